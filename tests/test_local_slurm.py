@@ -44,9 +44,9 @@ def test_a_folder_of_something_else_is_neither_used_nor_removed(tool: dict[str, 
     settings = tmp_path / "slurm.conf"
     settings.write_text("SlurmctldPort=6817\nNodeName=node[1-4] CPUs=2\n")
     with pytest.raises(UserError, match="files of something else"):
-        tool["start"](tmp_path, 4)
+        tool["start"](tmp_path)
     tool["main"].__globals__["check_machine"] = lambda: None
-    assert tool["main"](["stop", "--folder", str(tmp_path), "--purge"]) == 0
+    assert tool["main"](["stop", "--folder", str(tmp_path)]) == 0
     assert settings.is_file()
 
 

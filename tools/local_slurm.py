@@ -1,7 +1,7 @@
 """Start a private Slurm of several nodes on this machine, to try batch scripts and for tests; stop it.
 
     eval "$(python tools/local_slurm.py start)"     # prints: export SLURM_CONF=...
-    python tools/local_slurm.py stop --purge        # the one that SLURM_CONF names
+    python tools/local_slurm.py stop                # the one that SLURM_CONF names
 
 For Debian 12 and its Slurm 22.05; needs root, but no systemd, no cgroup and nothing under /etc. Every node is a slurmd
 on the loopback interface with 2 CPUs, 4,000 MB and 2 GPUs that are only names. Jobs in the partition `urgent` preempt
@@ -32,7 +32,7 @@ from tlt_hpc.common.script import ending
 
 PACKAGES = {"munged": "munge", "slurmctld": "slurmctld", "slurmd": "slurmd", "sbatch": "slurm-client"}
 """Debian's package for each program that is needed."""
-GPUS_PER_NODE = 2
+NODES, GPUS_PER_NODE = 4, 2
 UP_SECONDS = 60.0
 EMPTY_SECONDS = 30.0
 """For jobs to end at ``stop``: Slurm kills what outlives KillWait."""
@@ -102,18 +102,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="A private Slurm of several nodes on this machine.")
     parser.add_argument("command", choices=("start", "stop"))
     parser.add_argument("--folder", type=Path, help="of all its files (default: SLURM_CONF's, or tlt-slurm in /tmp)")
-    parser.add_argument("--nodes", type=int, default=4, choices=range(1, 17), metavar="1..16", help="default 4")
-    parser.add_argument("--purge", action="store_true", help="stop: remove the folder too, with the logs")
     options = parser.parse_args(arguments)
     folder: Path = (options.folder or exported_folder() or Path(tempfile.gettempdir()) / "tlt-slurm").resolve()
     check_machine()
     if options.command == "start":
-        start(folder, options.nodes)
+        start(folder)
         print(f"export SLURM_CONF={folder / 'slurm.conf'}")
     elif is_own(folder):
         stop(folder)
-        if options.purge:
-            shutil.rmtree(folder)
     return 0
 
 
@@ -144,7 +140,7 @@ def check_machine() -> None:
 # --- start ---
 
 
-def start(folder: Path, nodes: int) -> None:
+def start(folder: Path) -> None:
     """Start the daemons and wait until every node takes jobs.
 
     Raises:
@@ -156,45 +152,41 @@ def start(folder: Path, nodes: int) -> None:
         shutil.rmtree(folder)
     if folder.exists() and any(folder.iterdir()):
         raise UserError(f"{folder} has files of something else; give another --folder")
-    write_settings(folder, nodes)
+    write_settings(folder)
     munge = folder / "munge"
-    files = {
-        "key-file": munge / "key",
-        "socket": munge / "socket",
-        "log-file": munge / "log",
-        "seed-file": munge / "seed",
-    }
-    files["pid-file"] = folder / "munged.pid"
+    files = {f"{name}-file": munge / name for name in ("key", "log", "seed")}
+    files |= {"socket": munge / "socket", "pid-file": folder / "munged.pid"}
     start_daemon(folder, "munged", ["munged", "--force", *(f"--{name}={path}" for name, path in files.items())])
     if not wait_until((munge / "socket").is_socket, END_SECONDS):
         raise UserError(f"munged opens no socket; see {munge}/log")
     settings = str(folder / "slurm.conf")
     start_daemon(folder, "slurmctld", ["slurmctld", "-f", settings])
-    for number in range(1, nodes + 1):
+    for number in range(1, NODES + 1):
         start_daemon(folder, f"slurmd-node{number}", ["slurmd", "-f", settings, "-N", f"node{number}"])
-    if not wait_until(
-        lambda: ask(folder, "sinfo", "-h", "-N", "-p", "main", "-o", "%T").count("idle") == nodes, UP_SECONDS
-    ):
-        states = " ".join(ask(folder, "sinfo", "-h", "-N", "-p", "main", "-o", "%N:%T").split())
-        raise UserError(f"not all of {nodes} nodes are up ({states}); see {folder}")
+    if not wait_until(lambda: node_states(folder).count("idle") == NODES, UP_SECONDS):
+        raise UserError(f"not all of {NODES} nodes are up ({' '.join(node_states(folder))}); see {folder}")
 
 
-def write_settings(folder: Path, nodes: int) -> None:
+def node_states(folder: Path) -> list[str]:
+    return ask(folder, "sinfo", "-h", "-N", "-p", "main", "-o", "%T").split()
+
+
+def write_settings(folder: Path) -> None:
     """Write the files that the daemons read, and make their folders."""
     # munged refuses a key below a folder that others may write to, except sticky ones such as /tmp
     for path in (folder, folder / "munge", folder / "state"):
         path.mkdir(parents=True, exist_ok=True)
         path.chmod(0o755)
-    port, host = free_ports(nodes + 1), socket.gethostname().partition(".")[0]
-    ports = {"port": port, "first": port + 1, "last": port + nodes}
+    port, host = free_ports(NODES + 1), socket.gethostname().partition(".")[0]
+    ports = {"port": port, "first": port + 1, "last": port + NODES}
     (folder / "slurm.conf").write_text(
-        SETTINGS.format(mark=MARK, host=host, folder=folder, nodes=nodes, gpus=GPUS_PER_NODE, **ports)
+        SETTINGS.format(mark=MARK, host=host, folder=folder, nodes=NODES, gpus=GPUS_PER_NODE, **ports)
     )
     (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\nConstrainCores=no\nConstrainRAMSpace=no\n")
     for number in range(GPUS_PER_NODE):
         (folder / f"gpu{number}").symlink_to(os.devnull)  # Slurm wants a device file for each, and does not open it
     (folder / "gres.conf").write_text(f"Name=gpu Flags=nvidia_gpu_env File={folder}/gpu[0-{GPUS_PER_NODE - 1}]\n")
-    for number in range(1, nodes + 1):
+    for number in range(1, NODES + 1):
         (folder / f"spool-node{number}").mkdir()
         (folder / f"tmp-node{number}").mkdir()
         (folder / f"tmp-node{number}").chmod(0o1777)
