@@ -1,9 +1,14 @@
-"""A world of one rank without MPI, for tests of code that takes a ``World``."""
+"""Worlds without MPI, for tests of code that takes a ``World``: of one rank, and of several that are threads."""
 
 from __future__ import annotations
 
+import pickle
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from tlt_hpc.config import UserError
 from tlt_hpc.mpi.world import World
 
 
@@ -18,3 +23,38 @@ class OneRank:
 
     def broadcast(self, item: Any) -> Any:
         return item
+
+
+class ThreadWorld:
+    """One rank of several that are threads of this process, each on a host of its own."""
+
+    all_or_none, once = World.all_or_none, World.once
+
+    def __init__(self, rank: int, size: int, board: list[Any], barrier: threading.Barrier) -> None:
+        self.rank, self.size, self.hostname, self.node_group = rank, size, f"node{rank}", None
+        self._board, self._barrier = board, barrier
+
+    def allgather(self, item: Any) -> list[Any]:
+        self._board[self.rank] = pickle.dumps(item)
+        self._barrier.wait(60)
+        items = [pickle.loads(each) for each in self._board]
+        self._barrier.wait(60)
+        return items
+
+    def broadcast(self, item: Any) -> Any:
+        return self.allgather(item)[0]
+
+
+def on_threads(size: int, function: Callable[[ThreadWorld], Any]) -> list[Any]:
+    """What ``function`` returns on each rank, or the UserError that it raised."""
+    board: list[Any] = [None] * size
+    barrier = threading.Barrier(size)
+
+    def run(rank: int) -> Any:
+        try:
+            return function(ThreadWorld(rank, size, board, barrier))
+        except UserError as error:
+            return error
+
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(run, range(size)))

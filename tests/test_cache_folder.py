@@ -7,13 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from tlt_hpc.config import ConfigError, load_config
 from tlt_hpc.session import cache_place
-from tlt_hpc.storage.feature_cache import FeatureCache
-from tlt_hpc.storage.folder import RunFolder, node_folder, part_of
+from tlt_hpc.storage.folder import RunFolder, node_folder
 
 TINY = Path(__file__).parents[1] / "jobs" / "tiny.toml"
 
@@ -85,37 +83,3 @@ def test_a_variable_that_one_node_lacks_is_one_line_on_all(tmp_path: Path, monke
     assert "\n" not in str(caught.value)
     with pytest.raises(ConfigError, match="no disk on b"):
         place_of(0, str(tmp_path), tmp_path, errors=("", "no disk on b", "", "", ""))
-
-
-def test_recovery_and_eviction_there(tmp_path: Path) -> None:
-    """Three ranks of a node leave files, one of them half-written; two come back and tidy up after all three."""
-
-    def caches(num_ranks: int) -> list[FeatureCache]:
-        folder = RunFolder(node_folder(str(tmp_path), tmp_path / "run", "a"))
-        return [FeatureCache(folder, rank, 1, 4, 10**7, num_ranks) for rank in range(num_ranks)]
-
-    def append(cache: FeatureCache, step: int) -> None:
-        cache.begin_step(step, 0).append(np.arange(9, dtype=np.int32), 3, np.ones((8, 1, 4), np.uint16))
-
-    before = caches(3)
-    for cache in before:
-        append(cache, 0)
-        cache.end_step()
-    append(before[2], 1)
-    part = part_of(RunFolder(node_folder(str(tmp_path), tmp_path / "run", "a")).feature_cache(1, 2))
-    assert part.exists()
-    now = caches(2)
-    now[1].remove_parts()
-    assert part.exists(), "another rank's"
-    now[0].remove_parts()
-    assert not part.exists()
-    for cache in now:
-        append(cache, 1)
-        assert len(cache.previous_step_files()) == 3
-        cache.end_step()
-    for cache in now:
-        append(cache, 2)
-        assert len(cache.previous_step_files()) == 2
-    assert len(list(tmp_path.rglob("rank-*"))) == 4
-    for cache in (*now, before[2]):
-        cache.abandon_step()

@@ -12,14 +12,13 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from fake_world import OneRank
+from fake_world import OneRank, ThreadWorld, on_threads
 from safetensors import safe_open
 
 from tlt_hpc.checkpoint import host_buffer
@@ -29,46 +28,10 @@ from tlt_hpc.checkpoint.host_buffer import HostBuffer
 from tlt_hpc.checkpoint.manifest import Checkpoint, CheckpointError
 from tlt_hpc.checkpoint.store import CheckpointStore
 from tlt_hpc.models.piece import Cut, Piece, deal
-from tlt_hpc.mpi.world import World
 from tlt_hpc.resume.saving import save_drafter_if_due
 from tlt_hpc.storage.folder import RunFolder
 
 STATE = {"cursor": {"epoch": 1, "position": 7}, "tuner": [0.1, 2.5e-17], "name": "ü"}
-
-
-class ThreadWorld:
-    """One rank of several that are threads of this process."""
-
-    all_or_none, once = World.all_or_none, World.once
-
-    def __init__(self, rank: int, size: int, board: list[Any], barrier: threading.Barrier) -> None:
-        self.rank, self.size, self.hostname = rank, size, f"node{rank}"
-        self._board, self._barrier = board, barrier
-
-    def allgather(self, item: Any) -> list[Any]:
-        self._board[self.rank] = pickle.dumps(item)
-        self._barrier.wait(60)
-        items = [pickle.loads(each) for each in self._board]
-        self._barrier.wait(60)
-        return items
-
-    def broadcast(self, item: Any) -> Any:
-        return self.allgather(item)[0]
-
-
-def on_threads(size: int, function: Callable[[ThreadWorld], Any]) -> list[Any]:
-    """What ``function`` returns on each rank, or the CheckpointError that it raised."""
-    board: list[Any] = [None] * size
-    barrier = threading.Barrier(size)
-
-    def run(rank: int) -> Any:
-        try:
-            return function(ThreadWorld(rank, size, board, barrier))
-        except CheckpointError as error:
-            return error
-
-    with ThreadPoolExecutor(size) as pool:
-        return list(pool.map(run, range(size)))
 
 
 def make_shards(rank: int, step: int) -> dict[str, dict[str, torch.Tensor]]:
@@ -79,12 +42,9 @@ def make_shards(rank: int, step: int) -> dict[str, dict[str, torch.Tensor]]:
 class Stores:
     """Each rank's store of one folder."""
 
-    def __init__(self, folder: Path, keep: int) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.of_rank = [CheckpointStore(folder, keep) for _ in range(4)]
-
-    def newest(self) -> Checkpoint | None:
-        return self.of_rank[0].newest()
+        self.of_rank = [CheckpointStore(folder, keep=2) for _ in range(4)]
 
 
 def save(stores: Stores, step: int, size: int = 2) -> list[Any]:
@@ -95,7 +55,7 @@ def save(stores: Stores, step: int, size: int = 2) -> list[Any]:
 
 @pytest.fixture
 def store(tmp_path: Path) -> Stores:
-    return Stores(tmp_path / "checkpoints", keep=2)
+    return Stores(tmp_path / "checkpoints")
 
 
 @pytest.fixture
@@ -104,7 +64,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def newest(store: Stores) -> Checkpoint:
-    checkpoint = store.newest()
+    checkpoint = store.of_rank[0].newest()
     assert checkpoint is not None
     return checkpoint
 
@@ -152,7 +112,7 @@ def test_the_newest_are_kept(store: Stores, folder: Path, monkeypatch: pytest.Mo
 
 
 class Killed(BaseException):
-    """Stands for the end of the process: nobody catches it."""
+    """Stands for the end of the process: no code catches it."""
 
 
 # --- killed runs and damage ---
@@ -205,7 +165,7 @@ def test_a_damaged_checkpoint_is_skipped_with_one_warning(
     for step in (5, 6):
         truncate(folder / f"step-{step:06d}" / "state.json")
     with pytest.raises(CheckpointError, match=r"none of the 2 checkpoints in .* remove them all to start afresh"):
-        store.newest()
+        store.of_rank[0].newest()
 
 
 def test_a_renamed_one_is_skipped_and_what_killed_saves_left_is_removed(store: Stores, folder: Path) -> None:
@@ -235,7 +195,7 @@ def test_a_run_killed_while_saving_leaves_the_earlier_one(
         with pytest.raises(Killed):
             save(store, 6, size=1)
     assert names_in(folder) == ["step-000004", "step-000006.part"]
-    again = Stores(folder, keep=2)  # of the run that continues
+    again = Stores(folder)  # of the run that continues
     assert newest(again).step == 4
     save(again, 6, size=1)
     assert newest(again).step == 6 and names_in(folder) == ["step-000004", "step-000006"]
@@ -287,38 +247,27 @@ def test_the_digest_covers_all_of_a_small_file_and_both_ends_of_a_large_one(
 # --- in the background ---
 
 
-class HeldDisk:
-    """A disk that takes nothing until it is let go."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._go, self.asked = threading.Event(), threading.Event()
-        write = save_module.write_file
-
-        def wait_and_write(path: Path, tensors: Sequence[Any]) -> None:
-            self.asked.set()
-            assert self._go.wait(60)
-            write(path, tensors)
-
-        monkeypatch.setattr(save_module, "write_file", wait_and_write)
-
-    def let_go(self) -> None:
-        self._go.set()
-
-
 @pytest.fixture
-def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[HeldDisk]:
-    held = HeldDisk(monkeypatch)
-    yield held
-    held.let_go()
+def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """A disk that takes nothing until the event is set."""
+    go, write = threading.Event(), save_module.write_file
+
+    def wait_and_write(path: Path, tensors: Sequence[Any]) -> None:
+        assert go.wait(60)
+        write(path, tensors)
+
+    monkeypatch.setattr(save_module, "write_file", wait_and_write)
+    yield go
+    go.set()
 
 
-def test_what_is_saved_is_the_state_at_begin(tmp_path: Path, disk: HeldDisk) -> None:
+def test_what_is_saved_is_the_state_at_begin(tmp_path: Path, disk: threading.Event) -> None:
     store = CheckpointStore(tmp_path, keep=1)
     weight, steps, state = torch.randn(300, 70), torch.tensor(7), {"tuner": [1.0]}
     wanted = weight.clone()
     store.begin(5, OneRank(), {"policy": {"weight": weight, "steps": steps}}, state)
     weight.mul_(-1), steps.add_(1), state["tuner"].append(2.0)
-    disk.let_go()
+    disk.set()
     store.finish(OneRank())
     checkpoint = store.at(5)
     assert torch.equal(checkpoint.read("policy", "weight"), wanted)
@@ -326,7 +275,7 @@ def test_what_is_saved_is_the_state_at_begin(tmp_path: Path, disk: HeldDisk) -> 
 
 
 def test_no_step_waits_for_the_drafters_own_saves(
-    tmp_path: Path, disk: HeldDisk, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, disk: threading.Event, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = CheckpointStore(tmp_path, keep=1)
     spot = SimpleNamespace(live_state=lambda: {"fc.weight": torch.zeros(3)})
@@ -344,7 +293,7 @@ def test_no_step_waits_for_the_drafters_own_saves(
         "step's is not saved; a kill would cost it what it learned since"
     ]
     assert store.is_saving and names_in(tmp_path) in ([], ["step-000002.part"])
-    disk.let_go()
+    disk.set()
     store.finish(OneRank())
     assert names_in(tmp_path) == ["step-000002"], "those that found the disk busy were left out"
     save_drafter_if_due(job, 8)
@@ -362,7 +311,7 @@ def test_what_a_killed_run_has_listed_is_not_taken_for_ours(
         name = file.name.removeprefix("policy-").replace(".safetensors", ".list")
         (killed / name).write_text(json.dumps([file.model_dump()]))
     write_late(monkeypatch, "policy-00001")
-    store.of_rank = Stores(folder, keep=2).of_rank
+    store.of_rank = Stores(folder).of_rank
     save(store, 6)
     for rank in range(2):
         for name, tensor in make_shards(rank, 6)["policy"].items():

@@ -1,56 +1,29 @@
-"""A run's folder must be one that all ranks see: else a save would wait for the others' files for ever."""
+"""A run's folder must be one that all ranks see: otherwise a save would wait forever for the others' files."""
 
 from __future__ import annotations
 
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_world import on_threads
 
 from tlt_hpc import session as job
-from tlt_hpc.config import Config, UserError, load_config
-from tlt_hpc.mpi.world import World
+from tlt_hpc.config import Config, load_config
 from tlt_hpc.storage.folder import RunFolder
 
 TINY = Path(__file__).parents[1] / "jobs" / "tiny.toml"
 
 
-class ThreadWorld:
-    """One rank of two, each a thread and on a host of its own."""
-
-    once = World.once
-
-    def __init__(self, rank: int, board: list[Any], barrier: threading.Barrier) -> None:
-        self.rank, self.size, self.hostname = rank, 2, f"node{rank}"
-        self._board, self._barrier = board, barrier
-
-    def allgather(self, item: Any) -> list[Any]:
-        self._board[self.rank] = item
-        self._barrier.wait(20)
-        items = list(self._board)
-        self._barrier.wait(20)
-        return items
-
-    def broadcast(self, item: Any) -> Any:
-        return self.allgather(item)[0]
-
-
 def claim(*places: Path) -> list[str]:
-    """What each of two ranks is told whose ``run.folder`` is that place; empty where it may continue."""
-    board, barrier = [None, None], threading.Barrier(2)
+    """The error of each of two ranks whose ``run.folder`` is that place; empty if there is none."""
 
-    def on_rank(rank: int) -> str:
-        config: Config = load_config(TINY, [f"run.folder={places[rank]}"])
-        try:
-            job.claim_folder(RunFolder(config.folder), config, ThreadWorld(rank, board, barrier))
-        except UserError as error:
-            return str(error)
-        return ""
+    def on_rank(world: Any) -> None:
+        config: Config = load_config(TINY, [f"run.folder={places[world.rank]}"])
+        job.claim_folder(RunFolder(config.folder), config, world)
 
-    with ThreadPoolExecutor(2) as pool:
-        return list(pool.map(on_rank, range(2)))
+    return [str(error or "") for error in on_threads(2, on_rank)]
 
 
 def test_a_folder_that_a_node_does_not_share_is_refused_on_all_ranks(

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from data_sets import gcd_row, write_parquet
+from fake_world import ThreadWorld
 from safetensors.torch import save_file
-from test_claim import ThreadWorld
 from tiny import CPU, embedded_decoder, embedded_folder, embedded_tokenizer
 
 from tlt_hpc import session as job
@@ -36,7 +36,7 @@ def on_two_ranks(function) -> list:
     """What a function of the world returns on each of two ranks, each a thread on a host of its own."""
     board, barrier = [None, None], threading.Barrier(2)
     with ThreadPoolExecutor(2) as pool:
-        return list(pool.map(lambda rank: function(ThreadWorld(rank, board, barrier)), range(2)))
+        return list(pool.map(lambda rank: function(ThreadWorld(rank, 2, board, barrier)), range(2)))
 
 
 def sources_by_rank(folder: Path) -> None:

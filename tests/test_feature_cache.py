@@ -1,10 +1,7 @@
 """The feature cache: what is appended is what is read, from the open file and the closed one; nothing half-written."""
 
-import os
 import random
-import signal
 import threading
-import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -298,48 +295,6 @@ def test_no_rank_takes_away_the_folder_that_another_is_about_to_use(
         folder.feature_cache(step, 1).parent.mkdir(parents=True)
     run_step(open_cache(tmp_path), 3)
     assert removed == [0, 5]
-
-
-def test_killed_at_random_moments_keeps_what_was_committed(tmp_path: Path) -> None:
-    folder, rng = RunFolder(tmp_path), random.Random(2)
-    first = num_parts = kills = 0
-    while kills < 15 or num_parts < 4 or first < 16:  # kills that hit an open file, and children that got on
-        kills += 1
-        first = kill_a_writer(folder, first, rng.uniform(0.0, 0.04))
-        held = [step for step in folder.cache_steps() if folder.feature_caches(step)]
-        assert first - 1 in held, "a step was reported and is lost"
-        assert {*held} <= {first - 2, first - 1, first}, "two steps are kept"
-        for step in folder.cache_steps():
-            for path in folder.feature_caches(step):
-                assert is_same(
-                    read_all(path), [make_document(step * 100 + i, 40, prompt_seed=i // 4) for i in range(20)]
-                )
-        num_parts += len(folder.cache_parts())
-        open_cache(tmp_path).remove_parts()
-        assert folder.cache_parts() == []
-
-
-def kill_a_writer(folder: RunFolder, first: int, after_seconds: float) -> int:
-    """Fork a child that writes steps from ``first``, kill it, and return the step after the last that it reported."""
-    reader, pipe = os.pipe()
-    child = os.fork()
-    if child == 0:
-        cache = FeatureCache(folder, 0, LAYERS, HIDDEN, 10**6, 1)
-        feature_writer.BLOCK_BYTES = 2_000
-        for step in range(first, first + 1000):
-            writer = cache.begin_step(step, 9)
-            for i in range(20):  # a block each two: the thread writes while this one appends
-                writer.append(*make_document(step * 100 + i, 40, prompt_seed=i // 4))
-            cache.end_step()
-            os.write(pipe, b".")
-        os._exit(0)
-    os.close(pipe)
-    os.read(reader, 1)  # the first step is on disk
-    time.sleep(after_seconds)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    with os.fdopen(reader, "rb") as reports:
-        return first + 1 + len(reports.read())
 
 
 # -- the writing thread ----------------------------------------------------------------------------------------------

@@ -11,9 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launch_ranks import forked, launch, run_on_ranks
-
-from tlt_hpc.cluster.watch.record import read_record
+from launch_ranks import run_on_ranks
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -35,7 +33,7 @@ def call(name: str, *arguments: Any) -> None:
 
 
 def move_to(host: str, hosts: Path) -> None:
-    """Have this process see ``host`` as its host's name, and ``hosts`` as /etc/hosts; nobody else does."""
+    """Have this process see ``host`` as its host's name, and ``hosts`` as /etc/hosts, and no other process."""
     call("unshare", NEW_NAMES | NEW_MOUNTS)
     socket.sethostname(host)
     call("mount", b"none", b"/", None, ctypes.c_ulong(RECURSIVE | PRIVATE), None)
@@ -99,29 +97,3 @@ def test_ranks_on_two_hosts_find_each_other_and_read_once_a_host(hosts: Path) ->
     assert [rank["total"] for rank in ranks] == [6.0] * 3
     assert {tuple(rank["store"]) for rank in ranks} == {("tlt-host-a",)}, "by name: the loopback is each host's own"
     assert [rank["reads"] for rank in ranks] == [[0], [], [2]]
-
-
-TRAINING = """
-import os, runpy, sys
-sys.path[:0] = [{root!r}, {tests!r}]
-from pathlib import Path
-from test_hosts import RANKS, move_to
-from tlt_hpc.cluster.local import launched_rank
-move_to(RANKS[launched_rank(os.environ)], Path({hosts!r}))
-sys.argv = ["tlt", "train", *sys.argv[1:]]
-runpy.run_module("tlt_hpc", run_name="__main__", alter_sys=True)
-"""
-
-
-@pytest.mark.ci
-def test_a_run_on_two_hosts(hosts: Path, tmp_path: Path) -> None:
-    """Each host has a first rank, a monitor of its own, and features on its own disk."""
-    script = tmp_path / "training.py"
-    script.write_text(TRAINING.format(root=str(ROOT), tests=str(ROOT / "tests"), hosts=str(hosts)))
-    small = ("run.num_steps=2", "rollout.prompts_per_step=3", "rollout.max_new_tokens=32", "rollout.group_size=2")
-    folders = (f"run.folder={tmp_path}", "run.name=two", f"drafter.cache_folder={tmp_path}/disk")
-    code, out, err = launch(3, [str(script), str(ROOT / "jobs" / "tiny.toml"), *small, *folders], 240, forked())
-    assert code == 0 and "finished: 2 steps" in out, f"{out}\n{err}"
-    assert [read_record(tmp_path / "two" / "status", rank).host for rank in range(3)] == list(RANKS)
-    features = [path.relative_to(tmp_path / "disk") for path in (tmp_path / "disk").rglob("*.h5")]
-    assert {path.parts[1] for path in features} == set(HOSTS)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import numpy as np
 import pytest
 from fake_world import OneRank
 from launch_ranks import run_on_ranks
+from test_rollout_log import same
 
 from tlt_hpc.cluster.stopping import Stop
 from tlt_hpc.common.records import FinishReason, Request, Rollout, SampleKey
@@ -27,7 +27,6 @@ from tlt_hpc.storage.step_lines import add_line, read_lines
 ROOT = Path(__file__).resolve().parent.parent
 OVERRIDES = [
     "rollout.prompts_per_step=8", "rollout.group_size=4", "rollout.max_new_tokens=200", "rollout.max_live=2",
-    
 ]  # fmt: skip
 
 
@@ -43,13 +42,6 @@ def response(draw: int, sample: int = 0, length: int = 3) -> Rollout:
         pass_lengths=np.array([1, length % 30], np.uint8),
         finished_seconds=12.5,
     )
-
-
-def same(wanted: Rollout, got: Rollout) -> bool:
-    arrays = ("prompt_tokens", "response_tokens", "log_probs", "pass_lengths")
-    plain = dict.fromkeys(arrays)
-    equal = all(np.array_equal(vars(wanted)[name], vars(got)[name]) for name in arrays)
-    return equal and replace(wanted, **plain) == replace(got, **plain)
 
 
 # -- files ----------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ import pytest
 from launch_ranks import LAUNCH_ENVIRONMENT, mpiexec, run_on_ranks
 from tiny import embedded_folder
 
-from tlt_hpc.cluster.local import JOB_FILE, given_job, launch_environment
+from tlt_hpc.cluster.local import given_job, launch_environment
 from tlt_hpc.models.tokenizer import embedded
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -127,10 +127,10 @@ def read_as_nodes(num_bytes: int) -> dict[str, Any]:
     """Two ranks a node: what each was given of three reads, how often it read, and the error that its node met."""
     import numpy as np
 
-    import tlt_hpc.mpi.progress as progress_module
+    import tlt_hpc.mpi.node as node_module
     import tlt_hpc.mpi.world as world_module
 
-    progress_module.BLOCK_BYTES = 1000
+    node_module.BLOCK_BYTES = 1000
     rank = int(os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK", "0")))
     world_module.socket.gethostname = lambda: f"node{rank // 2}"
     node, calls = world_module.World.connect().node_group, []
@@ -144,7 +144,7 @@ def read_as_nodes(num_bytes: int) -> dict[str, Any]:
 
     given = node.once(read)
     values = np.full(num_bytes, rank, np.uint8)
-    node.broadcast(values)
+    node.broadcast_bytes(values)
     try:
         node.once(fail)
     except ValueError as error:
@@ -187,17 +187,3 @@ def tensors_as_node() -> list[bool]:
 @pytest.mark.mpi
 def test_tensors_of_any_kind_arrive_as_they_are() -> None:
     assert run_on_ranks(3, tensors_as_node) == [[True] * 8] * 3
-
-
-# --- the job file ---
-
-
-def test_ranks_are_given_the_text_of_the_job_that_they_are_asked_to_run(tmp_path: Path) -> None:
-    job = tmp_path / "job.toml"
-    job.write_bytes(b"[run]\nname = '\xc3\xa4'\n")
-    environment = launch_environment(2, {"PMI_RANK": "0"}, str(job))
-    assert given_job(environment, str(job)) == job.read_bytes()
-    assert given_job(environment, str(tmp_path / "other.toml")) is None
-    assert given_job({JOB_FILE: str(job)}, str(job)) is None, "no rank"
-    job.write_bytes(b"#" * 70_000)
-    assert JOB_FILE not in launch_environment(2, {}, str(job)), "too long for the environment"

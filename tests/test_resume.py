@@ -1,4 +1,4 @@
-"""What a run takes up again is what it had when it began to save: policy, moments, drafter, counters, chooser."""
+"""A resumed run has what it had when it began to save: policy, moments, drafter, counters, chooser."""
 
 from __future__ import annotations
 

@@ -135,16 +135,6 @@ def test_a_file_of_an_earlier_version_has_no_spans(tmp_path: Path) -> None:
     assert all(len(rollout.pass_lengths) == 0 for rollout in found.rollouts)
 
 
-@pytest.mark.parametrize("column", ["response_ends", "prompt_ends", "rewards", "advantages"])
-def test_a_missing_column_is_noticed(tmp_path: Path, column: str) -> None:
-    path = tmp_path / "a.h5"
-    write_step(path, make_record(3))
-    with h5py.File(path, "r+") as file:
-        del file[f"rollouts/{column}"]
-    with pytest.raises(DamagedFile):
-        read_step(path)
-
-
 def test_rollouts_out_of_order_are_a_programmers_error(tmp_path: Path) -> None:
     record = make_record(1)
     with pytest.raises(AssertionError, match="ordered by key"):

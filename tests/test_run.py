@@ -35,7 +35,7 @@ def command(
 def run_tlt(
     *arguments, status: int = 0, own: bool = False, ranks: int = 2, **options
 ) -> subprocess.CompletedProcess[str]:
-    """``own``, and where it is to fail: as a user starts it, by a process that starts the ranks; else on forks."""
+    """``own``, or if it should fail: as a user starts it, by a process that starts the ranks; else on forks."""
     words = command(*arguments, ranks=ranks, **options)
     done = subprocess.run(words, check=False, **CAPTURED, timeout=240) if own or status else tlt(ranks, *words[3:])
     assert done.returncode == status, f"status {done.returncode}\n{done.stdout}\n{done.stderr}"
@@ -111,24 +111,12 @@ def test_the_log_tells_what_each_rank_did_when(straight):
 
 @pytest.mark.ci
 def test_a_run_of_all_modes_is_equal(tmp_path):
-    figures = tmp_path / "figures.json"
-    done = run_tlt(tmp_path, what="compare", extra=("--steps", "2", "--json", str(figures)))
+    done = run_tlt(tmp_path, what="compare", extra=("--steps", "2"))
     assert "tokens equal: yes (0 mismatched); rewards equal: yes; final policy weights equal: yes" in done.stdout
-    tree = json.loads(figures.read_text())
-    assert set(tree["modes"]) == {"plain", "ngram", "full"}
-    assert set(tree["modes"]["full"]) == {
-        "tokens", "reward_mean", "policy_sha256", "rollout_seconds", "step_seconds", "accept_length",
-        "idle_rank_seconds", "harvested_rank_seconds", "drafter_steps", "guarded_near_ties",
-    }  # fmt: skip
-    assert tree["equal"] == {"tokens": True, "mismatched_tokens": 0, "rewards": True, "policy": True}
-    assert set(tree["speedup"]) == {"ngram", "full"}
-    assert tree["modes"]["plain"]["accept_length"] == 1.0
-    assert tree["modes"]["ngram"]["accept_length"] > 1.0
-    assert tree["modes"]["full"]["drafter_steps"] > 0
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize(("ranks", "shard"), [(1, "group"), (3, "sample")])
+@pytest.mark.parametrize(("ranks", "shard"), [(1, "group"), (4, "sample")])
 def test_the_first_rollout_is_the_same_on_any_rank_count_and_shard(straight, tmp_path, ranks, shard):
     run_tlt(tmp_path, "run.num_steps=1", "speculation.mode=plain", f"rollout.shard={shard}", ranks=ranks)
     assert tokens_of(tmp_path / "tiny", 0, ranks) == tokens_of(straight, 0)

@@ -54,7 +54,7 @@ def start_model(
     from transformers import AutoConfig, AutoModelForCausalLM  # noqa: F401 (seconds, spent before any rank waits)
 
     config = node.once(lambda: read_config(folder))
-    reads = rank == 0 if is_dealt else node.is_first
+    reads = rank == 0 if is_dealt else node.rank == 0
     model = load_policy_model(folder, dtype) if reads else empty_policy_model(config, dtype)
     if is_dealt:
         return model

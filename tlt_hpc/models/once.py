@@ -98,4 +98,4 @@ def share(node: NodeGroup, tensors: Iterable[Tensor]) -> None:
     """Write the first rank's contiguous tensors in host memory into the others', of equal sizes in the same order."""
     for tensor in tensors:
         assert tensor.is_contiguous() and tensor.device.type == "cpu", (tensor.shape, tensor.device)
-        node.broadcast(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+        node.broadcast_bytes(tensor.detach().reshape(-1).view(torch.uint8).numpy())

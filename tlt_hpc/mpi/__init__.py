@@ -1,4 +1,4 @@
-"""MPI: the world of ranks, and the pulse by which each knows what the others do.
+"""MPI: the world of ranks, and the pulse that tells each rank what the others do.
 
 Empty on purpose, so that the pure ``roster`` can be imported where there is no MPI.
 """

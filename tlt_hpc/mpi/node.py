@@ -1,46 +1,80 @@
-"""The ranks of one node: what the first of them reads is broadcast to the others.
+"""Ranks that share what one of them has read or computed; the ranks of a node are such a group.
 
-So a shared file system serves one reader per node instead of all its ranks, which sleep meanwhile.
+A shared file system then serves one reader per node instead of all its ranks, which sleep meanwhile.
 """
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
-from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tlt_hpc.common.errors import UserError
+from tlt_hpc.common.files import told
 from tlt_hpc.mpi.library import MPI
-from tlt_hpc.mpi.progress import broadcast_bytes, broadcast_item, run_once
+from tlt_hpc.mpi.progress import wait
 
 T = TypeVar("T")
 
-_NAME = "broadcast within the node"
+BLOCK_BYTES = 2**26
+"""Size of one broadcast, so that the MPI library's own buffers stay small."""
 
 
 class NodeGroup:
-    """The ranks of one node; this rank is number ``rank`` of ``size``. All methods are collective over them."""
+    """Some ranks; this one is number ``rank`` of ``size``. All methods are collective over them.
 
-    def __init__(self, comm: MPI.Comm) -> None:
+    Args:
+        comm: a communicator of these ranks alone.
+        scope: their name for the watch.
+    """
+
+    def __init__(self, comm: MPI.Comm, scope: str = "node") -> None:
         self._comm = comm
+        self._scope = scope
         self.rank: int = comm.rank
         self.size: int = comm.size
 
-    @property
-    def is_first(self) -> bool:
-        """Whether this is the rank that reads."""
-        return self.rank == 0
+    def broadcast(self, item: T, root: int = 0) -> T:
+        """The ``item`` (picklable, of any size) of rank ``root``; what the others give is ignored."""
+        payload = bytearray(pickle.dumps(item, pickle.HIGHEST_PROTOCOL)) if self.rank == root else bytearray()
+        length = np.array([len(payload)], np.int64)
+        wait(self._comm.Ibcast(length, root), "broadcast", self._scope)
+        payload = payload or bytearray(int(length[0]))
+        self.broadcast_bytes(np.frombuffer(payload, np.uint8), root)
+        return item if self.rank == root else pickle.loads(payload)  # type: ignore[no-any-return]
 
-    def once(self, read: Callable[[], T]) -> T:
-        """Call ``read`` on the first rank alone, and return its (picklable) result on all.
+    def broadcast_bytes(self, values: NDArray[np.uint8], root: int = 0) -> None:
+        """Write rank ``root``'s bytes [N] into the others' of the same size."""
+        for start in range(0, values.size, BLOCK_BYTES):
+            wait(self._comm.Ibcast(values[start : start + BLOCK_BYTES], root), "broadcast", self._scope)
+
+    def once(self, work: Callable[[], T]) -> T:
+        """The result (picklable) of ``work``, run on the first rank and given to all; its failure too.
 
         Raises:
-            UserError: on all ranks, as ``run_once``.
+            UserError: on all ranks, if the first raised a UserError (of its class) or an OSError; if it raised another
+                ValueError, on the others.
         """
-        return run_once(self.is_first, read, partial(broadcast_item, self._comm, root=0, name=_NAME, scope="node"))
+        outcome: tuple[UserError | None, Any] = None, None
+        if self.rank == 0:
+            try:
+                outcome = None, work()
+            except (ValueError, OSError) as error:
+                self.broadcast((to_send(error), None))
+                if isinstance(error, OSError):
+                    raise to_send(error) from error
+                raise
+        failure, result = self.broadcast(outcome)
+        if failure is not None:
+            raise failure
+        return result  # type: ignore[no-any-return]
 
-    def broadcast(self, values: NDArray[np.uint8]) -> None:
-        """Write the first rank's bytes [N] into the others' of the same size."""
-        broadcast_bytes(self._comm, values, 0, _NAME, scope="node")
+
+def to_send(error: ValueError | OSError) -> UserError:
+    """An error as it is raised on the other ranks: of its own class if it is a UserError."""
+    if isinstance(error, UserError):
+        return type(error)(str(error))
+    return UserError(told(error) if isinstance(error, OSError) else str(error))

@@ -154,13 +154,11 @@ def _last_sign(status: Path, start: str) -> Record | Owner | None:
 
 def _is_dead(host: str, pid: int) -> bool:
     """Whether a process is known to have ended: it was on this host, and is gone or is this one."""
-    if host != socket.gethostname():
-        return False
-    return pid == os.getpid() or process_state(pid) in ("", "Z")
+    return host == socket.gethostname() and (pid == os.getpid() or process_state(pid) in ("", "Z"))
 
 
 def read_owner(status: Path) -> Owner | None:
-    """The folder's owner; None if nobody has claimed it, or the file is damaged.
+    """The folder's owner; None if no start has claimed it, or the file is damaged.
 
     Raises:
         OSError: it cannot be read.

@@ -26,14 +26,11 @@ class Replica:
     """
 
     def __init__(self, world: World, size: int) -> None:
-        assert world.size % size == 0, f"{world.size} ranks in replicas of {size}"
         self.size, self.count = size, world.size // size
         self.number, self.index = divmod(world.rank, size)
         self._comm: MPI.Comm | None = None
         if size > 1:
-            everyone = world.private_comm()
-            self._comm = everyone.Split(self.number, self.index)
-            everyone.Free()
+            self._comm = world.private_comm().Split(self.number, self.index)
 
     def takes(self, unit: int) -> bool:
         """Whether this replica generates the responses of a unit."""

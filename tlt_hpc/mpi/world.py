@@ -9,6 +9,7 @@ import os
 import pickle
 import socket
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 from uuid import uuid4
 
@@ -20,8 +21,8 @@ from tlt_hpc.cluster.watch.beat import BEAT, Member
 from tlt_hpc.common.words import count
 from tlt_hpc.config import UserError
 from tlt_hpc.mpi.library import MPI, remove_shared_memory_names
-from tlt_hpc.mpi.node import NodeGroup
-from tlt_hpc.mpi.progress import broadcast_item, run_once, to_send, wait
+from tlt_hpc.mpi.node import NodeGroup, to_send
+from tlt_hpc.mpi.progress import wait
 
 T = TypeVar("T")
 
@@ -33,21 +34,21 @@ class LaunchError(UserError):
     """A user's mistake in how the ranks were started; its text is one line with the remedy."""
 
 
+@dataclass(frozen=True)
 class PendingSum:
     """A sum over ranks in progress; holds its buffers, and must be waited for before it is dropped."""
 
-    def __init__(self, request: MPI.Request, sent: NDArray[Any], received: NDArray[Any]) -> None:
-        self._request = request
-        self._sent = sent
-        self._received = received
+    request: MPI.Request
+    sent: NDArray[Any]
+    received: NDArray[Any]
 
     def wait(self) -> NDArray[Any]:
         """The sum, of the shape and dtype of what was given; sleeps until it is there. May be called again."""
-        wait(self._request, "sum")
-        return self._received
+        wait(self.request, "sum")
+        return self.received
 
 
-class World:
+class World(NodeGroup):
     """All ranks of the job, and this rank's place among them.
 
     ``rank`` of ``size``; ``node`` counts the hosts in order of their lowest rank, ``local_rank`` the ranks of one host,
@@ -56,15 +57,13 @@ class World:
     """
 
     def __init__(self, comm: MPI.Comm, flag: StopFlag | None = None) -> None:
-        self._comm = _duplicate(comm)
+        super().__init__(_duplicate(comm), "world")
         self.flag = flag or StopFlag()
         self._said: set[str] = set()
-        self.rank: int = comm.rank
-        self.size: int = comm.size
         self.hostname: str = socket.gethostname()
         self.node, self.local_rank = place(self.allgather(self.hostname), self.rank)
         self.node_group = NodeGroup(self._comm.Split(self.node, self.rank))  # all ranks have joined by now
-        if self.node_group.is_first:
+        if self.local_rank == 0:
             remove_shared_memory_names()
 
     @classmethod
@@ -108,10 +107,6 @@ class World:
         wait(self._comm.Iallgatherv(payload, [received, lengths.tolist()]), "allgather")
         return [pickle.loads(each.data) for each in np.split(received, np.cumsum(lengths)[:-1])]
 
-    def broadcast(self, item: T, root: int = 0) -> T:
-        """The ``item`` (picklable, of any size) of rank ``root``; what the others give is ignored."""
-        return broadcast_item(self._comm, item, root, "broadcast")
-
     def all_or_none(self, work: Callable[[], T]) -> T:
         """The result of ``work``, run on every rank; if it fails on one rank, all ranks raise. Collective.
 
@@ -128,14 +123,6 @@ class World:
             if each is not None:
                 raise each
         return result
-
-    def once(self, work: Callable[[], T]) -> T:
-        """The result (picklable) of ``work``, run on rank 0 and given to all ranks; its failure too. Collective.
-
-        Raises:
-            UserError: on all ranks, as ``run_once``.
-        """
-        return run_once(self.rank == 0, work, self.broadcast)
 
     def sum(self, array: NDArray[Any]) -> NDArray[Any]:
         """The elementwise sum of all ranks' arrays (float32, float64 or int64, equal shapes), the same bits on all."""

@@ -130,18 +130,18 @@ class FeatureCacheReader:
         num_prompts = len(self._prompt_ends) - 1
         if {len(self), len(self._response_ends) - 1} != {self._file.committed}:
             raise ValueError(f"{len(self)} responses, but {self._file.committed} were committed")
-        if len(self._extent_ends) - 1 != num_prompts + len(self) or self._prompt_of.max(initial=-1) >= num_prompts:
-            raise ValueError("its tables are of different lengths")
-        held = (self._file.size("prompt_tokens"), self._file.size("response_tokens"))
-        due = (self._prompt_ends[-1], self._response_ends[-1])
-        if held != due or self._features.shape[1:] != self.shape:
-            raise ValueError(f"{held} tokens, but {due} were committed")
         rows = np.concatenate([np.diff(self._prompt_ends) - 1, self.lengths])
         covered = np.add.reduceat(np.append(self._extents[:, 1], 0), self._extent_ends[:-1])
         covered[np.diff(self._extent_ends) == 0] = 0
-        last = self._extents.sum(1).max(initial=0)
-        if not np.array_equal(covered, rows) or last > len(self._features):
-            raise ValueError("its extents do not cover its tokens")
+        if not (
+            np.array_equal(covered, rows)
+            and self._prompt_of.max(initial=-1) < num_prompts
+            and self._file.size("prompt_tokens") == self._prompt_ends[-1]
+            and self._file.size("response_tokens") == self._response_ends[-1]
+            and self._features.shape[1:] == self.shape
+            and self._extents.sum(1).max(initial=0) <= len(self._features)
+        ):
+            raise ValueError("its tables, tokens and features are of different lengths")
 
 
 def read_document(
@@ -167,7 +167,7 @@ def _read_rows(dataset: hdf5.Dataset, span: Span, first: int, out: NDArray[np.ui
         return
     rows = span.rows[first : first + len(out)]
     for run in runs_of(rows):
-        hdf5.read_rows(dataset, int(rows[run.start]), out[run])
+        dataset.read_direct(out[run], np.s_[rows[run.start] : rows[run.stop - 1] + 1])
 
 
 def runs_of(rows: NDArray[np.int64]) -> Iterator[slice]:

@@ -125,12 +125,12 @@ class FeatureCacheWriter:
     def append(
         self, tokens: NDArray[np.int32], prompt_length: int, features: NDArray[np.uint16], first: int = 0
     ) -> None:
-        """Add a prompt with its response; the arrays are handed over, and nobody may write to them again.
+        """Add a prompt with its response; the caller must not write to the arrays again.
 
         ``tokens`` [T] int32, of which ``prompt_length`` P are the prompt's, 1 <= P < T; ``features`` [T - 1 - first,
-        layer, hidden] uint16 of the positions from ``first`` on. ``first`` is 0, or P - 1 where the prompt's own
-        features came with an earlier response to it; where these are not kept, the response is, after the prompt's
-        last token alone.
+        layer, hidden] uint16 of the positions from ``first`` on. ``first`` is 0, or P - 1 if the prompt's own
+        features came with an earlier response to it; if those have been evicted, the response is stored after the
+        prompt's last token alone.
 
         Raises:
             WriteError: a write did not reach the disk, now or before; the file can only be abandoned.

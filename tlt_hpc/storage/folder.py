@@ -72,10 +72,10 @@ class RunFolder:
             make_folder(folder)
 
     def rollout_log(self, step: int, rank: int) -> Path:
-        return _file_of(self.rollouts, step, rank)
+        return _folder_of(self.rollouts, step) / f"rank-{rank:04d}.h5"
 
     def feature_cache(self, step: int, rank: int) -> Path:
-        return _file_of(self.cache, step, rank)
+        return _folder_of(self.cache, step) / f"rank-{rank:04d}.h5"
 
     def rollout_steps(self) -> list[int]:
         """Steps that have a folder in the rollout log, ascending."""
@@ -199,10 +199,6 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _file_of(folder: Path, step: int, rank: int) -> Path:
-    return _folder_of(folder, step) / f"rank-{rank:04d}.h5"
 
 
 def _folder_of(folder: Path, step: int) -> Path:

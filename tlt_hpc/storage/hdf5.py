@@ -40,7 +40,7 @@ CHUNK_CACHE_BYTES = 8 * 2**20
 FORMAT = ("v110", "v110")
 BFLOAT16 = "bfloat16"
 _SMALL_BYTES, _MAX_RATIO = 2**28, 4096
-"""An array may be larger than the first only where it is stored in more than one of so many of its bytes."""
+"""The size from which on an array is checked against what is stored of it, and the largest ratio of the two."""
 
 # What h5py, numpy and our own checks raise on a file that is not what it should be; MemoryError where it claims to have
 # an array that fits no machine.
@@ -61,7 +61,7 @@ class FileKind:
 
 
 class NewFile:
-    """An HDF5 file that is being written; ``root`` is its h5py file. The commit counter is the last thing written."""
+    """An HDF5 file that is being written; ``root`` is its h5py file. The commit counter is written last."""
 
     def __init__(self, path: Path, kind: FileKind) -> None:
         self._path = path
@@ -317,16 +317,10 @@ def growing_array(group: Group, name: str, dtype: np.dtype[Any], row: tuple[int,
 
 
 def write_rows(dataset: Dataset, first: int, rows: NDArray[Any]) -> None:
-    """Put rows into a growing array from ``first`` on; it grows where it is too short."""
+    """Put rows into a growing array from ``first`` on; it grows if it is too short."""
     if first + len(rows) > len(dataset):
         dataset.resize(first + len(rows), axis=0)
     dataset[first : first + len(rows)] = rows
-
-
-def read_rows(dataset: Dataset, first: int, out: NDArray[Any]) -> None:
-    """Rows ``first`` .. ``first + len(out) - 1`` into ``out``, which is contiguous."""
-    if len(out):
-        dataset.read_direct(out, np.s_[first : first + len(out)])
 
 
 def chunk_rows(dtype: np.dtype[Any], row: tuple[int, ...]) -> int:

@@ -1,6 +1,6 @@
 """Responses of a step that is not committed yet, one HDF5 file for each time that a rank wrote what it had finished.
 
-Schema 1: attributes kind, schema, origin, committed; /rollouts/ has the columns of the rollout log but for rewards and
+Schema 1: attributes kind, schema, origin, committed; /rollouts/ has the columns of the rollout log, without rewards and
 advantages. ``origin`` names the weights that the responses are of.
 """
 
