@@ -55,8 +55,8 @@ def refusal(*overrides: str) -> str:
 NAME = "use letters, digits, '_', '-' and '.', and none of the last two in front"
 LONG = "string should have at most 128 characters"
 NUL = "no file has a NUL character in its name; leave it out"
-DEEP = "nested over 16 deep; flatten it"
-LARGE = "an integer of more than 64 bits; use a smaller one"
+DEEP = "nested too deep; flatten it"
+LARGE = "an integer of thousands of digits; use a smaller one"
 KINDS = "input should be 'boxed', 'math', 'numeric', 'choice', 'format', 'code' or 'function'"
 
 
@@ -171,7 +171,6 @@ def test_missing_key() -> None:
     [
         (b"[run\n", "is not valid TOML: Expected ']' at the end of a table declaration (at line 1, column 5); fix it"),
         (b"\xff", "is not valid TOML: 'utf-8' codec can't decode byte 0xff in position 0: invalid start byte; fix it"),
-        (b'"a b".' * 100_000 + b"a = 1", f"is not valid TOML: {DEEP}; fix it"),
         (b"a = " + b"9" * 5000, f"is not valid TOML: {LARGE}; fix it"),
         (b"run = 3\n", "run = 3: write it as a table, with keys of its own"),
         (b"", "missing key 'run'; add it to the file or give run=VALUE"),
@@ -191,7 +190,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     for name, reason in (
         ("nowhere", "No such file or directory"),
         ("", "Is a directory"),
-        ("pipe", "it is a FIFO, not a regular file"),
+        ("pipe", "it is not a regular file"),
     ):
         path = tmp_path / name
         assert refused(lambda path=path: load_config(path)) == (

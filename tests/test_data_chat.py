@@ -256,7 +256,7 @@ def test_templates_that_are_no_jinja(tmp_path: Path) -> None:
         (b"{{ x", mine, "the chat template is no Jinja"),
         (b"", tmp_path / "none.jinja", "No such file or directory"),
         (b"", tmp_path, "Is a directory"),
-        (b"", tmp_path / "pipe", "it is a FIFO, not a regular file"),
+        (b"", tmp_path / "pipe", "it is not a regular file"),
         (b"\xff", mine, "is not UTF-8"),
         (b" \n", mine, "is empty"),
     ):

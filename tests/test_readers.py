@@ -88,8 +88,8 @@ def folder_instead(path: Path) -> None:
 
 
 UNFIT = {
-    fifo: "it is a FIFO, not a regular file; move it away",
-    endless: "it is a device, not a regular file; move it away",
+    fifo: "it is not a regular file; move it away",
+    endless: "it is not a regular file; move it away",
     loop: "Too many levels of symbolic links; a link on the way leads back to itself: remove that link",
     folder_instead: "Is a directory; a folder is where a file should be: move that folder away",
 }

@@ -219,7 +219,7 @@ def test_a_status_that_is_no_number_counts_as_a_failure(text: str, found: int, t
     assert executor.read_status(submission.jobs_folder, "10") is None
     path.unlink()
     os.mkfifo(path)
-    with pytest.raises(UserError, match="it is a FIFO, not a regular file"):
+    with pytest.raises(UserError, match="it is not a regular file"):
         executor.read_status(submission.jobs_folder, "100")
 
 

@@ -209,7 +209,7 @@ def test_a_python_without_the_libraries_is_told_in_one_line(script: str, tmp_pat
     done = run_script("-S", *script.split())
     assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
     name = "tlt" if script == "-m tlt_hpc" else Path(script).stem
-    assert re.match(rf"{name}: no \w+ in /\S+: (run it with|activate) ", done.stderr)
+    assert re.match(rf"{name}: no \w+ in /\S+: use this project's environment", done.stderr)
 
 
 @pytest.mark.parametrize(

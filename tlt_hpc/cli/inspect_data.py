@@ -11,7 +11,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from tlt_hpc.common.console import TextConsole, watched
+from tlt_hpc.common.console import TextConsole
 from tlt_hpc.common.words import count
 from tlt_hpc.config import EMBEDDED_MODEL, EMBEDDED_TASK, Config, ConfigError, apply_override, load_config, parse_config
 from tlt_hpc.data.inspect import Inspection, SourceCounts, inspect
@@ -36,7 +36,7 @@ def run(options: argparse.Namespace) -> int:
     folder = find_model(model or config.model.path) if model or is_job else None
     tokenizer = load_tokenizer(folder) if folder else None
     reader = PromptReader(config.data, config.run.seed, tokenizer, read_chat_format(folder) if folder else None)
-    found = inspect(reader, config.data.max_prompt_tokens, watched)
+    found = inspect(reader, config.data.max_prompt_tokens)
     console = TextConsole(width=None if sys.stdout.isatty() else 140)
     _print(console, config, found, tokenizer is not None)
     return 1 if found.broken else 0

@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderableType
-from rich.progress import track
 from rich.segment import Segment
 from rich.text import Text
 
@@ -36,9 +35,3 @@ class TextConsole(Console):
         """As for plain text."""
         self.quiet = True
         reader_gone(self.file)  # type: ignore[arg-type]
-
-
-def watched(indices: range) -> Iterable[int]:
-    """The same, with a bar on standard error while they are gone through, where that is a terminal."""
-    console = TextConsole(stderr=True)
-    return track(indices, "reading", transient=True, console=console, disable=not sys.stderr.isatty())

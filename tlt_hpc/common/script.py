@@ -13,7 +13,6 @@ from types import TracebackType
 from tlt_hpc.common.errors import UserError
 from tlt_hpc.common.printable import escape_streams, one_line
 
-_ROOT = Path(__file__).resolve().parents[2]
 _WRONG = 2
 
 
@@ -31,12 +30,9 @@ def ending(name: str, work: Callable[[], int | None]) -> int:
     return _WRONG
 
 
-def missing(library: str, folder: Path = _ROOT, python: str = sys.executable) -> str:
-    """What to say of a library that ``python`` lacks; ``folder`` is the clone's."""
-    own = folder / ".venv" / "bin" / "python"
-    if not own.exists() or Path(python).absolute() == own:
-        return f"no {library} in {python}: activate this project's environment (README), or install {library} there"
-    return f"no {library} in {python}: run it with {own.relative_to(folder) if Path.cwd() == folder else own}"
+def missing(library: str, python: str = sys.executable) -> str:
+    """The message for a library that ``python`` lacks."""
+    return f"no {library} in {python}: use this project's environment (README), e.g. .venv/bin/python of the clone"
 
 
 def _name_missing(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

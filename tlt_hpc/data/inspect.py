@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from tlt_hpc.data.reader import PromptReader
@@ -33,17 +32,15 @@ class Inspection:
     broken: tuple[RowError, ...]
 
 
-def inspect(
-    reader: PromptReader, max_prompt_tokens: int, watched: Callable[[range], Iterable[int]] = iter
-) -> Inspection:
-    """Read every row; ``watched`` may show how far it has come.
+def inspect(reader: PromptReader, max_prompt_tokens: int) -> Inspection:
+    """Read every row.
 
     Raises:
         ConfigError: as ``PromptReader.read``.
     """
     sources: dict[str, SourceCounts] = {}
     broken, seen = list[RowError](), set[bytes]()
-    for index in watched(range(len(reader))):
+    for index in range(len(reader)):
         try:
             prompt = reader.read_unlimited(index)
         except RowError as error:
