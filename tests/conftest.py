@@ -1,12 +1,5 @@
-"""The fixture of a private Slurm, and a cache of the tests' own.
+"""Shared fixtures. Without a GPU Triton is its interpreter for the whole process: chosen before anything imports it."""
 
-And without a GPU Triton is its interpreter for the whole process: chosen here, before anything imports it.
-"""
-
-import os
-from collections.abc import Iterator
-
-import pytest
 import torch
 from hypothesis import settings
 from interpreter import load_interpreter
@@ -20,11 +13,3 @@ if dispatch.has_triton() and not torch.cuda.is_available():
 
 settings.register_profile("without_deadline", settings.default, deadline=None)  # the machine may have other work
 settings.load_profile("without_deadline")
-
-
-@pytest.fixture(scope="session", autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Cost profiles that a user's runs have left say nothing here, nor do the tests' profiles to them."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TLT_CACHE", os.fspath(tmp_path_factory.mktemp("cache")))
-        yield

@@ -17,7 +17,6 @@ from tlt_hpc.models.shape import read_shape
 
 TOOL = Path(__file__).parents[1] / "tools" / "fetch_smollm2.py"
 
-# Read at import, before a fixture of conftest.py sets TLT_CACHE to an empty folder for the whole session.
 _FOLDER: Path = runpy.run_path(os.fspath(TOOL))["default_folder"]()
 
 TEXTS = (

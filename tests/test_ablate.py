@@ -25,7 +25,7 @@ from tlt_hpc.resume.finished import record_finished
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.studies import ablate as study
 from tlt_hpc.studies.ablate import AblationFigures, Passes, gain_of, ratio
-from tlt_hpc.studies.ablation_plan import ARMS, Ablation, plan_ablation
+from tlt_hpc.studies.ablation_plan import ARMS, Ablation, describe, plan_ablation
 from tlt_hpc.train import RunResult
 
 ROOT = Path(__file__).parent.parent
@@ -70,7 +70,9 @@ def test_arms_differ_in_what_they_are_named_after_and_in_nothing_else(tmp_path):
     ],
 )
 def test_arms_by_default_are_those_that_show_something(tmp_path, override, missing):
-    assert set(ARMS) - set(plan(tmp_path, override).arms) == missing
+    ablation = plan(tmp_path, override)
+    assert set(ARMS) - set(ablation.arms) == missing
+    assert f"{ablation.folder}: 2 steps of each arm on 4 ranks" in describe(ablation, 4)
 
 
 @pytest.mark.parametrize(
@@ -88,11 +90,6 @@ def test_mistakes_are_one_line(capsys, tmp_path, arguments, said):
     error = capsys.readouterr().err
     assert said in error and error.count("\n") == 1
     assert not list(tmp_path.iterdir())
-
-
-def test_a_dry_run_names_the_arms(capsys, tmp_path):
-    assert main(["ablate", str(TINY), "--steps", "4", "--dry-run", f"run.folder={tmp_path}"]) == 0
-    assert "4 steps of each arm on 2 ranks" in capsys.readouterr().out
 
 
 def test_an_ablation_may_grow_but_not_change(tmp_path):

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TINY = str(ROOT / "jobs" / "tiny.toml")
 SMALL = [
     "rollout.max_new_tokens=24", 'speculation.strategies=["ngram-4", "drafter-3"]',
-    "--batches", "1,2", "--sequences", "3", "--repeats", "2",
+    "--batches", "2", "--sequences", "3", "--repeats", "1",
 ]  # fmt: skip
 
 
@@ -33,16 +33,14 @@ def test_every_way_decodes_the_same_text(tmp_path: Path) -> None:
     done = tlt(ranks, "bench", "rollout", TINY, *SMALL, "--json", str(path), f"run.folder={tmp_path}", "run.ranks=2")
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     tree = json.loads(path.read_text())
-    assert list(tree["batch"]) == ["1", "2"] and tree["num_ranks"] == ranks
-    for ways in tree["batch"].values():
-        assert list(ways) == ["plain", "ngram-4", "drafter-3", "adaptive"]
-        assert {way["tokens"] for way in ways.values()} == {ways["plain"]["tokens"]}
-        assert [way["mismatched_tokens"] for way in ways.values()] == [0] * 4
-        assert all(len(way["seconds"]) == 2 for way in ways.values())
-        assert ways["plain"]["accept_length"] == ways["plain"]["speedup"] == 1
-        assert ways["drafter-3"]["accept_length"] > 1.5
-    assert ranks * 3 < tree["batch"]["1"]["plain"]["tokens"] <= ranks * 3 * 24
-    assert done.stdout.count("adaptive") == 2
+    assert tree["num_ranks"] == ranks
+    ways = tree["batch"].pop("2")
+    assert list(ways) == ["plain", "ngram-4", "drafter-3", "adaptive"] and not tree["batch"]
+    assert {way["tokens"] for way in ways.values()} == {ways["plain"]["tokens"]}
+    assert [way["mismatched_tokens"] for way in ways.values()] == [0] * 4
+    assert ways["plain"]["accept_length"] == ways["plain"]["speedup"] == 1 and ways["drafter-3"]["accept_length"] > 1.5
+    assert ranks * 3 < ways["plain"]["tokens"] <= ranks * 3 * 24
+    assert done.stdout.count("adaptive") == 1
     assert [each.name for each in tmp_path.iterdir()] == ["out.json"], "a run's folder is not made"
 
 
@@ -70,9 +68,7 @@ def test_replicas_share_the_prompts() -> None:
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (["--batches", "1,x"], "--batches"),
-        (["--batches", "0"], "--batches"),
-        (["--repeats", "0"], "--repeats"),
+        (["--batches", "1,0"], "--batches"),
         (["--json", "nowhere/out.json"], "its folder does not exist"),
         (["--nothing"], "unknown option --nothing"),
     ],
@@ -81,11 +77,6 @@ def test_options_that_make_no_sense_end_with_the_usage(arguments, named, capsys)
     with pytest.raises(SystemExit) as end:
         main(["bench", "rollout", TINY, *arguments])
     assert end.value.code == 2 and named in capsys.readouterr().err
-
-
-def test_a_drafter_that_is_not_there_is_one_line(capsys) -> None:
-    assert main(["bench", "rollout", TINY, "drafter.init=nowhere"]) == 2
-    assert "drafter.init = 'nowhere'" in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_a_shape_is_benched_without_weights(tmp_path) -> None:

@@ -130,12 +130,6 @@ def test_pages_are_linked_from_the_readme() -> None:
     assert set(PAGES[1:]) <= linked
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_a_page_that_promises_the_same_text_names_the_precision(page: Path) -> None:
-    promises = re.findall(r"same text|text (?:is |really )*the same", prose_of(page), re.IGNORECASE)
-    assert not promises or "float32" in prose_of(page), promises
-
-
 def test_files_that_are_named_exist() -> None:
     """In inline code: what lies in the clone, not in a run."""
     for page in PAGES:

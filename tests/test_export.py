@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from fake_world import OneRank
 from safetensors.torch import load_file, save_file
 from tiny import NUM_TOKENS, embedded_decoder, embedded_folder, gcd_requests, generate, make_engine
 from torch import Tensor
@@ -153,15 +154,6 @@ def exported(kind: str, form: str, folder: Path, shape) -> Path:
     return folder / "out"
 
 
-class OneRank:
-    """The part of a world that the checkpoint store needs, of one rank."""
-
-    rank, size, hostname = 0, 1, "here"
-
-    def allgather(self, item):
-        return [item]
-
-
 def scaled(stored: dict[str, Tensor], factor: float) -> dict[str, Tensor]:
     return {name: tensor.float() * factor for name, tensor in stored.items() if name.endswith(".weight")}
 
@@ -210,6 +202,9 @@ def test_names_sizes_types_and_config_are_exactly_those_of_the_format(kind, form
     read = AutoConfig.from_pretrained(out)
     assert isinstance(read, Qwen2Config if (kind, form) == ("sglang", "eagle") else LlamaConfig)
     assert read.rope_parameters == {"rope_theta": 10000.0, "rope_type": "default"}
+    card, method = (out / "README.md").read_text(), "EAGLE3" if form == "eagle3" else "EAGLE"
+    command = f"--speculative-algorithm {method} " if kind == "sglang" else f'"method": "{form}"'
+    assert command in card and " drafter for embedded:tiny" in card
 
 
 def test_only_a_qwen2_target_gets_sglangs_qwen2_layer(target):
@@ -420,14 +415,6 @@ def test_the_embedded_drafters_card_has_its_warm_up(tmp_path):
     assert f"| accept length | {facts.accept_length:.2f} at temperature 1, by drafter-5 on 128 held-out" in card
 
 
-@pytest.mark.parametrize(
-    ("kind", "words"), [("sglang", "--speculative-algorithm EAGLE3 "), ("vllm", '"method": "eagle3"')]
-)
-def test_the_next_command_names_the_form(kind, words, tmp_path, target):
-    card = (exported(kind, "eagle3", tmp_path, target.shape) / "README.md").read_text()
-    assert words in card and "# EAGLE-3 drafter for embedded:tiny" in card
-
-
 # --- where it is written ---
 
 
@@ -473,23 +460,26 @@ def test_an_export_that_fails_keeps_the_one_before(run, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("command", "words"),
     [
-        ((EMBEDDED_MODEL, "--format", "sglang"), "add --output FOLDER"),
-        (("{run}", "--format", "sglang", "--step", "15"), "has those of steps 10, 20; use one that is there"),
-        (("{here}/none", "--format", "sglang"), "none does not exist"),
-        (("{here}/empty", "--format", "sglang", "--model", EMBEDDED_MODEL), "has no drafter; give a run"),
-        (("{here}/alone", "--format", "sglang"), "--model FOLDER"),
-        (("{here}/alone", "--format", "sglang", "--model", "{here}/empty"), "no config.json in that folder"),
-        (("{here}/cut", "--format", "sglang", "--model", EMBEDDED_MODEL), "is no whole safetensors file"),
+        ("export-drafter embedded:tiny --format sglang", "add --output FOLDER"),
+        ("export-drafter {run} --format sglang --step 15", "has those of steps 10, 20; use one that is there"),
+        ("export-drafter {here}/none --format sglang", "none does not exist"),
+        ("export-drafter {here}/empty --format sglang --model embedded:tiny", "has no drafter; give a run"),
+        ("export-drafter {here}/alone --format sglang", "--model FOLDER"),
+        ("export-drafter {here}/alone --format sglang --model {here}/empty", "no config.json in that folder"),
+        ("export-drafter {here}/cut --format sglang --model embedded:tiny", "is no whole safetensors file"),
+        ("export-policy {here}/none", "does not exist; give a run's folder"),
+        ("export-policy {run} --step 7", "no such checkpoint in"),
+        ("export-policy {run} --model elsewhere", "model.path = 'elsewhere': no config.json in that folder"),
     ],
 )
-def test_a_mistake_is_one_line_with_the_remedy_and_writes_nothing(arguments, words, tmp_path, run, capsys):
+def test_a_mistake_is_one_line_with_the_remedy_and_writes_nothing(command, words, tmp_path, run, capsys):
     (tmp_path / "empty").mkdir()
     drafter_folder(tmp_path / "alone", embedded_eagle())
     cut = drafter_folder(tmp_path / "cut", embedded_eagle()) / DRAFTER_FILE
     cut.write_bytes(cut.read_bytes()[:500])
-    assert tlt(*(each.format(here=tmp_path, run=run) for each in arguments)) == 2
+    assert main(command.format(here=tmp_path, run=run).split()) == 2
     assert words in error_of(capsys)
     assert not list(tmp_path.rglob("model.safetensors"))
 
@@ -598,23 +588,6 @@ def test_an_earlier_export_gives_way_and_nothing_else_does(run, capsys):
     assert main(["export-policy", str(run)]) == 2
     assert "has 'notes.txt' in it and is no earlier export; give a new or empty folder" in capsys.readouterr().err
     assert {path.name: path.stat().st_ino for path in out.iterdir()} == before
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["nowhere"], "nowhere does not exist; give a run's folder"),
-        (
-            ["{run}", "--step", "7"],
-            "no such checkpoint in {run}/checkpoints, which has those of steps 10, 20",
-        ),
-        (["{run}", "--model", "elsewhere"], "model.path = 'elsewhere': no config.json in that folder"),
-    ],
-)
-def test_mistakes_of_policies_are_one_line(run, arguments, said, capsys):
-    assert main(["export-policy", *(word.format(run=run) for word in arguments)]) == 2
-    assert said.format(run=run) in error_of(capsys)
-    assert not (run / "export").exists()
 
 
 def test_the_folder_of_another_model(run, tmp_path, capsys):
