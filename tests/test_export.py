@@ -469,7 +469,7 @@ def test_an_export_that_fails_keeps_the_one_before(run, capsys, monkeypatch):
         ("export-drafter {here}/alone --format sglang", "--model FOLDER"),
         ("export-drafter {here}/alone --format sglang --model {here}/empty", "no config.json in that folder"),
         ("export-drafter {here}/cut --format sglang --model embedded:tiny", "is no whole safetensors file"),
-        ("export-policy {here}/none", "does not exist; give a run's folder"),
+        ("export-policy {here}/none", "none does not exist"),
         ("export-policy {run} --step 7", "no such checkpoint in"),
         ("export-policy {run} --model elsewhere", "model.path = 'elsewhere': no config.json in that folder"),
     ],
