@@ -29,7 +29,6 @@ from tlt_hpc.cluster.executor import send
 from tlt_hpc.cluster.slurm import read_queue
 from tlt_hpc.cluster.status import (
     MemberStatus,
-    last_words,
     read_statuses,
     status_table,
     unfinished,
@@ -174,9 +173,6 @@ def run_later(words: Sequence[str]) -> int:
 def run_status(submission: Submission, statuses: Sequence[MemberStatus]) -> int:
     """Print how each member stands; status 1 if one has failed."""
     print(status_table(statuses))
-    for status in statuses:
-        if words := last_words(status):
-            print(f"{status.member.name}: {words}")
     return int(bool(unfinished(statuses)))
 
 

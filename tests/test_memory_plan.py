@@ -74,7 +74,6 @@ def test_a_replicas_rank_has_its_part_of_every_layer(form: str, dtype: str) -> N
     from tlt_hpc.models.drafter_file import make_drafter
     from tlt_hpc.models.folder import DTYPES
     from tlt_hpc.models.sharding import Sharding
-    from tlt_hpc.rollout.drafts import slots_needed
     from tlt_hpc.rollout.kv_cache import page_bytes
 
     settings = f"drafter.form={form}", "drafter.vocabulary=16", f"model.dtype={dtype}", "rollout.tensor_parallel=2"
@@ -90,8 +89,6 @@ def test_a_replicas_rank_has_its_part_of_every_layer(form: str, dtype: str) -> N
     count = drafter_parameters(given.shape, form, 16)
     assert count == sum(parameter.numel() for parameter in drafter.parameters())
     assert engine_plan.num_features(given) == drafter.num_features
-    reach = max(map(slots_needed, engine_plan.strategies(given)))
-    assert engine_plan.positions(given) == given.longest + reach + 1
     whole = sum(parameter.nbytes for parameter in drafter.parameters())
     assert parts["drafter in use"] == whole + drafter.packed_bytes
     own = page_bytes(decoder.part, given.config.rollout.page_size, DTYPES[dtype], drafter.num_features)

@@ -70,7 +70,7 @@ def test_of_six_members_the_failed_one_is_named_and_submitted_again_alone(
     head, *rows = capsys.readouterr().out.splitlines()
     state = slice(head.index("state"), head.index("steps"))
     assert [row[state].strip() for row in rows[:6]] == [*["finished"] * 3, "failed (status 2)", *["finished"] * 2]
-    assert "member3: tlt: config file missing.toml" in rows[6]
+    assert "tlt: config file missing.toml" in Path(rows[3].split()[-1]).read_text()
     assert rows[0].split()[2:4] == ["1", "0.500"]
 
     (tmp_path / "missing.toml").write_text(Path(TINY).read_text())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +16,6 @@ FINISHED = "finished"
 STOPPED_EARLY = 75
 """Exit status of a command that was stopped and can continue."""
 _REWARD = "critic/rewards/mean"
-_LAST_WORDS = re.compile(rb"^(?:tlt|sbatch/env\.sh|slurmstepd: error|srun: error): .+", re.MULTILINE)
-"""Lines that say why a job ended."""
 
 
 @dataclass(frozen=True)
@@ -69,15 +66,6 @@ def job_state(queued: QueuedJob | None, status: int | None) -> str:
 def unfinished(statuses: Sequence[MemberStatus]) -> set[str]:
     """The names of those that neither wait nor run nor have finished: what ``resubmit`` submits again."""
     return {status.member.name for status in statuses if not status.is_live and status.state != FINISHED}
-
-
-def last_words(status: MemberStatus) -> str:
-    """Why a member failed, by its log; empty if it did not, or if the log does not say."""
-    if not status.state.startswith("failed") or status.log is None or not status.log.is_file():
-        return ""
-    found = _LAST_WORDS.findall(status.log.read_bytes())
-    own = [line for line in found if line.startswith((b"tlt", b"sbatch"))] or found
-    return own[-1].decode(errors="replace") if own else ""
 
 
 def status_table(statuses: Sequence[MemberStatus]) -> str:

@@ -63,7 +63,7 @@ def strategies(situation: Situation) -> tuple[Strategy, ...]:
 
 def positions(situation: Situation) -> int:
     """Positions of the longest sequence with the drafts that a round may write behind it."""
-    return situation.longest + max(map(_slots, strategies(situation))) + 1
+    return situation.longest + max(strategy.num_slots for strategy in strategies(situation)) + 1
 
 
 def page_bytes(situation: Situation) -> int:
@@ -154,12 +154,6 @@ def _table(situation: Situation, s: ModelShape) -> int:
     turns = 8 * count * s.head_dim // 2
     heads = s.num_heads + 2 * s.num_kv_heads
     return turns * (1 + heads) if turns * heads <= _MAX_TABLE_BYTES else turns
-
-
-def _slots(strategy: Strategy) -> int:
-    """As ``rollout.drafts.slots_needed``: positions beyond a sequence's last token that a round may write."""
-    grown = 1 + (strategy.depth - 1) * strategy.branching if strategy.branching > 1 else strategy.depth
-    return max(grown + 1, strategy.widest_pass)
 
 
 def _packs(situation: Situation) -> bool:

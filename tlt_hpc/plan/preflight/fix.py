@@ -40,13 +40,11 @@ def get_model(config: Config, model_id: str) -> Finding:
         return warning(f"{folder} does not exist, and no model to download was given", "give --model-id OWNER/NAME")
     try:
         fetch(model_id, folder)
-    except ValueError as error:
-        return failure(f"could not fetch {model_id!r}: {_first_line(error)}", "give --model-id as OWNER/NAME")
-    except OSError as error:
+    except (OSError, ValueError) as error:
         return failure(
             f"could not fetch {model_id!r}: {_first_line(error)}",
-            f"fetch it where there is internet: hf download {model_id} --local-dir {folder}; for a model with terms "
-            "accept them and set HF_TOKEN, and make sure that HF_HUB_OFFLINE is not set",
+            f"give --model-id as OWNER/NAME; else fetch it where there is internet: hf download {model_id} --local-dir "
+            f"{folder}; for a model with terms accept them and set HF_TOKEN, and unset HF_HUB_OFFLINE",
         )
     return ok(f"fetched {model_id} to {folder}")
 

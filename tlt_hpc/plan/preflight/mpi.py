@@ -10,7 +10,6 @@ import os
 import re
 import shutil
 import sys
-from dataclasses import dataclass
 from typing import Any
 
 from tlt_hpc.cluster.local import find_mpiexec, launch_environment
@@ -24,46 +23,19 @@ LOAD_SECONDS = 60.0
 TALK_SECONDS = 90.0
 """Python and MPI from a cold file system take seconds; ranks that do not find each other wait forever."""
 _PROBE = "tlt_hpc.mpi.probe"
-_FAMILIES = {"Open MPI": "Open MPI", "Intel(R) MPI": "Intel MPI", "CRAY MPICH": "Cray MPICH", "MVAPICH": "MVAPICH",
-             "MPICH": "MPICH"}  # fmt: skip
-"""Words by which a library is recognised, the more specific first."""
 _FITTING = {
     "Open MPI": ("pmix",),
-    "MPICH": ("pmi2",),
+    "Intel(R) MPI": ("pmi2", "pmix"),
+    "CRAY MPICH": ("cray_shasta", "pmi2"),
     "MVAPICH": ("pmi2",),
-    "Intel MPI": ("pmi2", "pmix"),
-    "Cray MPICH": ("cray_shasta", "pmi2"),
+    "MPICH": ("pmi2",),
 }
-"""Values of ``srun --mpi`` for each family."""
+"""Values of ``srun --mpi`` by a word in the library's version text, the more specific first."""
 _LOAD_REMEDY = "load your site's MPI module, or `pip install mpich`; `MPI4PY_LIBMPI` names a library"
 
 
-@dataclass(frozen=True)
-class Library:
-    """The MPI library that mpi4py loads."""
-
-    version: str
-    files: tuple[str, ...]
-
-    @property
-    def family(self) -> str:
-        """Empty if it is not known."""
-        return next((family for word, family in _FAMILIES.items() if word in self.version), "")
-
-    @property
-    def fitting(self) -> tuple[str, ...]:
-        """Values of ``srun --mpi`` that can start it, the best first; empty if the library is not known."""
-        usual = _FITTING.get(self.family, ())
-        return (*usual, "pmix") if "--with-pmix" in self.version and "pmix" not in usual else usual
-
-    @property
-    def in_words(self) -> str:
-        first = " ".join(self.version.split("\n")[0].split())
-        return f"{first} ({', '.join(self.files)})" if self.files else first
-
-
-def read_library() -> Library:
-    """Load the library as a rank does, without initialising it.
+def read_library() -> str:
+    """The version text of the MPI library that mpi4py loads, without initialising it.
 
     Raises:
         UserError: mpi4py does not load, or not in time.
@@ -71,14 +43,19 @@ def read_library() -> Library:
     answer = ask([sys.executable, "-m", _PROBE], LOAD_SECONDS)
     if answer.status:
         raise UserError(f"mpi4py does not load: {answer.last_line}; {_LOAD_REMEDY}")
-    raw = json.loads(_last(answer))
-    return Library(raw["version"], tuple(raw["files"]))
+    return str(json.loads(_last(answer))["version"])
+
+
+def launch_types_of(library: str) -> tuple[str, ...]:
+    """Values of ``srun --mpi`` that can start a library, the best first; empty if it is not known."""
+    usual = next((types for word, types in _FITTING.items() if word in library), ())
+    return (*usual, "pmix") if "--with-pmix" in library and "pmix" not in usual else usual
 
 
 def check_launcher(job: PlannedJob) -> Finding:
     """mpi4py finds a library, and srun can start its ranks; whether mpiexec does, ``check_talk`` tries."""
     library = read_library()
-    return _check_srun(library) if job.asks_slurm else ok(library.in_words)
+    return _check_srun(library) if job.asks_slurm else ok(_first_line(library))
 
 
 def check_talk(job: PlannedJob) -> Finding:
@@ -101,22 +78,26 @@ def check_talk(job: PlannedJob) -> Finding:
     return found
 
 
-def _check_srun(library: Library) -> Finding:
-    asked, known = _srun_mpi(library), launch_types()
+def _check_srun(library: str) -> Finding:
+    asked, known, fitting = _srun_mpi(library), launch_types(), launch_types_of(library)
     if asked not in known:
         return failure(f"srun knows no --mpi={asked}, only {', '.join(known)}", "export TLT_SRUN_MPI=one of these")
-    if library.fitting and not asked.startswith(library.fitting):
-        what = f"srun --mpi={asked} does not start {library.family}, which mpi4py loads: N jobs of one rank"
-        return failure(what, f"export TLT_SRUN_MPI={library.fitting[0]}")
-    return ok(f"srun --mpi={asked} for {library.in_words}")
+    if fitting and not asked.startswith(fitting):
+        what = f"srun --mpi={asked} does not start {_first_line(library)}, which mpi4py loads: N jobs of one rank"
+        return failure(what, f"export TLT_SRUN_MPI={fitting[0]}")
+    return ok(f"srun --mpi={asked} for {_first_line(library)}")
 
 
-def _srun_mpi(library: Library) -> str:
+def _srun_mpi(library: str) -> str:
     """As the user says, or what fits the library; sbatch/env.sh chooses alike."""
-    asked = os.environ.get("TLT_SRUN_MPI") or next(iter(library.fitting), "")
+    asked = os.environ.get("TLT_SRUN_MPI") or next(iter(launch_types_of(library)), "")
     if not asked:
-        raise Skip(f"it is not known how srun starts {library.in_words}; set TLT_SRUN_MPI to one of srun --mpi=list")
+        raise Skip(f"it is not known how srun starts {_first_line(library)}; set TLT_SRUN_MPI, see srun --mpi=list")
     return asked
+
+
+def _first_line(library: str) -> str:
+    return " ".join(library.split("\n")[0].split())
 
 
 def _talk(launcher: list[str], num_nodes: int) -> Finding:
