@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -193,29 +192,6 @@ def test_in_a_container_question_and_ranks_are_the_images(tmp_path: Path) -> Non
 
 MPICH_FAULT = "mpi/pmi2: value not properly terminated in client request"
 """What srun prints where MPICH's start under pmi2 has failed, before anything of ours ran: docs/cluster.md."""
-
-
-@pytest.mark.slurm
-@pytest.mark.ci
-@pytest.mark.parametrize("given", ["export", "interactive"])
-def test_ranks_have_their_environment_wherever_sbatch_is_called(slurm: LocalSlurm, tmp_path: Path, given: str) -> None:
-    """By itself each of these ends the job before a rank has begun, or takes the environment from the ranks."""
-    command = "bash -c 'echo \"rank $SLURM_PROCID of $(basename $TLT_NODE_CACHE) on GPUs $CUDA_VISIBLE_DEVICES\"'"
-    smoke = (ROOT / "sbatch" / "smoke.sh").read_text().partition("$TLT_CONTAINER python")[0]
-    smoke = smoke.replace("#SBATCH --account=YOUR_ACCOUNT\n#SBATCH --partition=YOUR_PARTITION\n", "")
-    (tmp_path / "job.sh").write_text(f"{smoke} {command}\n")
-    if given == "export":
-        arguments, variables = (f"--export=TLT_ENVIRONMENT={sys.prefix}",), {}
-    else:
-        arguments, variables = (), {**INHERITED, "SLURM_GPUS_PER_NODE": "1", "SLURM_GPUS": "1"}
-        del variables["SLURM_EXPORT_ENV"]
-    log = tmp_path / "log"
-    asked = ("--time=2", "--gpus-per-node=2", "--mem=0")
-    job = slurm.sbatch(f"--output={log}", *asked, *arguments, tmp_path / "job.sh", **variables)
-    assert slurm.wait(job) == "COMPLETED", log.read_text()
-    cache = f"tlt-{subprocess.check_output(['id', '-un'], text=True).strip()}-{job}-0"
-    ranks = sorted(line for line in log.read_text().splitlines() if line.startswith("rank "))
-    assert ranks == [f"rank {rank} of {cache} on GPUs 0,1" for rank in range(2)]
 
 
 @pytest.mark.slurm

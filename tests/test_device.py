@@ -44,7 +44,6 @@ def test_a_rank_is_left_with_one_gpu(environment: dict[str, str], own: str) -> N
     "environment",
     [
         {},
-        {"CUDA_VISIBLE_DEVICES": "", **STEP, "SLURM_LOCALID": "0"},
         {"CUDA_VISIBLE_DEVICES": "NoDevFiles", **STEP, "SLURM_LOCALID": "0"},
         {"CUDA_VISIBLE_DEVICES": "0,1"},
         {"CUDA_VISIBLE_DEVICES": "0,1", "SLURM_LOCALID": "0"},  # a batch script, outside any step

@@ -19,7 +19,7 @@ import torch
 from preflight_place import NODES, ROOT, SCRIPT, Place, make_place
 
 from tlt_hpc.cli.main import main, parse
-from tlt_hpc.cluster.watch.process import process_state
+from tlt_hpc.cluster.watch.diagnosis import process_state
 from tlt_hpc.config import ConfigError, load_config, to_toml
 from tlt_hpc.plan.preflight import fix, job_checks, machine, mpi, request, system_checks
 from tlt_hpc.plan.preflight.checklist import CHECKS, SLURM_CHECKS

@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tlt_hpc.cluster.watch.beat import Beat, Member, Phase
+from tlt_hpc.cluster.watch.diagnosis import describe
 from tlt_hpc.cluster.watch.last import clear_last
-from tlt_hpc.cluster.watch.process import describe
-from tlt_hpc.cluster.watch.progress_counter import ProgressCounter
 from tlt_hpc.cluster.watch.record import (
     SIZE,
     DamagedRecordError,
@@ -26,6 +25,7 @@ from tlt_hpc.cluster.watch.record import (
     write_record,
 )
 from tlt_hpc.cluster.watch.verdict import Sighting, judge, judge_alone
+from tlt_hpc.cluster.watch.watch import ProgressCounter
 
 MEMBER = Member(0, 2, "node1", "start", {0: 1})
 

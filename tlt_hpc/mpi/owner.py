@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tlt_hpc.cluster.watch.beat import BEAT
-from tlt_hpc.cluster.watch.process import process_state
+from tlt_hpc.cluster.watch.diagnosis import process_state
 from tlt_hpc.cluster.watch.record import HEARTBEAT_SECONDS, DamagedRecordError, Record, read_record
 from tlt_hpc.common.errors import UserError
 from tlt_hpc.common.files import Count, DamagedText, Moment, read_json

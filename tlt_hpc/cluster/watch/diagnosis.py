@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from tlt_hpc.cluster.watch.beat import Member
-from tlt_hpc.cluster.watch.process import describe
 from tlt_hpc.cluster.watch.record import DamagedRecordError, Record, read_record
 from tlt_hpc.cluster.watch.verdict import Sighting, judge
 
@@ -15,6 +14,9 @@ SURE_READINGS = 2
 """A culprit must be found so often in a row: a record may be a few looks old."""
 FILES_A_LOOK = 64
 """Read per look by all ranks together, about: a wait for a rank that works may last for hours."""
+_WORDS = {"T": "its process is stopped", "t": "a debugger holds its process", "Z": "its process is dead",
+          "D": "its process is stuck in the system, as on a file system that hangs"}  # fmt: skip
+_UNANSWERED = "its process runs, but its interpreter does not: a call into a library that does not return"
 
 
 class Diagnosis:
@@ -90,3 +92,17 @@ def is_due(record: Record, written: Record | None, heartbeat_looks: int) -> bool
 def _state_of(record: Record) -> tuple[object, ...]:
     waits = record.stalled and record.waiting
     return (record.start, record.phase, record.step, record.stalled, waits, record.ending)
+
+
+def process_state(pid: int) -> str:
+    """The state of a process of this host as one letter, as ``ps`` shows it; empty if there is no such process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
+
+
+def describe(pid: int) -> str:
+    """Why a process does not move its heartbeat, in words."""
+    state = process_state(pid)
+    return _WORDS.get(state, _UNANSWERED) if state else "its process is gone"

@@ -8,8 +8,10 @@ that to the status writer, so a file system that hangs stops neither the looks n
 from __future__ import annotations
 
 import faulthandler
+import math
 import os
 import socket
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -17,9 +19,8 @@ from functools import partial
 from pathlib import Path
 from types import TracebackType
 
-from tlt_hpc.cluster.watch.beat import BEAT, Beat, Member, Phase
+from tlt_hpc.cluster.watch.beat import BEAT, LIMIT_SECONDS, Beat, Member, Phase
 from tlt_hpc.cluster.watch.diagnosis import Diagnosis, is_due
-from tlt_hpc.cluster.watch.progress_counter import ProgressCounter
 from tlt_hpc.cluster.watch.record import FINISHED, HEARTBEAT_SECONDS, Record, claim_verdict, stacks_file, write_record
 from tlt_hpc.cluster.watch.status_writer import StatusWriter
 from tlt_hpc.cluster.watch.verdict import judge_alone
@@ -213,3 +214,66 @@ def say(line: str) -> None:
     """Write one line to standard error, past all buffers, since whatever holds them may hang."""
     with suppress(OSError):  # nobody reads any more
         os.write(2, f"tlt: {line}\n".encode())
+
+
+class ProgressCounter:
+    """Looks at a beat, ``look_seconds`` apart while this process runs.
+
+    ``factor`` stretches the limits of all phases; 0: there are none.
+    """
+
+    def __init__(self, beat: Beat, factor: float, look_seconds: float) -> None:
+        self._beat, self._factor, self._look_seconds = beat, factor, look_seconds
+        self._progress = self._rounds = -1
+        self._looks = self._still = self._without_round = 0
+
+    def look(self) -> None:
+        """One more look."""
+        beat = self._beat
+        progress, rounds = beat.progress + beat.written * beat.is_asking, beat.rounds
+        self._looks += 1
+        self._still = self._still + 1 if progress == self._progress else 0
+        # a rank that trains in the tail makes progress for as long as another hangs
+        self._without_round = self._without_round + 1 if beat.in_pulse and rounds == self._rounds else 0
+        self._progress, self._rounds = progress, rounds
+
+    def record(self, member: Member, ending: str = "") -> Record:
+        """The record of this rank now."""
+        beat, limit = self._beat, self._limit()
+        waiting, still = beat.waiting, self._still
+        if 0 < limit <= self._without_round and self._still < self._without_round // 2:  # only the pulse hangs
+            waiting, still = ("pulse", beat.rounds + 1), self._without_round
+        left = beat.sequences_left
+        record = Record(
+            start=member.start,
+            rank=member.rank,
+            host=member.host,
+            pid=os.getpid(),
+            heartbeat=self._looks,
+            phase=beat.phase.value,
+            step=beat.step,
+            part=beat.part or ("" if left is None else f"{left} sequences left"),
+            part_number=beat.part_number,
+            waiting=waiting[0] if waiting else "",
+            number=waiting[1] if waiting else 0,
+            progress=self._progress,
+            still=still,
+            limit=limit,
+            seconds=round(still * self._look_seconds, 3),
+            sequences_left=-1 if left is None else left,
+            ending=ending or beat.ending,
+        )
+        return record.at(main_thread_place()) if record.stalled else record
+
+    def _limit(self) -> int:
+        """In looks; at least two, since the first of a phase may come right before its first tick."""
+        if not self._factor:
+            return 0
+        return max(2, math.ceil(LIMIT_SECONDS[self._beat.phase] * self._factor / self._look_seconds))
+
+
+def main_thread_place() -> str:
+    """Function, file and line that the main thread executes."""
+    frame = sys._current_frames()[threading.main_thread().ident or 0]
+    path = Path(frame.f_code.co_filename)
+    return f"{frame.f_code.co_name} ({path.parent.name}/{path.name}:{frame.f_lineno})"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 
 from tlt_hpc.common.words import count
@@ -60,8 +60,11 @@ def run(options: argparse.Namespace) -> int:
         remedy = f"; {finding.remedy}" if finding.remedy else ""
         print(f"{finding.level:<8} {name:<16} {finding.found}{remedy}", flush=True)
         findings.append(finding)
-    print(summary(findings, time.monotonic() - started))
-    return FOUND_FAILURES if any(finding.level == Level.FAILURE for finding in findings) else 0
+    counts = Counter(finding.level for finding in findings)
+    numbers = ", ".join(f"{counts[level]} {level}" for level in Level if counts[level])
+    end = "the job would fail" if counts[Level.FAILURE] else "nothing stands in the job's way"
+    print(f"preflight: {numbers} in {time.monotonic() - started:.1f} s: {end}")
+    return FOUND_FAILURES if counts[Level.FAILURE] else 0
 
 
 def all_results(options: argparse.Namespace) -> Iterator[tuple[str, Finding]]:
@@ -84,11 +87,3 @@ def all_results(options: argparse.Namespace) -> Iterator[tuple[str, Finding]]:
         yield name, judge(partial(check, job))
     if not job.asks_slurm:
         yield "slurm", Finding(Level.SKIPPED, "--script X.sh checks the batch script as well")
-
-
-def summary(findings: Sequence[Finding], seconds: float) -> str:
-    """The last line: how many results of each level, and whether the job would fail."""
-    counts = Counter(finding.level for finding in findings)
-    numbers = ", ".join(f"{counts[level]} {level}" for level in Level if counts[level])
-    end = "the job would fail" if counts[Level.FAILURE] else "nothing stands in the job's way"
-    return f"preflight: {numbers} in {seconds:.1f} s: {end}"
