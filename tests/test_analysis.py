@@ -12,7 +12,7 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
-from small_run import NAMES, START, set_lines, small_record, small_run, spans_of
+from small_run import NAMES, START, set_lines, small_record, small_run
 
 from tlt_hpc.common.errors import UserError
 from tlt_hpc.common.records import NO_SPANS, RolloutTiming
@@ -21,7 +21,7 @@ from tlt_hpc.look.analysis import comparison
 from tlt_hpc.look.analysis.acceptance import ACCEPTANCE
 from tlt_hpc.look.analysis.base import plain
 from tlt_hpc.look.analysis.comparison import analyse_comparison
-from tlt_hpc.look.analysis.kinds import KINDS, Kind, Pieces, coarse
+from tlt_hpc.look.analysis.kinds import KINDS, Kind, Pieces
 from tlt_hpc.look.analysis.learning import analyse_learning, moving_mean
 from tlt_hpc.look.analysis.lengths import LENGTHS
 from tlt_hpc.look.analysis.survey import take
@@ -46,11 +46,6 @@ ANALYSES: dict[str, Callable[[RunLog], Any]] = {
 @pytest.fixture
 def folder(tmp_path: Path) -> RunFolder:
     return small_run(tmp_path / "run")
-
-
-def pieces(rows: list[tuple[Kind, float, float]]) -> Pieces:
-    kinds = np.array([KINDS.index(kind) for kind, _, _ in rows], np.int8)
-    return Pieces(kinds, np.array([r[1] for r in rows]), np.array([r[2] for r in rows]))
 
 
 def rows_of(found: Pieces) -> list[tuple[Kind, float, float]]:
@@ -96,23 +91,6 @@ def test_a_refill_has_its_own_tail(tmp_path: Path) -> None:
     assert found.lanes[0].idle_seconds == pytest.approx(3 + 1)
 
 
-def test_steps_without_a_tail(tmp_path: Path) -> None:
-    even = {"timing": RolloutTiming(START, START + 6.45, START + 6.5), "micro_steps": (), "harvested_seconds": 0.0}
-    run = RunLog(small_run(tmp_path / "even", num_steps=1, **even).path)
-    assert "There is no tail to speak of" in analyse_timeline(run).verdict
-    alone = RunLog(small_run(tmp_path / "alone", num_ranks=1).path)
-    assert analyse_timeline(alone).tails == ()
-    assert all("With one rank nobody waits" in ANALYSES[name](alone).verdict for name in ("timeline", "throughput"))
-
-
-def test_neighbours_of_one_kind_are_joined() -> None:
-    edges = np.arange(30_001) * 0.01
-    one = coarse(pieces([(Kind.DECODE, a, b) for a, b in itertools.pairwise(edges)]), 0.001)
-    assert rows_of(one) == [(Kind.DECODE, 0.0, 300.0)]
-    rows = [(Kind.DECODE, 0.0, 1.0), (Kind.DECODE, 1.05, 2.0), (Kind.DECODE, 2.5, 3.0), (Kind.IDLE, 3.0, 4.0)]
-    assert rows_of(coarse(pieces(rows), 0.1)) == [(Kind.DECODE, 0.0, 2.0), *rows[2:]]
-
-
 # --- lengths, acceptance, throughput, learning ---
 
 
@@ -140,15 +118,6 @@ def test_acceptance(folder: RunFolder) -> None:
     assert np.isnan(take(RunLog(folder.path), ACCEPTANCE).own_accept_length).all(), "the drafter was not used"
 
 
-def test_speculation_that_was_off_is_reported(tmp_path: Path) -> None:
-    plain_rounds = spans_of(((-1, 2, 20, 0.0, 0.5), (0, 2, 2, 0.5, 0.5)), START)
-    one, none = np.array([1, 0]), np.array([2, 0])
-    off = {"spans": plain_rounds, "strategy_rounds": one, "strategy_tokens": none, "micro_steps": ()}
-    run = RunLog(small_run(tmp_path / "run", num_steps=1, **off).path)
-    assert "Speculation was off" in take(run, ACCEPTANCE).verdict
-    assert "0 % of the decoding time was speculative" in analyse_timeline(run).verdict
-
-
 def test_throughput(folder: RunFolder) -> None:
     found = take(RunLog(folder.path), THROUGHPUT)
     expected = {
@@ -168,15 +137,10 @@ def test_throughput(folder: RunFolder) -> None:
         "t", "0", "", "", "3", {}, "", "", (Host("a", 2, "CPU", 2, 1, {"H200": 2}),), "1", {}, "", (), {}
     )
     add_environment(folder.environment, start)
-    assert "prefill" not in take(RunLog(folder.path), THROUGHPUT).rates, "on a GPU only the launch is timed"
-
-
-def test_tokens_of_an_earlier_start_have_no_speed(folder: RunFolder, tmp_path: Path) -> None:
     set_lines(folder, *[{"rollout/kept_tokens": 14.0}] * 3)
-    assert take(RunLog(folder.path), THROUGHPUT).rates["rollout, all ranks"] == pytest.approx(7 / 6.5)
-    other = small_run(tmp_path / "other")
-    set_lines(other, *[{"rollout/seconds": 1.0}] * 3)
-    assert "times as fast" not in analyse_comparison([RunLog(folder.path), RunLog(other.path)]).verdict
+    found = take(RunLog(folder.path), THROUGHPUT)
+    assert "prefill" not in found.rates, "on a GPU only the launch is timed"
+    assert found.rates["rollout, all ranks"] == pytest.approx(7 / 6.5), "without the tokens of an earlier start"
 
 
 def test_learning_separates_a_trend_from_chance(tmp_path: Path) -> None:
@@ -191,15 +155,10 @@ def test_learning_separates_a_trend_from_chance(tmp_path: Path) -> None:
 
     assert "clearly up" in verdict(0.01) and "clearly down" in verdict(-0.005)
     flat = verdict(0.0)
+    assert moving_mean(np.array([1.0, np.nan, 3.0, 5.0]), 3).tolist() == [1.0, 2.0, 4.0, 4.0]
     assert "within what steps vary by" in flat and "gsm8k greedy: 0.750 at step 39" in flat
     set_lines(folder, {}, {"actor/grad_norm": float("nan")}, {})
     assert "NOT FINITE: grad_norm from step 1 on" in analyse_learning(RunLog(folder.path)).verdict
-
-
-def test_a_moving_mean_skips_missing_values() -> None:
-    values = np.array([1.0, np.nan, 3.0, 5.0])
-    assert moving_mean(values, 3).tolist() == [1.0, 2.0, 4.0, 4.0]
-    assert np.array_equal(moving_mean(values, 1), values, equal_nan=True) and not len(moving_mean(values[:0], 3))
 
 
 # --- several runs ---
@@ -245,26 +204,23 @@ def test_a_step_with_a_missing_or_damaged_log_is_not_compared(folder: RunFolder,
 # --- damaged, missing, of an earlier version ---
 
 
-@pytest.mark.parametrize("name", ANALYSES)
-def test_damage_is_named_and_left_out(folder: RunFolder, name: str) -> None:
+def test_damage_is_named_and_left_out(folder: RunFolder) -> None:
     path = folder.rollout_log(2, 1)
     path.write_bytes(path.read_bytes()[:-200])
     folder.rollout_log(1, 0).unlink()
     with folder.metrics.open("a") as file:
         file.write('{"training/global_step": 3.0, "critic/sc')
     folder.config.write_text("[rollout")
-    found = ANALYSES[name](RunLog(folder.path))
-    json.dumps(found.to_json(), allow_nan=False)
-    problems = " ".join(found.problems)
-    if name == "learning":
-        assert "metrics.jsonl:4 is cut off" in problems and found.steps.tolist() == [0, 1, 2]
-    elif name == "timeline":
-        assert found.step == 0, "the last step with the logs of all its ranks"
-        found = analyse_timeline(RunLog(folder.path), step=2)
-        assert [lane.rank for lane in found.lanes] == [0] and "1 of 2 ranks" in found.verdict
-    else:
-        assert str(path) in problems and "step 1: no log of rank 0 (1 of 2 ranks)" in problems
-        assert found.steps.tolist() == [0, 1, 2]
+    run = RunLog(folder.path)
+    found = {name: analyse(run) for name, analyse in ANALYSES.items()}
+    assert found["timeline"].step == 0, "the last step with the logs of all its ranks"
+    assert all(each.steps.tolist() == [0, 1, 2] for name, each in found.items() if name != "timeline")
+    assert "1 of 2 ranks" in analyse_timeline(run, step=2).verdict
+    for each in found.values():
+        json.dumps(each.to_json(), allow_nan=False)
+    problems = " ".join(run.problems)
+    for words in ("metrics.jsonl:4 is cut off", str(path), "step 1: no log of rank 0 (1 of 2 ranks)", "config.toml"):
+        assert words in problems
 
 
 def test_logs_of_uncommitted_steps_are_left_out(folder: RunFolder) -> None:
@@ -276,15 +232,6 @@ def test_logs_of_uncommitted_steps_are_left_out(folder: RunFolder) -> None:
     assert analyse_timeline(run, step=2).step == 2, "unless it is asked for"
 
 
-def test_some_of_the_ranks_say_nothing_of_waiting(folder: RunFolder) -> None:
-    for step in range(3):
-        folder.rollout_log(step, 1).unlink()
-    found = take(RunLog(folder.path), THROUGHPUT)
-    assert "No step has the logs of all ranks" in found.verdict
-    assert not any("all ranks" in name for name in found.rates)
-    assert "the tail is unknown" in analyse_timeline(RunLog(folder.path), step=1).verdict
-
-
 def test_rounds_of_a_replica_count_once(folder: RunFolder) -> None:
     both = take(RunLog(folder.path), ACCEPTANCE)
     folder.config.write_text("[rollout]\nmax_new_tokens = 8\ntensor_parallel = 2\n")
@@ -293,19 +240,6 @@ def test_rounds_of_a_replica_count_once(folder: RunFolder) -> None:
     assert found.tokens.sum() == 3 * 8 < both.tokens.sum(), "rank 0's rounds alone"
     assert np.array_equal(found.accept_length, both.accept_length)
     assert take(run, THROUGHPUT).engine_tokens[:, 1:].sum() == 3 * 8 and analyse_timeline(run).live.max() == 2
-
-
-def test_a_run_that_has_just_begun(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path / "run")
-    folder.create()
-    for name in ("lengths", "acceptance", "throughput", "learning"):
-        found = ANALYSES[name](RunLog(folder.path))
-        json.dumps(found.to_json(), allow_nan=False)
-        assert found.verdict and not found.has_data
-    with pytest.raises(UserError, match="no step in its rollout log yet"):
-        analyse_timeline(RunLog(folder.path))
-    with pytest.raises(UserError, match="does not exist"):
-        RunLog(tmp_path / "none")
 
 
 def test_logs_of_an_earlier_version(folder: RunFolder) -> None:

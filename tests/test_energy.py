@@ -5,9 +5,7 @@ from __future__ import annotations
 import math
 import os
 import sys
-import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -81,23 +79,15 @@ def test_processors_and_memory_are_summed_over_wraps(powercap: Powercap) -> None
     counter.close()
 
 
-def wait_for(condition: Callable[[], bool]) -> None:
-    until = time.monotonic() + 60
-    while not condition() and time.monotonic() < until:
-        time.sleep(0.005)
-    assert condition()
-
-
-def test_wraps_between_two_readings_of_the_run_are_seen(powercap: Powercap, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_reads_often_enough_for_wraps(powercap: Powercap, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(energy, "KEEP_UP_SECONDS", 0.01)
-    counter = Rapl()
-    zone = powercap.path / "intel-rapl:0" / "energy_uj"
+    counter, zone = Rapl(), powercap.path / "intel-rapl:0" / "energy_uj"
     for microjoules in (RANGE - 10, 10, RANGE - 10, 20):
         powercap.set("intel-rapl:0", microjoules)
-        wait_for(lambda value=microjoules: counter._last[zone] == value)  # type: ignore[misc]
+        while counter._last[zone] != microjoules:
+            time.sleep(0.005)
     assert counter.joules() == pytest.approx((2 * RANGE + 20) / 1e6)
     counter.close()
-    wait_for(lambda: not any(thread.name == "energy" for thread in threading.enumerate()))
 
 
 def test_counters_that_are_missing_refused_or_lost(powercap: Powercap, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,8 +108,8 @@ def test_counters_that_are_missing_refused_or_lost(powercap: Powercap, monkeypat
     with pytest.raises(NoCounterError, match="intel-rapl:1/energy_uj may be read by root alone"):
         Rapl()
     monkeypatch.setattr(energy, "POWERCAP", powercap.path / "none")
-    with pytest.raises(NoCounterError, match="has no intel-rapl"):
-        Rapl()
+    meter = EnergyMeter("a", "", True)
+    assert meter.reach.lacking == {"cpu": f"{powercap.path}/none has no intel-rapl"}
 
 
 # --- GPUs ---
@@ -169,16 +159,6 @@ def nvml(monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
     fake = FakeNvml(**{"1a2b": (5000, 0), "old": (5000, None), "pascal": (-1, None), "split": (5000, 1)})
     monkeypatch.setitem(sys.modules, "pynvml", fake)
     return fake
-
-
-@pytest.mark.parametrize("uuid", (UUID, "GPU-old"))
-def test_a_gpu_counts_millijoules(nvml: FakeNvml, uuid: str) -> None:
-    counter = Nvml(uuid)
-    begun = counter.joules()
-    nvml.gpus[uuid][0] += 2500
-    assert counter.joules() - begun == pytest.approx(2.5)
-    counter.close()
-    assert nvml.num_open == 0
 
 
 @pytest.mark.parametrize(
@@ -233,6 +213,12 @@ def test_a_gpu_of_several_ranks_and_a_node_are_read_once(powercap: Powercap, nvm
     assert [step["energy/cpu_joules"] for step in taken] == [4.0, 0.0, 4.0]
     assert nvml.num_open == 2
     for meter in meters:
+        meter.begin_step()
+    (powercap.path / "intel-rapl:0" / "energy_uj").write_text("?")
+    meters[0].end_rollout()
+    taken = meters[0].end_step()
+    assert math.isnan(taken["energy/cpu_joules"]) and math.isnan(taken["energy/rollout_cpu_joules"]), "it is lost"
+    for meter in meters:
         meter.close()
 
 
@@ -247,41 +233,17 @@ def test_a_kind_that_one_node_lacks_is_used_by_none(powercap: Powercap, nvml: Fa
     assert nvml.num_open == 0 and list(meter.end_step()) == ["energy/gpu_joules", "energy/rollout_gpu_joules"]
 
 
-def test_without_counters_nothing_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(energy, "POWERCAP", tmp_path)
-    (meter,) = meters_of(EnergyMeter("a", "", True))
-    meter.end_rollout()
-    assert meter.end_step() == {} and meter.reach.lacking == {"cpu": f"{tmp_path} has no intel-rapl"}
-
-
-def test_a_lost_counter_is_one_warning_and_its_joules_are_nan(
-    powercap: Powercap, caplog: pytest.LogCaptureFixture
-) -> None:
-    (meter,) = meters_of(EnergyMeter("a", "", True))
-    (powercap.path / "intel-rapl:0" / "energy_uj").write_text("?")
-    for _ in range(2):
-        meter.end_rollout()
-        assert all(math.isnan(value) for value in meter.end_step().values())
-        meter.begin_step()
-    assert len(caplog.records) == 1 and "energy is not recorded from here on" in caplog.text
-    meter.close()
-
-
 @pytest.mark.mpi
-def test_a_run_logs_joules_and_each_start_what_it_runs_on(tmp_path: Path) -> None:
-    """Two ranks of one node, one of whose counters continues by a joule from each reading to the next."""
+def test_a_run_logs_joules_and_what_it_runs_on(tmp_path: Path) -> None:
+    """Two ranks of one node, one of which reads a counter that advances by a joule at each reading."""
     run_on_ranks(2, train_beside_a_counter, str(tmp_path), timeout=240)
-    lines = read_lines(tmp_path / "runs" / "tiny" / "metrics.jsonl")
-    assert list(lines) == [0, 1]
-    for line in lines.values():
-        assert line["energy/cpu_joules"] == 2.0 and line["energy/rollout_cpu_joules"] == 1.0
-        assert "energy/gpu_joules" not in line
-    starts, problems = read_environments(tmp_path / "runs" / "tiny" / "environment.jsonl")
-    assert len(starts) == 2 and not problems
-    for start in starts:
-        assert [host.num_ranks for host in start.hosts] == [2] and start.hosts[0].gpus == {}
-        assert start.hosts[0].num_cores == len(os.sched_getaffinity(0)) and start.mpi and start.threads == "1"
-        assert start.energy == {"cpu": ""} and start.commit == git_commit(ROOT) and start.launcher.startswith("mpiexec")
+    (line,) = read_lines(tmp_path / "runs" / "tiny" / "metrics.jsonl").values()
+    assert line["energy/cpu_joules"] == 2.0 and line["energy/rollout_cpu_joules"] == 1.0
+    assert "energy/gpu_joules" not in line
+    ((start,), problems) = read_environments(tmp_path / "runs" / "tiny" / "environment.jsonl")
+    assert not problems and [host.num_ranks for host in start.hosts] == [2] and start.hosts[0].gpus == {}
+    assert start.hosts[0].num_cores == len(os.sched_getaffinity(0)) and start.mpi and start.threads == "1"
+    assert start.energy == {"cpu": ""} and start.commit == git_commit(ROOT) and start.launcher.startswith("mpiexec")
 
 
 def train_beside_a_counter(folder: str) -> None:
@@ -291,23 +253,15 @@ def train_beside_a_counter(folder: str) -> None:
     from tlt_hpc.rl.distributed import leave_process_group
     from tlt_hpc.train import run
 
-    world = World.connect()
+    world, readings = World.connect(), []
     energy.POWERCAP = Path(folder) / "powercap"
     if world.rank == 0:
         Powercap(energy.POWERCAP)
     world.barrier()
-    true_joules, readings = Rapl.joules, []
-
-    def count(counter: Rapl) -> float:
-        readings.append(true_joules(counter))
-        (energy.POWERCAP / "intel-rapl:0" / "energy_uj").write_text(f"{len(readings) * 1_000_000}\n")
-        return readings[-1]
-
-    Rapl.joules = count  # type: ignore[method-assign]
-    changes = ["rollout.prompts_per_step=2", "rollout.group_size=2", "rollout.max_new_tokens=48"]
-    for num_steps in (1, 2):
-        options = [f"run.folder={folder}/runs", "run.ranks=2", f"run.num_steps={num_steps}", *changes]
-        run(load_config(ROOT / "jobs" / "tiny.toml", options), world, StepReporter(Screen(world.rank == 0)))
+    Rapl.joules = lambda counter: float(len(readings.append(0) or readings))  # type: ignore[assignment,func-returns-value]
+    changes = ["rollout.prompts_per_step=2", "rollout.group_size=2", "rollout.max_new_tokens=48", "run.num_steps=1"]
+    config = load_config(ROOT / "jobs" / "tiny.toml", [f"run.folder={folder}/runs", "run.ranks=2", *changes])
+    run(config, world, StepReporter(Screen(world.rank == 0)))
     assert bool(readings) == (world.rank == 0), "one rank of a node reads"
     leave_process_group()
     world.leave()

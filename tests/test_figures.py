@@ -8,9 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
-import numpy as np
 import pytest
-from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.transforms import Bbox
 from small_run import START, line_of, small_record, small_run
@@ -18,14 +16,13 @@ from small_run import START, line_of, small_record, small_run
 from tlt_hpc.common.records import PhaseSpan, RolloutTiming
 from tlt_hpc.look.analysis.acceptance import ACCEPTANCE
 from tlt_hpc.look.analysis.comparison import analyse_comparison
-from tlt_hpc.look.analysis.kinds import Kind
 from tlt_hpc.look.analysis.learning import analyse_learning
 from tlt_hpc.look.analysis.lengths import LENGTHS
 from tlt_hpc.look.analysis.survey import take
 from tlt_hpc.look.analysis.throughput import THROUGHPUT
 from tlt_hpc.look.analysis.timeline import analyse_timeline
 from tlt_hpc.look.figures.steps import draw_acceptance, draw_comparison, draw_learning, draw_lengths, draw_throughput
-from tlt_hpc.look.figures.style import KIND_COLOURS, SERIES, THEMES, save, themed
+from tlt_hpc.look.figures.style import THEMES, save, themed
 from tlt_hpc.look.figures.timeline import draw_timeline
 from tlt_hpc.look.run_log import RunLog
 from tlt_hpc.storage.folder import RunFolder
@@ -39,7 +36,7 @@ FIGURES: dict[str, Any] = {
     "throughput": lambda run: draw_throughput(take(run, THROUGHPUT)),
     "comparison": lambda run: draw_comparison(analyse_comparison([run, run])),
 }
-CASES = ("few", "begun", "ranks", "one", "refill", "long")
+CASES = ("few", "begun", "ranks", "refill", "long")
 
 
 def make_run(path: Path, case: str) -> RunLog:
@@ -56,8 +53,6 @@ def make_run(path: Path, case: str) -> RunLog:
             again = RolloutTiming(START + 8, START + lasts[1], START + 10)
             changes = {"timing": first, "refills": (again,), "micro_steps": (), "phases": (before,)}
             write_step(folder.rollout_log(0, rank), small_record(0, rank, **changes))
-    elif case == "one":
-        small_run(path, num_steps=1, num_ranks=1)
     else:
         num_steps = 3 if case == "few" else 60
         small_run(path, num_steps, 2 if case == "few" else 1)
@@ -120,20 +115,3 @@ def test_svg_is_text_and_the_same_bytes_each_time(runs: dict[str, RunLog], tmp_p
     assert saved[0] == saved[1] and mpl.rcParams["figure.facecolor"] == before
     svg = saved[0][1].decode()
     assert svg.count("<text") > 10 and THEMES["dark"]["background"] in svg and len(svg) < 400_000
-
-
-def lightness(colour: str) -> float:
-    """CIE L*, 0 to 100."""
-    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(colour)]
-    luminance = float(np.dot((0.2126, 0.7152, 0.0722), linear))
-    return 116 * np.cbrt(luminance) - 16 if luminance > 0.008856 else 903.3 * luminance
-
-
-@pytest.mark.parametrize("theme", THEMES)
-def test_colours_differ_in_grey_and_are_visible(theme: str) -> None:
-    for a, b in combinations((Kind.PREFILL, Kind.DECODE, Kind.SPECULATE, Kind.TRAIN), 2):
-        assert abs(lightness(KIND_COLOURS[a]) - lightness(KIND_COLOURS[b])) > 7, (a, b)
-    background = lightness(THEMES[theme]["background"])
-    assert all(abs(lightness(THEMES[theme][name]) - background) > 50 for name in ("ink", "faint"))
-    assert all(abs(lightness(colour) - background) > 25 for colour in SERIES)
-    assert len(set(SERIES)) == len(SERIES) and {*KIND_COLOURS, Kind.IDLE} == set(Kind)

@@ -16,7 +16,7 @@ from logged import step_record
 from rich.console import Console
 
 from tlt_hpc.cli.main import main
-from tlt_hpc.cluster.watch.record import Record, claim_verdict, status_file, write_record
+from tlt_hpc.cluster.watch.record import Record, claim_verdict, status_file, verdict_file, write_record
 from tlt_hpc.common.records import FinishReason, Rollout, SampleKey
 from tlt_hpc.look.live import watch_run
 from tlt_hpc.look.live.samples import DRAFTED, pieces_of, show_samples
@@ -104,58 +104,48 @@ def test_of_many_ranks_those_that_hold_up_the_others_are_shown(run: RunFolder) -
     assert "+57" in text and "others, none of them further behind" in text
 
 
-def test_a_rank_that_has_finished_its_share_is_told_from_one_that_decodes(run: RunFolder) -> None:
-    write_record(run.status, record(1, sequences_left=0, part="0 sequences left"))
-    text = "\n".join(screen(run))
-    assert text.count("trains the drafter or waits") == 1 and text.count("7 sequences left") == 1
-
-
-def stalled(run: RunFolder) -> None:
-    write_record(run.status, record(1, still=700, seconds=700.0, waiting="gather of rewards"))
-
-
-def ended(run: RunFolder) -> None:
+def end_all(status: Path, ending: str) -> None:
     for rank in range(2):
-        write_record(run.status, record(rank, ending="stopped early"))
+        write_record(status, record(rank, ending=ending))
 
 
-def finished(run: RunFolder) -> None:
-    for rank in range(2):
-        write_record(run.status, record(rank, ending="finished"))
-
-
-def deserted(run: RunFolder) -> None:
-    for rank in range(2):
-        (run.status / f"rank-{rank:04d}").unlink()
-
-
-def killed(run: RunFolder) -> None:
-    claim_verdict(run.status, "now", "rank 1 on b was killed by signal 9")
-
-
-def killed_before(run: RunFolder) -> None:
-    claim_verdict(run.status, "before", "rank 1 on b was killed by signal 9")
-
-
-@pytest.mark.parametrize(
-    ("what", "status", "says"),
-    [
-        (stalled, 1, r"a rank hangs"),
-        (ended, 0, "ended: stopped early; the same command resumes it"),
-        (finished, 0, "finished"),
-        (deserted, 1, "nobody is at work here, unless a start has just begun; start it"),
-        (killed, 1, "no rank gives a sign of life: rank 1 on b was killed by signal 9; the same command resumes"),
-        (killed_before, 1, "no rank gives a sign of life; the same command resumes"),
-    ],
-)
-def test_once_tells_how_it_stands_by_its_status(
-    run: RunFolder, what: Callable[[RunFolder], None], status: int, says: str,
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
-    what(run)
+def test_once_says_how_a_run_stands(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What the status files say, the exit status, and the last line; no file is changed."""
     monkeypatch.setattr(watch_run, "_ONCE_SECONDS", 0.3)
-    assert main(["watch", str(run.path), "--once"]) == status
-    assert says in " ".join(capsys.readouterr().out.split())
+    killed = "rank 1 on b was killed by signal 9"
+    stalled = record(1, still=700, seconds=700.0, waiting="gather of rewards")
+    cases: list[tuple[Callable[[], object], int, str]] = [
+        (lambda: claim_verdict(run.status, "before", killed), 1, "no rank gives a sign of life; the same command"),
+        (lambda: write_record(run.status, stalled), 1, "a rank hangs"),
+        (lambda: end_all(run.status, "stopped early"), 0, "ended: stopped early; the same command resumes it"),
+        (lambda: end_all(run.status, "finished"), 0, "finished"),
+        (lambda: end_all(run.status, ""), 1, "no rank gives a sign of life; the same command"),
+        (lambda: verdict_file(run.status).unlink(), 1, "no rank gives a sign of life; the same command"),
+        (lambda: claim_verdict(run.status, "now", killed), 1, f"no rank gives a sign of life: {killed}; the same"),
+        (lambda: [status_file(run.status, rank).unlink() for rank in range(2)], 1, "nobody is at work here"),
+    ]
+    for change, status, words in cases:
+        change()
+        before = {path: path.stat() for path in run.path.rglob("*")}
+        assert main(["watch", str(run.path), "--once"]) == status
+        assert words in " ".join(capsys.readouterr().out.split())
+        assert {path: path.stat().st_mtime_ns for path in run.path.rglob("*")} == {
+            path: found.st_mtime_ns for path, found in before.items()
+        }
+
+
+def test_records_that_do_not_count(run: RunFolder) -> None:
+    """Damaged ones, and those of an earlier start with more ranks."""
+    write_record(run.status, record(2))
+    write_record(run.status, record(3, start="before"))
+    (run.status / "rank-0000").write_bytes(b"torn")
+    for rank in range(4):
+        at = time.time() - 40 - rank
+        os.utime(status_file(run.status, rank), (at, at))
+    assert [one.rank for one in read_state(run.path).records] == [1, 2]
+    assert any(row.split()[:3] == ["rank", "node", "phase"] and "as of 41 s ago" in row for row in screen(run))
 
 
 def test_a_heartbeat_between_two_looks_is_life(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,24 +161,6 @@ def test_a_heartbeat_between_two_looks_is_life(run: RunFolder, monkeypatch: pyte
     assert len(reads) == 2, "the first sign of life is enough"
 
 
-def test_of_a_replica_its_first_rank_alone_counts(run: RunFolder) -> None:
-    run.config.write_text(CONFIG + "tensor_parallel = 2\n")
-    text = "\n".join(screen(run))
-    assert "7 of 128 responses to go, 1 of 1 replica decoding" in text
-
-
-def test_a_record_that_cannot_be_read_hides_no_other(run: RunFolder) -> None:
-    write_record(run.status, record(2))
-    (run.status / "rank-0000").write_bytes(b"torn")
-    assert [one.rank for one in read_state(run.path).records] == [1, 2]
-
-
-def test_an_earlier_start_with_more_ranks_does_not_count(run: RunFolder) -> None:
-    for rank in (2, 3):
-        write_record(run.status, record(rank, start="before"))
-    assert [one.rank for one in read_state(run.path).records] == [0, 1]
-
-
 def test_the_time_limit_is_told_and_that_the_next_job_goes_on(run: RunFolder) -> None:
     assert "time limit in 2 h 0 min, then the next job resumes" in " ".join("\n".join(screen(run, width=120)).split())
     run.config.write_text(CONFIG.replace("num_steps = 40", "num_steps = 13"))
@@ -196,31 +168,14 @@ def test_the_time_limit_is_told_and_that_the_next_job_goes_on(run: RunFolder) ->
     assert "time limit in 2 h" in text and "next job" not in text
 
 
-def test_looking_leaves_no_trace(run: RunFolder) -> None:
-    def trace() -> dict[str, tuple[int, int]]:
-        return {str(path): (path.stat().st_mtime_ns, path.stat().st_size) for path in run.path.rglob("*")}
-
-    before = trace()
-    main(["watch", str(run.path), "--once"])
-    assert trace() == before
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (
-            ["watch", "/nowhere", "--once"],
-            "/nowhere does not exist; give a run's folder",
-        ),
-        (["watch", "RUN", "--interval", "0"], "--interval 0: give 0.2 or more seconds"),
-        (["watch", "RUN", "--sample", "0"], "--sample 0: give 1 or more"),
-        (["watch", "RUN", "--sample", "3"], "has no committed step with a log yet; wait for the first one"),
-    ],
-)
-def test_a_mistake_is_one_line(run: RunFolder, words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(run.path) if word == "RUN" else word for word in words]) == 2
-    err = capsys.readouterr().err
-    assert said in err and err.startswith("tlt: ") and err.count("\n") == 1
+def test_a_mistake_is_one_line(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    for option, value, words in (
+        ("--interval", "0", "give 0.2 or more seconds"),
+        ("--sample", "3", "no committed step"),
+    ):
+        assert main(["watch", str(run.path), option, value]) == 2
+        err = capsys.readouterr().err
+        assert words in err and err.startswith("tlt: ") and err.count("\n") == 1
 
 
 # --- samples ---
@@ -260,10 +215,3 @@ def test_as_many_samples_as_asked_for_are_drawn_in_order(run: RunFolder) -> None
     write_step(run.rollout_log(3, 0), step_record(3, rollouts, np.zeros(20)))
     drawn = [int(text.plain.split()[3].rstrip(",")) for text in show_samples(RunLog(run.path), 3)]
     assert len(drawn) == 3 and drawn == sorted(set(drawn))
-
-
-def test_the_table_of_ranks_says_how_old_it_is(run: RunFolder) -> None:
-    for rank in range(2):
-        at = time.time() - 40 - rank
-        os.utime(status_file(run.status, rank), (at, at))
-    assert any(row.split()[:3] == ["rank", "node", "phase"] and "as of 40 s ago" in row for row in screen(run))

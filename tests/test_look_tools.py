@@ -74,26 +74,15 @@ def test_json_on_standard_output_and_faults_beside_it(folder: RunFolder) -> None
     assert json.loads(done.stdout)["steps"] == [1, 2]
 
 
-def test_a_run_that_has_just_begun_has_no_figure(tmp_path: Path) -> None:
-    RunFolder(tmp_path / "run").create()
-    done = start("look", "learning", tmp_path / "run")
-    assert done.returncode == 0 and "no figure" in done.stdout and not (tmp_path / "run" / "figures").exists()
-
-
 def test_mistakes_are_one_line(tmp_path: Path, folder: RunFolder) -> None:
     (tmp_path / "file").write_text("")
     run, no = folder.path, tmp_path / "no"
     for tool, *arguments in (
-        ("look", "timeline", no),
         ("look", "timeline", run, "--step", "99"),
         ("look", "timeline", run, "--out", tmp_path / "file" / "below"),
         ("look", "compare", run),
-        ("look", "lengths", run, run),
-        ("look", "lengths", run, "--last", "0"),
         ("inspect_run", no),
-        ("export_run", no),
         ("export_run", run, "--steps", "7:9"),
-        ("export_run", run, "--steps", "a"),
         ("export_run", run, "--format", "parquet"),
     ):
         done = start(tool, *arguments)

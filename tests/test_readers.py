@@ -1,14 +1,14 @@
-"""Whoever reads a run's folder answers in a line, or leaves out what is broken, whatever lies there."""
+"""Programs that read a run's folder leave out what is damaged, or end with one line."""
 
 from __future__ import annotations
 
-import errno
 import importlib
 import io
 import json
 import os
 import re
 import resource
+import shutil
 import signal
 import zlib
 from collections.abc import Callable, Iterator
@@ -24,6 +24,8 @@ from tlt_hpc.cli import main as cli
 from tlt_hpc.cluster.watch.record import Record
 from tlt_hpc.common.files import read_bytes
 from tlt_hpc.config import load_config, to_toml
+from tlt_hpc.look.report.findings import find
+from tlt_hpc.look.report.verdict import cards, gain_of
 from tlt_hpc.look.run_log import RunLog
 from tlt_hpc.storage.folder import RunFolder, WriteError, make_folder
 
@@ -96,16 +98,43 @@ UNFIT = {
 
 
 @pytest.mark.parametrize("damage", UNFIT)
-def test_watch_and_report_go_on_without_metrics_that_are_no_file(
-    run: RunFolder, damage: Callable[[Path], None]
-) -> None:
+def test_what_is_no_file_is_left_out(run: RunFolder, damage: Callable[[Path], None]) -> None:
+    log = run.rollout_log(1, 0)
     damage(run.metrics)
+    damage(log)
     status, shown, errors = answer("watch", run.path, "--once")
     words = " ".join(shown.split())
     assert (status, errors) == (0, "") and UNFIT[damage][:12] in words and "left out" in words
-    status, _, errors = answer("report", run.path)
-    assert (status, errors) == (0, "")
-    assert UNFIT[damage].split(";")[0] in (run.path / "report.html").read_text()
+    with bounded():
+        found = find(run.path)
+    assert f"{run.metrics}: {UNFIT[damage]}" in found.log.problems and f"{log}: {UNFIT[damage]}" in found.log.problems
+    assert [rank.rank for rank in found.log.ranks(1)] == [1]
+
+
+@pytest.mark.parametrize("value", ("text", -1e308, float("nan"), 10**400, None))
+def test_a_hostile_figure(run: RunFolder, value: object) -> None:
+    for key in ("training/global_step", "critic/score/mean", "timing_s/step"):
+        lines = [line_of(0), line_of(1), {**line_of(2), key: value}]
+        run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        status, shown, errors = answer("watch", run.path, "--once")
+        assert status in (0, 1) and not errors, shown
+        found = find(run.path)
+        assert cards(found, gain_of(found)) and found.learning.verdict
+
+
+@pytest.mark.parametrize("change", ({"still": "x"}, {"step": 1e300}, {"seconds": float("nan")}, {"rank": True}))
+def test_a_status_that_is_damaged(run: RunFolder, change: dict[str, object]) -> None:
+    record = asdict(Record("s", 0, "node1", 1, 1, "update", 1, "", 0, "", 0, 1, 0, 10, 0.0, ending="finished"))
+    text = json.dumps({**record, **change}).encode()
+    run.status.mkdir()
+    (run.status / "rank-0000").write_bytes((f"{zlib.crc32(text):08x} ".encode() + text).ljust(2047) + b"\n")
+    (run.status / "owner").write_text("[" * 100_000)
+    status, _, errors = answer("watch", run.path, "--once")
+    assert status in (0, 1) and not errors
+    shutil.rmtree(run.status)
+    run.status.symlink_to(run.status.name)
+    status, shown, errors = answer("watch", run.path, "--once")
+    assert status in (0, 1) and not errors and "remove that link" in shown, shown
 
 
 @pytest.mark.parametrize("damage", UNFIT)
@@ -113,61 +142,6 @@ def test_a_start_ends_with_a_line_where_metrics_are_no_file(run: RunFolder, dama
     damage(run.metrics)
     status, _, errors = answer("train", run.config, "--dry-run")
     assert (status, errors) == (2, f"tlt: {run.metrics}: {UNFIT[damage]}\n")
-
-
-@pytest.mark.parametrize("damage", UNFIT)
-def test_a_log_that_is_no_file_is_left_out(run: RunFolder, damage: Callable[[Path], None]) -> None:
-    path = run.rollout_log(1, 0)
-    damage(path)
-    with bounded():
-        log = RunLog(run.path)
-        assert [summary.rank for summary in log.ranks(1)] == [1]
-    assert f"{path}: {UNFIT[damage]}" in log.problems
-
-
-HOSTILE_FIGURES = ("text", -1e308, float("nan"), 10**400, None)
-
-
-@pytest.mark.parametrize("value", HOSTILE_FIGURES)
-@pytest.mark.parametrize("key", ("training/global_step", "critic/score/mean", "timing_s/step"))
-def test_a_hostile_figure(run: RunFolder, key: str, value: object) -> None:
-    lines = [line_of(step) for step in range(3)]
-    run.metrics.write_text("".join(json.dumps({**line, key: value} if at == 2 else line) + "\n"
-                                   for at, line in enumerate(lines)))  # fmt: skip
-    for command in ("watch", "report"):
-        status, shown, errors = answer(command, run.path, *(["--once"] if command == "watch" else []))
-        assert status in (0, 1) and not errors, shown
-
-
-def test_a_line_without_a_figure_that_watch_shows(run: RunFolder) -> None:
-    line = {key: value for key, value in line_of(2).items() if key != "timing_s/step"}
-    run.metrics.write_text(json.dumps(line_of(1)) + "\n" + json.dumps(line) + "\n")
-    status, shown, errors = answer("watch", run.path, "--once")
-    assert (status, errors) == (0, "") and "0.520" in shown
-
-
-RECORD = asdict(Record("s", 0, "node1", 1, 1, "update", 1, "", 0, "", 0, 1, 0, 10, 0.0, ending="finished"))
-
-
-@pytest.mark.parametrize(
-    "change", ({"still": "x"}, {"step": 1e300}, {"seconds": float("nan")}, {"start": {}}, {"rank": True}, {"step": -7})
-)
-def test_a_status_record_of_wrong_types_with_a_right_checksum(run: RunFolder, change: dict[str, object]) -> None:
-    text = json.dumps({**RECORD, **change}).encode()
-    run.status.mkdir()
-    (run.status / "rank-0000").write_bytes((f"{zlib.crc32(text):08x} ".encode() + text).ljust(2047) + b"\n")
-    status, _, errors = answer("watch", run.path, "--once")
-    assert status in (0, 1) and not errors
-
-
-def test_json_too_deep_in_a_status(run: RunFolder) -> None:
-    run.status.mkdir()
-    (run.status / "owner").write_text("[" * 100_000)
-    status, _, errors = answer("watch", run.path, "--once")
-    assert status == 0 and not errors
-
-
-# -- what inspect_run --check says --
 
 
 @pytest.fixture
@@ -199,35 +173,6 @@ def test_check_looks_at_every_line(run: RunFolder, change: Callable[[list[dict[s
     assert not list(faults(RunLog(run.path)))
     write(run, change([line_of(step) for step in range(3)]))
     assert any(re.search(told, fault) for fault in faults(RunLog(run.path)))
-
-
-@pytest.mark.parametrize("name", ("metrics.jsonl", "finished.json", "config.toml", "data.json"))
-def test_check_sees_a_folder_where_a_file_should_be(run: RunFolder, name: str, faults: Any) -> None:
-    folder_instead(run.path / name)
-    assert any("Is a directory" in fault for fault in faults(RunLog(run.path)))
-
-
-# -- permissions, links, clocks --
-
-
-@pytest.mark.parametrize("number", (errno.EACCES, errno.ELOOP, errno.ENOTDIR, errno.ENAMETOOLONG))
-def test_what_the_system_refuses_is_one_line(run: RunFolder, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Root may read all, so the refusal is made up."""
-    true_stat = os.stat
-
-    def refuse(path: object, *rest: object, **named: object) -> os.stat_result:
-        if isinstance(path, (str, Path)) and str(path).startswith(str(run.path)):
-            raise OSError(number, os.strerror(number), str(path))
-        return true_stat(path, *rest, **named)  # type: ignore[call-overload,no-any-return]
-
-    monkeypatch.setattr(os, "stat", refuse)
-    for command in (
-        ["watch", run.path, "--once"],
-        ["report", run.path],
-        ["evaluate", run.path, run.config, "--dry-run"],
-    ):
-        status, _, errors = answer(*command)
-        assert status == 2 and errors.startswith("tlt: ") and errors.count("\n") == 1, errors
 
 
 @pytest.mark.parametrize(
@@ -265,15 +210,3 @@ def test_an_error_of_reading_names_the_file(run: RunFolder, faults: Any) -> None
         read_bytes(run.metrics)
     assert caught.value.filename == str(run.metrics)
     assert f"{run.metrics}: Input/output error" in faults(RunLog(run.path))
-
-
-def test_metrics_that_are_too_large_to_read_are_not_sound(run: RunFolder, faults: Any) -> None:
-    os.truncate(run.metrics, 600 * 2**20)
-    assert "at most" in next(faults(RunLog(run.path)))
-
-
-def test_a_status_folder_that_is_a_link_loop_is_left_out(run: RunFolder) -> None:
-    run.status.symlink_to(run.status.name)
-    with bounded():
-        status, shown, errors = answer("watch", run.path, "--once")
-    assert status in (0, 1) and not errors and "remove that link" in shown, shown

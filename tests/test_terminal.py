@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import os
 import re
@@ -15,7 +14,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 from logged import step_record
-from small_run import small_record, small_run
+from small_run import line_of, small_record, small_run
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
@@ -33,8 +32,6 @@ ROOT = Path(__file__).resolve().parents[1]
 MARKUP = "[bold red]x[/nope] :smile:"
 CONTROLS = "\x1b[31m\x1b]0;owned\x07 \x9b2J \x7f \u202e \u2066 \r"
 SHOWN = r"\x1b[31m\x1b]0;owned\x07 \x9b2J \x7f \u202e \u2066 \r"
-DRAWS = {"Console", "TextColumn", "Progress", "track", "from_markup", "render_markup"}
-"""Names of rich that read markup unless they are told not to."""
 CONFIG = """
 [run]
 name = {name}
@@ -47,12 +44,6 @@ mode = "full"
 prompts_per_step = 16
 group_size = 8
 """
-LINE = {
-    "training/global_step": 3.0, "critic/score/mean": 0.5, "response_length/mean": 12_345.0,
-    "response_length/max": 32_768.0, "drafter/spec_decode/mean_acceptance_length": 3.21,
-    "rollout/idle_rank_seconds": 12_345.6, "rollout/harvested_rank_seconds": 9_876.5, "rollout/seconds": 2_345.6,
-    "timing_s/step": 3_000.0, "perf/total_num_tokens": 1.6e6,
-}  # fmt: skip
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -81,7 +72,7 @@ def a_run(folder: Path, name: str = "run", words: str = "word") -> RunFolder:
     (model / "config.json").write_text("{}", encoding="utf-8")
     (model / "tokenizer.json").write_text(tokenizer.to_str(), encoding="utf-8")
     run.config.write_text(CONFIG.format(name=json.dumps(name), model=json.dumps(str(model))), encoding="utf-8")
-    run.metrics.write_text(json.dumps(LINE) + "\n", encoding="utf-8")
+    run.metrics.write_text(json.dumps(line_of(3)) + "\n", encoding="utf-8")
     tokens = np.zeros(1, np.int32)
     key = SampleKey(0, 0, 3, 0, 0)
     rollout = Rollout(
@@ -109,25 +100,6 @@ def no_control(text: str) -> bool:
 # -- markup ---------------------------------------------------------------------------------------------------------
 
 
-def test_rich_is_asked_to_draw_in_one_place_alone() -> None:
-    """Elsewhere a console or a column would read square brackets of paths and data as its markup."""
-    elsewhere = []
-    for folder in ("tlt_hpc", "tools", "jobs"):
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
-            imports = [
-                node for node in nodes if isinstance(node, ast.ImportFrom) and (node.module or "")[:5] == "rich."
-            ]
-            names = {alias.asname or alias.name for node in imports for alias in node.names if alias.name in DRAWS}
-            for call in (node.func for node in nodes if isinstance(node, ast.Call)):
-                drawn = isinstance(call, ast.Name) and call.id in names
-                drawn |= isinstance(call, ast.Attribute) and call.attr in DRAWS
-                if drawn and path != ROOT / "tlt_hpc" / "common" / "console.py":
-                    elsewhere.append(f"{path.relative_to(ROOT)}:{call.lineno}")
-            assert not [node for node in nodes if isinstance(node, ast.Import) and node.names[0].name[:4] == "rich"]
-    assert not elsewhere
-
-
 def test_markup_of_paths_and_data_is_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("runs[red]", "runs[/b]"):
         StepReporter(Screen(True)).started(load_config("jobs/tiny.toml", [f"run.folder={tmp_path / name}"]), 0, {})
@@ -149,9 +121,7 @@ def test_control_characters_of_model_text_are_shown(tmp_path: Path) -> None:
     assert SHOWN in done.stdout and no_control(done.stdout)
 
 
-@pytest.mark.parametrize(
-    "words", [["plan"], ["train", "--dry-run"], ["preflight"], ["watch"], ["report"], ["data", "inspect"]]
-)
+@pytest.mark.parametrize("words", [["plan"], ["train", "--dry-run"], ["watch"], ["data", "inspect"]])
 def test_a_mistake_shows_control_characters(tmp_path: Path, words: list[str]) -> None:
     done = tlt(*words, str(tmp_path / "no\x1b[31m\u202e.toml"))
     assert no_control(done.stdout + done.stderr) and r"\x1b[31m\u202e" in done.stdout + done.stderr
@@ -172,65 +142,38 @@ def test_a_traceback_and_a_warning_show_control_characters(tmp_path: Path) -> No
 
 # -- closed pipes ---------------------------------------------------------------------------------------------------
 
-READ_BY_NOBODY = [
-    ["-m", "tlt_hpc", "--help"],
-    ["-m", "tlt_hpc", "train", "jobs/tiny.toml", "--dry-run"],
-    ["-m", "tlt_hpc", "plan", "jobs/tiny.toml"],
-    ["-m", "tlt_hpc", "simulate", "jobs/tiny.toml", "--json"],
-    ["-m", "tlt_hpc", "watch", "RUN", "--once"],
-    ["tools/inspect_run.py", "RUN"],
-    ["jobs/submit.py", "jobs/tiny.toml", "--dry-run"],
-]
-
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
-@pytest.mark.parametrize("words", READ_BY_NOBODY, ids=" ".join)
-def test_a_reader_that_goes_away_ends_a_command_without_a_word(
-    tmp_path: Path, words: list[str], unbuffered: str
+@pytest.mark.parametrize("words", ["-m tlt_hpc watch RUN --once", "tools/inspect_run.py RUN"])
+def test_a_command_ends_silently_when_the_reader_of_its_output_closes(
+    tmp_path: Path, words: str, unbuffered: str
 ) -> None:
-    """Without a buffer the first line meets it, with one the last flush."""
+    """Without a buffer the first line fails, with one the last flush."""
     run = a_run(tmp_path / "run")
     reader, writer = os.pipe()
     os.close(reader)
-    command = [sys.executable, *(str(run.path) if word == "RUN" else word for word in words)]
+    command = [sys.executable, *(str(run.path) if word == "RUN" else word for word in words.split())]
     done = subprocess.run(
-        command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False, cwd=ROOT,
+        command,
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        check=False,
+        cwd=ROOT,
         env=environment(PYTHONUNBUFFERED=unbuffered),
-    )  # fmt: skip
+    )
     os.close(writer)
-    assert done.stderr == "" and done.returncode == 141
+    assert done.stderr == b"" and done.returncode == 141
 
 
 # -- a start --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("script", ["tools/look.py", "tools/bench_shape.py", "jobs/submit.py", "-m tlt_hpc"])
+@pytest.mark.parametrize("script", ["tools/look.py", "jobs/submit.py", "-m tlt_hpc"])
 def test_a_python_without_the_libraries_is_told_in_one_line(script: str, tmp_path: Path) -> None:
     done = run_script("-S", *script.split())
     assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
     name = "tlt" if script == "-m tlt_hpc" else Path(script).stem
     assert re.match(rf"{name}: no \w+ in /\S+: use this project's environment", done.stderr)
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["-m", "tlt_hpc", "watch", "NONE"],
-        ["-m", "tlt_hpc", "report", "NONE"],
-        ["-m", "tlt_hpc", "evaluate", "NONE", "jobs/tiny.toml", "--dry-run"],
-        ["-m", "tlt_hpc", "export-policy", "NONE", "--output", "none"],
-        ["-m", "tlt_hpc", "simulate", "--from", "NONE"],
-        ["tools/inspect_run.py", "NONE"],
-        ["tools/look.py", "timeline", "NONE"],
-    ],
-    ids=" ".join,
-)
-def test_a_run_that_is_not_there_names_those_that_are(tmp_path: Path, words: list[str]) -> None:
-    for name in ("demo-1", "demo-2"):
-        a_run(tmp_path / name)
-    done = run_script(*(str(tmp_path / "demo") if word == "NONE" else word for word in words))
-    assert done.returncode == 2 and done.stderr.count("\n") == 1
-    assert f"{tmp_path / 'demo'} does not exist; runs in {tmp_path}: demo-1, demo-2" in done.stderr
 
 
 # -- progress -------------------------------------------------------------------------------------------------------
@@ -249,13 +192,6 @@ def test_what_takes_long_is_shown_less_and_less_often(
     clock[0] += 4
     screen.progress("the next")
     assert capsys.readouterr().out.splitlines() == ["a step", "  the next"]
-
-
-def test_a_rank_that_shows_nothing_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    reporter = StepReporter(Screen(False))
-    reporter.started(load_config("jobs/tiny.toml"), 0, {"weights": 1})
-    reporter.phase(0, "reward")
-    assert capsys.readouterr().out == ""
 
 
 # -- pages ----------------------------------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from tlt_hpc import train as run
 from tlt_hpc.cli import main as cli
 from tlt_hpc.cli.main import main
 from tlt_hpc.cluster.stopping import Stop, StopFlag
@@ -22,8 +21,6 @@ from tlt_hpc.look.tracking import Tracking
 from tlt_hpc.mpi import ending
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.step_lines import add_line, drop_lines, read_lines
-from tlt_hpc.studies import compare
-from tlt_hpc.studies.ablation_plan import ARMS, Ablation
 
 ROOT = Path(__file__).parent.parent
 TINY = ROOT / "jobs" / "tiny.toml"
@@ -92,34 +89,6 @@ def test_event_files_hold_what_metrics_hold_after_kills_and_steps_taken_back(tmp
     assert max(told(events)["critic/score/mean"]) == 3
 
 
-@needs_tensorboard
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_full_disk_is_one_warning_and_the_next_start_catches_up(tmp_path, caplog, monkeypatch):
-    from tensorboard.summary.writer.record_writer import RecordWriter
-
-    config, folder = config_for(tmp_path, "tracking.tensorboard=true"), RunFolder(tmp_path / "tiny")
-    commit(folder, 0, 1, 2, 3)
-
-    def full(self, data):
-        raise OSError(28, "No space left on device")
-
-    tracking = Tracking(config, folder)
-    tracking.follow(1)
-    with monkeypatch.context() as patch:
-        patch.setattr(RecordWriter, "write", full)
-        tracking.follow(2)
-        tracking.follow(3)
-    tracking.follow(4)
-    tracking.close()
-    warnings = [record.getMessage() for record in caplog.records]
-    assert warnings == [
-        "tensorboard failed (OSError: [Errno 28] No space left on device): the run continues without it; metrics.jsonl "
-        "has every step, and the next start sends the rest"
-    ]
-    follow(config, folder, 4)
-    assert told(folder.path / "tensorboard") == logged(folder)
-
-
 @pytest.mark.parametrize(
     ("package", "override", "key"),
     [
@@ -134,19 +103,6 @@ def test_an_absent_package_is_one_line_before_anything_runs(package, override, k
     message = f"{key} needs the package {package!r}, which is not installed; pip install {package}"
     assert capsys.readouterr().err == f"tlt: {message}\n"
     assert not list(tmp_path.iterdir())
-
-
-def test_what_nobody_asked_for_is_not_imported(tmp_path):
-    folder = RunFolder(tmp_path / "tiny")
-    commit(folder, 0)
-    code = (
-        "import sys; from pathlib import Path; from tlt_hpc.config import load_config\n"
-        "from tlt_hpc.storage.folder import RunFolder; from tlt_hpc.look.tracking import Tracking\n"
-        f"Tracking(load_config({str(TINY)!r}), RunFolder(Path({str(folder.path)!r}))).follow(1)\n"
-        "print({'tensorboard', 'wandb'} & {name.split('.')[0] for name in sys.modules})"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout == "set()\n"
 
 
 class FakeWandb:
@@ -228,16 +184,6 @@ def test_an_evaluation_that_was_stopped_takes_no_step_back_from_wandb(tmp_path, 
     assert list(library.runs.values()) == [[(step, step / 7) for step in range(4)]]
 
 
-@pytest.mark.parametrize(("failed", "exit_code"), [(False, 0), (True, 1)])
-def test_wandb_is_told_how_the_run_ended(failed, exit_code, tmp_path, library):
-    folder = RunFolder(tmp_path / "tiny")
-    commit(folder, 0)
-    tracking = Tracking(config_for(tmp_path, "tracking.wandb=offline"), folder)
-    tracking.follow(1)
-    tracking.close(failed)
-    assert library.ended == [exit_code]
-
-
 NOT_SENT = (
     "no time is left for wandb to end: metrics.jsonl has every step; `wandb sync /runs/tiny/wandb/run-1` sends the rest"
 )
@@ -280,39 +226,6 @@ def test_a_preempted_job_waits_for_slurm_whatever_its_tracker_does(tmp_path, mon
 
     assert cli.stop_early(world, tmp_path, lambda: "step 1", close) == 75
     assert done == ["7 s", "waited", "ends with 75"]
-
-
-@pytest.mark.parametrize("closes", [True, False])
-def test_a_run_that_fails_closes_its_job_first_then_the_trackers(closes, tmp_path, monkeypatch):
-    said = []
-
-    class Job:
-        def close(self):
-            said.append("job")
-            if not closes:
-                raise OSError
-
-    class Spy(Tracking):
-        def close(self, failed=False):
-            said.append(f"trackers, failed: {failed}")
-
-    def fail(*job):
-        raise RuntimeError
-
-    monkeypatch.setattr(run, "assemble", lambda *given: Job())
-    monkeypatch.setattr(run, "take_steps", fail)
-    config = config_for(tmp_path)
-    with pytest.raises(RuntimeError if closes else OSError), Spy(config, RunFolder(config.folder)) as tracking:
-        run.run(config, SimpleNamespace(rank=0), None, tracking)
-    assert said == ["job", "trackers, failed: True"]
-
-
-def test_runs_that_are_held_together_have_neither_trackers_nor_evaluations(tmp_path):
-    config = config_for(tmp_path, "tracking.tensorboard=true", "tracking.wandb=online", "evaluation.every_steps=2")
-    runs = [compare.config_of(config, mode, 1, tmp_path) for mode in compare.MODES]
-    runs += [Ablation(config, tuple(ARMS), 1).config_of(arm) for arm in ARMS]
-    for each in runs:
-        assert (each.tracking.tensorboard, each.tracking.wandb, each.evaluation.every_steps) == (False, "off", 0)
 
 
 @needs_wandb

@@ -34,7 +34,7 @@ from tlt_hpc.look.environment import RankPlace, find_environment
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.drafter import Drafter
 from tlt_hpc.models.drafter_file import TOKEN_IDS, check_layers, initial_drafter, make_drafter
-from tlt_hpc.models.folder import DTYPES, folder_weights, num_used_tokens, start_model
+from tlt_hpc.models.folder import DTYPES, folder_weights, import_transformers, num_used_tokens, start_model
 from tlt_hpc.models.once import read_all_once, read_once
 from tlt_hpc.models.shape import ModelShape
 from tlt_hpc.models.sharding import WHOLE, Sharding
@@ -315,6 +315,8 @@ def assemble(config: Config, world: World) -> Job:
         engine.keeps = session.keeps
         world.say("joining the process group")
         join_process_group(world, "cuda" if device.type == "cuda" else "cpu")
+        world.say("importing transformers")
+        import_transformers()
         world.say("loading the policy")
         is_sharded = config.optimizer.zero_stage == 3
         start = partial(start_model, assets.folder, config.model.dtype, device, is_sharded, world.rank, node)

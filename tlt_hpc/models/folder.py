@@ -44,6 +44,11 @@ def load_policy_model(folder: Path, dtype: str) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype], local_files_only=True)
 
 
+def import_transformers() -> None:
+    """Import what transformers' models are built on: this takes seconds, which are spent before any rank waits."""
+    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel  # noqa: F401
+
+
 def start_model(
     folder: Path, dtype: str, device: torch.device, is_dealt: bool, rank: int, node: NodeGroup
 ) -> PreTrainedModel:
@@ -51,8 +56,6 @@ def start_model(
 
     Of a node's ranks one reads, and gives the others its tensors one at a time; collective over the node.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM  # noqa: F401 (seconds, spent before any rank waits)
-
     config = node.once(lambda: read_config(folder))
     reads = rank == 0 if is_dealt else node.rank == 0
     model = load_policy_model(folder, dtype) if reads else empty_policy_model(config, dtype)
