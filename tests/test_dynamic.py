@@ -265,6 +265,7 @@ def test_a_run_trains_on_groups_that_teach(straight: Path) -> None:
 
 
 @pytest.mark.mpi
+@pytest.mark.ci
 @pytest.mark.parametrize(("ranks", "override"), [(1, "speculation.mode=plain"), (2, "rollout.tensor_parallel=2")])
 def test_its_tokens_depend_on_neither_ranks_speculation_nor_replicas(
     ranks: int, override: str, straight: Path, tmp_path: Path
@@ -276,18 +277,7 @@ def test_its_tokens_depend_on_neither_ranks_speculation_nor_replicas(
 
 
 @pytest.mark.mpi
-def test_its_steps_are_taken_up_from_the_log(straight: Path, tmp_path: Path) -> None:
-    shutil.copytree(straight, tmp_path, dirs_exist_ok=True)
-    for step in (2, 3):
-        shutil.rmtree(tmp_path / "tiny" / "checkpoints" / f"step-{step:06d}")
-    before = responses(tmp_path)
-    shown = train(tmp_path, 2)
-    assert "step 2: its update repeated" in shown and "step 3: its update repeated" in shown
-    assert responses(tmp_path) == before
-    assert_same_end(tmp_path, straight)
-
-
-@pytest.mark.mpi
+@pytest.mark.ci
 def test_a_run_goes_on_behind_steps_that_were_taken_up(straight: Path, tmp_path: Path) -> None:
     """As a kill in step 2 leaves it: of step 1 no checkpoint, of step 2 nothing; both have refills."""
     shutil.copytree(straight, tmp_path, dirs_exist_ok=True)

@@ -107,20 +107,6 @@ def test_it_answers_every_prompt_greedily_and_by_sampling(plain):
     assert tree["evaluation.temperature"] == 0.6
 
 
-def test_what_is_asked_of_the_engine():
-    changes = "evaluation.samples=2", "rollout.stop_strings=['x']", "rollout.top_k=5"
-    config = load_config(TINY, changes)
-    prompt = Prompt(np.array([2], np.int32), "", "", "")
-    (wanted,) = wanted_responses(config, [EvaluationSet("a", (7,), (prompt,), "")])
-    sampled = SamplingParams(512, temperature=0.6, top_p=0.95, stop_strings=("x",))
-    assert [request.params for request in wanted.requests] == [
-        SamplingParams(512, temperature=0.0, stop_strings=("x",)), sampled, sampled,
-    ]  # fmt: skip
-    assert [(key.seed, key.stream, key.draw, key.sample) for key in (request.key for request in wanted.requests)] == [
-        (0, Stream.EVALUATION, 7, sample) for sample in range(3)
-    ]
-
-
 @pytest.mark.parametrize("mode", ["ngram", "full"])
 def test_speculation_changes_no_token(plain, tmp_path, mode):
     result = start(tmp_path, f"speculation.mode={mode}", "rollout.max_live=7")
@@ -136,7 +122,7 @@ def on_a_rank(folder: str, *overrides: str) -> int:
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("overrides", [[], ["rollout.tensor_parallel=2"]])
+@pytest.mark.parametrize("overrides", [[], pytest.param(["rollout.tensor_parallel=2"], marks=pytest.mark.ci)])
 def test_neither_ranks_nor_replicas_change_a_token(plain, tmp_path, overrides):
     assert run_on_ranks(2, on_a_rank, str(tmp_path), *overrides) == [TOTAL, TOTAL]
     assert tokens_in(tmp_path) == tokens_in(plain[0])
@@ -191,23 +177,6 @@ def test_another_evaluation_in_the_folder_is_refused(plain, override, what):
     with pytest.raises(UserError) as caught:
         start(plain[0], override)
     assert str(caught.value) == message
-
-
-def test_other_weights_are_refused(plain, tmp_path):
-    from safetensors.torch import load_file, save_file
-
-    for path in embedded_folder().iterdir():
-        (tmp_path / path.name).write_bytes(path.read_bytes())
-    weights = load_file(tmp_path / "model.safetensors")
-    name = next(name for name in weights if name.endswith("down_proj.weight"))
-    weights[name] *= 1.01
-    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(UserError) as caught:
-        start(plain[0], place=str(tmp_path))
-    assert re.sub(r"\w{32}", "DIGEST", str(caught.value)) == (
-        f"{plain[0]}/evaluation holds an evaluation with weights = 'DIGEST', now 'DIGEST'; use what it was, or "
-        "give another folder with --output"
-    )
 
 
 @pytest.fixture
@@ -289,7 +258,6 @@ def test_checkpoints_that_are_not_there(run, tmp_path):
     ("key", "value", "said"),
     [
         ("intermediate_size", 512, "has shape [128, 256], config.json asks for [128, 512]"),
-        ("num_hidden_layers", 7, "weight 'model.layers.7.input_layernorm.weight' is not part of a qwen2 decoder"),
         ("num_hidden_layers", 9, "weights lack 'model.layers.8.input_layernorm.weight' and 11 more"),
     ],
 )
@@ -389,3 +357,14 @@ def test_the_replicas_share_what_is_missing_evenly(num_ranks):
     assert max(map(len, shares)) <= 1.3 * len(missing) / num_ranks
     neighbours = sum(b - a == 1 for share in shares for a, b in itertools.pairwise(share))
     assert neighbours >= len(missing) / 3 or num_ranks == 64
+
+
+def test_what_is_asked_of_the_engine():
+    changes = "evaluation.samples=2", "rollout.stop_strings=['x']", "rollout.top_k=5"
+    prompt = Prompt(np.array([2], np.int32), "", "", "")
+    (wanted,) = wanted_responses(load_config(TINY, changes), [EvaluationSet("a", (7,), (prompt,), "")])
+    greedy = SamplingParams(512, temperature=0.0, stop_strings=("x",))
+    sampled = SamplingParams(512, temperature=0.6, top_p=0.95, stop_strings=("x",))
+    assert [request.params for request in wanted.requests] == [greedy, sampled, sampled]
+    keys = [(key.seed, key.stream, key.draw, key.sample) for key in (request.key for request in wanted.requests)]
+    assert keys == [(0, Stream.EVALUATION, 7, sample) for sample in range(3)]

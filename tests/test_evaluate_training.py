@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import shutil
@@ -10,14 +9,13 @@ from pathlib import Path
 
 import pytest
 from launch_ranks import tlt as ranks_tlt
-from test_tracking import logged, needs_tensorboard, told
 
 from tlt_hpc.evaluate.folder import EvaluationFolder
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.rollout_log import read_step
 from tlt_hpc.storage.step_lines import add_line, read_lines
 
-pytestmark = [pytest.mark.mpi]
+pytestmark = [pytest.mark.mpi, pytest.mark.ci]
 
 ROOT = Path(__file__).parent.parent
 SMALL = [
@@ -56,9 +54,7 @@ def lines(folder: Path) -> dict:
 def evaluated(tmp_path_factory) -> tuple[Path, str]:
     """Three steps, evaluated after the second and at the end."""
     folder = tmp_path_factory.mktemp("evaluated")
-    has_tensorboard = importlib.util.find_spec("tensorboard") is not None
-    tracking = f"tracking.tensorboard={str(has_tensorboard).lower()}"
-    return folder, tlt("train", folder, "run.num_steps=3", "evaluation.every_steps=2", tracking)
+    return folder, tlt("train", folder, "run.num_steps=3", "evaluation.every_steps=2")
 
 
 def test_no_training_token_and_no_weight_changes(evaluated, tmp_path):
@@ -81,13 +77,6 @@ def test_the_figures_stand_in_the_steps_lines(evaluated):
     # features, counts and tallies of the evaluation are none of the next step's
     record = read_step(RunFolder(folder / "tiny").rollout_logs(2)[0])
     assert record.strategy_tokens.sum() == sum(len(rollout.response_tokens) for rollout in record.rollouts)
-
-
-@needs_tensorboard
-def test_tensorboard_is_told_of_them_too(evaluated):
-    folder = RunFolder(evaluated[0] / "tiny")
-    assert told(folder.path / "tensorboard") == logged(folder)
-    assert set(logged(folder)["val-core/gcd/acc/mean@2"]) == {1, 2}
 
 
 def test_a_checkpoint_of_the_run_says_the_same(evaluated, tmp_path):

@@ -240,15 +240,14 @@ def leave() -> None:
 @pytest.mark.parametrize(
     ("num_ranks", "stages", "changes"),
     [
-        (1, [1, 0, 3], {}),
         (2, [0, 1, 2, 3, 1], {}),
-        pytest.param(4, [1], {}, marks=pytest.mark.slow),
-        # at stage 3 the backward pass gathers each layer's weights twice
-        (2, [3, 1], {"optimizer__gradient_checkpointing": True}),
         (2, [1, 3], {"optimizer__sequence_parallel": 2, "optimizer__gradient_checkpointing": True}),
-        (4, [1], {"optimizer__sequence_parallel": 2, "optimizer__micro_batch_tokens": 17}),
-        pytest.param(4, [2], {"optimizer__sequence_parallel": 4}, marks=pytest.mark.slow),
-        (1, [1], {"optimizer__max_grad_norm": 0.0}),
+        pytest.param(1, [1, 0, 3], {"optimizer__max_grad_norm": 0.0}, marks=pytest.mark.ci),
+        # at stage 3 the backward pass gathers each layer's weights twice
+        pytest.param(2, [3, 1], {"optimizer__gradient_checkpointing": True}, marks=pytest.mark.ci),
+        pytest.param(
+            4, [1], {"optimizer__sequence_parallel": 2, "optimizer__micro_batch_tokens": 17}, marks=pytest.mark.ci
+        ),
     ],
 )
 def test_gradients_and_weights_equal_plain_torch(num_ranks: int, stages: list[int], changes: dict[str, Any]) -> None:
@@ -341,7 +340,7 @@ ALGORITHMS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.ci), 2])
 def test_every_algorithms_gradient_is_its_objectives(num_ranks: int) -> None:
     for changes, (difference, largest) in zip(
         ALGORITHMS, run_on_ranks(num_ranks, distances_from_objective, ALGORITHMS)[0], strict=True
@@ -407,9 +406,8 @@ def distance_from_reference(stage: int, sharing: int) -> list[list[float]]:
     return [found, wanted]
 
 
-@pytest.mark.parametrize("sharing", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_the_distance_from_the_reference_is_summed_over_each_responses_tokens(sharing: int) -> None:
-    for found, wanted in run_on_ranks(2, distance_from_reference, 3, sharing):
+def test_the_distance_from_the_reference_is_summed_over_each_responses_tokens() -> None:
+    for found, wanted in run_on_ranks(2, distance_from_reference, 3, 2):
         assert found == pytest.approx(wanted, rel=1e-4) and max(map(abs, wanted)) > 1
 
 
@@ -447,6 +445,7 @@ def hashes_at_stage_3() -> list[list[str]]:
     return found
 
 
+@pytest.mark.ci
 def test_a_sharded_reference_gives_the_bits_of_a_whole_one() -> None:
     ranks = run_on_ranks(2, hashes_at_stage_3)
     assert ranks[0] == ranks[1]
@@ -455,26 +454,6 @@ def test_a_sharded_reference_gives_the_bits_of_a_whole_one() -> None:
 
 
 # --- repeatability, padding, the other settings ---
-
-
-def digest_after_updates() -> str:
-    world = connect()
-    policy = make_policy(make_config(), world)
-    for step in range(2):
-        policy.update(make_rollouts(step), make_advantages(step))
-    digest = finish(policy)
-    leave()
-    return digest
-
-
-@pytest.fixture(scope="module")
-def digests() -> set[str]:
-    """Of the same job, run twice."""
-    return {digest for _ in range(2) for digest in run_on_ranks(2, digest_after_updates)}
-
-
-def test_the_same_job_twice_gives_the_same_bits(digests: set[str]) -> None:
-    assert len(digests) == 1
 
 
 def vary_settings() -> dict[str, Any]:
@@ -489,6 +468,11 @@ def vary_settings() -> dict[str, Any]:
         policy.update(make_rollouts(), make_advantages())
         weights[budget] = weights_of(policy)
         policy.close()
+    policy = make_policy(make_config(), world)
+    policy.update(make_rollouts(), make_advantages())
+    again = weights_of(policy)
+    policy.close()
+    result["repeated"] = all(torch.equal(again[name], weights[48][name]) for name in again)
     result["padding"] = max(distance(weights[1], weights[48]), distance(weights[1], weights[10_000]))
 
     policy = make_policy(make_config(optimizer__warmup_steps=4), world)
@@ -512,9 +496,9 @@ def vary_settings() -> dict[str, Any]:
     return result
 
 
-def test_padding_warmup_reference_and_ties() -> None:
+def test_repetition_padding_warmup_reference_and_ties() -> None:
     result = run_on_ranks(2, vary_settings)[0]
-    assert result["padding"] < TOLERANCE
+    assert result["repeated"] and result["padding"] < TOLERANCE
     assert result["lr"] == pytest.approx([0.5e-2, 1e-2, 1e-2])
     assert 0 < result["kl"][0] < result["kl"][1]
     assert result["kl changes the update"] > 1e-3
@@ -613,7 +597,7 @@ def load_and_go_on(pairs: list[tuple[int, int]], folder: str) -> list[dict[str, 
 
 def test_state_goes_on_at_another_rank_count_and_stage(tmp_path: Path) -> None:
     digests = dict(zip((1, 3), run_on_ranks(2, save_after_two_steps, [1, 3], str(tmp_path))[0], strict=True))
-    plan = {2: [(1, 1), (3, 3), (1, 0), (1, 3), (3, 1)], 1: [(1, 1), (1, 3), (3, 1)], 4: [(1, 1), (3, 3)]}
+    plan = {2: [(1, 1), (3, 3), (1, 0)], 3: [(1, 3), (3, 1)]}
     for num_ranks, pairs in plan.items():
         for rank in run_on_ranks(num_ranks, load_and_go_on, pairs, str(tmp_path)):
             for (saved_stage, stage), result in zip(pairs, rank, strict=True):
@@ -625,37 +609,17 @@ def test_state_goes_on_at_another_rank_count_and_stage(tmp_path: Path) -> None:
                     assert result["end"] == end, "not bit-equal at the same rank count and stage"
 
 
-def save_before_any_update() -> dict[str, Any]:
-    world = connect()
-    policy = make_policy(make_config(optimizer__zero_stage=1), world)
-    before = policy.sha256()
-    num_bytes = policy.num_shard_bytes
-    shard = dict(policy.state_shard())
-    as_announced = num_bytes == sum(piece.num_bytes for piece in shard.values())
-    moments = [piece.values for name, piece in shard.items() if not name.endswith("master")]
-    zero = all(not tensor.any() for tensor in moments)
-    unchanged = policy.sha256() == before
-    for step in range(2):
-        policy.update(make_rollouts(step), make_advantages(step))
-    names = sorted(gathered_state(policy, world))
-    digest = finish(policy)
-    leave()
-    return {"zero": zero, "unchanged": unchanged, "names": names, "digest": digest, "as_announced": as_announced}
-
-
-def test_saving_a_fresh_policy_changes_nothing(digests: set[str]) -> None:
-    for result in run_on_ranks(2, save_before_any_update):
-        assert result["zero"] and result["unchanged"] and result["as_announced"]
-        assert len(result["names"]) == 3 * len(list(make_model().named_parameters()))
-        assert {result["digest"]} == digests
-
-
 def hold_and_gather(stages: list[int]) -> list[list[Any]]:
     """Per stage: whether the shards are the state that DeepSpeed gathers, and this rank's bytes, said and held."""
     world = connect()
     results = []
     for stage in stages:
         policy = make_policy(make_config(optimizer__zero_stage=stage), world)
+        before, announced = policy.sha256(), policy.num_shard_bytes
+        fresh = dict(policy.state_shard())
+        assert announced == sum(piece.num_bytes for piece in fresh.values())
+        assert not any(piece.values.any() for name, piece in fresh.items() if not name.endswith("master"))
+        assert policy.sha256() == before, "saving a fresh policy changes nothing"
         policy.update(make_rollouts(), make_advantages())
         held = sum(piece.num_bytes for _, piece in policy.state_shard())
         same = all(
@@ -669,8 +633,8 @@ def hold_and_gather(stages: list[int]) -> list[list[Any]]:
     return results
 
 
-@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.slow), 3])
-def test_a_shard_is_what_the_rank_has_of_the_state_and_no_more(num_ranks: int) -> None:
+def test_a_shard_is_what_the_rank_has_of_the_state_and_no_more() -> None:
+    num_ranks = 3
     ranks = run_on_ranks(num_ranks, hold_and_gather, [0, 1, 2, 3])
     whole = 3 * 4 * sum(parameter.numel() for parameter in make_model().parameters())
     for stage in range(4):

@@ -12,41 +12,6 @@ from tiny import embedded_folder
 from tlt_hpc.models.folder import empty_policy_model, folder_weights, load_policy_model, read_config, start_model
 
 
-def phases_while_connecting() -> dict[str, str]:
-    import torch.distributed as dist
-
-    from tlt_hpc.cluster.watch.beat import BEAT
-    from tlt_hpc.mpi.world import World
-    from tlt_hpc.rl.distributed import join_process_group, leave_process_group, replica_sum
-
-    world, seen = World.connect(), {}
-
-    def spy(name: str) -> None:
-        call = getattr(dist, name)
-
-        def told(*arguments: Any, **options: Any) -> Any:
-            seen.setdefault(name, BEAT.phase.value)
-            return call(*arguments, **options)
-
-        setattr(dist, name, told)
-
-    spy("init_process_group")
-    spy("all_reduce")
-    join_process_group(world, "cpu")
-    seen["joined"] = BEAT.phase.value
-    spy("new_group")
-    replica_sum(world, world.size)
-    leave_process_group()
-    return seen
-
-
-@pytest.mark.mpi
-def test_ranks_that_cannot_reach_each_other_are_waited_for_no_longer_than_connecting_takes() -> None:
-    """The first collective too, which nccl connects at: loading may stand still for an hour."""
-    connecting = dict.fromkeys(("init_process_group", "all_reduce", "new_group"), "connecting")
-    assert run_on_ranks(2, phases_while_connecting) == [{**connecting, "joined": "loading"}] * 2
-
-
 def start_from_rank_0(given: str) -> dict[str, Any]:
     from pathlib import Path
 

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from tlt_hpc.config.recipes import RECIPES, Correction
+from tlt_hpc.config.recipes import RECIPES
 from tlt_hpc.rl.aggregation import token_weights
-from tlt_hpc.rl.correction import correction_weights
 from tlt_hpc.rl.loss import kl_estimate, policy_loss
 
 trainers = pytest.importorskip("trl.trainer.grpo_trainer", reason="trl is installed by requirements/cpu.txt")
@@ -126,25 +125,3 @@ def test_the_first_updates_gradient_of_rloo_is_trls() -> None:
     (theirs,), (ours,) = torch.autograd.grad(wanted, now), torch.autograd.grad(found, now)
     torch.testing.assert_close(ours, theirs, rtol=1e-7, atol=1e-10)
     assert theirs.abs().max() > 0
-
-
-@pytest.mark.parametrize(("name", "mode"), [("tis", "token_truncate"), ("mis", "token_mask")])
-def test_a_rollout_correction_enters_the_loss_as_trls(name: Any, mode: str) -> None:
-    now, old, reference, advantages = make_inputs(0.3)
-    noise = torch.randn(old.shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
-    rollout = old + 1.5 * noise
-    weights, outside = correction_weights(Correction(name, 0.0, 3.0), old[MASK], rollout[MASK])
-    ratio = (old - rollout).exp()
-    theirs = ratio.clamp(max=3.0) if mode == "token_truncate" else ratio.masked_fill(ratio > 3.0, 0.0)
-    settings = {"loss_type": "dapo", "epsilon_low": 0.2, "epsilon_high": 0.28, "beta": 0.04}
-    settings |= {"use_vllm": True, "vllm_importance_sampling_correction": True, "vllm_importance_sampling_mode": mode}
-    sampled = {"importance_sampling_ratio": theirs, "sampling_per_token_logps": rollout}
-    inputs = trl_inputs(old, reference, advantages) | sampled
-    wanted = trainers.GRPOTrainer._compute_loss(trl_self(now, **settings), None, inputs)
-    recipe = RECIPES["dapo"]
-    bounds = recipe.clip_low, recipe.clip_high
-    losses, _ = policy_loss(recipe.loss, now[MASK], old[MASK], advantages[ROWS], ROWS, *bounds)
-    losses = losses * weights + 0.04 * kl_estimate("k3", now[MASK], reference[MASK])
-    counts = torch.from_numpy(token_weights(LENGTHS, recipe.aggregation, LONGEST))
-    assert (losses * counts[ROWS]).sum().item() == pytest.approx(wanted.item(), rel=1e-9)
-    assert outside.any() and not outside.all()

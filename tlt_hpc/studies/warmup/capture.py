@@ -58,14 +58,14 @@ def capture(warmup: Warmup, shown: Callable[[int, int], None]) -> bool:
     parts, num_replicas = parts_of(warmup), warmup.replica.count
     engine = warmup.make_engine(settings_of(warmup), warmup.served)
     engine.calibrate(requests_of(parts[0], warmup.config.run.seed)[:1])
-    max_bytes, used = warmup.config.drafter.cache_bytes * warmup.world.size, 0
+    max_bytes, used, largest = warmup.config.drafter.cache_bytes * warmup.world.size, 0, 0
     for first in range(0, len(parts), num_replicas):
         block = parts[first : first + num_replicas]
         num_bytes = capture_block(warmup, engine, block, (max_bytes - used) // num_replicas, shown)
         if num_bytes is None:
             return False
-        used += num_bytes
-        if used + num_bytes > max_bytes:  # no room for as much again
+        used, largest = used + num_bytes, max(largest, num_bytes)
+        if used + largest > max_bytes:  # no room for as much again
             break
     return True
 
