@@ -1,8 +1,10 @@
-"""The algorithms' parts against values worked out by hand, and what a name stands for against the papers."""
+"""The parts of the algorithms by values worked out by hand: advantages, losses, corrections, updates, and names."""
 
 from __future__ import annotations
 
 import math
+import re
+import statistics
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -10,17 +12,23 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
+from tlt_hpc.common.records import FinishReason, Rollout, SampleKey
 from tlt_hpc.config import AlgorithmSection, ConfigError, load_config, parse_config, to_toml
-from tlt_hpc.config.recipes import RECIPES, Recipe
+from tlt_hpc.config.recipes import RECIPES, Correction, CorrectionName, Recipe
 from tlt_hpc.models.policy_model import token_entropy, token_log_probs
 from tlt_hpc.rl.advantage import (
     centred_advantages,
+    group_advantages,
     leave_one_out_advantages,
     overlong_penalties,
     whiten,
 )
 from tlt_hpc.rl.aggregation import token_weights
+from tlt_hpc.rl.batches import cut_micro_batches, mini_batches, pack, plan_updates
+from tlt_hpc.rl.correction import MismatchWatch, correction_weights, mismatch_terms
 from tlt_hpc.rl.loss import (
     clipped_loss,
     kl_estimate,
@@ -28,6 +36,7 @@ from tlt_hpc.rl.loss import (
     sequence_clipped_loss,
     weight_clipped_loss,
 )
+from tlt_hpc.rl.update import update_policy
 
 ROOT = Path(__file__).parent.parent
 REWARDS = np.array([1, 0, 0, 3, 2, 2, 2, 2], np.float32)
@@ -217,3 +226,234 @@ def test_no_tokens_give_no_loss_but_a_gradient_of_zero() -> None:
     logits = torch.randn(0, 5, requires_grad=True)
     token_log_probs(logits, torch.zeros(0, dtype=torch.int64), 1.0).sum().backward()
     assert logits.grad is not None and logits.grad.shape == (0, 5)
+
+
+# -- a group's advantages, updates, shares and micro-batches --
+
+
+lengths_strategy = st.lists(st.integers(2, 300), min_size=1, max_size=40)
+
+
+def test_advantages_are_the_formula_group_by_group() -> None:
+    rewards = [1.0, 0.0, 0.0, 1.0, 0.25, 0.5, 0.0, 0.0]
+    expected = [
+        (reward - statistics.mean(group)) / (statistics.stdev(group) + 1e-6)
+        for group in (rewards[:4], rewards[4:])
+        for reward in group
+    ]
+    advantages = group_advantages(np.array(rewards, np.float32), 4)
+    assert advantages.dtype == np.float32
+    np.testing.assert_allclose(advantages, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("reward", [0.0, 1.0, 0.1, 1e-8, 12345.678])
+def test_equal_rewards_give_exact_zeros(reward: float) -> None:
+    rewards = np.array([reward] * 7 + [0.0] * 6 + [1.0], np.float32)
+    advantages = group_advantages(rewards, 7)
+    assert not advantages[:7].any() and advantages[13] > 2
+
+
+def test_rewards_that_are_no_groups_are_a_programmers_error() -> None:
+    with pytest.raises(AssertionError):
+        group_advantages(np.zeros(7, np.float32), 2)
+    with pytest.raises(AssertionError):
+        group_advantages(np.zeros(4, np.float32), 1)
+
+
+# --- updates, shares, micro-batches ---
+
+
+@given(lengths=lengths_strategy, num_ranks=st.integers(1, 6), budget=st.integers(1, 1000), data=st.data())
+def test_a_plan_holds_every_sample_once_within_the_budget(
+    lengths: list[int], num_ranks: int, budget: int, data: st.DataObject
+) -> None:
+    num_updates = data.draw(st.sampled_from([n for n in range(1, len(lengths) + 1) if len(lengths) % n == 0]))
+    plan = plan_updates(lengths, num_updates, num_ranks, budget, attention_crossover_tokens=100.0)
+    assert len(plan) == num_updates
+    for update, ranks in enumerate(plan):
+        assert len(ranks) == num_ranks
+        assert len({len(micro_batches) for micro_batches in ranks}) == 1, "ranks differ in their number of passes"
+        assert any(ranks[rank][-1] for rank in range(num_ranks)), "a pass in which no rank has anything to do"
+        planned = [index for micro_batches in ranks for indices in micro_batches for index in indices]
+        assert sorted(planned) == list(range(update, len(lengths), num_updates))
+        for indices in (indices for micro_batches in ranks for indices in micro_batches if len(indices) > 1):
+            assert sum(lengths[index] for index in indices) <= budget
+
+
+def test_mini_batches_do_not_depend_on_ranks_and_mix_the_prompts() -> None:
+    group_of = [sample // 4 for sample in range(12)]
+    for indices in mini_batches(12, 2):
+        assert [group_of[index] for index in indices] == [0, 0, 1, 1, 2, 2]
+
+
+def test_a_long_sample_counts_more_than_its_tokens() -> None:
+    """Attention grows with the square of the length."""
+    (ranks,) = plan_updates([390, 200, 200, 200], 1, 2, 10_000, attention_crossover_tokens=100.0)
+    assert ranks == [[(0,)], [(1, 2, 3)]]
+    (ranks,) = plan_updates([390, 200, 200, 200], 1, 2, 10_000, attention_crossover_tokens=1e9)
+    assert ranks == [[(0, 3)], [(1, 2)]]
+
+
+def test_micro_batches_fill_the_budget_longest_first() -> None:
+    assert cut_micro_batches([0, 1, 2, 3], [5, 10, 5, 4], 10) == [(1,), (0, 2), (3,)]
+    assert cut_micro_batches([0, 1, 2, 3], [6, 7, 3, 4], 10) == [(1, 2), (0, 3)]
+    assert cut_micro_batches([], [], 10) == []
+
+
+def make_rollout(prompt: list[int], response: list[int]) -> Rollout:
+    return Rollout(
+        key=SampleKey(0, 0, 0, 0, 0),
+        prompt_tokens=np.array(prompt, np.int32),
+        response_tokens=np.array(response, np.int32),
+        log_probs=np.zeros(len(response), np.float32),
+        finish_reason=FinishReason.EOS,
+        weight_version=0,
+        num_target_passes=1,
+        finished_seconds=0.0,
+    )
+
+
+def test_packing_keeps_the_positions_that_predict_responses() -> None:
+    micro = pack([make_rollout([1, 2, 3], [4, 5]), make_rollout([6, 7], [8])])
+    assert micro.tokens.tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert micro.positions.tolist() == [0, 1, 2, 3, 4, 0, 1, 2]
+    assert micro.lengths == (5, 3)
+    assert micro.tokens[micro.where].tolist() == [3, 4, 7], "3 predicts 4, 4 predicts 5, 7 predicts 8"
+    assert micro.targets.tolist() == [4, 5, 8] and micro.rows.tolist() == [0, 0, 1]
+
+
+def test_an_empty_micro_batch_predicts_nothing() -> None:
+    micro = pack([])
+    assert micro.tokens.size == sum(micro.lengths) > 0
+    assert micro.where.size == micro.targets.size == micro.rows.size == 0
+
+
+# -- corrections of the rollout's probabilities --
+
+
+RATIOS = torch.tensor([1.5, 4.0, 0.4, 0.8, 1.5])
+ROLLOUT = torch.tensor([-1.0, -3.0, -0.5, -2.0, -1.2])
+OLD = ROLLOUT + RATIOS.log()
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted", "outside"),
+    [
+        ("none", [1, 1, 1, 1, 1], [0, 0, 0, 0, 0]),
+        ("tis", [1.5, 2, 0.4, 0.8, 1.5], [0, 1, 0, 0, 0]),
+        ("mis", [1.5, 0, 0.4, 0.8, 1.5], [0, 1, 0, 0, 0]),
+        ("icepop", [1.5, 4, 0, 0.8, 1.5], [0, 0, 1, 0, 0]),
+    ],
+)
+def test_weights_by_hand(name: CorrectionName, wanted: list[float], outside: list[int]) -> None:
+    old = OLD.clone().requires_grad_()
+    weights, found = correction_weights(AlgorithmSection(rollout_correction=name).correction, old, ROLLOUT)
+    torch.testing.assert_close(weights, torch.tensor(wanted, dtype=torch.float32), rtol=1e-5, atol=0)
+    assert found.tolist() == [bool(value) for value in outside]
+    assert not weights.requires_grad
+
+
+def test_a_wild_ratio_stays_finite() -> None:
+    weights, _ = correction_weights(Correction("tis", 0.0, math.inf), torch.tensor([0.0]), torch.tensor([-500.0]))
+    assert weights.isfinite().all()
+
+
+def test_distances_are_those_of_the_distributions() -> None:
+    """Over all tokens of a vocabulary, weighted by the rollout's probabilities, both estimates are the KL distance."""
+    generator = torch.Generator().manual_seed(0)
+    rollout, old = torch.randn(2, 50, generator=generator, dtype=torch.float64).log_softmax(-1)
+    wanted = (rollout.exp() * (rollout - old)).sum()
+    distance, k1, k3 = mismatch_terms(old, rollout)
+    for estimate in (k1, k3):
+        torch.testing.assert_close((rollout.exp() * estimate).sum(), wanted)
+    assert (k3 >= 0).all()
+    torch.testing.assert_close(distance, (old.exp() - rollout.exp()).abs())
+
+
+# -- what is told -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("k3", "dtype", "corrected", "said"),
+    [
+        (1e-13, "float32", False, "^$"),
+        (5e-4, "bfloat16", False, "^$"),
+        (1e-3, "float32", False, "mean difference 0.05, k3 0.001, far more .* run `tlt compare`"),
+        (0.02, "bfloat16", False, "set algorithm.rollout_correction"),
+        (0.02, "bfloat16", True, "lower optimizer.learning_rate"),
+    ],
+)
+def test_the_warning_names_a_remedy(k3: float, dtype: str, corrected: bool, said: str) -> None:
+    assert re.search(said, MismatchWatch(dtype, corrected).look(0.05, k3))
+
+
+def test_it_warns_once() -> None:
+    watch = MismatchWatch("bfloat16", False)
+    assert [bool(watch.look(0.05, k3)) for k3 in (1e-4, 0.02, 0.02)] == [False, True, False]
+
+
+# -- from scores to the policy's update --
+
+
+TOKENS = [10, 90, 95, 100]
+SCORES = np.array([1, 0, 1, 1], np.float32)
+
+
+class Policy:
+    """Keeps what it is given."""
+
+    def reference_kl(self, rollouts: list[Rollout]) -> np.ndarray:
+        return np.array([0.5, 1.0, -0.5, 2.0])
+
+    def update(self, rollouts: list[Rollout], advantages: np.ndarray) -> str:
+        self.given = advantages.tolist()
+        self.groups = [rollout.key.draw for rollout in rollouts]
+        return "stats"
+
+
+def learned(*overrides: str, scores: np.ndarray = SCORES) -> tuple[Any, list[float]]:
+    """What the update says of itself, and the advantages that the policy was given."""
+    config = load_config(
+        ROOT / "jobs" / "tiny.toml", ["rollout.group_size=2", "rollout.max_new_tokens=100", *overrides]
+    )  # fmt: skip
+    policy: Any = Policy()
+    empty = np.zeros(0, np.int32)
+    rollouts = [
+        Rollout(SampleKey(0, 0, 0, i // 2, i % 2), empty, np.zeros(n, np.int32), empty, FinishReason.EOS, 0, n, 0.0)
+        for i, n in enumerate(TOKENS)
+    ]
+    update = update_policy(config, policy, rollouts, scores)
+    assert policy.groups == [index // 2 for index in update.trained]
+    return update, policy.given
+
+
+def test_without_penalties_rewards_are_scores() -> None:
+    update, given = learned("algorithm.name=dr-grpo")
+    assert update.rewards.tolist() == SCORES.tolist() and update.reward_kl == 0 and update.stats == "stats"
+    assert given == update.advantages.tolist() == [0.5, -0.5, 0, 0]
+
+
+def test_length_is_punished_before_the_advantage() -> None:
+    update, given = learned("algorithm.name=dr-grpo", "algorithm.overlong_buffer=20")
+    assert update.rewards.tolist() == pytest.approx([1, -0.5, 0.25, 0])
+    assert given == pytest.approx([0.75, -0.75, 0.125, -0.125])
+
+
+def test_what_dynamic_sampling_leaves_out_is_not_learned_from() -> None:
+    sizes = "rollout.prompts_per_step=1", "algorithm.updates_per_step=1", "algorithm.max_refills=1"
+    update, given = learned("algorithm.name=dr-grpo", *sizes, scores=np.array([1, 1, 0, 1], np.float32))
+    assert update.trained.tolist() == [2, 3] and update.rewards.tolist() == [0, 1] and given == [-0.5, 0.5]
+    assert update.informative_share == 0.5, "of all groups that were drawn"
+
+
+def test_the_distance_is_taken_from_the_reward() -> None:
+    update, given = learned("algorithm.name=rloo", "algorithm.kl_estimator=k1", "algorithm.kl_coefficient=0.1")
+    assert update.rewards.tolist() == pytest.approx([0.95, -0.1, 1.05, 0.8])
+    assert given == pytest.approx([1.05, -1.05, 0.25, -0.25])
+    assert update.reward_kl == pytest.approx(3.0 / sum(TOKENS))
+
+
+def test_whole_batch_advantages_count_tokens() -> None:
+    _, given = learned("algorithm.name=reinforce++")
+    mean = 205 / 295
+    assert given[0] / given[1] == pytest.approx((1 - mean) / -mean, rel=1e-4)

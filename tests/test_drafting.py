@@ -42,6 +42,7 @@ def fill(cache, step, num_prompts=6, seed=0):
     return generate(engine, gcd_requests(num_prompts, 4, step, seed))
 
 
+@pytest.mark.ci
 def test_training_from_the_cache_makes_drafts_that_are_accepted(tmp_path):
     trainer, cache = make_trainer(tmp_path)
     fill(cache, 0, num_prompts=16)
@@ -179,18 +180,6 @@ def test_files_are_opened_a_few_at_a_time_own_first(tmp_path, monkeypatch):
     assert [num_documents(pool) for _ in range(4)] == [3, 6, 7, 7]
     assert random_document(40, 9, 6).tokens.tobytes() in drawn_tokens(pool, 300)
     pool.close()
-
-
-def test_of_a_long_document_a_window_is_read_and_no_more(tmp_path):
-    _, cache = make_trainer(tmp_path)
-    document = random_document(5000, 9, 1)
-    append(cache.begin_step(0, 0), document)
-    pool = TrainingPool(cache, random.Random(0))
-    for _ in range(20):
-        (excerpt,) = pool.draw(50)
-        chosen = slice(excerpt.start, excerpt.start + excerpt.num_pairs + 1)
-        np.testing.assert_array_equal(excerpt.document.features[chosen], document.features[chosen])
-        assert np.count_nonzero(excerpt.document.features.any((1, 2))) == 51
 
 
 def test_a_damaged_cache_file_is_left_out(tmp_path, caplog):
@@ -554,5 +543,5 @@ def test_counts_of_drafts_are_summed_over_lines_of_the_log():
     assert DraftCounts.from_metrics(one.to_metrics()) == one and DraftCounts.from_metrics({}) == DraftCounts()
     assert one.to_metrics()["drafter/own_verified/1"] == 8.0 and one.to_metrics()["drafter/own_accepted/3"] == 1.0
     both = DraftCounts.from_metrics(one.to_metrics(), other.to_metrics())
-    assert (both.reached, both.accepted, both.num_sequences) == ((10, 4, 2, 1), (5, 2, 1, 0), 10)
+    assert (both.reached, both.accepted) == ((10, 4, 2, 1), (5, 2, 1, 0))
     assert both.accept_length == 1 + 0.5 + 0.25 + 0.125

@@ -22,7 +22,6 @@ from tlt_hpc.data.order import Refills, shuffled
 from tlt_hpc.data.prompts import open_prompts
 from tlt_hpc.resume.replay import ReplayError, missing_responses
 from tlt_hpc.rl.draws import StepDraws, chosen, informative, refill_size
-from tlt_hpc.rollout_loop import refill
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.rollout_log import StepRecord, read_step
 from tlt_hpc.storage.step_lines import drop_lines, read_lines
@@ -164,16 +163,6 @@ def test_enough_groups_need_no_refill_and_none_is_allowed_by_default() -> None:
     assert not make_draws().needs_scores()
 
 
-def test_groups_are_judged_by_all_ranks_scores_whatever_finished_first() -> None:
-    draws = make_draws("algorithm.max_refills=1")
-    own, others = draws.requests()[::-2], draws.requests()[::2]  # second samples of all groups, and first ones
-    told = [(request.key, 0.0) for request in others]
-    engine: Any = SimpleNamespace(finished=own)
-    world: Any = SimpleNamespace(allgather=lambda mine: [mine, told])
-    scorer: Any = SimpleNamespace(rewards=lambda rollouts: np.ones(len(rollouts), np.float32))
-    assert refill(world, engine, draws, scorer) == [], "every group has a 0 and a 1"
-
-
 def logged(requests: Sequence[Any]) -> list[Any]:
     return [SimpleNamespace(key=r.key, prompt_tokens=r.prompt_tokens, weight_version=7) for r in requests]
 
@@ -262,18 +251,6 @@ def test_a_run_trains_on_groups_that_teach(straight: Path) -> None:
         starts = [part.timing.start_seconds for part in parts] + [t.start_seconds for p in parts for t in p.refills]
         assert min(starts) == min(part.timing.start_seconds for part in parts)
         assert any(rollout.key.stream == Stream.REFILL for rollout, _, _ in rows) == (line["rollout/refills"] > 0)
-
-
-@pytest.mark.mpi
-@pytest.mark.ci
-@pytest.mark.parametrize(("ranks", "override"), [(1, "speculation.mode=plain"), (2, "rollout.tensor_parallel=2")])
-def test_its_tokens_depend_on_neither_ranks_speculation_nor_replicas(
-    ranks: int, override: str, straight: Path, tmp_path: Path
-) -> None:
-    train(tmp_path, ranks, override, "run.num_steps=1")
-    wanted = {key: tokens for key, tokens in responses(straight).items() if key.step == 0}
-    parts = {r.key: r.response_tokens.tolist() for part in records(tmp_path, 0) for r in part.rollouts}
-    assert parts == wanted
 
 
 @pytest.mark.mpi

@@ -16,7 +16,6 @@ from fake_world import OneRank
 from launch_ranks import run_on_ranks
 from tiny import embedded_folder
 
-from tlt_hpc.checkpoint.manifest import Checkpoint, CheckpointError
 from tlt_hpc.checkpoint.store import CheckpointStore
 from tlt_hpc.cli.main import main
 from tlt_hpc.cluster.stopping import Stop
@@ -269,14 +268,6 @@ def test_a_checkpoint_of_another_model_than_the_folder_has(key, value, said, run
     run.config.write_text(run.config.read_text().replace("embedded:tiny", str(model)))
     message = refused(tmp_path, run)
     assert message.startswith(f"{run.path}, step 2 does not fit model.path = '{model}': ") and said in message
-
-
-def test_a_file_that_cannot_be_read_is_no_wrong_model(run, tmp_path, monkeypatch):
-    def broken(*_):
-        raise CheckpointError("cannot read 'x.master' from y: Input/output error; remove z")
-
-    monkeypatch.setattr(Checkpoint, "read", broken)
-    assert refused(tmp_path, run) == "cannot read 'x.master' from y: Input/output error; remove z"
 
 
 def command(folder: Path, *overrides: str, place: str = "embedded:tiny") -> list[str]:

@@ -67,9 +67,9 @@ def test_majority(votes, value):
 
 
 def test_standard_errors():
-    assert estimate([1.0, 0.0, 0.0, 1.0]).error == pytest.approx(math.sqrt((4 * 0.25 / 3) / 4))
-    assert estimate([0.5]).error is None
-    assert estimate([0.25, 0.25]).error == 0.0
+    assert estimate([1.0, 0.0, 0.0, 1.0]).standard_error == pytest.approx(math.sqrt((4 * 0.25 / 3) / 4))
+    assert estimate([0.5]).standard_error is None
+    assert estimate([0.25, 0.25]).standard_error == 0.0
 
 
 def test_figures_of_prompts():
@@ -77,7 +77,7 @@ def test_figures_of_prompts():
     assert (figures.num_prompts, figures.num_samples) == (2, 4)
     assert figures.greedy is not None and figures.greedy.value == 0.5
     assert figures.mean is not None and figures.mean.value == 3 / 8
-    assert figures.mean.error == pytest.approx(0.125)
+    assert figures.mean.standard_error == pytest.approx(0.125)
     assert {k: e.value for k, e in figures.pass_at.items()} == pytest.approx({1: 3 / 8, 2: (5 / 6 + 1 / 2) / 2, 4: 1.0})
     assert figures.majority is not None and figures.majority.value == 0.5
     assert figures.reward.value == pytest.approx((3 / 5 + 1 / 5) / 2)
@@ -114,9 +114,8 @@ def test_metrics_have_verls_names():
 
 
 def test_kinds_without_answers_have_no_majority():
-    plain = PromptAnswers([response(0, 1), response(None, 2)], None)
-    figures = figures_of([plain], ())
-    assert figures.majority is None and figures.unanswered_share is None and figures.greedy is None
+    figures = figures_of([prompt(0, None, can_tell=False)], ())
+    assert figures.majority is None and figures.unanswered_share is None
     assert "maj@2/mean" not in "".join(metrics_of("x", figures))
 
 

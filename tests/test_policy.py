@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -112,11 +113,22 @@ def make_policy(config: Config, world: Any, **changes: Any) -> Any:
     return Policy(make_model(getattr(torch, config.model.dtype), **changes), config, world)
 
 
-# --- the reference: one process, one sample at a time, no padding, its own formulas ---
+# --- the reference: one process, one sample at a time, no padding, the papers' formulas ---
+
+
+@dataclass
+class Part:
+    """One response: all log-softmax rows, its tokens' log-probs now, before and as recorded, and the advantage."""
+
+    rows: torch.Tensor
+    log_probs: torch.Tensor
+    old: torch.Tensor
+    recorded: torch.Tensor
+    advantage: float
 
 
 class Reference:
-    """What an update should be; keeps the gradients of every update."""
+    """What an update should be; keeps the gradients of every update, and the figures of the last step."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -143,31 +155,53 @@ class Reference:
             old = [self.log_probs(rollout) for rollout in rollouts]
         self.pg_loss = self.clipped = self.entropy = 0.0
         for update in range(num_updates):
-            part = range(update, len(rollouts), num_updates)
-            num_tokens = sum(rollouts[i].response_tokens.size for i in part)
+            parts = []
+            for i in range(update, len(rollouts), num_updates):
+                rows, tokens = self.log_softmax(rollouts[i]), rollouts[i].response_tokens.tolist()
+                recorded = torch.from_numpy(rollouts[i].log_probs)
+                parts.append(Part(rows, rows[range(len(tokens)), tokens], old[i], recorded, float(advantages[i])))
+            loss = objective(self.config, parts)
+            self.count(parts, float(loss.detach()) / num_updates)
             self.optimizer.zero_grad()
-            for i in part:
-                loss = self.loss(rollouts[i], old[i], float(advantages[i])) / num_tokens
-                loss.backward()
-                self.pg_loss += float(loss.detach()) / num_updates
+            loss.backward()
             self.gradients.append({n: p.grad.clone() for n, p in self.model.named_parameters() if p.grad is not None})
             limit = self.config.optimizer.max_grad_norm or math.inf
             self.norms.append(float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit)))
             self.optimizer.step()
 
-    def loss(self, rollout: Rollout, old: torch.Tensor, advantage: float) -> torch.Tensor:
-        total = torch.zeros(())
-        rows = self.log_softmax(rollout)
-        self.entropy += float(-(rows.exp() * rows).sum())
-        for row, token, old_log_prob in zip(rows, rollout.response_tokens.tolist(), old, strict=True):
-            ratio = (row[token] - old_log_prob).exp()
-            kept = min(max(float(ratio.detach()), 0.8), 1.28)
-            if advantage * kept < advantage * float(ratio.detach()):
-                total = total - kept * advantage
-                self.clipped += 1
-            else:
-                total = total - ratio * advantage
-        return total
+    def count(self, parts: list[Part], loss: float) -> None:
+        self.pg_loss += loss
+        for part in parts:
+            ratio = (part.log_probs - part.old).exp()
+            self.entropy += float(-(part.rows.exp() * part.rows).sum())
+            self.clipped += int((ratio > 1.28).sum() if part.advantage > 0 else (ratio < 0.8).sum())
+
+
+def objective(config: Config, parts: list[Part]) -> torch.Tensor:
+    """The loss of one update."""
+    algorithm, longest = config.algorithm, config.rollout.max_new_tokens
+    losses = []
+    for part in parts:
+        advantage, difference = part.advantage, part.log_probs - part.old
+        ratio = difference.exp()
+        if algorithm.name == "gspo":
+            ratio = difference.mean().exp().expand(len(difference))
+            loss = -torch.minimum(ratio * advantage, ratio.clamp(1 - 3e-4, 1 + 4e-4) * advantage)
+        elif algorithm.name == "cispo":
+            loss = -ratio.detach().clamp(max=5.0) * advantage * part.log_probs
+        else:
+            loss = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage)
+        if algorithm.rollout_correction == "tis":
+            loss = loss * (part.old - part.recorded).exp().clamp(max=MAX_WEIGHT)
+        entropy = -(part.rows.exp() * part.rows).sum(-1)
+        losses.append(loss - algorithm.entropy_coefficient * entropy)
+    if algorithm.name == "dr-grpo":
+        return torch.stack([loss.sum() / longest for loss in losses]).mean()
+    if algorithm.name == "rloo":
+        return torch.stack([loss.sum() for loss in losses]).mean()
+    if algorithm.name == "gspo" or algorithm.aggregation == "seq-mean-token-mean":
+        return torch.stack([loss.mean() for loss in losses]).mean()
+    return torch.cat(losses).mean()
 
 
 def capture_gradients(policy: Any) -> list[dict[str, torch.Tensor]]:
@@ -261,36 +295,7 @@ def test_gradients_and_weights_equal_plain_torch(num_ranks: int, stages: list[in
     assert all(rank == ranks[0] for rank in ranks), "hashes and stats differ between ranks"
 
 
-# --- the other algorithms: the whole update's objective at once, by the papers' formulas ---
-
-
-Part = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, float]
-
-
-def objective(config: Config, parts: list[Part]) -> torch.Tensor:
-    """Of one update: by response, all log-softmax rows, the tokens' log-probs now, before, recorded; the advantage."""
-    algorithm, longest = config.algorithm, config.rollout.max_new_tokens
-    losses = []
-    for rows, log_probs, old, recorded, advantage in parts:
-        ratio = (log_probs - old).exp()
-        if algorithm.name == "gspo":
-            ratio = (log_probs - old).mean().exp().expand(len(old))
-            loss = -torch.minimum(ratio * advantage, ratio.clamp(1 - 3e-4, 1 + 4e-4) * advantage)
-        elif algorithm.name == "cispo":
-            loss = -ratio.detach().clamp(max=5.0) * advantage * log_probs
-        else:
-            loss = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage)
-        if algorithm.rollout_correction == "tis":
-            loss = loss * (old - recorded).exp().clamp(max=MAX_WEIGHT)
-        entropy = -(rows.exp() * rows).sum(-1)
-        losses.append(loss - algorithm.entropy_coefficient * entropy)
-    if algorithm.name == "dr-grpo":
-        return torch.stack([loss.sum() / longest for loss in losses]).mean()
-    if algorithm.name == "rloo":
-        return torch.stack([loss.sum() for loss in losses]).mean()
-    if algorithm.name == "gspo" or algorithm.aggregation == "seq-mean-token-mean":
-        return torch.stack([loss.mean() for loss in losses]).mean()
-    return torch.cat(losses).mean()
+# --- the other algorithms ---
 
 
 def distances_from_objective(every_change: list[dict[str, Any]]) -> list[list[float]]:
@@ -299,26 +304,11 @@ def distances_from_objective(every_change: list[dict[str, Any]]) -> list[list[fl
     results = []
     for changes in every_change:
         config = make_config(**changes)
-        rollouts, advantages = make_rollouts(), make_advantages()
-        policy = make_policy(config, world)
+        policy, reference = make_policy(config, world), Reference(config)
         captured = capture_gradients(policy)
-        policy.update(rollouts, advantages)
+        policy.update(make_rollouts(), make_advantages())
         policy.close()
-        reference = Reference(config)
-        with torch.no_grad():
-            old = [reference.log_probs(rollout) for rollout in rollouts]
-        for update in range(NUM_UPDATES):
-            parts = []
-            for i in range(update, len(rollouts), NUM_UPDATES):
-                rows = reference.log_softmax(rollouts[i])
-                tokens = rollouts[i].response_tokens.tolist()
-                recorded = torch.from_numpy(rollouts[i].log_probs)
-                parts.append((rows, rows[range(len(tokens)), tokens], old[i], recorded, float(advantages[i])))
-            reference.optimizer.zero_grad()
-            objective(config, parts).backward()
-            reference.gradients.append({n: p.grad.clone() for n, p in reference.model.named_parameters()})
-            torch.nn.utils.clip_grad_norm_(reference.model.parameters(), config.optimizer.max_grad_norm)
-            reference.optimizer.step()
+        reference.update(make_rollouts(), make_advantages())
         largest = max(float(g.abs().max()) for each in reference.gradients for g in each.values())
         results.append([max(map(distance, captured, reference.gradients)), largest])
     leave()
@@ -409,48 +399,6 @@ def distance_from_reference(stage: int, sharing: int) -> list[list[float]]:
 def test_the_distance_from_the_reference_is_summed_over_each_responses_tokens() -> None:
     for found, wanted in run_on_ranks(2, distance_from_reference, 3, 2):
         assert found == pytest.approx(wanted, rel=1e-4) and max(map(abs, wanted)) > 1
-
-
-def hashes_at_stage_3() -> list[list[str]]:
-    """The policy after two steps with a sharded reference and with a whole one, by where the distance is applied."""
-    from tlt_hpc.models.policy_model import PolicyModel
-    from tlt_hpc.rl.policy import Policy
-
-    world = connect()
-    found = []
-    for estimator in ("k3", "k1"):
-        config = make_config(
-            optimizer__zero_stage=3,
-            algorithm__name="rloo",
-            algorithm__kl_coefficient=0.5,
-            algorithm__kl_estimator=estimator,
-        )
-        digests = []
-        for is_sharded in (True, False):
-            start = make_model if world.rank else lambda: away(make_model())  # rank 0's weights alone are sharded
-            policy = Policy(make_model(), config, world, reference=start)
-            sharded = policy._reference
-            if not is_sharded:
-                policy._reference = PolicyModel(away(make_model()).requires_grad_(False).eval())
-            for step in range(2):
-                rollouts, advantages = make_rollouts(step), make_advantages(step)
-                if estimator == "k1":
-                    advantages = (advantages - 0.5 * policy.reference_kl(rollouts)).astype(np.float32)
-                policy.update(rollouts, advantages)
-            digests.append(policy.sha256())
-            policy._reference = sharded
-            policy.close()
-        found.append(digests)
-    leave()
-    return found
-
-
-@pytest.mark.ci
-def test_a_sharded_reference_gives_the_bits_of_a_whole_one() -> None:
-    ranks = run_on_ranks(2, hashes_at_stage_3)
-    assert ranks[0] == ranks[1]
-    (in_loss, whole_in_loss), (in_reward, whole_in_reward) = ranks[0]
-    assert in_loss == whole_in_loss and in_reward == whole_in_reward and in_loss != in_reward
 
 
 # --- repeatability, padding, the other settings ---

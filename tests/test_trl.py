@@ -112,16 +112,3 @@ def test_losses_and_gradients_are_trls(name: str, aggregation: Any, settings: di
     (theirs,), (ours,) = torch.autograd.grad(wanted, now), torch.autograd.grad(found, now)
     torch.testing.assert_close(ours, theirs, rtol=1e-7, atol=1e-10)
     assert theirs.abs().max() > 0 and clipped.any() and not clipped.all(), "no bound was at work"
-
-
-def test_the_first_updates_gradient_of_rloo_is_trls() -> None:
-    """TRL bounds the ratios of whole responses, ours those of tokens; in a step's first update both are one."""
-    from trl.trainer.rloo_trainer import RLOOTrainer
-
-    now, _, reference, advantages = make_inputs(0.0)
-    settings = trl_self(now, epsilon_low=0.2, epsilon_high=0.2)
-    wanted = RLOOTrainer._compute_loss(settings, None, trl_inputs(now.detach(), reference, advantages))
-    found, _ = our_loss("rloo", now, now.detach(), reference, advantages, 0.0)
-    (theirs,), (ours,) = torch.autograd.grad(wanted, now), torch.autograd.grad(found, now)
-    torch.testing.assert_close(ours, theirs, rtol=1e-7, atol=1e-10)
-    assert theirs.abs().max() > 0

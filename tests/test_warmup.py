@@ -141,17 +141,6 @@ def test_it_leaves_a_drafter_and_its_facts(straight):
     assert not [name for name in kept(straight) if "exp_avg" in name]
 
 
-def test_what_is_judged_by_is_not_trained_on(straight):
-    reporter = Reporter()
-    texts = []
-    reporter.started = lambda config, found, progress: texts.append(found)
-    start(straight, "run.name=other", "warmup.updates=1", reporter=reporter)
-    held_out = {tokens.tobytes() for tokens in texts[0].held_out}
-    assert len(held_out) == 6
-    for document in documents(straight):
-        assert document.tokens[: document.prompt_length].tobytes() not in held_out
-
-
 def test_a_finished_one_says_so_at_once(straight):
     reporter = Reporter()
     result = start(straight, reporter=reporter)

@@ -45,7 +45,7 @@ def print_evaluation(result: EvaluationResult) -> None:
         )
         return
     console.print(table_of(result.name, result.results))
-    made = f"finished: {count(result.num_generated, 'response')} made in {result.seconds:.0f} s"
+    made = f"finished: {count(result.num_generated, 'response')} made"
     done = made if result.num_generated else "already finished"
     console.print(
         f"{done}; {count(result.results.num_responses, 'response')}, {count(result.results.num_tokens, 'token')}, "
@@ -88,5 +88,5 @@ def cells_of(figures: SetFigures) -> dict[str, str]:
 def _percent(estimate: Estimate | None) -> str:
     if estimate is None:
         return ""
-    error = "" if estimate.error is None else f"±{100 * estimate.error:.1f}"
+    error = "" if estimate.standard_error is None else f"±{100 * estimate.standard_error:.1f}"
     return f"{100 * estimate.value:.1f}{error}"

@@ -23,10 +23,6 @@ class DraftCounts:
     accepted: tuple[float, ...] = (0.0,) * JUDGED_DEPTH
 
     @property
-    def num_sequences(self) -> float:
-        return self.reached[0]
-
-    @property
     def accept_length(self) -> float:
         """Of a chain of JUDGED_DEPTH, bonus token included (product-limit estimate).
 

@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -28,7 +28,6 @@ from tlt_hpc.data.evaluation_sets import EvaluationSet, left_out, longest_prompt
 from tlt_hpc.data.rows import digest_of
 from tlt_hpc.evaluate.answering import answer
 from tlt_hpc.evaluate.exam import Exam, open_exam, sampling_params
-from tlt_hpc.evaluate.figures import to_json
 from tlt_hpc.evaluate.folder import WEIGHTS, EvaluationFolder
 from tlt_hpc.evaluate.subject import Subject, fingerprint_of, load_weights, open_checkpoint, step_folder
 from tlt_hpc.evaluate.tally import Results, tally
@@ -81,8 +80,6 @@ class EvaluationResult:
     """None where a stop vote ended it."""
     reason: str = ""
     """Which."""
-    seconds: float = 0.0
-    """That rank 0 took to generate and judge, in this start."""
 
     @property
     def finished(self) -> bool:
@@ -103,7 +100,7 @@ def evaluate(config: Config, subject: Subject, world: World, reporter: Evaluatio
     assets, sets = world.node_group.once(lambda: read_assets(config, world.size))
     exam = open_exam(config, sets, judge, world)
     subject, checkpoint = open_checkpoint(subject, world)
-    folder, start = EvaluationFolder(subject.folder(config)), time.perf_counter()
+    folder = EvaluationFolder(subject.folder(config))
     with closing(open_session(config, world, assets)) as session:
         facts = facts_of(config, sets, load_weights(session.decoder, subject, checkpoint, config.model.path, world))
         done = world.once(lambda: claim(folder, facts))
@@ -113,15 +110,13 @@ def evaluate(config: Config, subject: Subject, world: World, reporter: Evaluatio
             reporter.started(subject.name, folder.path, total, total - num_missing, left_out(sets))
         if num_missing:
             engine = make_engine(session, exam, checkpoint)
-            start = time.perf_counter()
             if not answer(session, engine, exam, folder, done, reporter.answering):
                 num_left = world.once(lambda: len(exam.missing(folder.read())))
                 reason = world.first_stop_reason()
                 return EvaluationResult(subject.name, folder.path, num_missing - num_left, num_left, None, reason)
-        seconds = time.perf_counter() - start
     named, log = {"evaluated": subject.name, **facts}, subject.log(config)
     results = world.once(lambda: count_results(session, exam, folder, log, named, subject.step))
-    return EvaluationResult(subject.name, folder.path, num_missing, 0, results, seconds=seconds)
+    return EvaluationResult(subject.name, folder.path, num_missing, 0, results)
 
 
 def make_engine(session: Session, exam: Exam, checkpoint: Checkpoint | None) -> RolloutEngine:
@@ -194,8 +189,7 @@ def describe(config: Config, subject: Subject, sets: Sequence[EvaluationSet], sh
     sampled = f"{evaluation.samples} times at temperature {evaluation.temperature:g}, top-p {evaluation.top_p:g}"
     lines = [
         f"evaluation  {subject.name} on {count(num_ranks, 'rank')}, seed {evaluation.seed}",
-        f"model       {config.model.path}: {shape.family}, {shape.num_layers} layers of width {shape.hidden_size}, "
-        f"{shape.num_parameters / 1e6:.1f} M parameters, {config.model.dtype}",
+        f"model       {config.model.path}: {shape.num_parameters / 1e6:.1f} M parameters, {config.model.dtype}",
         f"data        {named}",
         f"answers     greedily and {sampled}, at most {count(longest_response(config), 'token')}",
         f"speculation {config.speculation.mode}",
@@ -294,7 +288,7 @@ def count_results(
         "response_tokens": results.num_tokens,
         "accept_length": results.accept_length,
         "not_judged": results.failures,
-        "sets": {name: to_json(figures) for name, figures in results.figures.items()},
+        "sets": {name: asdict(figures) for name, figures in results.figures.items()},
     }
     write_json(folder.results, tree)
     steps = {} if step is None else {"num_steps": step}

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from tlt_hpc.common.records import FinishReason
 from tlt_hpc.storage.evaluation_log import JudgedResponse
@@ -17,24 +16,16 @@ RIGHT = 0
 
 @dataclass(frozen=True)
 class PromptAnswers:
-    """All responses to one prompt, by key: the greedy one has sample 0."""
+    """All responses to one prompt: first the greedy one, then the samples."""
 
     responses: Sequence[JudgedResponse]
     votes: Sequence[int | None] | None
-    """Which answer each response gives, the same for equal ones, None: none. None as a whole: nobody can tell."""
+    """Which answer each response gives, the same for equal ones, None: none. None as a whole: it is undecidable."""
 
     @property
-    def greedy(self) -> JudgedResponse | None:
-        return next((response for response in self.responses if response.key.sample == 0), None)
-
-    @property
-    def samples(self) -> list[JudgedResponse]:
-        return [response for response in self.responses if response.key.sample]
-
-    @property
-    def sample_votes(self) -> list[int | None]:
-        """Those of the samples; none where nobody can tell."""
-        return [vote for response, vote in zip(self.responses, self.votes or (), strict=False) if response.key.sample]
+    def num_right(self) -> int:
+        """Correct samples."""
+        return sum(map(is_right, self.responses[1:]))
 
 
 def is_right(response: JudgedResponse) -> bool:
@@ -47,16 +38,16 @@ class Estimate:
     """A mean over prompts and its standard error; None for a single prompt."""
 
     value: float
-    error: float | None
+    standard_error: float | None
 
 
 @dataclass(frozen=True)
 class SetFigures:
-    """What a policy does on a data set, or on one source within it; None where that was not asked or has no sense."""
+    """What a policy does on a data set, or on one source within it; None where it is undecidable or has no samples."""
 
     num_prompts: int
     num_samples: int
-    greedy: Estimate | None
+    greedy: Estimate
     mean: Estimate | None
     """mean@N: the share of right samples."""
     pass_at: dict[int, Estimate]
@@ -71,28 +62,22 @@ class SetFigures:
 
 def figures_of(prompts: Sequence[PromptAnswers], ks: Sequence[int]) -> SetFigures:
     """The figures of one or more prompts that all have as many responses."""
-    num_samples = len(prompts[0].samples)
+    num_samples = len(prompts[0].responses) - 1
     responses = [response for prompt in prompts for response in prompt.responses]
     votes = [vote for prompt in prompts for vote in prompt.votes or ()]
     have_votes = all(prompt.votes is not None for prompt in prompts)
-    greedy = [float(is_right(prompt.greedy)) for prompt in prompts if prompt.greedy is not None]
     return SetFigures(
         num_prompts=len(prompts),
         num_samples=num_samples,
-        greedy=estimate(greedy) if greedy else None,
-        mean=estimate([num_right(prompt) / num_samples for prompt in prompts]) if num_samples else None,
-        pass_at={k: estimate([pass_at_k(num_samples, num_right(prompt), k) for prompt in prompts]) for k in ks},
-        majority=estimate([majority(p.sample_votes) for p in prompts]) if num_samples and have_votes else None,
+        greedy=estimate([float(is_right(prompt.responses[0])) for prompt in prompts]),
+        mean=estimate([prompt.num_right / num_samples for prompt in prompts]) if num_samples else None,
+        pass_at={k: estimate([pass_at_k(num_samples, prompt.num_right, k) for prompt in prompts]) for k in ks},
+        majority=estimate([majority((p.votes or ())[1:]) for p in prompts]) if num_samples and have_votes else None,
         reward=estimate([sum(r.reward for r in p.responses) / len(p.responses) for p in prompts]),
         mean_length=sum(len(response.tokens) for response in responses) / len(responses),
         cut_share=sum(response.finish_reason == FinishReason.LENGTH for response in responses) / len(responses),
         unanswered_share=sum(vote is None for vote in votes) / len(votes) if have_votes else None,
     )
-
-
-def num_right(prompt: PromptAnswers) -> int:
-    """Right samples."""
-    return sum(map(is_right, prompt.samples))
 
 
 def estimate(values: Sequence[float]) -> Estimate:
@@ -145,7 +130,11 @@ def metrics_of(name: str, figures: SetFigures) -> dict[str, float]:
     }
     found = {name: value for name, value in accuracies.items() if value is not None}
     core = {f"val-core/{name}/acc/{what}": value.value for what, value in found.items()}
-    errors = {f"val-aux/{name}/acc/{what}/stderr": v.error for what, v in found.items() if v.error is not None}
+    errors = {
+        f"val-aux/{name}/acc/{what}/stderr": v.standard_error
+        for what, v in found.items()
+        if v.standard_error is not None
+    }
     rest = {
         "reward/mean": figures.reward.value,
         "response_length/mean": figures.mean_length,
@@ -154,18 +143,3 @@ def metrics_of(name: str, figures: SetFigures) -> dict[str, float]:
     if figures.unanswered_share is not None:
         rest["unanswered"] = figures.unanswered_share
     return {**core, **errors, **{f"val-aux/{name}/{what}": value for what, value in rest.items()}}
-
-
-def to_json(figures: SetFigures) -> dict[str, Any]:
-    """Plain types; estimates as ``{"value", "standard_error"}``."""
-    tree: dict[str, Any] = {}
-    for name, value in vars(figures).items():
-        if isinstance(value, Mapping):
-            tree[name] = {str(k): _estimate(each) for k, each in value.items()}
-        else:
-            tree[name] = _estimate(value) if isinstance(value, Estimate) else value
-    return tree
-
-
-def _estimate(estimate: Estimate) -> dict[str, float | None]:
-    return {"value": estimate.value, "standard_error": estimate.error}

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tlt_hpc.common.files import DamagedText, read_json, told
+from tlt_hpc.common.files import DamagedText, read_json
 from tlt_hpc.common.records import SampleKey
 from tlt_hpc.config import ConfigError
 from tlt_hpc.storage.evaluation_log import JudgedResponse, read_responses, write_responses
@@ -81,8 +81,6 @@ class EvaluationFolder:
             return {}
         except DamagedText:
             raise ConfigError(f"{self.facts} is damaged; delete {self.path} to evaluate again") from None
-        except OSError as error:
-            raise ConfigError(told(error)) from None
 
     def next_number(self) -> int:
         """The first number that no file of responses has."""

@@ -125,33 +125,21 @@ def open_checkpoint(subject: Subject, world: World) -> tuple[Subject, Checkpoint
 def load_weights(decoder: Decoder, subject: Subject, checkpoint: Checkpoint | None, model: str, world: World) -> str:
     """Have the decoder read its part of each of the policy's weights; returns their fingerprint. Collective.
 
-    The first rank of each node reads. A rank that is alone on its node reads some weights whole, one at a time, for
-    the fingerprint, which must not depend on how many ranks have a part of each.
+    The first rank of each node reads; for the fingerprint rank 0 reads the weights whole, one at a time.
 
     Raises:
         UserError: they cannot be read, or are not those of the folder ``model``, by which the decoder was made.
     """
-    samples, cuts = dict[str, str](), decoder.weight_cuts()
-
-    def parts() -> Iterator[tuple[str, Tensor]]:
-        for number, (name, read) in enumerate(readers_once(world.node_group, _readers(subject, checkpoint))):
-            cut = cuts.get(name)  # None: the decoder refuses it, or has it in the embedding
-            if cut is None or number % world.size != world.rank:
-                yield name, read(cut).to(decoder.dtype)
-                continue
-            whole = read(None).to(decoder.dtype)
-            cut.check(name, whole.shape)
-            samples[name] = _sampled(whole)
-            yield name, whole[cut.slices]
-
+    cuts, dtype = decoder.weight_cuts(), decoder.dtype
+    readers = readers_once(world.node_group, _readers(subject, checkpoint))
     try:
-        decoder.load(parts(), 0, are_cut=True)
+        decoder.load(((name, read(cuts.get(name)).to(dtype)) for name, read in readers), 0, are_cut=True)
     except UserError:  # files that cannot be read, whatever they hold
         raise
     except ValueError as error:
         raise UserError(f"{subject.name} does not fit model.path = {model!r}: {error}") from None
-    every = {name: sample for own in world.allgather(samples) for name, sample in own.items()}
-    return _digest(every, decoder.shape.tied_head)
+    weights = ((name, read(None).to(dtype)) for name, read in _readers(subject, checkpoint))
+    return world.once(lambda: fingerprint_of(weights, decoder.shape.tied_head))
 
 
 def _readers(subject: Subject, checkpoint: Checkpoint | None) -> Iterator[tuple[str, ReadCut]]:
@@ -167,18 +155,15 @@ def policy_readers(checkpoint: Checkpoint) -> Iterator[tuple[str, ReadCut]]:
 
 
 def fingerprint_of(weights: Iterable[tuple[str, Tensor]], tied_head: bool) -> str:
-    """The fingerprint of weights that nobody else reads."""
-    return _digest({name: _sampled(tensor) for name, tensor in weights}, tied_head)
+    """A digest of weights in any order: of elements spread evenly over each tensor.
 
-
-def _digest(samples: dict[str, str], tied_head: bool) -> str:
-    """Of the digests of all weights by name, in whatever order."""
-    parts = sorted(part for part in samples.items() if not (tied_head and part[0] == "lm_head.weight"))
-    return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
-
-
-def _sampled(tensor: Tensor) -> str:
-    """Of elements spread evenly over a tensor: training moves all of them, if only in the last bits."""
-    flat = tensor.detach().reshape(-1)
-    some = flat[:: max(1, flat.numel() // _SAMPLED)].float().cpu() + 0.0  # so that no zero has a sign
-    return hashlib.sha256(some.numpy().tobytes() + str(tuple(tensor.shape)).encode()).hexdigest()
+    Training changes all of them, if only in the last bits.
+    """
+    samples = {}
+    for name, tensor in weights:
+        flat = tensor.detach().reshape(-1)
+        some = flat[:: max(1, flat.numel() // _SAMPLED)].float().cpu() + 0.0  # so that no zero has a sign
+        samples[name] = hashlib.sha256(some.numpy().tobytes() + str(tuple(tensor.shape)).encode()).hexdigest()
+    if tied_head:
+        samples.pop("lm_head.weight", None)
+    return hashlib.sha256(repr(sorted(samples.items())).encode()).hexdigest()[:32]

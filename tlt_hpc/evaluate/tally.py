@@ -11,11 +11,11 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 
 from tokenizers import Tokenizer
 
 from tlt_hpc.common.records import SampleKey
-from tlt_hpc.config import RewardSection
 from tlt_hpc.evaluate.exam import Exam
 from tlt_hpc.evaluate.figures import RIGHT, PromptAnswers, SetFigures, figures_of, is_right, metrics_of
 from tlt_hpc.rewards.answer import Answer
@@ -44,10 +44,8 @@ class Results:
     @property
     def metrics(self) -> dict[str, float]:
         """Under verl's names."""
-        found: dict[str, float] = {}
-        for name, figures in self.figures.items():
-            found |= metrics_of(name, figures)
-        return found
+        found = (metrics_of(name, figures) for name, figures in self.figures.items())
+        return {name: value for metrics in found for name, value in metrics.items()}
 
 
 def tally(
@@ -80,15 +78,9 @@ def tally(
 
 def votes_of(judge: Judge, kind: str, texts: Sequence[str], rights: Sequence[bool]) -> list[int | None] | None:
     """Which answer each response to a prompt gives, by number, None: none. None as a whole if it is undecidable."""
-    match kind:
-        case "boxed" | "choice":
-            compare: Compare = _equal
-        case "numeric":
-            compare = _near(judge.settings)
-        case "math":
-            compare = _same_math(judge)
-        case _:
-            return None
+    if kind not in _COMPARE:
+        return None
+    compare = partial(_COMPARE[kind], judge)
     wrong = {text: answer_of(kind, text) for text, is_right in zip(texts, rights, strict=True) if not is_right}
     numbers = number_answers({answer for answer in wrong.values() if answer is not None}, compare)
     return [RIGHT if is_right else numbers.get(wrong[text] or "") for text, is_right in zip(texts, rights, strict=True)]
@@ -120,26 +112,21 @@ def answer_of(kind: str, text: str) -> str | None:
     return text[-TAIL_CHARACTERS:] if box is None else f"{BOX}{box}}}"
 
 
-def _equal(answers: Sequence[str], other: str) -> list[bool | None]:
+def _are_equal(judge: Judge, answers: Sequence[str], other: str) -> list[bool | None]:
     return [answer == other for answer in answers]
 
 
-def _near(settings: RewardSection) -> Compare:
-    def compare(answers: Sequence[str], other: str) -> list[bool | None]:
-        room = Fraction(settings.tolerance) * max(Fraction(1), abs(Fraction(other)))
-        return [abs(Fraction(answer) - Fraction(other)) <= room for answer in answers]
-
-    return compare
+def _are_near(judge: Judge, answers: Sequence[str], other: str) -> list[bool | None]:
+    room = Fraction(judge.settings.tolerance) * max(Fraction(1), abs(Fraction(other)))
+    return [abs(Fraction(answer) - Fraction(other)) <= room for answer in answers]
 
 
-def _same_math(judge: Judge) -> Compare:
+def _are_same_math(judge: Judge, answers: Sequence[str], other: str) -> list[bool | None]:
     """By the server of rewards."""
-    client = judge.client
-    assert client is not None, "answers of mathematics have a server"
+    assert judge.client is not None, "answers of mathematics have a server"
+    numbers = [judge.client.submit(Answer(SAME_MATH, "", answer, other)) for answer in answers]
+    verdicts = judge.client.wait(numbers)
+    return [None if verdicts[n].failure else verdicts[n].reward >= 1.0 for n in numbers]
 
-    def compare(answers: Sequence[str], other: str) -> list[bool | None]:
-        numbers = [client.submit(Answer(SAME_MATH, "", answer, other)) for answer in answers]
-        verdicts = client.wait(numbers)
-        return [None if verdicts[n].failure else verdicts[n].reward >= 1.0 for n in numbers]
 
-    return compare
+_COMPARE = {"boxed": _are_equal, "choice": _are_equal, "numeric": _are_near, "math": _are_same_math}

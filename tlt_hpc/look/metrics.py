@@ -119,7 +119,7 @@ def summarise(
         counts = DraftCounts.from_metrics(metrics)
         metrics["drafter/own_accept_length"] = counts.accept_length
         metrics["drafter/own_first_draft_share"] = counts.accepted[0] / max(counts.reached[0], 1.0)
-        metrics["drafter/own_sequences"] = counts.num_sequences
+        metrics["drafter/own_sequences"] = counts.reached[0]
     return metrics
 
 

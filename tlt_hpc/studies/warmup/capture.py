@@ -96,23 +96,9 @@ def capture_block(
     if all(sizes):
         return sum(sizes)
     part = own if own and not sizes[replica.number] else None
-    return sum(find_sizes()) if capture_part(warmup, engine, part, max_bytes, on_round) else None
-
-
-def capture_part(
-    warmup: Warmup, engine: RolloutEngine, part: CapturePart | None, max_bytes: int, shown: Callable[[Roster], None]
-) -> bool:
-    """Make a part's features, or wait without one for the other replicas; False after a stop vote. Collective."""
+    cache = begin_file(warmup, engine, part, max_bytes) if part and replica.index == 0 else None
     requests = requests_of(part, warmup.config.run.seed) if part else []
-    cache = None
-    if part is not None and warmup.replica.index == 0:
-        # a cache has half of its bytes for one step, and this one has no other
-        shape = warmup.served.num_features, warmup.decoder.shape.hidden_size
-        cache = FeatureCache(part.folder, 0, *shape, max(2, 2 * max_bytes), num_ranks=1)
-        cache.remove_parts()
-        sink: FeatureSink = cache.begin_step(0, warmup.decoder.version).append
-        engine.outbox.sink = naming_responses(sink, part.texts) if warmup.texts.are_logged else sink
-    roster = warmup.generate(engine, requests, shown=shown)
+    roster = warmup.generate(engine, requests, shown=on_round)
     has_finished = engine.abort() == 0
     engine.collect()
     engine.outbox.sink = None
@@ -120,7 +106,18 @@ def capture_part(
         cache.end_step()
     elif cache is not None:
         cache.abandon_step()
-    return not roster.stopping
+    return None if roster.stopping else sum(find_sizes())
+
+
+def begin_file(warmup: Warmup, engine: RolloutEngine, part: CapturePart, max_bytes: int) -> FeatureCache:
+    """The cache that the engine writes a part's features to."""
+    # a cache has half of its bytes for one step, and this one has no other
+    shape = warmup.served.num_features, warmup.decoder.shape.hidden_size
+    cache = FeatureCache(part.folder, 0, *shape, max(2, 2 * max_bytes), num_ranks=1)
+    cache.remove_parts()
+    sink: FeatureSink = cache.begin_step(0, warmup.decoder.version).append
+    engine.outbox.sink = naming_responses(sink, part.texts) if warmup.texts.are_logged else sink
+    return cache
 
 
 def parts_of(warmup: Warmup) -> list[CapturePart]:

@@ -20,7 +20,7 @@ from tlt_hpc.models.drafter_file import initial_drafter
 from tlt_hpc.models.folder import num_used_tokens
 from tlt_hpc.models.once import read_all_once
 from tlt_hpc.mpi.world import World
-from tlt_hpc.plan.inputs import Assets, read_assets_once
+from tlt_hpc.plan.inputs import read_assets_once
 from tlt_hpc.session import Session, claim_folder, closed_on_error, load_folder, make_drafting, open_session
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.studies.warmup.texts import Texts, from_logs, from_prompts
@@ -56,7 +56,11 @@ def assemble(config: Config, world: World) -> Warmup:
     assets = read_assets_once(config, world.size, node)
     init = partial(initial_drafter, config.warmup.init, config.drafter.form, assets.shape, "warmup.init")
     warm = read_all_once(node, init)
-    texts = choose_texts(config, assets, world)
+    num_tokens = num_used_tokens(assets.tokenizer, assets.shape)
+    if config.warmup.sources:
+        texts = world.once(lambda: from_logs(config, assets.shape.max_positions, num_tokens))
+    else:
+        texts = from_prompts(config, assets.prompts)
     session = open_session(config, world, assets)
     with closed_on_error(session):
         load_folder(session)
@@ -70,18 +74,6 @@ def assemble(config: Config, world: World) -> Warmup:
         return Warmup(
             **vars(session), path=folder.path, texts=texts, trainer=drafting.spot, served=drafting.served, saves=saves
         )
-
-
-def choose_texts(config: Config, assets: Assets, world: World) -> Texts:
-    """The texts, the same on all ranks; logs are read by one. Collective.
-
-    Raises:
-        UserError: too few prompts, or logs that cannot be used.
-    """
-    if not config.warmup.sources:
-        return from_prompts(config, assets.prompts)
-    num_tokens = num_used_tokens(assets.tokenizer, assets.shape)
-    return world.once(lambda: from_logs(config, assets.shape.max_positions, num_tokens))
 
 
 def _check_same(folder: RunFolder, config: Config, training: Path) -> None:

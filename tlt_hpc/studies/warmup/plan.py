@@ -35,8 +35,7 @@ def describe(config: Config, shape: ModelShape, num_ranks: int) -> str:
     lines = [
         f"warm-up     {config.folder}: on {count(num_ranks, 'rank')}, seed {config.run.seed}; "
         f"drafter from {warmup.init}",
-        f"model       {config.model.path}: {shape.family}, {shape.num_layers} layers of width {shape.hidden_size}, "
-        f"{shape.num_parameters / 1e6:.1f} M parameters, {config.model.dtype}",
+        f"model       {config.model.path}: {shape.num_parameters / 1e6:.1f} M parameters, {config.model.dtype}",
         f"responses   up to {warmup.responses:,} {origin}; features within "
         f"{config.drafter.cache_bytes / 1e9:g} GB a rank",
         f"training    up to {count(warmup.updates, 'update')} of {count(warmup.batch_tokens, 'token')}; "
