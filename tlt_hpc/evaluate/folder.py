@@ -31,23 +31,11 @@ class EvaluationFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-
-    @property
-    def facts(self) -> Path:
-        return self.path / "evaluation.json"
-
-    @property
-    def results(self) -> Path:
-        return self.path / "results.json"
-
-    @property
-    def responses(self) -> Path:
-        return self.path / "responses"
-
-    @property
-    def status(self) -> Path:
+        self.facts = path / "evaluation.json"
+        self.results = path / "results.json"
+        self.responses = path / "responses"
+        self.status = path / "status"
         """What each rank does, or did when it ended."""
-        return self.path / "status"
 
     def claim(self, facts: Mapping[str, Any], replaces: bool = False) -> set[SampleKey]:
         """Save what the responses depend on, or compare it with what is there; data sets may be added.
