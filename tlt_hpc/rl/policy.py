@@ -497,15 +497,25 @@ class Policy:
         return Piece(fragment.detach(), mapping.lp_fragment_address.start, tuple(parameter.shape))
 
     def _set_full_state(self, parameter: torch.nn.Parameter, kind: str, value: torch.Tensor) -> None:
-        from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
+        import deepspeed.utils as state
 
         BEAT.tick()
         if self._stage == 0:
             self._full_state(parameter, kind).copy_(value)
+        elif (
+            self._stage == 3
+        ):  # DeepSpeed's own setter of whole values fails on ranks whose number does not divide them
+            size = parameter.ds_tensor.numel()  # type: ignore[attr-defined]
+            padded = torch.nn.functional.pad(value.flatten(), (0, size * self._world.size - value.numel()))
+            own = padded.narrow(0, size * self._world.rank, size)
+            if kind == "master":
+                state.safe_set_local_fp32_param(parameter, own)
+            else:
+                state.safe_set_local_optimizer_state(parameter, own, kind)
         elif kind == "master":
-            safe_set_full_fp32_param(parameter, value)
+            state.safe_set_full_fp32_param(parameter, value)
         else:
-            safe_set_full_optimizer_state(parameter, value, kind)
+            state.safe_set_full_optimizer_state(parameter, value, kind)
 
     def _set_step_count(self, num_steps: int) -> None:
         self._num_steps = num_steps
