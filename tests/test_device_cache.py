@@ -1,28 +1,23 @@
 """The cache for CUDA devices on a CPU: against the CPU's own, through Triton's interpreter, and by whole engines."""
 
-from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 from interpreter import interpreted
-from test_engine import full_engine
 from test_kv_cache import CPU, SHAPE, D, G, R
-from tiny import attend_by_shape_alone, embedded_decoder, gcd_requests, generate, make_engine, texts
+from tiny import attend_by_shape_alone, embedded_decoder
 
 from tlt_hpc.kernels import dispatch
-from tlt_hpc.models import decoder as decoder_module
-from tlt_hpc.models import drafter as drafter_module
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.eagle import Eagle
 from tlt_hpc.models.layers import transformer_layer
 from tlt_hpc.models.linear import Norm
-from tlt_hpc.models.rotary import HalvesRows
+from tlt_hpc.models.rotary import RotaryRows
 from tlt_hpc.models.shape import shape_from
 from tlt_hpc.rollout import device_cache
-from tlt_hpc.rollout.device_cache import DevicePagedCache, block_width, chain_blocks, make_cache
+from tlt_hpc.rollout.device_cache import DevicePagedCache, chain_blocks, make_cache
 from tlt_hpc.rollout.kv_cache import HostPagedCache, PoolSizes
-from tlt_hpc.rollout.strategy import Strategy
 from tlt_hpc.rollout.tree import tree
 
 INTERPRETS = dispatch.has_triton() and not torch.cuda.is_available()
@@ -68,13 +63,6 @@ def positions_of(width, lengths=(150, 200, 10, 90)):
     if width > 1:
         positions[3, -1] = positions[3, -2]
     return positions
-
-
-@pytest.mark.parametrize(
-    ("num_queries", "width"), [(1, 1), (7, 7), (8, 8), (9, 16), (17, 32), (33, 64), (64, 64), (65, 64), (4096, 64)]
-)
-def test_blocks_come_in_few_widths(num_queries, width):
-    assert block_width(num_queries) == width
 
 
 @pytest.mark.parametrize("width", [1, 2, 9, 40, 63])
@@ -151,30 +139,6 @@ def test_a_drafters_tree_by_the_triton_program():
         torch.testing.assert_close(outputs(device, positions, *of_tree), wanted, atol=1e-5, rtol=1e-5)
 
 
-def forbid(*_):
-    raise AssertionError("the kernel was asked, not FlashAttention")
-
-
-def test_flash_attention_is_taken_where_it_can_run(monkeypatch):
-    _, device = both_caches()
-    positions = positions_of(5)
-    wanted = outputs(device, positions)
-    asked = []
-    real = device_cache.paged_tree_attention
-
-    def flash(*args):
-        asked.append(int(args[4].min()))
-        return real(*args)
-
-    monkeypatch.setattr(device_cache, "flash_can_run", lambda query, keys: True)
-    monkeypatch.setattr(device_cache, "flash_tree_attention", flash)
-    monkeypatch.setattr(device_cache, "paged_tree_attention", forbid)
-    torch.testing.assert_close(outputs(device, positions), wanted)
-    committed = torch.tensor([5, -1, 0, 1])
-    outputs(device, committed.unsqueeze(1) + torch.arange(1, 5), committed, grown_tree(5, 4))
-    assert asked == [10, 0], "FlashAttention knows no negative length"
-
-
 def test_no_pass_waits_for_the_device(monkeypatch):
     """Tensors of the meta device have no values: whoever asks for one fails."""
     meta = torch.device("meta")
@@ -225,12 +189,6 @@ PAGES_OF_16 = [[3, 0, 9, 1], [8, 2, 6, 4], [12, 7, 5, 11]]
 NUM_PASSES = {"target": 2, "drafter": 5}
 
 
-def lay_out_in_halves(monkeypatch):
-    """As on a GPU, from now on."""
-    for module in (decoder_module, drafter_module):
-        monkeypatch.setattr(module, "in_pairs", lambda dtype, device: False)
-
-
 def empty_models(family, dtype, device):
     shape = shape_from({**SIZES, **FAMILIES[family]}, "test")
     return Decoder(shape, dtype, device), Eagle(shape, 3, dtype, device)
@@ -240,8 +198,8 @@ def random_models(family, dtype):
     """A target and a drafter whose weights are numbers of half precision, so that they are the same in any."""
     target, drafter = empty_models(family, dtype, CPU)
     shape = target.shape
-    slots = enumerate(target._slots())
-    target.load(((name, (0.3 * draw(*slot.sizes, seed=i)).bfloat16()) for i, (name, slot) in slots), 0)
+    sizes = enumerate(target.weight_sizes().items())
+    target.load(((name, (0.3 * draw(*size, seed=i)).bfloat16()) for i, (name, size) in sizes), 0)
     half = {name: weight.bfloat16() for name, weight in Eagle(shape, 3, torch.float32, CPU).state_dict().items()}
     half["post_norm"] = (0.3 * draw(shape.hidden_size)).bfloat16()
     drafter.load_state_dict(half)
@@ -308,26 +266,20 @@ def fused_count(models):
 
 @families
 def test_fused_layers_say_what_plain_ones_say(family, monkeypatch, fused_calls):
-    in_pairs = all_passes(random_models(family, torch.float32))
-    assert not fused_calls, "heads in pairs are not the kernel's"
-    lay_out_in_halves(monkeypatch)
     models = random_models(family, torch.float32)
     plain = all_passes(models, plainly)
     assert not fused_calls
-    monkeypatch.setattr(HalvesRows, "rotate", None)  # the fused path gathers nothing
+    monkeypatch.setattr(RotaryRows, "rotate", None)  # the fused path gathers nothing
     fused = all_passes(models)
     assert len(fused_calls) == fused_count(models)
     for got, wanted in zip(fused, plain, strict=True):
         assert wanted.std() > 0.1
         torch.testing.assert_close(got, wanted, atol=2e-5, rtol=2e-5)
-    for got, wanted in zip(fused[:-2], in_pairs[:-2], strict=True):
-        torch.testing.assert_close(got, wanted, atol=5e-5, rtol=5e-5)
 
 
 @needs_interpreter
 @pytest.mark.filterwarnings("ignore:divide by zero")
-def test_fused_layers_by_the_triton_programs(monkeypatch, fused_calls):
-    lay_out_in_halves(monkeypatch)
+def test_fused_layers_by_the_triton_programs(fused_calls):
     models = random_models("qwen3-biased", torch.float32)
     wanted = all_passes(models, plainly, 9)
     with interpreted():
@@ -337,40 +289,7 @@ def test_fused_layers_by_the_triton_programs(monkeypatch, fused_calls):
         torch.testing.assert_close(got, plain, atol=2e-5, rtol=2e-5)
 
 
-def test_a_drafter_that_learns_is_not_fused(monkeypatch, fused_calls):
-    lay_out_in_halves(monkeypatch)
-    _, drafter = random_models("qwen2", torch.float32)
-    cache = DevicePagedCache(drafter.shape, PoolSizes(13, 16, 3, 64, 1), torch.float32, CPU)
-    positions = torch.arange(4)
-    attend = cache.attend(cache.layout([[0]], 1), torch.tensor([[0]]), positions.unsqueeze(0))
-    inputs = draw(2, 4, drafter.shape.hidden_size)
-    with torch.no_grad():
-        wanted = drafter(*inputs, positions, attend)
-        assert len(fused_calls) == 1
-        torch.testing.assert_close(drafter(*inputs, positions, plainly(attend)), wanted, atol=1e-5, rtol=1e-5)
-    assert drafter(*inputs, positions, attend).requires_grad
-    assert len(fused_calls) == 1
-
-
-def test_no_fused_layer_waits_for_the_device(monkeypatch, fused_calls):
-    meta = torch.device("meta")
-    attend_by_shape_alone(monkeypatch)
-    models = empty_models("qwen3-biased", torch.bfloat16, meta)
-    for out in all_passes(models):
-        assert out.device == meta
-    assert len(fused_calls) == fused_count(models)
-
-
 # -- engines ----------------------------------------------------------------------------------------------------------
-
-
-def test_prompts_of_one_token():
-    """Their drafter has nothing to read yet, and a tree's root stands before position 0."""
-    requests = [replace(request, prompt_tokens=request.prompt_tokens[:1]) for request in gcd_requests(1, 4)]
-    strategies = [Strategy("drafter", 3, 2, 5), Strategy("drafter", 3)]
-    wanted = texts(generate(make_engine(max_new_tokens=20), requests))
-    engine = full_engine(strategies, max_new_tokens=20, chooser="random", attention="paged-kernel")
-    assert texts(generate(engine, requests)) == wanted
 
 
 # -- what else a GPU takes ---------------------------------------------------------------------------------------------

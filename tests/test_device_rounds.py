@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.test_engine import full_engine, untrained_drafter
 from tests.tiny import (
@@ -24,12 +23,11 @@ from tests.tiny import (
     make_engine,
     texts,
 )
-from tlt_hpc.common.records import PREFILL, FinishReason, SamplingParams
+from tlt_hpc.common.records import FinishReason, SamplingParams
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.drafter_file import make_drafter
 from tlt_hpc.models.folder import embedded, folder_weights
 from tlt_hpc.models.sharding import Sharding
-from tlt_hpc.rollout import graph_round
 from tlt_hpc.rollout.device_rounds import DeviceRounds
 from tlt_hpc.rollout.engine import RolloutEngine
 from tlt_hpc.rollout.graph_round import NUM_TOLD, batch_buckets
@@ -174,21 +172,6 @@ def test_the_guard_undoes_a_round_with_a_near_tie(strategies, plain):
         torch.testing.assert_close(torch.from_numpy(rollout.log_probs), wanted, atol=2e-4, rtol=2e-4)
 
 
-def test_the_guard_corrects_a_wrong_choice(plain, monkeypatch):
-    """Noise that is off by a little in the graphs alone: with the guard nobody can tell."""
-    choose = graph_round.gumbel_argmax
-
-    def off_by_a_little(logits, *rest):
-        return choose(logits + 0.5 * torch.sin(1e4 * logits), *rest)
-
-    monkeypatch.setattr(graph_round, "gumbel_argmax", off_by_a_little)
-    engine = device_engine([CHAIN])
-    assert texts(generate(engine, REQUESTS)) != texts(plain.values())
-    guarded = device_engine([CHAIN], tie_guard=True)
-    guarded._guard.logit_tolerance = 3.0
-    assert texts(generate(guarded, REQUESTS)) == texts(plain.values())
-
-
 def test_graphs_are_few_and_shared(plain, caplog):
     engine = device_engine([CHAIN, replace(CHAIN, sharpness=2.0), TREE, OFF], max_live=20)
     rounds = engine._rounds
@@ -305,65 +288,3 @@ def test_no_wait_and_no_shape_from_data(monkeypatch):
                 assert log_probs.shape == (count, strategy.reach + 1)
                 assert on_path.shape == (count, strategy.widest_pass)
             assert graphs._verify(rows.last_tokens(count).unsqueeze(1))[0].device == meta
-
-
-class NoWait(TorchDispatchMode):
-    """Refuses what waits for a CUDA device: reading a value, and copying one number from the host's memory.
-
-    ``tensor[i] = 3`` makes a number on the host and copies it, ``fill_`` passes it with the kernel.
-    """
-
-    def __init__(self):
-        super().__init__()
-        self._numbers = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        assert func not in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default), func
-        if func is torch.ops.aten.copy_.default:
-            assert not any(args[1] is number for number in self._numbers), "a number is copied to the device"
-        out = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten.lift_fresh.default and out.dim() == 0:
-            self._numbers.append(out)
-        return out
-
-
-def test_sequences_come_and_go_without_a_wait(plain, monkeypatch):
-    engine = device_engine([CHAIN, TREE, OFF], max_live=5, page_size=4)
-    counts = {"_give_row": 0, "remove": 0, "reserve": 0}
-
-    def watch(name):
-        act = getattr(engine._scheduler, name)
-
-        def watched(*arguments):
-            counts[name] += 1
-            with NoWait():
-                return act(*arguments)
-
-        monkeypatch.setattr(engine._scheduler, name, watched)
-
-    for name in counts:
-        watch(name)
-    assert texts(generate(engine, REQUESTS)) == texts(plain.values())
-    assert counts["_give_row"] == counts["remove"] == len(REQUESTS) < counts["reserve"]
-
-
-def test_ranks_of_a_replica_decide_as_the_first(plain):
-    """Their clocks differ, so their own choices would."""
-    told = []
-
-    def tell(index):
-        told.append(index)
-        return index
-
-    strategies = [CHAIN, NGRAM, OFF]
-    first = full_engine(strategies, max_new_tokens=60, chooser="random", seed=1, max_live=5, agree=tell)
-    second = full_engine(
-        strategies, max_new_tokens=60, chooser="random", seed=2, max_live=5, agree=lambda _: told.pop(0)
-    )
-    assert texts(generate(first, REQUESTS)) == texts(plain.values())
-    own = list(told)
-    assert len(set(own)) == 3
-    assert texts(generate(second, REQUESTS)) == texts(plain.values())
-    for engine in (first, second):
-        index = engine.take_counts().spans.strategy_index
-        assert index[index != PREFILL].tolist() == own

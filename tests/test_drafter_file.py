@@ -48,7 +48,6 @@ def test_a_runs_file_is_read_without_its_moments(decoder, tmp_path):
     read = read_drafter(str(tmp_path), decoder.shape, "--drafter x")
     assert set(read) == set(written)
     served = load_drafter(str(tmp_path), decoder, "--drafter x")
-    assert served.packed_bytes > 0
     for name, parameter in served.named_parameters():
         assert not parameter.requires_grad
         assert torch.equal(parameter, written[f"{name}.weight"])

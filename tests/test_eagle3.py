@@ -10,6 +10,7 @@ from test_drafting import FakeWorld
 from tiny import (
     CPU,
     NUM_TOKENS,
+    KeptFeatures,
     embedded_decoder,
     embedded_folder,
     gcd_requests,
@@ -20,7 +21,7 @@ from tiny import (
 )
 from transformers import AutoModelForCausalLM
 
-from tlt_hpc.config import ConfigError, DrafterSection, load_config, parse_config
+from tlt_hpc.config import DrafterSection
 from tlt_hpc.drafting import loss as loss_module
 from tlt_hpc.drafting.loss import LossSettings, drafter_loss, total_variation
 from tlt_hpc.drafting.packing import pack, whole
@@ -28,12 +29,9 @@ from tlt_hpc.drafting.spot import SpotTrainer
 from tlt_hpc.drafting.vocabulary import count_tokens, most_frequent_tokens
 from tlt_hpc.models import documents as documents_module
 from tlt_hpc.models.documents import attend_documents
-from tlt_hpc.models.drafter_file import initial_drafter
 from tlt_hpc.models.eagle import Eagle
 from tlt_hpc.models.eagle3 import Eagle3
-from tlt_hpc.plan.inputs import read_assets
 from tlt_hpc.rollout.strategy import OFF, Strategy
-from tlt_hpc.session import choose_vocabulary
 from tlt_hpc.storage.feature_cache import FeatureCache
 from tlt_hpc.storage.folder import RunFolder
 
@@ -86,36 +84,13 @@ def test_the_text_is_that_of_plain_decoding(strategies, attention, plain):
     assert texts(generate(engine, REQUESTS)) == plain
 
 
-def test_tokens_outside_its_vocabulary_are_never_drafted(monkeypatch):
-    engine = engine_of([CHAIN, TREE], chooser="random")
-    drafted, draft = set(), engine._learned.draft
-
-    def spy(*arguments):
-        proposal = draft(*arguments)
-        drafted.update(proposal.drafts.tokens[:, 1:].flatten().tolist())
-        return proposal
-
-    monkeypatch.setattr(engine._learned, "draft", spy)
-    generate(engine, REQUESTS)
-    assert drafted == set(IDS.tolist())
-
-
 def test_features_are_what_enters_three_layers_and_the_last_hidden_state():
-    kept, prompts = {}, {}
     engine = engine_of([CHAIN, TREE, OFF], chooser="random", max_live=5, page_size=8)
-
-    def sink(tokens, prompt_length, features, first):
-        prompt = tuple(tokens[:prompt_length].tolist())
-        if first:
-            features = np.concatenate([prompts[prompt], features])
-        prompts[prompt] = features[: prompt_length - 1]
-        kept[tuple(tokens.tolist())] = features
-
-    engine.outbox.sink = sink
+    engine.outbox.sink = kept = KeptFeatures()
     rollouts = generate(engine, REQUESTS)
     model = AutoModelForCausalLM.from_pretrained(embedded_folder(), dtype=torch.float32, local_files_only=True).eval()
-    assert len(kept) == len({(*r.prompt_tokens.tolist(), *r.response_tokens.tolist()) for r in rollouts})
-    for tokens, features in kept.items():
+    assert len(kept.whole) == len({(*r.prompt_tokens.tolist(), *r.response_tokens.tolist()) for r in rollouts})
+    for tokens, (_, features) in kept.whole.items():
         assert features.shape == (len(tokens) - 1, 4, 128)
         with torch.inference_mode():
             out = model.model(torch.tensor([tokens[:-1]]), output_hidden_states=True)
@@ -247,22 +222,6 @@ def test_an_untrained_one_begins_with_the_policys_head_as_it_is_then(tmp_path):
     assert not trainer.drafter.head.any(), "what has learned keeps its own"
 
 
-@pytest.mark.parametrize("tries", [False, True], ids=["idle", "nothing to train on"])
-def test_ranks_of_which_none_trained_are_equal_after_the_merge(tries, tmp_path):
-    first, cache = make_trainer(tmp_path / "0")
-    second, _ = make_trainer(tmp_path / "1")
-    cache.begin_step(0, 0)
-    for trainer in (first, second):
-        trainer.begin(0)
-    if tries:
-        assert not first.micro_step()
-    world = FakeWorld()
-    for trainer in (first, second):
-        trainer.start_merge(world)
-    assert len({trainer.finish_merge(world).fingerprint for trainer in (first, second)}) == 1
-    assert not first.is_trained
-
-
 def test_a_micro_step_without_room_is_dropped_and_the_next_are_half_as_long(tmp_path, monkeypatch, caplog):
     trainer, cache = make_trainer(tmp_path, micro_step_tokens=2048)
     document = random_document(40, 5, 0, 4)
@@ -311,21 +270,3 @@ def test_a_vocabulary_is_made_of_the_most_frequent_tokens():
     assert most_frequent_tokens(counts, 5).tolist() == [0, 1, 2, 3, 7], "then the lowest ids"
     assert most_frequent_tokens(counts, 3, always=[8]).tolist() == [1, 3, 8]
     assert most_frequent_tokens(counts, 99).tolist() == list(range(9))
-
-
-def test_a_run_counts_its_prompts_and_answers():
-    config = load_config("jobs/tiny.toml", ["drafter.form=eagle3", "drafter.init=random", "drafter.vocabulary=14"])
-    ids = choose_vocabulary(config, read_assets(config, 2))
-    assert len(ids) == 14
-    assert 1 in ids, "the end of a response"
-    text = "".join(read_assets(config, 2).tokenizer.id_to_token(int(i)) for i in ids)
-    assert set("0123456789") <= set(text)
-    assert choose_vocabulary(load_config("jobs/tiny.toml"), None) is None
-
-
-def test_what_does_not_go_together_is_one_line():
-    with pytest.raises(ConfigError, match=r"warmup\.init = 'embedded:tiny' is of the form 'eagle'; set drafter\.form"):
-        initial_drafter("embedded:tiny", "eagle3", embedded_decoder().shape, "warmup.init")
-    tree = load_config("jobs/tiny.toml").model_dump() | {"drafter": {"form": "eagle3", "loss": "feature"}}
-    with pytest.raises(ConfigError, match=r"drafter\.loss = 'feature' with drafter\.form = 'eagle3'"):
-        parse_config(tree)

@@ -10,7 +10,6 @@ from tiny import (
     EOS,
     NUM_TOKENS,
     embedded_decoder,
-    embedded_folder,
     embedded_tokenizer,
     gcd_requests,
     generate,
@@ -22,7 +21,6 @@ from tiny import (
 from tlt_hpc.common.records import FinishReason, SamplingParams
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.eagle import Eagle
-from tlt_hpc.models.folder import folder_weights
 from tlt_hpc.rollout.engine import RolloutEngine
 from tlt_hpc.rollout.guard import SAFETY
 from tlt_hpc.rollout.kv_cache import page_bytes
@@ -178,28 +176,9 @@ def test_a_groups_prompt_is_prefilled_once(monkeypatch):
     assert sum(fed) == 4 * (max(prompts.values()) - 1), "four prompts, padded to the longest"
 
 
-def test_shared_pages_are_held_once():
-    engine = make_engine(max_live=16, page_size=4)
-    engine.submit(REQUESTS)
-    engine._fill()
-    engine._fill()
-    lengths = [len(request.prompt_tokens) for request in REQUESTS]
-    apart = sum(-(-length // 4) for length in lengths)
-    saved = sum((length - 1) // 4 for i, length in enumerate(lengths) if i % 4)
-    assert engine._scheduler.pool.num_used == apart - saved
-
-
 def test_a_budget_that_holds_no_sequence_is_refused():
     with pytest.raises(ValueError, match=r"holds 2 pages of 8 tokens, one sequence of full length takes \d+; give at"):
         make_engine(page_size=8, kv_bytes=3 * page_bytes(embedded_decoder().shape, 8, torch.float32, 0))
-
-
-def test_the_memory_table_names_what_is_held():
-    engine = full_engine([Strategy("drafter", 3), OFF], page_size=8, kv_bytes=PAGES_OF_8 * 40)
-    table = engine.memory_table()
-    assert table["keys, values, features"] == PAGES_OF_8 * 40
-    assert table["weights"] == sum(t.nbytes for _, t in folder_weights(embedded_folder())) * 2, "the file is in fp16"
-    assert table["drafter"] == sum(p.nbytes for p in untrained_drafter().parameters())
 
 
 # -- parameters of a request ------------------------------------------------------------------------------------------

@@ -19,7 +19,6 @@ import torch
 import torch.nn.functional as F
 from interpreter import interpreted, load_interpreter
 from test_noise import KNOWN
-from tiny import gumbel_rows
 from torch import Tensor
 
 from tlt_hpc.common.records import SampleKey
@@ -57,29 +56,16 @@ def assert_close(got: Tensor, wanted: Tensor, dtype: torch.dtype = torch.float32
     torch.testing.assert_close(got.float(), wanted.float(), rtol=tolerance, atol=tolerance)
 
 
-def test_float64_and_cpu_tensors_run_in_pytorch() -> None:
-    assert not dispatch.runs_triton(torch.zeros(1))
-    if dispatch.has_triton() and DEVICE.type == "cpu":
-        with interpreted():
-            assert dispatch.runs_triton(torch.zeros(1)) and not dispatch.runs_triton(torch.zeros(1).double())
-        assert not dispatch.runs_triton(torch.zeros(1))
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("T", "H"), [(1, 128), (3, 100), (5, 3584), (2, 1), (0, 64)])
-def test_rms_norm_and_residual(triton: None, T: int, H: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("T", "H"), [(1, 128), (3, 100), (5, 3584), (0, 64)])
+def test_pointwise_operations(triton: None, T: int, H: int, dtype: torch.dtype) -> None:
     x, residual, weight = draw(T, H, dtype=dtype), draw(T, H, seed=1, dtype=dtype), draw(H, seed=2, dtype=dtype)
     assert_close(pointwise.rms_norm(x, weight, 1e-6), pointwise.rms_norm_reference(x, weight, 1e-6), dtype)
     wanted = pointwise.add_rms_norm_reference(x, residual, weight, 1e-6)
     got = pointwise.add_rms_norm(x, residual, weight, 1e-6)
     assert_close(got[1], wanted[1], dtype)  # the interpreter cuts bf16 off where a GPU rounds
     assert_close(got[0], wanted[0], dtype, 3.0)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("T", "I"), [(1, 256), (3, 100), (2, 4865), (0, 8)])
-def test_silu_mul(triton: None, T: int, I: int, dtype: torch.dtype) -> None:  # noqa: E741
-    gate_up = 8 * draw(T, 2 * I, dtype=dtype)
+    gate_up = 8 * draw(T, 2 * H, dtype=dtype)
     assert_close(pointwise.silu_mul(gate_up), pointwise.silu_mul_reference(gate_up), dtype)
     gate, up = gate_up.double().chunk(2, -1)
     assert_close(pointwise.silu_mul_reference(gate_up), F.silu(gate) * up, dtype)
@@ -88,8 +74,6 @@ def test_silu_mul(triton: None, T: int, I: int, dtype: torch.dtype) -> None:  # 
 def rotary_case(T: int, h: int, g: int, d: int, page_size: int, dtype: torch.dtype) -> dict[str, Tensor]:
     angles = torch.outer(torch.arange(50).double(), 100.0 ** -(torch.arange(0, d, 2).double() / d))
     free = torch.randperm(5 * page_size, generator=torch.Generator().manual_seed(3))
-    slots = free[:T].clone()
-    slots[T // 2] = -1
     return {
         "qkv": draw(T, h + 2 * g, d, dtype=dtype),
         "cosine": torch.cat([angles.cos(), angles.cos()], -1).to(DEVICE, dtype),
@@ -97,7 +81,7 @@ def rotary_case(T: int, h: int, g: int, d: int, page_size: int, dtype: torch.dty
         "positions": ((torch.arange(T) * 7) % 50).to(DEVICE),
         "key_pages": torch.full((5, page_size, g, d), 7.0, dtype=dtype, device=DEVICE),
         "value_pages": torch.full((5, page_size, g, d), 9.0, dtype=dtype, device=DEVICE),
-        "slots": slots.to(DEVICE),
+        "slots": free[:T].to(DEVICE),
     }
 
 
@@ -126,25 +110,6 @@ def test_rotate_and_store(
     assert torch.equal(case["value_pages"], there["value_pages"])
 
 
-def test_rotation_is_the_models_and_slots_say_where_it_goes() -> None:
-    case = rotary_case(6, 4, 2, 32, 16, torch.float32)
-    query = rotary.rotate_and_store_reference(**case)
-    first, second = case["qkv"].chunk(2, -1)
-    turn = torch.complex(case["cosine"], -case["sine"])[case["positions"], :16].unsqueeze(1)
-    turned = torch.complex(first, second) * turn
-    rotated = torch.cat([turned.real, turned.imag], -1)
-    assert torch.allclose(query, rotated[:, :4], atol=1e-6)
-    keys, values = rotated[:, 4:6], case["qkv"][:, 6:]
-    flat_keys, flat_values = case["key_pages"].flatten(0, 1), case["value_pages"].flatten(0, 1)
-    written = [int(slot) for slot in case["slots"] if slot >= 0]
-    for token, slot in enumerate(case["slots"].tolist()):
-        if slot >= 0:
-            assert torch.allclose(flat_keys[slot], keys[token], atol=1e-6)
-            assert torch.equal(flat_values[slot], values[token])
-    untouched = [slot for slot in range(80) if slot not in written]
-    assert (flat_keys[untouched] == 7.0).all() and (flat_values[untouched] == 9.0).all()
-
-
 EITHER = pytest.mark.parametrize("run", [rotary.rotate_and_store, rotary.rotate_and_store_reference])
 
 
@@ -163,16 +128,6 @@ def test_tokens_may_share_a_slot(triton: None, run) -> None:
         assert_close(case[name].flatten(0, 1)[:spare], once[name].flatten(0, 1)[:spare])
     found, (first, second) = case["value_pages"].flatten(0, 1)[spare], case["qkv"][[0, 2], 6:]
     assert ((found == first) | (found == second)).all()
-
-
-@EITHER
-def test_without_a_slot_nothing_is_stored(triton: None, run) -> None:
-    case = rotary_case(3, 4, 2, 32, 16, torch.float32)
-    case["slots"].fill_(-1)
-    run(**case)
-    assert (case["key_pages"] == 7.0).all() and (case["value_pages"] == 9.0).all()
-    nothing = {name: case[name][:0] for name in ("qkv", "positions", "slots")}
-    assert run(**{**case, **nothing}).shape == (0, 4, 32)
 
 
 WORDS = torch.tensor([noise.noise_key(SampleKey(1, 0, 0, 0, i)) for i in range(7)], device=DEVICE)
@@ -239,23 +194,6 @@ def test_gumbel_argmax(triton: None, vocab: int, num_tokens: int, dtype: torch.d
     logits[:, num_tokens:] = 1000.0  # padding, never chosen
     arguments = (logits, TEMPERATURES, WORDS, POSITIONS, num_tokens)
     assert_same_choice(gumbel.gumbel_argmax(*arguments), gumbel.gumbel_argmax_reference(*arguments))
-
-
-def test_reference_choice_is_the_definition() -> None:
-    logits = draw(7, 50).cpu()
-    choice = gumbel.gumbel_argmax_reference(logits, TEMPERATURES.cpu(), WORDS.cpu(), POSITIONS.cpu(), 48)
-    for row in range(7):
-        heat, own = float(TEMPERATURES[row]), logits[row, :48]
-        scaled = own / heat if heat > 0 else own
-        drawn = gumbel_rows(WORDS[row : row + 1].cpu(), POSITIONS[row : row + 1, None].cpu(), 48)[0, 0]
-        top = (scaled + drawn * (heat > 0)).topk(2)
-        assert int(choice.token[row]) == int(top.indices[0])
-        assert float(choice.best[row] - choice.second[row]) == pytest.approx(
-            float(top.values[0] - top.values[1]), abs=1e-6
-        )
-        log_probs = scaled.log_softmax(0)
-        own_log_prob = choice.scaled_logit[row] - choice.log_normaliser[row]
-        assert float(own_log_prob) == pytest.approx(float(log_probs[choice.token[row]]), abs=1e-5)
 
 
 def both_choices(logits: Tensor, temperature: float, num_tokens: int) -> list[gumbel.GumbelChoice]:

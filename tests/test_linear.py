@@ -40,15 +40,6 @@ def test_products_and_residuals_for_every_number_of_rows(size, bias, dtype):
         assert torch.equal(residual, before), "the residual is read, not written"
 
 
-def test_packing_again_follows_the_weight():
-    layer = make(BIG)
-    x = torch.randn(4, BIG[1])
-    layer.weight.mul_(2)
-    stale = layer(x)
-    layer.pack()
-    torch.testing.assert_close(layer(x), 2 * stale, atol=1e-3, rtol=1e-4)
-
-
 def test_only_matrices_that_gain_are_packed():
     assert make(BIG).packed_bytes == 4 * BIG[0] * BIG[1]
     assert make(SMALL).packed_bytes == 0
@@ -68,14 +59,6 @@ def test_norms_equal_the_definition(dtype, scale):
     per_head = Norm(torch.stack([weight, weight * 2]), 1e-5)
     both = per_head(torch.stack([x, x], 1)).double()
     torch.testing.assert_close(both, torch.stack([wanted, 2 * wanted], 1), atol=2 * tolerance, rtol=tolerance)
-
-
-def test_a_norm_packed_again_follows_its_weight():
-    norm, x = Norm(torch.ones(8), 1e-6), torch.randn(3, 8)
-    before = norm(x)
-    norm.weight.mul_(3)
-    norm.pack()
-    torch.testing.assert_close(norm(x), 3 * before)
 
 
 def test_gradients_of_a_norm_are_those_of_the_definition():

@@ -8,14 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from tiny import embedded_folder
 
 from tlt_hpc.cli.main import main
-from tlt_hpc.config import ConfigError, UserError, load_config
+from tlt_hpc.config import UserError
 from tlt_hpc.models.json_file import read_json
-from tlt_hpc.mpi.world import World
-from tlt_hpc.session import choose_device
 
 TINY = Path(__file__).resolve().parent.parent / "jobs" / "tiny.toml"
 CONFIG, INDEX = "config.json", "model.safetensors.index.json"
@@ -30,12 +27,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "mine"
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
-def test_a_device_that_is_not_there() -> None:
-    with pytest.raises(ConfigError, match=r"has no CUDA device that torch sees; .* or give model\.device=cpu"):
-        choose_device(load_config(TINY, ["model.device=cuda"]), World.connect())
-
-
 def change(path: Path, **changes: Any) -> None:
     raw = {**json.loads(path.read_text()), **changes}
     path.write_text(json.dumps({key: value for key, value in raw.items() if value is not None}))
@@ -48,8 +39,10 @@ def said(capsys: pytest.CaptureFixture[str], *command: str) -> str:
     return err[5:-1]
 
 
-NO_SLIDING = "is not supported; use a model without sliding windows"
-COUNT = "is no count from 1 to 2147483647" + TAKE
+COUNT = "is no whole number above 0, up to 2147483647" + TAKE
+NUMBER = "is no number above 0, up to 2147483647" + TAKE
+UNKNOWN = " is not supported; use a model without it"
+SLIDING = {"sliding_window": 64, "layer_types": ["sliding_attention"]}
 
 
 @pytest.mark.parametrize(
@@ -57,30 +50,19 @@ COUNT = "is no count from 1 to 2147483647" + TAKE
     [
         ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported; use one of qwen2, qwen3, llama"),
         ({"model_type": None}, "model_type 'missing' is not supported; use one of qwen2, qwen3, llama"),
-        ({"use_sliding_window": True}, f"use_sliding_window = true {NO_SLIDING}"),
-        ({"model_type": "qwen3", "use_sliding_window": True}, f"use_sliding_window = true {NO_SLIDING}"),
-        (
-            {"sliding_window": 64, "layer_types": ["sliding_attention"]},
-            f"layer_types with 'sliding_attention' {NO_SLIDING}",
-        ),
+        ({"use_sliding_window": True}, "a sliding window" + UNKNOWN),
+        (SLIDING, "a sliding window" + UNKNOWN),
         ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type 'yarn' is not supported; use 'default' or 'llama3'"),
-        ({"mlp_bias": True}, "mlp_bias = true is not supported; use a model without MLP biases"),
-        ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; use a model with 'silu'"),
+        ({"mlp_bias": True}, "mlp_bias = true" + UNKNOWN),
+        ({"hidden_act": "gelu"}, "hidden_act = 'gelu'" + UNKNOWN),
         ({"hidden_size": None}, "hidden_size is missing" + TAKE),
         ({"hidden_size": "128"}, f"hidden_size = '128' {COUNT}"),
-        ({"hidden_size": 128.5}, f"hidden_size = 128.5 {COUNT}"),
         ({"hidden_size": 10**18}, f"hidden_size = 1000000000000000000 {COUNT}"),
         ({"intermediate_size": True}, f"intermediate_size = True {COUNT}"),
-        ({"rms_norm_eps": "x"}, "rms_norm_eps = 'x' is no number above 0 to 2147483647" + TAKE),
-        (
-            {"rope_parameters": {"rope_theta": float("inf")}},
-            "rope_theta = inf is no number above 0 to 2147483647" + TAKE,
-        ),
+        ({"rms_norm_eps": "x"}, f"rms_norm_eps = 'x' {NUMBER}"),
+        ({"rope_parameters": {"rope_theta": float("inf")}}, f"rope_theta = inf {NUMBER}"),
         ({"rope_parameters": 3}, "rope_scaling = 3 is no object" + TAKE),
-        ({"layer_types": 3}, "layer_types = 3 is no list" + TAKE),
-        ({"tie_word_embeddings": "no"}, "tie_word_embeddings = 'no' is neither true nor false" + TAKE),
         ({"num_hidden_layers": -1}, f"num_hidden_layers = -1 {COUNT}"),
-        ({"num_attention_heads": 0}, f"num_attention_heads = 0 {COUNT}"),
         ({"num_key_value_heads": 0}, f"num_key_value_heads = 0 {COUNT}"),
         ({"num_key_value_heads": 3}, "num_attention_heads = 4 is not divisible by num_key_value_heads = 3" + TAKE),
         ({"num_attention_heads": 6}, "hidden_size = 128 is not divisible by num_attention_heads = 6" + TAKE),
@@ -160,22 +142,6 @@ def test_the_weights_of_another_model(
 ) -> None:
     change(folder / CONFIG, vocab_size=32)
     assert said(capsys, *command) == OTHER_WEIGHTS
-
-
-def test_heads_that_a_replica_cannot_share(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    ranks = ["run.ranks=3", "rollout.prompts_per_step=18", "rollout.tensor_parallel=3"]
-    assert said(capsys, "train", str(TINY), "model.path=mine", *ranks) == (
-        "rollout.tensor_parallel = 3 does not divide the model's num_attention_heads = 4; use 2 or another number "
-        "that does"
-    )
-
-
-def test_several_templates_and_none_by_default(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    change(folder / "tokenizer_config.json", chat_template=[{"name": "tool_use", "template": "{{ 1 }}"}])
-    assert said(capsys) == (
-        "model folder mine has the chat templates tool_use and no default; save the one you want as a file and give "
-        "data.chat_template"
-    )
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000])

@@ -1,6 +1,5 @@
 """The page pool: nobody's page is handed out twice, none is lost, and packing moves what must move."""
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -13,27 +12,6 @@ def test_the_lowest_free_pages_come_first():
     pool.release([1])
     assert pool.take(2) == [1, 3]
     assert (pool.num_free, pool.num_used, pool.high_water) == (2, 4, 4)
-
-
-def test_a_shared_page_lives_until_its_last_holder_lets_go():
-    pool = PagePool(2)
-    pages = pool.take(1)
-    pool.share(pages)
-    pool.release(pages)
-    assert pool.num_free == 1
-    assert pool._holders[pages[0]] == 1
-    pool.release(pages)
-    assert pool.num_free == 2
-    with pytest.raises(AssertionError, match="free already"):
-        pool.release(pages)
-
-
-def test_too_many_pages_take_none():
-    pool = PagePool(3)
-    pool.take(2)
-    with pytest.raises(AssertionError, match="2 pages asked for, 1 of 3 free"):
-        pool.take(2)
-    assert pool.num_free == 1
 
 
 def test_packing_fills_the_holes_from_the_top():

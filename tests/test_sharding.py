@@ -14,7 +14,6 @@ import torch
 from tiny import CPU, EOS, NUM_TOKENS, embedded_folder, gcd_requests, paged_attention, texts
 
 from tlt_hpc.common.records import Rollout, SamplingParams
-from tlt_hpc.config import load_config
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.documents import attend_documents
 from tlt_hpc.models.drafter import Drafter
@@ -152,15 +151,6 @@ def test_a_folder_gives_a_rank_the_part_that_whole_weights_would() -> None:
         assert cut.slices[1] == slice(index * 128, index * 128 + 128)
 
 
-def test_a_part_of_the_wrong_size_is_refused() -> None:
-    decoder = Decoder(SHAPE, torch.float32, CPU, Sharding(0, 2))
-    name = "model.layers.0.self_attn.q_proj.weight"
-    with pytest.raises(ValueError, match=r"has shape \[64, 128\], config.json asks for \[128, 128\]"):
-        decoder.load([(name, torch.zeros(64, 128))], 0)
-    with pytest.raises(ValueError, match=r"has shape \[128, 128\], config.json asks for \[64, 128\]"):
-        decoder.load([(name, torch.zeros(128, 128))], 0, are_cut=True)
-
-
 @pytest.mark.parametrize(
     ("shape", "size", "message"),
     [
@@ -176,25 +166,6 @@ def test_a_model_that_cannot_be_divided_is_refused(shape: ModelShape, size: int,
     with pytest.raises(ValueError) as caught:
         check_sharding(shape, size, "rollout.tensor_parallel")
     assert str(caught.value) == message
-
-
-PUBLISHED = {
-    "qwen32b": {"num_attention_heads": 40, "num_key_value_heads": 8, "intermediate_size": 27648},
-    "llama70b": {"num_attention_heads": 64, "num_key_value_heads": 8, "intermediate_size": 28672},
-}
-"""Of the models that two jobs name, from their config.json."""
-
-
-@pytest.mark.parametrize("job", PUBLISHED)
-def test_jobs_of_replicas_divide_their_models(job: str) -> None:
-    config, sizes = load_config(ROOT / "jobs" / f"{job}.toml"), PUBLISHED[job]
-    shape = wide(
-        num_heads=sizes["num_attention_heads"],
-        num_kv_heads=sizes["num_key_value_heads"],
-        intermediate_size=sizes["intermediate_size"],
-    )
-    assert config.rollout.tensor_parallel > 1
-    check_sharding(shape, config.rollout.tensor_parallel, "rollout.tensor_parallel")
 
 
 # -- the engine -----------------------------------------------------------------------------------------------------
@@ -281,15 +252,3 @@ def test_text_is_one_ranks_whatever_is_drafted(plain: list[Rollout], size: int) 
     assert all(result == results[0] for result in results), "ranks took different ways, though of different seeds"
     assert all(rounds > 0 for rounds, _ in results[0][2].values())
     assert results[0][3] > 1.5, "drafts of a drafter that is split are as good as ever"
-
-
-def test_a_rank_hands_out_what_it_keeps(plain: list[Rollout]) -> None:
-    ranks = Ranks(2)
-
-    def work(index: int) -> list[Rollout]:
-        engine = engine_of(ranks, index, (OFF,))
-        engine.keeps = lambda key: key.draw % 2 == index
-        return generated(engine)
-
-    even, odd = ranks.run(work)
-    assert texts(even) | texts(odd) == texts(plain) and len(even) == len(odd) == len(plain) // 2

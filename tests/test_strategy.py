@@ -202,12 +202,6 @@ def test_what_pays_is_found_and_left_when_it_no_longer_does():
     assert sum(s.source == "drafter" for s in play(chooser, 100, only_drafter(0.85))) > 60, "found soon after a swap"
 
 
-def test_without_a_swap_a_better_drafter_is_found_all_the_same():
-    chooser = make()
-    play(chooser, 1500, only_drafter(0.1))
-    assert play(chooser, 6000, only_drafter(0.9))[-100:].count(Strategy("drafter", 6)) > 90
-
-
 def test_one_depth_tells_of_all_others():
     """A few rounds of depth 6 and few plain ones: depth 2 is known to be best after a single round of it."""
     arms = (OFF, *(Strategy("drafter", depth) for depth in (2, 4, 6)))

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tlt_hpc.rollout.tree import EMPTY, chain, chains, emitted_counts, path_of, tree, walk
+from tlt_hpc.rollout.tree import EMPTY, emitted_counts, path_of, tree, walk
 
 CPU = torch.device("cpu")
 
@@ -50,19 +50,6 @@ def test_the_walk_follows_the_choices(seed, num_nodes, num_rows):
         wanted = plain_walk(chosen[b].tolist(), tokens, parents)
         assert on_path[b].nonzero().flatten().tolist() == wanted
         assert paths[b, : len(wanted)].tolist() == wanted
-
-
-def test_a_chain_is_a_tree_without_branches():
-    drafts = torch.tensor([[5, 6, 7], [5, EMPTY, EMPTY]])
-    last = torch.tensor([4, 4])
-    straight = chain(last, drafts)
-    assert torch.equal(chains([[4, 5, 6, 7], [4, 5]], 4, CPU).tokens, straight.tokens)
-    parents = torch.tensor([[0, 0, 1, 2]] * 2)
-    branched = tree(torch.cat([last.unsqueeze(1), drafts], 1), parents, 3)
-    for chosen in ([5, 6, 7, 8], [5, 6, 9, 7], [1, 5, 6, 7]):
-        both = torch.tensor([chosen] * 2)
-        assert torch.equal(walk(both, straight), walk(both, branched))
-    assert branched.depths.tolist() == [[0, 1, 2, 3]] * 2
 
 
 def test_ancestors_and_depths():

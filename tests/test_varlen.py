@@ -12,7 +12,7 @@ import torch.nn.attention.varlen as torch_varlen
 from torch import Tensor
 
 from tlt_hpc.kernels import varlen
-from tlt_hpc.kernels.varlen import VarlenKernel, cumulative_lengths, varlen_attention, varlen_kernel
+from tlt_hpc.kernels.varlen import VarlenKernel, varlen_kernel
 from tlt_hpc.models import documents
 
 LENGTHS = (1, 7, 130, 1, 40)
@@ -60,12 +60,6 @@ def batch() -> tuple[Tensor, Tensor]:
     return query, torch.randn(sum(LENGTHS), 2 * KV_HEADS, SIZE, generator=generator, requires_grad=True)
 
 
-def test_starts_of_documents() -> None:
-    starts = cumulative_lengths(LENGTHS, torch.device("cpu"))
-    assert starts.tolist() == [0, 1, 8, 138, 139, 179] and starts.dtype == torch.int32
-    assert cumulative_lengths(LENGTHS, torch.device("cpu")) is starts, "made again for every layer"
-
-
 @pytest.mark.parametrize("kernel", ["flash-attn", "torch"])
 def test_a_kernel_gives_what_the_cpu_gives(
     kernel: VarlenKernel, calls: list[str], monkeypatch: pytest.MonkeyPatch
@@ -80,22 +74,6 @@ def test_a_kernel_gives_what_the_cpu_gives(
     assert calls == [kernel] and results[1][0].shape == (sum(LENGTHS), HEADS * SIZE)
     for plain, other in zip(*results, strict=True):
         torch.testing.assert_close(other, plain, atol=1e-5, rtol=1e-5)
-
-
-def test_one_document_where_no_lengths_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[tuple[int, ...]] = []
-    monkeypatch.setattr(documents, "varlen_kernel", lambda query: "torch")
-    monkeypatch.setattr(
-        documents, "varlen_attention", lambda query, key, value, lengths, kernel: seen.append(lengths) or query
-    )
-    documents.attend_documents(None)(0, *batch())
-    assert seen == [(sum(LENGTHS),)]
-
-
-def test_documents_that_are_not_the_batch_are_refused() -> None:
-    query, key_value = batch()
-    with pytest.raises(AssertionError, match=r"documents of \(3, 4\) tokens in a batch of 179"):
-        varlen_attention(query, *key_value.chunk(2, 1), (3, 4), "torch")
 
 
 class OnGpu:

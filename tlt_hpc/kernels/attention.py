@@ -95,18 +95,9 @@ def join_prefix(
     tree, tree_lse = _dense(query, key, value, visible)
     empty = (committed == 0).view(B, 1, 1)
     lse = prefix_lse.transpose(1, 2).masked_fill(empty, -torch.inf)
-    merged, _ = merge_attention(prefix.float().masked_fill(empty.unsqueeze(-1), 0.0), lse, tree, tree_lse)
+    share = torch.sigmoid(lse - tree_lse).nan_to_num().unsqueeze(-1)  # of the prefix; NaN if a node sees nothing
+    merged = prefix.float().masked_fill(empty.unsqueeze(-1), 0.0) * share + tree * (1 - share)
     return merged.to(query.dtype).view(B, N, h * d)
-
-
-def merge_attention(a: Tensor, a_lse: Tensor, b: Tensor, b_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention over two disjoint sets of keys as one: a, b [..., d] with natural log-sum-exp [...] -> the same pair.
-
-    A side that saw no key has the lse -inf; where both saw none the result is zero.
-    """
-    lse = torch.logaddexp(a_lse, b_lse)
-    floor = lse.masked_fill(lse == -torch.inf, 0.0)
-    return a * (a_lse - floor).exp().unsqueeze(-1) + b * (b_lse - floor).exp().unsqueeze(-1), lse
 
 
 def paged_tree_attention_reference(

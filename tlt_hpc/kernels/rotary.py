@@ -6,7 +6,6 @@ A slot numbers one token's place in the pages: slot = page * page_size + offset.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from tlt_hpc.kernels.dispatch import runs_triton
@@ -29,7 +28,7 @@ def rotate_and_store(
     """Rotate queries and keys, store keys and values, return the queries.
 
     qkv [T, h + 2g, d], cosine and sine [P, d] with the sine's first half negated, positions [T],
-    key_pages and value_pages [num_pages, page_size, g, d] (written in place), slots [T] int64 where -1 stores nothing
+    key_pages and value_pages [num_pages, page_size, g, d] (written in place), slots [T] int64
     -> query [T, h, d]. Where tokens share a slot, each number that stands there is one of theirs: good for tokens that
     agree, and for a slot that nobody reads. With ``norms`` each head of the queries and keys is RMS-normed first
     (Qwen3). Nothing waits for the device.
@@ -64,22 +63,10 @@ def rotate_and_store_reference(
         query = rms_norm_reference(query, norms[0], norms[2])
         key = rms_norm_reference(key, norms[1], norms[2])
     angles = cosine[positions].unsqueeze(1), sine[positions].unsqueeze(1)
-    if len(slots):
-        _store(key_pages, slots, _rotate(key, *angles))
-        _store(value_pages, slots, value)
+    at = slots // key_pages.shape[1], slots % key_pages.shape[1]
+    key_pages[at] = _rotate(key, *angles).to(key_pages.dtype)
+    value_pages[at] = value.to(value_pages.dtype)
     return _rotate(query, *angles)
-
-
-def _store(pages: Tensor, slots: Tensor, rows: Tensor) -> None:
-    """Write rows [T, g, d] to their slots, without a choice of rows, whose number would have to be waited for.
-
-    A row of slot -1 repeats what the row of the highest slot does; if that is -1 too, slot 0 is given what it holds.
-    """
-    stored, highest = slots >= 0, slots.argmax(0, keepdim=True)
-    slot = torch.where(stored, slots, slots[highest].clamp(min=0))
-    at = slot // pages.shape[1], slot % pages.shape[1]
-    held = torch.where(stored[highest], rows[highest].to(pages.dtype), pages[at])
-    pages[at] = torch.where(stored.view(-1, 1, 1), rows.to(pages.dtype), held)
 
 
 def _rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:

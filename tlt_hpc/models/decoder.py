@@ -6,7 +6,6 @@ Shapes: ``T`` tokens flat over sequences, ``H`` hidden, ``V`` vocabulary (paddin
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -16,27 +15,13 @@ from tlt_hpc.cluster.watch.beat import BEAT
 from tlt_hpc.models.documents import attend_documents
 from tlt_hpc.models.layers import Attend, LayerWeights, run_layers, transformer_layer
 from tlt_hpc.models.linear import Linear, Norm, refill
-from tlt_hpc.models.piece import TAKE_CONFIG, Cut
-from tlt_hpc.models.rotary import SPARE_POSITIONS, in_pairs, rotary_table
-from tlt_hpc.models.shape import ModelShape
+from tlt_hpc.models.piece import Cut
+from tlt_hpc.models.rotary import SPARE_POSITIONS, rotary_table
+from tlt_hpc.models.shape import TAKE_CONFIG, ModelShape
 from tlt_hpc.models.sharding import WHOLE, Sharding
 
 _HEAD_ROWS = 2048
 """Of the head, that are in float64 at once: all would take twice the memory of a wide vocabulary's weights."""
-
-
-@dataclass(frozen=True)
-class _Slot:
-    """Where the part ``slices`` of a weight of shape ``sizes`` is copied to: a view that takes it, reshaped."""
-
-    sizes: tuple[int, ...]
-    target: Tensor
-    reshaped: tuple[int, ...]
-    slices: tuple[slice, ...] = ()
-
-    @property
-    def cut(self) -> Cut:
-        return Cut(self.sizes, self.slices)
 
 
 class Decoder:
@@ -55,8 +40,7 @@ class Decoder:
         self.head = self.embedding if shape.tied_head else self._empty(shape.vocab_size, shape.hidden_size)
         self.final_norm = Norm(self._empty(shape.hidden_size), shape.norm_epsilon)
         self.layers = [self._empty_layer() for _ in range(shape.num_layers)]
-        self._pairs = in_pairs(dtype, device)
-        self.rotary = rotary_table(self.part, shape.max_positions + SPARE_POSITIONS, dtype, device, self._pairs)
+        self.rotary = rotary_table(self.part, shape.max_positions + SPARE_POSITIONS, dtype, device)
         self._head = Linear(self.head)
 
     @property
@@ -72,11 +56,11 @@ class Decoder:
 
     def weight_sizes(self) -> dict[str, tuple[int, ...]]:
         """The Hugging Face names that ``load`` wants, with their sizes."""
-        return {name: slot.sizes for name, slot in self._slots()}
+        return {name: cut.sizes for name, (cut, _) in self._slots()}
 
     def weight_cuts(self) -> dict[str, Cut]:
         """The part of each weight that this rank takes, by Hugging Face name: what ``load`` is given if ``are_cut``."""
-        return {name: slot.cut for name, slot in self._slots()}
+        return {name: cut for name, (cut, _) in self._slots()}
 
     def load(self, weights: Iterable[tuple[str, Tensor]], version: int, are_cut: bool = False) -> None:
         """Copy weights under their Hugging Face names into place; addresses do not change.
@@ -95,13 +79,9 @@ class Decoder:
                 raise ValueError(
                     f"weight {name!r} is not part of a {self.shape.family} decoder of this shape; {TAKE_CONFIG}"
                 )
-            slot = slots[name]
-            sizes = slot.cut.cut_sizes if are_cut else slot.sizes
-            if sizes != tensor.shape:
-                raise ValueError(
-                    f"weight {name!r} has shape {list(tensor.shape)}, config.json asks for {list(sizes)}; {TAKE_CONFIG}"
-                )
-            slot.target.copy_((tensor if are_cut else tensor[slot.slices]).reshape(slot.reshaped))
+            cut, target = slots[name]
+            (Cut(cut.cut_sizes, ()) if are_cut else cut).check(name, tensor.shape)
+            target.copy_(tensor if are_cut else tensor[cut.slices])
             missing.discard(name)
             BEAT.tick()
         if missing:
@@ -155,7 +135,7 @@ class Decoder:
     def reference_hidden(self, tokens: Tensor) -> Tensor:
         """Float64 hidden states after the final norm, as ``reference_logits`` has them: tokens [T] -> [T, H]."""
         positions = torch.arange(len(tokens), device=self.device)
-        rotary = rotary_table(self.part, len(tokens), torch.float64, self.device, self._pairs).at(positions)
+        rotary = rotary_table(self.part, len(tokens), torch.float64, self.device).at(positions)
         attend = attend_documents(None)
         x = F.embedding(tokens, self.embedding).double()
         for i, layer in enumerate(self._reference_layers()):
@@ -196,8 +176,8 @@ class Decoder:
         for layer in self.layers:
             layer.pack()
 
-    def _slots(self) -> Iterator[tuple[str, _Slot]]:
-        """Hugging Face name -> the part of a fused tensor it is copied to."""
+    def _slots(self) -> Iterator[tuple[str, tuple[Cut, Tensor]]]:
+        """Hugging Face name -> the part of that weight which this rank takes, and where it is copied to."""
         yield "model.embed_tokens.weight", _whole(self.embedding)
         yield "model.norm.weight", _whole(self.final_norm.weight)
         if not self.shape.tied_head:
@@ -206,52 +186,40 @@ class Decoder:
             for name, slot in (*self._attention_slots(layer), *self._other_slots(layer)):
                 yield f"model.layers.{i}.{name}", slot
 
-    def _attention_slots(self, layer: LayerWeights) -> Iterator[tuple[str, _Slot]]:
+    def _attention_slots(self, layer: LayerWeights) -> Iterator[tuple[str, tuple[Cut, Tensor]]]:
         s, part, shard = self.shape, self.part, self.sharding
         whole = {"q": s.num_heads, "k": s.num_kv_heads, "v": s.num_kv_heads}
         own = {"q": shard.heads(s), "k": shard.kv_heads(s), "v": shard.kv_heads(s)}
-        num_heads = [part.num_heads, part.num_kv_heads, part.num_kv_heads]
+        num_rows = [n * s.head_dim for n in (part.num_heads, part.num_kv_heads, part.num_kv_heads)]
         for tensor, kind in ((layer.qkv.weight, "weight"), (layer.qkv.bias, "bias")):
             if tensor is None:
                 continue
-            heads = tensor.view(-1, s.head_dim, *tensor.shape[1:])
-            for name, rows in zip("qkv", torch.split(heads, num_heads), strict=True):
+            for name, rows in zip("qkv", torch.split(tensor, num_rows), strict=True):
                 sizes = (whole[name] * s.head_dim, *tensor.shape[1:])
-                cut = (slice(own[name].start * s.head_dim, own[name].stop * s.head_dim),)
-                yield f"self_attn.{name}_proj.{kind}", self._head_slot(rows, sizes, cut, rotated=name != "v")
+                cut = slice(own[name].start * s.head_dim, own[name].stop * s.head_dim)
+                yield f"self_attn.{name}_proj.{kind}", (Cut(sizes, (cut,)), rows)
         if layer.head_norm is not None:
-            for name, rows in zip("qk", torch.split(layer.head_norm.weight, num_heads[:2]), strict=True):
-                yield f"self_attn.{name}_norm.weight", self._head_slot(rows, (s.head_dim,), (), rotated=True)
+            heads = torch.split(layer.head_norm.weight, [part.num_heads, part.num_kv_heads])
+            for name, rows in zip("qk", heads, strict=True):  # one weight for each of these heads
+                yield f"self_attn.{name}_norm.weight", (Cut((s.head_dim,), ()), rows)
 
-    def _head_slot(self, heads: Tensor, sizes: tuple[int, ...], cut: tuple[slice, ...], rotated: bool) -> _Slot:
-        """The slot of ``heads`` [heads, d, ...], whose rows are halves in a file and pairs here, if they are rotated.
-
-        A weight of one head's size goes to each of them.
-        """
-        if rotated and self._pairs:
-            heads = heads.view(heads.shape[0], -1, 2, *heads.shape[2:]).transpose(1, 2)
-        return _Slot(sizes, heads, (-1, *heads.shape[1:]), cut)
-
-    def _other_slots(self, layer: LayerWeights) -> Iterator[tuple[str, _Slot]]:
+    def _other_slots(self, layer: LayerWeights) -> Iterator[tuple[str, tuple[Cut, Tensor]]]:
         assert layer.input_norm is not None, "only a drafter goes without"
         s, heads, inner = self.shape, self.sharding.heads(self.shape), self.sharding.inner(self.shape)
         mixed = slice(heads.start * s.head_dim, heads.stop * s.head_dim)
         yield "input_layernorm.weight", _whole(layer.input_norm.weight)
         yield "post_attention_layernorm.weight", _whole(layer.post_norm.weight)
-        yield "self_attn.o_proj.weight", _columns(layer.output.weight, s.num_heads * s.head_dim, mixed)
+        sizes = s.hidden_size, s.num_heads * s.head_dim
+        yield "self_attn.o_proj.weight", (Cut(sizes, (slice(None), mixed)), layer.output.weight)
         if layer.output.bias is not None:
             yield "self_attn.o_proj.bias", _whole(layer.output.bias)
-        gate, up = layer.gate_up.weight.chunk(2)
-        for name, rows in (("gate", gate), ("up", up)):
-            sizes = s.intermediate_size, s.hidden_size
-            yield f"mlp.{name}_proj.weight", _Slot(sizes, rows, tuple(rows.shape), (inner,))
-        yield "mlp.down_proj.weight", _columns(layer.down.weight, s.intermediate_size, inner)
+        for name, rows in zip(("gate", "up"), layer.gate_up.weight.chunk(2), strict=True):
+            yield f"mlp.{name}_proj.weight", (Cut((s.intermediate_size, s.hidden_size), (inner,)), rows)
+        yield (
+            "mlp.down_proj.weight",
+            (Cut((s.hidden_size, s.intermediate_size), (slice(None), inner)), layer.down.weight),
+        )
 
 
-def _whole(tensor: Tensor) -> _Slot:
-    return _Slot(tuple(tensor.shape), tensor, tuple(tensor.shape))
-
-
-def _columns(tensor: Tensor, width: int, own: slice) -> _Slot:
-    """The slot of the columns ``own`` of a weight that is ``width`` wide."""
-    return _Slot((tensor.shape[0], width), tensor, tuple(tensor.shape), (slice(None), own))
+def _whole(tensor: Tensor) -> tuple[Cut, Tensor]:
+    return Cut(tuple(tensor.shape), ()), tensor

@@ -1,6 +1,6 @@
 """Attention of a flat batch over itself, each document on its own; without a cache, with gradients. Knows no weights.
 
-Whoever trains packs documents end to end without padding. Short neighbours are computed together under a mask, long
+Training packs documents end to end without padding. Short neighbours are computed together under a mask, long
 ones alone without one, so the cost is that of the documents, not of the whole batch squared. On a GPU one kernel takes
 all of them in half precision (``kernels.varlen``).
 ``PathAttention`` is for looking ahead: from every pair of a document a path of further steps, all at once, as a draft
@@ -117,14 +117,16 @@ class PathAttention:
         """An ``Attend`` over the further steps: one token of every path that is left."""
         self._own.append(key_value)
         parts = []
-        for chunk in self._chunks(query.shape[1]):
-            own = [key_value[chunk.rows] for key_value in self._own]
-            inputs = query[chunk.rows], chunk.first, chunk.shown, *own
-            again = chunk.is_part and torch.is_grad_enabled()
+        for rows, first, shown, is_part in self._chunks(query.shape[1]):
+            inputs = query[rows], first, shown, *(key_value[rows] for key_value in self._own)
+            again = is_part and torch.is_grad_enabled()
             parts.append(checkpoint(_mix, *inputs, use_reentrant=False) if again else _mix(*inputs))
         return torch.cat(parts)
 
-    def _chunks(self, num_heads: int) -> Iterator[_Chunk]:
+    def _chunks(self, num_heads: int) -> Iterator[tuple[slice, Tensor, Tensor, bool]]:
+        """Paths ``rows`` of one run, the first step's keys and values [n, 2g, d] there, which of them they see [rows,
+        n], and whether the run's scores would be too many at once.
+        """
         assert self._first is not None, "the first step comes first"
         device = self._first.device
         for run in _runs(self._lengths or [len(self._first)], device):
@@ -135,18 +137,7 @@ class PathAttention:
             for row in range(begin, end, most):
                 rows = slice(row, min(row + most, end))
                 of = shown[self._starts[rows] - run.start]
-                yield _Chunk(rows, self._first[run.start : run.end], of, is_part=end - begin > most)
-
-
-@dataclass(frozen=True)
-class _Chunk:
-    """Paths ``rows`` of one run, the first step's keys and values [n, 2g, d] there, and which they see [rows, n]."""
-
-    rows: slice
-    first: Tensor
-    shown: Tensor
-    is_part: bool
-    """Whether the run's scores would be too many at once."""
+                yield rows, self._first[run.start : run.end], of, end - begin > most
 
 
 def _mix(query: Tensor, first: Tensor, shown: Tensor, *own: Tensor) -> Tensor:

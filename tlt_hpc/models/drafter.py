@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from tlt_hpc.models.layers import Attend, LayerWeights, run_draft_layer
 from tlt_hpc.models.linear import Linear, Norm, refill
-from tlt_hpc.models.rotary import SPARE_POSITIONS, in_pairs, pairs_order, rotary_table
+from tlt_hpc.models.rotary import SPARE_POSITIONS, rotary_table
 from tlt_hpc.models.shape import ModelShape
 from tlt_hpc.models.sharding import WHOLE, Sharding
 
@@ -48,10 +48,7 @@ class DrafterParts:
 
 
 class Drafter(nn.Module, ABC):
-    """Predicts from the target's features at position t and the token at t + 1 what leads to the token at t + 2.
-
-    Parameters keep heads in halves, as Hugging Face does, whatever the layout they are computed in.
-    """
+    """Predicts from the target's features at position t and the token at t + 1 what leads to the token at t + 2."""
 
     form: ClassVar[Form]
     token_ids: Tensor | None
@@ -62,9 +59,7 @@ class Drafter(nn.Module, ABC):
         self.shape = shape
         self._dtype, self._device = dtype, device
         self._generator = torch.Generator().manual_seed(seed)
-        pairs = in_pairs(dtype, device)
-        self.rotary = rotary_table(shape, shape.max_positions + SPARE_POSITIONS, dtype, device, pairs)
-        self._order = pairs_order(shape, device) if pairs else None
+        self.rotary = rotary_table(shape, shape.max_positions + SPARE_POSITIONS, dtype, device)
         self._packed: DrafterParts | None = None
         self._sharding, self._part = WHOLE, shape
         self.register_load_state_dict_post_hook(_pack_again)  # type: ignore[no-untyped-call]
@@ -76,10 +71,8 @@ class Drafter(nn.Module, ABC):
         """
         assert self._packed is None, "split comes before pack"
         self._sharding, self._part = sharding, sharding.part(self.shape)
-        pairs, rows = self._order is not None, sharding.qkv_rows(self.shape, self._device)
         num_positions = self.shape.max_positions + SPARE_POSITIONS
-        self.rotary = rotary_table(self._part, num_positions, self._dtype, self._device, pairs)
-        self._order = rows[pairs_order(self._part, self._device)] if pairs else rows
+        self.rotary = rotary_table(self._part, num_positions, self._dtype, self._device)
 
     @property
     @abstractmethod
@@ -127,10 +120,8 @@ class Drafter(nn.Module, ABC):
         if self._packed is None:
             return 0
         layer = self._packed.layer
-        permuted = layer.qkv.weight.nbytes if self._order is not None else 0
-        if self._sharding.size > 1:
-            permuted += layer.output.weight.nbytes + layer.gate_up.weight.nbytes + layer.down.weight.nbytes
-        return self._packed.packed_bytes + permuted
+        copied = (layer.qkv, layer.output, layer.gate_up, layer.down) if self._sharding.size > 1 else ()
+        return self._packed.packed_bytes + sum(part.weight.nbytes for part in copied)
 
     def _now(self) -> DrafterParts:
         packed = None if torch.is_grad_enabled() else self._packed
@@ -158,9 +149,10 @@ class Drafter(nn.Module, ABC):
             gate_up = torch.cat([rows[inner] for rows in gate_up.chunk(2)])
             output = output[:, heads.start * d : heads.stop * d].contiguous()
             down = down[:, inner].contiguous()
+            qkv = qkv[shard.qkv_rows(self.shape, self._device)]
         return LayerWeights(
             input_norm=None,
-            qkv=Linear(qkv if self._order is None else qkv[self._order]),
+            qkv=Linear(qkv),
             head_norm=None,
             output=shard.row_linear(output),
             post_norm=self._norm(post_norm),

@@ -121,12 +121,11 @@ def drafter_sizes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
 
 def eagle3_sizes(shape: ModelShape, num_drafted: int) -> dict[str, tuple[int, ...]]:
     """The sizes of an EAGLE-3 drafter's tensors, for a vocabulary of ``num_drafted`` tokens."""
-    h = shape.hidden_size
-    sizes = drafter_sizes(shape)
-    del sizes["post_norm"]
+    h, sizes = shape.hidden_size, drafter_sizes(shape)
     norms = dict.fromkeys(("input_norm", "hidden_norm", "post_norm", "final_norm"), (h,))
-    first = {"fc": (h, 3 * h), "qkv": (sizes["qkv"][0], 2 * h)}
-    return {**sizes, **first, **norms, "head": (num_drafted, h), TOKEN_IDS: (num_drafted,)}
+    del sizes["post_norm"]
+    sizes |= {"fc": (h, 3 * h), "qkv": (sizes["qkv"][0], 2 * h)}
+    return {**sizes, **norms, "head": (num_drafted, h), TOKEN_IDS: (num_drafted,)}
 
 
 def check_layers(shape: ModelShape, asked: str) -> None:

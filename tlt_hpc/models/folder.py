@@ -14,8 +14,8 @@ from tokenizers import Tokenizer
 from tlt_hpc.config import UserError
 from tlt_hpc.models.json_file import read_json
 from tlt_hpc.models.once import ReadCut, readers_once, share
-from tlt_hpc.models.piece import TAKE_CONFIG, Cut
-from tlt_hpc.models.shape import ModelShape
+from tlt_hpc.models.piece import Cut
+from tlt_hpc.models.shape import TAKE_CONFIG, ModelShape
 from tlt_hpc.models.tokenizer import embedded as embedded
 from tlt_hpc.models.tokenizer import find_model as find_model
 from tlt_hpc.models.tokenizer import load_tokenizer as load_tokenizer

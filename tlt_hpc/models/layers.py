@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +19,7 @@ from tlt_hpc.kernels.dispatch import runs_triton
 from tlt_hpc.kernels.pointwise import silu_mul
 from tlt_hpc.kernels.rotary import HeadNorms
 from tlt_hpc.models.linear import Linear, Norm
-from tlt_hpc.models.rotary import HalvesRows, RotaryRows
+from tlt_hpc.models.rotary import RotaryRows
 from tlt_hpc.models.shape import ModelShape
 
 # attend(layer, query [T, h, d], key_value [T, 2g, d]: rotated keys, then values) -> [T, h * d]. Both are slices of
@@ -27,14 +28,14 @@ Attend = Callable[[int, Tensor, Tensor], Tensor]
 
 
 class FusedAttend(ABC):
-    """An ``Attend`` that can norm heads, rotate and store by itself, where heads are in halves and nothing learns."""
+    """An ``Attend`` that can norm heads, rotate and store by itself, where nothing learns."""
 
     @abstractmethod
     def __call__(self, layer: int, query: Tensor, key_value: Tensor) -> Tensor:
         """As ``Attend``."""
 
     @abstractmethod
-    def fused(self, layer: int, qkv: Tensor, rotary: HalvesRows, norms: HeadNorms | None) -> Tensor:
+    def fused(self, layer: int, qkv: Tensor, rotary: RotaryRows, norms: HeadNorms | None) -> Tensor:
         """qkv [T, h + 2g, d] as projected -> [T, h * d]; ``norms``, where given, come before the rotation."""
 
 
@@ -53,15 +54,8 @@ class LayerWeights:
 
     def to(self, dtype: torch.dtype) -> LayerWeights:
         """A copy in another precision, not packed."""
-        return LayerWeights(
-            None if self.input_norm is None else self.input_norm.to(dtype),
-            self.qkv.to(dtype),
-            None if self.head_norm is None else self.head_norm.to(dtype),
-            self.output.to(dtype),
-            self.post_norm.to(dtype),
-            self.gate_up.to(dtype),
-            self.down.to(dtype),
-        )
+        parts: dict[str, Any] = {name: part and part.to(dtype) for name, part in vars(self).items()}
+        return LayerWeights(**parts)
 
     def pack(self) -> None:
         """Derive what the fast path reads; call after each load."""
@@ -117,9 +111,9 @@ def run_draft_layer(
     return _layer_rest(x, reads, weights, shape, rotary, 0, attend)
 
 
-def _fused_parts(rotary: RotaryRows, attend: Attend) -> tuple[HalvesRows, FusedAttend] | None:
+def _fused_parts(rotary: RotaryRows, attend: Attend) -> tuple[RotaryRows, FusedAttend] | None:
     """What the fused layers take, where they may run."""
-    if isinstance(rotary, HalvesRows) and isinstance(attend, FusedAttend) and not torch.is_grad_enabled():
+    if isinstance(attend, FusedAttend) and not torch.is_grad_enabled():
         return rotary, attend
     return None
 
@@ -150,7 +144,7 @@ def _run_fused(
     layers: Sequence[LayerWeights],
     final_norm: Norm,
     shape: ModelShape,
-    rotary: HalvesRows,
+    rotary: RotaryRows,
     attend: FusedAttend,
     tapped: Collection[int],
 ) -> tuple[Tensor, list[Tensor]]:
@@ -171,7 +165,7 @@ def _fused_rest(
     weights: LayerWeights,
     shape: ModelShape,
     layer: int,
-    rotary: HalvesRows,
+    rotary: RotaryRows,
     attend: FusedAttend,
 ) -> tuple[Tensor, Tensor]:
     """``_layer_rest``, whose result [T, H] is given as two terms."""

@@ -61,7 +61,7 @@ class SuffixDrafter:
 
     def learn(self, group: Hashable, tokens: Sequence[int], start: int) -> None:
         """Remember what followed what, for the tokens from index ``start`` on (those before are context)."""
-        recent, older, salt = self._recent, self._older, _salt(group)
+        recent, older, salt = self._recent, self._older, hash((group,))
         base = max(0, start - self.orders[0])
         text = tuple(tokens[base:])
         for end in range(max(start - base, 1), len(text)):
@@ -82,19 +82,11 @@ class SuffixDrafter:
 
         Their weights are estimated chances: the sum is below 1, and the further below, the less is known.
         """
-        return self.cursor(group, context).continuations()
-
-    def cursor(self, group: Hashable, context: Sequence[int]) -> Cursor:
-        """A place after ``context`` from which to walk on."""
-        return Cursor(self, _salt(group), tuple(context[-self.orders[0] :]), 0)
-
-    def _weigh(self, tail: tuple[int, ...], salt: int, rung: int) -> tuple[int, list[Continuation]]:
-        """The index into ``orders``, from ``rung`` on, of the longest known context, and what follows ``tail``."""
+        tail, salt = tuple(context[-self.orders[0] :]), hash((group,))
         recent, older, orders, num_tail = self._recent, self._older, self.orders, len(tail)
         scores: dict[int, float] = {}
         total, level, longest = 0.0, 0, len(orders)
-        for index in range(rung, len(orders)):
-            order = orders[index]
+        for index, order in enumerate(orders):
             if order > num_tail:
                 continue
             key = hash(tail[num_tail - order :])
@@ -115,39 +107,10 @@ class SuffixDrafter:
                 longest = index
             elif level == _LEVELS:
                 break
-        return longest, _ranked(scores, self._seen[longest] / total) if scores else []
-
-
-class Cursor:
-    """A walk along one possible text, for as long as nothing new is learned: cheaper than asking for each context."""
-
-    __slots__ = ("_drafter", "_rung", "_salt", "_tail")
-
-    def __init__(self, drafter: SuffixDrafter, salt: int, tail: tuple[int, ...], rung: int) -> None:
-        self._drafter, self._salt, self._tail, self._rung = drafter, salt, tail, rung
-
-    def continuations(self) -> list[Continuation]:
-        """As ``SuffixDrafter.continuations`` of the text up to here."""
-        self._rung, found = self._drafter._weigh(self._tail, self._salt, self._rung)
-        return found
-
-    def advance(self, token: int) -> None:
-        """Walk on by a token, known or not."""
-        self._tail = (*self._tail, token)[-self._drafter.orders[0] :]
-        # a context unknown at one length stays unknown when a token is appended: climb one rung at most
-        if self._rung:
-            self._rung -= 1
-
-
-def _salt(group: Hashable) -> int:
-    """What tells the group's own entries from everybody's in the one table."""
-    return hash((group,))
+        return _ranked(scores, self._seen[longest] / total) if scores else []
 
 
 def _ranked(scores: dict[int, float], scale: float) -> list[Continuation]:
     """Scores times ``scale``, the highest first; equal ones in the order they were found."""
-    if len(scores) == 1:
-        ((token, score),) = scores.items()
-        return [(token, score * scale)]
     best = sorted(scores, key=scores.__getitem__, reverse=True)[:_MOST_CONTINUATIONS]
     return [(token, scores[token] * scale) for token in best]

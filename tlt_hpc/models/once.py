@@ -1,6 +1,6 @@
-"""Weights that a node's first rank reads and the others are given, one tensor at a time. Knows no file and no model.
+"""Weights that a node's first rank reads and passes to the others, one tensor at a time.
 
-None stands for a node's only rank, which has or needs no MPI.
+A node of None is one rank alone, which has or needs no MPI.
 """
 
 from __future__ import annotations
@@ -25,19 +25,9 @@ def read_once(node: NodeGroup | None, read: Callable[[], Tensor]) -> Tensor:
     """The tensor that ``read`` gives on the node's first rank, in host memory; collective over the node.
 
     Raises:
-        ValueError: on all its ranks, where ``read`` raises one.
+        ValueError: on all its ranks, if ``read`` raises one.
     """
-    if node is None or node.size == 1:
-        return read()
-    found: list[Tensor] = []
-
-    def look() -> tuple[torch.Size, torch.dtype]:
-        found.append(read().contiguous())
-        return found[0].shape, found[0].dtype
-
-    shape, dtype = node.once(look)
-    tensor = found[0] if found else torch.empty(shape, dtype=dtype)
-    share(node, [tensor])
+    ((_, tensor),) = read_all_once(node, lambda: {"": read()}).items()  # type: ignore[union-attr]
     return tensor
 
 
@@ -45,19 +35,14 @@ def read_all_once(node: NodeGroup | None, read: Callable[[], Mapping[str, Tensor
     """The tensors that ``read`` gives on the node's first rank by name, or None; collective over the node.
 
     Raises:
-        ValueError: on all its ranks, where ``read`` raises one.
+        ValueError: on all its ranks, if ``read`` raises one.
     """
-    found: list[Mapping[str, Tensor]] = []
 
-    def look() -> list[str] | None:
-        tensors = read()
-        found.append(tensors or {})
-        return None if tensors is None else list(tensors)
+    def readers() -> Iterator[tuple[str, ReadCut]]:
+        for name, tensor in (read() or {}).items():
+            yield name, partial(_cut, name, tensor)
 
-    names = look() if node is None else node.once(look)
-    if names is None:
-        return None
-    return {name: read_once(node, lambda name=name: found[0][name]) for name in names}  # type: ignore[misc]
+    return {name: take(None) for name, take in readers_once(node, readers())} or None
 
 
 def readers_once(node: NodeGroup | None, readers: Iterable[tuple[str, ReadCut]]) -> Iterator[tuple[str, ReadCut]]:
@@ -66,7 +51,7 @@ def readers_once(node: NodeGroup | None, readers: Iterable[tuple[str, ReadCut]])
     That rank reads them whole, and the others take their blocks of what they are given.
 
     Raises:
-        ValueError: on all its ranks, where reading one raises one.
+        ValueError: on all its ranks, if reading one raises one.
     """
     if node is None or node.size == 1:
         yield from readers

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-TAKE_CONFIG = "take the config.json that came with the weights"
-"""The remedy where weights and configuration are of different models."""
+from tlt_hpc.models.shape import TAKE_CONFIG
 
 
 @dataclass(frozen=True)

@@ -60,30 +60,16 @@ class PolicyModel(torch.nn.Module):
         Returns:
             [R] float32 each, computed in float32 whatever the weights are in.
         """
-        if self._sequence is not None:
-            reading = where, targets, temperature, entropy_has_gradient
-            return self._forward_slice(self._sequence, tokens, positions, lengths, *reading)
+        group, count, own = self._sequence, len(where), None
+        if group is not None:  # each of its ranks holds a slice of the tokens
+            tokens, positions, lengths = group.pad(tokens, positions, lengths)
+            where, own = group.places(where, len(tokens))
+            tokens, positions, targets = group.slice(tokens), group.slice(positions), targets[own]
         hidden = self._hidden(tokens, positions, lengths)[where]
         log_probs, entropy = self.head(hidden, targets, temperature, entropy_has_gradient)
-        return log_probs, entropy
-
-    def _forward_slice(
-        self,
-        group: SequenceGroup,
-        tokens: Tensor,
-        positions: Tensor,
-        lengths: Sequence[int],
-        where: Tensor,
-        targets: Tensor,
-        temperature: float,
-        entropy_has_gradient: bool,
-    ) -> tuple[Tensor, Tensor]:
-        """``forward`` with the tokens shared out over a group's ranks."""
-        tokens, positions, lengths = group.pad(tokens, positions, lengths)
-        places, own = group.places(where, len(tokens))
-        hidden = self._hidden(group.slice(tokens), group.slice(positions), lengths)[places]
-        log_probs, entropy = self.head(hidden, targets[own], temperature, entropy_has_gradient)
-        return group.whole(log_probs, own, len(where)), group.whole(entropy, own, len(where))
+        if group is None or own is None:
+            return log_probs, entropy
+        return group.whole(log_probs, own, count), group.whole(entropy, own, count)
 
     def _hidden(self, tokens: Tensor, positions: Tensor, lengths: Sequence[int]) -> Tensor:
         """Last hidden states [T, H] of the tokens that this rank holds, of documents of these lengths in all."""
@@ -177,16 +163,10 @@ def _attention(
 ) -> tuple[Tensor, None]:
     """query [1, h, T, d], key and value [1, g, T, d] -> [1, T, h, d], as transformers asks its layers' attention to."""
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    if sequence is None:
-        return _attend(q, k, v, documents).unsqueeze(0), None
-    q, k, v = (sequence.scatter_heads(x) for x in (q, k, v))
-    return sequence.gather_heads(_attend(q, k, v, documents)).unsqueeze(0), None
-
-
-def _attend(query: Tensor, key: Tensor, value: Tensor, documents: Sequence[int]) -> Tensor:
-    """query [T, h, d], key and value [T, g, d] -> [T, h, d]."""
-    out = attend_documents(documents)(0, query, torch.cat([key, value], 1))
-    return out.view(query.shape)
+    if sequence is not None:
+        q, k, v = (sequence.scatter_heads(x) for x in (q, k, v))
+    out = attend_documents(documents)(0, q, torch.cat([k, v], 1)).view(q.shape)
+    return (out if sequence is None else sequence.gather_heads(out)).unsqueeze(0), None
 
 
 def _no_mask(*_: Any, **__: Any) -> None:

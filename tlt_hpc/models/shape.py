@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tlt_hpc.config import ConfigError
 from tlt_hpc.models.json_file import read_json
 
+TAKE_CONFIG = "take the config.json that came with the weights"
+"""The remedy if weights and configuration are of different models."""
 FAMILIES = ("qwen2", "qwen3", "llama")
 _MOST = 2**31 - 1
-"""Of any size: kernels count in 32 bits."""
-_SHOWN_CHARACTERS = 80
-_REMEDY = "take the config.json that came with the weights"
+"""Largest size: kernels count in 32 bits."""
 _HEAD_DIM = {"qwen3": 128}
 """Where a config.json leaves it out; other families derive it from the width."""
 
@@ -108,31 +109,39 @@ def shape_from(raw: dict[str, Any], origin: str) -> ModelShape:
     """
     family = raw.get("model_type", "missing")
     if family not in FAMILIES:
-        raise ValueError(f"{origin}: model_type {_shown(family)} is not supported; use one of {', '.join(FAMILIES)}")
+        raise ValueError(f"{origin}: model_type {family!r:.80} is not supported; use one of {', '.join(FAMILIES)}")
     _refuse_features(raw, origin)
-    hidden_size, (num_heads, num_kv_heads) = _size(raw, "hidden_size", origin), _heads(raw, origin)
-    head_dim = _size(raw, "head_dim", origin) if raw.get("head_dim") else _HEAD_DIM.get(family)
-    if head_dim is None and hidden_size % num_heads:
+    count = partial(_number, raw, origin)
+    hidden_size, num_heads = count("hidden_size"), count("num_attention_heads")
+    num_kv_heads = count("num_key_value_heads", num_heads)
+    if num_heads % num_kv_heads:
         raise ValueError(
-            f"{origin}: hidden_size = {hidden_size} is not divisible by num_attention_heads = {num_heads}; {_REMEDY}"
+            f"{origin}: num_attention_heads = {num_heads} is not divisible by num_key_value_heads = {num_kv_heads}; "
+            f"{TAKE_CONFIG}"
         )
+    default = _HEAD_DIM.get(family)
+    if default is None and not raw.get("head_dim") and hidden_size % num_heads:
+        raise ValueError(
+            f"{origin}: hidden_size = {hidden_size} is not divisible by num_attention_heads = {num_heads}; "
+            f"{TAKE_CONFIG}"
+        )
+    head_dim = count("head_dim", default or hidden_size // num_heads)
     theta, scaling = _rope(raw, origin)
-    eos = raw.get("eos_token_id")
-    attention_bias = _switch(raw, "attention_bias", origin)
+    eos, attention_bias = raw.get("eos_token_id"), bool(raw.get("attention_bias"))
     return ModelShape(
         family=family,
-        vocab_size=_size(raw, "vocab_size", origin),
+        vocab_size=count("vocab_size"),
         hidden_size=hidden_size,
-        intermediate_size=_size(raw, "intermediate_size", origin),
-        num_layers=_size(raw, "num_hidden_layers", origin),
+        intermediate_size=count("intermediate_size"),
+        num_layers=count("num_hidden_layers"),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
-        head_dim=head_dim or hidden_size // num_heads,
-        norm_epsilon=_number(raw, "rms_norm_eps", 1e-6, origin),
+        head_dim=head_dim,
+        norm_epsilon=_number(raw, origin, "rms_norm_eps", 1e-6, float),
         rope_theta=theta,
         rope_scaling=scaling,
-        max_positions=_size(raw, "max_position_embeddings", origin),
-        tied_head=_switch(raw, "tie_word_embeddings", origin),
+        max_positions=count("max_position_embeddings"),
+        tied_head=bool(raw.get("tie_word_embeddings")),
         qkv_bias=family == "qwen2" or attention_bias,
         output_bias=family != "qwen2" and attention_bias,
         head_norm=family == "qwen3",
@@ -140,66 +149,35 @@ def shape_from(raw: dict[str, Any], origin: str) -> ModelShape:
     )
 
 
-def _size(raw: dict[str, Any], key: str, origin: str) -> int:
-    if key not in raw:
-        raise ValueError(f"{origin}: {key} is missing; {_REMEDY}")
-    value = raw[key]
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _MOST:
-        raise ValueError(f"{origin}: {key} = {_shown(value)} is no count from 1 to {_MOST}; {_REMEDY}")
-    return value
-
-
-def _number(raw: dict[str, Any], key: str, default: float, origin: str) -> float:
-    value = raw.get(key, default)
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < _MOST:
-        raise ValueError(f"{origin}: {key} = {_shown(value)} is no number above 0 to {_MOST}; {_REMEDY}")
-    return float(value)
-
-
-def _switch(raw: dict[str, Any], key: str, origin: str) -> bool:
-    value = raw.get(key, False)
-    if not isinstance(value, bool):
-        raise ValueError(f"{origin}: {key} = {_shown(value)} is neither true nor false; {_REMEDY}")
-    return value
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
-
-
-def _heads(raw: dict[str, Any], origin: str) -> tuple[int, int]:
-    """Heads, and key-value heads, which each serve as many of them."""
-    heads = _size(raw, "num_attention_heads", origin)
-    kv_heads = _size(raw, "num_key_value_heads", origin) if raw.get("num_key_value_heads") is not None else heads
-    if heads % kv_heads:
-        raise ValueError(
-            f"{origin}: num_attention_heads = {heads} is not divisible by num_key_value_heads = {kv_heads}; {_REMEDY}"
-        )
-    return heads, kv_heads
+def _number(raw: dict[str, Any], origin: str, key: str, default: Any = None, kind: type = int) -> Any:
+    value = default if raw.get(key) is None else raw[key]
+    if value is None:
+        raise ValueError(f"{origin}: {key} is missing; {TAKE_CONFIG}")
+    numeric = int if kind is int else (int, float)
+    if not isinstance(value, numeric) or isinstance(value, bool) or not 0 < value <= _MOST:
+        what = "whole number" if kind is int else "number"
+        raise ValueError(f"{origin}: {key} = {value!r:.80} is no {what} above 0, up to {_MOST}; {TAKE_CONFIG}")
+    return kind(value)
 
 
 def _refuse_features(raw: dict[str, Any], origin: str) -> None:
-    kinds = raw.get("layer_types") or []
-    if not isinstance(kinds, list):
-        raise ValueError(f"{origin}: layer_types = {_shown(kinds)} is no list; {_REMEDY}")
-    slides = raw.get("sliding_window") and "sliding_attention" in kinds
-    if raw.get("use_sliding_window") or slides:
-        key = "use_sliding_window = true" if raw.get("use_sliding_window") else "layer_types with 'sliding_attention'"
-        raise ValueError(f"{origin}: {key} is not supported; use a model without sliding windows")
-    if raw.get("mlp_bias"):
-        raise ValueError(f"{origin}: mlp_bias = true is not supported; use a model without MLP biases")
-    if raw.get("hidden_act", "silu") != "silu":
-        raise ValueError(f"{origin}: hidden_act {_shown(raw['hidden_act'])} is not supported; use a model with 'silu'")
+    slides = raw.get("sliding_window") and "sliding_attention" in str(raw.get("layer_types"))
+    for found, what in (
+        (raw.get("use_sliding_window") or slides, "a sliding window"),
+        (raw.get("mlp_bias"), "mlp_bias = true"),
+        (raw.get("hidden_act", "silu") != "silu", f"hidden_act = {raw.get('hidden_act')!r:.80}"),
+    ):
+        if found:
+            raise ValueError(f"{origin}: {what} is not supported; use a model without it")
 
 
 def _rope(raw: dict[str, Any], origin: str) -> tuple[float, dict[str, Any] | None]:
     """Base and scaling; newer files keep both under ``rope_parameters``, older ones apart."""
     parameters = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     if not isinstance(parameters, dict):
-        raise ValueError(f"{origin}: rope_scaling = {_shown(parameters)} is no object; {_REMEDY}")
+        raise ValueError(f"{origin}: rope_scaling = {parameters!r:.80} is no object; {TAKE_CONFIG}")
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     if kind not in ("default", "llama3"):
-        raise ValueError(f"{origin}: rope_type {_shown(kind)} is not supported; use 'default' or 'llama3'")
-    theta = _number({**raw, **parameters}, "rope_theta", 10000.0, origin)
+        raise ValueError(f"{origin}: rope_type {kind!r:.80} is not supported; use 'default' or 'llama3'")
+    theta = _number({**raw, **parameters}, origin, "rope_theta", 10000.0, float)
     return theta, (parameters if kind == "llama3" else None)

@@ -17,17 +17,13 @@ from tlt_hpc.models.linear import Linear
 from tlt_hpc.models.shape import ModelShape, part_of
 
 
-def _alone(x: Tensor) -> Tensor:
-    return x
-
-
 @dataclass(frozen=True)
 class Sharding:
     """This rank's place ``index`` among the ``size`` ranks that compute every pass together."""
 
     index: int = 0
     size: int = 1
-    all_reduce: Callable[[Tensor], Tensor] = _alone
+    all_reduce: Callable[[Tensor], Tensor] = lambda x: x
     """The sum of all ranks' tensors, in place or not, and the same bits on all: they sample for themselves."""
 
     def part(self, shape: ModelShape) -> ModelShape:

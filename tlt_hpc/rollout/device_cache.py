@@ -20,7 +20,7 @@ from torch import Tensor
 from tlt_hpc.kernels.attention import MAX_NODES, flash_can_run, flash_tree_attention, paged_tree_attention
 from tlt_hpc.kernels.rotary import HeadNorms, rotate_and_store
 from tlt_hpc.models.layers import Attend, FusedAttend
-from tlt_hpc.models.rotary import HalvesRows
+from tlt_hpc.models.rotary import RotaryRows
 from tlt_hpc.models.shape import ModelShape
 from tlt_hpc.rollout.kv_cache import HostPagedCache, Layout, PagedCache, PoolSizes, Seen
 
@@ -100,7 +100,7 @@ class _PassAttend(FusedAttend):
         values.flatten(0, 1).index_copy_(0, self.write, value)
         return self.reading.read(query, keys, values)
 
-    def fused(self, layer: int, qkv: Tensor, rotary: HalvesRows, norms: HeadNorms | None) -> Tensor:
+    def fused(self, layer: int, qkv: Tensor, rotary: RotaryRows, norms: HeadNorms | None) -> Tensor:
         keys, values = self._pages(layer)
         table = rotary.table
         query = rotate_and_store(qkv, table.cosine, table.sine, rotary.positions, keys, values, self.write, norms)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from tlt_hpc.models.ngram import SuffixDrafter
+from tlt_hpc.models.ngram import ORDERS, SuffixDrafter
 from tlt_hpc.rollout.responses import Response
 from tlt_hpc.rollout.strategy import Strategy
 
@@ -69,13 +69,15 @@ class NgramDrafts:
         return [self._chain(response, b, noise, strategy) for b, response in enumerate(responses)]
 
     def _chain(self, response: Response, row: int, noise: NoiseAt, strategy: Strategy) -> list[int]:
-        cursor, drafts = self._table.cursor(response.prompt, response.text), list[int]()
+        prompt, context, drafts = response.prompt, response.text[-ORDERS[0] :], list[int]()
         known = response.rule.num_tokens  # a prompt may hold ids that are never sampled
-        while len(drafts) < strategy.depth and (found := [c for c in cursor.continuations() if c[0] < known]):
+        while len(drafts) < strategy.depth:
+            found = [one for one in self._table.continuations(prompt, context + drafts) if one[0] < known]
+            if not found:
+                break
             token = found[0][0]
             if len(found) > 1 and response.rule.temperature > 0:
                 d = len(drafts)
                 token = max(found, key=lambda one: strategy.sharpness * math.log(one[1]) + noise(row, d, one[0]))[0]
             drafts.append(token)
-            cursor.advance(token)
         return drafts

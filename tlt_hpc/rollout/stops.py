@@ -18,15 +18,7 @@ class StopStrings:
     """Finds where a response ends by its text; one object serves all responses with the same stop strings."""
 
     def __init__(self, strings: Sequence[str], decode: Callable[[list[int]], str]) -> None:
-        """``decode`` turns token ids into text, special tokens into nothing.
-
-        Raises:
-            ValueError: a stop string is empty or holds U+FFFD, or ``strings`` is a bare string.
-        """
-        if isinstance(strings, str):
-            raise ValueError(f"stop strings are {strings!r}, one string; give a list of them: [{strings!r}]")
-        for string in strings:
-            _check(string)
+        """``decode`` turns token ids into text, special tokens into nothing; no string is empty."""
         self._strings = tuple(strings)
         self._decode = decode
         # every token that shows has at least one byte; one token more keeps what a decoder strips from its first
@@ -92,12 +84,3 @@ def _num_alike(before: str, after: str) -> int:
     """Characters at the front that two texts share: the last token may complete a character of the first."""
     pairs = enumerate(zip(before, after, strict=False))
     return next((index for index, (old, new) in pairs if old != new), min(len(before), len(after)))
-
-
-def _check(string: str) -> None:
-    if not string:
-        raise ValueError("a stop string is empty and would end every response at once; drop it from stop_strings")
-    if _BROKEN in string:
-        raise ValueError(
-            f"stop string {string!r} holds U+FFFD, which stands for half a character and is no text; remove it"
-        )

@@ -14,7 +14,6 @@ from tlt_hpc.rollout.strategy import Strategy, strategies_of
 GRAPHS_BYTES = 1_500_000_000
 """Assumed for captured graphs on a GPU: their intermediates, and what the driver keeps of each."""
 _SPARE_POSITIONS = 64
-_MAX_TABLE_BYTES = 1 << 26
 _MIN_PACKED = 1 << 18
 _NOISE_AHEAD, _NOISE_BLOCK = 32, 1 << 15
 _FLOAT64_ROWS = 2048
@@ -148,12 +147,7 @@ def _angles(situation: Situation) -> int:
 
 
 def _table(situation: Situation, s: ModelShape) -> int:
-    count = s.max_positions + _SPARE_POSITIONS
-    if situation.device == "cuda" or situation.item == 2:
-        return 2 * situation.item * count * s.head_dim
-    turns = 8 * count * s.head_dim // 2
-    heads = s.num_heads + 2 * s.num_kv_heads
-    return turns * (1 + heads) if turns * heads <= _MAX_TABLE_BYTES else turns
+    return 2 * situation.item * (s.max_positions + _SPARE_POSITIONS) * s.head_dim
 
 
 def _packs(situation: Situation) -> bool:
