@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tlt_hpc.config import ConfigError, load_config
+from tlt_hpc.config import UserError, load_config
 from tlt_hpc.session import cache_place
 from tlt_hpc.storage.folder import RunFolder, node_folder
 
@@ -39,7 +39,7 @@ class FakeWorld:
     def all_or_none(self, work: Any) -> Any:
         result = work()
         for error in filter(None, self.errors):
-            raise ConfigError(error)
+            raise UserError(error)
         return result
 
     def allgather(self, item: Any) -> list[Any]:
@@ -76,10 +76,8 @@ def test_runs_of_one_name_do_not_meet(tmp_path: Path) -> None:
 
 def test_a_variable_that_one_node_lacks_is_one_line_on_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NO_SUCH_DISK", raising=False)
-    with pytest.raises(
-        ConfigError, match=r"drafter\.cache_folder = '\$NO_SUCH_DISK/x'.*not set on b; set it"
-    ) as caught:
+    with pytest.raises(UserError, match=r"drafter\.cache_folder = '\$NO_SUCH_DISK/x'.*not set on b; set it") as caught:
         place_of(1, "$NO_SUCH_DISK/x", tmp_path)
     assert "\n" not in str(caught.value)
-    with pytest.raises(ConfigError, match="no disk on b"):
+    with pytest.raises(UserError, match="no disk on b"):
         place_of(0, str(tmp_path), tmp_path, errors=("", "no disk on b", "", "", ""))

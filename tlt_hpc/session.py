@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import sha256
+from itertools import chain
 from pathlib import Path
 from uuid import uuid4
 
@@ -398,7 +399,12 @@ def claim_folder(
     probe = folder.path / f"shared-{uuid4().hex}"
 
     def write_claim() -> tuple[str, str]:
-        _claim(folder, config)
+        check_resumable(folder.config, config)
+        folder.create()
+        claim_owner(folder.status, BEAT.start)
+        warn_of_last(folder.status, BEAT.start)
+        with writing_beside(folder.config) as path:
+            path.write_text(to_toml(config), encoding="utf-8")
         if prompts is not None:
             claim_data(folder.path, prompts.fingerprints())
         if environment is not None:
@@ -447,15 +453,6 @@ def hidden_files(folder: Path, names: Set[str]) -> Set[str]:
             break
         time.sleep(0.1)
     return hidden
-
-
-def _claim(folder: RunFolder, config: Config) -> None:
-    check_resumable(folder.config, config)
-    folder.create()
-    claim_owner(folder.status, BEAT.start)
-    warn_of_last(folder.status, BEAT.start)
-    with writing_beside(folder.config) as path:
-        path.write_text(to_toml(config), encoding="utf-8")
 
 
 def choose_device(config: Config, world: World) -> torch.device:
@@ -526,19 +523,12 @@ def cache_place(config: Config, world: World, folder: RunFolder) -> tuple[RunFol
     """Where the feature cache is, and which of how many ranks this one is there; collective.
 
     Raises:
-        ConfigError: on all ranks, where a node does not know a variable in ``drafter.cache_folder``.
+        UserError: on all ranks, if a node does not have a variable in ``drafter.cache_folder``.
     """
     template = config.drafter.cache_folder
     if not template:
         return folder, world.rank, world.size
-
-    def find() -> Path:
-        try:
-            return node_folder(template, folder.path, world.hostname)
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
-
-    found = world.all_or_none(find)
+    found = world.all_or_none(lambda: node_folder(template, folder.path, world.hostname))
     return RunFolder(found), world.local_rank, world.allgather(world.hostname).count(world.hostname)
 
 
@@ -553,13 +543,9 @@ def choose_vocabulary(config: Config, assets: Assets) -> torch.Tensor | None:
     if config.drafter.form == "eagle":
         return None
     check_layers(assets.shape, "drafter.form = 'eagle3'")
-    counted = count_tokens(_texts(config, assets), num_used_tokens(assets.tokenizer, assets.shape))
-    ids = most_frequent_tokens(counted, config.drafter.vocabulary, assets.eos_token_ids)
-    return torch.from_numpy(ids)
-
-
-def _texts(config: Config, assets: Assets) -> Iterator[NDArray[np.int32]]:
-    for step in range(min(config.run.num_steps, _COUNTED_STEPS)):
-        for prompt in assets.prompts.batch(step):
-            yield prompt.tokens
-            yield np.array(assets.tokenizer.encode(prompt.answer, add_special_tokens=False).ids, np.int32)
+    num_steps = min(config.run.num_steps, _COUNTED_STEPS)
+    prompts = [prompt for step in range(num_steps) for prompt in assets.prompts.batch(step)]
+    answers = (assets.tokenizer.encode(prompt.answer, add_special_tokens=False).ids for prompt in prompts)
+    texts = chain((prompt.tokens for prompt in prompts), (np.array(answer, np.int32) for answer in answers))
+    counted = count_tokens(texts, num_used_tokens(assets.tokenizer, assets.shape))
+    return torch.from_numpy(most_frequent_tokens(counted, config.drafter.vocabulary, assets.eos_token_ids))

@@ -185,12 +185,11 @@ def take_step(job: Job, step: int, reporter: Reporter, is_saved: bool = False, t
         unmerged = MergeReport(0, job.drafting.spot.num_steps, "", 0.0) if job.drafting else None
         merged = finish_merge(job) if merge else unmerged
         job.load_policy(step + 1)
-    own = {rollout.key for rollout in tail.rollouts}
-    advantages = np.full(len(rollouts), np.nan, np.float32)  # of what dynamic sampling has left out
-    advantages[update.trained] = update.advantages
-    own_advantages = np.array([a for r, a in zip(rollouts, advantages, strict=True) if r.key in own])
+    by_key = {rollouts[i].key: advantage for i, advantage in zip(update.trained, update.advantages, strict=True)}
+    # NaN: left out by dynamic sampling
+    advantages = np.array([by_key.get(rollout.key, np.nan) for rollout in tail.rollouts], np.float32)
     phases = tuple(PhaseSpan(*span) for span in timer.take_spans())
-    record = make_record(job, step, tail, rewards, own_advantages, merged, phases)
+    record = make_record(job, step, tail, rewards, advantages, merged, phases)
     line: Line = {
         **summarise(job.world, record, update, merged, timer.take()),
         "drafter/why": why_trained(job),
@@ -313,7 +312,7 @@ def make_record(
         num_ranks=job.world.size,
         rollouts=tuple(tail.rollouts),
         rewards=rewards,
-        advantages=advantages.astype(np.float32),
+        advantages=advantages,
         timing=tail.timings[0],
         refills=tail.timings[1:],
         micro_steps=micro_steps,

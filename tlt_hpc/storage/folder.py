@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from tlt_hpc.common.errors import UserError
+
 PART_SUFFIX = ".part"
 _STEP_NAME = re.compile(r"step-([0-9]{6,9})")
 _RANK_NAME = re.compile(r"rank-([0-9]{4,9})\.h5")
@@ -110,11 +112,11 @@ def node_folder(template: str, run: Path, hostname: str) -> Path:
     path of its folder and the host.
 
     Raises:
-        ValueError: a variable is not set here.
+        UserError: a variable is not set here.
     """
     expanded = os.path.expandvars(Path(template).expanduser())
     if "$" in expanded:
-        raise ValueError(
+        raise UserError(
             f"drafter.cache_folder = {template!r}: {expanded!r} has a variable that is not set on {hostname}; "
             "set it for all ranks, or give a folder by its name"
         )
