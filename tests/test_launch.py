@@ -17,7 +17,6 @@ from tlt_hpc.cluster import local
     [
         ({}, None, None),
         ({"PMI_RANK": "3", "PMI_SIZE": "8"}, 3, 8),
-        ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}, 0, 2),
         ({"PMIX_RANK": "5", "SLURM_STEP_NUM_TASKS": "64"}, 5, 64),
         ({"SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_NTASKS": "4"}, 1, 4),
         # a batch script, outside any step, has SLURM_PROCID too, and is no rank

@@ -367,20 +367,16 @@ def test_sbatch_is_asked_about_the_script_itself(place: Place) -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "gpus", "kind", "ranks", "megabytes"),
+    ("asked", "read"),
     [
-        ("--ntasks-per-node=2 --gpus-per-node=a100:4 --mem=7G", 4, "a100", 2, 7168),
-        ("--gpus-per-node=a100:4 --gres=gpu:h100:2", 4, "a100", 4, 0),
-        ("--gres=craynetwork:1,gpu:a100:4,lscratch:200", 4, "a100", 4, 0),
-        ("--gres=gpu", 1, "", 1, 0),
-        ("-N 2-4 --mem=100", 0, "", 0, 100),
+        ("--ntasks-per-node=2 --gpus-per-node=a100:4 --mem=7G", (4, "a100", 2, 7168)),
+        ("--gpus-per-node=a100:4 --gres=gpu:h100:2", (4, "a100", 4, 0)),
+        ("--gres=craynetwork:1,gpu,lscratch:200 -N 2-4 --mem=100", (1, "", 1, 100)),
     ],
 )
-def test_gpus_memory_and_ranks_of_a_node_are_read(asked: str, gpus: int, kind: str, ranks: int, megabytes: int) -> None:
+def test_gpus_memory_and_ranks_of_a_node_are_read(asked: str, read: tuple[object, ...]) -> None:
     found = request.request_of(shlex.split(asked))
-    assert (found.gpus_per_node, found.gpu_kind, found.ranks_per_node, found.memory_mb) == (
-        gpus, kind, ranks, megabytes
-    )  # fmt: skip
+    assert (found.gpus_per_node, found.gpu_kind, found.ranks_per_node, found.memory_mb) == read
 
 
 @pytest.mark.parametrize("asked", ["-n 8", "-G 8", "--gpus-per-task=1", "--mem-per-cpu=1G", "--mem-per-gpu=1G"])
@@ -402,13 +398,10 @@ def test_the_recipe_of_the_first_run_asks_for_what_its_script_leaves_open() -> N
     assert (found.partition, found.account) == ("PARTITION", "ACCOUNT")
 
 
-@pytest.mark.parametrize(
-    ("gres", "gpus"),
-    [("gpu:a100:4(S:0-1)", 4), ("gpu:8", 8), ("(null)", 0), ("gpu:a100:2,gpu:v100:1", 3), ("nvme:1,gpu:h100:8(S:0)", 8),
-     ("gpu_memory:80", 0), ("gpu:1g.10gb:7(S:0,1)", 7)],
-)  # fmt: skip
-def test_gpus_are_counted_in_generic_resources(gres: str, gpus: int) -> None:
-    assert sum(count for _, count in request.gpu_resources(gres)) == gpus
+def test_gpus_are_counted_in_generic_resources() -> None:
+    texts = {"gpu:a100:4(S:0-1)": 4, "gpu:8": 8, "(null)": 0, "gpu:a100:2,gpu:v100:1": 3, "nvme:1,gpu:h100:8(S:0)": 8,
+             "gpu_memory:80": 0, "gpu:1g.10gb:7(S:0,1)": 7}  # fmt: skip
+    assert {text: sum(count for _, count in request.gpu_resources(text)) for text in texts} == texts
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The watch's thread on folders that are full, read-only, gone or hang: it rides through, or still tells and ends."""
+"""The watch's thread: what a rank records, when it ends a job that hangs, and a folder that does not answer."""
 
 from __future__ import annotations
 

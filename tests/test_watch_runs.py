@@ -1,4 +1,4 @@
-"""The watch over whole runs: a hang ends with one line and continues; bad disks end clearly."""
+"""The watch over whole runs: a hang ends with one line and continues; so does a full disk."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_a_hang_ends_the_run_with_one_line_and_the_same_command_resumes(tmp_path
 
 @pytest.fixture
 def disk(tmp_path) -> Iterator[Path]:
-    """A file system that a test may fill or close."""
+    """A file system that a test may fill."""
     folder = tmp_path / "disk"
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=200m", "tmpfs", str(folder)]
@@ -130,29 +130,15 @@ def fill(disk: Path) -> None:
             file.write(bytes(1 << 16))
 
 
-def close(disk: Path) -> None:
-    """Make it read-only, which is refused while a file is open for writing."""
-    command = ["mount", "-o", "remount,ro", str(disk)]
-    while subprocess.run(command, capture_output=True, check=False).returncode:
-        time.sleep(0.01)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("spoil", "fix", "said"),
-    [
-        (fill, ["rm", "filling"], "No space left on device; .*(free space|make room) there"),
-        (close, ["mount", "-o", "remount,rw", "disk"], "Read-only file system"),
-    ],
-)
-def test_a_disk_that_fails_ends_the_run_with_one_line_and_the_run_resumes(disk, spoil, fix, said):
+def test_a_disk_that_fills_up_ends_the_run_with_one_line_and_the_run_resumes(disk):
     process = train(disk, 2, "run.num_steps=50")
     until(lambda: num_steps(disk) >= 1, process)
-    spoil(disk)
+    fill(disk)
     code, lines, text = end(process)
     assert code == 2 and "Traceback" not in text, text
-    assert lines and all(re.search(said, line) for line in lines)
-    subprocess.run(fix if fix[0] == "rm" else [*fix[:-1], str(disk)], cwd=disk, check=True)
+    assert lines and all(re.search("No space left on device; .*(free space|make room) there", line) for line in lines)
+    (disk / "filling").unlink()
     done = num_steps(disk)
     code, lines, text = end(train(disk, 2, f"run.num_steps={done + 1}"))
     assert code == 0 and not lines, text

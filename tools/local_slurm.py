@@ -1,7 +1,7 @@
 """Start a private Slurm of several nodes on this machine, to try batch scripts and for tests; stop it.
 
     eval "$(python tools/local_slurm.py start)"     # prints: export SLURM_CONF=...
-    python tools/local_slurm.py stop                # the one that SLURM_CONF names
+    python tools/local_slurm.py stop
 
 For Debian 12 and its Slurm 22.05; needs root, but no systemd, no cgroup and nothing under /etc. Every node is a slurmd
 on the loopback interface with 2 CPUs, 4,000 MB and 2 GPUs that are only names. Jobs in the partition `urgent` preempt
@@ -20,7 +20,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -101,9 +100,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command."""
     parser = argparse.ArgumentParser(description="A private Slurm of several nodes on this machine.")
     parser.add_argument("command", choices=("start", "stop"))
-    parser.add_argument("--folder", type=Path, help="of all its files (default: SLURM_CONF's, or tlt-slurm in /tmp)")
+    parser.add_argument("--folder", type=Path, default=Path("/tmp/tlt-slurm"), help="of its files (/tmp/tlt-slurm)")
     options = parser.parse_args(arguments)
-    folder: Path = (options.folder or exported_folder() or Path(tempfile.gettempdir()) / "tlt-slurm").resolve()
+    folder: Path = options.folder.resolve()
     check_machine()
     if options.command == "start":
         start(folder)
@@ -111,12 +110,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     elif is_own(folder):
         stop(folder)
     return 0
-
-
-def exported_folder() -> Path | None:
-    """The folder of the Slurm that SLURM_CONF names, if it is one of this tool's."""
-    folder = Path(os.environ.get("SLURM_CONF", "")).parent
-    return folder if is_own(folder) else None
 
 
 def is_own(folder: Path) -> bool:

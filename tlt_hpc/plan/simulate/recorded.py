@@ -192,9 +192,7 @@ def curve(rounds: Rounds, chosen: NDArray[np.bool_], least: int, most_live: int)
         at.append(float(np.average(np.log2(rounds.live[of]), weights=advance)))
         values.append(float(rounds.seconds[of].sum() / advance.sum()))
         seen |= bucket_of(batch) == bucket
-    if not at:
-        return np.full(most_live, np.inf), seen
-    return np.interp(np.log2(batch), at, values), seen
+    return np.interp(np.log2(batch), at, values) if at else np.full(most_live, np.inf), seen
 
 
 def bucket_of(live: Ints) -> Ints:
