@@ -21,7 +21,7 @@ from preflight_place import NODES, ROOT, SCRIPT, Place, make_place
 from tlt_hpc.cli.main import main, parse
 from tlt_hpc.cluster.watch.diagnosis import process_state
 from tlt_hpc.config import ConfigError, load_config, to_toml
-from tlt_hpc.plan.preflight import fix, job_checks, machine, mpi, request, system_checks
+from tlt_hpc.plan.preflight import job_checks, machine, mpi, request, system_checks
 from tlt_hpc.plan.preflight.checklist import CHECKS, SLURM_CHECKS
 from tlt_hpc.plan.preflight.program import NoAnswer, ask
 from tlt_hpc.plan.preflight.results import Finding
@@ -324,7 +324,7 @@ def test_fix_fetches_the_model(place: Place) -> None:
         asked.append(model_id)
         shutil.copytree(kept, folder)
 
-    place.monkeypatch.setattr(fix, "fetch", fetch)
+    place.monkeypatch.setattr(job_checks, "fetch", fetch)
     place.set("--fix", "--model-id", "Someone/Tiny")
     found = place.check()
     assert found["model"].level == "ok" and asked == ["Someone/Tiny"]
@@ -338,7 +338,7 @@ def test_what_fix_could_not_do_is_said_and_the_checks_continue(place: Place) -> 
     def fetch(model_id: str, folder: Path) -> None:
         raise OSError("no route\nmore")
 
-    place.monkeypatch.setattr(fix, "fetch", fetch)
+    place.monkeypatch.setattr(job_checks, "fetch", fetch)
     place.set("--fix", "--model-id", "Someone/Tiny")
     assert_found(place.check(), "fix model", r"could not fetch 'Someone/Tiny': .*no route", {"model"})
 

@@ -13,7 +13,7 @@ from functools import partial
 
 from tlt_hpc.common.words import count
 from tlt_hpc.config import ConfigError, find_problems
-from tlt_hpc.plan.preflight import fix, job_checks, mpi, slurm_checks, system_checks
+from tlt_hpc.plan.preflight import job_checks, mpi, slurm_checks, system_checks
 from tlt_hpc.plan.preflight.planned_job import PlannedJob
 from tlt_hpc.plan.preflight.request import make_request
 from tlt_hpc.plan.preflight.results import Finding, Level, failure_of, judge, ok
@@ -82,7 +82,7 @@ def all_results(options: argparse.Namespace) -> Iterator[tuple[str, Finding]]:
     if config is not None:
         yield "config", ok(f"{options.config}: {count(config.run.num_steps, 'step')} to {config.folder}")
         if options.fix:
-            yield "fix model", judge(partial(fix.get_model, config, options.model_id or ""))
+            yield "fix model", judge(partial(job_checks.get_model, config, options.model_id or ""))
     for name, check in (CHECKS | (SLURM_CHECKS if job.asks_slurm else {})).items():
         yield name, judge(partial(check, job))
     if not job.asks_slurm:
