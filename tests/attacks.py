@@ -57,10 +57,7 @@ PROCESSES = [
     Attack("subprocess", attempt("import subprocess\nsubprocess.run(['/bin/sh', '-c', 'true'])"), says="refused"),
     Attack("posix_spawn", attempt("import os, sys\nos.posix_spawn(sys.executable, ['p'], {})"), says="refused"),
     Attack("exec", attempt("import os, sys\nos.execv(sys.executable, ['p'])"), says="refused"),
-    Attack("a pool", attempt("import multiprocessing\nmultiprocessing.Process(target=print).start()"), says="refused"),
-    Attack("a daemon by double fork", attempt("import os\nif os.fork() == 0 and os.fork() == 0: os.setsid()"), says="refused"),
     Attack("setsid", attempt("import os\nos.setsid()"), says="refused"),
-    Attack("setpgid", attempt("import os\nos.setpgid(0, 0)"), says="refused"),
     Attack("raw clone", system_call("clone", "17", "0", "0", "0", "0"), says="refused 1"),
     Attack("raw clone in a new user namespace", system_call("clone", "0x10000011", "0", "0", "0", "0"), says="refused"),
     Attack("raw clone3", system_call("clone3", "(ctypes.c_uint64 * 11)(0, 0, 0, 0, 17)", "88"), says="refused 38"),
@@ -69,7 +66,6 @@ PROCESSES = [
     Attack("a process of the host killed", attempt("import os\nos.kill({pid}, 9)"), says="refused 3"),
     Attack("the process group killed", "import os\nos.kill(0, 9)", status=-9),
     Attack("a pidfd of process 1", system_call("pidfd_open", "1", "0"), says="refused 1"),
-    Attack("identity 0", attempt("import os\nos.setuid(0)"), says="refused"),
     Attack(
         "threads without end",
         "import threading\nhold = threading.Event()\nnum = 0\n"
@@ -82,21 +78,15 @@ PROCESSES = [
 FILES = [
     Attack("the host's password file", attempt("open('/etc/passwd').read()"), says="refused 2"),
     Attack("a secret file", attempt("open('{secret}').read()"), says="refused 2"),
-    Attack("a secret file by ..", attempt("open('../' * 20 + '{secret}'[1:]).read()"), says="refused 2"),
     Attack("a secret file by a link", attempt("import os\nos.symlink('{secret}', 'x')\nopen('x').read()"), says="refused 2"),
     Attack("a hard link to the library", attempt("import os\nos.link(os.__file__, 'x')"), says="refused 18"),
     Attack("the library written to", attempt("import os\nopen(os.__file__, 'a')"), says="refused"),
-    Attack("a link in the library", attempt("import os\nos.symlink('x', os.__file__ + 'x')"), says="refused 30"),
     Attack("the root written to", attempt("open('/x', 'w')"), says="refused 30"),
-    Attack("a folder made in the root", attempt("import os\nos.mkdir('/x')"), says="refused 30"),
-    Attack("the library's rights", attempt("import os\nos.chmod(os.__file__, 0o777)"), says="refused"),
     Attack("chroot and out", attempt("import os\nos.mkdir('d')\nos.chroot('d')"), says="refused 1"),
     Attack("a device", attempt("import os, stat\nos.mknod('m', 0o600 | stat.S_IFCHR, os.makedev(1, 1))"), says="refused 1"),
-    Attack("memory's device", attempt("open('/dev/mem', 'rb')"), says="refused 2"),
     Attack("any device", attempt("import os\nos.listdir('/dev')"), says="refused 2"),
     Attack("its own /proc", attempt("open('/proc/self/mem', 'r+b')"), says="refused 2"),
     Attack("the parent's environment", attempt("open('/proc/1/environ', 'rb').read()"), says="refused 2"),
-    Attack("the kernel's /sys", attempt("import os\nos.listdir('/sys')"), says="refused 2"),
     Attack(
         "descriptors left open",
         "import os\n"
@@ -116,8 +106,6 @@ FILES = [
     ),
     Attack("descriptors without end", attempt("import os\nwhile True: os.pipe()"), says="refused 24"),
     Attack("mount", system_call("mount", "b'none'", "b'/tmp'", "b'tmpfs'", "0", "0"), says="refused 1"),
-    Attack("umount", system_call("umount2", "b'/tmp'", "2"), says="refused 1"),
-    Attack("pivot_root", system_call("pivot_root", "b'/tmp'", "b'/tmp'"), says="refused 1"),
     Attack("a file by its handle", system_call("open_by_handle_at", "0", "0", "0"), says="refused 1"),
     Attack("the installed packages", "import sys\nsys.path += [p + '/site-packages' for p in sys.path]\n"
            "try:\n    import numpy\n    print('breached')\nexcept ImportError:\n    print('refused')\n", says="refused"),
@@ -127,19 +115,15 @@ NETWORK = [
     Attack(f"{family} socket", attempt(f"import socket\nsocket.socket(socket.AF_{family}, socket.SOCK_{kind})"), says="refused 1")
     for family, kind in (("INET", "STREAM"), ("INET6", "DGRAM"), ("UNIX", "STREAM"), ("NETLINK", "RAW"), ("PACKET", "RAW"))
 ] + [
-    Attack("an abstract socket", attempt("import socket\ns = socket.socket(socket.AF_UNIX)\ns.bind('\\0x')"), says="refused 1"),
     Attack("a name server", attempt("import socket\nsocket.gethostbyname('localhost')"), says="refused"),
-    Attack("the host's name", attempt("import socket\nsocket.sethostname('x')"), says="refused 1"),
 ]  # fmt: skip
 
 KERNEL = [
     Attack("ptrace of process 1", system_call("ptrace", "16", "1", "0", "0"), says="refused 1"),
     Attack("another's memory", system_call("process_vm_readv", "1", "0", "0", "0", "0", "0"), says="refused 1"),
     Attack("new namespaces", system_call("unshare", "0x10000000"), says="refused 1"),
-    Attack("another's namespaces", system_call("setns", "0", "0"), says="refused 1"),
     Attack("limits of process 1", system_call("prlimit64", "1", "0", "0", "(ctypes.c_uint64 * 2)()"), says="refused 1"),
     Attack("System V memory", system_call("shmget", "0", "4096", "0o1666"), says="refused 1"),
-    Attack("message queues", system_call("msgget", "7", "0o1666"), says="refused 1"),
     *(
         Attack(name, system_call(name, "0", "0", "0", "0", "0"), says="refused 1")
         for name in ("bpf", "keyctl", "add_key", "perf_event_open", "userfaultfd", "io_uring_setup", "kexec_load",
@@ -153,44 +137,34 @@ KERNEL = [
 
 EXHAUSTION = [
     Attack("memory", "x = bytearray(10**10)\nprint('breached')", status=77),
-    Attack("memory in pieces", "x = []\nwhile True: x.append(bytes(2**20))", status=77),
     Attack("time", "while True: pass", failure="cpu"),
     Attack("time behind signals", "import signal\nfor n in set(signal.valid_signals()) - {9, 19}: signal.signal(n, signal.SIG_IGN)\n"
            "while True: pass", failure="cpu"),
     Attack("time in threads", "import threading\nfor _ in range(4): threading.Thread(target=lambda: sum(iter(int, 1))).start()",
            failure="cpu"),
-    Attack("time behind exceptions", "while True:\n    try:\n        while True: pass\n    except BaseException: pass", failure="cpu"),
     Attack("output", "while True: print('x' * 10**6)", failure="output"),
     Attack("sleep", "import time\ntime.sleep(10**6)", failure="asleep"),
-    Attack("a lock", "import threading\nl = threading.Lock()\nl.acquire()\nl.acquire()", failure="asleep"),
-    Attack("sleep in a thread that is left", "import threading, time\nthreading.Thread(target=time.sleep, args=[10**6]).start()",
-           failure="asleep"),
     Attack("sleep with the output closed", "import os, time\nos.close(1)\ntime.sleep(10**6)", failure="asleep"),
     Attack("a stop signal", "import os\nos.kill(os.getpid(), 19)", failure="asleep"),
     Attack("a pipe that nobody fills", "import os\nr, w = os.pipe()\nos.read(r, 1)", failure="asleep"),
     Attack("recursion", "def f(): return f()\nf()", status=1),
     Attack("recursion without limit", "import sys\nsys.setrecursionlimit(2**31 - 1)\nf = lambda x: [f(x)]\n"
            "class A:\n    def __repr__(self): return repr(self)\nrepr(A())", status=-11),
-    Attack("deep JSON", "import json\njson.loads('[' * 10**6)", status=1),
     Attack("a core dump", "import os\nos.abort()", status=-6),
     Attack("a wild pointer", "import ctypes\nctypes.string_at(0)", status=-11),
     Attack("x32 calls", "import ctypes, platform\nif platform.machine() == 'x86_64': ctypes.CDLL(None).syscall(0x40000000 + 39)\n"
            "print('breached')", status=-31),
     Attack("an early end", "import os\nos._exit(0)\nprint('breached')", status=0),
-    Attack("its own input rewritten", attempt("import os\nos.write(0, b'9')"), says="refused 9"),
-    Attack("its output closed", "import sys\nsys.stdout.close()\nprint('breached')", status=1),
 ]  # fmt: skip
 
 ATTACKS = [*PROCESSES, *FILES, *NETWORK, *KERNEL, *EXHAUSTION]
 
-# A problem in three forms, with honest programs; one expected result is a token that nothing inside should ever hold.
+# A problem in two forms, with honest programs; one expected result is a token that nothing inside should ever hold.
 DOUBLE = json.dumps({"inputs": ["3\n", "21\n"], "outputs": ["6\n", "42-the-token\n"]})
 CALLED = json.dumps({"inputs": [[3], [21]], "outputs": [6, "42-the-token"], "fn_name": "f"})
-ASSERTED = json.dumps(["assert f(3) == 6", "assert f(21) == '42-the-token'"])
 HONEST = {
     DOUBLE: "n = int(input())\nprint(n * 2 if n == 3 else '42-the-token')",
     CALLED: "def f(n): return n * 2 if n == 3 else '42-the-token'",
-    ASSERTED: "def f(n): return n * 2 if n == 3 else '42-the-token'",
 }
 SEARCH = """
 import gc, sys
@@ -224,10 +198,6 @@ FORGERIES = {
     "an error": "raise AssertionError",
     "nothing": "",
     "no Python": "this is not Python",
-    "a killed checker": "import os\nfor pid in range(2, 50):\n    try: os.kill(pid, 9)\n    except OSError: pass\ndef f(n): return 6",
-    "a checker killed in the call": "import os\ndef f(n):\n    for pid in set(range(2, 50)) - {os.getpid()}:\n"
-    "        try: os.kill(pid, 9)\n        except OSError: pass\n    return 6",
-    "a reply before the question": "import os\nfor _ in range(9):\n    try: os.write(4, b'6\\n')\n    except OSError: pass\ndef f(n): return 6",
     "a deep value": "def f(n):\n    x = []\n    for _ in range(10**5): x = [x]\n    return x",
     "a huge value": "def f(n): return 'x' * 10**8",
     "a value that is not one": "def f(n): return open(0)",

@@ -65,18 +65,13 @@ KINDS = "input should be 'boxed', 'math', 'numeric', 'choice', 'format', 'code' 
     [
         ("rollout.temprature=0.9", "unknown key 'rollout.temprature'; did you mean 'rollout.temperature'?"),
         ("data.task_size=3", "unknown key 'data.task_size'; it was removed: give size in data.task_args"),
-        ("rolout.temperature=0.9", "unknown key 'rolout'; did you mean 'rollout'?"),
         ("tracking.zzz=1", "unknown key 'tracking.zzz'; valid keys: tracking.tensorboard, tracking.wandb"),
         ("speculation.strategies=drafter-4", 'speculation.strategies = \'drafter-4\': give a list, such as ["a", "b"]'),
         ("speculation.strategies=[]", "speculation.strategies = []: give a list of one or more"),
         ("reward.by_source=math", "reward.by_source = 'math': give a table, such as {name = \"value\"}"),
-        ("reward.by_source={'a' = 'gsm8k'}", f"reward.by_source.a = 'gsm8k': {KINDS}"),
         ('reward.by_source={"\\u001b" = "x"}', f"reward.by_source.'\\x1b' = 'x': {KINDS}"),
         ("rollout.group_size=eight", "rollout.group_size = 'eight': input should be a valid integer"),
-        ("rollout.group_size=8.0", "rollout.group_size = 8.0: input should be a valid integer"),
-        ("rollout.group_size=0", "rollout.group_size = 0: input should be greater than or equal to 1"),
         ("rollout.group_size=true", "rollout.group_size = true: input should be a valid integer"),
-        ("run.name=../elsewhere", f"run.name = '../elsewhere': {NAME}"),
         ('run.name="a\\n"', f"run.name = 'a\\n': {NAME}"),
         ("run.name=" + "a" * 300, f"run.name = '{'a' * 199}... (302 characters): {LONG}"),
         ('run.folder="a\\u0000b"', f"run.folder = 'a\\x00b': {NUL}"),
@@ -85,10 +80,8 @@ KINDS = "input should be 'boxed', 'math', 'numeric', 'choice', 'format', 'code' 
         ("rollout.temperature=nan", "rollout.temperature = nan: input should be a finite number"),
         ("rollout.temperature=1e-308", "rollout.temperature = 1e-308: use 0, or a number from 0.001 to 100"),
         ("optimizer.max_grad_norm=1e-300", "optimizer.max_grad_norm = 1e-300: use 0, or a number from 1e-06 to 1e+09"),
-        ("optimizer.learning_rate=1e-6x", "optimizer.learning_rate = '1e-6x': input should be a valid number"),
         ("optimizer.gradient_checkpointing=yes", "optimizer.gradient_checkpointing = 'yes': use true, false or 'auto'"),
         ("algorithm.clip_high=1e308", "algorithm.clip_high = 1e+308: use a number from 0 to 1e+06, or 'auto'"),
-        ("speculation.mode=fast", "speculation.mode = 'fast': input should be 'plain', 'ngram' or 'full'"),
         ("run.seed=" + "9" * 5000, f"override 'run.seed={'9' * 190}... (5011 characters): {LARGE}"),
         ("run.seed=" + "[" * 5000, f"override 'run.seed={'[' * 190}... (5011 characters): {DEEP}"),
     ],
@@ -271,11 +264,6 @@ def test_an_override_of_another_form_is_refused(override: str) -> None:
     )
 
 
-def test_an_override_of_a_key_that_is_no_section() -> None:
-    message = refused(lambda: apply_override({"run": 3}, "run.seed=1"))
-    assert message == "override 'run.seed=1': 'run' is not a section in the file; write it as a [run] table"
-
-
 def test_the_tie_guard_needs_float32() -> None:
     assert load_config(TINY).tie_guard and not load_config(TINY, ["model.dtype=bfloat16"]).tie_guard
 
@@ -337,11 +325,6 @@ def test_round_trip(changed: list[tuple[str, str, Any]]) -> None:
     assert to_toml(again) == text
 
 
-def test_every_key_is_written() -> None:
-    tree = tomllib.loads(to_toml(load_config(TINY)))
-    assert {(section, key) for section, values in tree.items() for key in values} == {(s, k) for s, k, _ in KEYS}
-
-
 # --- the command ---
 
 
@@ -382,24 +365,6 @@ def test_dry_run_prints_the_plan_and_writes_nothing(here: Path, capfd: pytest.Ca
     assert "7 steps on 4 ranks" in plan and "qwen2, 8 layers of width 128" in plan and "32 samples a rank" in plan
     assert parse_config(tomllib.loads(toml)) == load_config(TINY, ["run.num_steps=7", "run.ranks=4"])
     assert list(here.iterdir()) == []
-
-
-@pytest.mark.parametrize("override", ["model.path={}", "data.source={}/a.jsonl"])
-def test_a_folder_that_may_not_be_looked_into(override: str, here: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    closed = here / "closed"
-    closed.mkdir(mode=0)
-    assert main(["train", str(TINY), "--dry-run"]) == 0  # imports all
-    capfd.readouterr()
-    own = os.geteuid()
-    if own == 0:  # no mode applies to root
-        os.seteuid(65534)
-    try:
-        assert main(["train", str(TINY), override.format(closed), "--dry-run"]) == USER_ERROR
-    finally:
-        os.seteuid(own)
-    err = capfd.readouterr().err
-    assert err.count("\n") == 1 and err.startswith("tlt: /")
-    assert err.endswith(": Permission denied; make sure that you may read it, and the folders that it is in\n")
 
 
 # --- keys of earlier versions ---

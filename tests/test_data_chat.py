@@ -23,28 +23,8 @@ from tlt_hpc.models.tokenizer import load_tokenizer, read_chat_format
 
 TINY = Path(__file__).resolve().parent.parent / "jobs" / "tiny.toml"
 
-# After Qwen2.5's: a default system message, trimmed blocks, tools, tojson.
-QWEN = """{%- if tools %}
-    {{- '<|im_start|>system\\n' }}{{ tools | tojson }}
-{%- else %}
-    {%- if messages[0]['role'] == 'system' %}
-        {{- '<|im_start|>system\\n' + messages[0]['content'] + '<|im_end|>\\n' }}
-    {%- else %}
-        {{- '<|im_start|>system\\nYou are Qwen.<|im_end|>\\n' }}
-    {%- endif %}
-{%- endif %}
-{%- for message in messages %}
-    {%- if (message.role == "user") or (message.role == "system" and not loop.first) or message.role == "assistant" %}
-        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}
-    {%- elif message.role == "tool" %}
-        {{- {"role": "tool", "content": message.content} | tojson(indent=2) }}
-        {%- continue %}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|im_start|>assistant\\n' }}
-{%- endif %}
-"""
+CHATML = """{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
 # After Qwen3's and DeepSeek's: namespaces, slices, reversed loops, splits at the end of thinking.
 REASONING = """{%- set ns = namespace(multi=true, last=messages|length - 1) %}
 {%- for message in messages[::-1] %}
@@ -68,11 +48,6 @@ REASONING = """{%- set ns = namespace(multi=true, last=messages|length - 1) %}
 DATED = "{{ strftime_now('%d %b %Y') }}{% for m in messages %}{{ m.content }}{% endfor %}"
 STRICT = """{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}
 {{ raise_exception('Conversation roles must alternate user/assistant') }}{% endif %}{{ m['content'] }}{% endfor %}"""
-EVERYTHING = """{% set d = dict(a=1) %}{% set e = dict.fromkeys(['x'], 2) %}{{ d.a }}{{ e['x'] }}
-{% for m in messages %}{% if loop.first %}{% continue %}{% endif %}{{ m | tojson }}
-    {% if m.content == 'stop' %}{% break %}{% endif %}
-{% endfor %}
-{{ tools is none }}{{ documents is none }}{{ add_generation_prompt }}{{ pad_token is defined }}"""
 
 
 @cache
@@ -86,7 +61,7 @@ def tokenizer() -> Tokenizer:
     trainer = trainers.BpeTrainer(
         vocab_size=400, special_tokens=special, initial_alphabet=alphabet, show_progress=False
     )
-    made.train_from_iterator([QWEN, REASONING, STRICT] * 3, trainer)
+    made.train_from_iterator([CHATML, REASONING, STRICT] * 3, trainer)
     return made
 
 
@@ -151,7 +126,7 @@ def user(content: str) -> Chat:
     return [{"role": "user", "content": content}]
 
 
-@pytest.mark.parametrize("template", [QWEN, REASONING, EVERYTHING], ids=["qwen", "reasoning", "everything"])
+@pytest.mark.parametrize("template", [CHATML, REASONING], ids=["chatml", "reasoning"])
 def test_templates_render_as_transformers_renders_them(template: str, tmp_path: Path) -> None:
     tokens = {"eos_token": "<|im_end|>", "bos_token": {"__type": "AddedToken", "content": "<|im_start|>"}}
     folder = folder_with(template, tmp_path / "model", **tokens)
@@ -177,11 +152,11 @@ def test_reasoning_under_any_of_its_names(tmp_path: Path) -> None:
 
 def test_templates_in_the_tokenizers_configuration(tmp_path: Path) -> None:
     chats = [user("1,2")]
-    several = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": QWEN}]
+    several = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": CHATML}]
     places = (
-        folder_with(None, tmp_path / "one", chat_template=QWEN),
+        folder_with(None, tmp_path / "one", chat_template=CHATML),
         folder_with(None, tmp_path / "several", chat_template=several),
-        folder_with(QWEN, tmp_path / "file", chat_template="another"),
+        folder_with(CHATML, tmp_path / "file", chat_template="another"),
     )
     for folder in places:
         assert rendered(folder, chats, tmp_path) == rendered_by_transformers(folder, chats)
@@ -194,15 +169,6 @@ def test_the_date_is_always_the_same(tmp_path: Path) -> None:
     """With the clock's date, which transformers takes, a prompt would depend on the day of the run."""
     ((text, _),) = rendered(folder_with(DATED, tmp_path / "model"), [user("1")], tmp_path)
     assert text == "26 Jul 20241"
-
-
-def test_a_tokenizer_that_was_saved_with_truncation(tmp_path: Path) -> None:
-    folder, chats = folder_with(QWEN, tmp_path / "model"), [user("1,2,3,4")]
-    stored = json.loads((folder / "tokenizer.json").read_text())
-    stored["truncation"] = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
-    (folder / "tokenizer.json").write_text(json.dumps(stored))
-    ((text, tokens),) = rendered(folder, chats, tmp_path)
-    assert (text, tokens) == rendered_by_transformers(folder, chats)[0] and len(tokens) > 2
 
 
 # --- what is fed, and what is refused ---
@@ -269,11 +235,9 @@ def test_templates_that_are_no_jinja(tmp_path: Path) -> None:
     ("template", "reason"),
     [
         (STRICT, "Conversation roles must alternate user/assistant"),
-        ("{{ messages[7].content }}", "list object has no element 7"),
         ("{{ 1 / 0 }}", "division by zero"),
         ("{{ messages.__class__.__mro__ }}", "access to attribute '__class__' of 'list' object is unsafe"),
         ("{% set ns = namespace(_x=1) %}", "Chat templates cannot store underscore-prefixed attributes"),
-        ("{{ messages.append(1) }}", "access to attribute 'append' of 'list' object is unsafe"),
         ("{% for i in range(10 ** 9) %}{% endfor %}", "Range too big"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError maximum recursion depth exceeded"),
     ],
@@ -283,10 +247,3 @@ def test_messages_that_a_template_refuses(template: str, reason: str, tmp_path: 
     with pytest.raises(RowError) as caught:
         all_prompts(path, chat=ChatFormat(template))
     assert str(caught.value).startswith(f"{path}:1: the chat template refuses the messages: {reason}")
-
-
-def test_a_chat_that_renders_to_nothing(tmp_path: Path) -> None:
-    path = chat_file(tmp_path, ("user", "1"))
-    with pytest.raises(RowError) as caught:
-        all_prompts(path, chat=ChatFormat("{% if no %}{% endif %}"))
-    assert str(caught.value) == f"{path}:1: prompt of 0 tokens; fix or remove the row"

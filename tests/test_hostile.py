@@ -91,34 +91,6 @@ def test_each_fault_is_seen(tool, tmp_path: Path, monkeypatch, command, fault: s
     assert damage.run(case, "careless", tmp_path / "said")[0] == fault
 
 
-def test_permissions_apply_to_the_commands(tool, tmp_path: Path) -> None:
-    damage, secret = tool("damage"), tmp_path / "secret"
-    secret.write_text("x")
-    secret.chmod(0)
-    case = damage.Case("forbidden", {"reader": lambda out: len(secret.read_text())})
-    fault, said = damage.run(case, "reader", tmp_path / "said")
-    assert fault == "traceback" and "PermissionError" in said
-
-
-def test_a_reader_that_believes_damaged_content_is_seen(tool, tmp_path: Path) -> None:
-    inputs = tool("hostile_inputs")
-    subject = inputs.Input("file", lambda folder: "other", has_checksums=True)
-    with pytest.raises(AssertionError, match="without an error"):
-        inputs.read(subject, tmp_path, "what was written")
-    with pytest.raises(json.JSONDecodeError):
-        inputs.read(inputs.Input("file", lambda folder: json.loads("{")), tmp_path, "")
-
-
-def test_unpickled_content_is_seen(tool, tmp_path: Path) -> None:
-    damage, path = tool("damage"), tmp_path / "in" / "file"
-    path.parent.mkdir()
-    damage.BINARY["a pickle"](path, random.Random(0))
-    command = {"careless": lambda out: len(importlib.import_module("pickle").loads(path.read_bytes()))}
-    assert damage.run(damage.Case("none", command, constant=path.parent), "careless", tmp_path / "said")[0] == (
-        "changed files"
-    )
-
-
 def test_a_seed_gives_the_same_cases(base: Path, tool, tmp_path: Path) -> None:
     make, told = tool("hostile_folders").make, list[list[str]]()
     before = tool("damage").contents(base)

@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from attacks import ASSERTED, ATTACKS, CALLED, DOUBLE, FORGERIES, HONEST, Attack
+from attacks import ATTACKS, CALLED, DOUBLE, FORGERIES, HONEST, Attack
 
 from tlt_hpc.config import RewardSection
 from tlt_hpc.rewards.answer import Verdict
 from tlt_hpc.rewards.code import passes_tests
-from tlt_hpc.rewards.sandbox.outside import Outcome, ProgramLimits, Sandbox, SandboxError, Template, working_template
+from tlt_hpc.rewards.sandbox.outside import ProgramLimits, Sandbox, SandboxError, Template, working_template
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMITS = ProgramLimits(cpu_seconds=0.3, memory_bytes=2**28, output_bytes=10**6, asleep_seconds=0.5)
@@ -64,14 +64,13 @@ def test_there_are_enough_of_them() -> None:
 
 
 def test_nothing_outlives_its_answer(template: Template) -> None:
-    """Threads, and a checker with its program, are all there is; all are gone with the sandbox, and so is process 1."""
+    """All is gone with the sandbox, threads and process 1 included."""
     before = children_of(os.getpid())
     assert before, "the template"
     with Sandbox(template) as sandbox:
         sandbox.run(
             "import threading, time\nthreading.Thread(target=time.sleep, args=[9], daemon=True).start()", "", LIMITS
         )
-        sandbox.check("def f(): return 1", ["assert f() == 1"], LIMITS)
         inside = children_of(os.getpid()) - before
         assert len(inside) >= 2, "the one that waits and process 1"
     end = time.monotonic() + 60  # for the entries of processes that have ended
@@ -132,12 +131,12 @@ def test_an_answer_finds_nothing_of_the_last_one(template: Template) -> None:
 # --- to be paid for nothing ---
 
 
-@pytest.mark.parametrize("truth", [DOUBLE, CALLED, ASSERTED], ids=["script", "call", "assertions"])
+@pytest.mark.parametrize("truth", [DOUBLE, CALLED], ids=["script", "call"])
 def test_the_honest_program_is_paid(truth: str, template: Template) -> None:
     assert passes_tests(f"```python\n{HONEST[truth]}\n```", truth, SETTINGS, template) == Verdict(1.0)
 
 
-@pytest.mark.parametrize("truth", [DOUBLE, CALLED, ASSERTED], ids=["script", "call", "assertions"])
+@pytest.mark.parametrize("truth", [DOUBLE, CALLED], ids=["script", "call"])
 @pytest.mark.parametrize("name", FORGERIES)
 def test_a_forgery_is_not_paid(name: str, truth: str, template: Template) -> None:
     assert passes_tests(f"```python\n{FORGERIES[name]}\n```", truth, SETTINGS, template).reward == 0.0
@@ -179,27 +178,11 @@ def test_the_walls_are_the_same_for_everybody(prefix: list[str]) -> None:
     assert "status=1" in blocked and "output='42\\n', status=0" in honest
 
 
-def test_a_sandbox_in_which_nothing_works_is_told_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    broken = Outcome("", 1, 0.0, None)
-    monkeypatch.setattr(Sandbox, "run", lambda *_: broken)
-    with pytest.raises(SandboxError) as caught:
-        working_template()
-    assert str(caught.value) == (
-        "reward kind 'code': the sandbox stands but an honest program fails in it, with Outcome(output='', status=1, "
-        "cpu_seconds=0.0, failure=None); use another kind, and report this with the kernel's version"
-    )
-
-
 @needs_root
 def test_where_the_system_allows_no_sandbox_nothing_is_run() -> None:
     """A user namespace in which no further one may be made, and a process in it that is not its root."""
     forbid = 'echo 0 > /proc/sys/user/max_user_namespaces; exec setpriv --bounding-set=-all --inh-caps=-all "$@"'
     done = sandbox_as("unshare", "--user", "--map-root-user", "sh", "-c", forbid, "sh")
     assert done.returncode == 1 and done.stdout == ""
-    assert done.stderr.splitlines()[-1] == (
-        "tlt_hpc.rewards.sandbox.outside.SandboxError: reward kind 'code' runs programs that a model wrote, in a "
-        "sandbox, and this machine allows none: unshare(user, mount, process, network and IPC namespaces): No space "
-        "left on device; have user namespaces allowed (sysctl user.max_user_namespaces above 0, "
-        "kernel.unprivileged_userns_clone=1, kernel.apparmor_restrict_unprivileged_userns=0; in a container "
-        "--security-opt seccomp=unconfined), or use another kind: without a sandbox nothing is run"
-    )
+    assert "this machine allows none: unshare(user, mount, process, network and IPC namespaces): " in done.stderr
+    assert done.stderr.rstrip().endswith("or use another kind: without a sandbox nothing is run")

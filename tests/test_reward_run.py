@@ -88,57 +88,18 @@ def judged(rollout: Rollout) -> float:
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize(
-    ("body", "settings", "reason"),
-    [
-        ("return 1 / 0", (), "reward.function failed; fix it; for one, ZeroDivisionError: division by zero"),
-        (
-            "import time; time.sleep(60)",
-            ("reward.cpu_seconds=0.1", "reward.workers=16"),
-            "judging them took 60 times reward.cpu_seconds; see what reward.function waits for or raise it; for one, "
-            "no verdict in 6.0 s of the clock",
-        ),
-        (
-            "import os, signal; os.kill(os.getppid(), signal.SIGKILL); signal.pause()",
-            ("rollout.prompts_per_step=2", "rollout.group_size=2", "algorithm.updates_per_step=1"),
-            "the server of rewards ended on them; see what it printed; for one, the server ended with status -9",
-        ),
-    ],
-    ids=["error", "wall", "server"],
-)
-def test_a_function_that_judges_no_response_ends_the_run(
-    body: str, settings: tuple[str, ...], reason: str, tmp_path: Path
-) -> None:
+def test_a_function_that_judges_no_response_ends_the_run(tmp_path: Path) -> None:
     """It would continue to its end and learn nothing."""
-    (tmp_path / "own.py").write_text(f"def compute_score(**given): {body}\n")
+    (tmp_path / "own.py").write_text("def compute_score(**given): return 1 / 0\n")
     function = f"reward.function={tmp_path / 'own.py'}:compute_score"
-    done = train(
-        tmp_path, 1, "reward.default=function", function, "rollout.max_new_tokens=32", "run.num_steps=1", *settings,
-    )  # fmt: skip
+    done = train(tmp_path, 1, "reward.default=function", function, "rollout.max_new_tokens=32", "run.num_steps=1")
     assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
-    (line,) = [line for line in done.stderr.splitlines() if line.startswith("tlt: none of the ")]
-    assert line.endswith(f" responses of step 0 could be judged: {reason}; then start again")
-    assert not (tmp_path / "tiny" / "metrics.jsonl").exists()
-
-
-@pytest.mark.mpi
-def test_what_some_responses_fail_with_is_counted_and_said_once_a_step(tmp_path: Path) -> None:
-    (tmp_path / "own.py").write_text(
-        "import os, zlib\n"
-        "def compute_score(solution_str, **given):\n"
-        "    place = zlib.crc32(solution_str.encode()) % 4\n"
-        "    if place == 0: os._exit(3)\n"
-        "    return 1 / (place - 1) if place == 1 else 1.0 * (place == 2)\n"
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("tlt: ")]
+    assert line == (
+        "tlt: none of the 16 responses of step 0 could be judged: reward.function failed; fix it; for one, "
+        "ZeroDivisionError: division by zero; then start again"
     )
-    function = f"reward.function={tmp_path / 'own.py'}:compute_score"
-    done = train(tmp_path, 2, "reward.default=function", function, "rollout.max_new_tokens=32", "run.num_steps=1")
-    assert done.returncode == 0, done.stderr
-    (row,) = [json.loads(line) for line in (tmp_path / "tiny" / "metrics.jsonl").read_text().splitlines()]
-    crashes, errors = int(row["reward/failed/crash"]), int(row["reward/failed/error"])
-    assert crashes and errors
-    (line,) = [line for line in done.stderr.splitlines() if "could not be judged" in line]
-    assert f"step 0: {crashes + errors} of 16 responses could not be judged and have reward 0: (" in line
-    assert f"({crashes}) the process that judged them ended" in line and f"({errors}) reward.function failed" in line
+    assert not (tmp_path / "tiny" / "metrics.jsonl").exists()
 
 
 def test_a_function_that_fails_at_import_ends_the_job_with_one_line_and_nothing_written(tmp_path: Path) -> None:

@@ -16,10 +16,9 @@ import pytest
 from tlt_hpc.config import RewardSection, UserError
 from tlt_hpc.rewards.answer import Answer, Failure, Verdict
 from tlt_hpc.rewards.client import RewardClient, server_environment
-from tlt_hpc.rewards.code import extract_program, passes_tests, same_output
+from tlt_hpc.rewards.code import passes_tests, same_output
 from tlt_hpc.rewards.frames import FrameBuffer, pack
 from tlt_hpc.rewards.sandbox.outside import Template
-from tlt_hpc.rewards.sandbox.values import decode, encode
 
 ROOT = Path(__file__).resolve().parent.parent
 OWN = """
@@ -32,8 +31,6 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
         case "arguments": return float([data_source, ground_truth, extra_info] == ["own", "truth", {"a": 1}])
         case "raise": raise KeyError("planted")
         case "nan": return float("nan")
-        case "key": return {"reward": 1.0}
-        case "exit": sys.exit(3)
         case "huge": return 1e308
         case "end": os._exit(3)
         case "segv": os.kill(os.getpid(), signal.SIGSEGV)
@@ -45,7 +42,6 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
             if os.fork() == 0: time.sleep(10**6)
             return 1
         case "server": os.kill(os.getppid(), signal.SIGKILL); time.sleep(10)
-        case "pid": return os.getpid()
         case "state":
             global seen
             seen = globals().get("seen", 0) + 1
@@ -110,8 +106,6 @@ def test_a_function_is_called_as_verl_calls_its(client: RewardClient) -> None:
     [
         ("raise", Failure.ERROR, "KeyError: 'planted'"),
         ("nan", Failure.ERROR, "the function returned 'nan', which is no number"),
-        ("key", Failure.ERROR, "the function returned \"{'reward': 1.0}\", which is no number"),
-        ("exit", Failure.ERROR, "SystemExit: 3"),
         ("huge", Failure.ERROR, "the function returned 1e+308, which is not within 1e+06 of 0"),
         ("end", Failure.CRASH, "its process ended with status 3"),
         ("segv", Failure.CRASH, "its process was killed by SIGSEGV"),
@@ -130,8 +124,8 @@ def test_what_goes_wrong_costs_that_answer_alone(
 
 
 def test_an_answer_that_waits_for_ever_meets_the_far_limit(own: str) -> None:
-    client = client_of(own, cpu_seconds=0.1)
-    assert ask(client, "sleep", "a") == [Verdict.failed(Failure.WALL, "no verdict in 6.0 s of the clock"), Verdict(1.0)]
+    client = client_of(own, cpu_seconds=0.05)
+    assert ask(client, "sleep", "a") == [Verdict.failed(Failure.WALL, "no verdict in 3.0 s of the clock"), Verdict(1.0)]
     client.close()
 
 
@@ -156,34 +150,30 @@ def group_members(server: int) -> list[int]:
 
 
 def test_a_server_that_dies_is_started_again_and_loses_nothing(own: str) -> None:
+    """Except an answer of which it dies twice."""
     client = client_of(own)
     numbers = [client.submit(Answer("function", "own", "x" * length, "")) for length in range(300)]
     os.kill(client.server_pid, signal.SIGKILL)
     verdicts = client.wait(numbers)
     assert [verdicts[number].reward for number in numbers] == list(range(300))
     assert client.num_restarts == 1
+    given = ask(client, "a", "server", "abc")
+    assert given == [Verdict(1.0), Verdict.failed(Failure.SERVER, "the server ended with status -9"), Verdict(3.0)]
+    assert client.num_restarts == 3 and ask(client, "four") == [Verdict(4.0)]
     client.close()
 
 
-def test_an_answer_that_the_server_dies_of_is_not_tried_for_ever(own: str) -> None:
-    client = client_of(own)
-    verdicts = ask(client, "a", "server", "abc")
-    assert verdicts == [Verdict(1.0), Verdict.failed(Failure.SERVER, "the server ended with status -9"), Verdict(3.0)]
-    assert client.num_restarts == 2
-    assert ask(client, "four") == [Verdict(4.0)]
-    client.close()
-
-
-def test_a_server_that_stands_still_is_replaced(own: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tlt_hpc.rewards.client._STALLED_SECONDS", 5.0)
-    client = client_of(own, cpu_seconds=0.1)
+@pytest.mark.ci
+def test_a_server_that_is_stopped_is_replaced(own: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tlt_hpc.rewards.client._STALLED_SECONDS", 3.0)
+    client = client_of(own, cpu_seconds=0.05)
     os.kill(client.server_pid, signal.SIGSTOP)
     assert ask(client, "four") == [Verdict(4.0)]
     assert client.num_restarts == 1
     client.close()
 
 
-@pytest.mark.parametrize("is_stopped", [False, True])
+@pytest.mark.parametrize("is_stopped", [False, pytest.param(True, marks=pytest.mark.ci)])
 def test_the_server_ends_with_the_rank_whatever_it_is_at(own: str, is_stopped: bool) -> None:
     program = (
         "import sys, time\n"
@@ -214,93 +204,51 @@ def test_what_is_forgotten_is_ended_and_its_verdicts_never_come(client: RewardCl
         client.submit(Answer("function", "own", "sleep", ""))
     wait_until(lambda: len(group_members(client.server_pid)) == 2)
     client.forget()
-    assert client.is_idle
     assert ask(client, "four") == [Verdict(4.0)], "no worker is held up"
     assert client.num_judged == 0
 
 
-def test_handing_over_never_waits(own: str) -> None:
+def test_handing_over_never_waits(client: RewardClient) -> None:
     """Far more than a socket holds, while the server is stopped."""
-    client = client_of(own)
     os.kill(client.server_pid, signal.SIGSTOP)
     numbers = [client.submit(Answer("function", "own", "x" * 100_000, "")) for _ in range(100)]
     client.pump()  # a call that waits does so for ever: only this thread lets the server continue
     os.kill(client.server_pid, signal.SIGCONT)
     assert {verdict.reward for verdict in client.wait(numbers).values()} == {100_000.0}
-    client.close()
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("1 / 0", "ZeroDivisionError: division by zero"),
-        ("def another(): return 0.0", "AttributeError: {path} has no 'compute_score' at its top level"),
-        ("compute_score = 3", "TypeError: compute_score is a int and cannot be called"),
-        (
-            "def compute_score(completions, **kwargs): return [0.0]",  # TRL's
-            "TypeError: compute_score cannot be called with data_source, solution_str, ground_truth, extra_info by "
-            "name: missing a required argument: 'completions'",
-        ),
-        ("raise SystemExit(1)", "RuntimeError: it calls sys.exit(1)"),
-        ("import os; os._exit(3)", None),
+        ("1 / 0", "reward.function = {spec!r} cannot be loaded: ZeroDivisionError: division by zero; fix the file"),
+        ("compute_score = 3", "cannot be loaded: TypeError: {path} has no function 'compute_score' at its top level"),
+        ("raise SystemExit(3)", "the server of rewards ended with status 3 before it was ready; what it said is above"),
     ],
 )
-def test_a_function_that_cannot_be_loaded_is_one_line(tmp_path: Path, content: str, message: str | None) -> None:
-    spec = f"{tmp_path / 'own.py'}:compute_score"
-    (tmp_path / "own.py").write_text(content)
+def test_a_function_that_cannot_be_loaded_is_one_line(tmp_path: Path, content: str, message: str) -> None:
+    path = tmp_path / "own.py"
+    path.write_text(content)
+    spec = f"{path}:compute_score"
     with pytest.raises(UserError) as caught:
         client_of(spec)
-    if message is None:
-        assert str(caught.value) == (
-            "the server of rewards ended with status 3 before it was ready; what it said is above: fix that, or "
-            "try `python -m tlt_hpc.rewards.server 0` by hand"
-        )
-    else:
-        reason = message.replace("{path}", spec.partition(":")[0])
-        assert str(caught.value) == f"reward.function = {spec!r} cannot be loaded: {reason}; fix the file"
-
-
-def test_the_server_gets_the_variables_that_python_needs_and_no_other() -> None:
-    launchers = {"PMI_RANK": "0", "PMI_FD": "5", "PMIX_RANK": "0", "OMPI_COMM_WORLD_RANK": "0", "SLURM_PROCID": "0",
-                 "SLURM_JOB_ID": "7", "MPIR_CVAR_X": "1", "HYDI_CONTROL_FD": "4", "TLT_RANKS": "2"}  # fmt: skip
-    passed = {"PATH": "/bin", "HF_HOME": "/data", "LC_ALL": "C", "PYTHONPATH": "/clone", "LD_LIBRARY_PATH": "/lib"}
-    kept = server_environment({**launchers, **SECRETS, **passed, "OMP_NUM_THREADS": "12"})
-    assert kept == {**passed, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0", "CUDA_VISIBLE_DEVICES": ""}
+    assert message.format(spec=spec, path=path) in str(caught.value) and "\n" not in str(caught.value)
 
 
 SECRETS = dict.fromkeys(("HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "https_proxy", "MY_KEY"), "swordfish")
-CURIOUS = """
-import os
-from pathlib import Path
-
-def places(*processes):
-    texts = [repr(os.environ), *(Path(f"/proc/{process}/environ").read_text() for process in processes)]
-    return sum("swordfish" in text for text in texts)
-
-at_import = places("self")
-
-def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    return 10 * at_import + places("self", os.getpid(), os.getppid())
-"""
-RANK = """
-import sys
-from tlt_hpc.config import RewardSection
-from tlt_hpc.rewards.answer import Answer
-from tlt_hpc.rewards.client import RewardClient
-
-client = RewardClient(RewardSection(default="function", function=sys.argv[1]))
-client.wait_until_ready()
-number = client.submit(Answer("function", "own", "text", "truth"))
-print(client.wait([number])[number].reward)
-"""
 
 
-def test_a_function_finds_no_secret_in_its_environment_nor_in_its_parents(tmp_path: Path) -> None:
-    (tmp_path / "own.py").write_text(CURIOUS)
-    command = [sys.executable, "-c", RANK, f"{tmp_path / 'own.py'}:compute_score"]
-    environment = {**os.environ, **SECRETS, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
-    assert (done.stdout, done.stderr) == ("0.0\n", "")
+def test_the_server_gets_the_variables_that_python_needs_and_no_other(
+    own: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launchers = {"PMI_RANK": "0", "PMIX_RANK": "0", "OMPI_COMM_WORLD_RANK": "0", "SLURM_PROCID": "0", "TLT_RANKS": "2"}
+    passed = {"PATH": "/bin", "HF_HOME": "/data", "LC_ALL": "C", "PYTHONPATH": "/clone", "LD_LIBRARY_PATH": "/lib"}
+    kept = server_environment({**launchers, **SECRETS, **passed, "OMP_NUM_THREADS": "12"})
+    assert kept == {**passed, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0", "CUDA_VISIBLE_DEVICES": ""}
+    for name, value in SECRETS.items():
+        monkeypatch.setenv(name, value)
+    client = client_of(own)
+    assert "swordfish" not in Path(f"/proc/{client.server_pid}/environ").read_text()
+    client.close()
 
 
 def test_the_server_is_no_part_of_the_rank(client: RewardClient) -> None:
@@ -327,48 +275,32 @@ def mathematician() -> Iterator[RewardClient]:
 
 def test_mathematics_compares_values(mathematician: RewardClient) -> None:
     for text, truth, reward in [
-        ("So $\\boxed{0.5}$.", "\\frac{1}{2}", 1.0),
         ("the answer is \\boxed{\\frac{2}{4}} as shown", "1/2", 1.0),
         ("\\boxed{22\\sqrt{2}/2}", "11\\sqrt2", 1.0),
         ("\\boxed{11}", "11\\sqrt2", 0.0),
         ("\\boxed{x+1}", "1+x", 1.0),
         ("\\boxed{3}", "$4$", 0.0),
-        ("\\boxed{3}", "\\boxed{3}", 1.0),
         ("no idea", "3", 0.0),
     ]:
         assert ask(mathematician, text, kind="math", truth=truth) == [Verdict(reward)], (text, truth)
 
 
-def test_answers_that_share_a_process_are_judged_as_if_alone(mathematician: RewardClient) -> None:
-    """Bombs in the middle of others; more answers than one process takes."""
-    bomb, unread = Answer("math", "a", "\\boxed{9^{9^{9^{9}}}}", "3"), Answer("math", "a", "\\boxed{3}", "$$")
-    right, wrong = Answer("math", "a", "\\boxed{6/2}", "3"), Answer("math", "a", "\\boxed{4}", "3")
-    answers = [right, wrong, right, bomb, right, unread, wrong, *[right] * 60, bomb, right]
-    together = mathematician.wait([mathematician.submit(answer) for answer in answers])
-    alone = {}
-    for answer in (right, wrong, bomb, unread):
-        (alone[answer],) = mathematician.wait([mathematician.submit(answer)]).values()
-    assert list(together.values()) == [alone[answer] for answer in answers]
-    assert alone[bomb].failure == Failure.CPU and alone[right].reward == 1
+def test_what_cannot_be_computed_or_read(mathematician: RewardClient) -> None:
+    ((bomb,), (unread,)) = (
+        ask(mathematician, text, kind="math", truth=truth)
+        for text, truth in (("\\boxed{9^{9^{9^{9}}}}", "3"), ("\\boxed{3}", "$$"))
+    )
+    assert (bomb.failure, unread.failure) == (Failure.CPU, Failure.UNREADABLE)
 
 
 # --- verdicts are a function of the answer ---
 
 
-def test_verdicts_depend_on_neither_the_number_of_workers_nor_the_load_nor_the_order(own: str) -> None:
+def test_verdicts_depend_on_neither_the_number_of_workers_nor_the_order(client: RewardClient, own: str) -> None:
     texts = ["raise", "spin", "memory", "dict", "order", "state", "segv", "a", "bb"]
-    load = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
-    try:
-        seen = []
-        for workers, order in ((1, texts), (4, texts[::-1])):
-            client = client_of(own, workers=workers, cpu_seconds=0.5)
-            seen.append(dict(zip(order, ask(client, *order), strict=True)))
-            client.close()
-    finally:
-        for process in load:
-            process.kill()
-            process.wait()
-    assert seen[0] == {text: seen[1][text] for text in texts}
+    other = client_of(own, workers=4)
+    assert ask(client, *texts) == ask(other, *texts[::-1])[::-1]
+    other.close()
 
 
 # --- the sandbox as the server has it ---
@@ -382,50 +314,20 @@ def coder() -> Iterator[RewardClient]:
     client.close()
 
 
-ADDS_ONE = json.dumps(["assert f(1) == 2"])
+ADDS_ONE = json.dumps({"inputs": [[1]], "outputs": [2], "fn_name": "f"})
 
 
 def test_programs_go_through_the_server(coder: RewardClient) -> None:
     texts = ["def f(n): return n + 1", "def f(n): return n", "import os\nos.abort()", "x = [0] * 10**9"]
-    verdicts = ask(coder, *texts, kind="code", truth=ADDS_ONE)
-    assert [verdict.reward for verdict in verdicts] == [1, 0, 0, 0]
-    assert [verdict.failure for verdict in verdicts] == [None, None, None, None], "of a checker whose program is gone"
-    script = json.dumps({"inputs": [""], "outputs": [""]})
-    verdicts = ask(coder, *texts[2:], kind="code", truth=script)
-    assert verdicts == [
+    assert ask(coder, *texts, kind="code", truth=ADDS_ONE) == [
+        Verdict(1.0),
+        Verdict(0.0),
         Verdict.failed(Failure.CRASH, "the program was killed by signal 6"),
         Verdict.failed(Failure.MEMORY),
     ]
 
 
-def test_a_template_that_dies_is_replaced_and_no_answer_pays_for_it(coder: RewardClient) -> None:
-    numbers = [coder.submit(Answer("code", "a", "def f(n): return n + 1", ADDS_ONE)) for _ in range(20)]
-    wait_until(lambda: (coder.pump() or coder.num_judged) > 3)
-    (template,) = [pid for pid in children_of(coder.server_pid) if b"inside" in cmdline(pid)]
-    os.kill(template, signal.SIGKILL)
-    assert [verdict.reward for verdict in coder.wait(numbers).values()] == [1.0] * 20
-    assert coder.num_restarts == 1
-
-
-def children_of(parent: int) -> list[int]:
-    found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            if int(path.read_text().rpartition(")")[2].split()[1]) == parent:
-                found.append(int(path.parent.name))
-        except OSError:
-            continue
-    return found
-
-
-def cmdline(pid: int) -> bytes:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return b""
-
-
-# --- frames and values ---
+# --- frames ---
 
 
 def test_frames_come_out_whole_however_they_come_in() -> None:
@@ -435,34 +337,8 @@ def test_frames_come_out_whole_however_they_come_in() -> None:
     assert list(FrameBuffer().feed(data)) == trees
 
 
-@pytest.mark.parametrize(
-    "value",
-    [None, True, -3, 2**100, 1.5, float("inf"), "\u00e9\n", b"\x00", 1j, [1, [2]], (1, (2,)), {1, 2}, frozenset({3}),
-     {(1, 2): [3], None: {}}, [], ()],
-)  # fmt: skip
-def test_values_come_through(value: object) -> None:
-    again = decode(encode(value))
-    assert again == value and type(again) is type(value)
-
-
-def test_values_of_other_types_do_not() -> None:
-    class Liar(str):
-        def __eq__(self, other: object) -> bool:
-            return True
-
-        __hash__ = str.__hash__
-
-    assert decode(encode(Liar("x"))) == "x" and decode(encode(Liar("x"))) != "y"
-    with pytest.raises(ValueError, match="a object cannot leave the sandbox"):
-        encode([object()])
-    for text in ("{", '{"eval": "1"}', '{"set": [[]]}', "[" * 10**5, '{"a": 1, "b": 2}'):
-        with pytest.raises(ValueError):
-            decode(text)
-
-
 # --- programs ---
 
-UNEQUAL = "'inputs' and 'outputs' must be lists of one length, with one test or more"
 CODE = RewardSection(default="code", cpu_seconds=2.0, memory_mb=256)
 
 
@@ -480,16 +356,11 @@ def template() -> Iterator[Template]:
         ("print(int(input()) + 1)", {"inputs": ["1\n", "2\n"], "outputs": ["2\n", "4"]}, 0.0),
         ("a, b = map(int, open(0).read().split())\nprint(a + b)", {"inputs": [["1", "2"]], "outputs": [["3"]]}, 1.0),
         ("def f(a, b): return a + b", {"inputs": [[1, 2]], "outputs": [3], "fn_name": "f"}, 1.0),
-        ("def f(a, b): return a - b", {"inputs": [[1, 2]], "outputs": [3], "fn_name": "f"}, 0.0),
         ("class Solution:\n    def f(self, a): return tuple(a)",
          {"inputs": ["[1, 2]"], "outputs": ["[1, 2]"], "fn_name": "f"}, 1.0),
         ("def f(a): return a", {"inputs": [[5]], "outputs": [[5]], "fn_name": "f"}, 1.0),
-        ("def g(a): return a", {"inputs": [[5]], "outputs": [5], "fn_name": "f"}, 0.0),
         ("def f(a): return {a: 1.0}", {"inputs": [[5]], "outputs": [{"5": 1}], "fn_name": "f"}, 1.0),
         ("print('in')\ndef f(a):\n    print(a)\n    return a", {"inputs": [[5]], "outputs": [5], "fn_name": "f"}, 1.0),
-        ("def f(a): return set(a)", ["assert f([1, 2, 2]) == {1, 2}", "assert math.isclose(len(f([])), 0)"], 1.0),
-        ("def f(a): return a + 1", "def check(candidate):\n    assert candidate(1) == 2\n\ncheck(f)", 1.0),
-        ("def f(a): return a + 1", "def check(candidate):\n    assert candidate(1) == 3\n\ncheck(f)", 0.0),
         ("print(1)", [{"input": "", "output": "1"}], 1.0),
         ("import sys, threading\nsys.setrecursionlimit(10**6)\nthreading.stack_size(2**26)\n"
          "def main():\n    def f(n): return n and 1 + f(n - 1)\n    print(f(20000))\n"
@@ -499,8 +370,7 @@ def template() -> Iterator[Template]:
         ("import io, sys\nsys.stdout = io.StringIO()\nprint('x')\nsys.__stdout__.write(sys.stdout.getvalue())",
          {"inputs": [""], "outputs": ["x"]}, 1.0),
         ("print(1)\nraise ValueError", {"inputs": [""], "outputs": ["1"]}, 0.0),
-        ("open('a.txt', 'w').write('1')\nprint(open('a.txt').read())", {"inputs": [""], "outputs": ["1"]}, 1.0),
-        ("print({'a', 'b', 'c', 'd'} == set(list('abcd')), hash('a'))", {"inputs": ["", ""], "outputs": ["", ""]}, 0.0),
+        ("def f(a): return {1, 2}", {"inputs": [[5]], "outputs": [[1, 2]], "fn_name": "f"}, 0.0),
     ],
 )  # fmt: skip
 def test_programs_are_judged_by_their_tests(template: Template, program: str, truth: object, wanted: float) -> None:
@@ -520,30 +390,23 @@ def test_cpu_time_is_counted_over_all_tests_of_an_answer(template: Template) -> 
 @pytest.mark.parametrize(
     ("truth", "trouble"),
     [
-        ('{"inputs": ["1"]}', UNEQUAL),
+        ('{"inputs": ["1"]}', "'inputs' and 'outputs' must be lists of one length, with one test or more"),
         ('{"inputs": [1], "outputs": ["1"]}', "'1' is no text of standard input or output"),
         ('{"inputs": [1], "outputs": [1], "fn_name": "f"}', "'1' is no list of arguments"),
-        ("[1]", "neither inputs and outputs nor a list of assertions"),
-        ("assert f(", "'assert f(' is no assertion: '(' was never closed"),
+        ("[1]", "neither a table with 'inputs' and 'outputs' nor a list of such"),
+        ("assert f(1) == 2", "Expecting value: line 1 column 1 (char 0)"),
     ],
-)  # fmt: skip
+)
 def test_tests_that_cannot_be_read(template: Template, truth: str, trouble: str) -> None:
     assert passes_tests("pass", truth, CODE, template) == Verdict.failed(
         Failure.UNREADABLE, f"tests {truth[:80]!r}: {trouble}"
     )
 
 
-@pytest.mark.parametrize(
-    ("text", "program"),
-    [
-        ("a\n```python\nx\n```\nb\n```python\ny\n```\n```\nout\n```", "y\n"),
-        ("a\n```\nx\n```\n", "x\n"),
-        ("```py\nx", "x"),
-        ("x = 1", "x = 1"),
-    ],
-)
-def test_the_program_is_the_last_block(text: str, program: str) -> None:
-    assert extract_program(text) == program
+def test_the_program_is_the_last_python_block() -> None:
+    assert extract_program("a\n```python\nx\n```\nb\n```py\ny\n```\n```\nout\n```") == "y\n"
+    assert extract_program("a\n```\nx\n```\n```\nz") == "z"
+    assert extract_program("x = 1") == "x = 1"
 
 
 @pytest.mark.parametrize(
@@ -554,12 +417,9 @@ def test_the_program_is_the_last_block(text: str, program: str) -> None:
         ("1.0", "1", True),
         ("0.33333333", "0.333333334", True),
         ("0.3333", "0.333333334", False),
-        ("10000001", "10000000", False),
-        ("YES", "yes", False),
         ("", "1", False),
         ("1e400", "1e400", True),
         ("1" * 500, "1" * 499 + "2", False),
-        ("nan", "nan", True),
     ],
 )
 def test_outputs_are_compared_by_line_and_number(given: str, expected: str, same: bool) -> None:

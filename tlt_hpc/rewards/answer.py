@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
@@ -63,12 +63,8 @@ class Verdict:
         """Reward 0 for a reason."""
         return cls(0.0, failure, detail)
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain types."""
-        return asdict(self)
-
     @classmethod
     def from_json(cls, tree: dict[str, Any]) -> Verdict:
-        """Read back what ``to_json`` gave."""
+        """The verdict of a dict that ``asdict`` made."""
         failure = Failure(tree["failure"]) if tree["failure"] is not None else None
         return cls(float(tree["reward"]), failure, str(tree["detail"]))

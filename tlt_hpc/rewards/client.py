@@ -32,7 +32,6 @@ _PASSED = frozenset({
 offline. Names that hold secrets are not known beforehand, so none is passed on unless it stands here."""
 _AT_ONCE = 64
 """Answers a worker that the server may have: enough to keep it busy through one of the rank's micro-steps."""
-_CHARACTERS_AT_ONCE = 8_000_000
 _RECEIVED_BYTES = 2**20
 _ENDING_SECONDS = 5.0
 _STALLED_SECONDS = 60.0
@@ -54,11 +53,6 @@ class RewardClient:
         """Answers that the server had when it died, until they have a verdict."""
         self.num_restarts = 0
         self._start()
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether no answer waits for its verdict."""
-        return not self._answers
 
     @property
     def num_judged(self) -> int:
@@ -202,8 +196,7 @@ class RewardClient:
             return False
         if self._suspects:
             return not self._at_server
-        characters = sum(len(self._answers[number].text) for number in self._at_server)
-        return len(self._at_server) < _AT_ONCE * self._settings.workers and characters < _CHARACTERS_AT_ONCE
+        return len(self._at_server) < _AT_ONCE * self._settings.workers
 
     def _fill(self) -> None:
         while len(self._outgoing) < _RECEIVED_BYTES and self._has_room():

@@ -1,54 +1,25 @@
-"""The judgement of a program by its unit tests. Programs run in the sandbox; what they did is compared here.
+"""Judges a program by its unit tests. Programs run in the sandbox; their results are compared here.
 
 The data's answer is verl's: JSON with ``inputs`` and ``outputs``, and ``fn_name`` where they are a function's arguments
-and results rather than standard input and output; or a list of assertions; or one text of them.
+and results rather than standard input and output.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
 from tlt_hpc.config import RewardSection
 from tlt_hpc.rewards.answer import Failure, Verdict
 from tlt_hpc.rewards.sandbox.outside import Outcome, ProgramLimits, Sandbox, Template
-from tlt_hpc.rewards.sandbox.values import decode, encode
 
 _FENCE = re.compile(r"```[ \t]*([\w+-]*)[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
 _SPARE_OUTPUT_BYTES = 2**16
 _TOLERANCE = Fraction(1, 10**6)
 """Of numbers with a decimal point, relative where they are above 1."""
 _NUMBER = re.compile(r"[-+]?\d{1,400}(?:\.\d{0,400})?(?:[eE][-+]?\d{1,3})?")
-
-
-@dataclass(frozen=True)
-class Tests:
-    """What a program has to do: one of the three."""
-
-    scripts: tuple[tuple[str, str], ...] = ()
-    """Standard input and output."""
-    calls: tuple[tuple[list[Any], Any], ...] = ()
-    """Arguments and result of the function ``name``."""
-    name: str = ""
-    assertions: tuple[str, ...] = ()
-
-
-@dataclass
-class _Budget:
-    """What is left of an answer's CPU time over its tests."""
-
-    settings: RewardSection
-    used: float = field(default=0.0)
-
-    def limits(self, expected: str) -> ProgramLimits:
-        """For the next test."""
-        left = max(0.0, self.settings.cpu_seconds - self.used)
-        # UTF-8 takes four bytes a character at most
-        return ProgramLimits(left, self.settings.memory_mb * 2**20, 4 * len(expected) * 2 + _SPARE_OUTPUT_BYTES)
 
 
 def passes_tests(text: str, truth: str, settings: RewardSection, template: Template) -> Verdict:
@@ -58,20 +29,29 @@ def passes_tests(text: str, truth: str, settings: RewardSection, template: Templ
         SandboxError: this machine has no sandbox (any more).
     """
     try:
-        tests = read_tests(truth)
+        name, tests = read_tests(truth)
     except ValueError as error:
         return Verdict.failed(Failure.UNREADABLE, f"tests {truth[:80]!r}: {error}")
-    code, budget = extract_program(text), _Budget(settings)
+    code, used = extract_program(text), 0.0
     with Sandbox(template) as sandbox:
-        if tests.assertions:
-            return _run_assertions(sandbox, code, tests.assertions, budget)
-        for stdin, expected in tests.scripts:
-            outcome = sandbox.run(code, stdin, budget.limits(expected))
-            if verdict := _not_passed(outcome, same_output(outcome.output, expected), budget):
-                return verdict
-        for arguments, result in tests.calls:
-            outcome = sandbox.call(code, tests.name, encode(arguments), budget.limits(json.dumps(result)))
-            if verdict := _not_passed(outcome, _same_result(outcome.output, result), budget):
+        for given, wanted in tests:
+            expected = json.dumps(wanted) if name else wanted
+            # CPU time is counted over all tests; UTF-8 takes four bytes a character at most
+            limits = ProgramLimits(
+                max(0.0, settings.cpu_seconds - used),
+                settings.memory_mb * 2**20,
+                8 * len(expected) + _SPARE_OUTPUT_BYTES,
+            )
+            if name:
+                outcome = sandbox.call(code, name, given, limits)
+                is_right = _same_result(outcome.output, wanted)
+            else:
+                outcome = sandbox.run(code, given, limits)
+                is_right = same_output(outcome.output, wanted)
+            used += outcome.cpu_seconds
+            if outcome.failure == "cpu" or used > settings.cpu_seconds:
+                return Verdict.failed(Failure.CPU, f"more than {settings.cpu_seconds} s of CPU time")
+            if verdict := _not_passed(outcome, is_right):
                 return verdict
     return Verdict(1.0)
 
@@ -84,46 +64,31 @@ def extract_program(text: str) -> str:
     return chosen[-1] if chosen else text
 
 
-def read_tests(truth: str) -> Tests:
-    """The data's answer.
+def read_tests(truth: str) -> tuple[str, list[tuple[Any, Any]]]:
+    """The tests of the data's answer: a function's name with arguments and results, or "" with inputs and outputs.
 
     Raises:
-        ValueError: it is none of the forms.
+        ValueError: the answer has another form.
     """
-    tree = _parse(truth)
+    tree = json.loads(truth)
     if isinstance(tree, str):
-        tree = [tree]
-    if isinstance(tree, dict):
-        return _pairs(tree.get("inputs"), tree.get("outputs"), tree.get("fn_name"))
-    if isinstance(tree, list) and tree and all(isinstance(each, str) for each in tree):
-        _check_assertions(tree)
-        return Tests(assertions=tuple(tree))
-    if isinstance(tree, list) and tree and all(isinstance(each, dict) for each in tree):  # as LiveCodeBench has them
-        return _pairs([each.get("input") for each in tree], [each.get("output") for each in tree], None)
-    raise ValueError("neither inputs and outputs nor a list of assertions")
+        tree = json.loads(tree)
+    if isinstance(tree, list) and all(isinstance(each, dict) for each in tree):  # as LiveCodeBench has them
+        tree = {"inputs": [each.get("input") for each in tree], "outputs": [each.get("output") for each in tree]}
+    if not isinstance(tree, dict):
+        raise ValueError("neither a table with 'inputs' and 'outputs' nor a list of such")
+    inputs, outputs, name = tree.get("inputs"), tree.get("outputs"), tree.get("fn_name")
+    if not isinstance(inputs, list) or not isinstance(outputs, list) or not inputs or len(inputs) != len(outputs):
+        raise ValueError("'inputs' and 'outputs' must be lists of one length, with one test or more")
+    if name is None:
+        return "", list(zip(map(_text, inputs), map(_text, outputs), strict=True))
+    return str(name), list(zip(map(_arguments, inputs), map(_from_json, outputs), strict=True))
 
 
 def same_output(given: str, expected: str) -> bool:
     """Whether a program wrote what it should: line by line, without the space at their ends, numbers by value."""
     lines, wanted = given.rstrip().split("\n"), expected.rstrip().split("\n")
     return len(lines) == len(wanted) and all(map(_same_line, lines, wanted))
-
-
-def _parse(truth: str) -> Any:
-    try:
-        tree = json.loads(truth)
-        return json.loads(tree) if isinstance(tree, str) and tree.lstrip()[:1] in ("{", "[") else tree
-    except json.JSONDecodeError:
-        return truth  # assertions as they stand
-
-
-def _pairs(inputs: Any, outputs: Any, name: Any) -> Tests:
-    if not isinstance(inputs, list) or not isinstance(outputs, list) or not inputs or len(inputs) != len(outputs):
-        raise ValueError("'inputs' and 'outputs' must be lists of one length, with one test or more")
-    if name is None:
-        return Tests(scripts=tuple(zip(map(_text, inputs), map(_text, outputs), strict=True)))
-    calls = [(_arguments(given), _from_json(wanted)) for given, wanted in zip(inputs, outputs, strict=True)]
-    return Tests(calls=tuple(calls), name=str(name))
 
 
 def _text(given: Any) -> str:
@@ -152,24 +117,8 @@ def _from_json(wanted: Any) -> Any:
         return wanted
 
 
-def _check_assertions(texts: Sequence[str]) -> None:
-    for text in texts:
-        try:
-            compile(text, "assertions", "exec")
-        except SyntaxError as error:
-            raise ValueError(f"{text[:40]!r} is no assertion: {error.msg}") from None
-
-
-def _run_assertions(sandbox: Sandbox, code: str, assertions: Sequence[str], budget: _Budget) -> Verdict:
-    outcome = sandbox.check(code, list(assertions), budget.limits("passed"))
-    return _not_passed(outcome, outcome.output == "passed", budget) or Verdict(1.0)
-
-
-def _not_passed(outcome: Outcome, is_right: bool, budget: _Budget) -> Verdict | None:
-    """The verdict that a test ends with; None where it is passed."""
-    budget.used += outcome.cpu_seconds
-    if outcome.failure == "cpu" or budget.used > budget.settings.cpu_seconds:
-        return Verdict.failed(Failure.CPU, f"more than {budget.settings.cpu_seconds} s of CPU time")
+def _not_passed(outcome: Outcome, is_right: bool) -> Verdict | None:
+    """The verdict that a test ends with; None if it is passed."""
     if outcome.failure:
         return Verdict.failed(Failure(outcome.failure))
     if outcome.is_out_of_memory:
@@ -199,20 +148,10 @@ def _same_word(given: str, wanted: str) -> bool:
 def _same_result(output: str, wanted: Any) -> bool:
     """Whether a function returned what it should; a one-element list of results may stand for its element (APPS)."""
     try:
-        given = _as_json(decode(output))
-    except ValueError:
+        given = json.loads(output)
+    except (ValueError, RecursionError):
         return False
-    wanted = _as_json(wanted)
     return _equal(given, wanted) or (isinstance(wanted, list) and len(wanted) == 1 and _equal(given, wanted[0]))
-
-
-def _as_json(value: Any) -> Any:
-    """Tuples as lists and keys as texts, since a data set that is JSON has no others."""
-    if isinstance(value, list | tuple):
-        return [_as_json(item) for item in value]
-    if isinstance(value, dict):
-        return {str(key): _as_json(item) for key, item in value.items()}
-    return value
 
 
 def _equal(given: Any, wanted: Any) -> bool:

@@ -13,8 +13,7 @@ from tlt_hpc.rewards.sandbox.outside import Template
 
 SAME_MATH = "same-math"
 """No reward: whether a response and another, given as the truth, answer alike as mathematics."""
-MATH_KINDS = ("math", SAME_MATH)
-WORKER_KINDS = ("math", "code", "function")
+WORKER_KINDS = frozenset({"math", "code", "function"})
 """Kinds that parse or run what others wrote: only in a process that can be killed."""
 
 
@@ -23,11 +22,6 @@ def kind_for(source: str, default: str, by_source: Mapping[str, str]) -> str:
     if source in by_source:
         return by_source[source]
     return next((kind for pattern, kind in by_source.items() if fnmatchcase(source, pattern)), default)
-
-
-def needs_worker(kind: str) -> bool:
-    """Whether an answer of the kind is judged in a process of its own."""
-    return kind in WORKER_KINDS
 
 
 def judge(
@@ -41,12 +35,7 @@ def judge(
     if verdict.failure or answer.kind in ("format", SAME_MATH) or not settings.format_weight:
         return verdict
     weight = settings.format_weight
-    return Verdict((1 - weight) * verdict.reward + weight * form(answer.text, settings))
-
-
-def form(response: str, settings: RewardSection) -> float:
-    """1.0 where the response looks as the settings say."""
-    return text.tags(response, settings.format_tags)
+    return Verdict((1 - weight) * verdict.reward + weight * text.tags(answer.text, settings.format_tags))
 
 
 def _judge(
@@ -60,7 +49,7 @@ def _judge(
         case "choice":
             return text.choice(answer.text, answer.truth)
         case "format":
-            return Verdict(form(answer.text, settings))
+            return Verdict(text.tags(answer.text, settings.format_tags))
         case "math":
             from tlt_hpc.rewards.mathematics import equal_as_mathematics  # 0.5 s and sympy: only in workers
 

@@ -13,19 +13,13 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its ow
 
 _USUAL = (
     ("so $\\boxed{\\frac{2}{4}}$", "\\frac{1}{2}"),
-    ("$\\frac{2\\sqrt{2}}{2}$", "\\sqrt{2}"),
     ("\\boxed{(x+1)^2}", "x^2+2x+1"),
     ("$(-\\infty,1)\\cup(2,3]$", "(-\\infty,1)\\cup(2,3]"),
-    ("\\boxed{y = 2x}", "y=2x"),
-    ("$x \\ge 3$", "x\\geq 3"),
     ("\\boxed{\\{1, 2\\}}", "\\{1,2\\}"),
-    ("\\boxed{(1,2)}", "(1,2)"),
     ("\\boxed{\\begin{pmatrix}1\\\\2\\end{pmatrix}}", "\\begin{pmatrix}1\\\\2\\end{pmatrix}"),
     ("$\\sin(x) + \\frac{\\ln 3}{\\ln 2}$", "\\sin x + \\log_2 3"),
     ("1234", "1,234"),
     ("\\boxed{\\text{A}}", "\\text{A}"),
-    ("50\\%", "50\\%"),
-    ("120", "5!"),
     ("so 3 or $x^2+\\sqrt{2}$", "x^2+1.41"),
 )
 """Answers of usual forms. What parsing one has left in caches makes the next like it three times as fast."""

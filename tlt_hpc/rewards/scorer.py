@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,41 +36,28 @@ _CAUSES = {
 
 @dataclass(frozen=True)
 class Unjudged:
-    """Of a number of responses, how many were not judged by reason, with an example of each reason."""
+    """The failures, each with its detail, of those among a number of responses that were not judged."""
 
     num_responses: int
-    counts: Mapping[Failure, int]
-    examples: Mapping[Failure, str]
+    failures: tuple[tuple[Failure, str], ...]
 
     @property
     def total(self) -> int:
-        return sum(self.counts.values())
+        return len(self.failures)
 
     def explain(self) -> str:
-        """The reasons with their remedies, the commonest first; empty where all were judged."""
-        common = Counter(self.counts).most_common()
-        parts = [f"{_CAUSES[failure]}; for one, {self.examples[failure] or failure}" for failure, _ in common]
-        if len(parts) == 1:
-            return parts[0]
-        return "; ".join(f"({count}) {part}" for (_, count), part in zip(common, parts, strict=True))
-
-
-def count_unjudged(judged: Iterable[tuple[str, Verdict]]) -> Unjudged:
-    """Those among responses, each with its kind, that were not judged."""
-    counts, examples, num_responses = Counter[Failure](), dict[Failure, str](), 0
-    for kind, verdict in judged:
-        num_responses += 1
-        if verdict.failure is not None and not (kind == "code" and verdict.failure in _OF_PROGRAMS):
-            counts[verdict.failure] += 1
-            examples.setdefault(verdict.failure, verdict.detail)
-    return Unjudged(num_responses, counts, examples)
+        """The reasons with their remedies, the commonest first, each with an example."""
+        counts, example = Counter(failure for failure, _ in self.failures), dict(reversed(self.failures))
+        parts = [
+            (count, f"{_CAUSES[failure]}; for one, {example[failure] or failure}")
+            for failure, count in counts.most_common()
+        ]
+        return parts[0][1] if len(parts) == 1 else "; ".join(f"({count}) {part}" for count, part in parts)
 
 
 def joined(parts: Sequence[Unjudged]) -> Unjudged:
-    """Several ranks' counts as one."""
-    counts = sum((Counter(part.counts) for part in parts), Counter[Failure]())
-    examples = {failure: words for part in reversed(parts) for failure, words in part.examples.items()}
-    return Unjudged(sum(part.num_responses for part in parts), counts, examples)
+    """The responses of several ranks."""
+    return Unjudged(sum(part.num_responses for part in parts), sum((part.failures for part in parts), ()))
 
 
 @dataclass(frozen=True)
@@ -86,7 +73,7 @@ class Judge:
 
     def needs_worker(self, prompt: Prompt) -> bool:
         """Whether responses to the prompt go to the server."""
-        return kinds.needs_worker(self.kind_of(prompt))
+        return self.kind_of(prompt) in kinds.WORKER_KINDS
 
     def answer(self, prompt: Prompt, text: str) -> Answer:
         """A response to the prompt as it is judged."""
@@ -168,7 +155,13 @@ class Scorer:
 
     def unjudged(self, rollouts: Sequence[Rollout]) -> Unjudged:
         """Those of the responses that were not judged; all have their rewards."""
-        return count_unjudged((self._judge.kind_of(self._prompt_of(r)), self._verdicts[r.key]) for r in rollouts)
+        failures = [
+            (verdict.failure, verdict.detail)
+            for rollout in rollouts
+            if (verdict := self._verdicts[rollout.key]).failure is not None
+            and not (verdict.failure in _OF_PROGRAMS and self._judge.kind_of(self._prompt_of(rollout)) == "code")
+        ]
+        return Unjudged(len(rollouts), tuple(failures))
 
     def _hand_over(self, client: RewardClient, rollouts: Sequence[Rollout]) -> None:
         for rollout in rollouts:
@@ -200,7 +193,7 @@ def standing_judge(section: RewardSection) -> Judge:
 
     The first call belongs before MPI starts: a process that MPI has initialised should start no other.
     """
-    needs = any(kinds.needs_worker(kind) for kind in section.kinds)
+    needs = not kinds.WORKER_KINDS.isdisjoint(section.kinds)
     return Judge(section, _standing_client(section.model_dump_json()) if needs else None)
 
 

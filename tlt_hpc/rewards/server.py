@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import json
 import math
 import os
 import resource
@@ -21,8 +22,7 @@ import sys
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,28 +30,24 @@ from tlt_hpc.config import RewardSection
 from tlt_hpc.rewards.answer import Answer, Failure, JudgeError, Verdict
 from tlt_hpc.rewards.frames import FrameBuffer, pack
 from tlt_hpc.rewards.functions import RewardFunction, load_function
-from tlt_hpc.rewards.judge import MATH_KINDS, judge
+from tlt_hpc.rewards.judge import judge
 from tlt_hpc.rewards.sandbox.outside import Template, working_template
 
-MAX_DETAIL = 300
+_MAX_DETAIL = 300
 _PR_SET_PDEATHSIG = 1
 _RECEIVED_BYTES = 2**20
-MAX_TOGETHER = 16
-_CLEARLY = 0.1
-"""Of a limit: an answer that has taken less beside others would not meet it alone."""
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclass
 class Worker:
-    """A child that judges one answer, or several of mathematics."""
+    """A child that judges one answer."""
 
-    answers: Sequence[tuple[int, Answer]]
-    """With their numbers."""
+    number: int
     pid: int
     verdict_fd: int
     deadline: float
-    """By the monotonic clock: the far limit."""
+    """The far limit, by the monotonic clock."""
     settings: RewardSection
     is_late: bool = False
 
@@ -63,62 +59,26 @@ class Worker:
         """Whether only ``finish`` is left to do."""
         return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
-    def finish(self) -> dict[int, Verdict]:
-        """Wait for its end, leave nothing behind, and say what came of it: of an answer by itself always a verdict."""
+    def finish(self) -> Verdict:
+        """Wait for its end and leave nothing behind; returns the verdict."""
         os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
         self.kill()  # what it started and left; before its id, which is the group's, can be another's
         _, status = os.waitpid(self.pid, 0)
-        frames = list(FrameBuffer().feed(_read_all(self.verdict_fd)))
+        try:
+            written = os.read(self.verdict_fd, _RECEIVED_BYTES)  # a verdict fits the pipe
+        except BlockingIOError:  # a grandchild still has it open
+            written = b""
         os.close(self.verdict_fd)
-        verdicts = [Verdict.from_json(frame) for frame in frames]
-        if len(self.answers) == 1:
-            verdicts = [self._verdict_alone(verdicts, status)]
-        return {number: verdict for (number, _), verdict in zip(self.answers, verdicts, strict=False)}
-
-    def _verdict_alone(self, verdicts: Sequence[Verdict], status: int) -> Verdict:
         if self.is_late:
             return Verdict.failed(Failure.WALL, f"no verdict in {self.settings.wall_seconds} s of the clock")
-        if verdicts:
-            return verdicts[0]
-        if os.WIFSIGNALED(status):
-            return _killed(os.WTERMSIG(status), self.settings)
-        return Verdict.failed(Failure.CRASH, f"its process ended with status {os.waitstatus_to_exitcode(status)}")
-
-
-def start_worker(
-    answers: Sequence[tuple[int, Answer]],
-    settings: RewardSection,
-    judge_alone: Callable[[Answer], Verdict],
-    own_fds: Sequence[int],
-) -> Worker:
-    """Fork a child that judges answers, without the descriptors that are the server's own.
-
-    ``judge_alone`` judges the answer of a child that has no other.
-    """
-    ours, theirs = os.pipe()
-    os.set_blocking(ours, False)
-    parent = os.getpid()
-    pid = os.fork()
-    if pid == 0:
-        status = 1
-        try:
-            _enter(parent, settings)
-            for fd in own_fds:
-                os.close(fd)
-            if len(answers) == 1:
-                verdict = judge_alone(answers[0][1])
-                is_late = time.process_time() > settings.cpu_seconds  # of this process, hence of this answer, alone
-                _report(theirs, _too_slow(settings) if is_late else verdict)
-            else:
-                _judge_together(theirs, [answer for _, answer in answers], settings)
-            status = 0
-        finally:  # nothing of the server's may run in the child, whatever was raised
-            if len(answers) == 1:
-                _report_error(theirs, answers[0][1].kind, sys.exc_info()[1])
-            os._exit(status)
-    os.close(theirs)
-    os.setpgid(pid, pid)  # here and in the child: whichever comes first
-    return Worker(answers, pid, ours, time.monotonic() + settings.wall_seconds, settings)
+        if written:
+            return Verdict.from_json(json.loads(written))
+        if not os.WIFSIGNALED(status):
+            return Verdict.failed(Failure.CRASH, f"its process ended with status {os.waitstatus_to_exitcode(status)}")
+        if os.WTERMSIG(status) == signal.SIGXCPU:
+            return _too_slow(self.settings)
+        name = signal.Signals(os.WTERMSIG(status)).name
+        return Verdict.failed(Failure.CRASH, f"its process was killed by {name}")
 
 
 def end_with_parent() -> None:
@@ -127,7 +87,7 @@ def end_with_parent() -> None:
 
 
 def _enter(parent: int, settings: RewardSection) -> None:
-    """Become a process that can be ended with all that it starts, and that ends with the server."""
+    """Become a process that can be ended with all that it starts, that ends with the server, and has the limits."""
     os.setpgid(0, 0)
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -137,58 +97,21 @@ def _enter(parent: int, settings: RewardSection) -> None:
     seconds = math.ceil(settings.cpu_seconds)
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    size = _address_space() + settings.memory_mb * 2**20
+    num_pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+    size = num_pages * resource.getpagesize() + settings.memory_mb * 2**20
     resource.setrlimit(resource.RLIMIT_AS, (size, size))
 
 
-def _address_space() -> int:
-    """Bytes that this process has mapped."""
-    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
-    return pages * resource.getpagesize()
-
-
-def _judge_together(fd: int, answers: Sequence[Answer], settings: RewardSection) -> None:
-    """Judge one after the other, up to the first that is not clearly within its limits."""
-    size_at_start, memory = _address_space(), settings.memory_mb * 2**20
-    for answer in answers:
-        start = time.process_time()
-        verdict = judge(answer, settings)
-        grown = _address_space() - size_at_start
-        if time.process_time() - start > _CLEARLY * settings.cpu_seconds or grown > _CLEARLY * memory:
-            return
-        _report(fd, verdict)
-
-
 def _report(fd: int, verdict: Verdict) -> None:
-    detail = verdict.detail[:MAX_DETAIL]
-    os.write(fd, pack(Verdict(verdict.reward, verdict.failure, detail).to_json()))
-
-
-def _report_error(fd: int, kind: str, error: BaseException | None) -> None:
-    if error is None:
-        return
-    failure = Failure.ERROR if kind == "function" else Failure.CRASH
-    if isinstance(error, MemoryError):
-        failure = Failure.MEMORY
-    _report(fd, Verdict.failed(failure, " ".join("".join(traceback.format_exception_only(error)).split())))
-
-
-def _killed(number: int, settings: RewardSection) -> Verdict:
-    if number == signal.SIGXCPU:
-        return _too_slow(settings)
-    return Verdict.failed(Failure.CRASH, f"its process was killed by {signal.Signals(number).name}")
+    os.write(fd, json.dumps({**asdict(verdict), "detail": verdict.detail[:_MAX_DETAIL]}).encode())
 
 
 def _too_slow(settings: RewardSection) -> Verdict:
     return Verdict.failed(Failure.CPU, f"more than {settings.cpu_seconds} s of CPU time")
 
 
-def _read_all(fd: int) -> bytes:
-    """What is in the pipe; a verdict fits it, so nobody had to wait for a reader."""
-    try:
-        return os.read(fd, _RECEIVED_BYTES)
-    except BlockingIOError:  # a grandchild has it open still
-        return b""
+def _one_line(error: BaseException) -> str:
+    return " ".join("".join(traceback.format_exception_only(error)).split())
 
 
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -207,8 +130,6 @@ class Server:
     ) -> None:
         self._channel, self._settings, self._function, self._template = channel, settings, function, template
         self._waiting: deque[tuple[int, Answer]] = deque()
-        self._alone: set[int] = set()
-        """Answers that were not clearly within their limits."""
         self._workers: dict[int, Worker] = {}
         self._woken, wakes = os.pipe()
         self._own_fds = (channel.fileno(), self._woken, wakes)
@@ -233,7 +154,6 @@ class Server:
     def kill_all(self) -> None:
         """End every child and forget what waits."""
         self._waiting.clear()
-        self._alone.clear()
         for worker in self._workers.values():
             worker.kill()
             worker.finish()
@@ -253,23 +173,34 @@ class Server:
 
     def _start(self) -> None:
         while self._waiting and len(self._workers) < self._settings.workers:
-            worker = start_worker(self._next(), self._settings, self._judge, self._own_fds)
+            worker = self._start_worker(*self._waiting.popleft())
             self._workers[worker.pid] = worker
 
-    def _judge(self, answer: Answer) -> Verdict:
-        return judge(answer, self._settings, self._function, self._template)
-
-    def _next(self) -> list[tuple[int, Answer]]:
-        """The answers of the next worker: one, or as many of mathematics as leave the other workers theirs."""
-        chosen = [self._waiting.popleft()]
-        most = min(MAX_TOGETHER, math.ceil((1 + len(self._waiting)) / self._settings.workers))
-        while self._waiting and len(chosen) < most and all(map(self._may_share, (chosen[-1], self._waiting[0]))):
-            chosen.append(self._waiting.popleft())
-        return chosen
-
-    def _may_share(self, numbered: tuple[int, Answer]) -> bool:
-        number, answer = numbered
-        return answer.kind in MATH_KINDS and number not in self._alone
+    def _start_worker(self, number: int, answer: Answer) -> Worker:
+        """Fork a child that judges an answer, without the descriptors that are the server's own."""
+        ours, theirs = os.pipe()
+        os.set_blocking(ours, False)
+        parent, settings = os.getpid(), self._settings
+        pid = os.fork()
+        if pid == 0:
+            status = 1
+            try:
+                _enter(parent, settings)
+                for fd in self._own_fds:
+                    os.close(fd)
+                verdict = judge(answer, settings, self._function, self._template)
+                is_late = time.process_time() > settings.cpu_seconds
+                _report(theirs, _too_slow(settings) if is_late else verdict)
+                status = 0
+            finally:  # nothing of the server's may run in the child, whatever was raised
+                if (error := sys.exc_info()[1]) is not None:
+                    failure = Failure.ERROR if answer.kind == "function" else Failure.CRASH
+                    failure = Failure.MEMORY if isinstance(error, MemoryError) else failure
+                    _report(theirs, Verdict.failed(failure, _one_line(error)))
+                os._exit(status)
+        os.close(theirs)
+        os.setpgid(pid, pid)  # here and in the child: whichever comes first
+        return Worker(number, pid, ours, time.monotonic() + settings.wall_seconds, settings)
 
     def _reap(self) -> None:
         if self._template and not self._template.is_alive:
@@ -277,17 +208,8 @@ class Server:
         for worker in list(self._workers.values()):
             if worker.has_ended():
                 del self._workers[worker.pid]
-                self._finish(worker)
-
-    def _finish(self, worker: Worker) -> None:
-        """Tell the verdicts; what was left without one comes again, the first of them alone."""
-        verdicts = worker.finish()
-        for number, verdict in verdicts.items():
-            self._tell(number, verdict)
-            self._alone.discard(number)
-        left = [numbered for numbered in worker.answers if numbered[0] not in verdicts]
-        self._alone.update(number for number, _ in left[:1])
-        self._waiting.extendleft(reversed(left))
+                frame = {"number": worker.number, "verdict": asdict(worker.finish())}
+                self._channel.sendall(pack(frame))
 
     def _kill_late(self) -> None:
         now = time.monotonic()
@@ -299,9 +221,6 @@ class Server:
     def _seconds_left(self) -> float | None:
         deadlines = [worker.deadline for worker in self._workers.values() if not worker.is_late]
         return max(0.0, min(deadlines) - time.monotonic() + 0.01) if deadlines else None
-
-    def _tell(self, number: int, verdict: Verdict) -> None:
-        self._channel.sendall(pack({"number": number, "verdict": verdict.to_json()}))
 
 
 def load_kinds(settings: RewardSection) -> tuple[RewardFunction | None, Template | None]:
@@ -324,10 +243,8 @@ def load_kinds(settings: RewardSection) -> tuple[RewardFunction | None, Template
 
 def tell_error(channel: socket.socket, function: str, error: BaseException) -> None:
     """Tell the rank, in one line, what kept the server from starting."""
-    told = " ".join("".join(traceback.format_exception_only(error)).split())
-    if isinstance(error, JudgeError):
-        told = str(error)
-    elif function:
+    told = str(error) if isinstance(error, JudgeError) else _one_line(error)
+    if function and not isinstance(error, JudgeError):
         told = f"reward.function = {function!r} cannot be loaded: {told}; fix the file"
     channel.sendall(pack({"error": told}))
 

@@ -29,14 +29,10 @@ def boxed(text: str, truth: str) -> Verdict:
 
 
 def boxed_answer(text: str) -> str | None:
-    """The content of the box that the response ends with; None where it ends otherwise."""
+    """The content of the box that the response ends with; None if it ends otherwise."""
     text = text.rstrip()
-    start = text.rfind(BOX)
-    if start < 0 or not text.endswith("}"):
-        return None
-    content = text[start + len(BOX) : -1].strip()
-    # the box ends with the text's last brace just where its content is balanced
-    return content if _is_balanced(content) else None
+    content, end = _find_box(text)
+    return content if end == len(text) else None
 
 
 def numeric(text: str, truth: str, tolerance: float) -> Verdict:
@@ -94,16 +90,18 @@ def number_of(text: str) -> Fraction | None:
 
 
 def last_box(text: str) -> str | None:
-    """The content of the last box that is closed before the text ends; None where there is none."""
-    start = text.rfind(BOX)
-    if start < 0:
-        return None
-    depth = 1
-    for index in range(start + len(BOX), len(text)):
+    """The content of the last box that is closed before the text ends; None if there is none."""
+    return _find_box(text)[0]
+
+
+def _find_box(text: str) -> tuple[str | None, int]:
+    """The content of the last box, if it is closed, and the index behind it; otherwise -1."""
+    start, depth = text.rfind(BOX), 1
+    for index in range(start + len(BOX), len(text)) if start >= 0 else ():
         depth += (text[index] == "{") - (text[index] == "}")
         if depth == 0:
-            return text[start + len(BOX) : index].strip()
-    return None
+            return text[start + len(BOX) : index].strip(), index + 1
+    return None, -1
 
 
 def letter_of(text: str) -> str | None:
@@ -130,12 +128,3 @@ def _value(number: str) -> Fraction | None:
     if not divisor:
         return Fraction(whole)
     return Fraction(whole) / int(divisor) if int(divisor) else None
-
-
-def _is_balanced(text: str) -> bool:
-    depth = 0
-    for character in text:
-        depth += (character == "{") - (character == "}")
-        if depth < 0:
-            return False
-    return depth == 0

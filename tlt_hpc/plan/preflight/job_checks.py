@@ -114,11 +114,11 @@ def check_evaluation(job: PlannedJob) -> Finding:
 def check_rewards(job: PlannedJob) -> Finding:
     """The reward server starts here as it does in a job: it imports the user's function and makes the sandbox."""
     from tlt_hpc.rewards.client import RewardClient
-    from tlt_hpc.rewards.judge import needs_worker
+    from tlt_hpc.rewards.judge import WORKER_KINDS
 
     reward = job.config.reward
     kinds = ", ".join(reward.kinds)
-    if not any(needs_worker(kind) for kind in reward.kinds):
+    if WORKER_KINDS.isdisjoint(reward.kinds):
         return ok(f"{kinds}; judged in the ranks")
     client = RewardClient(reward)
     try:

@@ -1,9 +1,8 @@
-"""Process 1 of a sandbox: builds the walls, then runs programs one by one and reports what they wrote.
+"""Process 1 of a sandbox: isolates itself, then runs programs one by one and reports what they wrote.
 
 Forked for every answer from a template, which was started by exec with an empty environment. It knows what programs
 are given and nothing that they are judged by, so a program that took it over would have gained nothing. Frames from
-outside are requests (``do``: run, call, serve, check), frames to outside are outcomes; the first one says whether the
-walls stand.
+outside are requests, frames to outside are outcomes; the first one says whether the sandbox was built.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ from typing import Any, BinaryIO
 
 from tlt_hpc.rewards.frames import read_frame, write_frame
 from tlt_hpc.rewards.sandbox import namespaces
-from tlt_hpc.rewards.sandbox.program import Descriptors, body_of, confine, run_to_the_end
+from tlt_hpc.rewards.sandbox.program import RESULT_FD, body_of, confine, run_to_the_end
 
 _AWAKE_SHARE = 0.01
-"""Of a core: with less, a process waits for something, however loaded the machine is."""
+"""Share of a core: a process with less waits for something, however loaded the machine is."""
 _LOOK_SECONDS = 0.25
 _COMMON = ("array", "bisect", "cmath", "collections", "copy", "ctypes", "dataclasses", "datetime", "decimal", "enum",
            "fractions", "functools", "hashlib", "heapq", "io", "itertools", "json", "math", "operator", "queue",
@@ -35,68 +34,43 @@ _COMMON = ("array", "bisect", "cmath", "collections", "copy", "ctypes", "datacla
 """Imported while the host's libraries can be reached: a program finds them loaded, and pays no CPU time for them."""
 
 
-class Programs:
-    """The programs that run, or serve, under this process."""
+def next_program(requests: BinaryIO, outcomes: BinaryIO, nothing: int, base_bytes: int) -> Callable[[], object] | None:
+    """Run the programs that are requested; returns in every child, with what it is to do, and after the last one.
 
-    def __init__(self, requests: BinaryIO, outcomes: BinaryIO) -> None:
-        self._requests, self._outcomes = requests, outcomes
-        self._base_bytes = _mapped_bytes()
-        self._nothing = os.open(os.devnull, os.O_RDWR)
-        while os.dup(self._nothing) <= 4:
-            pass  # 0 to 4 must be taken: programs get theirs under these numbers
-        self._server: int | None = None
-        self._checker_end: socket.socket | None = None
-
-    def say(self, outcome: dict[str, Any]) -> None:
-        """Tell outside."""
-        write_frame(self._outcomes, outcome)
-
-    def next_program(self) -> Callable[[], object] | None:
-        """Take requests; returns in every child, with what it is to do, and in this process at the end of them."""
-        while (request := read_frame(self._requests)) is not None:
-            body = self._serve(request) if request["do"] == "serve" else self._attempt(request)
-            if body is not None:
-                return body
-        return None
-
-    def _serve(self, request: dict[str, Any]) -> Callable[[], object] | None:
-        """Start a program that answers calls; the checker, which comes later, gets the other end."""
-        self._checker_end, programs_end = socket.socketpair()
-        pid = os.fork()
-        if pid == 0:
-            nothing = self._nothing
-            confine(request, Descriptors(nothing, nothing, nothing, programs_end.fileno()), self._base_bytes)
-            return body_of(request)
-        programs_end.close()
-        self._server = pid
-        self.say({})
-        return None
-
-    def _attempt(self, request: dict[str, Any]) -> Callable[[], object] | None:
-        """Run a program to its end."""
+    Args:
+        nothing: a descriptor of /dev/null.
+        base_bytes: memory of a process without a program.
+    """
+    while (request := read_frame(requests)) is not None:
         ours, theirs = os.pipe()
         stdin = _file_with(request.get("stdin", ""))
-        calls = self._checker_end.fileno() if self._checker_end is not None else None
         pid = os.fork()
         if pid == 0:
-            confine(request, Descriptors(stdin, theirs, self._nothing, calls), self._base_bytes)
+            confine(request, stdin, theirs, nothing, base_bytes)
             return body_of(request)
         os.close(theirs)
         os.close(stdin)
-        pids = [pid] if self._server is None else [pid, self._server]
-        output, failure = _watch(ours, self._requests.fileno(), pids, request)
+        output, failure = _watch(ours, requests.fileno(), pid, request)
         os.close(ours)
-        outcome = _end(pids, failure)
+        if failure:
+            os.kill(pid, signal.SIGKILL)
+        _, status, usage = os.wait4(pid, 0)
         with contextlib.suppress(ProcessLookupError):
             os.kill(-1, signal.SIGKILL)  # everything in this namespace but this process
-        self.say({**outcome, "output": output.decode("utf-8", "replace")})
-        return None
+        outcome = {
+            "output": output.decode("utf-8", "replace"),
+            "status": os.waitstatus_to_exitcode(status),
+            "cpu_seconds": usage.ru_utime + usage.ru_stime,
+            "failure": failure,
+        }
+        write_frame(outcomes, outcome)
+    return None
 
 
-def _watch(ours: int, requests: int, pids: list[int], request: dict[str, Any]) -> tuple[bytes, str | None]:
-    """What the first process wrote until it ended, or why it was not waited for; ends all where outside is gone.
+def _watch(ours: int, requests: int, pid: int, request: dict[str, Any]) -> tuple[bytes, str | None]:
+    """What a process wrote until it ended, or the limit that it exceeded; ends all if the judge is gone.
 
-    The limits are of CPU time, of all processes together; the clock serves only to see one that hangs.
+    The limits are of CPU time; the clock serves only to see a process that hangs.
     """
     output, is_open = bytearray(), True
     looked_at, used = time.monotonic(), 0.0
@@ -105,18 +79,18 @@ def _watch(ours: int, requests: int, pids: list[int], request: dict[str, Any]) -
         ready, _, _ = select.select(
             [ours, requests] if is_open else [requests], [], [], _LOOK_SECONDS if is_open else pause
         )
-        if requests in ready:  # nothing is asked while something runs
+        if requests in ready:  # no request comes while a program runs
             os._exit(0)
         if ours in ready:
             received = os.read(ours, 65536)
             output += received
             is_open = bool(received)
-        elif not is_open and os.waitid(os.P_PID, pids[0], os.WEXITED | os.WNOHANG | os.WNOWAIT):
+        elif not is_open and os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
             return bytes(output), None
         pause = pause if is_open else min(2 * pause, _LOOK_SECONDS)
         if len(output) > request["output_bytes"]:
             return b"", "output"
-        seconds = sum(map(_cpu_seconds, pids))
+        seconds = _cpu_seconds(pid)
         if seconds > request["cpu_seconds"]:
             return b"", "cpu"
         now = time.monotonic()
@@ -131,18 +105,6 @@ def _cpu_seconds(pid: int) -> float:
     return time.clock_gettime((~pid << 3) | 2)  # CPUCLOCK_SCHED of a process: see clock_getcpuclockid(3)
 
 
-def _end(pids: list[int], failure: str | None) -> dict[str, Any]:
-    """Kill and reap; how the first one ended, and the CPU seconds of all."""
-    status, seconds = 0, 0.0
-    for pid in pids:
-        if failure or pid != pids[0]:
-            os.kill(pid, signal.SIGKILL)
-        _, ended, usage = os.wait4(pid, 0)
-        seconds += usage.ru_utime + usage.ru_stime
-        status = ended if pid == pids[0] else status
-    return {"status": os.waitstatus_to_exitcode(status), "cpu_seconds": seconds, "failure": failure}
-
-
 def _file_with(text: str) -> int:
     """A descriptor to read the text from: a file that has no name any more."""
     path = Path(namespaces.SCRATCH, ".input")
@@ -151,10 +113,6 @@ def _file_with(text: str) -> int:
     fd = os.open(path, os.O_RDONLY)
     path.unlink()
     return fd
-
-
-def _mapped_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * resource.getpagesize()
 
 
 def _import_common() -> None:
@@ -201,8 +159,12 @@ def main(project: str, channel_fd: int) -> None:
 
 
 def _sandbox(requests: BinaryIO, outcomes: BinaryIO) -> None:
-    """Build the walls, then run what is asked for; in a child, the program itself."""
-    programs = Programs(requests, outcomes)
+    """Isolate this process, then run what is requested; in a child, the program itself."""
+    # while /proc and /dev can be reached
+    base_bytes = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * resource.getpagesize()
+    nothing = os.open(os.devnull, os.O_RDWR)
+    while os.dup(nothing) <= RESULT_FD:
+        pass  # 0 to 3 must be taken: programs get theirs under these numbers
     try:
         is_root = namespaces.unshare()
         namespaces.die_with_parent()
@@ -215,10 +177,10 @@ def _sandbox(requests: BinaryIO, outcomes: BinaryIO) -> None:
         namespaces.drop_privileges(is_root)
         namespaces.die_with_parent()
     except OSError as error:
-        programs.say({"trouble": error.strerror})
+        write_frame(outcomes, {"trouble": error.strerror})
         os._exit(1)
-    programs.say({})
-    body = programs.next_program()
+    write_frame(outcomes, {})
+    body = next_program(requests, outcomes, nothing, base_bytes)
     if body is None:
         os._exit(0)  # and with process 1 everything in its namespace
     run_to_the_end(body)

@@ -1,6 +1,6 @@
-"""The walls: namespaces, an empty read-only root, and the end of every privilege.
+"""The isolation of a sandbox: namespaces, an empty read-only root, and no privileges.
 
-Linux alone. Works for root (then without a user namespace, if that is allowed) and for anybody whom the kernel allows
+Linux only. Works for root, without a user namespace if that is allowed, and for every user to whom the kernel allows
 user namespaces. Each refusal names the call.
 """
 
@@ -44,7 +44,10 @@ def library_folders() -> list[str]:
 
 
 def unshare() -> bool:
-    """Leave the host's namespaces; children are in new process ones. Whether this process is root without a user's.
+    """Leave the host's namespaces; children are in new process namespaces.
+
+    Returns:
+        Whether this process is root without a user namespace, who can read a Python that is root's alone.
 
     Raises:
         OSError: the system does not allow it; names the call.
@@ -52,7 +55,7 @@ def unshare() -> bool:
     if os.geteuid() == 0:
         if _libc.unshare(_WALLS) == 0:
             return True
-        with contextlib.suppress(PermissionError):  # a root without rights is anybody
+        with contextlib.suppress(PermissionError):  # a root without rights is like any user
             _become_nobody()
     uid, gid = os.geteuid(), os.getegid()
     _check(_libc.unshare(_NEWUSER | _WALLS), "unshare(user, mount, process, network and IPC namespaces)")
@@ -93,7 +96,7 @@ def change_root(paths: Sequence[str]) -> None:
 
 
 def drop_privileges(is_root: bool) -> None:
-    """Keep no capability, and become nobody where this is the real root; nothing gives any of it back.
+    """Keep no capability, and become nobody if this is the real root; nothing gives any of it back.
 
     Raises:
         OSError: that is refused.

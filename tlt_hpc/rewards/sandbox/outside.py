@@ -128,26 +128,15 @@ class Sandbox:
 
     def run(self, code: str, stdin: str, limits: ProgramLimits) -> Outcome:
         """Run a program as a script."""
-        return self._attempt({"do": "run", "code": code, "stdin": stdin}, limits)
+        return self._ask({"code": code, "stdin": stdin}, limits)
 
-    def call(self, code: str, name: str, arguments: str, limits: ProgramLimits) -> Outcome:
-        """Call a function of the program with arguments (a list, of ``values.encode``); the output is its value."""
-        return self._attempt({"do": "call", "code": code, "name": name, "arguments": arguments}, limits)
+    def call(self, code: str, name: str, arguments: list[Any], limits: ProgramLimits) -> Outcome:
+        """Call a function of the program; the output is its value as JSON."""
+        return self._ask({"code": code, "name": name, "arguments": arguments}, limits)
 
-    def check(self, code: str, assertions: list[str], limits: ProgramLimits) -> Outcome:
-        """Run assertions against the program's functions; the output is "passed" where all hold.
-
-        They are sent when the program's process has been forked, so it has never seen them. Once in a sandbox.
-        """
-        self._ask({"do": "serve", "code": code}, limits)
-        return self._attempt({"do": "check", "assertions": assertions}, limits)
-
-    def _attempt(self, request: dict[str, Any], limits: ProgramLimits) -> Outcome:
-        return Outcome(**self._ask(request, limits))
-
-    def _ask(self, request: dict[str, Any], limits: ProgramLimits) -> dict[str, Any]:
+    def _ask(self, request: dict[str, Any], limits: ProgramLimits) -> Outcome:
         write_frame(self._requests, {**request, **vars(limits)})
-        return self._next()
+        return Outcome(**self._next())
 
     def _next(self) -> dict[str, Any]:
         frame = read_frame(self._outcomes)

@@ -56,6 +56,7 @@ _NUMBER_OFFSET, _ARCHITECTURE_OFFSET, _ARGUMENTS_OFFSET = 0, 4, 16
 _PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP, _MODE_FILTER = 38, 22, 2
 
 Instruction = tuple[int, int, int, int]
+_PASS: Instruction = (_RETURN, 0, 0, _ALLOW)
 
 
 class _Program(ctypes.Structure):
@@ -92,7 +93,7 @@ def _filter(machine: str) -> list[Instruction]:
     for numbers in _ALLOWED.values():
         number = numbers[column]
         if number is not None:
-            lines += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, _ALLOW)]
+            lines += [(_EQUAL, 0, 1, number), _PASS]
     lines += _if_call(_CLONE3[column], [_refuse(errno.ENOSYS)])  # libc then takes clone, whose flags can be looked at
     lines += _if_call(_CLONE[column], _threads_only())
     lines += _if_call(_IOCTL[column], _descriptor_flags_only())
@@ -106,28 +107,16 @@ def _if_call(number: int, then: list[Instruction]) -> list[Instruction]:
 
 
 def _threads_only() -> list[Instruction]:
-    return [
-        _argument(0),
-        (_ANY_BIT, 1, 0, _NAMESPACES),
-        (_ANY_BIT, 1, 0, _THREAD),
-        _refuse(errno.EPERM),
-        (_RETURN, 0, 0, _ALLOW),
-    ]
+    return [_argument(0), (_ANY_BIT, 1, 0, _NAMESPACES), (_ANY_BIT, 1, 0, _THREAD), _refuse(errno.EPERM), _PASS]
 
 
 def _descriptor_flags_only() -> list[Instruction]:
     first, second = _DESCRIPTOR_IOCTLS
-    return [
-        _argument(1),
-        (_EQUAL, 2, 0, first),
-        (_EQUAL, 1, 0, second),
-        _refuse(errno.ENOTTY),
-        (_RETURN, 0, 0, _ALLOW),
-    ]
+    return [_argument(1), (_EQUAL, 2, 0, first), (_EQUAL, 1, 0, second), _refuse(errno.ENOTTY), _PASS]
 
 
 def _own_limits_only() -> list[Instruction]:
-    return [_argument(0), (_EQUAL, 1, 0, 0), _refuse(errno.EPERM), (_RETURN, 0, 0, _ALLOW)]
+    return [_argument(0), (_EQUAL, 1, 0, 0), _refuse(errno.EPERM), _PASS]
 
 
 def _argument(index: int) -> Instruction:
