@@ -25,25 +25,10 @@ TINY = Path(__file__).resolve().parent.parent / "jobs" / "tiny.toml"
 
 CHATML = """{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
-# After Qwen3's and DeepSeek's: namespaces, slices, reversed loops, splits at the end of thinking.
-REASONING = """{%- set ns = namespace(multi=true, last=messages|length - 1) %}
-{%- for message in messages[::-1] %}
-    {%- set index = (messages|length - 1) - loop.index0 %}
-    {%- if ns.multi and message.role == "user" and not(message.content.startswith('<tool')) %}
-        {%- set ns.multi = false %}{%- set ns.last = index %}
-    {%- endif %}
-{%- endfor %}
-{{- bos_token if bos_token is defined else '(none)' }}
-{%- for message in messages %}
-  {%- if message.role == "assistant" %}
-    {%- if message.reasoning_content is string %}{{- '<think>' ~ message.reasoning_content.strip('\\n') ~ '</think>' }}
-    {%- elif '</think>' in message.content %}{{- message.content.split('</think>')[-1].lstrip('\\n') }}
-    {%- else %}{% generation %}{{- message.content }}{% endgeneration %}{%- endif %}
-    {{- eos_token }}
-  {%- else %}<|{{ message.role }}|>{{ message.content | trim }}{{ loop.index > ns.last }}{%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}<|assistant|><think>
-{% endif %}"""
+REASONING = """{{- bos_token if bos_token is defined else '(none)' }}
+{%- for m in messages[::-1] %}{% if m.reasoning_content is string %}<think>{{ m.reasoning_content }}</think>
+{%- endif %}{% generation %}{{ m.content | trim }}{% endgeneration %}{{ eos_token }}{{ m | tojson }}
+{%- if loop.index > 3 %}{% break %}{% endif %}{% endfor %}{{ tools is none }}"""
 # After Llama 3.2's.
 DATED = "{{ strftime_now('%d %b %Y') }}{% for m in messages %}{{ m.content }}{% endfor %}"
 STRICT = """{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}

@@ -16,7 +16,7 @@ import pytest
 from tlt_hpc.config import RewardSection, UserError
 from tlt_hpc.rewards.answer import Answer, Failure, Verdict
 from tlt_hpc.rewards.client import RewardClient, server_environment
-from tlt_hpc.rewards.code import passes_tests, same_output
+from tlt_hpc.rewards.code import extract_program, passes_tests, same_output
 from tlt_hpc.rewards.frames import FrameBuffer, pack
 from tlt_hpc.rewards.sandbox.outside import Template
 
@@ -105,8 +105,8 @@ def test_a_function_is_called_as_verl_calls_its(client: RewardClient) -> None:
     ("text", "failure", "detail"),
     [
         ("raise", Failure.ERROR, "KeyError: 'planted'"),
-        ("nan", Failure.ERROR, "the function returned 'nan', which is no number"),
-        ("huge", Failure.ERROR, "the function returned 1e+308, which is not within 1e+06 of 0"),
+        ("nan", Failure.ERROR, "the function returned 'nan', which is no number within 1e+06 of 0"),
+        ("huge", Failure.ERROR, "the function returned '1e+308', which is no number within 1e+06 of 0"),
         ("end", Failure.CRASH, "its process ended with status 3"),
         ("segv", Failure.CRASH, "its process was killed by SIGSEGV"),
         ("spin", Failure.CPU, "more than 1.0 s of CPU time"),

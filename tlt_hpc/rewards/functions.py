@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import math
 import sys
 from collections.abc import Callable
 from numbers import Real
@@ -66,10 +65,7 @@ def call_function(function: RewardFunction, answer: Answer) -> Verdict:
         extra_info=json.loads(answer.extra).get("extra_info") if answer.extra else None,
     )
     score = result.get("score") if isinstance(result, dict) else result
-    if not isinstance(score, Real) or not math.isfinite(score):
-        return Verdict.failed(Failure.ERROR, f"the function returned {str(result)[:80]!r}, which is no number")
-    if abs(float(score)) > MAX_REWARD:
-        return Verdict.failed(
-            Failure.ERROR, f"the function returned {float(score):g}, which is not within {MAX_REWARD:g} of 0"
-        )
+    if not isinstance(score, Real) or not abs(float(score)) <= MAX_REWARD:
+        detail = f"the function returned {str(result)[:80]!r}, which is no number within {MAX_REWARD:g} of 0"
+        return Verdict.failed(Failure.ERROR, detail)
     return Verdict(float(score))
