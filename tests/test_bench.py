@@ -16,7 +16,7 @@ from tlt_hpc.config import load_config
 from tlt_hpc.data.prompts import open_prompts
 from tlt_hpc.models.folder import embedded
 from tlt_hpc.models.tokenizer import load_tokenizer, read_chat_format
-from tlt_hpc.studies.bench import WayFigures, requests_of
+from tlt_hpc.studies.bench import requests_of
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = str(ROOT / "jobs" / "tiny.toml")
@@ -44,11 +44,6 @@ def test_every_way_decodes_the_same_text(tmp_path: Path) -> None:
     assert [each.name for each in tmp_path.iterdir()] == ["out.json"], "a run's folder is not made"
 
 
-def test_figures_are_medians_of_all_repetitions() -> None:
-    figures = WayFigures([4.0, 1.0, 2.0], tokens=100, passes=25)
-    assert (figures.tokens_per_second, figures.accept_length) == (50.0, 4.0)
-
-
 def test_replicas_share_the_prompts() -> None:
     config = load_config(TINY)
     folder = embedded("tiny")
@@ -70,7 +65,6 @@ def test_replicas_share_the_prompts() -> None:
     [
         (["--batches", "1,0"], "--batches"),
         (["--json", "nowhere/out.json"], "its folder does not exist"),
-        (["--nothing"], "unknown option --nothing"),
     ],
 )
 def test_options_that_make_no_sense_end_with_the_usage(arguments, named, capsys) -> None:

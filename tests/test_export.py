@@ -401,18 +401,14 @@ def test_the_step_asked_for_is_exported_with_its_own_figures(run):
     assert "| target | the policy after 10 RL steps from embedded:tiny |" in card and "2.09 in" in card
 
 
-def test_a_finished_run_without_checkpoints_has_its_drafters_file(run):
+def test_a_drafters_own_file_is_exported_where_there_is_no_checkpoint(run, capsys):
     shutil.rmtree(run / "checkpoints")
     drafter_folder(run / "drafter", scaled(embedded_eagle(), 3.0))
     assert tlt(run, "--format", "vllm") == 0
     assert torch.equal(fc_of(run / "export" / "vllm"), (3.0 * embedded_eagle()["fc.weight"].float()).half().float())
-
-
-def test_the_embedded_drafters_card_has_its_warm_up(tmp_path):
-    assert tlt(EMBEDDED_MODEL, "--format", "sglang", "--output", tmp_path / "out") == 0
-    card, facts = (tmp_path / "out" / "README.md").read_text(), read_facts(embedded("tiny_drafter"))
-    assert f"| updates | {facts.num_updates:,} |" in card
-    assert f"| accept length | {facts.accept_length:.2f} at temperature 1, by drafter-5 on 128 held-out" in card
+    assert tlt(EMBEDDED_MODEL, "--format", "vllm", "--output", run / "embedded") == 0
+    assert torch.equal(fc_of(run / "embedded"), embedded_eagle()["fc.weight"].float())
+    assert f"{read_facts(embedded('tiny_drafter')).accept_length:.2f} at temperature 1, by" in capsys.readouterr().out
 
 
 # --- where it is written ---
@@ -488,11 +484,9 @@ def test_a_mistake_is_one_line_with_the_remedy_and_writes_nothing(command, words
     ("name", "value", "words"),
     [
         ("qkv.weight", None, "drafter tensor 'qkv' is missing"),
-        ("head.weight", torch.zeros(W, H + 1), "drafter tensor 'head' is [7, 129], this model needs [7, 128]"),
         ("down.weight", torch.full((H, INNER), torch.nan), "'down' holds values that are no numbers"),
         ("output.weight", torch.full((H, QUERIES), 1e6), "values beyond torch.float16"),
         ("token_ids", torch.tensor([2, 3, 5, 8, 13, 13, 19]), "each above the one before"),
-        ("token_ids", torch.tensor([2, 3, 5, 8, 13, 17, 24]), "must be int64 ids"),
     ],
 )
 def test_a_drafter_of_another_model_or_broken_is_refused(name, value, words, tmp_path, target, capsys):

@@ -59,20 +59,6 @@ HOME_OF = {
     "pickle": {"mpi"},  # between ranks; a file that is unpickled is run
 }
 WITHOUT_TORCH = {"common", "config", "storage", "cluster", "mpi", "data", "rewards", "plan", "look", "cli"}
-WITHOUT_TORCH_OUTSIDE = {
-    "tools": {
-        "make_tiny_model.py",
-        "prove_exactness.py",
-        "bench_shape.py",
-        "check_kernels.py",
-        "fetch_smollm2.py",
-        "bench_trl.py",
-        "check_memory_plan.py",
-        "damage.py",
-        "live_bytes.py",
-    },
-    "jobs": set[str](),
-}
 
 
 @cache
@@ -161,17 +147,9 @@ def test_packages_without_torch() -> None:
     assert not {module for module in users if package_of(module) in WITHOUT_TORCH}
 
 
-@pytest.mark.parametrize("folder", WITHOUT_TORCH_OUTSIDE)
-def test_scripts_without_heavy_libraries(folder: str) -> None:
-    """Tools read files; jobs submit. Neither waits for torch, and only jobs know submitit."""
-    heavy = {"torch", "deepspeed", "mpi4py", "transformers"} | ({"submitit"} if folder == "tools" else set())
-    users = {
-        f"{path.name}: {library}"
-        for path in (ROOT / folder).glob("*.py")
-        if path.name not in WITHOUT_TORCH_OUTSIDE[folder]
-        for library in heavy & set(map(library_of, imports_of(path)))
-    }
-    assert not users
+def test_submitting_a_job_waits_for_no_heavy_library() -> None:
+    heavy = {"torch", "deepspeed", "mpi4py", "transformers"}
+    assert not any(heavy & set(map(library_of, imports_of(path))) for path in (ROOT / "jobs").glob("*.py"))
 
 
 @pytest.mark.parametrize(
