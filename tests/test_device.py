@@ -23,11 +23,9 @@ STEP = {"SLURM_STEP_ID": "0"}
     ("environment", "own"),
     [
         ({"CUDA_VISIBLE_DEVICES": "0,1,2,3", **STEP, "SLURM_LOCALID": "2"}, "2"),
-        ({"CUDA_VISIBLE_DEVICES": "4,6", **STEP, "SLURM_LOCALID": "1"}, "6"),
         ({"CUDA_VISIBLE_DEVICES": "GPU-8f1, GPU-2c0", **STEP, "SLURM_LOCALID": "1"}, "GPU-2c0"),
         ({"CUDA_VISIBLE_DEVICES": "MIG-11ab,MIG-22cd", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}, "MIG-11ab"),
         ({"CUDA_VISIBLE_DEVICES": "0,1", "MPI_LOCALRANKID": "1"}, "1"),
-        ({"CUDA_VISIBLE_DEVICES": "0,1", "PALS_LOCAL_RANKID": "1"}, "1"),
         # mpiexec in an allocation: all ranks see the number of the one task that started them
         ({"CUDA_VISIBLE_DEVICES": "0,1", **STEP, "SLURM_LOCALID": "0", "MPI_LOCALRANKID": "1"}, "1"),
         # Slurm dealt them out: there is one already

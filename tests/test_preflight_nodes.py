@@ -66,16 +66,6 @@ def test_a_models_digest_follows_its_files(tmp_path: Path) -> None:
     assert len({first, second, nodes.model_digest(model)}) == 3
 
 
-def test_gpus_are_told_by_the_drivers_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert nodes.gpus_in_words({}) == nodes.ABSENT or Path("/proc/driver/nvidia").exists()
-    for bus in ("0000:17:00.0", "0000:65:00.0"):
-        (tmp_path / "gpus" / bus).mkdir(parents=True)
-        (tmp_path / "gpus" / bus / "information").write_text("Model: \t NVIDIA H200\nIRQ:   5\n")
-    monkeypatch.setattr(nodes, "_DRIVER", tmp_path)
-    assert nodes.gpus_in_words({}) == "2 x NVIDIA H200"
-    assert nodes.gpus_in_words({"SLURM_GPUS_ON_NODE": "1"}) == "1 x NVIDIA H200"
-
-
 # --- on ranks ---
 
 
