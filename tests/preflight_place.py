@@ -1,4 +1,4 @@
-"""A place where a job is well: a model in two shards, a data set, a Slurm of shell scripts; for tests to spoil."""
+"""A place where a job is well: a model, a data set, a Slurm of shell scripts; which tests damage."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from safetensors.numpy import load_file, save_file
 
 from tlt_hpc.cli.main import parse
 from tlt_hpc.models.tokenizer import embedded
@@ -34,7 +33,7 @@ srun --mpi="$TLT_SRUN_MPI" python -m mpi4py -m tlt_hpc train jobs/tiny.toml
 
 @dataclass
 class Place:
-    """Where a job is well, and how it is spoiled."""
+    """Where a job is well, and what tests change in it."""
 
     path: Path
     monkeypatch: pytest.MonkeyPatch
@@ -102,10 +101,9 @@ class Place:
 
 
 def make_place(path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
-    """The embedded model in two shards, forty problems, and MPI as it answers where it is well, without starting it."""
+    """The embedded model, forty problems, and MPI as it answers where it is well, without starting it."""
     place = Place(path, monkeypatch)
     shutil.copytree(embedded("tiny"), place.model)
-    shard(place.model)
     rows = [{"prompt": f"gcd({2 * n},{3 * n})=", "answer": str(n)} for n in range(1, 41)]
     place.data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     (path / "bin").mkdir()
@@ -125,17 +123,3 @@ def answer_of_mpich(command: list[str], seconds: float, environment: object = No
     """What a working MPICH answers to the checks of MPI."""
     told = {"ranks": 2, "hosts": ["here"], "version": "MPICH Version: 5.0.2", "files": ["/opt/mpi/libmpi.so.12"]}
     return ProgramOutput(0, json.dumps(told), "")
-
-
-def shard(folder: Path) -> None:
-    """Put a model's weights into two files with an index."""
-    weights = load_file(folder / "model.safetensors")
-    names = sorted(weights)
-    parts = [names[::2], names[1::2]]
-    placed = {}
-    for number, part in enumerate(parts, 1):
-        file = f"model-{number:05d}-of-00002.safetensors"
-        save_file({name: weights[name] for name in part}, folder / file)
-        placed |= dict.fromkeys(part, file)
-    (folder / "model.safetensors").unlink()
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": placed}))

@@ -1,4 +1,4 @@
-"""Bytes of tensors alive on a device, and the most of them while something runs. Knows no model.
+"""Bytes of tensors alive on a device, and the most of them while something runs.
 
 What the process occupies beside its tensors (code, Python, an allocator's slack) is none of it, so a figure repeats
 to the byte on a CPU.
@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts while it is entered; a tensor's storage counts once, whoever views it, until the last view is gone.
+    """Counts while it is entered; a tensor's storage counts once, however many views it has, until the last is gone.
 
     On CUDA the allocator's own counters are read; elsewhere every operation of this thread is watched, which makes it
     many times slower. Buffers that a kernel takes and gives back inside are not seen there.

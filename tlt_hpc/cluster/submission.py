@@ -19,7 +19,7 @@ from tlt_hpc.storage.folder import writing_beside
 
 FILE = "submission.json"
 SIGNAL_SECONDS = 120
-"""How long before its time limit a job is told to save and stop."""
+"""How long before its time limit a job gets the signal to save and stop."""
 _VALUE = re.compile(r"""(?:^|,)((?:"[^"]*"|'[^']*'|\[(?:[^][]|\[[^]]*\])*\]|\{[^}]*\}|[^,])*)""")
 
 
