@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+import pytest
 
 from tlt_hpc.kernels.dispatch import forced
 
@@ -13,42 +13,15 @@ _INTERPRET = "TRITON_INTERPRET"  # Triton's own switch, read when triton and eve
 
 
 def load_interpreter() -> None:
-    """Import Triton as an interpreter; nothing uses it by itself.
-
-    Raises:
-        RuntimeError: triton was imported before, as a compiler; it cannot be both in one process.
-    """
-    if "triton" in sys.modules and not _is_interpreter():
-        raise RuntimeError("triton is already imported as a compiler; call load_interpreter() before anything uses it")
-    with _environment():
+    """Import Triton as an interpreter, before anything imports it as a compiler; nothing uses it by itself."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(_INTERPRET, "1")
         from tlt_hpc.kernels.programs import attention, gumbel, pointwise, rotary  # noqa: F401
 
 
 @contextmanager
 def interpreted() -> Iterator[None]:
     """Run Triton programs on CPU tensors while this lasts. Needs ``load_interpreter`` first."""
-    assert _is_interpreter(), "call load_interpreter() before triton is imported"
-    with forced(), _environment():
+    with forced(), pytest.MonkeyPatch.context() as patch:
+        patch.setenv(_INTERPRET, "1")  # the first launch imports more of Triton
         yield
-
-
-@contextmanager
-def _environment() -> Iterator[None]:
-    """Triton's switch on, for what it imports meanwhile; its first launch imports more of itself."""
-    before = os.environ.get(_INTERPRET)
-    os.environ[_INTERPRET] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[_INTERPRET]
-        else:
-            os.environ[_INTERPRET] = before
-
-
-def _is_interpreter() -> bool:
-    """How triton was imported shows in its own library functions."""
-    import triton.language as tl
-    from triton.runtime.interpreter import InterpretedFunction
-
-    return isinstance(tl.zeros, InterpretedFunction)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from interpreter import interpreted
 from test_kv_cache import CPU, SHAPE, D, G, R
-from tiny import attend_by_shape_alone, embedded_decoder
+from tiny import embedded_decoder
 
 from tlt_hpc.kernels import dispatch
 from tlt_hpc.models.decoder import Decoder
@@ -16,7 +16,7 @@ from tlt_hpc.models.linear import Norm
 from tlt_hpc.models.rotary import RotaryRows
 from tlt_hpc.models.shape import shape_from
 from tlt_hpc.rollout import device_cache
-from tlt_hpc.rollout.device_cache import DevicePagedCache, chain_blocks, make_cache
+from tlt_hpc.rollout.device_cache import DevicePagedCache, chain_blocks
 from tlt_hpc.rollout.kv_cache import HostPagedCache, PoolSizes
 from tlt_hpc.rollout.tree import tree
 
@@ -137,32 +137,6 @@ def test_a_drafters_tree_by_the_triton_program():
     wanted = outputs(device, positions, *of_tree)
     with interpreted():
         torch.testing.assert_close(outputs(device, positions, *of_tree), wanted, atol=1e-5, rtol=1e-5)
-
-
-def test_no_pass_waits_for_the_device(monkeypatch):
-    """Tensors of the meta device have no values: whoever asks for one fails."""
-    meta = torch.device("meta")
-    attend_by_shape_alone(monkeypatch)
-    cache = make_cache(SHAPE, PoolSizes(12, 16, 3, 64, 1), torch.float32, meta, "paged-kernel")
-    assert isinstance(cache, DevicePagedCache)
-    layout = cache.layout([[0], [1], [2, 3]], 4)
-
-    def places(width):
-        return torch.zeros(3, width, dtype=torch.int64, device=meta)
-
-    def run(attend, width):
-        out = attend(0, torch.empty(3 * width, G * R, D, device=meta), torch.empty(3 * width, 2 * G, D, device=meta))
-        assert out.shape == (3 * width, G * R * D)
-
-    for width in (1, 11, 70):
-        run(cache.attend(layout, cache.tables, places(width)), width)
-    for step in cache.attend_steps(layout, cache.tables, places(4), only_layer=cache.drafter_layer):
-        run(step, 1)
-    committed = torch.zeros(3, dtype=torch.int64, device=meta)
-    for width, num_slots in ((4, 4), (4, 17)):
-        ancestors = torch.ones(3, width, num_slots, dtype=torch.bool, device=meta)
-        run(cache.attend(layout, cache.tables, places(width), committed, ancestors), width)
-    cache.move_slots(places(2).flatten(), places(2).flatten())
 
 
 # -- fused layers -----------------------------------------------------------------------------------------------------

@@ -52,6 +52,8 @@ def pools(cache):
 def filled(kind, tables, dense, size, num_pages):
     """A cache that holds the dense rows in pages ``tables``, written in a pass of its own for each row."""
     cache = kind(SHAPE, PoolSizes(num_pages, size, len(tables), num_pages * size), torch.float32, CPU)
+    for pool in pools(cache):
+        pool.fill_(1e4)  # what a page's former owner left
     for row, table in enumerate(tables):
         cache.set_table(row, table)
         length = len(dense.kv[row])
@@ -64,96 +66,50 @@ def filled(kind, tables, dense, size, num_pages):
     return cache
 
 
+def random_rows(source, size, width):
+    """Page tables, and rows with room for ``width`` more tokens; rows of a group share their first pages."""
+    groups = [[source.randint(1, 40) for _ in range(source.randint(1, 3))] for _ in range(3)]
+    pages = source.sample(range(160), 160 if size == 4 else 100)
+    tables, kv = [], []
+    for lengths in groups:
+        num_shared = min(lengths) // size
+        common, first = [pages.pop() for _ in range(num_shared)], len(tables)
+        for row in Dense([length + width for length in lengths], source.randrange(99)).kv:
+            kv.append(row)
+            row[: num_shared * size] = kv[first][: num_shared * size]
+            tables.append(common + [pages.pop() for _ in range(-(-len(row) // size) - num_shared)])
+    return tables, kv
+
+
 @both
-@pytest.mark.parametrize("size", [4, 16, 64])
-@pytest.mark.parametrize("lengths", [[1], [3, 17, 9], [30, 2, 2, 2, 41]])
-def test_chains_over_scattered_pages(kind, size, lengths):
-    source = random.Random(size)
-    width = 3
-    needed = [-(-(length + width) // size) for length in lengths]
-    pages = source.sample(range(sum(needed) + 3), sum(needed))
-    tables = [[pages.pop() for _ in range(count)] for count in needed]
-    dense = Dense([length + width for length in lengths])
-    held = Dense([0])
-    held.kv = [kv[:length] for kv, length in zip(dense.kv, lengths, strict=True)]
-    cache = filled(kind, tables, held, size, sum(needed) + 3)
-    positions = torch.tensor(lengths).unsqueeze(1) + torch.arange(width)
-    query = torch.randn(len(lengths) * width, G * R, D)
-    new = torch.cat([kv[length:] for kv, length in zip(dense.kv, lengths, strict=True)])
+@pytest.mark.parametrize("seed", range(8))
+def test_attention_is_that_over_dense_tensors(kind, seed):
+    """Chains, the same step by step, and trees, over rows of all lengths whose pages are anywhere and partly shared."""
+    source, width = random.Random(seed), 6
+    size = source.choice([4, 16, 64])
+    tables, kv = random_rows(source, size, width)
+    dense, held = Dense([]), Dense([])
+    dense.kv, held.kv = kv, [row[:-width] for row in kv]
+    lengths = [len(row) for row in held.kv]
+    cache = filled(kind, tables, held, size, 160)
     layout = cache.layout(tables, max(map(max, tables)) + 1)
-    got = cache.attend(layout, cache.tables, positions)(1, query, new).view(len(lengths), width, -1)
-    steps = cache.attend_steps(layout, cache.tables, positions)
+    query, new = torch.randn(len(kv), width, G * R, D), torch.stack([row[-width:] for row in kv])
+    flat = query.flatten(0, 1), new.flatten(0, 1)
+    positions = torch.tensor(lengths).unsqueeze(1) + torch.arange(width)
+    drafts = tree(torch.zeros(len(kv), 6).long(), torch.tensor([[0, 0, 0, 1, 2, 3]] * len(kv)), 3)
+    of_tree = torch.tensor(lengths), drafts.ancestors
+    branched = cache.attend(layout, cache.tables, positions, *of_tree)(0, *flat).view(len(kv), width, -1)
+    chain = cache.attend(layout, cache.tables, positions)(1, *flat).view(len(kv), width, -1)
+    steps = [
+        step(1, query[:, i], new[:, i]) for i, step in enumerate(cache.attend_steps(layout, cache.tables, positions))
+    ]
+    torch.testing.assert_close(torch.stack(steps, 1), chain, atol=1e-5, rtol=1e-5)
     for row, length in enumerate(lengths):
         for i in range(width):
-            wanted = dense.attend(row, query[row * width + i], range(length + i + 1))
-            torch.testing.assert_close(got[row, i], wanted, atol=1e-5, rtol=1e-5)
-    for i in range(width):
-        one = steps[i](
-            1, query.view(len(lengths), width, G * R, D)[:, i], new.view(len(lengths), width, 2 * G, D)[:, i]
-        )
-        torch.testing.assert_close(one, got[:, i], atol=1e-5, rtol=1e-5)
-
-
-@both
-@pytest.mark.parametrize("whole", [True, False])
-def test_trees_see_their_ancestors_alone(kind, whole):
-    lengths, size = [5, 18], 8
-    tables = [[2, 0], [1, 3, 4]] if whole else [[20, 3], [11, 7, 15]]
-    parents = torch.tensor([[0, 0, 0, 1, 2, 3]] * 2)
-    drafts = tree(torch.zeros(2, 6, dtype=torch.int64), parents, 3)
-    dense = Dense([length + 6 for length in lengths])
-    held = Dense([0])
-    held.kv = [kv[:length] for kv, length in zip(dense.kv, lengths, strict=True)]
-    cache = filled(kind, tables, held, size, 24)
-    committed = torch.tensor(lengths)
-    positions = committed.unsqueeze(1) + torch.arange(6)
-    query = torch.randn(12, G * R, D)
-    new = torch.cat([kv[length:] for kv, length in zip(dense.kv, lengths, strict=True)])
-    layout = cache.layout(tables, max(map(max, tables)) + 1)
-    if kind is HostPagedCache:
-        assert (layout.pages is None) == whole
-    got = cache.attend(layout, cache.tables, positions, committed, drafts.ancestors)(0, query, new).view(2, 6, -1)
-    for row, length in enumerate(lengths):
-        for i in range(6):
+            wanted = dense.attend(row, query[row, i], range(length + i + 1))
+            torch.testing.assert_close(chain[row, i], wanted, atol=1e-5, rtol=1e-5)
             seen = [*range(length), *(length + j for j in drafts.ancestors[row, i].nonzero().flatten().tolist())]
-            torch.testing.assert_close(got[row, i], dense.attend(row, query[row * 6 + i], seen), atol=1e-5, rtol=1e-5)
-
-
-@both
-def test_pages_that_several_rows_share(kind):
-    """Two groups of three and two rows with common first pages, and one row alone."""
-    size = 4
-    tables = [[5, 6, 0], [5, 6, 1], [5, 6, 2], [7, 3], [7, 4, 8], [9]]
-    lengths = [9, 11, 8, 6, 9, 2]
-    dense = Dense([length + 1 for length in lengths])
-    for row in (1, 2):
-        dense.kv[row][:8] = dense.kv[0][:8]
-    dense.kv[4][:4] = dense.kv[3][:4]
-    held = Dense([0])
-    held.kv = [kv[:-1] for kv in dense.kv]
-    cache = filled(kind, tables, held, size, 10)
-    layout = cache.layout(tables, 10)
-    if kind is HostPagedCache:
-        assert layout.shared is not None
-        assert layout.shared.pages.tolist() == [5, 6, 7]
-    query = torch.randn(6, G * R, D)
-    positions = torch.tensor(lengths).unsqueeze(1)
-    got = cache.attend(layout, cache.tables, positions)(0, query, torch.stack([kv[-1] for kv in dense.kv]))
-    for row, length in enumerate(lengths):
-        torch.testing.assert_close(got[row], dense.attend(row, query[row], range(length + 1)), atol=1e-5, rtol=1e-5)
-
-
-@both
-def test_a_page_with_nothing_to_see_changes_nothing(kind):
-    """A page taken ahead of time holds numbers of its former owner."""
-    dense = Dense([4])
-    cache = filled(kind, [[1, 0]], dense, 4, 2)
-    for pool in pools(cache):
-        pool[:, 0] = 1e4
-    layout = cache.layout([[1, 0]], 2)
-    query, new = torch.randn(1, G * R, D), dense.kv[0][3:4]
-    got = cache.attend(layout, cache.tables, torch.tensor([[3]]))(0, query, new)
-    torch.testing.assert_close(got[0], dense.attend(0, query[0], range(4)), atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(branched[row, i], dense.attend(row, query[row, i], seen), atol=1e-5, rtol=1e-5)
 
 
 @both
