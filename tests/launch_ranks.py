@@ -62,10 +62,8 @@ def run_on_ranks(
         return [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(num_ranks)]
 
 
-def tlt(
-    num_ranks: int, *arguments: str, timeout: float = 240, python: Sequence[str] | None = None
-) -> subprocess.CompletedProcess[str]:
-    """What ``tlt ARGUMENTS`` did on ranks, which are forks unless ``python`` says otherwise.
+def tlt(num_ranks: int, *arguments: str, timeout: float = 240) -> subprocess.CompletedProcess[str]:
+    """What ``tlt ARGUMENTS`` did on ranks, which are forks.
 
     mpiexec starts more than one, as for a user. Where a rank has it end them all, it may not hear of a fork's status.
 
@@ -73,7 +71,7 @@ def tlt(
         AssertionError: it ran past ``timeout`` seconds.
     """
     program = ["-m", "tlt_hpc", *arguments]
-    start = [*(_launcher(num_ranks) if num_ranks > 1 else []), *(python or forked())]
+    start = [*(_launcher(num_ranks) if num_ranks > 1 else []), *forked()]
     return subprocess.CompletedProcess(program, *_end_of(start, program, num_ranks, timeout))
 
 

@@ -24,9 +24,9 @@ from tlt_hpc.rl.advantage import (
     group_advantages,
     leave_one_out_advantages,
     overlong_penalties,
+    token_weights,
     whiten,
 )
-from tlt_hpc.rl.aggregation import token_weights
 from tlt_hpc.rl.batches import cut_micro_batches, mini_batches, pack, plan_updates
 from tlt_hpc.rl.correction import MismatchWatch, correction_weights, mismatch_terms
 from tlt_hpc.rl.loss import (

@@ -162,26 +162,6 @@ def test_the_pool_takes_in_what_comes_later(tmp_path, monkeypatch):
     pool.close()
 
 
-def num_documents(pool):
-    pool.refresh()
-    return len(pool)
-
-
-def test_files_are_opened_a_few_at_a_time_own_first(tmp_path, monkeypatch):
-    monkeypatch.setattr(pool_module, "_OPENED_AT_ONCE", 3)
-    monkeypatch.setattr(pool_module, "_MOST_FILES", 7)
-    for rank in range(10):
-        _, other = make_trainer(tmp_path, rank)
-        append(other.begin_step(0, 0), random_document(40, 9, rank))
-        other.end_step()
-    _, cache = make_trainer(tmp_path, 6)
-    cache.begin_step(1, 1)
-    pool = TrainingPool(cache, random.Random(0))
-    assert [num_documents(pool) for _ in range(4)] == [3, 6, 7, 7]
-    assert random_document(40, 9, 6).tokens.tobytes() in drawn_tokens(pool, 300)
-    pool.close()
-
-
 def test_a_damaged_cache_file_is_left_out(tmp_path, caplog):
     _, other = make_trainer(tmp_path, 1)
     writer = other.begin_step(0, 0)

@@ -90,7 +90,6 @@ def test_a_checkpoint_of_the_run_says_the_same(evaluated, tmp_path):
     }
 
 
-@pytest.mark.slow
 def test_an_evaluation_that_was_cut_short_is_taken_up_again(evaluated, tmp_path):
     """As a kill leaves it: the step committed, some of the responses there, no figures."""
     folder, _ = evaluated

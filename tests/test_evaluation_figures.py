@@ -29,14 +29,6 @@ def prompt(*votes: int | None, greedy: int | None = 0, can_tell: bool = True) ->
     return PromptAnswers(responses, (greedy, *votes) if can_tell else None)
 
 
-@pytest.mark.parametrize(
-    ("n", "c", "k", "chance"),
-    [(4, 1, 1, 0.25), (4, 1, 2, 0.5), (4, 2, 2, 5 / 6), (4, 0, 4, 0.0), (4, 1, 4, 1.0), (10, 3, 5, 11 / 12)],
-)
-def test_pass_at_k(n, c, k, chance):
-    assert pass_at_k(n, c, k) == pytest.approx(chance, abs=1e-12)
-
-
 def test_pass_at_k_is_the_share_of_all_subsets_that_hold_a_right_one():
     for c in range(7):
         for k in range(1, 7):

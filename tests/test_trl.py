@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tlt_hpc.config.recipes import RECIPES
-from tlt_hpc.rl.aggregation import token_weights
+from tlt_hpc.rl.advantage import token_weights
 from tlt_hpc.rl.loss import kl_estimate, policy_loss
 
 trainers = pytest.importorskip("trl.trainer.grpo_trainer", reason="trl is installed by requirements/cpu.txt")

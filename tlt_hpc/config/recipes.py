@@ -15,7 +15,7 @@ CorrectionName = Literal["none", "tis", "mis", "icepop"]
 
 @dataclass(frozen=True)
 class Recipe:
-    """The parts of an algorithm, each a function of ``rl/advantage.py``, ``rl/loss.py`` and ``rl/aggregation.py``."""
+    """The parts of an algorithm, each a function of ``rl/advantage.py`` or ``rl/loss.py``."""
 
     advantage: AdvantageName
     loss: LossName

@@ -17,6 +17,7 @@ from tlt_hpc.models.drafter_file import DRAFTER_FILE
 from tlt_hpc.models.once import read_once
 from tlt_hpc.models.piece import Piece, deal
 from tlt_hpc.mpi.owner import agree_on_owner
+from tlt_hpc.mpi.world import World
 from tlt_hpc.resume.replay import replay
 from tlt_hpc.rl.draws import StepDraws
 from tlt_hpc.session import Drafting, Job
@@ -55,7 +56,7 @@ def save_checkpoint(job: Job, step: int, saved: int) -> int:
     Raises:
         CheckpointError: on all ranks, where one could not write.
     """
-    if not wait_for_saves(job, [job.checkpoints]).is_whole:
+    if not wait_for_saves(job.world, [job.checkpoints]).is_whole:
         return saved
     begin_save(job, step)
     return step
@@ -129,11 +130,11 @@ def save_at_end(job: Job, saved: int, step: int) -> tuple[Stop, bool]:
 
 def finish_saves(job: Job) -> Waited:
     """Wait for all saves; as ``wait_for_saves``."""
-    return wait_for_saves(job, [job.checkpoints, *([job.drafting.checkpoints] if job.drafting else [])])
+    return wait_for_saves(job.world, [job.checkpoints, *([job.drafting.checkpoints] if job.drafting else [])])
 
 
 @BEAT.within(Phase.SAVING)
-def wait_for_saves(job: Job, stores: Sequence[CheckpointStore]) -> Waited:
+def wait_for_saves(world: World, stores: Sequence[CheckpointStore]) -> Waited:
     """Wait until these save nothing any more, or a stop leaves no more time and they are given up; collective.
 
     Raises:
@@ -142,7 +143,7 @@ def wait_for_saves(job: Job, stores: Sequence[CheckpointStore]) -> Waited:
     while True:
         reports = [store.report() for store in stores]
         with BEAT.asking():
-            told, stop = job.world.exchange((reports, job.world.flag.is_late))
+            told, stop = world.exchange((reports, world.flag.is_late))
         for number, store in enumerate(stores):
             store.advance([every[number] for every, _ in told])
         under_way = [store for store in stores if store.is_saving]
@@ -152,7 +153,7 @@ def wait_for_saves(job: Job, stores: Sequence[CheckpointStore]) -> Waited:
         if late:
             for store in under_way:
                 store.abandon()
-            if job.world.rank == 0:
+            if world.rank == 0:
                 logger.warning("no time is left to save: the next start repeats what was logged since the last save")
             return Waited(stop, False, late)
         time.sleep(ASK_EVERY_SECONDS)

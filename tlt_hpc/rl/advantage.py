@@ -1,16 +1,19 @@
-"""Owns the step from rewards to advantages; knows no tensor, no model and no ranks.
+"""From a step's rewards to its responses' advantages, and what each token counts in the loss; without tensors.
 
 Rewards are those of a whole step, ordered by group, so an advantage does not depend on which rank had which response.
+The tokens' weights are of one optimizer step's responses, of all ranks and micro-batches, so that neither how they are
+sharded nor how they are cut changes the gradient.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import assert_never
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tlt_hpc.config.recipes import AdvantageName
+from tlt_hpc.config.recipes import AdvantageName, AggregationName
 
 STD_EPSILON = 1e-6
 """Added to a group's standard deviation, as verl does."""
@@ -110,3 +113,26 @@ def _groups(rewards: Floats, group_size: int) -> tuple[NDArray[np.float64], NDAr
     groups = rewards.astype(np.float64).reshape(-1, group_size)
     centred: NDArray[np.float64] = groups - groups.mean(axis=1, keepdims=True)
     return groups, centred
+
+
+def token_weights(lengths: Sequence[int], kind: AggregationName, norm_length: int) -> NDArray[np.float64]:
+    """What each token of a response counts in the sum of losses; [N], for N responses.
+
+    ``token-mean``: 1 / sum of lengths (DAPO, eq. 8). ``seq-mean-token-mean``: 1 / (N * own length) (DeepSeekMath, eq.
+    3). ``seq-mean-token-sum``: 1 / N (RLOO). ``seq-mean-token-sum-norm``: 1 / (N * norm_length) (Dr.GRPO, section 3.2).
+
+    Args:
+        lengths: response tokens of each, at least 1.
+        norm_length: the constant length, used by the last kind alone.
+    """
+    own = np.asarray(lengths, dtype=np.float64)
+    assert own.size and own.min() >= 1 and norm_length >= 1, "responses of at least one token"
+    if kind == "token-mean":
+        return np.full(own.size, 1.0 / own.sum())
+    if kind == "seq-mean-token-mean":
+        return 1.0 / (own.size * own)
+    if kind == "seq-mean-token-sum":
+        return np.full(own.size, 1.0 / own.size)
+    if kind == "seq-mean-token-sum-norm":
+        return np.full(own.size, 1.0 / (own.size * norm_length))
+    assert_never(kind)

@@ -22,7 +22,7 @@ from tlt_hpc.common.records import Rollout
 from tlt_hpc.config import Config
 from tlt_hpc.models.piece import Piece, deal
 from tlt_hpc.models.policy_model import PolicyModel
-from tlt_hpc.rl.aggregation import token_weights
+from tlt_hpc.rl.advantage import token_weights
 from tlt_hpc.rl.batches import Indices, pack, plan_updates
 from tlt_hpc.rl.correction import correction_weights, mismatch_terms
 from tlt_hpc.rl.distributed import join_sequence_group
@@ -480,13 +480,12 @@ class Policy:
     def _own_piece(self, parameter: Any, kind: str) -> Piece | None:
         """What ZeRO keeps of a parameter's state on this rank; None where that is nothing."""
         if self._stage == 3:
-            from deepspeed.utils import safe_get_local_fp32_param, safe_get_local_optimizer_state
+            import deepspeed.utils as state
 
-            own = (
-                safe_get_local_fp32_param(parameter)
-                if kind == "master"
-                else safe_get_local_optimizer_state(parameter, kind)
-            )
+            if kind == "master":
+                own = state.safe_get_local_fp32_param(parameter)
+            else:
+                own = state.safe_get_local_optimizer_state(parameter, kind)
             start = own.numel() * self._world.rank
             rest = max(parameter.ds_numel - start, 0)  # beyond it is padding
             return Piece(own.detach()[:rest], start, tuple(parameter.ds_shape)) if rest else None
