@@ -42,7 +42,6 @@ from tlt_hpc.plan.inputs import ModelAssets, open_checked_sets
 from tlt_hpc.rewards.scorer import without_form
 from tlt_hpc.rollout.engine import RolloutEngine
 from tlt_hpc.session import (
-    CALIBRATION_RESPONSES,
     Job,
     Session,
     open_bench,
@@ -140,8 +139,7 @@ def make_engine(session: Session, exam: Exam, checkpoint: Checkpoint | None) -> 
     engine = session.make_engine(settings, drafter)
     engine.keeps = session.keeps
     engine.drafter_ready = drafter is not None
-    some = exam.wanted[:: max(1, len(exam.wanted) // CALIBRATION_RESPONSES)]
-    session.calibrate(engine, [each.requests[-1] for each in some])
+    session.calibrate(engine, [each.requests[-1] for each in exam.wanted])
     return engine
 
 
