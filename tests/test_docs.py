@@ -24,7 +24,7 @@ PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 SECTIONS = {name: field.annotation for name, field in Config.model_fields.items()}
 KEYS = {f"{section}.{key}" for section, kind in SECTIONS.items() for key in kind.model_fields}  # type: ignore[union-attr]
 ENDINGS = ("json", "jsonl", "toml", "py", "md", "sh", "h5", "parquet", "safetensors")
-"""Of files whose names look like keys."""
+"""Endings of files whose names look like keys."""
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
@@ -102,7 +102,7 @@ COMMANDS = [command for page in PAGES for command in commands_of(page)]
 
 
 def after(words: list[str], pattern: str) -> list[str] | None:
-    """The words from the first that is ``pattern`` on; None where there is none."""
+    """The words from the first one that matches ``pattern``; None if none does."""
     at = next((i for i, word in enumerate(words) if re.fullmatch(pattern, word)), None)
     return None if at is None else words[at:]
 

@@ -36,7 +36,7 @@ class Tail:
 
     rollouts: list[Rollout]
     timings: tuple[RolloutTiming, ...]
-    """Of the step's own rollout, and of each refill."""
+    """Times of the step's own rollout, and of each refill."""
     stopped: bool
     scorer: Scorer
     """With the rewards that were found while the rank waited."""
@@ -44,7 +44,7 @@ class Tail:
     late_seconds: float
     """From when this rank learned of a release to its leaving the loop, the longest."""
     kept: Set[SampleKey]
-    """Of the responses that an earlier start has left, of all ranks."""
+    """Keys of the responses that an earlier start has kept, of all ranks."""
 
 
 def roll_out(job: Job, step: int, reporter: RollingReporter) -> Tail:

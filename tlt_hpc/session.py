@@ -76,9 +76,9 @@ class Drafting:
     served: Drafter
     """The engine's copy, in the decoder's precision; refreshed after every merge."""
     checkpoints: CheckpointStore
-    """Of the drafter alone, after every step that no checkpoint of the whole follows."""
+    """Saves of the drafter alone, after each step that no whole checkpoint follows."""
     warned: list[int] = field(default_factory=list)
-    """The step, if any, at which the user was told that one was left out."""
+    """The step, if any, whose warning said that its save was left out."""
 
     def load(self, checkpoint: Checkpoint, node: NodeGroup) -> None:
         """Load the drafter of a checkpoint; collective over the node.
@@ -456,7 +456,7 @@ def hidden_files(folder: Path, names: Set[str]) -> Set[str]:
 
 
 def choose_device(config: Config, world: World) -> torch.device:
-    """The rank's device: one CUDA device per local rank where there are any, unless the configuration says otherwise.
+    """The rank's device: a CUDA device for each local rank if there are any, unless the configuration says otherwise.
 
     Raises:
         ConfigError: ``cuda`` is asked for, or the launcher has given this rank a GPU, and torch sees none.

@@ -149,7 +149,7 @@ def take_step(job: Job, step: int, reporter: Reporter, is_saved: bool = False, t
     """One step of the run; False where a stop vote ended it before the policy changed.
 
     ``is_saved``, alike on all ranks: there is a checkpoint of this step already, so a stop leaves nothing to save.
-    ``timer`` knows what has happened since the step before.
+    ``timer`` has recorded what happened since the step before.
     """
     BEAT.at_step(step)
     timer = timer or PhaseTimer()

@@ -1,4 +1,4 @@
-"""A rank of ``tlt`` that kills itself where ``TLT_FAULT`` says: ``PLACE:RANK:COUNT``, at the so-many-th coming there.
+"""A rank of ``tlt`` that kills itself where ``TLT_FAULT`` says: ``PLACE:RANK:COUNT``, at a given call of a function.
 
 It makes the file ``TLT_FAULT_MARK`` in that moment. Started by ``faults.py`` as
 ``python -m mpi4py tools/fault_rank.py train ...``.
@@ -36,11 +36,11 @@ PLACES: dict[str, tuple[Any, str]] = {
     "checkpoint": (save, "write_file"),
     "update": (Policy, "update"),
     "replay": (replay, "update_policy"),
-    "take up": (tail, "open_keeper"),
+    "resume": (tail, "open_keeper"),
 }
-"""Where a function ends just before the rank does, or, of every other count, just after."""
+"""Functions before or after whose call a rank ends."""
 OF_RANK_0 = ("commit", "committed")
-"""Places to which no other rank comes."""
+"""Places that only rank 0 reaches."""
 
 
 def strike(place: str, count: int) -> None:
@@ -62,7 +62,7 @@ def strike(place: str, count: int) -> None:
 
 
 def die() -> None:
-    """Kill this process, and leave word of when that was."""
+    """Kill this process, and mark when that was."""
     Path(os.environ["TLT_FAULT_MARK"]).touch()
     os.kill(os.getpid(), signal.SIGKILL)
 

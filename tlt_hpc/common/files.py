@@ -194,12 +194,12 @@ def toml_of(text: str) -> dict[str, Any]:
 
 
 def has_remedy(error: OSError) -> bool:
-    """Whether ``told`` has a remedy: of what is wrong with a path that the user gave, not with a program or a disk."""
+    """Whether ``told`` has a remedy: then a path that the user gave is wrong, not a program or a disk."""
     return error.filename is not None and error.errno in _REMEDIES
 
 
 def told(error: OSError) -> str:
-    """An error of the system's in one line: the path, the cause, and a remedy where there is one."""
+    """A system error in one line: the path, the cause, and a remedy if there is one."""
     cause = error.strerror or str(error)
     remedy = _REMEDIES.get(error.errno or 0, "")
     words = f"{cause}; {remedy}" if remedy else cause

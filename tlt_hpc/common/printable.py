@@ -1,4 +1,4 @@
-"""Text as a terminal or a page may be given it, and the standard streams, which everything plain goes through.
+"""Text made safe for terminals and pages, and the standard streams, through which all plain text goes.
 
 One rule: supplied text may come from anywhere (paths, configuration, data, model text, messages of exceptions), so it
 is escaped where it leaves the process, not where it enters. Plain text leaves through ``sys.stdout`` and ``sys.stderr``
@@ -17,7 +17,7 @@ from contextlib import suppress
 from typing import TextIO, cast
 
 READER_GONE = 141
-"""Exit status where whoever read the output has gone: 128 + SIGPIPE, as a shell shows it of any other command there."""
+"""Exit status if the reader of the output has closed it: 128 + SIGPIPE, as a shell shows for other commands."""
 _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 """C0 but newline and tab, DEL, C1, separators of lines, marks of direction, lone surrogates."""
 
@@ -33,16 +33,16 @@ def one_line(message: object) -> str:
 
 
 class PrintableStream(io.TextIOBase):
-    """A standard stream that is given printable text alone; once its reader has gone the process ends without a word.
+    """A standard stream that writes printable text only; if its reader has closed it, the process ends silently.
 
     Raises (by ``write`` and ``flush``):
         SystemExit: the reader has gone, and nothing is lost with what was not printed.
     """
 
     outlives_reader = False
-    """Of all streams of the process: whether it has work to do that does not end with its output."""
+    """Whether the process has work to do that does not end with its output; for all streams."""
     has_reader = True
-    """Of all streams of the process."""
+    """Whether the output can still be read; for all streams."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream
@@ -73,7 +73,7 @@ class PrintableStream(io.TextIOBase):
 
 
 def reader_gone(stream: TextIO) -> None:
-    """Let what is still to be written to a stream go nowhere, and end the process where it was for its output alone.
+    """Discard what is still to be written to a stream, and end the process if its output was all that it was for.
 
     Raises:
         SystemExit: nothing more is to be done.
@@ -87,7 +87,7 @@ def reader_gone(stream: TextIO) -> None:
 
 
 def escape_streams() -> None:
-    """Have all that this process prints from here on escaped, tracebacks included; every entry point begins with it."""
+    """Escape all that this process prints from here on, tracebacks included; every entry point begins with it."""
     if not isinstance(sys.stdout, PrintableStream):
         sys.stdout = cast(TextIO, PrintableStream(sys.stdout))
         atexit.unregister(_leave)
@@ -97,12 +97,12 @@ def escape_streams() -> None:
 
 
 def raw_stream(stream: TextIO) -> TextIO:
-    """The stream below, for who writes a terminal's sequences and escapes what is between them."""
+    """The stream below, for code that writes terminal sequences and escapes the text between them."""
     return stream.stream if isinstance(stream, PrintableStream) else stream
 
 
 def _leave() -> None:
-    """Flush before the interpreter does, which tells of its failure and forgets what an earlier one raised."""
+    """Flush before the interpreter does, which would report the failure and another exit status."""
     with suppress(SystemExit):
         sys.stdout.flush()
     if not PrintableStream.has_reader and not PrintableStream.outlives_reader:

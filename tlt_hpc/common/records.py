@@ -93,7 +93,7 @@ class Request:
 class Rollout:
     """One finished response.
 
-    ``response_tokens`` [R] int32 include the end-of-sequence token where there is one. ``log_probs`` [R] float32 are
+    ``response_tokens`` [R] int32 include the end-of-sequence token, if any. ``log_probs`` [R] float32 are
     of the sampled tokens under the temperature-scaled policy before top-k, top-p and min-p. ``num_target_passes``
     counts the decoding passes that emitted the response, so accept length is R / num_target_passes.
     """

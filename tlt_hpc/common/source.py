@@ -11,7 +11,7 @@ PACKAGE = Path(tlt_hpc.__file__).parent
 
 
 def source_digest(folder: Path = PACKAGE) -> str:
-    """Of the names and contents of a package's Python files."""
+    """Digest of the names and contents of a package's Python files."""
     digest = hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):
         digest.update(f"{path.relative_to(folder)}\0".encode())

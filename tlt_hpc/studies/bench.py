@@ -35,9 +35,9 @@ from tlt_hpc.studies.compare import num_mismatched
 
 PLAIN, ADAPTIVE = "plain", "adaptive"
 _FIRST_STEP, _WARM_UP_STEP = 2_000_000, 3_000_000
-"""Of the draws: after those of any run. An adaptive engine learns on other prompts than it is measured on."""
+"""First steps of the draws, after those of any run: an engine learns on other prompts than it is measured on."""
 _MIN_SEQUENCES, _SEQUENCES_PER_ROW = 16, 4
-"""Of a replica: enough refills that the end of the rollout, with few sequences left, does not decide the rate."""
+"""Sequences of a replica: so many that the end of the rollout, with few left, does not decide the rate."""
 _COLUMNS = ("sequences at a time", "way", "tokens/s", "plain = 1", "accept length", "tokens that differ")
 
 
@@ -47,7 +47,7 @@ class WayFigures:
 
     seconds: list[float] = field(default_factory=list)
     tokens: int = 0
-    """Of one repetition; the same in all, unless texts differ."""
+    """Tokens of one repetition; the same in all, unless texts differ."""
     passes: int = 0
     """Target passes by sequence."""
     mismatched_tokens: int = 0
