@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
 import shutil
 from collections import Counter
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,6 @@ from tlt_hpc.cli.main import main
 from tlt_hpc.common.records import Rollout, RolloutTiming
 from tlt_hpc.look.analysis.comparison import interval
 from tlt_hpc.look.figures.style import THEMES
-from tlt_hpc.look.report.advice import advise
 from tlt_hpc.look.report.findings import find, typical_step
 from tlt_hpc.look.report.page import render
 from tlt_hpc.look.report.verdict import KeyFigure, RunGain, cards, gain_of
@@ -72,6 +73,13 @@ def make_plain(path: Path, seconds: float = 13.0, num_steps: int = 3) -> RunFold
     return folder
 
 
+@pytest.fixture(autouse=True)
+def draws(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """Draw figures, which takes seconds, only in the test of the whole page."""
+    if "two_themes" not in request.node.name:
+        monkeypatch.setattr("tlt_hpc.look.report.page.inline_svg", lambda *words: "<svg></svg>")
+
+
 @pytest.fixture
 def run(tmp_path: Path) -> RunFolder:
     return make(tmp_path / "run")
@@ -95,7 +103,8 @@ def gain(folder: RunFolder, against: RunFolder) -> RunGain:
 
 def advice_of(folder: RunFolder, against: RunFolder | None = None) -> str:
     found = find(folder.path, against.path if against else None)
-    return "\n".join(f"{piece.seen} {piece.change}" for piece in advise(found, gain_of(found)))
+    page = render(replace(found, timeline=None, comparison=None), gain_of(found), 0.0)
+    return html.unescape(page.partition('<ul class="advice">')[2].partition("</ul>")[0])
 
 
 def test_cards_are_what_the_files_say(run: RunFolder, plain: RunFolder) -> None:
@@ -302,8 +311,7 @@ CASES = ("begun", "no config", "damaged", "one rank", "lines only", "logs only",
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_run_of_which_little_is_known(tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tlt_hpc.look.report.page.inline_svg", lambda *words: "<svg></svg>")
+def test_a_run_of_which_little_is_known(tmp_path: Path, case: str) -> None:
     folder = RunFolder(tmp_path / "run")
     if case == "begun":
         folder.create()

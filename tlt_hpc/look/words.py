@@ -37,13 +37,6 @@ def share(part: float, whole: float) -> str:
     return f"{percent:.0f} %" if percent >= 9.5 or percent == 0 else f"{percent:.1f} %"
 
 
-def times_as_fast(ratio: float) -> str:
-    """``1.52 times as fast``, ``equally fast``, or ``slower by a factor of 1.20``."""
-    if abs(ratio - 1) < 0.02:
-        return "equally fast"
-    return f"{ratio:.2f} times as fast" if ratio > 1 else f"slower by a factor of {1 / ratio:.2f}"
-
-
 def span_of(steps: np.ndarray) -> str:
     """``step 3``, or ``steps 0 to 11``."""
     return f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"

@@ -13,7 +13,7 @@ from tlt_hpc.common.words import count
 from tlt_hpc.look.analysis.base import Analysis
 from tlt_hpc.look.columns import COLUMNS, COMPARED
 from tlt_hpc.look.run_log import RunLog
-from tlt_hpc.look.words import listed, share, times_as_fast
+from tlt_hpc.look.words import listed, share
 
 _TIMED = ("rollout", "step", "gpu_joules", "cpu_joules")
 """Not known of a step of which an earlier start generated a part."""
@@ -133,7 +133,7 @@ class RunComparison(Analysis):
         ranks = other.num_ranks, self.runs[0].num_ranks
         on = f" on {count(ranks[0], 'rank')} instead of {ranks[1]}" if ranks[0] != ranks[1] and min(ranks) else ""
         tokens = ", though of other tokens" if self.first_difference[other.name] is not None else ""
-        return f"; its rollouts are {times_as_fast(speed.rollout)}{on}{tokens}"
+        return f"; its rollouts are {speed.rollout:.2f} times as fast{on}{tokens}"
 
 
 def interval(theirs: NDArray[np.float64], ours: NDArray[np.float64]) -> tuple[float, float]:

@@ -60,7 +60,7 @@ def draw_lengths(found: ResponseLengths) -> Figure:
 
 def draw_acceptance(found: AcceptLengths) -> Figure:
     """Accept length by step and by live sequences, and the strategies that produced the tokens."""
-    figure, (by_step, by_live, step_shares, live_shares) = panel_grid(4, 2.9)
+    figure, (by_step, by_live, shares) = panel_grid(3, 2.9)
     line(by_step, found.steps, found.accept_length, 0, "all responses", color=mpl.rcParams["text.color"])
     if np.isfinite(found.own_accept_length).any():
         line(by_step, found.steps, found.own_accept_length, 4, "drafter's own drafts, chain of 4")
@@ -74,18 +74,12 @@ def draw_acceptance(found: AcceptLengths) -> Figure:
         line(by_live, known, row[known], index)  # the legend below the figure names the strategies
     panel(by_live, "Accept length by live sequences", x="live sequences", y="tokens per pass")
     faces = [{"facecolor": colour(index)} for index in range(len(found.strategies))]
-    buckets = np.arange(found.tokens.shape[1])
-    for axes, places, counts in (
-        (step_shares, found.steps, found.step_tokens.T),
-        (live_shares, buckets, found.tokens),
-    ):
-        _stack(axes, places, 100 * counts / np.maximum(counts.sum(0), 1) if len(counts) else [], faces)
-        axes.set_ylim(0, 100)
-    panel(step_shares, "Tokens by strategy and step", x="step", y="% of tokens")
-    panel(live_shares, "Tokens by strategy and live sequences", x="live sequences", y="% of tokens")
-    for axes in (by_live, live_shares):
-        axes.set_xticks(buckets, found.bucket_names)
-        axes.set_xlim(-0.5, max(1, len(buckets)) - 0.5)
+    counts = found.step_tokens.T
+    _stack(shares, found.steps, 100 * counts / np.maximum(counts.sum(0), 1) if len(counts) else [], faces)
+    shares.set_ylim(0, 100)
+    panel(shares, "Tokens by strategy and step", x="step", y="% of tokens")
+    by_live.set_xticks(range(found.tokens.shape[1]), found.bucket_names)
+    by_live.set_xlim(-0.5, max(1, found.tokens.shape[1]) - 0.5)
     _legend(figure, [Patch(color=colour(i), label=name) for i, name in enumerate(found.strategies)], 6)
     return figure
 

@@ -18,10 +18,9 @@ from tlt_hpc.look.analysis.energy_use import energy_in_words
 from tlt_hpc.look.figures.steps import draw_acceptance, draw_comparison, draw_learning, draw_lengths, draw_throughput
 from tlt_hpc.look.figures.style import THEMES, inline_svg, themed
 from tlt_hpc.look.figures.timeline import MAX_LANES, draw_timeline
-from tlt_hpc.look.report.advice import advise
 from tlt_hpc.look.report.findings import RunFindings
 from tlt_hpc.look.report.verdict import RunGain, cards
-from tlt_hpc.look.words import seconds, span_of
+from tlt_hpc.look.words import seconds, share, span_of
 
 _MAX_STARTS = 20
 
@@ -34,14 +33,13 @@ def render(found: RunFindings, gain: RunGain | None, made_at: float) -> str:
         undefined=jinja2.StrictUndefined,
         lstrip_blocks=True,
     )
-    environment.filters |= {"seconds": seconds, "count": count, "span": span_of}
+    environment.filters |= {"seconds": seconds, "count": count, "span": span_of, "share": share}
     starts = found.log.starts
     page = environment.get_template("page.html.jinja").render(
         found=found,
         gain=gain,
         themes=THEMES,
         cards=cards(found, gain),
-        advice=advise(found, gain),
         sections=_sections(found),
         max_lanes=MAX_LANES,
         energy=energy_in_words(found.log),
