@@ -69,7 +69,7 @@ def test_the_figures_stand_in_the_steps_lines(evaluated):
     own = lines(folder)
     assert [step for step, line in own.items() if "val-core/gcd/acc/mean@2" in line] == [1, 2]
     assert all(line["timing_s/testing"] > 0 for step, line in own.items() if step)
-    assert f"evaluated after 2 steps, %: gcd: greedy {100 * own[1]['val-core/gcd/acc/greedy']:.1f}" in said
+    assert f"evaluated after 2 steps, %: gcd/acc/greedy {100 * own[1]['val-core/gcd/acc/greedy']:.1f}" in said
     logged = [json.loads(line) for line in (folder / "tiny" / "evaluations.jsonl").read_text().splitlines()]
     assert [(line["num_steps"], line["val-core/gcd/acc/mean@2"]) for line in logged] == [
         (step, own[step - 1]["val-core/gcd/acc/mean@2"]) for step in (2, 3)
@@ -102,6 +102,6 @@ def test_an_evaluation_that_was_cut_short_is_taken_up_again(evaluated, tmp_path)
     next(iter(evaluation.responses.glob("*.h5"))).unlink()
     assert 0 < len(evaluation.read()) < 18
     again = tlt("train", tmp_path, "run.num_steps=3", "evaluation.every_steps=2")
-    assert "evaluated after 3 steps, %: gcd: greedy" in again
+    assert "evaluated after 3 steps, %: gcd/acc/greedy" in again
     figures = {name: value for name, value in lines(tmp_path)[2].items() if name.startswith("val-")}
     assert figures == {name: value for name, value in line.items() if name.startswith("val-")} != {}

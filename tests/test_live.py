@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -141,11 +140,7 @@ def test_records_that_do_not_count(run: RunFolder) -> None:
     write_record(run.status, record(2))
     write_record(run.status, record(3, start="before"))
     (run.status / "rank-0000").write_bytes(b"torn")
-    for rank in range(4):
-        at = time.time() - 40 - rank
-        os.utime(status_file(run.status, rank), (at, at))
     assert [one.rank for one in read_state(run.path).records] == [1, 2]
-    assert any(row.split()[:3] == ["rank", "node", "phase"] and "as of 41 s ago" in row for row in screen(run))
 
 
 def test_a_heartbeat_between_two_looks_is_life(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,11 +164,8 @@ def test_the_time_limit_is_told_and_that_the_next_job_goes_on(run: RunFolder) ->
 
 
 def test_a_mistake_is_one_line(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
-    for option, value, words in (
-        ("--interval", "0", "give 0.2 or more seconds"),
-        ("--sample", "3", "no committed step"),
-    ):
-        assert main(["watch", str(run.path), option, value]) == 2
+    for value, words in (("0", "give 1 or more"), ("3", "no committed step")):
+        assert main(["watch", str(run.path), "--sample", value]) == 2
         err = capsys.readouterr().err
         assert words in err and err.startswith("tlt: ") and err.count("\n") == 1
 

@@ -191,25 +191,23 @@ NOT_SENT = (
 
 def test_closing_waits_only_while_time_is_left(tmp_path, library, caplog, monkeypatch):
     """The time may shrink meanwhile: Slurm ends a job that it requeues."""
-    for name in ("FINISH_SECONDS", "FAILED_FINISH_SECONDS"):
-        monkeypatch.setattr(tracking_module, name, 0.1)
+    monkeypatch.setattr(tracking_module, "FAILED_FINISH_SECONDS", 0.1)
     folder, never, left = RunFolder(tmp_path / "tiny"), threading.Event(), [9.0, 8.0, 0.0]
     library.finish = lambda exit_code: never.wait()
     commit(folder, 0)
-    for close in (
-        lambda tracking: tracking.close(),
-        lambda tracking: tracking.close(failed=True),
-        lambda tracking: tracking.close_within(lambda: left.pop(0)),
-    ):
-        tracking = Tracking(config_for(tmp_path, "tracking.wandb=offline"), folder)
+    config = config_for(tmp_path, "tracking.wandb=offline")
+    with pytest.raises(ZeroDivisionError), Tracking(config, folder) as tracking:
         tracking.follow(1)
-        assert not close(tracking)
-    never.set()
-    assert [record.getMessage() for record in caplog.records] == [NOT_SENT] * 3 and left == []
-    library.finish = library.ended.append
-    tracking = Tracking(config_for(tmp_path, "tracking.wandb=offline"), folder)
+        raise ZeroDivisionError
+    tracking = Tracking(config, folder)
     tracking.follow(1)
-    assert tracking.close_within(lambda: 10.0) and library.ended == [0]
+    assert not tracking.close(lambda: left.pop(0)) and left == []
+    never.set()
+    assert [record.getMessage() for record in caplog.records] == [NOT_SENT] * 2
+    library.finish = library.ended.append
+    with Tracking(config, folder) as tracking:
+        tracking.follow(1)
+    assert library.ended == [0]
 
 
 def test_a_preempted_job_waits_for_slurm_whatever_its_tracker_does(tmp_path, monkeypatch):
@@ -239,7 +237,7 @@ def test_wandb_offline_writes_files_and_nothing_else(tmp_path, monkeypatch):
         "from tlt_hpc.look.tracking import Tracking, start_early\n"
         f"config = load_config({str(TINY)!r}, ['tracking.wandb=offline']); start_early(config.tracking)\n"
         f"tracking = Tracking(config, RunFolder(Path({str(folder.path)!r})))\n"
-        "tracking.follow(2); tracking.close()"
+        "tracking.follow(2); tracking.close(lambda: 60.0)"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0 and "failed" not in done.stderr, done.stderr

@@ -67,14 +67,8 @@ def memory_line(memory: Mapping[str, int]) -> str:
 
 def evaluation_line(step: int, metrics: Mapping[str, float]) -> str:
     """The accuracies of an evaluation in training, in percent."""
-    sets: dict[str, list[str]] = {}
-    for name, value in metrics.items():
-        if name.startswith("val-core/"):
-            data, _, figure = name.removeprefix("val-core/").rpartition("/acc/")
-            sets.setdefault(data, []).append(f"{figure.removesuffix('/mean')} {100 * value:.1f}")
-    return f"evaluated after {count(step, 'step')}, %: " + "; ".join(
-        f"{name}: {', '.join(of)}" for name, of in sets.items()
-    )
+    core = {name.removeprefix("val-core/"): 100 * metrics[name] for name in metrics if name.startswith("val-core/")}
+    return f"evaluated after {count(step, 'step')}, %: {', '.join(f'{name} {core[name]:.1f}' for name in core)}"
 
 
 def run_line(config: Config, first_step: int) -> str:

@@ -14,7 +14,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -307,13 +307,9 @@ def run_progress(config: Config) -> str:
     return describe_progress(config)
 
 
-def written_bytes(config: Config) -> str:
+def written_files(config: Config) -> str:
     """How far a warm-up or an evaluation has come, where it cannot say so itself."""
-    total = 0
-    for path in config.folder.rglob("*.h5"):
-        with suppress(FileNotFoundError):  # ranks are at work
-            total += path.stat().st_size
-    return f"{total} bytes of responses and features"
+    return f"{len(list(config.folder.rglob('*.h5')))} files of responses and features"
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -478,8 +474,7 @@ def train(config: Config, options: argparse.Namespace, world: World) -> int:
         if world.rank == 0:
             print_result(config, result)
         if not result.finished:
-            close = tracking.close_within if tracking else None
-            return stop_early(world, config.folder, partial(run_progress, config), close)
+            return stop_early(world, config.folder, partial(run_progress, config), tracking and tracking.close)
     return 0
 
 
@@ -509,9 +504,8 @@ def warmup(config: Config, options: argparse.Namespace, world: World) -> int:
         print_warmup(result, options.config, config.drafter.form)
     if result.progress.is_finished:
         return 0
-    files, updates = len(list(result.folder.rglob("*.h5"))), result.progress.updates
-    words = f"{count(files, 'file')} of features, {count(updates, 'update')}"
-    return stop_early(world, result.folder, lambda: words)
+    updates = count(result.progress.updates, "update")
+    return stop_early(world, result.folder, lambda: f"{written_files(config)}, {updates}")
 
 
 def evaluate(config: Config, options: argparse.Namespace, world: World) -> int:
@@ -569,10 +563,6 @@ def start_over(what: str, world: World) -> int:
     return 1
 
 
-def no_options(command: argparse.ArgumentParser) -> None:
-    """The options of a command that has none of its own."""
-
-
 class Command(NamedTuple):
     """A command of ``tlt``."""
 
@@ -601,11 +591,11 @@ _DRAFTER = "write a run's drafter as other engines load it"
 _POLICY = "write a run's policy as a Hugging Face folder"
 _DATA = "look at what a run would train on"
 COMMANDS = {
-    "train": Command(_TRAIN, no_options, train, run_progress),
+    "train": Command(_TRAIN, lambda command: None, train, run_progress),
     "compare": Command(_COMPARE, add_compare_options, compare),
-    "warmup": Command(_WARMUP, add_warmup_options, warmup, written_bytes),
+    "warmup": Command(_WARMUP, add_warmup_options, warmup, written_files),
     "ablate": Command(_ABLATE, ablation_plan.add_ablate_options, ablate),
-    "evaluate": Command(_EVALUATE, add_evaluate_options, evaluate, written_bytes),
+    "evaluate": Command(_EVALUATE, add_evaluate_options, evaluate, written_files),
     "bench": Command(_BENCH, add_bench_options, bench),
     "plan": Command(_PLAN, plan_options.add_plan_options, "tlt_hpc.plan.memory.summary"),
     "simulate": Command(_SIMULATE, plan_options.add_simulate_options, "tlt_hpc.plan.simulate.predict"),

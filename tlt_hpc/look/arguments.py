@@ -23,7 +23,6 @@ def add_watch_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``tlt watch`` to a parser."""
     parser.add_argument("run", type=Path, metavar="RUN", help="the run's folder, e.g. runs/tiny")
     parser.add_argument("--once", action="store_true", help="print it once, after two looks, and end")
-    parser.add_argument("--interval", type=float, default=2.0, metavar="S", help="seconds between looks (default 2)")
     parser.add_argument(
         "--sample", type=int, metavar="N", help="print N responses of the newest step instead, drafted tokens coloured"
     )

@@ -33,11 +33,8 @@ _SLURM = {
 _LAUNCHERS = {
     "OMPI_COMM_WORLD_LOCAL_RANK": "mpiexec of Open MPI",
     "MPI_LOCALRANKID": "mpiexec of MPICH or Intel MPI (Hydra)",
-    "MV2_COMM_WORLD_LOCAL_RANK": "mpiexec of MVAPICH",
-    "PALS_LOCAL_RANKID": "mpiexec of PALS",
     "SLURM_STEP_ID": "srun",
     "PMI_RANK": "another (PMI)",
-    "PMIX_RANK": "another (PMIx)",
 }
 _STARTED = "TLT_STARTED"
 """Set by cluster/local.py if ``tlt`` itself has started the ranks."""

@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TypeVar
 from uuid import uuid4
 
@@ -144,10 +143,9 @@ class Tracking:
     def __enter__(self) -> Tracking:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close(failed=kind is not None)
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        until = time.monotonic() + (FAILED_FINISH_SECONDS if kind else FINISH_SECONDS)
+        self.close(lambda: until - time.monotonic(), failed=kind is not None)
 
     def follow(self, num_steps: int) -> None:
         """Give every tracker the steps below ``num_steps`` that it has not had.
@@ -165,16 +163,17 @@ class Tracking:
             tracker for tracker in self._trackers if _attempt(tracker.name, partial(tracker.follow, lines, num_steps))
         ]
 
-    def close(self, failed: bool = False) -> None:
-        """Close all trackers in bounded time; ``failed``: an exception ends the run."""
-        until = time.monotonic() + (FAILED_FINISH_SECONDS if failed else FINISH_SECONDS)
-        self.close_within(lambda: until - time.monotonic(), failed)
+    def close(self, seconds_left: Callable[[], float], failed: bool = False) -> bool:
+        """Close all trackers while there is time left, which may shrink meanwhile; False if one did not finish.
 
-    def close_within(self, seconds_left: Callable[[], float], failed: bool = False) -> bool:
-        """Close all trackers while there is time left, which may shrink meanwhile; False if one did not finish."""
+        ``failed``: an exception ends the run.
+        """
         trackers, self._trackers = self._trackers, []
         # daemons, not joined at exit: the other ranks may wait for this process to end
-        threads = [threading.Thread(target=_close, args=(each, failed), daemon=True) for each in trackers]
+        threads = [
+            threading.Thread(target=_attempt, args=(each.name, partial(each.close, failed)), daemon=True)
+            for each in trackers
+        ]
         for thread in threads:
             thread.start()
         while any(thread.is_alive() for thread in threads) and seconds_left() > 0:
@@ -190,10 +189,6 @@ class Tracking:
         if name == _TENSORBOARD:
             return TensorBoard(self._folder.path / name)
         return WeightsAndBiases(self._config, self._folder, lines, num_steps)
-
-
-def _close(tracker: TensorBoard | WeightsAndBiases, failed: bool) -> None:
-    _attempt(tracker.name, partial(tracker.close, failed))
 
 
 def numbers_of(line: Line) -> dict[str, float]:

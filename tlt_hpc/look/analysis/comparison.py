@@ -101,8 +101,6 @@ class RunComparison(Analysis):
         if not len(self.compared_steps):
             return "No common step has the logs of all ranks: tokens not compared."
         span = f"{count(len(self.compared_steps), 'step')} compared, up to step {self.compared_steps[-1]}"
-        if all(step is None for step in self.first_difference.values()):
-            return f"The same tokens in all runs ({span})."
         parts = [
             f"{name} differs from step {step} on" if step is not None else f"{name} has the same tokens"
             for name, step in self.first_difference.items()

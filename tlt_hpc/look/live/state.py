@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from tlt_hpc.cluster.watch.record import DamagedRecordError, Record, read_record_at, read_verdict, status_file
+from tlt_hpc.cluster.watch.record import DamagedRecordError, Record, read_record_at, read_verdict
 from tlt_hpc.common.files import told
 from tlt_hpc.look.columns import COLUMNS
 from tlt_hpc.look.run_log import RunLog
@@ -45,8 +45,6 @@ class RunState:
     """Why the watch has ended it; empty if it has not."""
     status_problems: tuple[str, ...]
     """One line for each status file that could not be read."""
-    age: float | None
-    """Seconds since a rank last wrote its status; None if none could be read."""
 
     @property
     def num_done(self) -> int:
@@ -119,7 +117,6 @@ def read_state(path: Path) -> RunState:
         is_finished=log.folder.finished.is_file(),
         verdict=verdict[1] if verdict and verdict[0] == start else "",  # else it is of an earlier start
         status_problems=tuple(problems),
-        age=_age_of(status, records),
     )
 
 
@@ -152,11 +149,3 @@ def _read_record(path: Path) -> Record | None:
         with suppress(DamagedRecordError):
             return read_record_at(path)
     return None
-
-
-def _age_of(status: Path, records: Sequence[Record]) -> float | None:
-    written = []
-    for record in records:
-        with suppress(OSError):
-            written.append(status_file(status, record.rank).stat().st_mtime)
-    return max(0.0, time.time() - max(written)) if written else None

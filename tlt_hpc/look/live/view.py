@@ -34,8 +34,7 @@ def render(state: RunState, is_alive: bool | None, height: int = 24) -> Group:
     parts: list[RenderableType] = [head(state), whole_bar(state), step_line(state), limit_line(state), Text()]
     problems = [*state.log.problems, *state.status_problems][:_MAX_PROBLEMS]
     parts += [Text(f"left out: {problem}", "yellow") for problem in problems]
-    age = "" if state.age is None or state.ending else f"as of {_about(state.age)} ago"
-    parts += [rank_table(ranks, age), Text()] if ranks else []
+    parts += [rank_table(ranks), Text()] if ranks else []
     if state.log.lines:
         parts += [steps_table(list(state.log.lines.values())[-num_steps:]), Text()]
     return Group(*parts, last_word(state, is_alive))
@@ -115,8 +114,8 @@ def doing(record: Record) -> str:
     return record.part or (f"waits in {record.waiting}" if record.waiting else "")
 
 
-def rank_table(rows: Iterable[tuple[str, str, str, str]], age: str) -> Table:
-    table = Table("rank", "node", "phase", age, box=None, header_style="bold", pad_edge=False)
+def rank_table(rows: Iterable[tuple[str, str, str, str]]) -> Table:
+    table = Table("rank", "node", "phase", "", box=None, header_style="bold", pad_edge=False)
     table.columns[0].justify = "right"
     table.columns[1].max_width = 16
     for column in table.columns:

@@ -18,7 +18,7 @@ from tlt_hpc.look.run_log import RunLog
 
 DEAD_SECONDS = 12.0
 """A run without any heartbeat for this long counts as dead; an active rank beats every HEARTBEAT_SECONDS."""
-_ONCE_SECONDS, _LEAST_SECONDS = HEARTBEAT_SECONDS + 3.0, 0.2
+_INTERVAL_SECONDS, _ONCE_SECONDS, _POLL_SECONDS = 2.0, HEARTBEAT_SECONDS + 3.0, 0.2
 NOT_RUNNING = 1
 """Exit status if the run is neither active nor has ended normally."""
 
@@ -29,8 +29,6 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         UserError: there is no such run, or an option is invalid.
     """
-    if options.interval < _LEAST_SECONDS:
-        raise UserError(f"--interval {options.interval:g}: give {_LEAST_SECONDS} or more seconds")
     console = TextConsole()
     if options.sample is not None:
         return sample(console, options)
@@ -52,7 +50,7 @@ def look_once(console: Console, options: argparse.Namespace) -> int:
     before = state = read_state(options.run)
     until = before.seconds + (_ONCE_SECONDS if before.records and not before.ending else 0.0)
     while not state.moved_since(before) and time.monotonic() < until:
-        time.sleep(_LEAST_SECONDS)
+        time.sleep(_POLL_SECONDS)
         state = read_state(options.run)
     is_alive = state.moved_since(before)
     console.print(render(state, is_alive, height=console.height if console.is_terminal else 40))
@@ -69,12 +67,12 @@ def follow(console: Console, options: argparse.Namespace) -> int:
                 live.update(render(state, is_alive, console.height - 1), refresh=True)
                 if state.ending or (state.is_finished and is_alive is False):
                     return status_of(state, is_alive)
-                time.sleep(options.interval)
+                time.sleep(_INTERVAL_SECONDS)
                 before, state = state, read_state(options.run)
                 if state.moved_since(before):
                     moved_at = state.seconds
                 is_alive = True if moved_at == state.seconds else is_alive
-                if state.seconds - moved_at >= max(DEAD_SECONDS, 2 * options.interval):
+                if state.seconds - moved_at >= DEAD_SECONDS:
                     is_alive = False
     except KeyboardInterrupt:  # ends the watcher only, not the job
         return 0
