@@ -474,7 +474,7 @@ def train(config: Config, options: argparse.Namespace, world: World) -> int:
         if world.rank == 0:
             print_result(config, result)
         if not result.finished:
-            return stop_early(world, config.folder, partial(run_progress, config), tracking and tracking.close)
+            return stop_early(world, config.folder, partial(run_progress, config), tracking.close if tracking else None)
     return 0
 
 
