@@ -30,9 +30,8 @@ from tlt_hpc.look.analysis.timeline import analyse_timeline
 from tlt_hpc.look.run_log import RunLog
 from tlt_hpc.look.words import joules, listed, seconds, share
 from tlt_hpc.storage.folder import RunFolder
-from tlt_hpc.storage.hdf5 import DamagedFile
 from tlt_hpc.storage.records import Environment, Host, add_environment
-from tlt_hpc.storage.rollout_log import read_columns, write_step
+from tlt_hpc.storage.rollout_log import write_step
 
 ANALYSES: dict[str, Callable[[RunLog], Any]] = {
     "timeline": analyse_timeline,
@@ -251,21 +250,6 @@ def test_logs_of_an_earlier_version(folder: RunFolder) -> None:
     assert len(found["timeline"].live) == 0 and found["timeline"].idle_seconds == pytest.approx(5.0)
     assert found["throughput"].idle == pytest.approx(15.0)
     assert found["acceptance"].step_tokens.tolist() == [[2, 19]] * 3
-
-
-def test_columns_come_only_from_this_projects_arrays(folder: RunFolder) -> None:
-    path = folder.rollout_log(0, 0)
-    with h5py.File(path, "r+") as file:
-        del file["rollouts/rewards"]
-        file["rollouts/rewards"] = h5py.SoftLink("/rollouts/advantages")
-        file["rollouts"].create_dataset("extra", data=np.ones(2))
-    for name in ("rollouts/rewards", "rollouts/extra", "rollouts/nothing"):
-        with pytest.raises(DamagedFile, match=r"link|not stored|exist|nothing"):
-            read_columns(path, (name,))
-    with h5py.File(path, "r+") as file:
-        file.attrs["committed"] = 3
-    with pytest.raises(DamagedFile, match="3 rollouts were committed"):
-        read_columns(path, ("rollouts/response_ends",))
 
 
 def test_words() -> None:

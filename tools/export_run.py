@@ -14,9 +14,10 @@ import argparse
 import csv
 import json
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -27,20 +28,49 @@ from tlt_hpc.common.script import ending
 import numpy as np
 
 from tlt_hpc.common.errors import UserError
+from tlt_hpc.common.records import MicroStepRecord, PhaseSpan
 from tlt_hpc.look.run_log import RunLog
-from tlt_hpc.storage.rollout_log import Columns, StepSummary
+from tlt_hpc.storage.rollout_log import StepRecord, StepSummary
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 _KEY = ("seed", "stream", "draw", "sample")
-_RESPONSE = (*_KEY, "finish_reason", "weight_version", "num_target_passes", "finished_seconds", "rewards", "advantages")
-TABLES = {
-    "responses": tuple(f"rollouts/{name}" for name in (*_RESPONSE, "prompt_ends", "response_ends")),
-    "micro_steps": tuple(f"micro_steps/{name}" for name in ("start_seconds", "end_seconds", "num_tokens", "loss")),
-    "phases": tuple(f"phases/{name}" for name in ("names", "start_seconds", "end_seconds")),
-    "rounds": tuple(
-        f"spans/{name}" for name in ("start_seconds", "seconds", "strategy_index", "num_live", "num_tokens")
-    ),
+_RESPONSE = ("finish_reason", "weight_version", "num_target_passes", "finished_seconds")
+Part = dict[str, Any]
+"""Some rows of a table: columns by name, all of one length."""
+
+
+def responses_of(rank: StepRecord) -> Part:
+    """The responses of a rank, without their tokens."""
+    return {
+        **{name: [int(vars(rollout.key)[name]) for rollout in rank.rollouts] for name in _KEY},
+        **{name: [vars(rollout)[name] for rollout in rank.rollouts] for name in _RESPONSE},
+        "rewards": rank.rewards,
+        "advantages": rank.advantages,
+        "prompt_length": [len(rollout.prompt_tokens) for rollout in rank.rollouts],
+        "response_length": [len(rollout.response_tokens) for rollout in rank.rollouts],
+    }
+
+
+def rounds_of(rank: StepRecord) -> Part:
+    """The rounds and prefill passes of a rank's engine."""
+    names = np.array([*rank.strategy_names, "prefill"])
+    part = dict(vars(rank.spans))
+    return {**part, "strategy": names[part.pop("strategy_index").astype(np.int64)]}
+
+
+def rows_of(records: Sequence[Any], kind: type[DataclassInstance]) -> Part:
+    """Records as a table."""
+    return {each.name: [vars(record)[each.name] for record in records] for each in fields(kind)}
+
+
+TABLES: dict[str, Callable[[StepRecord], Part]] = {
+    "responses": responses_of,
+    "micro_steps": lambda rank: rows_of(rank.micro_steps, MicroStepRecord),
+    "phases": lambda rank: rows_of(rank.phases, PhaseSpan),
+    "rounds": rounds_of,
 }
-"""Table -> its columns of the log."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -87,10 +117,6 @@ def steps_of(run: RunLog, text: str | None) -> list[int]:
     return chosen
 
 
-Part = dict[str, Any]
-"""Some rows of a table: columns by name, all of one length."""
-
-
 def line_parts(run: RunLog, steps: list[int]) -> Iterator[Part]:
     """The lines of metrics.jsonl, with every name that any of them has."""
     lines = [run.lines[step] for step in steps if step in run.lines]
@@ -99,26 +125,11 @@ def line_parts(run: RunLog, steps: list[int]) -> Iterator[Part]:
 
 def table_parts(run: RunLog, table: str, steps: list[int]) -> Iterator[Part]:
     """One part for each file."""
-    names = TABLES[table]
-    more = ("strategy/names",) if table == "rounds" else ()
-    for step, ranks in run.columns((*names, *more), steps=[step for step in steps if step in run.steps]):
-        for rank in ranks:
-            part = {name.partition("/")[2]: rank[name] for name in names}
+    for step in (step for step in steps if step in run.steps):
+        for rank in run.records(step):
+            part = TABLES[table](rank)
             count = len(next(iter(part.values())))
-            yield {"step": np.full(count, step), "rank": np.full(count, rank.rank), **_named(table, rank, part)}
-
-
-def _named(table: str, rank: Columns, part: Part) -> Part:
-    """Replace stored ends and indices by lengths and names."""
-    if table == "responses":
-        for which in ("prompt", "response"):
-            part[f"{which}_length"] = np.diff(part.pop(f"{which}_ends"), prepend=0)
-    if table == "rounds":
-        names = np.array([*rank.texts("strategy/names"), "prefill"])
-        part["strategy"] = names[part.pop("strategy_index").astype(np.int64)]
-    if table == "phases":
-        part["name"] = [bytes(name).decode() for name in part.pop("names")]
-    return part
+            yield {"step": np.full(count, step), "rank": np.full(count, rank.rank), **part}
 
 
 Event = dict[str, Any]

@@ -30,7 +30,7 @@ from tlt_hpc.look.words import listed
 from tlt_hpc.storage.folder import PART_SUFFIX, RunFolder
 from tlt_hpc.storage.hdf5 import DamagedFile
 from tlt_hpc.storage.records import read_environments, read_finished
-from tlt_hpc.storage.rollout_log import read_columns, read_step
+from tlt_hpc.storage.rollout_log import read_step, read_summary
 
 ALWAYS = (*(COLUMNS[name].metric for name in STEP_TABLE.values()), "perf/total_num_tokens")
 """Metrics that every line has."""
@@ -76,7 +76,7 @@ def faults(run: RunLog, read_whole: bool = True) -> Iterator[str]:
         files, num_ranks = run.files(step), 0
         for rank, path in files.items():
             try:
-                log = read_columns(path, ("rollouts/response_ends",))
+                log = read_summary(path)
                 num_ranks = max(num_ranks, log.num_ranks)
                 if (log.step, log.rank) != (step, rank):
                     yield f"{path}: it is of step {log.step} and rank {log.rank}"

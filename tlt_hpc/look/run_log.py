@@ -5,8 +5,8 @@ The folder may be a copy, or part of a run, and the run may still be active.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property, partial
+from collections.abc import Callable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,10 +19,10 @@ from tlt_hpc.look.words import first_few
 from tlt_hpc.storage.folder import RunFolder, no_run, rank_of
 from tlt_hpc.storage.hdf5 import DamagedFile
 from tlt_hpc.storage.records import Environment, FinishedWord, read_environments, read_finished
-from tlt_hpc.storage.rollout_log import Columns, StepSummary, read_columns, read_summary
+from tlt_hpc.storage.rollout_log import StepRecord, StepSummary, read_step, read_summary
 from tlt_hpc.storage.step_lines import Line, StepLines, parse_lines
 
-RankFile = TypeVar("RankFile", Columns, StepSummary)
+RankFile = TypeVar("RankFile", StepRecord, StepSummary)
 
 
 class RunLog:
@@ -188,11 +188,9 @@ class RunLog:
         size = self.whole_setting("rollout", "tensor_parallel") or 1
         return [rank for rank in ranks if rank.rank % size == 0]
 
-    def columns(self, arrays: Sequence[str], steps: Sequence[int]) -> Iterator[tuple[int, list[Columns]]]:
-        """Arrays of all ranks, step by step, without steps that cannot be read at all."""
-        for step in steps:
-            if ranks := self._read(step, partial(read_columns, arrays=arrays)):
-                yield step, ranks
+    def records(self, step: int) -> list[StepRecord]:
+        """The whole logs of a step, one for each readable log, ascending."""
+        return self._read(step, read_step)
 
     def last_whole_step(self) -> int | None:
         """The last step with the logs of all its ranks; if there is none, the last step with any."""

@@ -43,7 +43,7 @@ def write_responses(path: Path, responses: Sequence[JudgedResponse]) -> None:
     """Write a file of responses: beside, closed, renamed.
 
     Raises:
-        WriteError: the disk refused; ``path`` is as before.
+        WriteError: the disk refused; ``path`` is unchanged.
     """
     ordered = sorted(responses, key=lambda response: response.key)
     with replacing(path, KIND, len(ordered)) as root:

@@ -140,7 +140,7 @@ def publish(path: Path, durable: bool = True) -> None:
     ``durable`` makes it survive a power failure too; a rename alone already survives the death of the process.
 
     Raises:
-        WriteError: the disk refused; the part stays and ``path`` is as before.
+        WriteError: the disk refused; the part stays and ``path`` is unchanged.
     """
     try:
         share(part_of(path))

@@ -102,7 +102,7 @@ def replacing(path: Path, kind: FileKind, count: int, durable: bool = False) -> 
         durable: wait until it would outlive the machine, too.
 
     Raises:
-        WriteError: the disk refused; ``path`` is as before.
+        WriteError: the disk refused; ``path`` is unchanged.
     """
     with writing_beside(path, durable) as part:
         file = NewFile(part, kind)

@@ -20,7 +20,7 @@ def write_kept(path: Path, origin: str, rollouts: Sequence[Rollout], durable: bo
     """Write finished responses: beside, closed, renamed; ``durable``: so that they outlive the machine as well.
 
     Raises:
-        WriteError: the disk refused; ``path`` is as before.
+        WriteError: the disk refused; ``path`` is unchanged.
     """
     with replacing(path, KIND, len(rollouts), durable) as root:
         put_attributes(root, {"origin": origin})

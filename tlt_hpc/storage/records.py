@@ -24,7 +24,7 @@ def write_record(path: Path, record: DataclassInstance) -> None:
     """Write a dataclass.
 
     Raises:
-        WriteError: no room or no permission; the file is as before.
+        WriteError: no room or no permission; the file is unchanged.
     """
     write_json(path, asdict(record))
 
@@ -33,7 +33,7 @@ def write_json(path: Path, tree: Any) -> None:
     """Write a document, whole or not at all.
 
     Raises:
-        WriteError: no room or no permission; the file is as before.
+        WriteError: no room or no permission; the file is unchanged.
     """
     with writing_beside(path) as part:
         part.write_text(json.dumps(tree, indent=1) + "\n", encoding="utf-8")

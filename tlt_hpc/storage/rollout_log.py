@@ -24,7 +24,6 @@ A file without ``spans``, ``phases`` or ``pass_lengths`` is of an earlier versio
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -189,7 +188,7 @@ def write_step(path: Path, record: StepRecord) -> None:
     """Write one rank's step beside ``path`` and rename it; replaces an earlier file of the step.
 
     Raises:
-        WriteError: the disk refused; ``path`` is as before.
+        WriteError: the disk refused; ``path`` is unchanged.
     """
     _assert_consistent(record)
     with replacing(path, KIND, len(record.rollouts)) as root:
@@ -290,59 +289,3 @@ def _read_phases(file: CommittedFile) -> tuple[PhaseSpan, ...]:
         return ()
     times = [file.array(f"phases/{name}").tolist() for name in ("start_seconds", "end_seconds")]
     return tuple(map(PhaseSpan, file.texts("phases/names"), *times))
-
-
-_LATER = ("spans", "phases", "timing/refills", "rollouts/pass_lengths", "rollouts/pass_ends")
-"""What files of earlier versions lack; it is read as empty."""
-
-
-@dataclass(frozen=True)
-class Columns:
-    """What was asked for of one rank's step: arrays and attributes by name; an array that came later may be empty."""
-
-    step: int
-    rank: int
-    num_ranks: int
-    num_rollouts: int
-    arrays: dict[str, NDArray[Any]]
-    attributes: dict[str, float]
-
-    def __getitem__(self, name: str) -> NDArray[Any]:
-        return self.arrays[name]
-
-    def texts(self, name: str) -> tuple[str, ...]:
-        """An array of names."""
-        return tuple(bytes(text).decode() for text in self.arrays[name])
-
-
-def read_columns(path: Path, arrays: Sequence[str] = (), attributes: Sequence[str] = ()) -> Columns:
-    """Read ``GROUP/NAME`` arrays and attributes; an attribute of the file itself has no group.
-
-    A metric that the rank did not record (``metrics/NAME``) is NaN.
-
-    Raises:
-        DamagedFile: as ``rollout_log.read_step``, as far as it was read.
-        FileNotFoundError: no such file.
-    """
-    with CommittedFile(path, KIND) as file, file.naming_damage():
-        missing = {group for group in _LATER if not file.has(group)}
-        return Columns(
-            step=int(file.number("step")),
-            rank=int(file.number("rank")),
-            num_ranks=int(file.number("num_ranks")),
-            num_rollouts=file.committed,
-            arrays={name: _array(file, name, missing) for name in arrays},
-            attributes={
-                name: file.number(name, math.nan if name.startswith("metrics/") else None) for name in attributes
-            },
-        )
-
-
-def _array(file: CommittedFile, name: str, missing: set[str]) -> NDArray[Any]:
-    if name in missing or name.partition("/")[0] in missing:
-        return np.empty(0)
-    array = file.array(name)
-    group, _, column = name.partition("/")
-    if group == "rollouts" and column not in _FLAT and len(array) != file.committed:
-        raise ValueError(f"{len(array)} entries of {name}, but {file.committed} rollouts were committed")
-    return array

@@ -107,7 +107,7 @@ def add_line(path: Path, line: Line) -> None:
     """Commit a step; lines of it and of later ones give way.
 
     Raises:
-        WriteError: no room or no permission; the file is as before.
+        WriteError: no room or no permission; the file is unchanged.
     """
     _write(path, [*_before(path, int(line[STEP])), line])
 

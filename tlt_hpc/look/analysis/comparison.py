@@ -19,8 +19,6 @@ _TIMED = ("rollout", "step", "gpu_joules", "cpu_joules")
 """Not known of a step of which an earlier start generated a part."""
 MAX_TOKENS = 8_000_000
 """Response tokens of a run that are compared, from the first common step on."""
-_KEY = tuple(f"rollouts/{name}" for name in ("draw", "sample", "stream"))
-_ENDS, _TOKENS = "rollouts/response_ends", "rollouts/response_tokens"
 _RESAMPLES = 2000
 _FEWEST_STEPS = 3
 """Fewest steps for an interval."""
@@ -198,12 +196,9 @@ def _compare_tokens(runs: Sequence[RunLog], names: Sequence[str]) -> tuple[list[
 
 def _responses(run: RunLog, step: int) -> dict[tuple[int, ...], bytes]:
     """A step's response tokens by draw, sample and stream, whichever rank generated them; empty if a log is missing."""
-    found = dict[tuple[int, ...], bytes]()
-    for _, ranks in run.columns((_ENDS, _TOKENS, *_KEY), [step]):
-        if len(ranks) < ranks[0].num_ranks:
-            return {}
-        for rank in ranks:
-            keys = zip(*(rank[name].tolist() for name in _KEY), strict=True)
-            for key, tokens in zip(keys, np.split(rank[_TOKENS], rank[_ENDS]), strict=False):
-                found[key] = tokens.tobytes()
+    found, ranks = dict[tuple[int, ...], bytes](), run.records(step)
+    if not ranks or len(ranks) < ranks[0].num_ranks:
+        return {}
+    for rollout in (rollout for rank in ranks for rollout in rank.rollouts):
+        found[rollout.key.draw, rollout.key.sample, rollout.key.stream] = rollout.response_tokens.tobytes()
     return found

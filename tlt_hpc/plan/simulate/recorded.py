@@ -16,20 +16,18 @@ from numpy.typing import NDArray
 
 from tlt_hpc.common.records import PREFILL
 from tlt_hpc.config import Config, load_saved_config
+from tlt_hpc.look.metrics import KEPT_TOKENS
 from tlt_hpc.plan.simulate.costs import Floats, TokenCosts
 from tlt_hpc.plan.simulate.lengths import Ints
 from tlt_hpc.plan.simulate.step import StepPhases
 from tlt_hpc.rollout.strategy import OFF
 from tlt_hpc.storage.folder import RunFolder, no_run
 from tlt_hpc.storage.hdf5 import DamagedFile
-from tlt_hpc.storage.rollout_log import Columns, read_columns
-from tlt_hpc.storage.step_lines import read_lines
+from tlt_hpc.storage.rollout_log import StepSummary, read_summary
+from tlt_hpc.storage.step_lines import Line, read_lines
 
 MIN_ROUNDS = 4
 """Rounds of a strategy within a power of two of batches, from which its seconds there are used."""
-_ENDS, _NAMES, _REFILLS = "rollouts/response_ends", "strategy/names", "timing/refills"
-_SPANS = tuple(f"spans/{name}" for name in ("strategy_index", "num_live", "num_tokens", "seconds"))
-_START, _LAST, _KEPT = "timing/start_seconds", "timing/last_token_seconds", "metrics/rollout/kept_tokens"
 _METRICS = {
     "rollout_seconds": "rollout/seconds",
     "step_seconds": "timing_s/step",
@@ -91,14 +89,14 @@ def read_run(path: Path) -> RecordedRun:
             f"{path} has rollout.tensor_parallel > 1, and rounds of replicas cannot be read; give another run"
         )
     lines = read_lines(folder.metrics)
-    logs: dict[int, list[Columns]] = {}
+    logs: dict[int, list[StepSummary]] = {}
     for step in folder.rollout_steps():
         try:
-            ranks = [read_columns(log, (_ENDS, _NAMES, _REFILLS, *_SPANS), (_START, _LAST, _KEPT))
-                     for log in folder.rollout_logs(step)]  # fmt: skip
+            ranks = [read_summary(log) for log in folder.rollout_logs(step)]
         except DamagedFile as error:
             raise ValueError(str(error)) from None
-        if _is_complete(ranks) and all(_is_number(lines.get(step, {}).get(name)) for name in _METRICS.values()):
+        line = lines.get(step, {})
+        if _is_complete(ranks, line) and all(_is_number(line.get(name)) for name in _METRICS.values()):
             logs[step] = ranks
     sizes = {len(ranks) for ranks in logs.values()}
     if len(logs) < 2 or len(sizes) > 1:
@@ -106,7 +104,7 @@ def read_run(path: Path) -> RecordedRun:
             f"{path} has {len(logs)} finished steps, of {len(sizes)} numbers of ranks, with rounds "
             "and without refills; give a run of two such steps or more that this version wrote"
         )
-    names = tuple(dict.fromkeys(name for ranks in logs.values() for log in ranks for name in log.texts(_NAMES)))
+    names = tuple(dict.fromkeys(name for ranks in logs.values() for log in ranks for name in log.strategy_names))
     lengths = _lengths(list(logs.values()))
     rounds, read_seconds = _rounds([log for ranks in logs.values() for log in ranks], names)
     return RecordedRun(
@@ -124,31 +122,32 @@ def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and math.isfinite(value)
 
 
-def _is_complete(ranks: Sequence[Columns]) -> bool:
+def _is_complete(ranks: Sequence[StepSummary], line: Line) -> bool:
     """Whether all ranks logged the rounds of one rollout, of which no earlier start generated a part."""
-    whole = (len(log[_SPANS[0]]) and not len(log[_REFILLS]) and not log.attributes[_KEPT] > 0 for log in ranks)
-    return 0 < len(ranks) == ranks[0].num_ranks and all(whole)
+    whole = all(len(log.spans) and not log.refills for log in ranks)
+    return whole and 0 < len(ranks) == ranks[0].num_ranks and not line.get(KEPT_TOKENS)
 
 
-def _lengths(steps: Sequence[Sequence[Columns]]) -> Ints:
-    most = max(len(log[_ENDS]) for ranks in steps for log in ranks)
+def _lengths(steps: Sequence[Sequence[StepSummary]]) -> Ints:
+    most = max(len(log.response_lengths) for ranks in steps for log in ranks)
     lengths = np.zeros((len(steps), len(steps[0]), most), np.int64)
     for t, ranks in enumerate(steps):
         for r, log in enumerate(ranks):
-            lengths[t, r, : len(log[_ENDS])] = np.diff(log[_ENDS], prepend=0)
+            lengths[t, r, : len(log.response_lengths)] = log.response_lengths
     return lengths
 
 
-def _rounds(logs: Sequence[Columns], names: tuple[str, ...]) -> tuple[Rounds, float]:
+def _rounds(logs: Sequence[StepSummary], names: tuple[str, ...]) -> tuple[Rounds, float]:
     """The decoding rounds of all logs, and the seconds of reading prompts."""
     parts, read_seconds = list[tuple[NDArray[Any], ...]](), 0.0
     for log in logs:
-        index, live, tokens, seconds = (log[name] for name in _SPANS)
-        seconds = seconds.astype(np.float64)
-        seconds *= max(1.0, (log.attributes[_LAST] - log.attributes[_START]) / max(float(seconds.sum()), 1e-12))
+        index, live, tokens = log.spans.strategy_index, log.spans.num_live, log.spans.num_tokens
+        seconds, timing = log.spans.seconds.astype(np.float64), log.timing
+        rollout_seconds = timing.last_token_seconds - timing.start_seconds
+        seconds *= max(1.0, rollout_seconds / max(float(seconds.sum()), 1e-12))
         read_seconds += float(seconds[index == PREFILL].sum())
         decodes = (index != PREFILL) & (live > 0)
-        known = np.array([names.index(name) for name in log.texts(_NAMES)], np.int64)
+        known = np.array([names.index(name) for name in log.strategy_names], np.int64)
         parts.append((known[index[decodes]], live[decodes], tokens[decodes], seconds[decodes]))
     return Rounds(*(np.concatenate(column) for column in zip(*parts, strict=True))), read_seconds
 
