@@ -31,7 +31,7 @@ class ThreadWorld:
     all_or_none, once = World.all_or_none, World.once
 
     def __init__(self, rank: int, size: int, board: list[Any], barrier: threading.Barrier) -> None:
-        self.rank, self.size, self.hostname, self.node_group = rank, size, f"node{rank}", None
+        self.rank, self.size, self.hostname, self.node_group = rank, size, f"node{rank}", OneRank()
         self._board, self._barrier = board, barrier
 
     def allgather(self, item: Any) -> list[Any]:

@@ -54,15 +54,11 @@ def job_in(folder) -> Any:
     )  # fmt: skip
 
 
-def end_the_time(job: Any) -> None:
-    job.world.flag.set_kill_delay(0)
-    job.world.flag.request(Stop.KILL, "SIGTERM")
-
-
-def test_a_save_that_nobody_has_time_for_is_given_up(tmp_path, disk, caplog):
+def test_a_save_that_no_time_is_left_for_is_given_up(tmp_path, disk, caplog, monkeypatch):
     job = job_in(tmp_path)
-    assert saving.save_checkpoint(job, 1, saved=0) == 1  # begun, and nobody waits
-    end_the_time(job)
+    assert saving.save_checkpoint(job, 1, saved=0) == 1  # begun, and not waited for
+    monkeypatch.setattr("tlt_hpc.cluster.stopping.KILL_SECONDS", 0.0)
+    job.world.flag.request(Stop.KILL, "SIGTERM")
     assert saving.save_checkpoint(job, 2, saved=1) == 1  # the wait for the one before is what there is no time for
     assert "no time is left to save" in caplog.text
     assert saving.save_at_end(job, saved=0, step=2) == (Stop.KILL, False)

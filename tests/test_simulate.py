@@ -25,6 +25,7 @@ from tlt_hpc.plan.simulate.recorded import costs_by_strategy, phases_of, read_ru
 from tlt_hpc.plan.simulate.step import Setting, StepPhases, setting_from, simulate, walk
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.rollout_log import StepRecord, read_step, write_step
+from tlt_hpc.storage.step_lines import read_lines
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY, QWEN = str(ROOT / "jobs" / "tiny.toml"), str(ROOT / "jobs" / "qwen7b.toml")
@@ -294,12 +295,12 @@ def test_costs_of_each_strategy_where_it_ran(tmp_path: Path) -> None:
 def test_a_step_of_which_rounds_are_missing_is_left_out(tmp_path: Path, change: str) -> None:
     run = RunFolder(write_run(tmp_path / "run"))
     whole = read_run(run.path)
-    record = read_step(run.rollout_log(3, 0))
-    changes: dict[str, dict[str, Any]] = {
-        "kept": {"metrics": {"rollout/kept_tokens": 3.0}},
-        "a rank short": {"num_ranks": 3},
-    }
-    write_step(run.rollout_log(3, 0), replace(record, **changes[change]))
+    if change == "kept":
+        lines = {step: dict(line) for step, line in read_lines(run.metrics).items()}
+        lines[3]["rollout/kept_tokens"] = 3.0
+        run.metrics.write_text("".join(f"{json.dumps(line)}\n" for line in lines.values()))
+    else:
+        write_step(run.rollout_log(3, 0), replace(read_step(run.rollout_log(3, 0)), num_ranks=3))
     assert len(whole.lengths) == 6
     assert read_run(run.path).lengths.tolist() == np.delete(whole.lengths, 3, 0).tolist()
 

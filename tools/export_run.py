@@ -57,7 +57,8 @@ def rounds_of(rank: StepRecord) -> Part:
     """The rounds and prefill passes of a rank's engine."""
     names = np.array([*rank.strategy_names, "prefill"])
     part = dict(vars(rank.spans))
-    return {**part, "strategy": names[part.pop("strategy_index").astype(np.int64)]}
+    part["strategy"] = names[part.pop("strategy_index").astype(np.int64)]
+    return part
 
 
 def rows_of(records: Sequence[Any], kind: type[DataclassInstance]) -> Part:

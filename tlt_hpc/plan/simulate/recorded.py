@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 
 from tlt_hpc.common.records import PREFILL
 from tlt_hpc.config import Config, load_saved_config
-from tlt_hpc.look.metrics import KEPT_TOKENS
 from tlt_hpc.plan.simulate.costs import Floats, TokenCosts
 from tlt_hpc.plan.simulate.lengths import Ints
 from tlt_hpc.plan.simulate.step import StepPhases
@@ -125,7 +124,7 @@ def _is_number(value: object) -> bool:
 def _is_complete(ranks: Sequence[StepSummary], line: Line) -> bool:
     """Whether all ranks logged the rounds of one rollout, of which no earlier start generated a part."""
     whole = all(len(log.spans) and not log.refills for log in ranks)
-    return whole and 0 < len(ranks) == ranks[0].num_ranks and not line.get(KEPT_TOKENS)
+    return whole and 0 < len(ranks) == ranks[0].num_ranks and not line.get("rollout/kept_tokens")
 
 
 def _lengths(steps: Sequence[Sequence[StepSummary]]) -> Ints:
