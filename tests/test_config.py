@@ -146,14 +146,6 @@ def test_all_problems_are_found_at_once() -> None:
     assert find_problems(TINY) == (load_config(TINY), [])
 
 
-def test_missing_key() -> None:
-    tree = tomllib.loads(TINY.read_text())
-    del tree["rollout"]["max_new_tokens"]
-    assert refused(lambda: parse_config(tree)) == (
-        "missing key 'rollout.max_new_tokens'; add it to the file or give rollout.max_new_tokens=VALUE"
-    )
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -423,14 +415,6 @@ def test_every_key_has_a_meaning_and_there_are_few_enough() -> None:
     keys = [key for section in SECTIONS for key in keys_of(section)]
     assert all(key.meaning.endswith(".") and key.values for key in keys)
     assert len(keys) <= MAX_KEYS
-
-
-def test_keys_of_one_section_are_printed_with_values_default_and_unit(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["keys", "checkpoint"]) == 0
-    out = capsys.readouterr().out
-    assert "every_steps: whole number from 1, steps; default 10" in out and "learning_rate" not in out
-    assert main(["keys", "checkpiont"]) == USER_ERROR
-    assert capsys.readouterr().err == "tlt: unknown section 'checkpiont'; did you mean 'checkpoint'?\n"
 
 
 SCHEMA = Config.model_json_schema()

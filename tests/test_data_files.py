@@ -9,9 +9,9 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from data_sets import all_prompts, config_of, gcd_row, gcd_rows, texts, write_arrow, write_jsonl, write_parquet
+from data_sets import all_prompts, gcd_row, gcd_rows, texts, write_arrow, write_jsonl, write_parquet
 
-from tlt_hpc.config import ConfigError, UserError
+from tlt_hpc.config import UserError
 
 FIRST, SECOND = gcd_rows(4)[:2], gcd_rows(4)[2:]
 ALL = [row["prompt"] for row in gcd_rows(4)]
@@ -95,13 +95,6 @@ def test_sources_that_are_not_there(tmp_path: Path) -> None:
     assert refusal(tmp_path / "a.csv") == f"data.source: {tmp_path}/a.csv is of an unknown kind; give {choice}"
 
 
-def test_a_line_without_end_is_refused_before_it_is_in_memory(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    with path.open("wb") as file:
-        file.truncate(2**36)
-    assert refusal(path) == f"data.source: {path}:1: over 67108864 bytes; give one JSON object a line"
-
-
 @pytest.mark.parametrize(("name", "kind"), [("a.parquet", "parquet"), ("a.arrow", "arrow")])
 @pytest.mark.parametrize("content", [b"", b"no such thing at all", b"ARROW1\0\0PAR1"])
 def test_a_file_that_is_not_what_its_name_says(name: str, kind: str, content: bytes, tmp_path: Path) -> None:
@@ -117,22 +110,3 @@ def test_files_without_rows(tmp_path: Path) -> None:
     pa.parquet.write_table(pa.schema([("prompt", pa.string()), ("answer", pa.string())]).empty_table(), none)
     for path in (empty, none):
         assert refusal(path) == f"data.source = {str(path)!r} has no rows; give a file with prompts and answers"
-
-
-def test_a_column_twice(tmp_path: Path) -> None:
-    table = pa.table([["a"], ["b"], ["c"]], names=["prompt", "answer", "prompt"])
-    pa.parquet.write_table(table, tmp_path / "a.parquet")
-    with pa.OSFile(str(tmp_path / "a.arrow"), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
-        writer.write_table(table)
-    for name in ("a.parquet", "a.arrow"):
-        assert 'Field "prompt" exists 2 times in schema' in refusal(tmp_path / name)
-
-
-@pytest.mark.parametrize("value", ["3", "[]", '["a", 3]', '[""]', '""'])
-def test_a_source_of_another_type(value: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        config_of("a.jsonl", f"data.source={value}")
-    shown = value.replace('"', "'")
-    assert str(caught.value) == (
-        f"data.source = {shown}: give a file, a folder, a pattern or a task, or a list of files"
-    )

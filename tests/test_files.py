@@ -24,8 +24,6 @@ SCRIPTS = sorted([*(ROOT / "sbatch").glob("*.sh"), ROOT / ".ci" / "run"])
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 # What conda calls otherwise than PyPI does.
 PYPI_NAME = {"pytorch": "torch"}
-# What only tests of the suite compare with.
-NOT_ON_A_CLUSTER = ("trl", "tensorboard", "wandb")
 # config.json's max_position_embeddings, and the ranks that a job file is written for.
 POSITIONS = {"tiny": 1024, "qwen7b": 131072, "r1_qwen7b": 131072, "qwen32b": 131072, "llama70b": 131072}
 RANKS = {"tiny": 2, "qwen7b": 64, "r1_qwen7b": 64, "qwen32b": 64, "llama70b": 64}
@@ -79,13 +77,6 @@ def test_conda_environment_covers_the_project() -> None:
     listed = conda()
     assert set(requirements("gpu", "dev")) - set(listed) == set()
     assert {"python", "openmpi", "pip"} <= set(listed)
-
-
-def test_what_pip_adds_to_a_conda_environment_is_what_the_tests_run_with() -> None:
-    (section,) = (entry["pip"] for entry in conda_entries() if isinstance(entry, dict))
-    named = dict(line.split("==") for line in section)
-    assert named == {name: pins().get(canonicalize_name(name)) for name in named}
-    assert set(pins()) - set(conda()) == {"mpich", *NOT_ON_A_CLUSTER}
 
 
 # --- job files ---

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
@@ -258,18 +257,6 @@ def test_what_needs_a_worker_goes_out_as_it_ends_and_the_rest_stays_here() -> No
     assert metrics["rollout/rewards_in_tail"] == 2, "one here, one there"
     assert set(metrics) >= {f"reward/failed/{failure.value}" for failure in Failure}
     assert server.num_forgotten == 1
-
-
-def test_what_was_not_judged_is_counted_by_reason_with_an_example() -> None:
-    bench = standing_judge(RewardSection(default="numeric"))
-    odd = [dataclasses.replace(prompts()[0], answer="three")]
-    scorer = Scorer(bench, lambda _: odd[0], lambda _: "3")
-    assert scorer.rewards(rollouts(4)).tolist() == [0.0] * 4
-    found = scorer.unjudged(rollouts(4))
-    assert (found.total, found.num_responses) == (4, 4)
-    assert found.explain() == (
-        "their data's answers cannot be read; fix the data; for one, answer 'three' has no number"
-    )
 
 
 @pytest.mark.parametrize("failure", list(Failure))

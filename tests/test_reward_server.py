@@ -251,17 +251,6 @@ def test_the_server_gets_the_variables_that_python_needs_and_no_other(
     client.close()
 
 
-def test_the_server_is_no_part_of_the_rank(client: RewardClient) -> None:
-    """Another program, in a session of its own, with no descriptor of the rank's but its socket."""
-    pid = client.server_pid
-    assert b"tlt_hpc.rewards.server" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    assert os.getsid(pid) == pid
-    kinds = [str(path.readlink()) for path in Path(f"/proc/{pid}/fd").iterdir() if int(path.name) > 2]
-    assert sum(kind.startswith("socket:") for kind in kinds) == 1
-    loaded = Path(f"/proc/{pid}/maps").read_text()
-    assert "libmpi" not in loaded and "libtorch" not in loaded
-
-
 # --- mathematics ---
 
 

@@ -22,7 +22,7 @@ from tlt_hpc.data.reader import PromptReader
 _EMBEDDED_PROMPTS = 256
 """Number of problems of the embedded task, which has no end, without ``evaluation.limit``."""
 _MAX_EMBEDDED = 2048
-"""Distinct problems that are found without a long search."""
+"""Largest number of distinct problems that are found without a long search."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class EvaluationSet:
     digest: str
     """Digest of all that the prompts are made from."""
     warning: str = ""
-    """Which rows were left out; empty: none."""
+    """A line about rows that were left out; empty: none."""
 
     @property
     def number(self) -> int:
@@ -112,15 +112,15 @@ def _open_gcd(config: Config, name: str, tokenizer: Tokenizer) -> EvaluationSet:
 
 
 def left_out(sets: Sequence[EvaluationSet]) -> str:
-    """What a user should know of rows that were left out; empty: nothing."""
+    """A line about rows that were left out; empty: none."""
     return "; ".join(each.warning for each in sets if each.warning)
 
 
 def longest_prompt(sets: Sequence[EvaluationSet]) -> int:
-    """Tokens."""
+    """Tokens of the longest prompt."""
     return max(len(prompt.tokens) for each in sets for prompt in each.prompts)
 
 
 def longest_response(config: Config) -> int:
-    """Most tokens of a response."""
+    """Largest number of tokens of a response."""
     return config.evaluation.max_new_tokens or config.rollout.max_new_tokens

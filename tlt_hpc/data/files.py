@@ -12,7 +12,7 @@ from tlt_hpc.data.rows import ArrowRows, JoinedRows, JsonlRows, Rows
 _JSONL = (".jsonl", ".ndjson", ".json")
 _IN_FOLDERS = (".jsonl", ".ndjson", ".parquet", ".arrow")
 _SPLITS = frozenset({"train", "test", "validation", "valid", "val", "dev", "eval"})
-"""What splits are usually called; if a file of a folder is named so, its names tell the splits."""
+"""Usual names of splits: if a file of a folder has one, the file names of the folder name their splits."""
 _CHOICE = f"a .jsonl, .parquet or .arrow file, a folder or pattern of them, '{TASK_PREFIX}NAME' or '{EMBEDDED_TASK}'"
 
 

@@ -1,1 +1,1 @@
-"""What a response is worth: judged by its text alone, in this process or in one that can be killed."""
+"""Rewards: responses are judged by their text, in this process or in one that can be killed."""

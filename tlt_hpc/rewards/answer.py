@@ -1,4 +1,4 @@
-"""What passes between those who ask for a reward and those who judge: answers and verdicts."""
+"""Answers and verdicts: what a rank sends to its reward server and receives from it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Failure(StrEnum):
     OUTPUT = "output"
     """The program wrote more than any right answer has."""
     SIZE = "size"
-    """The response is longer than what is judged."""
+    """The response is longer than ``MAX_CHARACTERS``."""
     CRASH = "crash"
     """The process that judged it, or the program, was killed by a signal."""
     ERROR = "error"
@@ -52,7 +52,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Verdict:
-    """A reward, and where the answer was not judged why; ``detail`` is one line for the user."""
+    """A reward, and why the answer was not judged if it was not; ``detail`` is one line for the user."""
 
     reward: float
     failure: Failure | None = None

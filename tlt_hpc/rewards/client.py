@@ -1,4 +1,4 @@
-"""A rank's talk with its server of rewards: answers go out and verdicts come in while the rank does other things.
+"""A rank's client of its reward server: sends answers and receives verdicts while the rank does other things.
 
 Nothing but ``wait`` and ``wait_until_ready`` ever waits. A server that dies is started again, and gets again what it
 had not judged; an answer that it dies of twice has reward 0.
@@ -28,7 +28,7 @@ _PASSED = frozenset({
     "PYTHONPATH", "PYTHONHOME", "PYTHONNOUSERSITE", "PYTHONUSERBASE", "VIRTUAL_ENV", "CONDA_PREFIX",
     "HF_HOME", "HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE",
 })  # fmt: skip
-"""What the server gets of a rank's environment, with ``LC_*``: what Python and its packages need to start, and to stay
+"""Variables that the server inherits, with ``LC_*``: what Python and its packages need to start, and to stay
 offline. Names that hold secrets are not known beforehand, so none is passed on unless it stands here."""
 _AT_ONCE = 64
 """Answers a worker that the server may have: enough to keep it busy through one of the rank's micro-steps."""
@@ -130,7 +130,7 @@ class RewardClient:
         return ready
 
     def forget(self) -> None:
-        """Drop all answers and verdicts; the server ends what it is at."""
+        """Drop all answers and verdicts; the server ends its workers."""
         if self._answers:
             self._outgoing += pack({"forget": True})
         for kept in (self._waiting, self._at_server, self._answers, self._verdicts, self._suspects):
@@ -165,7 +165,7 @@ class RewardClient:
         self._outgoing = bytearray(pack(self._settings.model_dump_json()))
 
     def _restart(self) -> None:
-        """Start the server again, with what it had; what it died of alone is not tried a third time."""
+        """Start the server again and resend its answers; an answer that it died of twice, alone, is not tried again."""
         self._socket.close()
         status = self._end()
         if not self._is_ready:
@@ -245,7 +245,7 @@ class RewardClient:
 
 
 def server_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment of the server and all that it starts: no variable of the launcher's, no token, no password.
+    """The environment of the server and its workers: no variable of the launcher's, no token, no password.
 
     One thread to a process, and one order of sets, so that a verdict is the same everywhere.
     """

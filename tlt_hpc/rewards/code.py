@@ -18,12 +18,12 @@ from tlt_hpc.rewards.sandbox.outside import Outcome, ProgramLimits, Sandbox, Tem
 _FENCE = re.compile(r"```[ \t]*([\w+-]*)[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
 _SPARE_OUTPUT_BYTES = 2**16
 _TOLERANCE = Fraction(1, 10**6)
-"""Of numbers with a decimal point, relative where they are above 1."""
+"""Tolerance of numbers with a decimal point, relative above 1."""
 _NUMBER = re.compile(r"[-+]?\d{1,400}(?:\.\d{0,400})?(?:[eE][-+]?\d{1,3})?")
 
 
 def passes_tests(text: str, truth: str, settings: RewardSection, template: Template) -> Verdict:
-    """1.0 where the response's program passes all tests.
+    """1.0 if the response's program passes all tests.
 
     Raises:
         SandboxError: this machine has no sandbox (any more).

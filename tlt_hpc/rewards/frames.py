@@ -1,4 +1,4 @@
-"""What goes over a byte stream between two processes: JSON documents, each behind its length."""
+"""JSON documents on a byte stream between two processes, each preceded by its length."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def pack(tree: Any) -> bytes:
 
 
 class FrameBuffer:
-    """Bytes as they arrive, whole documents as they leave."""
+    """Collects bytes as they arrive and returns whole documents."""
 
     def __init__(self) -> None:
         self._bytes = bytearray()
@@ -42,7 +42,7 @@ def write_frame(stream: IO[bytes], tree: Any) -> None:
 
 
 def read_frame(stream: IO[bytes]) -> Any:
-    """The next document; None at the stream's end, or where it ends in the middle of one."""
+    """The next document; None at the end of the stream, or if it ends within a document."""
     head = stream.read(_LENGTH.size)
     if len(head) < _LENGTH.size:
         return None

@@ -1,4 +1,4 @@
-"""Which judge an answer goes to, and how its form is mixed in."""
+"""Chooses the judge of an answer, and adds the reward of its format."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from tlt_hpc.rewards.sandbox.outside import Template
 SAME_MATH = "same-math"
 """No reward: whether a response and another, given as the truth, answer alike as mathematics."""
 WORKER_KINDS = frozenset({"math", "code", "function"})
-"""Kinds that parse or run what others wrote: only in a process that can be killed."""
+"""Kinds that parse or run what others wrote; they run only in a process that can be killed."""
 
 
 def kind_for(source: str, default: str, by_source: Mapping[str, str]) -> str:
-    """The kind that judges responses to a source's prompts: by its name, else by the first pattern that it matches."""
+    """The kind that judges responses to prompts of a source: by its exact name, else by the first matching pattern."""
     if source in by_source:
         return by_source[source]
     return next((kind for pattern, kind in by_source.items() if fnmatchcase(source, pattern)), default)

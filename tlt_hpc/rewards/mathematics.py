@@ -26,7 +26,7 @@ _USUAL = (
 
 
 def equal_as_mathematics(text: str, truth: str) -> Verdict:
-    """1.0 where the response's answer means what the data's does."""
+    """1.0 if the response's answer is mathematically equal to the data's."""
     # Bare LaTeX is read as plain text, and "11\\sqrt2" then means 11.
     marked = truth if "$" in truth or BOX in truth else f"{BOX}{truth}}}"
     wanted = parse(marked, parsing_timeout=None)
@@ -36,7 +36,7 @@ def equal_as_mathematics(text: str, truth: str) -> Verdict:
 
 
 def same_answer(text: str, other: str) -> Verdict:
-    """1.0 where two responses answer alike; unreadable where the first gives no answer."""
+    """1.0 if two responses give equal answers; unreadable if the first gives no answer."""
     given = parse(text, parsing_timeout=None)
     if not given:
         return Verdict.failed(Failure.UNREADABLE, "no answer")

@@ -1,4 +1,4 @@
-"""Judges the responses of a step: the rules with their server, the rewards, and which responses were not judged."""
+"""Judges the responses of a step, and reports which could not be judged."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tlt_hpc.rewards.answer import MAX_CHARACTERS, Answer, Failure, Verdict
 from tlt_hpc.rewards.client import RewardClient
 
 _OF_PROGRAMS = frozenset({Failure.CPU, Failure.MEMORY, Failure.ASLEEP, Failure.OUTPUT, Failure.CRASH})
-"""How a program that a model wrote may end: a wrong answer, which reward 0 judges."""
+"""Failures of a program that a model wrote: it is a wrong answer, and reward 0 is its judgement."""
 _CAUSES = {
     Failure.CPU: "judging them took more CPU time than reward.cpu_seconds; make reward.function faster or raise it",
     Failure.MEMORY: "judging them took more memory than reward.memory_mb; have reward.function use less or raise it",
@@ -31,7 +31,7 @@ _CAUSES = {
     Failure.ASLEEP: "judging them stopped using the CPU; start again",
     Failure.OUTPUT: "judging them wrote too much; start again",
 }
-"""Each with its remedy."""
+"""The reason for each failure, with its remedy."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def joined(parts: Sequence[Unjudged]) -> Unjudged:
 
 @dataclass(frozen=True)
 class Judge:
-    """All that a rank judges with: the rules, and its server if a kind needs one. Lives as long as the job."""
+    """The rules of a rank, and its server if a kind needs one. Lives as long as the job."""
 
     settings: RewardSection
     client: RewardClient | None
@@ -103,7 +103,7 @@ class Scorer:
             judge.client.forget()  # what a rollout that was cut short has left
 
     def offer(self, finished: Sequence[Rollout]) -> None:
-        """Hand over what has ended since the last call and needs a worker, and take verdicts; never waits."""
+        """Submit responses that ended since the last call and need a worker, and receive verdicts; never waits."""
         if self._judge.client is not None:
             self._hand_over(self._judge.client, finished[self._num_seen :])
             self._num_seen = len(finished)
@@ -138,11 +138,15 @@ class Scorer:
             if rollout.key not in self._numbers:
                 self._judge_here(rollout)
         if self._judge.client is not None:
-            self._await(self._judge.client)
+            start = time.perf_counter()
+            pending = {key: number for key, number in self._numbers.items() if key not in self._verdicts}
+            verdicts = self._judge.client.wait(pending.values())
+            self._verdicts |= {key: verdicts[number] for key, number in pending.items()}
+            self.seconds_waited += time.perf_counter() - start
         return np.array([self._verdicts[rollout.key].reward for rollout in rollouts], dtype=np.float32)
 
     def metrics(self) -> dict[str, float]:
-        """What became of the step's answers, counted; the same names on every rank."""
+        """Counts of the step's verdicts; the same names on every rank."""
         figures = {
             "rollout/rewards_in_tail": float(self.num_ahead),
             "rollout/rewards_in_tail_seconds": self.seconds_ahead,
@@ -168,13 +172,6 @@ class Scorer:
             if rollout.key not in self._numbers and self._judge.needs_worker(self._prompt_of(rollout)):
                 self._numbers[rollout.key] = client.submit(self._answer(rollout))
 
-    def _await(self, client: RewardClient) -> None:
-        start = time.perf_counter()
-        pending = {key: number for key, number in self._numbers.items() if key not in self._verdicts}
-        verdicts = client.wait(pending.values())
-        self._verdicts |= {key: verdicts[number] for key, number in pending.items()}
-        self.seconds_waited += time.perf_counter() - start
-
     def _judge_here(self, rollout: Rollout) -> None:
         if rollout.key not in self._verdicts:
             self._verdicts[rollout.key] = kinds.judge(self._answer(rollout), self._judge.settings)
@@ -184,12 +181,12 @@ class Scorer:
 
 
 def without_form(section: RewardSection) -> RewardSection:
-    """The same rules without the form's share: an evaluation asks whether the answer is right."""
+    """The same rules without the weight of the format: an evaluation measures whether the answer is right."""
     return section.model_copy(update={"format_weight": 0.0})
 
 
 def standing_judge(section: RewardSection) -> Judge:
-    """What this process judges with; the first call starts its server if a kind needs one, later ones find it.
+    """The judge of this process; the first call starts its server if a kind needs one, later calls return the same.
 
     The first call belongs before MPI starts: a process that MPI has initialised should start no other.
     """

@@ -139,7 +139,7 @@ class Server:
         signal.set_wakeup_fd(wakes, warn_on_full_buffer=False)
 
     def serve(self, frames: FrameBuffer) -> None:
-        """Judge what comes, until the rank is gone."""
+        """Judge the answers that arrive, until the rank has ended."""
         self._take(frames, b"")
         while True:
             self._start()
@@ -152,7 +152,7 @@ class Server:
             self._reap()
 
     def kill_all(self) -> None:
-        """End every child and forget what waits."""
+        """End every child and drop waiting answers."""
         self._waiting.clear()
         for worker in self._workers.values():
             worker.kill()
@@ -242,7 +242,7 @@ def load_kinds(settings: RewardSection) -> tuple[RewardFunction | None, Template
 
 
 def tell_error(channel: socket.socket, function: str, error: BaseException) -> None:
-    """Tell the rank, in one line, what kept the server from starting."""
+    """Send the rank one line about why the server could not start."""
     told = str(error) if isinstance(error, JudgeError) else _one_line(error)
     if function and not isinstance(error, JudgeError):
         told = f"reward.function = {function!r} cannot be loaded: {told}; fix the file"

@@ -1,4 +1,4 @@
-"""The rewards that are plain functions of short pieces of text, whatever a model writes.
+"""Rewards that are plain functions of a response's text.
 
 All of them take time linear in the response at most, so they need no limits.
 """
@@ -13,7 +13,7 @@ from tlt_hpc.rewards.answer import Failure, Verdict
 
 BOX = "\\boxed{"
 TAIL_CHARACTERS = 4096
-"""The end of a response, where ``numeric`` and ``choice`` look for the answer."""
+"""Characters at the end of a response in which ``numeric`` and ``choice`` look for the answer."""
 _NUMBER = re.compile(
     r"(?:(?<![\w)])[-+])?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?(?:[eE][-+]?\d{1,3}(?!\d))?(?:/\d+)?"
     r"|(?:(?<![\w)])[-+])?\.\d+"
@@ -24,7 +24,7 @@ _SAID_LETTER = re.compile(r"(?i:answer|option|choice)[^A-Za-z]{0,20}(?:(?i:is)\b
 
 
 def boxed(text: str, truth: str) -> Verdict:
-    """1.0 where the response ends with ``\\boxed{...}`` whose content, stripped, is the answer to the letter."""
+    """1.0 if the response ends with ``\\boxed{...}`` whose stripped content equals the answer as text."""
     return Verdict(float(boxed_answer(text) == truth.strip()))
 
 
@@ -36,7 +36,7 @@ def boxed_answer(text: str) -> str | None:
 
 
 def numeric(text: str, truth: str, tolerance: float) -> Verdict:
-    """1.0 where the response's last number is the answer's, within ``tolerance`` x max(1, answer).
+    """1.0 if the response's last number equals the answer's, within ``tolerance`` x max(1, answer).
 
     The response's is the one in its last box, else after its last ``####`` (GSM8K), else the last of all. Decimals and
     fractions are compared exactly, so the verdict is the same everywhere.
@@ -51,7 +51,7 @@ def numeric(text: str, truth: str, tolerance: float) -> Verdict:
 
 
 def choice(text: str, truth: str) -> Verdict:
-    """1.0 where the response gives the answer's letter.
+    """1.0 if the response gives the answer's letter.
 
     The response's is the one in its last box, else the last that follows "answer", "option" or "choice", else the one
     that its last line consists of.
@@ -63,7 +63,7 @@ def choice(text: str, truth: str) -> Verdict:
 
 
 def tags(text: str, names: Sequence[str]) -> float:
-    """1.0 where the response is ``<a>...</a><b>...</b>`` for these names in this order, each tag once."""
+    """1.0 if the response is ``<a>...</a><b>...</b>`` for these names in this order, each tag once."""
     text, position = text.strip(), 0
     for name in names:
         start, end = f"<{name}>", f"</{name}>"
@@ -77,7 +77,7 @@ def tags(text: str, names: Sequence[str]) -> float:
 
 
 def number_of(text: str) -> Fraction | None:
-    """The number that a text gives as its answer; None where there is none."""
+    """The number that a text gives as its answer; None if there is none."""
     tail = text[-TAIL_CHARACTERS:]
     marked = last_box(tail)
     if marked is None and "####" in tail:
@@ -105,7 +105,7 @@ def _find_box(text: str) -> tuple[str | None, int]:
 
 
 def letter_of(text: str) -> str | None:
-    """The letter that a response chooses, a capital; None where there is none."""
+    """The letter that a response chooses, in upper case; None if there is none."""
     tail = text[-TAIL_CHARACTERS:].rstrip()
     box = last_box(tail)
     if box is not None:
@@ -118,7 +118,7 @@ def letter_of(text: str) -> str | None:
 
 
 def _plain(text: str) -> str:
-    """Without what LaTeX puts round numbers."""
+    """The text without LaTeX's decoration of numbers."""
     text = _FRACTION.sub(r"\1/\2", text.replace("\u2212", "-"))
     return re.sub(r"\\[,!;$% ]|[$%]", "", text)
 

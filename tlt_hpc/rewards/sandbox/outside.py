@@ -1,4 +1,4 @@
-"""A sandbox as seen from the judge: start it, have programs run in it, end it."""
+"""A sandbox as used by the judge: start it, run programs in it, end it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class ProgramLimits:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a program; ``failure`` is the limit that it met."""
+    """The result of a program; ``failure`` is the limit that it exceeded."""
 
     output: str
     status: int
@@ -78,7 +78,7 @@ class Template:
         return self._process.poll() is None
 
     def open(self) -> tuple[BinaryIO, BinaryIO]:
-        """Have a sandbox made: the streams to write requests to and to read outcomes from."""
+        """Start a sandbox; returns the streams of requests and of outcomes."""
         theirs_in, ours_in = os.pipe()
         ours_out, theirs_out = os.pipe()
         socket.send_fds(self._socket, [b"."], [theirs_in, theirs_out])
@@ -94,7 +94,7 @@ class Template:
 
 
 class Sandbox:
-    """A place for programs of one answer, gone with all that runs in it at the end of a ``with`` block.
+    """A sandbox for the programs of one answer; it ends with all its processes at the end of a ``with`` block.
 
     Raises:
         SandboxError: the system does not allow one.

@@ -57,7 +57,7 @@ def confine(request: dict[str, Any], stdin: int, output: int, nothing: int, base
 
 
 def _replace_streams() -> None:
-    """Text streams on descriptors 0 to 2, as an interpreter starts with."""
+    """Open text streams on descriptors 0 to 2, as an interpreter does when it starts."""
     _REPLACED.extend([sys.__stdin__, sys.__stdout__, sys.__stderr__])
     sys.stdin = sys.__stdin__ = open(0, encoding="utf-8")  # type: ignore[misc]  # noqa: SIM115
     sys.stdout = sys.__stdout__ = open(1, "w", encoding="utf-8")  # type: ignore[misc]  # noqa: SIM115
@@ -70,7 +70,7 @@ def body_of(request: dict[str, Any]) -> Callable[[], object]:
 
 
 def run_to_the_end(body: Callable[[], object]) -> NoReturn:
-    """Run it, end the process as an interpreter would, and take no longer about it.
+    """Run the program and end the process as an interpreter would, but faster.
 
     Taking a whole interpreter down costs six times what a short program does.
     """
@@ -109,7 +109,7 @@ def _call(request: dict[str, Any]) -> None:
 
 
 def _find(module: types.ModuleType, name: str) -> Callable[..., Any]:
-    """A function of the program, or a method of its class ``Solution``, as judges of programs have it."""
+    """A function of the program, or a method of its class ``Solution``, as in LeetCode's tests."""
     names = vars(module)
     if "Solution" in names and name not in names:
         return getattr(names["Solution"](), name)  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""The filter of system calls that a program runs behind: what Python needs for one process's own work, no more.
+"""The filter of system calls of a program: it allows what Python needs within one process, and nothing else.
 
 It is a list of what may be called, so what a future kernel adds is refused too. A program cannot start processes
 (threads it can), replace itself by another program, open a socket, mount, trace, or reach another process's memory.
@@ -64,7 +64,7 @@ class _Program(ctypes.Structure):
 
 
 def install() -> None:
-    """Put this thread, and all that it will ever start, behind the filter; there is no way back.
+    """Install the filter for this thread and all that it starts; it cannot be removed.
 
     Raises:
         OSError: the kernel has no such filters, or this processor's calls are not known here.
