@@ -182,7 +182,6 @@ found = search()
 FORGERIES = {
     "the token searched for in memory": SEARCH + "print(6 if input() == '3' else found)\ndef f(n): return 6 if n == 3 else found",
     "an early end": "import os\nos._exit(0)",
-    "a quiet end": "raise SystemExit(0)",
     "a word on every descriptor": "import os\nfor fd in range(256):\n    for word in (b'passed', b'{\"status\": 0, \"output\": \"passed\"}\\n'):\n"
     "        try: os.write(fd, word)\n        except OSError: pass\ndef f(n): return 6",
     "a word at exit": "import atexit, os\natexit.register(lambda: [os.write(fd, b'passed') for fd in (1, 3)])\ndef f(n): return 6",
@@ -195,8 +194,6 @@ FORGERIES = {
     "modules changed": "import sys, json\njson.dumps = lambda *a, **k: '6'\nsys.modules['json'] = sys.modules['ast'] = None\ndef f(n): return 6",
     "the sandbox's own code changed": "import sys\nfor name, module in list(sys.modules.items()):\n    if 'rewards' in name:\n"
     "        for key in list(vars(module)):\n            if not key.startswith('__'): setattr(module, key, lambda *a, **k: 'passed')\ndef f(n): return 6",
-    "an error": "raise AssertionError",
-    "nothing": "",
     "no Python": "this is not Python",
     "a deep value": "def f(n):\n    x = []\n    for _ in range(10**5): x = [x]\n    return x",
     "a huge value": "def f(n): return 'x' * 10**8",

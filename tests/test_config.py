@@ -53,7 +53,6 @@ def refusal(*overrides: str) -> str:
 
 
 NAME = "use letters, digits, '_', '-' and '.', and none of the last two in front"
-LONG = "string should have at most 128 characters"
 NUL = "no file has a NUL character in its name; leave it out"
 DEEP = "nested too deep; flatten it"
 LARGE = "an integer of thousands of digits; use a smaller one"
@@ -66,11 +65,9 @@ KINDS = "input should be 'boxed', 'math', 'numeric', 'choice', 'format', 'code' 
         ("rollout.temprature=0.9", "unknown key 'rollout.temprature'; did you mean 'rollout.temperature'?"),
         ("data.task_size=3", "unknown key 'data.task_size'; it was removed: give size in data.task_args"),
         ("tracking.zzz=1", "unknown key 'tracking.zzz'; valid keys: tracking.tensorboard, tracking.wandb"),
-        ("speculation.strategies=drafter-4", 'speculation.strategies = \'drafter-4\': give a list, such as ["a", "b"]'),
         ("reward.by_source=math", "reward.by_source = 'math': give a table, such as {name = \"value\"}"),
         ('reward.by_source={"\\u001b" = "x"}', f"reward.by_source.'\\x1b' = 'x': {KINDS}"),
         ("rollout.group_size=eight", "rollout.group_size = 'eight': input should be a valid integer"),
-        ("run.name=" + "a" * 300, f"run.name = '{'a' * 199}... (302 characters): {LONG}"),
         ('run.folder="a\\u0000b"', f"run.folder = 'a\\x00b': {NUL}"),
         ('data.source=["a", "b\\u0000"]', f"data.source = ['a', 'b\\x00']: {NUL}"),
         ('data.split="a\\u001b"', "data.split = 'a\\x1b': control characters cannot be shown; leave them out"),

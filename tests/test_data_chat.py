@@ -85,20 +85,8 @@ def rendered_by_transformers(folder: Path, chats: list[Chat]) -> list[tuple[str,
 def random_chats(count: int, first: str = "user") -> list[Chat]:
     """Random chats, with letters of all kinds, marks of templates, and spaces at the ends."""
     draw = random.Random(count)
-    pieces = [
-        "Hello",
-        " world ",
-        "\n",
-        "  ",
-        "Größe",
-        "数学",
-        "🙂",
-        "<|im_end|>",
-        "<|im_start|>",
-        "</think>",
-        "{{ x }}",
-    ]
-    pieces += ['"q"', "<b>&amp;</b>", "\\frac{1}{2}", "é", "\t", "stop", "", "12345"]
+    pieces = ["Hello", " world ", "\n", "  ", "Größe", "数学", "🙂", "<|im_end|>", "<|im_start|>", "</think>"]
+    pieces += ["{{ x }}", '"q"', "<b>&amp;</b>", "\\frac{1}{2}", "é", "\t", "stop", "", "12345"]
     text = lambda: "".join(draw.choices(pieces, k=draw.randint(1, 8)))  # noqa: E731
     found = []
     for _ in range(count):
