@@ -1,11 +1,13 @@
 """How wide the tie guard's zone of doubt is: the errors of the texts last measured, and those it was shown since."""
 
 import pytest
+import torch
 from tiny import embedded_decoder, embedded_folder, gcd_requests, generate, make_engine, texts
 
 from tlt_hpc.models.folder import folder_weights
 from tlt_hpc.rollout import guard
-from tlt_hpc.rollout.guard import SAFETY, TieGuard
+from tlt_hpc.rollout.guard import SAFETY, TieGuard, doubt
+from tlt_hpc.rollout.sampling import SamplingRule
 
 REQUESTS = gcd_requests(2, 4)
 
@@ -66,3 +68,12 @@ def test_a_guard_that_is_off_measures_nothing(measured):
     plain = texts(generate(engine, REQUESTS))
     engine.load_policy(folder_weights(embedded_folder()), 1)
     assert not measured and texts(generate(engine, REQUESTS)) == plain
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.3, 20.0])
+def test_the_zone_is_the_same_on_host_and_device(temperature):
+    tie_guard = TieGuard(embedded_decoder(), active=True)
+    for tie_guard.logit_tolerance in (8e-6, 3e-3):
+        zone = doubt(torch.tensor([tie_guard.logit_tolerance]), torch.tensor([temperature]))
+        assert float(zone) == pytest.approx(tie_guard.tolerance(SamplingRule(temperature, 20)), rel=1e-6)
+    assert float(doubt(torch.zeros(1), torch.tensor([temperature]))) == 0

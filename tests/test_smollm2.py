@@ -63,12 +63,15 @@ def plain_decoder():
 
 @pytest.mark.parametrize("pieces", PIECES.values(), ids=PIECES)
 def test_logits_equal_transformers_in_fp32(prompts, expected, pieces, plain_decoder):
-    assert (decoded(prompts, pieces, plain_decoder) - expected).abs().max() < 1e-4
+    # transformers itself is 0.9e-4 off its own float64 (logits to 36)
+    difference = (decoded(prompts, pieces, plain_decoder) - expected).abs()
+    assert difference.max() < 1.5e-4
+    assert difference.pow(2).mean().sqrt() < 2e-5
 
 
 @pytest.mark.parametrize("pieces", PIECES.values(), ids=PIECES)
 def test_packed_products_cost_a_bit_of_the_last_digits(prompts, expected, pieces):
-    """They sum in an order of their own: in fp32 transformers itself is 0.9e-4 off its own float64 (logits to 36)."""
+    """They sum in an order of their own."""
     difference = (decoded(prompts, pieces) - expected).abs()
     assert difference.max() < 2.5e-4
     assert difference.pow(2).mean().sqrt() < 3e-5

@@ -23,7 +23,6 @@ from tlt_hpc.models.folder import find_model, folder_weights, load_tokenizer
 from tlt_hpc.models.layers import Attend
 from tlt_hpc.models.shape import read_shape
 from tlt_hpc.rollout import device_cache
-from tlt_hpc.rollout.chooser import Agree
 from tlt_hpc.rollout.device_cache import make_cache
 from tlt_hpc.rollout.engine import RolloutEngine
 from tlt_hpc.rollout.kv_cache import PoolSizes
@@ -73,32 +72,19 @@ def make_engine(
     strategies: Sequence[Strategy] = (OFF,),
     *,
     rule: SamplingRule | None = None,
-    max_live: int = 16,
     max_new_tokens: int = 160,
     drafter: Drafter | None = None,
-    tie_guard: bool = True,
-    seed: int = 0,
-    page_size: int = 128,
-    kv_bytes: int = 0,
-    agree: Agree | None = None,
-    eos_token_ids: tuple[int, ...] = (EOS,),
     **options,
 ) -> RolloutEngine:
     rule = rule or SamplingRule(1.0, NUM_TOKENS)
+    defaults = {"eos_token_ids": (EOS,), "max_live": 16, "max_prompt_tokens": 16, "tie_guard": True}
     settings = EngineSettings(
         params=SamplingParams(max_new_tokens, rule.temperature, rule.top_k, rule.top_p, rule.min_p),
         num_tokens=NUM_TOKENS,
-        eos_token_ids=eos_token_ids,
-        max_live=max_live,
-        max_prompt_tokens=16,
-        tie_guard=tie_guard,
         strategies=tuple(strategies),
-        seed=seed,
-        page_size=page_size,
-        kv_bytes=kv_bytes,
-        **options,
+        **defaults | options,
     )
-    engine = RolloutEngine(embedded_decoder(), settings, drafter, agree)
+    engine = RolloutEngine(embedded_decoder(), settings, drafter)
     engine.load_policy(folder_weights(embedded_folder()), 0)
     engine.calibrate(gcd_requests(4, 1, seed=99))
     return engine

@@ -220,7 +220,7 @@ class Chooser:
         self._update_lengths(replaced)
 
     def state(self) -> dict[str, list[float]]:
-        """What a checkpoint keeps: counts of accepted drafts. Costs belong to the machine and are measured again."""
+        """What a checkpoint keeps: counts of accepted drafts. Costs belong to the machine and are learned again."""
         return {name: family.state() for name, family in self._families.items() if name != OFF.family}
 
     def load_state(self, state: Mapping[str, Sequence[float]]) -> None:
