@@ -234,6 +234,7 @@ def test_a_kind_that_one_node_lacks_is_used_by_none(powercap: Powercap, nvml: Fa
 
 
 @pytest.mark.mpi
+@pytest.mark.ci
 def test_a_run_logs_joules_and_what_it_runs_on(tmp_path: Path) -> None:
     """Two ranks of one node, one of which reads a counter that advances by a joule at each reading."""
     run_on_ranks(2, train_beside_a_counter, str(tmp_path), timeout=240)

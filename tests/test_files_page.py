@@ -16,7 +16,7 @@ import pytest
 from launch_ranks import tlt
 from small_run import small_record
 
-from tlt_hpc.cluster.watch.record import Record, decode
+from tlt_hpc.cluster.watch.record import Record
 from tlt_hpc.common.records import FinishReason, RolloutTiming, SampleKey
 from tlt_hpc.storage.evaluation_log import JudgedResponse, write_responses
 from tlt_hpc.storage.feature_writer import FeatureCacheWriter
@@ -226,11 +226,3 @@ def test_what_a_start_says_of_its_machine_has_the_keys_of_the_page(run: Path) ->
     table = section("The rest").partition("`status/rank-0003`")[0]
     assert set(line) == {name for cells in rows(table) for name in code(cells[0])}
     assert set(line["hosts"][0]) <= set(code(table))
-
-
-@pytest.mark.mpi
-def test_a_status_file_is_laid_out_as_the_page_says(run: Path) -> None:
-    data = (run / "status" / "rank-0000").read_bytes()
-    assert len(data) == 2048 and decode(data).ending == "finished"
-    checksum, _, text = data.decode().rstrip().partition(" ")
-    assert len(checksum) == 8 and json.loads(text)["rank"] == 0

@@ -200,10 +200,3 @@ def test_without_the_model_token_ids_have_to_do_and_old_logs_have_no_colours(run
     run.config.write_text(CONFIG.replace("embedded:tiny", "/nowhere/model"))
     (text,) = show_samples(RunLog(run.path), 1)
     assert " ".join(map(str, rollout.response_tokens)) in text.plain
-
-
-def test_as_many_samples_as_asked_for_are_drawn_in_order(run: RunFolder) -> None:
-    rollouts = [response(draw, "12", [1, 1]) for draw in range(20)]
-    write_step(run.rollout_log(3, 0), step_record(3, rollouts, np.zeros(20)))
-    drawn = [int(text.plain.split()[3].rstrip(",")) for text in show_samples(RunLog(run.path), 3)]
-    assert len(drawn) == 3 and drawn == sorted(set(drawn))

@@ -64,16 +64,6 @@ def test_verdict_figure_and_json(tmp_path: Path, folder: RunFolder, what: str) -
     assert sorted(path.name for path in out.iterdir()) == [f"{what}-dark.png", f"{what}-dark.svg"]
 
 
-def test_json_on_standard_output_and_faults_beside_it(folder: RunFolder) -> None:
-    folder.rollout_log(0, 1).write_bytes(b"no HDF5")
-    done = start("look", "lengths", folder.path, "--json", "-")
-    assert json.loads(done.stdout)["longest"] == [4, 8, 8] and "responses in steps" in done.stderr
-    assert any(line.startswith("left out: ") and "rank-0001.h5" in line for line in done.stderr.splitlines())
-    assert (folder.path / "figures" / "lengths-light.svg").exists(), "the default place"
-    done = start("look", "lengths", folder.path, "--json", "-", "--last", "2")
-    assert json.loads(done.stdout)["steps"] == [1, 2]
-
-
 def test_mistakes_are_one_line(tmp_path: Path, folder: RunFolder) -> None:
     (tmp_path / "file").write_text("")
     run, no = folder.path, tmp_path / "no"

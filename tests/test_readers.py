@@ -175,22 +175,6 @@ def test_check_looks_at_every_line(run: RunFolder, change: Callable[[list[dict[s
     assert any(re.search(told, fault) for fault in faults(RunLog(run.path)))
 
 
-@pytest.mark.parametrize(
-    ("make", "remedy"),
-    (
-        (loop, "Too many levels of symbolic links; nothing was changed: make sure that you can write there"),
-        (lambda path: path.write_text(""), "Not a directory; nothing was changed: make sure that you can write there"),
-    ),
-)
-def test_a_place_that_is_no_folder_has_a_remedy_that_fits(
-    tmp_path: Path, make: Callable[[Path], None], remedy: str
-) -> None:
-    make(tmp_path / "runs")
-    with pytest.raises(WriteError) as caught:
-        make_folder(tmp_path / "runs" / "tiny")
-    assert remedy in str(caught.value) and "make room" not in str(caught.value)
-
-
 def test_a_name_that_is_too_long_has_a_remedy_that_fits(tmp_path: Path) -> None:
     with pytest.raises(WriteError, match=r"File name too long; .*set run\.folder to another place"):
         make_folder(tmp_path / ("x" * 300))

@@ -348,8 +348,6 @@ def test_a_run_of_which_little_is_known(tmp_path: Path, case: str) -> None:
 
 def test_mistakes_are_one_line(tmp_path: Path, run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, expected in (
-        ([tmp_path / "no"], "does not exist"),
-        ([run.config], "is a file"),
         ([tmp_path], "runs in"),
         ([run.path, "--output", run.path / "metrics.jsonl"], "give a file that ends in .html"),
         ([run.path, "--against", run.path], "that is the run itself"),
