@@ -231,6 +231,7 @@ def ordered(parts: Sequence[StepRecord]) -> list[tuple[Rollout, float, float]]:
 
 
 @pytest.mark.mpi
+@pytest.mark.ci
 def test_a_run_trains_on_groups_that_teach(straight: Path) -> None:
     lines = read_lines(straight / "tiny" / "metrics.jsonl")
     assert sum(line["rollout/refills"] for line in lines.values()) > 0

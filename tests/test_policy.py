@@ -274,7 +274,7 @@ def leave() -> None:
 @pytest.mark.parametrize(
     ("num_ranks", "stages", "changes"),
     [
-        (2, [0, 1, 2, 3, 1], {}),
+        (2, [1, 2, 3], {}),
         (2, [1, 3], {"optimizer__sequence_parallel": 2, "optimizer__gradient_checkpointing": True}),
         pytest.param(1, [1, 0, 3], {"optimizer__max_grad_norm": 0.0}, marks=pytest.mark.ci),
         # at stage 3 the backward pass gathers each layer's weights twice
@@ -583,9 +583,9 @@ def hold_and_gather(stages: list[int]) -> list[list[Any]]:
 
 def test_a_shard_is_what_the_rank_has_of_the_state_and_no_more() -> None:
     num_ranks = 3
-    ranks = run_on_ranks(num_ranks, hold_and_gather, [0, 1, 2, 3])
+    ranks = run_on_ranks(num_ranks, hold_and_gather, [0, 1, 3])
     whole = 3 * 4 * sum(parameter.numel() for parameter in make_model().parameters())
-    for stage in range(4):
+    for stage in range(3):
         shards = [rank[stage] for rank in ranks]
         assert all(same for same, _, _ in shards), stage
         assert [announced for _, announced, _ in shards] == [held for _, _, held in shards]
