@@ -238,8 +238,8 @@ def changed(old: str, new: str) -> Plant:
 SLURM_PLANTED: list[tuple[str, Plant, str, str, str]] = [
     ("no such partition", changed("=main", "=gpu"), "partition", "failure", r"no partition gpu is up.*sinfo"),
     ("partition down", lambda p: p.slurm(NODES.replace("|up|", "|drain|")), "partition", "failure", r"main is up"),
-    ("no Slurm", lambda p: (p.slurm(), p.command("sinfo", "echo refused >&2; exit 1")), "partition", "failure",
-     r"refused"),
+    ("no Slurm", lambda p: (p.slurm(script=SCRIPT.replace("16G", "0")), p.command("sinfo", "echo refused >&2; exit 1")),
+     "partition", "failure", r"refused"),
     ("time over the limit", lambda p: p.slurm(NODES.replace("1-00", "04")), "partition", "failure",
      r"10:00:00 .*'main' at most 04:00:00"),
     ("no time", changed("--time", "--mail-user"), "partition", "warning", r"give --time"),

@@ -19,6 +19,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 import tlt_hpc
+from tlt_hpc.cluster.slurm import SlurmError
 from tlt_hpc.plan.preflight import machine, slurm_checks
 from tlt_hpc.plan.preflight.machine import Mount, size
 from tlt_hpc.plan.preflight.planned_job import PlannedJob
@@ -56,9 +57,10 @@ def _host_bytes(job: PlannedJob) -> int | None:
     """Memory of a node: as requested from Slurm, or of the partition's smallest node; else this machine's."""
     if not job.asks_slurm:
         return machine.memory_bytes()
-    if shutil.which("sinfo") is None:
+    try:
+        return (job.request.memory_mb or slurm_checks.smallest_node_mb(job)) * _MB or None
+    except SlurmError:  # the check of the partition reports it
         return None
-    return (job.request.memory_mb or slurm_checks.smallest_node_mb(job)) * _MB or None
 
 
 # --- disk ---
