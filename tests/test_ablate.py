@@ -194,9 +194,6 @@ def test_the_error_of_a_gain_is_its_spread_over_repetitions(draw, share):
     shares, errors = np.array([draw(source) for _ in range(400)]).T
     assert shares.mean() == pytest.approx(share, abs=0.01)
     assert errors.mean() == pytest.approx(shares.std(), rel=0.1)
-
-
-def test_gains_need_two_pairs_for_an_error():
     gain = gain_of(Passes((8,), (2,)), Passes((8,), (4,)))
     assert gain.share == 1.0 and math.isnan(gain.error) and gain.verb.startswith("does not differ")
 

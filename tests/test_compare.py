@@ -13,7 +13,7 @@ from tlt_hpc.config import load_config
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.rollout_log import write_step
 from tlt_hpc.storage.step_lines import add_line
-from tlt_hpc.studies.compare import MODES, Comparison, config_of, num_mismatched, read_comparison, rows_of, to_tree
+from tlt_hpc.studies.compare import MODES, Comparison, num_mismatched, read_comparison, rows_of, to_tree
 
 CONFIG = load_config(Path(__file__).parent.parent / "jobs" / "tiny.toml")
 
@@ -86,9 +86,3 @@ def test_mismatches_count_missing_tokens_and_samples():
     right = {a: np.array([1, 9, 3, 4]), c: np.array([6])}
     assert num_mismatched(left, right) == 1 + 1 + 2 + 1
     assert num_mismatched(left, left) == 0
-
-
-def test_a_comparison_leaves_out_the_correction_that_reads_the_rollouts_last_bits(tmp_path):
-    algorithm = CONFIG.algorithm.model_copy(update={"rollout_correction": "tis"})
-    config = config_of(CONFIG.model_copy(update={"algorithm": algorithm}), "ngram", 3, tmp_path)
-    assert config.algorithm == CONFIG.algorithm and config.speculation.mode == "ngram"

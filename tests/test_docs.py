@@ -240,17 +240,6 @@ def test_batch_scripts_take_what_they_are_given(command: Command) -> None:
     check_tlt([what[1], *arguments], command)
 
 
-INSTALL = "CONDA_OVERRIDE_CUDA=12.8 conda env create -f environment.yml"
-"""On a login node without a GPU conda would else choose a torch for CPUs."""
-
-
-def test_the_environment_of_a_cluster_is_made_alike_wherever_it_is_described() -> None:
-    for path in (*PAGES, ROOT / "environment.yml", *(ROOT / "sbatch").iterdir(), *(ROOT / "jobs").iterdir()):
-        for line in text_of(path).splitlines():
-            if "conda env create" in line and "/opt/environment.yml" not in line:  # an image's
-                assert INSTALL in line, path.name
-
-
 def test_targets_of_make_exist() -> None:
     targets = set(re.findall(r"^(\w[\w-]*):", text_of(ROOT / "Makefile"), re.MULTILINE))
     named = {word for command in commands_with("make") for word in command.words[1:] if "=" not in word}

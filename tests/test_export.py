@@ -134,10 +134,6 @@ def embedded_eagle() -> dict[str, Tensor]:
     return load_file(embedded("tiny_drafter") / DRAFTER_FILE)
 
 
-def stored_of(form: str, shape) -> dict[str, Tensor]:
-    return embedded_eagle() if form == "eagle" else random_eagle3(shape)
-
-
 def drafter_folder(folder: Path, stored: dict[str, Tensor]) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     save_file(stored | {"num_steps": torch.tensor(11), "fc.exp_avg": torch.zeros(3)}, folder / DRAFTER_FILE)
@@ -149,7 +145,7 @@ def tlt(*arguments: object) -> int:
 
 
 def exported(kind: str, form: str, folder: Path, shape) -> Path:
-    place = drafter_folder(folder / "drafter", stored_of(form, shape))
+    place = drafter_folder(folder / "drafter", embedded_eagle() if form == "eagle" else random_eagle3(shape))
     assert tlt(place, "--format", kind, "--model", EMBEDDED_MODEL, "--output", folder / "out") == 0
     return folder / "out"
 
@@ -384,21 +380,14 @@ def fc_of(out: Path) -> Tensor:
     return load_file(out / "model.safetensors")["fc.weight"].float()
 
 
-def test_a_runs_newest_checkpoint_is_exported_beside_it(run, capsys):
-    assert tlt(run, "--format", "vllm") == 0
-    out = run / "export" / "vllm"
-    assert torch.equal(fc_of(out), 2.0 * embedded_eagle()["fc.weight"].float())
-    said = capsys.readouterr().out
-    for words in (str(out), "step-000020", "updates         140", "2.19 in", "next: vllm serve", '"method": "eagle"'):
-        assert words in said, words
-
-
-def test_the_step_asked_for_is_exported_with_its_own_figures(run):
-    assert tlt(run, "--format", "sglang", "--step", 10) == 0
-    out = run / "export" / "sglang-step-000010"
-    assert torch.equal(fc_of(out), embedded_eagle()["fc.weight"].float())
-    card = (out / "README.md").read_text()
-    assert "| target | the policy after 10 RL steps from embedded:tiny |" in card and "2.09 in" in card
+def test_a_runs_newest_checkpoint_or_the_one_asked_for_is_exported_beside_it(run, capsys):
+    for step, factor, name, accept_length in ((20, 2.0, "vllm", "2.19"), (10, 1.0, "vllm-step-000010", "2.09")):
+        assert tlt(run, "--format", "vllm", *(["--step", 10] if step == 10 else [])) == 0
+        assert torch.equal(fc_of(run / "export" / name), factor * embedded_eagle()["fc.weight"].float())
+        said, card = capsys.readouterr().out, (run / "export" / name / "README.md").read_text()
+        for words in (f"step-{step:06d}", f"updates         {7 * step}", f"{accept_length} in", '"method": "eagle"'):
+            assert words in said, words
+        assert f"| target | the policy after {step} RL steps from embedded:tiny |" in card
 
 
 def test_a_drafters_own_file_is_exported_where_there_is_no_checkpoint(run, capsys):
@@ -467,6 +456,7 @@ def test_an_export_that_fails_keeps_the_one_before(run, capsys, monkeypatch):
         ("export-drafter {here}/cut --format sglang --model embedded:tiny", "is no whole safetensors file"),
         ("export-policy {here}/none", "none does not exist"),
         ("export-policy {run} --step 7", "no such checkpoint in"),
+        ("export-policy {run} --model {here}/other", "asks for 1,973,376 weights, the checkpoint has 1,186,944"),
         ("export-policy {run} --model elsewhere", "model.path = 'elsewhere': no config.json in that folder"),
     ],
 )
@@ -475,6 +465,9 @@ def test_a_mistake_is_one_line_with_the_remedy_and_writes_nothing(command, words
     drafter_folder(tmp_path / "alone", embedded_eagle())
     cut = drafter_folder(tmp_path / "cut", embedded_eagle()) / DRAFTER_FILE
     cut.write_bytes(cut.read_bytes()[:500])
+    (tmp_path / "other").mkdir()
+    config = json.loads((embedded("tiny") / "config.json").read_text())
+    (tmp_path / "other" / "config.json").write_text(json.dumps({**config, "intermediate_size": 512}))
     assert main(command.format(here=tmp_path, run=run).split()) == 2
     assert words in error_of(capsys)
     assert not list(tmp_path.rglob("model.safetensors"))
@@ -534,7 +527,8 @@ def logits_of(folder: Path) -> torch.Tensor:
     return logits
 
 
-def test_transformers_reads_the_policy_and_its_tokenizer(run, capsys):
+def test_transformers_reads_the_policy_and_its_tokenizer_from_several_files(run, capsys, monkeypatch):
+    monkeypatch.setattr(policy, "SHARD_BYTES", 1_000_000)
     assert main(["export-policy", str(run), "--dtype", "float32", "--step", "10"]) == 0
     out = run / "export" / "policy-step-000010"
     torch.testing.assert_close(logits_of(out), logits_of(embedded("tiny")))
@@ -543,6 +537,10 @@ def test_transformers_reads_the_policy_and_its_tokenizer(run, capsys):
     assert (out / "generation_config.json").read_bytes() == (embedded("tiny") / "generation_config.json").read_bytes()
     said = capsys.readouterr().out
     assert f"wrote {out}: the policy after 10 steps, 1." in said and f"next: vllm serve {out}" in said
+    files = [load_file(path) for path in sorted(out.glob("model-0000*-of-0000*.safetensors"))]
+    sizes = [sum(tensor.nbytes for tensor in file.values()) for file in files]
+    assert len(files) > 2 and all(size <= 1e6 or len(file) == 1 for size, file in zip(sizes, files, strict=True))
+    assert json.loads((out / "model.safetensors.index.json").read_text())["metadata"]["total_size"] == sum(sizes)
 
 
 def test_the_newest_is_taken_rounded_and_nothing_else_is_there(run):
@@ -558,18 +556,6 @@ def test_the_newest_is_taken_rounded_and_nothing_else_is_there(run):
     assert not list(run.glob("export/*.part"))
 
 
-def test_large_weights_are_cut_into_files_with_an_index(run, monkeypatch):
-    monkeypatch.setattr(policy, "SHARD_BYTES", 1_000_000)
-    assert main(["export-policy", str(run), "--dtype", "float32", "--step", "10"]) == 0
-    out = run / "export" / "policy-step-000010"
-    shards = sorted(out.glob("model-*.safetensors"))
-    assert len(shards) > 2 and [s.name[-14:-12] for s in shards] == [f"{len(shards):02d}"] * len(shards)
-    assert all(sum(t.nbytes for t in load_file(s).values()) <= 1e6 or len(load_file(s)) == 1 for s in shards)
-    index = json.loads((out / "model.safetensors.index.json").read_text())
-    assert index["metadata"]["total_size"] == sum(t.nbytes for s in shards for t in load_file(s).values())
-    torch.testing.assert_close(logits_of(out), logits_of(embedded("tiny")))
-
-
 def test_an_earlier_export_gives_way_and_nothing_else_does(run, capsys):
     out = run / "export" / "policy"
     with pytest.MonkeyPatch.context() as patch:
@@ -582,13 +568,3 @@ def test_an_earlier_export_gives_way_and_nothing_else_does(run, capsys):
     assert main(["export-policy", str(run)]) == 2
     assert "has 'notes.txt' in it and is no earlier export; give a new or empty folder" in capsys.readouterr().err
     assert {path.name: path.stat().st_ino for path in out.iterdir()} == before
-
-
-def test_the_folder_of_another_model(run, tmp_path, capsys):
-    model = tmp_path / "model"
-    shutil.copytree(embedded("tiny"), model)
-    raw = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps({**raw, "intermediate_size": 512}))
-    assert main(["export-policy", str(run), "--model", str(model)]) == 2
-    assert "asks for 1,973,376 weights, the checkpoint has 1,186,944; give --model" in error_of(capsys)
-    assert not (run / "export").exists()
