@@ -252,12 +252,12 @@ def test_nothing_that_graphs_read_moves(size, form):
 
     before = places()
     assert len(before) > 40 and any("_packed.layer.down." in path for path in before)
-    generate(engine, REQUESTS)
-    for seed in range(2):
+    generate(engine, REQUESTS[::2])
+    for seed in range(1):
         engine.load_policy(folder_weights(embedded_folder()), seed + 1)
         other = make_drafter(engine.decoder.shape, seed + 1, torch.float32, CPU, engine.drafter.token_ids)
         engine.load_drafter(other.state_dict())
-        generate(engine, REQUESTS)
+        generate(engine, REQUESTS[::2])
         after = places()
         assert {path for path in before if after.get(path) != before[path]} == set()
 
