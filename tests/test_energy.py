@@ -162,8 +162,7 @@ def nvml(monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
 
 
 @pytest.mark.parametrize(
-    ("uuid", "why"),
-    (("GPU-pascal", "Not Supported"), ("GPU-split", r"split \(MIG\)"), ("GPU-none", "NVML on GPU-none: Not Found")),
+    ("uuid", "why"), (("GPU-pascal", "Not Supported"), ("GPU-split", r"split \(MIG\)"), ("GPU-none", "Not Found"))
 )
 def test_a_gpu_without_a_counter(nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch, uuid: str, why: str) -> None:
     with pytest.raises(NoCounterError, match=why):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from tlt_hpc.look.analysis.base import Analysis
+from tlt_hpc.look.analysis.base import StepAnalysis
 from tlt_hpc.look.analysis.kinds import OFF
 from tlt_hpc.look.analysis.survey import Survey
 from tlt_hpc.look.columns import COLUMNS
@@ -20,7 +20,7 @@ _NUM_BUCKETS = 24
 
 
 @dataclass(frozen=True)
-class AcceptLengths(Analysis):
+class AcceptLengths(StepAnalysis):
     """``steps`` [S], ``strategies`` [G], buckets of live sequences [B]: 1, 2, 3-4, 5-8, ...
 
     ``accept_length`` [S]: tokens per target pass and sequence, of all responses. ``own_accept_length`` and
@@ -29,7 +29,6 @@ class AcceptLengths(Analysis):
     ``row_passes`` [G, B]: sums over the rounds of all steps.
     """
 
-    steps: NDArray[np.int64]
     accept_length: NDArray[np.float64]
     own_accept_length: NDArray[np.float64]
     drafter_version: NDArray[np.float64]
@@ -37,10 +36,6 @@ class AcceptLengths(Analysis):
     step_tokens: NDArray[np.int64]
     tokens: NDArray[np.int64]
     row_passes: NDArray[np.int64]
-
-    @property
-    def has_data(self) -> bool:
-        return len(self.steps) > 0
 
     @property
     def by_bucket(self) -> NDArray[np.float64]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,17 @@ class Analysis(ABC):
         """All fields and the verdict in JSON's types; NaN and infinity become null."""
         tree = plain(self)
         return {"run": tree.pop("run"), "verdict": self.verdict, **tree}
+
+
+@dataclass(frozen=True)
+class StepAnalysis(Analysis):
+    """The result of an analysis by step, [S]."""
+
+    steps: NDArray[np.int64]
+
+    @property
+    def has_data(self) -> bool:
+        return len(self.steps) > 0
 
 
 def plain(value: Any) -> Any:

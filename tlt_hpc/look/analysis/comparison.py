@@ -20,8 +20,6 @@ _TIMED = ("rollout", "step", "gpu_joules", "cpu_joules")
 MAX_TOKENS = 8_000_000
 """Response tokens of a run that are compared, from the first common step on."""
 _RESAMPLES = 2000
-_FEWEST_STEPS = 3
-"""Fewest steps for an interval."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +133,7 @@ class RunComparison(Analysis):
 def interval(theirs: NDArray[np.float64], ours: NDArray[np.float64]) -> tuple[float, float]:
     """95 % interval of the ratio of sums, by resampling steps; 0 to infinity for fewer than three steps."""
     number = len(ours)
-    if number < _FEWEST_STEPS:
+    if number < 3:
         return 0.0, float("inf")
     chosen = np.random.default_rng(0).integers(0, number, (_RESAMPLES, number))
     low, high = np.percentile(theirs[chosen].sum(1) / ours[chosen].sum(1), (2.5, 97.5))

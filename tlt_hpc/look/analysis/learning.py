@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from tlt_hpc.look.analysis.base import Analysis
+from tlt_hpc.look.analysis.base import StepAnalysis
 from tlt_hpc.look.columns import COLUMNS, LEARNING, SCORE
 from tlt_hpc.look.run_log import RunLog
 from tlt_hpc.look.words import listed
@@ -16,18 +16,13 @@ _CORE = "val-core/"
 
 
 @dataclass(frozen=True)
-class Learning(Analysis):
+class Learning(StepAnalysis):
     """Series by name, [S] each; NaN where a line lacks it. ``evaluations``: scores by data set and measure."""
 
-    steps: NDArray[np.int64]
     series: dict[str, NDArray[np.float64]]
     evaluations: dict[str, NDArray[np.float64]]
     not_finite: dict[str, int]
     """Name of a series -> the first step whose value is NaN or infinite."""
-
-    @property
-    def has_data(self) -> bool:
-        return len(self.steps) > 0
 
     def has(self, name: str) -> bool:
         """Whether a series has any value but zero."""

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from tlt_hpc.common.records import FinishReason
 from tlt_hpc.common.words import count
-from tlt_hpc.look.analysis.base import Analysis
+from tlt_hpc.look.analysis.base import StepAnalysis
 from tlt_hpc.look.analysis.survey import Survey
 from tlt_hpc.look.run_log import RunLog
 from tlt_hpc.look.words import share, span_of
@@ -21,13 +21,12 @@ _NO_TAIL = 2.0
 
 
 @dataclass(frozen=True)
-class ResponseLengths(Analysis):
+class ResponseLengths(StepAnalysis):
     """By step, [S]: percentiles, maximum and mean of the response lengths in tokens, and counts.
 
     ``edges`` [B + 1] and ``histogram`` [B]: all responses by length, in bins of equal width on a logarithmic axis.
     """
 
-    steps: NDArray[np.int64]
     p50: NDArray[np.float64]
     p90: NDArray[np.float64]
     p99: NDArray[np.float64]
@@ -40,10 +39,6 @@ class ResponseLengths(Analysis):
     """``rollout.max_new_tokens``; 0 if the configuration lacks it."""
     edges: NDArray[np.float64]
     histogram: NDArray[np.int64]
-
-    @property
-    def has_data(self) -> bool:
-        return len(self.steps) > 0
 
     @property
     def verdict(self) -> str:

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tlt_hpc.common.words import count
-from tlt_hpc.look.analysis.base import Analysis
+from tlt_hpc.look.analysis.base import StepAnalysis
 from tlt_hpc.look.analysis.kinds import KINDS, OF_PHASE, Kind, engine_kinds
 from tlt_hpc.look.analysis.survey import Survey
 from tlt_hpc.look.run_log import RunLog
@@ -24,7 +24,7 @@ _BETWEEN_STEPS = {Kind.SAVE, Kind.EVALUATE}
 
 
 @dataclass(frozen=True)
-class Throughput(Analysis):
+class Throughput(StepAnalysis):
     """By step, [S]. ``seconds`` [S, K]: mean over the ranks for each of ``kinds``.
 
     ``engine_tokens`` and ``engine_seconds`` [S, 3]: sums over the ranks for prefill, plain and speculative decoding.
@@ -33,7 +33,6 @@ class Throughput(Analysis):
     excludes the time between steps.
     """
 
-    steps: NDArray[np.int64]
     kinds: tuple[Kind, ...]
     seconds: NDArray[np.float64]
     engine_tokens: NDArray[np.int64]
@@ -49,10 +48,6 @@ class Throughput(Analysis):
     step_seconds: NDArray[np.float64]
     is_on_gpu: bool
     """On a GPU the log has the launch of a prefill pass, not its end, so that prefill has no rate."""
-
-    @property
-    def has_data(self) -> bool:
-        return len(self.steps) > 0
 
     @property
     def rates(self) -> dict[str, float]:

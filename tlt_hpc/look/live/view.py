@@ -23,7 +23,6 @@ _MAX_RANKS = 8
 _MIN_STEPS = 3
 _OTHER_LINES = 11
 """Lines for the head, bars, time limit, table headings, blank lines, and a final message of two lines."""
-_BAR_WIDTH = 16
 _MAX_PROBLEMS = 2
 
 
@@ -63,7 +62,7 @@ def whole_bar(state: RunState) -> Table:
 def bar(total: int, done: int, words: str) -> Table:
     """A progress bar with text beside it."""
     row = Table.grid(padding=(0, 1))
-    row.add_row(ProgressBar(total, done, width=_BAR_WIDTH), Text(words, no_wrap=True, overflow="ellipsis"))
+    row.add_row(ProgressBar(total, done, width=16), Text(words, no_wrap=True, overflow="ellipsis"))
     return row
 
 

@@ -19,8 +19,6 @@ from tlt_hpc.look.run_log import RunLog
 DEAD_SECONDS = 12.0
 """A run without any heartbeat for this long counts as dead; an active rank beats every HEARTBEAT_SECONDS."""
 _INTERVAL_SECONDS, _ONCE_SECONDS, _POLL_SECONDS = 2.0, HEARTBEAT_SECONDS + 3.0, 0.2
-NOT_RUNNING = 1
-"""Exit status if the run is neither active nor has ended normally."""
 
 
 def run(options: argparse.Namespace) -> int:
@@ -79,6 +77,6 @@ def follow(console: Console, options: argparse.Namespace) -> int:
 
 
 def status_of(state: RunState, is_alive: bool | None) -> int:
-    """The exit status: 0 if the run is active, has finished or was stopped normally."""
+    """The exit status: 0 if the run is active, has finished or was stopped normally, else 1."""
     in_order = is_alive or state.is_finished or state.ending in ("finished", "stopped early")
-    return 0 if in_order and not state.is_stalled else NOT_RUNNING
+    return 0 if in_order and not state.is_stalled else 1
