@@ -15,10 +15,8 @@ import pytest
 from small_run import NAMES, START, set_lines, small_record, small_run
 
 from tlt_hpc.common.records import NO_SPANS, RolloutTiming
-from tlt_hpc.common.words import count
 from tlt_hpc.look.analysis import comparison
 from tlt_hpc.look.analysis.acceptance import ACCEPTANCE
-from tlt_hpc.look.analysis.base import plain
 from tlt_hpc.look.analysis.comparison import analyse_comparison
 from tlt_hpc.look.analysis.kinds import KINDS, Kind, Pieces
 from tlt_hpc.look.analysis.learning import analyse_learning, moving_mean
@@ -27,7 +25,6 @@ from tlt_hpc.look.analysis.survey import take
 from tlt_hpc.look.analysis.throughput import THROUGHPUT
 from tlt_hpc.look.analysis.timeline import analyse_timeline
 from tlt_hpc.look.run_log import RunLog
-from tlt_hpc.look.words import joules, listed, seconds, share
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.records import Environment, Host, add_environment
 from tlt_hpc.storage.rollout_log import write_step
@@ -241,14 +238,3 @@ def test_logs_of_an_earlier_version(folder: RunFolder) -> None:
     assert len(found["timeline"].live) == 0 and found["timeline"].idle_seconds == pytest.approx(5.0)
     assert found["throughput"].idle == pytest.approx(15.0)
     assert found["acceptance"].step_tokens.tolist() == [[2, 19]] * 3
-
-
-def test_words() -> None:
-    assert [seconds(v) for v in (0.0123, 4.2, 42.0, 725.0, 12_000.0)] == [
-        "12 ms", "4.20 s", "42.0 s", "12 min 5 s", "3 h 20 min"
-    ]  # fmt: skip
-    assert [joules(v) for v in (0.5, 999.9, 12345, 4.56e9)] == ["0.5 J", "1 kJ", "12.3 kJ", "4.56 GJ"]
-    assert [share(1, 0), share(1, 3), share(1, 30), share(0, 5)] == ["0 %", "33 %", "3.3 %", "0 %"]
-    assert listed([]) == "" and listed(["a"]) == "a" and listed(["a", "b", "c"]) == "a, b and c"
-    assert count(1, "step") == "1 step" and count(2000, "step") == "2,000 steps"
-    assert plain({"a": np.array([1.0, np.nan]), "b": Kind.IDLE}) == {"a": [1.0, None], "b": "idle"}
