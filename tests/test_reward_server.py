@@ -222,6 +222,10 @@ def test_handing_over_never_waits(client: RewardClient) -> None:
     [
         ("1 / 0", "reward.function = {spec!r} cannot be loaded: ZeroDivisionError: division by zero; fix the file"),
         ("compute_score = 3", "cannot be loaded: TypeError: {path} has no function 'compute_score' at its top level"),
+        (
+            "def compute_score(text): ...",
+            "TypeError: compute_score is called with data_source, solution_str, ",
+        ),
         ("raise SystemExit(3)", "the server of rewards ended with status 3 before it was ready; what it said is above"),
     ],
 )

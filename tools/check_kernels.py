@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from tlt_hpc.kernels import attention, dispatch, gumbel, pointwise, rotary
+from tlt_hpc.kernels.graphs import GraphPool
 
 HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 3584, 18944, 28, 4, 128, 152_064  # Qwen2.5-7B
 SMALL_TREES = [(1, 1, 100, 64), (1, 4, 100, 64), (1, 64, 100, 256)]  # sequences, nodes, slots, page size
@@ -217,6 +218,28 @@ def microseconds(run: Callable[[], object]) -> float:
     return float(statistics.median(taken[2:]))
 
 
+def check_graphs(device: torch.device) -> bool:
+    """A pool of graphs over two batch sizes gives what the eager call gives."""
+    GraphPool.checks_inputs = True
+    pool, right = GraphPool(device), True
+    for R in (64, 8):
+        words, positions = torch.randint(0, 2**32, (R, 4), device=device), torch.arange(R, device=device)
+        heat = torch.ones(R, device=device)
+
+        def choose(logits: Tensor, words: Tensor, positions: Tensor, heat: Tensor) -> tuple[Tensor, Tensor]:
+            choice = gumbel.gumbel_argmax(logits * 2, heat, words, positions, VOCAB)
+            return choice.token, choice.best
+
+        pool.capture(R, choose, (torch.zeros(R, VOCAB, device=device), words, positions, heat))
+        for _ in range(3):
+            logits = torch.randn(R, VOCAB, device=device)
+            replayed = pool.replay(R, (logits, words, positions, heat))
+            eager = choose(logits, words, positions, heat)
+            right &= all(torch.equal(a, b) for a, b in zip(replayed, eager, strict=True))
+    print(f"graphs: {'equal to eager' if right else 'WRONG'}")
+    return right
+
+
 def check_on_gpu() -> int:
     device = torch.device("cuda")
     torch.manual_seed(0)
@@ -233,6 +256,7 @@ def check_on_gpu() -> int:
         failed += wrong
         rate = case.num_bytes / taken / 1e3
         print(f"{case.name:56} {error:9.1e} {case.tolerance:9.1e} {taken:9.1f} {rate:7.0f}{'  WRONG' * wrong}")
+    failed += not check_graphs(device)
     print(f"{failed} wrong" if failed else "all right")
     return 1 if failed else 0
 

@@ -31,7 +31,7 @@ from enum import IntEnum
 from pathlib import Path
 from types import FrameType
 
-from tlt_hpc.cluster.slurm import SlurmError, allocation
+from tlt_hpc.cluster.slurm import Allocation, SlurmError, allocation
 from tlt_hpc.cluster.watch.beat import BEAT
 from tlt_hpc.common.files import LINES_BYTES, DamagedText, parse_json, read_bytes
 
@@ -46,6 +46,7 @@ ASKED_AHEAD_SECONDS = 120.0
 END_SECONDS = 15.0
 """Time reserved at the end of an allocation for leaving and queueing again; saving must be done before it."""
 HISTORY = "requeues.jsonl"
+TRIES, TRY_AGAIN_SECONDS = 3, 2.0
 PREEMPTION_POLL_SECONDS = 5.0
 AGAIN = "TLT_SUBMIT_AGAIN"
 """The command that resumes a job that is not queued again; unset if it is the one that submitted it."""
@@ -216,10 +217,21 @@ def queue_again(environment: Mapping[str, str], folder: Path, progress: str) -> 
     try:
         with (folder / HISTORY).open("a", encoding="utf-8") as file:
             file.write(json.dumps({"job": job.job_id, "restarts": job.restarts, "progress": progress}) + "\n")
-        job.requeue()
+        _requeue(job)
     except (SlurmError, OSError) as error:
         return f"job {job.job_id} is not queued again ({error}): {how_to_resume(environment)}"
     return f"job {job.job_id} is queued again and will resume"
+
+
+def _requeue(job: Allocation) -> None:
+    """Ask a few times: the controller is busy where many jobs reach their time limits at once."""
+    for _ in range(TRIES - 1):
+        try:
+            return job.requeue()
+        except SlurmError as error:
+            logger.info("asking again: %s", error)
+            time.sleep(TRY_AGAIN_SECONDS)
+    return job.requeue()
 
 
 def how_to_resume(environment: Mapping[str, str]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import json
 import sys
 from collections.abc import Callable
@@ -15,6 +16,8 @@ from tlt_hpc.rewards.answer import Answer, Failure, Verdict
 
 RewardFunction = Callable[..., Any]
 MODULE = "tlt_reward_function"
+ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
+"""verl's, by name."""
 MAX_REWARD = 1e6
 """Either way: the sums and squares of a step's rewards stay finite in float32."""
 
@@ -38,7 +41,7 @@ def load_function(spec: str) -> RewardFunction:
     """Run the file and take the function from it; the file's folder can be imported from.
 
     Raises:
-        Exception: whatever the file raises.
+        Exception: whatever the file raises; TypeError, if the function does not take verl's arguments.
     """
     path, _, name = spec.rpartition(":")
     sys.path.insert(0, str(Path(path).resolve().parent))
@@ -49,6 +52,10 @@ def load_function(spec: str) -> RewardFunction:
     found.loader.exec_module(module)
     if not callable(function := vars(module).get(name)):
         raise TypeError(f"{path} has no function {name!r} at its top level")
+    try:
+        inspect.signature(function).bind(**dict.fromkeys(ARGUMENTS))
+    except TypeError as error:
+        raise TypeError(f"{name} is called with {', '.join(ARGUMENTS)}: {error}") from None
     return function  # type: ignore[no-any-return]
 
 
@@ -58,12 +65,8 @@ def call_function(function: RewardFunction, answer: Answer) -> Verdict:
     Raises:
         Exception: whatever the function raises.
     """
-    result = function(
-        data_source=answer.source,
-        solution_str=answer.text,
-        ground_truth=answer.truth,
-        extra_info=json.loads(answer.extra).get("extra_info") if answer.extra else None,
-    )
+    extra = json.loads(answer.extra).get("extra_info") if answer.extra else None
+    result = function(**dict(zip(ARGUMENTS, (answer.source, answer.text, answer.truth, extra), strict=True)))
     score = result.get("score") if isinstance(result, dict) else result
     if not isinstance(score, Real) or not abs(float(score)) <= MAX_REWARD:
         detail = f"the function returned {str(result)[:80]!r}, which is no number within {MAX_REWARD:g} of 0"
