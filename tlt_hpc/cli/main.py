@@ -174,7 +174,9 @@ def plan_command(config: Config, options: argparse.Namespace, num_ranks: int) ->
         return plan_evaluation(config, options, num_ranks)
     assets = read_assets(config, num_ranks)
     if options.command == "ablate":
-        return ablation_plan.describe(ablation_plan.plan_ablation(config, options), num_ranks)
+        ablation = ablation_plan.plan_ablation(config, options)
+        check_drafter(config, assets)
+        return ablation_plan.describe(ablation, num_ranks)
     if options.command == "warmup":
         from tlt_hpc.studies.warmup import plan
 
@@ -216,17 +218,27 @@ def plan_run(config: Config, assets: ModelAssets, num_ranks: int) -> str:
     Raises:
         ValueError: as ``plan_command``.
     """
-    from tlt_hpc.models.drafter_file import initial_drafter
     from tlt_hpc.plan.inputs import describe, open_checked_sets
     from tlt_hpc.plan.memory.summary import summarise
 
     config.tracking.check_installed()
-    if config.speculation.mode == "full" and launched_rank(os.environ) is None:  # the ranks open it for themselves
-        initial_drafter(config.drafter.init, config.drafter.form, assets.shape)
+    check_drafter(config, assets)
     if config.evaluation.every_steps:
         open_checked_sets(config, assets.folder, assets.shape, assets.tokenizer)
     memory = summarise(config, assets.shape, num_ranks)
     return (f"memory      {memory}\n" if memory else "") + describe(config, assets.shape, num_ranks)
+
+
+def check_drafter(config: Config, assets: ModelAssets) -> None:
+    """Open the file of the drafter that a run starts with; ranks open it for themselves.
+
+    Raises:
+        ValueError: it is missing, broken or of another model.
+    """
+    from tlt_hpc.models.drafter_file import initial_drafter
+
+    if config.speculation.mode == "full" and launched_rank(os.environ) is None:
+        initial_drafter(config.drafter.init, config.drafter.form, assets.shape)
 
 
 def plan_evaluation(config: Config, options: argparse.Namespace, num_ranks: int) -> str:
