@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import importlib
 import os
+import pickle
+import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +21,12 @@ from launch_ranks import ROOT, run_on_ranks
 
 from tlt_hpc.cluster.stopping import Stop
 from tlt_hpc.config import ConfigError, UserError
+from tlt_hpc.data.reader import OverlongError
+from tlt_hpc.data.rows import RowError
 from tlt_hpc.mpi import node as node_module
 from tlt_hpc.mpi import world as world_module
+from tlt_hpc.mpi.library import MPI
+from tlt_hpc.mpi.node import to_send
 from tlt_hpc.mpi.world import LaunchError, World, check_rank_count, check_thread_level, place
 from tlt_hpc.storage.folder import WriteError
 
@@ -48,6 +56,22 @@ def test_a_lower_thread_level_is_refused() -> None:
     check_thread_level(3, "MPICH Version: 5")
     with pytest.raises(LaunchError, match="'MPICH Version: 5'; load an MPI that is built with thread support"):
         check_thread_level(2, "MPICH Version: 5\nmore")
+
+
+def test_every_error_for_a_user_can_be_sent_to_other_ranks() -> None:
+    """Some are made from more than their text."""
+    for path in (ROOT / "tlt_hpc").rglob("*.py"):
+        if re.search(r"^class \w+\((UserError|\w+Error)\)", path.read_text(), re.MULTILINE):
+            importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
+    kinds = [UserError]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+        error = kind.__new__(kind)
+        error.args = ("row 3: why",)
+        sent = pickle.loads(pickle.dumps(to_send(error)))
+        assert isinstance(sent, UserError) and str(sent) == "row 3: why", kind
+    assert {RowError, OverlongError, ConfigError} <= set(kinds)
+    assert type(to_send(ConfigError("a"))) is ConfigError
 
 
 # --- one process ---
@@ -177,6 +201,61 @@ def test_collectives(num_ranks: int, most_bytes: int, block_bytes: int) -> None:
         sums, memory = rank.pop("sums"), rank.pop("memory")
         assert sums == first and memory == []
         assert rank == {"rank": number, "size": num_ranks, "node": 0, "local_rank": number}
+
+
+class CountedComm:
+    """A communicator that notes the bytes of each sum."""
+
+    def __init__(self, comm: Any) -> None:
+        self._comm, self.num_bytes = comm, list[int]()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._comm, name)
+
+    def Iallreduce(self, sent: np.ndarray, received: np.ndarray, op: Any) -> Any:  # noqa: N802 (mpi4py's name)
+        assert sent.nbytes == received.nbytes
+        self.num_bytes.append(sent.nbytes)
+        return self._comm.Iallreduce(sent, received, op)
+
+
+def sum_in_blocks(most_bytes: int) -> dict[str, Any]:
+    world = World.connect()
+    own = contribution(world.rank, "float32", 5_000)
+    whole = digest(world.sum(own))
+    world_module.MOST_BYTES = most_bytes
+    world._comm = counted = CountedComm(world._comm)  # type: ignore[assignment]
+    time.sleep(0.2 * world.rank)  # the later rank finds the earlier one's blocks under way
+    pending = world.start_sum(own)
+    world.start_sum(np.ones(100_000, np.float32))  # nobody waits, so nobody but the world holds the buffers
+    total = pending.wait()
+    done = all(request == MPI.REQUEST_NULL for request in pending.requests)
+    return {"num_bytes": counted.num_bytes[:11], "equal": digest(total) == whole, "done": done}
+
+
+@pytest.mark.mpi
+def test_a_large_sum_goes_in_blocks_of_the_same_bits() -> None:
+    """Libraries older than MPI 4 count elements in a C int."""
+    assert (
+        run_on_ranks(2, sum_in_blocks, 4096)
+        == [{"num_bytes": [4096] * 9 + [3136, 4096], "equal": True, "done": True}] * 2
+    )
+
+
+def forget_sums(most_bytes: int) -> bool:
+    world_module.MOST_BYTES = most_bytes
+    world = World.connect()
+    time.sleep(0.3 * world.rank)  # the later rank finds the earlier one's sums under way
+    for _ in range(20):
+        world.start_sum(np.ones(100_000))  # nobody waits, so nobody but the world holds the buffers
+    reused = [np.full(100_000, 7.0) for _ in range(60)]  # would lie where freed buffers had been
+    world.sum(np.ones(1))
+    world.barrier()
+    return all((array == 7.0).all() for array in reused)
+
+
+@pytest.mark.mpi
+def test_a_forgotten_sum_keeps_its_buffers() -> None:
+    assert run_on_ranks(2, forget_sums, 100_000) == [True, True]
 
 
 def vote(voter: int | None) -> list[Any]:

@@ -55,8 +55,8 @@ class NodeGroup:
         """The result (picklable) of ``work``, run on the first rank and given to all; its failure too.
 
         Raises:
-            UserError: on all ranks, if the first raised a UserError (of its class) or an OSError; if it raised another
-                ValueError, on the others.
+            UserError: on all ranks, if the first raised a UserError (see ``to_send``) or an OSError; if it raised
+                another ValueError, on the others.
         """
         outcome: tuple[UserError | None, Any] = None, None
         if self.rank == 0:
@@ -74,7 +74,7 @@ class NodeGroup:
 
 
 def to_send(error: ValueError | OSError) -> UserError:
-    """An error as it is raised on the other ranks: of its own class if it is a UserError."""
-    if isinstance(error, UserError):
+    """An error as it is raised on the other ranks: of its own class if that is a UserError made from its text alone."""
+    if isinstance(error, UserError) and type(error).__init__ is UserError.__init__:
         return type(error)(str(error))
     return UserError(told(error) if isinstance(error, OSError) else str(error))

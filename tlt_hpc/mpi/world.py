@@ -27,24 +27,27 @@ from tlt_hpc.mpi.progress import wait
 T = TypeVar("T")
 
 MOST_BYTES = 2**30
-"""Of one gather: counts and displacements must fit a C int in libraries older than MPI 4."""
+"""Of one gather or sum: counts and displacements must fit a C int in libraries older than MPI 4."""
 
 
 class LaunchError(UserError):
     """A user's mistake in how the ranks were started; its text is one line with the remedy."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PendingSum:
-    """A sum over ranks in progress; holds its buffers, and must be waited for before it is dropped."""
+    """A sum over ranks in progress. ``pending`` has it until it has been waited for: MPI writes to its buffers."""
 
-    request: MPI.Request
+    requests: list[MPI.Request]
     sent: NDArray[Any]
     received: NDArray[Any]
+    pending: set[PendingSum]
 
     def wait(self) -> NDArray[Any]:
         """The sum, of the shape and dtype of what was given; sleeps until it is there. May be called again."""
-        wait(self.request, "sum")
+        for request in self.requests:
+            wait(request, "sum")
+        self.pending.discard(self)
         return self.received
 
 
@@ -59,6 +62,7 @@ class World(NodeGroup):
     def __init__(self, comm: MPI.Comm, flag: StopFlag | None = None) -> None:
         super().__init__(_duplicate(comm), "world")
         self.flag = flag or StopFlag()
+        self._pending_sums: set[PendingSum] = set()
         self._said: set[str] = set()
         self.hostname: str = socket.gethostname()
         self.node, self.local_rank = place(self.allgather(self.hostname), self.rank)
@@ -111,8 +115,8 @@ class World(NodeGroup):
         """The result of ``work``, run on every rank; if it fails on one rank, all ranks raise. Collective.
 
         Raises:
-            UserError: on all ranks, where one rank raised a UserError (of its class) or an OSError; of several failed
-                ranks the lowest one's.
+            UserError: on all ranks, where one rank raised a UserError (see ``to_send``) or an OSError; of several
+                failed ranks the lowest one's.
         """
         failure = None
         try:
@@ -132,7 +136,14 @@ class World(NodeGroup):
         """Begin ``sum`` of a copy of ``array`` and return at once."""
         sent = np.array(array, order="C", copy=True)
         received = np.empty_like(sent)
-        return PendingSum(self._comm.Iallreduce(sent, received, MPI.SUM), sent, received)
+        block = max(1, MOST_BYTES // sent.itemsize)
+        requests = [
+            self._comm.Iallreduce(sent.ravel()[start : start + block], received.ravel()[start : start + block], MPI.SUM)
+            for start in range(0, sent.size, block)
+        ]
+        pending = PendingSum(requests, sent, received, self._pending_sums)
+        self._pending_sums.add(pending)
+        return pending
 
     def barrier(self) -> None:
         """Sleep until every rank has called this."""
