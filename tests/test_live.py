@@ -143,6 +143,13 @@ def test_records_that_do_not_count(run: RunFolder) -> None:
     assert [one.rank for one in read_state(run.path).records] == [1, 2]
 
 
+def test_a_look_reads_the_end_of_metrics_alone(run: RunFolder) -> None:
+    run.metrics.write_text("no line\n" + "".join(json.dumps(line(step)) + "\n" for step in range(2000)))
+    state = read_state(run.path)
+    assert state.num_done == 2000 and 100 < len(state.log.lines) < 2000 and not state.log.problems
+    assert list(state.log.lines) == list(range(min(state.log.lines), 2000))
+
+
 def test_a_heartbeat_between_two_looks_is_life(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     reads = []
 

@@ -87,6 +87,19 @@ def read_bytes(path: Path, most: int = DOCUMENT_BYTES) -> bytes:
     return data
 
 
+def read_last_lines(path: Path, num_bytes: int) -> bytes:
+    """The whole lines among the last ``num_bytes`` of a regular file.
+
+    Raises:
+        OSError: as ``open_regular``.
+    """
+    with open_regular(path) as file, naming(path):
+        start = max(0, file.seek(0, os.SEEK_END) - num_bytes)
+        file.seek(start)
+        data = file.read(num_bytes)
+    return data.partition(b"\n")[2] if start else data
+
+
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
     """Add the path to errors of reading, which the system reports without it.

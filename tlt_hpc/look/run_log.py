@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tlt_hpc.common.errors import UserError
-from tlt_hpc.common.files import LINES_BYTES, DamagedText, read_bytes, read_toml, told
+from tlt_hpc.common.files import LINES_BYTES, DamagedText, read_bytes, read_last_lines, read_toml, told
 from tlt_hpc.look.words import first_few
 from tlt_hpc.storage.folder import RunFolder, no_run, rank_of
 from tlt_hpc.storage.hdf5 import DamagedFile
@@ -30,14 +30,15 @@ class RunLog:
 
     Args:
         last: read only this number of last steps; default all.
+        tail_bytes: read only this many last bytes of metrics.jsonl; default all.
 
     Raises:
         UserError: the folder holds no run.
     """
 
-    def __init__(self, path: Path, last: int | None = None) -> None:
+    def __init__(self, path: Path, last: int | None = None, tail_bytes: int | None = None) -> None:
         self.folder = RunFolder(path)
-        self._last = last
+        self._last, self._tail_bytes = last, tail_bytes
         self._problems: dict[str, None] = {}
         if not self.folder.rollouts.is_dir() and not self.folder.metrics.is_file():
             raise UserError(no_run(path))
@@ -95,18 +96,18 @@ class RunLog:
     @cached_property
     def step_lines(self) -> StepLines:
         """The lines of metrics.jsonl in file order, and what is wrong with the file."""
-        path = self.folder.metrics
+        path, tail = self.folder.metrics, self._tail_bytes
         try:
-            found = parse_lines(read_bytes(path, LINES_BYTES))
+            found = parse_lines(read_last_lines(path, tail) if tail else read_bytes(path, LINES_BYTES))
         except FileNotFoundError:  # no step is committed yet
             return StepLines((), (), None)
         except OSError as error:
             self.note(told(error))
             return StepLines((), (), None)
-        for number, why in found.faults:
-            self.note(f"{path}:{number} is no line that a run writes ({why}), and is left out")
-        if found.torn:
-            self.note(f"{path}:{found.torn[0]} is cut off, and is left out")
+        faults = [(number, f"is no line that a run writes ({why})") for number, why in found.faults]
+        for number, fault in [*faults, (found.torn[0], "is cut off")] if found.torn else faults:
+            place = f"a line at the end of {path}" if tail else f"{path}:{number}"
+            self.note(f"{place} {fault}, and is left out")
         return found
 
     @cached_property

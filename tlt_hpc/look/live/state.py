@@ -24,6 +24,8 @@ SPEED_STEPS = 10
 """Number of last steps that the remaining time is estimated from."""
 _MAX_STEP_SECONDS = 1e9
 """Longer steps are not plausible."""
+_TAIL_BYTES = 1 << 18
+"""Read of metrics.jsonl at each look: about a hundred steps, more than a screen shows."""
 _RECORD = re.compile(r"rank-\d+")
 T = TypeVar("T")
 
@@ -102,7 +104,7 @@ def read_state(path: Path) -> RunState:
     Raises:
         UserError: there is no run.
     """
-    log, problems = RunLog(path), list[str]()
+    log, problems = RunLog(path, tail_bytes=_TAIL_BYTES), list[str]()
     status = log.folder.status
     owner = _tried(lambda: read_owner(status), problems)
     records = _read_records(status, owner.start if owner else "", problems)
