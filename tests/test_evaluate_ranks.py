@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,6 +16,7 @@ from tiny import CPU, embedded_decoder, embedded_folder, embedded_tokenizer
 
 from tlt_hpc import session as job
 from tlt_hpc.config import ConfigError, UserError, load_config
+from tlt_hpc.evaluate import subject as subject_module
 from tlt_hpc.evaluate.answering import first_number, see_all
 from tlt_hpc.evaluate.evaluate import prepare
 from tlt_hpc.evaluate.folder import EvaluationFolder
@@ -37,8 +40,17 @@ def source_of(folder: Path | str, rank: int) -> str:
     return f"evaluation.sources=['{folder}/{rank}/a.parquet']"
 
 
-def test_ranks_of_a_replica_load_their_parts_and_agree_on_the_fingerprint():
+def test_ranks_of_a_replica_load_their_parts_and_agree_on_the_fingerprint(monkeypatch):
     shape, subject = read_shape(embedded_folder()), Subject(str(embedded_folder()), None, None, None)
+    reads, true_readers = list[str](), subject_module._readers
+
+    def counted(name, read, cut):
+        reads.append(name)
+        return read(cut)
+
+    monkeypatch.setattr(
+        subject_module, "_readers", lambda *of: ((n, partial(counted, n, read)) for n, read in true_readers(*of))
+    )
 
     def load(world):
         decoder = Decoder(shape, torch.float32, CPU, Sharding(world.rank, 2))
@@ -47,6 +59,7 @@ def test_ranks_of_a_replica_load_their_parts_and_agree_on_the_fingerprint():
     (first, one), (second, other) = on_threads(2, load)
     weights = dict(folder_weights(embedded_folder()))
     assert first == second == fingerprint_of(((n, w.float()) for n, w in weights.items()), shape.tied_head)
+    assert set(Counter(reads).values()) == {2}, "each of two nodes reads each weight once"
     weights["model.norm.weight"] = weights["model.norm.weight"] * 1.01
     assert first != fingerprint_of(weights.items(), shape.tied_head)
     for number, layer in enumerate(embedded_decoder().layers):

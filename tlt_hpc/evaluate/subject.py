@@ -7,7 +7,8 @@ has weights of its own.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections import ChainMap
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -125,21 +126,32 @@ def open_checkpoint(subject: Subject, world: World) -> tuple[Subject, Checkpoint
 def load_weights(decoder: Decoder, subject: Subject, checkpoint: Checkpoint | None, model: str, world: World) -> str:
     """Have the decoder read its part of each of the policy's weights; returns their fingerprint. Collective.
 
-    The first rank of each node reads; for the fingerprint rank 0 reads the weights whole, one at a time.
+    The first rank of each node reads each weight once. The fingerprint is one of whole weights, of which every rank
+    takes an equal share: a rank that is alone on its node reads those whole, one at a time.
 
     Raises:
         UserError: they cannot be read, or are not those of the folder ``model``, by which the decoder was made.
     """
-    cuts, dtype = decoder.weight_cuts(), decoder.dtype
-    readers = readers_once(world.node_group, _readers(subject, checkpoint))
+    samples, cuts, dtype = dict[str, str](), decoder.weight_cuts(), decoder.dtype
+
+    def parts() -> Iterator[tuple[str, Tensor]]:
+        for number, (name, read) in enumerate(readers_once(world.node_group, _readers(subject, checkpoint))):
+            cut = cuts.get(name)  # None: the decoder refuses it, or has it in the embedding
+            if cut is None or number % world.size != world.rank:
+                yield name, read(cut).to(dtype)
+            else:
+                whole = read(None).to(dtype)
+                cut.check(name, whole.shape)
+                samples[name] = _sample(whole)
+                yield name, whole[cut.slices]
+
     try:
-        decoder.load(((name, read(cuts.get(name)).to(dtype)) for name, read in readers), 0, are_cut=True)
+        decoder.load(parts(), 0, are_cut=True)
     except UserError:  # files that cannot be read, whatever they hold
         raise
     except ValueError as error:
         raise UserError(f"{subject.name} does not fit model.path = {model!r}: {error}") from None
-    weights = ((name, read(None).to(dtype)) for name, read in _readers(subject, checkpoint))
-    return world.once(lambda: fingerprint_of(weights, decoder.shape.tied_head))
+    return _digest(ChainMap(*world.allgather(samples)), decoder.shape.tied_head)
 
 
 def _readers(subject: Subject, checkpoint: Checkpoint | None) -> Iterator[tuple[str, ReadCut]]:
@@ -159,11 +171,15 @@ def fingerprint_of(weights: Iterable[tuple[str, Tensor]], tied_head: bool) -> st
 
     Training changes all of them, if only in the last bits.
     """
-    samples = {}
-    for name, tensor in weights:
-        flat = tensor.detach().reshape(-1)
-        some = flat[:: max(1, flat.numel() // _SAMPLED)].float().cpu() + 0.0  # so that no zero has a sign
-        samples[name] = hashlib.sha256(some.numpy().tobytes() + str(tuple(tensor.shape)).encode()).hexdigest()
-    if tied_head:
-        samples.pop("lm_head.weight", None)
-    return hashlib.sha256(repr(sorted(samples.items())).encode()).hexdigest()[:32]
+    return _digest({name: _sample(tensor) for name, tensor in weights}, tied_head)
+
+
+def _sample(tensor: Tensor) -> str:
+    flat = tensor.detach().reshape(-1)
+    some = flat[:: max(1, flat.numel() // _SAMPLED)].float().cpu() + 0.0  # so that no zero has a sign
+    return hashlib.sha256(some.numpy().tobytes() + str(tuple(tensor.shape)).encode()).hexdigest()
+
+
+def _digest(samples: Mapping[str, str], tied_head: bool) -> str:
+    parts = sorted(part for part in samples.items() if not (tied_head and part[0] == "lm_head.weight"))
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
