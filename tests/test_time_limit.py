@@ -18,6 +18,11 @@ from tlt_hpc.cluster.stopping import AGAIN, Stop, StopFlag, await_preemption, kn
 JOB = {"SLURM_JOB_ID": "17"}
 
 
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch) -> None:
+    monkeypatch.setattr(stopping, "TRY_AGAIN_SECONDS", 0.01)
+
+
 @pytest.fixture
 def clock(monkeypatch):
     """Seconds that only the test moves on."""
@@ -195,16 +200,21 @@ def test_a_job_that_comes_no_further_is_not_queued_for_ever(command, tmp_path):
     assert len((tmp_path / "asked").read_text().splitlines()) == 5
 
 
-def test_a_busy_controller_is_asked_again(command, monkeypatch, tmp_path):
-    monkeypatch.setattr(stopping, "TRY_AGAIN_SECONDS", 0.01)
+def test_a_busy_controller_is_asked_again(command, tmp_path):
     asked = tmp_path / "asked"
     command("scontrol", f"printf x >> {asked}; read times < {asked}; test $times = xxx")
     assert "is queued again" in queue_again(JOB, tmp_path, "step 1")
     assert asked.read_text() == "xxx"
 
 
-def test_where_slurm_refuses_the_user_is_told_what_to_do(command, monkeypatch, tmp_path):
-    monkeypatch.setattr(stopping, "TRY_AGAIN_SECONDS", 0.01)
+@pytest.mark.parametrize("state", ["PENDING Restarts=0", "COMPLETING Restarts=1"])
+def test_a_requeue_whose_answer_was_lost_is_one(command, tmp_path, state):
+    """Slurm refuses the second request, because the job is already pending."""
+    command("scontrol", f'[ $1 = requeue ] && exit 1; echo "JobId=17 JobState={state} Requeue=1"')
+    assert queue_again(JOB, tmp_path, "step 1") == "job 17 is queued again and will resume"
+
+
+def test_where_slurm_refuses_the_user_is_told_what_to_do(command, tmp_path):
     command("scontrol", "echo 'Requested operation is disabled for job 17' >&2; exit 1")
     assert queue_again(JOB, tmp_path, "step 1") == (
         "job 17 is not queued again (`scontrol requeue 17` failed: Requested operation is disabled for job 17): "
@@ -226,9 +236,8 @@ def test_a_preempted_job_waits_to_be_ended_and_another_does_not(command, monkeyp
     assert capsys.readouterr().out == ""
     assert (tmp_path / "asked").read_text() == "--oneliner show job 17\n", "an answer is enough"
     (tmp_path / "asked").unlink()
-    command(
-        "scontrol", f'{counting(tmp_path)}; case $n in 9) echo "{other}";; 4) exit 1;; *) echo "{PREEMPTED}";; esac'
-    )
+    count = counting(tmp_path)
+    command("scontrol", f'{count}; case $n in 9) echo "{other}";; 1|4) exit 1;; *) echo "{PREEMPTED}";; esac')
     await_preemption(JOB)
     assert (tmp_path / "asked").read_text() == "9\n", "as long as it is preempted; an answer may fail to come"
     assert capsys.readouterr().out.startswith("tlt: job 17 is preempted: it waits for Slurm to end it")
@@ -236,9 +245,31 @@ def test_a_preempted_job_waits_to_be_ended_and_another_does_not(command, monkeyp
     command("scontrol", "echo no such job >&2; exit 1")
     await_preemption(JOB)
     assert "whether this job is preempted is not known, so it ends: " in caplog.text
+    assert "if not queued, submit the same script, which resumes" in caplog.text
 
 
 def counting(folder: Path) -> str:
     """Shell for $n, how often a command was called; builtins alone, for there is nothing else on the path."""
     asked = folder / "asked"
     return f"n=0; [ -e {asked} ] && read n < {asked}; n=$((n + 1)); echo $n > {asked}"
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind", "intervals"),
+    [
+        ("echo 2:00:00", Stop.NONE, [7200 - 7.5, 7200 - 120]),
+        ("echo UNLIMITED", Stop.NONE, []),
+        ("exit 1", Stop.TIME, []),
+        ("echo 0:30", Stop.TIME, []),
+    ],
+)
+def test_a_time_limit_that_was_raised_meanwhile_counts(command, tmp_path, answer, kind, intervals):
+    command("squeue", f"{counting(tmp_path)}; [ $n = 1 ] && echo 0:01 || {{ {answer}; }}")
+    flag = StopFlag()
+    know_limits(flag, JOB, 0, tmp_path, None)
+    for timer in list(flag.timers):
+        timer.join(30)
+    later = flag.timers[2:]
+    for timer in later:
+        timer.cancel()
+    assert (flag.kind, [timer.interval for timer in later]) == (kind, intervals)

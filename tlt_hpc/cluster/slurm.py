@@ -20,6 +20,7 @@ ENDED = (
 )
 """States in which a job has ended; in all others it waits or runs."""
 _TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
+_RESTARTS = re.compile(r"\bRestarts=(\d+)")
 _PREEMPTED = re.compile(r"\bPreemptTime=\d")
 
 
@@ -35,13 +36,14 @@ class Allocation:
     restarts: int
     """How often it was queued again."""
 
-    def seconds_left(self) -> float:
-        """Until its time limit; infinite where it has none.
+    def seconds_left(self, within: float = ANSWER_SECONDS) -> float:
+        """Until its time limit; infinite where it has none. Slurm may take ``within`` seconds to answer.
 
         Raises:
             SlurmError: ``squeue`` is not there, does not answer, or knows no such job.
         """
-        return seconds_of(ask_slurm("squeue", "--noheader", f"--jobs={self.job_id}", "--format=%L").strip())
+        asked = ("--noheader", f"--jobs={self.job_id}", "--format=%L")
+        return seconds_of(ask_slurm("squeue", *asked, within=within).strip())
 
     def is_preempted(self) -> bool:
         """Whether Slurm is about to end it for the sake of another job.
@@ -50,6 +52,16 @@ class Allocation:
             SlurmError: ``scontrol`` is not there, does not answer, or knows no such job.
         """
         return _PREEMPTED.search(ask_slurm("scontrol", "--oneliner", "show", "job", self.job_id)) is not None
+
+    def is_queued_again(self) -> bool:
+        """Whether a ``requeue`` was accepted.
+
+        Raises:
+            SlurmError: as ``is_preempted``.
+        """
+        shown = ask_slurm("scontrol", "--oneliner", "show", "job", self.job_id)
+        restarts = _RESTARTS.search(shown)
+        return "JobState=PENDING" in shown or (restarts is not None and int(restarts[1]) > self.restarts)
 
     def requeue(self) -> None:
         """Have it queued again; Slurm then ends what runs of it.
@@ -121,8 +133,8 @@ def seconds_of(text: str) -> float:
     return float(86400 * days + 3600 * first + 60 * second + third)
 
 
-def ask_slurm(command: str, *arguments: str) -> str:
-    """What a command of Slurm prints.
+def ask_slurm(command: str, *arguments: str, within: float = ANSWER_SECONDS) -> str:
+    """What a command of Slurm prints within so many seconds.
 
     Raises:
         SlurmError: it is not there, does not answer, or fails.
@@ -132,9 +144,9 @@ def ask_slurm(command: str, *arguments: str) -> str:
         raise SlurmError(f"there is no {command} on PATH")
     line = " ".join((command, *arguments))
     try:
-        done = subprocess.run([path, *arguments], capture_output=True, text=True, timeout=ANSWER_SECONDS, check=False)
+        done = subprocess.run([path, *arguments], capture_output=True, text=True, timeout=within, check=False)
     except subprocess.TimeoutExpired:
-        raise SlurmError(f"`{line}` did not answer within {ANSWER_SECONDS:.0f} s") from None
+        raise SlurmError(f"`{line}` did not answer within {within:.0f} s") from None
     if done.returncode:
         raise SlurmError(f"`{line}` failed: {' '.join(done.stderr.split()) or f'status {done.returncode}'}")
     return done.stdout

@@ -12,7 +12,7 @@
 3. Save. ``should_continue`` (resume/saving.py) ends the loop of train.py; a rollout that was cut short has its finished
    responses written (``Keeper.keep`` in resume/kept.py), and ``save_at_end`` writes a checkpoint as far as
    ``StopFlag.is_late`` leaves time.
-4. Requeue. ``queue_again``, called by ``leave_early`` of cli/main.py on rank 0, has Slurm queue the job again.
+4. Requeue. ``queue_again``, called by ``stop_early`` of cli/main.py on rank 0, has Slurm queue the job again.
 """
 
 from __future__ import annotations
@@ -30,10 +30,13 @@ from contextlib import suppress
 from enum import IntEnum
 from pathlib import Path
 from types import FrameType
+from typing import TypeVar
 
 from tlt_hpc.cluster.slurm import Allocation, SlurmError, allocation
 from tlt_hpc.cluster.watch.beat import BEAT
 from tlt_hpc.common.files import LINES_BYTES, DamagedText, parse_json, read_bytes
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +46,8 @@ KILL_SECONDS = 10.0
 """Time that SIGTERM leaves; Slurm sends SIGKILL after KillWait, 30 s unless the site has changed it."""
 ASKED_AHEAD_SECONDS = 120.0
 """How long before the time limit the batch scripts ask for SIGUSR2."""
+RAISED_SECONDS = 60.0
+"""An end that is this much later than expected was postponed by an operator; Slurm is exact to a minute."""
 END_SECONDS = 15.0
 """Time reserved at the end of an allocation for leaving and queueing again; saving must be done before it."""
 HISTORY = "requeues.jsonl"
@@ -114,7 +119,9 @@ class StopFlag:
             until = (now + ASKED_AHEAD_SECONDS if self._ends_at is None else self._ends_at) - END_SECONDS
         self._asked.append((kind, reason, until))
 
-    def set_time_limit(self, seconds: float, at_last: Callable[[], None]) -> None:
+    def set_time_limit(
+        self, seconds: float, at_last: Callable[[], None], ask_again: Callable[[float], float] = lambda within: 0.0
+    ) -> None:
         """The allocation ends in ``seconds``: request a stop two minutes before, or after three quarters of them.
 
         Measured with a monotonic clock, so a change of the wall clock has no effect.
@@ -122,16 +129,30 @@ class StopFlag:
         Args:
             at_last: called on a thread shortly before the end if ``is_left`` is not set by then, because the main
                 thread is in work that does not look at the flag.
+            ask_again: called on a thread before the stop is requested, with the seconds that it may take; returns the
+                seconds left, which are more if an operator has raised the limit. Infinity: no limit any more.
         """
         self._ends_at = time.monotonic() + seconds
         ahead = min(ASKED_AHEAD_SECONDS, seconds / 4)
-        self._after(seconds - min(END_SECONDS, ahead) / 2, lambda: None if self.is_left else at_last())
-        self._after(seconds - ahead, lambda: self.request(Stop.TIME, f"the time limit, in {ahead:.0f} s"))
 
-    def _after(self, seconds: float, action: Callable[[], None]) -> None:
+        def near_the_end() -> None:
+            left = ask_again(ahead / 8)
+            if left < ahead + RAISED_SECONDS:
+                self.request(Stop.TIME, f"the time limit, in {ahead:.0f} s")
+                return
+            last.cancel()
+            self._ends_at = None
+            if left < math.inf:
+                self.set_time_limit(left, at_last, ask_again)
+
+        last = self._after(seconds - min(END_SECONDS, ahead) / 2, lambda: None if self.is_left else at_last())
+        self._after(seconds - ahead, near_the_end)
+
+    def _after(self, seconds: float, action: Callable[[], None]) -> threading.Timer:
         self.timers.append(threading.Timer(min(seconds, threading.TIMEOUT_MAX), action))
         self.timers[-1].daemon = True
         self.timers[-1].start()
+        return self.timers[-1]
 
     def install(self) -> None:
         """Have SIGTERM, SIGINT and SIGUSR2 request a stop; a second Ctrl-C, at least a second later, interrupts.
@@ -195,7 +216,14 @@ def know_limits(
             done = f"unknown at {time.time():.0f}"
         print(f"tlt: {queue_again(environment, folder, done)}", flush=True)
 
-    flag.set_time_limit(left, at_last)
+    def ask_again(within: float) -> float:
+        try:
+            return job.seconds_left(within)
+        except SlurmError as error:
+            logger.warning("whether the time limit was raised is not known, so the run stops: %s", error)
+            return 0.0
+
+    flag.set_time_limit(left, at_last, ask_again)
 
 
 def queue_again(environment: Mapping[str, str], folder: Path, progress: str) -> str:
@@ -224,14 +252,28 @@ def queue_again(environment: Mapping[str, str], folder: Path, progress: str) -> 
 
 
 def _requeue(job: Allocation) -> None:
-    """Ask a few times: the controller is busy where many jobs reach their time limits at once."""
+    try:
+        _try_again(job.requeue)
+    except SlurmError:
+        with suppress(SlurmError):
+            if job.is_queued_again():  # only the answer was lost
+                return
+        raise
+
+
+def _try_again(ask: Callable[[], T]) -> T:
+    """What Slurm answers, asked a few times: the controller is busy where many jobs end at once.
+
+    Raises:
+        SlurmError: of the last time.
+    """
     for _ in range(TRIES - 1):
         try:
-            return job.requeue()
+            return ask()
         except SlurmError as error:
             logger.info("asking again: %s", error)
             time.sleep(TRY_AGAIN_SECONDS)
-    return job.requeue()
+    return ask()
 
 
 def how_to_resume(environment: Mapping[str, str]) -> str:
@@ -246,10 +288,11 @@ def await_preemption(environment: Mapping[str, str]) -> None:
     """
     job = allocation(environment)
     try:
-        if job is None or not job.is_preempted():
+        if job is None or not _try_again(job.is_preempted):
             return
     except SlurmError as error:
-        logger.warning("whether this job is preempted is not known, so it ends: %s", error)
+        resume = how_to_resume(environment)
+        logger.warning("whether this job is preempted is not known, so it ends: %s; if not queued, %s", error, resume)
         return
     print(
         f"tlt: job {job.job_id} is preempted: it waits for Slurm to end it and to queue it again; where "
