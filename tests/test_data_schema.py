@@ -117,7 +117,7 @@ def test_prompts_that_are_too_long_are_refused_or_dropped(tmp_path: Path) -> Non
     assert sorted(drawn) == [f"gcd({i},{2 * i + 1})=" for i in range(1, 7)]
     assert open_data(path, "data.max_prompt_tokens=18").warning == ""
     with pytest.raises(ConfigError) as caught:
-        open_data(path, "data.overlong=drop", "data.max_prompt_tokens=1")
+        open_data(path, "data.overlong=drop", "data.max_prompt_tokens=1").batch(0)
     assert str(caught.value) == f"data.source = {str(path)!r} has no usable row; raise data.max_prompt_tokens"
 
 

@@ -32,7 +32,7 @@ MAY_IMPORT = {
     "cluster": {"common", "config", "storage"},
     "mpi": {"common", "config", "storage", "cluster"},
     "kernels": set[str](),
-    "data": {"common", "config", "storage", "models"},
+    "data": {"common", "config", "storage", "cluster", "models"},
     "rewards": {"common", "config", "cluster"},
     "rollout": {"common", "kernels", "models"},
     "drafting": {"common", "config", "storage", "cluster", "models"},

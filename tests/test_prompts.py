@@ -8,13 +8,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from data_sets import TINY, gcd_rows, open_data, texts, write_jsonl
+from data_sets import TINY, gcd_row, gcd_rows, open_data, texts, write_jsonl
 from tiny import embedded_tokenizer
 
+from tlt_hpc.cluster.watch.beat import BEAT
 from tlt_hpc.common.records import Prompt
 from tlt_hpc.config import ConfigError, load_config
+from tlt_hpc.data import prompts as prompts_module
 from tlt_hpc.data.gcd import GcdProblem
 from tlt_hpc.data.prompts import FilePrompts, GcdPrompts, PromptSource, SharedPrompts, open_prompts
+from tlt_hpc.data.reader import PromptReader
 
 ROOT = TINY.parent.parent
 
@@ -66,11 +69,24 @@ def test_every_epoch_covers_all_rows_once(count: int, tmp_path: Path) -> None:
 
 def test_one_rank_of_a_node_reads_for_all(tmp_path: Path) -> None:
     source, sent = shuffled_prompts(tmp_path), list[list[Prompt]]()
-    first = SharedPrompts(source, "a warning", lambda read: sent.append(read()) or sent[-1])
-    other = SharedPrompts(None, "a warning", lambda _: sent.pop(0))
+    first = SharedPrompts(source, lambda read: sent.append(read()) or sent[-1])
+    other = SharedPrompts(None, lambda _: sent.pop(0))
     for call in (lambda prompts: prompts.batch(3), lambda prompts: prompts.refill(3, 5)):
         assert texts(call(first)) == texts(call(source)) == texts(call(other))
-    assert first.fingerprints() == source.fingerprints() and other.warning == "a warning"
+    assert first.fingerprints() == source.fingerprints() and first.warning == source.warning
+
+
+def test_where_prompts_are_dropped_the_first_draw_reads_all_rows_once(tmp_path: Path, monkeypatch: Any) -> None:
+    reads, true_read = list[int](), PromptReader.read
+    monkeypatch.setattr(PromptReader, "read", lambda self, row: reads.append(row) or true_read(self, row))
+    monkeypatch.setattr(prompts_module, "CHECKED_ROWS", 5)
+    rows = [gcd_row(number) for number in range(3000)] + [{"prompt": "1=" * 9, "answer": "1"}]
+    source = open_data(write_jsonl(tmp_path / "a.jsonl", rows), "data.overlong=drop", count=4)
+    assert len(reads) == 5, "no more than without dropping, for the launcher opens the data, too"
+    before = BEAT.progress
+    assert source.warning and len(reads) == 5 + 3001 and BEAT.progress >= before + 3
+    source.batch(0), source.refill(0, 2)
+    assert source.warning and len(reads) == 5 + 3001 + 4 + 2
 
 
 def test_the_configuration_names_the_source(tmp_path: Path) -> None:

@@ -296,8 +296,9 @@ def assemble(config: Config, world: World) -> Job:
     node = world.node_group
     world.say("reading the model and the data")
     assets = read_assets_once(config, world.size, node)
-    if world.rank == 0 and assets.prompts.warning:
-        logger.warning("%s", assets.prompts.warning)
+    left_out = node.once(lambda: assets.prompts.warning)
+    if world.rank == 0 and left_out:
+        logger.warning("%s", left_out)
     has_drafter = config.speculation.mode == "full"
     warm = read_initial_drafter(config, assets.shape, node) if has_drafter else None
     session, folder = open_session(config, world, assets), RunFolder(config.folder)

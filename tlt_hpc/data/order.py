@@ -31,17 +31,16 @@ class Draws:
     """The rows of a run's draws: every epoch has each row of ``is_kept`` [N] once."""
 
     def __init__(self, is_kept: NDArray[np.bool_], seed: int) -> None:
-        # a step may span two epochs
-        self._order = lru_cache(maxsize=2)(partial(shuffled, len(is_kept), seed))
-        self._is_kept, self._num_kept = is_kept, int(is_kept.sum())
+        self._is_kept, self._num_kept, self._seed = is_kept, int(is_kept.sum()), seed
+        self._epoch = lru_cache(maxsize=2)(self._shuffle)  # a step may span two epochs
 
     def rows(self, start: int, stop: int) -> list[int]:
         """The rows of the draws ``start`` to ``stop``."""
         places = (divmod(number, self._num_kept) for number in range(start, stop))
         return [int(self._epoch(epoch)[place]) for epoch, place in places]
 
-    def _epoch(self, epoch: int) -> Indices:
-        order = self._order(epoch)
+    def _shuffle(self, epoch: int) -> Indices:
+        order = shuffled(len(self._is_kept), self._seed, epoch)
         return order[self._is_kept[order]]
 
 

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import cached_property
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
+from tlt_hpc.cluster.watch.beat import BEAT
 from tlt_hpc.common.records import ChatFormat, Prompt
 from tlt_hpc.config import EMBEDDED_TASK, Config, ConfigError, DataSection
 from tlt_hpc.data.gcd import MAX_NUMBER, Split, draw_from_split
-from tlt_hpc.data.order import Draws, Refills
+from tlt_hpc.data.order import Draws, Refills, shuffled
 from tlt_hpc.data.reader import OverlongError, PromptReader, encode
 
 CHECKED_ROWS = 10_000
 """Rows that are read before a run starts, those that it draws first: a second or two on one core."""
+_TICK_ROWS = 1000
 _REFILL_STRIDE = 4
 """Rows from one step's refills to the next's, in prompts of a step: more than a step usually draws."""
 
@@ -40,7 +44,7 @@ class PromptSource(Protocol):
 
     @property
     def warning(self) -> str:
-        """A line about rows that are left out; empty: none."""
+        """A line about rows that are left out; empty: none. Reads all rows if too long ones are dropped."""
         ...
 
 
@@ -91,18 +95,20 @@ class FilePrompts:
     """Rows of files or of a task, every epoch in an order of its own; a step may span two epochs."""
 
     def __init__(self, data: DataSection, reader: PromptReader, seed: int, prompts_per_step: int) -> None:
-        """Reads the rows that are drawn first.
+        """Reads the first rows of the order; where too long prompts are dropped, the first draw reads all rows.
 
         Raises:
             ValueError: one of them cannot be used.
         """
-        self._data, self._reader, self._count = data, reader, prompts_per_step
-        is_kept, self.warning = kept_rows(data, reader)
-        self._draws = Draws(is_kept, seed)
-        self._refills = Refills(is_kept, seed, _REFILL_STRIDE * prompts_per_step)
-        if data.overlong == "error":
-            for row in sorted(self._draws.rows(0, min(len(reader), CHECKED_ROWS))):
+        self._data, self._reader, self._seed, self._count = data, reader, seed, prompts_per_step
+        passed_over = (OverlongError,) if data.overlong == "drop" else ()
+        for row in sorted(shuffled(len(reader), seed, 0)[:CHECKED_ROWS].tolist()):
+            with suppress(*passed_over):
                 reader.read(row)
+
+    @property
+    def warning(self) -> str:
+        return self._kept[1]
 
     def batch(self, step: int) -> list[Prompt]:
         return list(map(self._reader.read, self._rows(step)))
@@ -117,6 +123,18 @@ class FilePrompts:
             "data.overlong": self._data.overlong,
         }
 
+    @cached_property
+    def _kept(self) -> tuple[NDArray[np.bool_], str]:
+        return kept_rows(self._data, self._reader)
+
+    @cached_property
+    def _draws(self) -> Draws:
+        return Draws(self._kept[0], self._seed)
+
+    @cached_property
+    def _refills(self) -> Refills:
+        return Refills(self._kept[0], self._seed, _REFILL_STRIDE * self._count)
+
     def _rows(self, step: int) -> list[int]:
         return self._draws.rows(step * self._count, (step + 1) * self._count)
 
@@ -129,10 +147,8 @@ class SharedPrompts:
         once: calls a function on the node's first rank and returns its result on all of them.
     """
 
-    def __init__(
-        self, source: PromptSource | None, warning: str, once: Callable[[Callable[[], list[Prompt]]], list[Prompt]]
-    ) -> None:
-        self._source, self._once, self.warning = source, once, warning
+    def __init__(self, source: PromptSource | None, once: Callable[[Callable[[], list[Prompt]]], list[Prompt]]) -> None:
+        self._source, self._once = source, once
 
     def batch(self, step: int) -> list[Prompt]:
         return self._once(lambda: self._own.batch(step))
@@ -143,6 +159,11 @@ class SharedPrompts:
     def fingerprints(self) -> Mapping[str, str]:
         """On a node's first rank alone, such as rank 0."""
         return self._own.fingerprints()
+
+    @property
+    def warning(self) -> str:
+        """On a node's first rank alone."""
+        return self._own.warning
 
     @property
     def _own(self) -> PromptSource:
@@ -159,6 +180,8 @@ def kept_rows(data: DataSection, reader: PromptReader) -> tuple[NDArray[np.bool_
     """
     is_kept, dropped = np.ones(len(reader), np.bool_), list[OverlongError]()
     for row in range(len(reader)) if data.overlong == "drop" else ():
+        if row % _TICK_ROWS == 0:
+            BEAT.tick()
         try:
             reader.read(row)
         except OverlongError as error:

@@ -81,13 +81,13 @@ def read_assets_once(config: Config, num_ranks: int, node: NodeGroup) -> Assets:
         return read_assets(config, num_ranks)
     found: list[PromptSource] = []
 
-    def read() -> tuple[ModelAssets, str]:
+    def read() -> ModelAssets:
         assets = read_assets(config, num_ranks)
         found.append(assets.prompts)
-        return ModelAssets(assets.folder, assets.shape, assets.tokenizer, assets.eos_token_ids), assets.prompts.warning
+        return ModelAssets(assets.folder, assets.shape, assets.tokenizer, assets.eos_token_ids)
 
-    given, warning = node.once(read)
-    prompts = SharedPrompts(found[0] if found else None, warning, node.once)
+    given = node.once(read)
+    prompts = SharedPrompts(found[0] if found else None, node.once)
     return Assets(given.folder, given.shape, given.tokenizer, given.eos_token_ids, prompts)
 
 
