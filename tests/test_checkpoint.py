@@ -181,6 +181,20 @@ def test_a_renamed_one_is_skipped_and_what_killed_saves_left_is_removed(store: S
     assert names_in(folder) == ["step-000004", "step-000006"] and newest(store).step == 6
 
 
+def test_leftovers_that_cannot_be_removed_are_named_on_all_ranks(
+    store: Stores, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = folder / "step-000002.part"
+    left.mkdir(parents=True)
+
+    def stale(path: Path) -> None:
+        raise OSError(116, "Stale file handle", str(path))
+
+    monkeypatch.setattr(save_module.shutil, "rmtree", stale)
+    wanted = f"cannot remove leftovers: {left}: Stale file handle; remove {folder}/*.part"
+    assert [str(error) for error in save(store, 4)] == [wanted] * 2
+
+
 @pytest.mark.parametrize("moment", ["write_file", "write_manifest", "sync"])
 def test_a_run_killed_while_saving_leaves_the_earlier_one(
     store: Stores, folder: Path, monkeypatch: pytest.MonkeyPatch, moment: str

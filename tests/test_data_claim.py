@@ -57,7 +57,7 @@ def test_prompts_may_come_to_be_dropped_and_not_back(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", gcd_rows(5))
     claim(tmp_path, path)
     claim(tmp_path, path, "data.overlong=drop")
-    with pytest.raises(ConfigError, match=r"whose data.overlong was another \(drop then, error now\)"):
+    with pytest.raises(ConfigError, match=r"was another \(drop then, error now\); prompts that it left out would"):
         claim(tmp_path, path)
 
 

@@ -24,6 +24,7 @@ from tlt_hpc.checkpoint.manifest import JSON, Checkpoint, CheckpointError, open_
 from tlt_hpc.checkpoint.save import Report, Save, clear_leftovers, found_in, try_open
 from tlt_hpc.checkpoint.shard_file import Held
 from tlt_hpc.cluster.watch.beat import BEAT
+from tlt_hpc.common.files import told
 from tlt_hpc.models.piece import Piece
 from tlt_hpc.storage.folder import part_of
 
@@ -74,13 +75,13 @@ class CheckpointStore:
             state: what rank 0 gives is kept.
 
         Raises:
-            UserError: on all ranks, if rank 0 cannot remove what killed runs have left.
-            CheckpointError: this rank has no memory for its copy; never after ``reserve``.
+            CheckpointError: on all ranks, if rank 0 cannot remove what killed runs have left; on this one, if it
+                has no memory for its copy, never after ``reserve``.
         """
         assert self._save is None, "finish the last save first"
         assert not self._is_abandoned, "a thread may still read the copy"
         if not self._is_clear:  # a list of a killed run must not be taken for one of ours
-            world.once(lambda: clear_leftovers(self._folder))
+            world.once(self._clear)
             self._is_clear = True
         self._copy.clear()
         held = [
@@ -149,6 +150,12 @@ class CheckpointStore:
         self.begin(step, world, shards, state)
         self.finish(world)
         return self._folder / f"step-{step:06d}"
+
+    def _clear(self) -> None:
+        try:
+            clear_leftovers(self._folder)
+        except OSError as error:
+            raise CheckpointError(f"cannot remove leftovers: {told(error)}; remove {self._folder}/*.part") from None
 
     # -- finding ------------------------------------------------------------------------------------------------
 

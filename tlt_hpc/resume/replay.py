@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from tlt_hpc.checkpoint.manifest import Checkpoint
 from tlt_hpc.cluster.watch.beat import BEAT, Phase
+from tlt_hpc.common.files import told
 from tlt_hpc.common.records import Rollout, SampleKey, Stream
 from tlt_hpc.config import UserError
 from tlt_hpc.look.metrics import PROBS_DIFF, SCORE, TRAINED_TOKENS, mean_of
@@ -130,12 +131,14 @@ def _read_log(path: Path) -> StepRecord | str:
     """One rank's log of a step, or what is wrong with the file.
 
     Raises:
-        OSError: it cannot be read now.
+        UserError: it cannot be read now.
     """
     try:
         return read_step(path)
     except (DamagedFile, FileNotFoundError) as error:
         return str(error)
+    except OSError as error:
+        raise UserError(f"{told(error)}; nothing was changed: start again when it can be read") from None
 
 
 def missing_responses(rollouts: Sequence[Rollout], rewards: NDArray[np.float32], job: Job, step: int) -> str:
