@@ -6,6 +6,7 @@ import pickle
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 from tlt_hpc.config import UserError
@@ -43,6 +44,10 @@ class ThreadWorld:
 
     def broadcast(self, item: Any) -> Any:
         return self.allgather(item)[0]
+
+    def start_sum(self, array: Any) -> Any:
+        total = sum(self.allgather(array))
+        return SimpleNamespace(wait=lambda: total)
 
 
 def on_threads(size: int, function: Callable[[ThreadWorld], Any]) -> list[Any]:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fake_world import on_threads
 from tiny import CPU, embedded_decoder, gcd_requests, generate, make_engine, random_document, texts
 
 from tlt_hpc import rollout_loop as tail
@@ -308,7 +309,7 @@ def test_an_update_of_all_ranks_without_a_finite_gradient_is_an_error(tmp_path, 
 
 
 def test_a_replica_that_is_not_finite_has_no_part_in_the_merge(tmp_path, caplog):
-    """And where no replica that trained is finite, the run says what to do."""
+    """And where no replica at all is finite, the run says what to do."""
     trainers = [make_trainer(tmp_path / str(rank), rank, average_merges=1)[0] for rank in range(2)]
     for trainer in trainers:
         fill(trainer._cache, 0, num_prompts=2)
@@ -327,6 +328,26 @@ def test_a_replica_that_is_not_finite_has_no_part_in_the_merge(tmp_path, caplog)
     trainers[1].start_merge(world := FakeWorld())
     with pytest.raises(UserError, match=r"finite weights and moments: resume .* drafter\.learning_rate than 0\.002"):
         trainers[1].finish_merge(world)
+
+
+def test_where_no_trained_replica_is_finite_the_drafter_of_an_untrained_rank_stays(tmp_path):
+    trainers = [make_trainer(tmp_path / str(rank), rank, average_merges=1)[0] for rank in range(2)]
+    before = trainers[1].fingerprint()
+    fill(trainers[0]._cache, 0, num_prompts=2)
+    for trainer in trainers:
+        trainer.begin(0)
+    assert trainers[0].micro_step()
+    trainers[0]._moments["down"][1].view(-1)[7] = torch.nan
+
+    def merge(world):
+        trainers[world.rank].start_merge(world)
+        return trainers[world.rank].finish_merge(world)
+
+    reports = on_threads(2, merge)
+    assert [report.is_dropped for report in reports] == [True, False]
+    assert [(report.num_tokens, report.num_steps) for report in reports] == [(0, 0)] * 2
+    assert [trainer.fingerprint() for trainer in trainers] == [before] * 2
+    assert not any(trainer.is_trained for trainer in trainers)
 
 
 def test_a_prompt_weighs_nothing_in_the_merge(tmp_path):

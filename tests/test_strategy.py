@@ -146,6 +146,20 @@ def test_slow_rounds_of_a_busy_machine_change_no_estimate_and_a_lasting_change_d
     assert costs.seconds(3) == [5.0]
 
 
+def test_one_fast_round_restores_a_strategy_that_was_not_measured_for_long():
+    costs = RoundCosts((OFF, Strategy("ngram", 4)))
+    for seconds in (0.1,) * 3 + (9.0,) * 15:
+        costs.add(1, 4, seconds)
+    for _ in range(255):
+        costs.add(0, 4, 1.0)
+    costs.add(1, 4, 0.3)
+    assert costs.seconds(4)[1] == pytest.approx(9.0), "not long enough"
+    for _ in range(256):
+        costs.add(0, 4, 1.0)
+    costs.add(1, 4, 0.3)
+    assert costs.seconds(4)[1] == pytest.approx(0.3)
+
+
 # -- estimates ------------------------------------------------------------------------------------------------------
 
 

@@ -306,7 +306,7 @@ class SpotTrainer:
         """Take the weighted mean; unchanged where nobody trained. Asserts that every rank holds the same drafter.
 
         Raises:
-            UserError: on all ranks, if no rank that trained has a finite drafter.
+            UserError: on all ranks, if no rank has a finite drafter left.
         """
         assert self._pending is not None, "start_merge first"
         start = time.perf_counter()
@@ -320,10 +320,7 @@ class SpotTrainer:
             self._assign(summed[:-2].div_(total))
             self._average.take()
         elif num_dropped:
-            raise UserError(
-                "no rank that trained the drafter has finite weights and moments: resume from the last checkpoint with "
-                f"a lower drafter.learning_rate than {self._settings.learning_rate:g}"
-            )
+            self._take_back(world)
         if num_dropped and self._rank == 0:
             logger.warning("drafters of %d of %d ranks are not finite: left out of the merge", num_dropped, world.size)
         fingerprint = self.fingerprint()
@@ -332,6 +329,22 @@ class SpotTrainer:
         self.num_steps = max(steps for steps, _ in reports)
         self.is_trained |= total > 0
         return MergeReport(int(total), self.num_steps, fingerprint, exposed, self._is_dropped)
+
+    def _take_back(self, world: SumOverRanks) -> None:
+        """Take up the drafter of the first rank that has it as it was before the rollout: finite, and not trained."""
+        is_kept = not self.records and not self._is_dropped
+        told = world.allgather((int(is_kept), "trained" if self.is_trained else ""))
+        source = next((rank for rank, (kept, _) in enumerate(told) if kept), None)
+        if source is None:
+            raise UserError(
+                "no rank has a drafter with finite weights and moments: resume from the last checkpoint with a lower "
+                f"drafter.learning_rate than {self._settings.learning_rate:g}"
+            )
+        flat = torch.cat([tensor.flatten() for tensor in self._state_tensors()])
+        if self._rank != source:
+            flat.zero_()
+        self._assign(torch.from_numpy(world.start_sum(flat.cpu().numpy()).wait()).to(self._decoder.device))
+        self.is_trained = told[source][1] == "trained"
 
     def served(self) -> dict[str, Tensor]:
         """What the engine is to draft with, by parameter name: weights averaged over the last merges."""

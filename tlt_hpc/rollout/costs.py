@@ -10,6 +10,8 @@ from tlt_hpc.rollout.strategy import OFF, Strategy
 _OFF_ROUNDS = 3
 """Plain rounds that are measured before any other strategy is tried."""
 _RECENT_ROUNDS = 15
+_STALE_ROUNDS = 256
+"""Rounds after which earlier measurements of a strategy count as one belief: the machine may have changed."""
 
 
 def guessed_cost(strategy: Strategy) -> float:
@@ -25,11 +27,15 @@ class _Ratio:
     """
 
     def __init__(self, belief: float | None) -> None:
-        self._belief = () if belief is None else (belief,)
+        self._belief, self._last_round = () if belief is None else (belief,), 0
         self._values: deque[float] = deque(maxlen=_RECENT_ROUNDS)
         self.estimate = 1.0 if belief is None else belief
 
-    def add(self, value: float) -> None:
+    def add(self, value: float, at_round: int) -> None:
+        if self._values and at_round - self._last_round > _STALE_ROUNDS:
+            self._belief = (self.estimate,)
+            self._values.clear()
+        self._last_round = at_round
         self._values.append(value)
         values = sorted((*self._belief, *self._values))
         self.estimate = values[(len(values) - 1) // 2]
@@ -46,7 +52,8 @@ class RoundCosts:
         self._off = strategies.index(OFF)
         self._guesses = [guessed_cost(strategy) for strategy in strategies]
         self._ratios: list[dict[int, _Ratio]] = [{} for _ in strategies]
-        self._num_off_rounds = 0
+        self._tables: dict[int, list[float]] = {}
+        self._num_rounds = self._num_off_rounds = 0
 
     @property
     def ready(self) -> bool:
@@ -64,16 +71,20 @@ class RoundCosts:
     def seconds(self, num_live: int) -> list[float]:
         """Expected seconds of a round, by strategy."""
         bucket = _bucket(num_live)
-        return [guess * self._ratio(index, bucket) for index, guess in enumerate(self._guesses)]
+        if bucket not in self._tables:
+            self._tables[bucket] = [guess * self._ratio(index, bucket) for index, guess in enumerate(self._guesses)]
+        return self._tables[bucket]
 
     def add(self, index: int, num_live: int, seconds: float) -> None:
         """A measured round."""
+        self._tables.clear()
+        self._num_rounds += 1
         self._num_off_rounds += index == self._off
         bucket, ratios = _bucket(num_live), self._ratios[index]
         if bucket not in ratios:
             believable = ratios or (index != self._off and self._ratios[self._off])
             ratios[bucket] = _Ratio(self._ratio(index, bucket) if believable else None)
-        ratios[bucket].add(seconds / self._guesses[index])
+        ratios[bucket].add(seconds / self._guesses[index], self._num_rounds)
 
     def _ratio(self, index: int, bucket: int) -> float:
         ratios = self._ratios[index]
