@@ -33,6 +33,7 @@ class ThreadWorld:
 
     def __init__(self, rank: int, size: int, board: list[Any], barrier: threading.Barrier) -> None:
         self.rank, self.size, self.hostname, self.node_group = rank, size, f"node{rank}", OneRank()
+        self.node = rank
         self._board, self._barrier = board, barrier
 
     def allgather(self, item: Any) -> list[Any]:

@@ -9,6 +9,7 @@ import json
 import logging
 import pickle
 import shutil
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +22,7 @@ import torch
 from fake_world import OneRank, ThreadWorld, on_threads
 from safetensors import safe_open
 
-from tlt_hpc.checkpoint import host_buffer
+from tlt_hpc.checkpoint import host_buffer, host_room
 from tlt_hpc.checkpoint import manifest as manifest_module
 from tlt_hpc.checkpoint import save as save_module
 from tlt_hpc.checkpoint.host_buffer import HostBuffer
@@ -381,6 +382,66 @@ def test_no_room_for_the_copy_is_found_before_the_first_step_on_all_ranks(
     errors = on_threads(2, lambda world: store.of_rank[world.rank].reserve(world, world.rank * 5, pinned=False))
     assert all(isinstance(error, CheckpointError) for error in errors)
     assert "no room in host memory" in str(errors[0]) and "\n" not in str(errors[0])
+
+
+def test_no_room_for_a_save_ends_it_on_all_ranks(store: Stores, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_memory(values: torch.Tensor) -> list[torch.Tensor]:
+        raise CheckpointError("no room in host memory")
+
+    monkeypatch.setattr(store.of_rank[1]._copy, "take", no_memory)
+
+    def begin(world: ThreadWorld) -> None:
+        store.of_rank[world.rank].begin(5, world, make_shards(world.rank, 5), STATE)
+
+    assert [str(error) for error in on_threads(3, begin)] == ["no room in host memory"] * 3
+    assert not any(each.is_saving for each in store.of_rank)
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "files", "available"),
+    [
+        ("0::/\n", {}, 5000 * 1024),
+        ("0::/job/step\n", {"job/step/memory.max": "max", "job/memory.max": "4000000"}, 4000000 - 3000000 + 500),
+        (
+            "3:cpu:/\n2:memory:/slurm/job\n",
+            {"memory/slurm/job/memory.limit_in_bytes": "2000000", "memory/memory.limit_in_bytes": str(2**63)},
+            2000000 - 1000000 + 700,
+        ),
+    ],
+)
+def test_room_is_what_is_left_of_the_machine_and_of_the_limits_of_cgroups(
+    tmp_path: Path, cgroup: str, files: dict[str, str], available: int
+) -> None:
+    usage = {
+        "job/step/memory.stat": "inactive_file 500\n",
+        "job/memory.current": "3000000",
+        "job/memory.stat": "anon 1\ninactive_file 500\n",
+        "memory/slurm/job/memory.usage_in_bytes": "1000000",
+        "memory/slurm/job/memory.stat": "cache 1\ntotal_inactive_file 700\n",
+        "memory/memory.usage_in_bytes": "1000000",
+        "memory/memory.stat": "total_inactive_file 0\n",
+    }
+    texts = {"proc/meminfo": "MemTotal: 9000 kB\nMemAvailable: 5000 kB\n", "proc/self/cgroup": cgroup}
+    for name, text in {**texts, **{f"sys/fs/cgroup/{name}": text for name, text in (usage | files).items()}}.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert host_room.available_bytes(tmp_path) == available
+    assert host_room.available_bytes(tmp_path / "nowhere") == sys.maxsize
+    assert 0 < host_room.available_bytes() < 2**50
+
+
+def test_a_node_that_is_too_small_for_its_ranks_is_named(store: Stores, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_room, "available_bytes", lambda: 3_000_000_000)
+    monkeypatch.setattr(HostBuffer, "reserve", lambda self, num_bytes, pinned: None)
+
+    def reserve(world: ThreadWorld, num_nodes: int) -> None:
+        world.node = world.rank % num_nodes
+        store.of_rank[world.rank].reserve(world, 2 * 10**9, pinned=False)
+
+    text = "node0 has 3.0 GB of host memory left, and to save a checkpoint its ranks copy 4.0 GB"
+    errors = on_threads(2, lambda world: reserve(world, 1))
+    assert all(isinstance(error, CheckpointError) and text in str(error) for error in errors), errors
+    assert on_threads(2, lambda world: reserve(world, 2)) == [None, None]
 
 
 # --- pieces ---

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from tlt_hpc.checkpoint.host_buffer import HostBuffer
+from tlt_hpc.checkpoint.host_room import check_room
 from tlt_hpc.checkpoint.manifest import JSON, Checkpoint, CheckpointError, open_checkpoint
 from tlt_hpc.checkpoint.save import Report, Save, clear_leftovers, found_in, try_open
 from tlt_hpc.checkpoint.shard_file import Held
@@ -56,8 +57,9 @@ class CheckpointStore:
         """Take the memory of this rank's copies now, ``num_bytes`` of them; collective.
 
         Raises:
-            CheckpointError: on all ranks, if the host of one has not enough.
+            CheckpointError: on all ranks, if a node has not enough for its ranks.
         """
+        check_room(world, num_bytes)
         world.all_or_none(lambda: self._copy.reserve(num_bytes, pinned))
 
     @property
@@ -66,7 +68,7 @@ class CheckpointStore:
         return self._save is not None
 
     def begin(self, step: int, world: World, shards: Mapping[str, Shard], state: Mapping[str, JSON]) -> None:
-        """Copy what is to be saved, and start to write it; collective, but only the first waits for other ranks.
+        """Copy what is to be saved, and start to write it; collective.
 
         What is saved is the state of now, whatever becomes of the tensors later.
 
@@ -75,22 +77,27 @@ class CheckpointStore:
             state: what rank 0 gives is kept.
 
         Raises:
-            CheckpointError: on all ranks, if rank 0 cannot remove what killed runs have left; on this one, if it
-                has no memory for its copy, never after ``reserve``.
+            CheckpointError: on all ranks, if rank 0 cannot remove what killed runs have left, or if one has no memory
+                for its copy; never the latter after ``reserve``.
         """
         assert self._save is None, "finish the last save first"
         assert not self._is_abandoned, "a thread may still read the copy"
         if not self._is_clear:  # a list of a killed run must not be taken for one of ours
             world.once(self._clear)
             self._is_clear = True
-        self._copy.clear()
-        held = [
-            _hold(part, name, tensor if isinstance(tensor, Piece) else Piece.whole(tensor), self._copy)
-            for part, shard in shards.items()
-            for name, tensor in (shard.items() if isinstance(shard, Mapping) else shard)
-        ]
+        held = world.all_or_none(lambda: self._hold(shards))
         plain = json.loads(json.dumps(state, allow_nan=False))
         self._save = Save(self._folder, step, self._keep, world, plain, self._copy, held)
+
+    def _hold(self, shards: Mapping[str, Shard]) -> list[Held]:
+        self._copy.clear()
+        held: list[Held] = []
+        for part, shard in shards.items():
+            for name, tensor in shard.items() if isinstance(shard, Mapping) else shard:
+                piece = tensor if isinstance(tensor, Piece) else Piece.whole(tensor)
+                views = self._copy.take(piece.values)
+                held.append(Held(part, name, piece.shape, piece.start, piece.stop, piece.values.dtype, views))
+        return held
 
     def report(self) -> Report | None:
         """How far this rank is; None if nothing is being saved, on all ranks alike."""
@@ -211,7 +218,3 @@ class CheckpointStore:
             return open_checkpoint(folders[step], step)
         except CheckpointError as error:
             raise CheckpointError(f"checkpoint {folders[step]} is damaged ({error}); use another one") from None
-
-
-def _hold(part: str, name: str, piece: Piece, copy: HostBuffer) -> Held:
-    return Held(part, name, piece.shape, piece.start, piece.stop, piece.values.dtype, copy.take(piece.values))
