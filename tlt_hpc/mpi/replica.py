@@ -30,7 +30,9 @@ class Replica:
         self.number, self.index = divmod(world.rank, size)
         self._comm: MPI.Comm | None = None
         if size > 1:
-            self._comm = world.private_comm().Split(self.number, self.index)
+            everyone = world.private_comm()
+            self._comm = everyone.Split(self.number, self.index)
+            everyone.Free()
 
     def takes(self, unit: int) -> bool:
         """Whether this replica generates the responses of a unit."""
