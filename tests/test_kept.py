@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,24 @@ def test_new_responses_are_written_every_so_often_each_once(tmp_path, clock):
     assert not off.is_due([response(1)])
     off.keep([response(1)])
     assert len(folder.kept_parts(5)) == 1, "at the end, and at a stop"
+
+
+def test_all_that_can_be_removed_is_removed(tmp_path, monkeypatch, caplog):
+    folder = RunFolder(tmp_path)
+    for rank in range(3):
+        Keeper(folder, 5, rank, "here", 60.0).keep([response(rank)])
+    unlink, refused = os.unlink, []
+
+    def refuse_first(path, **options):
+        if refused:
+            return unlink(path, **options)
+        refused.append(path)
+        raise PermissionError(errno.EACCES, "Permission denied", path)
+
+    monkeypatch.setattr(os, "unlink", refuse_first)
+    drop_kept(folder)
+    assert len(folder.kept_parts(5)) == 1
+    assert [record.levelname for record in caplog.records] == ["WARNING"] and str(folder.kept) in caplog.text
 
 
 def test_a_full_disk_costs_the_keeping_and_not_the_run(tmp_path, clock, monkeypatch, caplog):

@@ -135,8 +135,6 @@ def drop_kept(folder: RunFolder) -> None:
 
     What cannot be removed is of other weights from now on, and is not used.
     """
-    try:
-        if folder.kept.is_dir():
-            shutil.rmtree(folder.kept)
-    except OSError as error:
-        logger.warning("cannot remove %s, which is of no use any more: %s", folder.kept, error)
+    shutil.rmtree(folder.kept, ignore_errors=True)
+    if folder.kept.exists():
+        logger.warning("cannot remove all of %s, which is of no use any more", folder.kept)
