@@ -159,12 +159,14 @@ EXHAUSTION = [
 
 ATTACKS = [*PROCESSES, *FILES, *NETWORK, *KERNEL, *EXHAUSTION]
 
-# A problem in two forms, with honest programs; one expected result is a token that nothing inside should ever hold.
+# A problem in three forms, with honest programs; one expected result is a token that nothing inside should ever hold.
 DOUBLE = json.dumps({"inputs": ["3\n", "21\n"], "outputs": ["6\n", "42-the-token\n"]})
 CALLED = json.dumps({"inputs": [[3], [21]], "outputs": [6, "42-the-token"], "fn_name": "f"})
+ASSERTED = json.dumps(["assert f(3) == 6", "assert f(21) == '42-the-token'"])
 HONEST = {
     DOUBLE: "n = int(input())\nprint(n * 2 if n == 3 else '42-the-token')",
     CALLED: "def f(n): return n * 2 if n == 3 else '42-the-token'",
+    ASSERTED: "def f(n): return n * 2 if n == 3 else '42-the-token'",
 }
 SEARCH = """
 import gc, sys
@@ -195,6 +197,15 @@ FORGERIES = {
     "the sandbox's own code changed": "import sys\nfor name, module in list(sys.modules.items()):\n    if 'rewards' in name:\n"
     "        for key in list(vars(module)):\n            if not key.startswith('__'): setattr(module, key, lambda *a, **k: 'passed')\ndef f(n): return 6",
     "no Python": "this is not Python",
+    "every other process killed": "import os\ndef f(n):\n    for pid in set(range(2, 50)) - {os.getpid()}:\n"
+    "        try: os.kill(pid, 9)\n        except OSError: pass\n    return 6",
+    "replies before the question": "import os\nfor fd in range(9):\n    try: os.write(fd, b'6\\n' * 9)\n"
+    "    except OSError: pass\ndef f(n): return 6",
+    "an early end in the call": "import os\ndef f(n): return 6 if n == 3 else os._exit(0)",
+    "a word instead of the reply": "import os\ndef f(n):\n    if n == 3: return 6\n    for fd in range(9):\n"
+    "        try: os.write(fd, b'passed')\n        except OSError: pass\n    os._exit(0)",
+    "a result that lies about its text": "class E(int):\n    def __repr__(self): return '__import__(\"os\")._exit(0)'\n"
+    "    __class__ = bool\ndef f(n): return E(6)",
     "a deep value": "def f(n):\n    x = []\n    for _ in range(10**5): x = [x]\n    return x",
     "a huge value": "def f(n): return 'x' * 10**8",
     "a value that is not one": "def f(n): return open(0)",

@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from attacks import ATTACKS, CALLED, DOUBLE, FORGERIES, HONEST, Attack
+from attacks import ASSERTED, ATTACKS, CALLED, DOUBLE, FORGERIES, HONEST, Attack
 
 from tlt_hpc.config import RewardSection
 from tlt_hpc.rewards.answer import Verdict
 from tlt_hpc.rewards.code import passes_tests
-from tlt_hpc.rewards.sandbox.outside import ProgramLimits, Sandbox, SandboxError, Template, working_template
+from tlt_hpc.rewards.sandbox.outside import ProgramLimits, Sandbox, SandboxError, Template, check, working_template
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMITS = ProgramLimits(cpu_seconds=0.3, memory_bytes=2**28, output_bytes=10**6, asleep_seconds=0.5)
@@ -71,6 +71,7 @@ def test_nothing_outlives_its_answer(template: Template) -> None:
         sandbox.run(
             "import threading, time\nthreading.Thread(target=time.sleep, args=[9], daemon=True).start()", "", LIMITS
         )
+        check(template, "def f(): return 1", ["assert f() == 1"], LIMITS)
         inside = children_of(os.getpid()) - before
         assert len(inside) >= 2, "the one that waits and process 1"
     end = time.monotonic() + 60  # for the entries of processes that have ended
@@ -131,12 +132,12 @@ def test_an_answer_finds_nothing_of_the_last_one(template: Template) -> None:
 # --- to be paid for nothing ---
 
 
-@pytest.mark.parametrize("truth", [DOUBLE, CALLED], ids=["script", "call"])
+@pytest.mark.parametrize("truth", [DOUBLE, CALLED, ASSERTED], ids=["script", "call", "assertions"])
 def test_the_honest_program_is_paid(truth: str, template: Template) -> None:
     assert passes_tests(f"```python\n{HONEST[truth]}\n```", truth, SETTINGS, template) == Verdict(1.0)
 
 
-@pytest.mark.parametrize("truth", [DOUBLE, CALLED], ids=["script", "call"])
+@pytest.mark.parametrize("truth", [DOUBLE, CALLED, ASSERTED], ids=["script", "call", "assertions"])
 @pytest.mark.parametrize("name", FORGERIES)
 def test_a_forgery_is_not_paid(name: str, truth: str, template: Template) -> None:
     assert passes_tests(f"```python\n{FORGERIES[name]}\n```", truth, SETTINGS, template).reward == 0.0

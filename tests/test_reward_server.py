@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -18,6 +20,8 @@ from tlt_hpc.rewards.answer import Answer, Failure, Verdict
 from tlt_hpc.rewards.client import RewardClient, server_environment
 from tlt_hpc.rewards.code import extract_program, passes_tests, same_output
 from tlt_hpc.rewards.frames import FrameBuffer, pack
+from tlt_hpc.rewards.functions import load_function
+from tlt_hpc.rewards.sandbox.assertions import literal
 from tlt_hpc.rewards.sandbox.outside import Template
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -226,7 +230,7 @@ def test_handing_over_never_waits(client: RewardClient) -> None:
             "def compute_score(text): ...",
             "TypeError: compute_score is called with data_source, solution_str, ",
         ),
-        ("raise SystemExit(3)", "the server of rewards ended with status 3 before it was ready; what it said is above"),
+        ("raise SystemExit(3)", "{spec!r} cannot be loaded: RuntimeError: it calls sys.exit(3); fix the file"),
     ],
 )
 def test_a_function_that_cannot_be_loaded_is_one_line(tmp_path: Path, content: str, message: str) -> None:
@@ -236,6 +240,21 @@ def test_a_function_that_cannot_be_loaded_is_one_line(tmp_path: Path, content: s
     with pytest.raises(UserError) as caught:
         client_of(spec)
     assert message.format(spec=spec, path=path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "import functools\ndef inner(text, truth): ...\n@functools.wraps(inner)\ndef compute_score(**given): ...",
+        "compute_score = max  # has no signature",
+    ],
+)
+def test_an_adapter_and_a_compiled_function_can_be_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "own.py").write_text(content)
+    assert callable(load_function(f"{tmp_path / 'own.py'}:compute_score"))
 
 
 SECRETS = dict.fromkeys(("HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "https_proxy", "MY_KEY"), "swordfish")
@@ -364,11 +383,59 @@ def template() -> Iterator[Template]:
          {"inputs": [""], "outputs": ["x"]}, 1.0),
         ("print(1)\nraise ValueError", {"inputs": [""], "outputs": ["1"]}, 0.0),
         ("def f(a): return {1, 2}", {"inputs": [[5]], "outputs": [[1, 2]], "fn_name": "f"}, 0.0),
+        ("def f(a): return set(a)", ["assert f([1, 2, 2]) == {1, 2}", "assert math.isclose(len(f([])), 0)"], 1.0),
+        ("def f(a): return list(a)", ["assert f((1, 2)) == (1, 2)"], 0.0),
+        ("def f(a): return (a, 1)", ["assert f(a=(1, 2)) == ((1, 2), 1)", "assert f(1)[1] is not True"], 1.0),
+        ("def f(a): return a + 1", "def check(candidate):\n    assert candidate(1) == 2\n\ncheck(f)", 1.0),
+        ("def f(a): return a + 1", "def check(candidate):\n    assert candidate(1) == 3\n\ncheck(f)", 0.0),
+        ("num = 0\ndef f():\n    global num\n    num += 1\n    return num",
+         "first: int = f()\nassert [first, *(f() for _ in range(300))] == [*range(1, 302)]", 1.0),
+        ("def f(a): raise ValueError", "try: f(1)\nexcept Exception: pass\nassert True", 0.0),
+        ("input()\ndef f(a): return a", ["assert f(1) == 1"], 0.0),
+        ("print('in')\ndef f(a):\n    print(a)\n    return a", json.dumps("assert f('\u00e9\\n') == '\u00e9\\n'"), 1.0),
     ],
 )  # fmt: skip
 def test_programs_are_judged_by_their_tests(template: Template, program: str, truth: object, wanted: float) -> None:
     given = truth if isinstance(truth, str) else json.dumps(truth)
     assert passes_tests(f"I think\n```python\n{program}\n```\nis it", given, CODE, template) == Verdict(wanted)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [None, True, -3, 2**100, 1.5, float("inf"), "\u00e9\n\ud800", b"\x00", -1j, [1, [2]], (1, (2,)), {1, 2}, set(),
+     {(1, 2): [3], None: {}}, [], ()],
+)  # fmt: skip
+def test_values_come_through(value: object) -> None:
+    again = ast.literal_eval(literal(value))
+    assert again == value and type(again) is type(value) and "\n" not in literal(value)
+
+
+def test_values_are_of_builtin_types() -> None:
+    class Liar(str):
+        def __eq__(self, other: object) -> bool:
+            return True
+
+        __hash__ = str.__hash__
+
+    assert literal([Liar("x"), Counter("a"), frozenset({1})]) == "['x',{'a':1,},{1,},]"
+    with pytest.raises(ValueError, match="a object cannot leave the sandbox"):
+        literal([object()])
+
+
+@pytest.mark.parametrize(
+    ("program", "assertion", "failure"),
+    [
+        ("def f():\n    while True: pass", "assert f()", Failure.CPU),
+        ("def f(): return 1", "f()\nwhile True: assert True", Failure.CPU),
+        ("def f(): return [0] * 10**9", "assert f()", Failure.MEMORY),
+        ("import os\ndef f(): os.abort()", "assert f()", Failure.CRASH),
+    ],
+)
+def test_a_program_and_its_assertions_have_limits(
+    template: Template, program: str, assertion: str, failure: Failure
+) -> None:
+    limited = RewardSection(default="code", cpu_seconds=0.5, memory_mb=256)
+    assert passes_tests(program, assertion, limited, template).failure == failure
 
 
 def test_cpu_time_is_counted_over_all_tests_of_an_answer(template: Template) -> None:
@@ -386,8 +453,9 @@ def test_cpu_time_is_counted_over_all_tests_of_an_answer(template: Template) -> 
         ('{"inputs": ["1"]}', "'inputs' and 'outputs' must be lists of one length, with one test or more"),
         ('{"inputs": [1], "outputs": ["1"]}', "'1' is no text of standard input or output"),
         ('{"inputs": [1], "outputs": [1], "fn_name": "f"}', "'1' is no list of arguments"),
-        ("[1]", "neither a table with 'inputs' and 'outputs' nor a list of such"),
-        ("assert f(1) == 2", "Expecting value: line 1 column 1 (char 0)"),
+        ("[1]", "neither a table with 'inputs' and 'outputs' nor a list of such nor assertions"),
+        ("assert f(", "'assert f(' is neither JSON nor Python: '(' was never closed (<unknown>, line 1)"),
+        ('["f(1)"]', "'f(1)' asserts nothing"),
     ],
 )
 def test_tests_that_cannot_be_read(template: Template, truth: str, trouble: str) -> None:

@@ -1,11 +1,13 @@
 """Judges a program by its unit tests. Programs run in the sandbox; their results are compared here.
 
 The data's answer is verl's: JSON with ``inputs`` and ``outputs``, and ``fn_name`` where they are a function's arguments
-and results rather than standard input and output.
+and results rather than standard input and output; or assertions: Python text, or a JSON list of such.
 """
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import json
 import re
 from fractions import Fraction
@@ -13,10 +15,12 @@ from typing import Any
 
 from tlt_hpc.config import RewardSection
 from tlt_hpc.rewards.answer import Failure, Verdict
-from tlt_hpc.rewards.sandbox.outside import Outcome, ProgramLimits, Sandbox, Template
+from tlt_hpc.rewards.sandbox.outside import Outcome, ProgramLimits, Sandbox, Template, check
 
 _FENCE = re.compile(r"```[ \t]*([\w+-]*)[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
 _SPARE_OUTPUT_BYTES = 2**16
+ASSERTIONS = "assert"
+"""Stands for a function's name, which no function can have."""
 _TOLERANCE = Fraction(1, 10**6)
 """Tolerance of numbers with a decimal point, relative above 1."""
 _NUMBER = re.compile(r"[-+]?\d{1,400}(?:\.\d{0,400})?(?:[eE][-+]?\d{1,3})?")
@@ -33,6 +37,8 @@ def passes_tests(text: str, truth: str, settings: RewardSection, template: Templ
     except ValueError as error:
         return Verdict.failed(Failure.UNREADABLE, f"tests {truth[:80]!r}: {error}")
     code, used = extract_program(text), 0.0
+    if name == ASSERTIONS:
+        return _hold(code, tests, settings, template)
     with Sandbox(template) as sandbox:
         for given, wanted in tests:
             expected = json.dumps(wanted) if name else wanted
@@ -49,9 +55,7 @@ def passes_tests(text: str, truth: str, settings: RewardSection, template: Templ
                 outcome = sandbox.run(code, given, limits)
                 is_right = same_output(outcome.output, wanted)
             used += outcome.cpu_seconds
-            if outcome.failure == "cpu" or used > settings.cpu_seconds:
-                return Verdict.failed(Failure.CPU, f"more than {settings.cpu_seconds} s of CPU time")
-            if verdict := _not_passed(outcome, is_right):
+            if verdict := _not_passed(outcome, is_right, used, settings):
                 return verdict
     return Verdict(1.0)
 
@@ -64,19 +68,23 @@ def extract_program(text: str) -> str:
     return chosen[-1] if chosen else text
 
 
-def read_tests(truth: str) -> tuple[str, list[tuple[Any, Any]]]:
-    """The tests of the data's answer: a function's name with arguments and results, or "" with inputs and outputs.
+def read_tests(truth: str) -> tuple[str, list[Any]]:
+    """The tests of the data's answer: a function's name with pairs of arguments and result, "" with pairs of input and
+    output, or ``ASSERTIONS`` with texts.
 
     Raises:
         ValueError: the answer has another form.
     """
-    tree = json.loads(truth)
-    if isinstance(tree, str):
+    tree: Any = truth
+    with contextlib.suppress(json.JSONDecodeError):  # assertions may stand as they are
         tree = json.loads(tree)
+        tree = json.loads(tree) if isinstance(tree, str) else tree
+    if isinstance(tree, str) or (isinstance(tree, list) and tree and all(isinstance(each, str) for each in tree)):
+        return ASSERTIONS, _assertions([tree] if isinstance(tree, str) else tree)
     if isinstance(tree, list) and all(isinstance(each, dict) for each in tree):  # as LiveCodeBench has them
         tree = {"inputs": [each.get("input") for each in tree], "outputs": [each.get("output") for each in tree]}
     if not isinstance(tree, dict):
-        raise ValueError("neither a table with 'inputs' and 'outputs' nor a list of such")
+        raise ValueError("neither a table with 'inputs' and 'outputs' nor a list of such nor assertions")
     inputs, outputs, name = tree.get("inputs"), tree.get("outputs"), tree.get("fn_name")
     if not isinstance(inputs, list) or not isinstance(outputs, list) or not inputs or len(inputs) != len(outputs):
         raise ValueError("'inputs' and 'outputs' must be lists of one length, with one test or more")
@@ -89,6 +97,29 @@ def same_output(given: str, expected: str) -> bool:
     """Whether a program wrote what it should: line by line, without the space at their ends, numbers by value."""
     lines, wanted = given.rstrip().split("\n"), expected.rstrip().split("\n")
     return len(lines) == len(wanted) and all(map(_same_line, lines, wanted))
+
+
+def _assertions(texts: list[str]) -> list[str]:
+    nodes = list[ast.AST]()
+    for text in texts:
+        try:
+            tree = ast.parse(text)
+            compile(tree, "assertions", "exec")
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+            raise ValueError(f"{text[:40]!r} is neither JSON nor Python: {error}") from None
+        nodes += ast.walk(tree)
+    if not any(isinstance(node, ast.Assert) for node in nodes):
+        raise ValueError(f"{texts[0][:40]!r} asserts nothing")
+    return texts
+
+
+def _hold(code: str, assertions: list[str], settings: RewardSection, template: Template) -> Verdict:
+    limits = ProgramLimits(settings.cpu_seconds, settings.memory_mb * 2**20, _SPARE_OUTPUT_BYTES)
+    program, checked = check(template, code, assertions, limits)
+    for outcome, is_right in ((program, True), (checked, checked.output == "passed")):
+        if verdict := _not_passed(outcome, is_right, outcome.cpu_seconds, settings):
+            return verdict
+    return Verdict(1.0)
 
 
 def _text(given: Any) -> str:
@@ -117,8 +148,10 @@ def _from_json(wanted: Any) -> Any:
         return wanted
 
 
-def _not_passed(outcome: Outcome, is_right: bool) -> Verdict | None:
+def _not_passed(outcome: Outcome, is_right: bool, used: float, settings: RewardSection) -> Verdict | None:
     """The verdict that a test ends with; None if it is passed."""
+    if outcome.failure == "cpu" or used > settings.cpu_seconds:
+        return Verdict.failed(Failure.CPU, f"more than {settings.cpu_seconds} s of CPU time")
     if outcome.failure:
         return Verdict.failed(Failure(outcome.failure))
     if outcome.is_out_of_memory:

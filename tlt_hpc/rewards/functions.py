@@ -49,13 +49,18 @@ def load_function(spec: str) -> RewardFunction:
     assert found is not None and found.loader is not None
     module = importlib.util.module_from_spec(found)
     sys.modules[MODULE] = module
-    found.loader.exec_module(module)
+    try:
+        found.loader.exec_module(module)
+    except SystemExit as error:
+        raise RuntimeError(f"it calls sys.exit({error.code!r})") from None
     if not callable(function := vars(module).get(name)):
         raise TypeError(f"{path} has no function {name!r} at its top level")
     try:
-        inspect.signature(function).bind(**dict.fromkeys(ARGUMENTS))
+        inspect.signature(function, follow_wrapped=False).bind(**dict.fromkeys(ARGUMENTS))
     except TypeError as error:
         raise TypeError(f"{name} is called with {', '.join(ARGUMENTS)}: {error}") from None
+    except ValueError:  # a compiled function may have no signature
+        pass
     return function  # type: ignore[no-any-return]
 
 

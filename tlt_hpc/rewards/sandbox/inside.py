@@ -34,16 +34,19 @@ _COMMON = ("array", "bisect", "cmath", "collections", "copy", "ctypes", "datacla
 """Imported while the host's libraries can be reached: a program finds them loaded, and pays no CPU time for them."""
 
 
-def next_program(requests: BinaryIO, outcomes: BinaryIO, nothing: int, base_bytes: int) -> Callable[[], object] | None:
+def next_program(
+    requests: BinaryIO, outcomes: BinaryIO, partner: int | None, nothing: int, base_bytes: int
+) -> Callable[[], object] | None:
     """Run the programs that are requested; returns in every child, with what it is to do, and after the last one.
 
     Args:
+        partner: a socket to another sandbox, for the only program of this one.
         nothing: a descriptor of /dev/null.
         base_bytes: memory of a process without a program.
     """
     while (request := read_frame(requests)) is not None:
         ours, theirs = os.pipe()
-        stdin = _file_with(request.get("stdin", ""))
+        stdin = _file_with(request.get("stdin", "")) if partner is None else partner
         pid = os.fork()
         if pid == 0:
             confine(request, stdin, theirs, nothing, base_bytes)
@@ -134,7 +137,7 @@ def main(project: str, channel_fd: int) -> None:
     """Be the template that sandboxes are forked from; in a program's process, the program.
 
     The template has everything imported and knows no answer. It takes the two ends of the pipes to a judge with each
-    message, and ends with the server.
+    message, and the socket to another sandbox if there is one, and ends with the server.
     """
     sys.path.remove(project)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # process 1 hears nothing from inside that it has no handler for
@@ -146,7 +149,7 @@ def main(project: str, channel_fd: int) -> None:
     channel = socket.socket(fileno=channel_fd)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for a sandbox but its judge
     while True:
-        message, fds, _, _ = socket.recv_fds(channel, 1, 2)
+        message, fds, _, _ = socket.recv_fds(channel, 1, 3)
         if not message:
             return
         if os.fork() == 0:
@@ -155,10 +158,10 @@ def main(project: str, channel_fd: int) -> None:
             break
         for fd in fds:
             os.close(fd)
-    _sandbox(os.fdopen(fds[0], "rb"), os.fdopen(fds[1], "wb"))
+    _sandbox(os.fdopen(fds[0], "rb"), os.fdopen(fds[1], "wb"), fds[2] if len(fds) > 2 else None)
 
 
-def _sandbox(requests: BinaryIO, outcomes: BinaryIO) -> None:
+def _sandbox(requests: BinaryIO, outcomes: BinaryIO, partner: int | None) -> None:
     """Isolate this process, then run what is requested; in a child, the program itself."""
     # while /proc and /dev can be reached
     base_bytes = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * resource.getpagesize()
@@ -171,6 +174,8 @@ def _sandbox(requests: BinaryIO, outcomes: BinaryIO) -> None:
         pid = os.fork()
         if pid:
             requests.close()
+            if partner is not None:
+                os.close(partner)  # the other sandbox sees its end when the program ends
             os.waitpid(pid, 0)  # then all inside has ended, and with this process the stream that outside reads
             os._exit(0)
         namespaces.change_root(namespaces.library_folders())
@@ -180,7 +185,7 @@ def _sandbox(requests: BinaryIO, outcomes: BinaryIO) -> None:
         write_frame(outcomes, {"trouble": error.strerror})
         os._exit(1)
     write_frame(outcomes, {})
-    body = next_program(requests, outcomes, nothing, base_bytes)
+    body = next_program(requests, outcomes, partner, nothing, base_bytes)
     if body is None:
         os._exit(0)  # and with process 1 everything in its namespace
     run_to_the_end(body)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import socket
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
@@ -77,11 +78,11 @@ class Template:
         """Whether it still runs; for its owner to ask."""
         return self._process.poll() is None
 
-    def open(self) -> tuple[BinaryIO, BinaryIO]:
-        """Start a sandbox; returns the streams of requests and of outcomes."""
+    def open(self, *partner: int) -> tuple[BinaryIO, BinaryIO]:
+        """Start a sandbox, with a socket to another one if given; returns the streams of requests and of outcomes."""
         theirs_in, ours_in = os.pipe()
         ours_out, theirs_out = os.pipe()
-        socket.send_fds(self._socket, [b"."], [theirs_in, theirs_out])
+        socket.send_fds(self._socket, [b"."], [theirs_in, theirs_out, *partner])
         os.close(theirs_in)
         os.close(theirs_out)
         return os.fdopen(ours_in, "wb"), os.fdopen(ours_out, "rb")
@@ -100,9 +101,9 @@ class Sandbox:
         SandboxError: the system does not allow one.
     """
 
-    def __init__(self, template: Template) -> None:
+    def __init__(self, template: Template, *partner: int) -> None:
         self._template = template  # it must not go while this is open
-        self._requests, self._outcomes = template.open()
+        self._requests, self._outcomes = template.open(*partner)
         trouble = self._next().get("trouble")
         if trouble:
             self.close()
@@ -128,14 +129,20 @@ class Sandbox:
 
     def run(self, code: str, stdin: str, limits: ProgramLimits) -> Outcome:
         """Run a program as a script."""
-        return self._ask({"code": code, "stdin": stdin}, limits)
+        return self._ask({"do": "run", "code": code, "stdin": stdin}, limits)
 
     def call(self, code: str, name: str, arguments: list[Any], limits: ProgramLimits) -> Outcome:
         """Call a function of the program; the output is its value as JSON."""
-        return self._ask({"code": code, "name": name, "arguments": arguments}, limits)
+        return self._ask({"do": "call", "code": code, "name": name, "arguments": arguments}, limits)
 
     def _ask(self, request: dict[str, Any], limits: ProgramLimits) -> Outcome:
+        self._send(request, limits)
+        return self._outcome()
+
+    def _send(self, request: dict[str, Any], limits: ProgramLimits) -> None:
         write_frame(self._requests, {**request, **vars(limits)})
+
+    def _outcome(self) -> Outcome:
         return Outcome(**self._next())
 
     def _next(self) -> dict[str, Any]:
@@ -143,6 +150,27 @@ class Sandbox:
         if frame is None:
             raise RuntimeError("the sandbox ended by itself")
         return frame  # type: ignore[no-any-return]
+
+
+def check(template: Template, code: str, assertions: list[str], limits: ProgramLimits) -> tuple[Outcome, Outcome]:
+    """Run assertions against a program's functions, each in a sandbox of its own.
+
+    Returns:
+        The outcomes of the program and of the assertions; the output of these is "passed" if all hold.
+
+    Raises:
+        SandboxError: the system does not allow one.
+    """
+    ours, theirs = socket.socketpair()
+    with ours, Sandbox(template, ours.fileno()) as program:
+        ours.close()
+        program._send({"do": "serve", "code": code}, limits)
+        with theirs, Sandbox(template, theirs.fileno()) as checker:
+            theirs.close()
+            # it waits while the program computes; a program that hangs is ended by its own limits
+            patient = replace(limits, asleep_seconds=math.inf)
+            checked = checker._ask({"do": "check", "assertions": assertions}, patient)
+        return program._outcome(), checked  # without calls to come the program ends
 
 
 def working_template() -> Template:

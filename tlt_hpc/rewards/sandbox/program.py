@@ -1,7 +1,12 @@
-"""The process of a model's program: the last limits, then the program as a script, or a call of its function."""
+"""The process of a model's program: the last limits, then the program as a script, or a call of its function.
+
+Assertions are run by two such processes, each in a sandbox of its own: one answers calls of the program's functions,
+the other runs the assertions.
+"""
 
 from __future__ import annotations
 
+import ast
 import atexit
 import json
 import math
@@ -12,9 +17,10 @@ import sys
 import threading
 import types
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 from tlt_hpc.rewards.sandbox import seccomp
+from tlt_hpc.rewards.sandbox.assertions import literal, run_assertions
 
 MEMORY_STATUS = 77
 RESULT_FD = 3
@@ -28,10 +34,10 @@ _REPLACED: list[object] = []
 def confine(request: dict[str, Any], stdin: int, output: int, nothing: int, base_bytes: int) -> None:
     """Close all other descriptors, lower all limits, and install the filter of system calls.
 
-    A script's output is its descriptor 1; the result of a call is written to descriptor 3. ``nothing`` is /dev/null,
-    which the sandbox has no path to.
+    A script's output is its descriptor 1; other results are written to descriptor 3. ``nothing`` is /dev/null, which
+    the sandbox has no path to.
     """
-    given = [stdin, output, nothing] if "name" not in request else [stdin, nothing, nothing, output]
+    given = [stdin, output, nothing] if request["do"] == "run" else [stdin, nothing, nothing, output]
     moved = [os.dup(fd) for fd in given]
     assert min(moved) > RESULT_FD, "0 to 3 are open already, so no copy can be one of them"
     for number, fd in enumerate(moved):
@@ -65,8 +71,15 @@ def _replace_streams() -> None:
 
 
 def body_of(request: dict[str, Any]) -> Callable[[], object]:
-    """What the process does then: calls the function that the request names, or runs the program as a script."""
-    return lambda: _call(request) if "name" in request else _run(request["code"], "__main__")
+    """What the process does then."""
+    match request["do"]:
+        case "run":
+            return lambda: _run(request["code"], "__main__")
+        case "call":
+            return lambda: _call(request)
+        case "serve":
+            return lambda: _serve(request["code"])
+    return lambda: _check(request["assertions"])
 
 
 def run_to_the_end(body: Callable[[], object]) -> NoReturn:
@@ -103,7 +116,32 @@ def _run(code: str, name: str) -> types.ModuleType:
 
 def _call(request: dict[str, Any]) -> None:
     function = _find(_run(request["code"], "solution"), request["name"])
-    result = json.dumps(function(*request["arguments"]))
+    _give(json.dumps(function(*request["arguments"])))
+
+
+def _serve(code: str) -> None:
+    """Answer calls, one line each, until there are no more."""
+    calls, replies = _partner()
+    module = _run(code, "solution")
+    for line in calls:
+        name, arguments, named = ast.literal_eval(line)
+        replies.write(literal(_find(module, name)(*arguments, **named)) + "\n")
+        replies.flush()
+
+
+def _check(assertions: list[str]) -> None:
+    run_assertions(assertions, *_partner())
+    _give("passed")
+
+
+def _partner() -> tuple[TextIO, TextIO]:
+    """Streams from and to the process in the other sandbox, which came as standard input; that is empty from now on."""
+    fd = os.dup(0)
+    os.dup2(2, 0)
+    return os.fdopen(fd, encoding="utf-8"), os.fdopen(fd, "w", encoding="utf-8", closefd=False)
+
+
+def _give(result: str) -> None:
     with open(RESULT_FD, "w", encoding="utf-8") as stream:
         stream.write(result)
 
