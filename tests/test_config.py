@@ -31,10 +31,12 @@ from tlt_hpc.config import (
 from tlt_hpc.config.keys import keys_of
 from tlt_hpc.config.reading import toml_value
 from tlt_hpc.config.removed import ANY, REMOVED
+from tlt_hpc.config.resume import changed_keys
 from tlt_hpc.config.sections import SECTIONS
 
 MAX_KEYS = 103
-TINY = Path(__file__).resolve().parent.parent / "jobs" / "tiny.toml"
+ROOT = Path(__file__).resolve().parent.parent
+TINY = ROOT / "jobs" / "tiny.toml"
 
 
 def refused(call: Callable[[], object]) -> str:
@@ -370,12 +372,22 @@ def test_a_saved_configuration_may_have_a_removed_key_at_its_default(name: str, 
         default = removed.of(config.model_dump()[name.partition(".")[0]]) if removed.of else removed.default
         assert load_saved_config(saved(tmp_path, name, toml_value(default))) == config
         message = refused(lambda: load_saved_config(saved(tmp_path, name, '"another"')))
-        assert f"{name} = 'another' is of an earlier version" in message and "environment.jsonl names" in message
+        assert f"{name} = 'another' is of an earlier version" in message
+        assert "open the run with the commit that environment.jsonl names (in that file)" in message
+        (tmp_path / "environment.jsonl").write_text('{"commit": "12"}\n{"commit": "e26e4e3"}\n')
+        message = refused(lambda: load_saved_config(saved(tmp_path, name, '"another"')))
+        assert "environment.jsonl names: e26e4e3 (in that file)" in message
         if default in (0, 1):  # equal values of another type are not the default
             path = saved(tmp_path, name, str(bool(default)).lower())
             assert "is of an earlier version" in refused(lambda: load_saved_config(path))
     with pytest.raises(ConfigError, match=f"unknown key '{name}'; it was removed: "):
         load_config(tmp_path / "config.toml")
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "tests/data/saved_configs").iterdir()), ids=lambda path: path.stem)
+def test_a_run_that_commit_e26e4e3_saved_resumes(path: Path) -> None:
+    """Of each job that it shipped."""
+    assert changed_keys(load_saved_config(path), load_config(ROOT / "jobs" / path.name)) == {}
 
 
 @pytest.mark.parametrize(

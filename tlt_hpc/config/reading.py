@@ -11,8 +11,16 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from tlt_hpc import __version__
-from tlt_hpc.common.files import DamagedText, NotTomlError, parse_toml, read_toml, toml_of
+from tlt_hpc.common.files import (
+    LINES_BYTES,
+    DamagedText,
+    NotTomlError,
+    parse_object,
+    parse_toml,
+    read_bytes,
+    read_toml,
+    toml_of,
+)
 from tlt_hpc.config.checks import find_contradictions
 from tlt_hpc.config.removed import REMOVED
 from tlt_hpc.config.sections import SECTIONS, Config, ConfigError
@@ -58,7 +66,7 @@ def load_saved_config(path: Path) -> Config:
     """
     try:
         tree = _read_tree(path, ())
-        _drop_removed(tree)
+        _drop_removed(tree, path)
         return parse_config(tree)
     except ConfigError as error:
         raise ConfigError(f"{path}, which the run saved: {error} (in that file)") from None
@@ -100,8 +108,8 @@ def _validate(tree: dict[str, Any]) -> tuple[Config | None, list[ConfigError]]:
     return (None if problems else config), problems
 
 
-def _drop_removed(tree: dict[str, Any]) -> None:
-    """Delete keys of earlier versions from a saved configuration."""
+def _drop_removed(tree: dict[str, Any], path: Path) -> None:
+    """Delete keys of earlier versions from a configuration that was saved at ``path``."""
     for name, removed in REMOVED.items():
         section, _, key = name.partition(".")
         values = tree.get(section)
@@ -109,10 +117,20 @@ def _drop_removed(tree: dict[str, Any]) -> None:
             continue
         if not removed.accepts(values[key], values):
             raise ConfigError(
-                f"{name} = {_shown(values[key])} is of an earlier version, and tlt_hpc {__version__} does not have it "
-                f"({removed.instead}); open the run with the version that environment.jsonl names beside it"
+                f"{name} = {_shown(values[key])} is of an earlier version, and this one does not have it "
+                f"({removed.instead}); open the run with the commit that environment.jsonl names{_commit(path)}"
             )
         del values[key]
+
+
+def _commit(path: Path) -> str:
+    """ ": COMMIT" of the last start of the run that saved a configuration at ``path``; empty if that is not known."""
+    try:
+        last = read_bytes(path.with_name("environment.jsonl"), LINES_BYTES).splitlines()[-1]
+        commit = parse_object(last).get("commit")
+    except (OSError, DamagedText, IndexError):
+        commit = ""
+    return f": {commit}" if commit else ""
 
 
 def apply_override(tree: dict[str, Any], override: str) -> None:

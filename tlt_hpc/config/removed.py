@@ -71,7 +71,7 @@ REMOVED: dict[str, Removed] = {
     "drafter.serial_micro_steps": Removed(_ABLATION),
     "drafter.serial_as": Removed(_ABLATION, ""),
     "drafter.rollouts": Removed(_ABLATION, "fresh"),
-    "warmup.noise": Removed("features get no noise", 0.0),
+    "warmup.noise": Removed("features get no noise"),
     "warmup.strategy": Removed("a warm-up decodes without speculation"),
     "warmup.tokens": Removed("use warmup.updates, each of warmup.batch_tokens"),
     "warmup.minutes": Removed("use warmup.updates; a warm-up that is stopped resumes with the same command"),
