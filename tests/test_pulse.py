@@ -148,6 +148,25 @@ def test_a_rank_that_does_not_poll_blocks_no_other(tmp_path: Path, is_long_call:
     assert all(rank == ranks[0] for rank in ranks)
 
 
+def raise_in_mid_rollout() -> None:
+    world, pulse = connect()
+    pulse.begin(0)
+    roster = pulse.poll(BUSY)
+    if world.rank == 0:
+        with pulse.progressing():
+            time.sleep(0.05)
+            raise ZeroDivisionError("inside the long call")
+    while not roster.over:
+        roster = pulse.poll(IDLE)
+        pulse.back_off()
+
+
+@pytest.mark.mpi
+def test_a_rank_that_raises_in_mid_rollout_ends_the_others() -> None:
+    with pytest.raises(AssertionError, match=r"(?s)ended with status [1-9].*ZeroDivisionError: inside the long call"):
+        run_on_ranks(3, raise_in_mid_rollout, timeout=60)
+
+
 # --- one process, no MPI job ---
 
 

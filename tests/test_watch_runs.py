@@ -8,11 +8,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from launch_ranks import LAUNCH_ENVIRONMENT, ROOT, mpiexec
+from small_disk import fill, mounted_disk
 
 from tlt_hpc.cluster.watch.record import read_record
 from tlt_hpc.cluster.watch.watch import STALLED
@@ -113,32 +113,19 @@ def test_a_hang_ends_the_run_with_one_line_and_the_same_command_resumes(tmp_path
 
 @pytest.fixture
 def disk(tmp_path) -> Iterator[Path]:
-    """A file system that a test may fill."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=200m", "tmpfs", str(folder)]
-    mounted = subprocess.run(mount, capture_output=True, check=False)
-    if mounted.returncode:
-        pytest.skip(f"only root may mount a disk: {mounted.stderr.decode()}")
-    yield folder
-    subprocess.run(["umount", "-l", folder], check=True)
-
-
-def fill(disk: Path) -> None:
-    with suppress(OSError), (disk / "filling").open("wb", buffering=0) as file:
-        while True:
-            file.write(bytes(1 << 16))
+    with mounted_disk(tmp_path / "disk", "200m") as folder:
+        yield folder
 
 
 @pytest.mark.slow
 def test_a_disk_that_fills_up_ends_the_run_with_one_line_and_the_run_resumes(disk):
     process = train(disk, 2, "run.num_steps=50")
     until(lambda: num_steps(disk) >= 1, process)
-    fill(disk)
+    filling = fill(disk)
     code, lines, text = end(process)
     assert code == 2 and "Traceback" not in text, text
     assert lines and all(re.search("No space left on device; .*(free space|make room) there", line) for line in lines)
-    (disk / "filling").unlink()
+    filling.unlink()
     done = num_steps(disk)
     code, lines, text = end(train(disk, 2, f"run.num_steps={done + 1}"))
     assert code == 0 and not lines, text
