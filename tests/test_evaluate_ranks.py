@@ -102,7 +102,7 @@ def test_files_that_rank_0_never_sees_end_all_ranks(tmp_path, monkeypatch):
         return str(caught.value)
 
     message = (
-        f"{tmp_path}/responses: rank 0 on node0 does not see 000001.h5, which a rank on node1 has written; use "
+        f"{tmp_path}/responses: rank 0 on node0 does not see 000001.h5, which rank 1 on node1 wrote; use "
         "a folder that all nodes share (run.folder, or --output)"
     )
     assert on_threads(2, see) == [message, message]

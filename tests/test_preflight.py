@@ -44,7 +44,7 @@ def test_where_all_is_well_nothing_fails(place: Place, capsys: pytest.CaptureFix
     place.command("sbatch", "echo refused >&2; exit 1")
     assert main(place.command_line()) == 1
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == len(found) + 1 and lines[-1].endswith("the job would fail")
+    assert len(lines) == len(found) + 1 and re.search(r", 1 failure in .* the job would fail$", lines[-1])
     assert (
         lines[-2] == "failure  sbatch           sbatch would refuse the job: refused; correct what the script asks for"
     )

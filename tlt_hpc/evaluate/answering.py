@@ -77,11 +77,11 @@ def see_all(folder: EvaluationFolder, written: Sequence[str], world: World) -> N
         UserError: on all ranks, if it does not: not all nodes write to the same folder.
     """
     files = world.allgather((world.hostname, tuple(written)))
-    writers = {name: hostname for hostname, own in files for name in own}
+    writers = {name: f"rank {rank} on {hostname}" for rank, (hostname, own) in enumerate(files) for name in own}
     for name in world.once(lambda: hidden_files(folder.responses, writers.keys())):
         raise UserError(
-            f"{folder.responses}: rank 0 on {files[0][0]} does not see {name}, which a rank on {writers[name]} has "
-            "written; use a folder that all nodes share (run.folder, or --output)"
+            f"{folder.responses}: rank 0 on {files[0][0]} does not see {name}, which {writers[name]} wrote; "
+            "use a folder that all nodes share (run.folder, or --output)"
         )
 
 

@@ -75,11 +75,7 @@ def summarise(
     scores = np.concatenate([rank.rewards for rank in ranks])
     rollouts = list(zip(*(rank.timings for rank in ranks), strict=True))  # each one's times, of all ranks
     losses = [rank.drafter_loss for rank in ranks if not np.isnan(rank.drafter_loss)]
-    own = {
-        name: float(max(values) if name in _MAXIMA else sum(values))
-        for name in ranks[0].own
-        for values in [[rank.own[name] for rank in ranks]]
-    }
+    own = {name: float((max if name in _MAXIMA else sum)(rank.own[name] for rank in ranks)) for name in ranks[0].own}
     tokens = int(lengths.sum())
     generated = tokens - own[KEPT_TOKENS]
     metrics = {

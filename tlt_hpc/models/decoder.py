@@ -6,6 +6,7 @@ Shapes: ``T`` tokens flat over sequences, ``H`` hidden, ``V`` vocabulary (paddin
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +23,15 @@ from tlt_hpc.models.sharding import WHOLE, Sharding
 
 _HEAD_ROWS = 2048
 """Of the head, that are in float64 at once: all would take twice the memory of a wide vocabulary's weights."""
+
+
+class _Slot(NamedTuple):
+    """What this rank keeps of a stored weight."""
+
+    cut: Cut
+    """The part of the weight."""
+    target: Tensor
+    """Where it is copied to."""
 
 
 class Decoder:
@@ -56,11 +66,11 @@ class Decoder:
 
     def weight_sizes(self) -> dict[str, tuple[int, ...]]:
         """The Hugging Face names that ``load`` wants, with their sizes."""
-        return {name: cut.sizes for name, (cut, _) in self._slots()}
+        return {name: slot.cut.sizes for name, slot in self._slots()}
 
     def weight_cuts(self) -> dict[str, Cut]:
         """The part of each weight that this rank takes, by Hugging Face name: what ``load`` is given if ``are_cut``."""
-        return {name: cut for name, (cut, _) in self._slots()}
+        return {name: slot.cut for name, slot in self._slots()}
 
     def load(self, weights: Iterable[tuple[str, Tensor]], version: int, are_cut: bool = False) -> None:
         """Copy weights under their Hugging Face names into place; addresses do not change.
@@ -176,8 +186,8 @@ class Decoder:
         for layer in self.layers:
             layer.pack()
 
-    def _slots(self) -> Iterator[tuple[str, tuple[Cut, Tensor]]]:
-        """Hugging Face name -> the part of that weight which this rank takes, and where it is copied to."""
+    def _slots(self) -> Iterator[tuple[str, _Slot]]:
+        """Where each weight is kept, by its Hugging Face name."""
         yield "model.embed_tokens.weight", _whole(self.embedding)
         yield "model.norm.weight", _whole(self.final_norm.weight)
         if not self.shape.tied_head:
@@ -186,7 +196,7 @@ class Decoder:
             for name, slot in (*self._attention_slots(layer), *self._other_slots(layer)):
                 yield f"model.layers.{i}.{name}", slot
 
-    def _attention_slots(self, layer: LayerWeights) -> Iterator[tuple[str, tuple[Cut, Tensor]]]:
+    def _attention_slots(self, layer: LayerWeights) -> Iterator[tuple[str, _Slot]]:
         s, part, shard = self.shape, self.part, self.sharding
         whole = {"q": s.num_heads, "k": s.num_kv_heads, "v": s.num_kv_heads}
         own = {"q": shard.heads(s), "k": shard.kv_heads(s), "v": shard.kv_heads(s)}
@@ -197,29 +207,27 @@ class Decoder:
             for name, rows in zip("qkv", torch.split(tensor, num_rows), strict=True):
                 sizes = (whole[name] * s.head_dim, *tensor.shape[1:])
                 cut = slice(own[name].start * s.head_dim, own[name].stop * s.head_dim)
-                yield f"self_attn.{name}_proj.{kind}", (Cut(sizes, (cut,)), rows)
+                yield f"self_attn.{name}_proj.{kind}", _Slot(Cut(sizes, (cut,)), rows)
         if layer.head_norm is not None:
             heads = torch.split(layer.head_norm.weight, [part.num_heads, part.num_kv_heads])
             for name, rows in zip("qk", heads, strict=True):  # one weight for each of these heads
-                yield f"self_attn.{name}_norm.weight", (Cut((s.head_dim,), ()), rows)
+                yield f"self_attn.{name}_norm.weight", _Slot(Cut((s.head_dim,), ()), rows)
 
-    def _other_slots(self, layer: LayerWeights) -> Iterator[tuple[str, tuple[Cut, Tensor]]]:
+    def _other_slots(self, layer: LayerWeights) -> Iterator[tuple[str, _Slot]]:
         assert layer.input_norm is not None, "only a drafter goes without"
         s, heads, inner = self.shape, self.sharding.heads(self.shape), self.sharding.inner(self.shape)
         mixed = slice(heads.start * s.head_dim, heads.stop * s.head_dim)
         yield "input_layernorm.weight", _whole(layer.input_norm.weight)
         yield "post_attention_layernorm.weight", _whole(layer.post_norm.weight)
         sizes = s.hidden_size, s.num_heads * s.head_dim
-        yield "self_attn.o_proj.weight", (Cut(sizes, (slice(None), mixed)), layer.output.weight)
+        yield "self_attn.o_proj.weight", _Slot(Cut(sizes, (slice(None), mixed)), layer.output.weight)
         if layer.output.bias is not None:
             yield "self_attn.o_proj.bias", _whole(layer.output.bias)
         for name, rows in zip(("gate", "up"), layer.gate_up.weight.chunk(2), strict=True):
-            yield f"mlp.{name}_proj.weight", (Cut((s.intermediate_size, s.hidden_size), (inner,)), rows)
-        yield (
-            "mlp.down_proj.weight",
-            (Cut((s.hidden_size, s.intermediate_size), (slice(None), inner)), layer.down.weight),
-        )
+            yield f"mlp.{name}_proj.weight", _Slot(Cut((s.intermediate_size, s.hidden_size), (inner,)), rows)
+        sizes = s.hidden_size, s.intermediate_size
+        yield "mlp.down_proj.weight", _Slot(Cut(sizes, (slice(None), inner)), layer.down.weight)
 
 
-def _whole(tensor: Tensor) -> tuple[Cut, Tensor]:
-    return Cut(tuple(tensor.shape), ()), tensor
+def _whole(tensor: Tensor) -> _Slot:
+    return _Slot(Cut(tuple(tensor.shape), ()), tensor)

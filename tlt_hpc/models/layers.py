@@ -54,7 +54,7 @@ class LayerWeights:
 
     def to(self, dtype: torch.dtype) -> LayerWeights:
         """A copy in another precision, not packed."""
-        parts: dict[str, Any] = {name: part and part.to(dtype) for name, part in vars(self).items()}
+        parts: dict[str, Any] = {name: None if part is None else part.to(dtype) for name, part in vars(self).items()}
         return LayerWeights(**parts)
 
     def pack(self) -> None:

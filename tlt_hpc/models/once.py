@@ -27,8 +27,9 @@ def read_once(node: NodeGroup | None, read: Callable[[], Tensor]) -> Tensor:
     Raises:
         ValueError: on all its ranks, if ``read`` raises one.
     """
-    ((_, tensor),) = read_all_once(node, lambda: {"": read()}).items()  # type: ignore[union-attr]
-    return tensor
+    found = read_all_once(node, lambda: {"tensor": read()})
+    assert found is not None
+    return found["tensor"]
 
 
 def read_all_once(node: NodeGroup | None, read: Callable[[], Mapping[str, Tensor] | None]) -> dict[str, Tensor] | None:

@@ -395,8 +395,10 @@ class Policy:
     def _step(self) -> float:
         """One optimiser step; returns the gradient's global norm before clipping."""
         self._set_learning_rate(self._learning_rate(self._num_steps))
-        gradients = [parameter.grad for parameter in self._parameters.values() if parameter.grad is not None]
-        own_norm = torch.nn.utils.get_total_norm(gradients) if self._stage == 0 else None
+        own_norm = None
+        if self._stage == 0:
+            gradients = [parameter.grad for parameter in self._parameters.values() if parameter.grad is not None]
+            own_norm = torch.nn.utils.get_total_norm(gradients)
         self.engine.step()
         norm = float(self.engine.get_global_grad_norm() if own_norm is None else own_norm)
         if not math.isfinite(norm) or norm < 0:  # DeepSpeed gives -1 for some that are not finite
@@ -501,9 +503,8 @@ class Policy:
         BEAT.tick()
         if self._stage == 0:
             self._full_state(parameter, kind).copy_(value)
-        elif (
-            self._stage == 3
-        ):  # DeepSpeed's own setter of whole values fails on ranks whose number does not divide them
+        elif self._stage == 3:
+            # DeepSpeed's own setter of whole values fails on ranks whose number does not divide them.
             size = parameter.ds_tensor.numel()  # type: ignore[attr-defined]
             padded = torch.nn.functional.pad(value.flatten(), (0, size * self._world.size - value.numel()))
             own = padded.narrow(0, size * self._world.rank, size)

@@ -24,8 +24,8 @@ WINDOW = 128
 """Rounds over which counts of accepted drafts fade."""
 
 Agree = Callable[[int], int]
-"""Takes this rank's number and returns that of the first rank of its replica (a broadcast): ranks that decode together
-must not act on their own clocks."""
+"""Takes the index of the strategy that this rank chose and returns that of its replica's first rank (a broadcast):
+ranks that decode together measure different times, and must run the same strategy."""
 
 
 # -- accepted drafts --------------------------------------------------------------------------------------------------

@@ -61,7 +61,8 @@ def run(options: argparse.Namespace) -> int:
         print(f"{finding.level:<8} {name:<16} {finding.found}{remedy}", flush=True)
         findings.append(finding)
     counts = Counter(finding.level for finding in findings)
-    numbers = ", ".join(f"{counts[level]} {level}" for level in Level if counts[level])
+    words = {level: count(counts[level], level) for level in (Level.WARNING, Level.FAILURE)}
+    numbers = ", ".join(words.get(level, f"{counts[level]} {level}") for level in Level if counts[level])
     end = "the job would fail" if counts[Level.FAILURE] else "nothing stands in the job's way"
     print(f"preflight: {numbers} in {time.monotonic() - started:.1f} s: {end}")
     return FOUND_FAILURES if counts[Level.FAILURE] else 0
