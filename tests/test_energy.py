@@ -1,4 +1,4 @@
-"""Joules are those that the counters have counted, wraps included; if a part cannot be read, none are recorded."""
+"""Joules are what the counters counted, including wraps; if one counter cannot be read, its kind is not recorded."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import pytest
 from launch_ranks import ROOT, run_on_ranks
 from small_run import set_lines, small_run
 
-from tlt_hpc.common.source import git_commit
 from tlt_hpc.look import energy
 from tlt_hpc.look.analysis.comparison import analyse_comparison
 from tlt_hpc.look.analysis.energy_use import energy_in_words
@@ -27,36 +26,25 @@ UUID = "GPU-1a2b"
 
 
 class Powercap:
-    """A folder as Linux shows it: two packages with cores, one of them with memory, a platform, and a double."""
-
-    DOMAINS = ("0:package-0", "0.0:core", "0.1:dram", "1:package-1", "2:psys")
+    """A folder as Linux shows it: two packages, one with cores and memory; a platform; one package a second time."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        for domain in self.DOMAINS:
-            zone, _, name = domain.partition(":")
-            self._make(f"intel-rapl:{zone.replace('.', ':')}", name)
+        for zone, name in (("0", "package-0"), ("0:0", "core"), ("0:1", "dram"), ("1", "package-1"), ("2", "psys")):
+            self._make(f"intel-rapl:{zone}", name)
         self._make("intel-rapl-mmio:0", "package-0")
-        (path / "intel-rapl").mkdir()
 
     def _make(self, zone: str, name: str) -> None:
         (self.path / zone).mkdir(parents=True)
         (self.path / zone / "name").write_text(f"{name}\n")
         (self.path / zone / "max_energy_range_uj").write_text(f"{RANGE}\n")
-        self.set(zone, 0)
+        (self.path / zone / "energy_uj").write_text(f"{0:<31}\n")
 
-    def set(self, zone: str, microjoules: int) -> None:
-        path = self.path / zone / "energy_uj"
-        path.touch()
-        with path.open("r+b") as file:  # in one write, without truncating: a thread may be reading
-            file.write(b"%-31d\n" % microjoules)
-
-    def energy(self, package_0: int, package_1: int, dram: int) -> None:
-        self.set("intel-rapl:0", package_0)
-        self.set("intel-rapl:1", package_1)
-        self.set("intel-rapl:0:1", dram)
-        for other in ("intel-rapl:0:0", "intel-rapl:2", "intel-rapl-mmio:0"):
-            self.set(other, 3 * package_0)
+    def set(self, **microjoules: int) -> None:
+        """Counters by zone: ``z0_1`` is intel-rapl:0:1."""
+        for zone, value in microjoules.items():
+            with (self.path / f"intel-rapl:{zone[1:].replace('_', ':')}" / "energy_uj").open("r+b") as file:
+                file.write(b"%-31d\n" % value)  # in one write, without truncating: a thread may be reading
 
 
 @pytest.fixture
@@ -68,48 +56,32 @@ def powercap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Powercap:
 # --- processors ---
 
 
-def test_processors_and_memory_are_summed_over_wraps(powercap: Powercap) -> None:
-    powercap.energy(RANGE - 2_000_000, 7_000_000, 1_000_000)
+def test_processors_and_memory_are_summed_over_wraps(powercap: Powercap, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cores and ``psys`` count the same energy again. A thread reads often enough to see each wrap."""
+    powercap.set(z0=RANGE - 2_000_000, z1=7_000_000, z0_1=1_000_000)
+    monkeypatch.setattr(energy, "KEEP_UP_SECONDS", 0.01)
     counter = Rapl()
     assert counter.joules() == 0
-    powercap.energy(1_000_000, 9_000_000, 1_500_000)
+    powercap.set(z0=1_000_000, z1=9_000_000, z0_1=1_500_000, z0_0=5_000_000, z2=5_000_000)
     assert counter.joules() == pytest.approx(3.0 + 2.0 + 0.5)
-    powercap.energy(4_000_000, 9_000_000, 1_500_000)
-    assert counter.joules() == pytest.approx(8.5)
-    counter.close()
-
-
-def test_a_thread_reads_often_enough_for_wraps(powercap: Powercap, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(energy, "KEEP_UP_SECONDS", 0.01)
-    counter, zone = Rapl(), powercap.path / "intel-rapl:0" / "energy_uj"
     for microjoules in (RANGE - 10, 10, RANGE - 10, 20):
-        powercap.set("intel-rapl:0", microjoules)
-        while counter._last[zone] != microjoules:
+        powercap.set(z0=microjoules)
+        while counter._last[powercap.path / "intel-rapl:0" / "energy_uj"] != microjoules:
             time.sleep(0.005)
-    assert counter.joules() == pytest.approx((2 * RANGE + 20) / 1e6)
+    assert counter.joules() == pytest.approx(5.5 + (2 * RANGE + 20 - 1_000_000) / 1e6)
     counter.close()
 
 
-def test_counters_that_are_missing_refused_or_lost(powercap: Powercap, monkeypatch: pytest.MonkeyPatch) -> None:
-    counter, path = Rapl(), powercap.path / "intel-rapl:1" / "energy_uj"
-    path.write_text("gone")
-    with pytest.raises(NoCounterError, match="invalid literal"):
-        counter.joules()
-    counter.close()
-    path.write_text("5\n")
-    true_read = Path.read_text
+def test_counters_that_are_missing_or_protected(powercap: Powercap, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(file: Path) -> str:  # root may read a file of any mode
+        raise PermissionError(13, "Permission denied", str(file))
 
-    def refuse(file: Path, *given: str, **more: str) -> str:  # root reads a file whatever its mode
-        if file == path:
-            raise PermissionError(13, "Permission denied", str(file))
-        return true_read(file, *given, **more)
-
-    monkeypatch.setattr(Path, "read_text", refuse)
-    with pytest.raises(NoCounterError, match="intel-rapl:1/energy_uj may be read by root alone"):
-        Rapl()
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_text", refuse)
+        with pytest.raises(NoCounterError, match="intel-rapl:0/name may be read by root alone"):
+            Rapl()
     monkeypatch.setattr(energy, "POWERCAP", powercap.path / "none")
-    meter = EnergyMeter("a", "", True)
-    assert meter.reach.lacking == {"cpu": f"{powercap.path}/none has no intel-rapl"}
+    assert EnergyMeter("a", "", True).reach.lacking == {"cpu": f"{powercap.path}/none has no intel-rapl"}
 
 
 # --- GPUs ---
@@ -124,11 +96,11 @@ class NotSupportedError(NVMLError):
 
 
 class FakeNvml(SimpleNamespace):
-    """The package as far as it is used; GPUs by UUID, their millijoules, and whether they are split."""
+    """The part of the package that is used; GPUs by UUID: their millijoules, and whether MIG splits them."""
 
-    def __init__(self, **gpus: tuple[int, int | None]) -> None:
+    def __init__(self) -> None:
         super().__init__(NVMLError=NVMLError, NVMLError_NotSupported=NotSupportedError, NVML_DEVICE_MIG_ENABLE=1)
-        self.gpus = {f"GPU-{name}": list(gpu) for name, gpu in gpus.items()}
+        self.gpus = {UUID: (5000, 0), "GPU-pascal": (-1, 0), "GPU-split": (5000, 1)}
         self.num_open = 0
 
     def nvmlInit(self) -> None:  # noqa: N802
@@ -143,10 +115,7 @@ class FakeNvml(SimpleNamespace):
         return uuid
 
     def nvmlDeviceGetMigMode(self, gpu: str) -> tuple[int, int]:  # noqa: N802
-        mode = self.gpus[gpu][1]
-        if mode is None:
-            raise NotSupportedError("Not Supported")
-        return mode, mode
+        return self.gpus[gpu][1], self.gpus[gpu][1]
 
     def nvmlDeviceGetTotalEnergyConsumption(self, gpu: str) -> int:  # noqa: N802
         if self.gpus[gpu][0] < 0:
@@ -156,7 +125,7 @@ class FakeNvml(SimpleNamespace):
 
 @pytest.fixture
 def nvml(monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
-    fake = FakeNvml(**{"1a2b": (5000, 0), "old": (5000, None), "pascal": (-1, None), "split": (5000, 1)})
+    fake = FakeNvml()
     monkeypatch.setitem(sys.modules, "pynvml", fake)
     return fake
 
@@ -175,50 +144,31 @@ def test_a_gpu_without_a_counter(nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch
 # --- a step ---
 
 
-def meters_of(*ranks: EnergyMeter, others: tuple[EnergyReach, ...] = ()) -> list[EnergyMeter]:
-    reaches = [*(meter.reach for meter in ranks), *others]
-    for rank, meter in enumerate(ranks):
-        meter.agree(reaches, rank)
-        meter.begin_step()
-    return list(ranks)
-
-
-def test_a_step_and_its_rollout(powercap: Powercap, nvml: FakeNvml) -> None:
-    powercap.set("intel-rapl:0", 1_000_000)  # before the step: a save
-    (meter,) = meters_of(EnergyMeter("a", UUID, True))
-    powercap.set("intel-rapl:0", 3_000_000)
-    nvml.gpus[UUID][0] += 10_000
-    meter.end_rollout()
-    powercap.set("intel-rapl:0", 8_000_000)
-    nvml.gpus[UUID][0] += 5_000
-    assert meter.end_step() == {
-        "energy/gpu_joules": 15.0,
-        "energy/rollout_gpu_joules": 10.0,
-        "energy/cpu_joules": 7.0,
-        "energy/rollout_cpu_joules": 2.0,
-    }
-    meter.close()
-    assert nvml.num_open == 0
-
-
 def test_a_gpu_of_several_ranks_and_a_node_are_read_once(powercap: Powercap, nvml: FakeNvml) -> None:
-    meters = meters_of(EnergyMeter("a", UUID, True), EnergyMeter("a", UUID, False), EnergyMeter("b", UUID, True))
+    meters = [EnergyMeter("a", UUID, True), EnergyMeter("a", UUID, False), EnergyMeter("b", UUID, True)]
+    for rank, meter in enumerate(meters):
+        meter.agree([each.reach for each in meters], rank)
+    powercap.set(z0=1_000_000)  # before the step
+    for meter in meters:
+        meter.begin_step()
+    powercap.set(z0=3_000_000)
+    nvml.gpus[UUID] = (15_000, 0)
     for meter in meters:
         meter.end_rollout()
-    powercap.set("intel-rapl:1", 4_000_000)
-    nvml.gpus[UUID][0] += 3000
+    powercap.set(z1=5_000_000)
+    nvml.gpus[UUID] = (20_000, 0)
     taken = [meter.end_step() for meter in meters]
-    assert [step["energy/gpu_joules"] for step in taken] == [3.0, 0.0, 3.0]
-    assert [step["energy/cpu_joules"] for step in taken] == [4.0, 0.0, 4.0]
-    assert nvml.num_open == 2
-    for meter in meters:
-        meter.begin_step()
+    gpu = {"energy/gpu_joules": 15.0, "energy/rollout_gpu_joules": 10.0}
+    assert taken[0] == {**gpu, "energy/cpu_joules": 7.0, "energy/rollout_cpu_joules": 2.0}
+    assert taken[1] == dict.fromkeys(taken[0], 0.0) and taken[2] == taken[0] and nvml.num_open == 2
+    meters[0].begin_step()
     (powercap.path / "intel-rapl:0" / "energy_uj").write_text("?")
     meters[0].end_rollout()
-    taken = meters[0].end_step()
-    assert math.isnan(taken["energy/cpu_joules"]) and math.isnan(taken["energy/rollout_cpu_joules"]), "it is lost"
+    lost = meters[0].end_step()
+    assert math.isnan(lost["energy/cpu_joules"]) and math.isnan(lost["energy/rollout_cpu_joules"])
     for meter in meters:
         meter.close()
+    assert nvml.num_open == 0
 
 
 def test_a_kind_that_one_node_lacks_is_used_by_none(powercap: Powercap, nvml: FakeNvml) -> None:
@@ -241,9 +191,8 @@ def test_a_run_logs_joules_and_what_it_runs_on(tmp_path: Path) -> None:
     assert line["energy/cpu_joules"] == 2.0 and line["energy/rollout_cpu_joules"] == 1.0
     assert "energy/gpu_joules" not in line
     ((start,), problems) = read_environments(tmp_path / "runs" / "tiny" / "environment.jsonl")
-    assert not problems and [host.num_ranks for host in start.hosts] == [2] and start.hosts[0].gpus == {}
-    assert start.hosts[0].num_cores == len(os.sched_getaffinity(0)) and start.mpi and start.threads == "1"
-    assert start.energy == {"cpu": ""} and start.commit == git_commit(ROOT) and start.launcher.startswith("mpiexec")
+    assert not problems and start.energy == {"cpu": ""} and [host.num_ranks for host in start.hosts] == [2]
+    assert start.hosts[0].num_cores == len(os.sched_getaffinity(0)) and start.launcher.startswith("mpiexec")
 
 
 def train_beside_a_counter(folder: str) -> None:
@@ -276,12 +225,9 @@ def with_energy(path: Path, joules: float) -> RunLog:
 
 
 def test_joules_by_token_and_watts(tmp_path: Path) -> None:
-    run = with_energy(tmp_path / "run", 960.0)
+    run, other = with_energy(tmp_path / "run", 960.0), with_energy(tmp_path / "other", 480.0)
     assert energy_in_words(run) == "The steps took 1.92 kJ by GPUs (60 J a generated token, 100 W)."
-    assert (
-        "Energy of GPUs (joules a step) 480 and 960"
-        in analyse_comparison([run, with_energy(tmp_path / "other", 480.0)]).verdict
-    )
+    assert "Energy of GPUs (joules a step) 480 and 960" in analyse_comparison([run, other]).verdict
     silent = RunLog(small_run(tmp_path / "silent").path)
     assert energy_in_words(silent) == "Energy is unknown: no counter of this machine can be read."
     assert "joules" not in analyse_comparison([run, silent]).verdict
