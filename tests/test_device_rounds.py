@@ -28,7 +28,9 @@ from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.drafter_file import make_drafter
 from tlt_hpc.models.folder import embedded, folder_weights
 from tlt_hpc.models.sharding import Sharding
+from tlt_hpc.rollout import drafts
 from tlt_hpc.rollout.device_rounds import DeviceRounds
+from tlt_hpc.rollout.drafts import LearnedDrafts
 from tlt_hpc.rollout.engine import RolloutEngine
 from tlt_hpc.rollout.graph_round import NUM_TOLD, batch_buckets
 from tlt_hpc.rollout.kv_cache import page_bytes
@@ -94,6 +96,28 @@ def test_a_round_read_late_changes_nothing(name, plain):
     assert engine._scheduler.pool.num_used == 0
     assert set(engine._rows.lengths.tolist()) == set(engine._rows.caps.tolist()) == {1}
     assert bool((engine._cache.tables == engine._cache.num_pages).all())
+
+
+@pytest.mark.parametrize("make", [device_engine, full_engine])
+def test_a_backlog_is_read_in_passes_of_bounded_size(make, plain, monkeypatch):
+    """And what the drafter then proposes is accepted as often as after one pass over everything."""
+    found, sizes, read_at = [], [], LearnedDrafts._read_at
+
+    def spied(learned, rows, layout, at):
+        sizes.append(at.shape)
+        return read_at(learned, rows, layout, at)
+
+    monkeypatch.setattr(LearnedDrafts, "_read_at", spied)
+    for bound in (4096, 12):
+        monkeypatch.setattr(drafts, "_CATCH_UP_TOKENS", bound)
+        sizes.clear()
+        engine = make([CHAIN, NGRAM, OFF], max_live=8, max_new_tokens=60, chooser="random")
+        engine.load_drafter(tiny_drafter_state())
+        assert texts(generate(engine, REQUESTS)) == texts(plain.values())
+        found.append(engine.take_counts().strategies[CHAIN.name])
+        assert max(rows * width for rows, width in sizes) <= bound
+        assert bound == 12 or max(width for _, width in sizes) > 8, "nothing is left to read in parts"
+    assert found[0] == found[1]
 
 
 def tiny_drafter_state():

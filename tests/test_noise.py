@@ -9,7 +9,7 @@ import torch
 from tiny import gumbel_rows
 
 from tlt_hpc.common.records import SampleKey
-from tlt_hpc.kernels.gumbel import gumbel, philox
+from tlt_hpc.kernels.gumbel import gumbel, gumbel_noise_reference, philox
 from tlt_hpc.rollout.noise import NoiseWindow, gumbel_number, noise_key
 
 # Known answers of Random123 (kat_vectors, philox4x32 10 rounds): counter, key, output
@@ -56,6 +56,16 @@ def test_single_numbers_of_the_noise(token):
     words = noise_key(SampleKey(1, 2, 3, 4, 5))
     row = gumbel_rows(torch.tensor([words]), torch.tensor([[29]]), 151_643)[0, 0]
     assert gumbel_number(words, 29, token) == pytest.approx(float(row[token]), rel=1e-6)
+
+
+def test_the_noise_of_listed_ids_is_that_of_their_columns_and_needs_no_value_of_them():
+    words = torch.tensor([noise_key(SampleKey(1, 2, 3, 4, i)) for i in range(3)])
+    positions, ids = torch.tensor([0, 7, 2**31]), torch.randperm(4099, generator=torch.Generator().manual_seed(0))[:99]
+    assert torch.equal(
+        gumbel_noise_reference(words, positions, ids), gumbel_noise_reference(words, positions, 4099)[:, ids]
+    )
+    on_meta = gumbel_noise_reference(words.to("meta"), positions.to("meta"), ids.to("meta"))
+    assert on_meta.shape == (3, 99), "on the meta device a value cannot be read, as in a graph"
 
 
 def test_window_equals_direct_rows_however_rows_advance_and_move():

@@ -91,13 +91,13 @@ def gumbel_argmax_reference(
 
 def gumbel_noise_reference(words: Tensor, positions: Tensor, columns: int | Tensor) -> Tensor:
     """``gumbel_noise`` in plain PyTorch, through float64."""
-    if isinstance(columns, Tensor):
-        return gumbel_noise_reference(words, positions, int(columns.max()) + 1)[:, columns]
-    counters = torch.arange(-(-columns // 4), device=words.device)
+    counters = columns // 4 if isinstance(columns, Tensor) else torch.arange(-(-columns // 4), device=words.device)
     k0, k1, c2, c3 = words.unsqueeze(2).unbind(1)
     lanes = philox((counters, positions.unsqueeze(1), c2, c3), (k0, k1))
-    bits = torch.stack([lane.expand(len(words), len(counters)) for lane in lanes], -1).flatten(1)[:, :columns]
-    return gumbel(bits)
+    bits = torch.stack([lane.expand(len(words), len(counters)) for lane in lanes], -1)
+    if isinstance(columns, Tensor):
+        return gumbel(bits.gather(2, (columns % 4).expand(len(words), -1).unsqueeze(2)).squeeze(2))
+    return gumbel(bits.flatten(1)[:, :columns])
 
 
 def gumbel(bits: Tensor) -> Tensor:

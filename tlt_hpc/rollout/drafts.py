@@ -27,6 +27,8 @@ from tlt_hpc.rollout.tree import DraftTree, chain, tree
 
 _CATCH_UP_WIDTH = 256
 """Positions of a row in one catch-up pass: a drafter that was not used for a long response has much to read."""
+_CATCH_UP_TOKENS = 4096
+"""Positions of all rows in one catch-up pass, as many as a prefill reads."""
 _EDGES = (0.05, 0.15, 0.3, 0.6, 1.0, 1.5, 2.2, 3.0, 4.0, 6.0)
 _FIRST_GUESS = (0.75, 0.12, 0.05)
 """Chance of the first, second and any further candidate, before anything is counted."""
@@ -152,8 +154,9 @@ class LearnedDrafts:
         start = torch.minimum(known, last.clamp(min=0))
         assert self._cache.features is not None
         feature = self._cache.features[:count, -self.drafter.shape.hidden_size :]
-        for begin in range(0, width, _CATCH_UP_WIDTH):
-            columns = torch.arange(begin, min(width, begin + _CATCH_UP_WIDTH), device=lengths.device)
+        most = max(1, min(_CATCH_UP_WIDTH, _CATCH_UP_TOKENS // count))
+        for begin in range(0, width, most):
+            columns = torch.arange(begin, min(width, begin + most), device=lengths.device)
             # a row with less to read repeats its newest position: the same values to the same place
             at = torch.minimum(start.unsqueeze(1) + columns, last.clamp(min=0).unsqueeze(1))
             out = self._read_at(rows, layout, at)
