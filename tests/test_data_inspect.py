@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from data_sets import gcd_row, reader_of, verl_row, write_jsonl, write_parquet
+from data_sets import config_of, gcd_row, reader_of, verl_row, write_jsonl, write_parquet
 
 from tlt_hpc.cli.main import main
 from tlt_hpc.data.inspect import inspect
+from tlt_hpc.data.rows import RowError
+from tlt_hpc.plan.inputs import read_assets
 
 Captured = pytest.CaptureFixture[str]
 
@@ -44,6 +46,18 @@ def test_broken_rows_are_named_and_status_is_1(tmp_path: Path, capsys: Captured)
     assert "[red]set[/red]" in out and "no tokens counted: give --model FOLDER\n" in out
     assert f"{path} row 1: 'reward_model.ground_truth' is null; fix or remove the row\n" in out
     assert out.count("is null") == 20 and out.endswith("... and 2 more broken rows\n")
+
+
+def test_tests_of_programs_are_read_before_a_run_and_by_the_inspection(tmp_path: Path, capsys: Captured) -> None:
+    answers = ["assert f(1) == 2", '["f(1)"]', '{"inputs": [1]}']
+    path = write_jsonl(tmp_path / "a.jsonl", [gcd_row(i, answer=text) for i, text in enumerate(answers, 1)])
+    assert main(["data", "inspect", str(path), "reward.default=code"]) == 1
+    out, cause = capsys.readouterr().out, "reward kind 'code' cannot read the tests"
+    assert f"{path}:2: {cause} '[\"f(1)\"]': 'f(1)' asserts nothing; fix or remove the row\n" in out
+    assert out.count(cause) == 2
+    with pytest.raises(RowError, match=f":2: {cause}"):
+        read_assets(config_of(path, "reward.default=code"), 1)
+    read_assets(config_of(path), 1)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from tlt_hpc.config import EMBEDDED_MODEL, EMBEDDED_TASK, Config, ConfigError, a
 from tlt_hpc.data.inspect import Inspection, SourceCounts, inspect
 from tlt_hpc.data.reader import PromptReader
 from tlt_hpc.models.tokenizer import find_model, load_tokenizer, read_chat_format
+from tlt_hpc.rewards.judge import check_answer
 
 _SHOWN_ROWS = 20
 _COLUMNS = ("data_source", "rows", "tokens min", "median", "p95", "max", "over limit", "repeated", "no answer")
@@ -35,7 +37,8 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError(f"{EMBEDDED_TASK!r} makes its problems again at every step; give a file, folder or task")
     folder = find_model(model or config.model.path) if model or is_job else None
     tokenizer = load_tokenizer(folder) if folder else None
-    reader = PromptReader(config.data, config.run.seed, tokenizer, read_chat_format(folder) if folder else None)
+    chat, check = read_chat_format(folder) if folder else None, partial(check_answer, config.reward)
+    reader = PromptReader(config.data, config.run.seed, tokenizer, chat, check)
     found = inspect(reader, config.data.max_prompt_tokens)
     console = TextConsole(width=None if sys.stdout.isatty() else 140)
     _print(console, config, found, tokenizer is not None)

@@ -43,6 +43,7 @@ def inspect(reader: PromptReader, max_prompt_tokens: int) -> Inspection:
     for index in range(len(reader)):
         try:
             prompt = reader.read_unlimited(index)
+            reader.check(index, prompt)
         except RowError as error:
             broken.append(error)
             continue

@@ -17,7 +17,7 @@ from tlt_hpc.common.records import ChatFormat, Prompt
 from tlt_hpc.config import EMBEDDED_TASK, Config, ConfigError, DataSection
 from tlt_hpc.data.gcd import MAX_NUMBER, Split, draw_from_split
 from tlt_hpc.data.order import Draws, Refills, shuffled
-from tlt_hpc.data.reader import OverlongError, PromptReader, encode
+from tlt_hpc.data.reader import OverlongError, PromptCheck, PromptReader, encode
 
 CHECKED_ROWS = 10_000
 """Rows that are read before a run starts, those that it draws first: a second or two on one core."""
@@ -48,17 +48,18 @@ class PromptSource(Protocol):
         ...
 
 
-def open_prompts(config: Config, tokenizer: Tokenizer, chat: ChatFormat | None = None) -> PromptSource:
-    """The prompt source that the configuration names.
+def open_prompts(
+    config: Config, tokenizer: Tokenizer, chat: ChatFormat | None = None, check: PromptCheck = lambda _: None
+) -> PromptSource:
+    """The prompt source that the configuration names; the rows drawn first are checked.
 
     Raises:
         ValueError: no such file, or a row that cannot be used, or a prompt over the limit.
     """
     count, limit = config.rollout.prompts_per_step, config.data.max_prompt_tokens
     if config.data.source != EMBEDDED_TASK:
-        return FilePrompts(
-            config.data, PromptReader(config.data, config.run.seed, tokenizer, chat), config.run.seed, count
-        )
+        reader = PromptReader(config.data, config.run.seed, tokenizer, chat, check)
+        return FilePrompts(config.data, reader, config.run.seed, count)
     longest = len(encode(tokenizer, f"gcd({MAX_NUMBER},{MAX_NUMBER})="))
     if longest > limit:
         raise ConfigError(
@@ -104,7 +105,7 @@ class FilePrompts:
         passed_over = (OverlongError,) if data.overlong == "drop" else ()
         for row in sorted(shuffled(len(reader), seed, 0)[:CHECKED_ROWS].tolist()):
             with suppress(*passed_over):
-                reader.read(row)
+                reader.check(row, reader.read(row))
 
     @property
     def warning(self) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -14,6 +15,9 @@ from tlt_hpc.data.chat import ChatError, read_template
 from tlt_hpc.data.files import open_rows
 from tlt_hpc.data.rows import RowError
 from tlt_hpc.data.schema import Messages, split_row, wanted_columns
+
+PromptCheck = Callable[[Prompt], None]
+"""Raises ValueError if the reward cannot use the prompt's answer."""
 
 
 class OverlongError(RowError):
@@ -35,10 +39,15 @@ class PromptReader:
     """
 
     def __init__(
-        self, data: DataSection, seed: int, tokenizer: Tokenizer | None, chat: ChatFormat | None = None
+        self,
+        data: DataSection,
+        seed: int,
+        tokenizer: Tokenizer | None,
+        chat: ChatFormat | None = None,
+        check: PromptCheck = lambda _: None,
     ) -> None:
         self.rows = open_rows(data, seed, wanted_columns(data))
-        self._data, self._tokenizer = data, tokenizer
+        self._data, self._tokenizer, self._check = data, tokenizer, check
         self._template = read_template(data, chat or ChatFormat())
 
     def __len__(self) -> int:
@@ -70,6 +79,17 @@ class PromptReader:
         if self._tokenizer and not len(tokens):
             raise RowError(where, "prompt of 0 tokens; fix or remove the row")
         return Prompt(tokens, text, row.answer, row.source, row.extra)
+
+    def check(self, index: int, prompt: Prompt) -> None:
+        """Check that the reward can use the answer of a row that was read.
+
+        Raises:
+            RowError: it cannot.
+        """
+        try:
+            self._check(prompt)
+        except ValueError as error:
+            raise RowError(self.rows.where(index), f"{error}; fix or remove the row") from None
 
     def _text_of(self, prompt: str | Messages, where: str) -> str:
         """The text that the model is fed."""

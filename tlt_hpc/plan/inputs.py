@@ -6,6 +6,7 @@ A start reads everything with ``read_assets``; preflight calls the same checks o
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,7 @@ from tlt_hpc.models.shape import ModelShape, read_shape
 from tlt_hpc.models.tokenizer import read_chat_format
 from tlt_hpc.plan.shape_checks import check_shape, check_strategies
 from tlt_hpc.rewards.functions import check_function
+from tlt_hpc.rewards.judge import check_answer
 
 if TYPE_CHECKING:
     from tlt_hpc.mpi.node import NodeGroup
@@ -55,7 +57,7 @@ def read_assets(config: Config, num_ranks: int) -> Assets:
     check_strategies(config)
     check_reward_function(config)
     tokenizer = load_tokenizer(folder)
-    prompts = open_prompts(config, tokenizer, read_chat_format(folder))
+    prompts = open_prompts(config, tokenizer, read_chat_format(folder), partial(check_answer, config.reward))
     return Assets(folder, shape, tokenizer, check_files(folder, shape), prompts)
 
 

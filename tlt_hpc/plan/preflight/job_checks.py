@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import redirect_stderr
+from functools import partial
 from pathlib import Path
 
 from tlt_hpc.config import (
@@ -84,9 +85,11 @@ def check_data(job: PlannedJob) -> Finding:
     """Tokenizer and chat template can be read, and the first 10,000 rows drawn can be used."""
     from tlt_hpc.data.prompts import open_prompts
     from tlt_hpc.models.tokenizer import load_tokenizer, read_chat_format
+    from tlt_hpc.rewards.judge import check_answer
 
     tokenizer = load_tokenizer(job.model_folder)
-    prompts = open_prompts(job.config, tokenizer, read_chat_format(job.model_folder))
+    check = partial(check_answer, job.config.reward)
+    prompts = open_prompts(job.config, tokenizer, read_chat_format(job.model_folder), check)
     if prompts.warning:
         return warning(prompts.warning, "see tlt data inspect")
     most = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
