@@ -393,6 +393,18 @@ def test_rows_that_are_used_again_while_the_thread_is_behind(tmp_path: Path, mon
             assert_same(reader.read(len(kept) - 2, start, 20), (*kept[-2][:2], wanted))
 
 
+def test_a_long_response_is_written_without_a_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feature_writer, "PIECE_BYTES", 3_000)
+    written = list[NDArray[np.uint16]]()
+    monkeypatch.setattr(hdf5, "write_rows", lambda dataset, first, rows: written.append(rows))
+    document = make_document(1, 300, num_prompt=1)
+    writer = open_writer(tmp_path / "a.h5")
+    writer.append(*document)
+    writer.flush()
+    assert sum(map(len, written)) == 300 and all(np.shares_memory(rows, document[2]) for rows in written)
+    writer.abandon()
+
+
 def test_abandoning_does_not_write_what_is_pending(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     disk = HeldDisk(monkeypatch)
     set_block_bytes(monkeypatch, 0)

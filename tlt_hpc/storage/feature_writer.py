@@ -197,14 +197,15 @@ class FeatureCacheWriter:
         Called on the thread.
         """
         held = [(span, features) for span in spans if (features := span.features) is not None]
-        if not held:
-            return
-        rows = np.concatenate([span.rows for span, _ in held])
-        features = np.concatenate([features for _, features in held])
-        most = max(1, PIECE_BYTES // max(1, features[:1].nbytes))
-        for run in runs_of(rows):
-            for start in range(run.start, run.stop, most):
-                hdf5.write_rows(self._features, int(rows[start]), features[start : min(start + most, run.stop)])
+        small = [(span.rows, features) for span, features in held if features.nbytes < PIECE_BYTES]
+        blocks = [(span.rows, features) for span, features in held if features.nbytes >= PIECE_BYTES]
+        if small:  # joined for few calls; a long response is not, as it may have gigabytes
+            blocks.append((np.concatenate([rows for rows, _ in small]), np.concatenate([part for _, part in small])))
+        for rows, features in blocks:
+            most = max(1, PIECE_BYTES // max(1, features[:1].nbytes))
+            for run in runs_of(rows):
+                for start in range(run.start, run.stop, most):
+                    hdf5.write_rows(self._features, int(rows[start]), features[start : min(start + most, run.stop)])
         self._file.check()
         for span, _ in held:
             span.features = None
