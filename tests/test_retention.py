@@ -63,19 +63,31 @@ def test_the_shortest_are_evicted_as_many_as_it_takes():
     assert retention.num_evicted == 8
 
 
-def test_a_prompt_is_stored_once_and_goes_with_its_last_response():
+def test_a_prompt_is_stored_once_and_waits_for_a_longer_response():
     retention = Retention(100)
     assert add(retention, 20, prompt_length=11, group=1) and add(retention, 30, prompt_length=11, group=1)
     assert retention.space.num_free == 40
-    assert add(retention, 55, group=2)
-    assert lengths(retention) == [30, 55] and [len(prompt.tokens) for prompt in retention.prompts] == [11, 1]
-    assert add(retention, 33, prompt_length=11, group=1, first=10), "its own prompt stays while its responses go"
-    assert lengths(retention) == [55, 33] and retention.space.num_free == 2
-    assert add(retention, 100, group=2) and [len(prompt.tokens) for prompt in retention.prompts] == [1]
+    assert add(retention, 60, group=2)
+    assert lengths(retention) == [30, 60] and [len(prompt.tokens) for prompt in retention.prompts] == [11, 1]
+    assert add(retention, 80, group=2), "the first prompt stays without a response"
+    assert lengths(retention) == [80] and len(retention.prompts) == 1 and retention.space.num_free == 10
+    assert add(retention, 85, prompt_length=11, group=1, first=10), "its prompt came with an earlier one"
+    assert [len(prompt.tokens) for prompt in retention.prompts] == [11] and retention.space.num_free == 5
+
+
+def test_unused_prompts_are_evicted_before_responses_the_oldest_first():
+    retention = Retention(100)
+    add(retention, 1, prompt_length=11, group=1)
+    add(retention, 2, prompt_length=16, group=2)
+    assert add(retention, 75, group=3) and retention.space.num_free == 0
+    assert add(retention, 4, prompt_length=5, group=4) and retention.space.num_free == 2, "in the rows of prompt 1"
+    assert add(retention, 3, prompt_length=16, group=2, first=15) is False, "only longer responses could make room"
+    assert add(retention, 16, group=5) and retention.space.num_free == 1, "in the rows of prompt 2"
+    assert lengths(retention) == [75, 4, 16]
 
 
 def test_a_late_response_outlives_its_prompt():
-    """The group's tail comes without the prompt's rows, which were freed when its short response was evicted."""
+    """The group's tail comes without the prompt's rows, which were needed after its short response was evicted."""
     retention = Retention(100)
     add(retention, 5, prompt_length=21, group=1)
     assert add(retention, 90, group=2) and len(retention.prompts) == 1
@@ -96,23 +108,27 @@ def test_a_short_response_with_a_long_prompt_takes_nothing_from_longer_ones():
 @given(st.lists(st.tuples(st.sampled_from([3, 5, 8, 13, 21, 34, 55, 89]), st.integers(0, 5)), max_size=120))
 def test_against_a_plain_model(responses):
     """A list of (length, number, group) says who is kept; group g has a prompt of 3 g rows."""
-    retention, kept = Retention(300), list[tuple[int, int, int]]()
+    retention, kept, stored = Retention(300), list[tuple[int, int, int]](), list[int]()
 
-    def used(entries):
-        return sum(length for length, _, _ in entries) + sum(3 * group for group in {group for _, _, group in entries})
+    def used(entries, groups):
+        return sum(length for length, _, _ in entries) + sum(3 * group for group in groups)
 
     for number, (length, group) in enumerate(responses):
-        entry = (length, number, group)
-        shorter, victims = sorted(other for other in kept if other[0] < length), list[tuple[int, int, int]]()
-        left = kept
-        while shorter and used([*left, entry]) > 300:
-            victims.append(shorter.pop(0))
-            left = [other for other in kept if other not in victims]
-        fits = used([*left, entry]) <= 300
-        kept = [*left, entry] if fits else kept
+        entry, groups = (length, number, group), [*stored, *({group} - {*stored})]
+        users = {other[2]: max(each[0] for each in kept if each[2] == other[2]) for other in kept}
+        order = [("prompt", other) for other in stored if other not in users]
+        order += [("response", other) for other in sorted(kept) if other[0] < length]
+        order += [("prompt", other) for other in stored if users.get(other, length) < length]
+        left = [*kept, entry]
+        for kind, victim in order:
+            if used(left, groups) > 300 and (kind, victim) != ("prompt", group):
+                (groups if kind == "prompt" else left).remove(victim)
+        fits = used(left, groups) <= 300
+        kept, stored = (left, groups) if fits else (kept, stored)
         assert add(retention, length, 3 * group + 1, group) == fits
         assert lengths(retention) == [length for length, _, _ in kept]
-        assert 300 - retention.space.num_free == used(kept)
+        assert 300 - retention.space.num_free == used(kept, stored)
+        assert {len(prompt.tokens) for prompt in retention.prompts} == {3 * group + 1 for _, _, group in kept}
         assert Counter(len(response.prompt.tokens) for response in retention.responses) == Counter(
             3 * group + 1 for _, _, group in kept
         )

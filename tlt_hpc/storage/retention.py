@@ -1,14 +1,14 @@
 """Which responses of a step are kept within so many rows of features: the shortest are evicted first.
 
-The rows of a prompt are stored once for all its responses, and are freed with the last of these. The tail of a rollout
-comes last and matters most, so a response that needs room takes it from shorter ones, never from one as long. The rows
-of a prompt come with its first response only: if they have been freed when a later response comes, that response is
-kept after the prompt's last token alone, which takes no rows.
+The rows of a prompt are stored once for all its responses. The tail of a rollout comes last and matters most, so a
+response that needs room takes it from shorter ones, never from one as long. The rows of a prompt come with its first
+response only, so they stay when its responses are evicted, for a longer one that may follow, until the rows are needed:
+the oldest such prompt is evicted first. A response that comes later still is kept after the prompt's last token alone,
+which takes no rows.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -26,6 +26,7 @@ class Span:
     rows: NDArray[np.int64]
     features: NDArray[np.uint16] | None = None
     """[m, layer, hidden], until they are in the file."""
+    is_kept: bool = True
 
 
 @dataclass(eq=False)
@@ -33,7 +34,6 @@ class StoredResponse(Span):
     """A response of R tokens with R features: of the prompt's last token, then of its own but the last."""
 
     prompt: Span = field(kw_only=True)
-    is_kept: bool = True
 
 
 class RowSpace:
@@ -72,7 +72,8 @@ class Retention:
     @property
     def prompts(self) -> list[Span]:
         """Prompts of the kept responses, in order of arrival."""
-        return list(self._prompts.values())
+        used = {response.prompt for response in self.responses}
+        return [prompt for prompt in self._prompts.values() if prompt in used]
 
     def add(
         self, tokens: NDArray[np.int32], prompt_length: int, features: NDArray[np.uint16], first: int = 0
@@ -99,29 +100,30 @@ class Retention:
         return [*added, self.responses[-1]]
 
     def _make_room(self, num_rows: int, length: int, own: Span | None) -> bool:
-        """Evict the shortest of the responses below ``length`` rows until ``num_rows`` are free, but not ``own``.
+        """Evict until ``num_rows`` are free: unused prompts but ``own``, then the shortest responses below ``length``.
 
-        Nothing is evicted, and False returned, where all of them would not do.
+        A prompt whose last response is evicted follows when no shorter response is left. Nothing is evicted, and False
+        returned, where all of them would not do.
         """
         if self.space.num_free >= num_rows:
             return True
-        room, victims = self.space.num_free, set[StoredResponse]()
-        users = Counter([own, *(response.prompt for response in self.responses)])
-        for response in sorted(self.responses, key=lambda response: len(response.rows)):
-            if room >= num_rows or len(response.rows) >= length:
+        shorter = [response for response in self.responses if len(response.rows) < length]
+        used = {own, *(response.prompt for response in self.responses)}
+        needed = {own, *(response.prompt for response in self.responses if len(response.rows) >= length)}
+        unused = [prompt for prompt in self._prompts.values() if prompt not in used]
+        last = [prompt for prompt in self._prompts.values() if prompt in used - needed]
+        room, victims = self.space.num_free, set[Span]()
+        for span in [*unused, *sorted(shorter, key=lambda response: len(response.rows)), *last]:
+            if room >= num_rows:
                 break
-            victims.add(response)
-            users[response.prompt] -= 1
-            room += len(response.rows) + (0 if users[response.prompt] else len(response.prompt.rows))
+            victims.add(span)
+            room += len(span.rows)
         if room < num_rows:
             return False
+        self.num_evicted += sum(response in victims for response in self.responses)
         self.responses = [response for response in self.responses if response not in victims]
-        unused = [prompt for prompt in self.prompts if not users[prompt]]
-        self._prompts = {key: prompt for key, prompt in self._prompts.items() if users[prompt]}
-        for response in victims:
-            response.is_kept = False
-        for span in (*victims, *unused):
-            span.features = None
+        self._prompts = {key: prompt for key, prompt in self._prompts.items() if prompt not in victims}
+        for span in victims:
+            span.is_kept, span.features = False, None
             self.space.give_back(span.rows)
-        self.num_evicted += len(victims)
         return True
