@@ -86,6 +86,7 @@ def test_a_start_at_work_is_found_and_one_that_stands_still_is_not(tmp_path, clo
     claim_owner(tmp_path, "first")
     with Living(tmp_path, clock):
         assert re.fullmatch(r"process \d+ on \S+", find_at_work(tmp_path))
+    assert clock.now <= HEARTBEAT_SECONDS + 0.25, "the first movement is enough"
     assert find_at_work(tmp_path) == ""
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -151,6 +152,42 @@ def test_a_command_ends_silently_when_the_reader_of_its_output_closes(
     )
     os.close(writer)
     assert done.stderr == b"" and done.returncode == 141
+
+
+RANKS = """
+import os, sys
+from tlt_hpc.cluster import local
+script = "for i in 1 2 3 4 5 6; do echo line $i || exit 7; echo error $i >&2 || exit 8; sleep 0.1; done; touch done"
+local.launch_command = lambda num_ranks, arguments: ["/bin/sh", "-c", script]
+local.become_ranks(2, [], "")
+"""
+
+
+@pytest.mark.parametrize("both", [False, True])
+def test_what_is_started_outlives_the_reader_of_its_output(tmp_path: Path, both: bool) -> None:
+    """mpiexec ends with an error where it cannot write, and its ranks with it."""
+    errors = subprocess.STDOUT if both else subprocess.PIPE
+    command = [sys.executable, "-c", RANKS]
+    started = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, cwd=tmp_path, env=environment())
+    assert started.stdout is not None and started.stdout.readline() == b"line 1\n"
+    started.stdout.close()
+    told = started.stderr.read() if started.stderr else b""
+    assert started.wait(30) == 0 and (tmp_path / "done").exists()
+    assert both or told.count(b"error") == 6
+
+
+def test_a_signal_to_the_group_ends_no_output_before_its_time(tmp_path: Path) -> None:
+    """As ``timeout`` sends it: ranks that save because of it still write."""
+    ranks = RANKS.replace('script = "', "script = \"trap '' TERM; ")
+    command = [sys.executable, "-c", ranks]
+    started = subprocess.Popen(
+        command, stdout=subprocess.PIPE, cwd=tmp_path, env=environment(), stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )  # fmt: skip
+    assert started.stdout is not None and started.stdout.readline() == b"line 1\n"
+    os.killpg(started.pid, signal.SIGTERM)
+    assert started.stdout.read().count(b"line") == 5
+    assert started.wait(30) == 0 and (tmp_path / "done").exists()
 
 
 # -- a start --------------------------------------------------------------------------------------------------------

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import stat
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -88,7 +90,35 @@ def _job_variables(job: str) -> dict[str, str]:
     return {JOB_FILE: job, JOB_TEXT: os.fsdecode(Path(job).read_bytes())}
 
 
+def outlive_readers() -> None:
+    """Put ``tee`` before each pipe that we write to: mpiexec kills its ranks if it cannot write.
+
+    ``tee`` reads on after its reader has ended, as where Ctrl-C ends all of ``tlt train job.toml | tee log``, until all
+    that write to it have ended. No signal to our process group ends it, and SIGPIPE stays ignored.
+    """
+    tees: dict[tuple[int, int], subprocess.Popen[bytes]] = {}
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+        end = os.fstat(stream.fileno())
+        if not (stat.S_ISFIFO(end.st_mode) or stat.S_ISSOCK(end.st_mode)):
+            continue
+        pipe = end.st_dev, end.st_ino
+        if pipe not in tees:  # both streams in one pipe keep their order
+            tees[pipe] = subprocess.Popen(
+                ["tee", os.devnull],
+                stdin=subprocess.PIPE,
+                stdout=stream.fileno(),
+                stderr=subprocess.DEVNULL,
+                restore_signals=False,
+                start_new_session=True,
+            )
+        inlet = tees[pipe].stdin
+        assert inlet is not None
+        os.dup2(inlet.fileno(), stream.fileno())
+
+
 def become_ranks(num_ranks: int, arguments: Sequence[str], job: str) -> None:
     """Replace this process by mpiexec with the ranks; does not return."""
     command = launch_command(num_ranks, arguments)
+    outlive_readers()
     os.execve(command[0], command, launch_environment(num_ranks, os.environ, job))

@@ -113,20 +113,20 @@ def agree_on_owner(world: World, status: Path, start: str) -> None:
 def find_at_work(status: Path) -> str:
     """Job, process and host of a start that works in a folder now; empty if none moves its heartbeat."""
     owner = read_owner(status)
-    if owner is None or not _is_alive(status, "", HEARTBEAT_WAIT_SECONDS, HEARTBEAT_WAIT_SECONDS + 1.0):
+    if owner is None or not _is_alive(status, "", HEARTBEAT_WAIT_SECONDS, max_wait_seconds=0.0):
         return ""
     return owner.name
 
 
 def _is_alive(status: Path, start: str, quiet_seconds: float, max_wait_seconds: float) -> bool:
-    """Whether another start than ``start`` still moves its heartbeat after ``max_wait_seconds``.
+    """Whether another start than ``start`` moves its heartbeat, and still does so after ``max_wait_seconds``.
 
     Returns False as soon as it has ended, or has left no sign of life for ``quiet_seconds``.
     """
     began = moved = time.monotonic()
     seen = _last_sign(status, start)
     while seen is not None and time.monotonic() - moved < quiet_seconds:
-        if time.monotonic() - began >= max_wait_seconds:
+        if moved > began and time.monotonic() - began >= max_wait_seconds:
             return True
         time.sleep(_LOOK_SECONDS)
         latest = _last_sign(status, start)
