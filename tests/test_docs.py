@@ -1,4 +1,4 @@
-"""The pages: links lead somewhere, commands parse, keys exist, and docs/files.md names what files really hold."""
+"""The pages: links have targets, commands parse, options and keys exist, and words are standard."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def anchors_of(page: Path) -> set[str]:
 
 
 def links_of(page: Path) -> list[str]:
-    """Targets of links and pictures that are no addresses."""
+    """Targets of links and pictures inside the repository."""
     bare = re.sub(r"`[^`]*`", "", prose_of(page))
     found = re.findall(r"\]\(([^)\s]+)\)", bare) + re.findall(r'(?:src|srcset|href)="([^"]+)"', bare)
     return [target for target in found if not re.match(r"[a-z]+:", target)]
@@ -92,7 +92,7 @@ def commands_of(page: Path) -> Iterator[Command]:
 
 
 def without_assignments(words: list[str]) -> list[str]:
-    """What is run, without the variables and the loop's word before it."""
+    """A command without the variables and the ``do`` before it."""
     while words and (re.match(r"[A-Z_]+=", words[0]) or words[0] == "do"):
         words = words[1:]
     return words
@@ -131,13 +131,10 @@ def test_pages_are_linked_from_the_readme() -> None:
 
 
 def test_files_that_are_named_exist() -> None:
-    """In inline code: what lies in the clone, not in a run."""
-    for page in PAGES:
-        for code in inline_code(page):
-            for name in re.findall(
-                r"(?<![\w/.-])((?:tlt_hpc|tools|sbatch|jobs|tests|docs)/[\w./-]+\.(?:py|sh|toml|md))", code
-            ):
-                assert (ROOT / name).exists(), f"{page.name}: {code}"
+    """Names in inline code of files in the clone."""
+    pattern = r"(?<![\w/.-])((?:tlt_hpc|tools|sbatch|jobs|tests|docs)/[\w./-]+\.(?:py|sh|toml|md))"
+    named = {(page.name, name) for page in PAGES for code in inline_code(page) for name in re.findall(pattern, code)}
+    assert not [(page, name) for page, name in named if not (ROOT / name).exists()]
 
 
 def test_every_part_of_the_package_is_on_the_page_about_the_code() -> None:
@@ -151,7 +148,7 @@ def test_every_part_of_the_package_is_on_the_page_about_the_code() -> None:
 
 
 def check_keys(config: str | None, overrides: list[str], where: object) -> None:
-    """Overrides of a job that is here make a configuration; of another, or a template, their keys exist."""
+    """Overrides of an existing job make a configuration; the keys of other overrides exist."""
     overrides = [override for override in overrides if not override.startswith("section.key=")]
     job = None if config is None else re.sub(r"^0/", "", config)  # "$PROJECT/jobs/qwen7b.toml"
     if job is not None and (ROOT / job).is_file():
@@ -161,7 +158,7 @@ def check_keys(config: str | None, overrides: list[str], where: object) -> None:
 
 
 def check_tlt(words: list[str], where: object) -> None:
-    """The words behind ``tlt``, by its own parser."""
+    """The words after ``tlt`` satisfy its own parser."""
     try:
         options = parse(words)
     except SystemExit as error:
@@ -174,7 +171,7 @@ def test_commands_of_tlt_parse(command: Command) -> None:
     check_tlt(command.words[1:], command)
 
 
-# Words that the project has no use for, with what to write instead; matched in text, not in code or program output.
+# Non-standard words with their replacements; matched in text, not in code or program output.
 BANNED = {
     r"go(es)? on|going on|went on": "resumes, continues",
     r"mend(s|ed|ing)?": "fix",
@@ -227,17 +224,11 @@ def test_comments_docstrings_and_messages_use_standard_words() -> None:
 def test_batch_scripts_take_what_they_are_given(command: Command) -> None:
     given = after(command.words, r"sbatch/\w+\.sh")
     assert given, f"{command}: names no script in sbatch/"
-    script = text_of(ROOT / given[0])
-    what, job = re.search(r"-m tlt_hpc (\w+)", script), re.search(r"jobs/\w+\.toml", script)
-    assert what
-    arguments = given[1:]
-    if what[1] == "train":
-        assert job
-        arguments = [job[0], *arguments]
-    elif what[1] == "warmup" and not arguments:
-        assert job
-        arguments = [job[0]]
-    check_tlt([what[1], *arguments], command)
+    script, arguments = text_of(ROOT / given[0]), given[1:]
+    (what,), job = re.findall(r"-m tlt_hpc (\w+)", script)[:1], re.findall(r"jobs/\w+\.toml", script)[:1]
+    if what == "train" or (what == "warmup" and not arguments):
+        arguments = [*job, *arguments]
+    check_tlt([what, *arguments], command)
 
 
 def test_targets_of_make_exist() -> None:
@@ -248,7 +239,7 @@ def test_targets_of_make_exist() -> None:
 
 
 def options_of(parser: argparse.ArgumentParser) -> set[str]:
-    """All its options, and those of its commands."""
+    """Options of a parser and of its commands."""
     found = set(parser._option_string_actions)
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
@@ -257,20 +248,15 @@ def options_of(parser: argparse.ArgumentParser) -> set[str]:
 
 
 def test_commands_in_the_text_are_known() -> None:
-    """``tlt plan --shape X`` within a sentence may leave the rest away, but names no option that is not there."""
+    """``tlt plan --shape X`` within a sentence may be incomplete, but its options must exist."""
     commands = make_parser()._subparsers._group_actions[0].choices  # type: ignore[union-attr]
     assert isinstance(commands, dict)
-    seen = 0
-    for page in PAGES:
-        for code in inline_code(page):
-            match = re.match(r"(?:\.venv/bin/)?tlt ([a-z][a-z-]*)(.*)", code)
-            if match is None:
-                continue
-            assert match[1] in commands, f"{page.name}: {code}"
-            named = set(re.findall(r"(?<=\s)--[a-z][a-z-]*", match[2]))
-            assert named <= options_of(commands[match[1]]), f"{page.name}: {code}"
-            seen += 1
-    assert seen > 30
+    pattern = r"(?:\.venv/bin/)?tlt ([a-z][a-z-]*)(.*)"
+    found = [match for page in PAGES for code in inline_code(page) if (match := re.match(pattern, code))]
+    assert len(found) > 30
+    for match in found:
+        named = set(re.findall(r"(?<=\s)--[a-z][a-z-]*", match[2]))
+        assert match[1] in commands and named <= options_of(commands[match[1]]), match[0]
 
 
 def test_tools_have_the_options_that_pages_give_them() -> None:
