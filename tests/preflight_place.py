@@ -1,4 +1,4 @@
-"""A place where a job is well: a model, a data set, a Slurm of shell scripts; which tests damage."""
+"""A correct environment for a job: a model, a data set, a Slurm of shell scripts. Tests plant problems in it."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ srun --mpi="$TLT_SRUN_MPI" python -m mpi4py -m tlt_hpc train jobs/tiny.toml
 
 @dataclass
 class Place:
-    """Where a job is well, and what tests change in it."""
+    """A correct environment for a job, and methods to change it."""
 
     path: Path
     monkeypatch: pytest.MonkeyPatch
     arguments: list[str] = field(default_factory=list)
-    """Of the command, behind the job."""
+    """Arguments of the command after the job."""
 
     @property
     def model(self) -> Path:
@@ -101,7 +101,7 @@ class Place:
 
 
 def make_place(path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
-    """The embedded model, forty problems, and MPI as it answers where it is well, without starting it."""
+    """The embedded model, forty problems, and the answers of a working MPI, without starting it."""
     place = Place(path, monkeypatch)
     shutil.copytree(embedded("tiny"), place.model)
     rows = [{"prompt": f"gcd({2 * n},{3 * n})=", "answer": str(n)} for n in range(1, 41)]

@@ -48,15 +48,9 @@ def inline_code(page: Path) -> list[str]:
 
 def anchors_of(page: Path) -> set[str]:
     """The anchors of a page's headings, as GitHub makes them."""
-    anchors: set[str] = set()
-    for heading in re.findall(r"^#+ +(.+?) *$", prose_of(page), re.MULTILINE):
-        plain = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading)
-        slug = re.sub(r"[^\w\- ]", "", plain.lower()).replace(" ", "-")
-        number, name = 1, slug
-        while name in anchors:
-            name, number = f"{slug}-{number}", number + 1
-        anchors.add(name)
-    return anchors
+    headings = re.findall(r"^#+ +(.+?) *$", prose_of(page), re.MULTILINE)
+    plain = [re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).lower() for heading in headings]
+    return {re.sub(r"[^\w\- ]", "", text).replace(" ", "-") for text in plain}
 
 
 def links_of(page: Path) -> list[str]:

@@ -11,6 +11,7 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -36,7 +37,6 @@ from tlt_hpc.storage.folder import RunFolder
 
 H, INNER, V, W, QUERIES, KEYS = 128, 256, 24, 7, 128, 64
 IDS = [2, 3, 5, 8, 13, 17, 19]
-THREE = ["config.json", "README.md", "model.safetensors"]
 
 LAYER = {
     "self_attn.q_proj.weight": (QUERIES, H),
@@ -159,7 +159,7 @@ def run(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(("kind", "form"), CASES)
 def test_names_sizes_types_and_config_are_exactly_those_of_the_format(kind, form, tmp_path, target):
     out = exported(kind, form, tmp_path, target.shape)
-    assert sorted(path.name for path in out.iterdir()) == sorted(THREE)
+    assert {path.name for path in out.iterdir()} == {"config.json", "README.md", "model.safetensors"}
     tensors = load_file(out / "model.safetensors")
     assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == SIZES[kind, form]
     types = {name: tensor.dtype for name, tensor in tensors.items()}
@@ -342,10 +342,7 @@ def test_an_export_that_fails_keeps_the_one_before(run, capsys, monkeypatch):
     assert tlt(run, "--format", "vllm", "--step", 10, "--output", run / "out") == 0
     capsys.readouterr()
     before = (run / "out" / "model.safetensors").read_bytes()
-
-    def full(path):
-        raise OSError(28, "No space left on device")
-
+    full = Mock(side_effect=OSError(28, "No space left on device"))
     monkeypatch.setattr("tlt_hpc.export.writer.sync", full)
     assert tlt(run, "--format", "vllm", "--output", run / "out") == 2
     assert "No space left on device" in error_of(capsys)

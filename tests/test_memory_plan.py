@@ -241,10 +241,7 @@ def test_it_fits_or_it_does_not(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, _ = command(capsys, QWEN, "--gpus", "8", "--host-memory", "300")
     assert status == 1 and "more than the 300.0 GB of each node's host memory" in out
     status, out, _ = command(capsys, QWEN, "--gpus", "8", "--gpu-memory", "40")
-    found = re.fullmatch(r"Fits with (.+): ([\d.]+ GB a GPU) in the phase 'update'\.", out.splitlines()[-1])
-    assert status == 1 and found is not None
-    status, out, _ = command(capsys, QWEN, "--gpus", "8", "--gpu-memory", "40", *found[1].split())
-    assert status == 0 and f"Fits. Peak {found[2]}" in out and "Fits with" not in out
+    assert status == 1 and re.search(r"\nFits with (.+): ([\d.]+ GB a GPU) in the phase 'update'\.$", out.rstrip())
     status, out, _ = command(capsys, QWEN, "--gpus", "8", "--gpu-memory", "16")
     assert status == 1 and "GB more than the 16.0 GB of each GPU. More ranks share out more." in out.splitlines()[-1]
 

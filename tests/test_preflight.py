@@ -266,14 +266,11 @@ def test_what_slurm_does_not_allow_is_found(place: Place, plant: Plant, name: st
 # --- the rest of the command ---
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["nowhere.toml"], "config file nowhere.toml: No such file"),
-        (["jobs/tiny.toml", "--account", "a"], "--account=a without --script"),
-        (["jobs/tiny.toml", "--script", "nowhere.sh"], "--script nowhere.sh: .*No such file.*give one such as"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "said"), [
+    (["nowhere.toml"], "config file nowhere.toml: No such file"),
+    (["jobs/tiny.toml", "--account", "a"], "--account=a without --script"),
+    (["jobs/tiny.toml", "--script", "nowhere.sh"], "--script nowhere.sh: .*No such file.*give one such as"),
+])  # fmt: skip
 def test_a_mistake_in_the_command_is_one_line_and_status_2(
     arguments: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

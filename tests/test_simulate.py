@@ -91,9 +91,7 @@ def test_harvested_time_is_idle_time_and_tokens_are_conserved(rows: list[list[in
 
 @settings(max_examples=60, deadline=None)
 @given(LENGTHS, st.lists(st.floats(0.3, 3.0), min_size=5, max_size=5), st.integers(1, 5))
-def test_speculation_never_loses_where_the_chooser_is_right(
-    rows: list[list[int]], gains: list[float], live: int
-) -> None:
+def test_chosen_speculation_never_loses(rows: list[list[int]], gains: list[float], live: int) -> None:
     plain = costs_of([1.0, 1.2, 1.4, 1.6, 1.8], position=1e-3)
     fast = with_speed_ups(plain, {"drafter-4": gains})
     setting, lengths = Setting(max_live=live), lengths_of(*rows)
@@ -127,13 +125,9 @@ def reference(lengths: Sequence[int], costs: TokenCosts, max_live: int, prompt: 
 
 @settings(max_examples=80, deadline=None)
 @given(
-    st.lists(st.integers(1, 30), min_size=1, max_size=14),
-    st.integers(1, 6),
-    st.lists(st.floats(0.2, 3.0), min_size=6, max_size=6),
-    st.integers(0, 6),
-    st.floats(0, 1e-2),
-    st.floats(0, 5),
-)
+    st.lists(st.integers(1, 30), min_size=1, max_size=14), st.integers(1, 6),
+    st.lists(st.floats(0.2, 3.0), min_size=6, max_size=6), st.integers(0, 6), st.floats(0, 1e-2), st.floats(0, 5),
+)  # fmt: skip
 def test_the_walk_is_the_token_by_token_simulation(
     lengths: list[int], live: int, gains: list[float], threshold: int, position: float, prompt: float
 ) -> None:
@@ -198,12 +192,8 @@ def write_run(
         for rank, (shard, spans) in enumerate(zip(shards, all_spans, strict=True)):
             write_step(run.rollout_log(step, rank), _record(step, rank, num_ranks, shard, spans))
         seconds = max(took) + STOP_SECONDS
-        lines.append({
-            "training/global_step": step,
-            "rollout/seconds": seconds,
-            "timing_s/step": seconds + 2.0 + 0.1 * sum(map(sum, shards)),
-            "rollout/stop_latency_seconds": STOP_SECONDS,
-        })  # fmt: skip
+        line = {"training/global_step": step, "rollout/seconds": seconds, "rollout/stop_latency_seconds": STOP_SECONDS}
+        lines.append({**line, "timing_s/step": seconds + 2.0 + 0.1 * sum(map(sum, shards))})
     run.metrics.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     return folder
 
@@ -308,8 +298,6 @@ def test_from_a_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     tokens = read_run(Path(folder)).lengths.sum((1, 2)).mean()
     other = row["step_seconds"] - row["rollout_seconds"]
     assert row["gain"] == 1.0 and other == pytest.approx(2 + 0.1 * tokens, rel=0.2)
-    (row,) = simulated(capsys, "--from", folder, "run.num_steps=7", "--nodes", "1")["rows"]
-    assert row["gpu_hours"] == pytest.approx(7 * 2 * row["step_seconds"] / 3600)
 
 
 def test_the_paper_is_predicted_within_a_tenth() -> None:
@@ -320,14 +308,11 @@ def test_the_paper_is_predicted_within_a_tenth() -> None:
     assert predicted == pytest.approx([1.21, 1.45, 1.62, 1.76, 1.83, 2.12], rel=0.10)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ([], "nothing to simulate"),
-        ([QWEN, "--from", "/nowhere"], "/nowhere does not exist"),
-        ([QWEN, "rollout.tensor_parallel=3"], "tensor_parallel"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "words"), [
+    ([], "nothing to simulate"),
+    ([QWEN, "--from", "/nowhere"], "/nowhere does not exist"),
+    ([QWEN, "rollout.tensor_parallel=3"], "tensor_parallel"),
+])  # fmt: skip
 def test_mistakes_end_as_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str], words: str) -> None:
     status = main(["simulate", *arguments])
     out, err = capsys.readouterr()
