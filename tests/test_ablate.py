@@ -1,15 +1,12 @@
-"""tlt ablate: what its arms are, what it reads from their logs, and that it can be resumed."""
+"""tlt ablate: its arms, the figures that it reads from their logs, and how it is resumed."""
 
 from __future__ import annotations
 
 import json
 import math
-import os
 import random
-import signal
 import subprocess
 import sys
-import time
 from argparse import Namespace
 from contextlib import nullcontext
 from pathlib import Path
@@ -24,7 +21,7 @@ from tlt_hpc.mpi.world import World
 from tlt_hpc.resume.finished import record_finished
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.studies import ablate as study
-from tlt_hpc.studies.ablate import AblationFigures, Passes, gain_of, ratio
+from tlt_hpc.studies.ablate import AblationFigures, Passes, gain_of
 from tlt_hpc.studies.ablation_plan import ARMS, Ablation, describe, plan_ablation
 from tlt_hpc.train import RunResult
 
@@ -36,7 +33,7 @@ def plan(folder: Path, *overrides: str, steps: int = 2, arms: str | None = None)
     return plan_ablation(load_config(TINY, [f"run.folder={folder}", *overrides]), Namespace(steps=steps, arms=arms))
 
 
-def test_arms_differ_in_what_they_are_named_after_and_in_nothing_else(tmp_path):
+def test_arms_differ_only_in_the_keys_that_they_are_named_after(tmp_path):
     config = load_config(TINY, ["algorithm.rollout_correction=tis"])
     ablation, changed = Ablation(config, tuple(ARMS), 7), {}
     for arm in ARMS:
@@ -69,7 +66,7 @@ def test_arms_differ_in_what_they_are_named_after_and_in_nothing_else(tmp_path):
         ('speculation.strategies=["ngram-4"]', set(ARMS) - {"plain", "ngram"}),
     ],
 )
-def test_arms_by_default_are_those_that_show_something(tmp_path, override, missing):
+def test_default_arms_leave_out_those_that_change_nothing(tmp_path, override, missing):
     ablation = plan(tmp_path, override)
     assert set(ARMS) - set(ablation.arms) == missing
     assert f"{ablation.folder}: 2 steps of each arm on 4 ranks" in describe(ablation, 4)
@@ -80,9 +77,7 @@ def test_arms_by_default_are_those_that_show_something(tmp_path, override, missi
     [
         (["--arms", "plain,tial"], "no arm 'tial'; use plain, ngram"),
         (["--arms", "frozen", "drafter.init=random"], "leaves nothing to freeze"),
-        (["--arms", "tail", 'speculation.strategies=["ngram-4"]'], "no strategy uses the drafter"),
         (["--steps", "0"], "--steps 0 compares nothing"),
-        (["drafter.init=nowhere"], "drafter.init = 'nowhere'"),
     ],
 )
 def test_mistakes_are_one_line(capsys, tmp_path, arguments, said):
@@ -102,14 +97,14 @@ def test_an_ablation_may_grow_but_not_change(tmp_path):
     assert study.finished_arms(begun) == {"tail": "abc"}
     grown = plan(tmp_path, steps=6, arms="tail,frozen")
     assert grown.arms == ("frozen", "tail")
-    assert study.finished_arms(grown) == {}, "it has not taken the new steps yet"
+    assert study.finished_arms(grown) == {}, "the new steps are missing"
     with pytest.raises(ConfigError, match="is of 4 steps; give --steps 4 or more"):
         plan(tmp_path, steps=3)
     with pytest.raises(ConfigError, match=r"has drafter.micro_step_seconds = 0.03, now 0.1"):
         plan(tmp_path, "drafter.micro_step_seconds=0.1", steps=4)
 
 
-def test_arms_run_in_order_and_a_second_start_does_only_what_is_left(tmp_path, monkeypatch):
+def test_arms_run_in_order_and_a_second_start_runs_only_the_missing_ones(tmp_path, monkeypatch):
     names: list[str] = []
 
     def fake_run(config, world, reporter) -> RunResult:
@@ -135,7 +130,7 @@ def test_arms_run_in_order_and_a_second_start_does_only_what_is_left(tmp_path, m
 
 
 def figures_of(tmp_path, held_out: dict[str, Passes], *, tie_guard: bool = True, **changes) -> AblationFigures:
-    """The arms ``frozen`` and ``tail``, of which ``tail`` has the changes."""
+    """Figures of the arms ``frozen`` and ``tail``; the changes apply to ``tail``."""
     comparison = compared(tmp_path, ("frozen", "tail"), tie_guard=tie_guard, **changes)
     return AblationFigures(comparison, held_out)
 
@@ -173,27 +168,17 @@ def test_texts_that_differ_are_an_error_only_with_the_tie_guard(tmp_path, tie_gu
     assert "3.955 on held-out prompts, the frozen one 1.905: +107.6 % (±" in figures.verdict()
 
 
-def paired(source: random.Random) -> tuple[float, float]:
-    sizes = [source.uniform(1, 5) for _ in range(60)]
-    gain = ratio([2 * s + source.gauss(0, 0.4) for s in sizes], [s + source.gauss(0, 0.3) for s in sizes])
-    return gain.share, gain.error
+def test_the_error_of_a_gain_is_its_spread_over_repetitions():
+    source = random.Random(0)
 
-
-def unpaired(source: random.Random) -> tuple[float, float]:
     def draw(accept_length: float) -> Passes:
         passes = [source.randint(10, 60) for _ in range(60)]
         return Passes(tuple(round(p * source.gauss(accept_length, 0.4)) for p in passes), tuple(passes))
 
-    gain = gain_of(draw(3.0), draw(2.0))
-    return gain.share, gain.error
-
-
-@pytest.mark.parametrize(("draw", "share"), [(paired, 1.0), (unpaired, 0.5)])
-def test_the_error_of_a_gain_is_its_spread_over_repetitions(draw, share):
-    source = random.Random(0)
-    shares, errors = np.array([draw(source) for _ in range(400)]).T
-    assert shares.mean() == pytest.approx(share, abs=0.01)
-    assert errors.mean() == pytest.approx(shares.std(), rel=0.1)
+    gains = [gain_of(draw(3.0), draw(2.0)) for _ in range(400)]
+    shares, errors = [gain.share for gain in gains], [gain.error for gain in gains]
+    assert np.mean(shares) == pytest.approx(0.5, abs=0.01)
+    assert np.mean(errors) == pytest.approx(np.std(shares), rel=0.1)
     gain = gain_of(Passes((8,), (2,)), Passes((8,), (4,)))
     assert gain.share == 1.0 and math.isnan(gain.error) and gain.verb.startswith("does not differ")
 
@@ -206,24 +191,14 @@ SMALL = [
 
 @pytest.mark.mpi
 @pytest.mark.ci
-def test_killed_and_resumed_it_has_the_same_text(tmp_path):
+def test_an_ablation_on_two_ranks(tmp_path):
     asked = ["--steps", "2", "--arms", "frozen,tail", f"run.folder={tmp_path}", *SMALL]
     command = [sys.executable, "-m", "tlt_hpc", "ablate", str(TINY), *asked]
-    folder = tmp_path / "tiny-ablate"
-    with (tmp_path / "log").open("w+") as log:
-        process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, start_new_session=True)
-        while not (folder / "tail" / "config.toml").exists():
-            assert process.poll() is None, "it ended before"
-            time.sleep(0.02)
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-    before = (folder / "frozen" / "metrics.jsonl").stat().st_mtime_ns
     done = subprocess.run(command, check=False, cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     assert "tokens equal: yes (0 mismatched); rewards equal: yes; final policy weights equal: yes" in done.stdout
     assert "Training in the tail" in done.stdout
-    assert (folder / "frozen" / "metrics.jsonl").stat().st_mtime_ns == before
-    tree = json.loads((folder / "figures.json").read_text())
+    tree = json.loads((tmp_path / "tiny-ablate" / "figures.json").read_text())
     assert tree["runs"]["tail"]["drafter_steps"] > 0 == tree["runs"]["frozen"]["drafter_steps"]
     assert tree["held_out"]["tail"]["tokens"] == tree["held_out"]["frozen"]["tokens"]
     assert all(found["accept_length"] > 3 for found in tree["held_out"].values())

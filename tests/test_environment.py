@@ -1,4 +1,4 @@
-"""Each start of a run says on what it ran, and what it said is read back, torn lines or not."""
+"""Each start of a run records its environment; torn lines do not prevent reading the others."""
 
 from __future__ import annotations
 
@@ -19,21 +19,11 @@ from launch_ranks import ROOT
 import tlt_hpc
 from tlt_hpc.common.source import git_commit
 from tlt_hpc.config import ConfigError, UserError, load_config
-from tlt_hpc.look.environment import (
-    RankPlace,
-    find_environment,
-    hosts_of,
-    launcher_of,
-)
+from tlt_hpc.look.environment import RankPlace, find_environment, hosts_of, launcher_of
 from tlt_hpc.session import claim_folder
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.records import Environment, Host, add_environment, read_environments
 
-HOSTS = (
-    Host("gpu-1", 8, "AMD EPYC 9654", 64, 10**12, {"NVIDIA H100": 8}),
-    Host("gpu-2", 8, "AMD EPYC 9654", 64, 10**12, {"NVIDIA H100": 8}),
-    Host("gpu-3", 4, "AMD EPYC 9654", 32, 10**12, {}),
-)
 ENVIRONMENT = Environment(
     time="2026-11-22T12:00:00+00:00",
     version="0.1.0",
@@ -43,7 +33,7 @@ ENVIRONMENT = Environment(
     packages={"torch": "2.13.0", "numpy": "2.4.6"},
     cuda="12.8",
     mpi="Open MPI v5.0.6\nmore of it",
-    hosts=HOSTS,
+    hosts=(Host("gpu-1", 8, "EPYC", 64, 10**12, {"H100": 8}), Host("gpu-2", 4, "EPYC", 32, 10**12, {})),
     threads="1",
     slurm={"job": "4711"},
     launcher="srun",
@@ -61,7 +51,7 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("torn", ('{"time": "2026', '{"time": "2026"}', "[1]", "\0\0\0"))
-def test_a_torn_line_is_named_and_breaks_none(tmp_path: Path, torn: str) -> None:
+def test_a_torn_line_is_reported_and_the_others_are_read(tmp_path: Path, torn: str) -> None:
     path = tmp_path / "environment.jsonl"
     path.write_text(json.dumps(asdict(ENVIRONMENT) | {"key of a later version": 1}) + "\n" + torn)
     found, problems = read_environments(path)
@@ -87,7 +77,7 @@ def test_ranks_of_a_host_share_its_cores_and_gpus() -> None:
         (("OMPI_COMM_WORLD_LOCAL_RANK", "TLT_STARTED"), "tlt, by mpiexec of Open MPI"),
     ),
 )
-def test_who_started_the_ranks(variables: tuple[str, ...], launcher: str) -> None:
+def test_the_launcher_of_the_ranks(variables: tuple[str, ...], launcher: str) -> None:
     assert launcher_of(dict.fromkeys(variables, "0")) == launcher
 
 

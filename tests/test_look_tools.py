@@ -1,4 +1,4 @@
-"""The tools that read a run, as a user starts them: on a machine that has only numpy, h5py and matplotlib."""
+"""The tools that read a run need only numpy, h5py and matplotlib."""
 
 from __future__ import annotations
 
@@ -65,11 +65,9 @@ def test_verdict_figure_and_json(tmp_path: Path, folder: RunFolder, what: str) -
 
 
 def test_mistakes_are_one_line(tmp_path: Path, folder: RunFolder) -> None:
-    (tmp_path / "file").write_text("")
     run, no = folder.path, tmp_path / "no"
     for tool, *arguments in (
         ("look", "timeline", run, "--step", "99"),
-        ("look", "timeline", run, "--out", tmp_path / "file" / "below"),
         ("look", "compare", run),
         ("inspect_run", no),
         ("export_run", run, "--steps", "7:9"),
@@ -118,10 +116,9 @@ def test_inspect_names_what_is_wrong(folder: RunFolder) -> None:
     part.write_bytes(b"half")
     write_step(folder.rollout_log(3, 0), small_record(3, 0))
     done = start("inspect_run", folder.path)
-    assert (
-        done.returncode == 0 and f"half written: {part}" in done.stdout and "not committed yet: step 3" in done.stdout
-    )
-    assert start("look", "timeline", folder.path).stdout.startswith("Step 2,"), "the last that has all its ranks"
+    assert done.returncode == 0
+    assert f"half written: {part}" in done.stdout and "not committed yet: step 3" in done.stdout
+    assert start("look", "timeline", folder.path).stdout.startswith("Step 2,"), "the last with the logs of all ranks"
     path = folder.rollout_log(0, 0)
     path.write_bytes(path.read_bytes()[:-50])
     folder.rollout_log(1, 0).unlink()
@@ -134,7 +131,7 @@ def test_inspect_names_what_is_wrong(folder: RunFolder) -> None:
         assert fault in done.stdout
 
 
-def test_a_flipped_bit_is_found_only_if_files_are_read_whole(folder: RunFolder, inspect_run: Any) -> None:
+def test_a_flipped_bit_is_found_only_if_files_are_read_completely(folder: RunFolder, inspect_run: Any) -> None:
     path = folder.rollout_log(1, 0)
     with h5py.File(path) as file:
         place = file["rollouts/response_tokens"].id.get_chunk_info(0).byte_offset
@@ -144,10 +141,3 @@ def test_a_flipped_bit_is_found_only_if_files_are_read_whole(folder: RunFolder, 
     assert not list(inspect_run.faults(RunLog(folder.path), read_whole=False))
     (fault,) = inspect_run.faults(RunLog(folder.path))
     assert str(path) in fault
-
-
-def test_no_tool_hides_a_module_of_python_and_help_imports_no_matplotlib() -> None:
-    assert not {path.stem for path in TOOLS.glob("*.py")} & set(sys.stdlib_module_names)
-    program = WITHOUT.replace(str(FORBIDDEN), str((*FORBIDDEN, "matplotlib")))
-    done = start("look", "--help", program=program)
-    assert done.returncode == 0 and "--theme" in done.stdout, done.stderr

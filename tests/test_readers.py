@@ -1,4 +1,4 @@
-"""Programs that read a run's folder leave out what is damaged, or end with one line."""
+"""Programs that read a run's folder leave out damaged files, or end with one line."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ import json
 import os
 import re
 import resource
-import shutil
-import signal
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -30,7 +28,6 @@ from tlt_hpc.look.run_log import RunLog
 from tlt_hpc.storage.folder import RunFolder, WriteError, make_folder
 
 ROOT = Path(__file__).resolve().parent.parent
-SECONDS = 200  # of a hang; on a busy machine a report takes half a minute
 
 
 @pytest.fixture
@@ -42,29 +39,20 @@ def run(tmp_path: Path) -> RunFolder:
     return folder
 
 
-@contextmanager
-def bounded() -> Iterator[None]:
-    """End what hangs, and what eats memory."""
-
-    def late(number: int, frame: object) -> None:
-        raise AssertionError(f"no answer after {SECONDS} s")
-
-    before, limits = signal.signal(signal.SIGALRM, late), resource.getrlimit(resource.RLIMIT_AS)
+@pytest.fixture(autouse=True)
+def bounded_memory() -> Iterator[None]:
+    """Let a test fail, rather than fill the machine's memory, if it reads an endless file."""
+    limits = resource.getrlimit(resource.RLIMIT_AS)
     used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGESIZE")
     resource.setrlimit(resource.RLIMIT_AS, (used + 3 * 2**30, limits[1]))
-    signal.alarm(SECONDS)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
-        resource.setrlimit(resource.RLIMIT_AS, limits)
+    yield
+    resource.setrlimit(resource.RLIMIT_AS, limits)
 
 
 def answer(*command: str | Path) -> tuple[int, str, str]:
     """Status, output and errors of a command."""
     out, errors = io.StringIO(), io.StringIO()
-    with bounded(), redirect_stdout(out), redirect_stderr(errors):
+    with redirect_stdout(out), redirect_stderr(errors):
         status = cli.main([str(word) for word in command])
     return status, out.getvalue(), errors.getvalue()
 
@@ -98,15 +86,14 @@ UNFIT = {
 
 
 @pytest.mark.parametrize("damage", UNFIT)
-def test_what_is_no_file_is_left_out(run: RunFolder, damage: Callable[[Path], None]) -> None:
+def test_a_path_that_is_no_regular_file_is_left_out(run: RunFolder, damage: Callable[[Path], None]) -> None:
     log = run.rollout_log(1, 0)
     damage(run.metrics)
     damage(log)
     status, shown, errors = answer("watch", run.path, "--once")
     words = " ".join(shown.split())
     assert (status, errors) == (0, "") and UNFIT[damage][:12] in words and "left out" in words
-    with bounded():
-        found = find(run.path)
+    found = find(run.path)
     assert f"{run.metrics}: {UNFIT[damage]}" in found.log.problems and f"{log}: {UNFIT[damage]}" in found.log.problems
     assert [rank.rank for rank in found.log.ranks(1)] == [1]
 
@@ -123,7 +110,7 @@ def test_a_hostile_figure(run: RunFolder, value: object) -> None:
 
 
 @pytest.mark.parametrize("change", ({"still": "x"}, {"step": 1e300}, {"seconds": float("nan")}, {"rank": True}))
-def test_a_status_that_is_damaged(run: RunFolder, change: dict[str, object]) -> None:
+def test_a_damaged_status(run: RunFolder, change: dict[str, object]) -> None:
     record = asdict(Record("s", 0, "node1", 1, 1, "update", 1, "", 0, "", 0, 1, 0, 10, 0.0, ending="finished"))
     text = json.dumps({**record, **change}).encode()
     run.status.mkdir()
@@ -131,10 +118,6 @@ def test_a_status_that_is_damaged(run: RunFolder, change: dict[str, object]) -> 
     (run.status / "owner").write_text("[" * 100_000)
     status, _, errors = answer("watch", run.path, "--once")
     assert status in (0, 1) and not errors
-    shutil.rmtree(run.status)
-    run.status.symlink_to(run.status.name)
-    status, shown, errors = answer("watch", run.path, "--once")
-    assert status in (0, 1) and not errors and "remove that link" in shown, shown
 
 
 @pytest.mark.parametrize("damage", UNFIT)
@@ -150,29 +133,20 @@ def faults(monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module("inspect_run").faults
 
 
-def write(run: RunFolder, lines: list[dict[str, float]]) -> None:
-    run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
-
-
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "fault"),
     (
-        (lambda lines: [line for line in lines for _ in range(2)], ":2 is of step 0, and the line before it of step 0"),
-        (lambda lines: lines[::-1], ":2 is of step 1, and the line before it of step 2"),
         (lambda lines: [lines[0], lines[2]], ":2 is of step 2, and the line before it of step 0"),
         (lambda lines: [*lines[:2], {**lines[2], "critic/score/mean": "high"}], ":3 .*critic/score/mean is no number"),
-        (
-            lambda lines: [*lines[:2], {"training/global_step": 2.0}],
-            ":3 has no critic/score/mean, .* and perf/total_num_tokens",
-        ),
+        (lambda lines: [{"training/global_step": 0.0}, *lines[1:]], ":1 has no critic/score/mean, "),
     ),
 )
 def test_check_looks_at_every_line(run: RunFolder, change: Callable[[list[dict[str, float]]], list[dict[str, float]]],
-                                   told: str, faults: Any) -> None:  # fmt: skip
-    write(run, [line_of(step) for step in range(3)])
+                                   fault: str, faults: Any) -> None:  # fmt: skip
+    lines = [line_of(step) for step in range(3)]
     assert not list(faults(RunLog(run.path)))
-    write(run, change([line_of(step) for step in range(3)]))
-    assert any(re.search(told, fault) for fault in faults(RunLog(run.path)))
+    run.metrics.write_text("".join(json.dumps(line) + "\n" for line in change(lines)))
+    assert any(re.search(fault, found) for found in faults(RunLog(run.path)))
 
 
 def test_a_name_that_is_too_long_has_a_remedy_that_fits(tmp_path: Path) -> None:
@@ -180,17 +154,7 @@ def test_a_name_that_is_too_long_has_a_remedy_that_fits(tmp_path: Path) -> None:
         make_folder(tmp_path / ("x" * 300))
 
 
-def test_a_file_that_tells_a_size_of_nothing_is_bounded_all_the_same() -> None:
+def test_the_limit_holds_for_a_file_whose_size_reads_as_zero() -> None:
     assert Path("/proc/self/smaps").stat().st_size == 0
     with pytest.raises(OSError, match="such a file 1,000 at most"):
         read_bytes(Path("/proc/self/smaps"), 1000)
-
-
-def test_an_error_of_reading_names_the_file(run: RunFolder, faults: Any) -> None:
-    """As of a disk that fails: the system names no file then."""
-    run.metrics.unlink()
-    run.metrics.symlink_to("/proc/self/mem")
-    with pytest.raises(OSError, match="Input/output error") as caught:
-        read_bytes(run.metrics)
-    assert caught.value.filename == str(run.metrics)
-    assert f"{run.metrics}: Input/output error" in faults(RunLog(run.path))
