@@ -1,8 +1,7 @@
-"""The configuration: what it refuses, what it reads back, keys of earlier versions, and the command's answers."""
+"""The configuration: refused values, the round trip, keys of earlier versions, and the command's answers."""
 
 from __future__ import annotations
 
-import os
 import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -56,9 +55,7 @@ def refusal(*overrides: str) -> str:
 
 NAME = "use letters, digits, '_', '-' and '.', and none of the last two in front"
 NUL = "no file has a NUL character in its name; leave it out"
-DEEP = "nested too deep; flatten it"
 LARGE = "an integer of thousands of digits; use a smaller one"
-KINDS = "input should be 'boxed', 'math', 'numeric', 'choice', 'format', 'code' or 'function'"
 
 
 @pytest.mark.parametrize(
@@ -68,16 +65,13 @@ KINDS = "input should be 'boxed', 'math', 'numeric', 'choice', 'format', 'code' 
         ("data.task_size=3", "unknown key 'data.task_size'; it was removed: give size in data.task_args"),
         ("tracking.zzz=1", "unknown key 'tracking.zzz'; valid keys: tracking.tensorboard, tracking.wandb"),
         ("reward.by_source=math", "reward.by_source = 'math': give a table, such as {name = \"value\"}"),
-        ('reward.by_source={"\\u001b" = "x"}', f"reward.by_source.'\\x1b' = 'x': {KINDS}"),
         ("rollout.group_size=eight", "rollout.group_size = 'eight': input should be a valid integer"),
         ('run.folder="a\\u0000b"', f"run.folder = 'a\\x00b': {NUL}"),
-        ('data.source=["a", "b\\u0000"]', f"data.source = ['a', 'b\\x00']: {NUL}"),
         ('data.split="a\\u001b"', "data.split = 'a\\x1b': control characters cannot be shown; leave them out"),
         ("rollout.temperature=1e-308", "rollout.temperature = 1e-308: use 0, or a number from 0.001 to 100"),
         ("optimizer.gradient_checkpointing=yes", "optimizer.gradient_checkpointing = 'yes': use true, false or 'auto'"),
         ("algorithm.clip_high=1e308", "algorithm.clip_high = 1e+308: use a number from 0 to 1e+06, or 'auto'"),
         ("run.seed=" + "9" * 5000, f"override 'run.seed={'9' * 190}... (5011 characters): {LARGE}"),
-        ("run.seed=" + "[" * 5000, f"override 'run.seed={'[' * 190}... (5011 characters): {DEEP}"),
     ],
 )
 def test_wrong_values_are_named(override: str, message: str) -> None:
@@ -151,10 +145,6 @@ def test_all_problems_are_found_at_once() -> None:
         (b"[run\n", "is not valid TOML: Expected ']' at the end of a table declaration (at line 1, column 5); fix it"),
         (b"run = 3\n", "run = 3: write it as a table, with keys of its own"),
         (b"", "missing key 'run'; add it to the file or give run=VALUE"),
-        (
-            b"#" * (2**21 + 1),
-            "it has 2,097,153 bytes, and such a file 2,097,152 at most; give the path of a TOML file ",
-        ),
     ],
 )
 def test_files_that_are_no_job(content: bytes, message: str, tmp_path: Path) -> None:
@@ -163,13 +153,7 @@ def test_files_that_are_no_job(content: bytes, message: str, tmp_path: Path) -> 
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe")
-    for name, reason in (
-        ("nowhere", "No such file or directory"),
-        ("", "Is a directory"),
-        ("pipe", "it is not a regular file"),
-    ):
-        path = tmp_path / name
+    for path, reason in ((tmp_path / "nowhere", "No such file or directory"), (tmp_path, "Is a directory")):
         assert refused(lambda path=path: load_config(path)) == (
             f"config file {path}: {reason}; give the path of a TOML file such as jobs/tiny.toml"
         )
@@ -179,36 +163,26 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "num_ranks", "message"),
+    ("override", "num_ranks", "problem", "remedy"),
     [
-        ([], 3, "rollout.prompts_per_step = 16 is not divisible by 3 ranks; use 15 or another number of ranks"),
-        ([], 32, "rollout.prompts_per_step = 16 is not divisible by 32 ranks; use 32 or another number of ranks"),
-        (
-            ["rollout.shard=sample"],
-            3,
-            "rollout.prompts_per_step x rollout.group_size = 128 is not divisible by 3 ranks; use 126 or another "
-            "number of ranks",
-        ),
-        (
-            ["rollout.tensor_parallel=6"],
-            4,
-            "rollout.tensor_parallel = 6 does not divide 4 ranks; use 2 or another number of ranks",
-        ),
+        ("run.seed=0", 3, "rollout.prompts_per_step = 16 is not divisible by 3 ranks", 15),
+        ("run.seed=0", 32, "rollout.prompts_per_step = 16 is not divisible by 32 ranks", 32),
+        ("rollout.shard=sample", 3, "rollout.prompts_per_step x rollout.group_size = 128 is not divisible by 3", 126),
+        ("rollout.tensor_parallel=6", 4, "rollout.tensor_parallel = 6 does not divide 4 ranks", 2),
     ],
 )
-def test_ranks_that_do_not_divide(overrides: list[str], num_ranks: int, message: str) -> None:
-    assert refused(lambda: check_ranks(load_config(TINY, overrides), num_ranks)) == message
+def test_ranks_that_do_not_divide(override: str, num_ranks: int, problem: str, remedy: int) -> None:
+    message = refused(lambda: check_ranks(load_config(TINY, [override]), num_ranks))
+    assert message.startswith(problem) and message.endswith(f"ranks; use {remedy} or another number of ranks")
 
 
 def test_ranks_that_cannot_share_a_sequence() -> None:
     config = load_config(TINY, ["optimizer.sequence_parallel=4"])
     check_sequence_parallel(config, 4, 2, 8)
-    for heads, kv_heads, ranks, good in ((14, 2, 8, "1, 2"), (28, 4, 6, "1, 2"), (28, 8, 8, "1, 2, 4")):
-        if str(config.optimizer.sequence_parallel) in good:
-            check_sequence_parallel(config, heads, kv_heads, ranks)
-            continue
-        message = refused(lambda given=(heads, kv_heads, ranks): check_sequence_parallel(config, *given))
-        assert message.startswith("optimizer.sequence_parallel = 4") and message.endswith(f"use one of {good}")
+    check_sequence_parallel(config, 28, 8, 8)
+    for shape in ((14, 2, 8), (28, 4, 6)):
+        message = refused(lambda shape=shape: check_sequence_parallel(config, *shape))
+        assert message.startswith("optimizer.sequence_parallel = 4") and message.endswith("use one of 1, 2")
 
 
 def test_prompts_and_responses_over_the_models_positions() -> None:
@@ -324,7 +298,6 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("rollout.temprature=1", "unknown key 'rollout.temprature'; did you mean 'rollout.temperature'?"),
         ("run.ranks=3", "rollout.prompts_per_step = 16 is not divisible by 3 ranks; use 15 or another number of ranks"),
         ("rollout.max_new_tokens=1009", "data.max_prompt_tokens + rollout.max_new_tokens = 1025 exceeds the model's "),
         ("model.path=models/none", "model.path = 'models/none': no config.json in that folder; download the model "),

@@ -1,9 +1,8 @@
-"""Chat templates: rendered token for token as transformers renders them; mistakes in templates and messages."""
+"""Chat templates: the same tokens as transformers renders, and mistakes in templates and messages."""
 
 from __future__ import annotations
 
 import json
-import os
 import random
 from functools import cache
 from pathlib import Path
@@ -16,7 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from tlt_hpc.common.records import ChatFormat
-from tlt_hpc.config import ConfigError, UserError, load_config
+from tlt_hpc.config import ConfigError, load_config
 from tlt_hpc.data.reader import PromptReader
 from tlt_hpc.data.rows import RowError
 from tlt_hpc.models.tokenizer import load_tokenizer, read_chat_format
@@ -64,7 +63,7 @@ Chat = list[dict[str, Any]]
 
 
 def rendered(folder: Path, chats: list[Chat], place: Path) -> list[tuple[str, list[int]]]:
-    """Text and tokens of chats as a run with this model folder is fed them."""
+    """Text and tokens of chats as the prompts of a run with this model folder."""
     path = write_jsonl(place / "chats.jsonl", [{"prompt": chat, "answer": "1"} for chat in chats])
     config = load_config(TINY, [f"data.source={path}", "data.max_prompt_tokens=900"])
     reader = PromptReader(config.data, 0, load_tokenizer(folder), read_chat_format(folder))
@@ -83,7 +82,7 @@ def rendered_by_transformers(folder: Path, chats: list[Chat]) -> list[tuple[str,
 
 
 def random_chats(count: int, first: str = "user") -> list[Chat]:
-    """Random chats, with letters of all kinds, marks of templates, and spaces at the ends."""
+    """Random chats with letters of many scripts, special tokens of templates, and surrounding spaces."""
     draw = random.Random(count)
     pieces = ["Hello", " world ", "\n", "  ", "Größe", "数学", "🙂", "<|im_end|>", "<|im_start|>", "</think>"]
     pieces += ["{{ x }}", '"q"', "<b>&amp;</b>", "\\frac{1}{2}", "é", "\t", "stop", "", "12345"]
@@ -99,25 +98,19 @@ def user(content: str) -> Chat:
     return [{"role": "user", "content": content}]
 
 
-@pytest.mark.parametrize("template", [CHATML, REASONING], ids=["chatml", "reasoning"])
+@pytest.mark.parametrize("template", [CHATML, REASONING, ""], ids=["chatml", "reasoning", "smollm2"])
 def test_templates_render_as_transformers_renders_them(template: str, tmp_path: Path) -> None:
     tokens = {"eos_token": "<|im_end|>", "bos_token": {"__type": "AddedToken", "content": "<|im_start|>"}}
-    folder = folder_with(template, tmp_path / "model", **tokens)
+    folder = folder_with(template, tmp_path / "model", **tokens) if template else smollm2_folder()
     chats = random_chats(40) + random_chats(20, "system")
-    assert rendered(folder, chats, tmp_path) == rendered_by_transformers(folder, chats)
-
-
-def test_smollm2s_own_template(tmp_path: Path) -> None:
-    folder, chats = smollm2_folder(), random_chats(30) + random_chats(10, "system")
     assert rendered(folder, chats, tmp_path) == rendered_by_transformers(folder, chats)
 
 
 def test_reasoning_under_any_of_its_names(tmp_path: Path) -> None:
     folder = folder_with(REASONING, tmp_path / "model", eos_token="<|im_end|>")
-    chats = [
-        [*user("a"), {"role": "assistant", "content": "b", name: "I think"}, {**user("c")[0], "name": None}]
-        for name in ("reasoning_content", "thinking", "reasoning")
-    ]
+    names = "reasoning_content", "thinking", "reasoning"
+    unset = {**user("c")[0], **dict.fromkeys(names)}
+    chats = [[*user("a"), {"role": "assistant", "content": "b", name: "I think"}, unset] for name in names]
     found = rendered(folder, chats, tmp_path)
     assert found == rendered_by_transformers(folder, chats)
     assert all("<think>I think</think>" in text for text, _ in found)
@@ -128,9 +121,6 @@ def test_templates_in_the_tokenizers_configuration(tmp_path: Path) -> None:
     several = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": CHATML}]
     folder = folder_with(None, tmp_path / "several", chat_template=several)
     assert rendered(folder, chats, tmp_path) == rendered_by_transformers(folder, chats)
-    folder = folder_with(None, tmp_path / "no default", chat_template=several[:1])
-    with pytest.raises(UserError, match=r"has the chat templates tool_use and no default; save the one you want"):
-        read_chat_format(folder)
 
 
 def test_the_date_is_always_the_same(tmp_path: Path) -> None:
@@ -147,18 +137,13 @@ def chat_file(place: Path, *messages: tuple[str, str]) -> Path:
     return write_jsonl(place / "chat.jsonl", [row])
 
 
-def test_a_text_is_fed_as_it_stands_unless_asked(tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "1,2", "answer": "1"}])
-    assert texts(all_prompts(path, chat=PLAIN)) == ["1,2"]
-    assert texts(all_prompts(path, "data.text_prompts=chat", chat=PLAIN)) == ["1,2="]
-
-
-def test_the_system_prompt_stands_before_chats_that_have_none(tmp_path: Path) -> None:
+def test_a_system_prompt_comes_before_chats_without_one(tmp_path: Path) -> None:
     system = "data.system_prompt='8,'"
     path = chat_file(tmp_path, ("user", "1"))
     assert texts(all_prompts(path, system, chat=PLAIN)) == ["8,1="]
     assert texts(all_prompts(chat_file(tmp_path, ("system", "9,"), ("user", "1")), system, chat=PLAIN)) == ["9,1="]
     text = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "1,2", "answer": "1"}])
+    assert texts(all_prompts(text, chat=PLAIN)) == ["1,2"], "a text is not changed without a request"
     assert texts(all_prompts(text, system, "data.text_prompts=chat", chat=PLAIN)) == ["8,1,2="]
     with pytest.raises(ConfigError) as caught:
         all_prompts(text, system, chat=PLAIN)
@@ -168,14 +153,10 @@ def test_the_system_prompt_stands_before_chats_that_have_none(tmp_path: Path) ->
     )
 
 
-def test_a_template_of_ones_own(tmp_path: Path) -> None:
-    (tmp_path / "mine.jinja").write_text("{{ messages[0].content }},")
-    override = f"data.chat_template={tmp_path}/mine.jinja"
-    assert texts(all_prompts(chat_file(tmp_path, ("user", "1")), override, chat=PLAIN)) == ["1,"]
-
-
-def test_a_chat_without_a_template(tmp_path: Path) -> None:
+def test_a_template_of_ones_own_and_none(tmp_path: Path) -> None:
     path = chat_file(tmp_path, ("user", "1"))
+    (tmp_path / "mine.jinja").write_text("{{ messages[0].content }},")
+    assert texts(all_prompts(path, f"data.chat_template={tmp_path}/mine.jinja", chat=PLAIN)) == ["1,"]
     with pytest.raises(ConfigError, match=f"^{path}:1: the prompt is a list of messages, and the model folder has no "):
         all_prompts(path, chat=ChatFormat())
 
@@ -185,12 +166,9 @@ def test_templates_that_are_no_jinja(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^the model folder: the chat template is no Jinja .*Expected an expression"):
         all_prompts(path, chat=ChatFormat("\n{% for x in %}"))
     mine = tmp_path / "mine.jinja"
-    os.mkfifo(tmp_path / "pipe")
     for content, place, reason in (
         (b"{{ x", mine, "the chat template is no Jinja"),
         (b"", tmp_path / "none.jinja", "No such file or directory"),
-        (b"", tmp_path, "Is a directory"),
-        (b"", tmp_path / "pipe", "it is not a regular file"),
         (b"\xff", mine, "is not UTF-8"),
         (b" \n", mine, "is empty"),
     ):
@@ -203,9 +181,7 @@ def test_templates_that_are_no_jinja(tmp_path: Path) -> None:
     ("template", "reason"),
     [
         (STRICT, "Conversation roles must alternate user/assistant"),
-        ("{{ 1 / 0 }}", "division by zero"),
         ("{{ messages.__class__.__mro__ }}", "access to attribute '__class__' of 'list' object is unsafe"),
-        ("{% set ns = namespace(_x=1) %}", "Chat templates cannot store underscore-prefixed attributes"),
         ("{% for i in range(10 ** 9) %}{% endfor %}", "Range too big"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError maximum recursion depth exceeded"),
     ],

@@ -1,4 +1,4 @@
-"""tlt evaluate: the same responses whatever the speculation and the ranks, kills, what it refuses, what it leaves."""
+"""tlt evaluate: the same responses with any speculation and ranks, resuming, refused settings, and results."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import itertools
 import json
 import re
 import shutil
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -44,11 +43,11 @@ TOTAL = 40
 
 
 class Killed(BaseException):
-    """Stands for a kill: nothing catches it, nothing is saved on its way."""
+    """Stands for a kill: nothing catches it and nothing is saved."""
 
 
 class Reporter:
-    """Silent; raises ``Killed`` or asks to stop when so many files of responses are there."""
+    """Silent; raises ``Killed`` or asks to stop when there are ``at`` files of responses."""
 
     def __init__(self, at: int | None = None, world: World | None = None) -> None:
         self._at, self._world = at, world
@@ -165,49 +164,43 @@ def test_another_evaluation_in_the_folder_is_refused(plain):
     for override, what in (
         ("evaluation.max_new_tokens=50", "evaluation.max_new_tokens = 160, now 50"),
         ("reward.default=numeric", "reward.default = 'boxed', now 'numeric'"),
-        ("evaluation.top_p=0.9", "evaluation.top_p = 0.95, now 0.9"),
     ):
         with pytest.raises(UserError, match=re.escape(f"holds an evaluation with {what}; use what it was, or give")):
             start(plain[0], override)
 
 
-@pytest.fixture
-def two_sets(tmp_path) -> list[str]:
+def test_sets_and_the_sources_within_them(tmp_path):
     """Two sources in one file, and a file of mathematics."""
     rows = [gcd_row(n, data_source=f"part{n % 2}") for n in range(2, 8)]
-    mixed = write_parquet(tmp_path / "mixed.parquet", rows)
-    fractions = write_parquet(tmp_path / "fractions.parquet", [gcd_row(n, data_source="fractions") for n in (3, 4)])
-    return [f"evaluation.sources={json.dumps([str(mixed), str(fractions)])}", 'reward.by_source={"fractions"="math"}']
-
-
-def test_sets_and_the_sources_within_them(two_sets, tmp_path):
-    result = start(tmp_path, *two_sets, "evaluation.samples=2", "evaluation.limit=0")
+    mixed = str(write_parquet(tmp_path / "mixed.parquet", rows))
+    rows = [gcd_row(n, data_source="fractions") for n in (3, 4)]
+    fractions = str(write_parquet(tmp_path / "fractions.parquet", rows))
+    options = "evaluation.samples=2", "evaluation.limit=0", 'reward.by_source={"fractions"="math"}'
+    result = start(tmp_path, f"evaluation.sources={json.dumps([mixed, fractions])}", *options)
     assert result.results is not None
     figures = result.results.figures
     assert {name: each.num_prompts for name, each in figures.items()} == {
         "mixed": 6, "mixed/part0": 3, "mixed/part1": 3, "fractions": 2,
     }  # fmt: skip
     assert figures["fractions"].majority is not None
-    # a set by itself is answered alike, and its responses are found again
+    # a set alone has the same responses
     other = tmp_path / "alone"
     other.mkdir()
-    start(other, f"evaluation.sources={json.dumps([str(tmp_path / 'fractions.parquet')])}", "evaluation.samples=2",
-          "evaluation.limit=0", two_sets[1])  # fmt: skip
+    start(other, f"evaluation.sources={json.dumps([fractions])}", *options)
     assert tokens_in(other).items() <= tokens_in(tmp_path).items() and len(tokens_in(other)) == 6
 
 
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    ("override", "said"),
     [
-        (["evaluation.sources=['no.parquet']"], "evaluation.sources = 'no.parquet' does not exist"),
-        (["evaluation.sources=['embedded:gcd','embedded:gcd']"], "'embedded:gcd'] have the same file name; rename one"),
-        (["data.source=x.jsonl"], "evaluation.sources is empty, and data.source = 'x.jsonl' has no held-out part"),
-        (["evaluation.max_new_tokens=5000"], "set evaluation.max_new_tokens = 1015 or less"),
-        (["evaluation.limit=5000"], "'embedded:gcd' holds out 2048 at most; lower it"),
+        ("evaluation.sources=['no.parquet']", "evaluation.sources = 'no.parquet' does not exist"),
+        ("evaluation.sources=['embedded:gcd','embedded:gcd']", "'embedded:gcd'] have the same file name; rename one"),
+        ("evaluation.max_new_tokens=5000", "set evaluation.max_new_tokens = 1015 or less"),
+        ("evaluation.limit=5000", "'embedded:gcd' holds out 2048 at most; lower it"),
     ],
 )
-def test_what_cannot_work_ends_before_a_rank_starts(overrides, said, capsys):
-    assert main(["evaluate", "embedded:tiny", str(TINY), "--dry-run", *overrides]) == 2
+def test_what_cannot_work_ends_before_a_rank_starts(override, said, capsys):
+    assert main(["evaluate", "embedded:tiny", str(TINY), "--dry-run", override]) == 2
     error = capsys.readouterr().err
     assert said in error and error.count("\n") == 1
 
@@ -240,30 +233,19 @@ def test_checkpoints_that_are_not_there(run, tmp_path):
     assert refused(tmp_path, run) == f"{run.path} has no checkpoint yet; train on until it has saved one"
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "said"),
-    [
-        ("intermediate_size", 512, "has shape [128, 256], config.json asks for [128, 512]"),
-        ("num_hidden_layers", 9, "weights lack 'model.layers.8.input_layernorm.weight' and 11 more"),
-    ],
-)
-def test_a_checkpoint_of_another_model_than_the_folder_has(key, value, said, run, tmp_path):
+def test_a_checkpoint_of_another_model_than_the_folder_has(run, tmp_path):
     model = tmp_path / "model"
     shutil.copytree(embedded_folder(), model)
     raw = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps({**raw, key: value, "layer_types": None}))
+    (model / "config.json").write_text(json.dumps({**raw, "num_hidden_layers": 9, "layer_types": None}))
     run.config.write_text(run.config.read_text().replace("embedded:tiny", str(model)))
     message = refused(tmp_path, run)
-    assert message.startswith(f"{run.path}, step 2 does not fit model.path = '{model}': ") and said in message
+    assert message.startswith(f"{run.path}, step 2 does not fit model.path = '{model}': ")
+    assert "weights lack 'model.layers.8.input_layernorm.weight' and 11 more" in message
 
 
-def command(folder: Path, *overrides: str, place: str = "embedded:tiny") -> list[str]:
-    options = [f"run.folder={folder}", *SMALL, *overrides]
-    return [sys.executable, "-m", "tlt_hpc", "evaluate", place, str(TINY), *options]
-
-
-def test_the_dry_run_tells_the_plan(tmp_path, capsys):
-    assert main([*command(tmp_path)[3:], "--dry-run"]) == 0
+def test_the_dry_run_prints_the_plan(tmp_path, capsys):
+    assert main(["evaluate", "embedded:tiny", str(TINY), f"run.folder={tmp_path}", *SMALL, "--dry-run"]) == 0
     said = capsys.readouterr().out
     assert "data        gcd (10 prompts)" in said
     assert "answers     greedily and 3 times at temperature 0.6, top-p 0.95, at most 160 tokens" in said
@@ -280,16 +262,14 @@ def test_a_stopped_one_keeps_what_it_has_and_more_samples_are_added(tmp_path, mo
     assert start(tmp_path, "evaluation.samples=2", "evaluation.limit=12").num_generated == 12 * 3 - there
 
 
-def test_places_that_are_none(tmp_path):
+def test_places_that_cannot_be_evaluated(run, tmp_path):
     file = tmp_path / "results"
     file.touch()
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "config.toml").touch()
     for place_step_out, said in [
         ((str(tmp_path),), "neither a run's folder (config.toml) nor a model's (config.json)"),
         (("embedded:tiny", 3), "--step 3: embedded:tiny is no run's folder"),
-        (("embedded:tiny", None, file), f"--output {file} is a file, or the folder of a run"),
-        (("embedded:tiny", None, tmp_path / "run"), "or the folder of a run; give a folder of its own"),
+        (("embedded:tiny", None, file), f"--output {file} is a file, or the folder of a run; give a folder of its own"),
+        (("embedded:tiny", None, run.path), "or the folder of a run; give a folder of its own"),
     ]:
         with pytest.raises(UserError, match=re.escape(said)):
             find_subject(*place_step_out)
@@ -314,14 +294,8 @@ def test_mathematics_votes_by_meaning():
     judge = standing_judge(RewardSection(default="math"))
     assert judge.client is not None
     judge.client.wait_until_ready()
-    texts = [
-        r"\boxed{\frac{1}{2}}",
-        "so it is 0.5",
-        r"$\frac{3}{4}$ then",
-        r"\boxed{\dfrac{3}{4}}",
-        "who knows",
-        r"\boxed{7}",
-    ]
+    same = [r"\boxed{\frac{1}{2}}", "so it is 0.5"], [r"$\frac{3}{4}$ then", r"\boxed{\dfrac{3}{4}}"]
+    texts = [*same[0], *same[1], "who knows", r"\boxed{7}"]
     votes = votes_of(judge, "math", texts, [False] * 5 + [True])
     assert votes is not None and votes[0] == votes[1] != votes[2] == votes[3] and None not in votes[:4]
     assert votes[4:] == [None, RIGHT]

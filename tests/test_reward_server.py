@@ -1,4 +1,4 @@
-"""The server of rewards: limits that depend on the answer alone, and no way for an answer to stop the run."""
+"""The reward server: limits depend on the answer alone, and no answer can stop the run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -35,7 +37,6 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
         case "arguments": return float([data_source, ground_truth, extra_info] == ["own", "truth", {"a": 1}])
         case "raise": raise KeyError("planted")
         case "nan": return float("nan")
-        case "huge": return 1e308
         case "end": os._exit(3)
         case "segv": os.kill(os.getpid(), signal.SIGSEGV)
         case "spin":
@@ -63,18 +64,20 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> str:
     return f"{path}:compute_score"
 
 
-def client_of(own: str, **changes: object) -> RewardClient:
-    given = {"default": "function", "function": own, "cpu_seconds": 1.0, "memory_mb": 512}
-    client = RewardClient(RewardSection.model_validate(given | changes))
+def make_client(**settings: Any) -> RewardClient:
+    client = RewardClient(RewardSection.model_validate({"cpu_seconds": 1.0, "memory_mb": 512} | settings))
     client.wait_until_ready()
     return client
 
 
+def client_of(own: str, **settings: Any) -> RewardClient:
+    return make_client(default="function", function=own, **settings)
+
+
 @pytest.fixture(scope="module")
 def client(own: str) -> Iterator[RewardClient]:
-    client = client_of(own)
-    yield client
-    client.close()
+    with closing(client_of(own)) as client:
+        yield client
 
 
 def ask(client: RewardClient, *texts: str, kind: str = "function", truth: str = "truth") -> list[Verdict]:
@@ -110,7 +113,6 @@ def test_a_function_is_called_as_verl_calls_its(client: RewardClient) -> None:
     [
         ("raise", Failure.ERROR, "KeyError: 'planted'"),
         ("nan", Failure.ERROR, "the function returned 'nan', which is no number within 1e+06 of 0"),
-        ("huge", Failure.ERROR, "the function returned '1e+308', which is no number within 1e+06 of 0"),
         ("end", Failure.CRASH, "its process ended with status 3"),
         ("segv", Failure.CRASH, "its process was killed by SIGSEGV"),
         ("spin", Failure.CPU, "more than 1.0 s of CPU time"),
@@ -127,10 +129,10 @@ def test_what_goes_wrong_costs_that_answer_alone(
     assert client.num_restarts == 0
 
 
-def test_an_answer_that_waits_for_ever_meets_the_far_limit(own: str) -> None:
-    client = client_of(own, cpu_seconds=0.05)
-    assert ask(client, "sleep", "a") == [Verdict.failed(Failure.WALL, "no verdict in 3.0 s of the clock"), Verdict(1.0)]
-    client.close()
+def test_an_answer_that_never_ends_meets_the_limit_of_the_clock(own: str) -> None:
+    limit = Verdict.failed(Failure.WALL, "no verdict in 3.0 s of the clock")
+    with closing(client_of(own, cpu_seconds=0.05)) as client:
+        assert ask(client, "sleep", "a") == [limit, Verdict(1.0)]
 
 
 def test_a_child_that_an_answer_leaves_is_ended(client: RewardClient) -> None:
@@ -139,7 +141,7 @@ def test_a_child_that_an_answer_leaves_is_ended(client: RewardClient) -> None:
 
 
 def group_members(server: int) -> list[int]:
-    """Processes of the server's session, but for itself."""
+    """Other processes of the server's session."""
     found = []
     for path in Path("/proc").glob("[0-9]*"):
         try:
@@ -154,7 +156,7 @@ def group_members(server: int) -> list[int]:
 
 
 def test_a_server_that_dies_is_started_again_and_loses_nothing(own: str) -> None:
-    """Except an answer of which it dies twice."""
+    """Except an answer that ends it twice."""
     client = client_of(own)
     numbers = [client.submit(Answer("function", "own", "x" * length, "")) for length in range(300)]
     os.kill(client.server_pid, signal.SIGKILL)
@@ -170,15 +172,12 @@ def test_a_server_that_dies_is_started_again_and_loses_nothing(own: str) -> None
 @pytest.mark.ci
 def test_a_server_that_is_stopped_is_replaced(own: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tlt_hpc.rewards.client._STALLED_SECONDS", 3.0)
-    client = client_of(own, cpu_seconds=0.05)
-    os.kill(client.server_pid, signal.SIGSTOP)
-    assert ask(client, "four") == [Verdict(4.0)]
-    assert client.num_restarts == 1
-    client.close()
+    with closing(client_of(own, cpu_seconds=0.05)) as client:
+        os.kill(client.server_pid, signal.SIGSTOP)
+        assert ask(client, "four") == [Verdict(4.0)] and client.num_restarts == 1
 
 
-@pytest.mark.parametrize("is_stopped", [False, pytest.param(True, marks=pytest.mark.ci)])
-def test_the_server_ends_with_the_rank_whatever_it_is_at(own: str, is_stopped: bool) -> None:
+def test_the_server_and_its_workers_end_with_the_rank(own: str) -> None:
     program = (
         "import sys, time\n"
         "from tlt_hpc.config import RewardSection\n"
@@ -195,8 +194,6 @@ def test_the_server_ends_with_the_rank_whatever_it_is_at(own: str, is_stopped: b
     server = int(rank.stdout.readline())
     wait_until(lambda: bool(group_members(server)))
     processes = [server, *group_members(server)]
-    if is_stopped:
-        os.kill(server, signal.SIGSTOP)
     rank.kill()
     rank.wait()
     rank.stdout.close()
@@ -226,10 +223,7 @@ def test_handing_over_never_waits(client: RewardClient) -> None:
     [
         ("1 / 0", "reward.function = {spec!r} cannot be loaded: ZeroDivisionError: division by zero; fix the file"),
         ("compute_score = 3", "cannot be loaded: TypeError: {path} has no function 'compute_score' at its top level"),
-        (
-            "def compute_score(text): ...",
-            "TypeError: compute_score is called with data_source, solution_str, ",
-        ),
+        ("def compute_score(text): ...", "TypeError: compute_score is called with data_source, solution_str, "),
         ("raise SystemExit(3)", "{spec!r} cannot be loaded: RuntimeError: it calls sys.exit(3); fix the file"),
     ],
 )
@@ -242,19 +236,12 @@ def test_a_function_that_cannot_be_loaded_is_one_line(tmp_path: Path, content: s
     assert message.format(spec=spec, path=path) in str(caught.value) and "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        "import functools\ndef inner(text, truth): ...\n@functools.wraps(inner)\ndef compute_score(**given): ...",
-        "compute_score = max  # has no signature",
-    ],
-)
-def test_an_adapter_and_a_compiled_function_can_be_loaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str
-) -> None:
+def test_an_adapter_and_a_compiled_function_can_be_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path])
-    (tmp_path / "own.py").write_text(content)
-    assert callable(load_function(f"{tmp_path / 'own.py'}:compute_score"))
+    adapter = "import functools\ndef inner(text): ...\n@functools.wraps(inner)\ndef compute_score(**given): ..."
+    for content in (adapter, "compute_score = max  # has no signature"):
+        (tmp_path / "own.py").write_text(content)
+        assert callable(load_function(f"{tmp_path / 'own.py'}:compute_score"))
 
 
 SECRETS = dict.fromkeys(("HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "https_proxy", "MY_KEY"), "swordfish")
@@ -269,40 +256,27 @@ def test_the_server_gets_the_variables_that_python_needs_and_no_other(
     assert kept == {**passed, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0", "CUDA_VISIBLE_DEVICES": ""}
     for name, value in SECRETS.items():
         monkeypatch.setenv(name, value)
-    client = client_of(own)
-    assert "swordfish" not in Path(f"/proc/{client.server_pid}/environ").read_text()
-    client.close()
+    with closing(client_of(own)) as client:
+        assert "swordfish" not in Path(f"/proc/{client.server_pid}/environ").read_text()
 
 
 # --- mathematics ---
 
 
-@pytest.fixture(scope="module")
-def mathematician() -> Iterator[RewardClient]:
-    client = RewardClient(RewardSection(default="math", cpu_seconds=1.0, memory_mb=512))
-    client.wait_until_ready()
-    yield client
-    client.close()
-
-
-def test_mathematics_compares_values(mathematician: RewardClient) -> None:
-    for text, truth, reward in [
+def test_mathematics_compares_values() -> None:
+    cases = [
         ("the answer is \\boxed{\\frac{2}{4}} as shown", "1/2", 1.0),
         ("\\boxed{22\\sqrt{2}/2}", "11\\sqrt2", 1.0),
         ("\\boxed{11}", "11\\sqrt2", 0.0),
         ("\\boxed{x+1}", "1+x", 1.0),
-        ("\\boxed{3}", "$4$", 0.0),
         ("no idea", "3", 0.0),
-    ]:
-        assert ask(mathematician, text, kind="math", truth=truth) == [Verdict(reward)], (text, truth)
-
-
-def test_what_cannot_be_computed_or_read(mathematician: RewardClient) -> None:
-    ((bomb,), (unread,)) = (
-        ask(mathematician, text, kind="math", truth=truth)
-        for text, truth in (("\\boxed{9^{9^{9^{9}}}}", "3"), ("\\boxed{3}", "$$"))
-    )
-    assert (bomb.failure, unread.failure) == (Failure.CPU, Failure.UNREADABLE)
+        ("\\boxed{9^{9^{9^{9}}}}", "3", Failure.CPU),
+        ("\\boxed{3}", "$$", Failure.UNREADABLE),
+    ]
+    with closing(make_client(default="math")) as client:
+        for text, truth, wanted in cases:
+            (verdict,) = ask(client, text, kind="math", truth=truth)
+            assert (verdict.failure or verdict.reward) == wanted, (text, truth)
 
 
 # --- verdicts are a function of the answer ---
@@ -310,33 +284,20 @@ def test_what_cannot_be_computed_or_read(mathematician: RewardClient) -> None:
 
 def test_verdicts_depend_on_neither_the_number_of_workers_nor_the_order(client: RewardClient, own: str) -> None:
     texts = ["raise", "spin", "memory", "dict", "order", "state", "segv", "a", "bb"]
-    other = client_of(own, workers=4)
-    assert ask(client, *texts) == ask(other, *texts[::-1])[::-1]
-    other.close()
+    with closing(client_of(own, workers=4)) as other:
+        assert ask(client, *texts) == ask(other, *texts[::-1])[::-1]
 
 
 # --- the sandbox as the server has it ---
 
 
-@pytest.fixture(scope="module")
-def coder() -> Iterator[RewardClient]:
-    client = RewardClient(RewardSection(default="code", cpu_seconds=2.0, memory_mb=256))
-    client.wait_until_ready()
-    yield client
-    client.close()
-
-
-ADDS_ONE = json.dumps({"inputs": [[1]], "outputs": [2], "fn_name": "f"})
-
-
-def test_programs_go_through_the_server(coder: RewardClient) -> None:
+def test_programs_go_through_the_server() -> None:
     texts = ["def f(n): return n + 1", "def f(n): return n", "import os\nos.abort()", "x = [0] * 10**9"]
-    assert ask(coder, *texts, kind="code", truth=ADDS_ONE) == [
-        Verdict(1.0),
-        Verdict(0.0),
-        Verdict.failed(Failure.CRASH, "the program was killed by signal 6"),
-        Verdict.failed(Failure.MEMORY),
-    ]
+    truth = json.dumps({"inputs": [[1]], "outputs": [2], "fn_name": "f"})
+    crash = Verdict.failed(Failure.CRASH, "the program was killed by signal 6")
+    with closing(make_client(default="code", cpu_seconds=2.0, memory_mb=256)) as client:
+        verdicts = ask(client, *texts, kind="code", truth=truth)
+    assert verdicts == [Verdict(1.0), Verdict(0.0), crash, Verdict.failed(Failure.MEMORY)]
 
 
 # --- frames ---
@@ -356,9 +317,8 @@ CODE = RewardSection(default="code", cpu_seconds=2.0, memory_mb=256)
 
 @pytest.fixture(scope="module")
 def template() -> Iterator[Template]:
-    template = Template()
-    yield template
-    template.close()
+    with closing(Template()) as template:
+        yield template
 
 
 @pytest.mark.parametrize(
@@ -372,26 +332,19 @@ def template() -> Iterator[Template]:
          {"inputs": ["[1, 2]"], "outputs": ["[1, 2]"], "fn_name": "f"}, 1.0),
         ("def f(a): return a", {"inputs": [[5]], "outputs": [[5]], "fn_name": "f"}, 1.0),
         ("def f(a): return {a: 1.0}", {"inputs": [[5]], "outputs": [{"5": 1}], "fn_name": "f"}, 1.0),
-        ("print('in')\ndef f(a):\n    print(a)\n    return a", {"inputs": [[5]], "outputs": [5], "fn_name": "f"}, 1.0),
         ("print(1)", [{"input": "", "output": "1"}], 1.0),
         ("import sys, threading\nsys.setrecursionlimit(10**6)\nthreading.stack_size(2**26)\n"
          "def main():\n    def f(n): return n and 1 + f(n - 1)\n    print(f(20000))\n"
          "threading.Thread(target=main).start()",
          {"inputs": [""], "outputs": ["20000"]}, 1.0),
         ("import numpy", {"inputs": [""], "outputs": [""]}, 0.0),
-        ("import io, sys\nsys.stdout = io.StringIO()\nprint('x')\nsys.__stdout__.write(sys.stdout.getvalue())",
-         {"inputs": [""], "outputs": ["x"]}, 1.0),
         ("print(1)\nraise ValueError", {"inputs": [""], "outputs": ["1"]}, 0.0),
         ("def f(a): return {1, 2}", {"inputs": [[5]], "outputs": [[1, 2]], "fn_name": "f"}, 0.0),
         ("def f(a): return set(a)", ["assert f([1, 2, 2]) == {1, 2}", "assert math.isclose(len(f([])), 0)"], 1.0),
         ("def f(a): return list(a)", ["assert f((1, 2)) == (1, 2)"], 0.0),
-        ("def f(a): return (a, 1)", ["assert f(a=(1, 2)) == ((1, 2), 1)", "assert f(1)[1] is not True"], 1.0),
         ("def f(a): return a + 1", "def check(candidate):\n    assert candidate(1) == 2\n\ncheck(f)", 1.0),
         ("def f(a): return a + 1", "def check(candidate):\n    assert candidate(1) == 3\n\ncheck(f)", 0.0),
-        ("num = 0\ndef f():\n    global num\n    num += 1\n    return num",
-         "first: int = f()\nassert [first, *(f() for _ in range(300))] == [*range(1, 302)]", 1.0),
         ("def f(a): raise ValueError", "try: f(1)\nexcept Exception: pass\nassert True", 0.0),
-        ("input()\ndef f(a): return a", ["assert f(1) == 1"], 0.0),
         ("print('in')\ndef f(a):\n    print(a)\n    return a", json.dumps("assert f('\u00e9\\n') == '\u00e9\\n'"), 1.0),
     ],
 )  # fmt: skip
@@ -401,10 +354,8 @@ def test_programs_are_judged_by_their_tests(template: Template, program: str, tr
 
 
 @pytest.mark.parametrize(
-    "value",
-    [None, True, -3, 2**100, 1.5, float("inf"), "\u00e9\n\ud800", b"\x00", -1j, [1, [2]], (1, (2,)), {1, 2}, set(),
-     {(1, 2): [3], None: {}}, [], ()],
-)  # fmt: skip
+    "value", [None, True, 2**100, float("inf"), "\u00e9\n\ud800", b"\x00", -1j, (1, [2]), {1}, set(), {(1, 2): [3]}, ()]
+)
 def test_values_come_through(value: object) -> None:
     again = ast.literal_eval(literal(value))
     assert again == value and type(again) is type(value) and "\n" not in literal(value)
@@ -451,7 +402,6 @@ def test_cpu_time_is_counted_over_all_tests_of_an_answer(template: Template) -> 
     ("truth", "trouble"),
     [
         ('{"inputs": ["1"]}', "'inputs' and 'outputs' must be lists of one length, with one test or more"),
-        ('{"inputs": [1], "outputs": ["1"]}', "'1' is no text of standard input or output"),
         ('{"inputs": [1], "outputs": [1], "fn_name": "f"}', "'1' is no list of arguments"),
         ("[1]", "neither a table with 'inputs' and 'outputs' nor a list of such nor assertions"),
         ("assert f(", "'assert f(' is neither JSON nor Python: '(' was never closed (<unknown>, line 1)"),
@@ -466,7 +416,6 @@ def test_tests_that_cannot_be_read(template: Template, truth: str, trouble: str)
 
 def test_the_program_is_the_last_python_block() -> None:
     assert extract_program("a\n```python\nx\n```\nb\n```py\ny\n```\n```\nout\n```") == "y\n"
-    assert extract_program("a\n```\nx\n```\n```\nz") == "z"
     assert extract_program("x = 1") == "x = 1"
 
 
@@ -478,8 +427,6 @@ def test_the_program_is_the_last_python_block() -> None:
         ("1.0", "1", True),
         ("0.33333333", "0.333333334", True),
         ("0.3333", "0.333333334", False),
-        ("", "1", False),
-        ("1e400", "1e400", True),
         ("1" * 500, "1" * 499 + "2", False),
     ],
 )

@@ -1,4 +1,4 @@
-"""TensorBoard and W&B: what they are told is what metrics.jsonl has, once, and their failures end no run."""
+"""TensorBoard and W&B: they get what metrics.jsonl has, once, and their failures end no run."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def told(folder: Path) -> dict[str, dict[int, float]]:
 
 
 def logged(folder: RunFolder) -> dict[str, dict[int, float]]:
-    """The same of metrics.jsonl."""
+    """The same from metrics.jsonl."""
     found: dict[str, dict[int, float]] = {}
     for step, line in read_lines(folder.metrics).items():
         for name, value in line.items():
@@ -98,7 +98,7 @@ def test_an_absent_package_is_one_line_before_anything_runs(tmp_path, capsys, mo
 
 
 class FakeWandb:
-    """Stands for the library: notes what it is told, by the run's id."""
+    """Stands for the library: keeps what is logged, by the run's id."""
 
     class Error(Exception):
         pass
@@ -111,7 +111,7 @@ class FakeWandb:
         self.fails = False
         self.ended: list[int] = []
         self.finish = self.ended.append
-        """Of every run, with the exit code."""
+        """Called at the end of every run, with the exit code."""
 
     def init(self, **options):
         assert options["mode"] == "offline" and options["resume"] == "allow" and options["project"] == "tlt"
@@ -186,7 +186,7 @@ def test_closing_waits_only_while_time_is_left(tmp_path, library, caplog, monkey
 
 
 def test_a_preempted_job_waits_for_slurm_whatever_its_tracker_does(tmp_path, monkeypatch):
-    """One that left by itself, as it does to end a tracker's wait, would be taken for finished."""
+    """Slurm would take a job that ended by itself for finished."""
     done = []
     world = SimpleNamespace(rank=0, flag=StopFlag(), agree_to_stop=lambda: Stop.KILL)
     world.flag.request(Stop.KILL, "SIGTERM")

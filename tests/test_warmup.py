@@ -1,4 +1,4 @@
-"""tlt warmup: what it leaves, that it continues where it was killed, that ranks share the work, and what it refuses."""
+"""tlt warmup: its results, resuming after a kill, sharing of work between ranks, and refused settings."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ SMALL = (
 
 
 class Killed(BaseException):
-    """Stands for a kill: nothing catches it, nothing is saved on its way."""
+    """Stands for a kill: nothing catches it and nothing is saved."""
 
 
 class Reporter:
@@ -77,12 +77,9 @@ class Reporter:
             self._world.flag.request(Stop.ASKED, "test")
 
 
-def config_for(folder: Path, *overrides: str):
-    return config_of(load_config(TINY, [f"run.folder={folder}", *SMALL, *overrides]))
-
-
 def start(folder: Path, *overrides: str, reporter: Reporter | None = None, world: World | None = None) -> WarmupResult:
-    return warm_up(config_for(folder, *overrides), world or World.connect(), reporter or Reporter())
+    config = config_of(load_config(TINY, [f"run.folder={folder}", *SMALL, *overrides]))
+    return warm_up(config, world or World.connect(), reporter or Reporter())
 
 
 def kept(folder: Path) -> dict[str, torch.Tensor]:
@@ -112,8 +109,8 @@ def documents(folder: Path) -> list[Document]:
 
 
 @pytest.fixture(autouse=True)
-def every_round_is_told(monkeypatch) -> None:
-    """So that a reporter sees every response end, however fast the machine is."""
+def every_round_is_reported(monkeypatch) -> None:
+    """A reporter sees the end of every response, however fast the machine is."""
     monkeypatch.setattr(job, "BUSY_SECONDS", 0.0)
 
 
@@ -141,14 +138,6 @@ def test_it_leaves_a_drafter_and_its_facts(straight):
     assert not [name for name in kept(straight) if "exp_avg" in name]
 
 
-def test_a_finished_one_says_so_at_once(straight):
-    reporter = Reporter()
-    result = start(straight, reporter=reporter)
-    assert result.was_finished
-    assert reporter.seen == {}
-    assert result.reason == "warmup.updates = 9"
-
-
 def test_train_and_export_take_the_drafter(straight, tmp_path, capsys):
     place = straight / "tiny-warmup" / "drafter"
     assert main(["train", str(TINY), f"drafter.init={place}", "--dry-run"]) == 0
@@ -171,79 +160,67 @@ def test_patience_ends_it_and_the_best_is_kept(tmp_path, monkeypatch):
 # -- killed, stopped, and on other ranks ----------------------------------------------------------------------------
 
 
-def test_killed_again_and_again_it_comes_to_the_same_bits(straight, tmp_path):
-    for moment, number in [
-        ("capturing", 3),
-        ("capturing", 34),
-        ("learned", 1),
-        ("validated", 4),
-        ("learned", 7),
-    ]:
+def test_after_many_kills_the_result_has_the_same_bits(straight, tmp_path):
+    for moment, number in [("capturing", 3), ("capturing", 34), ("learned", 1), ("validated", 4), ("learned", 7)]:
         with pytest.raises(Killed):
             start(tmp_path, reporter=Reporter(moment, number))
     assert start(tmp_path).progress.is_finished
     assert_equal(tmp_path, straight)
 
 
-@pytest.mark.parametrize(("moment", "number"), [("capturing", 5), ("learned", 2)])
-def test_asked_to_stop_it_saves_and_goes_on_to_the_same_bits(straight, tmp_path, moment, number):
-    world = World.connect()
-    result = start(tmp_path, reporter=Reporter(moment, number, world), world=world)
-    assert not result.progress.is_finished
-    assert "test" in result.reason
+def test_after_requests_to_stop_the_result_has_the_same_bits(straight, tmp_path):
+    for moment, number in [("capturing", 5), ("learned", 2)]:
+        world = World.connect()
+        result = start(tmp_path, reporter=Reporter(moment, number, world), world=world)
+        assert not result.progress.is_finished and "test" in result.reason
     again = Reporter()
     assert start(tmp_path, reporter=again).progress.is_finished
-    if moment == "learned":
-        assert again.seen["learned"] == 9 - (number + 1), "the update under way is finished, and none is made twice"
+    assert again.seen["learned"] == 9 - 3, "the current update is finished, and none is repeated"
     assert_equal(tmp_path, straight)
-    assert start(tmp_path).was_finished
 
 
 @pytest.mark.mpi
 def test_two_ranks_share_the_work_and_learn_the_same(straight, tmp_path):
-    """The features are the same bits, the updates but for the order of sums; noise would be each rank's own."""
-    quiet = tmp_path / "one"
-    results = run_on_ranks(2, without_noise, str(tmp_path / "two"))
-    alone = without_noise(str(quiet))
-    assert results[0][0] == results[1][0]
-    assert results[0][1] + results[1][1] == alone[1]
+    """The features have the same bits; the updates differ only by the order of sums."""
+    alone, results = on_one_and_two_ranks(tmp_path, 1e-4)
     assert abs(results[0][1] - results[1][1]) < 0.4 * alone[1], "each trains on its share"
-    for (updates, loss, accept), (others, theirs, their_accept) in zip(alone[0], results[0][0], strict=True):
-        assert updates == others
-        assert loss == pytest.approx(theirs, abs=1e-4)
-        assert accept == pytest.approx(their_accept, rel=0.02)
-    ours, theirs = documents(quiet), documents(tmp_path / "two")
+    ours, theirs = documents(tmp_path / "one"), documents(tmp_path / "two")
     assert sorted(map(content, ours)) == sorted(map(content, theirs))
 
 
 @pytest.mark.mpi
 @pytest.mark.ci
 def test_ranks_that_decode_together_warm_up_the_same_drafter(straight, tmp_path):
-    """Texts are the same, features but for the order of sums; and a replica that was stopped continues."""
+    """Texts are the same, features differ only by the order of sums; and a stopped replica continues."""
     assert run_on_ranks(2, stopped, str(tmp_path / "two"), "rollout.tensor_parallel=2") == [False, False]
-    together = run_on_ranks(2, without_noise, str(tmp_path / "two"), "rollout.tensor_parallel=2")
-    quiet = tmp_path / "one"
-    alone = without_noise(str(quiet))
-    assert together[0][0] == together[1][0] and together[0][1] + together[1][1] == alone[1]
-    for (updates, loss, accept), (others, theirs, their_accept) in zip(alone[0], together[0][0], strict=True):
-        assert updates == others
-        assert loss == pytest.approx(theirs, abs=1e-3)
-        assert accept == pytest.approx(their_accept, rel=0.02)
-    ours, theirs = (sorted(documents(folder), key=content) for folder in (quiet, tmp_path / "two"))
+    on_one_and_two_ranks(tmp_path, 1e-3, "rollout.tensor_parallel=2")
+    ours, theirs = (sorted(documents(tmp_path / name), key=content) for name in ("one", "two"))
     assert [document.tokens.tobytes() for document in ours] == [document.tokens.tobytes() for document in theirs]
     for own, other in zip(ours, theirs, strict=True):
         np.testing.assert_allclose(to_floats(own.features), to_floats(other.features), rtol=2**-7, atol=1e-3)
 
 
+def on_one_and_two_ranks(folder: Path, loss_tolerance: float, *overrides: str) -> tuple[list, list]:
+    """The results of a warm-up on one rank and on two, whose curves agree and which read the documents once."""
+    together = run_on_ranks(2, warmed_up, str(folder / "two"), *overrides)
+    alone = warmed_up(str(folder / "one"))
+    assert together[0][0] == together[1][0] and together[0][1] + together[1][1] == alone[1]
+    for (updates, loss, accept), (others, theirs, their_accept) in zip(alone[0], together[0][0], strict=True):
+        assert updates == others
+        assert loss == pytest.approx(theirs, abs=loss_tolerance)
+        assert accept == pytest.approx(their_accept, rel=0.02)
+    return alone, together
+
+
 def stopped(folder: str, *overrides: str) -> bool:
-    """Whether it finished although it was asked to stop while it captured, on one rank alone."""
+    """Whether it finished although one of the ranks was asked to stop while it captured."""
     world = World.connect()
     reporter = Reporter("capturing", 2, world) if world.rank == 0 else Reporter()
     return start(Path(folder), *overrides, reporter=reporter, world=world).progress.is_finished
 
 
-def without_noise(folder: str, *overrides: str) -> list:
-    """The curve, and how many documents this rank has read to train on."""
+def warmed_up(folder: str, *overrides: str) -> list:
+    """The curve, and the number of documents that this rank read to train on."""
     read, counted = Shelf.read, []
     Shelf.read = lambda shelf, index: counted.append(index) or read(shelf, index)
     result = start(Path(folder), *overrides)
@@ -263,7 +240,7 @@ def to_floats(features: np.ndarray) -> np.ndarray:
 
 
 class TwoRanks:
-    """Sums what two trainers post, one after another."""
+    """Sums the gradients that two trainers post one after another."""
 
     size = 2
 
@@ -290,7 +267,7 @@ def make_trainer() -> SpotTrainer:
 
 
 def test_an_update_is_that_of_all_documents_in_one_pass():
-    """Held against the gradient that is posted: Adam's first step would blow up the last bits of the smallest ones."""
+    """Compares the posted gradients: Adam's first step would enlarge the rounding errors of the smallest ones."""
     found = [random_document(length, prompt, i) for i, (length, prompt) in enumerate([(40, 5), (9, 7), (25, 3)])]
     whole_batch, in_passes = Alone(), Alone()
     loss = make_trainer().learn([pack([whole(document) for document in found], CPU)], whole_batch)
@@ -308,8 +285,7 @@ def test_a_rank_without_a_document_takes_the_others_update():
     busy.learn([pack([whole(found[0])], CPU)], ranks)
     loss = idle.learn([], ranks)
     assert busy.fingerprint() == idle.fingerprint() == alone.fingerprint()
-    assert idle.num_steps == 1
-    assert loss > 0
+    assert idle.num_steps == 1 and loss > 0
 
 
 # -- from logs ------------------------------------------------------------------------------------------------------
@@ -337,8 +313,8 @@ def logged(tmp_path_factory):
         captured.setdefault(tokens[:-1].tobytes(), (prompt_length, features))
 
     engine.outbox.sink = sink
-    # the last token is never fed to the model: another one there shows whether it is the logged one that is kept
-    rollouts = [with_last_token(rollout, 7) for rollout in generate(engine, gcd_requests(12, 2))]
+    # the model never reads the last token: another one shows that the logged token is kept
+    rollouts = [with_response(r, [*r.response_tokens[:-1], 7]) for r in generate(engine, gcd_requests(12, 2))]
     folder = tmp_path_factory.mktemp("logged") / "run"
     write_log(folder, rollouts)
     return folder, rollouts, captured
@@ -353,8 +329,7 @@ def test_logged_responses_get_the_features_they_were_decoded_with(logged, tmp_pa
     assert len(found) >= 18
     for document in found:
         prompt_length, features = captured[document.tokens[:-1].tobytes()]
-        assert document.tokens[-1] == 7
-        assert document.prompt_length == prompt_length
+        assert (document.tokens[-1], document.prompt_length) == (7, prompt_length)
         assert document.features.shape == features.shape
         np.testing.assert_allclose(to_floats(document.features), to_floats(features), atol=0.05, rtol=0.02)
 
@@ -362,75 +337,53 @@ def test_logged_responses_get_the_features_they_were_decoded_with(logged, tmp_pa
 def test_the_newest_logged_responses_are_taken_first(logged, tmp_path):
     _, rollouts, _ = logged
     for step in range(3):
-        write_log(tmp_path / "run", [relabelled(rollout, step) for rollout in rollouts[step * 8 :][:8]], step)
+        logged_then = [replace(r, key=replace(r.key, step=step)) for r in rollouts[step * 8 :][:8]]
+        write_log(tmp_path / "run", logged_then, step)
     override = f'warmup.sources=["{tmp_path / "run"}"]'
     start(tmp_path, override, "warmup.updates=1", "warmup.responses=8")
     last = {r.prompt_tokens.tobytes() for r in rollouts[16:24]}
     assert {d.tokens[: d.prompt_length].tobytes() for d in documents(tmp_path)} <= last
 
 
-def with_last_token(rollout, token: int):
-    return replace(rollout, response_tokens=np.array([*rollout.response_tokens[:-1], token], np.int32))
-
-
-def relabelled(rollout, step: int):
-    return replace(rollout, key=replace(rollout.key, step=step))
+def with_response(rollout, tokens: list[int]):
+    return replace(rollout, response_tokens=np.array(tokens, np.int32), log_probs=rollout.log_probs[: len(tokens)])
 
 
 # -- bounds and refusals --------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def bounded(tmp_path_factory) -> tuple[Path, str]:
-    """A warm-up whose bytes run out after two of its three parts, and the override that makes it so."""
-    folder = tmp_path_factory.mktemp("bounded")
-    most = 800_000
-    bound = f"drafter.cache_bytes={most}"
-    assert start(folder, MANY, bound).progress.is_finished
+def test_after_the_bytes_ran_out_it_resumes_to_the_same_bits(tmp_path_factory, tmp_path):
+    """The bytes suffice for two of its three parts."""
+    folder, bounds = tmp_path_factory.mktemp("bounded"), ("warmup.responses=96", "drafter.cache_bytes=800_000")
+    assert start(folder, *bounds).progress.is_finished
     assert len(feature_files(folder)) == 2
-    assert sum(path.stat().st_size for path in feature_files(folder)) <= most
-    return folder, bound
-
-
-MANY = "warmup.responses=96"
-
-
-def test_where_bytes_ran_out_it_is_resumed_to_the_same_bits_too(bounded, tmp_path):
-    folder, bound = bounded
+    assert sum(path.stat().st_size for path in feature_files(folder)) <= 800_000
     for moment, number in [("capturing", 40), ("learned", 6)]:
         with pytest.raises(Killed):
-            start(tmp_path, MANY, bound, reporter=Reporter(moment, number))
+            start(tmp_path, *bounds, reporter=Reporter(moment, number))
     lost = feature_files(tmp_path)[0]
     content = lost.read_bytes()
     lost.unlink()
     with pytest.raises(UserError, match=r"features has \d+ of the \d+ responses .*; delete .*training to train again"):
-        start(tmp_path, MANY, bound)
+        start(tmp_path, *bounds)
     lost.write_bytes(content)
-    assert start(tmp_path, MANY, bound).progress.is_finished
+    assert start(tmp_path, *bounds).progress.is_finished
     assert_equal(tmp_path, folder)
 
 
 def refusal(capsys, *arguments: str) -> str:
     assert main(["warmup", str(TINY), *arguments, "run.ranks=1"]) == 2
-    captured = capsys.readouterr()
-    lines = [line for line in captured.err.splitlines() if line.startswith("tlt: ")]
-    assert len(lines) == 1, captured
-    return lines[0]
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("tlt: ")]
+    return line
 
 
-@pytest.mark.parametrize(
-    ("override", "words"),
-    [
-        ("speculation.mode=plain", "speculation.mode = 'plain' has no learned drafter"),
-        ("speculation.mode=ngram", "use speculation.mode = 'full'"),
+def test_a_mistake_is_one_line(capsys, tmp_path):
+    for override, words in (
+        ("speculation.mode=ngram", "speculation.mode = 'ngram' has no learned drafter"),
         ("warmup.init=nowhere", "nowhere"),
         ("warmup.updates=0", "warmup.updates = 0"),
-        ("warmup.responces=3", "did you mean 'warmup.responses'?"),
-        ("warmup.patience=3", "it was removed: it is always 8"),
-    ],
-)
-def test_a_mistake_is_one_line(capsys, tmp_path, override, words):
-    assert words in refusal(capsys, override, f"run.folder={tmp_path}")
+    ):
+        assert words in refusal(capsys, override, f"run.folder={tmp_path}")
     assert not list(tmp_path.iterdir())
 
 
@@ -439,8 +392,7 @@ def test_sources_that_cannot_be_used_are_named(capsys, tmp_path, logged):
     where = f"run.folder={tmp_path / 'out'}"
     (tmp_path / "empty").mkdir()
     assert "no readable response there" in refusal(capsys, "--from", str(tmp_path / "empty"), where)
-    foreign = replace(rollouts[0], response_tokens=np.array([5, 77], np.int32), log_probs=np.zeros(2, np.float32))
-    write_log(tmp_path / "foreign", [foreign, *rollouts[1:]])
+    write_log(tmp_path / "foreign", [with_response(rollouts[0], [5, 77]), *rollouts[1:]])
     assert "have token 77 and" in refusal(capsys, "--from", str(tmp_path / "foreign"), where)
     write_log(tmp_path / "single", rollouts[:2])
     assert "no prompt is left for validation" in refusal(capsys, "--from", str(tmp_path / "single"), where)
@@ -452,13 +404,12 @@ def test_what_may_change_and_what_may_not(straight, tmp_path):
         start(straight, "warmup.responses=49")
     with pytest.raises(ValueError, match=r"warmup\.learning_rate = 0\.003, now 0\.1; .* delete .*training to train"):
         start(straight, "warmup.learning_rate=0.1")
-    assert start(straight).was_finished
+    reporter = Reporter()
+    result = start(straight, reporter=reporter)
+    assert result.was_finished and reporter.seen == {} and result.reason == "warmup.updates = 9"
     with pytest.raises(Killed):
         start(tmp_path, reporter=Reporter("training", 1))
     assert start(tmp_path, "warmup.updates=5").progress.is_finished, "no update was made yet"
-
-
-# -- the command ----------------------------------------------------------------------------------------------------
 
 
 def test_an_eagle3_drafter_drafts_among_the_tokens_of_the_responses(tmp_path):
