@@ -20,6 +20,7 @@ from tlt_hpc.config import AlgorithmSection, ConfigError, load_config, parse_con
 from tlt_hpc.config.recipes import RECIPES, Correction, CorrectionName, Recipe
 from tlt_hpc.models.policy_model import token_entropy, token_log_probs
 from tlt_hpc.rl.advantage import (
+    advantages_of,
     centred_advantages,
     group_advantages,
     leave_one_out_advantages,
@@ -112,6 +113,18 @@ def test_whitened_values_have_mean_zero_and_variance_one_over_tokens() -> None:
     assert tokens.mean() == pytest.approx(0, abs=1e-6) and tokens.var(ddof=1) == pytest.approx(1, abs=1e-6)
     assert (np.argsort(whitened, kind="stable") == np.argsort(REWARDS, kind="stable")).all()
     assert whiten(np.full(3, 0.1), np.array([1, 2, 3])).tolist() == [0, 0, 0]
+
+
+def test_advantages_are_found_by_name() -> None:
+    for kind, wanted in {
+        "group": group_advantages(REWARDS, 4),
+        "group-mean": centred_advantages(REWARDS, 4),
+        "leave-one-out": leave_one_out_advantages(REWARDS, 4),
+        "batch": whiten(REWARDS.astype(np.float64), LENGTHS),
+        "group-mean-batch": whiten(centred_advantages(REWARDS, 4).astype(np.float64), LENGTHS),
+    }.items():
+        found = advantages_of(kind, REWARDS, LENGTHS, 4)  # type: ignore[arg-type]
+        assert found.dtype == np.float32 and found.tolist() == wanted.tolist(), kind
 
 
 def test_coming_close_to_the_longest_costs_evenly() -> None:

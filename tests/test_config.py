@@ -30,7 +30,7 @@ from tlt_hpc.config import (
 from tlt_hpc.config.keys import keys_of
 from tlt_hpc.config.reading import toml_value
 from tlt_hpc.config.removed import ANY, REMOVED
-from tlt_hpc.config.resume import changed_keys
+from tlt_hpc.config.resume import changed_keys, check_resumable
 from tlt_hpc.config.sections import SECTIONS
 
 MAX_KEYS = 103
@@ -361,6 +361,16 @@ def test_a_saved_configuration_may_have_a_removed_key_at_its_default(name: str, 
 def test_a_run_that_commit_e26e4e3_saved_resumes(path: Path) -> None:
     """Of each job that it shipped."""
     assert changed_keys(load_saved_config(path), load_config(ROOT / "jobs" / path.name)) == {}
+
+
+def test_a_resumed_run_may_change_what_decides_no_token(tmp_path: Path) -> None:
+    path = tmp_path / "config.toml"
+    path.write_text(to_toml(load_config(TINY)))
+    check_resumable(path, load_config(TINY, ["run.num_steps=99", "rollout.max_live=2"]))
+    with pytest.raises(ConfigError, match=r"a run with run.seed = 0, now 1: resume with the old value or"):
+        check_resumable(path, load_config(TINY, ["run.seed=1"]))
+    with pytest.raises(ConfigError, match=r"temperature = 1.0, now 0.5: resume with the old values or"):
+        check_resumable(path, load_config(TINY, ["run.seed=1", "rollout.temperature=0.5"]))
 
 
 @pytest.mark.parametrize(
