@@ -28,7 +28,7 @@ from tlt_hpc.checkpoint import save as save_module
 from tlt_hpc.checkpoint.host_buffer import HostBuffer
 from tlt_hpc.checkpoint.manifest import Checkpoint, CheckpointError
 from tlt_hpc.checkpoint.store import CheckpointStore
-from tlt_hpc.models.piece import Cut, Piece, deal
+from tlt_hpc.models.piece import Cut, Piece, own_pieces
 from tlt_hpc.resume.saving import save_drafter_if_due
 from tlt_hpc.storage.folder import RunFolder
 
@@ -448,7 +448,7 @@ def test_a_node_that_is_too_small_for_its_ranks_is_named(store: Stores, monkeypa
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
-def test_what_is_dealt_comes_back_whole(tmp_path: Path, num_ranks: int) -> None:
+def test_shares_of_all_ranks_are_the_whole(tmp_path: Path, num_ranks: int) -> None:
     tensors = {
         "wide": torch.randn(5, 37),
         "half": torch.randn(4, 3, 2).bfloat16(),
@@ -457,12 +457,12 @@ def test_what_is_dealt_comes_back_whole(tmp_path: Path, num_ranks: int) -> None:
         "mask": torch.arange(9) % 2 == 0,
     }
 
-    def save_dealt(world: ThreadWorld) -> int:
-        own = list(deal(tensors.items(), world.rank, world.size))
+    def save_shares(world: ThreadWorld) -> int:
+        own = list(own_pieces(tensors.items(), world.rank, world.size))
         CheckpointStore(tmp_path, keep=1).save(3, world, {"drafter": iter(own)}, {})
         return sum(piece.values.numel() for _, piece in own)
 
-    counts = on_threads(num_ranks, save_dealt)
+    counts = on_threads(num_ranks, save_shares)
     assert max(counts) - min(counts) <= 1
     checkpoint = CheckpointStore(tmp_path, keep=1).at(3)
     assert checkpoint.names("drafter") == sorted(tensors)

@@ -15,7 +15,7 @@ from small_disk import fill, mounted_disk
 
 from tlt_hpc.checkpoint.manifest import CheckpointError
 from tlt_hpc.checkpoint.store import CheckpointStore
-from tlt_hpc.models.piece import deal
+from tlt_hpc.models.piece import own_pieces
 from tlt_hpc.mpi.world import World
 
 NUM_WEIGHTS = 1_500_000
@@ -30,7 +30,7 @@ def save_until_killed(folder: str, seconds: float) -> None:
     store = CheckpointStore(Path(folder) / "checkpoints", keep=2)
     for step in range(1, 10_000):
         weights.fill_(step)
-        store.begin(step, world, {"policy": deal([("weights", weights)], world.rank, world.size)}, {"step": step})
+        store.begin(step, world, {"policy": own_pieces([("weights", weights)], world.rank, world.size)}, {"step": step})
         store.finish(world)
         if world.rank == 0:
             with (Path(folder) / "done").open("ab") as file:

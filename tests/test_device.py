@@ -28,7 +28,7 @@ STEP = {"SLURM_STEP_ID": "0"}
         ({"CUDA_VISIBLE_DEVICES": "0,1", "MPI_LOCALRANKID": "1"}, "1"),
         # mpiexec in an allocation: all ranks see the number of the one task that started them
         ({"CUDA_VISIBLE_DEVICES": "0,1", **STEP, "SLURM_LOCALID": "0", "MPI_LOCALRANKID": "1"}, "1"),
-        # Slurm dealt them out: there is one already
+        # Slurm has assigned one each already
         ({"CUDA_VISIBLE_DEVICES": "3", **STEP, "SLURM_LOCALID": "3"}, "3"),
         ({"CUDA_VISIBLE_DEVICES": "0,1", **STEP, "SLURM_LOCALID": "3", "TLT_SHARE_GPUS": "1"}, "1"),
     ],

@@ -109,6 +109,20 @@ def test_text_depends_on_neither_strategy_nor_batch(name, plain):
     assert texts(generate(engine, REQUESTS)) == texts(plain.values()), "with what the n-grams have learned"
 
 
+def test_a_prompt_that_is_being_prefilled_gives_way_to_older_rows(plain):
+    engine = make_engine(max_live=6, page_size=4, prefill_tokens=1, kv_bytes=PAGES_OF_8 * 14, max_new_tokens=80)
+    scheduler, given_way = engine._scheduler, 0
+    engine.submit(REQUESTS)
+    while engine.has_work:
+        before = {sequence.order for sequence in scheduler.prefilling}
+        engine.step()
+        waiting = {sequence.order for sequence in scheduler.waiting}
+        given_way += len(before & waiting)
+        assert not waiting & {sequence.order for sequence in [*scheduler.prefilling, *scheduler.rows.responses]}
+    assert given_way, "no prompt gave way"
+    assert texts(engine.collect()) == texts(plain.values())
+
+
 def test_the_guard_decides_every_token_when_its_zone_is_all(plain):
     """With an infinite zone of doubt each token takes the float64 path, and the text is still the same."""
     engine = make_engine([Strategy("ngram", 3)], max_new_tokens=80)

@@ -13,7 +13,7 @@ import torch
 
 from tlt_hpc.common.records import Prompt
 from tlt_hpc.config import ConfigError, UserError, WarmupSection
-from tlt_hpc.drafting.offline import batches_of, deal, learning_rate, passes_of
+from tlt_hpc.drafting.offline import balanced_shards, batches_of, learning_rate, passes_of
 from tlt_hpc.drafting.packing import pack
 from tlt_hpc.storage.feature_file import Document
 from tlt_hpc.storage.records import FACTS_FILE, CurvePoint, DrafterFacts, read_facts, write_record
@@ -73,7 +73,7 @@ def test_a_batch_is_full_and_not_over_its_tokens_unless_one_document_is():
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
 def test_a_batch_is_sharded_whole_and_evenly(num_ranks):
     lengths = np.random.default_rng(0).integers(1, 100, 60).tolist()
-    hands = deal(range(60), lengths, num_ranks)
+    hands = balanced_shards(range(60), lengths, num_ranks)
     assert sorted(index for hand in hands for index in hand) == list(range(60))
     tokens = [sum(lengths[index] for index in hand) for hand in hands]
     assert max(tokens) - min(tokens) <= min(max(lengths), 0.1 * sum(tokens) / num_ranks)

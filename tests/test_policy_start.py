@@ -25,7 +25,7 @@ def start_from_rank_0(given: str) -> dict[str, Any]:
     world = World.connect()
     join_process_group(world, "cpu")
     model = start_model(
-        Path(given), "float32", torch.device("cpu"), is_dealt=True, rank=world.rank, node=world.node_group
+        Path(given), "float32", torch.device("cpu"), is_sharded=True, rank=world.rank, node=world.node_group
     )
     if world.rank > 0:
         for tensor in (*model.parameters(), *model.buffers()):

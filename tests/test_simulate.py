@@ -20,7 +20,7 @@ from tlt_hpc.cli.main import main
 from tlt_hpc.common.records import EngineSpans, FinishReason, Rollout, RolloutTiming, SampleKey
 from tlt_hpc.config import load_config, to_toml
 from tlt_hpc.plan.simulate.costs import TokenCosts, with_speed_ups
-from tlt_hpc.plan.simulate.lengths import deal, log_normal, resampled
+from tlt_hpc.plan.simulate.lengths import log_normal, resampled, shard_lengths
 from tlt_hpc.plan.simulate.recorded import costs_by_strategy, phases_of, read_run
 from tlt_hpc.plan.simulate.step import Setting, StepPhases, setting_from, simulate, walk
 from tlt_hpc.storage.folder import RunFolder
@@ -141,11 +141,11 @@ def test_the_walk_is_the_token_by_token_simulation(
 # --- lengths and shards ---
 
 
-def test_units_are_dealt_in_turn_as_a_run_deals_them() -> None:
+def test_units_are_distributed_as_in_a_run() -> None:
     lengths = np.arange(1, 11).reshape(1, 5, 2)
-    assert deal(lengths, 2, "group").tolist() == [[[1, 2, 5, 6, 9, 10], [3, 4, 7, 8, 0, 0]]]
-    assert deal(lengths, 4, "sample").tolist() == [[[1, 5, 9], [2, 6, 10], [3, 7, 0], [4, 8, 0]]]
-    assert deal(lengths, 8, "group").sum() == 55
+    assert shard_lengths(lengths, 2, "group").tolist() == [[[1, 2, 5, 6, 9, 10], [3, 4, 7, 8, 0, 0]]]
+    assert shard_lengths(lengths, 4, "sample").tolist() == [[[1, 5, 9], [2, 6, 10], [3, 7, 0], [4, 8, 0]]]
+    assert shard_lengths(lengths, 8, "group").sum() == 55
 
 
 def test_lengths_follow_their_law_and_recorded_groups_are_drawn_whole() -> None:

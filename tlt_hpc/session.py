@@ -1,4 +1,7 @@
-"""Builds the parts of a run from its configuration, and closes them. The loop that uses them is in train.py."""
+"""Builds the parts of a run from its configuration, generates with them, and closes them.
+
+``Session.generate`` is the loop of every rollout, and of the release of waiting ranks; the loop over steps is in train.py.
+"""
 
 from __future__ import annotations
 

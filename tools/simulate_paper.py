@@ -20,7 +20,7 @@ from tlt_hpc.common.script import ending
 from tlt_hpc.models.shape import ModelShape
 from tlt_hpc.plan.memory.shapes import find_shape
 from tlt_hpc.plan.simulate.assumed import GpuFigures, derating_of, gpu_costs, speculative_costs
-from tlt_hpc.plan.simulate.lengths import deal, log_normal
+from tlt_hpc.plan.simulate.lengths import log_normal, shard_lengths
 from tlt_hpc.plan.simulate.step import Setting, StepPhases, simulate
 
 GAINS_7B = {1: 1.21, 2: 1.45, 4: 1.62, 8: 1.76}
@@ -46,7 +46,7 @@ def gains(shape: ModelShape, nodes: Sequence[int], median: float) -> list[float]
 def rollouts(shape: ModelShape, nodes: int, median: float) -> tuple[float, float]:
     """Seconds of rollouts of the same lengths, plain and speculative."""
     drawn = log_normal((STEPS, RESPONSES, 1), median, CAP, prompt_share=0.0)
-    lengths = deal(drawn, nodes * GPUS_PER_NODE // TENSOR_PARALLEL, "sample")
+    lengths = shard_lengths(drawn, nodes * GPUS_PER_NODE // TENSOR_PARALLEL, "sample")
     plain = gpu_costs(shape, TENSOR_PARALLEL, MAX_LIVE, GpuFigures())
     fast = speculative_costs(plain, derating_of(LARGE, shape), THRESHOLD)
     setting = Setting(TENSOR_PARALLEL, MAX_LIVE)

@@ -38,7 +38,7 @@ def _shuffled_epochs(num: int, seed: int) -> Iterator[int]:
         yield from order
 
 
-def deal(batch: Sequence[int], lengths: Sequence[int], num_ranks: int) -> list[list[int]]:
+def balanced_shards(batch: Sequence[int], lengths: Sequence[int], num_ranks: int) -> list[list[int]]:
     """A batch's documents by rank, so that the ranks have nearly equal tokens: the longest first, to who has fewest."""
     hands: list[list[int]] = [[] for _ in range(num_ranks)]
     tokens = [(0, rank) for rank in range(num_ranks)]  # a heap

@@ -50,16 +50,16 @@ def import_transformers() -> None:
 
 
 def start_model(
-    folder: Path, dtype: str, device: torch.device, is_dealt: bool, rank: int, node: NodeGroup
+    folder: Path, dtype: str, device: torch.device, is_sharded: bool, rank: int, node: NodeGroup
 ) -> PreTrainedModel:
     """What a policy begins with: on the device, or, if rank 0's is sharded, on the host and empty on other ranks.
 
     Of a node's ranks one reads, and gives the others its tensors one at a time; collective over the node.
     """
     config = node.once(lambda: read_config(folder))
-    reads = rank == 0 if is_dealt else node.rank == 0
+    reads = rank == 0 if is_sharded else node.rank == 0
     model = load_policy_model(folder, dtype) if reads else empty_policy_model(config, dtype)
-    if is_dealt:
+    if is_sharded:
         return model
     share(node, (tensor.data for tensor in (*model.parameters(), *model.buffers())))
     return model.to(device)  # type: ignore[arg-type]

@@ -57,7 +57,7 @@ class Cut:
             )
 
 
-def deal(tensors: Iterable[tuple[str, Tensor]], rank: int, num_ranks: int) -> Iterator[tuple[str, Piece]]:
+def own_pieces(tensors: Iterable[tuple[str, Tensor]], rank: int, num_ranks: int) -> Iterator[tuple[str, Piece]]:
     """This rank's share of tensors that all ranks hold alike: equal counts of elements, in few pieces.
 
     The shares of all ranks together have each element once; an empty tensor is the first rank's.

@@ -15,7 +15,7 @@ from tlt_hpc.cluster.stopping import Stop
 from tlt_hpc.cluster.watch.beat import BEAT, Phase
 from tlt_hpc.models.drafter_file import DRAFTER_FILE
 from tlt_hpc.models.once import read_once
-from tlt_hpc.models.piece import Piece, deal
+from tlt_hpc.models.piece import Piece, own_pieces
 from tlt_hpc.mpi.owner import agree_on_owner
 from tlt_hpc.mpi.world import World
 from tlt_hpc.resume.replay import replay
@@ -38,7 +38,7 @@ def reserve_copy(job: Job) -> None:
 
 def drafter_shard(job: Job, drafting: Drafting) -> Iterator[tuple[str, Piece]]:
     """This rank's share of the drafter's state, which is the same on all ranks after a merge."""
-    return deal(drafting.spot.live_state().items(), job.world.rank, job.world.size)
+    return own_pieces(drafting.spot.live_state().items(), job.world.rank, job.world.size)
 
 
 def should_continue(job: Job) -> bool:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from tlt_hpc.cluster.watch.beat import BEAT
 from tlt_hpc.common.records import Rollout
 from tlt_hpc.config import Config
-from tlt_hpc.models.piece import Piece, deal
+from tlt_hpc.models.piece import Piece, own_pieces
 from tlt_hpc.models.policy_model import PolicyModel
 from tlt_hpc.rl.advantage import token_weights
 from tlt_hpc.rl.batches import Indices, pack, plan_updates
@@ -245,7 +245,7 @@ class Policy:
         kinds = ("master", *MOMENTS)
         if self._stage == 0:
             every = [(f"{n}.{kind}", self._full_state(p, kind)) for n, p in self._parameters.items() for kind in kinds]
-            yield from deal(every, self._world.rank, self._world.size)
+            yield from own_pieces(every, self._world.rank, self._world.size)
             return
         for name, parameter in self._parameters.items():
             for kind in kinds:
@@ -258,7 +258,7 @@ class Policy:
         """Bytes of ``state_shard``, known before there are moments."""
         if self._stage == 0:
             masters = [(name, parameter) for name, parameter in self._parameters.items() for _ in range(3)]
-            return sum(piece.num_bytes for _, piece in deal(masters, self._world.rank, self._world.size))
+            return sum(piece.num_bytes for _, piece in own_pieces(masters, self._world.rank, self._world.size))
         masters_only = (self._own_piece(parameter, "master") for parameter in self._parameters.values())
         return 3 * sum(piece.num_bytes for piece in masters_only if piece is not None)
 

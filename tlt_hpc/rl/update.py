@@ -1,6 +1,7 @@
 """From a step's responses and scores to the policy's update: penalties, advantages, optimiser steps.
 
-It is the same for responses that were just generated and for those that are read from the log.
+It is the same for responses that were just generated and for those that are read from the log. Then ``take_step`` in
+train.py loads the new weights into the engine.
 """
 
 from __future__ import annotations

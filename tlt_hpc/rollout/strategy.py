@@ -1,4 +1,4 @@
-"""Ways to decode a round, and their names. How one is chosen and carried out is decided elsewhere."""
+"""Ways to decode a round, and their names. ``chooser.py`` chooses one, ``decoding.py`` carries it out."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def resampled(groups: Ints, shape: tuple[int, int, int]) -> Ints:
     return lengths
 
 
-def deal(lengths: Ints, num_replicas: int, shard: Shard) -> Ints:
+def shard_lengths(lengths: Ints, num_replicas: int, shard: Shard) -> Ints:
     """Lengths [T, R, N] in the order of admission, distributed round-robin as in a run; zeros fill short shards."""
     steps, prompts, group = lengths.shape
     units = lengths if shard == "group" else lengths.reshape(steps, prompts * group, 1)

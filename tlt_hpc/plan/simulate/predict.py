@@ -17,7 +17,7 @@ from tlt_hpc.config import Config, ConfigError, check_replicas, load_config
 from tlt_hpc.plan.memory.shapes import find_shape
 from tlt_hpc.plan.simulate.assumed import GpuFigures, derating_of, gpu_costs, gpu_phases, speculative_costs
 from tlt_hpc.plan.simulate.costs import TokenCosts
-from tlt_hpc.plan.simulate.lengths import MEDIAN_SHARE, PROMPT_SHARE, SPREAD, Ints, deal, log_normal, resampled
+from tlt_hpc.plan.simulate.lengths import MEDIAN_SHARE, PROMPT_SHARE, SPREAD, Ints, log_normal, resampled, shard_lengths
 from tlt_hpc.plan.simulate.recorded import RecordedRun, costs_by_strategy, groups_of, phases_of, read_run
 from tlt_hpc.plan.simulate.step import Setting, StepPhases, Steps, setting_from, simulate
 from tlt_hpc.storage.folder import RunFolder
@@ -44,8 +44,8 @@ class SimulatedJob:
 
     def run(self, num_ranks: int, costs: TokenCosts) -> Steps:
         """Simulate the steps; lengths are the same for any number of ranks, with and without speculation."""
-        dealt = deal(self.lengths, num_ranks // self.setting.ranks_per_replica, self.config.rollout.shard)
-        return simulate(dealt, costs, self.setting, self.phases)
+        shards = shard_lengths(self.lengths, num_ranks // self.setting.ranks_per_replica, self.config.rollout.shard)
+        return simulate(shards, costs, self.setting, self.phases)
 
 
 @dataclass(frozen=True)

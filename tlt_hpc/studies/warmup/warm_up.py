@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 
 from tlt_hpc.cluster.watch.beat import BEAT, Phase
 from tlt_hpc.config import Config, UserError
-from tlt_hpc.drafting.offline import batches_of, deal, learning_rate, passes_of
+from tlt_hpc.drafting.offline import balanced_shards, batches_of, learning_rate, passes_of
 from tlt_hpc.drafting.packing import pack
 from tlt_hpc.drafting.vocabulary import count_tokens, most_frequent_tokens
 from tlt_hpc.models.drafter_file import DRAFTER_FILE
@@ -165,7 +165,7 @@ def choose_vocabulary(warmup: Warmup, shelf: Shelf) -> None:
 def take_update(warmup: Warmup, shelf: Shelf, batch: Sequence[int], progress: Progress) -> tuple[Progress, bool]:
     """One update on a batch of documents, and whether a rank votes to stop; collective. The clock is rank 0's."""
     world, trainer, limits, start = warmup.world, warmup.trainer, warmup.config.warmup, time.perf_counter()
-    own = deal(batch, shelf.lengths, world.size)[world.rank]
+    own = balanced_shards(batch, shelf.lengths, world.size)[world.rank]
     passes = passes_of([shelf.read(index) for index in own], warmup.config.drafter.micro_step_tokens)
     done = progress.share_done(limits)
     trainer.learning_rate = learning_rate(limits.learning_rate, progress.updates, done, limits.ramp_updates)
