@@ -1,6 +1,6 @@
 """Builds the parts of a run from its configuration, generates with them, and closes them.
 
-``Session.generate`` is the loop of every rollout, and of the release of waiting ranks; the loop over steps is in train.py.
+``Session.generate`` is the loop of every rollout, which releases waiting ranks. The loop over steps is in train.py.
 """
 
 from __future__ import annotations
