@@ -104,11 +104,11 @@ def _waiting(found: RunFindings) -> list[KeyFigure]:
     idle, whole = found.throughput.idle, found.throughput.rollout
     if found.num_ranks < 2 or whole <= 0:
         return []
-    words = f"of the ranks' rollout time they had finished and waited for the last rank ({seconds(idle)} together)"
+    words = f"of the ranks' rollout time was spent waiting for the last rank ({seconds(idle)} together)"
     known = [KeyFigure("Idle", share(idle, whole), words)]
     if found.log.mode == "full" and idle > 0:
         updates = count(found.log.total("drafter/steps"), "update")
-        words = f"of that waiting trained the draft model: {updates} of it"
+        words = f"of the waiting trained the draft model ({updates})"
         known.append(KeyFigure("Harvested", share(found.throughput.harvested, idle), words))
     return known
 
@@ -121,7 +121,7 @@ def _gained(gain: RunGain | None) -> KeyFigure | None:
         words = f"its seconds over this run's, in rollouts; {steps}; no measure of speculation"
         return KeyFigure(f"Against {gain.against}", value, words)
     tone = {True: "good", False: "bad", None: "plain"}[gain.speed.is_faster]
-    words = f"as fast as without speculation, on the same rollouts (measured in {count(len(gain.speed.steps), 'step')})"
+    words = f"the speed of the same rollouts without speculation ({count(len(gain.speed.steps), 'step')})"
     return KeyFigure("Gained", value, f"{words}; {steps}", tone)
 
 
