@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from tlt_hpc.rewards.code import passes_tests
 from tlt_hpc.rewards.sandbox.outside import ProgramLimits, Sandbox, SandboxError, Template, check, working_template
 
 ROOT = Path(__file__).resolve().parent.parent
-LIMITS = ProgramLimits(cpu_seconds=0.3, memory_bytes=2**28, output_bytes=10**6, asleep_seconds=0.5)
+LIMITS = ProgramLimits(cpu_seconds=0.3, memory_bytes=2**28, output_bytes=10**6)
 SETTINGS = RewardSection(default="code", cpu_seconds=2.0, memory_mb=256)
 SYSTEM_PYTHON = "/usr/bin/python3"
 
@@ -50,7 +51,9 @@ def test_attack(attack: Attack, secret: Path, template: Template) -> None:
     """It is contained, and an honest program in the same sandbox still does its work."""
     code = attack.code.replace("{secret}", str(secret)).replace("{pid}", str(os.getpid()))
     with Sandbox(template) as sandbox:
-        outcome = sandbox.run(code, "3", LIMITS)
+        # a program that computes may have to wait for a core longer than the tests want to watch one that sleeps
+        limits = replace(LIMITS, asleep_seconds=0.5) if attack.failure == "asleep" else LIMITS
+        outcome = sandbox.run(code, "3", limits)
         honest = sandbox.run("print(int(input()) * 2)", "21", ProgramLimits(5.0, 2**28, 1000))
     assert "breached" not in outcome.output
     assert attack.says in outcome.output
