@@ -2,56 +2,66 @@
 
 from __future__ import annotations
 
-from collections import deque
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import mul
 
 from tlt_hpc.rollout.strategy import OFF, Strategy
 
 _OFF_ROUNDS = 3
 """Plain rounds that are measured before any other strategy is tried."""
-_RECENT_ROUNDS = 15
-_STALE_ROUNDS = 256
-"""Rounds after which earlier measurements of a strategy count as one belief: the machine may have changed."""
+_SHARES = (0.55, 0.1, 0.35, 0.15, 0.05)
+"""Seconds of the terms before any round was measured, at one sequence; a plain round of one sequence takes one."""
+_NOISE = 0.15
+"""Standard deviation of a round's seconds, relative to what was expected."""
+_DRIFT = 1 / 2000
+"""Share of its first variance by which a coefficient becomes less certain with each round."""
+_SLOWEST = 1.6
+"""A round counts as at most so many times as long as expected: the machine may have done something else meanwhile."""
+_PRIOR_ROUNDS = 4.0
+_MAX_ROUNDS = 64
+_HALF_LIFE = 512
+"""Rounds after which a correction that is not measured any more counts half."""
 
 
-def guessed_cost(strategy: Strategy) -> float:
-    """Cost of a round relative to a plain one: a draft step is 0.15, a further verified token 0.05."""
-    steps = strategy.depth if strategy.has_drafter else 0
-    return 1.0 + 0.15 * steps + 0.05 * strategy.num_drafts
+@dataclass
+class _Correction:
+    """The mean logarithm of measured seconds over those of the model, and how many rounds it rests on."""
 
+    mean: float = 0.0
+    num_rounds: float = 0.0
+    last_round: int = 0
 
-class _Ratio:
-    """Measured over guessed seconds: the median of recent rounds and of what was believed before them.
+    def rounds_at(self, now: int) -> float:
+        return self.num_rounds * math.exp2((self.last_round - now) / _HALF_LIFE)
 
-    The lower of two middle values counts, so one slow round beside the belief changes nothing.
-    """
+    def factor(self, now: int) -> float:
+        rounds = self.rounds_at(now)
+        return math.exp(self.mean * rounds / (rounds + _PRIOR_ROUNDS))
 
-    def __init__(self, belief: float | None) -> None:
-        self._belief, self._last_round = () if belief is None else (belief,), 0
-        self._values: deque[float] = deque(maxlen=_RECENT_ROUNDS)
-        self.estimate = 1.0 if belief is None else belief
-
-    def add(self, value: float, at_round: int) -> None:
-        if self._values and at_round - self._last_round > _STALE_ROUNDS:
-            self._belief = (self.estimate,)
-            self._values.clear()
-        self._last_round = at_round
-        self._values.append(value)
-        values = sorted((*self._belief, *self._values))
-        self.estimate = values[(len(values) - 1) // 2]
+    def add(self, value: float, now: int) -> None:
+        rounds = min(_MAX_ROUNDS, self.rounds_at(now) + 1)
+        self.mean += (value - self.mean) / rounds
+        self.num_rounds, self.last_round = rounds, now
 
 
 class RoundCosts:
-    """Seconds of a round by strategy and live sequences: a guess, times a ratio learned per power of two of the batch.
+    """Seconds of a round: a linear model of all rounds, times a correction by strategy and batch size (power of two).
 
-    A strategy without a ratio at a batch size takes the one it has at the nearest batch size, changed as another
-    strategy's ratio changed between the two. Strategies are given by index.
+    The model adds the costs of the round, its sequences, verified tokens, draft steps and drafted tokens. Every round
+    tells of these five coefficients, so strategies are predicted well at batch sizes at which they never ran. A Kalman
+    filter estimates them. A correction is for what is not linear; it fades where it is not measured. Strategies are
+    given by index.
     """
 
     def __init__(self, strategies: Sequence[Strategy]) -> None:
         self._off = strategies.index(OFF)
-        self._guesses = [guessed_cost(strategy) for strategy in strategies]
-        self._ratios: list[dict[int, _Ratio]] = [{} for _ in strategies]
+        self._shapes = [_shape(strategy) for strategy in strategies]
+        self._coefficients = list(_SHARES)
+        self._covariance: list[list[float]] = []
+        self._first_variances: list[float] = []
+        self._corrections: list[dict[int, _Correction]] = [{} for _ in strategies]
         self._tables: dict[int, list[float]] = {}
         self._num_rounds = self._num_off_rounds = 0
 
@@ -62,45 +72,80 @@ class RoundCosts:
 
     def is_known(self, index: int) -> bool:
         """Whether the strategy ran in any round."""
-        return bool(self._ratios[index])
+        return bool(self._corrections[index])
 
     def is_measured(self, index: int, num_live: int) -> bool:
         """Whether it ran in a round of about this many sequences."""
-        return _bucket(num_live) in self._ratios[index]
+        return _bucket(num_live) in self._corrections[index]
 
     def seconds(self, num_live: int) -> list[float]:
         """Expected seconds of a round, by strategy."""
-        bucket = _bucket(num_live)
-        if bucket not in self._tables:
-            self._tables[bucket] = [guess * self._ratio(index, bucket) for index, guess in enumerate(self._guesses)]
-        return self._tables[bucket]
+        if num_live not in self._tables:
+            bucket, now = _bucket(num_live), self._num_rounds
+            self._tables[num_live] = [
+                seconds * (known[bucket].factor(now) if bucket in known else 1.0)
+                for seconds, known in zip(self._modelled(self._shapes, num_live), self._corrections, strict=True)
+            ]
+        return self._tables[num_live]
 
     def add(self, index: int, num_live: int, seconds: float) -> None:
         """A measured round."""
+        shape = self._shapes[index]
+        verified, steps, drafted = shape
+        terms = 1.0, float(num_live), float(num_live * verified), float(steps), float(num_live * drafted)
+        if not self._covariance:
+            self._start(terms, seconds)
+        seconds = min(seconds, _SLOWEST * self.seconds(num_live)[index])
         self._tables.clear()
         self._num_rounds += 1
         self._num_off_rounds += index == self._off
-        bucket, ratios = _bucket(num_live), self._ratios[index]
-        if bucket not in ratios:
-            believable = ratios or (index != self._off and self._ratios[self._off])
-            ratios[bucket] = _Ratio(self._ratio(index, bucket) if believable else None)
-        ratios[bucket].add(seconds / self._guesses[index], self._num_rounds)
+        self._fit(terms, seconds)
+        correction = self._corrections[index].setdefault(_bucket(num_live), _Correction())
+        correction.add(math.log(seconds / self._modelled([shape], num_live)[0]), self._num_rounds)
 
-    def _ratio(self, index: int, bucket: int) -> float:
-        ratios = self._ratios[index]
-        if bucket in ratios:
-            return ratios[bucket].estimate
-        if not ratios:
-            return 1.0 if index == self._off else self._ratio(self._off, bucket)
-        near = min(ratios, key=lambda other: abs(other - bucket))
-        return ratios[near].estimate * self._change(near, bucket)
+    def _start(self, terms: Sequence[float], seconds: float) -> None:
+        """Scale the coefficients to the first round; each may be off by as much as it is."""
+        num_live = terms[1]
+        shares = [_SHARES[0], _SHARES[1] / num_live, _SHARES[2] / num_live, _SHARES[3], _SHARES[4] / num_live]
+        scale = seconds / sum(share * term for share, term in zip(shares, terms, strict=True))
+        self._coefficients = [scale * share for share in shares]
+        self._first_variances = [value * value for value in self._coefficients]
+        self._covariance = [
+            [variance if i == j else 0.0 for j in range(len(shares))]
+            for i, variance in enumerate(self._first_variances)
+        ]
 
-    def _change(self, near: int, bucket: int) -> float:
-        """How ratios changed from one batch size to another, by a strategy that was measured at both."""
-        for ratios in self._ratios:
-            if near in ratios and bucket in ratios:
-                return ratios[bucket].estimate / ratios[near].estimate
-        return 1.0
+    def _fit(self, terms: Sequence[float], seconds: float) -> None:
+        """A step of the Kalman filter: coefficients that drift, and a measurement with relative noise."""
+        covariance = self._covariance
+        for i, first in enumerate(self._first_variances):
+            if covariance[i][i] < first:
+                covariance[i][i] += _DRIFT * first
+        spread = [sum(map(mul, row, terms)) for row in covariance]
+        variance = (_NOISE * seconds) ** 2 + sum(map(mul, spread, terms))
+        gain = (seconds - sum(map(mul, self._coefficients, terms))) / variance
+        self._coefficients = [c + gain * s for c, s in zip(self._coefficients, spread, strict=True)]
+        self._covariance = [
+            [value - s * t / variance for value, t in zip(row, spread, strict=True)]
+            for row, s in zip(covariance, spread, strict=True)
+        ]
+
+    def _modelled(self, shapes: Sequence[tuple[int, int, int]], num_live: int) -> list[float]:
+        each_round, each_row, each_verified, each_step, each_drafted = self._coefficients
+        base, token = each_round + num_live * each_row, num_live * each_verified
+        # no round is much cheaper than a plain one, whatever the coefficients say while they are hardly known
+        least = max(0.5 * (base + token), 1e-9)
+        return [
+            max(least, base + token * verified + each_step * steps + num_live * each_drafted * drafted)
+            for verified, steps, drafted in shapes
+        ]
+
+
+def _shape(strategy: Strategy) -> tuple[int, int, int]:
+    """Of one sequence: tokens that are verified, draft steps, tokens that are drafted."""
+    if not strategy.has_drafter:
+        return strategy.widest_pass, 0, 0
+    return strategy.widest_pass, strategy.depth, 1 + (strategy.depth - 1) * strategy.branching
 
 
 def _bucket(num_live: int) -> int:
