@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 READERS = frozenset({"watch", "report", "evaluate", "inspect", "check"})
 ALL, CHECK, NOBODY = READERS | {"train"}, frozenset({"check"}), frozenset[str]()
 FILES: dict[str, frozenset[str]] = {
-    "config.toml": frozenset({"train", "watch", "evaluate"}),
+    "config.toml": frozenset({"train", "evaluate"}),
     "metrics.jsonl": CHECK | {"train"},
     "rollouts/step-000001/rank-0000.h5": CHECK,
     "rollouts/step-000000": CHECK,
