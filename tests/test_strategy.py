@@ -175,7 +175,7 @@ def test_counts_of_a_deep_chain_give_the_accept_length_of_every_shallower_one():
     for _ in range(20_000):
         matches.add(6, accepted)
     for depth in range(7):
-        assert matches.expected(depth) == pytest.approx(1 + np.minimum(accepted, depth).mean(), abs=2e-3)
+        assert matches.lengths()[depth] == pytest.approx(1 + np.minimum(accepted, depth).mean(), abs=2e-3)
 
 
 @pytest.mark.usefixtures("long_window")
@@ -185,8 +185,8 @@ def test_a_chain_accepted_whole_says_nothing_of_what_lies_beyond():
     for _ in range(5_000):
         matches.add(2, [2, 2])
         matches.add(4, [2, 4])
-    assert matches.expected(2) == pytest.approx(3, abs=0.01)
-    assert matches.expected(4) == pytest.approx(4, abs=0.01)
+    assert matches.lengths()[2] == pytest.approx(3, abs=0.01)
+    assert matches.lengths()[4] == pytest.approx(4, abs=0.01)
 
 
 def test_the_budget_holds_under_every_sequence_of_trials():

@@ -1,6 +1,7 @@
 """Chooses how each round is decoded: the strategy with the most expected tokens per expected second.
 
-Expected tokens come from counts of accepted drafts, learned over all batch sizes; expected seconds from ``costs``.
+Expected tokens come from counts of accepted drafts, of all rounds and of those with as many sequences; expected seconds
+from ``costs``.
 Other strategies are tried now and then, and what such trials may cost is bounded: apart from one first round per
 strategy, the seconds lost to them stay below a share of the seconds spent. A choice is a pure function of the seed and
 of what was observed, so ranks that observe the same make the same choice.
@@ -10,10 +11,12 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
+from operator import mul
 
-from tlt_hpc.rollout.costs import RoundCosts
+from tlt_hpc.rollout.costs import RoundCosts, batch_bucket
 from tlt_hpc.rollout.strategy import MAX_DEPTH, OFF, Strategy
 
 EPSILON = 0.05
@@ -61,33 +64,34 @@ class FamilyAcceptance:
     """Accept lengths of one family of strategies. Each round counts one, whatever its batch, and fades over WINDOW."""
 
     _FIRST_CHANCE = 0.6
-    _PRIOR_ROUNDS = 1.0
     _ENOUGH_SEQUENCES = 16.0
 
-    def __init__(self, reach: int) -> None:
-        """``reach``: the longest chain of the family."""
+    def __init__(self, reach: int, prior: FamilyAcceptance | None = None) -> None:
+        """``reach``: the longest chain of the family; ``prior``: counts that stand for 16 rounds at the start."""
+        self.reach = reach
         self._tally = DraftTally([0] * reach, [0] * reach)
         self._num_sequences = 0.0
-        self._lengths: list[float] = []
+        self._prior, self._prior_rounds = prior, 1.0 if prior is None else 16.0
 
     @property
     def is_known(self) -> bool:
         """Whether enough sequences were observed."""
         return self._num_sequences >= self._ENOUGH_SEQUENCES
 
-    def expected(self, reach: int) -> float:
-        """Expected accept length (bonus token included) of a chain of ``reach`` drafts: a product-limit estimate."""
-        if not self._lengths:
-            chance = self._FIRST_CHANCE
-            survive = length = 1.0
-            self._lengths = [length]
-            for reached, accepted in zip(self._tally.reached, self._tally.accepted, strict=True):
-                # a position starts from the chance of the one before it
-                chance = (accepted + self._PRIOR_ROUNDS * chance) / (reached + self._PRIOR_ROUNDS)
-                survive *= chance
-                length += survive
-                self._lengths.append(length)
-        return self._lengths[reach]
+    def chances(self) -> list[float]:
+        """For each position the chance that its draft is accepted if those before it are: a product-limit estimate."""
+        before = None if self._prior is None else self._prior.chances()
+        chance, found = self._FIRST_CHANCE, list[float]()
+        for j, (reached, accepted) in enumerate(zip(self._tally.reached, self._tally.accepted, strict=True)):
+            # without a prior a position starts from the chance of the one before it
+            chance = chance if before is None else before[j]
+            chance = (accepted + self._prior_rounds * chance) / (reached + self._prior_rounds)
+            found.append(chance)
+        return found
+
+    def lengths(self) -> list[float]:
+        """Expected accept length (bonus token included) of a chain of 0, 1, 2, ... drafts."""
+        return list(accumulate(accumulate([1.0, *self.chances()], mul)))
 
     def add(self, reach: int, accepted: Sequence[int]) -> None:
         """A round's accepted drafts by sequence."""
@@ -99,7 +103,6 @@ class FamilyAcceptance:
         """Keep only this share of the counts."""
         self._tally.scale(factor)
         self._num_sequences *= factor
-        self._lengths = []
 
     def state(self) -> list[float]:
         """Sequences, then how often each position was reached and accepted."""
@@ -107,7 +110,7 @@ class FamilyAcceptance:
         return [self._num_sequences, *(count for pair in pairs for count in pair)]
 
     def load_state(self, state: Sequence[float]) -> None:
-        self._num_sequences, self._lengths = state[0], []
+        self._num_sequences = state[0]
         pairs = zip(state[1::2], state[2::2], strict=True)
         for j, (reached, accepted) in zip(range(len(self._tally.reached)), pairs, strict=False):
             self._tally.reached[j], self._tally.accepted[j] = reached, accepted
@@ -178,8 +181,9 @@ class Chooser:
         for strategy in self.strategies:
             reach[strategy.family] = max(reach.get(strategy.family, 0), strategy.reach)
         self._families = {family: FamilyAcceptance(longest) for family, longest in reach.items()}
-        self._lengths, self._accept_known = [1.0] * len(self.strategies), [False] * len(self.strategies)
-        self._update_lengths(self._families)
+        # the last sequences of a rollout are not like the others: long texts repeat themselves
+        self._by_batch: dict[tuple[str, int], FamilyAcceptance] = {}
+        self._lengths: dict[int, list[float]] = {}
 
     def index_of(self, strategy: Strategy) -> int:
         """Its place among the strategies."""
@@ -208,16 +212,18 @@ class Chooser:
         self._budget.add(seconds, saved)
         self._costs.add(index, num_live, seconds)
         if strategy.reach:
-            self._families[strategy.family].add(strategy.reach, accepted)
-            self._update_lengths([strategy.family])
+            for family in (self._families[strategy.family], self._at_batch(strategy.family, batch_bucket(num_live))):
+                family.add(strategy.reach, accepted)
+            self._lengths.clear()
 
     def discount(self, factor: float) -> None:
         """Keep only this share of what is known about the drafter's acceptance: it has been replaced."""
         assert 0 <= factor <= 1
         replaced = {strategy.family for strategy in self.strategies if strategy.has_drafter}
-        for family in replaced:
-            self._families[family].discount(factor)
-        self._update_lengths(replaced)
+        by_batch = [found for (family, _), found in self._by_batch.items() if family in replaced]
+        for found in [*by_batch, *(self._families[family] for family in replaced)]:
+            found.discount(factor)
+        self._lengths.clear()
 
     def state(self) -> dict[str, list[float]]:
         """What a checkpoint keeps: counts of accepted drafts. Costs belong to the machine and are learned again."""
@@ -228,26 +234,31 @@ class Chooser:
         known = (self._families.keys() & state.keys()) - {OFF.family}
         for family in known:
             self._families[family].load_state(state[family])
-        self._update_lengths(known)
+        self._lengths.clear()
 
     def totals(self) -> dict[str, tuple[int, int]]:
         """Rounds and tokens of each strategy so far."""
         return dict(zip(self._names, zip(self._rounds, self._tokens, strict=True), strict=True))
 
-    def _update_lengths(self, families: Iterable[str]) -> None:
-        changed = set(families)
-        for index, strategy in enumerate(self.strategies):
-            if strategy.family in changed:
-                family = self._families[strategy.family]
-                self._lengths[index] = family.expected(strategy.reach)
-                self._accept_known[index] = strategy.reach == 0 or family.is_known
+    def _at_batch(self, family: str, bucket: int) -> FamilyAcceptance:
+        if (family, bucket) not in self._by_batch:
+            overall = self._families[family]
+            self._by_batch[family, bucket] = FamilyAcceptance(overall.reach, overall)
+        return self._by_batch[family, bucket]
+
+    def _expected_lengths(self, bucket: int) -> list[float]:
+        """Expected accept length of each strategy."""
+        if bucket not in self._lengths:
+            lengths = {family: self._at_batch(family, bucket).lengths() for family in self._families}
+            self._lengths[bucket] = [lengths[strategy.family][strategy.reach] for strategy in self.strategies]
+        return self._lengths[bucket]
 
     def _outlook(self, num_live: int) -> _Outlook:
-        seconds = self._costs.seconds(num_live)
-        rates = [num_live * length / cost for length, cost in zip(self._lengths, seconds, strict=True)]
+        seconds, lengths = self._costs.seconds(num_live), self._expected_lengths(batch_bucket(num_live))
+        rates = [num_live * length / cost for length, cost in zip(lengths, seconds, strict=True)]
         known = [
-            index == self._off or (accept and self._costs.is_known(index))
-            for index, accept in enumerate(self._accept_known)
+            not strategy.reach or (self._families[strategy.family].is_known and self._costs.is_known(index))
+            for index, strategy in enumerate(self.strategies)
         ]
         return _Outlook(num_live, self._usable, seconds, rates, known)
 

@@ -76,12 +76,12 @@ class RoundCosts:
 
     def is_measured(self, index: int, num_live: int) -> bool:
         """Whether it ran in a round of about this many sequences."""
-        return _bucket(num_live) in self._corrections[index]
+        return batch_bucket(num_live) in self._corrections[index]
 
     def seconds(self, num_live: int) -> list[float]:
         """Expected seconds of a round, by strategy."""
         if num_live not in self._tables:
-            bucket, now = _bucket(num_live), self._num_rounds
+            bucket, now = batch_bucket(num_live), self._num_rounds
             self._tables[num_live] = [
                 seconds * (known[bucket].factor(now) if bucket in known else 1.0)
                 for seconds, known in zip(self._modelled(self._shapes, num_live), self._corrections, strict=True)
@@ -100,7 +100,7 @@ class RoundCosts:
         self._num_rounds += 1
         self._num_off_rounds += index == self._off
         self._fit(terms, seconds)
-        correction = self._corrections[index].setdefault(_bucket(num_live), _Correction())
+        correction = self._corrections[index].setdefault(batch_bucket(num_live), _Correction())
         correction.add(math.log(seconds / self._modelled([shape], num_live)[0]), self._num_rounds)
 
     def _start(self, terms: Sequence[float], seconds: float) -> None:
@@ -148,5 +148,6 @@ def _shape(strategy: Strategy) -> tuple[int, int, int]:
     return strategy.widest_pass, strategy.depth, 1 + (strategy.depth - 1) * strategy.branching
 
 
-def _bucket(num_live: int) -> int:
+def batch_bucket(num_live: int) -> int:
+    """The power of two that a batch size is rounded up to, as its exponent."""
     return (num_live - 1).bit_length()
