@@ -116,7 +116,7 @@ def _measure(
 ) -> dict[str, WayFigures] | None:
     """All ways at one batch size; None if a stop was requested. Collective."""
     requests = requests_of(session, prompts, _FIRST_STEP, size)
-    others = requests_of(session, prompts, _WARM_UP_STEP, min(size, 2 * batch + 2))
+    others = requests_of(session, prompts, _WARM_UP_STEP, size)
     figures = {way: WayFigures() for way in ways}
     reference: dict[SampleKey, np.ndarray] = {}
     for _ in range(repeats):
