@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import permutations
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,15 +16,26 @@ from tlt_hpc.config import load_config
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.rollout_log import write_step
 from tlt_hpc.storage.step_lines import add_line
-from tlt_hpc.studies.compare import MODES, Comparison, num_mismatched, read_comparison, rows_of, to_tree
+from tlt_hpc.studies import compare as study
+from tlt_hpc.studies.compare import MODES, Comparison, num_mismatched, read_comparison, rows_of, speed_rows, to_tree
+from tlt_hpc.train import RunResult
 
 CONFIG = load_config(Path(__file__).parent.parent / "jobs" / "tiny.toml")
 
 
 def write_run(
-    path: Path, num_steps: int = 1, seconds: float = 4.0, passes: int = 2, token: int = 7, reward: float = 1.0
+    path: Path,
+    num_steps: int = 1,
+    seconds: float | Sequence[float] = 4.0,
+    passes: int = 2,
+    token: int = 7,
+    reward: float = 1.0,
 ) -> None:
-    """A run of two ranks whose responses have the same four tokens but the first, which is ``token`` on rank 1."""
+    """A run of two ranks whose responses have the same four tokens but the first, which is ``token`` on rank 1.
+
+    ``seconds``: of the rollouts, or of each; a step takes 2 s more, and half of it is CPU time.
+    """
+    rollouts = seconds if isinstance(seconds, Sequence) else [seconds] * num_steps
     folder = RunFolder(path)
     folder.create()
     for step in range(num_steps):
@@ -40,7 +54,9 @@ def write_run(
             scores = [reward if rank else 0.0]
             record = step_record(step, [rollout], scores, micro_steps=updates, harvested_seconds=0.5)
             write_step(folder.rollout_log(step, rank), record)
+        seconds = rollouts[step]
         line = {"rollout/seconds": seconds, "timing_s/update_actor": 1.0, "timing_s/step": seconds + 2}
+        line |= {"perf/rollout_cpu_seconds": seconds / 2, "perf/cpu_seconds": seconds / 2 + 1}
         add_line(folder.metrics, {"training/global_step": step, **line})
 
 
@@ -59,15 +75,51 @@ def compared(
 def test_equal_runs_are_equal_and_their_figures_are_the_logs(tmp_path):
     comparison = compared(tmp_path)
     assert all(comparison.equal.values()) and comparison.mismatched_tokens == 0
-    assert comparison.speedup("full", "rollout") == 2.0
-    assert comparison.speedup("ngram", "step") == pytest.approx(10 / 6)
+    assert comparison.speedup("full", "rollout").median == 2.0
+    assert comparison.speedup("ngram", "step").median == pytest.approx(10 / 6)
     plain, full = comparison.runs["plain"], comparison.runs["full"]
     assert (plain.accept_length, full.accept_length, full.tokens, full.reward_mean) == (1.0, 2.0, 8, 0.5)
     assert (full.idle_rank_seconds, full.harvested_rank_seconds, full.drafter_steps) == (2.0, 1.0, 4)
     assert (full.rollout_seconds, full.step_seconds, full.update_seconds) == (4.0, 6.0, 1.0)
-    rows = rows_of(comparison)
-    assert rows["accept length"] == ["1.000", "2.000", "2.000"]
-    assert rows["rollout speed, plain = 1"] == ["1.00x", "2.00x", "2.00x"]
+    assert (full.rollout_cpu_seconds, full.step_cpu_seconds) == (2.0, 3.0)
+    assert rows_of(comparison)["accept length"] == ["1.000", "2.000", "2.000"]
+    assert speed_rows(comparison)["rollout speed, plain = 1"] == ["1.00x", "2.00x", "2.00x"]
+
+
+def test_speed_is_the_median_over_steps_and_no_slow_step_decides_it(tmp_path):
+    """The machine becomes twice as slow with every step, and stalls twice for 60 s."""
+    plain, full = [2.0**k for k in range(1, 8)], [2.0**k for k in range(7)]
+    full[3] += 60
+    full[5] += 60
+    for name, seconds in (("plain", plain), ("full", full)):
+        write_run(tmp_path / name, 7, seconds)
+    comparison = read_comparison(CONFIG, tmp_path, 7, 2, {"plain": "same", "full": "same"})
+    median, low, high = comparison.speedup("full", "rollout")
+    assert median == high == 2.0 and 0.2 < low < 1.0
+    assert speed_rows(comparison)["rollout speed, plain = 1"] == ["1.00x", f"2.00x ({low:.2f} to 2.00)"]
+
+
+def test_modes_take_each_step_in_turn_and_in_every_order(monkeypatch):
+    taken = list[str]()
+
+    def fake_steps(job, tracking, reporter):
+        for _ in range(job.steps):
+            yield None
+            taken.append(job.name)
+        yield RunResult(0, job.steps, job.steps == 6, f"digest of {job.name}", "")
+
+    monkeypatch.setattr(study, "take_steps", fake_steps)
+    monkeypatch.setattr(study, "finish_saves", lambda job: taken.append(f"{job.name} saved"))
+    jobs = {name: SimpleNamespace(name=name, steps=6) for name in MODES}
+    assert study.take_turns(jobs, 6, lambda mode: None) == {name: f"digest of {name}" for name in MODES}
+    assert taken[:3] == [f"{name} saved" for name in MODES], "nothing is timed before all are ready"
+    assert all(saved == f"{name} saved" for name, saved in zip(taken[3::2], taken[4::2], strict=True))
+    rounds = [tuple(taken[start : start + 6 : 2]) for start in range(3, len(taken), 6)]
+    assert sorted(rounds) == sorted(permutations(MODES))
+    taken.clear()
+    jobs["ngram"].steps = 2  # a signal
+    assert study.take_turns(jobs, 6, lambda mode: None) == {}
+    assert taken.count("ngram") == 2 and max(taken.count("plain"), taken.count("full")) <= 3
 
 
 @pytest.mark.parametrize(

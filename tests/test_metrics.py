@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import replace
+from threading import Thread
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from tlt_hpc.drafting.acceptance import DraftCounts
 from tlt_hpc.drafting.spot import MergeReport
 from tlt_hpc.look.columns import step_cells
 from tlt_hpc.look.metrics import part_of, summarise
+from tlt_hpc.look.timing import PhaseTimer
 from tlt_hpc.rl.policy import PolicyStats, RolloutMismatch, Update
 from tlt_hpc.storage.rollout_log import StepRecord
 
@@ -125,6 +128,23 @@ def test_an_energy_counter_that_one_rank_lost_leaves_the_sum_out() -> None:
 
     assert summary_of(3.0, 4.5)["energy/cpu_joules"] == 7.5
     assert "energy/cpu_joules" not in summary_of(3.0, math.nan)
+
+
+def test_cpu_seconds_are_those_of_all_threads_at_work() -> None:
+    def work() -> None:
+        start = time.thread_time()
+        while time.thread_time() < start + 0.2:
+            pass
+
+    timer, thread = PhaseTimer(), Thread(target=work)
+    with timer("gen"):
+        thread.start()
+        thread.join()
+    with timer("reward"):
+        time.sleep(0.3)
+    found = timer.take_cpu()
+    assert 0.2 <= found["perf/rollout_cpu_seconds"] <= found["perf/cpu_seconds"] < 0.3
+    assert timer.take()["step"] > 0.5
 
 
 def test_a_line_a_step_shows_them(summary, capsys):

@@ -19,7 +19,7 @@ from small_run import set_lines, small_record, small_run
 
 from tlt_hpc.cli.main import main
 from tlt_hpc.common.records import Rollout, RolloutTiming
-from tlt_hpc.look.analysis.comparison import interval
+from tlt_hpc.look.analysis.comparison import paired_ratio
 from tlt_hpc.look.figures.style import THEMES
 from tlt_hpc.look.report.findings import find, typical_step
 from tlt_hpc.look.report.page import render
@@ -113,7 +113,7 @@ def test_cards_are_what_the_files_say(run: RunFolder, plain: RunFolder) -> None:
     assert told["Idle"].value == "38 %" and "15.0 s together" in told["Idle"].words
     assert told["Harvested"].value == "36 %" and "6 updates" in told["Harvested"].words
     assert told["Gained"].value == "2.00\u00d7" and told["Gained"].tone == "good"
-    assert "(measured in 3 steps)" in told["Gained"].words and f"steps: {16.1 / 9.6:.2f}\u00d7" in told["Gained"].words
+    assert "(median of 3 steps)" in told["Gained"].words and f"steps: {16.1 / 9.6:.2f}\u00d7" in told["Gained"].words
     what = "token for token, with and without speculation (3 steps compared)"
     assert told["Text"] == KeyFigure("Text", "the same", what, "good")
     assert told["Score"].value == "0.50 \u2192 0.52" and "too few steps" in told["Score"].words
@@ -165,12 +165,13 @@ def test_different_tokens_are_not_the_same_work(run: RunFolder, plain: RunFolder
 
 def test_a_gain_within_its_interval_is_neither_good_nor_bad(tmp_path: Path, run: RunFolder, plain: RunFolder) -> None:
     ours = np.full(8, 1.0)
-    assert interval(ours * 2, ours) == (2.0, 2.0) and interval(ours[:2], ours[:2]) == (0.0, float("inf"))
-    low, high = interval(np.array([1.0, 3.0] * 4), ours)
-    assert 1.0 < low < 1.7 and 2.3 < high < 3.0
+    assert paired_ratio(ours * 2, ours) == (2.0, 2.0, 2.0)
+    assert paired_ratio(ours[:2], ours[:2]) == (1.0, 0.0, float("inf"))
+    median, low, high = paired_ratio(np.arange(1.0, 102.0), np.ones(101))
+    assert median == 51 and 38 <= low <= 44 and 58 <= high <= 64, "by order statistics: the 41st to the 61st"
     set_lines(plain, *({"rollout/seconds": took, "timing_s/step": 20.0} for took in (3.0, 6.5, 14.0)))
     told, speed = cards_of(run, plain)["Gained"], gain(run, plain).speed
-    assert told.value == "1.21\u00d7" and told.tone == "plain"
+    assert told.value == "1.00\u00d7" and told.tone == "plain"
     assert (round(speed.low, 2), round(speed.high, 2), speed.is_faster) == (0.46, 2.15, None)
     slower = make_plain(tmp_path / "slower", seconds=3.25)
     assert cards_of(run, slower)["Gained"].tone == "bad" and gain(run, slower).speed.is_faster is False

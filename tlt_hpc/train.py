@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Protocol
@@ -87,7 +87,9 @@ def run(config: Config, world: World, reporter: Reporter, tracking: Tracking | N
         ValueError: the user's mistake (configuration, model folder, data), before any step.
     """
     with closing(assemble(config, world)) as job:
-        return take_steps(job, tracking, reporter)
+        *_, result = take_steps(job, tracking, reporter)
+    assert result is not None
+    return result
 
 
 def settle_heap() -> None:
@@ -101,8 +103,8 @@ def settle_heap() -> None:
     gc.freeze()
 
 
-def take_steps(job: Job, tracking: Tracking | None, reporter: Reporter) -> RunResult:
-    """The steps that are left; collective.
+def take_steps(job: Job, tracking: Tracking | None, reporter: Reporter) -> Iterator[RunResult | None]:
+    """The steps that are left; yields None before each of them, and at last how the run ended. Collective.
 
     Raises:
         ValueError: as ``run``.
@@ -124,7 +126,10 @@ def take_steps(job: Job, tracking: Tracking | None, reporter: Reporter) -> RunRe
     judged = judge_and_track(job, evaluation, tracking, step, reporter)
     timer = PhaseTimer()
     settle_heap()
-    while step < config.run.num_steps and should_continue(job):
+    while step < config.run.num_steps:
+        yield None
+        if not should_continue(job):
+            break
         if not take_step(job, step, reporter, is_saved=saved == step, timer=timer):
             break
         step += 1
@@ -142,7 +147,7 @@ def take_steps(job: Job, tracking: Tracking | None, reporter: Reporter) -> RunRe
     digest = job.policy.sha256() if finished else ""  # gathers the whole policy
     if finished and world.rank == 0:
         record_finished(config, step, digest)
-    return RunResult(first, step, finished, digest, world.flag.reason if stop and not finished else "")
+    yield RunResult(first, step, finished, digest, world.flag.reason if stop and not finished else "")
 
 
 def take_step(job: Job, step: int, reporter: Reporter, is_saved: bool = False, timer: PhaseTimer | None = None) -> bool:
@@ -188,8 +193,7 @@ def take_step(job: Job, step: int, reporter: Reporter, is_saved: bool = False, t
     by_key = {rollouts[i].key: advantage for i, advantage in zip(update.trained, update.advantages, strict=True)}
     # NaN: left out by dynamic sampling
     advantages = np.array([by_key.get(rollout.key, np.nan) for rollout in tail.rollouts], np.float32)
-    phases = tuple(PhaseSpan(*span) for span in timer.take_spans())
-    record = make_record(job, step, tail, rewards, advantages, merged, phases)
+    record = make_record(job, step, tail, rewards, advantages, merged, timer)
     line: Line = {
         **summarise(job.world, record, update, merged, timer.take()),
         "drafter/why": why_trained(job),
@@ -297,7 +301,7 @@ def make_record(
     rewards: NDArray[np.float32],
     advantages: NDArray[np.float32],
     merged: MergeReport | None,
-    phases: tuple[PhaseSpan, ...],
+    timer: PhaseTimer,
 ) -> StepRecord:
     """What this rank's log keeps of a step."""
     counts = job.engine.take_counts()
@@ -322,7 +326,7 @@ def make_record(
         strategy_tokens=tokens,
         decisions=decisions_of(counts),
         spans=counts.spans,
-        phases=phases,
+        phases=tuple(PhaseSpan(*span) for span in timer.take_spans()),
         guarded_near_ties=counts.num_guarded,
         metrics={
             "rollout/preemptions": float(counts.num_preempted),
@@ -333,6 +337,7 @@ def make_record(
             KEPT_TOKENS: float(sum(len(rollout.response_tokens) for rollout in kept)),
             **tail.scorer.metrics(),
             **job.meter.end_step(),
+            **timer.take_cpu(),
             **(drafter_metrics(job, tail, counts, merged) if job.drafting else {}),
         },
     )

@@ -39,6 +39,8 @@ class Screen:
 
     def __init__(self, shows: bool) -> None:
         self.console = make_console(shows)
+        self.names_columns = False
+        """Whether the next step's line is the first since a run has started."""
         self._said_at, self._patience = time.monotonic(), _PATIENCE_SECONDS
 
     def say(self, line: str) -> None:
@@ -78,10 +80,10 @@ def run_line(config: Config, first_step: int) -> str:
 
 
 class StepReporter:
-    """Shows a run: a line for each step."""
+    """Shows a run: a line for each step, which ends with ``mode`` where runs take turns."""
 
-    def __init__(self, screen: Screen) -> None:
-        self._screen = screen
+    def __init__(self, screen: Screen, mode: str = "") -> None:
+        self._screen, self._mode = screen, mode
         self._is_first = True
 
     def replayed(self, step: int) -> None:
@@ -91,8 +93,7 @@ class StepReporter:
         self._screen.say(run_line(config, first_step))
         if self._is_first:
             self._screen.say(memory_line(memory))
-        self._is_first = False
-        self._screen.row(_COLUMNS, _COLUMNS)
+        self._is_first, self._screen.names_columns = False, True
 
     def rolling(self, step: int, roster: Roster) -> None:
         left = sum(status.sequences_left for status in roster.statuses)
@@ -103,7 +104,10 @@ class StepReporter:
         self._screen.progress(f"step {step + 1}: {name}")
 
     def stepped(self, line: Line) -> None:
-        self._screen.row(step_cells(line), _COLUMNS)
+        if self._screen.names_columns:
+            self._screen.row(_COLUMNS, _COLUMNS, "  mode" if self._mode else "")
+            self._screen.names_columns = False
+        self._screen.row(step_cells(line), _COLUMNS, f"  {self._mode}" if self._mode else "")
         if line["rollout/refills"]:
             self._screen.say(
                 f"{count(line['rollout/refills'], 'refill')}: {count(line['rollout/samples'], 'response')}, "

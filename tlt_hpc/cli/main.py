@@ -181,6 +181,10 @@ def plan_command(config: Config, options: argparse.Namespace, num_ranks: int) ->
         from tlt_hpc.studies.warmup import plan
 
         return plan.describe(config, assets.shape, num_ranks)
+    if options.command == "compare":
+        modes = 2 if options.without else 3
+        in_turn = f"compare     {modes} modes in turn, all in memory at once: {modes} times what one run needs\n"
+        return in_turn + plan_run(config, assets, num_ranks)
     return plan_run(config, assets, num_ranks)
 
 
@@ -383,6 +387,8 @@ def add_bench_options(command: argparse.ArgumentParser) -> argparse.ArgumentPars
 def add_compare_options(command: argparse.ArgumentParser) -> None:
     """The options of ``tlt compare``."""
     command.add_argument("--steps", type=at_least_one, default=6, help="steps of each mode (default 6)")
+    words = "leave this mode out: all modes are in memory at once"
+    command.add_argument("--without", choices=("ngram", "full"), help=words)
     command.add_argument("--json", type=Path, metavar="PATH", help="write the figures there as well")
 
 
@@ -494,15 +500,20 @@ def compare(config: Config, options: argparse.Namespace, world: World) -> int:
     """``tlt compare`` on this rank."""
     from tlt_hpc.cli.display import Screen, StepReporter, print_comparison
     from tlt_hpc.storage.records import write_json
-    from tlt_hpc.studies.compare import compare, rows_of, to_tree
+    from tlt_hpc.studies.compare import MODES, compare, rows_of, speed_rows, to_tree
 
-    comparison = compare(config, options.steps, world, StepReporter(Screen(world.rank == 0)))
+    modes, screen = [mode for mode in MODES if mode != options.without], Screen(world.rank == 0)
+    comparison = compare(config, modes, options.steps, world, partial(StepReporter, screen))
     if comparison is None:
         return start_over("comparison", world)
     if world.rank == 0:
         if options.json is not None:
-            write_json(options.json, to_tree(comparison))
-        print_comparison(comparison, rows_of(comparison))
+            ratios = {
+                name: {what: ratio._asdict() for what, ratio in found.items()}
+                for name, found in comparison.speedups().items()
+            }
+            write_json(options.json, {**to_tree(comparison), "speedup": ratios})
+        print_comparison(comparison, rows_of(comparison) | speed_rows(comparison))
     return 0 if all(comparison.equal.values()) else 1
 
 

@@ -1,41 +1,54 @@
 """Compares runs of the same steps; ``tlt compare`` runs them plain, with n-gram speculation and in full.
 
-Everything is read back from the runs' own logs, not from memory.
+The modes take each step in turn, so that a machine whose speed changes changes it for all of them. Everything is read
+back from the runs' own logs, not from memory.
 """
 
 from __future__ import annotations
 
+import gc
+import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
+from itertools import cycle, islice, permutations
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from tlt_hpc.common.records import SampleKey
 from tlt_hpc.config import Config, without_side_effects
+from tlt_hpc.look.analysis.comparison import PairedRatio, paired_ratio
 from tlt_hpc.mpi.world import World
+from tlt_hpc.resume.saving import finish_saves
+from tlt_hpc.session import Job, assemble
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.rollout_log import StepRecord, read_step
 from tlt_hpc.storage.step_lines import read_lines
-from tlt_hpc.train import Reporter, run
+from tlt_hpc.train import Reporter, run, take_steps
 
-Mode = Literal["plain", "ngram", "full"]
-MODES: tuple[Mode, ...] = ("plain", "ngram", "full")
+MODES = ("plain", "ngram", "full")
+"""Values of ``speculation.mode``, each compared with the first."""
 WARM_UP = "warm-up"
 """Name of a run of one step that does not count: the first run of a process is slower than the others."""
 
 
 @dataclass(frozen=True)
 class RunFigures:
-    """What one run gave; tokens, seconds and updates are sums over its steps."""
+    """What one run gave; tokens, seconds and updates are sums over its steps.
+
+    CPU seconds are user and system time of all ranks, without the processes that judge responses.
+    """
 
     tokens: int
     reward_mean: float
     policy_sha256: str
     rollout_seconds: float
+    rollout_cpu_seconds: float
     step_seconds: float
+    step_cpu_seconds: float
     update_seconds: float
     accept_length: float
     idle_rank_seconds: float
@@ -45,6 +58,8 @@ class RunFigures:
     mismatched_tokens: int
     """Response tokens that differ from the first run's."""
     rewards_equal: bool
+    by_step: dict[str, list[float]]
+    """Seconds of each step and of each rollout, named ``step`` and ``rollout``."""
 
 
 @dataclass(frozen=True)
@@ -70,30 +85,58 @@ class Comparison:
             "policy": len({run.policy_sha256 for run in self.runs.values()}) == 1,
         }
 
-    def speedup(self, name: str, what: str) -> float | None:
-        """Plain seconds divided by a run's, for ``what`` = rollout or step; None without a plain run."""
-        if "plain" not in self.runs:
-            return None
-        seconds = {run: float(vars(self.runs[run])[f"{what}_seconds"]) for run in ("plain", name)}
-        return seconds["plain"] / seconds[name]
+    def speedup(self, name: str, what: str) -> PairedRatio:
+        """Seconds of the plain run divided by a run's, step by step, for ``what`` = rollout or step."""
+        return paired_ratio(self.runs["plain"].by_step[what], self.runs[name].by_step[what])
+
+    def speedups(self) -> dict[str, dict[str, PairedRatio]]:
+        """All of them, by run and ``what``; of runs that took their steps in turn."""
+        return {name: {what: self.speedup(name, what) for what in ("rollout", "step")} for name in self.runs}
 
 
-def compare(config: Config, num_steps: int, world: World, reporter: Reporter) -> Comparison | None:
-    """Run all modes one after another on the same seeds; collective. None if a signal stopped one of them."""
+def compare(
+    config: Config, modes: Sequence[str], num_steps: int, world: World, reporter_of: Callable[[str], Reporter]
+) -> Comparison | None:
+    """Run the modes on the same seeds, one step of each in turn; collective. None if a signal stopped them.
+
+    Args:
+        modes: of ``MODES``, the first of them included. All are in memory at once.
+        reporter_of: what shows the run of this name.
+    """
     stamp = world.broadcast(time.strftime("%Y%m%d-%H%M%S"))
     parent = Path(config.run.folder) / f"{config.run.name}-compare-{stamp}"
-    if not run(config_of(config, "plain", 1, parent / WARM_UP), world, reporter).finished:
+    if not run(config_of(config, modes[-1], 1, parent / WARM_UP), world, reporter_of(WARM_UP)).finished:
         return None
-    digests: dict[str, str] = {}
-    for mode in MODES:
-        result = run(config_of(config, mode, num_steps, parent), world, reporter)
-        if not result.finished:
-            return None
-        digests[mode] = result.policy_sha256
-    return read_comparison(config, parent, num_steps, world.size, digests)
+    gc.collect()  # DeepSpeed's engines are full of cycles
+    with ExitStack() as opened:
+        jobs = {
+            mode: opened.enter_context(closing(assemble(config_of(config, mode, num_steps, parent), world)))
+            for mode in modes
+        }
+        digests = take_turns(jobs, num_steps, reporter_of)
+    return read_comparison(config, parent, num_steps, world.size, digests) if digests else None
 
 
-def config_of(config: Config, mode: Mode, num_steps: int, parent: Path) -> Config:
+def take_turns(jobs: Mapping[str, Job], num_steps: int, reporter_of: Callable[[str], Reporter]) -> dict[str, str]:
+    """Run the jobs, one step of each in turn; collective.
+
+    Returns the digest of each one's last policy, in the order of ``jobs``; empty if a signal stopped them.
+    """
+    runs = {mode: take_steps(job, None, reporter_of(mode)) for mode, job in jobs.items()}
+    digests = dict.fromkeys(jobs, "")
+    orders = cycle(permutations(jobs))  # no mode always comes first, or always after a certain other
+    for order in islice(orders, num_steps + 1):  # the first of them prepares the first step
+        for mode in order:
+            result = next(runs[mode])
+            if result is not None and not result.finished:
+                return {}
+            if result is not None:
+                digests[mode] = result.policy_sha256
+            finish_saves(jobs[mode])  # not to be written during another mode's step
+    return digests
+
+
+def config_of(config: Config, mode: str, num_steps: int, parent: Path) -> Config:
     """The configuration of one mode's run: only the mode, the length and the folder differ."""
     return without_side_effects(config).model_copy(
         update={
@@ -132,12 +175,16 @@ def read_run(folder: RunFolder, first: RunFolder, num_steps: int, digest: str) -
             totals["updates"] += len(record.micro_steps)
             totals["guarded"] += record.guarded_near_ties
     lines = read_lines(folder.metrics).values()
+    names = {"rollout": "rollout/seconds", "step": "timing_s/step"}
+    by_step = {what: [float(line[name]) for line in lines] for what, name in names.items()}
     return RunFigures(
         tokens=int(totals["tokens"]),
         reward_mean=float(np.mean(rewards)),
         policy_sha256=digest,
-        rollout_seconds=sum(line["rollout/seconds"] for line in lines),
-        step_seconds=sum(line["timing_s/step"] for line in lines),
+        rollout_seconds=sum(by_step["rollout"]),
+        rollout_cpu_seconds=sum(line.get("perf/rollout_cpu_seconds", math.nan) for line in lines),
+        step_seconds=sum(by_step["step"]),
+        step_cpu_seconds=sum(line.get("perf/cpu_seconds", math.nan) for line in lines),
         update_seconds=sum(line["timing_s/update_actor"] for line in lines),
         accept_length=totals["tokens"] / totals["passes"],
         idle_rank_seconds=totals["idle"],
@@ -146,6 +193,7 @@ def read_run(folder: RunFolder, first: RunFolder, num_steps: int, digest: str) -
         guarded_near_ties=int(totals["guarded"]),
         mismatched_tokens=int(totals["mismatched"]),
         rewards_equal=rewards_equal,
+        by_step=by_step,
     )
 
 
@@ -178,13 +226,9 @@ def num_mismatched(left: dict[SampleKey, np.ndarray], right: dict[SampleKey, np.
 
 def to_tree(comparison: Comparison) -> dict[str, Any]:
     """The figures as JSON."""
-    speedups = {
-        name: {what: comparison.speedup(name, what) for what in ("rollout", "step")} for name in comparison.runs
-    }
     return {
         "runs": {name: asdict(figures) for name, figures in comparison.runs.items()},
         "equal": {**comparison.equal, "mismatched_tokens": comparison.mismatched_tokens},
-        "speedup": speedups if "plain" in comparison.runs else {},
     }
 
 
@@ -192,15 +236,24 @@ def rows_of(comparison: Comparison) -> dict[str, list[str]]:
     """The table: names of figures, each with a cell for every run."""
     formats = {
         "tokens": ",", "reward_mean": ".4f", "policy_sha256": ".12", "guarded_near_ties": ",", "accept_length": ".3f",
-        "rollout_seconds": ".2f", "step_seconds": ".2f", "update_seconds": ".2f", "idle_rank_seconds": ".2f",
-        "harvested_rank_seconds": ".2f", "drafter_steps": ",",
+        "rollout_seconds": ".2f", "rollout_cpu_seconds": ".2f", "step_seconds": ".2f", "step_cpu_seconds": ".2f",
+        "update_seconds": ".2f", "idle_rank_seconds": ".2f", "harvested_rank_seconds": ".2f", "drafter_steps": ",",
     }  # fmt: skip
     runs = comparison.runs
-    rows = {name: [format(vars(run)[name], form) for run in runs.values()] for name, form in formats.items()}
-    for what in ("rollout", "step"):
-        speedups = [comparison.speedup(name, what) for name in runs]
-        rows[f"{what} speed, plain = 1"] = ["-" if speedup is None else f"{speedup:.2f}x" for speedup in speedups]
-    return {name.replace("_", " "): cells for name, cells in rows.items()}
+    return {
+        name.replace("_", " "): [format(vars(run)[name], form) for run in runs.values()]
+        for name, form in formats.items()
+    }
+
+
+def speed_rows(comparison: Comparison) -> dict[str, list[str]]:
+    """The rows on speed: the median of the steps' ratios, with its interval if there are enough steps."""
+    rows = dict[str, list[str]]()
+    for name, ratios in comparison.speedups().items():
+        for what, (median, low, high) in ratios.items():
+            interval = f" ({low:.2f} to {high:.2f})" if name != "plain" and math.isfinite(high) else ""
+            rows.setdefault(f"{what} speed, plain = 1", []).append(f"{median:.2f}x{interval}")
+    return rows
 
 
 def equality_of(comparison: Comparison) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -45,9 +46,9 @@ class RunSeries:
 class Speed:
     """A run's seconds divided by another run's, on the steps that both have timed: above 1 if the other is faster.
 
-    ``step``: the same for whole steps, if both had taken the other run's seconds outside of rollouts. These are the
-    same work, and would otherwise measure how busy the machine was. ``low`` and ``high``: interval of ``rollout``, from
-    the variation of steps.
+    ``rollout``: median of the steps' ratios, with its interval ``low`` to ``high``. ``step``: the same for whole steps,
+    if both had taken the other run's seconds outside of rollouts. These are the same work, and would otherwise measure
+    how busy the machine was.
     """
 
     rollout: float
@@ -87,9 +88,9 @@ class RunComparison(Analysis):
         if not len(steps := np.intersect1d(timed[0], timed[1])):
             return None
         theirs, ours = (run.values("rollout", steps) for run in runs)
-        whole = other.values("step", steps).sum()
-        step = (theirs.sum() + whole - ours.sum()) / whole
-        return Speed(float(theirs.sum() / ours.sum()), float(step), *interval(theirs, ours), steps)
+        whole = other.values("step", steps)
+        rollout, step = paired_ratio(theirs, ours), paired_ratio(theirs + whole - ours, whole)
+        return Speed(rollout.median, step.median, rollout.low, rollout.high, steps)
 
     @property
     def tokens_in_words(self) -> str:
@@ -130,14 +131,26 @@ class RunComparison(Analysis):
         return f"; its rollouts are {speed.rollout:.2f} times as fast{on}{tokens}"
 
 
-def interval(theirs: NDArray[np.float64], ours: NDArray[np.float64]) -> tuple[float, float]:
-    """95 % interval of the ratio of sums, by resampling steps; 0 to infinity for fewer than three steps."""
-    number = len(ours)
+class PairedRatio(NamedTuple):
+    """Median of a ratio over steps, and the 95 % interval of that median."""
+
+    median: float
+    low: float
+    high: float
+
+
+def paired_ratio(theirs: ArrayLike, ours: ArrayLike) -> PairedRatio:
+    """Ratio of two runs' seconds [S] by step; the interval is found by resampling steps (bootstrap, fixed seed).
+
+    It is 0 to infinity for fewer than three steps.
+    """
+    ratios = np.asarray(theirs, float) / np.asarray(ours, float)
+    number, median = len(ratios), float(np.median(ratios))
     if number < 3:
-        return 0.0, float("inf")
+        return PairedRatio(median, 0.0, float("inf"))
     chosen = np.random.default_rng(0).integers(0, number, (_RESAMPLES, number))
-    low, high = np.percentile(theirs[chosen].sum(1) / ours[chosen].sum(1), (2.5, 97.5))
-    return float(low), float(high)
+    low, high = np.percentile(np.median(ratios[chosen], 1), (2.5, 97.5))
+    return PairedRatio(median, float(low), float(high))
 
 
 def analyse_comparison(runs: Sequence[RunLog]) -> RunComparison:

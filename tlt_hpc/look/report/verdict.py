@@ -121,7 +121,7 @@ def _gained(gain: RunGain | None) -> KeyFigure | None:
         words = f"its seconds over this run's, in rollouts; {steps}; no measure of speculation"
         return KeyFigure(f"Against {gain.against}", value, words)
     tone = {True: "good", False: "bad", None: "plain"}[gain.speed.is_faster]
-    words = f"the speed of the same rollouts without speculation (measured in {count(len(gain.speed.steps), 'step')})"
+    words = f"the speed of the same rollouts without speculation (median of {count(len(gain.speed.steps), 'step')})"
     return KeyFigure("Gained", value, f"{words}; {steps}", tone)
 
 
