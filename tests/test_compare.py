@@ -57,6 +57,7 @@ def write_run(
         seconds = rollouts[step]
         line = {"rollout/seconds": seconds, "timing_s/update_actor": 1.0, "timing_s/step": seconds + 2}
         line |= {"perf/rollout_cpu_seconds": seconds / 2, "perf/cpu_seconds": seconds / 2 + 1}
+        line["rollout/decode_cpu_seconds"] = seconds / 4
         add_line(folder.metrics, {"training/global_step": step, **line})
 
 
@@ -81,7 +82,7 @@ def test_equal_runs_are_equal_and_their_figures_are_the_logs(tmp_path):
     assert (plain.accept_length, full.accept_length, full.tokens, full.reward_mean) == (1.0, 2.0, 8, 0.5)
     assert (full.idle_rank_seconds, full.harvested_rank_seconds, full.drafter_steps) == (2.0, 1.0, 4)
     assert (full.rollout_seconds, full.step_seconds, full.update_seconds) == (4.0, 6.0, 1.0)
-    assert (full.rollout_cpu_seconds, full.step_cpu_seconds) == (2.0, 3.0)
+    assert (full.rollout_cpu_seconds, full.decode_cpu_seconds, full.step_cpu_seconds) == (2.0, 1.0, 3.0)
     assert rows_of(comparison)["accept length"] == ["1.000", "2.000", "2.000"]
     assert speed_rows(comparison)["rollout speed, plain = 1"] == ["1.00x", "2.00x", "2.00x"]
 

@@ -81,8 +81,10 @@ def test_the_log_proves_that_ranks_trained_while_another_still_decoded(straight)
     assert sum(row["drafter/own_sequences"] for row in rows) > 0
     assert all(row["drafter/own_accept_length"] > 2 for row in rows if row["drafter/own_sequences"] > 50)
     for step, row in enumerate(rows):
-        late = [record.metrics["rollout/late_seconds"] for record in records(straight, step)]
-        assert 0 <= max(late) == row["rollout/late_seconds"]
+        for name in ("rollout/late_seconds", "rollout/decode_cpu_seconds"):
+            assert 0 <= max(record.metrics[name] for record in records(straight, step)) == row[name]
+        decoding = sum(record.metrics["rollout/decode_cpu_seconds"] for record in records(straight, step))
+        assert decoding < row["perf/rollout_cpu_seconds"] < row["perf/cpu_seconds"]
         assert 0 <= row["rollout/stop_latency_seconds"] < row["rollout/seconds"]
 
 

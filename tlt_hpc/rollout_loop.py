@@ -43,6 +43,8 @@ class Tail:
     trains_drafter: bool
     late_seconds: float
     """From when this rank learned of a release to its leaving the loop, the longest."""
+    decode_cpu_seconds: float
+    """User and system time of this process until its own last token, refills added."""
     kept: Set[SampleKey]
     """Keys of the responses that an earlier start has kept, of all ranks."""
 
@@ -59,15 +61,18 @@ def roll_out(job: Job, step: int, reporter: RollingReporter) -> Tail:
     if job.drafting:
         begin_features(job.drafting, job.engine, step)
     requests, timings, late_seconds, stopped = draws.requests(), list[RolloutTiming](), list[float](), False
+    cpu_seconds = 0.0
     while requests:
         left = take_over_kept(job, requests, keeper, kept)
-        timing, late, stopped = generate_part(job, step, left, scorer, keeper, trains, reporter)
+        timing, cpu, late, stopped = generate_part(job, step, left, scorer, keeper, trains, reporter)
         timings.append(timing)
+        cpu_seconds += cpu
         late_seconds.append(late)
         requests = [] if stopped else refill(job.world, job.engine, draws, scorer)
         if requests and job.world.rank == 0:
             reporter.phase(step, f"refill {draws.num_refills} of at most {job.config.algorithm.max_refills}")
-    return Tail(job.engine.collect(), tuple(timings), stopped, scorer, trains, max(late_seconds), kept.keys())
+    late = max(late_seconds)
+    return Tail(job.engine.collect(), tuple(timings), stopped, scorer, trains, late, cpu_seconds, kept.keys())
 
 
 def take_over_kept(
@@ -123,10 +128,11 @@ def generate_part(
     keeper: Keeper,
     trains: bool,
     reporter: RollingReporter,
-) -> tuple[RolloutTiming, float, bool]:
+) -> tuple[RolloutTiming, float, float, bool]:
     """Generate; once this rank has finished, score and train the drafter until the last rank has finished.
 
-    Returns the times, the seconds from the release until this rank left the loop, and whether a stop vote ended it.
+    Returns the times, the CPU seconds until this rank's last token, the seconds from the release until this rank left
+    the loop, and whether a stop vote ended it.
 
     Args:
         requests: all ranks'.
@@ -134,10 +140,11 @@ def generate_part(
     """
     engine, world = job.engine, job.world
     start = last_token = time.time()
+    cpu_start = cpu_last = time.process_time()
 
     def on_round() -> None:
-        nonlocal last_token
-        last_token = time.time()
+        nonlocal last_token, cpu_last
+        last_token, cpu_last = time.time(), time.process_time()
         scorer.offer(engine.finished)
 
     def on_idle(roster: Roster) -> bool:
@@ -159,7 +166,7 @@ def generate_part(
     if roster.stopping:
         engine.abort()
     keeper.keep(engine.finished, durable=roster.stopping)  # the update may take long, and may be killed
-    return timing, late_seconds, roster.stopping
+    return timing, cpu_last - cpu_start, late_seconds, roster.stopping
 
 
 def use_wait(job: Job, scorer: Scorer, trains: bool) -> bool:

@@ -23,10 +23,12 @@ KEPT_TOKENS = "rollout/kept_tokens"
 """Tokens that an earlier start generated: none of this start's seconds belong to them."""
 LATE = "rollout/late_seconds"
 """Time from a rank's learning of the release to its leaving the loop."""
+DECODE_CPU = "rollout/decode_cpu_seconds"
+"""A rank's CPU seconds until its own last token."""
 MERGE_EXPOSED = "drafter/merge_exposed_seconds"
 DUE = "drafter/due"
 """1 where the step was to train the drafter."""
-_MAXIMA = (LATE, MERGE_EXPOSED, DUE)
+_MAXIMA = (LATE, DECODE_CPU, MERGE_EXPOSED, DUE)
 """Metrics of a rank that are the maximum over the ranks; the others are sums."""
 _CUT, _PASSES, _STRATEGY = "cut", "passes", "rollout/strategy_share/"
 

@@ -21,6 +21,7 @@ import numpy as np
 from tlt_hpc.common.records import SampleKey
 from tlt_hpc.config import Config, without_side_effects
 from tlt_hpc.look.analysis.comparison import PairedRatio, paired_ratio
+from tlt_hpc.look.metrics import DECODE_CPU
 from tlt_hpc.mpi.world import World
 from tlt_hpc.resume.saving import finish_saves
 from tlt_hpc.session import Job, assemble
@@ -31,6 +32,8 @@ from tlt_hpc.train import Reporter, run, take_steps
 
 MODES = ("plain", "ngram", "full")
 """Values of ``speculation.mode``, each compared with the first."""
+TIMED = {"rollout": "rollout/seconds", "decode_cpu": DECODE_CPU, "step": "timing_s/step"}
+"""What speeds are printed of -> its name in a step's line."""
 WARM_UP = "warm-up"
 """Name of a run of one step that does not count: the first run of a process is slower than the others."""
 
@@ -39,7 +42,8 @@ WARM_UP = "warm-up"
 class RunFigures:
     """What one run gave; tokens, seconds and updates are sums over its steps.
 
-    CPU seconds are user and system time of all ranks, without the processes that judge responses.
+    CPU seconds are user and system time of all ranks, without the processes that judge responses. Those of decoding are
+    of one rank in each step, the one that used most of them until its last token.
     """
 
     tokens: int
@@ -47,6 +51,7 @@ class RunFigures:
     policy_sha256: str
     rollout_seconds: float
     rollout_cpu_seconds: float
+    decode_cpu_seconds: float
     step_seconds: float
     step_cpu_seconds: float
     update_seconds: float
@@ -59,7 +64,7 @@ class RunFigures:
     """Response tokens that differ from the first run's."""
     rewards_equal: bool
     by_step: dict[str, list[float]]
-    """Seconds of each step and of each rollout, named ``step`` and ``rollout``."""
+    """Seconds of each step, by the names of ``TIMED``."""
 
 
 @dataclass(frozen=True)
@@ -86,12 +91,12 @@ class Comparison:
         }
 
     def speedup(self, name: str, what: str) -> PairedRatio:
-        """Seconds of the plain run divided by a run's, step by step, for ``what`` = rollout or step."""
+        """Seconds of the plain run divided by a run's, step by step; ``what``: one of ``TIMED``."""
         return paired_ratio(self.runs["plain"].by_step[what], self.runs[name].by_step[what])
 
     def speedups(self) -> dict[str, dict[str, PairedRatio]]:
         """All of them, by run and ``what``; of runs that took their steps in turn."""
-        return {name: {what: self.speedup(name, what) for what in ("rollout", "step")} for name in self.runs}
+        return {name: {what: self.speedup(name, what) for what in TIMED} for name in self.runs}
 
 
 def compare(
@@ -175,13 +180,13 @@ def read_run(folder: RunFolder, first: RunFolder, num_steps: int, digest: str) -
             totals["updates"] += len(record.micro_steps)
             totals["guarded"] += record.guarded_near_ties
     lines = read_lines(folder.metrics).values()
-    names = {"rollout": "rollout/seconds", "step": "timing_s/step"}
-    by_step = {what: [float(line[name]) for line in lines] for what, name in names.items()}
+    by_step = {what: [float(line.get(name, math.nan)) for line in lines] for what, name in TIMED.items()}
     return RunFigures(
         tokens=int(totals["tokens"]),
         reward_mean=float(np.mean(rewards)),
         policy_sha256=digest,
         rollout_seconds=sum(by_step["rollout"]),
+        decode_cpu_seconds=sum(by_step["decode_cpu"]),
         rollout_cpu_seconds=sum(line.get("perf/rollout_cpu_seconds", math.nan) for line in lines),
         step_seconds=sum(by_step["step"]),
         step_cpu_seconds=sum(line.get("perf/cpu_seconds", math.nan) for line in lines),
@@ -236,8 +241,9 @@ def rows_of(comparison: Comparison) -> dict[str, list[str]]:
     """The table: names of figures, each with a cell for every run."""
     formats = {
         "tokens": ",", "reward_mean": ".4f", "policy_sha256": ".12", "guarded_near_ties": ",", "accept_length": ".3f",
-        "rollout_seconds": ".2f", "rollout_cpu_seconds": ".2f", "step_seconds": ".2f", "step_cpu_seconds": ".2f",
-        "update_seconds": ".2f", "idle_rank_seconds": ".2f", "harvested_rank_seconds": ".2f", "drafter_steps": ",",
+        "rollout_seconds": ".2f", "rollout_cpu_seconds": ".2f", "decode_cpu_seconds": ".2f", "step_seconds": ".2f",
+        "step_cpu_seconds": ".2f", "update_seconds": ".2f", "idle_rank_seconds": ".2f",
+        "harvested_rank_seconds": ".2f", "drafter_steps": ",",
     }  # fmt: skip
     runs = comparison.runs
     return {
@@ -252,7 +258,7 @@ def speed_rows(comparison: Comparison) -> dict[str, list[str]]:
     for name, ratios in comparison.speedups().items():
         for what, (median, low, high) in ratios.items():
             interval = f" ({low:.2f} to {high:.2f})" if name != "plain" and math.isfinite(high) else ""
-            rows.setdefault(f"{what} speed, plain = 1", []).append(f"{median:.2f}x{interval}")
+            rows.setdefault(f"{what.replace('_', ' ')} speed, plain = 1", []).append(f"{median:.2f}x{interval}")
     return rows
 
 
