@@ -226,7 +226,7 @@ def test_batch_scripts_take_what_they_are_given(command: Command) -> None:
 
 
 def test_targets_of_make_exist() -> None:
-    targets = set(re.findall(r"^(\w[\w-]*):", text_of(ROOT / "Makefile"), re.MULTILINE))
+    targets = set(" ".join(re.findall(r"^(\w[\w -]*):", text_of(ROOT / "Makefile"), re.MULTILINE)).split())
     named = {word for command in commands_with("make") for word in command.words[1:] if "=" not in word}
     named |= {code.split()[1] for page in PAGES for code in inline_code(page) if re.match(r"make [\w-]+", code)}
     assert named and named <= targets
