@@ -10,6 +10,7 @@ import argparse
 import importlib
 import json
 import logging
+import math
 import os
 import socket
 import sys
@@ -509,7 +510,10 @@ def compare(config: Config, options: argparse.Namespace, world: World) -> int:
     if world.rank == 0:
         if options.json is not None:
             ratios = {
-                name: {what: ratio._asdict() for what, ratio in found.items()}
+                name: {
+                    what: {part: value if math.isfinite(value) else None for part, value in ratio._asdict().items()}
+                    for what, ratio in found.items()
+                }
                 for name, found in comparison.speedups().items()
             }
             write_json(options.json, {**to_tree(comparison), "speedup": ratios})

@@ -17,8 +17,10 @@ _NOISE = 0.15
 """Standard deviation of a round's seconds, relative to what was expected."""
 _DRIFT = 1 / 2000
 """Share of its first variance by which a coefficient becomes less certain with each round."""
-_SLOWEST = 1.6
-"""A round counts as at most so many times as long as expected: the machine may have done something else meanwhile."""
+_FACTOR, _FIRST_FACTOR = 1.6, 4.0
+"""A round counts as at most so many times as long, or as short, as expected: the machine may have done something else
+meanwhile. The second is for a strategy that has not run at this batch size.
+"""
 _PRIOR_ROUNDS = 4.0
 _MAX_ROUNDS = 64
 _HALF_LIFE = 512
@@ -58,7 +60,7 @@ class RoundCosts:
     def __init__(self, strategies: Sequence[Strategy]) -> None:
         self._off = strategies.index(OFF)
         self._shapes = [_shape(strategy) for strategy in strategies]
-        self._coefficients = list(_SHARES)
+        self._coefficients, self._scale = list(_SHARES), math.inf
         self._covariance: list[list[float]] = []
         self._first_variances: list[float] = []
         self._corrections: list[dict[int, _Correction]] = [{} for _ in strategies]
@@ -93,36 +95,39 @@ class RoundCosts:
         shape = self._shapes[index]
         verified, steps, drafted = shape
         terms = 1.0, float(num_live), float(num_live * verified), float(steps), float(num_live * drafted)
-        if not self._covariance:
+        if not self.ready:
             self._start(terms, seconds)
-        seconds = min(seconds, _SLOWEST * self.seconds(num_live)[index])
+        expected = self.seconds(num_live)[index]
+        factor = _FACTOR if self.is_measured(index, num_live) else _FIRST_FACTOR
+        seconds = min(max(seconds, expected / factor), expected * factor)
         self._tables.clear()
         self._num_rounds += 1
         self._num_off_rounds += index == self._off
-        self._fit(terms, seconds)
+        self._fit(terms, seconds, expected)
         correction = self._corrections[index].setdefault(batch_bucket(num_live), _Correction())
         correction.add(math.log(seconds / self._modelled([shape], num_live)[0]), self._num_rounds)
 
     def _start(self, terms: Sequence[float], seconds: float) -> None:
-        """Scale the coefficients to the first round; each may be off by as much as it is."""
+        """Scale the coefficients to the fastest of the first rounds; each may be off by as much as it is."""
         num_live = terms[1]
         shares = [_SHARES[0], _SHARES[1] / num_live, _SHARES[2] / num_live, _SHARES[3], _SHARES[4] / num_live]
-        scale = seconds / sum(share * term for share, term in zip(shares, terms, strict=True))
-        self._coefficients = [scale * share for share in shares]
+        self._scale = min(self._scale, seconds / sum(map(mul, shares, terms)))
+        self._tables.clear()
+        self._coefficients = [self._scale * share for share in shares]
         self._first_variances = [value * value for value in self._coefficients]
         self._covariance = [
             [variance if i == j else 0.0 for j in range(len(shares))]
             for i, variance in enumerate(self._first_variances)
         ]
 
-    def _fit(self, terms: Sequence[float], seconds: float) -> None:
+    def _fit(self, terms: Sequence[float], seconds: float, expected: float) -> None:
         """A step of the Kalman filter: coefficients that drift, and a measurement with relative noise."""
         covariance = self._covariance
         for i, first in enumerate(self._first_variances):
             if covariance[i][i] < first:
                 covariance[i][i] += _DRIFT * first
         spread = [sum(map(mul, row, terms)) for row in covariance]
-        variance = (_NOISE * seconds) ** 2 + sum(map(mul, spread, terms))
+        variance = (_NOISE * expected) ** 2 + sum(map(mul, spread, terms))
         gain = (seconds - sum(map(mul, self._coefficients, terms))) / variance
         self._coefficients = [c + gain * s for c, s in zip(self._coefficients, spread, strict=True)]
         self._covariance = [
@@ -134,7 +139,7 @@ class RoundCosts:
         each_round, each_row, each_verified, each_step, each_drafted = self._coefficients
         base, token = each_round + num_live * each_row, num_live * each_verified
         # no round is much cheaper than a plain one, whatever the coefficients say while they are hardly known
-        least = max(0.5 * (base + token), 1e-9)
+        least = max(0.5 * (base + token), 0.1 * self._scale if self._covariance else 0.0)
         return [
             max(least, base + token * verified + each_step * steps + num_live * each_drafted * drafted)
             for verified, steps, drafted in shapes
