@@ -62,6 +62,12 @@ def test_attack(attack: Attack, secret: Path, template: Template) -> None:
     assert (honest.output, honest.status, honest.failure) == ("42\n", 0, None)
 
 
+def test_a_signal_to_the_process_group_reaches_no_other_sandbox(template: Template) -> None:
+    with Sandbox(template) as one, Sandbox(template) as other:
+        one.run("import os\nos.kill(0, 9)", "", LIMITS)
+        assert other.run("print(1)", "", LIMITS).output == "1\n"
+
+
 def test_there_are_enough_of_them() -> None:
     assert len({attack.name for attack in ATTACKS}) == len(ATTACKS) >= 30
 

@@ -178,6 +178,7 @@ def _sandbox(requests: BinaryIO, outcomes: BinaryIO, partner: int | None) -> Non
                 os.close(partner)  # the other sandbox sees its end when the program ends
             os.waitpid(pid, 0)  # then all inside has ended, and with this process the stream that outside reads
             os._exit(0)
+        os.setsid()  # kill(0, ...) reaches all of a process group, in other namespaces too
         namespaces.change_root(namespaces.library_folders())
         namespaces.drop_privileges(is_root)
         namespaces.die_with_parent()
