@@ -63,11 +63,13 @@ triton: $(VENV)/triton
 
 # First what needs one process, several at once; then what starts ranks, which would have to share the cores.
 # `test` leaves out the tests marked "ci", which repeat a check at greater length; .ci/run takes `test-ci`.
+# There a test of real processes that fails is run once more, and listed as RERUN: machines of CI are shared.
 test: LESS := and not ci
+test-ci: AGAIN := --reruns 1 -r fER
 test test-ci: $(INSTALLED)
 	status=0; \
 	$(VENV)/bin/python -m pytest -n logical --maxprocesses 4 -m "not slow and not mpi and not slurm $(LESS)" --durations=10 || status=$$?; \
-	$(VENV)/bin/python -m pytest -m "not slow and (mpi or slurm) $(LESS)" --durations=20 || status=$$?; \
+	$(VENV)/bin/python -m pytest -m "not slow and (mpi or slurm) $(LESS)" $(AGAIN) --durations=20 || status=$$?; \
 	exit $$status
 
 test-slow: $(INSTALLED)

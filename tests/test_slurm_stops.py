@@ -99,6 +99,6 @@ def test_a_job_that_is_interrupted_ends_with_the_policy_of_one_that_is_not(slurm
         assert training.num_done >= done, "a committed step was lost"
     for each in (training, straight):
         each.until_ended("COMPLETED")
-        # a rank whose peer is killed during an update may still say so
-        assert "Traceback" not in each.said() or "Connection closed by peer" in each.said()
+        # a rank whose peer was killed during an update reports that its connection failed
+        assert "Traceback" not in each.said() or "/gloo/transport/" in each.said()
     assert training.policy() == straight.policy()
