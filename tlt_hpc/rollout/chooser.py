@@ -12,11 +12,12 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from operator import mul
 
 from tlt_hpc.rollout.costs import RoundCosts, batch_bucket
+from tlt_hpc.rollout.stored_text import StoredRow
 from tlt_hpc.rollout.strategy import MAX_DEPTH, OFF, Strategy
 
 EPSILON = 0.05
@@ -116,6 +117,33 @@ class FamilyAcceptance:
             self._tally.reached[j], self._tally.accepted[j] = reached, accepted
 
 
+class StoredAcceptance:
+    """How likely a token of a stored text is accepted, for cursors that stand in the right place for sure or not."""
+
+    _KEPT = 0.999
+    """Share of what is known that a further token keeps."""
+
+    def __init__(self) -> None:
+        self._chances = {True: 0.97, False: 0.7}
+        self._lengths: dict[bool, list[float]] = {}
+
+    def length(self, row: StoredRow, most: int) -> float:
+        """Expected accept length (bonus token included) with at most so many drafts."""
+        if row.is_sure not in self._lengths:
+            chance = self._chances[row.is_sure]
+            self._lengths[row.is_sure] = list(accumulate(chance**i for i in range(MAX_DEPTH + 1)))
+        return self._lengths[row.is_sure][min(row.num_drafts, most)]
+
+    def add(self, row: StoredRow, most: int, accepted: int) -> None:
+        """A round in which so many of the row's drafts, at most ``most``, were accepted."""
+        num_drafts = min(row.num_drafts, most)
+        num_seen = accepted + (accepted < num_drafts)
+        kept = self._KEPT**num_seen
+        chance = kept * self._chances[row.is_sure] + (1 - kept) * accepted / max(1, num_seen)
+        self._chances[row.is_sure] = min(0.999, max(0.1, chance))
+        self._lengths.clear()
+
+
 class TrialBudget:
     """Seconds lost in rounds of other than the best known strategy, held under a share of all seconds; both fade."""
 
@@ -164,54 +192,78 @@ class Chooser:
     """
 
     def __init__(self, strategies: Sequence[Strategy], seed: int = 0, agree: Agree | None = None) -> None:
-        """``strategies``, each once, include "off", which the others are compared with.
+        """``strategies``, each once, include "off", which the others are compared with; those for stored texts last.
 
         ``agree``: of ranks that decode the same responses together, which time their rounds apart and choose as the
         first of them does.
         """
         self.strategies = tuple(strategies)
-        self._names = tuple(strategy.name for strategy in self.strategies)
         self._index = {strategy: i for i, strategy in enumerate(self.strategies)}
         self._off = self._index[OFF]
-        self._usable: Sequence[int] = range(len(self.strategies))
-        self._rounds, self._tokens = [0] * len(self.strategies), [0] * len(self.strategies)
+        self._usual = [strategy for strategy in self.strategies if strategy.source != "stored"]
+        self._usable: Sequence[int] = range(len(self._usual))
+        self._rounds = [0] * len(self.strategies)
         self._random, self._epsilon = random.Random(seed), EPSILON
         self._costs, self._budget, self._agree = RoundCosts(self.strategies), TrialBudget(TRIAL_SHARE), agree
         reach: dict[str, int] = {}
-        for strategy in self.strategies:
+        for strategy in self._usual:
             reach[strategy.family] = max(reach.get(strategy.family, 0), strategy.reach)
         self._families = {family: FamilyAcceptance(longest) for family, longest in reach.items()}
         # the last sequences of a rollout are not like the others: long texts repeat themselves
         self._by_batch: dict[tuple[str, int], FamilyAcceptance] = {}
+        self._stored = StoredAcceptance()
         self._lengths: dict[int, list[float]] = {}
 
     def index_of(self, strategy: Strategy) -> int:
         """Its place among the strategies."""
-        return self._index[strategy]
+        return self._index[strategy if strategy.rest is None else replace(strategy, rest=None)]
 
-    def choose(self, num_live: int, usable: Sequence[Strategy]) -> Strategy:
-        """The strategy for a round of ``num_live`` sequences, among those usable now."""
+    def choose(self, num_live: int, usable: Sequence[Strategy], stored: Sequence[StoredRow] = ()) -> Strategy:
+        """The strategy for a round of ``num_live`` sequences, among those usable now.
+
+        ``stored``: what the sequences have that have drafts from stored texts, which come last.
+        """
         assert num_live > 0
-        self._usable = [self._index[strategy] for strategy in usable]
-        index = self._pick(num_live)
-        return self.strategies[index if self._agree is None else self._agree(index)]
+        self._usable = [self._index[strategy] for strategy in usable if strategy.source != "stored"]
+        deep = [self._index[strategy] for strategy in usable if strategy.source == "stored"] if stored else []
+        index, rest = self._pick_stored(num_live, stored, deep) or (self._pick(num_live), -1)
+        if self._agree is not None:
+            rest, index = divmod(self._agree((rest + 1) * len(self.strategies) + index), len(self.strategies))
+            rest -= 1
+        return self.strategies[index] if rest < 0 else replace(self.strategies[index], rest=self.strategies[rest])
 
     def observe(
-        self, strategy: Strategy, num_live: int, num_tokens: int, seconds: float, accepted: Sequence[int]
+        self,
+        strategy: Strategy,
+        num_live: int,
+        num_tokens: int,
+        seconds: float,
+        accepted: Sequence[int],
+        stored: Sequence[StoredRow] = (),
     ) -> None:
         """Learn from a round, one or more rounds after it was chosen if need be.
 
         ``num_tokens`` were emitted over all its sequences; ``accepted`` are the accepted drafts of each sequence before
-        its end cut any off.
+        its end cut any off; ``stored`` is as it was chosen with.
         """
-        index, seconds = self._index[strategy], max(seconds, 1e-9)
+        index, seconds = self.index_of(strategy), max(seconds, 1e-9)
         self._rounds[index] += 1
-        self._tokens[index] += num_tokens
+        if strategy.rest is not None:
+            num_rest = num_live - len(stored)
+            for row, count in zip(stored, accepted[num_rest:], strict=True):
+                self._stored.add(row, strategy.depth, count)
+            self._budget.add(seconds, 0.0)
+            self._costs.add(index, num_live, seconds, (self.index_of(strategy.rest), num_rest))
+            self._add_accepted(strategy.rest, num_rest, accepted[:num_rest])
+            return
         outlook = self._outlook(num_live)
         saved = 0.0 if index == outlook.best else seconds - num_tokens / outlook.rates[outlook.best]
         self._budget.add(seconds, saved)
         self._costs.add(index, num_live, seconds)
-        if strategy.reach:
+        self._add_accepted(strategy, num_live, accepted)
+
+    def _add_accepted(self, strategy: Strategy, num_live: int, accepted: Sequence[int]) -> None:
+        if strategy.reach and num_live:
             for family in (self._families[strategy.family], self._at_batch(strategy.family, batch_bucket(num_live))):
                 family.add(strategy.reach, accepted)
             self._lengths.clear()
@@ -236,10 +288,6 @@ class Chooser:
             self._families[family].load_state(state[family])
         self._lengths.clear()
 
-    def totals(self) -> dict[str, tuple[int, int]]:
-        """Rounds and tokens of each strategy so far."""
-        return dict(zip(self._names, zip(self._rounds, self._tokens, strict=True), strict=True))
-
     def _at_batch(self, family: str, bucket: int) -> FamilyAcceptance:
         if (family, bucket) not in self._by_batch:
             overall = self._families[family]
@@ -250,15 +298,15 @@ class Chooser:
         """Expected accept length of each strategy."""
         if bucket not in self._lengths:
             lengths = {family: self._at_batch(family, bucket).lengths() for family in self._families}
-            self._lengths[bucket] = [lengths[strategy.family][strategy.reach] for strategy in self.strategies]
+            self._lengths[bucket] = [lengths[strategy.family][strategy.reach] for strategy in self._usual]
         return self._lengths[bucket]
 
     def _outlook(self, num_live: int) -> _Outlook:
         seconds, lengths = self._costs.seconds(num_live), self._expected_lengths(batch_bucket(num_live))
-        rates = [num_live * length / cost for length, cost in zip(lengths, seconds, strict=True)]
+        rates = [num_live * length / cost for length, cost in zip(lengths, seconds, strict=False)]
         known = [
             not strategy.reach or (self._families[strategy.family].is_known and self._costs.is_known(index))
-            for index, strategy in enumerate(self.strategies)
+            for index, strategy in enumerate(self._usual)
         ]
         return _Outlook(num_live, self._usable, seconds, rates, known)
 
@@ -276,6 +324,30 @@ class Chooser:
             return trial
         loss = outlook.seconds[trial] * (1 - outlook.rates[trial] / outlook.rates[best])
         return trial if self._budget.allows(loss) else best
+
+    def _pick_stored(self, num_live: int, stored: Sequence[StoredRow], deep: Sequence[int]) -> tuple[int, int] | None:
+        """The best of these strategies for stored texts, and what goes with it for the other rows; None where all rows
+        are better decoded alike.
+        """
+        if not deep or not self._costs.ready:
+            return None
+        num_rest, rest, tokens, drafting = num_live - len(stored), self._off, 0.0, 0.0
+        if num_rest:
+            others = self._outlook(num_rest)
+            rest = others.best
+            tokens = others.rates[rest] * others.seconds[rest]
+            drafting = self._costs.drafting_seconds(rest, num_rest)
+        alike = self._outlook(num_live)
+        best, found = alike.rates[alike.best], None
+        for index in deep:
+            most = self.strategies[index].depth
+            if most < self.strategies[rest].depth:
+                continue
+            expected = tokens + sum(self._stored.length(row, most) for row in stored)
+            rate = expected / (alike.seconds[index] + drafting)
+            if rate > best:
+                best, found = rate, (index, rest)
+        return found
 
     def _trial(self, outlook: _Outlook, draw: float) -> int | None:
         """What to try instead of the best: first what was never tried, then, rarely, anything that might be better."""
@@ -310,6 +382,11 @@ class Chooser:
 
 class RandomChooser(Chooser):
     """Chooses all usable strategies equally often: for checks that the text does not depend on the strategy."""
+
+    def _pick_stored(self, num_live: int, stored: Sequence[StoredRow], deep: Sequence[int]) -> tuple[int, int] | None:
+        rest = self._pick(num_live)
+        deep = [index for index in deep if self.strategies[index].depth >= self.strategies[rest].depth]
+        return (self._random.choice(deep), rest) if deep and self._random.random() < 0.7 else None
 
     def _pick(self, num_live: int) -> int:
         return self._usable[int(self._random.random() * len(self._usable))]

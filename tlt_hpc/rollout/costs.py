@@ -90,10 +90,19 @@ class RoundCosts:
             ]
         return self._tables[num_live]
 
-    def add(self, index: int, num_live: int, seconds: float) -> None:
-        """A measured round."""
+    def drafting_seconds(self, index: int, num_live: int) -> float:
+        """The part of a round that drafts."""
+        _, steps, drafted = self._shapes[index]
+        *_, each_step, each_drafted = self._coefficients
+        return max(0.0, each_step * steps + num_live * each_drafted * drafted)
+
+    def add(self, index: int, num_live: int, seconds: float, rest: tuple[int, int] | None = None) -> None:
+        """A measured round; ``rest``: the strategy with which so many of its sequences were drafted for."""
         shape = self._shapes[index]
         verified, steps, drafted = shape
+        if rest is not None:
+            # what the drafting of the others cost is taken as expected, and the remainder is the round's own
+            seconds = max(seconds - self.drafting_seconds(*rest), 0.1 * seconds)
         terms = 1.0, float(num_live), float(num_live * verified), float(steps), float(num_live * drafted)
         if not self.ready:
             self._start(terms, seconds)

@@ -24,9 +24,10 @@ from tlt_hpc.rollout.noise import NoiseWindow
 from tlt_hpc.rollout.responses import Response
 from tlt_hpc.rollout.sampling import choose_rows, token_log_probs
 from tlt_hpc.rollout.scheduler import Scheduler
+from tlt_hpc.rollout.stored_drafts import StoredDrafts
 from tlt_hpc.rollout.strategy import Strategy
 from tlt_hpc.rollout.target_pass import AcceptedPath, TargetPass, along_path, by_node
-from tlt_hpc.rollout.tree import DraftTree, chain, chains
+from tlt_hpc.rollout.tree import DraftTree, chain, chains, join, tree
 
 logger = logging.getLogger(__name__)
 
@@ -85,6 +86,7 @@ class HostRounds:
     def __post_init__(self) -> None:
         layers = self.learned.drafter.feature_layers if self.learned else ()
         self.target = TargetPass(self.decoder, self.scheduler.rows, self.scheduler.cache, layers)
+        self.stored = StoredDrafts(self.scheduler)
         self._done: deque[Emitted] = deque()
 
     # -- what a device adds -------------------------------------------------------------------------------------
@@ -149,6 +151,8 @@ class HostRounds:
         """
         rows = self.scheduler.rows
         try:
+            if strategy.source == "stored":
+                return *self._with_stored(strategy, noise), True
             return *self._proposals(strategy, noise), True
         except DrafterFault as fault:
             self.report_fault(str(fault))
@@ -162,19 +166,30 @@ class HostRounds:
         self.drafter_is_sound = False
 
     def _proposals(self, strategy: Strategy, noise: Tensor) -> tuple[DraftTree, Tensor | None]:
-        rows = self.scheduler.rows
+        """Drafts of the first rows, as many as ``noise`` [B, D, V] has."""
+        rows, count = self.scheduler.rows, len(noise)
         if strategy.source == "off":
-            return chain(rows.last_tokens(), rows.tokens[: rows.num_live, :0]), None
+            return chain(rows.last_tokens(count), rows.tokens[:count, :0]), None
         if strategy.source == "ngram":
-            nodes = self.ngram_chains(strategy, noise_of(noise))
+            nodes = self.ngram_chains(strategy, noise_of(noise), count)
             return chains(nodes, max(map(len, nodes)), noise.device), None
         assert self.learned is not None, f"strategy {strategy.name} without a drafter"
-        proposal = self.learned.propose(rows, self.scheduler.layout, noise, strategy)
+        proposal = self.learned.propose(rows, self.scheduler.layout_of(count), noise, strategy)
         return proposal.drafts, proposal.cells
 
-    def ngram_chains(self, strategy: Strategy, noise: NoiseAt) -> list[list[int]]:
-        """Each row's last token and the drafts after it."""
-        responses = self.scheduler.rows.responses
+    def _with_stored(self, strategy: Strategy, noise: Tensor) -> tuple[DraftTree, Tensor | None]:
+        """Drafts of stored texts for the rows that have any, which are the last ones, and others for the rest."""
+        assert strategy.rest is not None
+        count, nodes, cells, others = self.stored.num_rest, self.stored.nodes(strategy.depth), None, None
+        if count:
+            others, cells = self._proposals(strategy.rest, noise[:count, : strategy.rest.depth + 1])
+        width = max(*map(len, nodes), others.num_nodes if others else 0)
+        drafts = join(others, nodes, width, noise.device)
+        return drafts if drafts.parents is None else tree(drafts.tokens, drafts.parents, width - 1), cells
+
+    def ngram_chains(self, strategy: Strategy, noise: NoiseAt, count: int) -> list[list[int]]:
+        """The last token of each of the first rows, and the drafts after it."""
+        responses = self.scheduler.rows.responses[:count]
         drafted = self.ngram.chains(responses, noise, strategy)
         return [[response.text[-1], *tokens] for response, tokens in zip(responses, drafted, strict=True)]
 
@@ -266,11 +281,13 @@ def learn_chances(
 ) -> None:
     """Tell the drafter's table which of its nodes were on the path, of those whose parents were.
 
-    ``is_sound`` [B]: rows that tell something; None: all.
+    ``cells`` [A, n] are those of the first rows' first nodes; ``is_sound`` [A]: rows that tell something; None: all.
     """
     if drafts.parents is None:
         return
+    count, n = cells.shape
+    on_path = on_path[:count, :n]
     if is_sound is not None:
         on_path = on_path & is_sound.unsqueeze(1)
-    visited = on_path.gather(1, drafts.parents)[:, 1:]
+    visited = on_path.gather(1, drafts.parents[:count, :n])[:, 1:]
     learned.chances.observe(cells[:, 1:], visited, on_path[:, 1:])

@@ -25,7 +25,7 @@ from tlt_hpc.rollout.responses import Response
 from tlt_hpc.rollout.strategy import OFF, Strategy
 from tlt_hpc.rollout.target_pass import by_node
 from tlt_hpc.rollout.transfer import PendingHostCopy
-from tlt_hpc.rollout.tree import DraftTree, chains, tree
+from tlt_hpc.rollout.tree import DraftTree, chains, join, tree
 
 
 @dataclass
@@ -61,7 +61,8 @@ class DeviceRounds(HostRounds):
     # -- which rounds -------------------------------------------------------------------------------------------
 
     def overlaps(self, strategy: Strategy) -> bool:
-        return not self.guard.active and strategy.source != "ngram" and not self._has_special_rows()
+        needs_texts = strategy.source in ("ngram", "stored")
+        return not (self.guard.active or needs_texts or self._has_special_rows())
 
     def _has_special_rows(self) -> bool:
         return any(map(_is_special, self.scheduler.rows.responses))
@@ -111,25 +112,38 @@ class DeviceRounds(HostRounds):
     def _drafts(self, strategy: Strategy) -> tuple[DraftTree, Tensor | None, Tensor | None]:
         """The bucket's drafts; of a drafter's, the cells of their chances, and scores [B] that are NaN if it failed."""
         rows = self.scheduler.rows
-        count = self._graphs.bucket(rows.num_live)
+        if strategy.rest is None:
+            return self._drafts_of_first(strategy, rows.num_live)
+        num_rest, nodes = self.stored.num_rest, self.stored.nodes(strategy.depth)
+        nodes += nodes[:1] * (self._graphs.bucket(rows.num_live) - rows.num_live)
+        others, cells, scores = self._drafts_of_first(strategy.rest, num_rest) if num_rest else (None, None, None)
+        first = slice(num_rest)
+        drafts = join(others and _rows_of(others, first), nodes, strategy.widest_pass, self.decoder.device)
+        return drafts, None if cells is None else cells[first], None if scores is None else scores[first]
+
+    def _drafts_of_first(self, strategy: Strategy, num_live: int) -> tuple[DraftTree, Tensor | None, Tensor | None]:
+        rows, count = self.scheduler.rows, self._graphs.bucket(num_live)
         if strategy == OFF:
             return DraftTree(rows.last_tokens(count).unsqueeze(1)), None, None
         if strategy.source == "ngram":
-            nodes = self.ngram_chains(strategy, _noise_on_host(rows.responses))
+            nodes = self.ngram_chains(strategy, _noise_on_host(rows.responses), num_live)
             nodes += nodes[:1] * (count - len(nodes))
             return chains(nodes, strategy.widest_pass, self.decoder.device), None, None
-        self._read_backlog()
+        self._read_backlog(num_live)
+        assert self.learned is not None
+        others = self.learned.known[num_live:count].clone()
         found = self._graphs.draft(count, strategy)
+        self.learned.known[num_live:count] = others  # of rows with stored texts it has not read all
         return found.drafts, found.cells, found.scores
 
-    def _read_backlog(self) -> None:
-        """Let the drafter read what its graph has no room for."""
+    def _read_backlog(self, count: int) -> None:
+        """Let the drafter read what its graph has no room for, of the first ``count`` rows."""
         assert self.learned is not None
-        rows = self.scheduler.rows
-        unread = max(len(response.text) + self.ahead - 1 - response.num_read for response in rows.responses)
+        rows, responses = self.scheduler.rows, self.scheduler.rows.responses[:count]
+        unread = max(len(response.text) + self.ahead - 1 - response.num_read for response in responses)
         if unread > self._graphs.read_width:
-            self.learned.read(rows, rows.num_live, None, unread)
-        for response in rows.responses:  # at least; what is ahead is told when it is read
+            self.learned.read(rows, count, None, unread)
+        for response in responses:  # at least; what is ahead is told when it is read
             response.num_read = len(response.text) - 1
 
     # -- read ---------------------------------------------------------------------------------------------------
@@ -152,7 +166,7 @@ class DeviceRounds(HostRounds):
         else:
             tokens, ended, accepted = self._take(started.responses, told.tolist(), log_probs)
         for later in self._ahead:
-            if later.strategy.has_drafter:  # it began where this one ended
+            if later.strategy.has_drafter:  # it began where this one ended; none of these has a stored text
                 for response in later.responses:
                     response.num_read = len(response.text) - 1
         return Emitted(

@@ -119,7 +119,7 @@ class LearnedDrafts:
 
     @torch.inference_mode()
     def propose(self, rows: LiveRows, layout: Layout | None, noise: Tensor, strategy: Strategy) -> Proposal:
-        """Drafts after the rows' committed tokens.
+        """Drafts after the committed tokens of the first rows, as many as ``noise`` has.
 
         ``noise`` [B, D.., V] starts at the position of the first draft. Catches up with all positions that the drafter
         has not seen, however long it was not asked.
@@ -128,8 +128,8 @@ class LearnedDrafts:
             DrafterFault: a score is NaN.
         """
         noise = noise[..., : self._num_tokens] if self._vocabulary is None else noise[..., self._vocabulary]
-        temperatures = rows.temperatures[: rows.num_live]
-        feature = self.catch_up(rows, layout)
+        temperatures = rows.temperatures[: len(noise)]
+        feature = self.catch_up(rows, len(noise), layout)
 
         def pick(d: int, logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
             return top_scores(perturbed(logits, noise[:, d : d + 1], temperatures, strategy.sharpness), count)
@@ -139,11 +139,13 @@ class LearnedDrafts:
             raise DrafterFault("the drafter's scores are not numbers")
         return proposal
 
-    def catch_up(self, rows: LiveRows, layout: Layout | None) -> Tensor:
-        """Read whatever the drafter has not; returns its own feature [B, H] at each row's newest true position."""
-        unread = [len(response.text) - 1 - response.num_read for response in rows.responses]
-        feature = self.read(rows, rows.num_live, layout, max(1, *unread))
-        for response in rows.responses:
+    def catch_up(self, rows: LiveRows, count: int, layout: Layout | None) -> Tensor:
+        """Read whatever the drafter has not of the first ``count`` rows; returns its own feature [B, H] at each one's
+        newest true position.
+        """
+        unread = [len(response.text) - 1 - response.num_read for response in rows.responses[:count]]
+        feature = self.read(rows, count, layout, max(1, *unread))
+        for response in rows.responses[:count]:
             response.num_read = len(response.text) - 1
         return feature
 

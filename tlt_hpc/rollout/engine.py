@@ -26,6 +26,7 @@ from tlt_hpc.common.records import (
 )
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.drafter import Drafter
+from tlt_hpc.rollout.ahead_work import AheadWork
 from tlt_hpc.rollout.chooser import Agree, Chooser, DraftTally, RandomChooser
 from tlt_hpc.rollout.decoding import Emitted, HostRounds, PhaseSeconds
 from tlt_hpc.rollout.device_cache import DevicePagedCache, make_cache
@@ -42,7 +43,14 @@ from tlt_hpc.rollout.sampling import SamplingRule
 from tlt_hpc.rollout.scheduler import Scheduler
 from tlt_hpc.rollout.settings import EngineSettings, check_request, check_settings
 from tlt_hpc.rollout.stops import StopStrings
+from tlt_hpc.rollout.stored_text import StoredRow, StoredText
 from tlt_hpc.rollout.strategy import OFF, Strategy
+
+_AHEAD_SECONDS = 0.02
+"""Of a prefill chunk of what is generated ahead."""
+_LEAST_PREFILL = 64
+_LOGIT_BYTES = 2**28
+"""Of the logits of a pass over stored texts."""
 
 
 @dataclass
@@ -55,12 +63,19 @@ class EngineCounts:
     num_guarded: int = 0
     num_preempted: int = 0
     num_drafter_faults: int = 0
+    num_stored: int = 0
+    """Drafts from stored texts that were verified."""
+    num_stored_accepted: int = 0
+    num_ahead: int = 0
+    """Tokens generated ahead; no other count includes them."""
     strategies: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Rounds and tokens of each strategy."""
     drafts: dict[str, DraftTally] = field(default_factory=dict)
     """Drafts verified and accepted by position, of each family of strategies."""
     seconds: PhaseSeconds = field(default_factory=PhaseSeconds)
     spans: EngineSpans = NO_SPANS
     """When each round and each prefill pass ran; filled in when the counts are taken."""
+    spans_so_far: list[tuple[int, int, int, float, float]] = field(default_factory=list)
 
     def without_shared_counts(self) -> EngineCounts:
         """Only what is this rank's own, its seconds: for ranks that decode together, of which one reports the rest."""
@@ -102,7 +117,6 @@ class RolloutEngine:
         on_device = isinstance(self._cache, DevicePagedCache)
         self._rounds = DeviceRounds(*parts, strategies=settings.strategies) if on_device else HostRounds(*parts)
         self.chooser = self._make_chooser()
-        self._totals_taken = self.chooser.totals()
         self._stops: dict[tuple[str, ...], StopStrings] = {}
         self.finished: list[Rollout] = []
         """Responses that have ended and were not collected yet, in the order in which they ended."""
@@ -113,18 +127,25 @@ class RolloutEngine:
         self._probed: list[int] = []
         """The text on which the tie guard measured last."""
         self._num_submitted = 0
-        self._counts = EngineCounts()
-        self._spans: list[tuple[int, int, int, float, float]] = []
+        self._counts, self._ahead_counts = self._new_counts(), self._new_counts()
+        self._rounds.seconds = self._counts.seconds
         self.drafter_ready = False
         """Whether the drafter has ever been trained; an untrained one is not worth trying."""
         self.keeps: Callable[[SampleKey], bool] = lambda key: True
         """Which finished responses, and their features, this rank hands out."""
+        self.ahead = AheadWork()
+        self._most_verified = _LOGIT_BYTES // (4 * decoder.shape.vocab_size)
+        self._prefill_rate = 0.0
+        """Positions a second, of the last chunk."""
+        self._stored_texts: Mapping[SampleKey, Sequence[int]] = {}
+        self._stored_rows: list[StoredRow] = []
+        """What the round was chosen with; a round with stored texts is read before the next one is chosen."""
         self.text_mark = 0
         """A checksum of all text emitted so far, to compare between ranks that decode together."""
 
     def _make_chooser(self) -> Chooser:
         settings = self.settings
-        strategies = settings.strategies if OFF in settings.strategies else (*settings.strategies, OFF)
+        strategies = settings.strategies if OFF in settings.strategies else (OFF, *settings.strategies)
         kind = RandomChooser if settings.chooser == "random" else Chooser
         return kind(strategies, settings.seed, self._agree if len(strategies) > 1 else None)
 
@@ -174,6 +195,7 @@ class RolloutEngine:
             order=self._num_submitted,
             stops=self._stops_of(params),
             text=request.prompt_tokens.tolist(),
+            stored=StoredText(self._stored_texts[request.key]) if request.key in self._stored_texts else None,
         )
 
     def _stops_of(self, params: SamplingParams) -> StopStrings | None:
@@ -191,7 +213,7 @@ class RolloutEngine:
 
     @property
     def has_work(self) -> bool:
-        return self._scheduler.num_unfinished > 0
+        return self._scheduler.num_unfinished > 0 and not self.ahead.is_running
 
     @property
     def has_waiting(self) -> bool:
@@ -200,7 +222,7 @@ class RolloutEngine:
 
     @property
     def num_unfinished(self) -> int:
-        return self._scheduler.num_unfinished
+        return 0 if self.ahead.is_running else self._scheduler.num_unfinished
 
     @property
     def num_tokens(self) -> int:
@@ -214,24 +236,27 @@ class RolloutEngine:
 
     def abort(self) -> int:
         """Drop all requests that have not finished; returns how many."""
-        count = self._scheduler.abort()
+        count = len(self._scheduler.abort())
         self._settle_at_end()
         return count
 
     def take_counts(self) -> EngineCounts:
         """The counts since the last call; starts new ones."""
-        counts, self._counts = self._counts, EngineCounts()
+        assert not self.ahead.is_running
+        counts, self._counts = self._counts, self._new_counts()
+        counts.num_ahead, self._ahead_counts = self._ahead_counts.num_tokens, self._new_counts()
         counts.num_guarded, self._guard.num_guarded = self._guard.num_guarded, 0
         counts.num_preempted, self._scheduler.num_preempted = self._scheduler.num_preempted, 0
         counts.num_drafter_faults, self._rounds.num_faults = self._rounds.num_faults, 0
-        counts.seconds, self._rounds.seconds = self._rounds.seconds, PhaseSeconds()
-        totals, before = self.chooser.totals(), self._totals_taken
-        counts.strategies = {name: (r - before[name][0], t - before[name][1]) for name, (r, t) in totals.items()}
-        self._totals_taken = totals
-        columns = zip(*self._spans, strict=True) if self._spans else ((),) * len(vars(NO_SPANS))
+        self._rounds.seconds = self._counts.seconds
+        spans = counts.spans_so_far
+        columns = zip(*spans, strict=True) if spans else ((),) * len(vars(NO_SPANS))
         kinds = [column.dtype for column in vars(NO_SPANS).values()]
-        counts.spans, self._spans = EngineSpans(*map(np.array, columns, kinds)), []
+        counts.spans = EngineSpans(*map(np.array, columns, kinds))
         return counts
+
+    def _new_counts(self) -> EngineCounts:
+        return EngineCounts(strategies={strategy.name: (0, 0) for strategy in self.chooser.strategies})
 
     def memory_table(self) -> dict[str, int]:
         """Bytes that the engine holds, by purpose; the cache is allocated as a whole at the start."""
@@ -246,6 +271,50 @@ class RolloutEngine:
             "graphs": self._rounds.graph_bytes,
         }
 
+    # -- ahead --------------------------------------------------------------------------------------------------
+
+    def submit_ahead(self, requests: Iterable[Request]) -> None:
+        """Queue requests of a later step, whose texts are drafts then; ``run_ahead`` begins with them."""
+        self.ahead.waiting += [self._response(request, request.params or self.settings.params) for request in requests]
+
+    def run_ahead(self) -> None:
+        """Have ``step`` continue with what was queued to be generated ahead, until ``pause_ahead``.
+
+        These texts need not be exact, and no count, and no feature that is handed out, includes them.
+        """
+        assert not self.has_work and not self.ahead.is_running
+        self._settle()
+        self.ahead.is_running = True
+        self._exchange_counts()
+        for response in self.ahead.waiting:
+            self._scheduler.wait(response)
+        self.ahead.waiting = []
+        # a chunk must not delay the end of the rollout; ranks that read it together must cut it alike
+        fitting = int(_AHEAD_SECONDS * self._prefill_rate) if self._agree is None else 0
+        self._scheduler.prefill_tokens = min(self.settings.prefill_tokens, max(_LEAST_PREFILL, fitting))
+
+    def pause_ahead(self) -> None:
+        """Put aside what is generated ahead, so that there is room for the step's own; nothing is lost."""
+        if not self.ahead.is_running:
+            return
+        self._settle()
+        self.ahead.waiting = self._scheduler.abort()
+        self.ahead.is_running = False
+        self._exchange_counts()
+        self._scheduler.prefill_tokens = self.settings.prefill_tokens
+
+    def _exchange_counts(self) -> None:
+        """Keep apart what is counted of both kinds of work, and guard the step's own text alone."""
+        is_ahead = self.ahead.is_running
+        self._guard.active = self.settings.tie_guard and not is_ahead
+        self._counts.num_preempted = self._scheduler.num_preempted
+        self._counts, self._ahead_counts = self._ahead_counts, self._counts
+        self._scheduler.num_preempted, self._rounds.seconds = self._counts.num_preempted, self._counts.seconds
+
+    def draft_from(self, texts: Mapping[SampleKey, Sequence[int]]) -> None:
+        """Draft from these texts for requests with these keys that are submitted from now on."""
+        self._stored_texts = texts
+
     # -- weights ------------------------------------------------------------------------------------------------
 
     def load_policy(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
@@ -253,7 +322,7 @@ class RolloutEngine:
 
         Only between rollouts: keys and values of live sequences would belong to the old weights.
         """
-        assert not self.has_work, "weights change only between rollouts"
+        assert not self.has_work and not self.ahead.is_left, "weights change only between rollouts"
         self._settle()
         self.decoder.load(weights, version)
         self.outbox.forget_prompts()
@@ -293,7 +362,6 @@ class RolloutEngine:
         self.finished = []
         self._ngram.active, self._guard.active = uses_ngram, True
         self._probe(NUM_PROBED)
-        self._totals_taken = self.chooser.totals()
         self.take_counts()
 
     def _probe(self, most: int) -> None:
@@ -317,7 +385,7 @@ class RolloutEngine:
 
     def _settle_at_end(self) -> None:
         """When there is nothing more to do, read the last rounds and hand over all features."""
-        if not self.has_work:
+        if not self._scheduler.num_unfinished:
             self._settle()
             self.outbox.deliver(wait=True)
 
@@ -328,11 +396,18 @@ class RolloutEngine:
         if num_prefilling:
             start = time.perf_counter()
             num_read = self._scheduler.prefill()
-            self._note_span(PREFILL, num_prefilling, num_read, time.perf_counter() - start)
+            seconds = time.perf_counter() - start
+            self._prefill_rate = num_read / max(seconds, 1e-6)
+            self._note_span(PREFILL, num_prefilling, num_read, seconds)
         return num_prefilling > 0
 
     def _decode(self, has_prefilled: bool) -> None:
+        if self._rounds.stored.exist:  # the cursors need the texts
+            self._settle()
+            if not self._rows.num_live:
+                return
         start = time.perf_counter()
+        self._stored_rows = self._rounds.stored.arrange()
         strategy = self._choose()
         overlaps = self._rounds.overlaps(strategy)
         prepared = time.perf_counter() - start
@@ -344,7 +419,7 @@ class RolloutEngine:
         self._scheduler.reserve(strategy.num_slots, self._rounds.ahead)
         if not self._rows.num_live:  # all were preempted for an earlier response that is being prefilled
             return
-        if strategy.source == "ngram":
+        if "ngram" in (strategy.source, strategy.rest and strategy.rest.source):
             self._ngram.learn(self._rows.responses)
         prepared += time.perf_counter() - start
         self._rounds.launch(strategy, prepared, follows=not has_prefilled)
@@ -372,14 +447,27 @@ class RolloutEngine:
         num_rows = len(emitted.responses)
         self._note_span(self.chooser.index_of(emitted.strategy), num_rows, num_tokens, seconds)
         if num_emitting and emitted.tells:
-            self.chooser.observe(emitted.strategy, num_rows, num_tokens, seconds, emitted.accepted)
-            tally = self._counts.drafts.setdefault(emitted.strategy.family, DraftTally())
-            tally.add(emitted.strategy.reach, emitted.accepted)
+            self._learn(emitted, num_tokens, seconds)
         self._retire(emitted)
+
+    def _learn(self, emitted: Emitted, num_tokens: int, seconds: float) -> None:
+        """Tell the chooser of a round, and count it."""
+        strategy, accepted, counts = emitted.strategy, emitted.accepted, self._counts
+        stored = self._stored_rows if strategy.rest else []
+        self.chooser.observe(strategy, len(emitted.responses), num_tokens, seconds, accepted, stored)
+        rounds, tokens = counts.strategies[strategy.name]
+        counts.strategies[strategy.name] = rounds + 1, tokens + num_tokens
+        if strategy.rest:
+            num_rest = len(accepted) - len(stored)
+            counts.num_stored += sum(min(row.num_drafts, strategy.depth) for row in stored)
+            counts.num_stored_accepted += sum(accepted[num_rest:])
+            strategy, accepted = strategy.rest, accepted[:num_rest]
+        if accepted:
+            counts.drafts.setdefault(strategy.family, DraftTally()).add(strategy.reach, accepted)
 
     def _note_span(self, strategy_index: int, num_live: int, num_tokens: int, seconds: float) -> None:
         """Log a round, or with ``PREFILL`` as its index a prefill pass, that has just ended."""
-        self._spans.append((strategy_index, num_live, num_tokens, time.time() - seconds, seconds))
+        self._counts.spans_so_far.append((strategy_index, num_live, num_tokens, time.time() - seconds, seconds))
 
     def _choose(self) -> Strategy:
         """The round's strategy, among those that have a sound drafter and need no preemption."""
@@ -389,8 +477,9 @@ class RolloutEngine:
             for strategy in self.settings.strategies
             if (drafts or not strategy.has_drafter)
             and (strategy == OFF or self._scheduler.has_room(strategy.num_slots, self._rounds.ahead))
+            and (strategy.source != "stored" or self._rows.num_live * strategy.widest_pass <= self._most_verified)
         ]
-        return self.chooser.choose(self._rows.num_live, usable or [OFF])
+        return self.chooser.choose(self._rows.num_live, usable or [OFF], self._stored_rows)
 
     def _cut_at_stops(self, emitted: Emitted) -> None:
         """End responses at the token that completes a stop string; what came after it in the same round is dropped."""
@@ -419,6 +508,10 @@ class RolloutEngine:
 
     def _finish(self, response: Response, reason: FinishReason) -> None:
         row, request, start = response.row, response.request, response.prompt_length
+        if self.ahead.is_running:
+            self.ahead.keep(response)
+            self._scheduler.remove(row)
+            return
         log_probs = self._rows.response_log_probs(row).numpy().copy()
         if self.keeps(request.key):
             rollout = Rollout(

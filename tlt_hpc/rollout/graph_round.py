@@ -61,8 +61,9 @@ class GraphRound:
         self._rows, device = target.rows, target.decoder.device
         self._strategies = strategies
         self._buckets = batch_buckets(self._rows.capacity)
-        self.read_width = 1 + max(strategy.depth for strategy in strategies)
+        self.read_width = 1 + max(strategy.depth for strategy in strategies if strategy.source != "stored")
         """Positions that the drafter reads in its graph; whatever else it has missed must have been read before."""
+        self._longest = 1 + max(strategy.depth for strategy in strategies)
         self.tolerance = torch.zeros(1, device=device)
         """The tie guard's zone of doubt in logits; 0: off."""
         self._graphs = GraphPool(device)
@@ -143,7 +144,7 @@ class GraphRound:
         drafts = DraftTree(tokens) if parents is None else tree(tokens, parents, n - 1)
         features, logits = self._target.forward(drafts, None, widen=False)
         choice = self._choose(drafts, logits)
-        longest = min(n, self.read_width)  # no path is deeper than the deepest strategy
+        longest = min(n, self._longest)  # no path is deeper than the deepest strategy
         accepted = self._target.walk(drafts, choice.token.view(count, n), longest)
         log_probs = self._log_probs(choice, logits).view(count, n).gather(1, accepted.path)
         near = self._near_ties(choice, count, n).view(count, n).gather(1, accepted.path)

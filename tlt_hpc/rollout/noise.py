@@ -101,6 +101,14 @@ class NoiseWindow:
             ring[target] = ring[source]
         self._made[target] = self._made[source]
 
+    def swap_rows(self, one: int, other: int) -> None:
+        """Exchange two rows' places in their streams."""
+        self.words[[one, other]] = self.words[[other, one]]
+        if self._ring is not None:
+            ring = self._ring.view(-1, self.width, self.vocab_size)
+            ring[[one, other]] = ring[[other, one]]
+        self._made[one], self._made[other] = self._made[other], self._made[one]
+
     def at(self, positions: Sequence[int], width: int) -> Tensor:
         """Noise of rows 0..B-1 at ``positions`` and the ``width - 1`` after each: [B, width, V].
 

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from tlt_hpc.common.records import Request, SamplingParams
 from tlt_hpc.rollout.sampling import SamplingRule
 from tlt_hpc.rollout.stops import StopStrings
+from tlt_hpc.rollout.stored_text import StoredText
 
 
 @dataclass
@@ -41,6 +42,8 @@ class Response:
     """The row that it has; -1: none."""
     num_read: int = 0
     """Positions whose true features the drafter has surely seen."""
+    stored: StoredText | None = None
+    """What it was under the weights before."""
 
     @property
     def prompt_length(self) -> int:
@@ -49,6 +52,16 @@ class Response:
     @property
     def num_response(self) -> int:
         return len(self.text) - self.prompt_length
+
+    @property
+    def room(self) -> int:
+        """Tokens that it may still get."""
+        return self.params.max_tokens - self.num_response
+
+    @property
+    def num_stored(self) -> int:
+        """Drafts that its stored text has for the next round."""
+        return self.stored.num_drafts if self.stored else 0
 
     @property
     def prompt(self) -> bytes:

@@ -88,6 +88,14 @@ class LiveRows:
         response = self.responses[row]
         return self.log_probs[row, response.prompt_length : len(response.text)]
 
+    def swap(self, one: int, other: int) -> None:
+        """Exchange two rows."""
+        responses = self.responses
+        responses[one], responses[other] = responses[other], responses[one]
+        responses[one].row, responses[other].row = one, other
+        for tensor in (self.lengths, self.caps, self.starts, self.temperatures, self.tokens, self.log_probs):
+            tensor[[one, other]] = tensor[[other, one]]
+
     def remove(self, row: int) -> int | None:
         """Drop a row; the last one takes its place. Returns the row that moved, if any."""
         last = self.num_live - 1

@@ -33,13 +33,15 @@ class Scheduler:
     ) -> None:
         self.rows, self.cache = rows, cache
         self._decoder, self._noise, self._learned = decoder, noise, learned
-        self._prefill_tokens = prefill_tokens
+        self.prefill_tokens = prefill_tokens
+        """Positions that one chunk reads at most."""
         self.pool = PagePool(cache.num_pages)
         self.waiting: list[Response] = []
         """Sequences without pages, new ones and preempted ones, in the order of their arrival."""
         self.prefilling: list[Response] = []
         self.num_preempted = 0
         self._layout: Layout | None = None
+        self._first_layout: tuple[int, Layout | None] = (0, None)
 
     @property
     def num_unfinished(self) -> int:
@@ -53,7 +55,18 @@ class Scheduler:
                 self._pack()
             tables = [response.pages for response in self.rows.responses]
             self._layout = self.cache.layout(tables, self.pool.high_water)
+            self._first_layout = 0, None
         return self._layout
+
+    def layout_of(self, count: int) -> Layout | None:
+        """``layout``, of passes over the first ``count`` rows alone."""
+        whole = self.layout
+        if count == self.rows.num_live:
+            return whole
+        if self._first_layout[0] != count:
+            tables = [response.pages for response in self.rows.responses[:count]]
+            self._first_layout = count, self.cache.layout(tables, self.pool.high_water)
+        return self._first_layout[1]
 
     def pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.cache.page_size)
@@ -113,9 +126,9 @@ class Scheduler:
         """
         if not self.prefilling:
             return 0
-        chosen = self.prefilling[: self._prefill_tokens]
+        chosen = self.prefilling[: self.prefill_tokens]
         unread = [len(response.text) - 1 - response.num_cached for response in chosen]
-        width = min(max(unread), max(1, self._prefill_tokens // len(chosen)))
+        width = min(max(unread), max(1, self.prefill_tokens // len(chosen)))
         device = self._decoder.device
         # a sequence with less to do repeats its last position: the same values to the same place
         ends = [response.num_cached + min(left, width) for response, left in zip(chosen, unread, strict=True)]
@@ -210,21 +223,29 @@ class Scheduler:
         self.cache.tables[self.rows.num_live] = self.cache.num_pages
         self._layout = None
 
+    def swap(self, one: int, other: int) -> None:
+        """Exchange two rows."""
+        self.rows.swap(one, other)
+        self._noise.swap_rows(one, other)
+        for tensor in (self.cache.tables, *((self._learned.known,) if self._learned else ())):
+            tensor[[one, other]] = tensor[[other, one]]
+        self._layout = None
+
     def release(self, response: Response) -> None:
         """Free a sequence's pages."""
         self.pool.release(response.pages)
         response.pages = []
         self._layout = None
 
-    def abort(self) -> int:
-        """Drop all sequences; returns how many."""
-        count = self.num_unfinished
+    def abort(self) -> list[Response]:
+        """Drop all sequences; returns them, in the order of their arrival."""
+        dropped = sorted([*self.waiting, *self.prefilling, *self.rows.responses], key=attrgetter("order"))
         self.waiting.clear()
         while self.prefilling:
             self.release(self.prefilling.pop())
         while self.rows.num_live:
             self.remove(self.rows.num_live - 1)
-        return count
+        return dropped
 
     def _pack(self) -> None:
         """Move pages together, so that a pass reads few unused ones."""

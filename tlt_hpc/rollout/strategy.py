@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-Source = Literal["off", "ngram", "drafter"]
+Source = Literal["off", "ngram", "drafter", "stored"]
 
 
 @dataclass(frozen=True)
@@ -15,7 +15,8 @@ class Strategy:
     """A way to decode: where drafts come from, how deep and wide their tree is, and how many of them are verified.
 
     ``branching`` 1 is a chain. ``num_verify`` (0: as many as ``depth``) is the budget of drafted nodes in a pass.
-    ``sharpness`` is the factor on the drafter's logits before the shared noise is added.
+    ``sharpness`` is the factor on the drafter's logits before the shared noise is added. ``rest``, of source "stored"
+    alone, is how the rows are decoded that have no stored text; it is no deeper than ``depth``, and not in the name.
     """
 
     source: Source
@@ -23,11 +24,12 @@ class Strategy:
     branching: int = 1
     num_verify: int = 0
     sharpness: float = 1.0
+    rest: Strategy | None = None
 
     @property
     def num_drafts(self) -> int:
-        """Drafted tokens that a pass verifies for one sequence."""
-        return self.num_verify or self.depth
+        """Drafted tokens that a pass verifies for one sequence, at most."""
+        return max(self.num_verify or self.depth, self.rest.num_drafts if self.rest else 0)
 
     @property
     def widest_pass(self) -> int:
@@ -43,17 +45,17 @@ class Strategy:
     def num_slots(self) -> int:
         """Positions from a sequence's last token on that a round may write."""
         grown = 1 + (self.depth - 1) * self.branching if self.branching > 1 else self.depth
-        return max(grown + 1, self.widest_pass)
+        return max(grown + 1, self.widest_pass, self.rest.num_slots if self.rest else 0)
 
     @property
     def has_drafter(self) -> bool:
         """Whether the learned drafter takes part."""
-        return self.source == "drafter"
+        return self.source == "drafter" or (self.rest is not None and self.rest.has_drafter)
 
     @property
     def name(self) -> str:
-        if self.source == "off":
-            return "off"
+        if self.source in ("off", "stored"):
+            return "off" if self.source == "off" else f"stored-{self.depth}"
         tree = f"x{self.branching}v{self.num_drafts}" if self.branching > 1 or self.num_drafts != self.depth else ""
         sharp = f"a{self.sharpness:g}" if self.sharpness != 1.0 else ""
         return f"{self.source}-{self.depth}{tree}{sharp}"
@@ -70,6 +72,8 @@ class Strategy:
 
 
 OFF = Strategy("off")
+STORED = tuple(Strategy("stored", depth) for depth in (4, 8, 16, 32))
+"""Drafts of so many tokens from texts that were generated ahead."""
 MAX_DEPTH, MAX_BRANCHES = 32, 16
 MAX_SLOTS = 64
 """The attention kernels mark what a drafted token sees by the bits of one int64."""
@@ -79,10 +83,12 @@ _NAME = re.compile(
 )
 
 
-def strategies_of(mode: str, names: Sequence[str]) -> tuple[Strategy, ...]:
-    """The strategies of a speculation mode: "off", then those of the named ones that the mode allows."""
+def strategies_of(mode: str, names: Sequence[str], ahead: bool = False) -> tuple[Strategy, ...]:
+    """The strategies of a speculation mode: "off", those of the named ones that the mode allows, and with ``ahead``
+    those for stored texts.
+    """
     named = dict.fromkeys(map(strategy_named, names))
-    return (OFF, *(strategy for strategy in named if strategy.source in _SOURCES[mode]))
+    return (OFF, *(strategy for strategy in named if strategy.source in _SOURCES[mode]), *(STORED if ahead else ()))
 
 
 def strategy_named(name: str) -> Strategy:
@@ -105,7 +111,7 @@ def strategy_named(name: str) -> Strategy:
         raise ValueError(f"strategy {name!r}: use a depth of 1 to {MAX_DEPTH} and a sharpness above 0")
     if match["branching"] is not None:
         candidates = branching * (1 + (depth - 1) * branching)
-        if match["source"] == "ngram" or not (2 <= branching <= MAX_BRANCHES and depth <= num_verify <= candidates):
+        if match["source"] != "drafter" or not (2 <= branching <= MAX_BRANCHES and depth <= num_verify <= candidates):
             raise ValueError(
                 f"strategy {name!r}: a tree is of the drafter, with 2 to {MAX_BRANCHES} children per node and "
                 f"{depth} to {candidates} drafts to verify at this depth and branching"

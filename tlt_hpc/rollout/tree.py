@@ -58,6 +58,22 @@ def chains(rows: Sequence[Sequence[int]], width: int, device: torch.device) -> D
     return DraftTree(upload([[*row, *[EMPTY] * (width - len(row))] for row in rows], device))
 
 
+def join(first: DraftTree | None, rows: Sequence[Sequence[int]], width: int, device: torch.device) -> DraftTree:
+    """Trees of the first rows, if any, and chains of those after them, filled up to ``width`` with empty nodes.
+
+    Where the first ones are trees, what follows from ``parents`` is left out.
+    """
+    after = chains(rows, width, device)
+    if first is None:
+        return after
+    missing = width - first.num_nodes
+    tokens = torch.cat([F.pad(first.tokens, (0, missing), value=EMPTY), after.tokens])
+    if first.parents is None:
+        return DraftTree(tokens)
+    before = (torch.arange(width, device=device) - 1).clamp(min=0).expand(len(rows), -1)
+    return DraftTree(tokens, torch.cat([F.pad(first.parents, (0, missing)), before]))
+
+
 def walk(chosen: Tensor, drafts: DraftTree) -> Tensor:
     """Which nodes lie on the realised path [B, N]: each drafted what the target chose [B, N] at its parent."""
     if drafts.parents is None or drafts.ancestors is None:

@@ -1,0 +1,92 @@
+"""Drafts from texts that were generated ahead: what a response was under the weights before, with the same noise.
+
+The noise of a response is fixed by its key, and one update changes the weights little, so long stretches of the two
+texts are equal. Each response has a cursor into its stored text: it moves on with the response, and after a difference
+to where the last tokens occur again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+SURE = 16
+"""Tokens in agreement from which on a cursor is taken to stand in the right place."""
+_UNSURE_DRAFTS = 8
+_LEAST_DRAFTS = 3
+"""Fewer are left to the other sources."""
+_CONTEXT = 4
+"""Tokens that must agree where a lost cursor is placed again."""
+
+
+@dataclass(frozen=True)
+class StoredRow:
+    """What a stored text has for a row: how many drafts, and whether its cursor stands in the right place for sure."""
+
+    num_drafts: int
+    is_sure: bool
+
+
+class StoredText:
+    """A text that was generated ahead, and the cursor of a response in it."""
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        self._tokens = list(tokens)
+        self._next = 0
+        """Index of the token that is expected next; -1: lost."""
+        self._num_agreed = SURE
+        """Tokens in a row, before the cursor, that were equal."""
+        self._num_seen = self._shift = 0
+        self._places: dict[tuple[int, ...], list[int]] | None = None
+        self.num_drafts = 0
+        """Drafts that it has for the next round, as ``look`` found."""
+
+    @property
+    def is_sure(self) -> bool:
+        return self._num_agreed >= SURE
+
+    def look(self, text: Sequence[int], start: int, room: int) -> int:
+        """Follow a response that begins at ``start`` of its ``text``; returns how many drafts there are for its next
+        ``room`` tokens.
+        """
+        self._follow(text, start)
+        left = len(self._tokens) - self._next if self._next >= 0 else 0
+        count = min(left, room, len(self._tokens) if self.is_sure else _UNSURE_DRAFTS)
+        self.num_drafts = count if count >= _LEAST_DRAFTS else 0
+        return self.num_drafts
+
+    def drafts(self, most: int) -> list[int]:
+        return self._tokens[self._next : self._next + min(most, self.num_drafts)]
+
+    def _follow(self, text: Sequence[int], start: int) -> None:
+        new = text[start + self._num_seen :]
+        self._num_seen += len(new)
+        if self._next >= 0:
+            expected = self._tokens[self._next : self._next + len(new)]
+            if expected == new:
+                self._next += len(new)
+                self._num_agreed += len(new)
+                return
+            self._shift = self._next - (self._num_seen - len(new))
+        self._place(text)
+
+    def _place(self, text: Sequence[int]) -> None:
+        """Put the cursor where most of the last tokens occur, nearest to where it would have been; else nowhere."""
+        self._next, self._num_agreed = -1, 0
+        if self._num_seen < _CONTEXT:
+            return
+        if self._places is None:
+            self._places = {}
+            for end in range(_CONTEXT, len(self._tokens)):
+                self._places.setdefault(tuple(self._tokens[end - _CONTEXT : end]), []).append(end)
+        found = self._places.get(tuple(text[-_CONTEXT:]))
+        if found is None:
+            return
+        expected = self._num_seen + self._shift
+        agreed = [(self._num_equal(text, end), end) for end in found]
+        self._num_agreed, self._next = max(agreed, key=lambda one: (one[0], -abs(one[1] - expected)))
+
+    def _num_equal(self, text: Sequence[int], end: int) -> int:
+        """How many tokens before ``end`` are the last of the response, up to ``SURE``."""
+        most = min(end, self._num_seen, SURE)
+        return next((i for i in range(_CONTEXT, most) if self._tokens[end - 1 - i] != text[-1 - i]), most)
