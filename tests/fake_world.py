@@ -25,6 +25,9 @@ class OneRank:
     def broadcast(self, item: Any) -> Any:
         return item
 
+    def alltoall(self, items: list[Any]) -> list[Any]:
+        return items
+
 
 class ThreadWorld:
     """One rank of several that are threads of this process, each on a host of its own."""

@@ -10,9 +10,11 @@ from typing import Protocol
 
 import numpy as np
 
+from tlt_hpc.ahead import AheadTail, next_requests, receive
 from tlt_hpc.cluster.watch.beat import BEAT, Phase
 from tlt_hpc.common.records import Request, Rollout, RolloutTiming, SampleKey
 from tlt_hpc.config import UserError
+from tlt_hpc.drafting.tail_plan import TailUse
 from tlt_hpc.mpi.roster import Roster, State, Status
 from tlt_hpc.mpi.world import World
 from tlt_hpc.resume.kept import Keeper, open_keeper
@@ -40,7 +42,10 @@ class Tail:
     stopped: bool
     scorer: Scorer
     """With the rewards that were found while the rank waited."""
-    trains_drafter: bool
+    use: TailUse
+    """What idle ranks did."""
+    ahead_spans: list[tuple[float, float]]
+    """When this rank generated ahead, in seconds since the epoch."""
     late_seconds: float
     """From when this rank learned of a release to its leaving the loop, the longest."""
     decode_cpu_seconds: float
@@ -54,25 +59,30 @@ def roll_out(job: Job, step: int, reporter: RollingReporter) -> Tail:
 
     A rank that has finished meanwhile scores responses and trains the drafter.
     """
-    trains = job.drafting is not None and job.config.drafter.train
+    use = job.plan.next()
     keeper, kept = open_keeper(job.config, job.folder, job.world, step)
     draws = StepDraws(job.config, job.prompts, step)
     scorer = Scorer(job.bench, draws.prompt_of, lambda rollout: text_of(job.tokenizer, rollout.response_tokens))
     if job.drafting:
         begin_features(job.drafting, job.engine, step)
+    if job.plan.may_be_ahead:
+        job.engine.draft_from(receive(job, job.engine.ahead.take()))
+    ahead = AheadTail(job, next_requests(job, step) if use.ahead else [])
     requests, timings, late_seconds, stopped = draws.requests(), list[RolloutTiming](), list[float](), False
     cpu_seconds = 0.0
     while requests:
         left = take_over_kept(job, requests, keeper, kept)
-        timing, cpu, late, stopped = generate_part(job, step, left, scorer, keeper, trains, reporter)
+        timing, cpu, late, stopped = generate_part(job, step, left, scorer, keeper, use, ahead, reporter)
         timings.append(timing)
         cpu_seconds += cpu
         late_seconds.append(late)
         requests = [] if stopped else refill(job.world, job.engine, draws, scorer)
         if requests and job.world.rank == 0:
             reporter.phase(step, f"refill {draws.num_refills} of at most {job.config.algorithm.max_refills}")
+    job.engine.ahead.end()
     late = max(late_seconds)
-    return Tail(job.engine.collect(), tuple(timings), stopped, scorer, trains, late, cpu_seconds, kept.keys())
+    rollouts = job.engine.collect()
+    return Tail(rollouts, tuple(timings), stopped, scorer, use, ahead.spans, late, cpu_seconds, kept.keys())
 
 
 def take_over_kept(
@@ -126,17 +136,19 @@ def generate_part(
     requests: list[Request],
     scorer: Scorer,
     keeper: Keeper,
-    trains: bool,
+    use: TailUse,
+    ahead: AheadTail,
     reporter: RollingReporter,
 ) -> tuple[RolloutTiming, float, float, bool]:
-    """Generate; once this rank has finished, score and train the drafter until the last rank has finished.
+    """Generate; once this rank has finished, score, then train the drafter or generate ahead until the last rank has
+    finished.
 
     Returns the times, the CPU seconds until this rank's last token, the seconds from the release until this rank left
     the loop, and whether a stop vote ended it.
 
     Args:
         requests: all ranks'.
-        trains: whether the step trains the drafter while it waits.
+        use: what idle ranks do.
     """
     engine, world = job.engine, job.world
     start = last_token = time.time()
@@ -148,7 +160,8 @@ def generate_part(
         scorer.offer(engine.finished)
 
     def on_idle(roster: Roster) -> bool:
-        return use_wait(job, scorer, trains and roster.worth_training(job.config.drafter.min_idle, world.rank))
+        trains = use.trains and roster.worth_training(job.config.drafter.min_idle, world.rank)
+        return use_wait(job, scorer, trains, ahead, roster)
 
     def shown(roster: Roster) -> None:
         if keeper.is_due(engine.finished):
@@ -159,8 +172,9 @@ def generate_part(
 
     own = job.shard(requests)
     roster = job.generate(
-        engine, own, on_idle=on_idle, on_round=on_round, status=lambda: status(job), shown=shown, epoch=step
+        engine, own, on_idle=on_idle, on_round=on_round, status=lambda: status(job, ahead), shown=shown, epoch=step
     )
+    ahead.pause()
     late_seconds = time.perf_counter() - job.pulse.released_at
     timing = RolloutTiming(start, last_token, time.time())
     if roster.stopping:
@@ -169,15 +183,19 @@ def generate_part(
     return timing, cpu_last - cpu_start, late_seconds, roster.stopping
 
 
-def use_wait(job: Job, scorer: Scorer, trains: bool) -> bool:
-    """Score responses, or else train the drafter for one micro-step; False if there is nothing to do.
+def use_wait(job: Job, scorer: Scorer, trains: bool, ahead: AheadTail, roster: Roster) -> bool:
+    """Score responses, or else train the drafter for one micro-step or generate ahead; False if there is nothing to do.
 
-    The pulse continues meanwhile, so that the release ends either at once.
+    The pulse continues meanwhile, so that the release ends any of them at once.
     """
-    now = status(job)
+    now = status(job, ahead)
     if scorer.has_unscored(job.engine.finished):
         with job.pulse.progressing(now):
             scorer.score_ahead(job.engine.finished, lambda: is_over(job))
+        if job.replica.size == 1:
+            return True
+    if ahead.is_left:  # the ranks of a replica do so together, whatever each of them has scored
+        ahead.work(roster, now, lambda: is_over(job))
         return True
     if not trains:
         return False
@@ -191,10 +209,14 @@ def is_over(job: Job) -> bool:
     return job.pulse.over or job.world.stop_requested
 
 
-def status(job: Job) -> Status:
+def status(job: Job, ahead: AheadTail) -> Status:
     """What this rank reports to the others."""
     now, steps = engine_status(job.engine, job.world), len(job.drafting.spot.records) if job.drafting else 0
-    state = State.TRAINING if steps and now.state is State.IDLE else now.state
+    state = now.state
+    if state is State.IDLE and ahead.is_left:
+        state = State.AHEAD
+    elif state is State.IDLE and steps:
+        state = State.TRAINING
     return now._replace(state=state, drafter_steps=steps)
 
 

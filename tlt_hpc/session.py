@@ -32,6 +32,7 @@ from tlt_hpc.config import Config, ConfigError, UserError, check_resumable, to_t
 from tlt_hpc.data.claim import claim_data
 from tlt_hpc.data.prompts import PromptSource
 from tlt_hpc.drafting.spot import SpotTrainer
+from tlt_hpc.drafting.tail_plan import TailPlan
 from tlt_hpc.drafting.vocabulary import count_tokens, most_frequent_tokens
 from tlt_hpc.look.energy import EnergyMeter
 from tlt_hpc.look.environment import RankPlace, find_environment
@@ -110,8 +111,8 @@ class Session:
     def tokenizer(self) -> Tokenizer:
         return self.assets.tokenizer
 
-    def settings(self) -> EngineSettings:
-        """The engine's settings in the job's rollouts."""
+    def settings(self, ahead: bool = False) -> EngineSettings:
+        """The engine's settings in the job's rollouts; ``ahead``: with strategies for texts generated ahead."""
         rollout, speculation, assets = self.config.rollout, self.config.speculation, self.assets
         return EngineSettings(
             params=SamplingParams(
@@ -131,7 +132,7 @@ class Session:
             kv_bytes=rollout.kv_bytes,
             page_size=rollout.page_size,
             prefill_tokens=rollout.prefill_tokens,
-            strategies=strategies_of(speculation.mode, speculation.strategies),
+            strategies=strategies_of(speculation.mode, speculation.strategies, ahead),
             seed=self.world.rank,
             detokenize=assets.tokenizer.decode if rollout.stop_strings else None,
         )
@@ -282,6 +283,7 @@ class Job(Session):
     """What gives responses their rewards; its server outlives the job, for further ones of this process."""
     mismatch: MismatchWatch
     meter: EnergyMeter
+    plan: TailPlan
 
     def load_policy(self, version: int) -> None:
         """Put the policy's weights into the decoder; the drafter reads its embedding and head there. Collective."""
@@ -316,7 +318,8 @@ def assemble(config: Config, world: World) -> Job:
         claim_folder(folder, config, world, assets.prompts, environment)
         if drafting:
             drafting.cache.remove_parts()
-        engine = session.make_engine(session.settings(), drafting.served if drafting else None)
+        ahead = ahead_mode(config, world, device)
+        engine = session.make_engine(session.settings(ahead != "off"), drafting.served if drafting else None)
         engine.keeps = session.keeps
         world.say("joining the process group")
         join_process_group(world, "cuda" if device.type == "cuda" else "cpu")
@@ -338,7 +341,19 @@ def assemble(config: Config, world: World) -> Job:
             bench=bench,
             mismatch=MismatchWatch(config.model.dtype, config.algorithm.rollout_correction != "none"),
             meter=meter,
+            plan=TailPlan(drafting is not None and config.drafter.train, ahead),
         )
+
+
+def ahead_mode(config: Config, world: World, device: torch.device) -> str:
+    """``speculation.ahead``, but "off" where it cannot pay: without speculation, on one rank, and with "auto" where
+    ranks share cores, so that those that wait would slow down the others. Collective.
+    """
+    wanted = config.speculation.ahead
+    if config.speculation.mode == "plain" or world.size == config.rollout.tensor_parallel:
+        return "off"
+    crowded = device.type == "cpu" and world.node_group.size > len(os.sched_getaffinity(0))
+    return "off" if any(world.allgather(crowded)) and wanted == "auto" else wanted
 
 
 def read_initial_drafter(config: Config, shape: ModelShape, node: NodeGroup) -> dict[str, torch.Tensor] | None:

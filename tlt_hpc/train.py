@@ -18,9 +18,10 @@ from tlt_hpc.common.records import PREFILL, PhaseSpan
 from tlt_hpc.config import Config, UserError
 from tlt_hpc.drafting.acceptance import JUDGED_DEPTH, DraftCounts
 from tlt_hpc.drafting.spot import MergeReport
+from tlt_hpc.drafting.tail_plan import STORED, STORED_ACCEPTED
 from tlt_hpc.evaluate.evaluate import TESTING, evaluate_policy, prepare
 from tlt_hpc.evaluate.exam import Exam
-from tlt_hpc.look.metrics import DECODE_CPU, DUE, K3, KEPT_TOKENS, LATE, MERGE_EXPOSED, PROBS_DIFF, summarise
+from tlt_hpc.look.metrics import AHEAD, DECODE_CPU, DUE, K3, KEPT_TOKENS, LATE, MERGE_EXPOSED, PROBS_DIFF, summarise
 from tlt_hpc.look.timing import PhaseTimer
 from tlt_hpc.look.tracking import Tracking
 from tlt_hpc.mpi.owner import agree_on_owner, check_owner
@@ -168,7 +169,7 @@ def take_step(job: Job, step: int, reporter: Reporter, is_saved: bool = False, t
     if tail.stopped and (is_saved or job.world.agree_to_stop() is Stop.KILL):
         return False
     with timer("refresh"):  # the copy that is sent; the sum itself hides behind the update
-        merge = start_merge(job, tail.trains_drafter)
+        merge = start_merge(job, tail.use.trains)
     if tail.stopped:
         if shows:
             reporter.phase(step, "stopping: saving a checkpoint")
@@ -196,8 +197,9 @@ def take_step(job: Job, step: int, reporter: Reporter, is_saved: bool = False, t
     record = make_record(job, step, tail, rewards, advantages, merged, timer)
     line: Line = {
         **summarise(job.world, record, update, merged, timer.take()),
-        "drafter/why": why_trained(job),
+        "drafter/why": tail.use.why if job.drafting or tail.use.ahead else "no learned drafter",
     }
+    job.plan.learn(line)
     agree_on_owner(job.world, job.folder.status, BEAT.start)
     job.world.all_or_none(lambda: write_step(job.folder.rollout_log(step, job.world.rank), record))
     job.world.once(lambda: commit(job, step, line))
@@ -310,6 +312,7 @@ def make_record(
     micro_steps = tuple(job.drafting.spot.records) if job.drafting else ()
     rounds, tokens = np.array([*counts.strategies.values()], np.int64).reshape(-1, 2).T
     kept = [rollout for rollout in tail.rollouts if rollout.key in tail.kept]
+    ahead_seconds = sum((end - start for start, end in tail.ahead_spans), 0.0)
     return StepRecord(
         step=step,
         rank=job.world.rank,
@@ -320,18 +323,22 @@ def make_record(
         timing=tail.timings[0],
         refills=tail.timings[1:],
         micro_steps=micro_steps,
-        harvested_seconds=sum((m.end_seconds - m.start_seconds for m in micro_steps), 0.0),
+        harvested_seconds=sum((m.end_seconds - m.start_seconds for m in micro_steps), 0.0) + ahead_seconds,
         strategy_names=tuple(counts.strategies),
         strategy_rounds=rounds,
         strategy_tokens=tokens,
         decisions=decisions_of(counts),
         spans=counts.spans,
-        phases=tuple(PhaseSpan(*span) for span in timer.take_spans()),
+        phases=(*(PhaseSpan(*span) for span in timer.take_spans()), *(PhaseSpan(AHEAD, *s) for s in tail.ahead_spans)),
         guarded_near_ties=counts.num_guarded,
         metrics={
             "rollout/preemptions": float(counts.num_preempted),
             "rollout/drafter_faults": float(counts.num_drafter_faults),
             **{f"rollout/{name}_seconds": seconds for name, seconds in vars(counts.seconds).items()},
+            "ahead/seconds": ahead_seconds,
+            "ahead/tokens": float(counts.num_ahead),
+            STORED: float(counts.num_stored),
+            STORED_ACCEPTED: float(counts.num_stored_accepted),
             LATE: tail.late_seconds,
             DECODE_CPU: tail.decode_cpu_seconds,
             "rollout/kept": float(len(kept)),
@@ -344,18 +351,11 @@ def make_record(
     )
 
 
-def why_trained(job: Job) -> str:
-    """Why the step trained the drafter, or did not."""
-    if job.drafting is None:
-        return "no learned drafter"
-    return "always" if job.config.drafter.train else "frozen"
-
-
 def drafter_metrics(job: Job, tail: Tail, counts: EngineCounts, merged: MergeReport | None) -> dict[str, float]:
     """What this rank did for the learned drafter, and how the drafter did."""
     assert job.drafting is not None
     return {
-        DUE: float(tail.trains_drafter),
+        DUE: float(tail.use.trains),
         MERGE_EXPOSED: merged.exposed_seconds if merged else 0.0,
         "drafter/cut_rank_seconds": job.drafting.spot.cut_seconds,
         "drafter/skipped_steps": float(job.drafting.spot.num_skipped),

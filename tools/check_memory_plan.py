@@ -94,7 +94,7 @@ def take_step(job: Job, step: int, meter: Meter) -> None:
     end_features(job.drafting, tail.stopped)
     rollouts, scores = gather(job.world, tail.rollouts, tail.scorer.rewards(tail.rollouts))
     with meter("update"):
-        merges = start_merge(job, tail.trains_drafter)
+        merges = start_merge(job, tail.use.trains)
         update_policy(job.config, job.policy, rollouts, scores)
         if merges:
             finish_merge(job)

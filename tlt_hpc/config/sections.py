@@ -320,6 +320,9 @@ class SpeculationSection(Section):
     """Strategies to choose from each round, in addition to ``off``. A chain is source-depth (``drafter-6``); a tree
     adds ``x`` with the branching and ``v`` with the number of drafts to verify (``drafter-5x2v9``); ``a`` adds the
     drafter's sharpness (``drafter-4a1.5``). Sources: ``ngram``, ``drafter``."""
+    ahead: Literal["auto", "on", "off"] = "auto"
+    """Let idle ranks generate the next step's responses ahead, whose texts are drafts then. ``auto``: once training the
+    drafter pays no more, as long as the drafts are accepted, and not where ranks outnumber the cores of a node."""
 
 
 class DrafterSection(Section):

@@ -61,7 +61,7 @@ class Replica:
 
 
 class ReplicaPulse(Pulse):
-    """A pulse whose busy ranks leave the rollout before the same step.
+    """A pulse whose ranks, while they decode together, leave the rollout before the same step.
 
     A rank that saw a stop vote earlier than the others would leave them waiting in the middle of a forward pass.
     ``mark``, which each rollout sets, returns a checksum of the text that the ranks of a replica have in common. Only
@@ -80,11 +80,11 @@ class ReplicaPulse(Pulse):
         self._seen = self._last_running = Roster.before_first_round(epoch, self._num_ranks)
 
     def poll(self, status: Status) -> Roster:
-        """As ``Pulse.poll``; collective over the replica while it is BUSY."""
+        """As ``Pulse.poll``; collective over the replica while it is BUSY or AHEAD."""
         assert self._seen is not None and self._last_running is not None, "poll outside a rollout: call begin first"
         roster = self._seen if self._seen.over else super().poll(status)
         is_leaving = roster.over
-        if status.state == State.BUSY:
+        if status.state in (State.BUSY, State.AHEAD):
             is_leaving = bool(self._replica.agree(int(roster.over), self.mark()))
             while is_leaving and not roster.over:  # the first rank's roster is on its way to this one
                 self.back_off()

@@ -15,11 +15,12 @@ from numpy.typing import NDArray
 
 
 class State(IntEnum):
-    """What a rank does: it generates, waits for the others, or trains the drafter while it waits."""
+    """What a rank does: it generates, waits for the others, or while it waits trains the drafter or generates ahead."""
 
     BUSY = 0
     IDLE = 1
     TRAINING = 2
+    AHEAD = 3
 
 
 class Status(NamedTuple):

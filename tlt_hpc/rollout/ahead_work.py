@@ -19,23 +19,28 @@ class AheadWork:
     waiting: list[Response] = field(default_factory=list)
     """Begun or not, while the engine does something else."""
     texts: dict[SampleKey, NDArray[np.int32]] = field(default_factory=dict)
-    """Of those that are complete."""
+    """Of those that are complete or were ended."""
 
     @property
     def is_left(self) -> bool:
         """Whether there is anything to continue with."""
         return self.is_running or bool(self.waiting)
 
-    def take(self) -> dict[SampleKey, NDArray[np.int32]]:
-        """All texts so far, complete or not; there is nothing left."""
+    def end(self) -> None:
+        """Continue none of them: the weights change. The texts are kept, complete or not."""
         assert not self.is_running
-        begun = {one.request.key: _text(one) for one in self.waiting if one.num_response}
-        taken = self.texts | begun
-        self.texts, self.waiting = {}, []
+        for response in self.waiting:
+            if response.num_response:
+                self.keep(response)
+        self.waiting = []
+
+    def take(self) -> dict[SampleKey, NDArray[np.int32]]:
+        """All texts, which are forgotten here."""
+        taken, self.texts = self.texts, {}
         return taken
 
     def keep(self, response: Response) -> None:
-        """A response that is complete."""
+        """Keep the text of a response."""
         self.texts[response.request.key] = _text(response)
 
 

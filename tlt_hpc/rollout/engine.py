@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from tlt_hpc.common.records import (
@@ -137,7 +138,7 @@ class RolloutEngine:
         self._most_verified = _LOGIT_BYTES // (4 * decoder.shape.vocab_size)
         self._prefill_rate = 0.0
         """Positions a second, of the last chunk."""
-        self._stored_texts: Mapping[SampleKey, Sequence[int]] = {}
+        self._stored_texts: Mapping[SampleKey, NDArray[np.int32]] = {}
         self._stored_rows: list[StoredRow] = []
         """What the round was chosen with; a round with stored texts is read before the next one is chosen."""
         self.text_mark = 0
@@ -195,7 +196,7 @@ class RolloutEngine:
             order=self._num_submitted,
             stops=self._stops_of(params),
             text=request.prompt_tokens.tolist(),
-            stored=StoredText(self._stored_texts[request.key]) if request.key in self._stored_texts else None,
+            stored=StoredText(self._stored_texts[request.key].tolist()) if request.key in self._stored_texts else None,
         )
 
     def _stops_of(self, params: SamplingParams) -> StopStrings | None:
@@ -214,6 +215,11 @@ class RolloutEngine:
     @property
     def has_work(self) -> bool:
         return self._scheduler.num_unfinished > 0 and not self.ahead.is_running
+
+    @property
+    def has_ahead(self) -> bool:
+        """Whether ``step`` would continue with what is generated ahead."""
+        return self._scheduler.num_unfinished > 0 and self.ahead.is_running
 
     @property
     def has_waiting(self) -> bool:
@@ -311,7 +317,7 @@ class RolloutEngine:
         self._counts, self._ahead_counts = self._ahead_counts, self._counts
         self._scheduler.num_preempted, self._rounds.seconds = self._counts.num_preempted, self._counts.seconds
 
-    def draft_from(self, texts: Mapping[SampleKey, Sequence[int]]) -> None:
+    def draft_from(self, texts: Mapping[SampleKey, NDArray[np.int32]]) -> None:
         """Draft from these texts for requests with these keys that are submitted from now on."""
         self._stored_texts = texts
 

@@ -30,8 +30,8 @@ class StoredRow:
 class StoredText:
     """A text that was generated ahead, and the cursor of a response in it."""
 
-    def __init__(self, tokens: Sequence[int]) -> None:
-        self._tokens = list(tokens)
+    def __init__(self, tokens: list[int]) -> None:
+        self._tokens = tokens
         self._next = 0
         """Index of the token that is expected next; -1: lost."""
         self._num_agreed = SURE

@@ -85,10 +85,11 @@ _NAME = re.compile(
 
 def strategies_of(mode: str, names: Sequence[str], ahead: bool = False) -> tuple[Strategy, ...]:
     """The strategies of a speculation mode: "off", those of the named ones that the mode allows, and with ``ahead``
-    those for stored texts.
+    those for stored texts, unless the mode is plain.
     """
     named = dict.fromkeys(map(strategy_named, names))
-    return (OFF, *(strategy for strategy in named if strategy.source in _SOURCES[mode]), *(STORED if ahead else ()))
+    stored = STORED if ahead and mode != "plain" else ()
+    return (OFF, *(strategy for strategy in named if strategy.source in _SOURCES[mode]), *stored)
 
 
 def strategy_named(name: str) -> Strategy:

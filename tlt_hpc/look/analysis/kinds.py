@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tlt_hpc.common.records import PREFILL
+from tlt_hpc.look.metrics import AHEAD
 from tlt_hpc.storage.rollout_log import StepSummary
 
 OFF = "off"
@@ -22,6 +23,7 @@ class Kind(StrEnum):
     DECODE = "plain decoding"
     SPECULATE = "speculative decoding"
     TRAIN = "drafter training in the tail"
+    AHEAD = "generation ahead in the tail"
     IDLE = "idle"
     REWARD = "reward"
     UPDATE = "policy update"
@@ -32,6 +34,7 @@ class Kind(StrEnum):
 
 KINDS = tuple(Kind)
 OF_PHASE = {
+    AHEAD: Kind.AHEAD,
     "reward": Kind.REWARD,
     "update_actor": Kind.UPDATE,
     "refresh": Kind.REFRESH,
@@ -63,11 +66,12 @@ def pieces_of(summary: StepSummary, zero: float) -> Pieces:
     spans = summary.spans
     starts, ends = spans.start_seconds.tolist(), (spans.start_seconds + spans.seconds).tolist()
     rows = [(KINDS[kind], *times) for kind, *times in zip(engine_kinds(summary).tolist(), starts, ends, strict=True)]
-    trained = sorted((step.start_seconds, step.end_seconds) for step in summary.micro_steps)
+    trained = [(step.start_seconds, step.end_seconds) for step in summary.micro_steps]
     rows += [(Kind.TRAIN, *times) for times in trained]
+    used = sorted(trained + [(p.start_seconds, p.end_seconds) for p in summary.phases if p.name == AHEAD])
     for timing in (summary.timing, *summary.refills):
         last, released = timing.last_token_seconds, timing.release_seconds
-        edges = [last, *(second for times in trained if last <= times[0] < released for second in times), released]
+        edges = [last, *(second for times in used if last <= times[0] < released for second in times), released]
         rows += [(Kind.IDLE, *pair) for pair in zip(edges[::2], edges[1::2], strict=True)]
     rows += [(OF_PHASE[p.name], p.start_seconds, p.end_seconds) for p in summary.phases if p.name in OF_PHASE]
     rows.sort(key=lambda row: row[1])

@@ -146,7 +146,7 @@ def _by_kind(rank: StepSummary) -> list[float]:
     for phase in rank.phases:
         if phase.name in OF_PHASE:
             by_kind[OF_PHASE[phase.name]] += phase.end_seconds - phase.start_seconds
-    by_kind[Kind.TRAIN] = rank.harvested_seconds
+    by_kind[Kind.TRAIN] = rank.harvested_seconds - by_kind[Kind.AHEAD]
     by_kind[Kind.IDLE] = max(0.0, idle_seconds(rank) - rank.harvested_seconds)
     return list(by_kind.values())
 

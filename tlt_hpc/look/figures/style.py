@@ -36,6 +36,7 @@ KIND_COLOURS = {
     Kind.DECODE: "#9ad1f0",
     Kind.SPECULATE: "#1f6fa8",
     Kind.TRAIN: "#e8800c",
+    Kind.AHEAD: "#b5651d",
     Kind.REWARD: "#cc79a7",
     Kind.UPDATE: "#0b8f68",
     Kind.REFRESH: "#8a5aa5",

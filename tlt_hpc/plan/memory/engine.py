@@ -57,7 +57,7 @@ def num_features(situation: Situation) -> int:
 def strategies(situation: Situation) -> tuple[Strategy, ...]:
     """The strategies that a round may use."""
     speculation = situation.config.speculation
-    return strategies_of(speculation.mode, speculation.strategies)
+    return strategies_of(speculation.mode, speculation.strategies, speculation.ahead != "off")
 
 
 def positions(situation: Situation) -> int:

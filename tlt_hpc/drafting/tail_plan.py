@@ -1,0 +1,94 @@
+"""What idle ranks do in the next tail: train the drafter, or generate the next step's drafts ahead.
+
+Training comes first as long as it pays: while the drafter's accept length grows from tail to tail. All ranks decide
+alike, from the metrics of the steps before, which are equal on all of them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+ACCEPT_LENGTH, SEQUENCES = "drafter/own_accept_length", "drafter/own_sequences"
+STORED, STORED_ACCEPTED = "ahead/drafts", "ahead/accepted_drafts"
+
+_WINDOW = 3
+"""Steps whose mean accept length is compared with that of as many others."""
+_LEAST_GAIN = 0.01
+"""Growth of the accept length, from one window to the next, from which on training pays."""
+_MOST_LOSS = 0.03
+"""Share of the accept length that may be lost without training."""
+_LEAST_SEQUENCES = 16
+_LEAST_SHARE, _PAUSE = 0.5, 8
+"""Stored drafts must be accepted by this share; else none are generated for so many steps."""
+
+
+@dataclass(frozen=True)
+class TailUse:
+    """What idle ranks do in one tail, and why."""
+
+    trains: bool
+    ahead: bool
+    why: str
+
+
+class TailPlan:
+    """Decides from step to step; a run that is resumed begins with training again."""
+
+    def __init__(self, trains: bool, ahead: str) -> None:
+        """``trains``: whether there is a drafter that may be trained; ``ahead``: "auto", "on" or "off"."""
+        self._may_train, self._ahead = trains, ahead
+        self.may_be_ahead = ahead != "off"
+        """Whether any tail may be used to generate ahead."""
+        self._is_training = trains
+        self._lengths: deque[float] = deque()
+        """Accept lengths since the last change of mind."""
+        self._num_unmeasured = self._pause = 0
+
+    def next(self) -> TailUse:
+        """The use of the next tail."""
+        if not self.may_be_ahead:
+            return TailUse(self._may_train, False, "always" if self._may_train else "frozen")
+        if self._pause:
+            self._pause -= 1
+            return TailUse(self._may_train, False, "too few drafts from the tail were accepted")
+        if not self._may_train:
+            return TailUse(False, True, "generated ahead: no drafter is trained")
+        if self._num_unmeasured > 2 * _WINDOW:
+            turn = self._num_unmeasured % 2 == 0
+            return TailUse(turn, not turn, "in turn: the drafter is hardly used")
+        return self._by_accept_length()
+
+    def learn(self, line: Mapping[str, float]) -> None:
+        """Take in a step's metrics."""
+        drafts = line.get(STORED, 0.0)
+        if self._ahead == "auto" and drafts and line[STORED_ACCEPTED] < _LEAST_SHARE * drafts:
+            self._pause = _PAUSE
+        if line.get(SEQUENCES, 0.0) < _LEAST_SEQUENCES:
+            self._num_unmeasured += 1
+            return
+        self._num_unmeasured = 0
+        self._lengths.append(line[ACCEPT_LENGTH])
+
+    def _by_accept_length(self) -> TailUse:
+        lengths = list(self._lengths)
+        num_steps = len(lengths)
+        if self._is_training and num_steps >= 2 * _WINDOW:
+            before, now = _mean(lengths[-2 * _WINDOW : -_WINDOW]), _mean(lengths[-_WINDOW:])
+            if now < before * (1 + _LEAST_GAIN):
+                return self._change(f"generated ahead: accept length {before:.2f} to {now:.2f} by training")
+        elif not self._is_training and num_steps > _WINDOW:
+            before, now = _mean(lengths[:_WINDOW]), _mean(lengths[-_WINDOW:])
+            if now < before * (1 - _MOST_LOSS):
+                return self._change(f"trained: accept length {before:.2f} to {now:.2f} without")
+        return TailUse(self._is_training, not self._is_training, "trained" if self._is_training else "generated ahead")
+
+    def _change(self, why: str) -> TailUse:
+        self._is_training = not self._is_training
+        self._lengths.clear()
+        return TailUse(self._is_training, not self._is_training, why)
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)
