@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from itertools import chain, zip_longest
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,57 +46,48 @@ def receive(job: Job, texts: Texts) -> Texts:
 
 
 class AheadTail:
-    """One rank's generation ahead in the tail of one step, in slices, with pauses for what comes first."""
+    """One rank's generation ahead during one step's rollout and its refills: beside its own work, then alone."""
 
     def __init__(self, job: Job, requests: Sequence[Request]) -> None:
         """``requests``: all ranks' of the next step; none: there is nothing to do."""
         self._job, self._requests = job, requests
-        self._has_begun = False
+        self._is_idle = self._has_others = False
         self.spans: list[tuple[float, float]] = []
-        """When it ran, from the first slice to the pause, in seconds since the epoch."""
-
-    @property
-    def is_left(self) -> bool:
-        """Whether there is anything to generate; the same on all ranks of a replica."""
-        return self._job.engine.ahead.is_left if self._has_begun else bool(self._requests)
+        """When nothing else was decoded, in seconds since the epoch."""
+        job.engine.submit_ahead(job.shard(requests))
 
     def work(self, roster: Roster, status: Status, is_over: Callable[[], bool]) -> None:
         """One slice; collective over the replica, whose ranks take one step in each."""
-        job, engine = self._job, self._job.engine
-        if not self._has_begun:
-            self._has_begun = True
-            engine.submit_ahead(self._chosen(roster))
-        if not engine.ahead.is_running:
-            engine.run_ahead()
-            self.spans.append((time.time(), 0.0))
+        engine, now = self._job.engine, time.time()
+        if not self._is_idle:
+            self._is_idle = True
+            self.spans.append((now, now))
+        if not self._has_others:
+            self._has_others = True
+            engine.submit_ahead(self._of_busy_ranks(roster))
         end = time.perf_counter() + _SLICE_SECONDS
-        with job.pulse.progressing(status):
+        with self._job.pulse.progressing(status):
             engine.step()
-            while job.replica.size == 1 and time.perf_counter() < end and engine.has_ahead and not is_over():
+            while self._job.replica.size == 1 and time.perf_counter() < end and engine.has_ahead and not is_over():
                 engine.step()
-        if not engine.has_ahead:
-            self.pause()
+        self.spans[-1] = self.spans[-1][0], time.time()
 
     def pause(self) -> None:
-        """Leave the engine to the step's own requests; ``work`` continues."""
-        if self._job.engine.ahead.is_running:
-            self._job.engine.pause_ahead()
-            self.spans[-1] = self.spans[-1][0], time.time()
+        """The rollout is over: a refill may follow, for which the engine has put this work aside."""
+        self._is_idle = False
 
-    def _chosen(self, roster: Roster) -> list[Request]:
-        """Which requests: this rank's own, and in between those of ranks that still generate, the next ones first.
+    def _of_busy_ranks(self, roster: Roster) -> list[Request]:
+        """Requests of ranks that still generate, those of the next rank first.
 
-        The ranks of a replica, which choose alike, know of their own alone.
+        Where ranks decode together they know of their own alone: each may have seen another roster.
         """
         job, count = self._job, self._job.replica.count
-        own = job.shard(self._requests)
         if job.replica.size > 1:
-            return own
+            return []
         busy = {rank for rank, status in enumerate(roster.statuses) if status.state is State.BUSY} - {job.world.rank}
 
         def distance(request: Request) -> int:
             return (unit_of(job.config, request.key) % count - job.world.rank) % count
 
         others = [one for one in self._requests if unit_of(job.config, one.key) % count in busy]
-        others.sort(key=distance)
-        return [one for one in chain.from_iterable(zip_longest(own, others)) if one is not None]
+        return sorted(others, key=distance)

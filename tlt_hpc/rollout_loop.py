@@ -160,8 +160,7 @@ def generate_part(
         scorer.offer(engine.finished)
 
     def on_idle(roster: Roster) -> bool:
-        trains = use.trains and roster.worth_training(job.config.drafter.min_idle, world.rank)
-        return use_wait(job, scorer, trains, ahead, roster)
+        return use_wait(job, scorer, use, ahead, roster)
 
     def shown(roster: Roster) -> None:
         if keeper.is_due(engine.finished):
@@ -172,32 +171,31 @@ def generate_part(
 
     own = job.shard(requests)
     roster = job.generate(
-        engine, own, on_idle=on_idle, on_round=on_round, status=lambda: status(job, ahead), shown=shown, epoch=step
+        engine, own, on_idle=on_idle, on_round=on_round, status=lambda: status(job, use), shown=shown, epoch=step
     )
-    ahead.pause()
     late_seconds = time.perf_counter() - job.pulse.released_at
     timing = RolloutTiming(start, last_token, time.time())
-    if roster.stopping:
-        engine.abort()
+    engine.abort()  # of its own, what a stop leaves
+    ahead.pause()
     keeper.keep(engine.finished, durable=roster.stopping)  # the update may take long, and may be killed
     return timing, cpu_last - cpu_start, late_seconds, roster.stopping
 
 
-def use_wait(job: Job, scorer: Scorer, trains: bool, ahead: AheadTail, roster: Roster) -> bool:
+def use_wait(job: Job, scorer: Scorer, use: TailUse, ahead: AheadTail, roster: Roster) -> bool:
     """Score responses, or else train the drafter for one micro-step or generate ahead; False if there is nothing to do.
 
     The pulse continues meanwhile, so that the release ends any of them at once.
     """
-    now = status(job, ahead)
+    now = status(job, use)
     if scorer.has_unscored(job.engine.finished):
         with job.pulse.progressing(now):
             scorer.score_ahead(job.engine.finished, lambda: is_over(job))
         if job.replica.size == 1:
             return True
-    if ahead.is_left:  # the ranks of a replica do so together, whatever each of them has scored
+    if now.state is State.AHEAD:  # the ranks of a replica do so together, whatever each of them has scored
         ahead.work(roster, now, lambda: is_over(job))
         return True
-    if not trains:
+    if not (use.trains and roster.worth_training(job.config.drafter.min_idle, job.world.rank)):
         return False
     assert job.drafting is not None
     with job.pulse.progressing(now._replace(state=State.TRAINING)):
@@ -209,11 +207,11 @@ def is_over(job: Job) -> bool:
     return job.pulse.over or job.world.stop_requested
 
 
-def status(job: Job, ahead: AheadTail) -> Status:
+def status(job: Job, use: TailUse) -> Status:
     """What this rank reports to the others."""
     now, steps = engine_status(job.engine, job.world), len(job.drafting.spot.records) if job.drafting else 0
     state = now.state
-    if state is State.IDLE and ahead.is_left:
+    if state is State.IDLE and job.engine.has_ahead and not use.trains:
         state = State.AHEAD
     elif state is State.IDLE and steps:
         state = State.TRAINING

@@ -346,11 +346,11 @@ def assemble(config: Config, world: World) -> Job:
 
 
 def ahead_mode(config: Config, world: World, device: torch.device) -> str:
-    """``speculation.ahead``, but "off" where it cannot pay: without speculation, on one rank, and with "auto" where
-    ranks share cores, so that those that wait would slow down the others. Collective.
+    """``speculation.ahead``, but "off" without speculation, and where it is "auto" and ranks share cores, so that those
+    that wait would slow down the others. Collective.
     """
     wanted = config.speculation.ahead
-    if config.speculation.mode == "plain" or world.size == config.rollout.tensor_parallel:
+    if config.speculation.mode == "plain":
         return "off"
     crowded = device.type == "cpu" and world.node_group.size > len(os.sched_getaffinity(0))
     return "off" if any(world.allgather(crowded)) and wanted == "auto" else wanted

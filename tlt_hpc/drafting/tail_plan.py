@@ -30,6 +30,7 @@ class TailUse:
 
     trains: bool
     ahead: bool
+    """Whether responses are generated ahead: by busy ranks in free rows, and by idle ranks unless they train."""
     why: str
 
 
@@ -57,7 +58,7 @@ class TailPlan:
             return TailUse(False, True, "generated ahead: no drafter is trained")
         if self._num_unmeasured > 2 * _WINDOW:
             turn = self._num_unmeasured % 2 == 0
-            return TailUse(turn, not turn, "in turn: the drafter is hardly used")
+            return TailUse(turn, True, "in turn: the drafter is hardly used")
         return self._by_accept_length()
 
     def learn(self, line: Mapping[str, float]) -> None:
@@ -82,12 +83,12 @@ class TailPlan:
             before, now = _mean(lengths[:_WINDOW]), _mean(lengths[-_WINDOW:])
             if now < before * (1 - _MOST_LOSS):
                 return self._change(f"trained: accept length {before:.2f} to {now:.2f} without")
-        return TailUse(self._is_training, not self._is_training, "trained" if self._is_training else "generated ahead")
+        return TailUse(self._is_training, True, "trained" if self._is_training else "generated ahead")
 
     def _change(self, why: str) -> TailUse:
         self._is_training = not self._is_training
         self._lengths.clear()
-        return TailUse(self._is_training, not self._is_training, why)
+        return TailUse(self._is_training, True, why)
 
 
 def _mean(values: list[float]) -> float:

@@ -15,20 +15,13 @@ from tlt_hpc.rollout.responses import Response
 class AheadWork:
     """Responses of the next step that are generated under the weights before it."""
 
-    is_running: bool = False
     waiting: list[Response] = field(default_factory=list)
-    """Begun or not, while the engine does something else."""
+    """Begun or not, without a row."""
     texts: dict[SampleKey, NDArray[np.int32]] = field(default_factory=dict)
     """Of those that are complete or were ended."""
 
-    @property
-    def is_left(self) -> bool:
-        """Whether there is anything to continue with."""
-        return self.is_running or bool(self.waiting)
-
     def end(self) -> None:
         """Continue none of them: the weights change. The texts are kept, complete or not."""
-        assert not self.is_running
         for response in self.waiting:
             if response.num_response:
                 self.keep(response)

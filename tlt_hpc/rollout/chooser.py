@@ -24,6 +24,8 @@ EPSILON = 0.05
 """Share of the rounds that may be trials."""
 TRIAL_SHARE = 0.02
 """Largest share of the seconds spent that may be lost to trials."""
+AHEAD_WORTH = 0.4
+"""Of a token that is generated ahead, beside one of this step: it is verified once more, and may not be accepted."""
 WINDOW = 128
 """Rounds over which counts of accepted drafts fade."""
 
@@ -267,6 +269,19 @@ class Chooser:
             for family in (self._families[strategy.family], self._at_batch(strategy.family, batch_bucket(num_live))):
                 family.add(strategy.reach, accepted)
             self._lengths.clear()
+
+    def num_worth_adding(self, num_own: int, most: int) -> int:
+        """How many sequences of a later step to decode along with ``num_own`` of this one, at most ``most``.
+
+        More of them slow these down and come cheap themselves, the fewer these are the more so.
+        """
+        best, found = 0.0, 0
+        for more in [0, *(2**i - num_own for i in range(12) if num_own < 2**i < num_own + most), most]:
+            outlook = self._outlook(num_own + more)
+            worth = (num_own + AHEAD_WORTH * more) / (num_own + more) * outlook.rates[outlook.best]
+            if worth > best:
+                best, found = worth, more
+        return found if self._costs.ready else 0
 
     def discount(self, factor: float) -> None:
         """Keep only this share of what is known about the drafter's acceptance: it has been replaced."""

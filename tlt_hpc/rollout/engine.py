@@ -10,6 +10,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,8 +48,12 @@ from tlt_hpc.rollout.stops import StopStrings
 from tlt_hpc.rollout.stored_text import StoredRow, StoredText
 from tlt_hpc.rollout.strategy import OFF, Strategy
 
+_AHEAD_ORDER = 1 << 40
+"""What is generated ahead comes after everything else, and is preempted first."""
+_ASK_AGAIN = 64
+"""Steps after which it is asked again how much of it pays."""
 _AHEAD_SECONDS = 0.02
-"""Of a prefill chunk of what is generated ahead."""
+"""Of a prefill chunk of it alone, which must not delay the end of a rollout."""
 _LEAST_PREFILL = 64
 _LOGIT_BYTES = 2**28
 """Of the logits of a pass over stored texts."""
@@ -128,13 +133,15 @@ class RolloutEngine:
         self._probed: list[int] = []
         """The text on which the tie guard measured last."""
         self._num_submitted = 0
-        self._counts, self._ahead_counts = self._new_counts(), self._new_counts()
-        self._rounds.seconds = self._counts.seconds
+        self._counts = self._new_counts()
         self.drafter_ready = False
         """Whether the drafter has ever been trained; an untrained one is not worth trying."""
         self.keeps: Callable[[SampleKey], bool] = lambda key: True
         """Which finished responses, and their features, this rank hands out."""
         self.ahead = AheadWork()
+        self._num_own = self._num_steps = self._num_beside = 0
+        """The step's own requests that have not finished; calls of ``step``; how many to decode beside them."""
+        self._asked_at = 0, 0
         self._most_verified = _LOGIT_BYTES // (4 * decoder.shape.vocab_size)
         self._prefill_rate = 0.0
         """Positions a second, of the last chunk."""
@@ -186,6 +193,7 @@ class RolloutEngine:
             check_request(request, params, self.settings, self.decoder.shape.vocab_size)
         for request, params in checked:
             self._num_submitted += 1
+            self._num_own += 1
             self._scheduler.wait(self._response(request, params))
 
     def _response(self, request: Request, params: SamplingParams) -> Response:
@@ -214,12 +222,7 @@ class RolloutEngine:
 
     @property
     def has_work(self) -> bool:
-        return self._scheduler.num_unfinished > 0 and not self.ahead.is_running
-
-    @property
-    def has_ahead(self) -> bool:
-        """Whether ``step`` would continue with what is generated ahead."""
-        return self._scheduler.num_unfinished > 0 and self.ahead.is_running
+        return self._num_own > 0
 
     @property
     def has_waiting(self) -> bool:
@@ -228,7 +231,7 @@ class RolloutEngine:
 
     @property
     def num_unfinished(self) -> int:
-        return 0 if self.ahead.is_running else self._scheduler.num_unfinished
+        return self._num_own
 
     @property
     def num_tokens(self) -> int:
@@ -241,20 +244,20 @@ class RolloutEngine:
         return finished
 
     def abort(self) -> int:
-        """Drop all requests that have not finished; returns how many."""
-        count = len(self._scheduler.abort())
+        """Drop all requests that have not finished; returns how many. What is generated ahead is put aside."""
+        self._settle()
+        ahead = [response for response in self._scheduler.abort() if response.is_ahead]
+        self.ahead.waiting = [*ahead, *self.ahead.waiting]
+        count, self._num_own = self._num_own, 0
         self._settle_at_end()
         return count
 
     def take_counts(self) -> EngineCounts:
         """The counts since the last call; starts new ones."""
-        assert not self.ahead.is_running
         counts, self._counts = self._counts, self._new_counts()
-        counts.num_ahead, self._ahead_counts = self._ahead_counts.num_tokens, self._new_counts()
         counts.num_guarded, self._guard.num_guarded = self._guard.num_guarded, 0
         counts.num_preempted, self._scheduler.num_preempted = self._scheduler.num_preempted, 0
         counts.num_drafter_faults, self._rounds.num_faults = self._rounds.num_faults, 0
-        self._rounds.seconds = self._counts.seconds
         spans = counts.spans_so_far
         columns = zip(*spans, strict=True) if spans else ((),) * len(vars(NO_SPANS))
         kinds = [column.dtype for column in vars(NO_SPANS).values()]
@@ -280,42 +283,38 @@ class RolloutEngine:
     # -- ahead --------------------------------------------------------------------------------------------------
 
     def submit_ahead(self, requests: Iterable[Request]) -> None:
-        """Queue requests of a later step, whose texts are drafts then; ``run_ahead`` begins with them."""
-        self.ahead.waiting += [self._response(request, request.params or self.settings.params) for request in requests]
+        """Queue requests of a later step, whose texts are drafts then.
 
-    def run_ahead(self) -> None:
-        """Have ``step`` continue with what was queued to be generated ahead, until ``pause_ahead``.
-
-        These texts need not be exact, and no count, and no feature that is handed out, includes them.
+        They are decoded along with the step's own as far as that pays, and alone where ``step`` is called when there
+        are none of these. Counts and features that are handed out do not include them.
         """
-        assert not self.has_work and not self.ahead.is_running
-        self._settle()
-        self.ahead.is_running = True
-        self._exchange_counts()
-        for response in self.ahead.waiting:
-            self._scheduler.wait(response)
-        self.ahead.waiting = []
-        # a chunk must not delay the end of the rollout; ranks that read it together must cut it alike
-        fitting = int(_AHEAD_SECONDS * self._prefill_rate) if self._agree is None else 0
-        self._scheduler.prefill_tokens = min(self.settings.prefill_tokens, max(_LEAST_PREFILL, fitting))
+        for request in requests:
+            response = self._response(request, request.params or self.settings.params)
+            response.is_ahead, response.order = True, _AHEAD_ORDER + len(self.ahead.waiting)
+            self.ahead.waiting.append(response)
 
-    def pause_ahead(self) -> None:
-        """Put aside what is generated ahead, so that there is room for the step's own; nothing is lost."""
-        if not self.ahead.is_running:
+    @property
+    def has_ahead(self) -> bool:
+        """Whether there is anything to generate ahead."""
+        return bool(self.ahead.waiting) or self._scheduler.num_unfinished > self._num_own
+
+    def _admit_ahead(self) -> None:
+        """Let what is generated ahead have rows that the step's own do not need, as far as that pays."""
+        waiting, scheduler, rows = self.ahead.waiting, self._scheduler, self._rows
+        if not waiting or scheduler.waiting:
             return
-        self._settle()
-        self.ahead.waiting = self._scheduler.abort()
-        self.ahead.is_running = False
-        self._exchange_counts()
-        self._scheduler.prefill_tokens = self.settings.prefill_tokens
-
-    def _exchange_counts(self) -> None:
-        """Keep apart what is counted of both kinds of work, and guard the step's own text alone."""
-        is_ahead = self.ahead.is_running
-        self._guard.active = self.settings.tie_guard and not is_ahead
-        self._counts.num_preempted = self._scheduler.num_preempted
-        self._counts, self._ahead_counts = self._ahead_counts, self._counts
-        self._scheduler.num_preempted, self._rounds.seconds = self._counts.num_preempted, self._counts.seconds
+        num_free = rows.capacity - rows.num_live - len(scheduler.prefilling)
+        if self._num_own:
+            if scheduler.prefilling or not rows.num_live or self._stored_rows:
+                return
+            if self._num_own != self._asked_at[0] or self._num_steps >= self._asked_at[1]:
+                most = self.chooser.num_worth_adding(self._num_own, rows.capacity - self._num_own)
+                self._num_beside = most if self._agree is None else self._agree(most)
+                self._asked_at = self._num_own, self._num_steps + _ASK_AGAIN
+            num_free = min(num_free, self._num_beside - (rows.num_live - self._num_own))
+        for response in waiting[: max(0, num_free)]:
+            scheduler.wait(response)
+        del waiting[: max(0, num_free)]
 
     def draft_from(self, texts: Mapping[SampleKey, NDArray[np.int32]]) -> None:
         """Draft from these texts for requests with these keys that are submitted from now on."""
@@ -328,7 +327,7 @@ class RolloutEngine:
 
         Only between rollouts: keys and values of live sequences would belong to the old weights.
         """
-        assert not self.has_work and not self.ahead.is_left, "weights change only between rollouts"
+        assert not self.has_work and not self.has_ahead, "weights change only between rollouts"
         self._settle()
         self.decoder.load(weights, version)
         self.outbox.forget_prompts()
@@ -384,6 +383,8 @@ class RolloutEngine:
 
         On a device the round is launched and the one before it is read, so what finishes is known a step later.
         """
+        self._num_steps += 1
+        self._admit_ahead()
         has_prefilled = self._fill()
         if self._rows.num_live:
             self._decode(has_prefilled)
@@ -400,11 +401,17 @@ class RolloutEngine:
         self._scheduler.admit()
         num_prefilling = len(self._scheduler.prefilling)
         if num_prefilling:
+            is_own = any(not response.is_ahead for response in self._scheduler.prefilling)
+            # ranks that read a chunk together must cut it alike
+            fitting = int(_AHEAD_SECONDS * self._prefill_rate) if self._agree is None else 0
+            most = self.settings.prefill_tokens
+            self._scheduler.prefill_tokens = most if is_own else min(most, max(_LEAST_PREFILL, fitting))
             start = time.perf_counter()
             num_read = self._scheduler.prefill()
             seconds = time.perf_counter() - start
             self._prefill_rate = num_read / max(seconds, 1e-6)
-            self._note_span(PREFILL, num_prefilling, num_read, seconds)
+            if is_own:
+                self._note_span(PREFILL, num_prefilling, num_read, seconds)
         return num_prefilling > 0
 
     def _decode(self, has_prefilled: bool) -> None:
@@ -442,25 +449,29 @@ class RolloutEngine:
         self._cut_at_stops(emitted)
         if self._agree is not None:
             self.text_mark = zlib.crc32(repr(emitted.tokens).encode(), self.text_mark)
-        num_tokens, num_emitting = sum(map(len, emitted.tokens)), sum(map(bool, emitted.tokens))
+        own = [not response.is_ahead for response in emitted.responses]
+        num_tokens = sum(map(len, emitted.tokens))
+        num_own_tokens = sum(map(len, compress(emitted.tokens, own)))
         for response, tokens in zip(emitted.responses, emitted.tokens, strict=True):
             if tokens:
                 response.pass_lengths.append(len(tokens))
-        self._counts.num_tokens += num_tokens
-        self._counts.num_row_passes += num_emitting
+        self._counts.num_tokens += num_own_tokens
+        self._counts.num_ahead += num_tokens - num_own_tokens
+        self._counts.num_row_passes += sum(map(bool, compress(emitted.tokens, own)))
         # a drafter that failed left a plain round: nothing is learned from it
         seconds = emitted.seconds + (0.0 if emitted.is_hidden else time.perf_counter() - start)
-        num_rows = len(emitted.responses)
-        self._note_span(self.chooser.index_of(emitted.strategy), num_rows, num_tokens, seconds)
-        if num_emitting and emitted.tells:
-            self._learn(emitted, num_tokens, seconds)
+        if any(own):
+            self._note_span(self.chooser.index_of(emitted.strategy), sum(own), num_own_tokens, seconds)
+        if num_tokens and emitted.tells:
+            strategy = emitted.strategy
+            stored = self._stored_rows if strategy.rest else []
+            self.chooser.observe(strategy, len(own), num_tokens, seconds, emitted.accepted, stored)
+            if any(own):
+                self._count(strategy, emitted.accepted, stored, num_own_tokens)
         self._retire(emitted)
 
-    def _learn(self, emitted: Emitted, num_tokens: int, seconds: float) -> None:
-        """Tell the chooser of a round, and count it."""
-        strategy, accepted, counts = emitted.strategy, emitted.accepted, self._counts
-        stored = self._stored_rows if strategy.rest else []
-        self.chooser.observe(strategy, len(emitted.responses), num_tokens, seconds, accepted, stored)
+    def _count(self, strategy: Strategy, accepted: list[int], stored: list[StoredRow], num_tokens: int) -> None:
+        counts = self._counts
         rounds, tokens = counts.strategies[strategy.name]
         counts.strategies[strategy.name] = rounds + 1, tokens + num_tokens
         if strategy.rest:
@@ -514,10 +525,11 @@ class RolloutEngine:
 
     def _finish(self, response: Response, reason: FinishReason) -> None:
         row, request, start = response.row, response.request, response.prompt_length
-        if self.ahead.is_running:
+        if response.is_ahead:
             self.ahead.keep(response)
             self._scheduler.remove(row)
             return
+        self._num_own -= 1
         log_probs = self._rows.response_log_probs(row).numpy().copy()
         if self.keeps(request.key):
             rollout = Rollout(

@@ -34,6 +34,8 @@ class Response:
     """Tokens that the n-gram table has seen."""
     num_checked: int = 0
     """Response tokens that the stop strings have seen."""
+    is_ahead: bool = False
+    """It is generated for its text alone, which is drafts in a later step."""
     is_stopped: bool = False
     """A stop string has ended it."""
     log_probs: NDArray[np.float32] | None = None
