@@ -6,9 +6,10 @@ alike, from the metrics of the steps before, which are equal on all of them.
 
 from __future__ import annotations
 
-from collections import deque
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from statistics import fmean, variance
 
 ACCEPT_LENGTH, SEQUENCES = "drafter/own_accept_length", "drafter/own_sequences"
 STORED, STORED_ACCEPTED = "ahead/drafts", "ahead/accepted_drafts"
@@ -19,6 +20,8 @@ _LEAST_GAIN = 0.01
 """Growth of the accept length, from one window to the next, from which on training pays."""
 _MOST_LOSS = 0.03
 """Share of the accept length that may be lost without training."""
+_CERTAIN = 3.0
+"""Standard errors from which a loss is taken for one: the steps' texts differ."""
 _LEAST_SEQUENCES = 16
 _LEAST_SHARE, _PAUSE = 0.5, 8
 """Stored drafts must be accepted by this share; else none are generated for so many steps."""
@@ -43,7 +46,7 @@ class TailPlan:
         self.may_be_ahead = ahead != "off"
         """Whether any tail may be used to generate ahead."""
         self._is_training = trains
-        self._lengths: deque[float] = deque()
+        self._lengths = list[float]()
         """Accept lengths since the last change of mind."""
         self._num_unmeasured = self._pause = 0
 
@@ -73,15 +76,16 @@ class TailPlan:
         self._lengths.append(line[ACCEPT_LENGTH])
 
     def _by_accept_length(self) -> TailUse:
-        lengths = list(self._lengths)
-        num_steps = len(lengths)
+        lengths, num_steps = self._lengths, len(self._lengths)
         if self._is_training and num_steps >= 2 * _WINDOW:
-            before, now = _mean(lengths[-2 * _WINDOW : -_WINDOW]), _mean(lengths[-_WINDOW:])
+            before, now = fmean(lengths[-2 * _WINDOW : -_WINDOW]), fmean(lengths[-_WINDOW:])
             if now < before * (1 + _LEAST_GAIN):
                 return self._change(f"generated ahead: accept length {before:.2f} to {now:.2f} by training")
-        elif not self._is_training and num_steps > _WINDOW:
-            before, now = _mean(lengths[:_WINDOW]), _mean(lengths[-_WINDOW:])
-            if now < before * (1 - _MOST_LOSS):
+        elif not self._is_training and num_steps >= 4 * _WINDOW:
+            first, last = lengths[: 2 * _WINDOW], lengths[-2 * _WINDOW :]
+            before, now = fmean(first), fmean(last)
+            error = math.sqrt((variance(first) + variance(last)) / len(first))
+            if before - now > max(_MOST_LOSS * before, _CERTAIN * error):
                 return self._change(f"trained: accept length {before:.2f} to {now:.2f} without")
         return TailUse(self._is_training, True, "trained" if self._is_training else "generated ahead")
 
@@ -89,7 +93,3 @@ class TailPlan:
         self._is_training = not self._is_training
         self._lengths.clear()
         return TailUse(self._is_training, True, why)
-
-
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values)
