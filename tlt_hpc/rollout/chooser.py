@@ -28,6 +28,8 @@ AHEAD_WORTH = 0.4
 """Of a token that is generated ahead, beside one of this step: it is verified once more, and may not be accepted."""
 WINDOW = 128
 """Rounds over which counts of accepted drafts fade."""
+_REFRESH = 8
+"""Rounds after which expected lengths are computed again."""
 
 Agree = Callable[[int], int]
 """Takes the index of the strategy that this rank chose and returns that of its replica's first rank (a broadcast):
@@ -211,9 +213,11 @@ class Chooser:
         for strategy in self._usual:
             reach[strategy.family] = max(reach.get(strategy.family, 0), strategy.reach)
         self._families = {family: FamilyAcceptance(longest) for family, longest in reach.items()}
+        self._reach_and_family = [(strategy.reach, self._families[strategy.family]) for strategy in self._usual]
         # the last sequences of a rollout are not like the others: long texts repeat themselves
         self._by_batch: dict[tuple[str, int], FamilyAcceptance] = {}
         self._stored = StoredAcceptance()
+        self._num_added = 0
         self._lengths: dict[int, list[float]] = {}
 
     def index_of(self, strategy: Strategy) -> int:
@@ -268,7 +272,9 @@ class Chooser:
         if strategy.reach and num_live:
             for family in (self._families[strategy.family], self._at_batch(strategy.family, batch_bucket(num_live))):
                 family.add(strategy.reach, accepted)
-            self._lengths.clear()
+            self._num_added += 1
+            if self._num_added < WINDOW or self._num_added % _REFRESH == 0:  # they change little in a round
+                self._lengths.clear()
 
     def num_worth_adding(self, num_own: int, most: int) -> int:
         """How many sequences of a later step to decode along with ``num_own`` of this one, at most ``most``.
@@ -320,8 +326,8 @@ class Chooser:
         seconds, lengths = self._costs.seconds(num_live), self._expected_lengths(batch_bucket(num_live))
         rates = [num_live * length / cost for length, cost in zip(lengths, seconds, strict=False)]
         known = [
-            not strategy.reach or (self._families[strategy.family].is_known and self._costs.is_known(index))
-            for index, strategy in enumerate(self._usual)
+            not reach or (family.is_known and self._costs.is_known(index))
+            for index, (reach, family) in enumerate(self._reach_and_family)
         ]
         return _Outlook(num_live, self._usable, seconds, rates, known)
 
