@@ -110,6 +110,7 @@ class RolloutEngine:
         self._cache = make_cache(decoder.part, sizes, decoder.dtype, decoder.device, settings.attention)
         depth = max(strategy.depth for strategy in settings.strategies)
         self._noise = NoiseWindow(settings.max_live, settings.num_tokens, depth + 1, decoder.device)
+        self._most_slots = max(strategy.num_slots for strategy in settings.strategies)
         self._guard = TieGuard(decoder, settings.tie_guard, settings.attention)
         self._learned: LearnedDrafts | None = None
         if drafter is not None:
@@ -316,6 +317,21 @@ class RolloutEngine:
             scheduler.wait(response)
         del waiting[: max(0, num_free)]
 
+    def _give_back_rows(self) -> None:
+        """Put aside what is generated ahead where its pages are wanted for the step's own drafts."""
+        if not self._num_own:
+            return
+        scheduler = self._scheduler
+        while any(one.is_ahead for one in self._rows.responses) and not self._has_room(self._most_slots):
+            self._settle()
+            if not self._num_own or not any(one.is_ahead for one in self._rows.responses):
+                return
+            scheduler.wait(scheduler.preempt())
+        if aside := [one for one in scheduler.waiting if one.is_ahead]:
+            scheduler.waiting = [one for one in scheduler.waiting if not one.is_ahead]
+            self.ahead.waiting = [*aside, *self.ahead.waiting]
+            self._num_beside = 0
+
     def draft_from(self, texts: Mapping[SampleKey, NDArray[np.int32]]) -> None:
         """Draft from these texts for requests with these keys that are submitted from now on."""
         self._stored_texts = texts
@@ -420,6 +436,9 @@ class RolloutEngine:
             if not self._rows.num_live:
                 return
         start = time.perf_counter()
+        self._give_back_rows()
+        if not self._rows.num_live:
+            return
         self._stored_rows = self._rounds.stored.arrange()
         strategy = self._choose()
         overlaps = self._rounds.overlaps(strategy)
@@ -488,15 +507,19 @@ class RolloutEngine:
 
     def _choose(self) -> Strategy:
         """The round's strategy, among those that have a sound drafter and need no preemption."""
-        drafts = self.drafter_ready and self._rounds.drafter_is_sound
+        drafts, widest = self.drafter_ready and self._rounds.drafter_is_sound, self._most_slots
+        has_room_for_all = self._has_room(widest)
         usable = [
             strategy
             for strategy in self.settings.strategies
             if (drafts or not strategy.has_drafter)
-            and (strategy == OFF or self._scheduler.has_room(strategy.num_slots, self._rounds.ahead))
+            and (has_room_for_all or strategy == OFF or self._has_room(strategy.num_slots))
             and (strategy.source != "stored" or self._rows.num_live * strategy.widest_pass <= self._most_verified)
         ]
         return self.chooser.choose(self._rows.num_live, usable or [OFF], self._stored_rows)
+
+    def _has_room(self, num_slots: int) -> bool:
+        return self._scheduler.has_room(num_slots, self._rounds.ahead)
 
     def _cut_at_stops(self, emitted: Emitted) -> None:
         """End responses at the token that completes a stop string; what came after it in the same round is dropped."""

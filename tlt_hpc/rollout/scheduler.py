@@ -181,7 +181,7 @@ class Scheduler:
             response = self.rows.responses[row]
             lacking = self._lacking(response, num_slots, ahead)
             if lacking > self.pool.num_free:
-                self._make_room()
+                self.wait(self.preempt())
                 row = 0  # rows have moved; those that have their pages take none again
                 continue
             if lacking:
@@ -194,8 +194,8 @@ class Scheduler:
         longest = min(len(response.text) + ahead, response.prompt_length + response.params.max_tokens)
         return max(0, self.pages_for(longest - 1 + num_slots) - len(response.pages))
 
-    def _make_room(self) -> None:
-        """Preempt the sequence that arrived last, whether it is being prefilled or has a row."""
+    def preempt(self) -> Response:
+        """Take row and pages of the sequence that arrived last, whether it is being prefilled or has a row."""
         admitted = [*self.prefilling, *self.rows.responses]
         assert len(admitted) > 1, "a lone sequence always fits: submit has refused those that do not"
         self.num_preempted += 1
@@ -207,7 +207,7 @@ class Scheduler:
             row = self.rows.responses.index(victim)
             victim.log_probs = self.rows.response_log_probs(row).numpy().copy()
             self.remove(row)
-        self.wait(victim)
+        return victim
 
     # -- out ----------------------------------------------------------------------------------------------------
 
