@@ -183,7 +183,7 @@ def plan_command(config: Config, options: argparse.Namespace, num_ranks: int) ->
 
         return plan.describe(config, assets.shape, num_ranks)
     if options.command == "compare":
-        modes = 2 if options.without else 3
+        modes = 4 - len(set(options.without))
         in_turn = f"compare     {modes} modes in turn, all in memory at once: {modes} times what one run needs\n"
         return in_turn + plan_run(config, assets, num_ranks)
     return plan_run(config, assets, num_ranks)
@@ -388,8 +388,8 @@ def add_bench_options(command: argparse.ArgumentParser) -> argparse.ArgumentPars
 def add_compare_options(command: argparse.ArgumentParser) -> None:
     """The options of ``tlt compare``."""
     command.add_argument("--steps", type=at_least_one, default=6, help="steps of each mode (default 6)")
-    words = "leave this mode out: all modes are in memory at once"
-    command.add_argument("--without", choices=("ngram", "full"), help=words)
+    words = "leave this mode out, as all modes are in memory at once; may be given several times"
+    command.add_argument("--without", choices=("ngram", "full", "ahead"), action="append", default=[], help=words)
     command.add_argument("--json", type=Path, metavar="PATH", help="write the figures there as well")
 
 
@@ -503,7 +503,7 @@ def compare(config: Config, options: argparse.Namespace, world: World) -> int:
     from tlt_hpc.storage.records import write_json
     from tlt_hpc.studies.compare import MODES, compare, rows_of, speed_rows, to_tree
 
-    modes, screen = [mode for mode in MODES if mode != options.without], Screen(world.rank == 0)
+    modes, screen = [mode for mode in MODES if mode not in options.without], Screen(world.rank == 0)
     comparison = compare(config, modes, options.steps, world, partial(StepReporter, screen))
     if comparison is None:
         return start_over("comparison", world)

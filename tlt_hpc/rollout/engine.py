@@ -259,6 +259,7 @@ class RolloutEngine:
         counts.num_guarded, self._guard.num_guarded = self._guard.num_guarded, 0
         counts.num_preempted, self._scheduler.num_preempted = self._scheduler.num_preempted, 0
         counts.num_drafter_faults, self._rounds.num_faults = self._rounds.num_faults, 0
+        counts.seconds, self._rounds.seconds = self._rounds.seconds, PhaseSeconds()
         spans = counts.spans_so_far
         columns = zip(*spans, strict=True) if spans else ((),) * len(vars(NO_SPANS))
         kinds = [column.dtype for column in vars(NO_SPANS).values()]
@@ -400,11 +401,15 @@ class RolloutEngine:
         On a device the round is launched and the one before it is read, so what finishes is known a step later.
         """
         self._num_steps += 1
+        seconds = self._rounds.seconds
+        if not self._num_own:  # what only generates ahead is not the step's
+            self._rounds.seconds = PhaseSeconds()
         self._admit_ahead()
         has_prefilled = self._fill()
         if self._rows.num_live:
             self._decode(has_prefilled)
         self._settle_at_end()
+        self._rounds.seconds = seconds
 
     def _settle_at_end(self) -> None:
         """When there is nothing more to do, read the last rounds and hand over all features."""
