@@ -291,8 +291,9 @@ class RolloutEngine:
         are none of these. Counts and features that are handed out do not include them.
         """
         for request in requests:
+            self._num_submitted += 1
             response = self._response(request, request.params or self.settings.params)
-            response.is_ahead, response.order = True, _AHEAD_ORDER + len(self.ahead.waiting)
+            response.is_ahead, response.order = True, _AHEAD_ORDER + response.order
             self.ahead.waiting.append(response)
 
     @property
@@ -401,19 +402,20 @@ class RolloutEngine:
         On a device the round is launched and the one before it is read, so what finishes is known a step later.
         """
         self._num_steps += 1
-        seconds = self._rounds.seconds
+        had_work, seconds = self.has_work, self._rounds.seconds
         if not self._num_own:  # what only generates ahead is not the step's
             self._rounds.seconds = PhaseSeconds()
         self._admit_ahead()
         has_prefilled = self._fill()
         if self._rows.num_live:
             self._decode(has_prefilled)
-        self._settle_at_end()
+        if had_work or not self.has_ahead:
+            self._settle_at_end()
         self._rounds.seconds = seconds
 
     def _settle_at_end(self) -> None:
-        """When there is nothing more to do, read the last rounds and hand over all features."""
-        if not self._scheduler.num_unfinished:
+        """When the step's own requests have finished, read the last rounds and hand over all features."""
+        if not self.has_work:
             self._settle()
             self.outbox.deliver(wait=True)
 
@@ -436,7 +438,8 @@ class RolloutEngine:
         return num_prefilling > 0
 
     def _decode(self, has_prefilled: bool) -> None:
-        if self._rounds.stored.exist:  # the cursors need the texts
+        stored = self._rounds.stored
+        if stored.exist:  # the cursors need the texts
             self._settle()
             if not self._rows.num_live:
                 return
@@ -444,7 +447,7 @@ class RolloutEngine:
         self._give_back_rows()
         if not self._rows.num_live:
             return
-        self._stored_rows = self._rounds.stored.arrange()
+        self._stored_rows = stored.arrange() if stored.exist else []
         strategy = self._choose()
         overlaps = self._rounds.overlaps(strategy)
         prepared = time.perf_counter() - start

@@ -25,6 +25,8 @@ class StoredDrafts:
         for response in rows.responses:
             if response.stored is not None:
                 response.stored.look(response.text, response.prompt_length, response.room)
+                if response.stored.is_spent:
+                    response.stored = None
         count = self.num_rest
         late = [row for row in range(count) if rows.responses[row].num_stored]
         early = [row for row in range(count, rows.num_live) if not rows.responses[row].num_stored]

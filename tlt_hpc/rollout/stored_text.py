@@ -17,6 +17,8 @@ _LEAST_DRAFTS = 3
 """Fewer are left to the other sources."""
 _CONTEXT = 4
 """Tokens that must agree where a lost cursor is placed again."""
+_GIVEN_UP = 64
+"""Tokens after which a cursor that is lost stays so."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ class StoredText:
         """Index of the token that is expected next; -1: lost."""
         self._num_agreed = SURE
         """Tokens in a row, before the cursor, that were equal."""
-        self._num_seen = self._shift = 0
+        self._num_seen = self._shift = self._lost_at = 0
         self._places: dict[tuple[int, ...], list[int]] | None = None
         self.num_drafts = 0
         """Drafts that it has for the next round, as ``look`` found."""
@@ -44,6 +46,13 @@ class StoredText:
     @property
     def is_sure(self) -> bool:
         return self._num_agreed >= SURE
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether it has no further drafts."""
+        if self._next < 0:
+            return self._num_seen - self._lost_at > _GIVEN_UP
+        return self._next >= len(self._tokens)
 
     def look(self, text: Sequence[int], start: int, room: int) -> int:
         """Follow a response that begins at ``start`` of its ``text``; returns how many drafts there are for its next
@@ -67,7 +76,7 @@ class StoredText:
                 self._next += len(new)
                 self._num_agreed += len(new)
                 return
-            self._shift = self._next - (self._num_seen - len(new))
+            self._shift, self._lost_at = self._next - (self._num_seen - len(new)), self._num_seen
         self._place(text)
 
     def _place(self, text: Sequence[int]) -> None:
