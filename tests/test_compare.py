@@ -83,8 +83,8 @@ def test_equal_runs_are_equal_and_their_figures_are_the_logs(tmp_path):
     assert (full.idle_rank_seconds, full.harvested_rank_seconds, full.drafter_steps) == (2.0, 1.0, 4)
     assert (full.rollout_seconds, full.step_seconds, full.update_seconds) == (4.0, 6.0, 1.0)
     assert (full.rollout_cpu_seconds, full.decode_cpu_seconds, full.step_cpu_seconds) == (2.0, 1.0, 3.0)
-    assert rows_of(comparison)["accept length"] == ["1.000", "2.000", "2.000"]
-    assert speed_rows(comparison)["rollout speed, plain = 1"] == ["1.00x", "2.00x", "2.00x"]
+    assert rows_of(comparison)["accept length"] == ["1.000", "2.000", "2.000", "2.000"]
+    assert speed_rows(comparison)["rollout speed, plain = 1"] == ["1.00x", "2.00x", "2.00x", "2.00x"]
 
 
 def test_speed_is_the_median_over_steps_and_no_slow_step_decides_it(tmp_path):
@@ -111,12 +111,12 @@ def test_modes_take_each_step_in_turn_and_in_every_order(monkeypatch):
 
     monkeypatch.setattr(study, "take_steps", fake_steps)
     monkeypatch.setattr(study, "finish_saves", lambda job: taken.append(f"{job.name} saved"))
-    jobs = {name: SimpleNamespace(name=name, steps=6) for name in MODES}
-    assert study.take_turns(jobs, 6, lambda mode: None) == {name: f"digest of {name}" for name in MODES}
-    assert taken[:3] == [f"{name} saved" for name in MODES], "nothing is timed before all are ready"
+    jobs = {name: SimpleNamespace(name=name, steps=6) for name in MODES[:3]}
+    assert study.take_turns(jobs, 6, lambda mode: None) == {name: f"digest of {name}" for name in jobs}
+    assert taken[:3] == [f"{name} saved" for name in jobs], "nothing is timed before all are ready"
     assert all(saved == f"{name} saved" for name, saved in zip(taken[3::2], taken[4::2], strict=True))
     rounds = [tuple(taken[start : start + 6 : 2]) for start in range(3, len(taken), 6)]
-    assert sorted(rounds) == sorted(permutations(MODES))
+    assert sorted(rounds) == sorted(permutations(jobs))
     taken.clear()
     jobs["ngram"].steps = 2  # a signal
     assert study.take_turns(jobs, 6, lambda mode: None) == {}

@@ -237,7 +237,7 @@ QWEN = str(JOBS / "qwen7b.toml")
 
 def test_it_fits_or_it_does_not(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, _ = command(capsys, QWEN, "--gpus", "8", "--gpu-memory", "84.9")
-    assert status == 0 and "Fits. Peak 81.8 GB a GPU, in the phase 'update'; 3.11 GB (4%) of each GPU left." in out
+    assert status == 0 and "Fits. Peak 81.5 GB a GPU, in the phase 'update'; 3.38 GB (4%) of each GPU left." in out
     status, out, _ = command(capsys, QWEN, "--gpus", "8", "--host-memory", "300")
     assert status == 1 and "more than the 300.0 GB of each node's host memory" in out
     status, out, _ = command(capsys, QWEN, "--gpus", "8", "--gpu-memory", "40")
@@ -246,7 +246,7 @@ def test_it_fits_or_it_does_not(capsys: pytest.CaptureFixture[str]) -> None:
     assert status == 1 and "GB more than the 16.0 GB of each GPU. More ranks share out more." in out.splitlines()[-1]
 
 
-@pytest.mark.parametrize("job", sorted(path.stem for path in JOBS.glob("*.toml") if path.stem != "tiny"))
+@pytest.mark.parametrize("job", sorted(path.stem for path in JOBS.glob("*.toml") if not path.stem.startswith("tiny")))
 def test_jobs_fit_their_gpus_as_their_comments_say(job: str, capsys: pytest.CaptureFixture[str]) -> None:
     text = " ".join((JOBS / f"{job}.toml").read_text().replace("\n#", " ").split())
     found = re.search(r"`tlt plan (jobs/\S+) ([^`]+)`: ([\d.]+) GB of each GPU .*? (\d+) GB of a node's", text)

@@ -76,7 +76,7 @@ def test_the_log_proves_that_ranks_trained_while_another_still_decoded(straight)
     assert 0 < harvested <= idle
     assert rows[-1]["drafter/version"] > 0
     assert sum(row["rollout/rewards_in_tail"] for row in rows) > 0
-    assert all(row["drafter/why"] == "always" and row["drafter/due"] == 1 for row in rows)
+    assert all(row["drafter/why"] in ("always", "trained") and row["drafter/due"] == 1 for row in rows)
     # how often the drafter is asked is the chooser's affair, which goes by the clock
     assert sum(row["drafter/own_sequences"] for row in rows) > 0
     assert all(row["drafter/own_accept_length"] > 2 for row in rows if row["drafter/own_sequences"] > 50)
@@ -99,16 +99,18 @@ def test_the_log_tells_what_each_rank_did_when(straight):
             rounds = spans.strategy_index >= 0
             prompts = {r.key.draw: len(r.prompt_tokens) - 1 for r in record.rollouts}  # a group reads its prompt once
             assert spans.num_tokens[rounds].sum() == sum(len(r.response_tokens) for r in record.rollouts)
-            assert spans.num_tokens[~rounds].sum() == sum(prompts.values())
+            # or twice, where its first response has ended before its siblings are admitted
+            assert sum(prompts.values()) <= spans.num_tokens[~rounds].sum() < 2 * sum(prompts.values())
             for rollout in record.rollouts:
                 assert rollout.pass_lengths.sum() == len(rollout.response_tokens)
                 assert len(rollout.pass_lengths) == rollout.num_target_passes
             assert (np.stack([spans.num_live, spans.strategy_index], 1)[rounds] == record.decisions).all()
-            names = [phase.name for phase in record.phases]
+            phases = [phase for phase in record.phases if phase.name != "ahead"]
+            names = [phase.name for phase in phases]
             own = ["gen", "refresh", "reward", "update_actor", "refresh"]
             assert names == [*["save_checkpoint", "testing"] * (step > 0), *own]
-            assert all(a.end_seconds <= b.start_seconds + 1e-3 for a, b in pairwise(record.phases))
-            assert record.phases[-len(own)].start_seconds <= timing.start_seconds
+            assert all(a.end_seconds <= b.start_seconds + 1e-3 for a, b in pairwise(phases))
+            assert phases[-len(own)].start_seconds <= timing.start_seconds
 
 
 @pytest.mark.ci

@@ -291,8 +291,6 @@ def test_choosers_that_are_told_the_same_agree(kind: type[Chooser]):
         seconds = COSTS[first] * source.lognormvariate(0, 0.2)
         late = (first, num_live, sum(accepted) + num_live, seconds, accepted)
     assert len(set(chosen)) > 3
-    totals = ranks[0].totals()
-    assert {arm.name: totals[arm.name][0] for arm in ARMS} == {arm.name: chosen[:-1].count(arm) for arm in ARMS}
 
 
 @given(

@@ -21,7 +21,8 @@ from tlt_hpc.drafting.spot import MergeReport
 from tlt_hpc.drafting.tail_plan import STORED, STORED_ACCEPTED
 from tlt_hpc.evaluate.evaluate import TESTING, evaluate_policy, prepare
 from tlt_hpc.evaluate.exam import Exam
-from tlt_hpc.look.metrics import AHEAD, DECODE_CPU, DUE, K3, KEPT_TOKENS, LATE, MERGE_EXPOSED, PROBS_DIFF, summarise
+from tlt_hpc.look.analysis.kinds import AHEAD
+from tlt_hpc.look.metrics import DECODE_CPU, DUE, K3, KEPT_TOKENS, LATE, MERGE_EXPOSED, PROBS_DIFF, summarise
 from tlt_hpc.look.timing import PhaseTimer
 from tlt_hpc.look.tracking import Tracking
 from tlt_hpc.mpi.owner import agree_on_owner, check_owner

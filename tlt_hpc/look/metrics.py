@@ -26,8 +26,6 @@ LATE = "rollout/late_seconds"
 DECODE_CPU = "rollout/decode_cpu_seconds"
 """A rank's CPU seconds until its own last token."""
 MERGE_EXPOSED = "drafter/merge_exposed_seconds"
-AHEAD = "ahead"
-"""The phase in which a rank that waits generates the next step's responses."""
 DUE = "drafter/due"
 """1 where the step was to train the drafter."""
 _MAXIMA = (LATE, DECODE_CPU, MERGE_EXPOSED, DUE)

@@ -55,8 +55,6 @@ _ASK_AGAIN = 64
 _AHEAD_SECONDS = 0.02
 """Of a prefill chunk of it alone, which must not delay the end of a rollout."""
 _LEAST_PREFILL = 64
-_LOGIT_BYTES = 2**28
-"""Of the logits of a pass over stored texts."""
 
 
 @dataclass
@@ -143,7 +141,6 @@ class RolloutEngine:
         self._num_own = self._num_steps = self._num_beside = 0
         """The step's own requests that have not finished; calls of ``step``; how many to decode beside them."""
         self._asked_at = 0, 0
-        self._most_verified = _LOGIT_BYTES // (4 * decoder.shape.vocab_size)
         self._prefill_rate = 0.0
         """Positions a second, of the last chunk."""
         self._stored_texts: Mapping[SampleKey, NDArray[np.int32]] = {}
@@ -522,7 +519,7 @@ class RolloutEngine:
             for strategy in self.settings.strategies
             if (drafts or not strategy.has_drafter)
             and (has_room_for_all or strategy == OFF or self._has_room(strategy.num_slots))
-            and (strategy.source != "stored" or self._rows.num_live * strategy.widest_pass <= self._most_verified)
+            and self._rows.num_live <= strategy.most_rows(self.decoder.shape.vocab_size)
         ]
         return self.chooser.choose(self._rows.num_live, usable or [OFF], self._stored_rows)
 

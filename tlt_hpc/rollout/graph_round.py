@@ -81,9 +81,11 @@ class GraphRound:
     def capture(self) -> None:
         """Capture all graphs now, the largest first, instead of each on its first use."""
         assert not self._rows.num_live, "a row would get what the capture runs through"
-        start = time.perf_counter()
+        start, vocab_size = time.perf_counter(), self._target.decoder.shape.vocab_size
         for count in reversed(self._buckets):
             for strategy in sorted(self._strategies, key=lambda one: -one.widest_pass):
+                if count > self.bucket(min(self._rows.capacity, strategy.most_rows(vocab_size))):
+                    continue  # the engine does not choose it for so many
                 if strategy.has_drafter:
                     self.draft(count, strategy)
                 form = _Form.of(strategy)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -35,6 +36,10 @@ class Strategy:
     def widest_pass(self) -> int:
         """Tokens of one sequence in its verifying pass at most: the last committed one, and all drafts."""
         return 1 + self.num_drafts
+
+    def most_rows(self, vocab_size: int) -> int:
+        """Sequences that a round may have: the passes over stored texts are wide, and so their logits many."""
+        return _STORED_LOGITS // (vocab_size * self.widest_pass) if self.source == "stored" else sys.maxsize
 
     @property
     def reach(self) -> int:
@@ -77,6 +82,7 @@ STORED = tuple(Strategy("stored", depth) for depth in (4, 8, 16, 32))
 MAX_DEPTH, MAX_BRANCHES = 32, 16
 MAX_SLOTS = 64
 """The attention kernels mark what a drafted token sees by the bits of one int64."""
+_STORED_LOGITS = 2**26
 _SOURCES: dict[str, tuple[Source, ...]] = {"plain": (), "ngram": ("ngram",), "full": ("ngram", "drafter")}
 _NAME = re.compile(
     r"(?P<source>[a-z]+)-(?P<depth>\d+)(x(?P<branching>\d+)v(?P<num_verify>\d+))?(a(?P<sharpness>\d+(\.\d+)?))?"

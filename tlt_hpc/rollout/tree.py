@@ -70,7 +70,9 @@ def join(first: DraftTree | None, rows: Sequence[Sequence[int]], width: int, dev
     tokens = torch.cat([F.pad(first.tokens, (0, missing), value=EMPTY), after.tokens])
     if first.parents is None:
         return DraftTree(tokens)
-    before = (torch.arange(width, device=device) - 1).clamp(min=0).expand(len(rows), -1)
+    # empty nodes are no deeper than drafts: there is noise for the depth of a strategy
+    deepest = max(0, max(map(len, rows)) - 2)
+    before = (torch.arange(width, device=device) - 1).clamp(0, deepest).expand(len(rows), -1)
     return DraftTree(tokens, torch.cat([F.pad(first.parents, (0, missing)), before]))
 
 

@@ -9,10 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tlt_hpc.common.records import PREFILL
-from tlt_hpc.look.metrics import AHEAD
 from tlt_hpc.storage.rollout_log import StepSummary
 
 OFF = "off"
+AHEAD = "ahead"
+"""The phase in which a rank that waits generates the next step's responses."""
 """The strategy without drafting."""
 
 

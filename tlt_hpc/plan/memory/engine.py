@@ -84,8 +84,8 @@ def pool_bytes(situation: Situation) -> int:
 def rollout_workspace(situation: Situation) -> NamedBytes:
     """What the widest pass and the choice of its tokens take temporarily."""
     rollout, shape = situation.config.rollout, situation.part
-    widest = max(strategy.widest_pass for strategy in strategies(situation))
-    rows = rollout.max_live * widest
+    vocab_size = shape.vocab_size
+    rows = max(min(rollout.max_live, one.most_rows(vocab_size)) * one.widest_pass for one in strategies(situation))
     tokens = max(rows, min(rollout.prefill_tokens, rollout.max_live * situation.config.data.max_prompt_tokens))
     h, q = shape.hidden_size, shape.num_heads * shape.head_dim
     qkv = q + 2 * shape.num_kv_heads * shape.head_dim
@@ -93,8 +93,8 @@ def rollout_workspace(situation: Situation) -> NamedBytes:
     return present(
         {
             "pass of the decoder": layer,
-            "logits and scores": rows * shape.vocab_size * (12 + situation.item),
-            "nucleus (top_p)": rows * shape.vocab_size * _nucleus(situation),
+            "logits and scores": rows * vocab_size * (12 + situation.item),
+            "nucleus (top_p)": rows * vocab_size * _nucleus(situation),
             "pages read": _pages_read(situation),
             "tie guard": _guard(situation),
         }
@@ -136,8 +136,9 @@ def _rows(situation: Situation) -> int:
     rollout, depth = situation.config.rollout, max(strategy.depth for strategy in strategies(situation))
     vocabulary = situation.shape.vocab_size
     width = max(depth + 1, min(_NOISE_AHEAD, _NOISE_BLOCK // vocabulary))
-    host = 4 if situation.device == "cpu" else 0  # log-probabilities are in host memory
-    return rollout.max_live * (4 * width * vocabulary + (8 + host) * positions(situation))
+    # log-probabilities are in host memory, and GPUs make noise where it is needed
+    own = 4 * (width * vocabulary + positions(situation)) if situation.device == "cpu" else 0
+    return rollout.max_live * (own + 8 * positions(situation))
 
 
 def _angles(situation: Situation) -> int:

@@ -1,0 +1,262 @@
+"""Texts generated ahead: their cursors, that as drafts they change no text, and that they leave the step's counts."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.test_device_rounds import tiny_drafter_state
+from tests.test_engine import PAGES_OF_8, full_engine
+from tests.tiny import (
+    KeptFeatures,
+    embedded_folder,
+    embedded_tokenizer,
+    gcd_requests,
+    generate,
+    make_engine,
+    texts,
+)
+from tlt_hpc.drafting.tail_plan import ACCEPT_LENGTH, SEQUENCES, STORED_ACCEPTED, TailPlan
+from tlt_hpc.drafting.tail_plan import STORED as STORED_DRAFTS
+from tlt_hpc.models.folder import folder_weights
+from tlt_hpc.rollout.engine import RolloutEngine
+from tlt_hpc.rollout.stored_text import SURE, StoredText
+from tlt_hpc.rollout.strategy import OFF, STORED, Strategy
+
+# -- the cursor -------------------------------------------------------------------------------------------------------
+
+TEXT = list(range(100, 160))
+
+
+def drafts_after(*parts: list[int], stored: list[int] = TEXT) -> list[int]:
+    """Drafts for a response that has got these tokens, round by round."""
+    cursor, text = StoredText(stored), [7, 7]
+    cursor.look(text, 2, 99)
+    for part in parts:
+        text += part
+        cursor.look(text, 2, 99)
+    return cursor.drafts(99)
+
+
+def test_a_cursor_follows_its_response_and_finds_it_again():
+    assert drafts_after() == TEXT and drafts_after(TEXT[:9], TEXT[9:30]) == TEXT[30:]
+    assert drafts_after(TEXT[:10], [1]) == [] == drafts_after(TEXT[:10], [1], TEXT[11:14])
+    for changed, at in (([1], 11), ([1, 2, 3], 10), ([], 25)):  # a token replaced, some inserted, a stretch left out
+        assert drafts_after(TEXT[:10], changed, TEXT[at : at + 4]) == TEXT[at + 4 : at + 12], "not sure yet"
+        assert drafts_after(TEXT[:10], changed, TEXT[at : at + SURE]) == TEXT[at + SURE :]
+    assert drafts_after(TEXT) == drafts_after(TEXT[:-2]) == drafts_after(TEXT, [3, 4]) == drafts_after(stored=[]) == []
+    twice = [1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3, 4, 9, 8, 7]
+    assert drafts_after([0, *twice[1:5]], stored=twice)[:2] == [6, 7], "the place nearest to where it was"
+    assert drafts_after([1, 1, 1, 1, 1, 8, 9, 1, 2, 3, 4], stored=twice) == [9, 8, 7], "or with the most before it"
+
+
+@given(st.lists(st.integers(0, 2), max_size=60), st.data())
+@settings(max_examples=200, deadline=None)
+def test_drafts_go_on_where_the_last_tokens_stand(stored, data):
+    edit = st.tuples(st.integers(0, 59), st.integers(0, 3), st.lists(st.integers(0, 2), max_size=5))
+    text = list(stored)
+    for at, removed, added in data.draw(st.lists(edit, max_size=5)):
+        text[at : at + removed] = added
+    cursor, start = StoredText(stored), 3
+    whole, room = [9] * start + text, data.draw(st.integers(1, 40))
+    for end in sorted(data.draw(st.sets(st.integers(0, len(text))))):
+        so_far = whole[: start + end]
+        count = cursor.look(so_far, start, room)
+        drafts = cursor.drafts(room)
+        assert len(drafts) == count <= room and count not in (1, 2)
+        last, places = so_far[start:][-4:], range(len(stored) - count + 1)
+        assert not count or any(stored[i : i + count] == drafts and stored[:i][-4:] == last for i in places)
+        if stored[:end] == text[:end]:
+            left = min(len(stored) - end, room)
+            assert count == (left if left > 2 else 0)
+
+
+# -- the engine -------------------------------------------------------------------------------------------------------
+
+OWN, NEXT, REFILL = gcd_requests(4, 4), gcd_requests(4, 4, step=1), gcd_requests(2, 4, step=2)
+USUAL = [Strategy("drafter", 4), Strategy("drafter", 4, 2, 9), Strategy("ngram", 3), OFF]
+
+
+def other_weights(scale: float):
+    source = torch.Generator().manual_seed(0)
+    for name, weight in folder_weights(embedded_folder()):
+        yield name, weight + scale * torch.randn(weight.shape, generator=source) * weight.abs().mean()
+
+
+def ahead_engine(**options) -> RolloutEngine:
+    options = {"max_new_tokens": 80, "max_live": 6, "chooser": "random", "detokenize": embedded_tokenizer().decode} | options
+    engine = full_engine([*USUAL, *STORED], **options)
+    engine.load_drafter(tiny_drafter_state())
+    engine.chooser.num_worth_adding = lambda num_own, most: most
+    return engine
+
+
+def of_many_kinds(requests):
+    """Some with a rule of their own, a least length or a stop string."""
+    kinds = [{}, {"stop_strings": ("1,", "4;")}, {"min_tokens": 12}, {"temperature": 0.7, "top_k": 3}]
+    base = make_engine(max_new_tokens=80).settings.params
+    return [replace(r, params=replace(base, **kinds[i % len(kinds)])) for i, r in enumerate(requests)]
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["alike", "of many kinds"])
+def world(request):
+    """Requests, their responses by plain decoding, and those of the first ones under other weights."""
+    make = of_many_kinds if request.param else list
+    sets = [make(requests) for requests in (OWN, NEXT, REFILL)]
+    engine = full_engine([OFF], max_new_tokens=80, detokenize=embedded_tokenizer().decode)
+    engine.outbox.sink = kept = KeptFeatures()
+    plain = [{r.key: r for r in generate(engine, requests)} for requests in sets]
+    engine.outbox.sink = None
+    engine.load_policy(other_weights(0.2), 1)
+    stored = {key: np.array(text, np.int32) for key, text in texts(generate(engine, sets[0] + sets[2])).items()}
+    return sets, plain, dict(list(stored.items())[: -len(stored) // 4]), kept
+
+
+WAYS = {
+    "host": {},
+    "host, preempted, prefilled in parts": {"page_size": 8, "kv_bytes": PAGES_OF_8 * 40, "prefill_tokens": 3},
+    "device": {"attention": "paged-kernel"},
+    "device, preempted": {"attention": "paged-kernel", "page_size": 8, "kv_bytes": PAGES_OF_8 * 40},
+    "device, rounds read late": {"attention": "paged-kernel", "tie_guard": False, "max_live": 10},
+}
+
+
+def check_counts(counts, rollouts, on_host):
+    tokens, passes = (sum(map(len, (r.response_tokens for r in rollouts))), sum(r.num_target_passes for r in rollouts))
+    assert (counts.num_tokens, counts.num_row_passes) == (tokens, passes)
+    rounds = counts.spans.strategy_index >= 0
+    assert counts.spans.num_tokens[rounds].sum() == tokens
+    # rounds in which a graph was captured tell nothing of their strategy
+    assert sum(n for _, n in counts.strategies.values()) in ([tokens] if on_host else range(1, tokens + 1))
+    assert counts.spans.num_live[rounds].sum() >= passes
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_neither_stored_texts_nor_work_ahead_change_a_text(way, world):
+    (own, following, refill), (plain, of_next, of_refill), stored, _ = world
+    engine = ahead_engine(**WAYS[way])
+    engine.outbox.sink = kept = KeptFeatures()
+    engine.draft_from(stored)
+    engine.submit_ahead(following)
+    rollouts, tallies, num_ahead = [], [], 0
+    for requests, wanted in ((own, plain), (refill, of_refill)):
+        engine.submit(requests[::-1])
+        while engine.has_work:
+            engine.step()
+        found, counts = engine.collect(), engine.take_counts()
+        assert texts(found) == texts(wanted.values())
+        for rollout in found:
+            np.testing.assert_allclose(rollout.log_probs, wanted[rollout.key].log_probs, atol=2e-4, rtol=2e-4)
+            assert rollout.finish_reason == wanted[rollout.key].finish_reason
+        check_counts(counts, found, "host" in way)
+        tallies.append((counts.num_stored_accepted, counts.num_stored))
+        num_ahead += counts.num_ahead
+        rollouts += found
+        engine.abort()  # what was begun ahead goes on after the refill
+    accepted, verified = np.sum(tallies, 0)
+    assert 0.2 * verified < accepted < verified, tallies
+    assert num_ahead > 0 and engine.has_ahead and not engine.has_work
+    while engine.has_ahead:
+        engine.step()
+    num_ahead += engine.take_counts().num_ahead
+    generated = engine.ahead.take()
+    assert {key: text.tolist() for key, text in generated.items()} == texts(of_next.values())
+    assert num_ahead >= sum(map(len, generated.values()))
+    assert not engine.finished and not engine.ahead.take() and engine._scheduler.pool.num_used == 0
+    whole = {(*r.prompt_tokens.tolist(), *r.response_tokens.tolist()) for r in rollouts}
+    assert set(kept.whole) == whole, "features of the step's own responses alone"
+
+
+def test_features_of_wide_passes_and_new_weights_in_the_middle(world):
+    (own, following, _), (plain, of_next, _), stored, expected = world
+    engine = ahead_engine(max_live=8)
+    engine.outbox.sink = kept = KeptFeatures()
+    engine.draft_from(stored)
+    generate(engine, own)
+    for text, (_, features) in kept.whole.items():
+        found, wanted = (torch.from_numpy(f).view(torch.bfloat16).float() for f in (features, expected.whole[text][1]))
+        torch.testing.assert_close(found, wanted, atol=0.05, rtol=0.02)
+    engine.submit_ahead(following)
+    for _ in range(6):
+        engine.step()
+    engine.abort()
+    engine.ahead.end()
+    engine.load_policy(folder_weights(embedded_folder()), 2)
+    begun = engine.ahead.take()
+    assert any(len(text) < len(of_next[key].response_tokens) for key, text in begun.items())
+    for key, text in begun.items():
+        assert text.tolist() == of_next[key].response_tokens[: len(text)].tolist()
+    engine.draft_from(begun)
+    assert texts(generate(engine, following)) == texts(of_next.values())
+
+
+def test_stored_texts_save_most_passes():
+    """By the real chooser, told what rounds cost on a machine that takes as long for 17 tokens as for two sequences."""
+    passes, plain = {}, None
+    requests = gcd_requests(2, 4, step=7)
+    for name, scale in (("full", None), ("equal", 0.0), ("near", 3e-4)):
+        engine = ahead_engine(chooser="goodput", max_live=16, max_new_tokens=160)
+        observe = engine.chooser.observe
+
+        def told(strategy, num_live, num_tokens, seconds, *rest, observe=observe):
+            seconds = 1 + num_live * (0.02 + 0.01 * strategy.widest_pass) + 0.2 * strategy.has_drafter * strategy.depth
+            observe(strategy, num_live, num_tokens, seconds * 1e-3, *rest)
+
+        engine.chooser.observe = told
+        generate(engine, gcd_requests(8, 4, step=8))
+        if scale is not None:
+            engine.load_policy(other_weights(scale), 1)
+            engine.submit_ahead(requests)
+            while engine.has_ahead:
+                engine.step()
+            engine.draft_from(engine.ahead.take())
+            engine.load_policy(folder_weights(embedded_folder()), 2)
+        engine.take_counts()
+        found = texts(generate(engine, requests))
+        plain = plain or found
+        assert found == plain
+        passes[name] = engine.take_counts().num_row_passes
+    assert max(passes["equal"], passes["near"]) <= passes["full"] / 3, passes
+
+
+# -- what the tail is used for ----------------------------------------------------------------------------------------
+
+
+def line(length: float = 2.0, sequences: float = 99.0, drafts: float = 0.0, accepted: float = 0.0) -> dict[str, float]:
+    return {ACCEPT_LENGTH: length, SEQUENCES: sequences, STORED_DRAFTS: drafts, STORED_ACCEPTED: accepted}
+
+
+def uses(plan: TailPlan, lines) -> str:
+    """What follows each line: t, the drafter is trained; a, responses are generated ahead; b, only by busy ranks."""
+    found = ""
+    for one in lines:
+        plan.learn(one)
+        use = plan.next()
+        found += "a" if use.ahead and not use.trains else "b" if use.ahead else "t"
+    return found
+
+
+def test_what_idle_ranks_do():
+    for plan in (TailPlan(True, "off"), TailPlan(False, "off")):
+        assert set(uses(plan, [line()] * 9)) <= {"t", "a"} and not plan.next().ahead and not plan.may_be_ahead
+    assert uses(TailPlan(False, "auto"), [line()] * 9) == "a" * 9
+    growing = [line(2 * 1.03**i) for i in range(20)]
+    assert uses(TailPlan(True, "auto"), growing) == "b" * 20, "training pays"
+    plan = TailPlan(True, "auto")
+    assert uses(plan, [line(3.0)] * 6) == "bbbbba" and plan.next().why == "generated ahead"
+    assert uses(plan, [line(3.0)] * 8) == "a" * 8
+    assert uses(plan, [line(2.7)] * 6).endswith("b"), "the drafter falls behind: it is trained again"
+    noisy = TailPlan(True, "auto")
+    assert uses(noisy, [line(3.0)] * 6).endswith("a")
+    assert uses(noisy, [line(3.0 + math.sin(10 * i) * (i < 6) + 0.7 * math.sin(7 * i)) for i in range(12)]) == "a" * 12
+    unused = uses(TailPlan(True, "auto"), [line(sequences=3.0)] * 12)
+    assert unused[:6] == "b" * 6 and set(unused[7:]) == {"a", "b"}, "nothing is known of the drafter: in turn"
+    useless = [line(drafts=100.0, accepted=20.0), *[line()] * 9]
+    assert uses(TailPlan(True, "auto"), useless)[:9] == "t" * 8 + "a"
+    assert "t" not in uses(TailPlan(True, "on"), useless)
