@@ -151,7 +151,7 @@ def draw(seed: int, number: int, only: str | None = None) -> tuple[str, Fault]:
             name, rank, after_steps=steps, seconds=source.uniform(0, 3 if steps else STARTING_SECONDS)
         )
     rank = 0 if name in OF_RANK_0 else rank
-    most = {"replay": 2, "ahead": 60}.get(name, 6)
+    most = {"replay": 2, "ahead": 20}.get(name, 6)
     count = 2 * source.randrange(most) + (number if only else cycle) % 2  # even: before the function, odd: after it
     return variant, Fault("place", rank, f"{name}:{rank}:{count}")
 
