@@ -10,19 +10,23 @@ import sys
 from argparse import Namespace
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from test_compare import compared, write_run
+from test_compare import CONFIG, compared, write_run
+from test_environment import ENVIRONMENT
 
 from tlt_hpc.cli.main import main
 from tlt_hpc.config import ConfigError, load_config, to_toml
 from tlt_hpc.mpi.world import World
 from tlt_hpc.resume.finished import record_finished
 from tlt_hpc.storage.folder import RunFolder
+from tlt_hpc.storage.records import add_environment
 from tlt_hpc.studies import ablate as study
 from tlt_hpc.studies.ablate import AblationFigures, Passes, gain_of
-from tlt_hpc.studies.ablation_plan import ARMS, Ablation, describe, plan_ablation
+from tlt_hpc.studies.ablation_plan import ARMS, Ablation, check_ranks, describe, plan_ablation
+from tlt_hpc.studies.compare import read_comparison
 from tlt_hpc.train import RunResult
 
 ROOT = Path(__file__).parent.parent
@@ -48,12 +52,15 @@ def test_arms_differ_only_in_the_keys_that_they_are_named_after(tmp_path):
         common = {"run.name": arm, "run.folder": "runs/tiny-ablate", "run.num_steps": 7, "checkpoint.replay": False}
         common["algorithm.rollout_correction"] = "none"
         assert {name: changed[arm].pop(name) for name in common} == common
+    off, on = ({"speculation.ahead": word} for word in ("off", "on"))
     assert changed == {
-        "plain": {"speculation.mode": "plain"},
-        "ngram": {"speculation.mode": "ngram"},
-        "frozen": {"drafter.train": False},
-        "tail": {},
-        "tail-random": {"drafter.init": "random"},
+        "plain": {"speculation.mode": "plain", **off},
+        "ngram": {"speculation.mode": "ngram", **off},
+        "frozen": {"drafter.train": False, **off},
+        "tail": off,
+        "ahead": {"drafter.train": False, **on},
+        "ahead-tail": on,
+        "tail-random": {"drafter.init": "random", **off},
     }
 
 
@@ -61,7 +68,7 @@ def test_arms_differ_only_in_the_keys_that_they_are_named_after(tmp_path):
     ("override", "missing"),
     [
         ("run.seed=0", {"tail-random"}),
-        ("drafter.init=random", {"tail-random", "frozen"}),
+        ("drafter.init=random", {"tail-random", "frozen", "ahead"}),
         ('speculation.strategies=["drafter-4"]', {"tail-random", "ngram"}),
         ('speculation.strategies=["ngram-4"]', set(ARMS) - {"plain", "ngram"}),
     ],
@@ -102,6 +109,13 @@ def test_an_ablation_may_grow_but_not_change(tmp_path):
         plan(tmp_path, steps=3)
     with pytest.raises(ConfigError, match=r"has drafter.micro_step_seconds = 0.03, now 0.1"):
         plan(tmp_path, "drafter.micro_step_seconds=0.1", steps=4)
+    world = SimpleNamespace(size=4, once=lambda read: read())
+    add_environment(folder.environment, ENVIRONMENT)
+    with pytest.raises(
+        ConfigError, match=r"ablate/tail was begun on 12 ranks, now 4; start 12, or give another run\.name"
+    ):
+        study.ablate(grown, world, nullcontext)
+    check_ranks(grown, 12)
 
 
 def test_arms_run_in_order_and_a_second_start_runs_only_the_missing_ones(tmp_path, monkeypatch):
@@ -158,6 +172,23 @@ def test_the_verdict_follows_the_figures(tmp_path, tail_passes, said):
 
 
 @pytest.mark.parametrize(
+    ("tail", "ahead", "said"),
+    [
+        ([2.0, 4.0, 4.0, 5.0], [1.0, 2.1, 1.9, 2.0], "gains more than training in the tail: tail takes 2.05 times as"),
+        ([3.0] * 5, [4.0] * 5, "gains less than training in the tail: tail takes 0.75 times as"),
+        ([2.0, 3.0, 4.0, 3.0], [2.1, 2.9, 3.9, 3.1], "does not clearly differ from training in the tail"),
+        ([2.0], [1.0], "2.00 times as long as ahead (median of the steps' ratios, noise unknown; "),
+    ],
+)
+def test_the_verdict_says_which_use_of_the_tail_gains_more(tmp_path, tail, ahead, said):
+    for name, seconds in (("tail", tail), ("ahead", ahead)):
+        write_run(tmp_path / name, len(seconds), seconds)
+    comparison = read_comparison(CONFIG, tmp_path, len(tail), 2, dict.fromkeys(("tail", "ahead"), "same"))
+    verdict = AblationFigures(comparison, {}).verdict()
+    assert said in verdict and "the same work, took 1.00 times as long" in verdict
+
+
+@pytest.mark.parametrize(
     ("tie_guard", "said"), [(False, "as they may with the tie guard off"), (True, "although the tie guard is on")]
 )
 def test_texts_that_differ_are_an_error_only_with_the_tie_guard(tmp_path, tie_guard, said):
@@ -192,13 +223,14 @@ SMALL = [
 @pytest.mark.mpi
 @pytest.mark.ci
 def test_an_ablation_on_two_ranks(tmp_path):
-    asked = ["--steps", "2", "--arms", "frozen,tail", f"run.folder={tmp_path}", *SMALL]
+    asked = ["--steps", "2", "--arms", "frozen,tail,ahead", f"run.folder={tmp_path}", *SMALL]
     command = [sys.executable, "-m", "tlt_hpc", "ablate", str(TINY), *asked]
     done = subprocess.run(command, check=False, cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     assert "tokens equal: yes (0 mismatched); rewards equal: yes; final policy weights equal: yes" in done.stdout
-    assert "Training in the tail" in done.stdout
+    assert "Training in the tail" in done.stdout and "In rollout seconds draft-ahead" in done.stdout
     tree = json.loads((tmp_path / "tiny-ablate" / "figures.json").read_text())
     assert tree["runs"]["tail"]["drafter_steps"] > 0 == tree["runs"]["frozen"]["drafter_steps"]
     assert tree["held_out"]["tail"]["tokens"] == tree["held_out"]["frozen"]["tokens"]
+    assert tree["held_out"]["ahead"] == tree["held_out"]["frozen"], "the same drafter"
     assert all(found["accept_length"] > 3 for found in tree["held_out"].values())

@@ -90,7 +90,12 @@ def other_weights(scale: float):
 
 
 def ahead_engine(**options) -> RolloutEngine:
-    options = {"max_new_tokens": 80, "max_live": 6, "chooser": "random", "detokenize": embedded_tokenizer().decode} | options
+    options = {
+        "max_new_tokens": 80,
+        "max_live": 6,
+        "chooser": "random",
+        "detokenize": embedded_tokenizer().decode,
+    } | options
     engine = full_engine([*USUAL, *STORED], **options)
     engine.load_drafter(tiny_drafter_state())
     engine.chooser.num_worth_adding = lambda num_own, most: most

@@ -39,10 +39,12 @@ def test_every_cycle_has_every_kind_by_the_seed(faults):
     drawn = [faults.draw(0, number) for number in range(200)]
     assert drawn == [faults.draw(0, number) for number in range(200)] != [faults.draw(1, n) for n in range(200)]
     for first in range(0, 200 - faults.CYCLE, faults.CYCLE):
-        names = {fault.place.partition(":")[0] or fault.kind for fault in drawn[first : first + faults.CYCLE]}
+        names = {fault.place.partition(":")[0] or fault.kind for _, fault in drawn[first : first + faults.CYCLE]}
         assert names == {*faults.PLACES, "kill", "limit", "cancel"}
-    assert {int(fault.place.split(":")[2]) % 2 for fault in drawn if fault.place} == {0, 1}, "before and after"
-    assert all(fault.rank < faults.RANKS[faults.variant_of(number)] for number, fault in enumerate(drawn))
+    assert {int(fault.place.split(":")[2]) % 2 for _, fault in drawn if fault.place} == {0, 1}, "before and after"
+    assert all(fault.rank < faults.RANKS[variant] for variant, fault in drawn)
+    assert {variant for variant, fault in drawn if fault.place.startswith("ahead:")} == {"ahead"}
+    assert {variant for variant, _ in drawn} == {*faults.VARIANTS}
 
 
 BEGUN = "runs/run (full): 9 steps, resuming from step 3\n"
@@ -117,7 +119,7 @@ def test_faults_that_came_too_late_do_not_count(faults, tmp_path, monkeypatch):
         return faults.Result(number, place.name, fault, number != 1, 9, 0.1, wrong)
 
     monkeypatch.setattr(faults, "interrupt_once", interrupt_once)
-    monkeypatch.setattr(faults, "draw", lambda seed, number: faults.Fault("place", 0, "merge:0:0"))
+    monkeypatch.setattr(faults, "draw", lambda *of: ("plain", faults.Fault("place", 0, "merge:0:0")))
     faults.interrupt(tmp_path, 0, 2)
     faults.interrupt(tmp_path, 0, 1)
     assert tried == [0, 1, 2, 3]

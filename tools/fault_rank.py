@@ -9,12 +9,14 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from tlt_hpc import rollout_loop as tail
 from tlt_hpc import train as run
+from tlt_hpc.ahead import AheadTail
 from tlt_hpc.checkpoint import save
 from tlt_hpc.cli.main import main
 from tlt_hpc.cluster.local import launched_rank
@@ -37,8 +39,14 @@ PLACES: dict[str, tuple[Any, str]] = {
     "update": (Policy, "update"),
     "replay": (replay, "update_policy"),
     "resume": (tail, "open_keeper"),
+    "ahead": (AheadTail, "work"),
+    "receive": (tail, "receive"),
 }
 """Functions before or after whose call a rank ends."""
+OF_AHEAD = ("ahead", "receive")
+"""Places that only a run that generates ahead reaches; at the first, a rank ends before or in the middle of a call."""
+_IN_THE_MIDDLE = 0.01
+"""Seconds from the start of the call: half of it."""
 OF_RANK_0 = ("commit", "committed")
 """Places that only rank 0 reaches."""
 
@@ -52,6 +60,8 @@ def strike(place: str, count: int) -> None:
         left[0] -= 1
         if left[0] < 0 and count % 2 == 0:
             die()
+        if left[0] < 0 and owner is AheadTail:
+            threading.Timer(_IN_THE_MIDDLE, die).start()
         result = true(*arguments, **named)
         if left[0] < 0:
             die()

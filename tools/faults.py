@@ -1,6 +1,7 @@
 """Interrupt runs by a seed, resume them, and compare their ends with runs that nobody interrupted.
 
     python tools/faults.py run --count 40 --folder faults   # kill -9, SIGUSR2 and SIGTERM
+    python tools/faults.py run --count 40 --only ahead      # kill -9 of a rank that generates ahead
     python tools/faults.py compare --folder faults          # only the comparison
 
 Everything is in one folder: ``VARIANT/run`` is interrupted, ``results.jsonl`` gets a line for each start (a campaign
@@ -33,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tlt_hpc.common.script import ending
 
 # isort: split
-from fault_rank import OF_RANK_0, PLACES
+from fault_rank import OF_AHEAD, OF_RANK_0, PLACES
 
 from tlt_hpc.cluster.local import find_mpiexec
 from tlt_hpc.storage.folder import RunFolder
@@ -55,9 +56,17 @@ MARK = "TLT_FAULT_CAMPAIGN"
 OTHERS = ("kill", "kill", "kill", "limit", "limit", "cancel")
 """Faults in a cycle, beside one kill at every place."""
 CYCLE = len(PLACES) + len(OTHERS)
-RANKS = {"plain": 2, "refills": 2, "replicas": 4}
-VARIANTS = {"plain": [], "refills": ["algorithm.max_refills=2"], "replicas": ["rollout.tensor_parallel=2"]}
-"""The runs that are interrupted: their ranks and settings."""
+RANKS = {"plain": 2, "refills": 2, "replicas": 4, "ahead": 2}
+VARIANTS = {
+    "plain": ["jobs/tiny.toml"],
+    "refills": ["jobs/tiny.toml", "algorithm.max_refills=2"],
+    "replicas": ["jobs/tiny.toml", "rollout.tensor_parallel=2"],
+    "ahead": [
+        "jobs/tiny_tail.toml", "rollout.prompts_per_step=1", "rollout.max_new_tokens=400", "speculation.ahead=on",
+        "drafter.train=false",
+    ],
+}  # fmt: skip
+"""The runs that are interrupted: their ranks, jobs and settings."""
 SETTINGS = [
     "rollout.prompts_per_step=4", "rollout.group_size=4", "rollout.max_new_tokens=200", "rollout.max_live=4",
     "checkpoint.every_steps=3", "checkpoint.keep_responses_seconds=0.2",
@@ -109,45 +118,53 @@ def main() -> int:
     parser.add_argument("what", choices=("run", "compare"))
     parser.add_argument("--count", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", choices=sorted({*PLACES, *OTHERS}), help="faults of this kind or at this place alone")
     parser.add_argument("--folder", type=Path, help="of an earlier call, to continue it (default: a new one in /tmp)")
     options = parser.parse_args()
     folder: Path = (options.folder or Path(tempfile.mkdtemp(prefix="faults-"))).absolute()
     print(f"everything is kept in {folder}", flush=True)
     if options.what == "run":
-        interrupt(folder, options.seed, options.count)
+        interrupt(folder, options.seed, options.count, options.only)
     differing = compare_with_straight(folder)
     print(summary(folder))
     print(f"differs from runs without interruptions in: {', '.join(differing) or 'nothing'}")
     return 1 if differing or any(result["wrong"] for result in results_in(folder)) else 0
 
 
-def variant_of(number: int) -> str:
+def variant_of(number: int, name: str) -> str:
     """The run that the fault of this number is for."""
+    if name in OF_AHEAD or (name in OTHERS and number % 2):
+        return "ahead"
     return {3: "refills", 6: "replicas"}.get(number % 9, "plain")
 
 
-def draw(seed: int, number: int) -> Fault:
-    """The fault of this number; each cycle has every kind and every place."""
+def draw(seed: int, number: int, only: str | None = None) -> tuple[str, Fault]:
+    """The fault of this number, and the run that it is for; each cycle has every kind and every place."""
     cycle, index = divmod(number, CYCLE)
     kinds = [*sorted(PLACES), *OTHERS]
     random.Random(f"{seed} {cycle}").shuffle(kinds)
-    name, source = kinds[index], random.Random(f"{seed} {number} 0")
-    rank, steps = source.randrange(RANKS[variant_of(number)]), source.randrange(3)
+    name, source = only or kinds[index], random.Random(f"{seed} {number} 0")
+    variant = variant_of(number, name)
+    rank, steps = source.randrange(RANKS[variant]), source.randrange(3)
     if name not in PLACES:
-        return Fault(name, rank, after_steps=steps, seconds=source.uniform(0, 3 if steps else STARTING_SECONDS))
+        return variant, Fault(
+            name, rank, after_steps=steps, seconds=source.uniform(0, 3 if steps else STARTING_SECONDS)
+        )
     rank = 0 if name in OF_RANK_0 else rank
-    count = 2 * source.randrange(2 if name == "replay" else 6) + cycle % 2  # even: before the function, odd: after it
-    return Fault("place", rank, f"{name}:{rank}:{count}")
+    most = {"replay": 2, "ahead": 20}.get(name, 6)
+    count = 2 * source.randrange(most) + (number if only else cycle) % 2  # even: before the function, odd: after it
+    return variant, Fault("place", rank, f"{name}:{rank}:{count}")
 
 
-def interrupt(folder: Path, seed: int, count: int) -> None:
+def interrupt(folder: Path, seed: int, count: int, only: str | None = None) -> None:
     """Interrupt runs by the next numbers of the plan, until ``count`` more faults came before the run's end."""
     folder.mkdir(parents=True, exist_ok=True)
     number = max((result["number"] + 1 for result in results_in(folder)), default=0)
     while count > 0:
-        place = folder / variant_of(number)
+        variant, fault = draw(seed, number, only)
+        place = folder / variant
         place.mkdir(exist_ok=True)
-        result = interrupt_once(place, number, draw(seed, number))
+        result = interrupt_once(place, number, fault)
         with (folder / "results.jsonl").open("a") as file:
             file.write(json.dumps(asdict(result)) + "\n")
         print(result, flush=True)
@@ -252,8 +269,9 @@ def start(folder: Path, variant: str, steps: int, log: Path, variables: dict[str
     """Start the run in a session of its own, its output in ``log``."""
     program = [str(ROOT / "tools" / "fault_rank.py")] if variables else ["-m", "tlt_hpc"]
     ranks = str(RANKS[variant])
-    command = [find_mpiexec(), "-n", ranks, sys.executable, "-m", "mpi4py", *program, "train", "jobs/tiny.toml"]
-    settings = [*SETTINGS, *VARIANTS[variant], f"run.ranks={ranks}", f"run.folder={folder}", f"run.num_steps={steps}"]
+    command = [find_mpiexec(), "-n", ranks, sys.executable, "-m", "mpi4py", *program, "train"]
+    job, *own = VARIANTS[variant]
+    settings = [job, *SETTINGS, *own, f"run.ranks={ranks}", f"run.folder={folder}", f"run.num_steps={steps}"]
     fixed = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TLT_RANKS": ranks, "COLUMNS": "300"}
     environment = {**os.environ, **fixed, MARK: str(log.parent.parent), **variables}
     log.parent.mkdir(parents=True, exist_ok=True)

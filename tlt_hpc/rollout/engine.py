@@ -53,8 +53,9 @@ _AHEAD_ORDER = 1 << 40
 _ASK_AGAIN = 64
 """Steps after which it is asked again how much of it pays."""
 _AHEAD_SECONDS = 0.02
-"""Of a prefill chunk of it alone, which must not delay the end of a rollout."""
-_LEAST_PREFILL = 64
+"""Of a step of it alone, prefill and round, which must not delay the end of a rollout."""
+_ROWS_AT_ONCE, _LEAST_PREFILL = 8, 64
+"""Rows that are added to it at once, as long as there is time left, and tokens of its prefill chunks at least."""
 
 
 @dataclass
@@ -143,6 +144,8 @@ class RolloutEngine:
         self._asked_at = 0, 0
         self._prefill_rate = 0.0
         """Positions a second, of the last chunk."""
+        self._round_seconds = 0.0
+        """Of the last round that was read."""
         self._stored_texts: Mapping[SampleKey, NDArray[np.int32]] = {}
         self._stored_rows: list[StoredRow] = []
         """What the round was chosen with; a round with stored texts is read before the next one is chosen."""
@@ -312,6 +315,9 @@ class RolloutEngine:
                 self._num_beside = most if self._agree is None else self._agree(most)
                 self._asked_at = self._num_own, self._num_steps + _ASK_AGAIN
             num_free = min(num_free, self._num_beside - (rows.num_live - self._num_own))
+        elif self._agree is None:  # ranks that step together measure different times
+            has_time = self._round_seconds < _AHEAD_SECONDS or not (rows.num_live or scheduler.prefilling)
+            num_free = min(num_free, _ROWS_AT_ONCE * has_time)
         for response in waiting[: max(0, num_free)]:
             scheduler.wait(response)
         del waiting[: max(0, num_free)]
@@ -423,7 +429,8 @@ class RolloutEngine:
         if num_prefilling:
             is_own = any(not response.is_ahead for response in self._scheduler.prefilling)
             # ranks that read a chunk together must cut it alike
-            fitting = int(_AHEAD_SECONDS * self._prefill_rate) if self._agree is None else 0
+            round_seconds = self._round_seconds if self._rows.num_live else 0.0
+            fitting = int((_AHEAD_SECONDS - round_seconds) * self._prefill_rate) if self._agree is None else 0
             most = self.settings.prefill_tokens
             self._scheduler.prefill_tokens = most if is_own else min(most, max(_LEAST_PREFILL, fitting))
             start = time.perf_counter()
@@ -484,6 +491,7 @@ class RolloutEngine:
         self._counts.num_row_passes += sum(map(bool, compress(emitted.tokens, own)))
         # a drafter that failed left a plain round: nothing is learned from it
         seconds = emitted.seconds + (0.0 if emitted.is_hidden else time.perf_counter() - start)
+        self._round_seconds = seconds
         if any(own):
             self._note_span(self.chooser.index_of(emitted.strategy), sum(own), num_own_tokens, seconds)
         if num_tokens and emitted.tells:

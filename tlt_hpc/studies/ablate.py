@@ -21,6 +21,7 @@ from tlt_hpc.common.records import Request, SampleKey
 from tlt_hpc.config import Config
 from tlt_hpc.drafting.acceptance import JUDGED_DEPTH
 from tlt_hpc.evaluate.subject import policy_readers
+from tlt_hpc.look.analysis.comparison import paired_ratio
 from tlt_hpc.models.drafter_file import load_drafter
 from tlt_hpc.models.once import readers_once
 from tlt_hpc.mpi.world import World
@@ -29,7 +30,7 @@ from tlt_hpc.rollout.strategy import Strategy
 from tlt_hpc.session import Session, open_session
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.records import read_finished, write_json
-from tlt_hpc.studies.ablation_plan import WITHOUT_DRAFTER, Ablation
+from tlt_hpc.studies.ablation_plan import WITHOUT_DRAFTER, Ablation, check_ranks
 from tlt_hpc.studies.compare import WARM_UP, Comparison, read_comparison, rows_of, to_tree
 from tlt_hpc.studies.warmup.texts import from_prompts
 from tlt_hpc.train import Reporter, run
@@ -76,7 +77,7 @@ class AblationFigures:
         return {"held-out accept length": cells, **rows_of(self.comparison)}
 
     def verdict(self) -> str:
-        """What differs between the arms, then whether training in the tail pays; empty if nothing is to be said."""
+        """What differs between the arms, then whether training in the tail pays, or draft-ahead more; may be empty."""
         parts = []
         if self.unequal:
             guard = (
@@ -91,7 +92,21 @@ class AblationFigures:
                 f"{tail.accept_length:.3f} on held-out prompts, the frozen one {frozen.accept_length:.3f}: "
                 f"{gain.text}. Training in the tail {gain.verb} the frozen drafter in accept length."
             )
+        if {"tail", "ahead"} <= self.comparison.runs.keys():
+            parts.append(self._tail_or_ahead())
         return " ".join(parts)
+
+    def _tail_or_ahead(self) -> str:
+        """Which of the two uses of the tail gains more in rollout seconds."""
+        tail, ahead = self.comparison.runs["tail"], self.comparison.runs["ahead"]
+        median, low, high = paired_ratio(tail.by_step["rollout"], ahead.by_step["rollout"])
+        verb = "gains more than" if low > 1 else "gains less than" if high < 1 else "does not clearly differ from"
+        interval = f"95 % interval {low:.2f} to {high:.2f}" if math.isfinite(high) else "noise unknown"
+        return (
+            f"In rollout seconds draft-ahead {verb} training in the tail: tail takes {median:.2f} times as long as "
+            f"ahead (median of the steps' ratios, {interval}; the arms ran one after another: policy updates, the same "
+            f"work, took {tail.update_seconds / ahead.update_seconds:.2f} times as long)."
+        )
 
 
 def ablate(ablation: Ablation, world: World, reporter: Reporter) -> AblationFigures | None:
@@ -100,6 +115,7 @@ def ablate(ablation: Ablation, world: World, reporter: Reporter) -> AblationFigu
     Raises:
         ValueError: the user's mistake (configuration, model folder, data, a drafter).
     """
+    world.once(lambda: check_ranks(ablation, world.size))
     digests = world.once(lambda: finished_arms(ablation))
     left = [arm for arm in ablation.arms if arm not in digests]
     if left:

@@ -19,19 +19,25 @@ from tlt_hpc.config import (
 )
 from tlt_hpc.rollout.strategy import strategies_of
 from tlt_hpc.storage.folder import RunFolder
+from tlt_hpc.storage.records import read_environments
 
 ARMS = {
     "plain": "no speculation",
     "ngram": "n-grams alone",
     "frozen": "the drafter as it starts",
     "tail": "the drafter trained by idle ranks while others generate",
+    "ahead": "the drafter as it starts; idle ranks generate the next step's drafts ahead",
+    "ahead-tail": "idle ranks train the drafter or generate ahead, as the run decides from tail to tail",
     "tail-random": "as tail, from random weights",
 }
 """Arms in the order in which they run, and what they are."""
 WITHOUT_DRAFTER = ("plain", "ngram")
+_AHEAD = ("ahead", "ahead-tail")
 _DRAFTER_KEYS: dict[str, dict[str, Any]] = {
     "frozen": {"train": False},
     "tail": {"train": True},
+    "ahead": {"train": False},
+    "ahead-tail": {"train": True},
     "tail-random": {"train": True, "init": "random"},
 }
 _MAY_CHANGE = ("run.num_steps", "run.folder")
@@ -56,7 +62,8 @@ class Ablation:
         tree = without_side_effects(self.config).model_dump()
         tree["run"] |= {"name": arm, "folder": str(self.folder), "num_steps": self.num_steps}
         tree["checkpoint"]["replay"] = False  # it would leave out updates of the drafter, which are what is compared
-        tree["speculation"]["mode"] = arm if arm in WITHOUT_DRAFTER else "full"
+        mode = arm if arm in WITHOUT_DRAFTER else "full"
+        tree["speculation"] |= {"mode": mode, "ahead": "on" if arm in _AHEAD else "off"}
         tree["drafter"] |= _DRAFTER_KEYS.get(arm, {})
         return parse_config(tree)
 
@@ -106,9 +113,26 @@ def _obstacle(config: Config, arm: str) -> str:
         return ""
     if not any(strategy.has_drafter for strategy in strategies):
         return "no strategy uses the drafter; add e.g. 'drafter-4' to speculation.strategies, or use --arms plain,ngram"
-    if arm == "frozen" and config.drafter.init == "random":
+    if arm in ("frozen", "ahead") and config.drafter.init == "random":
         return "drafter.init = 'random' leaves nothing to freeze; set it to a drafter of tlt warmup or omit the arm"
     return ""
+
+
+def check_ranks(ablation: Ablation, num_ranks: int) -> None:
+    """Refuse to resume an ablation on another number of ranks: its arms would not be comparable.
+
+    Raises:
+        ConfigError: names the first arm that was begun on another number.
+    """
+    for arm in ablation.arms:
+        folder = RunFolder(ablation.folder / arm)
+        starts, _ = read_environments(folder.environment)
+        begun = sum(host.num_ranks for host in starts[0].hosts) if starts else num_ranks
+        if begun != num_ranks:
+            raise ConfigError(
+                f"{folder.path} was begun on {count(begun, 'rank')}, now {num_ranks}; start {begun}, or give another "
+                "run.name"
+            )
 
 
 def _check_same(config: Config) -> None:
