@@ -179,7 +179,7 @@ def test_neither_stored_texts_nor_work_ahead_change_a_text(way, world):
 
 
 def test_features_of_wide_passes_and_new_weights_in_the_middle(world):
-    (own, following, _), (plain, of_next, _), stored, expected = world
+    (own, following, _), (_, of_next, _), stored, expected = world
     engine = ahead_engine(max_live=8)
     engine.outbox.sink = kept = KeptFeatures()
     engine.draft_from(stored)
