@@ -166,7 +166,7 @@ def test_neither_stored_texts_nor_work_ahead_change_a_text(way, world):
         engine.abort()  # what was begun ahead goes on after the refill
     accepted, verified = np.sum(tallies, 0)
     assert 0.2 * verified < accepted < verified, tallies
-    assert num_ahead > 0 and engine.has_ahead and not engine.has_work
+    assert (num_ahead > 0 or "preempted" in way) and engine.has_ahead and not engine.has_work
     while engine.has_ahead:
         engine.step()
     num_ahead += engine.take_counts().num_ahead
