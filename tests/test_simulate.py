@@ -19,9 +19,10 @@ from logged import step_record
 from tlt_hpc.cli.main import main
 from tlt_hpc.common.records import EngineSpans, FinishReason, Rollout, RolloutTiming, SampleKey
 from tlt_hpc.config import load_config, to_toml
+from tlt_hpc.plan.simulate.ahead import Ahead, Passes, ahead_seconds
 from tlt_hpc.plan.simulate.costs import TokenCosts, with_speed_ups
 from tlt_hpc.plan.simulate.lengths import log_normal, resampled, shard_lengths
-from tlt_hpc.plan.simulate.recorded import costs_by_strategy, phases_of, read_run
+from tlt_hpc.plan.simulate.recorded import costs_by_strategy, passes_of, phases_of, read_run
 from tlt_hpc.plan.simulate.step import Setting, StepPhases, setting_from, simulate, walk
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.rollout_log import StepRecord, read_step, write_step
@@ -138,6 +139,48 @@ def test_the_walk_is_the_token_by_token_simulation(
     assert ends[0].tolist() == pytest.approx(reference(lengths, fast, live, prompt))
 
 
+# --- draft-ahead ---
+
+
+@settings(max_examples=30, deadline=None)
+@given(LENGTHS, st.lists(st.floats(0.3, 3.0), min_size=5, max_size=5), st.integers(1, 5), st.floats(0, 1e-2))
+def test_without_stored_texts_draft_ahead_changes_nothing(
+    rows: list[list[int]], gains: list[float], live: int, position: float
+) -> None:
+    """A stored text is lost at once, or a rank is never idle; free places, positions and prompts count as ever."""
+    fast = with_speed_ups(costs_of([1.0, 1.2, 1.4, 1.6, 1.8], position, prompt=0.3), {"drafter-4": gains})
+    passes, setting = Passes(np.array([1.0, 2.5]), np.array([1, 5]), 0.8, 0.2), Setting(max_live=live, prompt_tokens=2)
+    lengths = np.concatenate([lengths_of(*rows), lengths_of(*rows)[:, ::-1]])
+    for some, ahead in (
+        (lengths, Ahead(passes, lost_after=1e-9, worth=0.0)),
+        (lengths[:, :1], Ahead(passes, worth=0.0)),
+    ):
+        assert ahead_seconds(some, fast, ahead, setting) == pytest.approx(
+            simulate(some, fast, setting, NOTHING).rollout_seconds
+        )
+
+
+def test_stored_texts_are_verified_33_tokens_a_pass() -> None:
+    """Rank 1 stores step 1 while rank 0 is busy: ceil(67 / 33) passes; then one token of step 0."""
+    passes = Passes(np.ones(1), np.ones(1), 1.0, 0.0)
+    lengths = np.concatenate([lengths_of([1000], [5]), lengths_of([67], [34])])
+    seconds = ahead_seconds(lengths, costs_of([1.0, 1.0]), Ahead(passes, chance=1.0, worth=0.0), Setting(max_live=2))
+    assert seconds.tolist() == [999, 3]
+    late = ahead_seconds(lengths, costs_of([1.0, 1.0]), Ahead(passes, chance=0.9, worth=0.0), Setting(max_live=2))
+    assert late[1] == np.ceil(67 / sum(0.9**i for i in range(33)))
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(LENGTHS, min_size=2, max_size=4), st.floats(0.8, 1.0))
+def test_a_rollout_saves_at_most_what_the_one_before_took(steps: list[list[list[int]]], chance: float) -> None:
+    """Passes that cost the same whatever they verify: never slower, and saves no more seconds than those."""
+    lengths = np.concatenate([lengths_of(*(rows + [[1]] * 4)[:4], [1] * 9) for rows in steps])
+    costs, setting = costs_of([1.0] * 9), Setting(max_live=9)
+    full = simulate(lengths, costs, setting, NOTHING).rollout_seconds
+    seconds = ahead_seconds(lengths, costs, Ahead(Passes(np.ones(1), np.ones(1), 1.0, 0.0), chance, worth=0.0), setting)
+    assert (seconds <= full + 1e-6).all() and (seconds[1:] >= (full[1:] - seconds[:-1]) - 1e-6).all()
+
+
 # --- lengths and shards ---
 
 
@@ -248,6 +291,8 @@ def test_costs_of_each_strategy_where_it_ran(tmp_path: Path) -> None:
     costs = costs_by_strategy(read_run(folder)).token_seconds
     assert costs[0, 7] == pytest.approx(on_a_line(8), rel=1e-5)
     assert costs[1].tolist() == pytest.approx([(on_a_line(batch) + 1) / ACCEPT for batch in range(1, 9)], rel=0.05)
+    passes = passes_of(read_run(folder))
+    assert passes.accept.tolist() == [1, ACCEPT] and passes.seconds(4, np.array(99.0)) == pytest.approx(on_a_line(4))
     seldom = costs_by_strategy(read_run(write_run(tmp_path / "two", lambda number, live: live > 2, on_a_line)))
     assert np.isfinite(seldom.token_seconds[0]).all() and np.isinf(seldom.token_seconds[1, 3:]).all()
 
@@ -282,12 +327,12 @@ def simulated(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
 
 def test_the_table_and_the_json(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    assert main(["simulate", QWEN, "--nodes", "1,8", "--steps", "3"]) == 0
+    assert main(["simulate", QWEN, "--nodes", "1,8", "--steps", "3", "--ahead", "0.97", "--lost-after", "9"]) == 0
     out = capsys.readouterr().out
-    assert "rank-h" in out and max(map(len, out.splitlines())) <= 80
+    assert "rank-h" in out and "ahead" in out and max(map(len, out.splitlines())) <= 80
     one, two = simulated(capsys, QWEN, "--nodes", "2,1", "--steps", "3")["rows"]
     assert (one["nodes"], two["nodes"], one["ranks"]) == (1, 2, 8) and one["gain"] > 1
-    assert two["rollout_seconds"] < one["rollout_seconds"]
+    assert two["rollout_seconds"] < one["rollout_seconds"] and one["ahead_rollout_seconds"] is None
     assert one["gpu_hours"] == pytest.approx(one["step_seconds"] * 8 * 200 / 3600)
 
 
@@ -295,6 +340,9 @@ def test_from_a_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     folder = str(write_run(tmp_path / "known"))
     (row,) = simulated(capsys, "--from", folder, "--nodes", "1", "--steps", "200")["rows"]
     assert row["ranks"] == 2  # as many a node as the run had
+    lengths = [QWEN, "--lengths", folder, "--nodes", "8", "--ahead", "0.97"]
+    (both,), (idle,) = (simulated(capsys, *lengths, *more)["rows"] for more in ([], ["--idle-only"]))
+    assert both["ahead_rollout_seconds"] < idle["ahead_rollout_seconds"] < idle["rollout_seconds"]
     tokens = read_run(Path(folder)).lengths.sum((1, 2)).mean()
     other = row["step_seconds"] - row["rollout_seconds"]
     assert row["gain"] == 1.0 and other == pytest.approx(2 + 0.1 * tokens, rel=0.2)

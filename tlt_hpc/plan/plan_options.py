@@ -32,6 +32,13 @@ def above_zero(text: str) -> float:
     raise argparse.ArgumentTypeError(f"{text!r}: give a number above 0")
 
 
+def chance(text: str) -> float:
+    """A number above 0, up to 1."""
+    if above_zero(text) <= 1:
+        return float(text)
+    raise argparse.ArgumentTypeError(f"{text!r}: give a number above 0, up to 1")
+
+
 def gpu_gb(text: str) -> float:
     """GB of a GPU that is given by name or by number."""
     return GPU_GB.get(text.lower()) or above_zero(text)
@@ -77,5 +84,9 @@ def add_simulate_options(command: argparse.ArgumentParser) -> None:
     add("--from", dest="source", type=Path, metavar="RUN", help="lengths, rounds and phases of this run's log")
     add("--median", type=above_zero, metavar="TOKENS", help="of the log-normal law (default a sixth of the cap)")
     add("--steps", type=at_least_one, default=20, metavar="N", help="steps that are simulated (default 20)")
+    add("--lengths", type=Path, metavar="RUN", help="lengths alone of this run's log")
+    add("--ahead", type=chance, metavar="CHANCE", help="with draft-ahead; a stored token is accepted with this chance")
+    add("--idle-only", action="store_true", help="of it, without what busy ranks generate in free rows")
+    add("--lost-after", type=at_least_one, metavar="TOKENS", help="of it, mean use of a stored text (default: all)")
     add("--shape", metavar="CONFIG.json", help="the model's config.json, or a name such as Qwen2.5-7B")
     add("--json", action="store_true", help="print all figures as JSON")

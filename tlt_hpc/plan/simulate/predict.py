@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -15,18 +16,19 @@ from rich.table import Table
 from tlt_hpc.common.console import TextConsole
 from tlt_hpc.config import Config, ConfigError, check_replicas, load_config
 from tlt_hpc.plan.memory.shapes import find_shape
-from tlt_hpc.plan.simulate.assumed import GpuFigures, derating_of, gpu_costs, gpu_phases, speculative_costs
+from tlt_hpc.plan.simulate.ahead import Ahead, Passes, ahead_seconds
+from tlt_hpc.plan.simulate.assumed import GpuFigures, derating_of, gpu_costs, gpu_passes, gpu_phases, speculative_costs
 from tlt_hpc.plan.simulate.costs import TokenCosts
 from tlt_hpc.plan.simulate.lengths import MEDIAN_SHARE, PROMPT_SHARE, SPREAD, Ints, log_normal, resampled, shard_lengths
-from tlt_hpc.plan.simulate.recorded import RecordedRun, costs_by_strategy, groups_of, phases_of, read_run
+from tlt_hpc.plan.simulate.recorded import RecordedRun, costs_by_strategy, groups_of, passes_of, phases_of, read_run
 from tlt_hpc.plan.simulate.step import Setting, StepPhases, Steps, setting_from, simulate
 from tlt_hpc.storage.folder import RunFolder
 
 _GPUS = 8
 NOTE = (
     "rank-h: of the run, a rank a GPU; idle: of all rank-seconds; harvested: of the idle ones; gain: plain step over "
-    "this one. What training the drafter brings to accept lengths is not modelled. To compare settings, give other "
-    "values: rollout.max_live=32. tlt plan says whether they fit."
+    "this one; ahead: rollout with draft-ahead over this one. What training the drafter brings to accept lengths is "
+    "not modelled. To compare settings, give other values: rollout.max_live=32. tlt plan says whether they fit."
 )
 
 
@@ -39,13 +41,23 @@ class SimulatedJob:
     costs: TokenCosts
     phases: StepPhases
     lengths: Ints
+    passes: Passes
     origin: tuple[str, ...]
     """Where costs and lengths come from, in words."""
 
     def run(self, num_ranks: int, costs: TokenCosts) -> Steps:
         """Simulate the steps; lengths are the same for any number of ranks, with and without speculation."""
-        shards = shard_lengths(self.lengths, num_ranks // self.setting.ranks_per_replica, self.config.rollout.shard)
-        return simulate(shards, costs, self.setting, self.phases)
+        return simulate(self._shards(num_ranks), costs, self.setting, self.phases)
+
+    def ahead_seconds(self, num_ranks: int, options: argparse.Namespace) -> float:
+        """Mean seconds of a rollout with draft-ahead."""
+        ahead = Ahead(self.passes, options.ahead, options.lost_after or math.inf)
+        if options.idle_only:
+            ahead = replace(ahead, worth=0.0)
+        return float(ahead_seconds(self._shards(num_ranks), self.costs, ahead, self.setting).mean())
+
+    def _shards(self, num_ranks: int) -> Ints:
+        return shard_lengths(self.lengths, num_ranks // self.setting.ranks_per_replica, self.config.rollout.shard)
 
 
 @dataclass(frozen=True)
@@ -65,6 +77,9 @@ class NodesRow:
     """Share of all tokens."""
     gain: float
     """Seconds of a plain step over those of this one."""
+    plain_rollout_seconds: float
+    ahead_rollout_seconds: float | None
+    """With draft-ahead; None: not asked for."""
 
 
 def run(options: argparse.Namespace) -> int:
@@ -79,7 +94,7 @@ def run(options: argparse.Namespace) -> int:
     for count in options.nodes:
         check_replicas(config, count * ranks_per_node)
     job = simulated_job(config, options, log)
-    rows = [row(job, count, ranks_per_node) for count in sorted(set(options.nodes))]
+    rows = [row(job, count, ranks_per_node, options) for count in sorted(set(options.nodes))]
     if options.json:
         print(json.dumps({"origin": job.origin, "rows": [asdict(one) for one in rows]}, indent=2))
     else:
@@ -87,7 +102,7 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def row(job: SimulatedJob, nodes: int, ranks_per_node: int) -> NodesRow:
+def row(job: SimulatedJob, nodes: int, ranks_per_node: int, options: argparse.Namespace) -> NodesRow:
     """What the job takes on a number of nodes."""
     ranks = nodes * ranks_per_node
     steps, plain = job.run(ranks, job.costs), job.run(ranks, job.costs.plain)
@@ -102,6 +117,8 @@ def row(job: SimulatedJob, nodes: int, ranks_per_node: int) -> NodesRow:
         harvested_share=steps.harvested_share,
         speculated_share=float(steps.speculated_tokens.sum() / steps.tokens.sum()),
         gain=float(plain.step_seconds.mean()) / seconds,
+        plain_rollout_seconds=float(plain.rollout_seconds.mean()),
+        ahead_rollout_seconds=job.ahead_seconds(ranks, options) if options.ahead else None,
     )
 
 
@@ -113,9 +130,10 @@ def simulated_job(config: Config, options: argparse.Namespace, log: RecordedRun 
     """
     rollout = config.rollout
     shape, cap = (options.steps, rollout.prompts_per_step, rollout.group_size), rollout.max_new_tokens
-    if log is not None and options.median is None:
-        groups = groups_of(log)
-        lengths, said = resampled(groups, shape), f"lengths: the run's own {groups.size:,}, drawn with replacement"
+    of = read_run(options.lengths) if options.lengths else log
+    if of is not None and options.median is None:
+        groups = groups_of(of)
+        lengths, said = resampled(groups, shape), f"lengths: the {groups.size:,} of {of.name}, drawn with replacement"
     else:
         median = options.median or cap * MEDIAN_SHARE
         lengths = log_normal(shape, median, cap)
@@ -135,17 +153,18 @@ def simulated_job(config: Config, options: argparse.Namespace, log: RecordedRun 
         f"{log.rollout_seconds.mean():.2f} s a rollout and {log.step_seconds.mean():.2f} s a step",
         said,
     )
-    costs = costs if config.speculation.mode != "plain" else costs.plain
-    return SimulatedJob(config, setting, costs, phases_of(log), lengths, origin)
+    costs, passes = (costs if config.speculation.mode != "plain" else costs.plain), passes_of(log)
+    return SimulatedJob(config, setting, costs, phases_of(log), lengths, passes, origin)
 
 
 def _on_assumed_gpus(config: Config, named_shape: str | None, lengths: Ints, said: str) -> SimulatedJob:
     shape, gpu = find_shape(config.model.path, named_shape), GpuFigures()
+    large = find_shape("Qwen2.5-32B", None)
     if config.speculation.mode == "ngram":
         raise ConfigError("speculation.mode = 'ngram': no speed-up of n-grams is known; give --from RUN of such a run")
     costs = gpu_costs(shape, config.rollout.tensor_parallel, config.rollout.max_live, gpu)
     if config.speculation.mode != "plain":
-        costs = speculative_costs(costs, derating_of(find_shape("Qwen2.5-32B", None), shape))
+        costs = speculative_costs(costs, derating_of(large, shape))
     origin = (
         f"rounds (assumed): H100-class card, {gpu.bytes_share:.0%} of 3.35 TB/s, {gpu.decode_flops_share:.0%} of 990 "
         "TFLOP/s",
@@ -154,7 +173,8 @@ def _on_assumed_gpus(config: Config, named_shape: str | None, lengths: Ints, sai
         said,
     )
     phases = gpu_phases(shape, gpu, config.checkpoint.every_steps)
-    return SimulatedJob(config, setting_from(config), costs, phases, lengths, origin)
+    passes = gpu_passes(costs, large, shape)
+    return SimulatedJob(config, setting_from(config), costs, phases, lengths, passes, origin)
 
 
 def _config(options: argparse.Namespace, log: RecordedRun | None) -> Config:
@@ -177,12 +197,15 @@ def show(job: SimulatedJob, rows: Sequence[NodesRow], console: Console) -> None:
         console.print(f"  {line}", highlight=False, markup=False)
     table = Table(title="By number of nodes", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD,
                   pad_edge=False)  # fmt: skip
-    for column in ("nodes", "ranks", "rollout s", "step s", "rank-h", "idle", "harvested", "gain"):
+    columns = ("nodes", "ranks", "rollout s", "step s", "rank-h", "idle", "harvested", "gain", "ahead")
+    for column in columns if rows[0].ahead_rollout_seconds else columns[:-1]:
         table.add_column(column, justify="right")
     for one in rows:
+        ahead = one.ahead_rollout_seconds
         table.add_row(
             str(one.nodes), str(one.ranks), f"{one.rollout_seconds:,.1f}", f"{one.step_seconds:,.1f}",
             f"{one.gpu_hours:,.1f}", f"{one.idle_share:.0%}", f"{one.harvested_share:.0%}", f"{one.gain:.2f}",
+            *([f"{ahead / one.rollout_seconds:.2f}"] if ahead else []),
         )  # fmt: skip
     console.print(table)
     console.print(NOTE, highlight=False, markup=False)
