@@ -98,7 +98,7 @@ def ahead_engine(**options) -> RolloutEngine:
     } | options
     engine = full_engine([*USUAL, *STORED], **options)
     engine.load_drafter(tiny_drafter_state())
-    engine.chooser.num_worth_adding = lambda num_own, most: most
+    engine.chooser.num_worth_adding = lambda num_own, most, worth: most
     return engine
 
 

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from tlt_hpc.common.records import Request, SampleKey
 from tlt_hpc.mpi.roster import Roster, State, Status
 from tlt_hpc.rl.draws import StepDraws
+from tlt_hpc.rollout.chooser import ahead_worth
 from tlt_hpc.session import Job, unit_of
 
 _SLICE_SECONDS = 0.02
@@ -54,7 +55,8 @@ class AheadTail:
         self._is_idle = self._has_others = False
         self.spans: list[tuple[float, float]] = []
         """When nothing else was decoded, in seconds since the epoch."""
-        job.engine.submit_ahead(job.shard(requests))
+        self._worth = ahead_worth(job.replica.count)
+        job.engine.submit_ahead(job.shard(requests), self._worth)
 
     def work(self, roster: Roster, status: Status, is_over: Callable[[], bool]) -> None:
         """One slice; collective over the replica, whose ranks take one step in each."""
@@ -64,7 +66,7 @@ class AheadTail:
             self.spans.append((now, now))
         if not self._has_others:
             self._has_others = True
-            engine.submit_ahead(self._of_busy_ranks(roster))
+            engine.submit_ahead(self._of_busy_ranks(roster), self._worth)
         end = time.perf_counter() + _SLICE_SECONDS
         with self._job.pulse.progressing(status):
             engine.step()

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from statistics import fmean, variance
 
 ACCEPT_LENGTH, SEQUENCES = "drafter/own_accept_length", "drafter/own_sequences"
-STORED, STORED_ACCEPTED = "ahead/drafts", "ahead/accepted_drafts"
+STORED, STORED_ACCEPTED, AHEAD_TOKENS = "ahead/drafts", "ahead/accepted_drafts", "ahead/tokens"
 
 _WINDOW = 3
 """Steps whose mean accept length is compared with that of as many others."""
@@ -23,8 +23,11 @@ _MOST_LOSS = 0.03
 _CERTAIN = 3.0
 """Standard errors from which a loss is taken for one: the steps' texts differ."""
 _LEAST_SEQUENCES = 16
-_LEAST_SHARE, _PAUSE = 0.5, 8
-"""Stored drafts must be accepted by this share; else none are generated for so many steps."""
+_LEAST_SHARE, _PAUSE = 0.25, 8
+"""Of the tokens generated ahead this share must be accepted in the next step, over a window; else none are generated
+for so many steps. Two ranks may have generated the same ones.
+"""
+_LEAST_TOKENS = 200
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,9 @@ class TailPlan:
         self._lengths = list[float]()
         """Accept lengths since the last change of mind."""
         self._num_unmeasured = self._pause = 0
+        self._ahead_tokens = [0.0]
+        self._accepted = list[float]()
+        """Tokens generated ahead in each step, and accepted in the one after, since the last pause."""
 
     def next(self) -> TailUse:
         """The use of the next tail."""
@@ -66,14 +72,21 @@ class TailPlan:
 
     def learn(self, line: Mapping[str, float]) -> None:
         """Take in a step's metrics."""
-        drafts = line.get(STORED, 0.0)
-        if self._ahead == "auto" and drafts and line[STORED_ACCEPTED] < _LEAST_SHARE * drafts:
-            self._pause = _PAUSE
+        self._judge_drafts(line.get(AHEAD_TOKENS, 0.0), line.get(STORED_ACCEPTED, 0.0))
         if line.get(SEQUENCES, 0.0) < _LEAST_SEQUENCES:
             self._num_unmeasured += 1
             return
         self._num_unmeasured = 0
         self._lengths.append(line[ACCEPT_LENGTH])
+
+    def _judge_drafts(self, num_tokens: float, num_accepted: float) -> None:
+        """Pause where too little of what was generated ahead is of use."""
+        self._accepted.append(num_accepted)
+        generated, accepted = sum(self._ahead_tokens[-_WINDOW:]), sum(self._accepted[-_WINDOW:])
+        self._ahead_tokens.append(num_tokens)
+        is_wasted = generated >= _LEAST_TOKENS and accepted < _LEAST_SHARE * generated
+        if self._ahead == "auto" and is_wasted and len(self._accepted) > _WINDOW:
+            self._pause, self._ahead_tokens, self._accepted = _PAUSE, [0.0], []
 
     def _by_accept_length(self) -> TailUse:
         lengths, num_steps = self._lengths, len(self._lengths)

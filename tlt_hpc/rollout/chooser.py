@@ -20,12 +20,11 @@ from tlt_hpc.rollout.costs import RoundCosts, batch_bucket
 from tlt_hpc.rollout.stored_text import StoredRow
 from tlt_hpc.rollout.strategy import MAX_DEPTH, OFF, Strategy
 
+_AHEAD_WORTH = 0.4
 EPSILON = 0.05
 """Share of the rounds that may be trials."""
 TRIAL_SHARE = 0.02
 """Largest share of the seconds spent that may be lost to trials."""
-AHEAD_WORTH = 0.4
-"""Of a token that is generated ahead, beside one of this step: it is verified once more, and may not be accepted."""
 WINDOW = 128
 """Rounds over which counts of accepted drafts fade."""
 _REFRESH = 8
@@ -34,6 +33,13 @@ _REFRESH = 8
 Agree = Callable[[int], int]
 """Takes the index of the strategy that this rank chose and returns that of its replica's first rank (a broadcast):
 ranks that decode together measure different times, and must run the same strategy."""
+
+
+def ahead_worth(num_replicas: int) -> float:
+    """What a token of a later step is worth to a busy rank, beside one of this step: it is verified once more, and may
+    not be accepted. With more than two replicas nothing: idle ones generate it, and all wait for the busy one.
+    """
+    return _AHEAD_WORTH if num_replicas <= 2 else 0.0
 
 
 # -- accepted drafts --------------------------------------------------------------------------------------------------
@@ -276,17 +282,18 @@ class Chooser:
             if self._num_added < WINDOW or self._num_added % _REFRESH == 0:  # they change little in a round
                 self._lengths.clear()
 
-    def num_worth_adding(self, num_own: int, most: int) -> int:
+    def num_worth_adding(self, num_own: int, most: int, worth: float) -> int:
         """How many sequences of a later step to decode along with ``num_own`` of this one, at most ``most``.
 
-        More of them slow these down and come cheap themselves, the fewer these are the more so.
+        ``worth``: of one of their tokens, beside one of this step. More of them slow these down and come cheap
+        themselves, the fewer these are the more so.
         """
         best, found = 0.0, 0
         for more in [0, *(2**i - num_own for i in range(12) if num_own < 2**i < num_own + most), most]:
             outlook = self._outlook(num_own + more)
-            worth = (num_own + AHEAD_WORTH * more) / (num_own + more) * outlook.rates[outlook.best]
-            if worth > best:
-                best, found = worth, more
+            rate = (num_own + worth * more) / (num_own + more) * outlook.rates[outlook.best]
+            if rate > best:
+                best, found = rate, more
         return found if self._costs.ready else 0
 
     def discount(self, factor: float) -> None:

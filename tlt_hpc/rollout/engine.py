@@ -142,6 +142,7 @@ class RolloutEngine:
         self._num_own = self._num_steps = self._num_beside = 0
         """The step's own requests that have not finished; calls of ``step``; how many to decode beside them."""
         self._asked_at = 0, 0
+        self._ahead_worth = 0.0
         self._prefill_rate = 0.0
         """Positions a second, of the last chunk."""
         self._round_seconds = 0.0
@@ -284,12 +285,15 @@ class RolloutEngine:
 
     # -- ahead --------------------------------------------------------------------------------------------------
 
-    def submit_ahead(self, requests: Iterable[Request]) -> None:
+    def submit_ahead(self, requests: Iterable[Request], worth: float = 0.0) -> None:
         """Queue requests of a later step, whose texts are drafts then.
+
+        ``worth``: of one of their tokens, beside one of this step.
 
         They are decoded along with the step's own as far as that pays, and alone where ``step`` is called when there
         are none of these. Counts and features that are handed out do not include them.
         """
+        self._ahead_worth = worth
         for request in requests:
             self._num_submitted += 1
             response = self._response(request, request.params or self.settings.params)
@@ -311,7 +315,7 @@ class RolloutEngine:
             if scheduler.prefilling or not rows.num_live or self._stored_rows:
                 return
             if self._num_own != self._asked_at[0] or self._num_steps >= self._asked_at[1]:
-                most = self.chooser.num_worth_adding(self._num_own, rows.capacity - self._num_own)
+                most = self.chooser.num_worth_adding(self._num_own, rows.capacity - self._num_own, self._ahead_worth)
                 self._num_beside = most if self._agree is None else self._agree(most)
                 self._asked_at = self._num_own, self._num_steps + _ASK_AGAIN
             num_free = min(num_free, self._num_beside - (rows.num_live - self._num_own))

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from tlt_hpc.plan.simulate.costs import Floats, TokenCosts
 from tlt_hpc.plan.simulate.lengths import Ints
 from tlt_hpc.plan.simulate.step import Setting
-from tlt_hpc.rollout.chooser import AHEAD_WORTH
+from tlt_hpc.rollout.chooser import ahead_worth
 from tlt_hpc.rollout.strategy import STORED
 
 CHANCE = 0.97
@@ -53,7 +53,7 @@ class Ahead:
     """With which a stored token is accepted, if those before it were."""
     lost_after: float = np.inf
     """Tokens after which a text and its stored one part for good, on average."""
-    worth: float = AHEAD_WORTH
+    worth: float = ahead_worth(1)
     """Of a token generated beside a step's own, for busy ranks; 0: idle ranks alone generate ahead."""
 
 

@@ -22,6 +22,7 @@ from tlt_hpc.plan.simulate.costs import TokenCosts
 from tlt_hpc.plan.simulate.lengths import MEDIAN_SHARE, PROMPT_SHARE, SPREAD, Ints, log_normal, resampled, shard_lengths
 from tlt_hpc.plan.simulate.recorded import RecordedRun, costs_by_strategy, groups_of, passes_of, phases_of, read_run
 from tlt_hpc.plan.simulate.step import Setting, StepPhases, Steps, setting_from, simulate
+from tlt_hpc.rollout.chooser import ahead_worth
 from tlt_hpc.storage.folder import RunFolder
 
 _GPUS = 8
@@ -51,10 +52,9 @@ class SimulatedJob:
 
     def ahead_seconds(self, num_ranks: int, options: argparse.Namespace) -> float:
         """Mean seconds of a rollout with draft-ahead."""
-        ahead = Ahead(self.passes, options.ahead, options.lost_after or math.inf)
-        if options.idle_only:
-            ahead = replace(ahead, worth=0.0)
-        return float(ahead_seconds(self._shards(num_ranks), self.costs, ahead, self.setting).mean())
+        shards = self._shards(num_ranks)
+        ahead = Ahead(self.passes, options.ahead, options.lost_after or math.inf, ahead_worth(shards.shape[1]))
+        return float(ahead_seconds(shards, self.costs, ahead, self.setting).mean())
 
     def _shards(self, num_ranks: int) -> Ints:
         return shard_lengths(self.lengths, num_ranks // self.setting.ranks_per_replica, self.config.rollout.shard)
