@@ -4,8 +4,9 @@
     python tools/bench_trl.py --steps 5 --repeats 3 --json figures.json
 
 Both sides start from the same weights and train on the same prompts in the same order (16 x 8 responses a step, at most
-512 tokens, temperature 1), with the same rewards, loss and learning rate. TRL generates with transformers, in float32,
-without gradient checkpointing, and is given each of ``--batches`` as its per-device batch; the best of them counts.
+512 tokens, temperature 1), with the same rewards, loss and learning rate. TRL runs in float32 without gradient
+checkpointing and generates with transformers in two modes: ``generate``, its default, and continuous batching. Given
+several ``--batches``, ``--attention`` or ``--continuous``, it runs in each combination; the defaults were fastest.
 Every side is a launch of its own; launches are interleaved, and the first step of each is left out, as a warm-up. Speed
 is the median over steps of response tokens over seconds of the step (rollout, reward, update).
 """
@@ -13,6 +14,7 @@ is the median over steps of response tokens over seconds of the step (rollout, r
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -37,6 +39,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 JOB = ROOT / "jobs" / "tiny.toml"
 RANKS = 2
+CONTINUOUS = {"num_blocks": 256, "max_batch_tokens": 512}
 
 
 def job_of(folder: str, options: argparse.Namespace) -> Config:
@@ -85,16 +88,19 @@ def trl_settings(config: Config, options: argparse.Namespace) -> Any:
     from trl.trainer.grpo_config import GRPOConfig
 
     rollout, algorithm = config.rollout, config.algorithm
+    batch, continuous = options.setting["batch"], options.setting["continuous"]
     return GRPOConfig(
         output_dir=options.folder,
         use_cpu=True,
         bf16=False,
         ddp_backend="gloo",
-        per_device_train_batch_size=options.batch,
-        gradient_accumulation_steps=config.samples_per_step // (RANKS * options.batch * algorithm.updates_per_step),
+        per_device_train_batch_size=batch,
+        gradient_accumulation_steps=config.samples_per_step // (RANKS * batch * algorithm.updates_per_step),
         generation_batch_size=config.samples_per_step,
         num_generations=rollout.group_size,
         max_completion_length=rollout.max_new_tokens,
+        use_transformers_continuous_batching=continuous is not None,
+        transformers_continuous_batching_config=continuous,
         temperature=rollout.temperature,
         top_k=0,
         top_p=1.0,
@@ -156,7 +162,9 @@ def run_trl(options: argparse.Namespace) -> None:
             rows.append({**figures, "rollout_seconds": now["rollout_seconds"]})
 
     trainer = GRPOTrainer(
-        model=AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
+        model=AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation=options.setting["attention"]
+        ),
         # not AutoTokenizer's: for every qwen2 model that takes Qwen's own way of splitting text
         processing_class=PreTrainedTokenizerFast.from_pretrained(folder),
         reward_funcs=reward,
@@ -185,16 +193,33 @@ def write_rows(options: argparse.Namespace, rows: list[dict[str, float]]) -> Non
     (Path(options.folder) / "rows.json").write_text(json.dumps(rows))
 
 
-def launch(side: str, batch: int, options: argparse.Namespace) -> list[dict[str, float]]:
-    """One launch of a side; the rows of its steps after the first."""
+def trl_sides(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """TRL's settings by name; a name has what tells it from others of its mode."""
+    modes = [None, *options.continuous]
+    settings = [
+        {"batch": batch, "attention": attention, "continuous": continuous}
+        for continuous, batch, attention in itertools.product(modes, options.batches, options.attention)
+    ]
+    several = len(settings) > 2
+
+    def name(setting: dict[str, Any]) -> str:
+        mode = "generate" if setting["continuous"] is None else "continuous batching"
+        return f"TRL, {mode}" + (f" {json.dumps(setting)}" if several else "")
+
+    return {name(setting): setting for setting in settings}
+
+
+def launch(setting: dict[str, Any] | None, options: argparse.Namespace) -> list[dict[str, float]]:
+    """One launch of TRL with ``setting``, or without one of ours; the rows of its steps after the first."""
+    side = "trl" if setting else "ours"
     starts = {
         "ours": [find_mpiexec(), "-n", str(RANKS), sys.executable, "-m", "mpi4py"],
         "trl": [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"],
     }
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     with tempfile.TemporaryDirectory() as folder:
-        command = [*starts[side], __file__, "--side", side, "--folder", folder, "--batch", str(batch)]
-        command += ["--steps", str(options.steps)]
+        command = [*starts[side], __file__, "--side", side, "--folder", folder, "--steps", str(options.steps)]
+        command += ["--setting", json.dumps(setting)]
         done = subprocess.run(command, env=environment, check=False, capture_output=True, text=True)
         if done.returncode:
             raise SystemExit(f"{' '.join(command)} ended with status {done.returncode}:\n{done.stderr[-3000:]}")
@@ -209,39 +234,50 @@ def median_of(rows: list[dict[str, float]], name: str) -> float:
 
 def compare(options: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
     """All sides' rows, launches interleaved."""
-    sides = {"ours": ("ours", 0)} | {f"TRL, batch {batch}": ("trl", batch) for batch in options.batches}
+    sides = {"ours": None, **trl_sides(options)}
     rows: dict[str, list[dict[str, float]]] = {name: [] for name in sides}
     for repetition in range(options.repeats):
-        for name, (side, batch) in sides.items():
-            rows[name] += launch(side, batch, options)
+        for name, setting in sides.items():
+            rows[name] += launch(setting, options)
             speed = median_of(rows[name], "speed")
             print(f"  repetition {repetition + 1}, {name}: {speed:,.0f} response tokens/s", flush=True)
     return rows
 
 
 def report(rows: Mapping[str, list[dict[str, float]]]) -> None:
-    """Print the table, and ours over the best of TRL's."""
-    print(f"\n{'':16}{'tokens/s':>10}{'tokens':>9}{'step s':>9}{'rollout s':>11}{'score':>8}")
+    """Print the table, and ours over each mode of TRL, the fastest last."""
+    width = max(map(len, rows)) + 2
+    print(f"\n{'':{width}}{'tokens/s':>10}{'tokens':>9}{'step s':>9}{'rollout s':>11}{'score':>8}")
     speeds = {name: median_of(own, "speed") for name, own in rows.items()}
     for side, own in rows.items():
         tokens, seconds, rollout, score = (
             median_of(own, key) for key in ("tokens", "seconds", "rollout_seconds", "score")
         )
-        print(f"{side:16}{speeds[side]:10,.0f}{tokens:9,.0f}{seconds:9.2f}{rollout:11.2f}{score:8.3f}")
+        print(f"{side:{width}}{speeds[side]:10,.0f}{tokens:9,.0f}{seconds:9.2f}{rollout:11.2f}{score:8.3f}")
     ours = speeds.pop("ours")
-    best = max(speeds, key=speeds.__getitem__)
-    print(f"\nours over {best}: {ours / speeds[best]:.2f}x the response tokens per second of whole steps")
+    print("\nours, in response tokens per second of whole steps:")
+    for name, speed in sorted(speeds.items(), key=lambda item: item[1]):
+        print(f"  {ours / speed:.2f}x {name}")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=4, help="timed steps of a launch")
     parser.add_argument("--repeats", type=int, default=2, help="launches of each side")
-    parser.add_argument("--batches", type=int, nargs="+", default=[4, 16, 32], help="TRL's per-device batches")
+    parser.add_argument("--batches", type=int, nargs="+", default=[32], help="TRL's per-device batches")
+    parser.add_argument("--attention", nargs="+", default=["sdpa"], help="TRL's attention implementations")
+    parser.add_argument(
+        "--continuous",
+        type=json.loads,
+        nargs="+",
+        default=[CONTINUOUS],
+        metavar="JSON",
+        help="settings of TRL's continuous batching",
+    )
     parser.add_argument("--json", type=Path, help="where to write all rows")
     parser.add_argument("--side", choices=("ours", "trl"), help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
-    parser.add_argument("--batch", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--setting", type=json.loads, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.side:
         {"ours": run_ours, "trl": run_trl}[options.side](options)
