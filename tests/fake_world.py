@@ -49,6 +49,9 @@ class ThreadWorld:
     def broadcast(self, item: Any) -> Any:
         return self.allgather(item)[0]
 
+    def alltoall(self, items: list[Any]) -> list[Any]:
+        return [sent[self.rank] for sent in self.allgather(items)]
+
     def start_sum(self, array: Any) -> Any:
         total = sum(self.allgather(array))
         return SimpleNamespace(wait=lambda: total)

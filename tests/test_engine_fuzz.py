@@ -14,7 +14,7 @@ from tlt_hpc.common.records import FinishReason, SampleKey, SamplingParams
 from tlt_hpc.models.eagle import Eagle
 from tlt_hpc.rollout.device_cache import DevicePagedCache
 from tlt_hpc.rollout.kv_cache import page_bytes
-from tlt_hpc.rollout.strategy import OFF, Strategy
+from tlt_hpc.rollout.strategy import OFF, STORED, Strategy
 
 STRATEGIES = (
     OFF,
@@ -23,6 +23,7 @@ STRATEGIES = (
     Strategy("drafter", 4),
     Strategy("drafter", 3, 2, 5),
     Strategy("drafter", 2, 6, 9, 1.7),
+    *STORED,
 )
 LONGEST = 40
 
@@ -52,7 +53,7 @@ def random_request(source, number, prompts):
 def random_engine(source):
     size = source.choice([4, 8, 64])
     drafter = Eagle(embedded_decoder().shape, source.randrange(99), torch.float32, CPU)
-    least = -(-(16 + LONGEST + 12) // size)
+    least = -(-(16 + LONGEST + 34) // size)
     pages = least + source.randint(0, 3 * least)
     engine = make_engine(
         STRATEGIES,
@@ -99,18 +100,26 @@ def check(engine, rollout, request, text):
 
 
 def throw(num_requests, seed):
-    """Submit, step and abort at random; every response that comes is what its request asked for."""
+    """Submit, step, abort and generate ahead at random; every response is what its request asked for, and the text of
+    one that comes again, where the tie guard is on.
+    """
     source = random.Random(seed)
     prompts = [request.prompt_tokens for request in gcd_requests(12, 1, seed=seed)]
     engine, pages = random_engine(source)
     pool, text = engine._scheduler.pool, embedded_tokenizer().decode
-    waiting, done, number = {}, 0, 0
+    engine.chooser.num_worth_adding = lambda num_own, most: source.randint(0, most)
+    waiting, done, number, texts, known = {}, 0, 0, {}, {}
     while number < num_requests or engine.has_work:
         if number < num_requests and (source.random() < 0.3 or not engine.has_work):
             batch = [random_request(source, number + i, prompts) for i in range(source.randint(0, 8))]
+            again = source.sample(sorted(known), min(len(known), 3))
+            batch += [known[key][0] for key in again if key not in waiting]
             number += len(batch)
             waiting.update({request.key: request for request in batch})
+            engine.draft_from(texts)
             engine.submit(batch)
+            ahead = [random_request(source, 10**6 + number, prompts) for _ in range(source.choice([0, 0, 3]))]
+            engine.submit_ahead(ahead)
         engine.step()
         assert pool.num_used <= pages
         assert num_pages_held(engine) == pages + 1, "the pool never grows"
@@ -119,9 +128,17 @@ def throw(num_requests, seed):
             finished = {rollout.key for rollout in engine.finished}
             waiting = {key: request for key, request in waiting.items() if key in finished}
         for rollout in engine.collect():
-            check(engine, rollout, waiting.pop(rollout.key), text)
+            request, tokens = waiting.pop(rollout.key), rollout.response_tokens
+            check(engine, rollout, request, text)
+            if engine.settings.tie_guard and rollout.key in known:
+                assert tokens.tolist() == known[rollout.key][1]
+            known[rollout.key] = request, tokens.tolist()
+            texts[rollout.key] = np.where(source.random() < 0.5, tokens, np.roll(tokens, 2))
             done += 1
+    engine.abort()
+    engine.ahead.end()
     assert (pool.num_used, waiting, done) == (0, {}, number)
+    assert all(0 < len(ahead) <= LONGEST for ahead in engine.ahead.take().values())
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import time
 from pathlib import Path
@@ -127,6 +128,24 @@ def run_in_turn(folder: str, runs: list[list[str]]) -> list[str]:
         digests.append(run(config, world, Silent()).policy_sha256)
     leave_process_group()
     return digests
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.ci), pytest.param(4, marks=pytest.mark.ci)])
+def test_a_run_with_texts_generated_ahead_is_a_plain_run_bit_for_bit(tmp_path: Path, ranks: int) -> None:
+    """With refills and evaluations between the steps, and on four ranks as two replicas too."""
+    same = ["run.num_steps=3", "drafter.train=false", "algorithm.max_refills=1", "evaluation.every_steps=1"]
+    same += ["evaluation.limit=2", "rollout.shard=sample", f"run.ranks={ranks}"]
+    runs = [["run.name=plain", "speculation.mode=plain", *same], ["run.name=ahead", "speculation.ahead=on", *same]]
+    runs += [["run.name=split", "speculation.ahead=on", *same, TWO]] * (ranks == 4)
+    digests = run_on_ranks(ranks, run_in_turn, str(tmp_path), runs, timeout=280)[0]
+    assert len(set(digests)) == 1
+    for name in [words[0].partition("=")[2] for words in runs[1:]]:
+        lines = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        assert sum(line["rollout/refills"] for line in lines) > 0
+        if ranks > 1:  # a rank alone never waits
+            assert all(line["ahead/tokens"] > 0 for line in lines[:-1]) and lines[-1]["ahead/tokens"] == 0
+            assert all(line["ahead/accepted_drafts"] > 0 for line in lines[1:]) and lines[0]["ahead/drafts"] == 0
 
 
 @pytest.mark.mpi

@@ -1,9 +1,10 @@
 """Generate the same responses in many ways and count those that differ from plain decoding.
 
 Ways: strategies alone and switched at random, batch sizes, orders of submission, small pages with shared prompts,
-preemption, chunked prefill, a draft vocabulary. None may differ.
+preemption, chunked prefill, texts stored from other weights, generation ahead. None may differ.
 
     python tools/prove_exactness.py --tokens 1000000 --json exactness.json
+    python tools/prove_exactness.py --tokens 1000000 --ways ahead   # of the ways, those with this in their names
     python tools/prove_exactness.py --tokens 200000 --device cuda   # a GPU's ways against the CPU's plain decoding
 """
 
@@ -26,8 +27,9 @@ from tlt_hpc.common.script import ending
 import numpy as np
 import torch
 from bench_shape import choose_device
+from numpy.typing import NDArray
 
-from tlt_hpc.common.records import Request, Rollout, SampleKey, SamplingParams, Stream
+from tlt_hpc.common.records import Request, SampleKey, SamplingParams, Stream
 from tlt_hpc.config import EMBEDDED_MODEL
 from tlt_hpc.data.gcd import draw_from_split
 from tlt_hpc.kernels.graphs import GraphPool
@@ -40,8 +42,9 @@ from tlt_hpc.rollout.device_cache import AttentionKind
 from tlt_hpc.rollout.engine import RolloutEngine
 from tlt_hpc.rollout.kv_cache import page_bytes
 from tlt_hpc.rollout.settings import EngineSettings
-from tlt_hpc.rollout.strategy import OFF, strategy_named
+from tlt_hpc.rollout.strategy import STORED, strategy_named
 
+Texts = dict[SampleKey, NDArray[np.int32]]
 NUM_TOKENS, MOST_TOKENS, MOST_PROMPT = 20, 512, 16
 CPU = torch.device("cpu")
 SHAPE = read_shape(embedded("tiny"))
@@ -60,6 +63,8 @@ class Way:
     prefill_tokens: int = 4096
     chooser: Literal["goodput", "random"] = "goodput"
     attention: AttentionKind = "auto"
+    ahead: float | None = None
+    """Draft from texts of weights that differ by this share of their mean size, and generate some responses ahead."""
 
 
 MIXED = ("off", "ngram-3", "drafter-2", "drafter-6", "drafter-4x2v8", "drafter-3x5v12a1.5")
@@ -72,6 +77,10 @@ WAYS = (
     Way("all strategies, switched at random", MIXED, 24, True, 32, chooser="random"),
     Way("preempted, chunked prefill", MIXED, 64, True, 16, 60, 24, chooser="random"),
     Way("a GPU's rounds, run on the CPU", MIXED, 64, True, 32, chooser="random", attention="paged-kernel"),
+    Way("ahead, chosen by speed", MIXED, 24, ahead=0.05),
+    Way("ahead, switched at random", MIXED, 24, True, 32, chooser="random", ahead=0.05),
+    Way("ahead, preempted, chunked prefill", MIXED, 64, True, 16, 60, 24, chooser="random", ahead=0.2),
+    Way("ahead, a GPU's rounds, on the CPU", MIXED, 64, True, 32, 0, 64, "random", "paged-kernel", 0.1),
 )
 
 
@@ -99,7 +108,7 @@ def make_engine(way: Way, device: torch.device) -> RolloutEngine:
         kv_bytes=(way.num_pages + 1) * page_bytes(SHAPE, way.page_size, torch.float32, 1) if way.num_pages else 0,
         page_size=way.page_size,
         prefill_tokens=way.prefill_tokens,
-        strategies=tuple(OFF if name == "off" else strategy_named(name) for name in way.strategies),
+        strategies=(*map(strategy_named, way.strategies), *(STORED if way.ahead is not None else ())),
         chooser=way.chooser,
         attention=way.attention,
     )
@@ -109,15 +118,20 @@ def make_engine(way: Way, device: torch.device) -> RolloutEngine:
     return engine
 
 
-def generate(way: Way, wanted: list[Request], device: torch.device) -> tuple[dict[SampleKey, Rollout], dict[str, Any]]:
-    """All responses, and what the engine counted."""
+def generate(
+    way: Way, wanted: list[Request], device: torch.device
+) -> tuple[dict[SampleKey, list[NDArray[np.int32]]], dict[str, Any]]:
+    """The texts of each response, of which some are generated twice, and what the engine counted."""
     engine = make_engine(way, device)
     engine.calibrate([replace(r, key=replace(r.key, stream=Stream.CALIBRATION)) for r in wanted[:8]])
     ordered = list(wanted)
     if way.shuffled:
         random.Random(way.name).shuffle(ordered)
+    stored = {} if way.ahead is None else texts_ahead(engine, ordered, way.ahead)
+    engine.take_counts()
     start = time.perf_counter()
-    engine.submit(ordered)
+    ahead = {} if way.ahead is None else generate_ahead(engine, ordered, stored)
+    engine.submit([] if way.ahead is not None else ordered)
     while engine.has_work:
         engine.step()
     seconds = time.perf_counter() - start
@@ -127,18 +141,70 @@ def generate(way: Way, wanted: list[Request], device: torch.device) -> tuple[dic
         "accept_length": counts.num_tokens / counts.num_row_passes,
         "guarded": counts.num_guarded,
         "preempted": counts.num_preempted,
-        "tokens": counts.num_tokens,
+        "tokens": counts.num_tokens + sum(map(len, ahead.values())),
+        "stored_drafts": counts.num_stored,
+        "stored_drafts_accepted": counts.num_stored_accepted,
+        "tokens_ahead": counts.num_ahead,
     }
-    return {rollout.key: rollout for rollout in engine.collect()}, figures
+    found = {rollout.key: [rollout.response_tokens] for rollout in engine.collect()}
+    for key, text in ahead.items():
+        found[key].append(text)
+    return found, figures
 
 
-def compare(wanted: list[Request], device: torch.device) -> dict[str, Any]:
+def texts_ahead(engine: RolloutEngine, wanted: list[Request], change: float) -> Texts:
+    """What most of the responses are under changed weights, some of them cut short."""
+    source = torch.Generator().manual_seed(0)
+    weights = dict(folder_weights(embedded("tiny")))
+    moved = {n: w + change * w.abs().mean() * torch.randn(w.shape, generator=source) for n, w in weights.items()}
+    engine.load_policy(moved.items(), 1)
+    engine.submit_ahead(wanted)
+    while len(engine.ahead.waiting) > len(wanted) // 10:
+        engine.step()
+    engine.abort()
+    engine.ahead.end()
+    engine.load_policy(weights.items(), 2)
+    return engine.ahead.take()
+
+
+def generate_ahead(engine: RolloutEngine, wanted: list[Request], stored: Texts) -> Texts:
+    """Generate the responses in parts, and in each some of the next one's ahead; returns the texts generated ahead.
+
+    At random, drafts come from the texts of other weights, from those generated ahead or from neither, and what is
+    generated ahead is decoded beside the others or alone, interrupted and continued.
+    """
+    source, complete, size = random.Random(len(wanted)), dict[SampleKey, Any](), 96
+    worth_adding = engine.chooser.num_worth_adding
+    if engine.settings.chooser == "random":
+        engine.chooser.num_worth_adding = lambda num_own, most: source.randint(0, most)  # type: ignore[method-assign]
+    for start in range(0, len(wanted), size):
+        engine.draft_from(source.choice([stored, {**stored, **complete}, {**stored, **complete}, {}]))
+        engine.submit(wanted[start : start + size])
+        following = [one for one in wanted[start + size : start + 2 * size] if one.key not in complete]
+        engine.submit_ahead(source.sample(following, min(len(following), size // 2)))
+        while engine.has_work:
+            engine.step()
+        while engine.has_ahead and source.random() < 0.98:
+            if source.random() < 0.02:
+                engine.abort()
+            engine.step()
+        engine.abort()
+        if source.random() < 0.3:
+            unfinished = {response.request.key for response in engine.ahead.waiting}
+            engine.ahead.end()
+            taken = engine.ahead.take()
+            complete |= {key: text for key, text in taken.items() if key not in unfinished}
+    engine.chooser.num_worth_adding = worth_adding  # type: ignore[method-assign]
+    return complete | engine.ahead.take()
+
+
+def compare(wanted: list[Request], ways: list[Way], device: torch.device) -> dict[str, Any]:
     """Every way, on a device, against plain decoding of 32 rows on the CPU."""
     plain, figures = generate(Way("plain, 32 rows"), wanted, CPU)
     report: dict[str, Any] = {"plain": figures, "ways": {}, "tokens_compared": 0, "responses_that_differ": 0}
-    for way in WAYS:
+    for way in ways:
         found, figures = generate(way, wanted, device)
-        pairs = [(rollout.response_tokens, found[key].response_tokens) for key, rollout in plain.items()]
+        pairs = [(text, other) for key, (text,) in plain.items() for other in found[key]]
         figures["responses_that_differ"] = sum(not np.array_equal(a, b) for a, b in pairs)
         report["ways"][way.name] = {**asdict(way), **figures}
         report["tokens_compared"] += figures["tokens"]
@@ -155,14 +221,16 @@ def compare(wanted: list[Request], device: torch.device) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=1_000_000, help="tokens to compare")
+    parser.add_argument("--ways", default="", metavar="TEXT", help="only those with this text in their names")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of the ways; plain runs on the CPU")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     GraphPool.checks_inputs = True
     # a response has about 42 tokens
-    wanted = requests(max(8, arguments.tokens // len(WAYS) // 42))
-    report = compare(wanted, choose_device(arguments.device))
+    ways = [way for way in WAYS if arguments.ways in way.name]
+    wanted = requests(max(8, arguments.tokens // len(ways) // 42))
+    report = compare(wanted, ways, choose_device(arguments.device))
     if arguments.json:
         arguments.json.write_text(json.dumps(report, indent=2))
     wrong = report["responses_that_differ"]
