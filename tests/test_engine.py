@@ -123,6 +123,17 @@ def test_a_prompt_that_is_being_prefilled_gives_way_to_older_rows(plain):
     assert texts(engine.collect()) == texts(plain.values())
 
 
+def test_what_is_generated_ahead_alone_takes_short_steps():
+    """A round that took longer than a step may gets no further rows; every response is generated all the same."""
+    engine, most = make_engine(max_live=32), list[int]()
+    engine.submit_ahead(gcd_requests(4, 8))
+    while engine.has_ahead:
+        most.append(engine._rows.num_live)
+        engine._round_seconds = 1.0 if len(most) > 1 else 0.0
+        engine.step()
+    assert max(most) == 8 and len(engine.ahead.take()) == 32
+
+
 def test_the_guard_decides_every_token_when_its_zone_is_all(plain):
     """With an infinite zone of doubt each token takes the float64 path, and the text is still the same."""
     engine = make_engine([Strategy("ngram", 3)], max_new_tokens=80)
