@@ -22,8 +22,7 @@ from tests.tiny import (
     make_engine,
     texts,
 )
-from tlt_hpc.drafting.tail_plan import ACCEPT_LENGTH, SEQUENCES, STORED_ACCEPTED, TailPlan
-from tlt_hpc.drafting.tail_plan import STORED as STORED_DRAFTS
+from tlt_hpc.drafting.tail_plan import ACCEPT_LENGTH, AHEAD_TOKENS, SEQUENCES, STORED_ACCEPTED, TailPlan
 from tlt_hpc.models.folder import folder_weights
 from tlt_hpc.rollout.engine import RolloutEngine
 from tlt_hpc.rollout.stored_text import SURE, StoredText
@@ -233,12 +232,12 @@ def test_stored_texts_save_most_passes():
 # -- what the tail is used for ----------------------------------------------------------------------------------------
 
 
-def line(length: float = 2.0, sequences: float = 99.0, drafts: float = 0.0, accepted: float = 0.0) -> dict[str, float]:
-    return {ACCEPT_LENGTH: length, SEQUENCES: sequences, STORED_DRAFTS: drafts, STORED_ACCEPTED: accepted}
+def line(length: float = 2.0, sequences: float = 99.0, tokens: float = 0.0, accepted: float = 0.0) -> dict[str, float]:
+    return {ACCEPT_LENGTH: length, SEQUENCES: sequences, AHEAD_TOKENS: tokens, STORED_ACCEPTED: accepted}
 
 
 def uses(plan: TailPlan, lines) -> str:
-    """What follows each line: t, the drafter is trained; a, responses are generated ahead; b, only by busy ranks."""
+    """What follows each line: t, the drafter is trained; a, responses are generated ahead; b, both: by busy ranks."""
     found = ""
     for one in lines:
         plan.learn(one)
@@ -262,6 +261,8 @@ def test_what_idle_ranks_do():
     assert uses(noisy, [line(3.0 + math.sin(10 * i) * (i < 6) + 0.7 * math.sin(7 * i)) for i in range(12)]) == "a" * 12
     unused = uses(TailPlan(True, "auto"), [line(sequences=3.0)] * 12)
     assert unused[:6] == "b" * 6 and set(unused[7:]) == {"a", "b"}, "nothing is known of the drafter: in turn"
-    useless = [line(drafts=100.0, accepted=20.0), *[line()] * 9]
-    assert uses(TailPlan(True, "auto"), useless)[:9] == "t" * 8 + "a"
+    useless = [line(tokens=100.0, accepted=20.0) for _ in range(4)] + [line()] * 9
+    assert uses(TailPlan(True, "auto"), useless)[:12] == "bbb" + "t" * 8 + "a"
+    useful = [line(tokens=100.0, accepted=40.0)] * 12
+    assert "t" not in uses(TailPlan(True, "auto"), useful)
     assert "t" not in uses(TailPlan(True, "on"), useless)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from statistics import fmean, variance
 
 ACCEPT_LENGTH, SEQUENCES = "drafter/own_accept_length", "drafter/own_sequences"
-STORED, STORED_ACCEPTED, AHEAD_TOKENS = "ahead/drafts", "ahead/accepted_drafts", "ahead/tokens"
+AHEAD_TOKENS, STORED_ACCEPTED = "ahead/tokens", "ahead/accepted_drafts"
 
 _WINDOW = 3
 """Steps whose mean accept length is compared with that of as many others."""
