@@ -176,7 +176,7 @@ def generate_ahead(engine: RolloutEngine, wanted: list[Request], stored: Texts) 
     source, complete, size = random.Random(len(wanted)), dict[SampleKey, Any](), 96
     worth_adding = engine.chooser.num_worth_adding
     if engine.settings.chooser == "random":
-        engine.chooser.num_worth_adding = lambda num_own, most: source.randint(0, most)  # type: ignore[method-assign]
+        engine.chooser.num_worth_adding = lambda num_own, most, worth: source.randint(0, most)  # type: ignore
     for start in range(0, len(wanted), size):
         engine.draft_from(source.choice([stored, {**stored, **complete}, {**stored, **complete}, {}]))
         engine.submit(wanted[start : start + size])
