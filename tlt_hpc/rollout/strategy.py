@@ -6,6 +6,7 @@ import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, get_args
 
 Source = Literal["off", "ngram", "drafter", "stored"]
@@ -27,12 +28,12 @@ class Strategy:
     sharpness: float = 1.0
     rest: Strategy | None = None
 
-    @property
+    @cached_property
     def num_drafts(self) -> int:
         """Drafted tokens that a pass verifies for one sequence, at most."""
         return max(self.num_verify or self.depth, self.rest.num_drafts if self.rest else 0)
 
-    @property
+    @cached_property
     def widest_pass(self) -> int:
         """Tokens of one sequence in its verifying pass at most: the last committed one, and all drafts."""
         return 1 + self.num_drafts
@@ -41,23 +42,23 @@ class Strategy:
         """Sequences that a round may have: the passes over stored texts are wide, and so their logits many."""
         return _STORED_LOGITS // (vocab_size * self.widest_pass) if self.source == "stored" else sys.maxsize
 
-    @property
+    @cached_property
     def reach(self) -> int:
         """Most drafts that one pass can accept for one sequence."""
         return min(self.depth, self.num_drafts)
 
-    @property
+    @cached_property
     def num_slots(self) -> int:
         """Positions from a sequence's last token on that a round may write."""
         grown = 1 + (self.depth - 1) * self.branching if self.branching > 1 else self.depth
         return max(grown + 1, self.widest_pass, self.rest.num_slots if self.rest else 0)
 
-    @property
+    @cached_property
     def has_drafter(self) -> bool:
         """Whether the learned drafter takes part."""
         return self.source == "drafter" or (self.rest is not None and self.rest.has_drafter)
 
-    @property
+    @cached_property
     def name(self) -> str:
         if self.source in ("off", "stored"):
             return "off" if self.source == "off" else f"stored-{self.depth}"
@@ -65,7 +66,7 @@ class Strategy:
         sharp = f"a{self.sharpness:g}" if self.sharpness != 1.0 else ""
         return f"{self.source}-{self.depth}{tree}{sharp}"
 
-    @property
+    @cached_property
     def family(self) -> str:
         """Names the strategies that share statistics of acceptance: all chains of a drafter, or one tree alone.
 
