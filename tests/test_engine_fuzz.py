@@ -107,7 +107,7 @@ def throw(num_requests, seed):
     prompts = [request.prompt_tokens for request in gcd_requests(12, 1, seed=seed)]
     engine, pages = random_engine(source)
     pool, text = engine._scheduler.pool, embedded_tokenizer().decode
-    engine.chooser.num_worth_adding = lambda num_own, most: source.randint(0, most)
+    engine.chooser.num_worth_adding = lambda num_own, most, worth: source.randint(0, most)
     waiting, done, number, texts, known = {}, 0, 0, {}, {}
     while number < num_requests or engine.has_work:
         if number < num_requests and (source.random() < 0.3 or not engine.has_work):

@@ -25,8 +25,15 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 # What conda calls otherwise than PyPI does.
 PYPI_NAME = {"pytorch": "torch"}
 # config.json's max_position_embeddings, and the ranks that a job file is written for.
-POSITIONS = {"tiny": 1024, "qwen7b": 131072, "r1_qwen7b": 131072, "qwen32b": 131072, "llama70b": 131072}
-RANKS = {"tiny": 2, "qwen7b": 64, "r1_qwen7b": 64, "qwen32b": 64, "llama70b": 64}
+POSITIONS = {
+    "tiny": 1024,
+    "tiny_tail": 1024,
+    "qwen7b": 131072,
+    "r1_qwen7b": 131072,
+    "qwen32b": 131072,
+    "llama70b": 131072,
+}
+RANKS = {"tiny": 2, "tiny_tail": 2, "qwen7b": 64, "r1_qwen7b": 64, "qwen32b": 64, "llama70b": 64}
 
 
 def requirements(*extras: str) -> dict[str, SpecifierSet]:
