@@ -58,6 +58,12 @@ class AheadTail:
         self._worth = ahead_worth(job.replica.count)
         job.engine.submit_ahead(job.shard(requests), self._worth)
 
+    @property
+    def is_left(self) -> bool:
+        """Whether there is anything to do for a rank that waits; the same on all ranks of a replica."""
+        may_help = bool(self._requests) and self._job.replica.size == 1 and not self._has_others
+        return self._job.engine.has_ahead or may_help
+
     def work(self, roster: Roster, status: Status, is_over: Callable[[], bool]) -> None:
         """One slice; collective over the replica, whose ranks take one step in each."""
         engine, now = self._job.engine, time.time()

@@ -44,6 +44,8 @@ class Tail:
     """With the rewards that were found while the rank waited."""
     use: TailUse
     """What idle ranks did."""
+    num_stored: int
+    """Tokens that were generated ahead for this rank's responses."""
     ahead_spans: list[tuple[float, float]]
     """When this rank generated ahead, in seconds since the epoch."""
     late_seconds: float
@@ -60,29 +62,32 @@ def roll_out(job: Job, step: int, reporter: RollingReporter) -> Tail:
     A rank that has finished meanwhile scores responses and trains the drafter.
     """
     use = job.plan.next()
+    begun = time.time(), time.process_time()
     keeper, kept = open_keeper(job.config, job.folder, job.world, step)
     draws = StepDraws(job.config, job.prompts, step)
     scorer = Scorer(job.bench, draws.prompt_of, lambda rollout: text_of(job.tokenizer, rollout.response_tokens))
     if job.drafting:
         begin_features(job.drafting, job.engine, step)
-    if job.plan.may_be_ahead:
-        job.engine.draft_from(receive(job, job.engine.ahead.take()))
+    stored = receive(job, job.engine.ahead.take()) if job.plan.may_be_ahead else {}
+    job.engine.draft_from(stored)
+    num_stored = sum(map(len, stored.values())) if job.replica.index == 0 else 0
     ahead = AheadTail(job, next_requests(job, step) if use.ahead else [])
     requests, timings, late_seconds, stopped = draws.requests(), list[RolloutTiming](), list[float](), False
     cpu_seconds = 0.0
     while requests:
         left = take_over_kept(job, requests, keeper, kept)
-        timing, cpu, late, stopped = generate_part(job, step, left, scorer, keeper, use, ahead, reporter)
+        timing, cpu, late, stopped = generate_part(job, step, left, scorer, keeper, use, ahead, begun, reporter)
         timings.append(timing)
         cpu_seconds += cpu
         late_seconds.append(late)
         requests = [] if stopped else refill(job.world, job.engine, draws, scorer)
+        begun = time.time(), time.process_time()
         if requests and job.world.rank == 0:
             reporter.phase(step, f"refill {draws.num_refills} of at most {job.config.algorithm.max_refills}")
     job.engine.ahead.end()
     late = max(late_seconds)
     rollouts = job.engine.collect()
-    return Tail(rollouts, tuple(timings), stopped, scorer, use, ahead.spans, late, cpu_seconds, kept.keys())
+    return Tail(rollouts, tuple(timings), stopped, scorer, use, num_stored, ahead.spans, late, cpu_seconds, kept.keys())
 
 
 def take_over_kept(
@@ -138,6 +143,7 @@ def generate_part(
     keeper: Keeper,
     use: TailUse,
     ahead: AheadTail,
+    begun: tuple[float, float],
     reporter: RollingReporter,
 ) -> tuple[RolloutTiming, float, float, bool]:
     """Generate; once this rank has finished, score, then train the drafter or generate ahead until the last rank has
@@ -149,10 +155,10 @@ def generate_part(
     Args:
         requests: all ranks'.
         use: what idle ranks do.
+        begun: when this rank began, in seconds since the epoch, and its CPU seconds then.
     """
     engine, world = job.engine, job.world
-    start = last_token = time.time()
-    cpu_start = cpu_last = time.process_time()
+    (start, cpu_start), last_token, cpu_last = begun, time.time(), time.process_time()
 
     def on_round() -> None:
         nonlocal last_token, cpu_last
@@ -171,7 +177,7 @@ def generate_part(
 
     own = job.shard(requests)
     roster = job.generate(
-        engine, own, on_idle=on_idle, on_round=on_round, status=lambda: status(job, use), shown=shown, epoch=step
+        engine, own, on_idle=on_idle, on_round=on_round, status=lambda: status(job, use, ahead), shown=shown, epoch=step
     )
     late_seconds = time.perf_counter() - job.pulse.released_at
     timing = RolloutTiming(start, last_token, time.time())
@@ -186,7 +192,7 @@ def use_wait(job: Job, scorer: Scorer, use: TailUse, ahead: AheadTail, roster: R
 
     The pulse continues meanwhile, so that the release ends any of them at once.
     """
-    now = status(job, use)
+    now = status(job, use, ahead)
     if scorer.has_unscored(job.engine.finished):
         with job.pulse.progressing(now):
             scorer.score_ahead(job.engine.finished, lambda: is_over(job))
@@ -207,11 +213,11 @@ def is_over(job: Job) -> bool:
     return job.pulse.over or job.world.stop_requested
 
 
-def status(job: Job, use: TailUse) -> Status:
+def status(job: Job, use: TailUse, ahead: AheadTail) -> Status:
     """What this rank reports to the others."""
     now, steps = engine_status(job.engine, job.world), len(job.drafting.spot.records) if job.drafting else 0
     state = now.state
-    if state is State.IDLE and job.engine.has_ahead and not use.trains:
+    if state is State.IDLE and ahead.is_left and not use.trains:
         state = State.AHEAD
     elif state is State.IDLE and steps:
         state = State.TRAINING

@@ -352,7 +352,10 @@ def ahead_mode(config: Config, world: World, device: torch.device) -> str:
     wanted = config.speculation.ahead
     if config.speculation.mode == "plain":
         return "off"
-    crowded = device.type == "cpu" and world.node_group.size > len(os.sched_getaffinity(0))
+    hosts = world.allgather((world.hostname, os.sched_getaffinity(0)))
+    # a launcher may have bound each rank to cores of its own
+    cores = set[int]().union(*(own for host, own in hosts if host == world.hostname))
+    crowded = device.type == "cpu" and world.node_group.size > len(cores)
     return "off" if any(world.allgather(crowded)) and wanted == "auto" else wanted
 
 

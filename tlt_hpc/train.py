@@ -18,7 +18,7 @@ from tlt_hpc.common.records import PREFILL, PhaseSpan
 from tlt_hpc.config import Config, UserError
 from tlt_hpc.drafting.acceptance import JUDGED_DEPTH, DraftCounts
 from tlt_hpc.drafting.spot import MergeReport
-from tlt_hpc.drafting.tail_plan import AHEAD_TOKENS, STORED_ACCEPTED
+from tlt_hpc.drafting.tail_plan import STORED_ACCEPTED, STORED_TOKENS
 from tlt_hpc.evaluate.evaluate import TESTING, evaluate_policy, prepare
 from tlt_hpc.evaluate.exam import Exam
 from tlt_hpc.look.analysis.kinds import AHEAD
@@ -337,7 +337,8 @@ def make_record(
             "rollout/drafter_faults": float(counts.num_drafter_faults),
             **{f"rollout/{name}_seconds": seconds for name, seconds in vars(counts.seconds).items()},
             "ahead/seconds": ahead_seconds,
-            AHEAD_TOKENS: float(counts.num_ahead),
+            "ahead/tokens": float(counts.num_ahead),
+            STORED_TOKENS: float(tail.num_stored),
             "ahead/drafts": float(counts.num_stored),
             STORED_ACCEPTED: float(counts.num_stored_accepted),
             LATE: tail.late_seconds,

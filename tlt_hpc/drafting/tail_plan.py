@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from statistics import fmean, variance
 
 ACCEPT_LENGTH, SEQUENCES = "drafter/own_accept_length", "drafter/own_sequences"
-AHEAD_TOKENS, STORED_ACCEPTED = "ahead/tokens", "ahead/accepted_drafts"
+STORED_TOKENS, STORED_ACCEPTED = "ahead/stored_tokens", "ahead/accepted_drafts"
 
 _WINDOW = 3
 """Steps whose mean accept length is compared with that of as many others."""
@@ -24,8 +24,8 @@ _CERTAIN = 3.0
 """Standard errors from which a loss is taken for one: the steps' texts differ."""
 _LEAST_SEQUENCES = 16
 _LEAST_SHARE, _PAUSE = 0.25, 8
-"""Of the tokens generated ahead this share must be accepted in the next step, over a window; else none are generated
-for so many steps. Two ranks may have generated the same ones.
+"""Of the tokens that were generated ahead this share must be accepted, over a window; else none are generated for so
+many steps.
 """
 _LEAST_TOKENS = 200
 
@@ -50,14 +50,18 @@ class TailPlan:
         """Whether any tail may be used to generate ahead."""
         self._is_training = trains
         self._lengths = list[float]()
-        """Accept lengths since the last change of mind."""
+        """Accept lengths since idle ranks were last given something else to do."""
+        self._use = TailUse(trains, False, "")
         self._num_unmeasured = self._pause = 0
-        self._ahead_tokens = [0.0]
-        self._accepted = list[float]()
-        """Tokens generated ahead in each step, and accepted in the one after, since the last pause."""
+        self._stored = list[tuple[float, float]]()
+        """Tokens that were there for each step, and how many were accepted, since the last pause."""
 
     def next(self) -> TailUse:
         """The use of the next tail."""
+        self._use = self._next()
+        return self._use
+
+    def _next(self) -> TailUse:
         if not self.may_be_ahead:
             return TailUse(self._may_train, False, "always" if self._may_train else "frozen")
         if self._pause:
@@ -72,21 +76,21 @@ class TailPlan:
 
     def learn(self, line: Mapping[str, float]) -> None:
         """Take in a step's metrics."""
-        self._judge_drafts(line.get(AHEAD_TOKENS, 0.0), line.get(STORED_ACCEPTED, 0.0))
+        self._judge_drafts(line.get(STORED_TOKENS, 0.0), line.get(STORED_ACCEPTED, 0.0))
         if line.get(SEQUENCES, 0.0) < _LEAST_SEQUENCES:
             self._num_unmeasured += 1
             return
         self._num_unmeasured = 0
-        self._lengths.append(line[ACCEPT_LENGTH])
+        if self._use.trains == self._is_training:  # not of a pause
+            self._lengths.append(line[ACCEPT_LENGTH])
 
     def _judge_drafts(self, num_tokens: float, num_accepted: float) -> None:
         """Pause where too little of what was generated ahead is of use."""
-        self._accepted.append(num_accepted)
-        generated, accepted = sum(self._ahead_tokens[-_WINDOW:]), sum(self._accepted[-_WINDOW:])
-        self._ahead_tokens.append(num_tokens)
-        is_wasted = generated >= _LEAST_TOKENS and accepted < _LEAST_SHARE * generated
-        if self._ahead == "auto" and is_wasted and len(self._accepted) > _WINDOW:
-            self._pause, self._ahead_tokens, self._accepted = _PAUSE, [0.0], []
+        self._stored.append((num_tokens, num_accepted))
+        tokens, accepted = map(sum, zip(*self._stored[-_WINDOW:], strict=True))
+        is_wasted = tokens >= _LEAST_TOKENS and accepted < _LEAST_SHARE * tokens
+        if self._ahead == "auto" and is_wasted and len(self._stored) >= _WINDOW:
+            self._pause, self._stored = _PAUSE, []
 
     def _by_accept_length(self) -> TailUse:
         lengths, num_steps = self._lengths, len(self._lengths)

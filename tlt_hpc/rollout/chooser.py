@@ -339,7 +339,7 @@ class Chooser:
         return _Outlook(num_live, self._usable, seconds, rates, known)
 
     def _pick(self, num_live: int) -> int:
-        draw = self._random.random()  # one a round, needed or not: choosers of one seed stay in step
+        draw = self._random.random()  # needed or not: choosers of one seed stay in step
         outlook = self._outlook(num_live)
         best = outlook.best
         if len(outlook.usable) == 1 or not self._costs.ready:
@@ -412,7 +412,7 @@ class RandomChooser(Chooser):
     """Chooses all usable strategies equally often: for checks that the text does not depend on the strategy."""
 
     def _pick_stored(self, num_live: int, stored: Sequence[StoredRow], deep: Sequence[int]) -> tuple[int, int] | None:
-        rest = self._pick(num_live)
+        rest = self._pick(num_live) if num_live > len(stored) else self._off
         deep = [index for index in deep if self.strategies[index].depth >= self.strategies[rest].depth]
         return (self._random.choice(deep), rest) if deep and self._random.random() < 0.7 else None
 

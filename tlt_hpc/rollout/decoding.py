@@ -209,7 +209,8 @@ class HostRounds:
             )
             scored = logits.masked_fill(unended.unsqueeze(2) & is_end, -torch.inf)
         choice = choose_rows(scored, noise, rules, self.guard.tolerance)
-        chosen, doubtful = choice.token, choice.doubtful
+        ahead = [row for row, response in enumerate(responses) if response.is_ahead]
+        chosen, doubtful = choice.token, _without(choice.doubtful, ahead)
         decided = torch.zeros_like(doubtful)
         while True:
             accepted = self.target.walk(drafts, chosen)
@@ -231,7 +232,7 @@ class HostRounds:
                 decided[row, node] = True
             if self.guard.logit_tolerance > tolerated:
                 tolerated = self.guard.logit_tolerance
-                doubtful = choose_rows(scored, noise, rules, self.guard.tolerance).doubtful
+                doubtful = _without(choose_rows(scored, noise, rules, self.guard.tolerance).doubtful, ahead)
 
     # -- commit -------------------------------------------------------------------------------------------------
 
@@ -242,6 +243,13 @@ class HostRounds:
         log_probs = token_log_probs(at_path, accepted.chosen, rows.temperatures[: rows.num_live].view(-1, 1, 1))
         columns = self.target.commit(drafts, accepted, features)
         rows.log_probs[torch.arange(len(columns)).unsqueeze(1), columns.cpu()] = log_probs.cpu()
+
+
+def _without(doubtful: Tensor, ahead: list[int]) -> Tensor:
+    """Leaves out the rows that are generated ahead: their texts are drafts, which need not be exact."""
+    if ahead:
+        doubtful[ahead] = False
+    return doubtful
 
 
 def _before_min_tokens(responses: list[Response], drafts: DraftTree) -> Tensor | None:

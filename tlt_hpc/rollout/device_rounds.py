@@ -161,7 +161,10 @@ class DeviceRounds(HostRounds):
         if not is_sound:
             self.report_fault("the drafter's scores are not numbers")
         start = time.perf_counter()
-        if started.before is not None and bool((told[:, -1] >= 2).any()):
+        is_near_tie = (told[:, -1] >= 2).tolist()
+        if started.before is not None and any(
+            near and not response.is_ahead for near, response in zip(is_near_tie, started.responses, strict=True)
+        ):
             tokens, ended, accepted = self._decide_again(started)
         else:
             tokens, ended, accepted = self._take(started.responses, told.tolist(), log_probs)

@@ -54,8 +54,10 @@ _ASK_AGAIN = 64
 """Steps after which it is asked again how much of it pays."""
 _AHEAD_SECONDS = 0.02
 """Of a step of it alone, prefill and round, which must not delay the end of a rollout."""
-_ROWS_AT_ONCE, _LEAST_PREFILL = 8, 64
-"""Rows that are added to it at once, as long as there is time left, and tokens of its prefill chunks at least."""
+_ROWS_AT_ONCE, _LEAST_PREFILL, _DEVICE_PREFILL = 8, 64, 512
+"""Rows that are added to it at once, as long as there is time left, and tokens of its prefill chunks: at least on a
+host, and always on a device.
+"""
 
 
 @dataclass
@@ -143,6 +145,10 @@ class RolloutEngine:
         """The step's own requests that have not finished; calls of ``step``; how many to decode beside them."""
         self._asked_at = 0, 0
         self._ahead_worth = 0.0
+        # what a device does is not timed here, and ranks that step together must read the same
+        is_host = decoder.device.type == "cpu"
+        self._times_prefill = is_host and agree is None
+        self._least_prefill = _LEAST_PREFILL if is_host else _DEVICE_PREFILL
         self._prefill_rate = 0.0
         """Positions a second, of the last chunk."""
         self._round_seconds = 0.0
@@ -434,9 +440,9 @@ class RolloutEngine:
             is_own = any(not response.is_ahead for response in self._scheduler.prefilling)
             # ranks that read a chunk together must cut it alike
             round_seconds = self._round_seconds if self._rows.num_live else 0.0
-            fitting = int((_AHEAD_SECONDS - round_seconds) * self._prefill_rate) if self._agree is None else 0
+            fitting = int((_AHEAD_SECONDS - round_seconds) * self._prefill_rate) if self._times_prefill else 0
             most = self.settings.prefill_tokens
-            self._scheduler.prefill_tokens = most if is_own else min(most, max(_LEAST_PREFILL, fitting))
+            self._scheduler.prefill_tokens = most if is_own else min(most, max(self._least_prefill, fitting))
             start = time.perf_counter()
             num_read = self._scheduler.prefill()
             seconds = time.perf_counter() - start
@@ -503,7 +509,9 @@ class RolloutEngine:
             stored = self._stored_rows if strategy.rest else []
             self.chooser.observe(strategy, len(own), num_tokens, seconds, emitted.accepted, stored)
             if any(own):
-                self._count(strategy, emitted.accepted, stored, num_own_tokens)
+                # a device tells nothing of rows that have left theirs
+                told = own if len(emitted.accepted) == len(own) else list(compress(own, map(bool, emitted.tokens)))
+                self._count(strategy, list(compress(emitted.accepted, told)), stored, num_own_tokens)
         self._retire(emitted)
 
     def _count(self, strategy: Strategy, accepted: list[int], stored: list[StoredRow], num_tokens: int) -> None:
@@ -570,6 +578,7 @@ class RolloutEngine:
             self._scheduler.remove(row)
             return
         self._num_own -= 1
+        response.stored = None
         log_probs = self._rows.response_log_probs(row).numpy().copy()
         if self.keeps(request.key):
             rollout = Rollout(

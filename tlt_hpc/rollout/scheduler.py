@@ -198,8 +198,8 @@ class Scheduler:
         """Take row and pages of the sequence that arrived last, whether it is being prefilled or has a row."""
         admitted = [*self.prefilling, *self.rows.responses]
         assert len(admitted) > 1, "a lone sequence always fits: submit has refused those that do not"
-        self.num_preempted += 1
         victim = max(admitted, key=attrgetter("order"))
+        self.num_preempted += not victim.is_ahead
         if victim in self.prefilling:
             self.prefilling.remove(victim)
             self.release(victim)

@@ -93,8 +93,13 @@ _NAME = re.compile(
 def strategies_of(mode: str, names: Sequence[str], ahead: bool = False) -> tuple[Strategy, ...]:
     """The strategies of a speculation mode: "off", those of the named ones that the mode allows, and with ``ahead``
     those for stored texts, unless the mode is plain.
+
+    Raises:
+        ValueError: there is no strategy of this name, or none to be named.
     """
     named = dict.fromkeys(map(strategy_named, names))
+    if any(strategy.source == "stored" for strategy in named):
+        raise ValueError("strategies stored-... come with speculation.ahead; leave them out of speculation.strategies")
     stored = STORED if ahead and mode != "plain" else ()
     return (OFF, *(strategy for strategy in named if strategy.source in _SOURCES[mode]), *stored)
 
@@ -110,9 +115,7 @@ def strategy_named(name: str) -> Strategy:
     match = _NAME.fullmatch(name)
     sources: dict[str, Source] = {source: source for source in get_args(Source) if source != "off"}
     if match is None or match["source"] not in sources:
-        raise ValueError(
-            f"strategy {name!r}: write off, or {'|'.join(sources)}-DEPTH such as ngram-4, drafter-6x4v16a2"
-        )
+        raise ValueError(f"strategy {name!r}: write off, or ngram|drafter-DEPTH such as ngram-4, drafter-6x4v16a2")
     depth, num_verify = int(match["depth"]), int(match["num_verify"] or 0)
     branching, sharpness = int(match["branching"] or 1), float(match["sharpness"] or 1)
     if not 1 <= depth <= MAX_DEPTH or sharpness <= 0:

@@ -12,9 +12,9 @@ from tlt_hpc.common.records import PREFILL
 from tlt_hpc.storage.rollout_log import StepSummary
 
 OFF = "off"
+"""The strategy without drafting."""
 AHEAD = "ahead"
 """The phase in which a rank that waits generates the next step's responses."""
-"""The strategy without drafting."""
 
 
 class Kind(StrEnum):
