@@ -31,6 +31,8 @@ class Silent:
 
     def stepped(self, *_: object) -> None: ...
 
+    def evaluated(self, *_: object) -> None: ...
+
 
 def state_of(job: Any) -> dict[str, Any]:
     """All that is to come back, copied."""
