@@ -22,7 +22,7 @@ from tests.tiny import (
     make_engine,
     texts,
 )
-from tlt_hpc.drafting.tail_plan import ACCEPT_LENGTH, STORED_TOKENS, SEQUENCES, STORED_ACCEPTED, TailPlan
+from tlt_hpc.drafting.tail_plan import ACCEPT_LENGTH, SEQUENCES, STORED_ACCEPTED, STORED_TOKENS, TailPlan
 from tlt_hpc.models.folder import folder_weights
 from tlt_hpc.rollout.engine import RolloutEngine
 from tlt_hpc.rollout.stored_text import SURE, StoredText

@@ -95,7 +95,7 @@ def test_a_strategy_is_told_by_its_name(strategy: Strategy, slots: int):
     assert named.num_slots == slots
 
 
-WRONG_NAMES = "hybrid-4x2v8 of drafter magic-4 drafter-4x2 drafter-33 drafter-4a0 drafter-4x1v4 ngram-4x2v6 stored-8"
+WRONG_NAMES = "hybrid-4x2v8 of drafter magic-4 drafter-4x2 off-3 drafter-33 drafter-4a0 drafter-4x1v4 ngram-4x2v6"
 
 
 @pytest.mark.parametrize("name", ["", *WRONG_NAMES.split(), "drafter-2x2v50", "drafter-4x20v40", "drafter-5x16v16"])

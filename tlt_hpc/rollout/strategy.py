@@ -113,7 +113,7 @@ def strategy_named(name: str) -> Strategy:
     if name == OFF.name:
         return OFF
     match = _NAME.fullmatch(name)
-    sources: dict[str, Source] = {source: source for source in get_args(Source) if source not in ("off", "stored")}
+    sources: dict[str, Source] = {source: source for source in get_args(Source) if source != "off"}
     if match is None or match["source"] not in sources:
         raise ValueError(f"strategy {name!r}: write off, or ngram|drafter-DEPTH such as ngram-4, drafter-6x4v16a2")
     depth, num_verify = int(match["depth"]), int(match["num_verify"] or 0)
