@@ -321,8 +321,9 @@ class SpeculationSection(Section):
     adds ``x`` with the branching and ``v`` with the number of drafts to verify (``drafter-5x2v9``); ``a`` adds the
     drafter's sharpness (``drafter-4a1.5``). Sources: ``ngram``, ``drafter``."""
     ahead: Literal["auto", "on", "off"] = "auto"
-    """Let idle ranks generate the next step's responses ahead, whose texts are drafts then. ``auto``: once training the
-    drafter pays no more, as long as the drafts are accepted, and not where ranks outnumber the cores of a node."""
+    """Let idle ranks, once training the drafter pays no more, generate the next step's responses ahead; their texts are
+    drafts then. Of one or two ranks, busy ones do so beside their own. ``auto``: as long as enough of these drafts are
+    accepted, and not where ranks outnumber the cores of a node."""
 
 
 class DrafterSection(Section):

@@ -285,8 +285,8 @@ class Chooser:
     def num_worth_adding(self, num_own: int, most: int, worth: float) -> int:
         """How many sequences of a later step to decode along with ``num_own`` of this one, at most ``most``.
 
-        ``worth``: of one of their tokens, beside one of this step. More of them slow these down and come cheap
-        themselves, the fewer these are the more so.
+        ``worth``: how much one of their tokens counts relative to one of this step. More of them slow these down but
+        cost little themselves, in particular where these are few.
         """
         best, found = 0.0, 0
         for more in [0, *(2**i - num_own for i in range(12) if num_own < 2**i < num_own + most), most]:

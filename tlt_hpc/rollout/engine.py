@@ -51,9 +51,9 @@ from tlt_hpc.rollout.strategy import OFF, Strategy
 _AHEAD_ORDER = 1 << 40
 """What is generated ahead comes after everything else, and is preempted first."""
 _ASK_AGAIN = 64
-"""Steps after which it is asked again how much of it pays."""
+"""Steps after which the number of rows for it is computed again."""
 _AHEAD_SECONDS = 0.02
-"""Of a step of it alone, prefill and round, which must not delay the end of a rollout."""
+"""Longest step, prefill and round, of a rank that does nothing else: it must not delay the end of a rollout."""
 _ROWS_AT_ONCE, _LEAST_PREFILL, _DEVICE_PREFILL = 8, 64, 512
 """Rows that are added to it at once, as long as there is time left, and tokens of its prefill chunks: at least on a
 host, and always on a device.
@@ -294,7 +294,7 @@ class RolloutEngine:
     def submit_ahead(self, requests: Iterable[Request], worth: float = 0.0) -> None:
         """Queue requests of a later step, whose texts are drafts then.
 
-        ``worth``: of one of their tokens, beside one of this step.
+        ``worth``: how much one of their tokens counts relative to one of this step, when rows are assigned.
 
         They are decoded along with the step's own as far as that pays, and alone where ``step`` is called when there
         are none of these. Counts and features that are handed out do not include them.
