@@ -2,7 +2,7 @@
 
     make smollm2
     pip install --no-deps ctranslate2==4.8.5
-    CMAKE_ARGS=-DGGML_NATIVE=ON pip install --no-deps diskcache llama-cpp-python==0.3.36    # compiles, about 10 minutes
+    CMAKE_ARGS=-DGGML_NATIVE=ON pip install --no-deps diskcache llama-cpp-python==0.3.36    # compiles, six minutes
     OMP_NUM_THREADS=1 python tools/bench_decoding.py
 
 All sides have the same weights in float32, keep keys and values in float32, answer the same prompts, sample at

@@ -6,7 +6,8 @@
 Both sides start from the same weights and train on the same prompts in the same order (16 x 8 responses a step, at most
 512 tokens, temperature 1), with the same rewards, loss and learning rate. TRL runs in float32 without gradient
 checkpointing and generates with transformers in two modes: ``generate``, its default, and continuous batching. Given
-several ``--batches``, ``--attention`` or ``--continuous``, it runs in each combination; the defaults were fastest.
+several ``--batches``, ``--attention`` or ``--continuous``, it runs in each combination; the default of the last was the
+fastest of eight.
 Every side is a launch of its own; launches are interleaved, and the first step of each is left out, as a warm-up. Speed
 is the median over steps of response tokens over seconds of the step (rollout, reward, update).
 """
