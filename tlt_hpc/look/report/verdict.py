@@ -108,7 +108,7 @@ def _waiting(found: RunFindings) -> list[KeyFigure]:
     known = [KeyFigure("Idle", share(idle, whole), words)]
     if found.log.mode == "full" and idle > 0:
         updates = count(found.log.total("drafter/steps"), "update")
-        words = f"of the waiting trained the draft model ({updates})"
+        words = f"of the waiting trained the draft model ({updates}) or generated responses ahead"
         known.append(KeyFigure("Harvested", share(found.throughput.harvested, idle), words))
     return known
 
