@@ -52,6 +52,8 @@ _AHEAD_ORDER = 1 << 40
 """What is generated ahead comes after everything else, and is preempted first."""
 _ASK_AGAIN = 64
 """Steps after which the number of rows for it is computed again."""
+_MOST_BESIDE = 8
+"""Rows of a round in which it may take part beside the step's own: in wider ones it slowed the embedded job down."""
 _AHEAD_SECONDS = 0.02
 """Longest step, prefill and round, of a rank that does nothing else: it must not delay the end of a rollout."""
 _ROWS_AT_ONCE, _LEAST_PREFILL, _DEVICE_PREFILL = 8, 64, 512
@@ -321,7 +323,8 @@ class RolloutEngine:
             if scheduler.prefilling or not rows.num_live or self._stored_rows:
                 return
             if self._num_own != self._asked_at[0] or self._num_steps >= self._asked_at[1]:
-                most = self.chooser.num_worth_adding(self._num_own, rows.capacity - self._num_own, self._ahead_worth)
+                most = max(0, min(rows.capacity, _MOST_BESIDE) - self._num_own)
+                most = self.chooser.num_worth_adding(self._num_own, most, self._ahead_worth)
                 self._num_beside = most if self._agree is None else self._agree(most)
                 self._asked_at = self._num_own, self._num_steps + _ASK_AGAIN
             num_free = min(num_free, self._num_beside - (rows.num_live - self._num_own))
