@@ -96,6 +96,7 @@ def ctranslate2(folder: Path, batch: int, prompt: int, response: int) -> Generat
             [[tokenizer.id_to_token(token) for token in tokens] for tokens in prompts],
             max_length=length,
             min_length=length,
+            end_token="<|im_start|>",  # min_length bans it: the model's own end token is sampled, as on the other sides
             sampling_topk=0 if temperature else 1,
             include_prompt_in_result=False,
         )
