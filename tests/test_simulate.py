@@ -19,7 +19,7 @@ from logged import step_record
 from tlt_hpc.cli.main import main
 from tlt_hpc.common.records import EngineSpans, FinishReason, Rollout, RolloutTiming, SampleKey
 from tlt_hpc.config import load_config, to_toml
-from tlt_hpc.plan.simulate.ahead import Ahead, Passes, ahead_seconds
+from tlt_hpc.plan.simulate.ahead import Ahead, PassCosts, ahead_seconds
 from tlt_hpc.plan.simulate.costs import TokenCosts, with_speed_ups
 from tlt_hpc.plan.simulate.lengths import log_normal, resampled, shard_lengths
 from tlt_hpc.plan.simulate.recorded import costs_by_strategy, passes_of, phases_of, read_run
@@ -149,7 +149,10 @@ def test_without_stored_texts_draft_ahead_changes_nothing(
 ) -> None:
     """A stored text is lost at once, or a rank is never idle; free places, positions and prompts count as ever."""
     fast = with_speed_ups(costs_of([1.0, 1.2, 1.4, 1.6, 1.8], position, prompt=0.3), {"drafter-4": gains})
-    passes, setting = Passes(np.array([1.0, 2.5]), np.array([1, 5]), 0.8, 0.2), Setting(max_live=live, prompt_tokens=2)
+    passes, setting = (
+        PassCosts(np.array([1.0, 2.5]), np.array([1, 5]), 0.8, 0.2),
+        Setting(max_live=live, prompt_tokens=2),
+    )
     lengths = np.concatenate([lengths_of(*rows), lengths_of(*rows)[:, ::-1]])
     for some, ahead in (
         (lengths, Ahead(passes, lost_after=1e-9, worth=0.0)),
@@ -162,7 +165,7 @@ def test_without_stored_texts_draft_ahead_changes_nothing(
 
 def test_stored_texts_are_verified_33_tokens_a_pass() -> None:
     """Rank 1 stores step 1 while rank 0 is busy: ceil(67 / 33) passes; then one token of step 0."""
-    passes = Passes(np.ones(1), np.ones(1), 1.0, 0.0)
+    passes = PassCosts(np.ones(1), np.ones(1), 1.0, 0.0)
     lengths = np.concatenate([lengths_of([1000], [5]), lengths_of([67], [34])])
     seconds = ahead_seconds(lengths, costs_of([1.0, 1.0]), Ahead(passes, chance=1.0, worth=0.0), Setting(max_live=2))
     assert seconds.tolist() == [999, 3]
@@ -177,7 +180,9 @@ def test_a_rollout_saves_at_most_what_the_one_before_took(steps: list[list[list[
     lengths = np.concatenate([lengths_of(*(rows + [[1]] * 4)[:4], [1] * 9) for rows in steps])
     costs, setting = costs_of([1.0] * 9), Setting(max_live=9)
     full = simulate(lengths, costs, setting, NOTHING).rollout_seconds
-    seconds = ahead_seconds(lengths, costs, Ahead(Passes(np.ones(1), np.ones(1), 1.0, 0.0), chance, worth=0.0), setting)
+    seconds = ahead_seconds(
+        lengths, costs, Ahead(PassCosts(np.ones(1), np.ones(1), 1.0, 0.0), chance, worth=0.0), setting
+    )
     assert (seconds <= full + 1e-6).all() and (seconds[1:] >= (full[1:] - seconds[:-1]) - 1e-6).all()
 
 

@@ -142,14 +142,20 @@ class RolloutEngine:
         """Whether the drafter has ever been trained; an untrained one is not worth trying."""
         self.keeps: Callable[[SampleKey], bool] = lambda key: True
         """Which finished responses, and their features, this rank hands out."""
+        self._prepare_ahead()
+        self.text_mark = 0
+        """A checksum of all text emitted so far, to compare between ranks that decode together."""
+
+    def _prepare_ahead(self) -> None:
+        """What is kept of draft-ahead: nothing is generated ahead yet, and no text is stored."""
         self.ahead = AheadWork()
         self._num_own = self._num_steps = self._num_beside = 0
         """The step's own requests that have not finished; calls of ``step``; how many to decode beside them."""
         self._asked_at = 0, 0
         self._ahead_worth = 0.0
         # what a device does is not timed here, and ranks that step together must read the same
-        is_host = decoder.device.type == "cpu"
-        self._times_prefill = is_host and agree is None
+        is_host = self.decoder.device.type == "cpu"
+        self._times_prefill = is_host and self._agree is None
         self._least_prefill = _LEAST_PREFILL if is_host else _DEVICE_PREFILL
         self._prefill_rate = 0.0
         """Positions a second, of the last chunk."""
@@ -158,8 +164,6 @@ class RolloutEngine:
         self._stored_texts: Mapping[SampleKey, NDArray[np.int32]] = {}
         self._stored_rows: list[StoredRow] = []
         """What the round was chosen with; a round with stored texts is read before the next one is chosen."""
-        self.text_mark = 0
-        """A checksum of all text emitted so far, to compare between ranks that decode together."""
 
     def _make_chooser(self) -> Chooser:
         settings = self.settings

@@ -24,7 +24,7 @@ _LEAD = 4
 
 
 @dataclass(frozen=True)
-class Passes:
+class PassCosts:
     """What wide passes cost, and what rounds without stored texts bring, by strategy [S] in the order of the costs."""
 
     accept: Floats
@@ -48,7 +48,7 @@ class Passes:
 class Ahead:
     """How draft-ahead works and what its texts are worth."""
 
-    passes: Passes
+    passes: PassCosts
     chance: float = CHANCE
     """With which a stored token is accepted, if those before it were."""
     lost_after: float = np.inf

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tlt_hpc.models.shape import ModelShape
-from tlt_hpc.plan.simulate.ahead import Passes
+from tlt_hpc.plan.simulate.ahead import PassCosts
 from tlt_hpc.plan.simulate.costs import Floats, TokenCosts, with_speed_ups
 from tlt_hpc.plan.simulate.step import StepPhases
 
@@ -87,11 +87,11 @@ def derating_of(reference: ModelShape, shape: ModelShape) -> float:
     return _best_depth(reference, shape)[0] / SPEED_UPS["verify-16"][0]
 
 
-def gpu_passes(costs: TokenCosts, reference: ModelShape, shape: ModelShape) -> Passes:
+def gpu_passes(costs: TokenCosts, reference: ModelShape, shape: ModelShape) -> PassCosts:
     """Wide passes on the GPUs of ``gpu_costs``, whose other strategies, if any, are those of ``speculative_costs``."""
     count = len(costs.token_seconds)
     known, accept = SPEED_UPS["verify-16"][0], _best_depth(reference, shape)[1]
-    return Passes(
+    return PassCosts(
         np.array([1.0, *(accept * gains[0] / known for gains in SPEED_UPS.values())])[:count],
         np.array([1, *(1 + int(name.split("-")[1]) for name in SPEED_UPS)])[:count],
         fixed_seconds=float(costs.token_seconds[0, 0]),

@@ -16,7 +16,7 @@ from rich.table import Table
 from tlt_hpc.common.console import TextConsole
 from tlt_hpc.config import Config, ConfigError, check_replicas, load_config
 from tlt_hpc.plan.memory.shapes import find_shape
-from tlt_hpc.plan.simulate.ahead import Ahead, Passes, ahead_seconds
+from tlt_hpc.plan.simulate.ahead import Ahead, PassCosts, ahead_seconds
 from tlt_hpc.plan.simulate.assumed import GpuFigures, derating_of, gpu_costs, gpu_passes, gpu_phases, speculative_costs
 from tlt_hpc.plan.simulate.costs import TokenCosts
 from tlt_hpc.plan.simulate.lengths import MEDIAN_SHARE, PROMPT_SHARE, SPREAD, Ints, log_normal, resampled, shard_lengths
@@ -42,7 +42,7 @@ class SimulatedJob:
     costs: TokenCosts
     phases: StepPhases
     lengths: Ints
-    passes: Passes
+    passes: PassCosts
     origin: tuple[str, ...]
     """Where costs and lengths come from, in words."""
 

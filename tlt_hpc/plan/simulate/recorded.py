@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from tlt_hpc.common.records import PREFILL
 from tlt_hpc.config import Config, load_saved_config
-from tlt_hpc.plan.simulate.ahead import Passes
+from tlt_hpc.plan.simulate.ahead import PassCosts
 from tlt_hpc.plan.simulate.costs import Floats, TokenCosts
 from tlt_hpc.plan.simulate.lengths import Ints
 from tlt_hpc.plan.simulate.step import StepPhases
@@ -170,7 +170,7 @@ def costs_by_strategy(run: RecordedRun) -> TokenCosts:
     return TokenCosts(token, np.zeros_like(token), run.prompt_seconds)
 
 
-def passes_of(run: RecordedRun) -> Passes:
+def passes_of(run: RecordedRun) -> PassCosts:
     """Accept lengths of the strategies of ``costs_by_strategy``, and what passes cost, a linear model of all rounds.
 
     The model adds costs of the round, its sequences, verified tokens, draft steps and drafted tokens, none below zero.
@@ -196,7 +196,7 @@ def passes_of(run: RecordedRun) -> Passes:
             break
         kept = kept[found[kept] > 0]
     verified = [strategy_named(name).widest_pass for name in names]
-    return Passes(np.array(accept), np.array(verified), float(found[0]), float(found[2]), float(found[1]))
+    return PassCosts(np.array(accept), np.array(verified), float(found[0]), float(found[2]), float(found[1]))
 
 
 def _names(run: RecordedRun) -> tuple[str, ...]:
