@@ -19,7 +19,7 @@ LAYERS = (
     ("storage", "cluster", "mpi"),
     ("kernels", "models", "data", "rewards"),
     ("rollout", "drafting", "rl", "checkpoint"),
-    ("plan", "look", "session", "evaluate", "resume", "ahead", "rollout_loop", "train"),
+    ("plan", "look", "session", "evaluate", "resume", "rollout_loop", "train"),
     ("export", "studies", "cli", "__main__"),
 )
 ORDER = {package: place for place, package in enumerate(package for layer in LAYERS for package in layer)}

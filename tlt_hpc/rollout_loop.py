@@ -10,7 +10,6 @@ from typing import Protocol
 
 import numpy as np
 
-from tlt_hpc.ahead import AheadTail, next_requests, receive
 from tlt_hpc.cluster.watch.beat import BEAT, Phase
 from tlt_hpc.common.records import Request, Rollout, RolloutTiming, SampleKey
 from tlt_hpc.config import UserError
@@ -19,6 +18,7 @@ from tlt_hpc.mpi.roster import Roster, State, Status
 from tlt_hpc.mpi.world import World
 from tlt_hpc.resume.kept import Keeper, open_keeper
 from tlt_hpc.rewards.scorer import Scorer
+from tlt_hpc.rl.ahead import AheadTail, exchange
 from tlt_hpc.rl.draws import StepDraws
 from tlt_hpc.rollout.engine import RolloutEngine
 from tlt_hpc.session import Drafting, Job, engine_status, text_of
@@ -68,10 +68,13 @@ def roll_out(job: Job, step: int, reporter: RollingReporter) -> Tail:
     scorer = Scorer(job.bench, draws.prompt_of, lambda rollout: text_of(job.tokenizer, rollout.response_tokens))
     if job.drafting:
         begin_features(job.drafting, job.engine, step)
-    stored = receive(job, job.engine.ahead.take()) if job.plan.may_be_ahead else {}
+    texts = job.engine.ahead.take()
+    stored = exchange(job.world, job.replica, texts, job.replica_of) if job.plan.may_be_ahead else {}
     job.engine.draft_from(stored)
     num_stored = sum(map(len, stored.values())) if job.replica.index == 0 else 0
-    ahead = AheadTail(job, next_requests(job, step) if use.ahead else [])
+    has_next = use.ahead and step + 1 < job.config.run.num_steps
+    following = StepDraws(job.config, job.prompts, step + 1).requests() if has_next else []
+    ahead = AheadTail(job.engine, job.replica, job.pulse, job.by_replica(following))
     requests, timings, late_seconds, stopped = draws.requests(), list[RolloutTiming](), list[float](), False
     cpu_seconds = 0.0
     while requests:

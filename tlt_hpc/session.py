@@ -168,9 +168,20 @@ class Session:
         """Whether a response is this rank's to score, train on and log: its replica's, and its own among them."""
         return self.replica.takes(unit_of(self.config, key)) and self.keeps(key)
 
+    def replica_of(self, key: SampleKey) -> int:
+        """The number of the replica that generates a response: replicas take whole groups, or samples of all groups."""
+        return unit_of(self.config, key) % self.replica.count
+
+    def by_replica(self, requests: Sequence[Request]) -> list[list[Request]]:
+        """All ranks' requests, as the replicas share them."""
+        shards: list[list[Request]] = [[] for _ in range(self.replica.count)]
+        for request in requests:
+            shards[self.replica_of(request.key)].append(request)
+        return shards
+
     def shard(self, requests: Sequence[Request]) -> list[Request]:
-        """Those of all ranks' requests that this rank's replica generates: whole groups, or samples of all groups."""
-        return [request for request in requests if self.replica.takes(unit_of(self.config, request.key))]
+        """Those of all ranks' requests that this rank's replica generates."""
+        return self.by_replica(requests)[self.replica.number]
 
     def generate(
         self,

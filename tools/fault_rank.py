@@ -16,12 +16,12 @@ from typing import Any
 
 from tlt_hpc import rollout_loop as tail
 from tlt_hpc import train as run
-from tlt_hpc.ahead import AheadTail
 from tlt_hpc.checkpoint import save
 from tlt_hpc.cli.main import main
 from tlt_hpc.cluster.local import launched_rank
 from tlt_hpc.drafting.spot import SpotTrainer
 from tlt_hpc.resume import kept, replay
+from tlt_hpc.rl.ahead import AheadTail
 from tlt_hpc.rl.policy import Policy
 from tlt_hpc.rollout.engine import RolloutEngine
 from tlt_hpc.storage import feature_writer
@@ -40,10 +40,10 @@ PLACES: dict[str, tuple[Any, str]] = {
     "replay": (replay, "update_policy"),
     "resume": (tail, "open_keeper"),
     "ahead": (AheadTail, "work"),
-    "receive": (tail, "receive"),
+    "exchange": (tail, "exchange"),
 }
 """Functions before or after whose call a rank ends."""
-OF_AHEAD = ("ahead", "receive")
+OF_AHEAD = ("ahead", "exchange")
 """Places that only a run that generates ahead reaches; at the first, a rank ends before or in the middle of a call."""
 _IN_THE_MIDDLE = 0.01
 """Seconds from the start of the call: half of it."""

@@ -20,7 +20,6 @@ from tlt_hpc.rollout.costs import RoundCosts, batch_bucket
 from tlt_hpc.rollout.stored_text import StoredRow
 from tlt_hpc.rollout.strategy import MAX_DEPTH, OFF, Strategy
 
-_AHEAD_WORTH = 0.4
 EPSILON = 0.05
 """Share of the rounds that may be trials."""
 TRIAL_SHARE = 0.02
@@ -36,10 +35,12 @@ ranks that decode together measure different times, and must run the same strate
 
 
 def ahead_worth(num_replicas: int) -> float:
-    """What a token of a later step is worth to a busy rank, beside one of this step: it is verified once more, and may
-    not be accepted. With more than two replicas nothing: idle ones generate it, and all wait for the busy one.
+    """What a token of the next step is worth to a busy rank, relative to one of this step.
+
+    As a stored draft it saves about half of its cost then, and the next step waits for this rank in one of
+    ``num_replicas`` cases.
     """
-    return _AHEAD_WORTH if num_replicas <= 2 else 0.0
+    return 0.5 / num_replicas
 
 
 # -- accepted drafts --------------------------------------------------------------------------------------------------

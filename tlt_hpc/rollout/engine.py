@@ -52,7 +52,7 @@ _AHEAD_ORDER = 1 << 40
 """What is generated ahead comes after everything else, and is preempted first."""
 _ASK_AGAIN = 64
 """Steps after which the number of rows for it is computed again."""
-_MOST_BESIDE = 8
+_MOST_BESIDE = 64
 """Rows of a round in which it may take part beside the step's own: in wider ones it slowed the embedded job down."""
 _AHEAD_SECONDS = 0.02
 """Longest step, prefill and round, of a rank that does nothing else: it must not delay the end of a rollout."""

@@ -1,0 +1,88 @@
+"""Draft-ahead: a rank that waits for the others generates the next step's responses, whose texts are drafts there.
+
+The prompts and the noise of the next step are known, and an update changes the weights little: most of such a text is
+what the next step generates, so there it is verified in a few wide passes instead of being decoded token by token.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from itertools import chain
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tlt_hpc.common.records import Request, SampleKey
+from tlt_hpc.mpi.pulse import Pulse
+from tlt_hpc.mpi.replica import Replica
+from tlt_hpc.mpi.roster import Roster, State, Status
+from tlt_hpc.mpi.world import World
+from tlt_hpc.rollout.chooser import ahead_worth
+from tlt_hpc.rollout.engine import RolloutEngine
+
+_SLICE_SECONDS = 0.02
+"""Rounds between two looks at the other ranks."""
+
+Texts = dict[SampleKey, NDArray[np.int32]]
+
+
+def exchange(world: World, replica: Replica, texts: Texts, replica_of: Callable[[SampleKey], int]) -> Texts:
+    """Send texts to the ranks that generate these responses now, and receive this rank's; collective.
+
+    Of several texts for one response the longest is kept.
+    """
+    parts: list[Texts] = [{} for _ in range(world.size)]
+    for key, text in texts.items():
+        # every rank of a replica has the same texts: each one sends to its like
+        parts[replica_of(key) * replica.size + replica.index][key] = text
+    received = sorted(chain.from_iterable(part.items() for part in world.alltoall(parts)), key=lambda one: len(one[1]))
+    return dict(received)
+
+
+class AheadTail:
+    """One rank's generation ahead during one step's rollout and its refills: beside its own work, then alone."""
+
+    def __init__(
+        self, engine: RolloutEngine, replica: Replica, pulse: Pulse, requests: Sequence[Sequence[Request]]
+    ) -> None:
+        """``requests``: those of the next step, by replica; none: there is nothing to do."""
+        self._engine, self._replica, self._pulse, self._requests = engine, replica, pulse, requests
+        # ranks that decode together know of their own alone: each may have seen another roster
+        self._may_help = replica.size == 1 and any(requests)
+        self._is_idle = False
+        self.spans: list[tuple[float, float]] = []
+        """When nothing else was decoded, in seconds since the epoch."""
+        self._worth = ahead_worth(replica.count)
+        engine.submit_ahead(requests[replica.number], self._worth)
+
+    @property
+    def is_left(self) -> bool:
+        """Whether there is anything to do for a rank that waits; the same on all ranks of a replica."""
+        return self._engine.has_ahead or self._may_help
+
+    def work(self, roster: Roster, status: Status, is_over: Callable[[], bool]) -> None:
+        """One slice; collective over the replica, whose ranks take one step in each."""
+        now = time.time()
+        if not self._is_idle:
+            self._is_idle = True
+            self.spans.append((now, now))
+        if self._may_help:
+            self._may_help = False
+            self._engine.submit_ahead(self._of_busy_ranks(roster), self._worth)
+        end = time.perf_counter() + _SLICE_SECONDS
+        with self._pulse.progressing(status):
+            self._engine.step()
+            while self._replica.size == 1 and time.perf_counter() < end and self._engine.has_ahead and not is_over():
+                self._engine.step()
+        self.spans[-1] = self.spans[-1][0], time.time()
+
+    def pause(self) -> None:
+        """The rollout is over: a refill may follow, for which the engine has put this work aside."""
+        self._is_idle = False
+
+    def _of_busy_ranks(self, roster: Roster) -> list[Request]:
+        """Requests of ranks that still generate, those of the next rank first."""
+        own, count = self._replica.number, self._replica.count
+        others = [(own + i) % count for i in range(1, count)]
+        return [one for rank in others if roster.statuses[rank].state is State.BUSY for one in self._requests[rank]]
