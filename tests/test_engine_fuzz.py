@@ -107,10 +107,9 @@ def throw(num_requests, seed):
     prompts = [request.prompt_tokens for request in gcd_requests(12, 1, seed=seed)]
     engine, pages = random_engine(source)
     pool, text = engine._scheduler.pool, embedded_tokenizer().decode
-    engine.chooser.num_worth_adding = lambda num_own, most, worth: source.randint(0, most)
     waiting, done, number, texts, known = {}, 0, 0, {}, {}
     while number < num_requests or engine.has_work:
-        if number < num_requests and (source.random() < 0.3 or not engine.has_work):
+        if number < num_requests and source.random() < 0.3:
             batch = [random_request(source, number + i, prompts) for i in range(source.randint(0, 8))]
             again = source.sample(sorted(known), min(len(known), 3))
             batch += [known[key][0] for key in again if key not in waiting]

@@ -220,7 +220,7 @@ def status(job: Job, use: TailUse, ahead: AheadTail) -> Status:
     """What this rank reports to the others."""
     now, steps = engine_status(job.engine, job.world), len(job.drafting.spot.records) if job.drafting else 0
     state = now.state
-    if state is State.IDLE and ahead.is_left and not use.trains:
+    if state is State.IDLE and ahead.is_left:
         state = State.AHEAD
     elif state is State.IDLE and steps:
         state = State.TRAINING

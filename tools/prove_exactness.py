@@ -171,12 +171,9 @@ def generate_ahead(engine: RolloutEngine, wanted: list[Request], stored: Texts) 
     """Generate the responses in parts, and in each some of the next one's ahead; returns the texts generated ahead.
 
     At random, drafts come from the texts of other weights, from those generated ahead or from neither, and what is
-    generated ahead is decoded beside the others or alone, interrupted and continued.
+    generated ahead is interrupted and continued.
     """
     source, complete, size = random.Random(len(wanted)), dict[SampleKey, Any](), 96
-    worth_adding = engine.chooser.num_worth_adding
-    if engine.settings.chooser == "random":
-        engine.chooser.num_worth_adding = lambda num_own, most, worth: source.randint(0, most)  # type: ignore
     for start in range(0, len(wanted), size):
         engine.draft_from(source.choice([stored, {**stored, **complete}, {**stored, **complete}, {}]))
         engine.submit(wanted[start : start + size])
@@ -194,7 +191,6 @@ def generate_ahead(engine: RolloutEngine, wanted: list[Request], stored: Texts) 
             engine.ahead.end()
             taken = engine.ahead.take()
             complete |= {key: text for key, text in taken.items() if key not in unfinished}
-    engine.chooser.num_worth_adding = worth_adding  # type: ignore[method-assign]
     return complete | engine.ahead.take()
 
 

@@ -322,8 +322,8 @@ class SpeculationSection(Section):
     drafter's sharpness (``drafter-4a1.5``). Sources: ``ngram``, ``drafter``."""
     ahead: Literal["auto", "on", "off"] = "auto"
     """Let idle ranks, once training the drafter pays no more, generate the next step's responses ahead; their texts are
-    drafts then. Of one or two ranks, busy ones do so beside their own. ``auto``: as long as enough of these drafts are
-    accepted, and not where ranks outnumber the cores of a node."""
+    drafts then. ``auto``: as long as enough of these drafts are accepted, and not where ranks outnumber the cores of a
+    node."""
 
 
 class DrafterSection(Section):

@@ -36,7 +36,7 @@ class TailUse:
 
     trains: bool
     ahead: bool
-    """Whether responses are generated ahead: by busy ranks in free rows, and by idle ranks unless they train."""
+    """Whether they generate responses of the next step."""
     why: str
 
 
@@ -71,7 +71,7 @@ class TailPlan:
             return TailUse(False, True, "generated ahead: no drafter is trained")
         if self._num_unmeasured > 2 * _WINDOW:
             turn = self._num_unmeasured % 2 == 0
-            return TailUse(turn, True, "in turn: the drafter is hardly used")
+            return TailUse(turn, not turn, "in turn: the drafter is hardly used")
         return self._by_accept_length()
 
     def learn(self, line: Mapping[str, float]) -> None:
@@ -104,9 +104,12 @@ class TailPlan:
             error = math.sqrt((variance(first) + variance(last)) / len(first))
             if before - now > max(_MOST_LOSS * before, _CERTAIN * error):
                 return self._change(f"trained: accept length {before:.2f} to {now:.2f} without")
-        return TailUse(self._is_training, True, "trained" if self._is_training else "generated ahead")
+        return self._usual("trained" if self._is_training else "generated ahead")
 
     def _change(self, why: str) -> TailUse:
         self._is_training = not self._is_training
         self._lengths.clear()
-        return TailUse(self._is_training, True, why)
+        return self._usual(why)
+
+    def _usual(self, why: str) -> TailUse:
+        return TailUse(self._is_training, not self._is_training, why)

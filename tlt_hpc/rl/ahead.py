@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from itertools import chain
+from operator import itemgetter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +19,6 @@ from tlt_hpc.mpi.pulse import Pulse
 from tlt_hpc.mpi.replica import Replica
 from tlt_hpc.mpi.roster import Roster, State, Status
 from tlt_hpc.mpi.world import World
-from tlt_hpc.rollout.chooser import ahead_worth
 from tlt_hpc.rollout.engine import RolloutEngine
 
 _SLICE_SECONDS = 0.02
@@ -41,25 +41,21 @@ def exchange(world: World, replica: Replica, texts: Texts, replica_of: Callable[
 
 
 class AheadTail:
-    """One rank's generation ahead during one step's rollout and its refills: beside its own work, then alone."""
+    """One rank's generation ahead during one step's rollout and its refills, while it waits for the others."""
 
     def __init__(
         self, engine: RolloutEngine, replica: Replica, pulse: Pulse, requests: Sequence[Sequence[Request]]
     ) -> None:
         """``requests``: those of the next step, by replica; none: there is nothing to do."""
         self._engine, self._replica, self._pulse, self._requests = engine, replica, pulse, requests
-        # ranks that decode together know of their own alone: each may have seen another roster
-        self._may_help = replica.size == 1 and any(requests)
-        self._is_idle = False
+        self._is_begun, self._is_idle = not any(requests), False
         self.spans: list[tuple[float, float]] = []
-        """When nothing else was decoded, in seconds since the epoch."""
-        self._worth = ahead_worth(replica.count)
-        engine.submit_ahead(requests[replica.number], self._worth)
+        """When this rank did so, in seconds since the epoch."""
 
     @property
     def is_left(self) -> bool:
         """Whether there is anything to do for a rank that waits; the same on all ranks of a replica."""
-        return self._engine.has_ahead or self._may_help
+        return self._engine.has_ahead or not self._is_begun
 
     def work(self, roster: Roster, status: Status, is_over: Callable[[], bool]) -> None:
         """One slice; collective over the replica, whose ranks take one step in each."""
@@ -67,9 +63,9 @@ class AheadTail:
         if not self._is_idle:
             self._is_idle = True
             self.spans.append((now, now))
-        if self._may_help:
-            self._may_help = False
-            self._engine.submit_ahead(self._of_busy_ranks(roster), self._worth)
+        if not self._is_begun:
+            self._is_begun = True
+            self._engine.submit_ahead(self._in_order(roster))
         end = time.perf_counter() + _SLICE_SECONDS
         with self._pulse.progressing(status):
             self._engine.step()
@@ -81,8 +77,22 @@ class AheadTail:
         """The rollout is over: a refill may follow, for which the engine has put this work aside."""
         self._is_idle = False
 
-    def _of_busy_ranks(self, roster: Roster) -> list[Request]:
-        """Requests of ranks that still generate, those of the next rank first."""
+    def _in_order(self, roster: Roster) -> list[Request]:
+        """This rank's own requests mixed with a part of each busy rank's, then the others of busy ranks.
+
+        So each shard is covered alike, whenever the rollout ends: were a rank's own first, it alone would be faster in
+        the next step, which waits for another.
+        """
         own, count = self._replica.number, self._replica.count
-        others = [(own + i) % count for i in range(1, count)]
-        return [one for rank in others if roster.statuses[rank].state is State.BUSY for one in self._requests[rank]]
+        requests = list(self._requests[own])
+        if self._replica.size > 1:  # ranks that decode together may each have seen another roster
+            return requests
+        parts, others = list[Request](), list[Request]()
+        for rank in ((own + i) % count for i in range(1, count)):
+            if roster.statuses[rank].state is State.BUSY:
+                shard, place = self._requests[rank], (own - rank) % count - 1
+                start, end = len(shard) * place // (count - 1), len(shard) * (place + 1) // (count - 1)
+                parts += shard[start:end]
+                others += [*shard[end:], *shard[:start]]
+        places = [((i + 0.5) / len(part), one) for part in (requests, parts) for i, one in enumerate(part)]
+        return [one for _, one in sorted(places, key=itemgetter(0))] + others

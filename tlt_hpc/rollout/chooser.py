@@ -34,15 +34,6 @@ Agree = Callable[[int], int]
 ranks that decode together measure different times, and must run the same strategy."""
 
 
-def ahead_worth(num_replicas: int) -> float:
-    """What a token of the next step is worth to a busy rank, relative to one of this step.
-
-    As a stored draft it saves about half of its cost then, and the next step waits for this rank in one of
-    ``num_replicas`` cases.
-    """
-    return 0.5 / num_replicas
-
-
 # -- accepted drafts --------------------------------------------------------------------------------------------------
 
 
@@ -282,20 +273,6 @@ class Chooser:
             self._num_added += 1
             if self._num_added < WINDOW or self._num_added % _REFRESH == 0:  # they change little in a round
                 self._lengths.clear()
-
-    def num_worth_adding(self, num_own: int, most: int, worth: float) -> int:
-        """How many sequences of a later step to decode along with ``num_own`` of this one, at most ``most``.
-
-        ``worth``: how much one of their tokens counts relative to one of this step. More of them slow these down but
-        cost little themselves, in particular where these are few.
-        """
-        best, found = 0.0, 0
-        for more in [0, *(2**i - num_own for i in range(12) if num_own < 2**i < num_own + most), most]:
-            outlook = self._outlook(num_own + more)
-            rate = (num_own + worth * more) / (num_own + more) * outlook.rates[outlook.best]
-            if rate > best:
-                best, found = rate, more
-        return found if self._costs.ready else 0
 
     def discount(self, factor: float) -> None:
         """Keep only this share of what is known about the drafter's acceptance: it has been replaced."""

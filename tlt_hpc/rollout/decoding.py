@@ -209,12 +209,12 @@ class HostRounds:
             )
             scored = logits.masked_fill(unended.unsqueeze(2) & is_end, -torch.inf)
         choice = choose_rows(scored, noise, rules, self.guard.tolerance)
-        ahead = [row for row, response in enumerate(responses) if response.is_ahead]
-        chosen, doubtful = choice.token, _without(choice.doubtful, ahead)
+        chosen, doubtful = choice.token, choice.doubtful
         decided = torch.zeros_like(doubtful)
         while True:
             accepted = self.target.walk(drafts, chosen)
-            if not self.guard.active or not bool(doubtful.any()):
+            # what is generated ahead are drafts, which need not be exact
+            if not self.guard.active or responses[0].is_ahead or not bool(doubtful.any()):
                 return accepted
             reached = torch.arange(accepted.path.shape[1], device=chosen.device) < accepted.counts.unsqueeze(1)
             ties = (doubtful & ~decided).gather(1, accepted.path) & reached
@@ -232,7 +232,7 @@ class HostRounds:
                 decided[row, node] = True
             if self.guard.logit_tolerance > tolerated:
                 tolerated = self.guard.logit_tolerance
-                doubtful = _without(choose_rows(scored, noise, rules, self.guard.tolerance).doubtful, ahead)
+                doubtful = choose_rows(scored, noise, rules, self.guard.tolerance).doubtful
 
     # -- commit -------------------------------------------------------------------------------------------------
 
@@ -243,13 +243,6 @@ class HostRounds:
         log_probs = token_log_probs(at_path, accepted.chosen, rows.temperatures[: rows.num_live].view(-1, 1, 1))
         columns = self.target.commit(drafts, accepted, features)
         rows.log_probs[torch.arange(len(columns)).unsqueeze(1), columns.cpu()] = log_probs.cpu()
-
-
-def _without(doubtful: Tensor, ahead: list[int]) -> Tensor:
-    """Leaves out the rows that are generated ahead: their texts are drafts, which need not be exact."""
-    if ahead:
-        doubtful[ahead] = False
-    return doubtful
 
 
 def _before_min_tokens(responses: list[Response], drafts: DraftTree) -> Tensor | None:

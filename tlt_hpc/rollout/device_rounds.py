@@ -78,12 +78,13 @@ class DeviceRounds(HostRounds):
             return
         rows = self.scheduler.rows
         since = self._ahead[-1].watch if follows and self._ahead else None
-        self._graphs.tolerance.fill_(self.guard.logit_tolerance if self.guard.active else 0.0)
+        is_guarded = self.guard.active and not rows.responses[0].is_ahead
+        self._graphs.tolerance.fill_(self.guard.logit_tolerance if is_guarded else 0.0)
         num_captured = len(self._graphs)
         watch = _Stopwatch(self.decoder.device)
         drafts, cells, scores = self._drafts(strategy)
         watch.mark()
-        before = rows.lengths.clone() if self.guard.active else None
+        before = rows.lengths.clone() if is_guarded else None
         told, log_probs, on_path = self._graphs.verify(drafts)
         live = slice(rows.num_live)
         brought = (
@@ -161,10 +162,7 @@ class DeviceRounds(HostRounds):
         if not is_sound:
             self.report_fault("the drafter's scores are not numbers")
         start = time.perf_counter()
-        is_near_tie = (told[:, -1] >= 2).tolist()
-        if started.before is not None and any(
-            near and not response.is_ahead for near, response in zip(is_near_tie, started.responses, strict=True)
-        ):
+        if started.before is not None and bool((told[:, -1] >= 2).any()):
             tokens, ended, accepted = self._decide_again(started)
         else:
             tokens, ended, accepted = self._take(started.responses, told.tolist(), log_probs)

@@ -10,7 +10,6 @@ import time
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import compress
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,14 +47,8 @@ from tlt_hpc.rollout.stops import StopStrings
 from tlt_hpc.rollout.stored_text import StoredRow, StoredText
 from tlt_hpc.rollout.strategy import OFF, Strategy
 
-_AHEAD_ORDER = 1 << 40
-"""What is generated ahead comes after everything else, and is preempted first."""
-_ASK_AGAIN = 64
-"""Steps after which the number of rows for it is computed again."""
-_MOST_BESIDE = 64
-"""Rows of a round in which it may take part beside the step's own: in wider ones it slowed the embedded job down."""
 _AHEAD_SECONDS = 0.02
-"""Longest step, prefill and round, of a rank that does nothing else: it must not delay the end of a rollout."""
+"""Longest step, prefill and round, of what is generated ahead: it must not delay the end of a rollout."""
 _ROWS_AT_ONCE, _LEAST_PREFILL, _DEVICE_PREFILL = 8, 64, 512
 """Rows that are added to it at once, as long as there is time left, and tokens of its prefill chunks: at least on a
 host, and always on a device.
@@ -149,10 +142,8 @@ class RolloutEngine:
     def _prepare_ahead(self) -> None:
         """What is kept of draft-ahead: nothing is generated ahead yet, and no text is stored."""
         self.ahead = AheadWork()
-        self._num_own = self._num_steps = self._num_beside = 0
-        """The step's own requests that have not finished; calls of ``step``; how many to decode beside them."""
-        self._asked_at = 0, 0
-        self._ahead_worth = 0.0
+        self._num_own = 0
+        """The step's own requests that have not finished. Nothing is generated ahead until there are none."""
         # what a device does is not timed here, and ranks that step together must read the same
         is_host = self.decoder.device.type == "cpu"
         self._times_prefill = is_host and self._agree is None
@@ -205,6 +196,8 @@ class RolloutEngine:
         checked = [(request, request.params or self.settings.params) for request in requests]
         for request, params in checked:
             check_request(request, params, self.settings, self.decoder.shape.vocab_size)
+        if not self._num_own:
+            self.abort()  # what is generated ahead makes room
         for request, params in checked:
             self._num_submitted += 1
             self._num_own += 1
@@ -260,8 +253,9 @@ class RolloutEngine:
     def abort(self) -> int:
         """Drop all requests that have not finished; returns how many. What is generated ahead is put aside."""
         self._settle()
-        ahead = [response for response in self._scheduler.abort() if response.is_ahead]
-        self.ahead.waiting = [*ahead, *self.ahead.waiting]
+        dropped = self._scheduler.abort()
+        if not self._num_own:
+            self.ahead.waiting = [*dropped, *self.ahead.waiting]
         count, self._num_own = self._num_own, 0
         self._settle_at_end()
         return count
@@ -297,19 +291,16 @@ class RolloutEngine:
 
     # -- ahead --------------------------------------------------------------------------------------------------
 
-    def submit_ahead(self, requests: Iterable[Request], worth: float = 0.0) -> None:
+    def submit_ahead(self, requests: Iterable[Request]) -> None:
         """Queue requests of a later step, whose texts are drafts then.
 
-        ``worth``: how much one of their tokens counts relative to one of this step, when rows are assigned.
-
-        They are decoded along with the step's own as far as that pays, and alone where ``step`` is called when there
-        are none of these. Counts and features that are handed out do not include them.
+        They are decoded where ``step`` is called and none of this step is left. Counts and features that are handed out
+        do not include them.
         """
-        self._ahead_worth = worth
         for request in requests:
             self._num_submitted += 1
             response = self._response(request, request.params or self.settings.params)
-            response.is_ahead, response.order = True, _AHEAD_ORDER + response.order
+            response.is_ahead = True
             self.ahead.waiting.append(response)
 
     @property
@@ -318,41 +309,17 @@ class RolloutEngine:
         return bool(self.ahead.waiting) or self._scheduler.num_unfinished > self._num_own
 
     def _admit_ahead(self) -> None:
-        """Let what is generated ahead have rows that the step's own do not need, as far as that pays."""
+        """Let responses of a later step have rows: a few at a time, so that prefill and round stay short."""
         waiting, scheduler, rows = self.ahead.waiting, self._scheduler, self._rows
-        if not waiting or scheduler.waiting:
+        if self._num_own or not waiting or scheduler.waiting:
             return
         num_free = rows.capacity - rows.num_live - len(scheduler.prefilling)
-        if self._num_own:
-            if scheduler.prefilling or not rows.num_live or self._stored_rows:
-                return
-            if self._num_own != self._asked_at[0] or self._num_steps >= self._asked_at[1]:
-                most = max(0, min(rows.capacity, _MOST_BESIDE) - self._num_own)
-                most = self.chooser.num_worth_adding(self._num_own, most, self._ahead_worth)
-                self._num_beside = most if self._agree is None else self._agree(most)
-                self._asked_at = self._num_own, self._num_steps + _ASK_AGAIN
-            num_free = min(num_free, self._num_beside - (rows.num_live - self._num_own))
-        elif self._agree is None:  # ranks that step together measure different times
+        if self._agree is None:  # ranks that step together measure different times
             has_time = self._round_seconds < _AHEAD_SECONDS or not (rows.num_live or scheduler.prefilling)
             num_free = min(num_free, _ROWS_AT_ONCE * has_time)
-        for response in waiting[: max(0, num_free)]:
+        for response in waiting[:num_free]:
             scheduler.wait(response)
-        del waiting[: max(0, num_free)]
-
-    def _give_back_rows(self) -> None:
-        """Put aside what is generated ahead where its pages are wanted for the step's own drafts."""
-        if not self._num_own:
-            return
-        scheduler = self._scheduler
-        while any(one.is_ahead for one in self._rows.responses) and not self._has_room(self._most_slots):
-            self._settle()
-            if not self._num_own or not any(one.is_ahead for one in self._rows.responses):
-                return
-            scheduler.wait(scheduler.preempt())
-        if aside := [one for one in scheduler.waiting if one.is_ahead]:
-            scheduler.waiting = [one for one in scheduler.waiting if not one.is_ahead]
-            self.ahead.waiting = [*aside, *self.ahead.waiting]
-            self._num_beside = 0
+        del waiting[:num_free]
 
     def draft_from(self, texts: Mapping[SampleKey, NDArray[np.int32]]) -> None:
         """Draft from these texts for requests with these keys that are submitted from now on."""
@@ -421,7 +388,6 @@ class RolloutEngine:
 
         On a device the round is launched and the one before it is read, so what finishes is known a step later.
         """
-        self._num_steps += 1
         had_work, seconds = self.has_work, self._rounds.seconds
         if not self._num_own:  # what only generates ahead is not the step's
             self._rounds.seconds = PhaseSeconds()
@@ -444,7 +410,7 @@ class RolloutEngine:
         self._scheduler.admit()
         num_prefilling = len(self._scheduler.prefilling)
         if num_prefilling:
-            is_own = any(not response.is_ahead for response in self._scheduler.prefilling)
+            is_own = self.has_work
             # ranks that read a chunk together must cut it alike
             round_seconds = self._round_seconds if self._rows.num_live else 0.0
             fitting = int((_AHEAD_SECONDS - round_seconds) * self._prefill_rate) if self._times_prefill else 0
@@ -465,9 +431,6 @@ class RolloutEngine:
             if not self._rows.num_live:
                 return
         start = time.perf_counter()
-        self._give_back_rows()
-        if not self._rows.num_live:
-            return
         self._stored_rows = stored.arrange() if stored.exist else []
         strategy = self._choose()
         overlaps = self._rounds.overlaps(strategy)
@@ -497,31 +460,28 @@ class RolloutEngine:
         self._cut_at_stops(emitted)
         if self._agree is not None:
             self.text_mark = zlib.crc32(repr(emitted.tokens).encode(), self.text_mark)
-        own = [not response.is_ahead for response in emitted.responses]
-        num_tokens = sum(map(len, emitted.tokens))
-        num_own_tokens = sum(map(len, compress(emitted.tokens, own)))
+        is_own, num_live = not emitted.responses[0].is_ahead, len(emitted.responses)
+        num_tokens, num_told = sum(map(len, emitted.tokens)), sum(map(bool, emitted.tokens))
         for response, tokens in zip(emitted.responses, emitted.tokens, strict=True):
             if tokens:
                 response.pass_lengths.append(len(tokens))
-        self._counts.num_tokens += num_own_tokens
-        self._counts.num_ahead += num_tokens - num_own_tokens
-        self._counts.num_row_passes += sum(map(bool, compress(emitted.tokens, own)))
+        self._counts.num_tokens += num_tokens * is_own
+        self._counts.num_ahead += num_tokens * (not is_own)
+        self._counts.num_row_passes += num_told * is_own
         # a drafter that failed left a plain round: nothing is learned from it
         seconds = emitted.seconds + (0.0 if emitted.is_hidden else time.perf_counter() - start)
         self._round_seconds = seconds
-        if any(own):
-            self._note_span(self.chooser.index_of(emitted.strategy), sum(own), num_own_tokens, seconds)
+        if is_own:
+            self._note_span(self.chooser.index_of(emitted.strategy), num_live, num_tokens, seconds)
         if num_tokens and emitted.tells:
             strategy = emitted.strategy
             stored = self._stored_rows if strategy.rest else []
-            self.chooser.observe(strategy, len(own), num_tokens, seconds, emitted.accepted, stored)
-            if any(own):
-                # a device tells nothing of rows that have left theirs
-                told = own if len(emitted.accepted) == len(own) else list(compress(own, map(bool, emitted.tokens)))
-                self._count(strategy, list(compress(emitted.accepted, told)), stored, num_own_tokens)
+            self.chooser.observe(strategy, num_live, num_tokens, seconds, emitted.accepted, stored)
+            if is_own:
+                self._count(strategy, emitted.accepted, stored, num_tokens)
         self._retire(emitted)
 
-    def _count(self, strategy: Strategy, accepted: list[int], stored: list[StoredRow], num_tokens: int) -> None:
+    def _count(self, strategy: Strategy, accepted: Sequence[int], stored: list[StoredRow], num_tokens: int) -> None:
         counts = self._counts
         rounds, tokens = counts.strategies[strategy.name]
         counts.strategies[strategy.name] = rounds + 1, tokens + num_tokens
