@@ -23,14 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from tlt_hpc import __version__
 from tlt_hpc.cluster.caches import make_node_cache
 from tlt_hpc.cluster.device import take_device
-from tlt_hpc.cluster.local import (
-    STARTED,
-    become_ranks,
-    given_job,
-    launched_count,
-    launched_rank,
-    starting,
-)
+from tlt_hpc.cluster.local import STARTED, become_ranks, given_job, launched_count, launched_rank, starting
 from tlt_hpc.cluster.stopping import Stop, StopFlag, await_preemption, know_limits, queue_again
 from tlt_hpc.cluster.watch.beat import BEAT
 from tlt_hpc.cluster.watch.watch import Watch

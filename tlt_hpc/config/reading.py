@@ -11,13 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from tlt_hpc.common.files import (
-    DamagedText,
-    NotTomlError,
-    parse_toml,
-    read_toml,
-    toml_of,
-)
+from tlt_hpc.common.files import DamagedText, NotTomlError, parse_toml, read_toml, toml_of
 from tlt_hpc.config.checks import find_contradictions
 from tlt_hpc.config.sections import SECTIONS, Config, ConfigError
 

@@ -17,10 +17,7 @@ _FREE = {
     "reward": ("workers",),
     "rollout": ("max_live", "kv_bytes", "page_size", "tensor_parallel"),
     "speculation": ("strategies",),
-    "drafter": (
-        *("average_merges", "micro_step_tokens", "micro_step_seconds"),
-        *("cache_bytes", "cache_folder"),
-    ),
+    "drafter": ("average_merges", "micro_step_tokens", "micro_step_seconds", "cache_bytes", "cache_folder"),
     "optimizer": (
         *("zero_stage", "offload", "offload_parameters", "micro_batch_tokens"),
         *("gradient_checkpointing", "sequence_parallel"),

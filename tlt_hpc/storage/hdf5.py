@@ -170,13 +170,13 @@ class CommittedFile:
         """An array of names; raises as ``array``."""
         return tuple(bytes(text).decode() for text in self.array(name))
 
-    def number(self, name: str, missing: float | None = None) -> float:
-        """A scalar attribute of a group, or of the file itself; ``missing`` if it is given and there is none.
+    def number(self, name: str) -> float:
+        """A scalar attribute of a group, or of the file itself.
 
         Raises:
             KeyError, OSError, TypeError: it is missing, damaged, or no number.
         """
-        return missing if missing is not None and not self._has_attribute(name) else float(self._attribute(name))
+        return float(self._attribute(name))
 
     def text(self, name: str) -> str:
         """An attribute that is a text; raises as ``number``."""
