@@ -251,9 +251,8 @@ def _assert_consistent(record: StepRecord) -> None:
 
 
 def _put_record(root: Group, record: StepRecord) -> None:
-    put_attributes(root, {"step": record.step, "rank": record.rank, "num_ranks": record.num_ranks})
-    put_attributes(root, {"harvested_seconds": record.harvested_seconds})
-    put_attributes(root, {"guarded_near_ties": record.guarded_near_ties})
+    own = ("step", "rank", "num_ranks", "harvested_seconds", "guarded_near_ties")
+    put_attributes(root, {name: vars(record)[name] for name in own})
     put_arrays(root.create_group("rollouts"), rollout_columns(record.rollouts) | {n: vars(record)[n] for n in _JUDGED})
     micro_steps = {
         n: np.array([vars(m)[n] for m in record.micro_steps], kind) for n, kind in _MICRO_STEP_COLUMNS.items()
