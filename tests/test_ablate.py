@@ -60,16 +60,15 @@ def test_arms_differ_only_in_the_keys_that_they_are_named_after(tmp_path):
         "tail": off,
         "ahead": {"drafter.train": False, **on},
         "ahead-tail": on,
-        "tail-random": {"drafter.init": "random", **off},
     }
 
 
 @pytest.mark.parametrize(
     ("override", "missing"),
     [
-        ("run.seed=0", {"tail-random"}),
-        ("drafter.init=random", {"tail-random", "frozen", "ahead"}),
-        ('speculation.strategies=["drafter-4"]', {"tail-random", "ngram"}),
+        ("run.seed=0", set()),
+        ("drafter.init=random", {"frozen", "ahead"}),
+        ('speculation.strategies=["drafter-4"]', {"ngram"}),
         ('speculation.strategies=["ngram-4"]', set(ARMS) - {"plain", "ngram"}),
     ],
 )

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import h5py
 import numpy as np
 import pytest
 from small_run import NAMES, START, set_lines, small_record, small_run
@@ -183,7 +181,7 @@ def test_the_first_step_with_another_token_is_named(tmp_path: Path) -> None:
     assert analyse_comparison([RunLog(run.path) for run in runs[:2]]).compared_steps.tolist() == [0, 1]
 
 
-# --- damaged, missing, of an earlier version ---
+# --- damaged, missing ---
 
 
 def test_damage_is_named_and_left_out(folder: RunFolder) -> None:
@@ -222,14 +220,3 @@ def test_rounds_of_a_replica_count_once(folder: RunFolder) -> None:
     assert found.tokens.sum() == 3 * 8 < both.tokens.sum(), "rank 0's rounds alone"
     assert np.array_equal(found.accept_length, both.accept_length)
     assert take(run, THROUGHPUT).engine_tokens[:, 1:].sum() == 3 * 8 and analyse_timeline(run).live.max() == 2
-
-
-def test_logs_of_an_earlier_version(folder: RunFolder) -> None:
-    for step, rank in itertools.product(range(3), range(2)):
-        with h5py.File(folder.rollout_log(step, rank), "r+") as file:
-            del file["spans"], file["phases"], file["timing/refills"]
-    found = {name: analyse(RunLog(folder.path)) for name, analyse in ANALYSES.items()}
-    assert all(each.problems == () for each in found.values())
-    assert len(found["timeline"].live) == 0 and found["timeline"].idle_seconds == pytest.approx(5.0)
-    assert found["throughput"].idle == pytest.approx(15.0)
-    assert found["acceptance"].step_tokens.tolist() == [[2, 19]] * 3

@@ -76,8 +76,8 @@ def compared(
 def test_equal_runs_are_equal_and_their_figures_are_the_logs(tmp_path):
     comparison = compared(tmp_path)
     assert all(comparison.equal.values()) and comparison.mismatched_tokens == 0
-    assert comparison.speedup("full", "rollout").median == 2.0
-    assert comparison.speedup("ngram", "step").median == pytest.approx(10 / 6)
+    assert comparison.speedups()["full"]["rollout"].median == 2.0
+    assert comparison.speedups()["ngram"]["step"].median == pytest.approx(10 / 6)
     plain, full = comparison.runs["plain"], comparison.runs["full"]
     assert (plain.accept_length, full.accept_length, full.tokens, full.reward_mean) == (1.0, 2.0, 8, 0.5)
     assert (full.idle_rank_seconds, full.harvested_rank_seconds, full.drafter_steps) == (2.0, 1.0, 4)
@@ -95,7 +95,7 @@ def test_speed_is_the_median_over_steps_and_no_slow_step_decides_it(tmp_path):
     for name, seconds in (("plain", plain), ("full", full)):
         write_run(tmp_path / name, 7, seconds)
     comparison = read_comparison(CONFIG, tmp_path, 7, 2, {"plain": "same", "full": "same"})
-    median, low, high = comparison.speedup("full", "rollout")
+    median, low, high = comparison.speedups()["full"]["rollout"]
     assert median == high == 2.0 and 0.2 < low < 1.0
     assert speed_rows(comparison)["rollout speed, plain = 1"] == ["1.00x", f"2.00x ({low:.2f} to 2.00)"]
 

@@ -1,4 +1,4 @@
-"""The configuration: refused values, the round trip, keys of earlier versions, and the command's answers."""
+"""The configuration: refused values, the round trip, saved configurations, and the command's answers."""
 
 from __future__ import annotations
 
@@ -28,9 +28,7 @@ from tlt_hpc.config import (
     to_toml,
 )
 from tlt_hpc.config.keys import keys_of
-from tlt_hpc.config.reading import toml_value
-from tlt_hpc.config.removed import ANY, REMOVED
-from tlt_hpc.config.resume import changed_keys, check_resumable
+from tlt_hpc.config.resume import check_resumable
 from tlt_hpc.config.sections import SECTIONS
 
 MAX_KEYS = 103
@@ -62,7 +60,7 @@ LARGE = "an integer of thousands of digits; use a smaller one"
     ("override", "message"),
     [
         ("rollout.temprature=0.9", "unknown key 'rollout.temprature'; did you mean 'rollout.temperature'?"),
-        ("data.task_size=3", "unknown key 'data.task_size'; it was removed: give size in data.task_args"),
+        ("data.task_size=3", "unknown key 'data.task_size'; did you mean 'data.task_args'?"),
         ("tracking.zzz=1", "unknown key 'tracking.zzz'; valid keys: tracking.tensorboard, tracking.wandb"),
         ("reward.by_source=math", "reward.by_source = 'math': give a table, such as {name = \"value\"}"),
         ("rollout.group_size=eight", "rollout.group_size = 'eight': input should be a valid integer"),
@@ -324,43 +322,15 @@ def test_dry_run_prints_the_plan_and_writes_nothing(here: Path, capfd: pytest.Ca
     assert list(here.iterdir()) == []
 
 
-# --- keys of earlier versions ---
+# --- saved configurations ---
 
 
-def saved(place: Path, name: str, value: str) -> Path:
-    """A configuration that an earlier version saved, with another key."""
-    section, _, key = name.partition(".")
-    (place / "config.toml").write_text(
-        to_toml(load_config(TINY)).replace(f"[{section}]", f"[{section}]\n{key} = {value}")
-    )
-    return place / "config.toml"
-
-
-@pytest.mark.parametrize("name", REMOVED)
-def test_a_saved_configuration_may_have_a_removed_key_at_its_default(name: str, tmp_path: Path) -> None:
-    removed, config = REMOVED[name], load_config(TINY)
-    if removed.default is ANY and removed.of is None:
-        assert load_saved_config(saved(tmp_path, name, '"another"')) == config
-    else:
-        default = removed.of(config.model_dump()[name.partition(".")[0]]) if removed.of else removed.default
-        assert load_saved_config(saved(tmp_path, name, toml_value(default))) == config
-        message = refused(lambda: load_saved_config(saved(tmp_path, name, '"another"')))
-        assert f"{name} = 'another' is of an earlier version" in message
-        assert "open the run with the commit that environment.jsonl names (in that file)" in message
-        (tmp_path / "environment.jsonl").write_text('{"commit": "12"}\n{"commit": "e26e4e3"}\n')
-        message = refused(lambda: load_saved_config(saved(tmp_path, name, '"another"')))
-        assert "environment.jsonl names: e26e4e3 (in that file)" in message
-        if default in (0, 1):  # equal values of another type are not the default
-            path = saved(tmp_path, name, str(bool(default)).lower())
-            assert "is of an earlier version" in refused(lambda: load_saved_config(path))
-    with pytest.raises(ConfigError, match=f"unknown key '{name}'; it was removed: "):
-        load_config(tmp_path / "config.toml")
-
-
-@pytest.mark.parametrize("path", sorted((ROOT / "tests/data/saved_configs").iterdir()), ids=lambda path: path.stem)
-def test_a_run_that_commit_e26e4e3_saved_resumes(path: Path) -> None:
-    """Of each job that it shipped."""
-    assert changed_keys(load_saved_config(path), load_config(ROOT / "jobs" / path.name)) == {}
+def test_a_configuration_that_another_version_saved_is_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "config.toml"
+    path.write_text(to_toml(load_config(TINY)).replace("[data]", "[data]\ntask_size = 3"))
+    message = refused(lambda: load_saved_config(path))
+    assert message.startswith(f"{path}, which the run saved: unknown key 'data.task_size'; did you mean")
+    assert message.endswith("open the run with the commit that environment.jsonl names)")
 
 
 def test_a_resumed_run_may_change_what_decides_no_token(tmp_path: Path) -> None:
@@ -371,27 +341,6 @@ def test_a_resumed_run_may_change_what_decides_no_token(tmp_path: Path) -> None:
         check_resumable(path, load_config(TINY, ["run.seed=1"]))
     with pytest.raises(ConfigError, match=r"temperature = 1.0, now 0.5: resume with the old values or"):
         check_resumable(path, load_config(TINY, ["run.seed=1", "rollout.temperature=0.5"]))
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "others", "is_kept"),
-    [
-        ("reward.wall_seconds", 60.0, {"cpu_seconds": 1.0}, True),
-        ("reward.wall_seconds", 300.0, {"cpu_seconds": 1.0}, False),
-        ("algorithm.rollout_correction_low", 0.5, {"rollout_correction": "icepop"}, True),
-        ("algorithm.rollout_correction_low", 0.0, {"rollout_correction": "icepop"}, False),
-        ("algorithm.rollout_correction_high", 2.0, {"rollout_correction": "mis"}, True),
-        ("algorithm.rollout_correction_high", 0.0, {"rollout_correction": "mis"}, False),
-        ("algorithm.advantage", "leave-one-out", {"name": "rloo"}, True),
-        ("algorithm.advantage", "group", {"name": "rloo"}, False),
-        ("algorithm.loss", "sequence-clip", {"name": "gspo"}, True),
-        ("algorithm.loss", "clip", {"name": "gspo"}, False),
-    ],
-)
-def test_a_removed_default_may_follow_from_another_key(
-    name: str, value: object, others: dict[str, object], is_kept: bool
-) -> None:
-    assert REMOVED[name].accepts(value, others) is is_kept
 
 
 # --- tlt keys, docs/configuration.md and bounds ---

@@ -176,7 +176,7 @@ def random_models(family, dtype):
     """A target and a drafter whose weights are numbers of half precision, so that they are the same in any."""
     target, drafter = empty_models(family, dtype, CPU)
     shape = target.shape
-    sizes = enumerate(target.weight_sizes().items())
+    sizes = enumerate((name, cut.sizes) for name, cut in target.weight_cuts().items())
     target.load(((name, (0.3 * draw(*size, seed=i)).bfloat16()) for i, (name, size) in sizes), 0)
     half = {name: weight.bfloat16() for name, weight in Eagle(shape, 3, torch.float32, CPU).state_dict().items()}
     half["post_norm"] = (0.3 * draw(shape.hidden_size)).bfloat16()

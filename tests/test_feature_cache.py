@@ -2,7 +2,7 @@
 
 import random
 import threading
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
 import h5py
@@ -91,7 +91,7 @@ def test_open_and_closed_file_hold_what_was_appended(
     assert OpenDocuments(writer).is_current
     assert_holds(OpenDocuments(writer), expected)
     writer.close()
-    with FeatureCacheReader(tmp_path / "a.h5") as reader:
+    with closing(FeatureCacheReader(tmp_path / "a.h5")) as reader:
         assert_holds(reader, expected)
     with h5py.File(tmp_path / "a.h5") as file:
         assert len(file["response_tokens"]) == sum(length for length, _, _ in shapes)
@@ -120,7 +120,7 @@ def flip(path: Path, place: int, bit: int = 0) -> None:
 
 
 def read_all(path: Path) -> list[Arrays]:
-    with FeatureCacheReader(path) as reader:
+    with closing(FeatureCacheReader(path)) as reader:
         found = [reader.read(index) for index in range(len(reader))]
     return [(document.tokens, document.prompt_length, document.features) for document in found]
 
@@ -385,7 +385,7 @@ def test_rows_that_are_used_again_while_the_thread_is_behind(tmp_path: Path, mon
     writer.close()
     with h5py.File(tmp_path / "a.h5") as file:
         assert len(file["extents"]) > 2 * len(kept) + 5, "the longest lies in pieces"
-    with FeatureCacheReader(tmp_path / "a.h5") as reader:
+    with closing(FeatureCacheReader(tmp_path / "a.h5")) as reader:
         assert_holds(reader, kept)
         for start in range(0, 100, 7):
             wanted = np.zeros_like(kept[-2][2])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+
 import numpy as np
 import pytest
 import torch
@@ -51,7 +53,7 @@ def test_what_the_cache_holds_is_what_a_pass_over_the_text_gives(tmp_path, way):
     assert (counts.num_preempted > 0) == ("preempted" in way)
     assert sum(rounds for name, (rounds, _) in counts.strategies.items() if name != "off") > 10
     cache.end_step()
-    with FeatureCacheReader(RunFolder(tmp_path).feature_cache(3, 0)) as reader:
+    with closing(FeatureCacheReader(RunFolder(tmp_path).feature_cache(3, 0))) as reader:
         documents = [reader.read(index) for index in range(len(reader))]
     assert sorted(document.tokens.tolist() for document in documents) == sorted(rollouts)
     prompts = [request.prompt_tokens.tolist() for request in requests]

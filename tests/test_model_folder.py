@@ -78,13 +78,13 @@ def test_shapes_that_no_decoder_has(
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [
-        (CONFIG, b"{", "mine/config.json is not valid JSON ("),
-        (CONFIG, b"[]", "mine/config.json is no JSON object; download it again"),
+        (CONFIG, b"{", "mine/config.json is no JSON object ("),
+        (CONFIG, b"[]", "mine/config.json is no JSON object (it is no object); download it again"),
         (CONFIG, b"\xff", "mine/config.json is not UTF-8 ("),
         (CONFIG, None, "model.path = 'mine': no config.json in that folder; download the model there first"),
-        ("generation_config.json", b"{", "mine/generation_config.json is not valid JSON ("),
-        ("tokenizer_config.json", b"{", "mine/tokenizer_config.json is not valid JSON ("),
-        ("tokenizer.json", b"{", "mine/tokenizer.json is not valid JSON ("),
+        ("generation_config.json", b"{", "mine/generation_config.json is no JSON object ("),
+        ("tokenizer_config.json", b"{", "mine/tokenizer_config.json is no JSON object ("),
+        ("tokenizer.json", b"{", "mine/tokenizer.json is no JSON object ("),
         ("tokenizer.json", b"{}", "mine/tokenizer.json is no tokenizer (Model missing."),
         ("tokenizer.json", None, "model folder mine has no tokenizer.json; save the fast tokenizer there"),
         ("model.safetensors", b"version https://git-lfs", "mine/model.safetensors is no whole safetensors file ("),
@@ -103,7 +103,7 @@ def test_files_that_are_damaged_or_missing(
 @pytest.mark.parametrize(
     ("index", "message"),
     [
-        ("{", f"mine/{INDEX} is not valid JSON ("),
+        ("{", f"mine/{INDEX} is no JSON object ("),
         ("{}", f"mine/{INDEX} has no 'weight_map'; download it again"),
         (
             '{"weight_map": {"a": "1.safetensors", "b": "2.safetensors"}}',
@@ -147,5 +147,5 @@ def test_the_weights_of_another_model(
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000])
 def test_json_nested_too_deeply_is_refused_with_one_line(tmp_path, text):
     (tmp_path / "config.json").write_text(text)
-    with pytest.raises(UserError, match=r"config.json is not valid JSON \(maximum recursion .*\); download it"):
+    with pytest.raises(UserError, match=r"config.json is no JSON object \(it is nested too deep\); download it"):
         read_json(tmp_path / "config.json")

@@ -16,7 +16,7 @@ from tlt_hpc.config import ConfigError, UserError, WarmupSection
 from tlt_hpc.drafting.offline import balanced_shards, batches_of, learning_rate, passes_of
 from tlt_hpc.drafting.packing import pack
 from tlt_hpc.storage.feature_file import Document
-from tlt_hpc.storage.records import FACTS_FILE, CurvePoint, DrafterFacts, read_facts, write_record
+from tlt_hpc.storage.records import FACTS_FILE, CurvePoint, DrafterFacts, read_facts, write_json
 from tlt_hpc.studies.warmup.capture import part_size
 from tlt_hpc.studies.warmup.progress import Progress
 from tlt_hpc.studies.warmup.texts import Texts, from_prompts
@@ -153,13 +153,13 @@ def test_progress_counts_and_comes_back_equal_from_json():
 
 def test_facts_come_back_equal_and_broken_ones_are_named(tmp_path):
     facts = DrafterFacts(
-        target="models/x", data="embedded:gcd", init="random", num_responses=3, num_tokens=100, num_updates=20,
-        learning_rate=1e-3, batch_tokens=64, accept_length=3.21, strategy="drafter-5", temperature=1.0,
-        num_validation_prompts=4, num_ranks=2,
+        target="models/x", data="embedded:gcd", num_responses=3, num_tokens=100, num_updates=20,
+        accept_length=3.21, strategy="drafter-5", temperature=1.0,
+        num_validation_prompts=4,
         curve=(CurvePoint(10, 640, 1.25, 0.5, 2.0), CurvePoint(20, 1280, 2.5, None, 3.21)),
     )  # fmt: skip
     assert read_facts(tmp_path) is None
-    write_record(tmp_path / FACTS_FILE, facts)
+    write_json(tmp_path / FACTS_FILE, asdict(facts))
     assert read_facts(tmp_path) == facts
     path = tmp_path / FACTS_FILE
     path.write_text(path.read_text().replace('"num_tokens": 100', '"num_tokens": "many"'))

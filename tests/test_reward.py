@@ -249,7 +249,7 @@ def test_what_needs_a_worker_goes_out_as_it_ends_and_the_rest_stays_here() -> No
     assert scorer.has_unscored(ended[:2]), "the second is judged here"
     scorer.score_ahead(ended[:2], lambda: False)
     assert scorer.num_ahead == 1 and not scorer.has_unscored(ended[:2])
-    server.may_wait, server.verdicts = True, {1: Verdict.failed(Failure.CPU)}
+    server.may_wait, server.verdicts = True, {1: Verdict(0.0, Failure.CPU)}
     assert scorer.rewards(ended).tolist() == [0.0, 1.0, 2.0]
     assert [answer.source for answer in server.submitted] == ["m", "m"]
     metrics = scorer.metrics()
@@ -262,7 +262,7 @@ def test_what_needs_a_worker_goes_out_as_it_ends_and_the_rest_stays_here() -> No
 @pytest.mark.parametrize("failure", list(Failure))
 def test_a_program_that_fails_is_judged_and_all_else_that_fails_is_not(failure: Failure) -> None:
     server = SlowServer()
-    server.may_wait, server.verdicts = True, dict.fromkeys(range(1, 4), Verdict.failed(failure))
+    server.may_wait, server.verdicts = True, dict.fromkeys(range(1, 4), Verdict(0.0, failure))
     own = [prompt for kind in ("function", "math", "code") for prompt in prompts(kind)]
     by_source = {kind: kind for kind in ("function", "math", "code")}
     scorer = Scorer(Judge(RewardSection(by_source=by_source), server), lambda r: own[r.key.draw], lambda _: "")  # type: ignore[arg-type]

@@ -130,14 +130,14 @@ def test_what_goes_wrong_costs_that_answer_alone(
 
 
 def test_an_answer_that_never_ends_meets_the_limit_of_the_clock(own: str) -> None:
-    limit = Verdict.failed(Failure.WALL, "no verdict in 3.0 s of the clock")
+    limit = Verdict(0.0, Failure.WALL, "no verdict in 3.0 s of the clock")
     with closing(client_of(own, cpu_seconds=0.05)) as client:
         assert ask(client, "sleep", "a") == [limit, Verdict(1.0)]
 
 
 def test_a_child_that_an_answer_leaves_is_ended(client: RewardClient) -> None:
     assert ask(client, "child") == [Verdict(1.0)]
-    wait_until(lambda: not any(map(alive, group_members(client.server_pid))))
+    wait_until(lambda: not any(map(alive, group_members(client._process.pid))))
 
 
 def group_members(server: int) -> list[int]:
@@ -159,12 +159,12 @@ def test_a_server_that_dies_is_started_again_and_loses_nothing(own: str) -> None
     """Except an answer that ends it twice."""
     client = client_of(own)
     numbers = [client.submit(Answer("function", "own", "x" * length, "")) for length in range(300)]
-    os.kill(client.server_pid, signal.SIGKILL)
+    os.kill(client._process.pid, signal.SIGKILL)
     verdicts = client.wait(numbers)
     assert [verdicts[number].reward for number in numbers] == list(range(300))
     assert client.num_restarts == 1
     given = ask(client, "a", "server", "abc")
-    assert given == [Verdict(1.0), Verdict.failed(Failure.SERVER, "the server ended with status -9"), Verdict(3.0)]
+    assert given == [Verdict(1.0), Verdict(0.0, Failure.SERVER, "the server ended with status -9"), Verdict(3.0)]
     assert client.num_restarts == 3 and ask(client, "four") == [Verdict(4.0)]
     client.close()
 
@@ -173,7 +173,7 @@ def test_a_server_that_dies_is_started_again_and_loses_nothing(own: str) -> None
 def test_a_server_that_is_stopped_is_replaced(own: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tlt_hpc.rewards.client._STALLED_SECONDS", 3.0)
     with closing(client_of(own, cpu_seconds=0.05)) as client:
-        os.kill(client.server_pid, signal.SIGSTOP)
+        os.kill(client._process.pid, signal.SIGSTOP)
         assert ask(client, "four") == [Verdict(4.0)] and client.num_restarts == 1
 
 
@@ -186,7 +186,7 @@ def test_the_server_and_its_workers_end_with_the_rank(own: str) -> None:
         f"client = standing_judge(RewardSection(default='function', function={own!r})).client\n"
         "client.wait_until_ready()\n"
         "client.submit(Answer('function', 'own', 'sleep', ''))\n"
-        "print(client.server_pid, flush=True)\n"
+        "print(client._process.pid, flush=True)\n"
         "time.sleep(100)\n"
     )
     rank = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
@@ -203,7 +203,7 @@ def test_the_server_and_its_workers_end_with_the_rank(own: str) -> None:
 def test_what_is_forgotten_is_ended_and_its_verdicts_never_come(client: RewardClient) -> None:
     for _ in range(3):
         client.submit(Answer("function", "own", "sleep", ""))
-    wait_until(lambda: len(group_members(client.server_pid)) == 2)
+    wait_until(lambda: len(group_members(client._process.pid)) == 2)
     client.forget()
     assert ask(client, "four") == [Verdict(4.0)], "no worker is held up"
     assert client.num_judged == 0
@@ -211,10 +211,10 @@ def test_what_is_forgotten_is_ended_and_its_verdicts_never_come(client: RewardCl
 
 def test_handing_over_never_waits(client: RewardClient) -> None:
     """Far more than a socket holds, while the server is stopped."""
-    os.kill(client.server_pid, signal.SIGSTOP)
+    os.kill(client._process.pid, signal.SIGSTOP)
     numbers = [client.submit(Answer("function", "own", "x" * 100_000, "")) for _ in range(100)]
     client.pump()  # a call that waits does so for ever: only this thread lets the server continue
-    os.kill(client.server_pid, signal.SIGCONT)
+    os.kill(client._process.pid, signal.SIGCONT)
     assert {verdict.reward for verdict in client.wait(numbers).values()} == {100_000.0}
 
 
@@ -257,7 +257,7 @@ def test_the_server_gets_the_variables_that_python_needs_and_no_other(
     for name, value in SECRETS.items():
         monkeypatch.setenv(name, value)
     with closing(client_of(own)) as client:
-        assert "swordfish" not in Path(f"/proc/{client.server_pid}/environ").read_text()
+        assert "swordfish" not in Path(f"/proc/{client._process.pid}/environ").read_text()
 
 
 # --- mathematics ---
@@ -294,10 +294,10 @@ def test_verdicts_depend_on_neither_the_number_of_workers_nor_the_order(client: 
 def test_programs_go_through_the_server() -> None:
     texts = ["def f(n): return n + 1", "def f(n): return n", "import os\nos.abort()", "x = [0] * 10**9"]
     truth = json.dumps({"inputs": [[1]], "outputs": [2], "fn_name": "f"})
-    crash = Verdict.failed(Failure.CRASH, "the program was killed by signal 6")
+    crash = Verdict(0.0, Failure.CRASH, "the program was killed by signal 6")
     with closing(make_client(default="code", cpu_seconds=2.0, memory_mb=256)) as client:
         verdicts = ask(client, *texts, kind="code", truth=truth)
-    assert verdicts == [Verdict(1.0), Verdict(0.0), crash, Verdict.failed(Failure.MEMORY)]
+    assert verdicts == [Verdict(1.0), Verdict(0.0), crash, Verdict(0.0, Failure.MEMORY)]
 
 
 # --- frames ---
@@ -395,7 +395,7 @@ def test_cpu_time_is_counted_over_all_tests_of_an_answer(template: Template) -> 
     truth = json.dumps({"inputs": [""] * 2, "outputs": ["1"] * 2})
     assert passes_tests(program, truth, limited, template) == Verdict(1.0)
     truth = json.dumps({"inputs": [""] * 9, "outputs": ["1"] * 9})
-    assert passes_tests(program, truth, limited, template) == Verdict.failed(Failure.CPU, "more than 0.5 s of CPU time")
+    assert passes_tests(program, truth, limited, template) == Verdict(0.0, Failure.CPU, "more than 0.5 s of CPU time")
 
 
 @pytest.mark.parametrize(
@@ -409,8 +409,8 @@ def test_cpu_time_is_counted_over_all_tests_of_an_answer(template: Template) -> 
     ],
 )
 def test_tests_that_cannot_be_read(template: Template, truth: str, trouble: str) -> None:
-    assert passes_tests("pass", truth, CODE, template) == Verdict.failed(
-        Failure.UNREADABLE, f"tests {truth[:80]!r}: {trouble}"
+    assert passes_tests("pass", truth, CODE, template) == Verdict(
+        0.0, Failure.UNREADABLE, f"tests {truth[:80]!r}: {trouble}"
     )
 
 

@@ -118,7 +118,7 @@ def test_round_trip(
     assert not part_of(path).exists()
 
 
-def test_a_file_of_an_earlier_version_has_no_spans(tmp_path: Path) -> None:
+def test_a_summary_has_what_the_record_has(tmp_path: Path) -> None:
     path = tmp_path / "log.h5"
     record = make_record(39)
     write_step(path, record)
@@ -127,12 +127,6 @@ def test_a_file_of_an_earlier_version_has_no_spans(tmp_path: Path) -> None:
     assert summary.response_lengths.tolist() == [len(r.response_tokens) for r in record.rollouts]
     assert summary.num_target_passes.tolist() == [r.num_target_passes for r in record.rollouts]
     assert all(same(value, getattr(record, name)) for name, value in vars(summary).items() if name in vars(record))
-    with h5py.File(path, "r+") as file:
-        del file["spans"], file["phases"], file["rollouts/pass_lengths"], file["rollouts/pass_ends"]
-        del file["timing/refills"]
-    found = read_step(path)
-    assert found.phases == found.refills == () and len(found.spans) == len(read_summary(path).spans) == 0
-    assert all(len(rollout.pass_lengths) == 0 for rollout in found.rollouts)
 
 
 @pytest.mark.parametrize("count", [0, 7, 9])

@@ -77,7 +77,7 @@ class Ranks:
 
 def random_weights(shape: ModelShape, seed: int = 0) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    sizes = Decoder(shape, torch.float32, CPU).weight_sizes()
+    sizes = {name: cut.sizes for name, cut in Decoder(shape, torch.float32, CPU).weight_cuts().items()}
     return {
         name: torch.randn(size, generator=generator) * (1.0 if len(size) == 1 else size[-1] ** -0.5)
         for name, size in sizes.items()

@@ -131,7 +131,7 @@ def test_it_leaves_a_drafter_and_its_facts(straight):
     assert [point.updates for point in facts.curve] == [4, 8, 9]
     best = max(facts.curve, key=lambda point: point.accept_length)
     assert (facts.num_updates, facts.accept_length) == (best.updates, best.accept_length)
-    assert (facts.num_validation_prompts, facts.num_ranks, facts.init) == (6, 1, "random")
+    assert facts.num_validation_prompts == 6
     assert facts.num_responses <= 36
     assert facts.curve[-1].tokens > 0.7 * 9 * 128
     assert int(kept(straight)["num_steps"]) == facts.num_updates

@@ -88,7 +88,7 @@ def random_decoder(shape: ModelShape, dtype: torch.dtype, device: torch.device) 
         empty = torch.empty(sizes, dtype=dtype, device=device)
         return empty.fill_(1.0) if name.endswith("norm.weight") else empty.normal_(0.0, 0.02, generator=generator)
 
-    decoder.load(((name, values(name, sizes)) for name, sizes in decoder.weight_sizes().items()), 0)
+    decoder.load(((name, values(name, cut.sizes)) for name, cut in decoder.weight_cuts().items()), 0)
     return decoder
 
 

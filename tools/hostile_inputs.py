@@ -10,6 +10,7 @@ import re
 import shutil
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -142,7 +143,7 @@ def read_log(folder: Path) -> str:
 
 
 def read_cache(folder: Path) -> str:
-    with FeatureCacheReader(RunFolder(folder / "run").feature_cache(1, 0)) as reader:
+    with closing(FeatureCacheReader(RunFolder(folder / "run").feature_cache(1, 0))) as reader:
         documents = [reader.read(index) for index in range(len(reader))]
     return digest([(d.tokens.tolist(), d.prompt_length, d.features.tolist()) for d in documents])
 

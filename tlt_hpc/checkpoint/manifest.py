@@ -105,10 +105,7 @@ class Checkpoint:
         pieces = self.tensors[part][name]
         values = [self._read_piece(file, stored.key) for file, stored in pieces]
         tensor = values[0] if len(values) == 1 else torch.cat(values).view(pieces[0][1].shape)
-        if cut is None:
-            return tensor
-        cut.check(name, tensor.shape)
-        return tensor[cut.slices]
+        return tensor if cut is None else cut.take(name, tensor)
 
     def _read_piece(self, file_name: str, key: str) -> Tensor:
         path = self.folder / file_name

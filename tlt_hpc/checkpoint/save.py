@@ -99,7 +99,8 @@ class Save(threading.Thread):
         files = [self._write_part(part, [each for each in self._held if each.part == part]) for part in parts]
         self._list(files)
         if self._rank == 0:
-            self._seal([file for path in self._await_lists() for file in _read_list(path)])
+            listed = (file for path in self._await_lists() for file in json.loads(path.read_bytes()))
+            self._seal([File.model_validate(file) for file in listed])
 
     def _write_part(self, part: str, held: Sequence[Held]) -> File:
         path = self._part / f"{part}-{self._suffix(self._rank)}.safetensors"
@@ -180,7 +181,3 @@ def clear_leftovers(folder: Path) -> None:
     """
     for leftover in folder.glob("step-*.part"):
         shutil.rmtree(leftover)
-
-
-def _read_list(path: Path) -> list[File]:
-    return [File.model_validate(file) for file in json.loads(path.read_bytes())]

@@ -61,24 +61,6 @@ class Screen:
         self.say("".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True)) + ending)
 
 
-def memory_line(memory: Mapping[str, int]) -> str:
-    """What a rank's rollout engine holds, in megabytes."""
-    parts = [f"{name} {count / 1e6:,.1f}" for name, count in memory.items() if count]
-    return f"rollout memory of a rank, MB: {', '.join(parts)}; together {sum(memory.values()) / 1e6:,.1f}"
-
-
-def evaluation_line(step: int, metrics: Mapping[str, float]) -> str:
-    """The accuracies of an evaluation in training, in percent."""
-    core = {name.removeprefix("val-core/"): 100 * metrics[name] for name in metrics if name.startswith("val-core/")}
-    return f"evaluated after {count(step, 'step')}, %: {', '.join(f'{name} {core[name]:.1f}' for name in core)}"
-
-
-def run_line(config: Config, first_step: int) -> str:
-    """Which run begins, and where it writes."""
-    note = f", resuming from step {first_step}" if first_step else ""
-    return f"{config.folder} ({config.speculation.mode}): {count(config.run.num_steps, 'step')}{note}"
-
-
 class StepReporter:
     """Shows a run: a line for each step, which ends with ``mode`` where runs take turns."""
 
@@ -90,9 +72,12 @@ class StepReporter:
         self._screen.say(f"step {step + 1}: its update repeated from the rollout log, nothing generated again")
 
     def started(self, config: Config, first_step: int, memory: Mapping[str, int]) -> None:
-        self._screen.say(run_line(config, first_step))
+        note = f", resuming from step {first_step}" if first_step else ""
+        steps = count(config.run.num_steps, "step")
+        self._screen.say(f"{config.folder} ({config.speculation.mode}): {steps}{note}")
         if self._is_first:
-            self._screen.say(memory_line(memory))
+            held = ", ".join(f"{name} {size / 1e6:,.1f}" for name, size in memory.items() if size)
+            self._screen.say(f"rollout memory of a rank, MB: {held}; together {sum(memory.values()) / 1e6:,.1f}")
         self._is_first, self._screen.names_columns = False, True
 
     def rolling(self, step: int, roster: Roster) -> None:
@@ -116,7 +101,9 @@ class StepReporter:
             )
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._screen.say(evaluation_line(step, metrics))
+        core = {name: 100 * metrics[name] for name in metrics if name.startswith("val-core/")}
+        told = ", ".join(f"{name.removeprefix('val-core/')} {share:.1f}" for name, share in core.items())
+        self._screen.say(f"evaluated after {count(step, 'step')}, %: {told}")
 
 
 def print_result(config: Config, result: RunResult) -> None:
@@ -157,19 +144,7 @@ def print_comparison(comparison: Comparison, rows: Mapping[str, Sequence[str]], 
 
 # -- tlt warmup -----------------------------------------------------------------------------------------------------
 
-_CURVE_COLUMNS = ("updates", "tokens", "loss", "accept length", "seconds")
-
-
-def curve_cells(point: CurvePoint) -> tuple[str, ...]:
-    """A validation's figures, in the order of the columns."""
-    loss = "-" if point.loss is None else f"{point.loss:.3f}"
-    return (f"{point.updates}", f"{point.tokens:,}", loss, f"{point.accept_length:.3f}", f"{point.seconds:.0f}")
-
-
-def seconds_left(progress: Progress, config: Config) -> float:
-    """Of the training, if it continues as it did and no budget but the updates and tokens ends it."""
-    done = progress.share_done(config.warmup)
-    return progress.seconds / done * (1.0 - done) if done else 0.0
+_CURVE_COLUMNS = ("updates", "tokens", "loss", "accept length", "seconds", "left")
 
 
 class WarmupScreen:
@@ -191,16 +166,18 @@ class WarmupScreen:
 
     def training(self, num_documents: int, num_tokens: int) -> None:
         self._screen.say(f"training on {count(num_documents, 'response')}, {count(num_tokens, 'token')}")
-        self._screen.row((*_CURVE_COLUMNS, "left"), (*_CURVE_COLUMNS, "left"))
+        self._screen.row(_CURVE_COLUMNS, _CURVE_COLUMNS)
 
     def learned(self, progress: Progress) -> None:
         assert self._config is not None
-        self._left = f"{seconds_left(progress, self._config):.0f}"
+        done = progress.share_done(self._config.warmup)  # if it continues as it did, and no patience ends it
+        self._left = f"{progress.seconds / done * (1.0 - done) if done else 0.0:.0f}"
         self._screen.progress(f"training: {count(progress.updates, 'update')}, loss {progress.losses[-1]:.3f}")
 
     def validated(self, point: CurvePoint, is_best: bool) -> None:
-        names = (*_CURVE_COLUMNS, "left")
-        self._screen.row((*curve_cells(point), self._left), names, "  best" if is_best else "")
+        loss = "-" if point.loss is None else f"{point.loss:.3f}"
+        figures = f"{point.updates}", f"{point.tokens:,}", loss, f"{point.accept_length:.3f}", f"{point.seconds:.0f}"
+        self._screen.row((*figures, self._left), _CURVE_COLUMNS, "  best" if is_best else "")
 
 
 def print_warmup(result: WarmupResult, config_path: str, form: str) -> None:

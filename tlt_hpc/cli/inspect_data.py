@@ -59,17 +59,15 @@ def _config_of(file: str, overrides: Sequence[str]) -> Config:
 
 
 def _print(console: Console, config: Config, found: Inspection, has_tokens: bool) -> None:
-    title = f"{config.data.source_name}: {count(found.num_rows, 'row')}, {len(found.broken):,} broken"
-    table = Table(title=title)
+    table = Table(title=f"{config.data.source_name}: {count(found.num_rows, 'row')}, {len(found.broken):,} broken")
     for name in _COLUMNS:
         table.add_column(name, justify="left" if name == "data_source" else "right")
     for counts in found.sources:
         table.add_row(*_cells(counts, has_tokens))
     console.print(table)
-    limit = config.data.max_prompt_tokens
     if has_tokens:
         num_overlong = sum(counts.num_overlong for counts in found.sources)
-        console.print(f"prompts over data.max_prompt_tokens = {limit}: {num_overlong:,}")
+        console.print(f"prompts over data.max_prompt_tokens = {config.data.max_prompt_tokens}: {num_overlong:,}")
     else:
         console.print("no tokens counted: give --model FOLDER")
     for error in found.broken[:_SHOWN_ROWS]:

@@ -1,5 +1,5 @@
-"""The commands: ``train``, ``evaluate``, ``compare``, ``ablate``, ``warmup``, ``bench``, ``plan``, ``simulate``,
-``preflight``, ``data``, exports.
+"""The commands: ``train``, ``evaluate``, ``compare``, ``ablate``, ``warmup``, ``plan``, ``simulate``, ``preflight``,
+``data``, exports.
 
 Heavy libraries are imported only once a command needs them.
 """
@@ -23,14 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from tlt_hpc import __version__
 from tlt_hpc.cluster.caches import make_node_cache
 from tlt_hpc.cluster.device import take_device
-from tlt_hpc.cluster.local import (
-    STARTED,
-    become_ranks,
-    given_job,
-    launched_count,
-    launched_rank,
-    starting,
-)
+from tlt_hpc.cluster.local import STARTED, become_ranks, given_job, launched_count, launched_rank, starting
 from tlt_hpc.cluster.stopping import Stop, StopFlag, await_preemption, know_limits, queue_again
 from tlt_hpc.cluster.watch.beat import BEAT
 from tlt_hpc.cluster.watch.watch import Watch
@@ -41,7 +34,7 @@ from tlt_hpc.config import Config, UserError, check_learns, check_resumable, loa
 from tlt_hpc.export import export_options
 from tlt_hpc.look.arguments import add_report_arguments, add_watch_arguments
 from tlt_hpc.plan import plan_options
-from tlt_hpc.plan.plan_options import at_least_one, at_least_one_each
+from tlt_hpc.plan.plan_options import at_least_one
 from tlt_hpc.resume.finished import finished_message
 from tlt_hpc.storage.folder import RunFolder, WriteError
 from tlt_hpc.storage.step_lines import read_lines
@@ -340,7 +333,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         options.overrides = [*options.overrides, *rest]
     if options.command == "warmup" and options.sources:
         options.overrides.append(f"warmup.sources={json.dumps(options.sources)}")
-    if options.command in ("compare", "bench") and options.json is not None and not options.json.parent.is_dir():
+    if options.command == "compare" and options.json is not None and not options.json.parent.is_dir():
         parser.error(f"--json {options.json}: its folder does not exist; make it first")
     return options
 
@@ -370,19 +363,6 @@ def add_evaluate_options(command: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     command.add_argument("--step", type=int, metavar="N", help="the checkpoint of that step instead of the newest")
     command.add_argument("--output", type=Path, metavar="FOLDER", help="write there instead of beside the run")
-
-
-def add_bench_options(command: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """The options of ``tlt bench rollout``."""
-    rollout = command.add_subparsers(dest="bench", required=True).add_parser(
-        "rollout", help="tokens per second of a job's rollouts, plain and with each strategy"
-    )
-    rollout.add_argument("--batches", type=at_least_one_each, default=[1, 8, 32], metavar="N,...",
-                         help="sequences of a rank at a time (1,8,32)")  # fmt: skip
-    rollout.add_argument("--sequences", type=at_least_one, metavar="N", help="of a rank (default 4 of each batch)")
-    rollout.add_argument("--repeats", type=at_least_one, default=3, metavar="N", help="of every measurement (3)")
-    rollout.add_argument("--json", type=Path, metavar="PATH", help="write the figures there as well")
-    return rollout
 
 
 def add_compare_options(command: argparse.ArgumentParser) -> None:
@@ -506,7 +486,9 @@ def compare(config: Config, options: argparse.Namespace, world: World) -> int:
     modes, screen = [mode for mode in MODES if mode not in options.without], Screen(world.rank == 0)
     comparison = compare(config, modes, options.steps, world, partial(StepReporter, screen))
     if comparison is None:
-        return start_over("comparison", world)
+        if world.rank == 0:
+            print("tlt: the comparison was stopped; a new one starts over", file=sys.stderr, flush=True)
+        return 1
     if world.rank == 0:
         if options.json is not None:
             ratios = {
@@ -568,28 +550,6 @@ def ablate(config: Config, options: argparse.Namespace, world: World) -> int:
     return 0 if figures.as_promised else 1
 
 
-def bench(config: Config, options: argparse.Namespace, world: World) -> int:
-    """``tlt bench rollout`` on this rank."""
-    from tlt_hpc.storage.records import write_json
-    from tlt_hpc.studies.bench import bench_rollout, table
-
-    figures = bench_rollout(config, world, options.batches, options.sequences, options.repeats)
-    if figures is None:
-        return start_over("measurement", world)
-    if world.rank == 0:
-        if options.json is not None:
-            write_json(options.json, figures)
-        print(table(figures))
-    return 0
-
-
-def start_over(what: str, world: World) -> int:
-    """The end of a command that was stopped and cannot continue; returns the exit status."""
-    if world.rank == 0:
-        print(f"tlt: the {what} was stopped; a new one starts over", file=sys.stderr, flush=True)
-    return 1
-
-
 class Command(NamedTuple):
     """A command of ``tlt``."""
 
@@ -607,7 +567,6 @@ _COMPARE = "run the same steps plain, with n-gram speculation and in full; statu
 _WARMUP = "train the drafter before any reinforcement learning, or resume that"
 _ABLATE = "compare the drafter left out, frozen and trained in several ways"
 _EVALUATE = "judge a checkpoint or a model on data sets, or resume that"
-_BENCH = "measure the rollout engine"
 _PLAN = "predict the memory that a run takes, by phase; status 1: more than there is"
 _SIMULATE = "predict seconds and GPU-hours of a run by number of nodes"
 _PREFLIGHT = "find before a job what would end it; status 1: something would"
@@ -623,7 +582,6 @@ COMMANDS = {
     "warmup": Command(_WARMUP, add_warmup_options, warmup, written_files),
     "ablate": Command(_ABLATE, ablation_plan.add_ablate_options, ablate),
     "evaluate": Command(_EVALUATE, add_evaluate_options, evaluate, written_files),
-    "bench": Command(_BENCH, add_bench_options, bench),
     "plan": Command(_PLAN, plan_options.add_plan_options, "tlt_hpc.plan.memory.summary"),
     "simulate": Command(_SIMULATE, plan_options.add_simulate_options, "tlt_hpc.plan.simulate.predict"),
     "preflight": Command(_PREFLIGHT, plan_options.add_preflight_options, "tlt_hpc.plan.preflight.checklist"),

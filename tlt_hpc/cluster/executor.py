@@ -54,12 +54,12 @@ def read_status(folder: Path, job: str) -> int | None:
         UserError: the file cannot be read.
     """
     files = sorted(folder.glob(f"{job}-start-*.status"))
+    if not files:
+        return None
     try:
-        text = read_text(files[-1]).strip() if files else None
+        text = read_text(files[-1]).strip()
     except OSError as error:
         raise UserError(told(error)) from None
-    if text is None:
-        return None
     return int(text) if re.fullmatch("[0-9]{1,3}", text) else 1
 
 

@@ -79,15 +79,10 @@ def launch_environment(num_ranks: int, environment: Mapping[str, str], job: str 
 
     ``job``: path of the job file, whose text goes with it; empty: none.
     """
-    ranks = {**environment, "TLT_RANKS": str(num_ranks), STARTED: "1", **_job_variables(job)}
-    ranks.setdefault("OMP_NUM_THREADS", "1")
+    ranks = {"OMP_NUM_THREADS": "1", **environment, "TLT_RANKS": str(num_ranks), STARTED: "1"}
+    if job and Path(job).stat().st_size <= _LONGEST_JOB:
+        ranks |= {JOB_FILE: job, JOB_TEXT: os.fsdecode(Path(job).read_bytes())}
     return ranks
-
-
-def _job_variables(job: str) -> dict[str, str]:
-    if not job or Path(job).stat().st_size > _LONGEST_JOB:
-        return {}
-    return {JOB_FILE: job, JOB_TEXT: os.fsdecode(Path(job).read_bytes())}
 
 
 def outlive_readers() -> None:

@@ -21,7 +21,6 @@ from tlt_hpc.config.sections import MAX_COUNT, SECTIONS, ConfigError, Section, U
 class Key:
     """One key of the configuration. ``default`` is TOML, or empty if the key is required."""
 
-    section: str
     name: str
     values: str
     default: str
@@ -49,7 +48,6 @@ def keys_of(section: str) -> Iterator[Key]:
     for name, field in kind.model_fields.items():
         default = field.get_default(call_default_factory=True)
         yield Key(
-            section,
             name,
             values=_values(properties[name]),
             default="" if default is PydanticUndefined else toml_value(default),

@@ -11,18 +11,8 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from tlt_hpc.common.files import (
-    LINES_BYTES,
-    DamagedText,
-    NotTomlError,
-    parse_object,
-    parse_toml,
-    read_bytes,
-    read_toml,
-    toml_of,
-)
+from tlt_hpc.common.files import DamagedText, NotTomlError, parse_toml, read_toml, toml_of
 from tlt_hpc.config.checks import find_contradictions
-from tlt_hpc.config.removed import REMOVED
 from tlt_hpc.config.sections import SECTIONS, Config, ConfigError
 
 _REMEDIES = {
@@ -62,14 +52,15 @@ def load_saved_config(path: Path) -> Config:
     """Read the configuration that a run has saved.
 
     Raises:
-        ConfigError: as ``load_config``; or a removed key has a value that later versions do not implement.
+        ConfigError: as ``load_config``.
     """
     try:
-        tree = _read_tree(path, ())
-        _drop_removed(tree, path)
-        return parse_config(tree)
+        return load_config(path)
     except ConfigError as error:
-        raise ConfigError(f"{path}, which the run saved: {error} (in that file)") from None
+        raise ConfigError(
+            f"{path}, which the run saved: {error} (in that file; if another version wrote it, open the run with the "
+            "commit that environment.jsonl names)"
+        ) from None
 
 
 def parse_config(tree: dict[str, Any]) -> Config:
@@ -106,31 +97,6 @@ def _validate(tree: dict[str, Any]) -> tuple[Config | None, list[ConfigError]]:
     config = config.model_copy(update={"algorithm": config.algorithm.resolved()})
     problems = list(map(ConfigError, find_contradictions(config)))
     return (None if problems else config), problems
-
-
-def _drop_removed(tree: dict[str, Any], path: Path) -> None:
-    """Delete keys of earlier versions from a configuration that was saved at ``path``."""
-    for name, removed in REMOVED.items():
-        section, _, key = name.partition(".")
-        values = tree.get(section)
-        if not isinstance(values, dict) or key not in values:
-            continue
-        if not removed.accepts(values[key], values):
-            raise ConfigError(
-                f"{name} = {_shown(values[key])} is of an earlier version, and this one does not have it "
-                f"({removed.instead}); open the run with the commit that environment.jsonl names{_commit(path)}"
-            )
-        del values[key]
-
-
-def _commit(path: Path) -> str:
-    """ ": COMMIT" of the last start of the run that saved a configuration at ``path``; empty if that is not known."""
-    try:
-        last = read_bytes(path.with_name("environment.jsonl"), LINES_BYTES).splitlines()[-1]
-        commit = parse_object(last).get("commit")
-    except (OSError, DamagedText, IndexError):
-        commit = ""
-    return f": {commit}" if commit else ""
 
 
 def apply_override(tree: dict[str, Any], override: str) -> None:
@@ -199,9 +165,7 @@ def _shown(value: Any) -> str:
 
 
 def closest(location: list[str]) -> str:
-    """The hint for an unknown key: what replaces it, the closest key, or all keys."""
-    if (removed := REMOVED.get(".".join(location))) is not None:
-        return f"; it was removed: {removed.instead}"
+    """The hint for an unknown key: the closest key, or all keys."""
     *section, name = location
     valid = list(SECTIONS[section[0]].model_fields if section else SECTIONS)
     prefix = "".join(f"{part}." for part in section)

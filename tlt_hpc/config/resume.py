@@ -17,10 +17,7 @@ _FREE = {
     "reward": ("workers",),
     "rollout": ("max_live", "kv_bytes", "page_size", "tensor_parallel"),
     "speculation": ("strategies",),
-    "drafter": (
-        *("average_merges", "micro_step_tokens", "micro_step_seconds"),
-        *("cache_bytes", "cache_folder"),
-    ),
+    "drafter": ("average_merges", "micro_step_tokens", "micro_step_seconds", "cache_bytes", "cache_folder"),
     "optimizer": (
         *("zero_stage", "offload", "offload_parameters", "micro_batch_tokens"),
         *("gradient_checkpointing", "sequence_parallel"),
@@ -41,7 +38,13 @@ def check_resumable(saved: Path, config: Config) -> None:
     """
     if not os.path.lexists(saved):
         return
-    changed = changed_keys(load_saved_config(saved), config)
+    now = config.model_dump()
+    changed = {
+        f"{section}.{name}": (value, now[section][name])
+        for section, values in load_saved_config(saved).model_dump().items()
+        for name, value in values.items()
+        if value != now[section][name] and f"{section}.{name}" not in FREE_ON_RESUME
+    }
     if changed:
         told = "; ".join(f"{key} = {old!r}, now {new!r}" for key, (old, new) in changed.items())
         values = "value" if len(changed) == 1 else "values"
@@ -49,14 +52,3 @@ def check_resumable(saved: Path, config: Config) -> None:
             f"{saved} holds a run with {told}: resume with the old {values} or give another run.name (what may change: "
             'docs/resume.md, "Changing settings on resume")'
         )
-
-
-def changed_keys(old: Config, new: Config) -> dict[str, tuple[object, object]]:
-    """Keys whose values differ and may not on resume, with both values."""
-    now = new.model_dump()
-    return {
-        f"{section}.{name}": (value, now[section][name])
-        for section, values in old.model_dump().items()
-        for name, value in values.items()
-        if value != now[section][name] and f"{section}.{name}" not in FREE_ON_RESUME
-    }

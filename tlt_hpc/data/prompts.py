@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from tlt_hpc.cluster.watch.beat import BEAT
 from tlt_hpc.common.records import ChatFormat, Prompt
 from tlt_hpc.config import EMBEDDED_TASK, Config, ConfigError, DataSection
-from tlt_hpc.data.gcd import MAX_NUMBER, Split, draw_from_split
+from tlt_hpc.data.gcd import MAX_NUMBER, draw_from_split
 from tlt_hpc.data.order import Draws, Refills, shuffled
 from tlt_hpc.data.reader import OverlongError, PromptCheck, PromptReader, encode
 
@@ -70,25 +70,25 @@ def open_prompts(
 
 
 class GcdPrompts:
-    """Fresh problems of the embedded task at every step, from one of its splits."""
+    """Fresh problems of the embedded task at every step, from its split for training."""
 
     warning = ""
 
-    def __init__(self, tokenizer: Tokenizer, seed: int, prompts_per_step: int, split: Split = "train") -> None:
-        self._tokenizer, self._seed, self._count, self._split = tokenizer, seed, prompts_per_step, split
+    def __init__(self, tokenizer: Tokenizer, seed: int, prompts_per_step: int) -> None:
+        self._tokenizer, self._seed, self._count = tokenizer, seed, prompts_per_step
 
     def batch(self, step: int) -> list[Prompt]:
-        return self._draw(f"gcd/{self._split}/{self._seed}/{step}", self._count)
+        return self._draw(f"gcd/train/{self._seed}/{step}", self._count)
 
     def refill(self, step: int, count: int) -> list[Prompt]:
-        return self._draw(f"gcd/{self._split}/{self._seed}/{step}/refill", count)
+        return self._draw(f"gcd/train/{self._seed}/{step}/refill", count)
 
     def fingerprints(self) -> Mapping[str, str]:
         return {"data.source": EMBEDDED_TASK}
 
     def _draw(self, seed: str, count: int) -> list[Prompt]:
         source = random.Random(seed)
-        problems = [draw_from_split(source, self._split) for _ in range(count)]
+        problems = (draw_from_split(source, "train") for _ in range(count))
         return [make_prompt(self._tokenizer, p.prompt, p.answer, "gcd") for p in problems]
 
 

@@ -142,15 +142,12 @@ def companions_of(model: Path) -> list[Path]:
 
 def card(config: Config, origin: str) -> str:
     """A short model card."""
-    algorithm, rollout = config.algorithm, config.rollout
+    algorithm = config.algorithm
     rows = {
         "from": config.model.path,
         "run": origin,
         "algorithm": f"{algorithm.name} (advantage {algorithm.recipe.advantage}, loss {algorithm.recipe.loss})",
         "data": config.data.source_name,
-        "samples a step": f"{rollout.prompts_per_step} prompts x {rollout.group_size}",
-        "sampled at": f"temperature {rollout.temperature}",
-        "learning rate": str(config.optimizer.learning_rate),
     }
     table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
     title = f"# {config.run.name}\n\nA policy trained with reinforcement learning."

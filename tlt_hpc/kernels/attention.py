@@ -50,12 +50,7 @@ def flash_can_run(query: Tensor, key_pages: Tensor) -> bool:
 
 
 def flash_tree_attention(
-    query: Tensor,
-    key_pages: Tensor,
-    value_pages: Tensor,
-    page_table: Tensor,
-    committed: Tensor,
-    tree_mask: Tensor,
+    query: Tensor, key_pages: Tensor, value_pages: Tensor, page_table: Tensor, committed: Tensor, tree_mask: Tensor
 ) -> Tensor:
     """``paged_tree_attention`` with the prefix through FlashAttention 2 and the tree's block dense beside it.
 
@@ -101,12 +96,7 @@ def join_prefix(
 
 
 def paged_tree_attention_reference(
-    query: Tensor,
-    key_pages: Tensor,
-    value_pages: Tensor,
-    page_table: Tensor,
-    committed: Tensor,
-    tree_mask: Tensor,
+    query: Tensor, key_pages: Tensor, value_pages: Tensor, page_table: Tensor, committed: Tensor, tree_mask: Tensor
 ) -> Tensor:
     """``paged_tree_attention`` in plain PyTorch: every sequence gathered to the longest, one dense attention."""
     B, N, h, d = query.shape

@@ -64,10 +64,6 @@ class Decoder:
         """Bytes of the copies that the fast linear layers read, beside the weights; 0 before the first load."""
         return self._head.packed_bytes + sum(layer.packed_bytes for layer in self.layers)
 
-    def weight_sizes(self) -> dict[str, tuple[int, ...]]:
-        """The Hugging Face names that ``load`` wants, with their sizes."""
-        return {name: slot.cut.sizes for name, slot in self._slots()}
-
     def weight_cuts(self) -> dict[str, Cut]:
         """The part of each weight that this rank takes, by Hugging Face name: what ``load`` is given if ``are_cut``."""
         return {name: slot.cut for name, slot in self._slots()}
@@ -90,8 +86,7 @@ class Decoder:
                     f"weight {name!r} is not part of a {self.shape.family} decoder of this shape; {TAKE_CONFIG}"
                 )
             cut, target = slots[name]
-            (Cut(cut.cut_sizes, ()) if are_cut else cut).check(name, tensor.shape)
-            target.copy_(tensor if are_cut else tensor[cut.slices])
+            target.copy_((Cut(cut.cut_sizes, ()) if are_cut else cut).take(name, tensor))
             missing.discard(name)
             BEAT.tick()
         if missing:

@@ -51,6 +51,7 @@ class Drafter(nn.Module, ABC):
     """Predicts from the target's features at position t and the token at t + 1 what leads to the token at t + 2."""
 
     form: ClassVar[Form]
+    post_norm: nn.Parameter
     token_ids: Tensor | None
     """[W] int64, the tokens it drafts among, ascending, where it has a head of its own; None: the target's head."""
 
@@ -142,7 +143,19 @@ class Drafter(nn.Module, ABC):
     def _norm(self, weight: Tensor) -> Norm:
         return Norm(weight, self.shape.norm_epsilon)
 
-    def _layer_of(self, qkv: Tensor, output: Tensor, post_norm: Tensor, gate_up: Tensor, down: Tensor) -> LayerWeights:
+    def _init_layer(self, num_fused: int, num_read: int) -> None:
+        """Random weights: ``fc`` of ``num_fused`` numbers, and the layer, whose attention reads ``num_read``."""
+        s, h = self.shape, self.shape.hidden_size
+        self.fc = self._matrix(h, num_fused)
+        self.qkv = self._matrix((s.num_heads + 2 * s.num_kv_heads) * s.head_dim, num_read)
+        self.output = self._matrix(h, s.num_heads * s.head_dim, 0.5)
+        self.gate_up = self._matrix(2 * s.intermediate_size, h)
+        self.down = self._matrix(h, s.intermediate_size, 0.5)
+
+    def _layer(self) -> LayerWeights:
+        """This rank's part of the layer, with the parameters as they are now."""
+        weights: tuple[Tensor, ...] = (self.qkv, self.output, self.gate_up, self.down)
+        qkv, output, gate_up, down = weights
         shard = self._sharding
         if shard.size > 1:
             inner, heads, d = shard.inner(self.shape), shard.heads(self.shape), self.shape.head_dim
@@ -155,7 +168,7 @@ class Drafter(nn.Module, ABC):
             qkv=Linear(qkv),
             head_norm=None,
             output=shard.row_linear(output),
-            post_norm=self._norm(post_norm),
+            post_norm=self._norm(self.post_norm),
             gate_up=Linear(gate_up),
             down=shard.row_linear(down),
         )

@@ -55,7 +55,7 @@ def checked_drafter(stored: Mapping[str, Tensor], shape: ModelShape, asked: str)
     """The drafter's tensors among those of a file, by name, checked against a model's shape.
 
     Raises:
-        UserError: one is missing, or belongs to another model.
+        UserError: one is missing, or belongs to another model; or its vocabulary is not part of the target's.
     """
     sizes = eagle3_sizes(shape, stored[TOKEN_IDS].numel()) if TOKEN_IDS in stored else drafter_sizes(shape)
     for name, size in sizes.items():
@@ -63,8 +63,13 @@ def checked_drafter(stored: Mapping[str, Tensor], shape: ModelShape, asked: str)
         if found is None or found.shape != size:
             what = "missing" if found is None else list(found.shape)
             raise UserError(f"{asked}: drafter tensor {name!r} is {what}, this model needs {list(size)}; {_REMEDY}")
-    if TOKEN_IDS in sizes:
-        check_ids(stored[TOKEN_IDS], shape, asked)
+    if (ids := stored.get(TOKEN_IDS)) is not None:
+        ascends = ids.dtype == torch.int64 and bool((ids.diff() > 0).all())
+        if not ascends or not len(ids) or int(ids[0]) < 0 or int(ids[-1]) >= shape.vocab_size:
+            raise UserError(
+                f"{asked}: {TOKEN_IDS!r} must be int64 ids of the target's {shape.vocab_size} tokens, each above the "
+                f"one before; {_REMEDY}"
+            )
     return {name: stored[stored_name(name)] for name in sizes}
 
 
@@ -139,20 +144,6 @@ def check_layers(shape: ModelShape, asked: str) -> None:
             f"{asked}: an EAGLE-3 drafter reads three layers of its target, and this one has {shape.num_layers}, of "
             f"which no three can be told apart; use a target of {LEAST_LAYERS} layers or more, or a drafter of the "
             "EAGLE form"
-        )
-
-
-def check_ids(ids: Tensor, shape: ModelShape, asked: str) -> None:
-    """Refuse a draft vocabulary that is not part of the target's.
-
-    Raises:
-        UserError: what is wrong with it.
-    """
-    ascends = ids.dtype == torch.int64 and bool((ids.diff() > 0).all())
-    if not ascends or not len(ids) or int(ids[0]) < 0 or int(ids[-1]) >= shape.vocab_size:
-        raise UserError(
-            f"{asked}: {TOKEN_IDS!r} must be int64 ids of the target's {shape.vocab_size} tokens, each above the one "
-            f"before; {_REMEDY}"
         )
 
 

@@ -23,12 +23,7 @@ class Eagle(Drafter):
 
     def __init__(self, shape: ModelShape, seed: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(shape, seed, dtype, device)
-        h, i, d = shape.hidden_size, shape.intermediate_size, shape.head_dim
-        self.fc = self._matrix(h, 2 * h)
-        self.qkv = self._matrix((shape.num_heads + 2 * shape.num_kv_heads) * d, h)
-        self.output = self._matrix(h, shape.num_heads * d, 0.5)
-        self.gate_up = self._matrix(2 * i, h)
-        self.down = self._matrix(h, i, 0.5)
+        self._init_layer(2 * shape.hidden_size, shape.hidden_size)
         self.post_norm = self._ones()
 
     @property
@@ -44,5 +39,4 @@ class Eagle(Drafter):
         return self._run(x, x, parts, positions, attend)
 
     def _parts(self) -> DrafterParts:
-        layer = self._layer_of(self.qkv, self.output, self.post_norm, self.gate_up, self.down)
-        return DrafterParts(Linear(self.fc), layer)
+        return DrafterParts(Linear(self.fc), self._layer())

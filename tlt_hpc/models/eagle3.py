@@ -37,14 +37,9 @@ class Eagle3(Drafter):
         """``token_ids`` [W] int64 ascending: the target's tokens it may draft."""
         assert shape.num_layers >= LEAST_LAYERS, f"{shape.num_layers} layers"
         super().__init__(shape, seed, dtype, device)
-        h, i, d = shape.hidden_size, shape.intermediate_size, shape.head_dim
-        self.fc = self._matrix(h, 3 * h)
-        self.qkv = self._matrix((shape.num_heads + 2 * shape.num_kv_heads) * d, 2 * h)
-        self.output = self._matrix(h, shape.num_heads * d, 0.5)
-        self.gate_up = self._matrix(2 * i, h)
-        self.down = self._matrix(h, i, 0.5)
+        self._init_layer(3 * shape.hidden_size, 2 * shape.hidden_size)
         self.input_norm, self.hidden_norm, self.post_norm, self.final_norm = (self._ones() for _ in range(4))
-        self.head = self._matrix(len(token_ids), h)
+        self.head = self._matrix(len(token_ids), shape.hidden_size)
         self.register_buffer("token_ids", token_ids.to(device))
 
     @property
@@ -71,8 +66,6 @@ class Eagle3(Drafter):
         return parts.head(parts.norms["final"](states))
 
     def _parts(self) -> DrafterParts:
-        layer = self._layer_of(self.qkv, self.output, self.post_norm, self.gate_up, self.down)
-        norms = {"input": self.input_norm, "hidden": self.hidden_norm, "final": self.final_norm}
-        return DrafterParts(
-            Linear(self.fc), layer, {name: self._norm(weight) for name, weight in norms.items()}, Linear(self.head)
-        )
+        weights = {"input": self.input_norm, "hidden": self.hidden_norm, "final": self.final_norm}
+        norms = {name: self._norm(weight) for name, weight in weights.items()}
+        return DrafterParts(Linear(self.fc), self._layer(), norms, Linear(self.head))

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-from tlt_hpc.common.files import read_bytes, told
+from tlt_hpc.common.files import DamagedText, parse_object, read_bytes, told
 from tlt_hpc.config import UserError
 
 _MOST_BYTES = 2**28
@@ -33,12 +32,8 @@ def read_json(path: Path) -> dict[str, Any]:
     Raises:
         UserError: it cannot be read, is no JSON, or no object.
     """
+    text = read_text(path)
     try:
-        found = json.loads(read_text(path))
-    except UserError:
-        raise
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is not valid JSON ({error}); download it again") from None
-    if not isinstance(found, dict):
-        raise UserError(f"{path} is no JSON object; download it again")
-    return found
+        return parse_object(text.encode())
+    except DamagedText as error:
+        raise UserError(f"{path} is no JSON object ({error}); download it again") from None

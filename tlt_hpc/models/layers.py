@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -91,8 +91,8 @@ def run_layers(
 
     Returns also what entered each of the layers ``tapped`` [T, H], the lowest first.
     """
-    if (fused := _fused_parts(rotary, attend)) is not None:
-        return _run_fused(x, layers, final_norm, shape, *fused, tapped)
+    if _may_fuse(attend):
+        return _run_fused(x, layers, final_norm, shape, rotary, attend, tapped)
     entering = []
     for i, weights in enumerate(layers):
         if i in tapped:
@@ -105,17 +105,15 @@ def run_draft_layer(
     x: Tensor, reads: Tensor, weights: LayerWeights, shape: ModelShape, rotary: RotaryRows, attend: Attend
 ) -> Tensor:
     """One layer whose attention reads ``reads`` [T, R] as it is, and which adds to x [T, H] -> [T, H]."""
-    if (fused := _fused_parts(rotary, attend)) is not None:
-        x, delta = _fused_rest(x, reads, weights, shape, 0, *fused)
+    if _may_fuse(attend):
+        x, delta = _fused_rest(x, reads, weights, shape, 0, rotary, attend)
         return x + delta
     return _layer_rest(x, reads, weights, shape, rotary, 0, attend)
 
 
-def _fused_parts(rotary: RotaryRows, attend: Attend) -> tuple[RotaryRows, FusedAttend] | None:
-    """What the fused layers take, where they may run."""
-    if isinstance(attend, FusedAttend) and not torch.is_grad_enabled():
-        return rotary, attend
-    return None
+def _may_fuse(attend: Attend) -> TypeGuard[FusedAttend]:
+    """Whether the fused layers can and may run."""
+    return isinstance(attend, FusedAttend) and not torch.is_grad_enabled()
 
 
 def transformer_layer(

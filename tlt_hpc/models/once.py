@@ -74,10 +74,7 @@ def readers_once(node: NodeGroup | None, readers: Iterable[tuple[str, ReadCut]])
 
 
 def _cut(name: str, tensor: Tensor, cut: Cut | None) -> Tensor:
-    if cut is None:
-        return tensor
-    cut.check(name, tensor.shape)
-    return tensor[cut.slices]
+    return tensor if cut is None else cut.take(name, tensor)
 
 
 def share(node: NodeGroup, tensors: Iterable[Tensor]) -> None:

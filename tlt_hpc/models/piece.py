@@ -45,6 +45,11 @@ class Cut:
         kept = (len(range(size)[part]) for size, part in zip(self.sizes, self.slices, strict=False))
         return *kept, *self.sizes[len(self.slices) :]
 
+    def take(self, name: str, tensor: Tensor) -> Tensor:
+        """The block of a tensor, after ``check``."""
+        self.check(name, tensor.shape)
+        return tensor[self.slices]
+
     def check(self, name: str, sizes: Sequence[int]) -> None:
         """Refuse a tensor of other sizes, whose block might be of the right ones.
 

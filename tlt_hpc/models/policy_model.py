@@ -65,23 +65,18 @@ class PolicyModel(torch.nn.Module):
             tokens, positions, lengths = group.pad(tokens, positions, lengths)
             where, own = group.places(where, len(tokens))
             tokens, positions, targets = group.slice(tokens), group.slice(positions), targets[own]
-        hidden = self._hidden(tokens, positions, lengths)[where]
-        log_probs, entropy = self.head(hidden, targets, temperature, entropy_has_gradient)
-        if group is None or own is None:
-            return log_probs, entropy
-        return group.whole(log_probs, own, count), group.whole(entropy, own, count)
-
-    def _hidden(self, tokens: Tensor, positions: Tensor, lengths: Sequence[int]) -> Tensor:
-        """Last hidden states [T, H] of the tokens that this rank holds, of documents of these lengths in all."""
         output = self.inner.base_model(
             input_ids=tokens.unsqueeze(0),
             position_ids=positions.unsqueeze(0),
             use_cache=False,
             documents=lengths,
-            sequence=self._sequence,
+            sequence=group,
         )
-        hidden: Tensor = output.last_hidden_state[0]
-        return hidden
+        hidden = output.last_hidden_state[0][where]
+        log_probs, entropy = self.head(hidden, targets, temperature, entropy_has_gradient)
+        if group is None or own is None:
+            return log_probs, entropy
+        return group.whole(log_probs, own, count), group.whole(entropy, own, count)
 
 
 class _Head(torch.nn.Module):

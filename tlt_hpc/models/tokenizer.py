@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from functools import lru_cache
 from importlib import resources
 from pathlib import Path
-from typing import Any
 
 from tokenizers import Tokenizer
 
@@ -77,8 +76,9 @@ def read_chat_format(folder: Path) -> ChatFormat:
     template = read_text(file) if file.is_file() else settings.get("chat_template")
     if isinstance(template, list):
         template = _default_of(template, folder)
-    named = {name: _text_of(settings.get(name)) for name in _SPECIAL_TOKENS}
-    return ChatFormat(template or "", tuple((name, text) for name, text in named.items() if text is not None))
+    found = ((name, settings.get(name)) for name in _SPECIAL_TOKENS)
+    texts = ((name, token.get("content") if isinstance(token, dict) else token) for name, token in found)
+    return ChatFormat(template or "", tuple((name, text) for name, text in texts if text is not None))
 
 
 def _default_of(templates: list[Mapping[str, str]], folder: Path) -> str:
@@ -89,8 +89,3 @@ def _default_of(templates: list[Mapping[str, str]], folder: Path) -> str:
             "save the one you want as a file and give data.chat_template"
         )
     return by_name["default"]
-
-
-def _text_of(token: Any) -> str | None:
-    """A special token, which is a text or an object around it."""
-    return token.get("content") if isinstance(token, dict) else token

@@ -59,11 +59,6 @@ class Verdict:
     detail: str = ""
 
     @classmethod
-    def failed(cls, failure: Failure, detail: str = "") -> Verdict:
-        """Reward 0 for a reason."""
-        return cls(0.0, failure, detail)
-
-    @classmethod
     def from_json(cls, tree: dict[str, Any]) -> Verdict:
         """The verdict of a dict that ``asdict`` made."""
         failure = Failure(tree["failure"]) if tree["failure"] is not None else None

@@ -81,7 +81,7 @@ class RewardClient:
         """Have an answer judged; the number that its verdict will have."""
         self._number += 1
         if len(answer.text) > MAX_CHARACTERS:
-            self._verdicts[self._number] = Verdict.failed(Failure.SIZE, f"a response of {len(answer.text)} characters")
+            self._verdicts[self._number] = Verdict(0.0, Failure.SIZE, f"a response of {len(answer.text)} characters")
             return self._number
         self._answers[self._number] = answer
         self._waiting.append(self._number)
@@ -141,11 +141,6 @@ class RewardClient:
         self._socket.close()
         self._process.wait()
 
-    @property
-    def server_pid(self) -> int:
-        """Its process."""
-        return self._process.pid
-
     def _start(self) -> None:
         """Start the server: by exec, in a session of its own, without a descriptor of the launcher's."""
         self._socket, theirs = socket.socketpair()
@@ -176,7 +171,7 @@ class RewardClient:
         self.num_restarts += 1
         lost = list(self._at_server)
         if len(lost) == 1 and lost[0] in self._suspects:
-            self._settle(lost.pop(), Verdict.failed(Failure.SERVER, f"the server ended with status {status}"))
+            self._settle(lost.pop(), Verdict(0.0, Failure.SERVER, f"the server ended with status {status}"))
         self._suspects.update(lost)
         self._at_server.clear()
         self._waiting.extendleft(reversed(lost))

@@ -35,7 +35,7 @@ def passes_tests(text: str, truth: str, settings: RewardSection, template: Templ
     try:
         name, tests = read_tests(truth)
     except ValueError as error:
-        return Verdict.failed(Failure.UNREADABLE, f"tests {truth[:80]!r}: {error}")
+        return Verdict(0.0, Failure.UNREADABLE, f"tests {truth[:80]!r}: {error}")
     code, used = extract_program(text), 0.0
     if name == ASSERTIONS:
         return _hold(code, tests, settings, template)
@@ -151,13 +151,13 @@ def _from_json(wanted: Any) -> Any:
 def _not_passed(outcome: Outcome, is_right: bool, used: float, settings: RewardSection) -> Verdict | None:
     """The verdict that a test ends with; None if it is passed."""
     if outcome.failure == "cpu" or used > settings.cpu_seconds:
-        return Verdict.failed(Failure.CPU, f"more than {settings.cpu_seconds} s of CPU time")
+        return Verdict(0.0, Failure.CPU, f"more than {settings.cpu_seconds} s of CPU time")
     if outcome.failure:
-        return Verdict.failed(Failure(outcome.failure))
+        return Verdict(0.0, Failure(outcome.failure))
     if outcome.is_out_of_memory:
-        return Verdict.failed(Failure.MEMORY)
+        return Verdict(0.0, Failure.MEMORY)
     if outcome.status < 0:
-        return Verdict.failed(Failure.CRASH, f"the program was killed by signal {-outcome.status}")
+        return Verdict(0.0, Failure.CRASH, f"the program was killed by signal {-outcome.status}")
     return None if is_right and outcome.status == 0 else Verdict(0.0)
 
 

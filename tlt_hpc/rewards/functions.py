@@ -75,5 +75,5 @@ def call_function(function: RewardFunction, answer: Answer) -> Verdict:
     score = result.get("score") if isinstance(result, dict) else result
     if not isinstance(score, Real) or not abs(float(score)) <= MAX_REWARD:
         detail = f"the function returned {str(result)[:80]!r}, which is no number within {MAX_REWARD:g} of 0"
-        return Verdict.failed(Failure.ERROR, detail)
+        return Verdict(0.0, Failure.ERROR, detail)
     return Verdict(float(score))

@@ -31,7 +31,7 @@ def equal_as_mathematics(text: str, truth: str) -> Verdict:
     marked = truth if "$" in truth or BOX in truth else f"{BOX}{truth}}}"
     wanted = parse(marked, parsing_timeout=None)
     if not wanted:
-        return Verdict.failed(Failure.UNREADABLE, f"answer {truth[:80]!r} cannot be read as mathematics")
+        return Verdict(0.0, Failure.UNREADABLE, f"answer {truth[:80]!r} cannot be read as mathematics")
     return Verdict(float(verify(wanted, parse(text, parsing_timeout=None), timeout_seconds=None)))
 
 
@@ -39,7 +39,7 @@ def same_answer(text: str, other: str) -> Verdict:
     """1.0 if two responses give equal answers; unreadable if the first gives no answer."""
     given = parse(text, parsing_timeout=None)
     if not given:
-        return Verdict.failed(Failure.UNREADABLE, "no answer")
+        return Verdict(0.0, Failure.UNREADABLE, "no answer")
     return Verdict(float(verify(parse(other, parsing_timeout=None), given, timeout_seconds=None)))
 
 

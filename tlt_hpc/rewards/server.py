@@ -70,15 +70,15 @@ class Worker:
             written = b""
         os.close(self.verdict_fd)
         if self.is_late:
-            return Verdict.failed(Failure.WALL, f"no verdict in {self.settings.wall_seconds} s of the clock")
+            return Verdict(0.0, Failure.WALL, f"no verdict in {self.settings.wall_seconds} s of the clock")
         if written:
             return Verdict.from_json(json.loads(written))
         if not os.WIFSIGNALED(status):
-            return Verdict.failed(Failure.CRASH, f"its process ended with status {os.waitstatus_to_exitcode(status)}")
+            return Verdict(0.0, Failure.CRASH, f"its process ended with status {os.waitstatus_to_exitcode(status)}")
         if os.WTERMSIG(status) == signal.SIGXCPU:
             return _too_slow(self.settings)
         name = signal.Signals(os.WTERMSIG(status)).name
-        return Verdict.failed(Failure.CRASH, f"its process was killed by {name}")
+        return Verdict(0.0, Failure.CRASH, f"its process was killed by {name}")
 
 
 def end_with_parent() -> None:
@@ -107,7 +107,7 @@ def _report(fd: int, verdict: Verdict) -> None:
 
 
 def _too_slow(settings: RewardSection) -> Verdict:
-    return Verdict.failed(Failure.CPU, f"more than {settings.cpu_seconds} s of CPU time")
+    return Verdict(0.0, Failure.CPU, f"more than {settings.cpu_seconds} s of CPU time")
 
 
 def _one_line(error: BaseException) -> str:
@@ -196,7 +196,7 @@ class Server:
                 if (error := sys.exc_info()[1]) is not None:
                     failure = Failure.ERROR if answer.kind == "function" else Failure.CRASH
                     failure = Failure.MEMORY if isinstance(error, MemoryError) else failure
-                    _report(theirs, Verdict.failed(failure, _one_line(error)))
+                    _report(theirs, Verdict(0.0, failure, _one_line(error)))
                 os._exit(status)
         os.close(theirs)
         os.setpgid(pid, pid)  # here and in the child: whichever comes first

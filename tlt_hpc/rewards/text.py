@@ -43,7 +43,7 @@ def numeric(text: str, truth: str, tolerance: float) -> Verdict:
     """
     wanted = number_of(truth)
     if wanted is None:
-        return Verdict.failed(Failure.UNREADABLE, f"answer {truth[:80]!r} has no number")
+        return Verdict(0.0, Failure.UNREADABLE, f"answer {truth[:80]!r} has no number")
     given = number_of(text)
     if given is None:
         return Verdict(0.0)
@@ -58,7 +58,7 @@ def choice(text: str, truth: str) -> Verdict:
     """
     wanted = _LETTER.fullmatch(truth.strip())
     if wanted is None:
-        return Verdict.failed(Failure.UNREADABLE, f"answer {truth[:80]!r} is no letter of a choice")
+        return Verdict(0.0, Failure.UNREADABLE, f"answer {truth[:80]!r} is no letter of a choice")
     return Verdict(float(letter_of(text) == wanted[1].upper()))
 
 

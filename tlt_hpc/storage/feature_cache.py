@@ -57,7 +57,7 @@ class FeatureCache:
         self._unusable.clear()
         room = self._max_bytes // 2
         for other in self._folder.cache_steps():
-            for path in self._own_files(other):
+            for path in filter(self._owns, self._folder.feature_caches(other)):
                 size = path.stat().st_size
                 if other == step - 1 and size <= room:
                     room -= size  # of several, this rank's first: the rest was inherited
@@ -152,9 +152,6 @@ class FeatureCache:
 
     def _owns(self, path: Path) -> bool:
         return rank_of(path) % self._num_ranks == self._rank
-
-    def _own_files(self, step: int) -> list[Path]:
-        return [path for path in self._folder.feature_caches(step) if self._owns(path)]
 
     def _refuse(self, path: Path, reason: str) -> None:
         _log.warning("%s; it is not used", reason)

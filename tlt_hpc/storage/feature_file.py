@@ -98,12 +98,6 @@ class FeatureCacheReader:
     def close(self) -> None:
         self._file.close()
 
-    def __enter__(self) -> FeatureCacheReader:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     @cached_property
     def _tokens(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         return self._file.array("prompt_tokens"), self._file.array("response_tokens")

@@ -17,7 +17,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -141,11 +140,6 @@ class CommittedFile:
             self._bytes.close()
             raise
 
-    def has(self, name: str) -> bool:
-        """Whether there is a group or array of this path."""
-        place, _, own = name.rpartition("/")
-        return (not place or self.has(place)) and bool(self._group(place).links.exists(own.encode()))
-
     def array(self, name: str) -> NDArray[Any]:
         """All of an array.
 
@@ -170,13 +164,13 @@ class CommittedFile:
         """An array of names; raises as ``array``."""
         return tuple(bytes(text).decode() for text in self.array(name))
 
-    def number(self, name: str, missing: float | None = None) -> float:
-        """A scalar attribute of a group, or of the file itself; ``missing`` if it is given and there is none.
+    def number(self, name: str) -> float:
+        """A scalar attribute of a group, or of the file itself.
 
         Raises:
             KeyError, OSError, TypeError: it is missing, damaged, or no number.
         """
-        return missing if missing is not None and not self._has_attribute(name) else float(self._attribute(name))
+        return float(self._attribute(name))
 
     def text(self, name: str) -> str:
         """An attribute that is a text; raises as ``number``."""
@@ -206,17 +200,17 @@ class CommittedFile:
     def __enter__(self) -> CommittedFile:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _check_header(self) -> int:
         """The commit counter of a file of the right kind and schema."""
-        if not self._has_attribute("kind") or self.text("kind") != self._kind.name:
+        if not h5a.exists(self._file.id, b"kind") or self.text("kind") != self._kind.name:
             raise ValueError(f"it does not say that it is a {self._kind.name}")
         schema = int(self.number("schema"))
         if schema != self._kind.schema:
             raise ValueError(f"it has schema {schema} and this version reads schema {self._kind.schema}")
-        if not self._has_attribute("committed"):
+        if not h5a.exists(self._file.id, b"committed"):
             raise ValueError("it was never committed (its writer was killed)")
         return int(self.number("committed"))
 
@@ -242,12 +236,8 @@ class CommittedFile:
             raise ValueError(f"{own} is a link, not data")
         return h5o.open(group, key)
 
-    def _has_attribute(self, name: str) -> bool:
-        place, own = _split(name)
-        return (not place or self.has(place)) and bool(h5a.exists(self._group(place), own.encode()))
-
     def _attribute(self, name: str) -> Any:
-        place, own = _split(name)
+        place, _, own = name.rpartition("/")
         return _read_attribute(h5a.open(self._group(place), own.encode()))
 
 
@@ -341,12 +331,6 @@ def _has_checksum(array: h5d.DatasetID) -> bool:
     """Whether it has one for each chunk; an array of another file has no chunks."""
     made = array.get_create_plist()
     return made.get_layout() == h5d.CHUNKED and made.get_filter_by_id(h5z.FILTER_FLETCHER32) is not None
-
-
-def _split(name: str) -> tuple[str, str]:
-    """An attribute's group and its own name, which may contain slashes."""
-    place, slash, own = name.partition("/")
-    return (place, own) if slash else ("", name)
 
 
 def _read_attribute(attribute: Any) -> Any:

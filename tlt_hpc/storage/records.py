@@ -8,25 +8,13 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from tlt_hpc.common.errors import UserError
 from tlt_hpc.common.files import LINES_BYTES, Count, DamagedText, parse_json, read_bytes, read_json, told
 from tlt_hpc.storage.folder import WriteError, writing_beside
 
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
 T = TypeVar("T")
-
-
-def write_record(path: Path, record: DataclassInstance) -> None:
-    """Write a dataclass.
-
-    Raises:
-        WriteError: no room or no permission; the file is unchanged.
-    """
-    write_json(path, asdict(record))
 
 
 def write_json(path: Path, tree: Any) -> None:
@@ -40,7 +28,7 @@ def write_json(path: Path, tree: Any) -> None:
 
 
 def read_record(path: Path, kind: type[T], remedy: str) -> T | None:
-    """What ``write_record`` wrote; None if there is no file.
+    """A dataclass that was written as JSON; None if there is no file.
 
     Raises:
         UserError: it is damaged (with ``remedy``), or cannot be read.
@@ -77,20 +65,16 @@ class DrafterFacts:
 
     target: str
     data: str
-    init: str
     num_responses: int
     num_tokens: int
     """Response tokens of the data, repeats not counted."""
     num_updates: int
     """Behind the weights that were kept."""
-    learning_rate: float
-    batch_tokens: int
     accept_length: float
     strategy: str
     """What validation drafted with."""
     temperature: float
     num_validation_prompts: int
-    num_ranks: int
     curve: tuple[CurvePoint, ...]
 
 

@@ -15,10 +15,9 @@ Schema 2 (any HDF5 reader opens it; N rollouts ordered by key):
                  seconds [K] float32: each round and prefill pass, in the order of their ends
     /phases/     names [P] UTF-8 bytes; start_seconds, end_seconds [P] float64: what the rank did in turn
     /timing      attributes start_seconds, last_token_seconds, release_seconds (since the epoch) of the step's own
-                 rollout; refills [K, 3] float64: the same of each refill (a file without it has none)
+                 rollout; refills [K, 3] float64: the same of each refill
     /metrics     one float attribute per metric
 
-A file without ``spans``, ``phases`` or ``pass_lengths`` is of an earlier version.
 ``committed`` is the number of rollouts and is written last; a file without it, or with another count, is not data.
 """
 
@@ -84,12 +83,9 @@ def read_keys(file: CommittedFile, place: str) -> list[SampleKey]:
 def read_rollouts(file: CommittedFile) -> tuple[Rollout, ...]:
     """What ``rollout_columns`` was given, from the group ``rollouts``."""
     keys = read_keys(file, "rollouts")
-    # a file of an earlier version has no pass_ends
     parts: dict[str, Any] = {
         name: np.split(file.array(f"rollouts/{name}"), file.array(f"rollouts/{ends}"))
-        if ends != "pass_ends" or file.has("rollouts/pass_ends")
-        else [np.empty(0, kind)] * len(keys)
-        for name, (ends, kind) in _FLAT.items()
+        for name, (ends, _) in _FLAT.items()
     }
     scalars: dict[str, list[Any]] = {name: file.array(f"rollouts/{name}").tolist() for name in _SCALARS}
     reasons = [FinishReason(reason) for reason in scalars.pop("finish_reason")]
@@ -110,12 +106,10 @@ def check_counts(file: CommittedFile, *further: str) -> None:
     Raises:
         ValueError: with both numbers.
     """
-    # a file of an earlier version has no pass_ends
-    tables = {name: ends for name, (ends, _) in _FLAT.items() if ends != "pass_ends" or file.has("rollouts/pass_ends")}
-    for name in (*KEY_COLUMNS, *_SCALARS, *further, *tables.values()):
+    for name in (*KEY_COLUMNS, *_SCALARS, *further, *(ends for ends, _ in _FLAT.values())):
         if (count := file.size(f"rollouts/{name}")) != file.committed:
             raise ValueError(f"{count} entries of {name}, but {file.committed} rollouts were committed")
-    for name, ends in tables.items():
+    for name, (ends, _) in _FLAT.items():
         due = int(file.array(f"rollouts/{ends}")[-1]) if file.committed else 0
         if (count := file.size(f"rollouts/{name}")) != due:
             raise ValueError(f"{count} {name}, but {due} were committed")
@@ -233,18 +227,17 @@ def read_summary(path: Path) -> StepSummary:
 def _read_shared(file: CommittedFile) -> dict[str, Any]:
     check_counts(file, *_JUDGED)
     micro_steps = [file.array(f"micro_steps/{name}").tolist() for name in _MICRO_STEP_COLUMNS]
-    refills = file.array("timing/refills").tolist() if file.has("timing/refills") else []
-    spans = {name: file.array(f"spans/{name}") for name in _SPAN_COLUMNS} if file.has("spans") else None
+    times = [file.array(f"phases/{name}").tolist() for name in ("start_seconds", "end_seconds")]
     return {
         **{name: int(file.number(name)) for name in ("step", "rank", "num_ranks")},
         "harvested_seconds": file.number("harvested_seconds"),
         "timing": RolloutTiming(*(file.number(f"timing/{name}") for name in _TIMING)),
-        "refills": tuple(RolloutTiming(*row) for row in refills),
+        "refills": tuple(RolloutTiming(*row) for row in file.array("timing/refills").tolist()),
         "micro_steps": tuple(MicroStepRecord(*row) for row in zip(*micro_steps, strict=True)),
         "strategy_names": file.texts("strategy/names"),
         "strategy_tokens": file.array("strategy/tokens"),
-        "phases": _read_phases(file),
-        "spans": EngineSpans(**spans) if spans else NO_SPANS,
+        "phases": tuple(map(PhaseSpan, file.texts("phases/names"), *times)),
+        "spans": EngineSpans(**{name: file.array(f"spans/{name}") for name in _SPAN_COLUMNS}),
     }
 
 
@@ -258,9 +251,8 @@ def _assert_consistent(record: StepRecord) -> None:
 
 
 def _put_record(root: Group, record: StepRecord) -> None:
-    put_attributes(root, {"step": record.step, "rank": record.rank, "num_ranks": record.num_ranks})
-    put_attributes(root, {"harvested_seconds": record.harvested_seconds})
-    put_attributes(root, {"guarded_near_ties": record.guarded_near_ties})
+    own = ("step", "rank", "num_ranks", "harvested_seconds", "guarded_near_ties")
+    put_attributes(root, {name: vars(record)[name] for name in own})
     put_arrays(root.create_group("rollouts"), rollout_columns(record.rollouts) | {n: vars(record)[n] for n in _JUDGED})
     micro_steps = {
         n: np.array([vars(m)[n] for m in record.micro_steps], kind) for n, kind in _MICRO_STEP_COLUMNS.items()
@@ -282,10 +274,3 @@ def _put_record(root: Group, record: StepRecord) -> None:
 def _as_bytes(names: Sequence[str]) -> NDArray[np.bytes_]:
     """Names at fixed length: HDF5 keeps text of variable length in a heap that has no checksum."""
     return np.array([name.encode() for name in names], dtype=np.bytes_)
-
-
-def _read_phases(file: CommittedFile) -> tuple[PhaseSpan, ...]:
-    if not file.has("phases"):
-        return ()
-    times = [file.array(f"phases/{name}").tolist() for name in ("start_seconds", "end_seconds")]
-    return tuple(map(PhaseSpan, file.texts("phases/names"), *times))

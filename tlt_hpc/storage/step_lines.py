@@ -64,17 +64,17 @@ def parse_line(text: bytes) -> tuple[int, Line]:
     return int(step), line
 
 
-def parse_lines(data: bytes, first: int = 1) -> StepLines:
-    """All lines of a file, or of its end, which begins with line ``first``."""
+def parse_lines(data: bytes) -> StepLines:
+    """All lines of a file, or of its end, counted from 1."""
     numbered, faults, torn = list[tuple[int, int, Line]](), list[tuple[int, str]](), None
     texts = data.split(b"\n")
-    for number, text in enumerate(texts, first):
+    for number, text in enumerate(texts, 1):
         if not text.strip():
             continue
         try:
             numbered.append((number, *parse_line(text)))
         except DamagedText as error:
-            if number == first + len(texts) - 1:
+            if number == len(texts):
                 torn = (number, text)
             else:
                 faults.append((number, str(error)))

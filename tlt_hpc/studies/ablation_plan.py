@@ -28,7 +28,6 @@ ARMS = {
     "tail": "the drafter trained by idle ranks while others generate",
     "ahead": "the drafter as it starts; idle ranks generate the next step's drafts ahead",
     "ahead-tail": "idle ranks train the drafter or generate ahead, as the run decides from tail to tail",
-    "tail-random": "as tail, from random weights",
 }
 """Arms in the order in which they run, and what they are."""
 WITHOUT_DRAFTER = ("plain", "ngram")
@@ -38,7 +37,6 @@ _DRAFTER_KEYS: dict[str, dict[str, Any]] = {
     "tail": {"train": True},
     "ahead": {"train": False},
     "ahead-tail": {"train": True},
-    "tail-random": {"train": True, "init": "random"},
 }
 _MAY_CHANGE = ("run.num_steps", "run.folder")
 
@@ -71,7 +69,7 @@ class Ablation:
 def add_ablate_options(command: argparse.ArgumentParser) -> None:
     """Add the options beside the configuration and its overrides."""
     command.add_argument("--steps", type=int, default=30, metavar="N", help="steps of each arm (default 30)")
-    arms = f"of {','.join(ARMS)} (default: all that the job can have but tail-random)"
+    arms = f"of {','.join(ARMS)} (default: all that the job can have)"
     command.add_argument("--arms", metavar="ARM,...", help=arms)
 
 
@@ -90,7 +88,7 @@ def plan_ablation(config: Config, options: argparse.Namespace) -> Ablation:
     if options.steps < 1:
         raise UserError(f"--steps {options.steps} compares nothing; use 1 or more")
     if options.arms is None:
-        arms = tuple(arm for arm in ARMS if arm != "tail-random" and not _obstacle(config, arm))
+        arms = tuple(arm for arm in ARMS if not _obstacle(config, arm))
     else:
         asked = options.arms.split(",")
         if unknown := [name for name in asked if name not in ARMS]:

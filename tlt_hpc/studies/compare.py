@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
-from itertools import cycle, islice, permutations
+from itertools import cycle, islice, permutations, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -92,13 +92,13 @@ class Comparison:
             "policy": len({run.policy_sha256 for run in self.runs.values()}) == 1,
         }
 
-    def speedup(self, name: str, what: str) -> PairedRatio:
-        """Seconds of the plain run divided by a run's, step by step; ``what``: one of ``TIMED``."""
-        return paired_ratio(self.runs["plain"].by_step[what], self.runs[name].by_step[what])
-
     def speedups(self) -> dict[str, dict[str, PairedRatio]]:
-        """All of them, by run and ``what``; of runs that took their steps in turn."""
-        return {name: {what: self.speedup(name, what) for what in TIMED} for name in self.runs}
+        """Seconds of the plain run divided by a run's, step by step, by run and ``TIMED``; if they took turns."""
+        plain = self.runs["plain"].by_step
+        return {
+            name: {what: paired_ratio(plain[what], run.by_step[what]) for what in TIMED}
+            for name, run in self.runs.items()
+        }
 
 
 def compare(
@@ -171,7 +171,7 @@ def read_run(folder: RunFolder, first: RunFolder, num_steps: int, digest: str) -
     rewards: list[float] = []
     rewards_equal = True
     for step in range(num_steps):
-        records, reference = read_records(folder, step), read_records(first, step)
+        records, reference = ([read_step(path) for path in run.rollout_logs(step)] for run in (folder, first))
         scores = rewards_by_key(records)
         rewards += scores.values()
         rewards_equal &= scores == rewards_by_key(reference)
@@ -206,11 +206,6 @@ def read_run(folder: RunFolder, first: RunFolder, num_steps: int, digest: str) -
     )
 
 
-def read_records(folder: RunFolder, step: int) -> list[StepRecord]:
-    """All ranks' records of a step."""
-    return [read_step(path) for path in folder.rollout_logs(step)]
-
-
 def tokens_by_key(records: list[StepRecord]) -> dict[SampleKey, np.ndarray]:
     """Response tokens of every sample."""
     return {rollout.key: rollout.response_tokens for record in records for rollout in record.rollouts}
@@ -224,13 +219,8 @@ def rewards_by_key(records: list[StepRecord]) -> dict[SampleKey, float]:
 
 def num_mismatched(left: dict[SampleKey, np.ndarray], right: dict[SampleKey, np.ndarray]) -> int:
     """Tokens that differ or that only one side has, over all samples of both."""
-    empty = np.empty(0, np.int32)
-    total = 0
-    for key in left.keys() | right.keys():
-        a, b = left.get(key, empty), right.get(key, empty)
-        shared = min(len(a), len(b))
-        total += int((a[:shared] != b[:shared]).sum()) + max(len(a), len(b)) - shared
-    return total
+    texts = ((left.get(key, ()), right.get(key, ())) for key in left.keys() | right.keys())
+    return sum(bool(a != b) for text, other in texts for a, b in zip_longest(text, other))
 
 
 def to_tree(comparison: Comparison) -> dict[str, Any]:

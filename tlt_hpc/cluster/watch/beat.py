@@ -28,17 +28,11 @@ class Phase(Enum):
     EVALUATION = "evaluation"
 
 
-LIMIT_SECONDS = {
-    Phase.STARTING: 1800.0,
+LIMIT_SECONDS = dict.fromkeys(Phase, 1800.0) | {
     Phase.LOADING: 3600.0,
     Phase.CONNECTING: 600.0,  # transfers almost nothing: if it takes longer, the network does not connect
     Phase.ROLLOUT: 300.0,  # of one round or prefill, not of the rollout
-    Phase.REWARD: 1800.0,
-    Phase.UPDATE: 1800.0,  # of one micro-batch
-    Phase.REFRESH: 1800.0,
-    Phase.COMMIT: 1800.0,
     Phase.SAVING: 3600.0,  # of a tensor, or of what a disk still has to take at a file's end
-    Phase.EVALUATION: 1800.0,
 }
 """How long a counter may not move in a phase before the watch looks for the cause; times ``run.stall_factor``."""
 

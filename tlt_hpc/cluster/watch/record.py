@@ -64,10 +64,6 @@ class Record:
         """Whether it has made no progress for longer than its phase allows."""
         return not self.ending and 0 < self.limit <= self.still
 
-    def at(self, where: str) -> Record:
-        """The same with the place of its main thread."""
-        return replace(self, where=where)
-
     @property
     def place(self) -> str:
         """Phase, step and part in words."""

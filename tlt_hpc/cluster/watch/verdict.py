@@ -39,9 +39,7 @@ def judge(sightings: Sequence[Sighting]) -> str | None:
     if not any(record.stalled for record in running):
         return None
     line = _accuse(sightings, running)
-    if line is None:
-        return None
-    return "; ".join([line, *_unread(sightings)])
+    return None if line is None else "; ".join([line, *_unread(sightings)])
 
 
 def judge_alone(record: Record, why: str) -> str:

@@ -15,6 +15,7 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -263,7 +264,7 @@ class ProgressCounter:
             sequences_left=-1 if left is None else left,
             ending=ending or beat.ending,
         )
-        return record.at(main_thread_place()) if record.stalled else record
+        return replace(record, where=main_thread_place()) if record.stalled else record
 
     def _limit(self) -> int:
         """In looks; at least two, since the first of a phase may come right before its first tick."""

@@ -15,7 +15,7 @@ Ints = NDArray[np.int64]
 Shard = Literal["group", "sample"]
 
 MEDIAN_SHARE, SPREAD = 1 / 6, 0.9
-"""The long tail that ``tlt bench`` runs: log-normal around a sixth of the cap, which one response in forty reaches."""
+"""An assumed long tail: log-normal around a sixth of the cap, which one response in forty reaches."""
 PROMPT_SHARE = 0.5
 
 

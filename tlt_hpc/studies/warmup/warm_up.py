@@ -29,7 +29,7 @@ from tlt_hpc.mpi.world import World
 from tlt_hpc.rollout.engine import RolloutEngine
 from tlt_hpc.storage.feature_file import Document, FeatureCacheReader
 from tlt_hpc.storage.folder import writing_beside
-from tlt_hpc.storage.records import FACTS_FILE, CurvePoint, DrafterFacts, write_record
+from tlt_hpc.storage.records import FACTS_FILE, CurvePoint, DrafterFacts, write_json
 from tlt_hpc.studies.warmup.capture import capture
 from tlt_hpc.studies.warmup.parts import Warmup, assemble
 from tlt_hpc.studies.warmup.plan import VALIDATION
@@ -247,20 +247,16 @@ def keep_facts(warmup: Warmup, shelf: Shelf, progress: Progress) -> None:
     facts = DrafterFacts(
         target=config.model.path,
         data=", ".join(config.warmup.sources) or config.data.source_name,
-        init=config.warmup.init,
         num_responses=len(shelf.lengths),
         num_tokens=sum(shelf.lengths),
         num_updates=best.updates,
-        learning_rate=config.warmup.learning_rate,
-        batch_tokens=config.warmup.batch_tokens,
         accept_length=best.accept_length,
         strategy=VALIDATION.name,
         temperature=config.rollout.temperature,
         num_validation_prompts=len(warmup.texts.held_out),
-        num_ranks=warmup.world.size,
         curve=progress.curve,
     )
-    write_record(warmup.path / "drafter" / FACTS_FILE, facts)
+    write_json(warmup.path / "drafter" / FACTS_FILE, asdict(facts))
 
 
 def save(warmup: Warmup, progress: Progress) -> None:
