@@ -11,7 +11,16 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from tlt_hpc.common.files import DamagedText, NotTomlError, parse_toml, read_toml, toml_of
+from tlt_hpc.common.files import (
+    LINES_BYTES,
+    DamagedText,
+    NotTomlError,
+    parse_object,
+    parse_toml,
+    read_bytes,
+    read_toml,
+    toml_of,
+)
 from tlt_hpc.config.checks import find_contradictions
 from tlt_hpc.config.sections import SECTIONS, Config, ConfigError
 
@@ -58,9 +67,19 @@ def load_saved_config(path: Path) -> Config:
         return load_config(path)
     except ConfigError as error:
         raise ConfigError(
-            f"{path}, which the run saved: {error} (in that file; if another version wrote it, open the run with the "
-            "commit that environment.jsonl names)"
+            f"{path}, which the run saved: {error} (in that file; if another version wrote it, open the run with its "
+            f"commit{_commit(path)})"
         ) from None
+
+
+def _commit(path: Path) -> str:
+    """ ", COMMIT" of the last start of the run that saved a configuration at ``path``; empty if that is not known."""
+    try:
+        last = read_bytes(path.with_name("environment.jsonl"), LINES_BYTES).splitlines()[-1]
+        commit = parse_object(last).get("commit")
+    except (OSError, DamagedText, IndexError):
+        commit = ""
+    return f", {commit}" if commit else ""
 
 
 def parse_config(tree: dict[str, Any]) -> Config:
