@@ -125,9 +125,7 @@ def test_throughput(folder: RunFolder) -> None:
         "rollout, all ranks": 21 / 6.5, "step, all ranks": 21 / 9.6,
     })  # fmt: skip
     assert "Ranks waited for 38 % of their time" in found.verdict
-    start = Environment(
-        "t", "0", "", "", "3", {}, "", "", (Host("a", 2, "CPU", 2, 1, {"H200": 2}),), "1", {}, "", (), {}
-    )
+    start = Environment("t", "0", "", "", "3", {}, "", "", (Host("a", 2, "CPU", 2, 1, {"H200": 2}),), "1", {}, (), {})
     add_environment(folder.environment, start)
     set_lines(folder, *[{"rollout/kept_tokens": 14.0}] * 3)
     found = take(RunLog(folder.path), THROUGHPUT)

@@ -29,15 +29,6 @@ _SLURM = {
     "nodelist": "SLURM_JOB_NODELIST",
     "restarts": "SLURM_RESTART_COUNT",
 }
-# MPI libraries first: mpiexec may start its ranks through Slurm.
-_LAUNCHERS = {
-    "OMPI_COMM_WORLD_LOCAL_RANK": "mpiexec of Open MPI",
-    "MPI_LOCALRANKID": "mpiexec of MPICH or Intel MPI (Hydra)",
-    "SLURM_STEP_ID": "srun",
-    "PMI_RANK": "another (PMI)",
-}
-_STARTED = "TLT_STARTED"
-"""Set by cluster/local.py if ``tlt`` itself has started the ranks."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +80,6 @@ def find_environment(world: World, places: Sequence[RankPlace], cuda: str, energ
         hosts=hosts_of(places),
         threads=os.environ.get("OMP_NUM_THREADS", ""),
         slurm={name: os.environ[variable] for name, variable in _SLURM.items() if variable in os.environ},
-        launcher=launcher_of(os.environ),
         command=tuple(sys.orig_argv),
         energy=dict(energy),
     )
@@ -111,12 +101,6 @@ def hosts_of(places: Sequence[RankPlace]) -> tuple[Host, ...]:
         )
         for hostname, ranks in nodes.items()
     )
-
-
-def launcher_of(environment: Mapping[str, str]) -> str:
-    """What started the ranks, found from the variables that launchers set."""
-    found = next((words for variable, words in _LAUNCHERS.items() if variable in environment), "none")
-    return f"tlt, by {found}" if _STARTED in environment else found
 
 
 def _version(name: str) -> str:

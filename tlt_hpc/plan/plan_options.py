@@ -54,7 +54,6 @@ def add_plan_options(command: argparse.ArgumentParser) -> None:
     add("--gpu-memory", type=gpu_gb, metavar="GB", help=f"of each GPU: {_GPU_MEMORY}")
     add("--host-memory", type=above_zero, metavar="GB", help="of each node")
     add("--shape", metavar="CONFIG.json", help="the model's config.json, or a known name such as Qwen2.5-7B")
-    add("--json", action="store_true", help="print all figures in bytes, as JSON")
 
 
 def add_preflight_options(command: argparse.ArgumentParser) -> None:

@@ -1,10 +1,8 @@
-"""``tlt plan``: predicts the memory that a job takes, and prints it as a table or JSON."""
+"""``tlt plan``: predicts the memory that a job takes, and prints it as a table."""
 
 from __future__ import annotations
 
 import argparse
-import json
-from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -89,25 +87,6 @@ def way_out(plan: MemoryPlan, limits: MemoryLimits) -> str:
     )
 
 
-def as_json(plan: MemoryPlan, limits: MemoryLimits) -> dict[str, Any]:
-    """All that is shown, in bytes."""
-    found = save_memory(plan, limits)
-    return {
-        "device": plan.situation.device,
-        "ranks": plan.situation.num_ranks,
-        "ranks_per_node": plan.situation.ranks_per_node,
-        "parameters": plan.situation.shape.num_parameters,
-        "phases": {phase.name: phase.parts for phase in plan.phases},
-        "peak": {"phase": plan.peak.name, "bytes": plan.peak.num_bytes},
-        "host_by_rank": plan.host,
-        "host_of_rank_0": plan.first_host,
-        "host_bytes_per_node": plan.node_bytes,
-        "disk": plan.disk,
-        "fits": limits.hold(plan),
-        "with_savings": {"settings": found.changed, "fits": limits.hold(found.plan)},
-    }
-
-
 def _place(plan: MemoryPlan) -> str:
     return "GPU" if plan.situation.device == "cuda" else "rank"
 
@@ -134,10 +113,7 @@ def run(options: argparse.Namespace) -> int:
     device, host = (gb and int(gb * GB) for gb in (options.gpu_memory, options.host_memory))
     limits = MemoryLimits(device, host)
     plan = plan_memory(_situation(config, options))
-    if options.json:
-        print(json.dumps(as_json(plan, limits), indent=2))
-    else:
-        show(plan, limits, TextConsole())
+    show(plan, limits, TextConsole())
     return 0 if limits.hold(plan) else DOES_NOT_FIT
 
 

@@ -27,7 +27,6 @@ class Mount:
 
     point: str
     kind: str
-    source: str
 
     @property
     def is_shared(self) -> bool:
@@ -40,9 +39,9 @@ class Mount:
 
 def mount_of(path: Path) -> Mount:
     """The mount that an existing path is on."""
-    answer = ask(["df", "--output=fstype,source,target", str(path)], _SECONDS)
-    words = answer.last_line.split(maxsplit=2)
-    return Mount(words[2], words[0], words[1]) if answer.status == 0 and len(words) == 3 else Mount("/", "unknown", "")
+    answer = ask(["df", "--output=fstype,target", str(path)], _SECONDS)
+    words = answer.last_line.split(maxsplit=1)
+    return Mount(words[1], words[0]) if answer.status == 0 and len(words) == 2 else Mount("/", "unknown")
 
 
 def memory_bytes() -> int:
