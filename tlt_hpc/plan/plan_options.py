@@ -85,6 +85,5 @@ def add_simulate_options(command: argparse.ArgumentParser) -> None:
     add("--steps", type=at_least_one, default=20, metavar="N", help="steps that are simulated (default 20)")
     add("--lengths", type=Path, metavar="RUN", help="lengths alone of this run's log")
     add("--ahead", type=chance, metavar="CHANCE", help="with draft-ahead; a stored token is accepted with this chance")
-    add("--lost-after", type=at_least_one, metavar="TOKENS", help="of it, mean use of a stored text (default: all)")
     add("--shape", metavar="CONFIG.json", help="the model's config.json, or a name such as Qwen2.5-7B")
     add("--json", action="store_true", help="print all figures as JSON")

@@ -13,11 +13,8 @@ from numpy.typing import NDArray
 from tlt_hpc.plan.simulate.costs import Floats, TokenCosts
 from tlt_hpc.plan.simulate.lengths import Ints
 from tlt_hpc.plan.simulate.step import Setting
-from tlt_hpc.rollout.chooser import ahead_worth
 from tlt_hpc.rollout.strategy import STORED
 
-CHANCE = 0.97
-"""With which a token of a stored text is accepted, if nothing was measured: the chooser's first guess too."""
 _WIDTHS = np.array([strategy.depth for strategy in STORED])
 _LEAD = 4
 """Steps before the first that counts: the first step of all has no stored texts."""
@@ -49,11 +46,9 @@ class Ahead:
     """How draft-ahead works and what its texts are worth."""
 
     passes: PassCosts
-    chance: float = CHANCE
+    chance: float
     """With which a stored token is accepted, if those before it were."""
-    lost_after: float = np.inf
-    """Tokens after which a text and its stored one part for good, on average."""
-    worth: float = ahead_worth(1)
+    worth: float
     """Of a token generated beside a step's own, for busy ranks; 0: idle ranks alone generate ahead."""
 
 
@@ -63,12 +58,9 @@ def ahead_seconds(lengths: Ints, costs: TokenCosts, ahead: Ahead, setting: Setti
     Idle ranks do not train the drafter. They generate their own responses of the next step, then those of ranks that
     are busy when they end, as a run does.
     """
-    steps, rng = len(lengths), np.random.default_rng(0)
-    costs, seconds = costs.up_to(setting.max_live), np.zeros(steps)
-    stored = np.zeros(lengths.shape[1:])
+    steps, costs = len(lengths), costs.up_to(setting.max_live)
+    seconds, stored = np.zeros(steps), np.zeros(lengths.shape[1:])
     for step in range(-min(_LEAD, steps), steps):
-        if np.isfinite(ahead.lost_after):
-            stored = np.minimum(stored, np.floor(rng.exponential(ahead.lost_after, stored.shape)))
         own, following = lengths[step % steps], lengths[(step + 1) % steps]
         seconds[step % steps], stored = _rollout(own, stored, following, costs, ahead, setting)
     return seconds
@@ -148,7 +140,7 @@ class _Replica:
         if not own.size or not self._ahead.worth or self._stored[live].any():
             return 0
         more = np.arange(len(live) - len(own) + num_free + 1)
-        seconds, _ = self._costs.best(len(own) + more, np.full(len(more), self._positions(own)))
+        seconds = self._costs.best(len(own) + more, np.full(len(more), self._positions(own)))
         most = int(((len(own) + self._ahead.worth * more) / seconds).argmax())
         return max(0, most - (len(live) - len(own)))
 

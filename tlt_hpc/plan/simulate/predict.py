@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -53,7 +52,7 @@ class SimulatedJob:
     def ahead_seconds(self, num_ranks: int, options: argparse.Namespace) -> float:
         """Mean seconds of a rollout with draft-ahead."""
         shards = self._shards(num_ranks)
-        ahead = Ahead(self.passes, options.ahead, options.lost_after or math.inf, ahead_worth(shards.shape[1]))
+        ahead = Ahead(self.passes, options.ahead, ahead_worth(shards.shape[1]))
         return float(ahead_seconds(shards, self.costs, ahead, self.setting).mean())
 
     def _shards(self, num_ranks: int) -> Ints:
@@ -73,8 +72,6 @@ class NodesRow:
     """Share of all rank-seconds."""
     harvested_share: float
     """Share of the idle ones."""
-    speculated_share: float
-    """Share of all tokens."""
     gain: float
     """Seconds of a plain step over those of this one."""
     plain_rollout_seconds: float
@@ -115,7 +112,6 @@ def row(job: SimulatedJob, nodes: int, ranks_per_node: int, options: argparse.Na
         gpu_hours=seconds * ranks * job.config.run.num_steps / 3600,
         idle_share=steps.idle_share,
         harvested_share=steps.harvested_share,
-        speculated_share=float(steps.speculated_tokens.sum() / steps.tokens.sum()),
         gain=float(plain.step_seconds.mean()) / seconds,
         plain_rollout_seconds=float(plain.rollout_seconds.mean()),
         ahead_rollout_seconds=job.ahead_seconds(ranks, options) if options.ahead else None,
