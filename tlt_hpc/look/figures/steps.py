@@ -105,25 +105,15 @@ def draw_learning(found: Learning) -> Figure:
 
 
 def draw_throughput(found: Throughput) -> Figure:
-    """Seconds of a step by kind, idle and harvested time, and tokens per second."""
+    """Seconds of a step by kind, and idle and harvested time."""
     figure = new_figure(6.2)
-    grid = figure.add_gridspec(2, 2, height_ratios=(1.35, 1), width_ratios=(1.25, 1))
-    seconds, waiting, rates = (figure.add_subplot(grid[place]) for place in ((0, slice(None)), (1, 0), (1, 1)))
+    seconds, waiting = figure.subplots(2, 1, height_ratios=(1.35, 1))
     _stack(seconds, found.steps, found.seconds.T, [kind_style(kind) for kind in found.kinds])
     panel(seconds, "Seconds of a step, mean of the ranks", x="step", y="seconds")
     kept = found.harvested_rank_seconds
     rest = np.maximum(found.idle_rank_seconds - kept, 0)
     _stack(waiting, found.steps, [kept, rest], [kind_style(Kind.TRAIN), kind_style(Kind.IDLE)])
     panel(waiting, "Idle: harvested, and not", x="step", y="rank-seconds")
-    values = found.rates
-    bars = rates.barh(range(len(values)), list(values.values()), 0.65, color=colour(4))
-    rates.bar_label(bars, fmt="{:,.0f}", padding=4, fontsize=8)
-    rates.set_yticks(range(len(values)), [f"{name}, a rank" if "all" not in name else name for name in values])
-    rates.invert_yaxis()
-    rates.margins(x=0.25)
-    rates.grid(visible=False)
-    rates.locator_params(axis="x", nbins=4)
-    panel(rates, "Tokens a second, all steps")
     _legend(figure, [kind_patch(kind) for kind in found.kinds], 4)
     return figure
 

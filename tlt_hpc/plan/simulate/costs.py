@@ -47,7 +47,7 @@ class TokenCosts:
         )
 
     def best(self, live: NDArray[np.int64], positions: Floats) -> Floats:
-        """A chooser that is never wrong: seconds per token at each batch and number of positions, 0 without any live."""
+        """A chooser that is never wrong: seconds per token at each batch and number of positions; 0 for no live one."""
         column = np.maximum(live, 1) - 1
         seconds = (self.token_seconds[:, column] + self.position_seconds[:, column] * positions).min(0)
         return np.where(live > 0, seconds, 0.0)
