@@ -92,7 +92,6 @@ def test_lengths(folder: RunFolder) -> None:
     assert found.steps.tolist() == [0, 1, 2] and found.cap == 8
     assert found.p50.tolist() == [4.5] * 3 and found.longest.tolist() == [8] * 3 and found.mean.tolist() == [5.25] * 3
     assert found.num_cut.tolist() == [1] * 3 and found.num_responses.tolist() == [4] * 3
-    assert found.histogram.sum() == 12 and found.edges[0] <= 4 and found.edges[-1] > 8
     assert "no long tail" in found.verdict and "3 responses (25 %) ended at the cap of 8 tokens" in found.verdict
     assert "The tail is long" in replace(found, longest=found.longest * 100).verdict
 

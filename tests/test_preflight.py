@@ -182,24 +182,6 @@ def assert_found(found: dict[str, Finding], name: str, said: str, also: set[str]
     assert all("\n" not in finding.found + finding.remedy for finding in found.values())
 
 
-def test_the_python_of_the_job_is_checked(place: Place) -> None:
-    """Uses the real sbatch/env.sh, as the job does."""
-    place.slurm()
-    place.monkeypatch.setattr(system_checks, "_ENVIRONMENT", ROOT / "sbatch" / "env.sh")
-    folder = place.path / "gpu"
-    (folder / "bin").mkdir(parents=True)
-    (folder / "bin" / "activate").write_text(f'PATH="{folder}/bin:$PATH"\necho activated\n')
-    program = folder / "bin" / "python"
-    program.write_text(f"#!/bin/sh\ncase $2 in *mpi4py*) echo Open MPI v5.0.8;; *) echo {folder};; esac\n")
-    program.chmod(0o755)
-    place.monkeypatch.setenv("TLT_ENVIRONMENT", str(folder))
-    said = f"finds the Python of {folder}; preflight runs in .*activate"
-    assert_found(place.check(), "python", said, set(), "warning")
-    place.monkeypatch.setenv("TLT_ENVIRONMENT", "/none")
-    said = "the job would find no Python: sbatch/env.sh: TLT_ENVIRONMENT=/none is"
-    assert_found(place.check(), "python", said, set())
-
-
 def test_what_could_not_be_checked_says_why(place: Place) -> None:
     shutil.rmtree(place.model)
     found = place.check()

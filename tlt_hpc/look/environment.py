@@ -9,12 +9,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import tlt_hpc
-from tlt_hpc.common.source import git_commit, source_digest
+from tlt_hpc.common.source import git_commit, installed_version, source_digest
 from tlt_hpc.storage.records import Environment, Host
 
 if TYPE_CHECKING:
@@ -74,7 +73,7 @@ def find_environment(world: World, places: Sequence[RankPlace], cuda: str, energ
         commit=git_commit(),
         source=source_digest(),
         python=platform.python_version(),
-        packages={name: version for name in _PACKAGES if (version := _version(name))},
+        packages={name: version for name in _PACKAGES if (version := installed_version(name))},
         cuda=cuda,
         mpi=world.library.strip("\0 \n"),
         hosts=hosts_of(places),
@@ -101,10 +100,3 @@ def hosts_of(places: Sequence[RankPlace]) -> tuple[Host, ...]:
         )
         for hostname, ranks in nodes.items()
     )
-
-
-def _version(name: str) -> str:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return ""

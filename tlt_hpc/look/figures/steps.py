@@ -10,7 +10,6 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
-from matplotlib.ticker import StrMethodFormatter
 from numpy.typing import NDArray
 
 from tlt_hpc.look.analysis.acceptance import AcceptLengths
@@ -33,10 +32,9 @@ from tlt_hpc.look.figures.style import (
 
 
 def draw_lengths(found: ResponseLengths) -> Figure:
-    """Lengths and cut responses by step, and the distribution over all steps."""
+    """Lengths and cut responses by step."""
     figure = new_figure(4.6)
-    grid = figure.add_gridspec(2, 2, width_ratios=(1.5, 1), height_ratios=(2.6, 1))
-    over, cut, whole = (figure.add_subplot(grid[place]) for place in ((0, 0), (1, 0), (slice(None), 1)))
+    over, cut = figure.subplots(2, 1, height_ratios=(2.6, 1))
     series = {"longest": found.longest, "p99": found.p99, "p90": found.p90, "median": found.p50, "mean": found.mean}
     for index, (name, values) in enumerate(series.items()):
         line(over, found.steps, values, index, name)
@@ -49,12 +47,6 @@ def draw_lengths(found: ResponseLengths) -> Figure:
     share = 100 * found.num_cut / np.maximum(found.num_responses, 1)
     _stack(cut, found.steps, [share], [{"facecolor": colour(1)}])
     panel(cut, "Ended at the cap", x="step", y="% of responses")
-    if len(found.edges):
-        whole.stairs(100 * found.histogram / found.histogram.sum(), found.edges, fill=True, color=colour(0), alpha=0.75)
-        whole.set_xscale("log")
-        whole.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
-        whole.xaxis.set_minor_formatter("")
-    panel(whole, "All responses, by length", x="tokens (logarithmic)", y="% of responses")
     return figure
 
 

@@ -8,17 +8,13 @@ from pathlib import Path
 
 from tlt_hpc.plan.preflight.program import ask
 
-_GPUS = Path("/proc/driver/nvidia/gpus")
+GPUS = Path("/proc/driver/nvidia/gpus")
+"""A folder if NVIDIA's driver has found GPUs."""
 _SECONDS = 30.0
 _SHARED = (
     "nfs", "lustre", "gpfs", "beegfs", "ceph", "panfs", "cifs", "smb", "fuse.", "afs", "9p", "orangefs", "wekafs"
 )  # fmt: skip
 """Prefixes of file systems that several machines share; those on FUSE may be shared or not."""
-
-
-def has_gpus() -> bool:
-    """Whether NVIDIA's driver has found GPUs."""
-    return _GPUS.is_dir()
 
 
 @dataclass(frozen=True)

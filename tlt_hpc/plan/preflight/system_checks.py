@@ -14,23 +14,16 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-import tlt_hpc
 from tlt_hpc.cluster.slurm import SlurmError
+from tlt_hpc.common.source import installed_version
 from tlt_hpc.plan.preflight import machine, slurm_checks
 from tlt_hpc.plan.preflight.machine import size
 from tlt_hpc.plan.preflight.planned_job import PlannedJob
-from tlt_hpc.plan.preflight.program import ask
 from tlt_hpc.plan.preflight.results import Finding, Skip, failure, ok, warning
 from tlt_hpc.storage.folder import WriteError
 
 _MB = 2**20
 _MAKE_ROOM = "make room there, set run.folder to another place, or lower checkpoint.keep or drafter.cache_bytes"
-_CLONE = Path(tlt_hpc.__file__).resolve().parent.parent
-_ENVIRONMENT = _CLONE / "sbatch" / "env.sh"
-_SHELL = 'set -euo pipefail; PROJECT=$1 STORE=$1; source "$2" >&2; exec $TLT_CONTAINER python -c "$3"'
-_PYTHON_SECONDS = 60.0
-"""Python starts twice, loads mpi4py and sets up conda: seconds, more on a slow file system."""
-_IN_AN_IMAGE = ("APPTAINER_CONTAINER", "SINGULARITY_CONTAINER")
 _SHOWN = ("torch", "mpi4py", "deepspeed", "transformers", "h5py")
 
 
@@ -128,26 +121,6 @@ def _write_and_read(folder: Path) -> None:
 # --- Python, packages, torch ---
 
 
-def check_python(job: PlannedJob) -> Finding:
-    """The Python that sbatch/env.sh finds for the job is the one that preflight runs in and checks."""
-    here = f"{platform.python_version()}, {sys.executable}"
-    if not job.asks_slurm or not _ENVIRONMENT.is_file() or any(name in os.environ for name in _IN_AN_IMAGE):
-        return ok(here)
-    answer = ask(
-        ["bash", "-c", _SHELL, "bash", str(_CLONE), str(_ENVIRONMENT), "import sys; print(sys.prefix)"], _PYTHON_SECONDS
-    )
-    if answer.status:
-        return failure(f"the job would find no Python: {answer.last_line}", "name its environment in TLT_ENVIRONMENT")
-    prefix = Path(answer.out.strip())
-    if prefix.resolve() != Path(sys.prefix).resolve():
-        return warning(
-            f"sbatch/env.sh finds the Python of {prefix}; preflight runs in {sys.prefix} and checks packages, torch "
-            "and MPI there",
-            "activate the job's environment and call preflight in it, or name this one in TLT_ENVIRONMENT",
-        )
-    return ok(here)
-
-
 def check_packages(job: PlannedJob) -> Finding:
     """Every required package is installed in a supported version."""
     wanted = map(Requirement, metadata.requires("tlt_hpc") or [])
@@ -155,14 +128,14 @@ def check_packages(job: PlannedJob) -> Finding:
     wrong = [words for one in needed if (words := _misfit(one))]
     if wrong:
         return failure(", ".join(wrong), "pip install the required versions, or create the environment again")
-    return ok(", ".join(f"{name} {metadata.version(name)}" for name in _SHOWN))
+    versions = ", ".join(f"{name} {installed_version(name)}" for name in _SHOWN)
+    return ok(f"Python {platform.python_version()} of {sys.prefix}: {versions}")
 
 
 def _misfit(wanted: Requirement) -> str:
     """What is wrong with a package, in words; empty if nothing is."""
-    try:
-        found = metadata.version(wanted.name)
-    except metadata.PackageNotFoundError:
+    found = installed_version(wanted.name)
+    if not found:
         return f"{wanted.name} is not installed ({wanted.specifier})"
     fits = wanted.specifier.contains(found, prereleases=True)
     return "" if fits else f"{wanted.name} {found} is not {wanted.specifier}"
