@@ -11,7 +11,6 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable
-from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -99,11 +98,6 @@ def launcher(script: str, seconds: float) -> Plant:
     return plant
 
 
-def old_package(place: Place) -> None:
-    version = metadata.version
-    place.monkeypatch.setattr(metadata, "version", lambda name: "4.9.0" if name == "transformers" else version(name))
-
-
 PLANTED: list[tuple[str, Plant, str, str, set[str]]] = [
     ("unknown key", lambda p: p.set("rollout.temprature=0.5"), "config",
      r"unknown key 'rollout.temprature'.*did you mean 'rollout.temperature'", set()),
@@ -130,7 +124,6 @@ PLANTED: list[tuple[str, Plant, str, str, set[str]]] = [
     ("another mpiexec", launcher('shift 2; exec "$@"', 60), "ranks talk",
      r"2 ranks do not talk: MPI sees 1 rank where TLT_RANKS=2.*try by hand: .*mpiexec", set()),
     ("hanging ranks", launcher("sleep 30 & wait", 2), "ranks talk", r"gave no answer in 2 s.*try by hand", {"mpi"}),
-    ("old package", old_package, "packages", r"transformers 4.9.0 is not >=5.23.*pip install", set()),
     ("torch for CPUs", lambda p: p.set("model.device=cuda"), "torch",
      r"is a build for CPUs, and the job runs on GPUs.*install torch's CUDA build", set()),
 ]  # fmt: skip

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import math
+import sys
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 GPU_GB = {"a100-40": 42.2, "a100-80": 84.9, "h100-80": 84.9, "h200": 150.0}
@@ -24,19 +25,16 @@ def at_least_one_each(text: str) -> list[int]:
     return list(map(at_least_one, text.split(",")))
 
 
-def above_zero(text: str) -> float:
-    """A finite number above 0."""
+def above_zero(text: str, most: float = sys.float_info.max) -> float:
+    """A number above 0, at most ``most``."""
     with suppress(ValueError):
-        if 0 < float(text) < math.inf:
+        if 0 < float(text) <= most:
             return float(text)
-    raise argparse.ArgumentTypeError(f"{text!r}: give a number above 0")
+    raise argparse.ArgumentTypeError(f"{text!r}: give a number above 0" + ", up to 1" * (most == 1))
 
 
-def chance(text: str) -> float:
-    """A number above 0, up to 1."""
-    if above_zero(text) <= 1:
-        return float(text)
-    raise argparse.ArgumentTypeError(f"{text!r}: give a number above 0, up to 1")
+chance = partial(above_zero, most=1.0)
+"""A number above 0, up to 1."""
 
 
 def gpu_gb(text: str) -> float:

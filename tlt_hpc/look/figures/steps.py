@@ -58,9 +58,7 @@ def draw_acceptance(found: AcceptLengths) -> Figure:
         line(by_step, found.steps, found.own_accept_length, 4, "drafter's own drafts, chain of 4")
     whole_steps(by_step)
     by_step.legend()
-    updates = found.drafter_version[np.isfinite(found.drafter_version)]
-    by = f" ({updates[-1]:,.0f} drafter updates by the last)" if len(updates) else ""
-    panel(by_step, "Accept length by step", x=f"step{by}", y="tokens per pass")
+    panel(by_step, "Accept length by step", x="step", y="tokens per pass")
     for index, row in enumerate(found.by_bucket):
         known = np.flatnonzero(np.isfinite(row))
         line(by_live, known, row[known], index)  # the legend below the figure names the strategies

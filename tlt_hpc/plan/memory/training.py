@@ -167,12 +167,6 @@ def gathered_reference(situation: Situation) -> NamedBytes:
     return present({"gathered reference": situation.item * count})
 
 
-def reference_in_host_memory(situation: Situation) -> int:
-    """Bytes of a rank's shard of the reference, if parameters are offloaded."""
-    offloaded = situation.has_reference and situation.offloads_parameters
-    return situation.item * situation.own_parameters if offloaded else 0
-
-
 # --- activations: what a forward pass keeps for its backward pass ---
 
 

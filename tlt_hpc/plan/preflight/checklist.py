@@ -34,7 +34,6 @@ CHECKS: dict[str, Callable[[PlannedJob], Finding]] = {
     "memory": system_checks.check_memory,
     "disk": system_checks.check_disk,
     "run folder": system_checks.check_run_folder,
-    "packages": system_checks.check_packages,
     "torch": system_checks.check_torch,
     "mpi": mpi.check_launcher,
     "ranks talk": mpi.check_talk,

@@ -1,21 +1,16 @@
-"""Checks of the machine: memory, disk, the run's file system, Python, packages and torch."""
+"""Checks of the machine: memory, disk, the run's file system, torch."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
-import platform
 import runpy
 import sys
 import tempfile
 import time
-from importlib import metadata
 from pathlib import Path
 
-from packaging.requirements import Requirement
-
 from tlt_hpc.cluster.slurm import SlurmError
-from tlt_hpc.common.source import installed_version
 from tlt_hpc.plan.preflight import machine, slurm_checks
 from tlt_hpc.plan.preflight.machine import size
 from tlt_hpc.plan.preflight.planned_job import PlannedJob
@@ -24,7 +19,6 @@ from tlt_hpc.storage.folder import WriteError
 
 _MB = 2**20
 _MAKE_ROOM = "make room there, set run.folder to another place, or lower checkpoint.keep or drafter.cache_bytes"
-_SHOWN = ("torch", "mpi4py", "deepspeed", "transformers", "h5py")
 
 
 def check_memory(job: PlannedJob) -> Finding:
@@ -118,27 +112,7 @@ def _write_and_read(folder: Path) -> None:
                 raise OSError("what is read is not what was written")
 
 
-# --- Python, packages, torch ---
-
-
-def check_packages(job: PlannedJob) -> Finding:
-    """Every required package is installed in a supported version."""
-    wanted = map(Requirement, metadata.requires("tlt_hpc") or [])
-    needed = [one for one in wanted if one.marker is None or one.marker.evaluate({"extra": ""})]
-    wrong = [words for one in needed if (words := _misfit(one))]
-    if wrong:
-        return failure(", ".join(wrong), "pip install the required versions, or create the environment again")
-    versions = ", ".join(f"{name} {installed_version(name)}" for name in _SHOWN)
-    return ok(f"Python {platform.python_version()} of {sys.prefix}: {versions}")
-
-
-def _misfit(wanted: Requirement) -> str:
-    """What is wrong with a package, in words; empty if nothing is."""
-    found = installed_version(wanted.name)
-    if not found:
-        return f"{wanted.name} is not installed ({wanted.specifier})"
-    fits = wanted.specifier.contains(found, prereleases=True)
-    return "" if fits else f"{wanted.name} {found} is not {wanted.specifier}"
+# --- torch ---
 
 
 def torch_build() -> tuple[str, str]:
@@ -161,4 +135,4 @@ def check_torch(job: PlannedJob) -> Finding:
             f"torch {version} in {sys.prefix} is a build for CPUs, and the job runs on GPUs",
             "install torch's CUDA build (environment.yml; on a login node CONDA_OVERRIDE_CUDA says which)",
         )
-    return ok(f"torch {version} for {f'CUDA {cuda}' if cuda else 'CPUs'}")
+    return ok(f"torch {version} for {f'CUDA {cuda}' if cuda else 'CPUs'}, in {sys.prefix}")
