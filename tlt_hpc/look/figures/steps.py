@@ -19,16 +19,7 @@ from tlt_hpc.look.analysis.learning import Learning, moving_mean, window_of
 from tlt_hpc.look.analysis.lengths import ResponseLengths
 from tlt_hpc.look.analysis.throughput import Throughput
 from tlt_hpc.look.columns import COLUMNS, COMPARED, SCORE
-from tlt_hpc.look.figures.style import (
-    colour,
-    kind_patch,
-    kind_style,
-    line,
-    new_figure,
-    panel,
-    panel_grid,
-    whole_steps,
-)
+from tlt_hpc.look.figures.style import colour, kind_patch, kind_style, line, new_figure, panel, panel_grid, whole_steps
 
 
 def draw_lengths(found: ResponseLengths) -> Figure:

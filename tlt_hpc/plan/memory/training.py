@@ -78,11 +78,8 @@ def _stage_1_in_bf16(situation: Situation) -> TrainingState:
 
 
 def _stage_1_or_2(situation: Situation) -> TrainingState:
-    count, own, is_stage_1 = (
-        situation.shape.num_parameters,
-        situation.own_parameters,
-        situation.config.optimizer.zero_stage == 1,
-    )
+    count, own = situation.shape.num_parameters, situation.own_parameters
+    is_stage_1 = situation.config.optimizer.zero_stage == 1
     bucket = 4 * min(count, BUCKET_ELEMENTS)
     # stage 1 adds up whole gradients over the micro-batches, stage 2 each rank's shard
     held = {"gradients": situation.item * count if is_stage_1 else 4 * own, "bucket of gradients": bucket}

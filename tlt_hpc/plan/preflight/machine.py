@@ -49,9 +49,3 @@ def nearest_folder(path: Path) -> Path:
     """The path if it is a folder, else the nearest folder above it."""
     path = path.expanduser().absolute()
     return next(folder for folder in (path, *path.parents) if folder.is_dir())
-
-
-def size(num_bytes: float) -> str:
-    """Bytes in words."""
-    value, unit = (num_bytes / 1e9, "GB") if num_bytes >= 1e9 else (num_bytes / 1e6, "MB")
-    return f"{value:,.1f} {unit}"

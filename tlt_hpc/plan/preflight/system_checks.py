@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 
 from tlt_hpc.cluster.slurm import SlurmError
+from tlt_hpc.plan.memory.plan import MemoryLimits, size
 from tlt_hpc.plan.preflight import machine, slurm_checks
-from tlt_hpc.plan.preflight.machine import size
 from tlt_hpc.plan.preflight.planned_job import PlannedJob
 from tlt_hpc.plan.preflight.results import Finding, Skip, failure, ok, warning
 from tlt_hpc.storage.folder import WriteError
@@ -23,7 +23,6 @@ _MAKE_ROOM = "make room there, set run.folder to another place, or lower checkpo
 
 def check_memory(job: PlannedJob) -> Finding:
     """The peak of each GPU and of each node's host memory, as ``tlt plan`` predicts them."""
-    from tlt_hpc.plan.memory.plan import MemoryLimits
     from tlt_hpc.plan.memory.summary import verdict, way_out
 
     plan, limits = job.plan, MemoryLimits(job.gpu_bytes if job.uses_gpu else None, _host_bytes(job))
