@@ -114,7 +114,6 @@ def make_place(path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TMPDIR", str(path))
     monkeypatch.setattr(mpi, "ask", answer_of_mpich)
-    monkeypatch.setattr(system_checks, "_ENVIRONMENT", path / "nowhere")  # starting Python twice takes seconds
     place.torch_for("")
     return place
 

@@ -22,7 +22,7 @@ from tests.tiny import (
     make_engine,
     texts,
 )
-from tlt_hpc.drafting.tail_plan import ACCEPT_LENGTH, SEQUENCES, STORED_ACCEPTED, STORED_TOKENS, TailPlan
+from tlt_hpc.drafting.tail_plan import ACCEPT_LENGTH, SEQUENCES, STORED_ACCEPTED, STORED_TOKENS, TailPlan, in_order
 from tlt_hpc.models.folder import folder_weights
 from tlt_hpc.rollout.engine import RolloutEngine
 from tlt_hpc.rollout.stored_text import SURE, StoredText
@@ -233,6 +233,22 @@ def test_stored_texts_save_most_passes():
         assert found == plain
         passes[name] = engine.take_counts().num_row_passes
     assert max(passes["equal"], passes["near"]) <= passes["full"] / 3, passes
+
+
+# -- the order ---------------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(2, 6), st.integers(0, 12), st.data())
+def test_all_shards_are_covered_alike(count, size, data):
+    """If all ranks but one are idle, each shard has as many of its responses among the first ones, give or take one."""
+    shards, slow = [[(rank, i) for i in range(size)] for rank in range(count)], data.draw(st.integers(0, count - 1))
+    orders = [in_order(rank, shards, {slow}) for rank in range(count) if rank != slow]
+    for rank, order in enumerate(rank for rank in range(count) if rank != slow):
+        assert sorted(orders[rank]) == sorted(shards[order] + shards[slow])
+    share = data.draw(st.floats(0, 1))
+    first = [one for order in orders for one in order[: round(share * size * count / (count - 1))]]
+    covered = [sum(rank == shard for rank, _ in set(first)) for shard in range(count)]
+    assert max(covered) - min(covered) <= count, covered
 
 
 # -- what the tail is used for ----------------------------------------------------------------------------------------

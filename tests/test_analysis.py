@@ -23,7 +23,6 @@ from tlt_hpc.look.analysis.throughput import THROUGHPUT
 from tlt_hpc.look.analysis.timeline import analyse_timeline
 from tlt_hpc.look.run_log import RunLog
 from tlt_hpc.storage.folder import RunFolder
-from tlt_hpc.storage.records import Environment, Host, add_environment
 from tlt_hpc.storage.rollout_log import write_step
 
 ANALYSES: dict[str, Callable[[RunLog], Any]] = {
@@ -91,7 +90,6 @@ def test_lengths(folder: RunFolder) -> None:
     assert found.steps.tolist() == [0, 1, 2] and found.cap == 8
     assert found.p50.tolist() == [4.5] * 3 and found.longest.tolist() == [8] * 3 and found.mean.tolist() == [5.25] * 3
     assert found.num_cut.tolist() == [1] * 3 and found.num_responses.tolist() == [4] * 3
-    assert found.histogram.sum() == 12 and found.edges[0] <= 4 and found.edges[-1] > 8
     assert "no long tail" in found.verdict and "3 responses (25 %) ended at the cap of 8 tokens" in found.verdict
     assert "The tail is long" in replace(found, longest=found.longest * 100).verdict
 
@@ -104,7 +102,7 @@ def test_acceptance(folder: RunFolder) -> None:
     assert np.isnan(off[0]) and off[1] == 1.0 and drafter.tolist() == [5.0, 14 / 4]
     assert found.row_passes.tolist() == [[0, 6], [3, 12]] and found.tokens.tolist() == [[0, 6], [15, 42]]
     assert found.step_tokens.tolist() == [[2, 19]] * 3
-    assert found.own_accept_length == pytest.approx([2.0, 2.1, 2.2]) and found.drafter_version[-1] == 6
+    assert found.own_accept_length == pytest.approx([2.0, 2.1, 2.2])
     assert "90 % of the tokens" in found.verdict and "5.00 with 1 live and 3.50 with 2" in found.verdict
     set_lines(folder, *[{"drafter/own_accept_length": 1.0, "drafter/own_sequences": 0.0}] * 3)
     assert np.isnan(take(RunLog(folder.path), ACCEPTANCE).own_accept_length).all(), "the drafter was not used"
@@ -118,19 +116,11 @@ def test_throughput(folder: RunFolder) -> None:
     }  # fmt: skip
     assert dict(zip(found.kinds, found.seconds[1].tolist(), strict=True)) == pytest.approx(expected)
     assert (found.idle, found.harvested, found.rollout) == pytest.approx((15.0, 5.4, 39.0))
-    assert found.rates == pytest.approx({
-        "prefill": 50 / 1.5, "plain decoding": 4.0, "speculative decoding": 19 / 6,
-        "rollout, all ranks": 21 / 6.5, "step, all ranks": 21 / 9.6,
-    })  # fmt: skip
+    assert found.tokens_per_second == pytest.approx(21 / 6.5)
     assert "Ranks waited for 38 % of their time" in found.verdict
-    start = Environment(
-        "t", "0", "", "", "3", {}, "", "", (Host("a", 2, "CPU", 2, 1, {"H200": 2}),), "1", {}, "", (), {}
-    )
-    add_environment(folder.environment, start)
     set_lines(folder, *[{"rollout/kept_tokens": 14.0}] * 3)
     found = take(RunLog(folder.path), THROUGHPUT)
-    assert "prefill" not in found.rates, "on a GPU only the launch is timed"
-    assert found.rates["rollout, all ranks"] == pytest.approx(7 / 6.5), "without the tokens of an earlier start"
+    assert found.tokens_per_second == pytest.approx(7 / 6.5), "without the tokens of an earlier start"
 
 
 def test_learning_separates_a_trend_from_chance(tmp_path: Path) -> None:
@@ -219,4 +209,4 @@ def test_rounds_of_a_replica_count_once(folder: RunFolder) -> None:
     found = take(run, ACCEPTANCE)
     assert found.tokens.sum() == 3 * 8 < both.tokens.sum(), "rank 0's rounds alone"
     assert np.array_equal(found.accept_length, both.accept_length)
-    assert take(run, THROUGHPUT).engine_tokens[:, 1:].sum() == 3 * 8 and analyse_timeline(run).live.max() == 2
+    assert analyse_timeline(run).live.max() == 2

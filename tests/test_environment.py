@@ -19,7 +19,7 @@ from launch_ranks import ROOT
 import tlt_hpc
 from tlt_hpc.common.source import git_commit
 from tlt_hpc.config import ConfigError, UserError, load_config
-from tlt_hpc.look.environment import RankPlace, find_environment, hosts_of, launcher_of
+from tlt_hpc.look.environment import RankPlace, find_environment, hosts_of
 from tlt_hpc.session import claim_folder
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.records import Environment, Host, add_environment, read_environments
@@ -36,7 +36,6 @@ ENVIRONMENT = Environment(
     hosts=(Host("gpu-1", 8, "EPYC", 64, 10**12, {"H100": 8}), Host("gpu-2", 4, "EPYC", 32, 10**12, {})),
     threads="1",
     slurm={"job": "4711"},
-    launcher="srun",
     command=("python", "-m", "tlt_hpc", "train", "jobs/tiny.toml"),
     energy={"gpu": "", "cpu": "gpu-1: may be read by root alone"},
 )
@@ -66,19 +65,6 @@ def test_ranks_of_a_host_share_its_cores_and_gpus() -> None:
         ("b", {0}, "GPU-1"), ("a", {0}, ""), ("b", {0, 1}, "GPU-1"), ("b", {1, 2}, "GPU-2")
     )]  # fmt: skip
     assert hosts_of(places) == (Host("b", 3, "EPYC", 3, 8, {"H100": 2}), Host("a", 1, "EPYC", 1, 8, {}))
-
-
-@pytest.mark.parametrize(
-    ("variables", "launcher"),
-    (
-        ((), "none"),
-        (("SLURM_STEP_ID", "PMI_RANK"), "srun"),
-        (("SLURM_STEP_ID", "PMI_RANK", "MPI_LOCALRANKID"), "mpiexec of MPICH or Intel MPI (Hydra)"),
-        (("OMPI_COMM_WORLD_LOCAL_RANK", "TLT_STARTED"), "tlt, by mpiexec of Open MPI"),
-    ),
-)
-def test_the_launcher_of_the_ranks(variables: tuple[str, ...], launcher: str) -> None:
-    assert launcher_of(dict.fromkeys(variables, "0")) == launcher
 
 
 def test_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -257,15 +257,6 @@ def test_jobs_fit_their_gpus_as_their_comments_say(job: str, capsys: pytest.Capt
     assert host is not None and round(float(host[1])) == int(found[4])
 
 
-def test_json_has_all_of_it(capsys: pytest.CaptureFixture[str]) -> None:
-    status, out, _ = command(capsys, QWEN, "--gpus", "8", "--json")
-    figures = json.loads(out)
-    assert status == 0 and figures["fits"] and figures["ranks"] == 8 and figures["parameters"] == named_parameters()
-    peak = figures["peak"]
-    assert peak["bytes"] == sum(figures["phases"][peak["phase"]].values())
-    assert figures["with_savings"] == {"settings": {}, "fits": True} and figures["disk"]["checkpoints"] > 0
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -121,13 +121,13 @@ def test_figures_are_sums_over_the_ranks(summary):
 def test_an_energy_counter_that_one_rank_lost_leaves_the_sum_out() -> None:
     def summary_of(*joules: float) -> dict[str, float]:
         own = [
-            replace(record, metrics={**record.metrics, "energy/cpu_joules": value})
+            replace(record, metrics={**record.metrics, "energy/gpu_joules": value})
             for record, value in zip(RECORDS, joules, strict=True)
         ]
         return summarise(FakeWorld(own), own[0], UPDATE, None, {"gen": 8.0, "step": 10.0})
 
-    assert summary_of(3.0, 4.5)["energy/cpu_joules"] == 7.5
-    assert "energy/cpu_joules" not in summary_of(3.0, math.nan)
+    assert summary_of(3.0, 4.5)["energy/gpu_joules"] == 7.5
+    assert "energy/gpu_joules" not in summary_of(3.0, math.nan)
 
 
 def test_cpu_seconds_are_those_of_all_threads_at_work() -> None:

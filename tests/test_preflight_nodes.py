@@ -78,8 +78,8 @@ def check_as_nodes(odd: int | None) -> dict[str, Any]:
     rank = int(os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK", "0")))
     world_module.socket.gethostname = lambda: f"node{rank // 2 if odd is None else rank}"
     world = world_module.World.connect()
-    version, gather, calls = nodes._version, nodes.gather_facts, []
-    nodes._version = lambda name: "1.0" if name == "numpy" and rank == odd else version(name)
+    version, gather, calls = nodes.installed_version, nodes.gather_facts, []
+    nodes.installed_version = lambda name: "1.0" if name == "numpy" and rank == odd else version(name)
     nodes.gather_facts = lambda config, world: calls.append(1) or gather(config, world)
     try:
         nodes.check_nodes(world, load_config(ROOT / "jobs" / "tiny.toml"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -46,7 +45,6 @@ def test_a_job_passes_inside_an_allocation_where_ranks_talk_by_srun(slurm: Local
     assert found["sbatch"].startswith("ok: would take it: Job ")
     assert found["mpi"].startswith("ok: srun --mpi=pmi2 for MPICH")
     assert found["partition"] == "ok: main: 10 of at most 1:00:00"
-    assert found["python"].startswith(f"ok: {platform.python_version()}, ")
 
 
 @pytest.mark.ci

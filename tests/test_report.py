@@ -52,7 +52,7 @@ place = "tail"
 START_LINE: dict[str, Any] = {
     "time": "2026-11-22T10:00:00+00:00", "version": "0.1.0", "commit": "", "source": "ab", "python": "3.11",
     "packages": {"torch": "2.13.0"}, "cuda": "", "mpi": "MPICH 5", "threads": "1", "slurm": {"job": "17"},
-    "launcher": "mpiexec", "command": ["tlt", "train", "jobs/a b.toml"], "energy": {},
+    "command": ["tlt", "train", "jobs/a b.toml"], "energy": {},
 }  # fmt: skip
 HOST = {"name": "node-7", "num_ranks": 2, "processor": "EPYC", "num_cores": 64, "memory_bytes": 500 * 10**9, "gpus": {}}
 
@@ -253,7 +253,7 @@ def test_the_page_is_one_file_in_two_themes(run: RunFolder, plain: RunFolder) ->
     for words in (
         "<script>alert(1)</script> on questions.parquet with dapo: 3 steps of 3, 63 response tokens, 28.8 s of steps",
         "Only 2 of", "digest is abababababab", "plain took 2.00 times as long in rollouts", "fast is it against plain?",
-        "2 ranks on 1 node (64 cores of EPYC, 2 x H200), by mpiexec in Slurm job 18", "jobs/a b.toml", "What to change",
+        "2 ranks on 1 node (64 cores of EPYC, 2 x H200) in Slurm job 18", "jobs/a b.toml", "What to change",
     ):  # fmt: skip
         assert words in page.shown, words
     assert not re.search(r"\bnan\b|\bNone\b(?! was cut)|Undefined", page.shown)

@@ -385,7 +385,7 @@ def look_around(world: World, device: torch.device) -> tuple[EnergyMeter, Enviro
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         gpu, uuid = properties.name, f"GPU-{properties.uuid}"
-    meter = EnergyMeter(world.hostname, uuid, world.local_rank == 0)
+    meter = EnergyMeter(world.hostname, uuid)
     ranks = world.allgather((RankPlace.here(world.hostname, gpu, uuid), meter.reach))
     energy = meter.agree([reach for _, reach in ranks], world.rank)
     if world.rank:

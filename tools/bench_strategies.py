@@ -26,7 +26,6 @@ from tlt_hpc.common.records import Request, SampleKey, Stream
 from tlt_hpc.config import UserError, load_config
 from tlt_hpc.data.prompts import PromptSource
 from tlt_hpc.models.drafter_file import serving_drafter
-from tlt_hpc.mpi.library import MPI
 from tlt_hpc.mpi.world import World
 from tlt_hpc.plan.inputs import Assets, read_assets_once
 from tlt_hpc.rollout.engine import RolloutEngine
@@ -97,7 +96,7 @@ def main() -> int:
     parser.add_argument("--batches", default="1,8,32")
     parser.add_argument("--repeats", type=int, default=5)
     given = parser.parse_intermixed_args()
-    config, world = load_config(given.config, given.overrides), World(MPI.COMM_WORLD)
+    config, world = load_config(given.config, given.overrides), World.connect()
     assets = read_assets_once(config, 1, world.node_group)
     with closing(open_session(config, world, assets)) as session:
         load_folder(session)

@@ -1,13 +1,22 @@
-"""Which code runs: the package's version, the commit of its clone, a digest of its files."""
+"""Which code runs: versions of packages, the commit of this one's clone, a digest of its files."""
 
 from __future__ import annotations
 
 import hashlib
+from importlib import metadata
 from pathlib import Path
 
 import tlt_hpc
 
 PACKAGE = Path(tlt_hpc.__file__).parent
+
+
+def installed_version(package: str) -> str:
+    """The version of an installed package; empty if it is not installed."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
 
 
 def source_digest(folder: Path = PACKAGE) -> str:

@@ -7,9 +7,13 @@ alike, from the metrics of the steps before, which are equal on all of them.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
+from operator import itemgetter
 from statistics import fmean, variance
+from typing import TypeVar
+
+T = TypeVar("T")
 
 ACCEPT_LENGTH, SEQUENCES = "drafter/own_accept_length", "drafter/own_sequences"
 STORED_TOKENS, STORED_ACCEPTED = "ahead/stored_tokens", "ahead/accepted_drafts"
@@ -113,3 +117,19 @@ class TailPlan:
 
     def _usual(self, why: str) -> TailUse:
         return TailUse(self._is_training, not self._is_training, why)
+
+
+def in_order(own: int, shards: Sequence[Sequence[T]], busy: Set[int]) -> list[T]:
+    """The order in which rank ``own`` generates the next step's responses ahead, given the ``shards`` of all ranks.
+
+    Those of busy ranks are mixed with its own, and each idle rank begins at another place of theirs. So all shards are
+    covered alike if all ranks but one are idle: were a rank's own first, it alone would be faster in the next step,
+    which waits for the others.
+    """
+    placed, count = list[tuple[int, T]](), len(shards)
+    for rank in ((own + i) % count for i in range(count)):
+        if rank in {own, *busy}:
+            shard, share = shards[rank], 1 if rank == own else count - 1
+            start = 0 if rank == own else len(shard) * ((own - rank) % count - 1) // share
+            placed += [((i + 1) * share, one) for i, one in enumerate([*shard[start:], *shard[:start]])]
+    return [one for _, one in sorted(placed, key=itemgetter(0))]

@@ -41,12 +41,7 @@ from tlt_hpc.mpi.world import World
 from tlt_hpc.plan.inputs import ModelAssets, open_checked_sets
 from tlt_hpc.rewards.scorer import without_form
 from tlt_hpc.rollout.engine import RolloutEngine
-from tlt_hpc.session import (
-    Job,
-    Session,
-    open_bench,
-    open_session,
-)
+from tlt_hpc.session import Job, Session, open_bench, open_session
 from tlt_hpc.storage.folder import make_folder
 from tlt_hpc.storage.records import add_json_line, write_json
 
@@ -258,7 +253,6 @@ def facts_of(config: Config, sets: Sequence[EvaluationSet], fingerprint: str) ->
         "evaluation.max_new_tokens": longest_response(config),
         "rollout.stop_strings": config.rollout.stop_strings,
         **{f"reward.{name}": vars(config.reward)[name] for name in _JUDGING},
-        "reward.format_pattern": "",  # a key of earlier versions, whose evaluations can be resumed
         **({"the file of reward.function": digest_of(Path(function))} if function else {}),
         **{f"data of {each.name}": each.digest for each in sets},
     }

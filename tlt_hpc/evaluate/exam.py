@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tlt_hpc.common.records import Prompt, Request, SampleKey, SamplingParams, Stream
 from tlt_hpc.config import Config, ConfigError
@@ -56,7 +56,8 @@ def wanted_responses(config: Config, sets: Sequence[EvaluationSet]) -> list[Want
 
     Their keys do not depend on the policy's step: every step is judged on the same noise.
     """
-    params = [greedy_params(config), *[sampling_params(config)] * config.evaluation.samples]
+    sampled = sampling_params(config)
+    params = [replace(sampled, temperature=0.0, top_p=1.0), *[sampled] * config.evaluation.samples]
 
     def key(each: EvaluationSet, row: int, sample: int) -> SampleKey:
         return SampleKey(config.evaluation.seed, Stream.EVALUATION, each.number, row, sample)
@@ -76,8 +77,3 @@ def sampling_params(config: Config) -> SamplingParams:
         top_p=config.evaluation.top_p,
         stop_strings=config.rollout.stop_strings,
     )
-
-
-def greedy_params(config: Config) -> SamplingParams:
-    """Of the greedy answers."""
-    return SamplingParams(longest_response(config), temperature=0.0, stop_strings=config.rollout.stop_strings)

@@ -128,18 +128,14 @@ def metrics_of(name: str, figures: SetFigures) -> dict[str, float]:
         **{f"pass@{k}": value for k, value in figures.pass_at.items()},
         f"maj@{n}/mean": figures.majority,
     }
-    found = {name: value for name, value in accuracies.items() if value is not None}
-    core = {f"val-core/{name}/acc/{what}": value.value for what, value in found.items()}
-    errors = {
-        f"val-aux/{name}/acc/{what}/stderr": v.standard_error
-        for what, v in found.items()
-        if v.standard_error is not None
-    }
+    found = {what: value for what, value in accuracies.items() if value is not None}
+    errors = {f"acc/{what}/stderr": value.standard_error for what, value in found.items()}
     rest = {
+        **errors,
         "reward/mean": figures.reward.value,
         "response_length/mean": figures.mean_length,
         "response_length/clip_ratio": figures.cut_share,
+        "unanswered": figures.unanswered_share,
     }
-    if figures.unanswered_share is not None:
-        rest["unanswered"] = figures.unanswered_share
-    return {**core, **errors, **{f"val-aux/{name}/{what}": value for what, value in rest.items()}}
+    core = {f"val-core/{name}/acc/{what}": value.value for what, value in found.items()}
+    return core | {f"val-aux/{name}/{what}": value for what, value in rest.items() if value is not None}

@@ -9,12 +9,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import tlt_hpc
-from tlt_hpc.common.source import git_commit, source_digest
+from tlt_hpc.common.source import git_commit, installed_version, source_digest
 from tlt_hpc.storage.records import Environment, Host
 
 if TYPE_CHECKING:
@@ -29,15 +28,6 @@ _SLURM = {
     "nodelist": "SLURM_JOB_NODELIST",
     "restarts": "SLURM_RESTART_COUNT",
 }
-# MPI libraries first: mpiexec may start its ranks through Slurm.
-_LAUNCHERS = {
-    "OMPI_COMM_WORLD_LOCAL_RANK": "mpiexec of Open MPI",
-    "MPI_LOCALRANKID": "mpiexec of MPICH or Intel MPI (Hydra)",
-    "SLURM_STEP_ID": "srun",
-    "PMI_RANK": "another (PMI)",
-}
-_STARTED = "TLT_STARTED"
-"""Set by cluster/local.py if ``tlt`` itself has started the ranks."""
 
 
 @dataclass(frozen=True)
@@ -83,13 +73,12 @@ def find_environment(world: World, places: Sequence[RankPlace], cuda: str, energ
         commit=git_commit(),
         source=source_digest(),
         python=platform.python_version(),
-        packages={name: version for name in _PACKAGES if (version := _version(name))},
+        packages={name: version for name in _PACKAGES if (version := installed_version(name))},
         cuda=cuda,
         mpi=world.library.strip("\0 \n"),
         hosts=hosts_of(places),
         threads=os.environ.get("OMP_NUM_THREADS", ""),
         slurm={name: os.environ[variable] for name, variable in _SLURM.items() if variable in os.environ},
-        launcher=launcher_of(os.environ),
         command=tuple(sys.orig_argv),
         energy=dict(energy),
     )
@@ -111,16 +100,3 @@ def hosts_of(places: Sequence[RankPlace]) -> tuple[Host, ...]:
         )
         for hostname, ranks in nodes.items()
     )
-
-
-def launcher_of(environment: Mapping[str, str]) -> str:
-    """What started the ranks, found from the variables that launchers set."""
-    found = next((words for variable, words in _LAUNCHERS.items() if variable in environment), "none")
-    return f"tlt, by {found}" if _STARTED in environment else found
-
-
-def _version(name: str) -> str:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return ""

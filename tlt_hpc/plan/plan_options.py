@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import math
+import sys
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 GPU_GB = {"a100-40": 42.2, "a100-80": 84.9, "h100-80": 84.9, "h200": 150.0}
@@ -24,19 +25,16 @@ def at_least_one_each(text: str) -> list[int]:
     return list(map(at_least_one, text.split(",")))
 
 
-def above_zero(text: str) -> float:
-    """A finite number above 0."""
+def above_zero(text: str, most: float = sys.float_info.max) -> float:
+    """A number above 0, at most ``most``."""
     with suppress(ValueError):
-        if 0 < float(text) < math.inf:
+        if 0 < float(text) <= most:
             return float(text)
-    raise argparse.ArgumentTypeError(f"{text!r}: give a number above 0")
+    raise argparse.ArgumentTypeError(f"{text!r}: give a number above 0" + ", up to 1" * (most == 1))
 
 
-def chance(text: str) -> float:
-    """A number above 0, up to 1."""
-    if above_zero(text) <= 1:
-        return float(text)
-    raise argparse.ArgumentTypeError(f"{text!r}: give a number above 0, up to 1")
+chance = partial(above_zero, most=1.0)
+"""A number above 0, up to 1."""
 
 
 def gpu_gb(text: str) -> float:
@@ -54,7 +52,6 @@ def add_plan_options(command: argparse.ArgumentParser) -> None:
     add("--gpu-memory", type=gpu_gb, metavar="GB", help=f"of each GPU: {_GPU_MEMORY}")
     add("--host-memory", type=above_zero, metavar="GB", help="of each node")
     add("--shape", metavar="CONFIG.json", help="the model's config.json, or a known name such as Qwen2.5-7B")
-    add("--json", action="store_true", help="print all figures in bytes, as JSON")
 
 
 def add_preflight_options(command: argparse.ArgumentParser) -> None:
@@ -86,6 +83,5 @@ def add_simulate_options(command: argparse.ArgumentParser) -> None:
     add("--steps", type=at_least_one, default=20, metavar="N", help="steps that are simulated (default 20)")
     add("--lengths", type=Path, metavar="RUN", help="lengths alone of this run's log")
     add("--ahead", type=chance, metavar="CHANCE", help="with draft-ahead; a stored token is accepted with this chance")
-    add("--lost-after", type=at_least_one, metavar="TOKENS", help="of it, mean use of a stored text (default: all)")
     add("--shape", metavar="CONFIG.json", help="the model's config.json, or a name such as Qwen2.5-7B")
     add("--json", action="store_true", help="print all figures as JSON")

@@ -9,12 +9,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from itertools import chain
-from operator import itemgetter
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tlt_hpc.common.records import Request, SampleKey
+from tlt_hpc.drafting.tail_plan import in_order
 from tlt_hpc.mpi.pulse import Pulse
 from tlt_hpc.mpi.replica import Replica
 from tlt_hpc.mpi.roster import Roster, State, Status
@@ -78,21 +78,8 @@ class AheadTail:
         self._is_idle = False
 
     def _in_order(self, roster: Roster) -> list[Request]:
-        """This rank's own requests mixed with a part of each busy rank's, then the others of busy ranks.
-
-        So each shard is covered alike, whenever the rollout ends: were a rank's own first, it alone would be faster in
-        the next step, which waits for another.
-        """
-        own, count = self._replica.number, self._replica.count
-        requests = list(self._requests[own])
+        own = self._replica.number
         if self._replica.size > 1:  # ranks that decode together may each have seen another roster
-            return requests
-        parts, others = list[Request](), list[Request]()
-        for rank in ((own + i) % count for i in range(1, count)):
-            if roster.statuses[rank].state is State.BUSY:
-                shard, place = self._requests[rank], (own - rank) % count - 1
-                start, end = len(shard) * place // (count - 1), len(shard) * (place + 1) // (count - 1)
-                parts += shard[start:end]
-                others += [*shard[end:], *shard[:start]]
-        places = [((i + 0.5) / len(part), one) for part in (requests, parts) for i, one in enumerate(part)]
-        return [one for _, one in sorted(places, key=itemgetter(0))] + others
+            return list(self._requests[own])
+        busy = {rank for rank, status in enumerate(roster.statuses) if status.state is State.BUSY}
+        return in_order(own, self._requests, busy)

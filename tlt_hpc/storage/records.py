@@ -143,7 +143,6 @@ class Environment:
     """OMP_NUM_THREADS, as a rank finds it."""
     slurm: Mapping[str, str]
     """Empty outside of a Slurm job."""
-    launcher: str
     command: tuple[str, ...]
     """Rank 0's, as the system has it."""
     energy: Mapping[str, str]

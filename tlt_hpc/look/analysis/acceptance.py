@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 from tlt_hpc.look.analysis.base import StepAnalysis
 from tlt_hpc.look.analysis.kinds import OFF
 from tlt_hpc.look.analysis.survey import Survey
-from tlt_hpc.look.columns import COLUMNS
 from tlt_hpc.look.run_log import RunLog
 from tlt_hpc.look.words import listed, share, span_of
 from tlt_hpc.storage.rollout_log import StepSummary
@@ -23,15 +22,14 @@ _NUM_BUCKETS = 24
 class AcceptLengths(StepAnalysis):
     """``steps`` [S], ``strategies`` [G], buckets of live sequences [B]: 1, 2, 3-4, 5-8, ...
 
-    ``accept_length`` [S]: tokens per target pass and sequence, of all responses. ``own_accept_length`` and
-    ``drafter_version`` [S]: the same for the learned drafter alone, and its updates so far, from metrics.jsonl; NaN
-    where they are missing or the drafter was not used. ``step_tokens`` [S, G]: tokens by strategy. ``tokens`` and
+    ``accept_length`` [S]: tokens per target pass and sequence, of all responses. ``own_accept_length``
+    [S]: the same for the learned drafter alone, from metrics.jsonl; NaN where it is missing or the drafter was not
+    used. ``step_tokens`` [S, G]: tokens by strategy. ``tokens`` and
     ``row_passes`` [G, B]: sums over the rounds of all steps.
     """
 
     accept_length: NDArray[np.float64]
     own_accept_length: NDArray[np.float64]
-    drafter_version: NDArray[np.float64]
     strategies: tuple[str, ...]
     step_tokens: NDArray[np.int64]
     tokens: NDArray[np.int64]
@@ -69,9 +67,8 @@ class AcceptLengths(StepAnalysis):
             text += f" Speculative rounds gave {listed(ends)}."
         if len(known := np.flatnonzero(np.isfinite(self.own_accept_length))) > 1:
             first, last = self.own_accept_length[known[[0, -1]]]
-            updates = np.nan_to_num(self.drafter_version[known[-1]])
-            text += f" The drafter's own drafts (chain of 4) went from {first:.2f} to {last:.2f} after {updates:,.0f} "
-            text += "updates; the policy changed meanwhile, too (tlt ablate measures what training alone brings)."
+            text += f" The drafter's own drafts (chain of 4) went from {first:.2f} to {last:.2f}; the policy changed "
+            text += "meanwhile, too (tlt ablate measures what training alone brings)."
         return text
 
 
@@ -112,7 +109,6 @@ def _found(run: RunLog, steps: list[int], rows: list[_Row]) -> AcceptLengths:
         steps=np.array(steps, np.int64),
         accept_length=np.array([row[2] for row in rows], np.float64),
         own_accept_length=np.where(judged, run.metric("drafter/own_accept_length", steps), np.nan),
-        drafter_version=run.metric(COLUMNS["drafter"].metric, steps),
         strategies=names,
         step_tokens=step_tokens.reshape(len(rows), len(names)),
         tokens=tokens,

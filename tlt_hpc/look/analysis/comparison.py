@@ -16,7 +16,7 @@ from tlt_hpc.look.columns import COLUMNS, COMPARED
 from tlt_hpc.look.run_log import RunLog
 from tlt_hpc.look.words import listed, share
 
-_TIMED = ("rollout", "step", "gpu_joules", "cpu_joules")
+_TIMED = ("rollout", "step", "gpu_joules")
 """Not known of a step of which an earlier start generated a part."""
 MAX_TOKENS = 8_000_000
 """Response tokens of a run that are compared, from the first common step on."""

@@ -1,4 +1,4 @@
-"""Response lengths by step and over all steps, and how many responses were cut at the cap. Reads no tokens."""
+"""Response lengths by step, and how many responses were cut at the cap. Reads no tokens."""
 
 from __future__ import annotations
 
@@ -15,17 +15,13 @@ from tlt_hpc.look.run_log import RunLog
 from tlt_hpc.look.words import share, span_of
 from tlt_hpc.storage.rollout_log import StepSummary
 
-_NUM_BINS = 40
 _NO_TAIL = 2.0
 """Ratio of the longest to the median response below which a step has no long tail."""
 
 
 @dataclass(frozen=True)
 class ResponseLengths(StepAnalysis):
-    """By step, [S]: percentiles, maximum and mean of the response lengths in tokens, and counts.
-
-    ``edges`` [B + 1] and ``histogram`` [B]: all responses by length, in bins of equal width on a logarithmic axis.
-    """
+    """By step, [S]: percentiles, maximum and mean of the response lengths in tokens, and counts."""
 
     p50: NDArray[np.float64]
     p90: NDArray[np.float64]
@@ -37,8 +33,6 @@ class ResponseLengths(StepAnalysis):
     """Number of responses that ended at the cap."""
     cap: int
     """``rollout.max_new_tokens``; 0 if the configuration lacks it."""
-    edges: NDArray[np.float64]
-    histogram: NDArray[np.int64]
 
     @property
     def verdict(self) -> str:
@@ -69,7 +63,6 @@ def _found(run: RunLog, all_steps: list[int], rows: list[_Row]) -> ResponseLengt
     pairs = [(step, *row) for step, row in zip(all_steps, rows, strict=True) if len(row[0])]
     lengths = [each for _, each, _ in pairs]
     quantiles = np.array([np.percentile(each, (50, 90, 99, 100)) for each in lengths]).reshape(-1, 4)
-    edges, histogram = _histogram(np.concatenate([np.empty(0, np.int64), *lengths]))
     return ResponseLengths(
         run=run.name,
         problems=run.problems,
@@ -82,20 +75,7 @@ def _found(run: RunLog, all_steps: list[int], rows: list[_Row]) -> ResponseLengt
         num_responses=np.array([len(each) for each in lengths], np.int64),
         num_cut=np.array([num_cut for _, _, num_cut in pairs], np.int64),
         cap=run.whole_setting("rollout", "max_new_tokens"),
-        edges=edges,
-        histogram=histogram,
     )
 
 
 LENGTHS = Survey(_row, _found)
-
-
-def _histogram(lengths: NDArray[np.int64]) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """Bins of equal width on a logarithmic axis; each contains at least one whole number."""
-    if len(lengths) == 0:
-        return np.empty(0), np.empty(0, np.int64)
-    edges: NDArray[np.float64] = np.unique(
-        np.round(np.geomspace(max(1, lengths.min()), lengths.max() + 1, _NUM_BINS + 1))
-    )
-    edges[0] = min(float(lengths.min()), edges[0])
-    return edges, np.histogram(lengths, edges)[0].astype(np.int64)

@@ -16,10 +16,6 @@ from tlt_hpc.look.run_log import RunLog
 from tlt_hpc.look.words import listed, seconds, share, span_of
 from tlt_hpc.storage.rollout_log import StepSummary
 
-ENGINE = (Kind.PREFILL, Kind.DECODE, Kind.SPECULATE)
-_ENGINE_INDICES = [KINDS.index(kind) for kind in ENGINE]
-_FEWEST = 0.02
-"""Share of the decoded tokens from which a kind of decoding gets a rate."""
 _BETWEEN_STEPS = {Kind.SAVE, Kind.EVALUATE}
 
 
@@ -27,7 +23,6 @@ _BETWEEN_STEPS = {Kind.SAVE, Kind.EVALUATE}
 class Throughput(StepAnalysis):
     """By step, [S]. ``seconds`` [S, K]: mean over the ranks for each of ``kinds``.
 
-    ``engine_tokens`` and ``engine_seconds`` [S, 3]: sums over the ranks for prefill, plain and speculative decoding.
     ``idle_rank_seconds``: from a rank's last token to the release. ``harvested_rank_seconds``: the part of the idle
     time used for drafter updates that were kept. ``rollout_seconds`` and ``step_seconds``: wall-clock time; the latter
     excludes the time between steps.
@@ -35,8 +30,6 @@ class Throughput(StepAnalysis):
 
     kinds: tuple[Kind, ...]
     seconds: NDArray[np.float64]
-    engine_tokens: NDArray[np.int64]
-    engine_seconds: NDArray[np.float64]
     tokens: NDArray[np.int64]
     """Response tokens, without those that an earlier start generated: none of the seconds belong to them."""
     num_ranks: NDArray[np.int64]
@@ -46,21 +39,13 @@ class Throughput(StepAnalysis):
     harvested_rank_seconds: NDArray[np.float64]
     rollout_seconds: NDArray[np.float64]
     step_seconds: NDArray[np.float64]
-    is_on_gpu: bool
-    """On a GPU the log has the launch of a prefill pass, not its end, so that prefill has no rate."""
 
     @property
-    def rates(self) -> dict[str, float]:
-        """Tokens per second over all steps: a rank's engine by kind, and all ranks in rollouts and in whole steps."""
-        given, taken = self.engine_tokens.sum(0), self.engine_seconds.sum(0)
-        few = _FEWEST * given[1:].sum()  # the rate of a few rounds, mostly trials, would mislead
-        least = (np.inf if self.is_on_gpu else 0.0, few, few)
-        rates = {str(kind): given[i] / taken[i] for i, kind in enumerate(ENGINE) if taken[i] and given[i] >= least[i]}
-        for name, each in (("rollout", self.rollout_seconds), ("step", self.step_seconds)):
-            known = np.isfinite(each) & self.is_whole
-            if each[known].sum() > 0:
-                rates[f"{name}, all ranks"] = self.tokens[known].sum() / each[known].sum()
-        return {name: float(rate) for name, rate in rates.items()}
+    def tokens_per_second(self) -> float | None:
+        """Response tokens of all ranks per second of rollout, of the steps with the logs of all ranks."""
+        known = np.isfinite(self.rollout_seconds) & self.is_whole
+        taken = self.rollout_seconds[known].sum()
+        return float(self.tokens[known].sum() / taken) if taken > 0 else None
 
     @property
     def idle(self) -> float:
@@ -92,7 +77,7 @@ class Throughput(StepAnalysis):
         largest = sorted(means.keys() - _BETWEEN_STEPS, key=lambda kind: -means[kind])[:4]
         text = f"{span_of(self.steps).capitalize()}: a rank's step took {seconds(whole)} on average, of which "
         text += f"{listed([f'{kind} {share(means[kind], whole)}' for kind in largest])}."
-        if rate := self.rates.get("rollout, all ranks"):
+        if rate := self.tokens_per_second:
             text += f" All ranks together gave {rate:,.0f} response tokens a second of rollout."
         return f"{text} {self._waiting()}"
 
@@ -122,12 +107,11 @@ def idle_seconds(rank: StepSummary) -> float:
 
 
 def _row(run: RunLog, ranks: list[StepSummary]) -> dict[str, Any]:
-    """One step: sums over its ranks, and its times; ``engine`` [2, 3]: tokens and seconds of each of ``ENGINE``."""
+    """One step: sums over its ranks, and its times."""
     return {
         "num_ranks": ranks[0].num_ranks,
         "is_whole": len(ranks) == ranks[0].num_ranks,
         "seconds": np.mean([_by_kind(rank) for rank in ranks], 0),
-        "engine": np.sum([_engine(rank) for rank in run.replica_heads(ranks)], 0) + np.zeros((2, 3)),
         "tokens": sum(int(rank.response_lengths.sum()) for rank in ranks),
         "idle_rank_seconds": sum(map(idle_seconds, ranks)),
         "harvested_rank_seconds": sum(rank.harvested_seconds for rank in ranks),
@@ -135,14 +119,10 @@ def _row(run: RunLog, ranks: list[StepSummary]) -> dict[str, Any]:
     }
 
 
-def _engine(rank: StepSummary) -> NDArray[np.float64]:
-    kinds, spans = engine_kinds(rank), rank.spans
-    return np.array([np.bincount(kinds, e, len(KINDS))[_ENGINE_INDICES] for e in (spans.num_tokens, spans.seconds)])
-
-
 def _by_kind(rank: StepSummary) -> list[float]:
     """Seconds of each of ``KINDS``."""
-    by_kind = dict.fromkeys(KINDS, 0.0) | dict(zip(ENGINE, _engine(rank)[1].tolist(), strict=True))
+    in_engine = np.bincount(engine_kinds(rank), rank.spans.seconds, len(KINDS))
+    by_kind = dict(zip(KINDS, in_engine.tolist(), strict=True))
     for phase in rank.phases:
         if phase.name in OF_PHASE:
             by_kind[OF_PHASE[phase.name]] += phase.end_seconds - phase.start_seconds
@@ -155,7 +135,7 @@ def _found(run: RunLog, steps: list[int], rows: list[dict[str, Any]]) -> Through
     def column(name: str) -> NDArray[Any]:
         return np.array([row[name] for row in rows])
 
-    table, engine = column("seconds").reshape(-1, len(KINDS)), column("engine").reshape(-1, 2, 3)
+    table = column("seconds").reshape(-1, len(KINDS))
     used = np.flatnonzero(table.sum(0) > 1e-4 * table.sum())
     kept = np.nan_to_num(run.metric("rollout/kept_tokens", steps))
     return Throughput(
@@ -164,8 +144,6 @@ def _found(run: RunLog, steps: list[int], rows: list[dict[str, Any]]) -> Through
         steps=np.array(steps, np.int64),
         kinds=tuple(KINDS[i] for i in used),
         seconds=table[:, used],
-        engine_tokens=engine[:, 0].astype(np.int64),
-        engine_seconds=engine[:, 1],
         tokens=(column("tokens") - kept).astype(np.int64),
         num_ranks=column("num_ranks").astype(np.int64),
         is_whole=column("is_whole").astype(np.bool_),
@@ -173,7 +151,6 @@ def _found(run: RunLog, steps: list[int], rows: list[dict[str, Any]]) -> Through
         harvested_rank_seconds=column("harvested_rank_seconds"),
         rollout_seconds=column("rollout_seconds"),
         step_seconds=run.metric("timing_s/step", steps),
-        is_on_gpu=any(host.gpus for start in run.starts for host in start.hosts),
     )
 
 

@@ -37,7 +37,6 @@ class Lane:
     idle_seconds: float
     """From the rank's last token to the release, including harvested time."""
     harvested_seconds: float
-    num_micro_steps: int
 
     @property
     def finished(self) -> float:
@@ -98,11 +97,10 @@ class Timeline(Analysis):
             return f"There is no tail to speak of: the ranks waited for {share(idle, total)} of it ({seconds(idle)})."
         length = sum(end - start for start, end in self.tails)
         first, last = (choose(self.lanes, key=lambda lane: lane.finished).rank for choose in (min, max))
-        updates = count(sum(lane.num_micro_steps for lane in self.lanes), "update")
         return (
             f"The tail lasted {seconds(length)}: rank {first} was the first to finish and rank {last} the last. "
             f"Ranks were idle for {seconds(idle)} together, {share(idle, total)} of their rollout time; "
-            f"{seconds(harvested)} of that ({share(harvested, idle)}) were harvested in {updates} of the drafter."
+            f"{seconds(harvested)} of that ({share(harvested, idle)}) were harvested."
         )
 
 
@@ -147,7 +145,6 @@ def _lane(rank: StepSummary, zero: float) -> Lane:
         rollouts=_rollouts(rank) - zero,
         idle_seconds=idle_seconds(rank),
         harvested_seconds=rank.harvested_seconds,
-        num_micro_steps=len(rank.micro_steps),
     )
 
 

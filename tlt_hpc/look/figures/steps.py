@@ -10,7 +10,6 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
-from matplotlib.ticker import StrMethodFormatter
 from numpy.typing import NDArray
 
 from tlt_hpc.look.analysis.acceptance import AcceptLengths
@@ -20,23 +19,13 @@ from tlt_hpc.look.analysis.learning import Learning, moving_mean, window_of
 from tlt_hpc.look.analysis.lengths import ResponseLengths
 from tlt_hpc.look.analysis.throughput import Throughput
 from tlt_hpc.look.columns import COLUMNS, COMPARED, SCORE
-from tlt_hpc.look.figures.style import (
-    colour,
-    kind_patch,
-    kind_style,
-    line,
-    new_figure,
-    panel,
-    panel_grid,
-    whole_steps,
-)
+from tlt_hpc.look.figures.style import colour, kind_patch, kind_style, line, new_figure, panel, panel_grid, whole_steps
 
 
 def draw_lengths(found: ResponseLengths) -> Figure:
-    """Lengths and cut responses by step, and the distribution over all steps."""
+    """Lengths and cut responses by step."""
     figure = new_figure(4.6)
-    grid = figure.add_gridspec(2, 2, width_ratios=(1.5, 1), height_ratios=(2.6, 1))
-    over, cut, whole = (figure.add_subplot(grid[place]) for place in ((0, 0), (1, 0), (slice(None), 1)))
+    over, cut = figure.subplots(2, 1, height_ratios=(2.6, 1))
     series = {"longest": found.longest, "p99": found.p99, "p90": found.p90, "median": found.p50, "mean": found.mean}
     for index, (name, values) in enumerate(series.items()):
         line(over, found.steps, values, index, name)
@@ -49,12 +38,6 @@ def draw_lengths(found: ResponseLengths) -> Figure:
     share = 100 * found.num_cut / np.maximum(found.num_responses, 1)
     _stack(cut, found.steps, [share], [{"facecolor": colour(1)}])
     panel(cut, "Ended at the cap", x="step", y="% of responses")
-    if len(found.edges):
-        whole.stairs(100 * found.histogram / found.histogram.sum(), found.edges, fill=True, color=colour(0), alpha=0.75)
-        whole.set_xscale("log")
-        whole.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
-        whole.xaxis.set_minor_formatter("")
-    panel(whole, "All responses, by length", x="tokens (logarithmic)", y="% of responses")
     return figure
 
 
@@ -66,9 +49,7 @@ def draw_acceptance(found: AcceptLengths) -> Figure:
         line(by_step, found.steps, found.own_accept_length, 4, "drafter's own drafts, chain of 4")
     whole_steps(by_step)
     by_step.legend()
-    updates = found.drafter_version[np.isfinite(found.drafter_version)]
-    by = f" ({updates[-1]:,.0f} drafter updates by the last)" if len(updates) else ""
-    panel(by_step, "Accept length by step", x=f"step{by}", y="tokens per pass")
+    panel(by_step, "Accept length by step", x="step", y="tokens per pass")
     for index, row in enumerate(found.by_bucket):
         known = np.flatnonzero(np.isfinite(row))
         line(by_live, known, row[known], index)  # the legend below the figure names the strategies
@@ -105,25 +86,15 @@ def draw_learning(found: Learning) -> Figure:
 
 
 def draw_throughput(found: Throughput) -> Figure:
-    """Seconds of a step by kind, idle and harvested time, and tokens per second."""
+    """Seconds of a step by kind, and idle and harvested time."""
     figure = new_figure(6.2)
-    grid = figure.add_gridspec(2, 2, height_ratios=(1.35, 1), width_ratios=(1.25, 1))
-    seconds, waiting, rates = (figure.add_subplot(grid[place]) for place in ((0, slice(None)), (1, 0), (1, 1)))
+    seconds, waiting = figure.subplots(2, 1, height_ratios=(1.35, 1))
     _stack(seconds, found.steps, found.seconds.T, [kind_style(kind) for kind in found.kinds])
     panel(seconds, "Seconds of a step, mean of the ranks", x="step", y="seconds")
     kept = found.harvested_rank_seconds
     rest = np.maximum(found.idle_rank_seconds - kept, 0)
     _stack(waiting, found.steps, [kept, rest], [kind_style(Kind.TRAIN), kind_style(Kind.IDLE)])
     panel(waiting, "Idle: harvested, and not", x="step", y="rank-seconds")
-    values = found.rates
-    bars = rates.barh(range(len(values)), list(values.values()), 0.65, color=colour(4))
-    rates.bar_label(bars, fmt="{:,.0f}", padding=4, fontsize=8)
-    rates.set_yticks(range(len(values)), [f"{name}, a rank" if "all" not in name else name for name in values])
-    rates.invert_yaxis()
-    rates.margins(x=0.25)
-    rates.grid(visible=False)
-    rates.locator_params(axis="x", nbins=4)
-    panel(rates, "Tokens a second, all steps")
     _legend(figure, [kind_patch(kind) for kind in found.kinds], 4)
     return figure
 

@@ -40,8 +40,7 @@ class RunFindings:
     @property
     def is_guarded(self) -> bool:
         """Whether the tie guard was on, so that the text cannot depend on speculation."""
-        guard, dtype = self.log.setting("rollout", "tie_guard"), self.log.setting("model", "dtype")
-        return bool(guard != "off" and dtype == "float32")  # earlier versions had a key that switched it off
+        return bool(self.log.setting("model", "dtype") == "float32")
 
 
 def find(path: Path, against: Path | None = None, last: int | None = None) -> RunFindings:

@@ -10,7 +10,6 @@ from tlt_hpc.plan.memory.training import (
     drafter_activations,
     gathered_reference,
     num_drafter_parameters,
-    reference_in_host_memory,
     reference_parts,
     training_state,
     update_activations,
@@ -104,13 +103,14 @@ def _host(situation: Situation, state: TrainingState, loaded: dict[str, int]) ->
     """Host memory of one rank."""
     is_cuda = situation.device == "cuda"
     copies = 2 if situation.trains_drafter and is_cuda else 0
+    reference = situation.item * situation.own_parameters  # a rank's shard
     return present(
         {
             "process (assumed)": PROCESS_BYTES[situation.device],
             **loaded,
             **(_checkpoint_copy(situation) if is_cuda else {}),
             "optimiser (offload)": state.host,
-            "reference (offload)": reference_in_host_memory(situation),
+            "reference (offload)": reference * (situation.has_reference and situation.offloads_parameters),
             "merge of the drafters": copies * 12 * num_drafter_parameters(situation),
         }
     )

@@ -8,6 +8,7 @@ from typing import Literal
 from tlt_hpc.config import Config
 from tlt_hpc.models.shape import ModelShape, part_of
 
+GB = 1_000_000_000
 DeviceType = Literal["cpu", "cuda"]
 NamedBytes = dict[str, int]
 """Bytes by the name of what takes them."""
@@ -128,3 +129,13 @@ def total(parts: NamedBytes) -> int:
 def present(parts: NamedBytes) -> NamedBytes:
     """The parts that take any bytes."""
     return {name: count for name, count in parts.items() if count}
+
+
+def size(num_bytes: float) -> str:
+    """Bytes in words."""
+    return f"{few_digits(num_bytes / GB)} GB" if num_bytes >= GB else f"{num_bytes / GB * 1000:.0f} MB"
+
+
+def few_digits(value: float) -> str:
+    """A number with one or two digits after the point."""
+    return f"{value:,.1f}" if value >= 9.995 or not value else f"{value:.2f}"

@@ -36,7 +36,7 @@ def save_memory(plan: MemoryPlan, limits: MemoryLimits) -> Savings:
     found, times = Savings(plan), Counter[str]()
     while not limits.hold(found.plan):
         for key, value in sorted(_changes(found.plan.situation), key=lambda change: times[change[0]]):
-            changed = _with(found, key, value)
+            changed = _savings(plan, {**found.changed, key: value})
             if changed is not None and (key == "optimizer.zero_stage" or _helps(found.plan, changed.plan, limits)):
                 found = changed
                 times[key] += 1
@@ -44,10 +44,8 @@ def save_memory(plan: MemoryPlan, limits: MemoryLimits) -> Savings:
         else:
             return found
     for key in reversed(found.changed):
-        without = Savings(plan)
-        for other, value in found.changed.items():
-            without = (_with(without, other, value) or without) if other != key else without
-        if limits.hold(without.plan):
+        without = _savings(plan, {other: value for other, value in found.changed.items() if other != key})
+        if without is not None and limits.hold(without.plan):
             found = without
     return found
 
@@ -58,11 +56,12 @@ def _helps(plan: MemoryPlan, other: MemoryPlan, limits: MemoryLimits) -> bool:
     return exceeding and all(new <= max(1.0, old) for old, new in shares)
 
 
-def _with(savings: Savings, key: str, value: object) -> Savings | None:
-    """The same with one more changed setting; None if the model or the ranks do not allow it."""
-    situation, (section, name) = savings.plan.situation, key.split(".")
-    tree = situation.config.model_dump()
-    tree[section][name] = value
+def _savings(plan: MemoryPlan, changed: dict[str, object]) -> Savings | None:
+    """The plan with other settings by key; None if the model or the ranks do not allow them."""
+    situation, tree = plan.situation, plan.situation.config.model_dump()
+    for key, value in changed.items():
+        section, name = key.split(".")
+        tree[section][name] = value
     try:
         config = parse_config(tree)
         if situation.num_ranks % config.optimizer.sequence_parallel:
@@ -71,7 +70,7 @@ def _with(savings: Savings, key: str, value: object) -> Savings | None:
         check_sequence_parallel(config, situation.shape.num_heads, situation.shape.num_kv_heads, situation.num_ranks)
     except ConfigError:
         return None
-    return Savings(plan_memory(replace(situation, config=config)), {**savings.changed, key: value})
+    return Savings(plan_memory(replace(situation, config=config)), changed)
 
 
 def _changes(situation: Situation) -> Iterator[tuple[str, object]]:

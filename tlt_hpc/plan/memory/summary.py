@@ -1,10 +1,8 @@
-"""``tlt plan``: predicts the memory that a job takes, and prints it as a table or JSON."""
+"""``tlt plan``: predicts the memory that a job takes, and prints it as a table."""
 
 from __future__ import annotations
 
 import argparse
-import json
-from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -14,12 +12,11 @@ from tlt_hpc.common.console import TextConsole
 from tlt_hpc.config import Config, ConfigError, check_ranks, check_replicas, load_config
 from tlt_hpc.models.shape import ModelShape
 from tlt_hpc.plan.memory.phases import plan_memory
-from tlt_hpc.plan.memory.plan import MemoryLimits, MemoryPlan, NamedBytes, Situation, total
+from tlt_hpc.plan.memory.plan import GB, MemoryLimits, MemoryPlan, NamedBytes, Situation, few_digits, size, total
 from tlt_hpc.plan.memory.savings import save_memory
 from tlt_hpc.plan.memory.shapes import find_shape
 from tlt_hpc.plan.shape_checks import check_shape
 
-GB = 1_000_000_000
 DOES_NOT_FIT = 1
 """Exit status of a plan that exceeds what there is."""
 
@@ -34,15 +31,15 @@ def show(plan: MemoryPlan, limits: MemoryLimits, console: Console) -> None:
         table.add_column(phase.name, justify="right")
     for name in dict.fromkeys(name for phase in plan.phases for name in phase.parts):
         sizes = [phase.parts.get(name) for phase in plan.phases]
-        table.add_row(name, *("" if size is None else _few_digits(size / divisor) for size in sizes))
+        table.add_row(name, *("" if size is None else few_digits(size / divisor) for size in sizes))
     table.add_section()
-    table.add_row("together", *(_few_digits(phase.num_bytes / divisor) for phase in plan.phases), style="bold")
+    table.add_row("together", *(few_digits(phase.num_bytes / divisor) for phase in plan.phases), style="bold")
     console.print(table)
     first = f", rank 0 {_listed(plan.first_host)} more" if plan.first_host else ""
-    host = f"Host memory: {_size(total(plan.host))} a rank ({_listed(plan.host)}){first}, "
+    host = f"Host memory: {size(total(plan.host))} a rank ({_listed(plan.host)}){first}, "
     lines = [
-        f"{host}{_size(plan.node_bytes)} a node.",
-        f"Disk, at most: {_size(total(plan.disk))} ({_listed(plan.disk)}).",
+        f"{host}{size(plan.node_bytes)} a node.",
+        f"Disk, at most: {size(total(plan.disk))} ({_listed(plan.disk)}).",
         verdict(plan, limits),
     ]
     if not limits.hold(plan):
@@ -53,7 +50,7 @@ def show(plan: MemoryPlan, limits: MemoryLimits, console: Console) -> None:
 
 def verdict(plan: MemoryPlan, limits: MemoryLimits) -> str:
     """One line: what the peak is, what is left or lacks of either memory."""
-    peak = f"Peak {_size(plan.peak.num_bytes)} a {_place(plan)}, in the phase {plan.peak.name!r}"
+    peak = f"Peak {size(plan.peak.num_bytes)} a {_place(plan)}, in the phase {plan.peak.name!r}"
     rooms = _rooms(plan, limits)
     if not rooms:
         return f"{peak}."
@@ -67,9 +64,9 @@ def _rooms(plan: MemoryPlan, limits: MemoryLimits) -> list[str]:
         (limits.host, plan.node_bytes, "each node's host memory"),
     ]
     return [
-        f"{_size(used - limit)} more than the {_size(limit)} of {of}"
+        f"{size(used - limit)} more than the {size(limit)} of {of}"
         if used > limit
-        else f"{_size(limit - used)} ({1 - used / limit:.0%}) of {of} left"
+        else f"{size(limit - used)} ({1 - used / limit:.0%}) of {of} left"
         for limit, used, of in given
         if limit is not None
     ]
@@ -79,33 +76,14 @@ def way_out(plan: MemoryPlan, limits: MemoryLimits) -> str:
     """One line: settings that make a plan fit, or how much memory is lacking with all of them."""
     found = save_memory(plan, limits)
     peak = found.plan.peak
-    takes = f"{_size(peak.num_bytes)} a {_place(plan)} in the phase {peak.name!r}"
+    takes = f"{size(peak.num_bytes)} a {_place(plan)} in the phase {peak.name!r}"
     if limits.hold(found.plan):
         return f"Fits with {found.what}: {takes}."
     return (
         f"No settings of this job fit that leave alone what is learned. Even with {found.what or 'none changed'} it "
-        f"takes {takes} and {_size(found.plan.node_bytes)} of a node's host memory: "
+        f"takes {takes} and {size(found.plan.node_bytes)} of a node's host memory: "
         f"{'; '.join(_rooms(found.plan, limits))}. More ranks share out more."
     )
-
-
-def as_json(plan: MemoryPlan, limits: MemoryLimits) -> dict[str, Any]:
-    """All that is shown, in bytes."""
-    found = save_memory(plan, limits)
-    return {
-        "device": plan.situation.device,
-        "ranks": plan.situation.num_ranks,
-        "ranks_per_node": plan.situation.ranks_per_node,
-        "parameters": plan.situation.shape.num_parameters,
-        "phases": {phase.name: phase.parts for phase in plan.phases},
-        "peak": {"phase": plan.peak.name, "bytes": plan.peak.num_bytes},
-        "host_by_rank": plan.host,
-        "host_of_rank_0": plan.first_host,
-        "host_bytes_per_node": plan.node_bytes,
-        "disk": plan.disk,
-        "fits": limits.hold(plan),
-        "with_savings": {"settings": found.changed, "fits": limits.hold(found.plan)},
-    }
 
 
 def _place(plan: MemoryPlan) -> str:
@@ -113,15 +91,7 @@ def _place(plan: MemoryPlan) -> str:
 
 
 def _listed(parts: NamedBytes) -> str:
-    return ", ".join(f"{name} {_size(count)}" for name, count in parts.items())
-
-
-def _size(num_bytes: int) -> str:
-    return f"{_few_digits(num_bytes / GB)} GB" if num_bytes >= GB else f"{num_bytes / GB * 1000:.0f} MB"
-
-
-def _few_digits(value: float) -> str:
-    return f"{value:,.1f}" if value >= 9.995 or not value else f"{value:.2f}"
+    return ", ".join(f"{name} {size(count)}" for name, count in parts.items())
 
 
 def run(options: argparse.Namespace) -> int:
@@ -134,10 +104,7 @@ def run(options: argparse.Namespace) -> int:
     device, host = (gb and int(gb * GB) for gb in (options.gpu_memory, options.host_memory))
     limits = MemoryLimits(device, host)
     plan = plan_memory(_situation(config, options))
-    if options.json:
-        print(json.dumps(as_json(plan, limits), indent=2))
-    else:
-        show(plan, limits, TextConsole())
+    show(plan, limits, TextConsole())
     return 0 if limits.hold(plan) else DOES_NOT_FIT
 
 
@@ -146,7 +113,7 @@ def summarise(config: Config, shape: ModelShape, num_ranks: int) -> str:
     if config.model.device == "cpu" or (config.model.device == "auto" and config.model.dtype == "float32"):
         return ""
     peak = plan_memory(Situation(config, shape, num_ranks, num_ranks, "cuda")).peak
-    return f"{_size(peak.num_bytes)} at the peak ({peak.name}) of each GPU, predicted; tlt plan has the parts"
+    return f"{size(peak.num_bytes)} at the peak ({peak.name}) of each GPU, predicted; tlt plan has the parts"
 
 
 def _situation(config: Config, options: argparse.Namespace) -> Situation:

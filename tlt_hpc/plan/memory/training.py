@@ -78,11 +78,8 @@ def _stage_1_in_bf16(situation: Situation) -> TrainingState:
 
 
 def _stage_1_or_2(situation: Situation) -> TrainingState:
-    count, own, is_stage_1 = (
-        situation.shape.num_parameters,
-        situation.own_parameters,
-        situation.config.optimizer.zero_stage == 1,
-    )
+    count, own = situation.shape.num_parameters, situation.own_parameters
+    is_stage_1 = situation.config.optimizer.zero_stage == 1
     bucket = 4 * min(count, BUCKET_ELEMENTS)
     # stage 1 adds up whole gradients over the micro-batches, stage 2 each rank's shard
     held = {"gradients": situation.item * count if is_stage_1 else 4 * own, "bucket of gradients": bucket}
@@ -165,12 +162,6 @@ def gathered_reference(situation: Situation) -> NamedBytes:
     most = s.vocab_size * s.hidden_size + _PREFETCHED + s.intermediate_size * s.hidden_size
     count = min(s.num_parameters - small_parameters(situation), most)
     return present({"gathered reference": situation.item * count})
-
-
-def reference_in_host_memory(situation: Situation) -> int:
-    """Bytes of a rank's shard of the reference, if parameters are offloaded."""
-    offloaded = situation.has_reference and situation.offloads_parameters
-    return situation.item * situation.own_parameters if offloaded else 0
 
 
 # --- activations: what a forward pass keeps for its backward pass ---

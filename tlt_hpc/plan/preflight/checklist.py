@@ -13,6 +13,7 @@ from functools import partial
 
 from tlt_hpc.common.words import count
 from tlt_hpc.config import ConfigError, find_problems
+from tlt_hpc.plan.memory.plan import GB
 from tlt_hpc.plan.preflight import job_checks, mpi, slurm_checks, system_checks
 from tlt_hpc.plan.preflight.planned_job import PlannedJob
 from tlt_hpc.plan.preflight.request import make_request
@@ -20,7 +21,6 @@ from tlt_hpc.plan.preflight.results import Finding, Level, failure_of, judge, ok
 
 FOUND_FAILURES = 1
 """Exit status if a check failed."""
-_GB = 1_000_000_000
 
 CHECKS: dict[str, Callable[[PlannedJob], Finding]] = {
     "run": job_checks.check_run,
@@ -34,8 +34,6 @@ CHECKS: dict[str, Callable[[PlannedJob], Finding]] = {
     "memory": system_checks.check_memory,
     "disk": system_checks.check_disk,
     "run folder": system_checks.check_run_folder,
-    "python": system_checks.check_python,
-    "packages": system_checks.check_packages,
     "torch": system_checks.check_torch,
     "mpi": mpi.check_launcher,
     "ranks talk": mpi.check_talk,
@@ -77,7 +75,7 @@ def all_results(options: argparse.Namespace) -> Iterator[tuple[str, Finding]]:
     if options.model_id and not options.fix:
         raise ConfigError(f"--model-id {options.model_id} says nothing without --fix; give both")
     config, problems = find_problems(options.config, options.overrides)
-    gpu_bytes = None if options.gpu_memory is None else int(options.gpu_memory * _GB)
+    gpu_bytes = None if options.gpu_memory is None else int(options.gpu_memory * GB)
     job = PlannedJob(config, make_request(options), gpu_bytes)
     yield from (("config", failure_of(problem)) for problem in problems)
     if config is not None:

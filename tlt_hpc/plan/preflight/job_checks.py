@@ -17,7 +17,7 @@ from tlt_hpc.config import (
     check_resumable,
 )
 from tlt_hpc.mpi.owner import find_at_work
-from tlt_hpc.plan.preflight.machine import size
+from tlt_hpc.plan.memory.plan import size
 from tlt_hpc.plan.preflight.planned_job import PlannedJob
 from tlt_hpc.plan.preflight.results import Finding, failure, failure_of, ok, warning
 from tlt_hpc.storage.folder import RunFolder

@@ -8,17 +8,13 @@ from pathlib import Path
 
 from tlt_hpc.plan.preflight.program import ask
 
-_GPUS = Path("/proc/driver/nvidia/gpus")
+GPUS = Path("/proc/driver/nvidia/gpus")
+"""A folder if NVIDIA's driver has found GPUs."""
 _SECONDS = 30.0
 _SHARED = (
     "nfs", "lustre", "gpfs", "beegfs", "ceph", "panfs", "cifs", "smb", "fuse.", "afs", "9p", "orangefs", "wekafs"
 )  # fmt: skip
 """Prefixes of file systems that several machines share; those on FUSE may be shared or not."""
-
-
-def has_gpus() -> bool:
-    """Whether NVIDIA's driver has found GPUs."""
-    return _GPUS.is_dir()
 
 
 @dataclass(frozen=True)
@@ -27,7 +23,6 @@ class Mount:
 
     point: str
     kind: str
-    source: str
 
     @property
     def is_shared(self) -> bool:
@@ -40,9 +35,9 @@ class Mount:
 
 def mount_of(path: Path) -> Mount:
     """The mount that an existing path is on."""
-    answer = ask(["df", "--output=fstype,source,target", str(path)], _SECONDS)
-    words = answer.last_line.split(maxsplit=2)
-    return Mount(words[2], words[0], words[1]) if answer.status == 0 and len(words) == 3 else Mount("/", "unknown", "")
+    answer = ask(["df", "--output=fstype,target", str(path)], _SECONDS)
+    words = answer.last_line.split(maxsplit=1)
+    return Mount(words[1], words[0]) if answer.status == 0 and len(words) == 2 else Mount("/", "unknown")
 
 
 def memory_bytes() -> int:
@@ -54,9 +49,3 @@ def nearest_folder(path: Path) -> Path:
     """The path if it is a folder, else the nearest folder above it."""
     path = path.expanduser().absolute()
     return next(folder for folder in (path, *path.parents) if folder.is_dir())
-
-
-def size(num_bytes: float) -> str:
-    """Bytes in words."""
-    value, unit = (num_bytes / 1e9, "GB") if num_bytes >= 1e9 else (num_bytes / 1e6, "MB")
-    return f"{value:,.1f} {unit}"

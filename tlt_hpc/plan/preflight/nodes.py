@@ -11,12 +11,11 @@ import platform
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import tlt_hpc
-from tlt_hpc.common.source import source_digest
+from tlt_hpc.common.source import installed_version, source_digest
 from tlt_hpc.config import Config, UserError
 from tlt_hpc.models.tokenizer import find_model
 
@@ -125,7 +124,7 @@ def gather_facts(config: Config, world: World) -> NodeFacts:
     """This node's facts."""
     return {
         "python": platform.python_version(),
-        "packages": ", ".join(f"{name} {_version(name)}" for name in _PACKAGES),
+        "packages": ", ".join(f"{name} {installed_version(name) or ABSENT}" for name in _PACKAGES),
         "source": f"tlt_hpc {tlt_hpc.__version__} ({source_digest()})",
         "mpi": " ".join(world.library.split("\n")[0].split()),
         "gpus": gpus_in_words(os.environ),
@@ -156,13 +155,6 @@ def gpus_in_words(environment: Mapping[str, str]) -> str:
 def _model_of(information: str) -> str:
     lines = (line.partition(":") for line in information.splitlines())
     return next((value.strip() for key, _, value in lines if key.strip() == "Model"), "GPU")
-
-
-def _version(name: str) -> str:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return ABSENT
 
 
 def _text_or_error(read: Callable[[], str]) -> str:

@@ -54,7 +54,7 @@ class PlannedJob:
     @property
     def uses_gpu(self) -> bool:
         """Whether the job runs on GPUs: it says so, or uses what it finds and some are requested or are here."""
-        found = bool(self.request.gpus_per_node) or (not self.asks_slurm and machine.has_gpus())
+        found = bool(self.request.gpus_per_node) or (not self.asks_slurm and machine.GPUS.is_dir())
         return self.needs_gpu or (self.config.model.device == "auto" and found)
 
     @cached_property

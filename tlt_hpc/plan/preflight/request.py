@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from tlt_hpc.config import ConfigError
 
-_GPU_RESOURCE = re.compile(r"(?:^|,)gpu(?::(?!\d+(?:$|[,(]))([^:,()]+))?(?::(\d+))?(?=$|[,(])")
+_GPU_RESOURCE = re.compile(r"(?:^|,)gpu(?::(?!\d+(?:$|[,(]))[^:,()]+)?(?::(\d+))?(?=$|[,(])")
 
 
 @dataclass(frozen=True)
@@ -22,13 +22,10 @@ class SlurmRequest:
     nodes: int = 1
     ranks_per_node: int = 0
     gpus_per_node: int = 0
-    gpu_kind: str = ""
-    """Such as ``a100``; empty: any."""
     memory_mb: int = 0
     partition: str = ""
     account: str = ""
     time: str = ""
-    constraint: str = ""
     signal: str = ""
     requeue: bool | None = None
     """None: the cluster's default."""
@@ -86,7 +83,7 @@ def request_of(words: Sequence[str]) -> SlurmRequest:
     parser.add_argument("--ntasks-per-node", type=int, default=0)
     for names in (
         *(("--mem",), ("--gpus-per-node",), ("--gres",), ("--signal",), ("-p", "--partition"), ("-A", "--account")),
-        *(("-t", "--time"), ("-C", "--constraint"), ("-n", "--ntasks"), ("-G", "--gpus"), ("--gpus-per-task",)),
+        *(("-t", "--time"), ("-n", "--ntasks"), ("-G", "--gpus"), ("--gpus-per-task",)),
         *(("--mem-per-cpu",), ("--mem-per-gpu",)),
     ):
         parser.add_argument(*names, default="")
@@ -96,26 +93,23 @@ def request_of(words: Sequence[str]) -> SlurmRequest:
     for name, instead in _NOT_READ.items():
         if value := vars(asked)[name]:
             raise ConfigError(f"the script asks for --{name.replace('_', '-')}={value}; preflight reads {instead}")
-    kinds = gpu_resources((asked.gpus_per_node and f"gpu:{asked.gpus_per_node}") or asked.gres)
-    gpus = sum(count for _, count in kinds)
+    gpus = num_gpus((asked.gpus_per_node and f"gpu:{asked.gpus_per_node}") or asked.gres)
     return SlurmRequest(
         nodes=asked.nodes,
         ranks_per_node=asked.ntasks_per_node or gpus,
         gpus_per_node=gpus,
-        gpu_kind=kinds[0][0] if kinds else "",
         memory_mb=megabytes(asked.mem),
         partition=asked.partition,
         account=asked.account,
         time=asked.time,
-        constraint=asked.constraint,
         signal=asked.signal,
         requeue=asked.requeue,
     )
 
 
-def gpu_resources(gres: str) -> list[tuple[str, int]]:
-    """Kinds and numbers of the GPUs among generic resources, such as ``gpu:a100:4(S:0-1),nvme:1`` or ``gpu:8``."""
-    return [(kind, int(count or 1)) for kind, count in _GPU_RESOURCE.findall(gres)]
+def num_gpus(gres: str) -> int:
+    """The number of GPUs among generic resources, such as ``gpu:a100:4(S:0-1),nvme:1`` or ``gpu:8``."""
+    return sum(int(count or 1) for count in _GPU_RESOURCE.findall(gres))
 
 
 def megabytes(text: str) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -42,11 +42,6 @@ def warning(found: str, remedy: str) -> Finding:
 
 def failure(found: str, remedy: str) -> Finding:
     return Finding(Level.FAILURE, found, remedy)
-
-
-def worst(findings: Iterable[Finding]) -> Finding:
-    """The first finding of the highest severity."""
-    return max(findings, key=lambda finding: [Level.OK, Level.WARNING, Level.FAILURE].index(finding.level))
 
 
 def judge(check: Callable[[], Finding]) -> Finding:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from tlt_hpc.cluster.slurm import ANSWER_SECONDS, ask_slurm, seconds_of
 from tlt_hpc.plan.preflight.planned_job import PlannedJob
 from tlt_hpc.plan.preflight.program import ask
-from tlt_hpc.plan.preflight.request import gpu_resources
+from tlt_hpc.plan.preflight.request import num_gpus
 from tlt_hpc.plan.preflight.results import Finding, failure, ok, warning
 
 
@@ -25,11 +25,7 @@ class NodeKind:
     """``up`` if the partition starts jobs."""
     time_limit: str
     memory_mb: int
-    gres: str
-
-    @property
-    def num_gpus(self) -> int:
-        return sum(count for _, count in gpu_resources(self.gres))
+    num_gpus: int
 
 
 def read_nodes(partition: str) -> list[NodeKind]:
@@ -40,7 +36,7 @@ def read_nodes(partition: str) -> list[NodeKind]:
     """
     rows = (line.split("|", 4) for line in ask_slurm("sinfo", "-h", "-o", "%P|%a|%l|%m|%G").splitlines())
     return [
-        NodeKind(name.rstrip("*"), state, time, int(memory.rstrip("+")), gres)  # 256000+: or more
+        NodeKind(name.rstrip("*"), state, time, int(memory.rstrip("+")), num_gpus(gres))  # 256000+: or more
         for name, state, time, memory, gres in rows
         if (name.rstrip("*") in partition.split(",") if partition else name.endswith("*"))
     ]
@@ -81,24 +77,11 @@ def check_partition(job: PlannedJob) -> Finding:
 
 
 def check_gpus(job: PlannedJob) -> Finding:
-    """GPUs are requested if the job needs them, and all of its nodes will have the same kind."""
-    request = job.request
-    if not request.gpus_per_node:
-        if job.needs_gpu:
-            return failure("model.device = 'cuda' and no GPUs are asked for", "add #SBATCH --gpus-per-node=N")
-        return ok("none asked for")
-    kinds: dict[str, set[str]] = {}
-    for node in read_nodes(request.partition):
-        if node.num_gpus >= request.gpus_per_node:
-            names = {kind or "GPUs without a name" for kind, _ in gpu_resources(node.gres)}
-            kinds.setdefault(node.partition, set()).add(" and ".join(sorted(names)))
-    mixed = min(kinds.values(), key=len, default=set())  # Slurm runs the job in one of the partitions
-    if request.nodes > 1 and len(mixed) > 1 and not request.gpu_kind and not request.constraint:
-        return failure(
-            f"the job may get nodes with {' or '.join(sorted(mixed))}, and all its nodes must have the same GPUs",
-            "ask for one kind in the script, such as #SBATCH --gpus-per-node=KIND:COUNT or --constraint=FEATURE",
-        )
-    return ok(f"{request.gpus_per_node} a node, of one kind")
+    """GPUs are requested if the job needs them; whether all of its nodes have the same, the start of the run checks."""
+    asked = job.request.gpus_per_node
+    if not asked and job.needs_gpu:
+        return failure("model.device = 'cuda' and no GPUs are asked for", "add #SBATCH --gpus-per-node=N")
+    return ok(f"{asked} a node" if asked else "none asked for")
 
 
 def check_requeue(job: PlannedJob) -> Finding:

@@ -1,47 +1,28 @@
-"""Checks of the machine: memory, disk and quota, the run's file system, Python, packages and torch."""
+"""Checks of the machine: memory, disk, the run's file system, torch."""
 
 from __future__ import annotations
 
-import getpass
 import importlib.util
-import math
 import os
-import platform
 import runpy
-import shutil
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 
-from packaging.requirements import Requirement
-
-import tlt_hpc
 from tlt_hpc.cluster.slurm import SlurmError
+from tlt_hpc.plan.memory.plan import MemoryLimits, size
 from tlt_hpc.plan.preflight import machine, slurm_checks
-from tlt_hpc.plan.preflight.machine import Mount, size
 from tlt_hpc.plan.preflight.planned_job import PlannedJob
-from tlt_hpc.plan.preflight.program import ask
-from tlt_hpc.plan.preflight.results import Finding, Skip, failure, ok, warning, worst
+from tlt_hpc.plan.preflight.results import Finding, Skip, failure, ok, warning
 from tlt_hpc.storage.folder import WriteError
 
-_MB, _KIB = 2**20, 1024
-_QUOTA_SECONDS = 30.0
+_MB = 2**20
 _MAKE_ROOM = "make room there, set run.folder to another place, or lower checkpoint.keep or drafter.cache_bytes"
-_CLONE = Path(tlt_hpc.__file__).resolve().parent.parent
-_ENVIRONMENT = _CLONE / "sbatch" / "env.sh"
-_SHELL = 'set -euo pipefail; PROJECT=$1 STORE=$1; source "$2" >&2; exec $TLT_CONTAINER python -c "$3"'
-_PYTHON_SECONDS = 60.0
-"""Python starts twice, loads mpi4py and sets up conda: seconds, more on a slow file system."""
-_IN_AN_IMAGE = ("APPTAINER_CONTAINER", "SINGULARITY_CONTAINER")
-_SHOWN = ("torch", "mpi4py", "deepspeed", "transformers", "h5py")
 
 
 def check_memory(job: PlannedJob) -> Finding:
     """The peak of each GPU and of each node's host memory, as ``tlt plan`` predicts them."""
-    from tlt_hpc.plan.memory.plan import MemoryLimits
     from tlt_hpc.plan.memory.summary import verdict, way_out
 
     plan, limits = job.plan, MemoryLimits(job.gpu_bytes if job.uses_gpu else None, _host_bytes(job))
@@ -66,29 +47,9 @@ def _host_bytes(job: PlannedJob) -> int | None:
 # --- disk ---
 
 
-@dataclass(frozen=True)
-class Space:
-    """Bytes and files that may still be written; infinite if there is no limit."""
-
-    of: str
-    num_bytes: float
-    files: float
-
-
 def check_disk(job: PlannedJob) -> Finding:
-    """The file system of the run's folder, and the quotas there, have enough space and files left."""
-    folder = machine.nearest_folder(job.config.folder)
-    mount, found = machine.mount_of(folder), os.statvfs(folder)
-    files = found.f_favail if found.f_files else math.inf  # some file systems do not count
-    quotas = _quotas(mount, folder)
-    spaces = [Space(mount.point, found.f_bavail * found.f_frsize, files), *quotas]
-    finding = worst([_judge_space(job, space) for space in spaces])
-    told = f"quotas of {' and '.join(quota.of for quota in quotas)}" if quotas else "no quota is reported"
-    return ok(f"{finding.found}; {told}") if not finding.remedy else finding
-
-
-def _judge_space(job: PlannedJob, space: Space) -> Finding:
-    config, ranks = job.config, job.num_ranks
+    """The file system of the run's folder has enough space and files left."""
+    config, ranks, folder = job.config, job.num_ranks, machine.nearest_folder(job.config.folder)
     disk = {
         name: count for name, count in job.plan.disk.items() if name != "features" or not config.drafter.cache_folder
     }
@@ -98,45 +59,16 @@ def _judge_space(job: PlannedJob, space: Space) -> Finding:
     sure, most = max(0, sure - there), max(0, sum(disk.values()) - there)
     saves = config.checkpoint.keep + 1 + (3 if "the drafter's between them" in disk else 0)
     files = config.run.num_steps * (ranks + 1) + 3 * ranks * (saves + 1)
-    free = "no limit of bytes" if math.isinf(space.num_bytes) else f"{size(space.num_bytes)} free"
-    words = f"{free} of {space.of}, the run writes {size(sure)} to {size(most)}"
-    if space.num_bytes < sure:
+    found, place = os.statvfs(folder), machine.mount_of(folder).point
+    free = found.f_bavail * found.f_frsize
+    words = f"{size(free)} free of {place}, the run writes {size(sure)} to {size(most)} in about {files:,} files"
+    if free < sure:
         return failure(words, _MAKE_ROOM)
-    if space.files < files:
-        return failure(f"{space.files:,.0f} more files fit on {space.of}, the run makes about {files:,}", _MAKE_ROOM)
-    if space.num_bytes < most:
+    if found.f_files and found.f_favail < files:  # some file systems do not count
+        return failure(f"{found.f_favail:,} more files fit on {place}, the run makes about {files:,}", _MAKE_ROOM)
+    if free < most:
         return warning(f"{words}, the most where all responses are of full length", _MAKE_ROOM)
-    return ok(words)
-
-
-def _quotas(mount: Mount, folder: Path) -> list[Space]:
-    """Quotas of the user and of the folder's group, by ``quota`` or on Lustre by ``lfs``."""
-    program = "lfs" if mount.kind == "lustre" else "quota"
-    if shutil.which(program) is None:
-        return []
-    user, group = getpass.getuser(), str(folder.stat().st_gid)
-    found = []
-    for of, options in (("your user", ["-u", user]), ("your group", ["-g", group])):
-        command = ["lfs", "quota", "-q", *options, mount.point] if program == "lfs" else ["quota", "-w", "-p", *options]
-        answer = ask(command, _QUOTA_SECONDS)  # the status of quota says whether a limit is exceeded
-        for words in (line.split() for line in answer.out.splitlines()):
-            if words and words[0] in (mount.source, mount.point):
-                found += _space_of(f"{of}'s quota on {mount.point}", words[1:])
-    return found
-
-
-def _space_of(of: str, words: list[str]) -> list[Space]:
-    """Parses ``used soft hard grace`` of KiB, then of files; a star marks what is exceeded, 0 means no limit."""
-    numbers = [word.rstrip("*") for word in words]
-    if len(numbers) < 8 or not all(numbers[i].isdigit() for i in (0, 1, 2, 4, 5, 6)):
-        return []
-    kib, files = (_left(*map(int, numbers[i : i + 3])) for i in (0, 4))
-    return [Space(of, kib * _KIB, files)]
-
-
-def _left(used: int, soft: int, hard: int) -> float:
-    limit = min((one for one in (soft, hard) if one), default=0)
-    return max(0, limit - used) if limit else math.inf
+    return ok(f"{words}; quotas are not checked")
 
 
 def check_run_folder(job: PlannedJob) -> Finding:
@@ -179,47 +111,7 @@ def _write_and_read(folder: Path) -> None:
                 raise OSError("what is read is not what was written")
 
 
-# --- Python, packages, torch ---
-
-
-def check_python(job: PlannedJob) -> Finding:
-    """The Python that sbatch/env.sh finds for the job is the one that preflight runs in and checks."""
-    here = f"{platform.python_version()}, {sys.executable}"
-    if not job.asks_slurm or not _ENVIRONMENT.is_file() or any(name in os.environ for name in _IN_AN_IMAGE):
-        return ok(here)
-    answer = ask(
-        ["bash", "-c", _SHELL, "bash", str(_CLONE), str(_ENVIRONMENT), "import sys; print(sys.prefix)"], _PYTHON_SECONDS
-    )
-    if answer.status:
-        return failure(f"the job would find no Python: {answer.last_line}", "name its environment in TLT_ENVIRONMENT")
-    prefix = Path(answer.out.strip())
-    if prefix.resolve() != Path(sys.prefix).resolve():
-        return warning(
-            f"sbatch/env.sh finds the Python of {prefix}; preflight runs in {sys.prefix} and checks packages, torch "
-            "and MPI there",
-            "activate the job's environment and call preflight in it, or name this one in TLT_ENVIRONMENT",
-        )
-    return ok(here)
-
-
-def check_packages(job: PlannedJob) -> Finding:
-    """Every required package is installed in a supported version."""
-    wanted = map(Requirement, metadata.requires("tlt_hpc") or [])
-    needed = [one for one in wanted if one.marker is None or one.marker.evaluate({"extra": ""})]
-    wrong = [words for one in needed if (words := _misfit(one))]
-    if wrong:
-        return failure(", ".join(wrong), "pip install the required versions, or create the environment again")
-    return ok(", ".join(f"{name} {metadata.version(name)}" for name in _SHOWN))
-
-
-def _misfit(wanted: Requirement) -> str:
-    """What is wrong with a package, in words; empty if nothing is."""
-    try:
-        found = metadata.version(wanted.name)
-    except metadata.PackageNotFoundError:
-        return f"{wanted.name} is not installed ({wanted.specifier})"
-    fits = wanted.specifier.contains(found, prereleases=True)
-    return "" if fits else f"{wanted.name} {found} is not {wanted.specifier}"
+# --- torch ---
 
 
 def torch_build() -> tuple[str, str]:
@@ -242,4 +134,4 @@ def check_torch(job: PlannedJob) -> Finding:
             f"torch {version} in {sys.prefix} is a build for CPUs, and the job runs on GPUs",
             "install torch's CUDA build (environment.yml; on a login node CONDA_OVERRIDE_CUDA says which)",
         )
-    return ok(f"torch {version} for {f'CUDA {cuda}' if cuda else 'CPUs'}")
+    return ok(f"torch {version} for {f'CUDA {cuda}' if cuda else 'CPUs'}, in {sys.prefix}")

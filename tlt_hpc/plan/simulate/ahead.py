@@ -10,14 +10,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from tlt_hpc.drafting.tail_plan import in_order
 from tlt_hpc.plan.simulate.costs import Floats, TokenCosts
 from tlt_hpc.plan.simulate.lengths import Ints
 from tlt_hpc.plan.simulate.step import Setting
-from tlt_hpc.rollout.chooser import ahead_worth
 from tlt_hpc.rollout.strategy import STORED
 
-CHANCE = 0.97
-"""With which a token of a stored text is accepted, if nothing was measured: the chooser's first guess too."""
 _WIDTHS = np.array([strategy.depth for strategy in STORED])
 _LEAD = 4
 """Steps before the first that counts: the first step of all has no stored texts."""
@@ -49,26 +47,18 @@ class Ahead:
     """How draft-ahead works and what its texts are worth."""
 
     passes: PassCosts
-    chance: float = CHANCE
+    chance: float
     """With which a stored token is accepted, if those before it were."""
-    lost_after: float = np.inf
-    """Tokens after which a text and its stored one part for good, on average."""
-    worth: float = ahead_worth(1)
-    """Of a token generated beside a step's own, for busy ranks; 0: idle ranks alone generate ahead."""
 
 
 def ahead_seconds(lengths: Ints, costs: TokenCosts, ahead: Ahead, setting: Setting) -> Floats:
     """Seconds [T] of rollouts of which each drafts from what was generated during the one before.
 
-    Idle ranks do not train the drafter. They generate their own responses of the next step, then those of ranks that
-    are busy when they end, as a run does.
+    Idle ranks do not train the drafter. They generate responses of the next step in the order of a run.
     """
-    steps, rng = len(lengths), np.random.default_rng(0)
-    costs, seconds = costs.up_to(setting.max_live), np.zeros(steps)
-    stored = np.zeros(lengths.shape[1:])
+    steps, costs = len(lengths), costs.up_to(setting.max_live)
+    seconds, stored = np.zeros(steps), np.zeros(lengths.shape[1:])
     for step in range(-min(_LEAD, steps), steps):
-        if np.isfinite(ahead.lost_after):
-            stored = np.minimum(stored, np.floor(rng.exponential(ahead.lost_after, stored.shape)))
         own, following = lengths[step % steps], lengths[(step + 1) % steps]
         seconds[step % steps], stored = _rollout(own, stored, following, costs, ahead, setting)
     return seconds
@@ -79,78 +69,52 @@ def _rollout(
 ) -> tuple[float, Floats]:
     """Seconds of a rollout, and the stored texts of the next one, in tokens [R, N]."""
     count, number = lengths.shape
-    replicas = [
-        _Replica(costs, ahead, setting, own, texts, more)
-        for own, texts, more in zip(lengths, stored, following, strict=True)
-    ]
+    replicas = [_Replica(costs, ahead, setting, *own) for own in zip(lengths, stored, strict=True)]
     for replica in replicas:
         replica.decode()
     ends = np.array([replica.clock for replica in replicas])
     release, texts = float(ends.max()) + setting.stop_seconds, np.zeros((count, number))
+    shards = np.arange(count * number).reshape(count, number)
     for rank, replica in enumerate(replicas):
-        targets = [rank]
-        if setting.ranks_per_replica == 1:
-            targets += [other for other in np.roll(np.arange(count), -rank)[1:] if ends[other] > ends[rank]]
-        replica.decode(release, following[targets[1:]].reshape(-1))
-        grown = replica.grown[number:].reshape(len(targets), number)
-        texts[targets] = np.maximum(texts[targets], grown)
+        busy = set(np.flatnonzero(ends > ends[rank]).tolist()) if setting.ranks_per_replica == 1 else set[int]()
+        order = np.array(in_order(rank, shards.tolist(), busy))
+        replica.decode(release, following.reshape(-1)[order])
+        np.maximum.at(texts.reshape(-1), order, replica.grown[number:])
     return release, texts
 
 
 class _Replica:
-    """Decodes its own responses of a step, then those of the next, in spans in which nothing begins or ends."""
+    """Decodes its own responses of a step, then others of the next, in spans in which nothing begins or ends."""
 
-    def __init__(
-        self, costs: TokenCosts, ahead: Ahead, setting: Setting, own: Ints, stored: Floats, following: Ints
-    ) -> None:
+    def __init__(self, costs: TokenCosts, ahead: Ahead, setting: Setting, own: Ints, stored: Floats) -> None:
         self._costs, self._ahead, self._setting = costs, ahead, setting
-        self._num_own = len(own)
-        self._left = np.concatenate([own, following]).astype(np.float64)
-        self._stored = np.concatenate([stored, np.zeros(len(following))])
+        self._left, self._stored = own.astype(np.float64), stored
         self.grown = np.zeros(len(self._left))
-        """Tokens generated so far, of the own responses, then of those of the next step."""
+        """Tokens generated so far, of the own responses, then of the others."""
         self.clock = 0.0
         self._live = np.zeros(0, np.int64)
         self._waiting = np.flatnonzero(own > 0)
-        self._ahead_waiting = self._num_own + np.flatnonzero(following > 0)
         self._accept = np.cumsum(ahead.chance ** np.arange(_WIDTHS[-1] + 1))
         """Accept lengths, bonus token included, by number of drafts."""
 
-    def decode(self, until: float | None = None, more: Ints | None = None) -> None:
-        """Decode the own responses; with ``until``, what is ahead until then, and after it ``more`` responses."""
+    def decode(self, until: float = np.inf, more: Ints | None = None) -> None:
+        """Decode the own responses, or ``more`` ones, until there are none left or the clock is at ``until``."""
         if more is not None:
-            self._ahead_waiting = np.append(self._ahead_waiting, len(self._left) + np.flatnonzero(more > 0))
+            self._waiting = len(self._left) + np.flatnonzero(more > 0)
             self._left = np.append(self._left, more)
             self._stored, self.grown = (np.append(array, np.zeros(len(more))) for array in (self._stored, self.grown))
-        while until is None or self.clock < until:
-            self._admit(until is not None)
-            if not self._live.size or (until is None and self._live.min() >= self._num_own):
+        while self.clock < until:
+            self._admit()
+            if not self._live.size:
                 return
-            self._span(np.inf if until is None else until - self.clock)
+            self._span(until - self.clock)
 
-    def _admit(self, idle: bool) -> None:
+    def _admit(self) -> None:
         num_free = self._setting.max_live - len(self._live)
         taken, self._waiting = self._waiting[:num_free], self._waiting[num_free:]
-        num_free -= len(taken)
-        live = np.append(self._live, taken)
-        if num_free and self._ahead_waiting.size:
-            if not idle:
-                num_free = self._num_worth_adding(live, num_free)
-            more, self._ahead_waiting = self._ahead_waiting[:num_free], self._ahead_waiting[num_free:]
-            live, taken = np.append(live, more), np.append(taken, more)
-        self._live = live
+        self._live = np.append(self._live, taken)
         prompt = self._setting.prompt_tokens * self._setting.read_share * self._costs.prompt_token_seconds
         self.clock += len(taken) * prompt
-
-    def _num_worth_adding(self, live: Ints, num_free: int) -> int:
-        """How many sequences of the next step to decode beside these, as the chooser decides."""
-        own = live[live < self._num_own]
-        if not own.size or not self._ahead.worth or self._stored[live].any():
-            return 0
-        more = np.arange(len(live) - len(own) + num_free + 1)
-        seconds, _ = self._costs.best(len(own) + more, np.full(len(more), self._positions(own)))
-        most = int(((len(own) + self._ahead.worth * more) / seconds).argmax())
-        return max(0, most - (len(live) - len(own)))
 
     def _positions(self, rows: Ints) -> float:
         return float(self.grown[rows].sum()) + self._setting.prompt_tokens * len(rows)

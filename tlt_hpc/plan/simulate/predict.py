@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -22,7 +22,6 @@ from tlt_hpc.plan.simulate.costs import TokenCosts
 from tlt_hpc.plan.simulate.lengths import MEDIAN_SHARE, PROMPT_SHARE, SPREAD, Ints, log_normal, resampled, shard_lengths
 from tlt_hpc.plan.simulate.recorded import RecordedRun, costs_by_strategy, groups_of, passes_of, phases_of, read_run
 from tlt_hpc.plan.simulate.step import Setting, StepPhases, Steps, setting_from, simulate
-from tlt_hpc.rollout.chooser import ahead_worth
 from tlt_hpc.storage.folder import RunFolder
 
 _GPUS = 8
@@ -53,33 +52,11 @@ class SimulatedJob:
     def ahead_seconds(self, num_ranks: int, options: argparse.Namespace) -> float:
         """Mean seconds of a rollout with draft-ahead."""
         shards = self._shards(num_ranks)
-        ahead = Ahead(self.passes, options.ahead, options.lost_after or math.inf, ahead_worth(shards.shape[1]))
+        ahead = Ahead(self.passes, options.ahead)
         return float(ahead_seconds(shards, self.costs, ahead, self.setting).mean())
 
     def _shards(self, num_ranks: int) -> Ints:
         return shard_lengths(self.lengths, num_ranks // self.setting.ranks_per_replica, self.config.rollout.shard)
-
-
-@dataclass(frozen=True)
-class NodesRow:
-    """One number of ranks: means of a step, sums of the run."""
-
-    nodes: int
-    ranks: int
-    rollout_seconds: float
-    step_seconds: float
-    gpu_hours: float
-    idle_share: float
-    """Share of all rank-seconds."""
-    harvested_share: float
-    """Share of the idle ones."""
-    speculated_share: float
-    """Share of all tokens."""
-    gain: float
-    """Seconds of a plain step over those of this one."""
-    plain_rollout_seconds: float
-    ahead_rollout_seconds: float | None
-    """With draft-ahead; None: not asked for."""
 
 
 def run(options: argparse.Namespace) -> int:
@@ -96,30 +73,29 @@ def run(options: argparse.Namespace) -> int:
     job = simulated_job(config, options, log)
     rows = [row(job, count, ranks_per_node, options) for count in sorted(set(options.nodes))]
     if options.json:
-        print(json.dumps({"origin": job.origin, "rows": [asdict(one) for one in rows]}, indent=2))
+        print(json.dumps({"origin": job.origin, "rows": rows}, indent=2))
     else:
         show(job, rows, TextConsole())
     return 0
 
 
-def row(job: SimulatedJob, nodes: int, ranks_per_node: int, options: argparse.Namespace) -> NodesRow:
-    """What the job takes on a number of nodes."""
+def row(job: SimulatedJob, nodes: int, ranks_per_node: int, options: argparse.Namespace) -> dict[str, Any]:
+    """What the job takes on a number of nodes: means of a step, sums of the run, as ``NOTE`` explains them."""
     ranks = nodes * ranks_per_node
     steps, plain = job.run(ranks, job.costs), job.run(ranks, job.costs.plain)
     seconds = float(steps.step_seconds.mean())
-    return NodesRow(
-        nodes=nodes,
-        ranks=ranks,
-        rollout_seconds=float(steps.rollout_seconds.mean()),
-        step_seconds=seconds,
-        gpu_hours=seconds * ranks * job.config.run.num_steps / 3600,
-        idle_share=steps.idle_share,
-        harvested_share=steps.harvested_share,
-        speculated_share=float(steps.speculated_tokens.sum() / steps.tokens.sum()),
-        gain=float(plain.step_seconds.mean()) / seconds,
-        plain_rollout_seconds=float(plain.rollout_seconds.mean()),
-        ahead_rollout_seconds=job.ahead_seconds(ranks, options) if options.ahead else None,
-    )
+    return {
+        "nodes": nodes,
+        "ranks": ranks,
+        "rollout_seconds": float(steps.rollout_seconds.mean()),
+        "step_seconds": seconds,
+        "gpu_hours": seconds * ranks * job.config.run.num_steps / 3600,
+        "idle_share": steps.idle_share,
+        "harvested_share": steps.harvested_share,
+        "gain": float(plain.step_seconds.mean()) / seconds,
+        "plain_rollout_seconds": float(plain.rollout_seconds.mean()),
+        "ahead_rollout_seconds": job.ahead_seconds(ranks, options) if options.ahead else None,
+    }
 
 
 def simulated_job(config: Config, options: argparse.Namespace, log: RecordedRun | None) -> SimulatedJob:
@@ -188,7 +164,7 @@ def _config(options: argparse.Namespace, log: RecordedRun | None) -> Config:
     return load_config(options.config, options.overrides)
 
 
-def show(job: SimulatedJob, rows: Sequence[NodesRow], console: Console) -> None:
+def show(job: SimulatedJob, rows: Sequence[dict[str, Any]], console: Console) -> None:
     """Print where the figures come from, and the table by nodes."""
     run, rollout = job.config.run, job.config.rollout
     head = f"{run.name}: {rollout.prompts_per_step} x {rollout.group_size} responses a step, {run.num_steps} steps"
@@ -198,14 +174,14 @@ def show(job: SimulatedJob, rows: Sequence[NodesRow], console: Console) -> None:
     table = Table(title="By number of nodes", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD,
                   pad_edge=False)  # fmt: skip
     columns = ("nodes", "ranks", "rollout s", "step s", "rank-h", "idle", "harvested", "gain", "ahead")
-    for column in columns if rows[0].ahead_rollout_seconds else columns[:-1]:
+    for column in columns if rows[0]["ahead_rollout_seconds"] else columns[:-1]:
         table.add_column(column, justify="right")
     for one in rows:
-        ahead = one.ahead_rollout_seconds
+        ahead, rollout_seconds = one["ahead_rollout_seconds"], one["rollout_seconds"]
         table.add_row(
-            str(one.nodes), str(one.ranks), f"{one.rollout_seconds:,.1f}", f"{one.step_seconds:,.1f}",
-            f"{one.gpu_hours:,.1f}", f"{one.idle_share:.0%}", f"{one.harvested_share:.0%}", f"{one.gain:.2f}",
-            *([f"{ahead / one.rollout_seconds:.2f}"] if ahead else []),
+            str(one["nodes"]), str(one["ranks"]), f"{rollout_seconds:,.1f}", f"{one['step_seconds']:,.1f}",
+            f"{one['gpu_hours']:,.1f}", f"{one['idle_share']:.0%}", f"{one['harvested_share']:.0%}",
+            f"{one['gain']:.2f}", *([f"{ahead / rollout_seconds:.2f}"] if ahead else []),
         )  # fmt: skip
     console.print(table)
     console.print(NOTE, highlight=False, markup=False)

@@ -55,7 +55,6 @@ class Steps:
     idle_rank_seconds: Floats
     harvested_rank_seconds: Floats
     tokens: Floats
-    speculated_tokens: Floats
 
     @property
     def step_seconds(self) -> Floats:
@@ -92,7 +91,7 @@ def simulate(lengths: Ints, costs: TokenCosts, setting: Setting, phases: StepPha
     """Simulate steps whose responses are ``lengths`` [T, R, N], in the order of their admission."""
     steps, replicas, number = lengths.shape
     flat = lengths.reshape(steps * replicas, number)
-    ends, speculated = walk(flat, costs, setting.max_live, setting.prompt_tokens, setting.read_share)
+    ends = walk(flat, costs, setting.max_live, setting.prompt_tokens, setting.read_share)
     ended = ends.max(1, initial=0.0).reshape(steps, replicas)
     release = ended.max(1) + setting.stop_seconds
     tokens, num_ranks = lengths.sum((1, 2)).astype(np.float64), replicas * setting.ranks_per_replica
@@ -103,7 +102,6 @@ def simulate(lengths: Ints, costs: TokenCosts, setting: Setting, phases: StepPha
         idle_rank_seconds=(release[:, None] - ended).sum(1) * setting.ranks_per_replica,
         harvested_rank_seconds=_harvested(ended, release, setting).sum(1) * setting.ranks_per_replica,
         tokens=tokens,
-        speculated_tokens=speculated.reshape(steps, replicas).sum(1),
     )
 
 
@@ -121,9 +119,8 @@ def _harvested(ended: Floats, release: Floats, setting: Setting) -> Floats:
 
 def walk(
     lengths: Ints, costs: TokenCosts, max_live: int, prompt_tokens: float = 0.0, read_share: float = 1.0
-) -> tuple[Floats, Floats]:
-    """Simulate rollouts: the seconds after the start at which each response ended, [R, N], and the tokens that did not
-    come from plain decoding, [R].
+) -> Floats:
+    """Simulate rollouts: the seconds after the start at which each response ended, [R, N].
 
     Args:
         lengths: [R, N]; zeros come last in a row.
@@ -138,7 +135,7 @@ def walk(
     live = np.clip(count[:, None] - index, 0, max_live)
     span = np.diff(finish, axis=1, prepend=0.0)
     held = positions(starts, order, finish, span, count, live, max_live) + prompt_tokens * live
-    rate, chosen = costs.best(live, held)
+    rate = costs.best(live, held)
     admitted = np.zeros((rows, number))
     admitted[:, 0] = np.minimum(count, max_live)
     admitted[:, 1:] = count[:, None] > max_live + index[:-1]
@@ -148,7 +145,7 @@ def walk(
     ends = np.zeros_like(clock)
     np.put_along_axis(ends, order, clock, 1)
     ends[lengths == 0] = 0.0
-    return ends, (span * live * (chosen > 0)).sum(1)
+    return ends
 
 
 def schedule(lengths: Ints, max_live: int) -> tuple[Floats, Ints, Floats]:
