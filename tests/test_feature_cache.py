@@ -399,19 +399,13 @@ def test_abandoning_does_not_write_what_is_pending(tmp_path, monkeypatch):
     assert len(disk.callers) <= 1 and list(tmp_path.iterdir()) == []
 
 
-def refuse_writes(cache: FeatureCache) -> None:
-    """Fill the disk under the cache's open file."""
-    assert cache._writer is not None
-    cache._writer._file._bytes.error = OSError(28, "No space left on device")
-
-
 @pytest.mark.parametrize("notices", ["append", "end"])
 def test_a_full_disk_ends_the_steps_file_and_not_the_run(tmp_path, notices, caplog, monkeypatch):
     set_block_bytes(monkeypatch, 0)
     cache = open_cache(tmp_path)
     run_step(cache, 0)
     writer = cache.begin_step(1, 9)
-    refuse_writes(cache)
+    writer._file._bytes.error = OSError(28, "No space left on device")
     view = cache.own_documents()
     for index in range(3 if notices == "append" else 1):
         cache.append(*make_document(index, 40))
