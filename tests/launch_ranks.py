@@ -62,17 +62,19 @@ def run_on_ranks(
         return [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(num_ranks)]
 
 
-def tlt(num_ranks: int, *arguments: str, timeout: float = 240) -> subprocess.CompletedProcess[str]:
+def tlt(num_ranks: int, *arguments: str, timeout: float = 240, status: int = 0) -> subprocess.CompletedProcess[str]:
     """What ``tlt ARGUMENTS`` did on ranks, which are forks.
 
     mpiexec starts more than one, as for a user. Where a rank has it end them all, it may not hear of a fork's status.
 
     Raises:
-        AssertionError: it ran past ``timeout`` seconds.
+        AssertionError: it ended with another status than ``status``, or ran past ``timeout`` seconds.
     """
     program = ["-m", "tlt_hpc", *arguments]
     start = [*(_launcher(num_ranks) if num_ranks > 1 else []), *forked()]
-    return subprocess.CompletedProcess(program, *_end_of(start, program, num_ranks, timeout))
+    done = subprocess.CompletedProcess(program, *_end_of(start, program, num_ranks, timeout))
+    assert done.returncode == status, f"status {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done
 
 
 def launch(num_ranks: int, program: Sequence[str], timeout: float, python: Sequence[str] = OWN) -> tuple[int, str, str]:

@@ -1,4 +1,4 @@
-"""What a run of one rank logs of a step, for tests that read logs and roll nothing out."""
+"""Responses, and what a run of one rank logs of a step, for tests that roll nothing out."""
 
 from __future__ import annotations
 
@@ -7,8 +7,20 @@ from typing import Any
 
 import numpy as np
 
-from tlt_hpc.common.records import Rollout, RolloutTiming
+from tlt_hpc.common.records import FinishReason, Rollout, RolloutTiming, SampleKey
 from tlt_hpc.storage.rollout_log import StepRecord
+
+
+def make_rollout(key: SampleKey, prompt: Sequence[int] = (), response: Sequence[int] = (), **changes: Any) -> Rollout:
+    """A finished response of log-probs 0, but for the fields in ``changes``."""
+    fields: dict[str, Any] = {
+        "log_probs": np.zeros(len(response), np.float32),
+        "finish_reason": FinishReason.EOS,
+        "weight_version": 0,
+        "num_target_passes": 1,
+        "finished_seconds": 0.0,
+    }
+    return Rollout(key, np.array(prompt, np.int32), np.array(response, np.int32), **fields | changes)
 
 
 def step_record(step: int, rollouts: Sequence[Rollout], rewards: Any, **changes: Any) -> StepRecord:

@@ -10,18 +10,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_device_rounds import tiny_drafter_state
+from test_engine import PAGES_OF_8, full_engine
+from tiny import KeptFeatures, embedded_folder, embedded_tokenizer, gcd_requests, generate, make_engine, texts
 
-from tests.test_device_rounds import tiny_drafter_state
-from tests.test_engine import PAGES_OF_8, full_engine
-from tests.tiny import (
-    KeptFeatures,
-    embedded_folder,
-    embedded_tokenizer,
-    gcd_requests,
-    generate,
-    make_engine,
-    texts,
-)
 from tlt_hpc.drafting.tail_plan import ACCEPT_LENGTH, SEQUENCES, STORED_ACCEPTED, STORED_TOKENS, TailPlan, in_order
 from tlt_hpc.models.folder import folder_weights
 from tlt_hpc.rollout.engine import RolloutEngine

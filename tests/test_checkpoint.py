@@ -12,10 +12,11 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -64,6 +65,12 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "checkpoints"
 
 
+def before_writing(monkeypatch: pytest.MonkeyPatch, act: Callable[[Path], None]) -> None:
+    """Have ``act`` called with the path of each file of tensors before it is written."""
+    write = save_module.write_file
+    monkeypatch.setattr(save_module, "write_file", lambda path, tensors: (act(path), write(path, tensors)))
+
+
 def newest(store: Stores) -> Checkpoint:
     checkpoint = store.of_rank[0].newest()
     assert checkpoint is not None
@@ -78,7 +85,7 @@ def names_in(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("size", [1, 4])
-def test_what_was_saved_comes_back(store: Stores, folder: Path, size: int) -> None:
+def test_what_was_saved_comes_back(store, folder, size):
     assert save(store, 10, size) == [folder / "step-000010"] * size
     checkpoint = pickle.loads(pickle.dumps(newest(store)))  # one rank finds it and broadcasts it
     assert checkpoint.step == 10 and checkpoint.state == STATE
@@ -98,15 +105,11 @@ def test_what_was_saved_comes_back(store: Stores, folder: Path, size: int) -> No
     assert (folder / "step-000010" / "state.json").stat().st_mtime_ns == before, "in good order, so left as it is"
 
 
-def test_the_newest_are_kept(store: Stores, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_newest_are_kept(store, folder, monkeypatch):
     for step in (2, 4, 10, 1_000_000):
         save(store, step)
     assert names_in(folder) == ["step-000010", "step-1000000"] and newest(store).step == 1_000_000
-
-    def die(*arguments: Any) -> None:
-        raise Killed
-
-    monkeypatch.setattr(save_module.shutil, "rmtree", die)
+    monkeypatch.setattr(save_module.shutil, "rmtree", Mock(side_effect=Killed))
     with pytest.raises(Killed):
         save(store, 1_000_001, size=1)
     assert names_in(folder) == ["step-000010.part", "step-1000000", "step-1000001"], "no half of one has a final name"
@@ -144,14 +147,7 @@ def replace_digit(path: Path) -> None:
         ("state.json", replace_digit, "state.json: changed since it was written"),
     ],
 )
-def test_a_damaged_checkpoint_is_skipped_with_one_warning(
-    store: Stores,
-    folder: Path,
-    caplog: pytest.LogCaptureFixture,
-    file: str,
-    damage: Callable[[Path], None],
-    reason: str,
-) -> None:
+def test_a_damaged_checkpoint_is_skipped_with_one_warning(store, folder, caplog, file, damage, reason):
     save(store, 4)
     save(store, 6)
     damage(folder / "step-000006" / file)
@@ -169,7 +165,7 @@ def test_a_damaged_checkpoint_is_skipped_with_one_warning(
         store.of_rank[0].newest()
 
 
-def test_a_renamed_one_is_skipped_and_what_killed_saves_left_is_removed(store: Stores, folder: Path) -> None:
+def test_a_renamed_one_is_skipped_and_what_killed_saves_left_is_removed(store, folder):
     save(store, 4)
     save(store, 6)
     (folder / "step-000006").rename(folder / "step-000009")
@@ -182,31 +178,20 @@ def test_a_renamed_one_is_skipped_and_what_killed_saves_left_is_removed(store: S
     assert names_in(folder) == ["step-000004", "step-000006"] and newest(store).step == 6
 
 
-def test_leftovers_that_cannot_be_removed_are_named_on_all_ranks(
-    store: Stores, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_leftovers_that_cannot_be_removed_are_named_on_all_ranks(store, folder, monkeypatch):
     left = folder / "step-000002.part"
     left.mkdir(parents=True)
-
-    def stale(path: Path) -> None:
-        raise OSError(116, "Stale file handle", str(path))
-
-    monkeypatch.setattr(save_module.shutil, "rmtree", stale)
+    stale = OSError(116, "Stale file handle", str(left))
+    monkeypatch.setattr(save_module.shutil, "rmtree", Mock(side_effect=stale))
     wanted = f"cannot remove leftovers: {left}: Stale file handle; remove {folder}/*.part"
     assert [str(error) for error in save(store, 4)] == [wanted] * 2
 
 
 @pytest.mark.parametrize("moment", ["write_file", "write_manifest", "sync"])
-def test_a_run_killed_while_saving_leaves_the_earlier_one(
-    store: Stores, folder: Path, monkeypatch: pytest.MonkeyPatch, moment: str
-) -> None:
+def test_a_run_killed_while_saving_leaves_the_earlier_one(store, folder, monkeypatch, moment):
     save(store, 4, size=1)
-
-    def die(*arguments: Any) -> None:
-        raise Killed
-
     with monkeypatch.context() as patch:
-        patch.setattr(save_module, moment, die)
+        patch.setattr(save_module, moment, Mock(side_effect=Killed))
         with pytest.raises(Killed):
             save(store, 6, size=1)
     assert names_in(folder) == ["step-000004", "step-000006.part"]
@@ -217,19 +202,15 @@ def test_a_run_killed_while_saving_leaves_the_earlier_one(
 
 
 @pytest.mark.parametrize("failing_rank", [0, 1])
-def test_a_write_that_fails_on_one_rank_fails_on_all(
-    store: Stores, folder: Path, monkeypatch: pytest.MonkeyPatch, failing_rank: int
-) -> None:
+def test_a_write_that_fails_on_one_rank_fails_on_all(store, folder, monkeypatch, failing_rank):
     save(store, 4)
-    write = save_module.write_file
 
-    def full_disk(path: Path, tensors: Sequence[Any]) -> None:
+    def full_disk(path: Path) -> None:
         if path.name.startswith(f"policy-{failing_rank:05d}"):
             raise OSError(28, "No space left on device")
-        write(path, tensors)
 
     with monkeypatch.context() as patch:
-        patch.setattr(save_module, "write_file", full_disk)
+        before_writing(patch, full_disk)
         errors = save(store, 6)
     assert len({str(error) for error in errors}) == 1
     for expected in (f"rank {failing_rank} on node{failing_rank}", f"policy-{failing_rank:05d}", "No space left"):
@@ -242,9 +223,7 @@ def test_a_write_that_fails_on_one_rank_fails_on_all(
 # --- the digest of large files ---
 
 
-def test_the_digest_covers_all_of_a_small_file_and_both_ends_of_a_large_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_digest_covers_all_of_a_small_file_and_both_ends_of_a_large_one(tmp_path, monkeypatch):
     monkeypatch.setattr(manifest_module, "MEBIBYTE", 8)
     monkeypatch.setattr(manifest_module, "MAX_BLOCKS", 4)
     for size, covered in [(32, range(32)), (33, (0, 7, 25, 32)), (1000, (0, 7, 335, 992, 999))]:
@@ -265,18 +244,17 @@ def test_the_digest_covers_all_of_a_small_file_and_both_ends_of_a_large_one(
 @pytest.fixture
 def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """A disk that takes nothing until the event is set."""
-    go, write = threading.Event(), save_module.write_file
+    go = threading.Event()
 
-    def wait_and_write(path: Path, tensors: Sequence[Any]) -> None:
+    def wait(path: Path) -> None:
         assert go.wait(60)
-        write(path, tensors)
 
-    monkeypatch.setattr(save_module, "write_file", wait_and_write)
+    before_writing(monkeypatch, wait)
     yield go
     go.set()
 
 
-def test_what_is_saved_is_the_state_at_begin(tmp_path: Path, disk: threading.Event) -> None:
+def test_what_is_saved_is_the_state_at_begin(tmp_path, disk):
     store = CheckpointStore(tmp_path, keep=1)
     weight, steps, state = torch.randn(300, 70), torch.tensor(7), {"tuner": [1.0]}
     wanted = weight.clone()
@@ -289,9 +267,7 @@ def test_what_is_saved_is_the_state_at_begin(tmp_path: Path, disk: threading.Eve
     assert checkpoint.read("policy", "steps") == 7 and checkpoint.state == {"tuner": [1.0]}
 
 
-def test_no_step_waits_for_the_drafters_own_saves(
-    tmp_path: Path, disk: threading.Event, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_no_step_waits_for_the_drafters_own_saves(tmp_path, disk, caplog):
     store = CheckpointStore(tmp_path, keep=1)
     spot = SimpleNamespace(live_state=lambda: {"fc.weight": torch.zeros(3)})
     job: Any = SimpleNamespace(
@@ -311,9 +287,7 @@ def test_no_step_waits_for_the_drafters_own_saves(
     assert names_in(tmp_path) == ["step-000008"]
 
 
-def test_what_a_killed_run_has_listed_is_not_taken_for_ours(
-    store: Stores, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_killed_run_has_listed_is_not_taken_for_ours(store, folder, monkeypatch):
     save(store, 5)
     files = manifest_module._read_manifest(folder / "step-000005" / "state.json").files
     killed = (folder / "step-000005").rename(folder / "step-000006.part")
@@ -329,16 +303,10 @@ def test_what_a_killed_run_has_listed_is_not_taken_for_ours(
 
 
 def write_late(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    write = save_module.write_file
-
-    def write_file(path: Path, tensors: Sequence[Any]) -> None:
-        time.sleep(0.1 * path.name.startswith(name))
-        write(path, tensors)
-
-    monkeypatch.setattr(save_module, "write_file", write_file)
+    before_writing(monkeypatch, lambda path: time.sleep(0.1 * path.name.startswith(name)))
 
 
-def test_a_save_ends_on_all_ranks_in_the_same_step(store: Stores, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_ends_on_all_ranks_in_the_same_step(store, monkeypatch):
     """Of main loops that ask once a step."""
     write_late(monkeypatch, "policy-00001")
 
@@ -357,7 +325,7 @@ def test_a_save_ends_on_all_ranks_in_the_same_step(store: Stores, monkeypatch: p
     assert newest(store).names("policy") == sorted(f"layer{r}.{k}" for r in range(3) for k in ("weight", "bias"))
 
 
-def test_memory_is_taken_once_and_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_taken_once_and_used_again(monkeypatch):
     monkeypatch.setattr(host_buffer, "CHUNK_BYTES", 64)
     copy = HostBuffer()
     copy.reserve(100, pinned=False)
@@ -372,23 +340,17 @@ def test_memory_is_taken_once_and_used_again(monkeypatch: pytest.MonkeyPatch) ->
     assert copy.num_bytes == 192
 
 
-def test_no_room_for_the_copy_is_found_before_the_first_step_on_all_ranks(
-    store: Stores, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def no_memory(*sizes: Any, **options: Any) -> torch.Tensor:
-        raise RuntimeError("not enough memory: you tried to allocate 16777216 bytes.\nStack")
-
-    monkeypatch.setattr(host_buffer.torch, "empty", no_memory)
+def test_no_room_for_the_copy_is_found_before_the_first_step_on_all_ranks(store, monkeypatch):
+    no_memory = RuntimeError("not enough memory: you tried to allocate 16777216 bytes.\nStack")
+    monkeypatch.setattr(host_buffer.torch, "empty", Mock(side_effect=no_memory))
     errors = on_threads(2, lambda world: store.of_rank[world.rank].reserve(world, world.rank * 5, pinned=False))
     assert all(isinstance(error, CheckpointError) for error in errors)
     assert "no room in host memory" in str(errors[0]) and "\n" not in str(errors[0])
 
 
-def test_no_room_for_a_save_ends_it_on_all_ranks(store: Stores, monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_memory(values: torch.Tensor) -> list[torch.Tensor]:
-        raise CheckpointError("no room in host memory")
-
-    monkeypatch.setattr(store.of_rank[1]._copy, "take", no_memory)
+def test_no_room_for_a_save_ends_it_on_all_ranks(store, monkeypatch):
+    no_memory = CheckpointError("no room in host memory")
+    monkeypatch.setattr(store.of_rank[1]._copy, "take", Mock(side_effect=no_memory))
 
     def begin(world: ThreadWorld) -> None:
         store.of_rank[world.rank].begin(5, world, make_shards(world.rank, 5), STATE)
@@ -409,9 +371,7 @@ def test_no_room_for_a_save_ends_it_on_all_ranks(store: Stores, monkeypatch: pyt
         ),
     ],
 )
-def test_room_is_what_is_left_of_the_machine_and_of_the_limits_of_cgroups(
-    tmp_path: Path, cgroup: str, files: dict[str, str], available: int
-) -> None:
+def test_room_is_what_is_left_of_the_machine_and_of_the_limits_of_cgroups(tmp_path, cgroup, files, available):
     usage = {
         "job/step/memory.stat": "inactive_file 500\n",
         "job/memory.current": "3000000",
@@ -430,7 +390,7 @@ def test_room_is_what_is_left_of_the_machine_and_of_the_limits_of_cgroups(
     assert 0 < host_room.available_bytes() < 2**50
 
 
-def test_a_node_that_is_too_small_for_its_ranks_is_named(store: Stores, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_that_is_too_small_for_its_ranks_is_named(store, monkeypatch):
     monkeypatch.setattr(host_room, "available_bytes", lambda: 3_000_000_000)
     monkeypatch.setattr(HostBuffer, "reserve", lambda self, num_bytes, pinned: None)
 
@@ -448,7 +408,7 @@ def test_a_node_that_is_too_small_for_its_ranks_is_named(store: Stores, monkeypa
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
-def test_shares_of_all_ranks_are_the_whole(tmp_path: Path, num_ranks: int) -> None:
+def test_shares_of_all_ranks_are_the_whole(tmp_path, num_ranks):
     tensors = {
         "wide": torch.randn(5, 37),
         "half": torch.randn(4, 3, 2).bfloat16(),
@@ -480,7 +440,7 @@ def test_shares_of_all_ranks_are_the_whole(tmp_path: Path, num_ranks: int) -> No
 
 
 @pytest.mark.parametrize("bounds", [[(0, 4), (5, 6)], [(0, 4), (3, 6)], [(0, 4)], [(0, 6), (0, 6)]])
-def test_ranks_that_hold_too_little_or_too_much_are_found(tmp_path: Path, bounds: list[tuple[int, int]]) -> None:
+def test_ranks_that_hold_too_little_or_too_much_are_found(tmp_path, bounds):
     values = torch.arange(6.0)
     files = []
     for rank, (start, stop) in enumerate(bounds):
@@ -494,7 +454,7 @@ def test_ranks_that_hold_too_little_or_too_much_are_found(tmp_path: Path, bounds
 # --- a step's own ---
 
 
-def test_the_checkpoint_of_a_step(store: Stores, folder: Path) -> None:
+def test_the_checkpoint_of_a_step(store, folder):
     with pytest.raises(CheckpointError, match=r"no such checkpoint in .*checkpoints, which has none"):
         store.of_rank[0].at(4)
     save(store, 4)

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from logged import step_record
+from logged import make_rollout, step_record
 
-from tlt_hpc.common.records import FinishReason, MicroStepRecord, Rollout, SampleKey
+from tlt_hpc.common.records import MicroStepRecord, SampleKey
 from tlt_hpc.config import load_config
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.rollout_log import write_step
@@ -40,16 +40,8 @@ def write_run(
     folder.create()
     for step in range(num_steps):
         for rank in (0, 1):
-            rollout = Rollout(
-                key=SampleKey(0, 0, step, rank, 0),
-                prompt_tokens=np.array([4, 5], np.int32),
-                response_tokens=np.array([token if rank else 7, 8, 9, 1], np.int32),
-                log_probs=np.zeros(4, np.float32),
-                finish_reason=FinishReason.EOS,
-                weight_version=0,
-                num_target_passes=passes,
-                finished_seconds=0.0,
-            )
+            response = [token if rank else 7, 8, 9, 1]
+            rollout = make_rollout(SampleKey(0, 0, step, rank, 0), [4, 5], response, num_target_passes=passes)
             updates = (MicroStepRecord(3.0, 3.1, 50, 0.5), MicroStepRecord(3.1, 3.2, 60, 0.4))
             scores = [reward if rank else 0.0]
             record = step_record(step, [rollout], scores, micro_steps=updates, harvested_seconds=0.5)

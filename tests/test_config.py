@@ -80,6 +80,7 @@ def test_wrong_values_are_named(override: str, message: str) -> None:
     ("overrides", "start", "remedy"),
     [
         ("rollout.group_size=1", "rollout.group_size = 1", "use rollout.group_size of 2 or more, or "),
+        ("rollout.group_size=1 algorithm.name=rloo", "rollout.group_size = 1 with algorithm.name = 'rloo'", "of 2 or "),
         ("algorithm.updates_per_step=3", "algorithm.updates_per_step = 3 does not divide the step's 128", "use 1"),
         ("algorithm.updates_per_step=48", "algorithm.updates_per_step = 48 does not divide the step's 128", "use 16"),
         ("optimizer.zero_stage=0 model.dtype=bfloat16", "optimizer.zero_stage = 0", "use optimizer.zero_stage = 1"),

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import random
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 from data_sets import PLAIN, all_prompts, texts, write_jsonl
 from smollm2 import smollm2_folder
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tiny import byte_tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from tlt_hpc.common.records import ChatFormat
@@ -34,25 +33,13 @@ STRICT = """{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 %
 {{ raise_exception('Conversation roles must alternate user/assistant') }}{% endif %}{{ m['content'] }}{% endfor %}"""
 
 
-@cache
-def tokenizer() -> Tokenizer:
-    """Pairs of bytes, learned on the templates, and three special tokens."""
-    made = Tokenizer(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
-    special = ["<|im_start|>", "<|im_end|>", "<|user|>"]
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=400, special_tokens=special, initial_alphabet=alphabet, show_progress=False
-    )
-    made.train_from_iterator([CHATML, REASONING, STRICT] * 3, trainer)
-    return made
+TOKENIZER = byte_tokenizer([CHATML, REASONING, STRICT], 400, ["<|im_start|>", "<|im_end|>", "<|user|>"])
 
 
 def folder_with(template: str | None, place: Path, **settings: Any) -> Path:
     """A model folder with this chat template."""
     place.mkdir(parents=True, exist_ok=True)
-    tokenizer().save(str(place / "tokenizer.json"))
+    TOKENIZER.save(str(place / "tokenizer.json"))
     (place / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **settings}))
     if template is not None:
         (place / "chat_template.jinja").write_text(template)

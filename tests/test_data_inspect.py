@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from data_sets import config_of, gcd_row, reader_of, verl_row, write_jsonl, write_parquet
 
@@ -15,7 +13,7 @@ from tlt_hpc.plan.inputs import read_assets
 Captured = pytest.CaptureFixture[str]
 
 
-def test_counts(tmp_path: Path) -> None:
+def test_counts(tmp_path):
     rows = [gcd_row(i, data_source="ab"[i % 2]) for i in (3, 4, 5, 6, 3)]
     rows += [gcd_row(7, data_source="a", answer=""), {"prompt": "1=" * 10, "answer": "1", "data_source": "a"}]
     found = inspect(reader_of(write_jsonl(tmp_path / "a.jsonl", [*rows, *["{"] * 25])), 16)
@@ -25,7 +23,7 @@ def test_counts(tmp_path: Path) -> None:
     assert (b.source, b.lengths, b.num_repeated, b.num_unanswered) == ("b", [5, 6, 5], 1, 0)
 
 
-def test_a_table_and_status_0(tmp_path: Path, capsys: Captured) -> None:
+def test_a_table_and_status_0(tmp_path, capsys):
     path = str(write_jsonl(tmp_path / "a.jsonl", [gcd_row(i) for i in range(1, 8)]))
     assert main(["data", "inspect", path, "--model", "embedded:tiny", "max_prompt_tokens=5"]) == 0
     out = capsys.readouterr().out
@@ -35,7 +33,7 @@ def test_a_table_and_status_0(tmp_path: Path, capsys: Captured) -> None:
     assert "prompts over data.max_prompt_tokens = 5: 3\n" in out
 
 
-def test_broken_rows_are_named_and_status_is_1(tmp_path: Path, capsys: Captured) -> None:
+def test_broken_rows_are_named_and_status_is_1(tmp_path, capsys):
     rows = [
         verl_row(1, "[red]set[/red]"),
         *({**verl_row(i), "reward_model": {"ground_truth": None}} for i in range(22)),
@@ -48,7 +46,7 @@ def test_broken_rows_are_named_and_status_is_1(tmp_path: Path, capsys: Captured)
     assert out.count("is null") == 20 and out.endswith("... and 2 more broken rows\n")
 
 
-def test_tests_of_programs_are_read_before_a_run_and_by_the_inspection(tmp_path: Path, capsys: Captured) -> None:
+def test_tests_of_programs_are_read_before_a_run_and_by_the_inspection(tmp_path, capsys):
     answers = ["assert f(1) == 2", '["f(1)"]', '{"inputs": [1]}']
     path = write_jsonl(tmp_path / "a.jsonl", [gcd_row(i, answer=text) for i, text in enumerate(answers, 1)])
     assert main(["data", "inspect", str(path), "reward.default=code"]) == 1
@@ -70,9 +68,7 @@ def test_tests_of_programs_are_read_before_a_run_and_by_the_inspection(tmp_path:
         (["chat.jsonl", "--model", "embedded:tiny"], "chat.jsonl:1: the prompt is a list of messages, and the model "),
     ],
 )
-def test_mistakes_are_one_line_and_status_2(
-    arguments: list[str], message: str, tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mistakes_are_one_line_and_status_2(arguments, message, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_jsonl(tmp_path / "a.jsonl", [gcd_row(1)])
     write_jsonl(tmp_path / "chat.jsonl", [verl_row(1)])

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from data_sets import gcd_row, gcd_rows, open_data, texts, write_jsonl
+from data_sets import gcd_rows, open_data, write_jsonl
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -29,7 +27,7 @@ def by_hand(num_rows: int, seed: int, epoch: int) -> list[int]:
     return sorted(range(num_rows), key=marks.__getitem__)
 
 
-def test_the_order_is_the_same_on_every_machine_and_version() -> None:
+def test_the_order_is_the_same_on_every_machine_and_version():
     """Known answers: with another order a resumed run would draw other prompts."""
     assert shuffled(10, 0, 0).tolist() == by_hand(10, 0, 0) == [1, 0, 9, 7, 5, 8, 3, 2, 6, 4]
     assert shuffled(10, 0, 1).tolist() == by_hand(10, 0, 1) == [2, 6, 0, 7, 3, 5, 4, 8, 9, 1]
@@ -37,9 +35,7 @@ def test_the_order_is_the_same_on_every_machine_and_version() -> None:
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=30), st.integers(0, 90), st.integers(0, 20))
-def test_draws_are_all_epochs_one_after_another_without_dropped_rows(
-    is_kept: list[bool], start: int, count: int
-) -> None:
+def test_draws_are_all_epochs_one_after_another_without_dropped_rows(is_kept, start, count):
     if not any(is_kept):
         return
     found, epoch = list[int](), 0
@@ -49,18 +45,7 @@ def test_draws_are_all_epochs_one_after_another_without_dropped_rows(
     assert Draws(np.array(is_kept), 0).rows(start, start + count) == found[start : start + count]
 
 
-def test_dropped_prompts_are_never_drawn(tmp_path: Path) -> None:
-    long = "gcd(366,344)=gcd(366,344)="
-    rows = [gcd_row(i) if i % 3 else {"prompt": long, "answer": "1"} for i in range(1, 31)]
-    source = open_data(write_jsonl(tmp_path / "a.jsonl", rows), "data.overlong=drop", count=5)
-    drawn = [text for step in range(8) for text in texts(source.batch(step))]
-    assert set(Counter(drawn[:20]).values()) == set(Counter(drawn[20:]).values()) == {1}
-    assert long not in drawn
-    resumed = open_data(write_jsonl(tmp_path / "b.jsonl", rows), "data.overlong=drop", count=5)
-    assert [texts(resumed.batch(step)) for step in (7, 6)] == [drawn[35:], drawn[30:35]]
-
-
-def test_rows_behind_those_that_are_checked_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_behind_those_that_are_checked_first(tmp_path, monkeypatch):
     """A huge file is not read through: a fault there is found at its draw, alike on all ranks."""
     monkeypatch.setattr("tlt_hpc.data.prompts.CHECKED_ROWS", 4)
     rows: list[Any] = gcd_rows(12)

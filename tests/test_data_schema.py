@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 from data_sets import TINY, all_prompts, gcd_row, open_data, reader_of, texts, verl_row, write_jsonl, write_parquet
@@ -16,7 +14,7 @@ from tlt_hpc.data.rows import RowError
 
 
 @pytest.mark.parametrize("write", [write_jsonl, write_parquet])
-def test_verls_schema(write: Any, tmp_path: Path) -> None:
+def test_verls_schema(write, tmp_path):
     name = "a.jsonl" if write is write_jsonl else "a.parquet"
     (prompt,) = all_prompts(write(tmp_path / name, [verl_row(6, "openai/gsm8k", question="six?")]))
     assert (prompt.text, prompt.answer, prompt.source) == ("gcd(6,4)=", "6", "openai/gsm8k")
@@ -31,12 +29,12 @@ def test_verls_schema(write: Any, tmp_path: Path) -> None:
     ("answer", "text"),
     [("2", "2"), (2, "2"), (2.5, "2.5"), (True, "true"), (["1", 2], '["1", 2]'), ({"a": 1}, '{"a": 1}'), ("", "")],
 )
-def test_answers_that_are_no_texts(answer: object, text: str, tmp_path: Path) -> None:
+def test_answers_that_are_no_texts(answer, text, tmp_path):
     (prompt,) = all_prompts(write_jsonl(tmp_path / "a.jsonl", [{"prompt": "1=", "answer": answer}]))
     assert prompt.answer == text
 
 
-def test_columns_by_name(tmp_path: Path) -> None:
+def test_columns_by_name(tmp_path):
     row = {"in": {"text": "1="}, "out": {"deep": {"final": 3}}, "prompt": "9=", "answer": "9"}
     keys = ["data.prompt_key=in.text", "data.answer_key=out.deep.final"]
     for path in (write_jsonl(tmp_path / "a.jsonl", [row]), write_parquet(tmp_path / "a.parquet", [row])):
@@ -45,7 +43,7 @@ def test_columns_by_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("names", [("problem", "answer"), ("question", "ground_truth"), ("messages", "answer")])
-def test_columns_that_are_found(names: tuple[str, str], tmp_path: Path) -> None:
+def test_columns_that_are_found(names, tmp_path):
     (prompt,) = all_prompts(write_parquet(tmp_path / "a.parquet", [{names[0]: "1=", names[1]: "3", "id": 1}]))
     assert (prompt.text, prompt.answer) == ("1=", "3")
 
@@ -85,7 +83,7 @@ def chat(*messages: object) -> dict[str, object]:
         ),
     ],
 )
-def test_a_broken_row_is_named_by_file_and_line(row: Any, reason: str, tmp_path: Path) -> None:
+def test_a_broken_row_is_named_by_file_and_line(row, reason, tmp_path):
     path = write_jsonl(tmp_path / "data.jsonl", [GOOD, "", row])
     with pytest.raises(RowError) as caught:
         open_data(path)
@@ -94,7 +92,7 @@ def test_a_broken_row_is_named_by_file_and_line(row: Any, reason: str, tmp_path:
     assert str(error) == str(caught.value)
 
 
-def test_a_column_that_is_named_and_not_there(tmp_path: Path) -> None:
+def test_a_column_that_is_named_and_not_there(tmp_path):
     path = write_parquet(tmp_path / "a.parquet", [gcd_row(1)])
     with pytest.raises(RowError) as caught:
         all_prompts(path, "data.answer_key=anwser")
@@ -103,7 +101,7 @@ def test_a_column_that_is_named_and_not_there(tmp_path: Path) -> None:
     )
 
 
-def test_prompts_that_are_too_long_are_refused_or_dropped(tmp_path: Path) -> None:
+def test_prompts_that_are_too_long_are_refused_or_dropped(tmp_path):
     rows = [*(gcd_row(i) for i in range(1, 7)), *[{"prompt": "1=" * 9, "answer": "1"}] * 2]
     path = write_jsonl(tmp_path / "a.jsonl", rows)
     with pytest.raises(RowError, match=rf"^{path}:7: prompt of 18 tokens, data.max_prompt_tokens = 16; "):
@@ -121,19 +119,19 @@ def test_prompts_that_are_too_long_are_refused_or_dropped(tmp_path: Path) -> Non
     assert str(caught.value) == f"data.source = {str(path)!r} has no usable row; raise data.max_prompt_tokens"
 
 
-def test_lines_end_with_newlines_only(tmp_path: Path) -> None:
+def test_lines_end_with_newlines_only(tmp_path):
     """U+2028 may stand within a JSON string, and must neither split a row nor shift the numbers of later ones."""
     row = json.dumps({"prompt": "gcd(6,4)=", "answer": "2\u2028"}, ensure_ascii=False)
     assert len(all_prompts(write_jsonl(tmp_path / "data.jsonl", [row]))) == 1
 
 
-def test_line_endings_and_marks_of_other_systems(tmp_path: Path) -> None:
+def test_line_endings_and_marks_of_other_systems(tmp_path):
     path = tmp_path / "data.jsonl"
     path.write_bytes(b"\xef\xbb\xbf" + f"{GOOD}\r\n\r\n{GOOD}".encode())
     assert texts(all_prompts(path)) == ["gcd(6,4)=", "gcd(6,4)="]
 
 
-def test_without_a_tokenizer_nothing_is_rendered(tmp_path: Path) -> None:
+def test_without_a_tokenizer_nothing_is_rendered(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", [verl_row(6)])
     prompt = PromptReader(load_config(TINY, [f"data.source={path}"]).data, 0, None).read(0)
     assert len(prompt.tokens) == 0 and json.loads(prompt.text) == [{"role": "user", "content": "gcd(6,4)="}]

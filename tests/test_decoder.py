@@ -4,15 +4,8 @@ from copy import deepcopy
 
 import pytest
 import torch
-from tiny import CPU, embedded_decoder, embedded_folder, paged_attention
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from tiny import CPU, decode_in_pieces, embedded_decoder, embedded_folder
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.documents import attend_documents
@@ -56,25 +49,6 @@ def random_models():
 MODELS = dict(random_models())
 
 
-def reference(model, tokens):
-    with torch.no_grad():
-        out = model.float().eval()(tokens, output_hidden_states=True)
-    return out.logits, out.hidden_states[-1]
-
-
-def decode_in_pieces(decoder, tokens, pieces):
-    """Hidden states of rows of tokens [B, T], fed to a cache in pieces of the given widths."""
-    attention = paged_attention(decoder, *tokens.shape)
-    out, start = [], 0
-    for width in filter(None, pieces):
-        positions = torch.arange(start, start + width).expand(tokens.shape[0], width)
-        piece = tokens[:, start : start + width]
-        hidden = decoder.hidden(piece.flatten(), positions.flatten(), attention(positions))
-        out.append(hidden.view(*piece.shape, -1))
-        start += width
-    return torch.cat(out, 1)
-
-
 def saved(name, folder, **options):
     model = deepcopy(MODELS[name])
     torch.manual_seed(1)
@@ -93,7 +67,9 @@ def loaded(folder, dtype=torch.float32):
 
 def check_against_transformers(decoder, model):
     tokens = torch.randint(61, (3, 120))
-    logits, features = reference(model, tokens)
+    with torch.no_grad():
+        out = model.float().eval()(tokens, output_hidden_states=True)
+    logits, features = out.logits, out.hidden_states[-1]
     hidden = decode_in_pieces(decoder, tokens, [50, 1, 1, 4, 64])
     torch.testing.assert_close(hidden, features, atol=1e-4, rtol=0)
     torch.testing.assert_close(decoder.logits(hidden), logits, atol=1e-4, rtol=0)

@@ -5,10 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-from local_slurm import LocalSlurm
 
 from tlt_hpc import session as job
 from tlt_hpc.cluster import device
@@ -33,7 +31,7 @@ STEP = {"SLURM_STEP_ID": "0"}
         ({"CUDA_VISIBLE_DEVICES": "0,1", **STEP, "SLURM_LOCALID": "3", "TLT_SHARE_GPUS": "1"}, "1"),
     ],
 )
-def test_a_rank_is_left_with_one_gpu(environment: dict[str, str], own: str) -> None:
+def test_a_rank_is_left_with_one_gpu(environment, own):
     assert device.take_device(environment, 0) == own
     assert environment["CUDA_VISIBLE_DEVICES"] == environment[job.GIVEN_GPU] == own
 
@@ -47,13 +45,13 @@ def test_a_rank_is_left_with_one_gpu(environment: dict[str, str], own: str) -> N
         {"CUDA_VISIBLE_DEVICES": "0,1", "SLURM_LOCALID": "0"},  # a batch script, outside any step
     ],
 )
-def test_where_nothing_is_said_nothing_is_changed(environment: dict[str, str]) -> None:
+def test_where_nothing_is_said_nothing_is_changed(environment):
     before = dict(environment)
     assert device.take_device(environment, 0) is None
     assert environment == before
 
 
-def test_more_ranks_than_gpus_is_one_line_with_the_remedy() -> None:
+def test_more_ranks_than_gpus_is_one_line_with_the_remedy():
     with pytest.raises(UserError) as caught:
         device.take_device({"CUDA_VISIBLE_DEVICES": "0,1", **STEP, "SLURM_LOCALID": "2"}, 0)
     assert "has 2 GPUs (CUDA_VISIBLE_DEVICES=0,1) and more than 2 ranks" in str(caught.value)
@@ -69,9 +67,7 @@ def test_more_ranks_than_gpus_is_one_line_with_the_remedy() -> None:
         ([("n1", "GPU-0"), ("n2", "GPU-0")], "nccl"),  # ids that are no node's own
     ],
 )
-def test_ranks_that_share_a_gpu_sum_by_gloo_as_nccl_refuses_them(
-    gpus: list[tuple[str, str | None]], backend: str
-) -> None:
+def test_ranks_that_share_a_gpu_sum_by_gloo_as_nccl_refuses_them(gpus, backend):
     assert distributed.choose_backend(gpus) == backend
 
 
@@ -81,12 +77,12 @@ TAKE = "import os; from tlt_hpc.cluster.device import take_device as t; print(t(
 @pytest.mark.slurm
 @pytest.mark.ci
 @pytest.mark.parametrize("how", ["--gpus-per-node=2", "--gpus-per-task=1"])
-def test_ranks_under_slurm_have_different_gpus(how: str, slurm: LocalSlurm) -> None:
+def test_ranks_under_slurm_have_different_gpus(how, slurm):
     told = slurm.run("srun", "--nodes=2", "--ntasks-per-node=2", how, "python", "-c", TAKE)
     assert sorted(told.split()) == ["0", "0", "1", "1"]
 
 
-def test_the_command_takes_a_gpu_and_says_which(tmp_path: Path) -> None:
+def test_the_command_takes_a_gpu_and_says_which(tmp_path):
     """With a torch that has none of it, the job ends in one line before it has loaded a model."""
     environment = {"CUDA_VISIBLE_DEVICES": "5,7", "PMI_RANK": "0", "MPI_LOCALRANKID": "1", "TLT_RANKS": "1"}
     command = [sys.executable, "-m", "tlt_hpc", "train", "jobs/tiny.toml", f"run.folder={tmp_path}"]
@@ -99,7 +95,7 @@ def test_the_command_takes_a_gpu_and_says_which(tmp_path: Path) -> None:
 # --- the folder for caches ---
 
 
-def test_the_folder_is_made_for_this_user_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_folder_is_made_for_this_user_alone(tmp_path, monkeypatch):
     registered = []
     monkeypatch.setattr("atexit.register", lambda *call, **options: registered.append(call))
     folder = tmp_path / "disk" / "tlt-me-7-0"
@@ -110,7 +106,7 @@ def test_the_folder_is_made_for_this_user_alone(tmp_path: Path, monkeypatch: pyt
     make_node_cache({})
 
 
-def test_folders_of_the_jobs_earlier_starts_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folders_of_the_jobs_earlier_starts_are_removed(tmp_path, monkeypatch):
     monkeypatch.setattr("atexit.register", lambda *call, **options: None)
     for name in ("tlt-me-7-0", "tlt-me-7-1", "tlt-me-6-0"):
         (tmp_path / name / "triton").mkdir(parents=True)
@@ -118,7 +114,7 @@ def test_folders_of_the_jobs_earlier_starts_are_removed(tmp_path: Path, monkeypa
     assert sorted(path.name for path in tmp_path.iterdir()) == ["tlt-me-6-0", "tlt-me-7-2"]
 
 
-def test_a_folder_that_cannot_be_had_is_one_line(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_had_is_one_line(tmp_path):
     (tmp_path / "file").touch()
     for place in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(UserError, match=r"cannot keep caches in .* name another disk"):

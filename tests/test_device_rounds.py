@@ -8,12 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 from safetensors.torch import load_file
-
-from tests.test_engine import full_engine, untrained_drafter
-from tests.tiny import (
+from test_engine import full_engine, untrained_drafter
+from tiny import (
     CPU,
-    EOS,
-    NUM_TOKENS,
     attend_by_shape_alone,
     embedded_decoder,
     embedded_folder,
@@ -23,7 +20,8 @@ from tests.tiny import (
     make_engine,
     texts,
 )
-from tlt_hpc.common.records import FinishReason, SamplingParams
+
+from tlt_hpc.common.records import FinishReason
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.drafter_file import make_drafter
 from tlt_hpc.models.folder import embedded, folder_weights
@@ -31,10 +29,8 @@ from tlt_hpc.models.sharding import Sharding
 from tlt_hpc.rollout import drafts
 from tlt_hpc.rollout.device_rounds import DeviceRounds
 from tlt_hpc.rollout.drafts import LearnedDrafts
-from tlt_hpc.rollout.engine import RolloutEngine
 from tlt_hpc.rollout.graph_round import NUM_TOLD, batch_buckets
 from tlt_hpc.rollout.kv_cache import page_bytes
-from tlt_hpc.rollout.settings import EngineSettings
 from tlt_hpc.rollout.strategy import OFF, Strategy
 from tlt_hpc.rollout.target_pass import TargetPass
 
@@ -154,25 +150,27 @@ def test_requests_of_all_kinds_in_one_batch():
         assert {0, 1} == set(overlaps)
 
 
-def test_swaps_aborts_and_broken_drafters_are_harmless(plain):
-    """All between a launch and its reading; a drafter of NaN rests, is counted, and teaches the trees nothing."""
-    engine = device_engine([TREE, OFF], max_live=6)
+@pytest.mark.parametrize("make", [device_engine, full_engine])
+def test_swaps_aborts_and_broken_drafters_are_harmless(make, plain):
+    """On a device all between a launch and its reading; a drafter of NaN rests, is counted, and teaches nothing."""
+    engine, late = make([CHAIN, TREE, OFF], max_live=6, max_new_tokens=60, chooser="random"), make is device_engine
     visits = engine._learned.chances._visits
     good = {name: tensor.clone() for name, tensor in engine.drafter.state_dict().items()}
     engine.load_drafter({name: torch.full_like(tensor, torch.nan) for name, tensor in good.items()})
     assert texts(generate(engine, REQUESTS)) == texts(plain.values())
-    assert 1 <= engine.take_counts().num_drafter_faults <= 2, "a round may be under way when the first is read"
+    faults = engine.take_counts().num_drafter_faults
+    assert 1 <= faults <= 1 + late, "asked no more after the first, when a round may be under way"
     assert float(visits.sum()) == 0
     engine.load_drafter(good)
     engine.submit(REQUESTS)
     for turn in range(1, 4):
         for _ in range(4):
             engine.step()
-        assert engine._rounds.num_under_way, "nothing to be disturbed"
+        assert not late or engine._rounds.num_under_way, "nothing to be disturbed"
         engine.load_drafter(untrained_drafter(turn).state_dict())
     assert texts(generate(engine, [])) == texts(plain.values())
     counts = engine.take_counts()
-    assert (counts.num_drafter_faults, counts.strategies[TREE.name][0] > 0) == (0, True)
+    assert counts.num_drafter_faults == 0 and all(counts.strategies[each.name][0] for each in (CHAIN, TREE))
     assert float(visits.sum()) > 50
     engine.submit(REQUESTS)
     engine.step()
@@ -243,22 +241,7 @@ def engine_of_a_replica(size, form):
     drafter = make_drafter(decoder.shape, 0, torch.float32, CPU, token_ids)
     if size > 1:
         drafter.split(sharding)
-    settings = EngineSettings(
-        params=SamplingParams(60, 1.0),
-        num_tokens=NUM_TOKENS,
-        eos_token_ids=(EOS,),
-        max_live=5,
-        max_prompt_tokens=16,
-        tie_guard=False,
-        strategies=(CHAIN, TREE, OFF),
-        chooser="random",
-        page_size=8,
-        attention="paged-kernel",
-    )
-    engine = RolloutEngine(decoder, settings, drafter)
-    engine.load_policy(folder_weights(embedded_folder()), 0)
-    engine.drafter_ready = True
-    return engine
+    return device_engine([CHAIN, TREE, OFF], decoder=decoder, drafter=drafter, max_live=5, page_size=8)
 
 
 @pytest.mark.parametrize(("size", "form"), [(1, "eagle"), (2, "eagle3")])
@@ -277,13 +260,12 @@ def test_nothing_that_graphs_read_moves(size, form):
     before = places()
     assert len(before) > 40 and any("_packed.layer.down." in path for path in before)
     generate(engine, REQUESTS[::2])
-    for seed in range(1):
-        engine.load_policy(folder_weights(embedded_folder()), seed + 1)
-        other = make_drafter(engine.decoder.shape, seed + 1, torch.float32, CPU, engine.drafter.token_ids)
-        engine.load_drafter(other.state_dict())
-        generate(engine, REQUESTS[::2])
-        after = places()
-        assert {path for path in before if after.get(path) != before[path]} == set()
+    engine.load_policy(folder_weights(embedded_folder()), 1)
+    other = make_drafter(engine.decoder.shape, 1, torch.float32, CPU, engine.drafter.token_ids)
+    engine.load_drafter(other.state_dict())
+    generate(engine, REQUESTS[::2])
+    after = places()
+    assert {path for path in before if after.get(path) != before[path]} == set()
 
 
 def test_no_wait_and_no_shape_from_data(monkeypatch):

@@ -27,10 +27,7 @@ def test_a_drafter_that_a_run_cannot_begin_with_is_named_before_it_starts(capsys
     job = str(Path(__file__).parent.parent / "jobs" / "tiny.toml")
     for override, message in (
         ("drafter.init=nowhere", "tlt: drafter.init = 'nowhere': no drafter.safetensors there; "),
-        (
-            "drafter.form=eagle3",
-            "tlt: drafter.init = 'embedded:tiny' is of the form 'eagle'; set drafter.form = ",
-        ),
+        ("drafter.form=eagle3", "tlt: drafter.init = 'embedded:tiny' is of the form 'eagle'; set drafter.form = "),
     ):
         assert main(["train", job, "--dry-run", override]) == 2
         printed = capsys.readouterr()

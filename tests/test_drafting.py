@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fake_world import on_threads
+from fake_world import RanksInTurn, on_threads
 from tiny import CPU, embedded_decoder, gcd_requests, generate, make_engine, random_document, texts
 
 from tlt_hpc import rollout_loop as tail
@@ -33,6 +33,19 @@ def make_trainer(tmp_path, rank=0, **settings):
     cache = FeatureCache(RunFolder(tmp_path), rank, 1, 128, 10**9, num_ranks=16)
     options = DrafterSection(**{"micro_step_seconds": 5.0, "learning_rate": 2e-3, **settings})
     return SpotTrainer(embedded_decoder(), cache, options, seed=0, rank=rank), cache
+
+
+def merge(trainers):
+    """Each trainer's report of a merge of two ranks, which post one after another."""
+    world = RanksInTurn()
+    for trainer in trainers:
+        trainer.start_merge(world)
+    return [trainer.finish_merge(world) for trainer in trainers]
+
+
+def append(writer, *documents):
+    for document in documents:
+        writer.append(document.tokens, document.prompt_length, document.features)
 
 
 def fill(cache, step, num_prompts=6, seed=0):
@@ -72,12 +85,10 @@ def test_the_pool_holds_own_documents_and_all_ranks_of_the_previous_step(tmp_pat
     for rank in (0, 1):
         _, other = make_trainer(tmp_path, rank)
         writer = other.begin_step(0, 0)
-        for document in documents[rank * 4 : rank * 4 + 4]:
-            writer.append(document.tokens, document.prompt_length, document.features)
+        append(writer, *documents[rank * 4 : rank * 4 + 4])
         other.end_step()
     _, cache = make_trainer(tmp_path)
-    writer = cache.begin_step(1, 1)
-    writer.append(documents[8].tokens, documents[8].prompt_length, documents[8].features)
+    append(cache.begin_step(1, 1), documents[8])
     pool = TrainingPool(cache, random.Random(0))
     pool.refresh()
     assert len(pool) == 9
@@ -102,10 +113,6 @@ def test_the_pool_holds_own_documents_and_all_ranks_of_the_previous_step(tmp_pat
     pool.close()
 
 
-def append(writer, document):
-    writer.append(document.tokens, document.prompt_length, document.features)
-
-
 def drawn_tokens(pool, num_draws, num_tokens=100):
     """How many of ``num_draws`` micro-steps each document was in, by its tokens."""
     return Counter(e.document.tokens.tobytes() for _ in range(num_draws) for e in pool.draw(num_tokens))
@@ -127,10 +134,8 @@ def test_chances_prefer_earlier_responses_longer_than_what_has_finished():
 
 def test_the_pool_draws_by_these_chances(tmp_path):
     _, cache = make_trainer(tmp_path)
-    writer = cache.begin_step(0, 0)
     long, short = random_document(90, 9, 1), random_document(39, 9, 2)
-    append(writer, long)
-    append(writer, short)
+    append(cache.begin_step(0, 0), long, short)
     cache.end_step()
     own = random_document(59, 9, 3)
     append(cache.begin_step(1, 1), own)
@@ -165,19 +170,15 @@ def test_the_pool_takes_in_what_comes_later(tmp_path, monkeypatch):
 
 def test_a_damaged_cache_file_is_left_out(tmp_path, caplog):
     _, other = make_trainer(tmp_path, 1)
-    writer = other.begin_step(0, 0)
-    for i in range(12):
-        document = random_document(400, 9, i)
-        writer.append(document.tokens, document.prompt_length, document.features)
+    append(other.begin_step(0, 0), *(random_document(400, 9, i) for i in range(12)))
     other.end_step()
     path = RunFolder(tmp_path).feature_cache(0, 1)
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
     _, cache = make_trainer(tmp_path)
-    writer = cache.begin_step(1, 1)
     own = random_document(40, 9, 99)
-    writer.append(own.tokens, own.prompt_length, own.features)
+    append(cache.begin_step(1, 1), own)
     pool = TrainingPool(cache, random.Random(0))
     pool.refresh()
     drawn = [excerpt.document.tokens.tobytes() for _ in range(40) for excerpt in pool.draw(1000)]
@@ -255,26 +256,6 @@ def test_micro_steps_are_sized_by_the_slowest_of_the_last(tmp_path, monkeypatch)
     assert all(0.4 * bound <= size <= bound for size, bound in zip(sizes, bounds, strict=True)), sizes
 
 
-class FakeWorld:
-    """Two ranks' merges, one after another: sums what both posted."""
-
-    def __init__(self):
-        self.arrays, self.items = [], []
-
-    size = 2
-
-    def start_sum(self, array):
-        self.arrays.append(array.copy())
-        return self
-
-    def wait(self):
-        return np.sum(self.arrays, 0, dtype=np.float32)
-
-    def allgather(self, item):
-        self.items.append(item)
-        return [item, item]
-
-
 def test_a_micro_step_without_a_finite_gradient_is_skipped_and_counted(tmp_path, monkeypatch, caplog):
     trainer, cache = make_trainer(tmp_path)
     fill(cache, 0, num_prompts=2)
@@ -304,7 +285,7 @@ def test_an_update_of_all_ranks_without_a_finite_gradient_is_an_error(tmp_path, 
     true_loss = spot.drafter_loss
     monkeypatch.setattr(spot, "drafter_loss", lambda *given: true_loss(*given) * torch.inf)
     with pytest.raises(UserError, match="not finite: use a lower learning rate than"):
-        trainer.learn([batch], FakeWorld())
+        trainer.learn([batch], RanksInTurn())
     assert trainer.fingerprint() == before
 
 
@@ -316,18 +297,14 @@ def test_a_replica_that_is_not_finite_has_no_part_in_the_merge(tmp_path, caplog)
         trainer.begin(0)
         assert trainer.micro_step()
     trainers[1]._moments["down"][1].view(-1)[7] = torch.nan
-    sound, world = trainers[0].state()["fc.weight"], FakeWorld()
-    for trainer in trainers:
-        trainer.start_merge(world)
-    reports = [trainer.finish_merge(world) for trainer in trainers]
+    sound, reports = trainers[0].state()["fc.weight"], merge(trainers)
     assert [report.is_dropped for report in reports] == [False, True] and reports[1].num_steps == 0
     assert trainers[0].fingerprint() == trainers[1].fingerprint() and trainers[1].is_trained
     torch.testing.assert_close(trainers[1].state()["fc.weight"], sound, atol=1e-6, rtol=0)
     assert caplog.messages == ["drafters of 1 of 2 ranks are not finite: left out of the merge"]
     trainers[1]._moments["down"][1].view(-1)[7] = torch.nan
-    trainers[1].start_merge(world := FakeWorld())
     with pytest.raises(UserError, match=r"finite weights and moments: resume .* drafter\.learning_rate than 0\.002"):
-        trainers[1].finish_merge(world)
+        merge(trainers[1:])
 
 
 def test_where_no_trained_replica_is_finite_the_drafter_of_an_untrained_rank_stays(tmp_path):
@@ -339,11 +316,11 @@ def test_where_no_trained_replica_is_finite_the_drafter_of_an_untrained_rank_sta
     assert trainers[0].micro_step()
     trainers[0]._moments["down"][1].view(-1)[7] = torch.nan
 
-    def merge(world):
+    def merge_rank(world):
         trainers[world.rank].start_merge(world)
         return trainers[world.rank].finish_merge(world)
 
-    reports = on_threads(2, merge)
+    reports = on_threads(2, merge_rank)
     assert [report.is_dropped for report in reports] == [True, False]
     assert [(report.num_tokens, report.num_steps) for report in reports] == [(0, 0)] * 2
     assert [trainer.fingerprint() for trainer in trainers] == [before] * 2
@@ -353,13 +330,12 @@ def test_where_no_trained_replica_is_finite_the_drafter_of_an_untrained_rank_sta
 def test_a_prompt_weighs_nothing_in_the_merge(tmp_path):
     trainer, cache = make_trainer(tmp_path)
     document = random_document(60, 50, 0)
-    cache.begin_step(0, 0).append(document.tokens, document.prompt_length, document.features)
+    append(cache.begin_step(0, 0), document)
     trainer.begin(0)
     assert trainer.micro_step()
     counted = int(pack([whole(document)], CPU).counts.sum())
     assert [record.num_tokens for record in trainer.records] == [counted] and 0 < counted <= 10
-    trainer.start_merge(world := FakeWorld())
-    assert trainer.finish_merge(world).num_tokens == counted
+    assert merge([trainer])[0].num_tokens == counted
 
 
 def test_ranks_that_join_late_or_have_nothing_long_merge_by_what_they_trained_on(tmp_path):
@@ -369,8 +345,7 @@ def test_ranks_that_join_late_or_have_nothing_long_merge_by_what_they_trained_on
         if rank < 2:
             fill(trainer._cache, 0, num_prompts=3, seed=rank)
         else:
-            stub = random_document(10, 9, 0)
-            trainer._cache.begin_step(0, 0).append(stub.tokens, stub.prompt_length, stub.features)
+            append(trainer._cache.begin_step(0, 0), random_document(10, 9, 0))
         trainer.begin(0)
         for _ in range((3, 1, 2)[rank]):
             assert trainer.micro_step() == (rank < 2)
@@ -378,10 +353,7 @@ def test_ranks_that_join_late_or_have_nothing_long_merge_by_what_they_trained_on
     states, tokens = [t.state() for t in trainers], [sum(r.num_tokens for r in t.records) for t in trainers]
     assert tokens[0] > tokens[1] > tokens[2] == 0
     assert torch.equal(start["fc.weight"], make_trainer(tmp_path / "new")[0].state()["fc.weight"])
-    world = FakeWorld()
-    for trainer in trainers:
-        trainer.start_merge(world)
-    reports = [trainer.finish_merge(world) for trainer in trainers[::-1]]
+    reports = merge(trainers)
     assert len({report.fingerprint for report in reports}) == 1
     assert reports[0].num_tokens == sum(tokens)
     for name in ("fc.weight", "fc.exp_avg", "fc.exp_avg_sq"):
@@ -393,7 +365,7 @@ def test_replicas_that_differ_in_a_bit_after_a_merge_are_caught(tmp_path):
     trainer, _ = make_trainer(tmp_path)
     trainer.begin(0)
     weights = trainer._parameters["down"].data.flatten()
-    trainer.start_merge(world := FakeWorld())
+    trainer.start_merge(world := RanksInTurn())
     trainer.finish_merge(world)
 
     def differs(change):
@@ -416,16 +388,11 @@ def test_replicas_that_differ_in_a_bit_after_a_merge_are_caught(tmp_path):
         trainer.finish_merge(world)
 
 
-def merge(trainer):
-    trainer.start_merge(world := FakeWorld())
-    return trainer.finish_merge(world)
-
-
 def train_and_merge(trainer, step):
     trainer.begin(step)
     assert trainer.micro_step()
     trainer.end()
-    merge(trainer)
+    merge([trainer])
     return trainer.drafter.state_dict()["fc"].clone()
 
 
@@ -439,7 +406,7 @@ def test_what_is_served_is_the_mean_over_the_last_merges(tmp_path):
     assert not torch.allclose(served, weights[3], atol=1e-5), "the mean is what is trained"
     before = trainer.served()["fc"].clone()
     trainer.begin(4)
-    merge(trainer)
+    merge([trainer])
     assert torch.equal(trainer.served()["fc"], before), "a step in which nobody trained is no merge"
 
 
@@ -472,35 +439,22 @@ def test_a_mean_goes_on_where_it_was_saved(tmp_path):
     assert torch.equal(state["fc.weight"], trainer.served()["fc"]), "what is served is the file's drafter"
     again = SpotTrainer(embedded_decoder(), cache, trainer._settings, seed=0, rank=0)
     again.load_state(state)
-    assert again.fingerprint() == trainer.fingerprint()
+    assert (again.fingerprint(), again.num_steps) == (trainer.fingerprint(), 2)
+    with pytest.raises(ValueError, match=r"'fc\.weight': \[2, 2\], this model needs \[128, 256\]"):
+        again.load_state({**state, "fc.weight": torch.zeros(2, 2)})
     again._rates.extend([1e9])
     trainer._rates.extend([1e9] * 6)  # micro-steps of one size
     for one in (trainer, again):
         train_and_merge(one, 2)
     assert torch.equal(again.served()["fc"], trainer.served()["fc"])
 
-    old = SpotTrainer(
-        embedded_decoder(), cache, trainer._settings, seed=0, rank=0
-    )  # continues with a run without a mean
+    # continues with a run without a mean
+    old = SpotTrainer(embedded_decoder(), cache, trainer._settings, seed=0, rank=0)
     old.load_state({name: t for name, t in state.items() if not name.endswith(".trained") and name != "num_averaged"})
     assert torch.equal(old.served()["fc"], state["fc.weight"])
     assert torch.equal(old.drafter.state_dict()["fc"], state["fc.weight"])
     after = train_and_merge(old, 2)
     torch.testing.assert_close(old.served()["fc"], (state["fc.weight"] + after) / 2, atol=1e-6, rtol=1e-5)
-
-
-def test_state_round_trip_and_a_foreign_drafter(tmp_path):
-    trainer, cache = make_trainer(tmp_path)
-    fill(cache, 0, 2)
-    trainer.begin(0)
-    trainer.micro_step()
-    other, _ = make_trainer(tmp_path / "other")
-    other.load_state(trainer.state())
-    assert other.fingerprint() == trainer.fingerprint()
-    assert other.num_steps == trainer.num_steps == 1
-    wrong = {**trainer.state(), "fc.weight": torch.zeros(2, 2)}
-    with pytest.raises(ValueError, match=r"'fc\.weight': \[2, 2\], this model needs \[128, 256\]"):
-        other.load_state(wrong)
 
 
 def test_the_update_is_adam():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from test_drafting import FakeWorld
+from fake_world import RanksInTurn
 from tiny import (
     CPU,
     NUM_TOKENS,
@@ -18,6 +18,7 @@ from tiny import (
     make_engine,
     random_document,
     texts,
+    to_floats,
 )
 from transformers import AutoModelForCausalLM
 
@@ -95,8 +96,7 @@ def test_features_are_what_enters_three_layers_and_the_last_hidden_state():
         with torch.inference_mode():
             out = model.model(torch.tensor([tokens[:-1]]), output_hidden_states=True)
         wanted = torch.stack([*(out.hidden_states[layer][0] for layer in (2, 4, 5)), out.last_hidden_state[0]], 1)
-        got = torch.from_numpy(features).view(torch.bfloat16).float()
-        torch.testing.assert_close(got, wanted, rtol=2**-7, atol=5e-3)
+        torch.testing.assert_close(to_floats(features), wanted, rtol=2**-7, atol=5e-3)
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def pair_loss(drafter, state, wanted, settings):
 
 def losses_by_definition(drafter, document, settings):
     """Per step the losses of one document's paths, each path rolled out alone over a growing sequence."""
-    h = torch.from_numpy(document.features).view(torch.bfloat16).float()
+    h = to_floats(document.features)
     tokens, n = torch.from_numpy(document.tokens).long(), len(h) - 1
     embedded = F.embedding(tokens[1 : n + 1], embedded_decoder().embedding)
     fused = drafter.fuse(h[:n].flatten(1))
@@ -253,7 +253,7 @@ def test_its_vocabulary_is_part_of_its_state_and_of_no_merge(tmp_path):
     assert torch.equal(other.drafter.token_ids, torch.arange(NUM_TOKENS))
     assert other.fingerprint() == trainer.fingerprint()
     other.begin(0)
-    other.start_merge(world := FakeWorld())
+    other.start_merge(world := RanksInTurn())
     assert world.arrays[0].size == 2 + sum(3 * parameter.numel() for parameter in other.drafter.parameters())
     fewer = SpotTrainer(embedded_decoder(), trainer._cache, trainer._settings, 1, 0, ids[:5])
     with pytest.raises(ValueError, match=r"'head\.weight': \[20, 128\], this model needs \[5, 128\]"):

@@ -1,6 +1,5 @@
 """The feature cache: what is appended is what is read, from the open file and the closed one; nothing half-written."""
 
-import random
 import threading
 from contextlib import closing, suppress
 from pathlib import Path
@@ -8,6 +7,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
+from damaged import flips, truncations
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -72,9 +72,7 @@ def run_step(cache: FeatureCache, step: int, num_response: int = 50) -> None:
     block_bytes=st.sampled_from([0, 3_000, 20_000, 2**25]),
     flush_at=st.sets(st.integers(0, 30), max_size=3),
 )
-def test_open_and_closed_file_hold_what_was_appended(
-    tmp_path: Path, shapes: list[tuple[int, int, int]], block_bytes: int, flush_at: set[int]
-) -> None:
+def test_open_and_closed_file_hold_what_was_appended(tmp_path, shapes, block_bytes, flush_at):
     """Prompts come in groups; the first of a group brings the prompt's features, the others may bring them too."""
     expected = [make_document(i, length, prompt, seed) for i, (length, prompt, seed) in enumerate(shapes)]
     feature_writer.BLOCK_BYTES = block_bytes
@@ -100,7 +98,7 @@ def test_open_and_closed_file_hold_what_was_appended(
 
 
 @pytest.mark.parametrize("is_flushed", [False, True])
-def test_a_window_is_read_alone_at_its_place(tmp_path: Path, is_flushed: bool) -> None:
+def test_a_window_is_read_alone_at_its_place(tmp_path, is_flushed):
     tokens, prompt_length, features = make_document(0, 300, 20)
     writer = open_writer(tmp_path / "a.h5")
     writer.append(tokens, prompt_length, features)
@@ -111,12 +109,6 @@ def test_a_window_is_read_alone_at_its_place(tmp_path: Path, is_flushed: bool) -
         chosen = slice(start, None if count is None else start + count)
         wanted[chosen] = features[chosen]
         assert_same(OpenDocuments(writer).read(0, start, count), (tokens, prompt_length, wanted))
-
-
-def flip(path: Path, place: int, bit: int = 0) -> None:
-    content = bytearray(path.read_bytes())
-    content[place] ^= 1 << bit
-    path.write_bytes(content)
 
 
 def read_all(path: Path) -> list[Arrays]:
@@ -143,30 +135,26 @@ def closed_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, 
     return tmp_path / "a.h5", expected
 
 
-def test_every_truncation_is_noticed(closed_file: tuple[Path, list[Arrays]]) -> None:
+def test_every_truncation_is_noticed(closed_file):
     path, expected = closed_file
-    whole = path.read_bytes()
     assert is_same(read_all(path), expected)
-    for length in [*range(0, 200), *range(200, len(whole), 397), *range(len(whole) - 50, len(whole))]:
-        path.write_bytes(whole[:length])
+    for _ in truncations(path):
         with pytest.raises(DamagedFile, match=r"a\.h5: damaged feature cache"):
             read_all(path)
 
 
-def test_a_flipped_bit_is_noticed_or_lies_in_unused_space(closed_file: tuple[Path, list[Arrays]]) -> None:
+def test_a_flipped_bit_is_noticed_or_lies_in_unused_space(closed_file):
     path, expected = closed_file
-    whole, rng, num_noticed = path.read_bytes(), random.Random(0), 0
-    for place in rng.sample(range(len(whole)), 300):
-        flip(path, place, rng.randrange(8))
+    num_noticed = 0
+    for place in flips(path):
         try:
             assert is_same(read_all(path), expected), f"a flip at byte {place} was read as data"
         except DamagedFile:
             num_noticed += 1
-        path.write_bytes(whole)
     assert num_noticed > 100
 
 
-def test_previous_step_of_all_ranks_but_the_unusable(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_previous_step_of_all_ranks_but_the_unusable(tmp_path, caplog):
     caches = [open_cache(tmp_path, rank) for rank in range(4)]
     for cache in caches:
         run_step(cache, 0)
@@ -192,9 +180,7 @@ def test_previous_step_of_all_ranks_but_the_unusable(tmp_path: Path, caplog: pyt
     ),
     max_bytes=st.integers(0, 400_000),
 )
-def test_own_files_never_exceed_max_bytes(
-    tmp_path: Path, steps: list[list[tuple[int, int, int]]], max_bytes: int
-) -> None:
+def test_own_files_never_exceed_max_bytes(tmp_path, steps, max_bytes):
     cache = open_cache(tmp_path, max_bytes=max_bytes)
     for step, shapes in enumerate(steps):
         writer = cache.begin_step(step, 9)
@@ -232,7 +218,7 @@ def size_on_disk(path: Path) -> int:
     return sum(file.stat().st_size for file in path.rglob("rank-*"))
 
 
-def test_the_shortest_of_a_step_give_way(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_shortest_of_a_step_give_way(tmp_path, caplog):
     max_bytes = 4 * 60_000
     room = row_capacity(max_bytes // 2, LAYERS, HIDDEN)
     short = [make_document(index, 40, 1) for index in range(20)]
@@ -252,7 +238,7 @@ def test_the_shortest_of_a_step_give_way(tmp_path: Path, caplog: pytest.LogCaptu
     assert f"no room for {24 - num_kept} responses" in caplog.messages[0]
 
 
-def test_inherited_files_over_the_bytes_are_removed(tmp_path: Path) -> None:
+def test_inherited_files_over_the_bytes_are_removed(tmp_path):
     for rank in range(4):
         run_step(open_cache(tmp_path, rank), 0)
     folder = RunFolder(tmp_path)
@@ -264,7 +250,7 @@ def test_inherited_files_over_the_bytes_are_removed(tmp_path: Path) -> None:
         cache.abandon_step()
 
 
-def test_only_own_files_are_removed(tmp_path: Path) -> None:
+def test_only_own_files_are_removed(tmp_path):
     folder = RunFolder(tmp_path)
     for rank in (0, 1, 4):
         run_step(open_cache(tmp_path, rank), 0)
@@ -275,7 +261,7 @@ def test_only_own_files_are_removed(tmp_path: Path) -> None:
     assert folder.cache_parts() == [part_of(folder.feature_cache(1, rank)) for rank in (0, 4)]
 
 
-def test_a_run_that_goes_back_drops_its_later_steps_and_replaces_its_own(tmp_path: Path) -> None:
+def test_a_run_that_goes_back_drops_its_later_steps_and_replaces_its_own(tmp_path):
     cache, folder = open_cache(tmp_path), RunFolder(tmp_path)
     for step in range(5):
         run_step(cache, step)
@@ -286,9 +272,7 @@ def test_a_run_that_goes_back_drops_its_later_steps_and_replaces_its_own(tmp_pat
     assert is_same(read_all(folder.feature_cache(3, 0)), [])
 
 
-def test_no_rank_takes_away_the_folder_that_another_is_about_to_use(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_rank_takes_away_the_folder_that_another_is_about_to_use(tmp_path, monkeypatch):
     folder, removed = RunFolder(tmp_path), list[int]()
     monkeypatch.setattr(RunFolder, "remove_cache_step", lambda self, step: removed.append(step))
     for step in (0, 2, 3, 5):  # the other rank has made the folder of step 3, and not yet its file
@@ -322,7 +306,7 @@ def blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feature_writer, "BLOCK_BYTES", feature_writer.BLOCK_BYTES)
 
 
-def test_the_caller_writes_nothing_and_does_not_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_caller_writes_nothing_and_does_not_wait(tmp_path, monkeypatch):
     disk = HeldDisk(monkeypatch)
     set_block_bytes(monkeypatch, 0)
     writer = open_writer(tmp_path / "a.h5")
@@ -337,9 +321,7 @@ def test_the_caller_writes_nothing_and_does_not_wait(tmp_path: Path, monkeypatch
     assert_holds(FeatureCacheReader(tmp_path / "a.h5"), documents)
 
 
-def test_a_caller_too_far_ahead_waits_and_the_time_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_caller_too_far_ahead_waits_and_the_time_is_told(tmp_path, monkeypatch, caplog):
     disk, true_take, waits = HeldDisk(monkeypatch), feature_writer.WriteBehind._take_first, list[int]()
 
     def take_first(thread: feature_writer.WriteBehind) -> None:
@@ -364,7 +346,7 @@ def test_a_caller_too_far_ahead_waits_and_the_time_is_told(
     assert_holds(FeatureCacheReader(RunFolder(tmp_path).feature_cache(4, 0)), documents)
 
 
-def test_rows_that_are_used_again_while_the_thread_is_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_are_used_again_while_the_thread_is_behind(tmp_path, monkeypatch):
     """Evicted documents wait to be written when longer ones get their rows, in pieces."""
     disk = HeldDisk(monkeypatch)
     set_block_bytes(monkeypatch, 0)
@@ -393,7 +375,7 @@ def test_rows_that_are_used_again_while_the_thread_is_behind(tmp_path: Path, mon
             assert_same(reader.read(len(kept) - 2, start, 20), (*kept[-2][:2], wanted))
 
 
-def test_a_long_response_is_written_without_a_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_response_is_written_without_a_copy(tmp_path, monkeypatch):
     monkeypatch.setattr(feature_writer, "PIECE_BYTES", 3_000)
     written = list[NDArray[np.uint16]]()
     monkeypatch.setattr(hdf5, "write_rows", lambda dataset, first, rows: written.append(rows))
@@ -405,7 +387,7 @@ def test_a_long_response_is_written_without_a_copy(tmp_path: Path, monkeypatch: 
     writer.abandon()
 
 
-def test_abandoning_does_not_write_what_is_pending(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_abandoning_does_not_write_what_is_pending(tmp_path, monkeypatch):
     disk = HeldDisk(monkeypatch)
     set_block_bytes(monkeypatch, 0)
     writer = open_writer(tmp_path / "a.h5")
@@ -417,21 +399,13 @@ def test_abandoning_does_not_write_what_is_pending(tmp_path: Path, monkeypatch: 
     assert len(disk.callers) <= 1 and list(tmp_path.iterdir()) == []
 
 
-def refuse_writes(cache: FeatureCache) -> None:
-    """Fill the disk under the cache's open file."""
-    assert cache._writer is not None
-    cache._writer._file._bytes.error = OSError(28, "No space left on device")
-
-
 @pytest.mark.parametrize("notices", ["append", "end"])
-def test_a_full_disk_ends_the_steps_file_and_not_the_run(
-    tmp_path: Path, notices: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_ends_the_steps_file_and_not_the_run(tmp_path, notices, caplog, monkeypatch):
     set_block_bytes(monkeypatch, 0)
     cache = open_cache(tmp_path)
     run_step(cache, 0)
     writer = cache.begin_step(1, 9)
-    refuse_writes(cache)
+    writer._file._bytes.error = OSError(28, "No space left on device")
     view = cache.own_documents()
     for index in range(3 if notices == "append" else 1):
         cache.append(*make_document(index, 40))

@@ -7,11 +7,11 @@ from contextlib import closing
 import numpy as np
 import pytest
 import torch
+from test_device_rounds import device_engine
+from test_engine import PAGES_OF_8, full_engine, parse
+from tiny import KeptFeatures, embedded_decoder, embedded_folder, gcd_requests, generate, to_floats
 from torch import Tensor
 
-from tests.test_device_rounds import device_engine
-from tests.test_engine import PAGES_OF_8, full_engine, parse
-from tests.tiny import KeptFeatures, embedded_decoder, embedded_folder, gcd_requests, generate
 from tlt_hpc.models.documents import attend_documents
 from tlt_hpc.models.folder import folder_weights
 from tlt_hpc.rollout import feature_outbox
@@ -36,10 +36,6 @@ def teacher_forced(tokens: np.ndarray) -> Tensor:
     return decoder.hidden(fed, torch.arange(len(fed)), attend_documents(None))
 
 
-def as_float(bits: np.ndarray) -> Tensor:
-    return torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16).float()
-
-
 @pytest.mark.parametrize("way", WAYS)
 def test_what_the_cache_holds_is_what_a_pass_over_the_text_gives(tmp_path, way):
     make, options, shard = WAYS[way]
@@ -61,7 +57,7 @@ def test_what_the_cache_holds_is_what_a_pass_over_the_text_gives(tmp_path, way):
         assert document.weight_version == 17
         assert document.tokens[: document.prompt_length].tolist() in prompts
         wanted = teacher_forced(document.tokens)
-        torch.testing.assert_close(as_float(document.features[:, 0]), wanted, rtol=2**-7, atol=1e-3)
+        torch.testing.assert_close(to_floats(document.features[:, 0]), wanted, rtol=2**-7, atol=1e-3)
 
 
 def test_a_prompts_features_are_copied_and_handed_over_once(monkeypatch):

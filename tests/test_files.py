@@ -24,16 +24,9 @@ SCRIPTS = sorted([*(ROOT / "sbatch").glob("*.sh"), ROOT / ".ci" / "run"])
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 # What conda calls otherwise than PyPI does.
 PYPI_NAME = {"pytorch": "torch"}
-# config.json's max_position_embeddings, and the ranks that a job file is written for.
-POSITIONS = {
-    "tiny": 1024,
-    "tiny_tail": 1024,
-    "qwen7b": 131072,
-    "r1_qwen7b": 131072,
-    "qwen32b": 131072,
-    "llama70b": 131072,
-}
-RANKS = {"tiny": 2, "tiny_tail": 2, "qwen7b": 64, "r1_qwen7b": 64, "qwen32b": 64, "llama70b": 64}
+# The ranks that a job file is written for, and config.json's max_position_embeddings.
+SMALL = dict.fromkeys(("tiny", "tiny_tail"), (2, 1024))
+SIZES = SMALL | dict.fromkeys(("qwen7b", "r1_qwen7b", "qwen32b", "llama70b"), (64, 131072))
 
 
 def requirements(*extras: str) -> dict[str, SpecifierSet]:
@@ -90,14 +83,15 @@ def test_conda_environment_covers_the_project() -> None:
 
 
 def test_there_is_a_job_for_every_size() -> None:
-    assert {path.stem for path in JOBS} == set(POSITIONS) == set(RANKS)
+    assert {path.stem for path in JOBS} == set(SIZES)
 
 
 @pytest.mark.parametrize("path", JOBS, ids=lambda path: path.stem)
 def test_job_files_load_and_validate(path: Path) -> None:
     config = load_config(path)
-    check_ranks(config, RANKS[path.stem])
-    check_model_limits(config, POSITIONS[path.stem])
+    num_ranks, num_positions = SIZES[path.stem]
+    check_ranks(config, num_ranks)
+    check_model_limits(config, num_positions)
     assert config.run.name == path.stem
     assert config.optimizer.micro_batch_tokens >= config.data.max_prompt_tokens + config.rollout.max_new_tokens
     assert parse_config(tomllib.loads(to_toml(config))) == config

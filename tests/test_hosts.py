@@ -13,8 +13,6 @@ from typing import Any
 import pytest
 from launch_ranks import run_on_ranks
 
-ROOT = Path(__file__).resolve().parent.parent
-
 NEW_MOUNTS, NEW_NAMES = 0x00020000, 0x04000000
 RECURSIVE, PRIVATE, BIND = 0x4000, 0x40000, 0x1000
 HOSTS = {"tlt-host-a": "127.0.0.2", "tlt-host-b": "127.0.0.3"}

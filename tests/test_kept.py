@@ -6,43 +6,44 @@ import errno
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from fake_world import OneRank
-from launch_ranks import run_on_ranks
+from launch_ranks import ROOT, run_on_ranks
+from logged import make_rollout
+from test_resume import Silent
 from test_rollout_log import same
 
+from tlt_hpc import session
+from tlt_hpc import train as run
 from tlt_hpc.cluster.stopping import Stop
-from tlt_hpc.common.records import FinishReason, Request, Rollout, SampleKey
+from tlt_hpc.common.records import Request, Rollout, SampleKey
 from tlt_hpc.config import UserError, load_config
+from tlt_hpc.mpi.world import World
 from tlt_hpc.resume import kept as kept_module
+from tlt_hpc.resume import saving
 from tlt_hpc.resume.kept import Keeper, describe_progress, drop_kept, open_keeper, origin_of, origin_of_start
+from tlt_hpc.rl.distributed import leave_process_group
 from tlt_hpc.rollout_loop import still_to_do
 from tlt_hpc.storage.folder import RunFolder, WriteError
 from tlt_hpc.storage.hdf5 import DamagedFile
 from tlt_hpc.storage.kept_responses import read_kept, write_kept
+from tlt_hpc.storage.rollout_log import read_step
 from tlt_hpc.storage.step_lines import add_line, read_lines
 
-ROOT = Path(__file__).resolve().parent.parent
 OVERRIDES = [
     "rollout.prompts_per_step=8", "rollout.group_size=4", "rollout.max_new_tokens=200", "rollout.max_live=2",
 ]  # fmt: skip
 
 
 def response(draw: int, sample: int = 0, length: int = 3) -> Rollout:
-    return Rollout(
-        key=SampleKey(7, 0, 5, draw, sample),
-        prompt_tokens=np.arange(2, dtype=np.int32),
-        response_tokens=np.arange(length, dtype=np.int32) + draw,
-        log_probs=np.linspace(-1, 0, length, dtype=np.float32),
-        finish_reason=FinishReason.EOS,
-        weight_version=5,
-        num_target_passes=2,
-        pass_lengths=np.array([1, length % 30], np.uint8),
-        finished_seconds=12.5,
-    )
+    given = {"weight_version": 5, "num_target_passes": 2, "finished_seconds": 12.5}
+    given["log_probs"] = np.linspace(-1, 0, length, dtype=np.float32)
+    given["pass_lengths"] = np.array([1, length % 30], np.uint8)
+    return make_rollout(SampleKey(7, 0, 5, draw, sample), range(2), range(draw, draw + length), **given)
 
 
 # -- files ----------------------------------------------------------------------------------------------------------
@@ -81,14 +82,8 @@ def test_weights_are_named_by_their_step_or_their_files(tmp_path):
 
 @pytest.fixture
 def clock(monkeypatch):
-    class Clock:
-        now = 50.0
-
-        def __call__(self) -> float:
-            return self.now
-
-    clock = Clock()
-    monkeypatch.setattr(kept_module.time, "monotonic", clock)
+    clock = SimpleNamespace(now=50.0)
+    monkeypatch.setattr(kept_module.time, "monotonic", lambda: clock.now)
     return clock
 
 
@@ -201,8 +196,6 @@ NEVER = 10**6
 
 def stop_after(num_finished: int, world: Any) -> None:
     """A rank asks to be killed once it has finished so many responses, and finishes no more while the others see it."""
-    from tlt_hpc import session
-
     true_decode = session.decode
 
     def decode(engine: Any, pulse: Any) -> None:
@@ -217,15 +210,6 @@ def stop_after(num_finished: int, world: Any) -> None:
 
 def take_one_step(folder: str, stop_at: int) -> dict[str, Any]:
     """Step 0, or what a stop lets be done of it, which comes once a rank has finished ``stop_at`` responses."""
-    from test_resume import Silent
-
-    from tlt_hpc import train as run
-    from tlt_hpc.config import load_config
-    from tlt_hpc.mpi.world import World
-    from tlt_hpc.resume import saving
-    from tlt_hpc.rl.distributed import leave_process_group
-    from tlt_hpc.storage.rollout_log import read_step
-
     world = World.connect()
     config = load_config(ROOT / "jobs" / "tiny.toml", [*OVERRIDES, f"run.folder={folder}"])
     job = run.assemble(config, world)

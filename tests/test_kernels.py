@@ -56,7 +56,7 @@ def assert_close(got: Tensor, wanted: Tensor, dtype: torch.dtype = torch.float32
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("T", "H"), [(1, 128), (3, 100), (5, 3584), (0, 64)])
-def test_pointwise_operations(triton: None, T: int, H: int, dtype: torch.dtype) -> None:
+def test_pointwise_operations(triton, T, H, dtype):
     x, residual, weight = draw(T, H, dtype=dtype), draw(T, H, seed=1, dtype=dtype), draw(H, seed=2, dtype=dtype)
     assert_close(pointwise.rms_norm(x, weight, 1e-6), pointwise.rms_norm_reference(x, weight, 1e-6), dtype)
     wanted = pointwise.add_rms_norm_reference(x, residual, weight, 1e-6)
@@ -93,9 +93,7 @@ def clone(case: dict[str, Tensor]) -> dict[str, Tensor]:
     ("T", "h", "g", "d", "page_size"),
     [(1, 4, 2, 32, 16), (6, 3, 1, 64, 16), (3, 14, 2, 128, 17), (4, 9, 3, 20, 32), (2, 8, 8, 80, 256)],
 )
-def test_rotate_and_store(
-    triton: None, T: int, h: int, g: int, d: int, page_size: int, normed: bool, dtype: torch.dtype
-) -> None:
+def test_rotate_and_store(triton, T, h, g, d, page_size, normed, dtype):
     case = rotary_case(T, h, g, d, page_size, dtype)
     norms = (draw(d, seed=5, dtype=dtype), draw(d, seed=6, dtype=dtype), 1e-6) if normed else None
     there = clone(case)
@@ -112,7 +110,7 @@ EITHER = pytest.mark.parametrize("run", [rotary.rotate_and_store, rotary.rotate_
 
 
 @EITHER
-def test_tokens_may_share_a_slot(triton: None, run) -> None:
+def test_tokens_may_share_a_slot(triton, run):
     """A row that repeats its last position writes it again; what nobody reads gets one or the other."""
     case, spare = rotary_case(6, 4, 2, 32, 16, torch.float32), 79
     assert spare not in case["slots"]
@@ -132,7 +130,7 @@ WORDS = torch.tensor([noise.noise_key(SampleKey(1, 0, 0, 0, i)) for i in range(7
 
 
 @pytest.mark.parametrize("vocab", [20, 1, 1024, 4099])
-def test_triton_noise(triton: None, vocab: int) -> None:
+def test_triton_noise(triton, vocab):
     positions = torch.tensor([0, 3, 2**31, 5, 9, 11, 2**32 - 1], device=DEVICE)
     assert_close(
         gumbel.gumbel_noise(WORDS, positions, vocab), gumbel.gumbel_noise_reference(WORDS, positions, vocab), scale=0.5
@@ -154,7 +152,7 @@ def extreme_words() -> Tensor:
     return every[(every >= 0) & (every < 2**32)]
 
 
-def test_triton_gumbel_is_accurate_at_both_tails(triton: None) -> None:
+def test_triton_gumbel_is_accurate_at_both_tails(triton):
     from tlt_hpc.kernels.programs.gumbel import gumbel_of_words
 
     k = extreme_words()
@@ -165,7 +163,7 @@ def test_triton_gumbel_is_accurate_at_both_tails(triton: None) -> None:
 
 
 @pytest.mark.parametrize(("counter", "key", "words"), KNOWN)
-def test_triton_philox_gives_the_published_answers(triton: None, counter, key, words) -> None:
+def test_triton_philox_gives_the_published_answers(triton, counter, key, words):
     columns = 4 * counter[0] + torch.arange(4, device=DEVICE)
     stream = torch.tensor([[*key, counter[2], counter[3]]], device=DEVICE)
     position = torch.tensor([counter[1]], device=DEVICE)
@@ -187,7 +185,7 @@ def assert_same_choice(got: gumbel.GumbelChoice, wanted: gumbel.GumbelChoice) ->
 @pytest.mark.parametrize(
     ("vocab", "num_tokens"), [(20, 20), (24, 20), (1, 1), (1024, 1024), (1025, 1025), (5000, 4097)]
 )
-def test_gumbel_argmax(triton: None, vocab: int, num_tokens: int, dtype: torch.dtype) -> None:
+def test_gumbel_argmax(triton, vocab, num_tokens, dtype):
     logits = 4 * draw(7, vocab, dtype=dtype)
     logits[:, num_tokens:] = 1000.0  # padding, never chosen
     arguments = (logits, TEMPERATURES, WORDS, POSITIONS, num_tokens)
@@ -201,7 +199,7 @@ def both_choices(logits: Tensor, temperature: float, num_tokens: int) -> list[gu
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_choices_at_the_edge(triton: None, temperature: float) -> None:
+def test_choices_at_the_edge(triton, temperature):
     """Banned tokens, a whole block of them too; NaN; and of equal scores the first."""
     logits = draw(3, 3000)
     logits[:, 1:2999] = -torch.inf
@@ -269,10 +267,7 @@ CASES = [  # B, N, h, g, d, page_size, longest
 @pytest.mark.parametrize("dtype", DOT_DTYPES)
 @pytest.mark.parametrize("num_splits", [None, 5])
 @pytest.mark.parametrize(("B", "N", "h", "g", "d", "page_size", "longest"), CASES)
-def test_paged_tree_attention(
-    triton: None, B: int, N: int, h: int, g: int, d: int, page_size: int, longest: int,
-    num_splits: int | None, dtype: torch.dtype,
-) -> None:  # fmt: skip
+def test_paged_tree_attention(triton, B, N, h, g, d, page_size, longest, num_splits, dtype):
     case = attention_case(B, N, h, g, d, page_size, longest, dtype)
     wanted = attention.paged_tree_attention_reference(**case)
     got = attention.paged_tree_attention(**case, num_splits=num_splits)
@@ -281,7 +276,7 @@ def test_paged_tree_attention(
 
 
 @pytest.mark.parametrize("case", CASES[1:4])
-def test_prefix_and_tree_joined_by_log_sum_exp(case: tuple[int, ...]) -> None:
+def test_prefix_and_tree_joined_by_log_sum_exp(case):
     """The flash-attn variant with its library replaced by PyTorch, empty prefixes as that library leaves them."""
     tensors = attention_case(*case, torch.float32)
     B, N, h, d = tensors["query"].shape
@@ -302,7 +297,7 @@ def test_prefix_and_tree_joined_by_log_sum_exp(case: tuple[int, ...]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", [80, 90])
-def test_programs_compile_for_a_gpu_that_is_not_there(tmp_path: Path, capability: int) -> None:
+def test_programs_compile_for_a_gpu_that_is_not_there(tmp_path, capability):
     if not dispatch.has_triton():
         pytest.skip("triton is not installed")
     command = [sys.executable, "tools/check_kernels.py", "--compile", str(capability)]
@@ -313,7 +308,7 @@ def test_programs_compile_for_a_gpu_that_is_not_there(tmp_path: Path, capability
     assert len(used) >= 30 and max(map(int, used)) <= 64, "registers are spilled"
 
 
-def test_graph_pool_runs_on_static_buffers() -> None:
+def test_graph_pool_runs_on_static_buffers():
     pool, weight, shift = GraphPool(DEVICE), draw(4, 4), torch.ones(4, device=DEVICE)
 
     def function(x: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:

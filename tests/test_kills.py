@@ -9,14 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from launch_ranks import forked, mpiexec
+from launch_ranks import ROOT, forked, mpiexec
 
 from tlt_hpc.checkpoint.store import CheckpointStore
 from tlt_hpc.storage.folder import RunFolder
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ci]
 
-ROOT = Path(__file__).parent.parent
 RANKS, STEPS = 2, 2
 OVERRIDES = [
     "rollout.prompts_per_step=4", "rollout.group_size=4", "rollout.max_new_tokens=200", "rollout.max_live=4",

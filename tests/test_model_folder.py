@@ -68,9 +68,7 @@ SLIDING = {"sliding_window": 64, "layer_types": ["sliding_attention"]}
         ({"num_attention_heads": 6}, "hidden_size = 128 is not divisible by num_attention_heads = 6" + TAKE),
     ],
 )
-def test_shapes_that_no_decoder_has(
-    changes: dict[str, Any], message: str, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_shapes_that_no_decoder_has(changes, message, folder, capsys):
     change(folder / CONFIG, **changes)
     assert said(capsys) == f"mine/config.json: {message}"
 
@@ -91,9 +89,7 @@ def test_shapes_that_no_decoder_has(
         ("model.safetensors", None, f"model folder mine has no model.safetensors and no {INDEX}; convert the weights"),
     ],
 )
-def test_files_that_are_damaged_or_missing(
-    file: str, content: bytes | None, message: str, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_files_that_are_damaged_or_missing(file, content, message, folder, capsys):
     (folder / file).unlink()
     if content is not None:
         (folder / file).write_bytes(content)
@@ -111,7 +107,7 @@ def test_files_that_are_damaged_or_missing(
         ),
     ],
 )
-def test_shards_that_are_missing(index: str, message: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_shards_that_are_missing(index, message, folder, capsys):
     (folder / "model.safetensors").unlink()
     (folder / INDEX).write_text(index)
     assert said(capsys).startswith(message)
@@ -125,7 +121,7 @@ def test_shards_that_are_missing(index: str, message: str, folder: Path, capsys:
         ("<end>", "eos_token_id '<end>' is none of the model's tokens 0 to 23; fix its"),
     ],
 )
-def test_ends_that_are_no_tokens(token: object, message: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ends_that_are_no_tokens(token, message, folder, capsys):
     for file in (CONFIG, "generation_config.json"):
         change(folder / file, eos_token_id=token)
     assert f"{message} generation_config.json" in said(capsys)
@@ -137,9 +133,7 @@ OTHER_WEIGHTS = (
 
 
 @pytest.mark.parametrize("command", [("train", str(TINY), "model.path=mine"), ("evaluate", "mine", str(TINY))])
-def test_the_weights_of_another_model(
-    command: tuple[str, ...], folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_weights_of_another_model(command, folder, capsys):
     change(folder / CONFIG, vocab_size=32)
     assert said(capsys, *command) == OTHER_WEIGHTS
 

@@ -13,14 +13,24 @@ from pathlib import Path
 from typing import Any
 
 import launch_ranks
+import numpy as np
 import pytest
-from launch_ranks import LAUNCH_ENVIRONMENT, mpiexec, run_on_ranks
+import torch
+from launch_ranks import LAUNCH_ENVIRONMENT, ROOT, mpiexec, run_on_ranks
 from tiny import embedded_folder
 
+from tlt_hpc.cli import main as cli
+from tlt_hpc.cli.display import Screen, StepReporter
 from tlt_hpc.cluster.local import given_job, launch_environment
+from tlt_hpc.cluster.stopping import StopFlag
+from tlt_hpc.config import load_config
+from tlt_hpc.models.once import read_all_once, read_once
 from tlt_hpc.models.tokenizer import embedded
+from tlt_hpc.mpi import node as node_module
+from tlt_hpc.mpi import world as world_module
+from tlt_hpc.rl.distributed import leave_process_group
+from tlt_hpc.train import run
 
-ROOT = Path(__file__).resolve().parent.parent
 OPENED = re.compile(r'open(?:at)?\(.*?"([^"]+)", (\S+?)[,)].*= \d+$')
 needs_strace = pytest.mark.skipif(
     not shutil.which("strace"), reason="no strace on PATH; install it (Debian: apt install strace)"
@@ -30,13 +40,6 @@ THREAD = re.compile(r"^clone.*CLONE_THREAD.*= (\d+)$")
 
 def start_and_go_on(job: str, overrides: list[str]) -> str:
     """A run of one step, and another start that takes it up for a second."""
-    from tlt_hpc.cli import main as cli
-    from tlt_hpc.cli.display import Screen, StepReporter
-    from tlt_hpc.cluster.stopping import StopFlag
-    from tlt_hpc.config import load_config
-    from tlt_hpc.rl.distributed import leave_process_group
-    from tlt_hpc.train import run
-
     options = cli.parse(["train", job, *overrides])
     config = load_config(job, overrides, given_job(os.environ, job))
     world = cli.connect(config, options, StopFlag())
@@ -70,18 +73,9 @@ def place_of_files(tmp_path: Path) -> tuple[Path, list[str]]:
     shutil.copytree(embedded("tiny_drafter"), place / "drafter")
     (place / "data.jsonl").write_text("".join(f'{{"prompt": "gcd({2 * n},4)=", "answer": "2"}}\n' for n in range(20)))
     shutil.copy(ROOT / "jobs" / "tiny.toml", job)
-    return (
-        job,
-        [
-            f"run.folder={tmp_path / 'runs'}",
-            f"model.path={place / 'model'}",
-            f"drafter.init={place / 'drafter'}",
-            f"data.source={place / 'data.jsonl'}",
-            "rollout.prompts_per_step=4",
-            "rollout.max_new_tokens=32",
-            "checkpoint.every_steps=1",
-        ],
-    )
+    overrides = [f"run.folder={tmp_path / 'runs'}", f"model.path={place / 'model'}"]
+    overrides += [f"drafter.init={place / 'drafter'}", f"data.source={place / 'data.jsonl'}"]
+    return job, [*overrides, "rollout.prompts_per_step=4", "rollout.max_new_tokens=32", "checkpoint.every_steps=1"]
 
 
 def readers_in(tmp_path: Path, job: Path, num_ranks: int, program: list[str]) -> dict[str, int]:
@@ -112,10 +106,9 @@ def test_each_file_is_opened_by_one_rank_of_the_node(tmp_path: Path) -> None:
     program = [launch_ranks.__file__, __file__, "start_and_go_on", given, str(results)]
     readers = readers_in(tmp_path, job, num_ranks, program)
     read = {path: count for path, count in readers.items() if not path.startswith(("runs/tiny/cache", "results"))}
-    assert {"read/model/model.safetensors", "read/model/tokenizer.json", "read/drafter/drafter.safetensors"} <= set(
-        read
-    )
-    assert "read/data.jsonl" in read and sum("checkpoints/step-000001/policy" in path for path in read) == num_ranks
+    files = ("model/model.safetensors", "model/tokenizer.json", "drafter/drafter.safetensors", "data.jsonl")
+    assert {f"read/{file}" for file in files} <= set(read)
+    assert sum("checkpoints/step-000001/policy" in path for path in read) == num_ranks
     assert {path: count for path, count in read.items() if count > 1} == {}
     assert "job.toml" not in read, "the launching process has read it"
 
@@ -125,11 +118,6 @@ def test_each_file_is_opened_by_one_rank_of_the_node(tmp_path: Path) -> None:
 
 def read_as_nodes(num_bytes: int) -> dict[str, Any]:
     """Two ranks a node: what each was given of three reads, how often it read, and the error that its node met."""
-    import numpy as np
-
-    import tlt_hpc.mpi.node as node_module
-    import tlt_hpc.mpi.world as world_module
-
     node_module.BLOCK_BYTES = 1000
     rank = int(os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK", "0")))
     world_module.socket.gethostname = lambda: f"node{rank // 2}"
@@ -163,12 +151,7 @@ def test_the_first_rank_of_each_node_reads() -> None:
 
 
 def tensors_as_node() -> list[bool]:
-    import torch
-
-    from tlt_hpc.models.once import read_all_once, read_once
-    from tlt_hpc.mpi.world import World
-
-    world = World.connect()
+    world = world_module.World.connect()
     tensors = {
         "bf16": torch.arange(12, dtype=torch.bfloat16).view(3, 4),
         "turned": torch.arange(6.0).view(2, 3).T,

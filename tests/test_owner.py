@@ -16,10 +16,15 @@ from launch_ranks import ROOT, run_on_ranks
 from test_resume import Silent
 from test_watch_verdict import record
 
+from tlt_hpc import train as run
+from tlt_hpc.cluster.watch.beat import BEAT
 from tlt_hpc.cluster.watch.record import HEARTBEAT_SECONDS, write_record
-from tlt_hpc.config import UserError
+from tlt_hpc.config import UserError, load_config
 from tlt_hpc.mpi import owner
 from tlt_hpc.mpi.owner import Owner, check_owner, claim_owner, find_at_work
+from tlt_hpc.mpi.world import World
+from tlt_hpc.resume import saving
+from tlt_hpc.rl.distributed import leave_process_group
 from tlt_hpc.storage.step_lines import read_lines
 
 
@@ -157,13 +162,6 @@ def test_a_folder_that_was_taken_away_takes_no_commit(tmp_path, content):
 
 def lose_the_folder(folder: str) -> dict[str, Any]:
     """What two ranks leave of a run whose folder another start has claimed after its first step."""
-    from tlt_hpc import train as run
-    from tlt_hpc.cluster.watch.beat import BEAT
-    from tlt_hpc.config import load_config
-    from tlt_hpc.mpi.world import World
-    from tlt_hpc.resume import saving
-    from tlt_hpc.rl.distributed import leave_process_group
-
     overrides = ["rollout.prompts_per_step=4", "rollout.max_new_tokens=40"]
     config = load_config(ROOT / "jobs" / "tiny.toml", [*overrides, f"run.folder={folder}", "run.num_steps=9"])
     job = run.assemble(config, World.connect())

@@ -12,10 +12,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from deepspeed.utils import safe_get_full_grad
 from launch_ranks import run_on_ranks
+from logged import make_rollout
+from safetensors.torch import load_file, save_file
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from tlt_hpc.common.records import FinishReason, Rollout, SampleKey
+from tlt_hpc.common.records import Rollout, SampleKey
 from tlt_hpc.config import Config, load_config, parse_config
+from tlt_hpc.mpi.world import World
+from tlt_hpc.rl import engine
+from tlt_hpc.rl.distributed import join_process_group, leave_process_group
+from tlt_hpc.rl.engine import engine_settings, frozen_settings
+from tlt_hpc.rl.policy import Policy
 
 VOCABULARY = 40
 NUM_PROMPTS, GROUP_SIZE, NUM_UPDATES = 3, 4, 2
@@ -50,8 +59,6 @@ def make_config(**changes: Any) -> Config:
 
 
 def make_model(dtype: torch.dtype = torch.float32, tied: bool = False) -> torch.nn.Module:
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
     torch.manual_seed(7)
     shape = Qwen2Config(
         vocab_size=VOCABULARY,
@@ -72,24 +79,16 @@ def make_model(dtype: torch.dtype = torch.float32, tied: bool = False) -> torch.
 def make_rollouts(step: int = 0) -> list[Rollout]:
     generator = np.random.default_rng(step)
     return [
-        make_rollout(SampleKey(0, 0, step, draw, sample), generator)
+        random_rollout(SampleKey(0, 0, step, draw, sample), generator)
         for draw in range(NUM_PROMPTS)
         for sample in range(GROUP_SIZE)
     ]
 
 
-def make_rollout(key: SampleKey, generator: np.random.Generator) -> Rollout:
-    response_length = int(generator.integers(1, 25))
-    return Rollout(
-        key=key,
-        prompt_tokens=generator.integers(2, VOCABULARY, 2 + key.draw).astype(np.int32),
-        response_tokens=generator.integers(2, VOCABULARY, response_length).astype(np.int32),
-        log_probs=-10 * generator.random(response_length).astype(np.float32),
-        finish_reason=FinishReason.EOS,
-        weight_version=0,
-        num_target_passes=response_length,
-        finished_seconds=0.0,
-    )
+def random_rollout(key: SampleKey, generator: np.random.Generator) -> Rollout:
+    length = int(generator.integers(1, 25))
+    prompt, response = (generator.integers(2, VOCABULARY, count) for count in (2 + key.draw, length))
+    return make_rollout(key, prompt, response, log_probs=-10 * generator.random(length).astype(np.float32))
 
 
 def make_advantages(step: int = 0) -> np.ndarray:
@@ -97,10 +96,6 @@ def make_advantages(step: int = 0) -> np.ndarray:
 
 
 def connect() -> Any:
-    from tlt_hpc.mpi.world import World
-    from tlt_hpc.rl import engine
-    from tlt_hpc.rl.distributed import join_process_group
-
     engine.ADAM_EPSILON = EPSILON
     world = World.connect()
     join_process_group(world, "cpu")
@@ -108,8 +103,6 @@ def connect() -> Any:
 
 
 def make_policy(config: Config, world: Any, **changes: Any) -> Any:
-    from tlt_hpc.rl.policy import Policy
-
     return Policy(make_model(getattr(torch, config.model.dtype), **changes), config, world)
 
 
@@ -206,8 +199,6 @@ def objective(config: Config, parts: list[Part]) -> torch.Tensor:
 
 def capture_gradients(policy: Any) -> list[dict[str, torch.Tensor]]:
     """The full gradients of every update from now on, before clipping."""
-    from deepspeed.utils import safe_get_full_grad
-
     captured: list[dict[str, torch.Tensor]] = []
     step = policy.engine.step
 
@@ -261,14 +252,8 @@ def compare_with_reference(stages: list[int], changes: dict[str, Any]) -> list[d
             }
         )
         policy.close()
-    leave()
-    return results
-
-
-def leave() -> None:
-    from tlt_hpc.rl.distributed import leave_process_group
-
     leave_process_group()
+    return results
 
 
 @pytest.mark.parametrize(
@@ -311,7 +296,7 @@ def distances_from_objective(every_change: list[dict[str, Any]]) -> list[list[fl
         reference.update(make_rollouts(), make_advantages())
         largest = max(float(g.abs().max()) for each in reference.gradients for g in each.values())
         results.append([max(map(distance, captured, reference.gradients)), largest])
-    leave()
+    leave_process_group()
     return results
 
 
@@ -355,7 +340,7 @@ def mismatch_and_its_formulas() -> list[list[float]]:
     outside = (weights > MAX_WEIGHT).double().mean()
     assert 0.1 < outside < 0.9
     wanted = [away.mean(), away.max(), k1.mean(), k3.mean(), weights.clamp(max=MAX_WEIGHT).mean(), outside]
-    leave()
+    leave_process_group()
     return [*found, list(map(float, wanted))]
 
 
@@ -374,8 +359,6 @@ def away(model: Any) -> Any:
 
 def distance_from_reference(stage: int, sharing: int) -> list[list[float]]:
     """Each response's summed estimate of the distance, by the policy's own function and by the formula."""
-    from tlt_hpc.rl.policy import Policy
-
     world = connect()
     config = make_config(
         algorithm__name="rloo",
@@ -392,7 +375,7 @@ def distance_from_reference(stage: int, sharing: int) -> list[list[float]]:
     with torch.no_grad():
         wanted = [float((plain.log_probs(r) - other.log_probs(r)).sum()) for r in rollouts]
     policy.close()
-    leave()
+    leave_process_group()
     return [found, wanted]
 
 
@@ -406,8 +389,6 @@ def test_the_distance_from_the_reference_is_summed_over_each_responses_tokens() 
 
 def vary_settings() -> dict[str, Any]:
     """Things that need no second job, on one world."""
-    from tlt_hpc.rl.policy import Policy
-
     world = connect()
     result: dict[str, Any] = {}
     weights = {}
@@ -440,7 +421,7 @@ def vary_settings() -> dict[str, Any]:
     result["greedy loss"], result["greedy kl"] = stats[0].pg_loss, stats[0].ppo_kl
     result["tied names"] = [name for name, _ in policy.named_weights() if "head" in name or "embed" in name]
     policy.close()
-    leave()
+    leave_process_group()
     return result
 
 
@@ -464,7 +445,7 @@ def overflow() -> str:
     except FloatingPointError as error:
         return str(error)
     finally:
-        leave()
+        leave_process_group()
     return "no error"
 
 
@@ -501,8 +482,6 @@ def finish(policy: Any) -> str:
 
 def save_after_two_steps(stages: list[int], folder: str) -> list[list[str]]:
     """Per stage: two steps, save, one more; hashes when saved and at the end, and the weights of the end on disk."""
-    from safetensors.torch import save_file
-
     world = connect()
     digests = []
     for stage in stages:
@@ -518,14 +497,12 @@ def save_after_two_steps(stages: list[int], folder: str) -> list[list[str]]:
         if world.rank == 0:
             save_file(weights, Path(folder) / f"stage-{stage}-after.safetensors")
         digests.append([saved, finish(policy)])
-    leave()
+    leave_process_group()
     return digests
 
 
 def load_and_go_on(pairs: list[tuple[int, int]], folder: str) -> list[dict[str, Any]]:
     """Per (stage saved at, stage loaded at): what came back, and where the next step leads."""
-    from safetensors.torch import load_file
-
     world = connect()
     results = []
     for saved_stage, stage in pairs:
@@ -539,7 +516,7 @@ def load_and_go_on(pairs: list[tuple[int, int]], folder: str) -> list[dict[str, 
         after = distance(weights_of(policy), load_file(Path(folder) / f"stage-{saved_stage}-after.safetensors"))
         steps = policy.optimizer_step_count
         results.append({"loaded": loaded, "same": roundtrip, "steps": steps, "after": after, "end": finish(policy)})
-    leave()
+    leave_process_group()
     return results
 
 
@@ -577,7 +554,7 @@ def hold_and_gather(stages: list[int]) -> list[list[Any]]:
         )
         results.append([same, policy.num_shard_bytes, held])
         policy.close()
-    leave()
+    leave_process_group()
     return results
 
 
@@ -598,8 +575,6 @@ def test_a_shard_is_what_the_rank_has_of_the_state_and_no_more() -> None:
 
 @pytest.mark.parametrize(("device", "parts"), [("cuda", {"offload_optimizer", "offload_param"}), ("cpu", set())])
 def test_what_is_offloaded_is_in_host_memory(device: str, parts: set[str]) -> None:
-    from tlt_hpc.rl.engine import engine_settings, frozen_settings
-
     asked = ["zero_stage=3", "offload=true", "offload_parameters=true"]
     job = Path(__file__).parent.parent / "jobs" / "tiny.toml"
     config = load_config(job, [f"optimizer.{key}" for key in asked])

@@ -2,31 +2,27 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from launch_ranks import run_on_ranks
+from launch_ranks import ROOT, run_on_ranks
 from tiny import embedded_folder
 
+from tlt_hpc.config import load_config
 from tlt_hpc.models.folder import empty_policy_model, folder_weights, load_policy_model, read_config, start_model
+from tlt_hpc.mpi.world import World
+from tlt_hpc.rl.distributed import join_process_group, leave_process_group
+from tlt_hpc.rl.policy import Policy
 
 
 def start_from_rank_0(given: str) -> dict[str, Any]:
-    from pathlib import Path
-
-    from tlt_hpc.config import load_config
-    from tlt_hpc.mpi.world import World
-    from tlt_hpc.rl.distributed import join_process_group, leave_process_group
-    from tlt_hpc.rl.policy import Policy
-
-    job = Path(__file__).parent.parent / "jobs" / "tiny.toml"
-    config = load_config(job, ["optimizer.zero_stage=3", "algorithm.kl_coefficient=0"])
+    config = load_config(ROOT / "jobs" / "tiny.toml", ["optimizer.zero_stage=3", "algorithm.kl_coefficient=0"])
     world = World.connect()
     join_process_group(world, "cpu")
-    model = start_model(
-        Path(given), "float32", torch.device("cpu"), is_sharded=True, rank=world.rank, node=world.node_group
-    )
+    device, node = torch.device("cpu"), world.node_group
+    model = start_model(Path(given), "float32", device, is_sharded=True, rank=world.rank, node=node)
     if world.rank > 0:
         for tensor in (*model.parameters(), *model.buffers()):
             tensor.data.fill_(7)  # what the memory held
@@ -54,9 +50,7 @@ def tensors_of(model: Any) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
 
 
 def test_an_empty_model_has_the_loaded_ones_tensors() -> None:
-    loaded, empty = (
-        load_policy_model(embedded_folder(), "float32"),
-        empty_policy_model(read_config(embedded_folder()), "float32"),
-    )
+    loaded = load_policy_model(embedded_folder(), "float32")
+    empty = empty_policy_model(read_config(embedded_folder()), "float32")
     assert tensors_of(empty) == tensors_of(loaded)
     assert empty.get_output_embeddings().weight is empty.get_input_embeddings().weight

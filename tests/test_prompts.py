@@ -19,8 +19,6 @@ from tlt_hpc.data.gcd import GcdProblem
 from tlt_hpc.data.prompts import FilePrompts, GcdPrompts, PromptSource, SharedPrompts, open_prompts
 from tlt_hpc.data.reader import PromptReader
 
-ROOT = TINY.parent.parent
-
 
 def gcd_prompts(folder: Path, seed: int = 0, count: int = 8) -> GcdPrompts:
     return GcdPrompts(embedded_tokenizer(), seed, count)

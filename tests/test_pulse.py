@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -171,15 +172,8 @@ def test_a_rank_that_raises_in_mid_rollout_ends_the_others() -> None:
 # --- one process, no MPI job ---
 
 
-class FailingComm:
-    """Stands for a communicator whose library reports an error."""
-
-    def Iprobe(self) -> bool:  # noqa: N802  (mpi4py's name)
-        raise MPI.Exception(MPI.ERR_OTHER)
-
-
 def test_an_error_in_the_progress_thread_surfaces() -> None:
-    progress = ProgressThread(FailingComm().Iprobe)
+    progress = ProgressThread(Mock(side_effect=MPI.Exception(MPI.ERR_OTHER)))
     with pytest.raises(RuntimeError, match="progress thread has failed") as caught, progress.running():
         progress._thread.join(60)
     assert isinstance(caught.value.__cause__, MPI.Exception)
@@ -203,7 +197,7 @@ def test_a_busy_rank_looks_no_more_often_than_it_was_told(monkeypatch: pytest.Mo
     now = [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     comm = OneRank()
-    pulse = alone(comm, busy_seconds=10e-3)
+    pulse: Any = Pulse(comm, busy_seconds=10e-3)
     pulse.begin(0)
     for now[0] in (0.001, 0.004, 0.008, 0.0111, 0.015):
         pulse.poll(BUSY)
@@ -230,17 +224,13 @@ class OneRank:
         return True
 
 
-def alone(comm: OneRank, busy_seconds: float = 0.0) -> Pulse:
-    return Pulse(comm, busy_seconds)  # type: ignore[arg-type]
-
-
 def seen(roster: Roster) -> tuple[int, int, Status]:
     return roster.epoch, roster.round, roster.statuses[0]
 
 
 def test_one_roster_a_poll_and_nothing_pending_after_the_last() -> None:
     comm = OneRank()
-    pulse = alone(comm)
+    pulse: Any = Pulse(comm, busy_seconds=0.0)
     with pytest.raises(AssertionError, match="call begin first"):
         pulse.poll(BUSY)
     pulse.begin(3)

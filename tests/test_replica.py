@@ -10,7 +10,7 @@ from typing import Any
 from unittest.mock import Mock, call
 
 import pytest
-from launch_ranks import run_on_ranks
+from launch_ranks import ROOT, run_on_ranks
 from test_resume import Silent
 from test_run import SMALL, records, tokens_of
 
@@ -18,8 +18,9 @@ from tlt_hpc.config import ConfigError, load_config
 from tlt_hpc.mpi.replica import Replica, ReplicaPulse, check_nodes
 from tlt_hpc.mpi.roster import State, Status
 from tlt_hpc.mpi.world import World
+from tlt_hpc.rl.distributed import leave_process_group
+from tlt_hpc.train import run
 
-ROOT = Path(__file__).parent.parent
 TWO = "rollout.tensor_parallel=2"
 SHORT = ["rollout.max_new_tokens=120"]
 
@@ -86,12 +87,11 @@ def leave_together(num_rollouts: int) -> list[list[int]]:
         own = random.Random(f"{epoch}/{world.rank}")
         rounds = 0
         pulse.begin(epoch)
-
-        def status(left: int, rounds: int, voter: int, vote_after: int) -> Status:
+        while True:
             votes = voter == world.rank and rounds >= vote_after
-            return Status(State.BUSY if left else State.IDLE, left, rounds, 0, votes)
-
-        while not (roster := pulse.poll(status(left, rounds, voter, vote_after))).over:
+            roster = pulse.poll(Status(State.BUSY if left else State.IDLE, left, rounds, 0, votes))
+            if roster.over:
+                break
             if left:
                 replica.agree(rounds)  # a pass: the others would wait here forever for a rank that has left
                 time.sleep(own.uniform(0, 3e-3))
@@ -119,9 +119,6 @@ def test_busy_ranks_of_a_replica_leave_before_the_same_round_whoever_votes() -> 
 
 def run_in_turn(folder: str, runs: list[list[str]]) -> list[str]:
     """Runs one after another in these ranks; the policies that they end with."""
-    from tlt_hpc.rl.distributed import leave_process_group
-    from tlt_hpc.train import run
-
     world, digests = World.connect(), []
     for changes in runs:
         config = load_config(ROOT / "jobs" / "tiny.toml", [f"run.folder={folder}", *SMALL, *SHORT, *changes])

@@ -9,9 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from launch_ranks import run_on_ranks
+from launch_ranks import ROOT, run_on_ranks
 
-ROOT = Path(__file__).parent.parent
+from tlt_hpc import session
+from tlt_hpc import train as run
+from tlt_hpc.config import load_config
+from tlt_hpc.mpi.world import World
+from tlt_hpc.resume import saving
+from tlt_hpc.rl.distributed import leave_process_group
+from tlt_hpc.storage.step_lines import drop_lines
+
+TINY = ROOT / "jobs" / "tiny.toml"
 OVERRIDES = [
     "rollout.prompts_per_step=4", "rollout.group_size=4", "rollout.max_new_tokens=100", "rollout.max_live=4",
     "run.num_steps=9",
@@ -21,17 +29,8 @@ OVERRIDES = [
 class Silent:
     """A reporter that shows nothing."""
 
-    def replayed(self, *_: object) -> None: ...
-
-    def started(self, *_: object) -> None: ...
-
-    def rolling(self, *_: object) -> None: ...
-
-    def phase(self, *_: object) -> None: ...
-
-    def stepped(self, *_: object) -> None: ...
-
-    def evaluated(self, *_: object) -> None: ...
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_: None
 
 
 def state_of(job: Any) -> dict[str, Any]:
@@ -53,8 +52,6 @@ def state_of(job: Any) -> dict[str, Any]:
 
 def have_a_tail() -> None:
     """Rank 1's last responses wait until rank 0, which has none left, has trained."""
-    from tlt_hpc import session
-
     true_decode = session.decode
 
     def decode(engine: Any, pulse: Any) -> None:
@@ -82,15 +79,7 @@ def differences(wanted: Any, got: Any, at: str = "") -> list[str]:
 
 
 def save_go_on_and_come_back(folder: str, changes: list[str]) -> dict[str, Any]:
-    from tlt_hpc import train as run
-    from tlt_hpc.config import load_config
-    from tlt_hpc.mpi.world import World
-    from tlt_hpc.resume import saving
-    from tlt_hpc.rl.distributed import leave_process_group
-    from tlt_hpc.session import assemble
-    from tlt_hpc.storage.step_lines import drop_lines
-
-    config = load_config(ROOT / "jobs" / "tiny.toml", [*OVERRIDES, f"run.folder={folder}", *changes])
+    config = load_config(TINY, [*OVERRIDES, f"run.folder={folder}", *changes])
     world = World.connect()
     job = run.assemble(config, world)
     saving.resume(job, Silent().replayed)
@@ -112,7 +101,7 @@ def save_go_on_and_come_back(folder: str, changes: list[str]) -> dict[str, Any]:
     job.close()
     if world.rank == 0:
         drop_lines(job.folder.metrics, 1)  # or the step after the save would be repeated from its log
-    again = assemble(config, world)
+    again = run.assemble(config, world)
     saved, step = saving.resume(again, Silent().replayed)
     assert saved == step
     got = state_of(again)
@@ -134,16 +123,10 @@ def save_go_on_and_come_back(folder: str, changes: list[str]) -> dict[str, Any]:
 
 def save_between_and_come_back(folder: str) -> list[dict[str, Any]]:
     """Started again after steps that no checkpoint has: the drafter saved alone, damaged, and of steps to come."""
-    from tlt_hpc import train as run
-    from tlt_hpc.config import load_config
-    from tlt_hpc.mpi.world import World
-    from tlt_hpc.resume import saving
-    from tlt_hpc.rl.distributed import leave_process_group
-
     world = World.connect()
 
     def start(*changes: str) -> tuple[Any, int]:
-        config = load_config(ROOT / "jobs" / "tiny.toml", [*OVERRIDES, f"run.folder={folder}", *changes])
+        config = load_config(TINY, [*OVERRIDES, f"run.folder={folder}", *changes])
         job = run.assemble(config, world)
         return job, saving.resume(job, Silent().replayed)[1]
 
@@ -213,18 +196,13 @@ def test_what_comes_back_is_what_there_was_at_the_save(tmp_path: Path, changes: 
 
 def ends_with_and_without_a_restart(folder: str) -> list[str]:
     """The policy after two steps of ranks that share sequences, without a break and with one after the first."""
-    from tlt_hpc.config import load_config
-    from tlt_hpc.mpi.world import World
-    from tlt_hpc.rl.distributed import leave_process_group
-    from tlt_hpc.train import run
-
     world = World.connect()
 
     def steps(name: str, count: int) -> str:
         changes = ["optimizer.sequence_parallel=2", "speculation.mode=ngram", "rollout.max_new_tokens=60"]
         changes += [f"run.folder={folder}", f"run.name={name}", f"run.num_steps={count}"]
-        config = load_config(ROOT / "jobs" / "tiny.toml", [*OVERRIDES, *changes])
-        return run(config, world, Silent()).policy_sha256
+        config = load_config(TINY, [*OVERRIDES, *changes])
+        return run.run(config, world, Silent()).policy_sha256
 
     ends = [steps("whole", 2), steps("broken", 1), steps("broken", 2)]
     leave_process_group()

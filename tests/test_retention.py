@@ -50,19 +50,6 @@ def test_the_lowest_free_rows_are_taken_first():
     assert not list(runs_of(rows[:0]))
 
 
-def test_the_shortest_are_evicted_as_many_as_it_takes():
-    retention = Retention(100)
-    for length in (30, 10, 40, 20):
-        assert add(retention, length)
-    assert add(retention, 25)
-    assert lengths(retention) == [30, 40, 25] and retention.num_evicted == 2
-    assert not add(retention, 24), "only longer ones could make room"
-    assert not add(retention, 101)
-    assert add(retention, 5) and lengths(retention) == [30, 40, 25, 5], "there is room"
-    assert add(retention, 100) and lengths(retention) == [100]
-    assert retention.num_evicted == 8
-
-
 def test_a_prompt_is_stored_once_and_waits_for_a_longer_response():
     retention = Retention(100)
     assert add(retention, 20, prompt_length=11, group=1) and add(retention, 30, prompt_length=11, group=1)
@@ -94,15 +81,6 @@ def test_a_late_response_outlives_its_prompt():
     assert add(retention, 95, prompt_length=21, group=1, first=20)
     assert lengths(retention) == [95] and [prompt.tokens.tolist() for prompt in retention.prompts] == [[1]]
     assert not add(retention, 95, prompt_length=21, group=1, first=20) and retention.num_evicted == 3
-
-
-def test_a_short_response_with_a_long_prompt_takes_nothing_from_longer_ones():
-    retention = Retention(100)
-    add(retention, 79, prompt_length=5, group=1)
-    assert not add(retention, 5, prompt_length=51, group=2)
-    assert not add(retention, 79, prompt_length=2, group=2), "as long is not longer"
-    assert lengths(retention) == [79] and retention.num_evicted == 2 and len(retention.prompts) == 1
-    assert add(retention, 80, prompt_length=21, group=3) and lengths(retention) == [80]
 
 
 @given(st.lists(st.tuples(st.sampled_from([3, 5, 8, 13, 21, 34, 55, 89]), st.integers(0, 5)), max_size=120))

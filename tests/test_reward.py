@@ -8,8 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from logged import make_rollout
 
-from tlt_hpc.common.records import FinishReason, Prompt, Rollout, SampleKey
+from tlt_hpc.common.records import Prompt, Rollout, SampleKey
 from tlt_hpc.config import ConfigError, RewardSection, load_config
 from tlt_hpc.plan.inputs import read_assets
 from tlt_hpc.rewards import text as texts
@@ -178,13 +179,7 @@ def prompts(source: str = "a") -> list[Prompt]:
 
 
 def rollouts(num: int) -> list[Rollout]:
-    tokens = np.zeros(1, np.int32)
-    return [
-        Rollout(
-            SampleKey(0, 0, 0, i, 0), tokens, tokens, np.zeros(1, np.float32), FinishReason.EOS, 0, 1, float(i)
-        )
-        for i in range(num)
-    ]  # fmt: skip
+    return [make_rollout(SampleKey(0, 0, 0, i, 0), [0], [0], finished_seconds=float(i)) for i in range(num)]
 
 
 def test_rewards_scored_ahead_are_those_scored_after() -> None:

@@ -6,13 +6,13 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from attacks import ASSERTED, ATTACKS, CALLED, DOUBLE, FORGERIES, HONEST, Attack
+from test_reward_server import alive, wait_until
 
 from tlt_hpc.config import RewardSection
 from tlt_hpc.rewards.answer import Verdict
@@ -83,10 +83,7 @@ def test_nothing_outlives_its_answer(template: Template) -> None:
         check(template, "def f(): return 1", ["assert f() == 1"], LIMITS)
         inside = children_of(os.getpid()) - before
         assert len(inside) >= 2, "the one that waits and process 1"
-    end = time.monotonic() + 60  # for the entries of processes that have ended
-    while any(map(is_alive, inside)) and time.monotonic() < end:
-        time.sleep(0.01)
-    assert not any(map(is_alive, inside))
+    wait_until(lambda: not any(map(alive, inside)))  # the entries of processes that have ended
 
 
 def test_a_judge_that_is_killed_takes_the_program_with_it() -> None:
@@ -98,22 +95,12 @@ def test_a_judge_that_is_killed_takes_the_program_with_it() -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     judge = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, env=environment)
     assert judge.stdout is not None and judge.stdout.readline() == b"up\n"
-    end = time.monotonic() + 60
-    while len(below := children_of(judge.pid)) < 3 and time.monotonic() < end:
-        time.sleep(0.02)
+    wait_until(lambda: len(children_of(judge.pid)) >= 3)
+    below = children_of(judge.pid)
     judge.kill()
     judge.wait()
     judge.stdout.close()
-    while any(map(is_alive, below)) and time.monotonic() < end:
-        time.sleep(0.02)
-    assert len(below) >= 3 and not any(map(is_alive, below))
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
+    wait_until(lambda: not any(map(alive, below)))
 
 
 def children_of(pid: int) -> set[int]:

@@ -26,7 +26,6 @@ from tlt_hpc.rewards.functions import load_function
 from tlt_hpc.rewards.sandbox.assertions import literal
 from tlt_hpc.rewards.sandbox.outside import Template
 
-ROOT = Path(__file__).resolve().parent.parent
 OWN = """
 import os, signal, sys, time
 print("imported")

@@ -6,19 +6,10 @@ import subprocess
 import sys
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tlt_hpc.mpi.roster import Roster, State, Status
-
-
-def status(state: State, stop: bool = False) -> Status:
-    return Status(state, sequences_left=3 if state == State.BUSY else 0, tokens=7, drafter_steps=0, stop=stop)
-
-
-def roster(*states: State, stop: int | None = None) -> Roster:
-    return of([status(state, stop=rank == stop) for rank, state in enumerate(states)])
 
 
 def of(statuses: list[Status]) -> Roster:
@@ -40,16 +31,6 @@ def test_before_the_first_round_all_are_busy() -> None:
     assert (first.epoch, first.round, first.num_busy) == (4, 0, 3)
     assert not first.over and not first.stopping and not first.worth_training(min_idle=2, rank=0)
     assert first.worth_training(min_idle=1, rank=0), "this rank has finished, though no roster shows it yet"
-
-
-@pytest.mark.parametrize(("min_idle", "worth"), [(1, True), (2, True), (3, False)])
-def test_training_waits_for_min_idle_ranks(min_idle: int, worth: bool) -> None:
-    assert roster(State.BUSY, State.IDLE, State.TRAINING, State.BUSY).worth_training(min_idle, rank=1) is worth
-
-
-def test_the_last_rank_does_not_begin_to_train_before_its_end_is_known() -> None:
-    assert not roster(State.BUSY, State.TRAINING, State.IDLE).worth_training(min_idle=1, rank=0)
-    assert not roster(State.BUSY).worth_training(min_idle=1, rank=0)
 
 
 @given(st.lists(STATUSES, min_size=1, max_size=12), st.integers(1, 12))

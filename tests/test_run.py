@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from launch_ranks import tlt
+from launch_ranks import ROOT, tlt
 from whole_run import SMALL
 
 from tlt_hpc.storage.folder import RunFolder
@@ -21,7 +21,6 @@ from tlt_hpc.storage.rollout_log import read_step
 
 pytestmark = [pytest.mark.mpi]
 
-ROOT = Path(__file__).parent.parent
 CAPTURED = {"capture_output": True, "text": True, "cwd": ROOT}
 
 

@@ -6,14 +6,13 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 from typing import TypeVar
 
 import pytest
 import torch
-from tiny import CPU, EOS, NUM_TOKENS, embedded_folder, gcd_requests, paged_attention, texts
+from tiny import CPU, decode_in_pieces, embedded_folder, gcd_requests, generate, make_engine, texts
 
-from tlt_hpc.common.records import Rollout, SamplingParams
+from tlt_hpc.common.records import Rollout
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.documents import attend_documents
 from tlt_hpc.models.drafter import Drafter
@@ -22,10 +21,8 @@ from tlt_hpc.models.folder import folder_weights
 from tlt_hpc.models.shape import ModelShape, check_sharding, read_shape
 from tlt_hpc.models.sharding import Sharding
 from tlt_hpc.rollout.engine import RolloutEngine
-from tlt_hpc.rollout.settings import EngineSettings
 from tlt_hpc.rollout.strategy import OFF, Strategy
 
-ROOT = Path(__file__).parent.parent
 T = TypeVar("T")
 SHAPE = read_shape(embedded_folder())
 CHAIN = Strategy("drafter", 4)
@@ -86,13 +83,8 @@ def random_weights(shape: ModelShape, seed: int = 0) -> dict[str, torch.Tensor]:
 
 def logits_of(decoder: Decoder, tokens: torch.Tensor) -> torch.Tensor:
     """[T, V] by the rollout's own path, half of the tokens first."""
-    attend, half = paged_attention(decoder, 1, len(tokens)), len(tokens) // 2
-    positions = torch.arange(len(tokens))
-    parts = [
-        decoder.hidden(tokens[rows], positions[rows], attend(positions[rows].unsqueeze(0)))
-        for rows in (slice(half), slice(half, None))
-    ]
-    return decoder.logits(torch.cat(parts))
+    half = len(tokens) // 2
+    return decoder.logits(decode_in_pieces(decoder, tokens.unsqueeze(0), [half, len(tokens) - half])[0])
 
 
 def decoder_of(ranks: Ranks, index: int, shape: ModelShape, weights: dict[str, torch.Tensor]) -> Decoder:
@@ -177,35 +169,16 @@ def engine_of(ranks: Ranks | None, index: int, strategies: tuple[Strategy, ...],
     weights = read_drafter("embedded:tiny", SHAPE, "the test's drafter")
     drafter = make_drafter(SHAPE, 0, torch.float32, CPU, weights.get(TOKEN_IDS))
     drafter.split(sharding) if ranks else None
-    settings = EngineSettings(
-        params=SamplingParams(120),
-        num_tokens=NUM_TOKENS,
-        eos_token_ids=(EOS,),
-        max_live=8,
-        max_prompt_tokens=16,
-        tie_guard=True,
-        strategies=strategies,
-        seed=index,
-        **changes,  # type: ignore[arg-type]
-    )
     agree = (lambda choice: ranks.meet(index, choice)[0]) if ranks else None
-    engine = RolloutEngine(decoder, settings, drafter, agree)
-    engine.load_policy(folder_weights(embedded_folder()), 0)
-    engine.calibrate(gcd_requests(4, 1, seed=99))
+    options = {"decoder": decoder, "drafter": drafter, "agree": agree, "max_live": 8, "seed": index, **changes}
+    engine = make_engine(strategies, max_new_tokens=120, **options)
     engine.load_drafter({name.removesuffix(".weight"): tensor for name, tensor in weights.items()})
     return engine
 
 
-def generated(engine: RolloutEngine) -> list[Rollout]:
-    engine.submit(REQUESTS)
-    while engine.has_work:
-        engine.step()
-    return engine.collect()
-
-
 @pytest.fixture(scope="module")
 def plain() -> list[Rollout]:
-    return generated(engine_of(None, 0, (OFF,)))
+    return generate(engine_of(None, 0, (OFF,)), REQUESTS)
 
 
 def draft_of(drafter: Drafter) -> torch.Tensor:
@@ -242,7 +215,7 @@ def test_text_is_one_ranks_whatever_is_drafted(plain: list[Rollout], size: int) 
 
     def work(index: int) -> tuple[dict, int, dict[str, tuple[int, int]], float]:
         engine = engine_of(ranks, index, (OFF, CHAIN, TREE, NGRAM), chooser="random")
-        rollouts = generated(engine)
+        rollouts = generate(engine, REQUESTS)
         counts = engine.take_counts()
         accepted = counts.num_tokens / counts.num_row_passes
         return texts(rollouts), engine.text_mark, counts.strategies, accepted

@@ -77,12 +77,9 @@ def is_rank_of(path: Path, job: str) -> bool:
     ("num_steps", "stops"),
     [
         pytest.param(9, (limit, preempt, kill), marks=pytest.mark.ci),
-        pytest.param(
-            25, (limit, preempt, requeue, cancel, kill, limit),
-            marks=pytest.mark.slow,
-        ),
+        pytest.param(25, (limit, preempt, requeue, cancel, kill, limit), marks=pytest.mark.slow),
     ],
-)  # fmt: skip
+)
 def test_a_job_that_is_interrupted_ends_with_the_policy_of_one_that_is_not(slurm, tmp_path, num_steps, stops):
     source = random.Random(num_steps)
     training, straight = (Training(slurm, tmp_path / name, num_steps) for name in ("stopped", "straight"))

@@ -7,8 +7,8 @@ from functools import cache
 
 from hypothesis import example, given
 from hypothesis import strategies as st
-from tiny import embedded_tokenizer
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tiny import byte_tokenizer, embedded_tokenizer
+from tokenizers import Tokenizer, decoders, models
 
 from tlt_hpc.rollout.stops import StopStrings
 
@@ -18,21 +18,8 @@ LINES = [
     "日本語のテキスト、終わり。答えは四十二です。",
     "emoji 🙂🙃🚀 and 👩‍🚀 stop here </answer>",
 ]
+BYTES = byte_tokenizer(LINES, 330, ["<eos>", "<tool>"])
 STOPS = ["\n\n", "</answer>", "終わり", "🚀", "ß", " is 4", "é", "e", "👩‍🚀 s"]
-
-
-@cache
-def byte_tokenizer() -> Tokenizer:
-    """A byte-level BPE: merges join most of a line, but bytes of rarer characters stay tokens of their own."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=330, special_tokens=["<eos>", "<tool>"], initial_alphabet=alphabet, show_progress=False
-    )
-    tokenizer.train_from_iterator(LINES * 3, trainer)
-    return tokenizer
 
 
 @cache
@@ -106,17 +93,15 @@ stop_lists = st.lists(st.one_of(st.sampled_from(STOPS), st.text("ae ß🚀終\n"
 @given(stop_lists, pieces, st.integers(0, 7))
 def test_encoded_text(strings: list[str], parts: list[str], spread: int) -> None:
     """Pieces encoded apart, so that tokens do not follow the words, with special tokens strewn in."""
-    ids = [token for part in parts for token in byte_tokenizer().encode(part).ids]
-    check(
-        strings, byte_tokenizer(), [x for i, token in enumerate(ids) for x in ([0, token] if i == spread else [token])]
-    )
+    ids = [token for part in parts for token in BYTES.encode(part).ids]
+    check(strings, BYTES, [x for i, token in enumerate(ids) for x in ([0, token] if i == spread else [token])])
 
 
 @given(stop_lists, token_lists)
-@example(["🚀"], [byte_tokenizer().encode("🚀").ids[0], *byte_tokenizer().encode("🚀").ids])
+@example(["🚀"], [BYTES.encode("🚀").ids[0], *BYTES.encode("🚀").ids])
 def test_any_tokens(strings: list[str], tokens: list[int]) -> None:
     """Broken characters included."""
-    check(strings, byte_tokenizer(), tokens)
+    check(strings, BYTES, tokens)
 
 
 SPELLED = {"é": ["<0xC3>", "<0xA9>"], "€": ["<0xE2>", "<0x82>", "<0xAC>"]}

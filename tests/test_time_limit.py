@@ -8,6 +8,7 @@ import stat
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -26,15 +27,8 @@ def at_once(monkeypatch) -> None:
 @pytest.fixture
 def clock(monkeypatch):
     """Seconds that only the test moves on."""
-
-    class Clock:
-        now = 1000.0
-
-        def __call__(self) -> float:
-            return self.now
-
-    clock = Clock()
-    monkeypatch.setattr(stopping.time, "monotonic", clock)
+    clock = SimpleNamespace(now=1000.0)
+    monkeypatch.setattr(stopping.time, "monotonic", lambda: clock.now)
     return clock
 
 

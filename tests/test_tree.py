@@ -59,15 +59,8 @@ def test_ancestors_and_depths():
     #     6
     drafts = tree(torch.tensor([[9, 1, 2, 1, 2, 3, 1]]), torch.tensor([[0, 0, 0, 1, 1, 2, 4]]), 3)
     assert drafts.depths.tolist() == [[0, 1, 1, 2, 2, 2, 3]]
-    assert [row.nonzero().flatten().tolist() for row in drafts.ancestors[0]] == [
-        [0],
-        [0, 1],
-        [0, 2],
-        [0, 1, 3],
-        [0, 1, 4],
-        [0, 2, 5],
-        [0, 1, 4, 6],
-    ]
+    paths = [[0], [0, 1], [0, 2], [0, 1, 3], [0, 1, 4], [0, 2, 5], [0, 1, 4, 6]]
+    assert [row.nonzero().flatten().tolist() for row in drafts.ancestors[0]] == paths
 
 
 @pytest.mark.parametrize(

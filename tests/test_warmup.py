@@ -9,10 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from fake_world import RanksInTurn
 from launch_ranks import run_on_ranks
 from logged import step_record
 from safetensors.torch import load_file
-from tiny import CPU, embedded_decoder, gcd_requests, generate, make_engine, random_document
+from tiny import CPU, embedded_decoder, gcd_requests, generate, make_engine, random_document, to_floats
 
 from tlt_hpc import session as job
 from tlt_hpc.cli.main import main
@@ -197,7 +198,7 @@ def test_ranks_that_decode_together_warm_up_the_same_drafter(straight, tmp_path)
     ours, theirs = (sorted(documents(tmp_path / name), key=content) for name in ("one", "two"))
     assert [document.tokens.tobytes() for document in ours] == [document.tokens.tobytes() for document in theirs]
     for own, other in zip(ours, theirs, strict=True):
-        np.testing.assert_allclose(to_floats(own.features), to_floats(other.features), rtol=2**-7, atol=1e-3)
+        torch.testing.assert_close(to_floats(own.features), to_floats(other.features), rtol=2**-7, atol=1e-3)
 
 
 def on_one_and_two_ranks(folder: Path, loss_tolerance: float, *overrides: str) -> tuple[list, list]:
@@ -232,34 +233,7 @@ def content(document: Document) -> tuple[bytes, bytes]:
     return document.tokens.tobytes(), document.features.tobytes()
 
 
-def to_floats(features: np.ndarray) -> np.ndarray:
-    return torch.from_numpy(features).view(torch.bfloat16).float().numpy()
-
-
 # -- the update -----------------------------------------------------------------------------------------------------
-
-
-class TwoRanks:
-    """Sums the gradients that two trainers post one after another."""
-
-    size = 2
-
-    def __init__(self):
-        self.arrays = []
-
-    def start_sum(self, array):
-        self.arrays.append(array.copy())
-        return self
-
-    def wait(self):
-        return np.sum(self.arrays, 0, dtype=np.float32)
-
-
-class Alone(TwoRanks):
-    size = 1
-
-    def wait(self):
-        return self.arrays[-1]
 
 
 def make_trainer() -> SpotTrainer:
@@ -269,7 +243,7 @@ def make_trainer() -> SpotTrainer:
 def test_an_update_is_that_of_all_documents_in_one_pass():
     """Compares the posted gradients: Adam's first step would enlarge the rounding errors of the smallest ones."""
     found = [random_document(length, prompt, i) for i, (length, prompt) in enumerate([(40, 5), (9, 7), (25, 3)])]
-    whole_batch, in_passes = Alone(), Alone()
+    whole_batch, in_passes = RanksInTurn(1), RanksInTurn(1)
     loss = make_trainer().learn([pack([whole(document) for document in found], CPU)], whole_batch)
     again = make_trainer().learn([pack([whole(document)], CPU) for document in found], in_passes)
     assert again == pytest.approx(loss, abs=1e-5)
@@ -279,9 +253,9 @@ def test_an_update_is_that_of_all_documents_in_one_pass():
 
 def test_a_rank_without_a_document_takes_the_others_update():
     found = [random_document(40, 5, 0)]
-    busy, idle, ranks = make_trainer(), make_trainer(), TwoRanks()
+    busy, idle, ranks = make_trainer(), make_trainer(), RanksInTurn()
     alone = make_trainer()
-    alone.learn([pack([whole(found[0])], CPU)], Alone())
+    alone.learn([pack([whole(found[0])], CPU)], RanksInTurn(1))
     busy.learn([pack([whole(found[0])], CPU)], ranks)
     loss = idle.learn([], ranks)
     assert busy.fingerprint() == idle.fingerprint() == alone.fingerprint()
@@ -331,7 +305,7 @@ def test_logged_responses_get_the_features_they_were_decoded_with(logged, tmp_pa
         prompt_length, features = captured[document.tokens[:-1].tobytes()]
         assert (document.tokens[-1], document.prompt_length) == (7, prompt_length)
         assert document.features.shape == features.shape
-        np.testing.assert_allclose(to_floats(document.features), to_floats(features), atol=0.05, rtol=0.02)
+        torch.testing.assert_close(to_floats(document.features), to_floats(features), atol=0.05, rtol=0.02)
 
 
 def test_the_newest_logged_responses_are_taken_first(logged, tmp_path):

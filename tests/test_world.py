@@ -147,11 +147,6 @@ def test_a_second_ctrl_c_interrupts_but_its_echo_does_not(together: float, last_
 # --- several ranks ---
 
 
-def describe() -> dict[str, Any]:
-    world = World.connect()
-    return {"rank": world.rank, "size": world.size, "node": world.node, "local_rank": world.local_rank}
-
-
 def named_memory() -> list[str]:
     """Files of the library's own in memory that would stay behind if this rank were killed now."""
     lines = Path("/proc/self/maps").read_text().splitlines()
@@ -191,7 +186,8 @@ def use_collectives(most_bytes: int, block_bytes: int) -> dict[str, Any]:
     assert [world.broadcast(item(world.rank), root) for root in range(world.size)] == expected
     world.barrier()
     kinds = (("float32", 200_003), ("float64", 5), ("int64", 1000))
-    return {**describe(), "sums": [sum_arrays(world, *kind) for kind in kinds], "memory": named_memory()}
+    place = {name: getattr(world, name) for name in ("rank", "size", "node", "local_rank")}
+    return {**place, "sums": [sum_arrays(world, *kind) for kind in kinds], "memory": named_memory()}
 
 
 @pytest.mark.mpi

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from tlt_hpc.common.records import Request, Rollout, SampleKey, SamplingParams, Stream
 from tlt_hpc.config import EMBEDDED_MODEL
@@ -23,6 +23,7 @@ from tlt_hpc.models.folder import find_model, folder_weights, load_tokenizer
 from tlt_hpc.models.layers import Attend
 from tlt_hpc.models.shape import read_shape
 from tlt_hpc.rollout import device_cache
+from tlt_hpc.rollout.chooser import Agree
 from tlt_hpc.rollout.device_cache import make_cache
 from tlt_hpc.rollout.engine import RolloutEngine
 from tlt_hpc.rollout.kv_cache import PoolSizes
@@ -53,6 +54,17 @@ def embedded_decoder() -> Decoder:
     return decoder
 
 
+def byte_tokenizer(texts: Sequence[str], num_tokens: int, special: Sequence[str]) -> Tokenizer:
+    """A byte-level BPE learned on texts: merges join most of them, bytes of rarer characters stay tokens."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    options = {"vocab_size": num_tokens, "initial_alphabet": alphabet, "show_progress": False}
+    tokenizer.train_from_iterator(list(texts) * 3, trainers.BpeTrainer(special_tokens=list(special), **options))
+    return tokenizer
+
+
 def response_text(pairs: Sequence[tuple[int, int]], answer: str) -> str:
     """A response to a problem of the embedded task that shows ``pairs`` as its working."""
     return "<think>" + ";".join(f"{a},{b}" for a, b in pairs) + "</think>\\boxed{" + answer + "}"
@@ -74,8 +86,11 @@ def make_engine(
     rule: SamplingRule | None = None,
     max_new_tokens: int = 160,
     drafter: Drafter | None = None,
+    decoder: Decoder | None = None,
+    agree: Agree | None = None,
     **options,
 ) -> RolloutEngine:
+    """Of the embedded model, which ``decoder`` may compute otherwise; ``options`` of its settings."""
     rule = rule or SamplingRule(1.0, NUM_TOKENS)
     defaults = {"eos_token_ids": (EOS,), "max_live": 16, "max_prompt_tokens": 16, "tie_guard": True}
     settings = EngineSettings(
@@ -84,7 +99,7 @@ def make_engine(
         strategies=tuple(strategies),
         **defaults | options,
     )
-    engine = RolloutEngine(embedded_decoder(), settings, drafter)
+    engine = RolloutEngine(decoder or embedded_decoder(), settings, drafter, agree)
     engine.load_policy(folder_weights(embedded_folder()), 0)
     engine.calibrate(gcd_requests(4, 1, seed=99))
     return engine
@@ -120,12 +135,29 @@ def paged_attention(decoder: Decoder, num_rows: int, num_positions: int) -> Call
     return lambda positions: cache.attend(layout, cache.tables, positions)
 
 
+def decode_in_pieces(decoder: Decoder, tokens: torch.Tensor, pieces: Sequence[int]) -> torch.Tensor:
+    """Hidden states [B, T, H] of rows of tokens [B, T], fed to a cache in pieces of the given widths."""
+    attention = paged_attention(decoder, *tokens.shape)
+    out, start = [], 0
+    for width in filter(None, pieces):
+        positions = torch.arange(start, start + width).expand(tokens.shape[0], width)
+        piece = tokens[:, start : start + width]
+        out.append(decoder.hidden(piece.flatten(), positions.flatten(), attention(positions)).view(*piece.shape, -1))
+        start += width
+    return torch.cat(out, 1)
+
+
 def random_document(length: int, prompt_length: int, seed: int, num_layers: int = 1) -> Document:
     """A document of random tokens and features [length - 1, num_layers, 128]."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(NUM_TOKENS, (length,), generator=generator).numpy().astype(np.int32)
     features = torch.randn(length - 1, num_layers, 128, generator=generator).to(torch.bfloat16)
     return Document(tokens, prompt_length, features.view(torch.uint16).numpy(), 0)
+
+
+def to_floats(features: NDArray[np.uint16]) -> torch.Tensor:
+    """The numbers of features, which are bits of bfloat16."""
+    return torch.from_numpy(features).view(torch.bfloat16).float()
 
 
 def attend_by_shape_alone(monkeypatch: pytest.MonkeyPatch) -> None:
