@@ -357,11 +357,11 @@ def assemble(config: Config, world: World) -> Job:
 
 
 def ahead_mode(config: Config, world: World, device: torch.device) -> str:
-    """``speculation.ahead``, but "off" without speculation, and where it is "auto" and ranks share cores, so that those
-    that wait would slow down the others. Collective.
+    """``speculation.ahead``, but "off" without speculation, where a single replica never waits, and where it is "auto"
+    and ranks share cores, so that those that wait would slow down the others. Collective.
     """
     wanted = config.speculation.ahead
-    if config.speculation.mode == "plain":
+    if config.speculation.mode == "plain" or world.size == config.rollout.tensor_parallel:
         return "off"
     hosts = world.allgather((world.hostname, os.sched_getaffinity(0)))
     # a launcher may have bound each rank to cores of its own

@@ -23,6 +23,8 @@ from tlt_hpc.rollout.engine import RolloutEngine
 
 _SLICE_SECONDS = 0.02
 """Rounds between two looks at the other ranks."""
+_AT_ONCE = 64
+"""Requests that are submitted at once: all those of many ranks would take long."""
 
 Texts = dict[SampleKey, NDArray[np.int32]]
 
@@ -48,14 +50,16 @@ class AheadTail:
     ) -> None:
         """``requests``: those of the next step, by replica; none: there is nothing to do."""
         self._engine, self._replica, self._pulse, self._requests = engine, replica, pulse, requests
-        self._is_begun, self._is_idle = not any(requests), False
+        self._left: list[Request] | None = None if any(requests) else []
+        """Not submitted yet, once this rank was idle."""
+        self._is_idle = False
         self.spans: list[tuple[float, float]] = []
         """When this rank did so, in seconds since the epoch."""
 
     @property
     def is_left(self) -> bool:
         """Whether there is anything to do for a rank that waits; the same on all ranks of a replica."""
-        return self._engine.has_ahead or not self._is_begun
+        return self._engine.has_ahead or self._left is None or bool(self._left)
 
     def work(self, roster: Roster, status: Status, is_over: Callable[[], bool]) -> None:
         """One slice; collective over the replica, whose ranks take one step in each."""
@@ -63,23 +67,29 @@ class AheadTail:
         if not self._is_idle:
             self._is_idle = True
             self.spans.append((now, now))
-        if not self._is_begun:
-            self._is_begun = True
-            self._engine.submit_ahead(self._in_order(roster))
         end = time.perf_counter() + _SLICE_SECONDS
         with self._pulse.progressing(status):
-            self._engine.step()
-            while self._replica.size == 1 and time.perf_counter() < end and self._engine.has_ahead and not is_over():
-                self._engine.step()
+            self._step(roster)
+            while self._replica.size == 1 and time.perf_counter() < end and self.is_left and not is_over():
+                self._step(roster)
         self.spans[-1] = self.spans[-1][0], time.time()
 
     def pause(self) -> None:
         """The rollout is over: a refill may follow, for which the engine has put this work aside."""
         self._is_idle = False
 
-    def _in_order(self, roster: Roster) -> list[Request]:
-        own = self._replica.number
-        if self._replica.size > 1:  # ranks that decode together may each have seen another roster
-            return list(self._requests[own])
-        busy = {rank for rank, status in enumerate(roster.statuses) if status.state is State.BUSY}
-        return in_order(own, self._requests, busy)
+    def _step(self, roster: Roster) -> None:
+        if self._left is None:
+            self._left = in_order(self._replica.number, self._requests, self._busy(roster))
+        if not self._engine.ahead.waiting:
+            self._engine.submit_ahead(self._left[:_AT_ONCE])
+            del self._left[:_AT_ONCE]
+        self._engine.step()
+
+    def _busy(self, roster: Roster) -> set[int]:
+        """The replicas that generate. Each rank of this one may have seen another roster: the first one's counts."""
+        replica, busy = self._replica, set[int]()
+        for number, first in enumerate(roster.statuses[:: replica.size]):
+            if replica.agree(first.state is State.BUSY):
+                busy.add(number)
+        return busy

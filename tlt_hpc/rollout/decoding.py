@@ -91,6 +91,11 @@ class HostRounds:
 
     # -- what a device adds -------------------------------------------------------------------------------------
 
+    @property
+    def is_guarded(self) -> bool:
+        """Whether near-ties count: what is generated ahead are drafts, which need not be exact."""
+        return self.guard.active and not self.scheduler.rows.responses[0].is_ahead
+
     def overlaps(self, strategy: Strategy) -> bool:
         """Whether the next round may be launched before this one is read."""
         return False
@@ -213,8 +218,7 @@ class HostRounds:
         decided = torch.zeros_like(doubtful)
         while True:
             accepted = self.target.walk(drafts, chosen)
-            # what is generated ahead are drafts, which need not be exact
-            if not self.guard.active or responses[0].is_ahead or not bool(doubtful.any()):
+            if not self.is_guarded or not bool(doubtful.any()):
                 return accepted
             reached = torch.arange(accepted.path.shape[1], device=chosen.device) < accepted.counts.unsqueeze(1)
             ties = (doubtful & ~decided).gather(1, accepted.path) & reached

@@ -62,7 +62,7 @@ class DeviceRounds(HostRounds):
 
     def overlaps(self, strategy: Strategy) -> bool:
         needs_texts = strategy.source in ("ngram", "stored")
-        return not (self.guard.active or needs_texts or self._has_special_rows())
+        return not (self.is_guarded or needs_texts or self._has_special_rows())
 
     def _has_special_rows(self) -> bool:
         return any(map(_is_special, self.scheduler.rows.responses))
@@ -78,13 +78,12 @@ class DeviceRounds(HostRounds):
             return
         rows = self.scheduler.rows
         since = self._ahead[-1].watch if follows and self._ahead else None
-        is_guarded = self.guard.active and not rows.responses[0].is_ahead
-        self._graphs.tolerance.fill_(self.guard.logit_tolerance if is_guarded else 0.0)
+        self._graphs.tolerance.fill_(self.guard.logit_tolerance if self.is_guarded else 0.0)
         num_captured = len(self._graphs)
         watch = _Stopwatch(self.decoder.device)
         drafts, cells, scores = self._drafts(strategy)
         watch.mark()
-        before = rows.lengths.clone() if is_guarded else None
+        before = rows.lengths.clone() if self.is_guarded else None
         told, log_probs, on_path = self._graphs.verify(drafts)
         live = slice(rows.num_live)
         brought = (

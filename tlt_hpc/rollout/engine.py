@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -252,7 +253,8 @@ class RolloutEngine:
 
     def abort(self) -> int:
         """Drop all requests that have not finished; returns how many. What is generated ahead is put aside."""
-        self._settle()
+        with self._own_seconds():
+            self._settle()
         dropped = self._scheduler.abort()
         if not self._num_own:
             self.ahead.waiting = [*dropped, *self.ahead.waiting]
@@ -388,15 +390,22 @@ class RolloutEngine:
 
         On a device the round is launched and the one before it is read, so what finishes is known a step later.
         """
-        had_work, seconds = self.has_work, self._rounds.seconds
-        if not self._num_own:  # what only generates ahead is not the step's
+        had_work = self.has_work
+        with self._own_seconds():
+            self._admit_ahead()
+            has_prefilled = self._fill()
+            if self._rows.num_live:
+                self._decode(has_prefilled)
+            if had_work or not self.has_ahead:
+                self._settle_at_end()
+
+    @contextmanager
+    def _own_seconds(self) -> Iterator[None]:
+        """Keep the seconds of what is generated ahead out of the step's."""
+        seconds = self._rounds.seconds
+        if not self._num_own:
             self._rounds.seconds = PhaseSeconds()
-        self._admit_ahead()
-        has_prefilled = self._fill()
-        if self._rows.num_live:
-            self._decode(has_prefilled)
-        if had_work or not self.has_ahead:
-            self._settle_at_end()
+        yield
         self._rounds.seconds = seconds
 
     def _settle_at_end(self) -> None:
@@ -446,6 +455,7 @@ class RolloutEngine:
         if "ngram" in (strategy.source, strategy.rest and strategy.rest.source):
             self._ngram.learn(self._rows.responses)
         prepared += time.perf_counter() - start
+        assert all(one.is_ahead is not self.has_work for one in self._rows.responses), "rows of two kinds in a round"
         self._rounds.launch(strategy, prepared, follows=not has_prefilled)
         self._settle(int(overlaps))
 

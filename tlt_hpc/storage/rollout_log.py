@@ -121,7 +121,12 @@ def put_arrays(group: Group, arrays: dict[str, NDArray[Any]]) -> None:
         put_array(group, name, array)
 
 
-KIND = FileKind("rollout log", schema=2, remedy="delete it and resume the run from a checkpoint of an earlier step")
+KIND = FileKind(
+    "rollout log",
+    schema=2,
+    remedy="if another version wrote it, open it with that commit (environment.jsonl); else delete it and resume the "
+    "run from a checkpoint of an earlier step",
+)
 
 _JUDGED = ("rewards", "advantages")
 _MICRO_STEP_COLUMNS = {"start_seconds": "f8", "end_seconds": "f8", "num_tokens": "i8", "loss": "f8"}

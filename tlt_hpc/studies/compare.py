@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
-from itertools import cycle, islice, permutations, zip_longest
+from itertools import cycle, islice, permutations
 from pathlib import Path
 from typing import Any
 
@@ -219,8 +219,12 @@ def rewards_by_key(records: list[StepRecord]) -> dict[SampleKey, float]:
 
 def num_mismatched(left: dict[SampleKey, np.ndarray], right: dict[SampleKey, np.ndarray]) -> int:
     """Tokens that differ or that only one side has, over all samples of both."""
-    texts = ((left.get(key, ()), right.get(key, ())) for key in left.keys() | right.keys())
-    return sum(bool(a != b) for text, other in texts for a, b in zip_longest(text, other))
+    empty, total = np.empty(0, np.int32), 0
+    for key in left.keys() | right.keys():
+        a, b = left.get(key, empty), right.get(key, empty)
+        shared = min(len(a), len(b))
+        total += int((a[:shared] != b[:shared]).sum()) + max(len(a), len(b)) - shared
+    return total
 
 
 def to_tree(comparison: Comparison) -> dict[str, Any]:

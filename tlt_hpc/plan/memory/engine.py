@@ -56,8 +56,9 @@ def num_features(situation: Situation) -> int:
 
 def strategies(situation: Situation) -> tuple[Strategy, ...]:
     """The strategies that a round may use."""
-    speculation = situation.config.speculation
-    return strategies_of(speculation.mode, speculation.strategies, speculation.ahead != "off")
+    speculation, rollout = situation.config.speculation, situation.config.rollout
+    ahead = speculation.ahead != "off" and situation.num_ranks > rollout.tensor_parallel
+    return strategies_of(speculation.mode, speculation.strategies, ahead)
 
 
 def positions(situation: Situation) -> int:

@@ -74,10 +74,10 @@ def _rollout(
         replica.decode()
     ends = np.array([replica.clock for replica in replicas])
     release, texts = float(ends.max()) + setting.stop_seconds, np.zeros((count, number))
-    shards = np.arange(count * number).reshape(count, number)
+    shards = np.arange(count * number).reshape(count, number).tolist()
     for rank, replica in enumerate(replicas):
         busy = set(np.flatnonzero(ends > ends[rank]).tolist()) if setting.ranks_per_replica == 1 else set[int]()
-        order = np.array(in_order(rank, shards.tolist(), busy))
+        order = np.array(in_order(rank, shards, busy))
         replica.decode(release, following.reshape(-1)[order])
         np.maximum.at(texts.reshape(-1), order, replica.grown[number:])
     return release, texts
