@@ -4,16 +4,26 @@ from __future__ import annotations
 
 import math
 import sys
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from launch_ranks import ROOT, run_on_ranks
 from small_run import set_lines, small_run
+from test_resume import Silent
 
+from tlt_hpc import session
+from tlt_hpc.config import load_config
 from tlt_hpc.look.analysis.comparison import analyse_comparison
 from tlt_hpc.look.analysis.energy_use import energy_in_words
 from tlt_hpc.look.energy import EnergyMeter, EnergyReach, NoCounterError, Nvml
 from tlt_hpc.look.run_log import RunLog
+from tlt_hpc.mpi.world import World
+from tlt_hpc.rl.distributed import leave_process_group
+from tlt_hpc.storage.records import read_environments
+from tlt_hpc.storage.step_lines import read_lines
+from tlt_hpc.train import run
 
 UUID = "GPU-1a2b"
 
@@ -127,3 +137,30 @@ def test_joules_by_token_and_watts(tmp_path: Path) -> None:
     silent = RunLog(small_run(tmp_path / "silent").path)
     assert energy_in_words(silent) == "Energy is unknown: no counter of a GPU can be read."
     assert "joules" not in analyse_comparison([run, silent]).verdict
+
+
+# --- a run ---
+
+
+@pytest.mark.mpi
+@pytest.mark.ci
+def test_a_run_logs_joules(tmp_path: Path) -> None:
+    """Two ranks that share a GPU, whose counter advances by a joule at each reading."""
+    run_on_ranks(2, train_beside_a_counter, str(tmp_path), timeout=240)
+    (line,) = read_lines(tmp_path / "tiny" / "metrics.jsonl").values()
+    assert line["energy/gpu_joules"] == 2.0 and line["energy/rollout_gpu_joules"] == 1.0
+    ((start,), problems) = read_environments(tmp_path / "tiny" / "environment.jsonl")
+    assert not problems and start.energy == {"gpu": ""} and [host.num_ranks for host in start.hosts] == [2]
+
+
+def train_beside_a_counter(folder: str) -> None:
+    nvml, world = FakeNvml(), World.connect()
+    read = count(1000, 1000)
+    nvml.nvmlDeviceGetTotalEnergyConsumption = lambda gpu: next(read)
+    sys.modules["pynvml"] = nvml  # type: ignore[assignment]
+    session.EnergyMeter = lambda hostname, _: EnergyMeter(hostname, UUID)  # type: ignore[assignment,misc]
+    changes = ["rollout.prompts_per_step=2", "rollout.group_size=2", "rollout.max_new_tokens=48", "run.num_steps=1"]
+    config = load_config(ROOT / "jobs" / "tiny.toml", [f"run.folder={folder}", "run.ranks=2", *changes])
+    run(config, world, Silent())
+    assert (next(read) > 2000) == (world.rank == 0), "one rank reads, once all have tried"
+    leave_process_group()
