@@ -323,7 +323,7 @@ class SpeculationSection(Section):
     ahead: Literal["auto", "on", "off"] = "auto"
     """Let idle ranks, once training the drafter pays no more, generate the next step's responses ahead; their texts are
     drafts then. ``auto``: as long as enough of these drafts are accepted, and not where ranks outnumber the cores of a
-    node."""
+    node. A single replica never waits, so it generates nothing ahead."""
 
 
 class DrafterSection(Section):
