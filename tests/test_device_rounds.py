@@ -171,7 +171,7 @@ def test_swaps_aborts_and_broken_drafters_are_harmless(make, plain):
     assert texts(generate(engine, [])) == texts(plain.values())
     counts = engine.take_counts()
     assert counts.num_drafter_faults == 0 and all(counts.strategies[each.name][0] for each in (CHAIN, TREE))
-    assert float(visits.sum()) > 50
+    assert 50 < float(visits.sum()) < 1e5, "old counts fade"
     engine.submit(REQUESTS)
     engine.step()
     engine.step()
