@@ -76,7 +76,7 @@ def _rollout(
     release, texts = float(ends.max()) + setting.stop_seconds, np.zeros((count, number))
     shards = np.arange(count * number).reshape(count, number).tolist()
     for rank, replica in enumerate(replicas):
-        busy = set(np.flatnonzero(ends > ends[rank]).tolist()) if setting.ranks_per_replica == 1 else set[int]()
+        busy = set(np.flatnonzero(ends > ends[rank]).tolist())
         order = np.array(in_order(rank, shards, busy))
         replica.decode(release, following.reshape(-1)[order])
         np.maximum.at(texts.reshape(-1), order, replica.grown[number:])
