@@ -27,9 +27,6 @@ class OneRank:
     def broadcast(self, item: Any) -> Any:
         return item
 
-    def alltoall(self, items: list[Any]) -> list[Any]:
-        return items
-
 
 class ThreadWorld:
     """One rank of several that are threads of this process, each on a host of its own."""
@@ -50,9 +47,6 @@ class ThreadWorld:
 
     def broadcast(self, item: Any) -> Any:
         return self.allgather(item)[0]
-
-    def alltoall(self, items: list[Any]) -> list[Any]:
-        return [sent[self.rank] for sent in self.allgather(items)]
 
     def start_sum(self, array: Any) -> Any:
         total = sum(self.allgather(array))

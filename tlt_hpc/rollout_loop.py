@@ -18,7 +18,7 @@ from tlt_hpc.mpi.roster import Roster, State, Status
 from tlt_hpc.mpi.world import World
 from tlt_hpc.resume.kept import Keeper, open_keeper
 from tlt_hpc.rewards.scorer import Scorer
-from tlt_hpc.rl.ahead import AheadTail, exchange
+from tlt_hpc.rl.ahead import AheadTail
 from tlt_hpc.rl.draws import StepDraws
 from tlt_hpc.rollout.engine import RolloutEngine
 from tlt_hpc.session import Drafting, Job, engine_status, text_of
@@ -68,10 +68,7 @@ def roll_out(job: Job, step: int, reporter: RollingReporter) -> Tail:
     scorer = Scorer(job.bench, draws.prompt_of, lambda rollout: text_of(job.tokenizer, rollout.response_tokens))
     if job.drafting:
         begin_features(job.drafting, job.engine, step)
-    texts = job.engine.ahead.take()
-    stored = exchange(job.world, job.replica, texts, job.replica_of) if job.plan.may_be_ahead else {}
-    job.engine.draft_from(stored)
-    num_stored = sum(map(len, stored.values())) if job.replica.index == 0 else 0
+    num_stored = sum(map(len, job.engine.stored_texts.values())) if job.replica.index == 0 else 0
     has_next = use.ahead and step + 1 < job.config.run.num_steps
     following = StepDraws(job.config, job.prompts, step + 1).requests() if has_next else []
     ahead = AheadTail(job.engine, job.replica, job.pulse, job.by_replica(following))

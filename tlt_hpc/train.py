@@ -40,6 +40,7 @@ from tlt_hpc.resume.saving import (
     should_continue,
 )
 from tlt_hpc.rewards.scorer import joined
+from tlt_hpc.rl.ahead import longest
 from tlt_hpc.rl.draws import gather
 from tlt_hpc.rl.update import update_policy
 from tlt_hpc.rollout.chooser import DraftTally
@@ -182,7 +183,8 @@ def take_step(job: Job, step: int, reporter: Reporter, is_saved: bool = False, t
     with timer("reward"):
         rewards = tail.scorer.rewards(tail.rollouts)
         check_judged(job, step, tail)
-        rollouts, scores = gather(job.world, tail.rollouts, rewards)
+        rollouts, scores, texts = gather(job.world, tail.rollouts, rewards, job.engine.ahead.take())
+        job.engine.draft_from(longest(texts, lambda key: job.replica_of(key) == job.replica.number))
     if shows:
         reporter.phase(step, "update")
     # the merge has no other MPI call to make progress in while torch communicates

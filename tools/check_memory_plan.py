@@ -92,7 +92,7 @@ def take_step(job: Job, step: int, meter: Meter) -> None:
         for _ in range(MICRO_STEPS):
             job.drafting.spot.micro_step()
     end_features(job.drafting, tail.stopped)
-    rollouts, scores = gather(job.world, tail.rollouts, tail.scorer.rewards(tail.rollouts))
+    rollouts, scores, _ = gather(job.world, tail.rollouts, tail.scorer.rewards(tail.rollouts), {})
     with meter("update"):
         merges = start_merge(job, tail.use.trains)
         update_policy(job.config, job.policy, rollouts, scores)

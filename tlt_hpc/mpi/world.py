@@ -111,16 +111,6 @@ class World(NodeGroup):
         wait(self._comm.Iallgatherv(payload, [received, lengths.tolist()]), "allgather")
         return [pickle.loads(each.data) for each in np.split(received, np.cumsum(lengths)[:-1])]
 
-    def alltoall(self, items: Sequence[T]) -> list[T]:
-        """What every rank has for this one, in rank order; ``items`` [R] are this rank's for each (picklable)."""
-        payloads = [pickle.dumps(item, pickle.HIGHEST_PROTOCOL) for item in items]
-        lengths = np.array([len(payload) for payload in payloads], np.int64)
-        coming = np.empty_like(lengths)
-        wait(self._comm.Ialltoall(lengths, coming), "alltoall")
-        sent, received = np.frombuffer(b"".join(payloads), np.uint8), np.empty(int(coming.sum()), np.uint8)
-        wait(self._comm.Ialltoallv([sent, lengths.tolist()], [received, coming.tolist()]), "alltoall")
-        return [pickle.loads(each.data) for each in np.split(received, np.cumsum(coming)[:-1])]
-
     def all_or_none(self, work: Callable[[], T]) -> T:
         """The result of ``work``, run on every rank; if it fails on one rank, all ranks raise. Collective.
 

@@ -7,18 +7,14 @@ what the next step generates, so there it is verified in a few wide passes inste
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from itertools import chain
-
-import numpy as np
-from numpy.typing import NDArray
+from collections.abc import Callable, Iterable, Sequence
 
 from tlt_hpc.common.records import Request, SampleKey
 from tlt_hpc.drafting.tail_plan import in_order
 from tlt_hpc.mpi.pulse import Pulse
 from tlt_hpc.mpi.replica import Replica
 from tlt_hpc.mpi.roster import Roster, State, Status
-from tlt_hpc.mpi.world import World
+from tlt_hpc.rollout.ahead_work import Texts
 from tlt_hpc.rollout.engine import RolloutEngine
 
 _SLICE_SECONDS = 0.02
@@ -26,20 +22,11 @@ _SLICE_SECONDS = 0.02
 _AT_ONCE = 64
 """Requests that are submitted at once: all those of many ranks would take long."""
 
-Texts = dict[SampleKey, NDArray[np.int32]]
 
-
-def exchange(world: World, replica: Replica, texts: Texts, replica_of: Callable[[SampleKey], int]) -> Texts:
-    """Send texts to the ranks that generate these responses now, and receive this rank's; collective.
-
-    Of several texts for one response the longest is kept.
-    """
-    parts: list[Texts] = [{} for _ in range(world.size)]
-    for key, text in texts.items():
-        # every rank of a replica has the same texts: each one sends to its like
-        parts[replica_of(key) * replica.size + replica.index][key] = text
-    received = sorted(chain.from_iterable(part.items() for part in world.alltoall(parts)), key=lambda one: len(one[1]))
-    return dict(received)
+def longest(texts: Iterable[Texts], is_own: Callable[[SampleKey], bool]) -> Texts:
+    """This rank's of all ranks' ``texts``: of several for one response the longest."""
+    own = (one for part in texts for one in part.items() if is_own(one[0]))
+    return dict(sorted(own, key=lambda one: len(one[1])))
 
 
 class AheadTail:

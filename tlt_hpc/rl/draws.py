@@ -16,6 +16,7 @@ from tlt_hpc.common.records import Prompt, Request, Rollout, SampleKey, Stream
 from tlt_hpc.config import Config
 from tlt_hpc.data.prompts import PromptSource
 from tlt_hpc.mpi.world import World
+from tlt_hpc.rollout.ahead_work import Texts
 
 LEAST_SHARE = 0.125
 """Smallest share of informative groups that is assumed, so that a step of zero-variance groups draws no more."""
@@ -113,12 +114,13 @@ def chosen(is_informative: NDArray[np.bool_], wanted: int) -> NDArray[np.int64]:
 
 
 def gather(
-    world: World, rollouts: Sequence[Rollout], rewards: NDArray[np.float32]
-) -> tuple[list[Rollout], NDArray[np.float32]]:
-    """All ranks' rollouts and their rewards [N] float32, ordered by key; collective.
+    world: World, rollouts: Sequence[Rollout], rewards: NDArray[np.float32], texts: Texts
+) -> tuple[list[Rollout], NDArray[np.float32], list[Texts]]:
+    """All ranks' rollouts and their rewards [N] float32, ordered by key, and their texts by rank; collective.
 
     What the update reads does not depend on which rank had a response, or finished first.
     """
-    ranks = world.allgather(list(zip(rollouts, rewards, strict=True)))
-    pairs = sorted((pair for rank in ranks for pair in rank), key=lambda pair: pair[0].key)
-    return [rollout for rollout, _ in pairs], np.array([reward for _, reward in pairs], dtype=np.float32)
+    ranks = world.allgather((list(zip(rollouts, rewards, strict=True)), texts))
+    pairs = sorted((pair for own, _ in ranks for pair in own), key=lambda pair: pair[0].key)
+    scores = np.array([reward for _, reward in pairs], dtype=np.float32)
+    return [rollout for rollout, _ in pairs], scores, [own for _, own in ranks]

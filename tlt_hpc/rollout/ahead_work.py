@@ -10,6 +10,8 @@ from numpy.typing import NDArray
 from tlt_hpc.common.records import SampleKey
 from tlt_hpc.rollout.responses import Response
 
+Texts = dict[SampleKey, NDArray[np.int32]]
+
 
 @dataclass
 class AheadWork:
@@ -17,7 +19,7 @@ class AheadWork:
 
     waiting: list[Response] = field(default_factory=list)
     """Begun or not, without a row."""
-    texts: dict[SampleKey, NDArray[np.int32]] = field(default_factory=dict)
+    texts: Texts = field(default_factory=dict)
     """Of those that are complete or were ended."""
 
     def end(self) -> None:
@@ -27,7 +29,7 @@ class AheadWork:
                 self.keep(response)
         self.waiting = []
 
-    def take(self) -> dict[SampleKey, NDArray[np.int32]]:
+    def take(self) -> Texts:
         """All texts, which are forgotten here."""
         taken, self.texts = self.texts, {}
         return taken

@@ -153,7 +153,7 @@ class RolloutEngine:
         """Positions a second, of the last chunk."""
         self._round_seconds = 0.0
         """Of the last round that was read."""
-        self._stored_texts: Mapping[SampleKey, NDArray[np.int32]] = {}
+        self.stored_texts: Mapping[SampleKey, NDArray[np.int32]] = {}
         self._stored_rows: list[StoredRow] = []
         """What the round was chosen with; a round with stored texts is read before the next one is chosen."""
 
@@ -212,7 +212,7 @@ class RolloutEngine:
             order=self._num_submitted,
             stops=self._stops_of(params),
             text=request.prompt_tokens.tolist(),
-            stored=StoredText(self._stored_texts[request.key].tolist()) if request.key in self._stored_texts else None,
+            stored=StoredText(self.stored_texts[request.key].tolist()) if request.key in self.stored_texts else None,
         )
 
     def _stops_of(self, params: SamplingParams) -> StopStrings | None:
@@ -325,7 +325,7 @@ class RolloutEngine:
 
     def draft_from(self, texts: Mapping[SampleKey, NDArray[np.int32]]) -> None:
         """Draft from these texts for requests with these keys that are submitted from now on."""
-        self._stored_texts = texts
+        self.stored_texts = texts
 
     # -- weights ------------------------------------------------------------------------------------------------
 
