@@ -278,8 +278,10 @@ def test_what_idle_ranks_do():
         plan = TailPlan(trains, "off")
         assert uses(plan, [line()] * 9) == use * 9 and not plan.may_be_ahead
     assert uses(TailPlan(False, "auto"), [line()] * 9) == "a" * 9
-    growing = [line(2 * 1.03**i) for i in range(20)]
+    growing = [line(2 * 1.02**i * (1 + 0.02 * (-1) ** i)) for i in range(20)]
     assert uses(TailPlan(True, "auto"), growing) == "t" * 20, "training pays"
+    slower = [line(2.97 * 1.004**i) for i in range(12)]
+    assert uses(TailPlan(True, "auto"), growing + slower)[20:].endswith("a"), "it pays no longer"
     plan = TailPlan(True, "auto")
     assert uses(plan, [line(3.0)] * 6) == "ttttta" and plan.next().why == "generated ahead"
     assert uses(plan, [line(3.0)] * 8) == "a" * 8

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 JUDGED_DEPTH = 4
+_ENOUGH = 8.0
+"""Drafts at a position that are enough where other chains were not as deep."""
 
 
 @dataclass(frozen=True)
@@ -26,12 +28,15 @@ class DraftCounts:
     def accept_length(self) -> float:
         """Of a chain of JUDGED_DEPTH, bonus token included (product-limit estimate).
 
-        A position that no chain was deep enough for takes the chance of the one before it.
+        A position that few chains were deep enough for takes the chance of the one before it.
         """
         length = survive = 1.0
+        needed, deep_enough = 1.0, True
         chance = 0.0
         for reached, accepted in zip(self.reached, self.accepted, strict=True):
-            chance = accepted / reached if reached else chance
+            deep_enough = deep_enough and reached >= needed
+            chance = accepted / reached if deep_enough else chance
+            needed = max(1.0, min(_ENOUGH, accepted))
             survive *= chance
             length += survive
         return length

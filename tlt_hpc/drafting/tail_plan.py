@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from operator import itemgetter
-from statistics import fmean, variance
+from statistics import fmean, linear_regression, variance
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -18,10 +18,15 @@ T = TypeVar("T")
 ACCEPT_LENGTH, SEQUENCES = "drafter/own_accept_length", "drafter/own_sequences"
 STORED_TOKENS, STORED_ACCEPTED = "ahead/stored_tokens", "ahead/accepted_drafts"
 
+_LEAST_STEPS, _MOST_STEPS = 6, 16
+"""Of which the growth of the accept length is taken."""
+_LEAST_GROWTH = 0.0075
+"""Of the accept length in a step, from which on training pays: in twenty steps it brings as much as draft-ahead does in
+each, 15 % of a rollout on the shipped job with a long tail.
+"""
 _WINDOW = 3
-"""Steps whose mean accept length is compared with that of as many others."""
-_LEAST_GAIN = 0.01
-"""Growth of the accept length, from one window to the next, from which on training pays."""
+"""Steps of which it is judged whether stored texts are of use, and of whose accept lengths twice as many are averaged.
+"""
 _MOST_LOSS = 0.03
 """Share of the accept length that may be lost without training."""
 _CERTAIN = 3.0
@@ -98,10 +103,11 @@ class TailPlan:
 
     def _by_accept_length(self) -> TailUse:
         lengths, num_steps = self._lengths, len(self._lengths)
-        if self._is_training and num_steps >= 2 * _WINDOW:
-            before, now = fmean(lengths[-2 * _WINDOW : -_WINDOW]), fmean(lengths[-_WINDOW:])
-            if now < before * (1 + _LEAST_GAIN):
-                return self._change(f"generated ahead: accept length {before:.2f} to {now:.2f} by training")
+        if self._is_training and num_steps >= _LEAST_STEPS:
+            last = lengths[-_MOST_STEPS:]
+            growth = linear_regression(range(len(last)), last).slope / fmean(last)
+            if growth < _LEAST_GROWTH:
+                return self._change(f"generated ahead: training raised the accept length by {growth:.1%} a step")
         elif not self._is_training and num_steps >= 4 * _WINDOW:
             first, last = lengths[: 2 * _WINDOW], lengths[-2 * _WINDOW :]
             before, now = fmean(first), fmean(last)
