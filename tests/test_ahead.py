@@ -280,6 +280,8 @@ def test_what_idle_ranks_do():
     assert uses(TailPlan(False, "auto"), [line()] * 9) == "a" * 9
     growing = [line(2 * 1.02**i * (1 + 0.02 * (-1) ** i)) for i in range(20)]
     assert uses(TailPlan(True, "auto"), growing) == "t" * 20, "training pays"
+    wild = [line(2 * (1 + 0.3 * (-1) ** i)) for i in range(8)]
+    assert uses(TailPlan(True, "auto"), wild) == "t" * 8, "it is not known whether it pays"
     slower = [line(2.97 * 1.004**i) for i in range(12)]
     assert uses(TailPlan(True, "auto"), growing + slower)[20:].endswith("a"), "it pays no longer"
     plan = TailPlan(True, "auto")

@@ -2,6 +2,8 @@
 
     python tools/bench_strategies.py jobs/tiny.toml --batches 1,8,32 [section.key=value ...]
 
+With ``--sequences-per-row 1`` all sequences start together, so that the batch shrinks to one.
+
 One rank. Each way has an engine that has learned on other prompts, and its part of rollout.kv_bytes. In each repetition
 all answer the same new prompts in turn; a ratio is the median of those within a repetition.
 """
@@ -38,7 +40,7 @@ from tlt_hpc.session import Session, load_folder, open_session, read_initial_dra
 from tlt_hpc.studies.compare import num_mismatched
 
 SEQUENCES_PER_ROW, LEAST_SEQUENCES = 4, 16
-"""So many that the end of the rollout, with few left, does not decide the rate."""
+"""By default so many that the end of the rollout, with few left, does not decide the rate."""
 FIRST_STEP = 1_000_000
 """Of the draws, after those of any run."""
 
@@ -57,9 +59,8 @@ def generate(engine: RolloutEngine, requests: list[Request]) -> tuple[float, dic
     return time.perf_counter() - start, {r.key: r.response_tokens for r in engine.collect()}
 
 
-def measure(session: Session, assets: Assets, batch: int, repeats: int) -> None:
+def measure(session: Session, assets: Assets, batch: int, size: int, repeats: int) -> None:
     """Print a line for each way at one batch size."""
-    size = max(LEAST_SEQUENCES, SEQUENCES_PER_ROW * batch)
     others, settings = requests_of(assets.prompts, FIRST_STEP, size), session.settings()
     weights = None
     if any(strategy.has_drafter for strategy in settings.strategies):
@@ -101,13 +102,14 @@ def main() -> int:
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--batches", type=at_least_one_each, default=[1, 8, 32])
     parser.add_argument("--repeats", type=at_least_one, default=5)
+    parser.add_argument("--sequences-per-row", type=at_least_one, default=SEQUENCES_PER_ROW)
     given = parser.parse_intermixed_args()
     config, world = load_config(given.config, given.overrides), World.connect()
     assets = read_assets_once(config, 1, world.node_group)
     with closing(open_session(config, world, assets)) as session:
         load_folder(session)
         for batch in given.batches:
-            measure(session, assets, batch, given.repeats)
+            measure(session, assets, batch, max(LEAST_SEQUENCES, given.sequences_per_row * batch), given.repeats)
     return 0
 
 

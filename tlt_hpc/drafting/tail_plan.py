@@ -1,6 +1,6 @@
 """What idle ranks do in the next tail: train the drafter, or generate the next step's drafts ahead.
 
-Training comes first as long as it pays: while the drafter's accept length grows from tail to tail. All ranks decide
+Training comes first as long as it pays: while the accept length of the drafter grows fast enough. All ranks decide
 alike, from the metrics of the steps before, which are equal on all of them.
 """
 
@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from operator import itemgetter
-from statistics import fmean, linear_regression, variance
+from statistics import fmean, linear_regression, pvariance, variance
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -20,9 +20,9 @@ STORED_TOKENS, STORED_ACCEPTED = "ahead/stored_tokens", "ahead/accepted_drafts"
 
 _LEAST_STEPS, _MOST_STEPS = 6, 16
 """Of which the growth of the accept length is taken."""
-_LEAST_GROWTH = 0.0075
-"""Of the accept length in a step, from which on training pays: in twenty steps it brings as much as draft-ahead does in
-each, 15 % of a rollout on the shipped job with a long tail.
+_LEAST_GROWTH, _MOST_ERROR = 0.0075, 0.01
+"""Growth of the accept length per step from which on training pays: in twenty steps it brings as much as draft-ahead
+does in each, 15 % of a rollout on the shipped job with a long tail. And the error from which on it is known.
 """
 _WINDOW = 3
 """Steps of which it is judged whether stored texts are of use, and of whose accept lengths twice as many are averaged.
@@ -104,9 +104,8 @@ class TailPlan:
     def _by_accept_length(self) -> TailUse:
         lengths, num_steps = self._lengths, len(self._lengths)
         if self._is_training and num_steps >= _LEAST_STEPS:
-            last = lengths[-_MOST_STEPS:]
-            growth = linear_regression(range(len(last)), last).slope / fmean(last)
-            if growth < _LEAST_GROWTH:
+            growth, error = growth_per_step(lengths[-_MOST_STEPS:])
+            if growth < _LEAST_GROWTH and error < _MOST_ERROR:
                 return self._change(f"generated ahead: training raised the accept length by {growth:.1%} a step")
         elif not self._is_training and num_steps >= 4 * _WINDOW:
             first, last = lengths[: 2 * _WINDOW], lengths[-2 * _WINDOW :]
@@ -123,6 +122,15 @@ class TailPlan:
 
     def _usual(self, why: str) -> TailUse:
         return TailUse(self._is_training, not self._is_training, why)
+
+
+def growth_per_step(lengths: Sequence[float]) -> tuple[float, float]:
+    """Slope of the line through these, as a share of their mean, and its standard error."""
+    steps, mean = range(len(lengths)), fmean(lengths)
+    slope, start = linear_regression(steps, lengths)
+    squares = math.fsum((length - start - slope * step) ** 2 for step, length in zip(steps, lengths, strict=True))
+    spread = pvariance(steps) * len(steps)
+    return slope / mean, math.sqrt(squares / (len(steps) - 2) / spread) / mean
 
 
 def in_order(own: int, shards: Sequence[Sequence[T]], busy: Set[int]) -> list[T]:
