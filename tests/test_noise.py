@@ -3,6 +3,8 @@
 import math
 import os
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -99,3 +101,19 @@ def test_the_fused_loop_gives_the_same_bits():
     positions = torch.tensor([[0, 1], [9, 10], [18, 19]])
     assert torch.equal(window.at([0, 9, 18], 2), gumbel_rows(words, positions, vocab))
     assert torch.equal(window.at([1, 9, 18], 2)[0], gumbel_rows(words[:1], torch.tensor([[1, 2]]), vocab)[0]), "one row"
+
+
+def test_a_compiler_that_fails_costs_speed_alone(tmp_path):
+    compiler = tmp_path / "no-compiler"
+    compiler.write_text("#!/bin/sh\necho cannot compile >&2; exit 1\n")
+    compiler.chmod(0o755)
+    code = (
+        "import torch\n"
+        "from tlt_hpc.kernels.gumbel import gumbel_noise_reference\n"
+        "from tlt_hpc.rollout.noise import _compiled\n"
+        "words, positions = torch.arange(12).view(3, 4), torch.arange(3)\n"
+        "assert torch.equal(_compiled(words, positions, 50), gumbel_noise_reference(words, positions, 50))\n"
+    )
+    environment = {**os.environ, "CXX": str(compiler), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    found = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert f"{compiler} does not compile the noise" in found.stderr and "set CXX" in found.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 import os
 import shutil
@@ -18,6 +19,8 @@ from torch import Tensor
 from tlt_hpc.common.records import SampleKey
 from tlt_hpc.kernels.gumbel import gumbel_noise, gumbel_noise_reference, philox
 from tlt_hpc.rollout.transfer import upload
+
+logger = logging.getLogger(__name__)
 
 
 def noise_key(key: SampleKey) -> tuple[int, int, int, int]:
@@ -39,20 +42,31 @@ on a CPU, and the same bits: tests/test_noise.py).
 """
 
 
-def _can_compile() -> bool:
-    return shutil.which(os.environ.get("CXX", "g++")) is not None
-
-
 @cache
-def _fused() -> Callable[[Tensor, Tensor, int], Tensor]:
-    return torch.compile(gumbel_noise_reference, dynamic=True)
+def _fused(vocab_size: int) -> Callable[[Tensor, Tensor, int], Tensor]:
+    """The noise in one fused loop; without a compiler that works, in the usual operations."""
+    compiler = os.environ.get("CXX", "g++")
+    if shutil.which(compiler) is None:
+        return gumbel_noise_reference
+    from torch._dynamo.exc import BackendCompilerFailed  # takes seconds to import
+
+    fused: Callable[[Tensor, Tensor, int], Tensor] = torch.compile(gumbel_noise_reference, dynamic=True)
+    try:
+        fused(torch.zeros(2, 4, dtype=torch.int64), torch.zeros(2, dtype=torch.int64), vocab_size)  # compiles it
+    except BackendCompilerFailed as error:
+        logger.warning(
+            "%s does not compile the noise, which takes five times as long without; set CXX to another compiler, or "
+            "TORCHINDUCTOR_CACHE_DIR to an empty folder: %s", compiler, str(error).splitlines()[0],
+        )  # fmt: skip
+        return gumbel_noise_reference
+    return fused
 
 
 def _compiled(words: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
-    """The noise in one fused loop; a single row is padded to two, since one would be compiled separately."""
+    """Noise of rows; a single one is padded to two, since one would be compiled separately."""
     if len(words) > 1:
-        return _fused()(words, positions, vocab_size)
-    return _fused()(words.expand(2, -1), positions.expand(2), vocab_size)[:1]
+        return _fused(vocab_size)(words, positions, vocab_size)
+    return _fused(vocab_size)(words.expand(2, -1), positions.expand(2), vocab_size)[:1]
 
 
 class NoiseWindow:
@@ -72,7 +86,7 @@ class NoiseWindow:
         self.words = torch.zeros(num_rows, 4, dtype=torch.int64, device=device)
         """``noise_key`` of each row's sample."""
         self._ring: Tensor | None = None
-        self._rows_of = _compiled if vocab_size >= _COMPILED_FROM and _can_compile() else gumbel_noise_reference
+        self._rows_of = _compiled if vocab_size >= _COMPILED_FROM else gumbel_noise_reference
         self._made = [0] * num_rows
         """Each row's first position without noise yet."""
 
