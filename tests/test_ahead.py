@@ -14,8 +14,10 @@ from test_device_rounds import tiny_drafter_state
 from test_engine import PAGES_OF_8, full_engine
 from tiny import KeptFeatures, embedded_folder, embedded_tokenizer, gcd_requests, generate, make_engine, texts
 
+from tlt_hpc.common.records import SampleKey, Stream
 from tlt_hpc.drafting.tail_plan import ACCEPT_LENGTH, SEQUENCES, STORED_ACCEPTED, STORED_TOKENS, TailPlan, in_order
 from tlt_hpc.models.folder import folder_weights
+from tlt_hpc.rl.ahead import longest_texts
 from tlt_hpc.rollout.engine import RolloutEngine
 from tlt_hpc.rollout.stored_text import SURE, StoredText
 from tlt_hpc.rollout.strategy import OFF, STORED, Strategy
@@ -255,6 +257,16 @@ def test_all_shards_are_covered_alike(count, size, data):
     assert max(covered) - min(covered) < count, covered
 
 
+def test_each_replica_gets_its_texts_and_of_several_the_longest():
+    keys = [SampleKey(0, Stream.TRAIN, 1, 0, sample) for sample in range(4)]
+    ranks = [
+        {key: np.arange(length, dtype=np.int32) for key, length in zip(keys, lengths, strict=True) if length}
+        for lengths in ((5, 0, 2, 1), (3, 0, 7, 0), (4, 6, 1, 0))
+    ]
+    found = longest_texts(ranks, {keys[0], keys[1], keys[2]}.__contains__)
+    assert {key: len(text) for key, text in found.items()} == {keys[0]: 5, keys[1]: 6, keys[2]: 7}
+
+
 # -- what the tail is used for ----------------------------------------------------------------------------------------
 
 
@@ -276,7 +288,7 @@ def uses(plan: TailPlan, lines) -> str:
 def test_what_idle_ranks_do():
     for trains, use in ((True, "t"), (False, "-")):
         plan = TailPlan(trains, "off")
-        assert uses(plan, [line()] * 9) == use * 9 and not plan.may_be_ahead
+        assert uses(plan, [line()] * 9) == use * 9
     assert uses(TailPlan(False, "auto"), [line()] * 9) == "a" * 9
     growing = [line(2 * 1.02**i * (1 + 0.02 * (-1) ** i)) for i in range(20)]
     assert uses(TailPlan(True, "auto"), growing) == "t" * 20, "training pays"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Protocol
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from tlt_hpc.cluster.stopping import Stop
 from tlt_hpc.cluster.watch.beat import BEAT
-from tlt_hpc.common.records import PREFILL, PhaseSpan
+from tlt_hpc.common.records import PREFILL, PhaseSpan, Rollout
 from tlt_hpc.config import Config, UserError
 from tlt_hpc.drafting.acceptance import JUDGED_DEPTH, DraftCounts
 from tlt_hpc.drafting.spot import MergeReport
@@ -40,7 +40,7 @@ from tlt_hpc.resume.saving import (
     should_continue,
 )
 from tlt_hpc.rewards.scorer import joined
-from tlt_hpc.rl.ahead import longest
+from tlt_hpc.rl.ahead import longest_texts
 from tlt_hpc.rl.draws import gather
 from tlt_hpc.rl.update import update_policy
 from tlt_hpc.rollout.chooser import DraftTally
@@ -183,8 +183,7 @@ def take_step(job: Job, step: int, reporter: Reporter, is_saved: bool = False, t
     with timer("reward"):
         rewards = tail.scorer.rewards(tail.rollouts)
         check_judged(job, step, tail)
-        rollouts, scores, texts = gather(job.world, tail.rollouts, rewards, job.engine.ahead.take())
-        job.engine.draft_from(longest(texts, lambda key: job.replica_of(key) == job.replica.number))
+        rollouts, scores = gather_step(job, tail.rollouts, rewards)
     if shows:
         reporter.phase(step, "update")
     # the merge has no other MPI call to make progress in while torch communicates
@@ -246,6 +245,16 @@ def check_judged(job: Job, step: int, tail: Tail) -> None:
 
 
 # -- reward and update ----------------------------------------------------------------------------------------------
+
+
+def gather_step(
+    job: Job, rollouts: Sequence[Rollout], rewards: NDArray[np.float32]
+) -> tuple[list[Rollout], NDArray[np.float32]]:
+    """All ranks' rollouts and rewards, as ``gather``; the engine gets the texts that were generated ahead for it."""
+    texts = job.engine.ahead.take()  # the same on all ranks of a replica: one of them sends
+    found = gather(job.world, rollouts, rewards, texts if job.replica.index == 0 else {})
+    job.engine.draft_from(longest_texts(found.texts, lambda key: job.replica_of(key) == job.replica.number))
+    return found.rollouts, found.rewards
 
 
 def start_merge(job: Job, trains_drafter: bool) -> bool:

@@ -102,14 +102,15 @@ def main() -> int:
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--batches", type=at_least_one_each, default=[1, 8, 32])
     parser.add_argument("--repeats", type=at_least_one, default=5)
-    parser.add_argument("--sequences-per-row", type=at_least_one, default=SEQUENCES_PER_ROW)
+    parser.add_argument("--sequences-per-row", type=at_least_one)
     given = parser.parse_intermixed_args()
     config, world = load_config(given.config, given.overrides), World.connect()
     assets = read_assets_once(config, 1, world.node_group)
     with closing(open_session(config, world, assets)) as session:
         load_folder(session)
         for batch in given.batches:
-            measure(session, assets, batch, max(LEAST_SEQUENCES, given.sequences_per_row * batch), given.repeats)
+            usual = max(LEAST_SEQUENCES, SEQUENCES_PER_ROW * batch)
+            measure(session, assets, batch, batch * (given.sequences_per_row or 0) or usual, given.repeats)
     return 0
 
 

@@ -33,11 +33,10 @@ from tlt_hpc.plan.memory.phases import plan_memory
 from tlt_hpc.plan.memory.plan import MemoryPlan, Situation
 from tlt_hpc.resume.saving import begin_save, reserve_copy, resume
 from tlt_hpc.rl.distributed import leave_process_group
-from tlt_hpc.rl.draws import gather
 from tlt_hpc.rl.update import update_policy
 from tlt_hpc.rollout_loop import end_features, roll_out
 from tlt_hpc.session import Job, assemble, choose_device
-from tlt_hpc.train import finish_merge, start_merge
+from tlt_hpc.train import finish_merge, gather_step, start_merge
 
 JOB = Path(__file__).resolve().parent.parent / "jobs" / "tiny.toml"
 SHORT = (
@@ -92,7 +91,7 @@ def take_step(job: Job, step: int, meter: Meter) -> None:
         for _ in range(MICRO_STEPS):
             job.drafting.spot.micro_step()
     end_features(job.drafting, tail.stopped)
-    rollouts, scores, _ = gather(job.world, tail.rollouts, tail.scorer.rewards(tail.rollouts), {})
+    rollouts, scores = gather_step(job, tail.rollouts, tail.scorer.rewards(tail.rollouts))
     with meter("update"):
         merges = start_merge(job, tail.use.trains)
         update_policy(job.config, job.policy, rollouts, scores)

@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 JUDGED_DEPTH = 4
-_ENOUGH = 8.0
-"""Drafts at a position that are enough where other chains were not as deep."""
+_PRIOR_DRAFTS = 8.0
 
 
 @dataclass(frozen=True)
@@ -28,15 +27,14 @@ class DraftCounts:
     def accept_length(self) -> float:
         """Of a chain of JUDGED_DEPTH, bonus token included (product-limit estimate).
 
-        A position that few chains were deep enough for takes the chance of the one before it.
+        The chance at a position is drawn towards that of the one before it, as by eight further drafts: few chains may
+        have been deep enough.
         """
         length = survive = 1.0
-        needed, deep_enough = 1.0, True
-        chance = 0.0
+        chance = drafts = 0.0
         for reached, accepted in zip(self.reached, self.accepted, strict=True):
-            deep_enough = deep_enough and reached >= needed
-            chance = accepted / reached if deep_enough else chance
-            needed = max(1.0, min(_ENOUGH, accepted))
+            chance = (accepted + drafts * chance) / (reached + drafts) if reached + drafts else 0.0
+            drafts = _PRIOR_DRAFTS
             survive *= chance
             length += survive
         return length

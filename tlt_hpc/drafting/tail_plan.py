@@ -21,11 +21,11 @@ STORED_TOKENS, STORED_ACCEPTED = "ahead/stored_tokens", "ahead/accepted_drafts"
 _LEAST_STEPS, _MOST_STEPS = 6, 16
 """Of which the growth of the accept length is taken."""
 _LEAST_GROWTH, _MOST_ERROR = 0.0075, 0.01
-"""Growth of the accept length per step from which on training pays: in twenty steps it brings as much as draft-ahead
-does in each, 15 % of a rollout on the shipped job with a long tail. And the error from which on it is known.
+"""Growth of the accept length per step from which on training pays: over 20 steps it adds up to 15 %, about what
+draft-ahead gains on the shipped job with a long tail. A slope with a larger standard error decides nothing.
 """
 _WINDOW = 3
-"""Steps of which it is judged whether stored texts are of use, and of whose accept lengths twice as many are averaged.
+"""Steps over which it is judged whether stored texts are of use; other judgements are over two or four times as many.
 """
 _MOST_LOSS = 0.03
 """Share of the accept length that may be lost without training."""
@@ -55,8 +55,7 @@ class TailPlan:
     def __init__(self, trains: bool, ahead: str) -> None:
         """``trains``: whether there is a drafter that may be trained; ``ahead``: "auto", "on" or "off"."""
         self._may_train, self._ahead = trains, ahead
-        self.may_be_ahead = ahead != "off"
-        """Whether any tail may be used to generate ahead."""
+        self._may_be_ahead = ahead != "off"
         self._is_training = trains
         self._lengths = list[float]()
         """Accept lengths since idle ranks were last given something else to do."""
@@ -71,7 +70,7 @@ class TailPlan:
         return self._use
 
     def _next(self) -> TailUse:
-        if not self.may_be_ahead:
+        if not self._may_be_ahead:
             return TailUse(self._may_train, False, "always" if self._may_train else "frozen")
         if self._pause:
             self._pause -= 1
@@ -105,8 +104,8 @@ class TailPlan:
         lengths, num_steps = self._lengths, len(self._lengths)
         if self._is_training and num_steps >= _LEAST_STEPS:
             growth, error = growth_per_step(lengths[-_MOST_STEPS:])
-            if growth < _LEAST_GROWTH and error < _MOST_ERROR:
-                return self._change(f"generated ahead: training raised the accept length by {growth:.1%} a step")
+            if growth + error < _LEAST_GROWTH and error < _MOST_ERROR:
+                return self._change(f"generated ahead: the accept length changed by {growth:+.1%} a step by training")
         elif not self._is_training and num_steps >= 4 * _WINDOW:
             first, last = lengths[: 2 * _WINDOW], lengths[-2 * _WINDOW :]
             before, now = fmean(first), fmean(last)

@@ -23,10 +23,10 @@ _AT_ONCE = 64
 """Requests that are submitted at once: all those of many ranks would take long."""
 
 
-def longest(texts: Iterable[Texts], is_own: Callable[[SampleKey], bool]) -> Texts:
-    """This rank's of all ranks' ``texts``: of several for one response the longest."""
-    own = (one for part in texts for one in part.items() if is_own(one[0]))
-    return dict(sorted(own, key=lambda one: len(one[1])))
+def longest_texts(ranks: Iterable[Texts], is_wanted: Callable[[SampleKey], bool]) -> Texts:
+    """All ranks' texts for the responses that are wanted; where several ranks have one, the longest."""
+    wanted = (one for texts in ranks for one in texts.items() if is_wanted(one[0]))
+    return dict(sorted(wanted, key=lambda one: len(one[1])))
 
 
 class AheadTail:

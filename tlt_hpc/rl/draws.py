@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -113,14 +114,23 @@ def chosen(is_informative: NDArray[np.bool_], wanted: int) -> NDArray[np.int64]:
     return np.sort(order[:wanted])
 
 
-def gather(
-    world: World, rollouts: Sequence[Rollout], rewards: NDArray[np.float32], texts: Texts
-) -> tuple[list[Rollout], NDArray[np.float32], list[Texts]]:
-    """All ranks' rollouts and their rewards [N] float32, ordered by key, and their texts by rank; collective.
+class Gathered(NamedTuple):
+    """What all ranks have of a step."""
+
+    rollouts: list[Rollout]
+    """Ordered by key."""
+    rewards: NDArray[np.float32]
+    """[N] float32, of the rollouts."""
+    texts: list[Texts]
+    """What was generated ahead, by rank."""
+
+
+def gather(world: World, rollouts: Sequence[Rollout], rewards: NDArray[np.float32], texts: Texts) -> Gathered:
+    """Give every rank what all ranks have; collective.
 
     What the update reads does not depend on which rank had a response, or finished first.
     """
     ranks = world.allgather((list(zip(rollouts, rewards, strict=True)), texts))
     pairs = sorted((pair for own, _ in ranks for pair in own), key=lambda pair: pair[0].key)
     scores = np.array([reward for _, reward in pairs], dtype=np.float32)
-    return [rollout for rollout, _ in pairs], scores, [own for _, own in ranks]
+    return Gathered([rollout for rollout, _ in pairs], scores, [own for _, own in ranks])

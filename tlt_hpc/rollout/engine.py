@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
 from tlt_hpc.common.records import (
@@ -28,7 +27,7 @@ from tlt_hpc.common.records import (
 )
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.drafter import Drafter
-from tlt_hpc.rollout.ahead_work import AheadWork
+from tlt_hpc.rollout.ahead_work import AheadWork, Texts
 from tlt_hpc.rollout.chooser import Agree, Chooser, DraftTally, RandomChooser
 from tlt_hpc.rollout.decoding import Emitted, HostRounds, PhaseSeconds
 from tlt_hpc.rollout.device_cache import DevicePagedCache, make_cache
@@ -153,7 +152,7 @@ class RolloutEngine:
         """Positions a second, of the last chunk."""
         self._round_seconds = 0.0
         """Of the last round that was read."""
-        self.stored_texts: Mapping[SampleKey, NDArray[np.int32]] = {}
+        self.stored_texts: Texts = {}
         self._stored_rows: list[StoredRow] = []
         """What the round was chosen with; a round with stored texts is read before the next one is chosen."""
 
@@ -323,7 +322,7 @@ class RolloutEngine:
             scheduler.wait(response)
         del waiting[:num_free]
 
-    def draft_from(self, texts: Mapping[SampleKey, NDArray[np.int32]]) -> None:
+    def draft_from(self, texts: Texts) -> None:
         """Draft from these texts for requests with these keys that are submitted from now on."""
         self.stored_texts = texts
 

@@ -44,7 +44,7 @@ on a CPU, and the same bits: tests/test_noise.py).
 
 @cache
 def _fused(vocab_size: int) -> Callable[[Tensor, Tensor, int], Tensor]:
-    """The noise in one fused loop; without a compiler that works, in the usual operations."""
+    """The function that makes the noise: one fused loop, or the usual operations without a compiler that works."""
     compiler = os.environ.get("CXX", "g++")
     if shutil.which(compiler) is None:
         return gumbel_noise_reference
@@ -54,19 +54,25 @@ def _fused(vocab_size: int) -> Callable[[Tensor, Tensor, int], Tensor]:
     try:
         fused(torch.zeros(2, 4, dtype=torch.int64), torch.zeros(2, dtype=torch.int64), vocab_size)  # compiles it
     except BackendCompilerFailed as error:
+        told = [line.strip() for line in str(error.inner_exception).splitlines() if line.strip()]
         logger.warning(
             "%s does not compile the noise, which takes five times as long without; set CXX to another compiler, or "
-            "TORCHINDUCTOR_CACHE_DIR to an empty folder: %s", compiler, str(error).splitlines()[0],
+            "TORCHINDUCTOR_CACHE_DIR to an empty folder: %s",
+            compiler, next((line for line in told if "error:" in line), told[-1]),
         )  # fmt: skip
         return gumbel_noise_reference
-    return fused
+
+    def padded(words: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
+        """A single row is padded to two, since one would be compiled separately."""
+        if len(words) > 1:
+            return fused(words, positions, vocab_size)
+        return fused(words.repeat(2, 1), positions.repeat(2), vocab_size)[:1]
+
+    return padded
 
 
 def _compiled(words: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
-    """Noise of rows; a single one is padded to two, since one would be compiled separately."""
-    if len(words) > 1:
-        return _fused(vocab_size)(words, positions, vocab_size)
-    return _fused(vocab_size)(words.expand(2, -1), positions.expand(2), vocab_size)[:1]
+    return _fused(vocab_size)(words, positions, vocab_size)  # compiled at the first call
 
 
 class NoiseWindow:
