@@ -294,7 +294,7 @@ def test_what_idle_ranks_do():
     assert uses(TailPlan(True, "auto"), growing) == "t" * 20, "training pays"
     wild = [line(2 * (1 + 0.3 * (-1) ** i)) for i in range(8)]
     assert uses(TailPlan(True, "auto"), wild) == "t" * 8, "it is not known whether it pays"
-    slower = [line(2.97 * 1.004**i) for i in range(12)]
+    slower = [line(2.97 * 1.004**i) for i in range(20)]
     assert uses(TailPlan(True, "auto"), growing + slower)[20:].endswith("a"), "it pays no longer"
     plan = TailPlan(True, "auto")
     assert uses(plan, [line(3.0)] * 6) == "ttttta" and plan.next().why == "generated ahead"

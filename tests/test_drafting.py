@@ -492,7 +492,7 @@ def test_the_accept_length_is_the_same_whichever_depths_were_chosen():
     assert judged([2] * 300).accept_length > true, "beyond what was drafted the last chance is taken"
     few, none = (DraftCounts((90.0, 60.0, n, n), (60.0, 40.0, 0.0, 0.0)) for n in (1.0, 0.0))
     assert none.accept_length == pytest.approx(sum((2 / 3) ** i for i in range(5)))
-    assert few.accept_length == pytest.approx(none.accept_length, rel=0.05), "a single draft tells little"
+    assert few.accept_length == pytest.approx(none.accept_length, rel=0.1), "a single draft tells little"
     assert DraftCounts().accept_length == 1.0
 
 
@@ -502,4 +502,4 @@ def test_counts_of_drafts_are_summed_over_lines_of_the_log():
     assert one.to_metrics()["drafter/own_verified/1"] == 8.0 and one.to_metrics()["drafter/own_accepted/3"] == 1.0
     both = DraftCounts.from_metrics(one.to_metrics(), other.to_metrics())
     assert (both.reached, both.accepted) == ((10, 4, 2, 1), (5, 2, 1, 0))
-    assert both.accept_length == pytest.approx(1 + 0.5 + 0.25 + 0.125 + 0.125 * 4 / 9)
+    assert both.accept_length == pytest.approx(1 + 0.5 + 0.25 + 0.125 + 0.125 * 2 * 0.5 / (1 + 2))

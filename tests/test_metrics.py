@@ -111,7 +111,7 @@ def test_figures_are_sums_over_the_ranks(summary):
         "drafter/merge_exposed_seconds": 1.5,
         "drafter/own_sequences": 20,
         "drafter/own_first_draft_share": 0.8,
-        "drafter/own_accept_length": 1 + 0.8 + 0.4 + 0.2 + 0.1,
+        "drafter/own_accept_length": 1 + 0.8 * sum((9.6 / 18) ** i for i in range(4)),
         "drafter/version": 7,
     }
     for name, value in wanted.items():

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 JUDGED_DEPTH = 4
-_PRIOR_DRAFTS = 8.0
+_PRIOR_DRAFTS = 2.0
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class DraftCounts:
     def accept_length(self) -> float:
         """Of a chain of JUDGED_DEPTH, bonus token included (product-limit estimate).
 
-        The chance at a position is drawn towards that of the one before it, as by eight further drafts: few chains may
+        The chance at a position is drawn towards that of the one before it, as by two further drafts: few chains may
         have been deep enough.
         """
         length = survive = 1.0
