@@ -1,12 +1,12 @@
 """Response tokens per second of whole RL steps: this project's main job against TRL's GRPOTrainer, on the same work.
 
     python tools/bench_trl.py                      # the embedded job, 2 processes of one thread each on both sides
-    python tools/bench_trl.py --steps 5 --repeats 3 --json figures.json
+    python tools/bench_trl.py --steps 5 --repeats 3
 
 Both sides start from the same weights and train on the same prompts in the same order (16 x 8 responses a step, at most
 512 tokens, temperature 1), with the same rewards, loss and learning rate. TRL runs in float32 without gradient
 checkpointing and generates with transformers in two modes: ``generate``, its default, and continuous batching. Given
-several ``--batches``, ``--attention`` or ``--continuous``, it runs in each combination; the default of the last was the
+several ``--batches`` or ``--continuous``, it runs in each combination; the default of the last was the
 fastest of eight.
 Every side is a launch of its own; launches are interleaved, and the first step of each is left out, as a warm-up. Speed
 is the median over steps of response tokens over seconds of the step (rollout, reward, update).
@@ -163,9 +163,7 @@ def run_trl(options: argparse.Namespace) -> None:
             rows.append({**figures, "rollout_seconds": now["rollout_seconds"]})
 
     trainer = GRPOTrainer(
-        model=AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, attn_implementation=options.setting["attention"]
-        ),
+        model=AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa"),
         # not AutoTokenizer's: for every qwen2 model that takes Qwen's own way of splitting text
         processing_class=PreTrainedTokenizerFast.from_pretrained(folder),
         reward_funcs=reward,
@@ -197,10 +195,7 @@ def write_rows(options: argparse.Namespace, rows: list[dict[str, float]]) -> Non
 def trl_sides(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """TRL's settings by name; a name has what tells it from others of its mode."""
     modes = [None, *options.continuous]
-    settings = [
-        {"batch": batch, "attention": attention, "continuous": continuous}
-        for continuous, batch, attention in itertools.product(modes, options.batches, options.attention)
-    ]
+    settings = [{"batch": batch, "continuous": mode} for mode, batch in itertools.product(modes, options.batches)]
     several = len(settings) > 2
 
     def name(setting: dict[str, Any]) -> str:
@@ -266,16 +261,9 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=4, help="timed steps of a launch")
     parser.add_argument("--repeats", type=int, default=2, help="launches of each side")
     parser.add_argument("--batches", type=int, nargs="+", default=[32], help="TRL's per-device batches")
-    parser.add_argument("--attention", nargs="+", default=["sdpa"], help="TRL's attention implementations")
     parser.add_argument(
-        "--continuous",
-        type=json.loads,
-        nargs="+",
-        default=[CONTINUOUS],
-        metavar="JSON",
-        help="settings of TRL's continuous batching",
+        "--continuous", type=json.loads, nargs="+", default=[CONTINUOUS], help="TRL's settings, as JSON"
     )
-    parser.add_argument("--json", type=Path, help="where to write all rows")
     parser.add_argument("--side", choices=("ours", "trl"), help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     parser.add_argument("--setting", type=json.loads, help=argparse.SUPPRESS)
@@ -283,10 +271,7 @@ def main() -> int:
     if options.side:
         {"ours": run_ours, "trl": run_trl}[options.side](options)
         return 0
-    rows = compare(options)
-    report(rows)
-    if options.json:
-        options.json.write_text(json.dumps(rows, indent=2) + "\n")
+    report(compare(options))
     return 0
 
 

@@ -119,14 +119,14 @@ def read_ranks(job: Job, step: int) -> tuple[list[Rollout], NDArray[np.float32],
     reports = world.allgather((damage, sum(len(record.micro_steps) for record in records)))
     rewards = np.concatenate([np.zeros(0, np.float32), *(record.rewards for record in records)])
     own = [rollout for record in records for rollout in record.rollouts]
-    found = gather(world, own, rewards, {})
+    gathered = gather(world, own, rewards, {})
     damaged = next((damage for damage, _ in reports if damage), "")
-    lacking = damaged or missing_responses(found.rollouts, found.rewards, job, step)
+    lacking = damaged or missing_responses(gathered.rollouts, gathered.rewards, job, step)
     if lacking:
         if world.rank == 0:
             logger.warning("step %d and those after it are generated again: %s", step, lacking)
         return None
-    return found.rollouts, found.rewards, sum(count for _, count in reports)
+    return gathered.rollouts, gathered.rewards, sum(count for _, count in reports)
 
 
 def _read_log(path: Path) -> StepRecord | str:
