@@ -36,9 +36,7 @@ from tlt_hpc.cli.display import Screen, StepReporter
 from tlt_hpc.cluster.local import find_mpiexec
 from tlt_hpc.config import Config, load_config
 
-ROOT = Path(__file__).resolve().parent.parent
-
-JOB = ROOT / "jobs" / "tiny.toml"
+JOB = Path(__file__).resolve().parent.parent / "jobs" / "tiny.toml"
 RANKS = 2
 CONTINUOUS = {"num_blocks": 256, "max_batch_tokens": 512}
 
@@ -261,9 +259,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=4, help="timed steps of a launch")
     parser.add_argument("--repeats", type=int, default=2, help="launches of each side")
     parser.add_argument("--batches", type=int, nargs="+", default=[32], help="TRL's per-device batches")
-    parser.add_argument(
-        "--continuous", type=json.loads, nargs="+", default=[CONTINUOUS], help="TRL's settings, as JSON"
-    )
+    parser.add_argument("--continuous", type=json.loads, nargs="+", default=[CONTINUOUS], help="JSON, for TRL")
     parser.add_argument("--side", choices=("ours", "trl"), help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     parser.add_argument("--setting", type=json.loads, help=argparse.SUPPRESS)
