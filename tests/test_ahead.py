@@ -292,8 +292,10 @@ def test_what_idle_ranks_do():
     assert uses(TailPlan(False, "auto"), [line()] * 9) == "a" * 9
     growing = [line(2 * 1.02**i * (1 + 0.02 * (-1) ** i)) for i in range(20)]
     assert uses(TailPlan(True, "auto"), growing) == "t" * 20, "training pays"
-    wild = [line(2 * (1 + 0.3 * (-1) ** i)) for i in range(8)]
-    assert uses(TailPlan(True, "auto"), wild) == "t" * 8, "it is not known whether it pays"
+    wild = [line(3 - 0.12 * i + 0.35 * (-1) ** i) for i in range(14)]
+    assert uses(TailPlan(True, "auto"), wild) == "t" * 14, "an error of more than 1 % a step decides nothing"
+    perhaps = [line(2 * (1 + 0.006 * i) * (1 + 0.02 * (-1) ** i)) for i in range(7)]
+    assert uses(TailPlan(True, "auto"), perhaps) == "t" * 7, "0.25 % a step, but 0.8 % with the error"
     slower = [line(2.97 * 1.004**i) for i in range(20)]
     assert uses(TailPlan(True, "auto"), growing + slower)[20:].endswith("a"), "it pays no longer"
     plan = TailPlan(True, "auto")
