@@ -58,7 +58,7 @@ def _fused(vocab_size: int) -> Callable[[Tensor, Tensor, int], Tensor]:
         logger.warning(
             "%s does not compile the noise, which takes five times as long without; set CXX to another compiler, or "
             "TORCHINDUCTOR_CACHE_DIR to an empty folder: %s",
-            compiler, next((line for line in told if "error:" in line), told[-1]),
+            compiler, next((line for line in told if "error:" in line), "".join(told[-1:])),
         )  # fmt: skip
         return gumbel_noise_reference
 
