@@ -142,9 +142,9 @@ def test_arms_run_in_order_and_a_second_start_runs_only_the_missing_ones(tmp_pat
         names.clear()
 
 
-def figures_of(tmp_path, held_out: dict[str, Passes], *, tie_guard: bool = True, **changes) -> AblationFigures:
+def figures_of(tmp_path, held_out: dict[str, Passes], *, is_exact: bool = True, **changes) -> AblationFigures:
     """Figures of the arms ``frozen`` and ``tail``; the changes apply to ``tail``."""
-    comparison = compared(tmp_path, ("frozen", "tail"), tie_guard=tie_guard, **changes)
+    comparison = compared(tmp_path, ("frozen", "tail"), is_exact=is_exact, **changes)
     return AblationFigures(comparison, held_out)
 
 
@@ -188,12 +188,12 @@ def test_the_verdict_says_which_use_of_the_tail_gains_more(tmp_path, tail, ahead
 
 
 @pytest.mark.parametrize(
-    ("tie_guard", "said"), [(False, "as they may with the tie guard off"), (True, "although the tie guard is on")]
+    ("is_exact", "said"), [(False, "as they may without batch_invariant"), (True, "which should be equal")]
 )
-def test_texts_that_differ_are_an_error_only_with_the_tie_guard(tmp_path, tie_guard, said):
+def test_texts_that_differ_are_an_error_only_with_the_is_exact(tmp_path, is_exact, said):
     held_out = {"frozen": Passes((40, 40), (20, 22)), "tail": Passes((40, 47), (10, 12))}
-    figures = figures_of(tmp_path, held_out, tie_guard=tie_guard, token=6, digest="other")
-    assert figures.as_promised is not tie_guard
+    figures = figures_of(tmp_path, held_out, is_exact=is_exact, token=6, digest="other")
+    assert figures.as_promised is not is_exact
     assert figures.verdict().startswith(f"The arms differ in tokens, policy, held-out texts, {said}.")
     assert "3.955 on held-out prompts, the frozen one 1.905: +107.6 % (±" in figures.verdict()
 

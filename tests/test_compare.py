@@ -54,14 +54,14 @@ def write_run(
 
 
 def compared(
-    parent: Path, names: tuple[str, ...] = MODES, digest: str = "same", tie_guard: bool = True, **changes
+    parent: Path, names: tuple[str, ...] = MODES, digest: str = "same", is_exact: bool = True, **changes
 ) -> Comparison:
     """Runs of which the last has the changes; the first is the slowest if it is plain."""
     for name in names:
         own = changes if name == names[-1] else {}
         write_run(parent / name, **{"seconds": 8.0, "passes": 4} if name == "plain" else own)
-    dtype = "float32" if tie_guard else "bfloat16"
-    config = CONFIG.model_copy(update={"model": CONFIG.model.model_copy(update={"dtype": dtype})})
+    model = {} if is_exact else {"dtype": "bfloat16", "batch_invariant": False}
+    config = CONFIG.model_copy(update={"model": CONFIG.model.model_copy(update=model)})
     return read_comparison(config, parent, 1, 2, {name: digest if name == names[-1] else "same" for name in names})
 
 

@@ -221,8 +221,10 @@ def test_an_override_of_another_form_is_refused(override: str) -> None:
     )
 
 
-def test_the_tie_guard_needs_float32() -> None:
-    assert load_config(TINY).tie_guard and not load_config(TINY, ["model.dtype=bfloat16"]).tie_guard
+def test_the_text_is_promised_unless_libraries_round_it() -> None:
+    half, free = "model.dtype=bfloat16", "model.batch_invariant=false"
+    assert all(load_config(TINY, given).is_exact for given in ([], [half], [free], [half, free, "model.device=cpu"]))
+    assert not load_config(TINY, [half, free]).is_exact
 
 
 # --- round trip ---

@@ -16,7 +16,7 @@ from tlt_hpc.models.linear import Norm
 from tlt_hpc.models.rotary import RotaryRows
 from tlt_hpc.models.shape import shape_from
 from tlt_hpc.rollout import device_cache
-from tlt_hpc.rollout.device_cache import DevicePagedCache, block_width, chain_blocks
+from tlt_hpc.rollout.device_cache import DevicePagedCache, block_width
 from tlt_hpc.rollout.kv_cache import HostPagedCache, PoolSizes
 from tlt_hpc.rollout.tree import tree
 
@@ -87,13 +87,6 @@ def test_long_chains_are_read_in_blocks_that_see_each_other(width):
         attend = cache.attend(cache.layout(tables, NUM_PAGES), cache.tables[1::2], positions)
         found.append(attend(0, query, key_value))
     torch.testing.assert_close(found[1], found[0], atol=1e-5, rtol=1e-5)
-
-
-def test_the_last_of_64_queries_sees_all_of_its_block():
-    blocks = chain_blocks(torch.arange(5, 69).unsqueeze(0), torch.zeros(1, 3, dtype=torch.int32))
-    assert blocks.masks[0, 63] == -1
-    assert blocks.masks[0, 62] == 2**63 - 1
-    assert blocks.masks[0, 0] == 1
 
 
 def grown_tree(num_slots, width, seed=0):

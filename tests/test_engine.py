@@ -152,9 +152,7 @@ def test_the_guard_corrects_a_wrong_fast_path(monkeypatch, plain):
         monkeypatch.setattr(
             Decoder,
             "logits",
-            lambda self, hidden, widen=True: (
-                logits(self, hidden, widen) + torch.rand(len(hidden), 24, generator=generator) * 0.5
-            ),
+            lambda self, hidden: logits(self, hidden) + torch.rand(len(hidden), 24, generator=generator) * 0.5,
         )
         engine = make_engine(tie_guard=tie_guard, max_new_tokens=80)
         assert engine._guard.logit_tolerance == pytest.approx(SAFETY * 0.5 * tie_guard, rel=0.01)

@@ -22,7 +22,7 @@ from test_noise import KNOWN
 from torch import Tensor
 
 from tlt_hpc.common.records import SampleKey
-from tlt_hpc.kernels import attention, dispatch, gumbel, pointwise, rotary
+from tlt_hpc.kernels import attention, dispatch, gumbel, linear, pointwise, rotary
 from tlt_hpc.kernels.graphs import GraphPool
 from tlt_hpc.rollout import noise
 
@@ -221,18 +221,21 @@ def test_choices_at_the_edge(triton, temperature):
         assert choice.token.tolist() == [700, 2047] and torch.equal(choice.best, choice.second)
 
 
-def random_tree(num_nodes: int, seed: int) -> Tensor:
-    """Ancestor masks of a random tree, each node below an earlier one; bit 63 is the sign bit."""
+def random_paths(N: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Paths [N, N] of a random tree, each node below an earlier one, and their lengths [N]; some nodes see nothing."""
     generator = torch.Generator().manual_seed(seed)
-    masks: list[int] = []
-    for node in range(num_nodes):
+    paths: list[list[int]] = []
+    for node in range(N):
         parent = int(torch.randint(-1, node, (1,), generator=generator)) if node else -1
-        masks.append((masks[parent] if parent >= 0 else 0) | 1 << node)
-    return torch.tensor([mask - 2**64 if mask >= 2**63 else mask for mask in masks])
+        paths.append([*(paths[parent] if parent >= 0 else []), node])
+    if N > 3:
+        paths[3] = []
+    filled = torch.tensor([path + [0] * (N - len(path)) for path in paths], dtype=torch.int32)
+    return filled, torch.tensor([len(path) for path in paths], dtype=torch.int32)
 
 
 def attention_case(
-    B: int, N: int, h: int, g: int, d: int, page_size: int, longest: int, dtype: torch.dtype
+    B: int, N: int, h: int, g: int, d: int, page_size: int, longest: int, dtype: torch.dtype, kind: str
 ) -> dict[str, Tensor]:
     """Rows of very different lengths in shuffled pages; slots beyond a row's nodes hold NaN."""
     M = -(-(longest + N) // page_size)
@@ -244,20 +247,42 @@ def attention_case(
         for slot in range(length + N, M * page_size):
             key[table[row, slot // page_size], slot % page_size] = torch.nan
             value[table[row, slot // page_size], slot % page_size] = torch.nan
+    paths, seen = zip(*(random_paths(N, seed) for seed in range(B)), strict=True)
+    chain = (torch.arange(N, dtype=torch.int32) + 1).repeat(B, 1)
+    own = {"seen": chain} if kind == "chain" else {"seen": torch.stack(seen), "paths": torch.stack(paths)}
     return {
         "query": draw(B, N, h, d, dtype=dtype),
         "key_pages": key,
         "value_pages": value,
         "page_table": table.to(DEVICE, torch.int32),
         "committed": torch.tensor(lengths, dtype=torch.int32, device=DEVICE),
-        "tree_mask": torch.stack([random_tree(N, seed) for seed in range(B)]).to(DEVICE),
+        **{name: tensor.to(DEVICE) for name, tensor in own.items()},
     }
+
+
+def by_definition(case: dict[str, Tensor]) -> Tensor:
+    """Attention of each query by itself."""
+    query, table = case["query"].double(), case["page_table"].long()
+    B, N, h, d = query.shape
+    out = torch.zeros(B, N, h, d, dtype=torch.float64)
+    for row in range(B):
+        keys, values = (case[name][table[row]].flatten(0, 1).double() for name in ("key_pages", "value_pages"))
+        for i in range(N):
+            prefix, seen = int(case["committed"][row]), int(case["seen"][row, i])
+            own = case["paths"][row, i, :seen].tolist() if "paths" in case else list(range(seen))
+            slots = [*range(prefix), *(prefix + node for node in own)]
+            if slots:
+                group = h // keys.shape[1]
+                key, value = (x[slots].repeat_interleave(group, 1) for x in (keys, values))
+                score = torch.einsum("hd,shd->hs", query[row, i], key) / math.sqrt(d)
+                out[row, i] = torch.einsum("hs,shd->hd", score.softmax(1), value)
+    return out.flatten(2)
 
 
 CASES = [  # B, N, h, g, d, page_size, longest
     (1, 1, 2, 2, 32, 16, 5),
     (4, 4, 4, 2, 32, 16, 70),
-    (3, 5, 6, 2, 64, 48, 130),
+    (3, 5, 6, 2, 64, 48, 530),
     (1, 64, 7, 1, 128, 256, 70),
     (5, 3, 8, 1, 64, 32, 40),
     (2, 17, 8, 1, 80, 64, 33),
@@ -265,37 +290,33 @@ CASES = [  # B, N, h, g, d, page_size, longest
 
 
 @pytest.mark.parametrize("dtype", DOT_DTYPES)
-@pytest.mark.parametrize("num_splits", [None, 5])
-@pytest.mark.parametrize(("B", "N", "h", "g", "d", "page_size", "longest"), CASES)
-def test_paged_tree_attention(triton, B, N, h, g, d, page_size, longest, num_splits, dtype):
-    case = attention_case(B, N, h, g, d, page_size, longest, dtype)
-    wanted = attention.paged_tree_attention_reference(**case)
-    got = attention.paged_tree_attention(**case, num_splits=num_splits)
-    assert got.shape == (B, N, h * d) and got.dtype == dtype
+@pytest.mark.parametrize("by_span", [False, True])
+@pytest.mark.parametrize("kind", ["chain", "tree"])
+@pytest.mark.parametrize("sizes", CASES)
+def test_paged_attention(triton, sizes, kind, by_span, dtype):
+    case = attention_case(*sizes, dtype, kind)
+    wanted = by_definition(case).to(dtype)
+    got = attention.paged_attention(**case, by_span=by_span)
+    assert got.shape == wanted.shape and got.dtype == dtype
     assert_close(got, wanted, dtype, scale=2.0)
+    assert_close(attention.paged_attention_reference(**case), wanted, dtype, scale=2.0)
 
 
-@pytest.mark.parametrize("case", CASES[1:4])
-def test_prefix_and_tree_joined_by_log_sum_exp(case):
-    """The flash-attn variant with its library replaced by PyTorch, empty prefixes as that library leaves them."""
-    tensors = attention_case(*case, torch.float32)
-    B, N, h, d = tensors["query"].shape
-    g = tensors["key_pages"].shape[2]
-    prefix, lse = torch.full((B, N, h, d), torch.nan), torch.full((B, h, N), torch.inf)
-    for row in range(B):
-        length = int(tensors["committed"][row])
-        if length:
-            pages = tensors["page_table"][row].long()
-            key = tensors["key_pages"][pages].flatten(0, 1)[:length].repeat_interleave(h // g, 1).cpu()
-            value = tensors["value_pages"][pages].flatten(0, 1)[:length].repeat_interleave(h // g, 1).cpu()
-            score = torch.einsum("nhd,shd->hns", tensors["query"][row].cpu(), key) / math.sqrt(d)
-            lse[row] = score.logsumexp(-1)
-            prefix[row] = torch.einsum("hns,shd->nhd", score.softmax(-1), value)
-    got = attention.join_prefix(**tensors, prefix=prefix.to(DEVICE), prefix_lse=lse.to(DEVICE))
-    assert_close(got, attention.paged_tree_attention_reference(**tensors))
+@pytest.mark.parametrize("dtype", DOT_DTYPES)
+@pytest.mark.parametrize("by_chunk", [False, True])
+@pytest.mark.parametrize(("T", "N", "K"), [(1, 24, 64), (3, 70, 1100), (17, 130, 2048), (130, 65, 40), (0, 8, 64)])
+def test_invariant_linear(triton, T, N, K, by_chunk, dtype):
+    x, weight, bias = draw(T, K, dtype=dtype), draw(N, K, seed=1, dtype=dtype), draw(N, seed=2, dtype=dtype)
+    for given in (None, bias):
+        wanted = F.linear(x.double(), weight.double(), None if given is None else given.double())
+        for out in (dtype, torch.float32):
+            got = linear.invariant_linear(x, weight, given, out, by_chunk)
+            assert got.dtype == out and got.shape == (T, N)
+            assert_close(got, wanted, dtype, scale=K**0.5)
+            assert_close(linear.invariant_linear_reference(x, weight, given, out), wanted, dtype, scale=K**0.5)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("capability", [80, 90])
 def test_programs_compile_for_a_gpu_that_is_not_there(tmp_path, capability):
     if not dispatch.has_triton():
@@ -306,6 +327,8 @@ def test_programs_compile_for_a_gpu_that_is_not_there(tmp_path, capability):
     assert done.returncode == 0, done.stderr
     used = re.findall(r"STACK:(\d+)", done.stdout)
     assert len(used) >= 30 and max(map(int, used)) <= 64, "registers are spilled"
+    assert max(map(int, re.findall(r"shared +(\d+)", done.stdout))) <= 100_000, "two programs must fit on a processor"
+    assert "batch-invariant: all forms of a program compute alike" in done.stdout
 
 
 def test_graph_pool_runs_on_static_buffers():

@@ -69,15 +69,16 @@ def test_every_phase_is_within_15_percent_of_what_a_run_takes(num_ranks: int, se
 def test_a_rank_of_a_replica_has_its_part_of_every_layer(form: str, dtype: str) -> None:
     from tlt_hpc.models.decoder import Decoder
     from tlt_hpc.models.drafter_file import make_drafter
-    from tlt_hpc.models.folder import DTYPES
+    from tlt_hpc.models.folder import decoding_dtype
     from tlt_hpc.models.sharding import Sharding
     from tlt_hpc.rollout.kv_cache import page_bytes
 
     settings = f"drafter.form={form}", "drafter.vocabulary=16", f"model.dtype={dtype}", "rollout.tensor_parallel=2"
     given, cpu = situation("tiny", *settings, device="cpu"), torch.device("cpu")
-    decoder = Decoder(given.shape, DTYPES[dtype], cpu, Sharding(1, 2))
+    precision = decoding_dtype(dtype, cpu)
+    decoder = Decoder(given.shape, precision, cpu, Sharding(1, 2))
     ids = None if form == "eagle" else torch.arange(16)
-    drafter = make_drafter(given.shape, 0, DTYPES[dtype], cpu, ids)
+    drafter = make_drafter(given.shape, 0, precision, cpu, ids)
     drafter.split(decoder.sharding)
     drafter.pack()
     assert given.part == decoder.part and decoder.part != given.shape
@@ -88,7 +89,7 @@ def test_a_rank_of_a_replica_has_its_part_of_every_layer(form: str, dtype: str) 
     assert engine_plan.num_features(given) == drafter.num_features
     whole = sum(parameter.nbytes for parameter in drafter.parameters())
     assert parts["drafter in use"] == whole + drafter.packed_bytes
-    own = page_bytes(decoder.part, given.config.rollout.page_size, DTYPES[dtype], drafter.num_features)
+    own = page_bytes(decoder.part, given.config.rollout.page_size, precision, drafter.num_features)
     assert engine_plan.page_bytes(given) == own
 
 

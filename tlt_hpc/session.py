@@ -39,7 +39,7 @@ from tlt_hpc.look.environment import RankPlace, find_environment
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.drafter import Drafter
 from tlt_hpc.models.drafter_file import TOKEN_IDS, check_layers, initial_drafter, make_drafter
-from tlt_hpc.models.folder import DTYPES, folder_weights, import_transformers, num_used_tokens, start_model
+from tlt_hpc.models.folder import decoding_dtype, folder_weights, import_transformers, num_used_tokens, start_model
 from tlt_hpc.models.once import read_all_once, read_once
 from tlt_hpc.models.shape import ModelShape
 from tlt_hpc.models.sharding import WHOLE, Sharding
@@ -128,7 +128,7 @@ class Session:
             eos_token_ids=assets.eos_token_ids,
             max_live=rollout.max_live,
             max_prompt_tokens=self.config.data.max_prompt_tokens,
-            tie_guard=self.config.tie_guard,
+            tie_guard=self.decoder.dtype == torch.float32,
             kv_bytes=rollout.kv_bytes,
             page_size=rollout.page_size,
             prefill_tokens=rollout.prefill_tokens,
@@ -237,7 +237,9 @@ def open_session(config: Config, world: World, assets: ModelAssets) -> Session:
     check_nodes(world.allgather(world.hostname), config.rollout.tensor_parallel)
     replica = Replica(world, config.rollout.tensor_parallel)
     device = choose_device(config, world)
-    decoder = Decoder(assets.shape, DTYPES[config.model.dtype], device, make_sharding(replica, world, device))
+    dtype = decoding_dtype(config.model.dtype, device)
+    invariant = config.model.batch_invariant and dtype == torch.bfloat16
+    decoder = Decoder(assets.shape, dtype, device, make_sharding(replica, world, device, invariant), invariant)
     comm = world.private_comm()
     pulse = ReplicaPulse(comm, replica) if replica.size > 1 else Pulse(comm, BUSY_SECONDS)
     parts = ExitStack()
@@ -509,8 +511,8 @@ def choose_device(config: Config, world: World) -> torch.device:
     return device
 
 
-def make_sharding(replica: Replica, world: World, device: torch.device) -> Sharding:
-    """Which part of the decoder this rank holds, and how its replica sums; collective.
+def make_sharding(replica: Replica, world: World, device: torch.device, in_order: bool) -> Sharding:
+    """Which part of the decoder this rank holds, and how its replica sums (``replica_sum``); collective.
 
     Raises:
         ConfigError: on all ranks, where the ranks of a replica share a GPU.
@@ -524,7 +526,7 @@ def make_sharding(replica: Replica, world: World, device: torch.device) -> Shard
             "cannot hold sums by gloo, and NCCL refuses two ranks on one GPU; use rollout.tensor_parallel = 1, or a "
             "GPU for each rank"
         )
-    return Sharding(replica.index, replica.size, replica_sum(world, replica.size))
+    return Sharding(replica.index, replica.size, replica_sum(world, replica.size, in_order))
 
 
 def unit_of(config: Config, key: SampleKey) -> int:

@@ -10,6 +10,7 @@ and may exceed the memory's rate where the data fits into the cache.
 from __future__ import annotations
 
 import argparse
+import re
 import statistics
 import subprocess
 import sys
@@ -29,12 +30,18 @@ from tlt_hpc.common.script import ending
 import torch
 from torch import Tensor
 
-from tlt_hpc.kernels import attention, dispatch, gumbel, pointwise, rotary
+from tlt_hpc.kernels import attention, dispatch, gumbel, linear, pointwise, rotary
 from tlt_hpc.kernels.graphs import GraphPool
 
 HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 3584, 18944, 28, 4, 128, 152_064  # Qwen2.5-7B
-SMALL_TREES = [(1, 1, 100, 64), (1, 4, 100, 64), (1, 64, 100, 256)]  # sequences, nodes, slots, page size
-TREES = [(1, 1, 8192, 256), (1, 64, 8192, 256), (8, 16, 4096, 16), (32, 4, 2048, 64), (32, 16, 2048, 256)]
+SMALL_PASSES = [(1, 1, 300, 64), (1, 4, 300, 64), (1, 64, 300, 256)]  # sequences, queries, slots, page size
+PASSES = [(1, 1, 8192, 256), (1, 64, 8192, 256), (8, 16, 4096, 16), (32, 4, 2048, 64), (32, 16, 2048, 256)]
+LAYERS = [
+    (HIDDEN + 2 * KV_HEADS * HEAD_DIM, HIDDEN),
+    (HIDDEN, HIDDEN),
+    (2 * INTERMEDIATE, HIDDEN),
+    (HIDDEN, INTERMEDIATE),
+]
 NEAR_TIE = 1e-4
 CALLS = 20
 """Calls in one timed graph."""
@@ -142,29 +149,44 @@ def attention_case(
     page_size: int,
     dtype: torch.dtype,
     device: torch.device,
-    flash: bool = False,
-    num_splits: int | None = None,
+    kind: str = "chain",
+    by_span: bool | None = None,
 ) -> Case:
-    """Trees of N nodes on B sequences, of ``length`` committed slots the longest and fewer the others."""
+    """N queries of each of B sequences, of ``length`` committed slots the longest and fewer the others."""
     M = -(-(length + N) // page_size)
     pages = [draw(B * M, page_size, KV_HEADS, HEAD_DIM, dtype=dtype, device=device) for _ in range(2)]
     table = torch.randperm(B * M, device=device).view(B, M).int()
     committed = torch.linspace(length, length // 2, B, device=device).int()
     query = draw(B, N, HEADS, HEAD_DIM, dtype=dtype, device=device)
-    parents = [-1 if i == 0 else int(torch.randint(0, i, ())) for i in range(N)]
-    masks: list[int] = []
-    for i, parent in enumerate(parents):
-        masks.append((masks[parent] if parent >= 0 else 0) | 1 << i)
-    tree = torch.tensor([mask - 2**64 if mask >= 2**63 else mask for mask in masks], device=device).repeat(B, 1)
-    arguments = (query, pages[0], pages[1], table, committed, tree)
-
-    run = attention.flash_tree_attention if flash else partial(attention.paged_tree_attention, num_splits=num_splits)
+    seen, paths = torch.arange(1, N + 1, device=device).expand(B, -1).int().contiguous(), None
+    if kind == "tree":  # of two branches
+        paths = torch.zeros(B, N, N, dtype=torch.int32, device=device)
+        for i in range(N):
+            paths[:, i, : i // 2 + 1] = torch.arange(i % 2, i + 1, 2, device=device)
+        seen = (torch.arange(N, device=device) // 2 + 1).expand(B, -1).int().contiguous()
+    arguments = (query, pages[0], pages[1], table, committed, seen, paths)
+    form = "" if by_span is None else " by span" if by_span else " whole"
     return Case(
-        f"{'flash' if flash else 'paged'} B={B} N={N} slots={length} page={page_size} {str(dtype)[6:]}",
-        partial(run, *arguments),
-        partial(attention.paged_tree_attention_reference, *arguments),
+        f"{kind} B={B} N={N} slots={length} page={page_size}{form} {str(dtype)[6:]}",
+        partial(attention.paged_attention, *arguments, by_span=by_span),
+        partial(attention.paged_attention_reference, *arguments),
         int(committed.sum() + B * N) * 2 * KV_HEADS * HEAD_DIM * dtype.itemsize,
         1e-5 if dtype == torch.float32 else 1e-2,
+    )
+
+
+def linear_case(T: int, N: int, K: int, dtype: torch.dtype, device: torch.device, by_chunk: bool | None = None) -> Case:
+    """A layer of T tokens in half precision; float32 is left to the library."""
+    x = draw(T, K, dtype=dtype, device=device)
+    weight = (K**-0.5 * draw(N, K, dtype=torch.float32, device=device)).to(dtype)
+    bias = draw(N, dtype=dtype, device=device)
+    form = "" if by_chunk is None else " by chunk" if by_chunk else " whole"
+    return Case(
+        f"linear T={T} N={N} K={K}{form} {str(dtype)[6:]}",
+        partial(linear.invariant_linear, x, weight, bias, by_chunk=by_chunk),
+        partial(linear.invariant_linear_reference, x, weight, bias, dtype),
+        (N * K + T * (N + K)) * dtype.itemsize,
+        1.6e-2,
     )
 
 
@@ -177,11 +199,14 @@ def all_cases(device: torch.device, small: bool) -> Iterator[Case]:
             yield from (rotary_case(T, dtype, device, normed) for normed in (False, True))
         for R in (1,) if small else (1, 16, 128):
             yield from gumbel_cases(R, dtype, device)
-        for B, N, length, page_size in SMALL_TREES if small else SMALL_TREES + TREES:
-            yield attention_case(B, N, length, page_size, dtype, device)
-            yield attention_case(B, N, length, page_size, dtype, device, num_splits=8)
-            if attention.flash_can_run(torch.empty(0, dtype=dtype, device=device), torch.empty(1, page_size)):
-                yield attention_case(B, N, length, page_size, dtype, device, flash=True)
+        for B, N, length, page_size in SMALL_PASSES if small else SMALL_PASSES + PASSES:
+            for kind in ("chain", "tree") if N > 1 else ("chain",):
+                forms: tuple[bool | None, ...] = (False, True) if small else (None,)
+                yield from (attention_case(B, N, length, page_size, dtype, device, kind, form) for form in forms)
+    for T in (1, 17, 33, 65) if small else (1, 5, 16, 64, 320, 4096):
+        for N, K in ((HIDDEN, HIDDEN),) if small else LAYERS:
+            for form in (False, True) if small else (None,):
+                yield linear_case(T, N, K, torch.bfloat16, device, form)
     yield tail_case(device)
 
 
@@ -243,7 +268,7 @@ def check_graphs(device: torch.device) -> bool:
 def check_on_gpu() -> int:
     device = torch.device("cuda")
     torch.manual_seed(0)
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, flash-attn {dispatch.has_flash_attention()}")
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     print(f"{'':56} {'error':>9} {'allowed':>9} {'us':>9} {'GB/s':>7}")
     failed = 0
     for case in all_cases(device, small=False):
@@ -306,6 +331,31 @@ def usage_of(binary: bytes) -> str:
     return next(line.strip() for line in shown.splitlines() if "REG:" in line)
 
 
+def arithmetic_of(compiled: Any) -> tuple[str, int, str]:
+    """What decides the bits of a compiled program: its matrix instruction without the width, how many multiplications
+    are fused with additions, and over which layout it sums.
+    """
+    code, sums = (
+        compiled.asm["ptx"],
+        re.findall(r"tensor<[^>]*> *\) -> tensor<[^>]*#ttg.slice[^>]*>", compiled.asm["ttgir"]),
+    )
+    instructions = re.findall(r"(?:wgmma\.mma_async|mma\.sync)\.[\w.]+", code)
+    layouts = re.findall(r"warpsPerCTA = [^,]*, [^,]*", compiled.asm["ttgir"]) if sums else []
+    kinds = {re.sub(r"n\d+k", "nNk", name) for name in instructions}
+    return " ".join(sorted(kinds)), len(re.findall(r"\bfma\.", code)), " ".join(sorted({*sums, *layouts}))
+
+
+def num_unlike(programs: Sequence[Any]) -> int:
+    """Programs whose forms for half precision do not all compute alike; prints what each computes with."""
+    unlike = 0
+    for program in programs:
+        forms = [arithmetic_of(one) for cache in program.device_caches.values() for one in cache[0].values()]
+        alike = {form for form in forms if form[0]}  # float32 has no matrix instruction, and tiles of its own
+        unlike += len(alike) != 1
+        print(f"{program.__name__}: {len(forms)} forms, {'; '.join(sorted(form[0] for form in alike))}")
+    return unlike
+
+
 def compile_all(capability: int) -> int:
     """Compile what the cases launch and print what each program takes; a compiler's error ends it."""
     import triton
@@ -322,7 +372,12 @@ def compile_all(capability: int) -> int:
                 print(f"{case.name:44} {name:20} shared {shared:6}  {usage}")
                 spilled += "STACK:0" not in usage
     print(f"{len(driver.rows)} programs for compute capability {capability}, {spilled} with spilled registers")
-    return 0
+    from tlt_hpc.kernels.programs.attention import _attend
+    from tlt_hpc.kernels.programs.linear import _multiply
+
+    unlike = num_unlike([_attend, _multiply])
+    print("NOT batch-invariant" if unlike else "batch-invariant: all forms of a program compute alike")
+    return 1 if unlike else 0
 
 
 def main() -> None:

@@ -6,6 +6,9 @@ preemption, chunked prefill, texts stored from other weights, generation ahead. 
     python tools/prove_exactness.py --tokens 1000000 --json exactness.json
     python tools/prove_exactness.py --tokens 1000000 --ways ahead   # of the ways, those with this in their names
     python tools/prove_exactness.py --tokens 200000 --device cuda   # a GPU's ways against the CPU's plain decoding
+    python tools/prove_exactness.py --tokens 50000 --dtype bfloat16 # in batch-invariant mode, without the tie guard
+
+In bfloat16 plain decoding runs on the same device; on a CPU the kernels' references in PyTorch do, which are slow.
 """
 
 from __future__ import annotations
@@ -36,7 +39,7 @@ from tlt_hpc.kernels.graphs import GraphPool
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.drafter_file import load_drafter
 from tlt_hpc.models.eagle import Eagle
-from tlt_hpc.models.folder import embedded, end_token_ids, folder_weights, load_tokenizer
+from tlt_hpc.models.folder import DTYPES, embedded, end_token_ids, folder_weights, load_tokenizer
 from tlt_hpc.models.shape import read_shape
 from tlt_hpc.rollout.device_cache import AttentionKind
 from tlt_hpc.rollout.engine import RolloutEngine
@@ -94,23 +97,23 @@ def requests(num_responses: int) -> list[Request]:
     return made
 
 
-def make_engine(way: Way, device: torch.device) -> RolloutEngine:
-    """An engine of the embedded model and drafter."""
-    decoder = Decoder(SHAPE, torch.float32, device)
-    drafter = Eagle(SHAPE, 0, torch.float32, device)
+def make_engine(way: Way, device: torch.device, dtype: torch.dtype) -> RolloutEngine:
+    """An engine of the embedded model and drafter; in bfloat16 a batch-invariant one."""
+    half = dtype == torch.bfloat16
+    decoder, drafter = Decoder(SHAPE, dtype, device, is_invariant=half), Eagle(SHAPE, 0, dtype, device)
     settings = EngineSettings(
         params=SamplingParams(MOST_TOKENS),
         num_tokens=NUM_TOKENS,
         eos_token_ids=end_token_ids(embedded("tiny"), SHAPE),
         max_live=way.max_live,
         max_prompt_tokens=MOST_PROMPT,
-        tie_guard=True,
-        kv_bytes=(way.num_pages + 1) * page_bytes(SHAPE, way.page_size, torch.float32, 1) if way.num_pages else 0,
+        tie_guard=not half,
+        kv_bytes=(way.num_pages + 1) * page_bytes(SHAPE, way.page_size, dtype, 1) if way.num_pages else 0,
         page_size=way.page_size,
         prefill_tokens=way.prefill_tokens,
         strategies=(*map(strategy_named, way.strategies), *(STORED if way.ahead is not None else ())),
         chooser=way.chooser,
-        attention=way.attention,
+        attention="paged-kernel" if half else way.attention,
     )
     engine = RolloutEngine(decoder, settings, drafter)
     engine.load_policy(folder_weights(embedded("tiny")), 0)
@@ -119,10 +122,10 @@ def make_engine(way: Way, device: torch.device) -> RolloutEngine:
 
 
 def generate(
-    way: Way, wanted: list[Request], device: torch.device
+    way: Way, wanted: list[Request], device: torch.device, dtype: torch.dtype
 ) -> tuple[dict[SampleKey, list[NDArray[np.int32]]], dict[str, Any]]:
     """The texts of each response, of which some are generated twice, and what the engine counted."""
-    engine = make_engine(way, device)
+    engine = make_engine(way, device, dtype)
     engine.calibrate([replace(r, key=replace(r.key, stream=Stream.CALIBRATION)) for r in wanted[:8]])
     ordered = list(wanted)
     if way.shuffled:
@@ -194,12 +197,12 @@ def generate_ahead(engine: RolloutEngine, wanted: list[Request], stored: Texts) 
     return complete | engine.ahead.take()
 
 
-def compare(wanted: list[Request], ways: list[Way], device: torch.device) -> dict[str, Any]:
-    """Every way, on a device, against plain decoding of 32 rows on the CPU."""
-    plain, figures = generate(Way("plain, 32 rows"), wanted, CPU)
+def compare(wanted: list[Request], ways: list[Way], device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    """Every way, on a device, against plain decoding of 32 rows, in float32 on the CPU."""
+    plain, figures = generate(Way("plain, 32 rows"), wanted, CPU if dtype == torch.float32 else device, dtype)
     report: dict[str, Any] = {"plain": figures, "ways": {}, "tokens_compared": 0, "responses_that_differ": 0}
     for way in ways:
-        found, figures = generate(way, wanted, device)
+        found, figures = generate(way, wanted, device, dtype)
         pairs = [(text, other) for key, (text,) in plain.items() for other in found[key]]
         figures["responses_that_differ"] = sum(not np.array_equal(a, b) for a, b in pairs)
         report["ways"][way.name] = {**asdict(way), **figures}
@@ -219,14 +222,15 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=1_000_000, help="tokens to compare")
     parser.add_argument("--ways", default="", metavar="TEXT", help="only those with this text in their names")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of the ways; plain runs on the CPU")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of the ways")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     GraphPool.checks_inputs = True
     # a response has about 42 tokens
     ways = [way for way in WAYS if arguments.ways in way.name]
     wanted = requests(max(8, arguments.tokens // len(ways) // 42))
-    report = compare(wanted, ways, choose_device(arguments.device))
+    report = compare(wanted, ways, choose_device(arguments.device), DTYPES[arguments.dtype])
     if arguments.json:
         arguments.json.write_text(json.dumps(report, indent=2))
     wrong = report["responses_that_differ"]

@@ -129,10 +129,7 @@ def print_result(config: Config, result: RunResult) -> None:
 def print_comparison(comparison: Comparison, rows: Mapping[str, Sequence[str]], *last_lines: str) -> None:
     """The table of ``tlt compare`` and ``tlt ablate``, and whether the runs were equal."""
     console = make_console()
-    guard = "on" if comparison.tie_guard else "off"
-    table = Table(
-        title=f"{count(comparison.num_steps, 'step')} on {count(comparison.num_ranks, 'rank')}, tie guard {guard}"
-    )
+    table = Table(title=f"{count(comparison.num_steps, 'step')} on {count(comparison.num_ranks, 'rank')}")
     for name in ("", *comparison.runs):
         table.add_column(name, justify="right" if name else "left", overflow="fold")
     for name, cells in rows.items():

@@ -144,8 +144,11 @@ class ModelSection(Section):
     path: SomePath
     """A Hugging Face folder, or ``embedded:tiny``."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Precision of decoding and of forward and backward passes. In ``float32`` near-ties are decided in float64, so
-    that the text does not depend on speculation."""
+    """Precision of weights and of forward and backward passes. On a CPU rollouts compute in float32 all the same."""
+    batch_invariant: bool = True
+    """In ``bfloat16`` on a GPU: rollouts compute each token by kernels whose result does not depend on the rest of the
+    batch, so that the text does not depend on speculation. Off, libraries are used, which are faster; rounding then
+    decides between nearly equal tokens."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the model runs. ``auto``: on CUDA if there is a GPU."""
 
@@ -294,7 +297,7 @@ class RolloutSection(Section):
     kv_bytes: NumBytes = 0
     """Memory of one rank for keys, values and features. 0: enough for ``max_live`` responses of full length."""
     page_size: Annotated[int, Field(ge=1, le=2**20), Unit("tokens")] = 128
-    """Page size of that memory; flash-attention needs a multiple of 256."""
+    """Page size of that memory."""
     shard: Literal["group", "sample"] = "group"
     """How responses are divided among ranks: by whole groups, or by single samples of all groups."""
     tensor_parallel: NumRanks = 1
@@ -643,9 +646,9 @@ class Config(Section):
         return self.rollout.prompts_per_step * self.rollout.group_size
 
     @property
-    def tie_guard(self) -> bool:
-        """Whether near-ties are decided in float64: in bfloat16 a large share of all tokens would be near-ties."""
-        return self.model.dtype == "float32"
+    def is_exact(self) -> bool:
+        """Whether the text is promised not to depend on speculation."""
+        return self.model.dtype == "float32" or self.model.batch_invariant or self.model.device == "cpu"
 
     @property
     def folder(self) -> Path:

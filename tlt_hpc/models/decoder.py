@@ -15,7 +15,7 @@ from torch import Tensor
 from tlt_hpc.cluster.watch.beat import BEAT
 from tlt_hpc.models.documents import attend_documents
 from tlt_hpc.models.layers import Attend, LayerWeights, run_layers, transformer_layer
-from tlt_hpc.models.linear import Linear, Norm, refill
+from tlt_hpc.models.linear import InvariantLinear, Linear, Norm, refill
 from tlt_hpc.models.piece import Cut
 from tlt_hpc.models.rotary import SPARE_POSITIONS, rotary_table
 from tlt_hpc.models.shape import TAKE_CONFIG, ModelShape
@@ -38,9 +38,18 @@ class Decoder:
     """Weights of the policy in the layout that decodes fastest, refreshed in place after every policy step.
 
     With a ``sharding`` over several ranks it holds this rank's part of every layer, and all of them call each pass.
+    With ``is_invariant`` a row of a pass has the same bits whatever else is in the pass.
     """
 
-    def __init__(self, shape: ModelShape, dtype: torch.dtype, device: torch.device, sharding: Sharding = WHOLE) -> None:
+    def __init__(
+        self,
+        shape: ModelShape,
+        dtype: torch.dtype,
+        device: torch.device,
+        sharding: Sharding = WHOLE,
+        is_invariant: bool = False,
+    ) -> None:
+        self._linear = InvariantLinear if is_invariant else Linear
         self.shape, self.dtype, self.device, self.sharding = shape, dtype, device, sharding
         self.part = sharding.part(shape)
         """The sizes of what this rank has of the layers."""
@@ -51,7 +60,7 @@ class Decoder:
         self.final_norm = Norm(self._empty(shape.hidden_size), shape.norm_epsilon)
         self.layers = [self._empty_layer() for _ in range(shape.num_layers)]
         self.rotary = rotary_table(self.part, shape.max_positions + SPARE_POSITIONS, dtype, device)
-        self._head = Linear(self.head)
+        self._head = self._linear(self.head)
 
     @property
     def weight_bytes(self) -> int:
@@ -113,10 +122,9 @@ class Decoder:
         return hidden, torch.cat([*entering, hidden], -1) if entering else hidden
 
     @torch.inference_mode()
-    def logits(self, hidden: Tensor, widen: bool = True) -> Tensor:
-        """Logits in at least fp32, or without ``widen`` in the decoder's precision: hidden [..., H] -> [..., V]."""
-        flat = self._head(hidden.reshape(-1, hidden.shape[-1]))
-        flat = flat.float() if widen else flat
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits in at least float32: hidden [..., H] -> [..., V]."""
+        flat = self._head.wide(hidden.reshape(-1, hidden.shape[-1]))
         return flat if hidden.dim() == 2 else flat.view(*hidden.shape[:-1], -1)
 
     @torch.inference_mode()
@@ -164,15 +172,16 @@ class Decoder:
         head_norm = self._empty(s.num_heads + s.num_kv_heads, s.head_dim) if s.head_norm else None
         return LayerWeights(
             input_norm=Norm(self._empty(s.hidden_size), s.norm_epsilon),
-            qkv=Linear(self._empty(width, s.hidden_size), self._empty(width) if s.qkv_bias else None),
+            qkv=self._linear(self._empty(width, s.hidden_size), self._empty(width) if s.qkv_bias else None),
             head_norm=None if head_norm is None else Norm(head_norm, s.norm_epsilon),
             output=self.sharding.row_linear(
                 self._empty(s.hidden_size, s.num_heads * s.head_dim),
                 self._empty(s.hidden_size) if s.output_bias else None,
+                self._linear,
             ),
             post_norm=Norm(self._empty(s.hidden_size), s.norm_epsilon),
-            gate_up=Linear(self._empty(2 * s.intermediate_size, s.hidden_size)),
-            down=self.sharding.row_linear(self._empty(s.hidden_size, s.intermediate_size)),
+            gate_up=self._linear(self._empty(2 * s.intermediate_size, s.hidden_size)),
+            down=self.sharding.row_linear(self._empty(s.hidden_size, s.intermediate_size), kind=self._linear),
         )
 
     def _pack(self) -> None:

@@ -26,6 +26,15 @@ if TYPE_CHECKING:
     from tlt_hpc.mpi.node import NodeGroup
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def decoding_dtype(name: str, device: torch.device) -> torch.dtype:
+    """The precision that rollouts compute in, of a model in this one: float32 on a CPU, whatever the weights have.
+
+    bfloat16 saves no time on most CPUs, and its rounding would decide between tokens.
+    """
+    return torch.float32 if device.type == "cpu" else DTYPES[name]
+
 _INDEX = "model.safetensors.index.json"
 _EMBEDDING = "model.embed_tokens.weight"
 

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tlt_hpc.kernels.dispatch import runs_triton
+from tlt_hpc.kernels.linear import invariant_linear
 from tlt_hpc.kernels.pointwise import add_rms_norm, rms_norm
 
 _LEAST_PACKED = 2**18
@@ -71,6 +72,14 @@ class Linear:
             return self._multiply_blocked(x, self._blocked)
         return torch.mm(x, self._transposed) if self.bias is None else torch.addmm(self.bias, x, self._transposed)
 
+    def wide(self, x: Tensor) -> Tensor:
+        """The product [T, N] of x [T, K] in at least float32: not rounded to the precision of x on a GPU."""
+        if x.is_cuda and x.dtype.itemsize < 4:
+            assert self.bias is None
+            return torch.mm(x, self._transposed, out_dtype=torch.float32)
+        out = self(x)
+        return out if out.dtype == torch.float64 else out.float()
+
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
         """residual [T, N] + the product of x [T, K] -> [T, N]."""
         if self._blocked is None and self.weight.numel() >= _LEAST_PACKED:
@@ -92,6 +101,24 @@ class Linear:
             x = torch.cat((x,) * (_FULL_ROWS // num_rows))
         out: Tensor = torch.ops.mkldnn._linear_pointwise(x, blocked, self.bias, "none", [], "")
         return out[:num_rows]
+
+
+class InvariantLinear(Linear):
+    """A linear layer in which an output row depends on its own input row alone, to the last bit; without a gradient."""
+
+    __slots__ = ()
+
+    def pack(self) -> None:
+        """Nothing is derived from the weight."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return invariant_linear(x, self.weight, self.bias)
+
+    def wide(self, x: Tensor) -> Tensor:
+        return invariant_linear(x, self.weight, self.bias, torch.float32)
+
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        return self(x).add_(residual)
 
 
 class Norm:

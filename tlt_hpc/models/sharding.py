@@ -51,9 +51,9 @@ class Sharding:
         groups = (self.heads(shape), 0), (keys, shape.num_heads), (keys, shape.num_heads + shape.num_kv_heads)
         return torch.cat([torch.arange((at + s.start) * d, (at + s.stop) * d, device=device) for s, at in groups])
 
-    def row_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+    def row_linear(self, weight: Tensor, bias: Tensor | None = None, kind: type[Linear] = Linear) -> Linear:
         """The linear layer whose inputs are divided over the ranks: ``weight`` [N, K / size], ``bias`` [N] whole."""
-        return Linear(weight, bias) if self.size == 1 else SummedLinear(weight, bias, self.all_reduce)
+        return kind(weight, bias) if self.size == 1 else SummedLinear(weight, bias, self.all_reduce, kind)
 
     def _share(self, count: int) -> slice:
         each = count // self.size
@@ -69,13 +69,19 @@ class SummedLinear(Linear):
 
     __slots__ = ("_all_reduce", "_product")
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, all_reduce: Callable[[Tensor], Tensor]) -> None:
+    def __init__(
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        all_reduce: Callable[[Tensor], Tensor],
+        kind: type[Linear] = Linear,
+    ) -> None:
         super().__init__(weight, bias)
-        self._product, self._all_reduce = Linear(weight), all_reduce
+        self._product, self._all_reduce = kind(weight), all_reduce
 
     def detach_(self) -> None:
         super().detach_()
-        self._product = Linear(self.weight)
+        self._product = type(self._product)(self.weight)
 
     def pack(self) -> None:
         self._product.pack()

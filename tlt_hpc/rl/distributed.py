@@ -72,11 +72,12 @@ def _connect(device_type: str) -> None:
 
 
 @BEAT.within(Phase.CONNECTING)
-def replica_sum(world: World, size: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A function that sums a contiguous tensor in place over the ``size`` ranks of this rank's replica; collective.
+def replica_sum(world: World, size: int, in_order: bool) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A function that sums a contiguous tensor over the ``size`` ranks of this rank's replica; collective.
 
-    All of them get the same bits: each part of the tensor is summed by one rank, which hands it to the others. A rank
-    that waits sleeps, or on CUDA leaves the waiting to the device.
+    It may change the tensor. All ranks get the same bits: each part of the tensor is summed by one rank, which hands it
+    to the others; or, ``in_order``, each rank gets all tensors and adds them up in the order of ranks, in float32, so
+    that a number does not depend on where it stands. A rank that waits sleeps, or on CUDA leaves it to the device.
     """
     assert torch.distributed.is_initialized(), "join_process_group comes first"
     own = None
@@ -86,8 +87,15 @@ def replica_sum(world: World, size: int) -> Callable[[torch.Tensor], torch.Tenso
         own = group if world.rank in ranks else own
 
     def all_reduce(x: torch.Tensor) -> torch.Tensor:
-        torch.distributed.all_reduce(x, group=own)
-        return x
+        if not in_order:
+            torch.distributed.all_reduce(x, group=own)
+            return x
+        parts = x.new_empty(size, *x.shape)
+        torch.distributed.all_gather_into_tensor(parts, x, group=own)
+        total = parts[0].float()
+        for part in parts[1:]:
+            total += part
+        return total.to(x.dtype)
 
     # the first call connects the ranks, which no graph could hold; replicas on GPUs have nccl
     all_reduce(torch.zeros(1, device="cuda" if torch.distributed.get_backend() == "nccl" else "cpu"))

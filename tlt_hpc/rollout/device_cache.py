@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tlt_hpc.kernels.attention import MAX_NODES, flash_can_run, flash_tree_attention, paged_tree_attention
+from tlt_hpc.kernels.attention import MAX_QUERIES, paged_attention
 from tlt_hpc.kernels.rotary import HeadNorms, rotate_and_store
 from tlt_hpc.models.layers import Attend, FusedAttend
 from tlt_hpc.models.rotary import RotaryRows
@@ -52,7 +52,7 @@ class DevicePagedCache(PagedCache):
 
     def __init__(self, shape: ModelShape, sizes: PoolSizes, dtype: torch.dtype, device: torch.device) -> None:
         # a block of queries spans up to so many slots beyond its first, though it sees none of those past its row
-        super().__init__(shape, replace(sizes, num_positions=sizes.num_positions + MAX_NODES), dtype, device)
+        super().__init__(shape, replace(sizes, num_positions=sizes.num_positions + MAX_QUERIES), dtype, device)
         pages = (self._num_layers, sizes.num_pages + 1, sizes.page_size, shape.num_kv_heads, shape.head_dim)
         self._keys = torch.zeros(pages, dtype=dtype, device=device)
         self._values = torch.zeros_like(self._keys)
@@ -125,12 +125,14 @@ class Blocks:
     """Pages [blocks, M] int32."""
     committed: Tensor
     """[blocks] int32"""
-    masks: Tensor
-    """[blocks, N] int64: bit j of a query is set if it sees slot ``committed + j``."""
+    seen: Tensor
+    """[blocks, N] int32: how many slots from ``committed`` on a query sees, or of its path."""
+    paths: Tensor | None = None
+    """Of trees, [blocks, N, W] int32: each query's ancestors and itself, in slots after ``committed``."""
 
     def read(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """query [T, h, d] over one layer's keys and values [num_pages + 1, S, g, d] -> [T, h * d]."""
-        num_blocks, width = self.masks.shape
+        num_blocks, width = self.seen.shape
         by_row = query.view(self.num_rows, self.num_queries, *query.shape[1:])
         missing = num_blocks * width // self.num_rows - self.num_queries
         if missing:
@@ -139,12 +141,12 @@ class Blocks:
         return out.view(self.num_rows, -1, out.shape[2])[:, : self.num_queries].reshape(len(query), -1)
 
     def _attention(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        run = flash_tree_attention if flash_can_run(query, keys) else paged_tree_attention
         most = _MOST_PROGRAMS // keys.shape[2]
         if len(query) <= most:
-            return run(query, keys, values, self.table, self.committed, self.masks)
-        parts = zip(*(torch.split(x, most) for x in (query, self.table, self.committed, self.masks)), strict=True)
-        return torch.cat([run(part, keys, values, *reading) for part, *reading in parts])
+            return paged_attention(query, keys, values, self.table, self.committed, self.seen, self.paths)
+        assert self.paths is None, "a batch of trees is small"
+        parts = zip(*(torch.split(x, most) for x in (query, self.table, self.committed, self.seen)), strict=True)
+        return torch.cat([paged_attention(part, keys, values, *reading) for part, *reading in parts])
 
 
 def chain_blocks(positions: Tensor, table: Tensor) -> Blocks:
@@ -159,27 +161,35 @@ def chain_blocks(positions: Tensor, table: Tensor) -> Blocks:
         positions[:, n:] = positions[:, n - 1 : n]
     blocks = positions.reshape(-1, width)
     first = blocks[:, :1]
-    # bits 0 to k, without a shift by 64
-    masks = torch.full_like(blocks, -2).bitwise_left_shift_(blocks - first).bitwise_not_()
     each = len(blocks) // num_rows
-    return Blocks(num_rows, n, table.repeat_interleave(each, 0) if each > 1 else table, first.flatten().int(), masks)
+    table = table.repeat_interleave(each, 0) if each > 1 else table
+    return Blocks(num_rows, n, table, first.flatten().int(), (blocks - first + 1).int())
 
 
 def tree_blocks(committed: Tensor, ancestors: Tensor, table: Tensor) -> Blocks:
-    """Queries that see their ancestors: committed [B], ancestors [B, n, N] with n and N at most 64, table [B, M].
+    """Queries that see their ancestors: committed [B], ancestors [B, n, N] with n at most 64, table [B, M].
 
     A row without any position before its tree may give the root the position -1: no key stands there.
     """
     num_rows, n, num_nodes = ancestors.shape
-    width = block_width(max(n, num_nodes))
-    bit = torch.arange(num_nodes, device=committed.device) + committed.clamp(max=0).unsqueeze(1)
-    flag = torch.ones_like(bit).bitwise_left_shift_(bit.clamp(min=0)).masked_fill_(bit < 0, 0)
-    masks = (ancestors * flag.unsqueeze(1)).sum(2)
-    return Blocks(num_rows, n, table, committed.clamp(min=0).int(), F.pad(masks, (0, width - n)))
+    slots = torch.arange(num_nodes, device=committed.device) + committed.clamp(max=0).unsqueeze(1)  # [B, N]
+    sees = ancestors & (slots >= 0).unsqueeze(1)
+    # a node's ancestors come before it, so in ascending order they are its path
+    order = torch.where(sees, slots.unsqueeze(1), num_nodes).sort(2).values
+    seen = sees.sum(2)
+    missing = (0, block_width(n) - n)
+    return Blocks(
+        num_rows,
+        n,
+        table,
+        committed.clamp(min=0).int(),
+        F.pad(seen, missing).int(),
+        F.pad(torch.where(order < num_nodes, order, 0), (0, 0, *missing)).int(),
+    )
 
 
 def block_width(num_queries: int) -> int:
     """Queries of a block that a row with so many is cut or filled up to."""
     if num_queries <= _EXACT_WIDTH:
         return num_queries
-    return min(MAX_NODES, 1 << (num_queries - 1).bit_length())
+    return min(MAX_QUERIES, 1 << (num_queries - 1).bit_length())

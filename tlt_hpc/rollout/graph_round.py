@@ -144,7 +144,7 @@ class GraphRound:
     def _verify(self, tokens: Tensor, parents: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         count, n = tokens.shape
         drafts = DraftTree(tokens) if parents is None else tree(tokens, parents, n - 1)
-        features, logits = self._target.forward(drafts, None, widen=False)
+        features, logits = self._target.forward(drafts, None)
         choice = self._choose(drafts, logits)
         longest = min(n, self._longest)  # no path is deeper than the deepest strategy
         accepted = self._target.walk(drafts, choice.token.view(count, n), longest)

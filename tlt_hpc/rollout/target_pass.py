@@ -39,8 +39,8 @@ class TargetPass:
     feature_layers: tuple[int, ...] = ()
     """Layers whose inputs are kept of every position, beside the hidden state."""
 
-    def forward(self, drafts: DraftTree, layout: Layout | None, widen: bool = True) -> tuple[Tensor, Tensor]:
-        """Features to keep [B, N, F] and logits [B, N, V] at every node; ``widen``: as ``Decoder.logits``."""
+    def forward(self, drafts: DraftTree, layout: Layout | None) -> tuple[Tensor, Tensor]:
+        """Features to keep [B, N, F] and logits [B, N, V] at every node."""
         rows, cache = self.rows, self.cache
         count, n = drafts.tokens.shape
         first = (rows.lengths[:count] - 1).unsqueeze(1)
@@ -56,7 +56,7 @@ class TargetPass:
         fed = drafts.tokens.clamp(min=0)
         flat = fed.flatten(), positions.flatten()
         hidden, features = self.decoder.features(*flat, attend, self.feature_layers)
-        return features.view(count, n, -1), self.decoder.logits(hidden, widen).view(count, n, -1)
+        return features.view(count, n, -1), self.decoder.logits(hidden).view(count, n, -1)
 
     def walk(self, drafts: DraftTree, chosen: Tensor, longest: int | None = None) -> AcceptedPath:
         """The path through the target's choices [B, N]; ``longest`` bounds its columns without a look at it."""

@@ -60,8 +60,8 @@ class AblationFigures:
 
     @property
     def as_promised(self) -> bool:
-        """Whether the arms are equal as far as the tie guard promises: without it, nothing is promised."""
-        return not (self.comparison.tie_guard and self.unequal)
+        """Whether the arms are equal as far as is promised (``Config.is_exact``)."""
+        return not (self.comparison.is_exact and self.unequal)
 
     @property
     def unequal(self) -> list[str]:
@@ -80,10 +80,8 @@ class AblationFigures:
         """What differs between the arms, then whether training in the tail pays, or draft-ahead more; may be empty."""
         parts = []
         if self.unequal:
-            guard = (
-                "although the tie guard is on" if self.comparison.tie_guard else "as they may with the tie guard off"
-            )
-            parts.append(f"The arms differ in {', '.join(self.unequal)}, {guard}.")
+            promised = "which should be equal" if self.comparison.is_exact else "as they may without batch_invariant"
+            parts.append(f"The arms differ in {', '.join(self.unequal)}, {promised}.")
         if {"tail", "frozen"} <= self.held_out.keys():
             tail, frozen = self.held_out["tail"], self.held_out["frozen"]
             gain = gain_of(tail, frozen)

@@ -76,7 +76,8 @@ class Comparison:
     folder: Path
     num_steps: int
     num_ranks: int
-    tie_guard: bool
+    is_exact: bool
+    """Whether the texts are promised to be equal."""
     runs: dict[str, RunFigures]
 
     @property
@@ -162,7 +163,7 @@ def read_comparison(
     folders = {name: RunFolder(parent / name) for name in digests}
     first = next(iter(folders.values()))
     runs = {name: read_run(folder, first, num_steps, digests[name]) for name, folder in folders.items()}
-    return Comparison(parent, num_steps, num_ranks, config.tie_guard, runs)
+    return Comparison(parent, num_steps, num_ranks, config.is_exact, runs)
 
 
 def read_run(folder: RunFolder, first: RunFolder, num_steps: int, digest: str) -> RunFigures:

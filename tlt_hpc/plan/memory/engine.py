@@ -25,9 +25,9 @@ def engine_parts(situation: Situation) -> NamedBytes:
     """What the engine holds from the start to the end of a run."""
     return present(
         {
-            "rollout weights": situation.item * situation.part.num_parameters,
+            "rollout weights": situation.decoding_item * situation.part.num_parameters,
             "packed weights": _packed(situation),
-            "drafter in use": situation.item * _served_numbers(situation),
+            "drafter in use": situation.decoding_item * _served_numbers(situation),
             "keys, values, features": pool_bytes(situation),
             "noise and rows": _rows(situation),
             "angles": _angles(situation),
@@ -71,7 +71,7 @@ def page_bytes(situation: Situation) -> int:
     shape, kept = situation.part, num_features(situation)
     layers = shape.num_layers + (1 if kept else 0)
     numbers = 2 * layers * shape.num_kv_heads * shape.head_dim + kept * shape.hidden_size
-    return situation.config.rollout.page_size * situation.item * numbers
+    return situation.config.rollout.page_size * situation.decoding_item * numbers
 
 
 def pool_bytes(situation: Situation) -> int:
@@ -90,11 +90,11 @@ def rollout_workspace(situation: Situation) -> NamedBytes:
     tokens = max(rows, min(rollout.prefill_tokens, rollout.max_live * situation.config.data.max_prompt_tokens))
     h, q = shape.hidden_size, shape.num_heads * shape.head_dim
     qkv = q + 2 * shape.num_kv_heads * shape.head_dim
-    layer = situation.item * tokens * (4 * h + 2 * qkv + 2 * q + 4 * shape.intermediate_size)
+    layer = situation.decoding_item * tokens * (4 * h + 2 * qkv + 2 * q + 4 * shape.intermediate_size)
     return present(
         {
             "pass of the decoder": layer,
-            "logits and scores": rows * vocab_size * (12 + situation.item),
+            "logits and scores": rows * vocab_size * 16,
             "nucleus (top_p)": rows * vocab_size * _nucleus(situation),
             "pages read": _pages_read(situation),
             "tie guard": _guard(situation),
@@ -108,7 +108,7 @@ def _nucleus(situation: Situation) -> int:
     judged = evaluation.every_steps and evaluation.samples and evaluation.top_p < 1.0
     if rollout.top_p == 1.0 and not judged:
         return 0
-    return _GUARDED_NUCLEUS_BYTES if situation.config.tie_guard else _NUCLEUS_BYTES
+    return _GUARDED_NUCLEUS_BYTES if situation.is_guarded else _NUCLEUS_BYTES
 
 
 def _pages_read(situation: Situation) -> int:
@@ -119,13 +119,13 @@ def _pages_read(situation: Situation) -> int:
     slots *= situation.config.rollout.page_size
     widest = max(strategy.widest_pass for strategy in strategies(situation))
     per_group = shape.num_heads // shape.num_kv_heads
-    masks = widest * (2 + per_group) * situation.item
-    return slots * (2 * shape.num_kv_heads * shape.head_dim * situation.item + masks)
+    masks = widest * (2 + per_group) * situation.decoding_item
+    return slots * (2 * shape.num_kv_heads * shape.head_dim * situation.decoding_item + masks)
 
 
 def _guard(situation: Situation) -> int:
     """What the tie guard takes: a layer and a part of the head in float64, and one sequence."""
-    if not situation.config.tie_guard:
+    if not situation.is_guarded:
         return 0
     s = situation.part
     weights = s.hidden_size * ((2 * s.num_heads + 2 * s.num_kv_heads) * s.head_dim + 3 * s.intermediate_size)
@@ -149,7 +149,7 @@ def _angles(situation: Situation) -> int:
 
 
 def _table(situation: Situation, s: ModelShape) -> int:
-    return 2 * situation.item * (s.max_positions + _SPARE_POSITIONS) * s.head_dim
+    return 2 * situation.decoding_item * (s.max_positions + _SPARE_POSITIONS) * s.head_dim
 
 
 def _packs(situation: Situation) -> bool:
@@ -162,7 +162,7 @@ def _packed(situation: Situation) -> int:
     if situation.device == "cuda":
         return 0
     sizes = _matrices(situation.part)
-    return situation.item * sum(size for size in sizes if size >= _MIN_PACKED)
+    return situation.decoding_item * sum(size for size in sizes if size >= _MIN_PACKED)
 
 
 def _matrices(s: ModelShape) -> list[int]:

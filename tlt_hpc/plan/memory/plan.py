@@ -31,6 +31,16 @@ class Situation:
         return DTYPE_BYTES[self.config.model.dtype]
 
     @property
+    def decoding_item(self) -> int:
+        """Bytes of a number in rollouts, which are in float32 on a CPU."""
+        return 4 if self.device == "cpu" else self.item
+
+    @property
+    def is_guarded(self) -> bool:
+        """Whether the tie guard is on, as it is where rollouts are in float32."""
+        return self.decoding_item == 4
+
+    @property
     def longest(self) -> int:
         """Tokens of the longest prompt with its response."""
         return self.config.data.max_prompt_tokens + self.config.rollout.max_new_tokens
