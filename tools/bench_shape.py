@@ -79,9 +79,9 @@ def timed(work: Callable[[], object], device: torch.device) -> float:
     return time.perf_counter() - start
 
 
-def random_decoder(shape: ModelShape, dtype: torch.dtype, device: torch.device) -> Decoder:
+def random_decoder(shape: ModelShape, dtype: torch.dtype, device: torch.device, is_invariant: bool) -> Decoder:
     """A decoder of random weights, small enough that activations stay in range."""
-    decoder = Decoder(shape, dtype, device)
+    decoder = Decoder(shape, dtype, device, is_invariant=is_invariant)
     generator = torch.Generator(device).manual_seed(0)
 
     def values(name: str, sizes: tuple[int, ...]) -> Tensor:
@@ -141,6 +141,9 @@ def main() -> int:
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--new-tokens", type=int, default=256)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument(
+        "--library", action="store_true", help="products by the library, as with batch_invariant = false"
+    )
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     device = choose_device(options.device)
@@ -148,7 +151,8 @@ def main() -> int:
     shape = shape_from(raw, str(options.config or "Qwen2.5-7B"))
     shape = replace(shape, num_layers=options.layers or shape.num_layers)
     torch.set_num_threads(1)
-    decoder = random_decoder(shape, DTYPES[options.dtype], device)
+    is_invariant = device.type == "cuda" and options.dtype == "bfloat16" and not options.library
+    decoder = random_decoder(shape, DTYPES[options.dtype], device, is_invariant)
     read = decoder.weight_bytes - (0 if shape.tied_head else decoder.embedding.nbytes)
     bandwidth = read_bandwidth(device)
     print(f"{shape.num_parameters / 1e9:.2f} G parameters, {options.dtype}; memory reads {bandwidth / 1e9:.0f} GB/s")

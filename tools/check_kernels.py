@@ -10,6 +10,7 @@ and may exceed the memory's rate where the data fits into the cache.
 from __future__ import annotations
 
 import argparse
+import itertools
 import re
 import statistics
 import subprocess
@@ -265,6 +266,33 @@ def check_graphs(device: torch.device) -> bool:
     return right
 
 
+def check_rows(device: torch.device) -> bool:
+    """Whether rows have the same bits alone and in wider passes, in one or several programs; half precision."""
+    right, dtype = True, torch.bfloat16
+    for N, K in LAYERS:
+        x, weight = draw(300, K, dtype=dtype, device=device), draw(N, K, dtype=dtype, device=device)
+        alone = torch.cat([linear.invariant_linear(x[i : i + 1], weight) for i in range(8)])
+        for T, by_chunk in itertools.product((8, 17, 40, 100, 300), (False, True)):
+            right &= torch.equal(linear.invariant_linear(x[:T], weight, by_chunk=by_chunk)[:8], alone)
+    length, size = 3000, 64
+    keys, values = (draw(64, size, KV_HEADS, HEAD_DIM, dtype=dtype, device=device) for _ in range(2))
+    table = torch.randperm(64, device=device).int().unsqueeze(0)
+    query = draw(1, 64, HEADS, HEAD_DIM, dtype=dtype, device=device)
+
+    def read(first: int, count: int, by_span: bool) -> Tensor:
+        committed = torch.tensor([length + first], dtype=torch.int32, device=device)
+        seen = torch.arange(1, count + 1, device=device).int().unsqueeze(0)
+        part = query[:, first : first + count].contiguous()
+        return attention.paged_attention(part, keys, values, table, committed, seen, by_span=by_span)
+
+    alone = torch.cat([read(i, 1, False) for i in range(64)], 1)
+    for count, by_span in itertools.product((1, 2, 5, 16, 64), (False, True)):
+        right &= torch.equal(torch.cat([read(i, count, by_span) for i in range(0, 65 - count, count)], 1),
+                             alone[:, : 64 // count * count])  # fmt: skip
+    print(f"rows: {'the same bits in every pass' if right else 'NOT batch-invariant'}")
+    return right
+
+
 def check_on_gpu() -> int:
     device = torch.device("cuda")
     torch.manual_seed(0)
@@ -282,6 +310,7 @@ def check_on_gpu() -> int:
         rate = case.num_bytes / taken / 1e3
         print(f"{case.name:56} {error:9.1e} {case.tolerance:9.1e} {taken:9.1f} {rate:7.0f}{'  WRONG' * wrong}")
     failed += not check_graphs(device)
+    failed += not check_rows(device)
     print(f"{failed} wrong" if failed else "all right")
     return 1 if failed else 0
 

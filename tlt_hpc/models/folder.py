@@ -35,6 +35,7 @@ def decoding_dtype(name: str, device: torch.device) -> torch.dtype:
     """
     return torch.float32 if device.type == "cpu" else DTYPES[name]
 
+
 _INDEX = "model.safetensors.index.json"
 _EMBEDDING = "model.embed_tokens.weight"
 

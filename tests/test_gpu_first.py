@@ -1,0 +1,58 @@
+"""The first minutes on a GPU: its parts, their limits and the page, and the whole of it as far as a CPU goes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tools"))
+
+import gpu_first  # noqa: E402
+from gpu_first import Outcome, Part, page_of, run  # noqa: E402
+
+PYTHON = [sys.executable, "-c"]
+
+
+def test_a_part_that_fails_or_hangs_is_named_and_the_others_run(tmp_path):
+    hangs = "import time; print('begun', flush=True); time.sleep(60)"
+    commands = {"good": "print('7 GB/s')", "bad": "raise SystemExit(3)", "endless": hangs}
+    found = []
+    for name, code in commands.items():
+        part = Part(name, f"Is it {name}?", [*PYTHON, code], seconds=2)
+        found.append(run(part, part.command, tmp_path, 30.0))
+    assert [outcome.verdict for outcome in found] == ["passed", "FAILED (status 3)", "ended after 2 s"]
+    assert found[2].seconds < 10 and list(found[2].lines) == ["begun"]
+    unasked = Outcome(Part("last", "Is it there?", [], 1), None, 0.0, ["not on this machine"])
+    page = page_of([*found, unasked], "cuda", "a GPU")
+    assert "| good | Is it good? | passed | 0 |" in page and "7 GB/s" in page
+    assert "| last | Is it there? | did not run | 0 |" in page
+
+
+def test_what_is_left_of_the_minutes_ends_a_part(tmp_path):
+    part = Part("endless", "Does it end?", [*PYTHON, "import time; time.sleep(60)"], seconds=60)
+    assert run(part, part.command, tmp_path, 0.5).verdict.startswith("ended after")
+
+
+def test_the_commands_of_a_gpu_are_accepted_by_their_tools(tmp_path):
+    """As far as arguments go: without a GPU each of them ends with its one line about that, or asks for its help."""
+    for part in gpu_first.parts_of(tmp_path):
+        if part.name in ("compare", "two ranks", "memory errors"):
+            continue
+        done = subprocess.run([*part.command], capture_output=True, text=True, check=False, cwd=tmp_path, timeout=120)
+        assert done.returncode and "no CUDA device" in done.stderr, (part.name, done.stderr)
+
+
+@pytest.mark.ci
+@pytest.mark.mpi
+def test_all_of_it_on_a_cpu(tmp_path):
+    pytest.importorskip("triton")
+    command = [sys.executable, str(ROOT / "tools" / "gpu_first.py"), "--device", "cpu", "--output", str(tmp_path / "f")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=900)
+    page = (tmp_path / "f" / "page.md").read_text()
+    assert done.returncode == 0, page
+    assert page.count("| passed |") == 6 and page.count("| did not run |") == 2
+    assert "no responses differ" in page and "of the bandwidth" in page and "final policy weights equal: yes" in page
