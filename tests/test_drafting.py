@@ -236,6 +236,25 @@ def test_a_cheap_update_whose_gradient_is_there_is_carried_out(tmp_path):
     assert trainer.cut_seconds == 0
 
 
+def test_only_the_passes_of_a_micro_step_round_their_products(tmp_path, monkeypatch):
+    """On a GPU; whatever a micro-step does not finish, nothing after it is rounded."""
+    trainer, cache = make_trainer(tmp_path)
+    fill(cache, 0, 4)
+    seen, update = [], trainer._update
+    allowed = torch.backends.cuda.matmul
+
+    def observed(*arguments):
+        seen.append(allowed.allow_tf32)
+        return drafter_loss(*arguments)
+
+    monkeypatch.setattr(spot, "drafter_loss", observed)
+    monkeypatch.setattr(trainer, "_update", lambda loss: (seen.append(allowed.allow_tf32), update(loss))[1])
+    trainer.begin(0)
+    assert trainer.micro_step() and seen == [True, False] and not allowed.allow_tf32
+    answers = iter([False] * 3 + [True])
+    assert trainer.micro_step(lambda: next(answers)) and seen[2:] == [True] and not allowed.allow_tf32
+
+
 def test_micro_steps_are_sized_by_the_slowest_of_the_last(tmp_path, monkeypatch):
     trainer, cache = make_trainer(tmp_path, micro_step_seconds=0.5, micro_step_tokens=4000)
     fill(cache, 0, 48)

@@ -24,7 +24,7 @@ from tlt_hpc.cluster.watch.beat import BEAT
 from tlt_hpc.common.records import MicroStepRecord
 from tlt_hpc.config import DrafterSection, UserError
 from tlt_hpc.drafting.average import WeightAverage
-from tlt_hpc.drafting.loss import LossSettings, drafter_loss
+from tlt_hpc.drafting.loss import LossSettings, drafter_loss, fast_products
 from tlt_hpc.drafting.packing import PackedBatch, pack
 from tlt_hpc.drafting.pool import TrainingPool
 from tlt_hpc.models.decoder import Decoder
@@ -187,9 +187,10 @@ class SpotTrainer:
         self._ask(is_over)
         batch = pack(excerpts, self._decoder.device)
         self._ask(is_over)
-        loss = drafter_loss(self.drafter, batch, self._decoder.embedding, self._decoder.head, self._loss)
-        self._ask(is_over)
-        loss.backward()  # type: ignore[no-untyped-call]
+        with fast_products():
+            loss = drafter_loss(self.drafter, batch, self._decoder.embedding, self._decoder.head, self._loss)
+            self._ask(is_over)
+            loss.backward()  # type: ignore[no-untyped-call]
         if self._update_seconds > _CHEAP_UPDATE * self._settings.micro_step_seconds:
             self._ask(is_over)
         value = self._update(loss)
@@ -268,8 +269,9 @@ class SpotTrainer:
         loss, count = 0.0, 0
         for batch in batches:
             num_counted = int(batch.counts.sum())
-            part = drafter_loss(self.drafter, batch, self._decoder.embedding, self._decoder.head, self._loss)
-            (part * num_counted).backward()  # type: ignore[no-untyped-call]
+            with fast_products():
+                part = drafter_loss(self.drafter, batch, self._decoder.embedding, self._decoder.head, self._loss)
+                (part * num_counted).backward()  # type: ignore[no-untyped-call]
             loss, count = loss + float(part.detach()) * num_counted, count + num_counted
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._parameters.values()]
         flat = torch.cat([*(g.flatten() for g in gradients), gradients[0].new_tensor([loss, count])])

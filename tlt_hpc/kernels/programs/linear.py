@@ -22,7 +22,7 @@ _PROGRAMS = 256
 _ROWS = 64
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])  # else prompts of different lengths would each compile it again
 def _multiply(
     x, weight, bias, out, T, N, K, x_stride, weight_stride, chunk_size, num_chunks,
     HAS_BIAS: tl.constexpr, IS_WHOLE: tl.constexpr, IS_EVEN: tl.constexpr,
