@@ -10,6 +10,7 @@ from typing import Any
 from unittest.mock import Mock, call
 
 import pytest
+import torch
 from launch_ranks import ROOT, run_on_ranks
 from test_resume import Silent
 from test_run import SMALL, records, tokens_of
@@ -18,7 +19,7 @@ from tlt_hpc.config import ConfigError, load_config
 from tlt_hpc.mpi.replica import Replica, ReplicaPulse, check_nodes
 from tlt_hpc.mpi.roster import State, Status
 from tlt_hpc.mpi.world import World
-from tlt_hpc.rl.distributed import leave_process_group
+from tlt_hpc.rl.distributed import join_process_group, leave_process_group, replica_sum
 from tlt_hpc.train import run
 
 TWO = "rollout.tensor_parallel=2"
@@ -159,3 +160,24 @@ def test_a_run_of_one_replica_is_a_run_of_whole_models_bit_for_bit(tmp_path: Pat
     for step in range(2):
         assert tokens_of(tmp_path / "split", step) == tokens_of(tmp_path / "whole", step)
     assert all(len(record.rollouts) == 8 for record in records(tmp_path / "split", 0)), "each rank keeps its half"
+
+
+def sums_in_order() -> bool:
+    """On each rank of a replica: each row's sum by itself is that of all rows, and that of the ranks in their order."""
+    world = World.connect()
+    join_process_group(world, "cpu")
+    add = replica_sum(world, world.size, in_order=True)
+    own = [torch.randn(7, 96, generator=torch.Generator().manual_seed(rank)).bfloat16() for rank in range(world.size)]
+    mine = own[world.rank]
+    by_row = torch.cat([add(mine[i : i + 1].clone()) for i in range(len(mine))])
+    expected = own[0].float()
+    for part in own[1:]:
+        expected = expected + part.float()
+    found = add(mine.clone())
+    leave_process_group()
+    return torch.equal(found, by_row) and torch.equal(found, expected.bfloat16())
+
+
+@pytest.mark.mpi
+def test_a_replicas_sum_in_order_is_the_same_for_each_row() -> None:
+    assert run_on_ranks(3, sums_in_order) == [True] * 3

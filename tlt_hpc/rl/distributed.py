@@ -90,11 +90,12 @@ def replica_sum(world: World, size: int, in_order: bool) -> Callable[[torch.Tens
         if not in_order:
             torch.distributed.all_reduce(x, group=own)
             return x
-        parts = x.new_empty(size, *x.shape)
-        torch.distributed.all_gather_into_tensor(parts, x, group=own)
-        total = parts[0].float()
+        gathered = x.new_empty(size * len(x), *x.shape[1:])
+        torch.distributed.all_gather_into_tensor(gathered, x, group=own)
+        parts = gathered.view(size, *x.shape)
+        total = parts[0].to(torch.promote_types(x.dtype, torch.float32))
         for part in parts[1:]:
-            total += part
+            total = total + part
         return total.to(x.dtype)
 
     # the first call connects the ranks, which no graph could hold; replicas on GPUs have nccl
