@@ -11,7 +11,6 @@ from safetensors.torch import load_file
 from test_engine import full_engine, untrained_drafter
 from tiny import (
     CPU,
-    attend_by_shape_alone,
     embedded_decoder,
     embedded_folder,
     embedded_tokenizer,
@@ -29,10 +28,9 @@ from tlt_hpc.models.sharding import Sharding
 from tlt_hpc.rollout import drafts
 from tlt_hpc.rollout.device_rounds import DeviceRounds
 from tlt_hpc.rollout.drafts import LearnedDrafts
-from tlt_hpc.rollout.graph_round import NUM_TOLD, batch_buckets
+from tlt_hpc.rollout.graph_round import batch_buckets
 from tlt_hpc.rollout.kv_cache import page_bytes
 from tlt_hpc.rollout.strategy import OFF, Strategy
-from tlt_hpc.rollout.target_pass import TargetPass
 
 REQUESTS = gcd_requests(4, 4)
 PAGES_OF_8 = page_bytes(embedded_decoder().shape, 8, torch.float32, 1)
@@ -266,31 +264,3 @@ def test_nothing_that_graphs_read_moves(size, form):
     generate(engine, REQUESTS[::2])
     after = places()
     assert {path for path in before if after.get(path) != before[path]} == set()
-
-
-def test_no_wait_and_no_shape_from_data(monkeypatch):
-    """On the meta device a value cannot be read, so whatever would wait for the device fails."""
-    meta, host = torch.device("meta"), device_engine([CHAIN, TREE, OFF])
-    rows = host._rows
-    attend_by_shape_alone(monkeypatch)
-    graphs, learned = host._rounds._graphs, host._learned
-    for holder in (host._rows, host._noise, host._cache, learned, learned.chances, graphs):
-        for name, value in list(vars(holder).items()):
-            if isinstance(value, torch.Tensor):
-                setattr(holder, name, value.to(meta))
-    decoder = Decoder(embedded_decoder().shape, torch.float32, meta)
-    learned._decoder, graphs._target = decoder, TargetPass(decoder, rows, host._cache)
-    learned.drafter.to(meta)._packed = None
-    learned.drafter.pack()
-    learned.drafter.rotary = decoder.rotary
-    with torch.inference_mode():
-        for count in (1, 8):
-            for strategy in (CHAIN, TREE):
-                tokens, scores, *more = graphs._draft(count, strategy)
-                assert tokens.shape == (count, strategy.widest_pass)
-                assert scores.shape == (count,)
-                told, log_probs, on_path = graphs._verify(tokens, *more[:1])
-                assert told.shape == (count, strategy.reach + 1 + NUM_TOLD)
-                assert log_probs.shape == (count, strategy.reach + 1)
-                assert on_path.shape == (count, strategy.widest_pass)
-            assert graphs._verify(rows.last_tokens(count).unsqueeze(1))[0].device == meta

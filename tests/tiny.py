@@ -8,7 +8,6 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
-import pytest
 import torch
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -22,7 +21,6 @@ from tlt_hpc.models.drafter import Drafter
 from tlt_hpc.models.folder import find_model, folder_weights, load_tokenizer
 from tlt_hpc.models.layers import Attend
 from tlt_hpc.models.shape import read_shape
-from tlt_hpc.rollout import device_cache
 from tlt_hpc.rollout.chooser import Agree
 from tlt_hpc.rollout.device_cache import make_cache
 from tlt_hpc.rollout.engine import RolloutEngine
@@ -158,15 +156,6 @@ def random_document(length: int, prompt_length: int, seed: int, num_layers: int 
 def to_floats(features: NDArray[np.uint16]) -> torch.Tensor:
     """The numbers of features, which are bits of bfloat16."""
     return torch.from_numpy(features).view(torch.bfloat16).float()
-
-
-def attend_by_shape_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replaces the attention kernel by one that makes its output without a value, as the meta device needs."""
-    monkeypatch.setattr(
-        device_cache,
-        "paged_attention",
-        lambda query, *_: query.new_empty(*query.shape[:2], query.shape[2] * query.shape[3]),
-    )
 
 
 class KeptFeatures:

@@ -65,7 +65,7 @@ class DeviceRounds(HostRounds):
         return not (self.is_guarded or needs_texts or self._has_special_rows())
 
     def _has_special_rows(self) -> bool:
-        return any(map(_is_special, self.scheduler.rows.responses))
+        return any(len(response.text) < response.simple_from for response in self.scheduler.rows.responses)
 
     # -- a round ------------------------------------------------------------------------------------------------
 
@@ -183,8 +183,7 @@ class DeviceRounds(HostRounds):
     def _take(
         self, responses: Sequence[Response], told: list[list[int]], log_probs: Tensor
     ) -> tuple[list[list[int]], list[bool], list[int]]:
-        rows = self.scheduler.rows
-        tokens, ended, accepted = list[list[int]](), list[bool](), list[int]()
+        tokens, ended, accepted, kept = list[list[int]](), list[bool](), list[int](), list[tuple[int, int, int, int]]()
         for i, (response, row) in enumerate(zip(responses, told, strict=True)):
             count, num_accepted, flags = row[-NUM_TOLD:]
             # one that was preempted since waits at least until this round has been read
@@ -192,10 +191,10 @@ class DeviceRounds(HostRounds):
             tokens.append(row[:count] if here else [])
             ended.append(here and bool(flags & 1))
             if here:
-                start = len(response.text)
-                rows.log_probs[response.row, start : start + count] = log_probs[i, :count]
-                response.text.extend(row[:count])
+                kept.append((i, response.row, len(response.text), count))
+                response.text += tokens[-1]
                 accepted.append(num_accepted)
+        self.scheduler.rows.keep_log_probs(log_probs, kept)
         return tokens, ended, accepted
 
     @torch.inference_mode()
@@ -268,11 +267,6 @@ class _Stopwatch:
         if self._device.type != "cuda":
             return self._times[-1] - other._times[-1]
         return float(other._events[-1].elapsed_time(self._events[-1])) / 1000
-
-
-def _is_special(response: Response) -> bool:
-    """Whether its next token may be chosen by more than temperature and noise."""
-    return response.rule.truncates or response.num_response < response.params.min_tokens
 
 
 def _noise_on_host(responses: Sequence[Response]) -> NoiseAt:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tlt_hpc.common.records import SampleKey
 from tlt_hpc.kernels.gumbel import gumbel_noise, gumbel_noise_reference, philox
-from tlt_hpc.rollout.transfer import upload
+from tlt_hpc.rollout.transfer import exchange, upload
 
 logger = logging.getLogger(__name__)
 
@@ -123,10 +123,9 @@ class NoiseWindow:
 
     def swap_rows(self, one: int, other: int) -> None:
         """Exchange two rows' places in their streams."""
-        self.words[[one, other]] = self.words[[other, one]]
+        exchange(self.words, one, other)
         if self._ring is not None:
-            ring = self._ring.view(-1, self.width, self.vocab_size)
-            ring[[one, other]] = ring[[other, one]]
+            exchange(self._ring.view(-1, self.width, self.vocab_size), one, other)
         self._made[one], self._made[other] = self._made[other], self._made[one]
 
     def at(self, positions: Sequence[int], width: int) -> Tensor:

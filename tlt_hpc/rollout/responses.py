@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,7 +14,7 @@ from tlt_hpc.rollout.stops import StopStrings
 from tlt_hpc.rollout.stored_text import StoredText
 
 
-@dataclass
+@dataclass(eq=False)
 class Response:
     """One request: its text so far, the pages it holds, and how far they are filled."""
 
@@ -47,9 +48,14 @@ class Response:
     stored: StoredText | None = None
     """What it was under the weights before."""
 
-    @property
-    def prompt_length(self) -> int:
-        return len(self.request.prompt_tokens)
+    def __post_init__(self) -> None:
+        self.prompt_length = len(self.request.prompt_tokens)
+        self.prompt = self.request.prompt_tokens.astype(np.int64, copy=False).tobytes()
+        """What two sequences must share to share keys and values."""
+        self.longest = self.prompt_length + self.params.max_tokens
+        """Length of its text at which it has its last token."""
+        self.simple_from = math.inf if self.rule.truncates else self.prompt_length + self.params.min_tokens
+        """Length of its text from which on nothing but temperature and noise chooses its tokens."""
 
     @property
     def num_response(self) -> int:
@@ -58,14 +64,9 @@ class Response:
     @property
     def room(self) -> int:
         """Tokens that it may still get."""
-        return self.params.max_tokens - self.num_response
+        return self.longest - len(self.text)
 
     @property
     def num_stored(self) -> int:
         """Drafts that its stored text has for the next round."""
         return self.stored.num_drafts if self.stored else 0
-
-    @property
-    def prompt(self) -> bytes:
-        """What two sequences must share to share keys and values."""
-        return self.request.prompt_tokens.astype(np.int64, copy=False).tobytes()

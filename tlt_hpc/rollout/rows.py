@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from tlt_hpc.rollout.responses import Response
-from tlt_hpc.rollout.transfer import put, upload
+from tlt_hpc.rollout.transfer import exchange, put, upload
 
 
 class LiveRows:
@@ -83,6 +84,19 @@ class LiveRows:
         self.lengths[:num_rows] += counts
         return columns
 
+    def keep_log_probs(self, log_probs: Tensor, kept: Sequence[tuple[int, int, int, int]]) -> None:
+        """Note log-probs [B, m] of new tokens; ``kept``: which of them, for which row, from where on, and how many.
+
+        All at once: an assignment for each row would take the host longer than the rest of a round.
+        """
+        if not kept:
+            return
+        which, row, start, count = np.array(kept).T
+        columns = np.arange(log_probs.shape[1])
+        counted = columns < count[:, None]
+        places = (row * self.num_positions + start)[:, None] + columns
+        self.log_probs.numpy().reshape(-1)[places[counted]] = log_probs.numpy()[which][counted]
+
     def response_log_probs(self, row: int) -> Tensor:
         """Log-probs [R] of a row's response."""
         response = self.responses[row]
@@ -94,7 +108,7 @@ class LiveRows:
         responses[one], responses[other] = responses[other], responses[one]
         responses[one].row, responses[other].row = one, other
         for tensor in (self.lengths, self.caps, self.starts, self.temperatures, self.tokens, self.log_probs):
-            tensor[[one, other]] = tensor[[other, one]]
+            exchange(tensor, one, other)
 
     def remove(self, row: int) -> int | None:
         """Drop a row; the last one takes its place. Returns the row that moved, if any."""

@@ -16,7 +16,7 @@ from tlt_hpc.rollout.noise import NoiseWindow
 from tlt_hpc.rollout.pages import PagePool
 from tlt_hpc.rollout.responses import Response
 from tlt_hpc.rollout.rows import LiveRows
-from tlt_hpc.rollout.transfer import upload
+from tlt_hpc.rollout.transfer import exchange, upload
 
 
 class Scheduler:
@@ -172,13 +172,19 @@ class Scheduler:
 
         ``ahead``: tokens that a row may have got in rounds that have not been read yet.
         """
+        most = self.rows.num_live * (1 + self.pages_for(num_slots + ahead))
+        if most <= self.pool.num_free:  # each has the pages of its text
+            return True
         return sum(self._lacking(response, num_slots, ahead) for response in self.rows.responses) <= self.pool.num_free
 
     def reserve(self, num_slots: int, ahead: int = 0) -> None:
         """Give every live row the pages for that many positions, if need be by preempting what arrived last."""
-        row = 0
+        row, size, reach = 0, self.cache.page_size, num_slots + ahead - 1
         while row < self.rows.num_live:
             response = self.rows.responses[row]
+            if len(response.text) + reach <= len(response.pages) * size:
+                row += 1
+                continue
             lacking = self._lacking(response, num_slots, ahead)
             if lacking > self.pool.num_free:
                 self.wait(self.preempt())
@@ -191,7 +197,7 @@ class Scheduler:
             row += 1
 
     def _lacking(self, response: Response, num_slots: int, ahead: int) -> int:
-        longest = min(len(response.text) + ahead, response.prompt_length + response.params.max_tokens)
+        longest = min(len(response.text) + ahead, response.longest)
         return max(0, self.pages_for(longest - 1 + num_slots) - len(response.pages))
 
     def preempt(self) -> Response:
@@ -228,7 +234,7 @@ class Scheduler:
         self.rows.swap(one, other)
         self._noise.swap_rows(one, other)
         for tensor in (self.cache.tables, *((self._learned.known,) if self._learned else ())):
-            tensor[[one, other]] = tensor[[other, one]]
+            exchange(tensor, one, other)
         self._layout = None
 
     def release(self, response: Response) -> None:

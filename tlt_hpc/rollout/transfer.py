@@ -22,6 +22,13 @@ def put(values: Tensor, index: int, number: float) -> None:
     values[index : index + 1].fill_(number)
 
 
+def exchange(values: Tensor, one: int, other: int) -> None:
+    """Exchange two rows of ``values`` in place. A list as an index would be copied to the device, and waited for."""
+    kept = values[one].clone()
+    values[one] = values[other]
+    values[other] = kept
+
+
 class PendingHostCopy:
     """A tensor on its way to the host; on a CPU a copy, unless ``is_own`` says that it is not shared."""
 

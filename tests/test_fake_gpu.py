@@ -1,0 +1,198 @@
+"""What runs on a GPU, on one that computes nothing: no wait in a round, and no graph that would replay old values."""
+
+from __future__ import annotations
+
+import random
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from fake_world import RanksInTurn
+from tiny import KeptFeatures, embedded_decoder, embedded_folder, gcd_requests, make_engine, random_document
+
+from tlt_hpc.config import DrafterSection, UserError
+from tlt_hpc.drafting.spot import SpotTrainer
+from tlt_hpc.models.decoder import Decoder
+from tlt_hpc.models.drafter_file import make_drafter
+from tlt_hpc.models.folder import folder_weights
+from tlt_hpc.rollout import drafts, graph_round, target_pass
+from tlt_hpc.rollout.device_cache import DevicePagedCache
+from tlt_hpc.rollout.device_rounds import DeviceRounds
+from tlt_hpc.rollout.drafts import ChanceTable, LearnedDrafts
+from tlt_hpc.rollout.graph_round import NUM_TOLD, GraphRound
+from tlt_hpc.rollout.kv_cache import page_bytes
+from tlt_hpc.rollout.rows import LiveRows
+from tlt_hpc.rollout.strategy import OFF, STORED, Strategy
+from tlt_hpc.rollout.target_pass import TargetPass
+from tlt_hpc.storage.feature_cache import FeatureCache
+from tlt_hpc.storage.folder import RunFolder
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
+# isort: split
+from fake_gpu import GPU, FakeGpu, GraphError, load_guard
+
+CHAIN, TREE, NGRAM = Strategy("drafter", 4), Strategy("drafter", 4, 2, 9), Strategy("ngram", 3)
+STRATEGIES = [CHAIN, TREE, NGRAM, OFF, *STORED]
+REQUESTS = gcd_requests(3, 4)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """And what a round tells the host: random tokens, of which some are the last of their response."""
+    source, take = random.Random(0), DeviceRounds._take
+
+    def take_random(rounds, responses, told, log_probs):
+        rows = []
+        for response, row in zip(responses, told, strict=True):
+            tokens = [source.randrange(2, 20) for _ in row[:-NUM_TOLD]]
+            count = min(source.randrange(len(tokens)) + 1, response.params.max_tokens - response.num_response)
+            rows.append([*tokens, count, max(0, count - 1), int(source.random() < 0.05)])
+        return take(rounds, responses, rows, log_probs)
+
+    monkeypatch.setattr(DeviceRounds, "_take", take_random)
+    try:
+        load_guard()
+    except UserError as error:  # it says what to install
+        pytest.skip(str(error))
+    with FakeGpu() as fake:
+        yield fake
+
+
+def gpu_decoder():
+    return Decoder(embedded_decoder().shape, torch.bfloat16, GPU, is_invariant=True)
+
+
+def gpu_engine(strategies=STRATEGIES, form="eagle", **options):
+    decoder = gpu_decoder()
+    drafter = make_drafter(decoder.shape, 0, torch.bfloat16, GPU, None if form == "eagle" else torch.arange(3, 15))
+    options = {"tie_guard": False, "chooser": "random", "max_new_tokens": 40, "max_live": 4, "page_size": 16} | options
+    engine = make_engine(strategies, decoder=decoder, drafter=drafter, **options)
+    engine.drafter_ready = True
+    return engine
+
+
+def generate(gpu, engine, requests=REQUESTS, num_steps=10**9):
+    gpu.is_waiting_wrong = True
+    engine.submit(requests)
+    while engine.has_work and num_steps:
+        engine.step()
+        num_steps -= 1
+    gpu.is_waiting_wrong = False
+    return engine.collect()
+
+
+PAGES = page_bytes(embedded_decoder().shape, 16, torch.bfloat16, 1)
+OPTIONS = {
+    "usual": {},
+    "eagle3": {"form": "eagle3"},
+    "preempted": {"kv_bytes": 9 * PAGES},
+    "prefilled in chunks": {"prefill_tokens": 3},
+}
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_rollout_never_waits_for_the_gpu(gpu, name):
+    """With every kind of draft, rows that come and go, features handed over, and new weights in between."""
+    engine = gpu_engine(**OPTIONS[name])
+    texts = {request.key: np.arange(2, 20, dtype=np.int32) for request in REQUESTS[::3]}
+    for version in (1, 2):
+        engine.outbox.sink = kept = KeptFeatures()
+        engine.draft_from(texts)
+        assert len(generate(gpu, engine)) == len(REQUESTS) == len(kept.firsts)
+        engine.load_policy(folder_weights(embedded_folder()), version)
+        engine.load_drafter(engine.drafter.state_dict())
+    counts = engine.take_counts()
+    assert all(counts.strategies[strategy.name][0] for strategy in STRATEGIES[:4]), counts.strategies
+    assert (counts.num_preempted > 0) == (name == "preempted")
+    generate(gpu, engine, num_steps=3)
+    assert engine.abort()
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("form", ["eagle", "eagle3"])
+def test_the_drafter_learns_and_is_merged(gpu, tmp_path, form):
+    layers, token_ids = (1, None) if form == "eagle" else (4, torch.arange(3, 15))
+    decoder, cache = gpu_decoder(), FeatureCache(RunFolder(tmp_path), 0, layers, 128, 10**9, num_ranks=1)
+    trainer = SpotTrainer(decoder, cache, DrafterSection(micro_step_seconds=5.0), 0, 0, token_ids)
+    writer = cache.begin_step(0, 0)
+    for seed in range(4):
+        document = random_document(40, 9, seed, layers)
+        writer.append(document.tokens, document.prompt_length, document.features)
+    trainer.begin(0)
+    assert trainer.micro_step() and trainer.micro_step()
+    trainer.end()
+    cache.end_step()
+    world = RanksInTurn(1)
+    trainer.start_merge(world)
+    report = trainer.finish_merge(world)
+    assert report.num_steps == 2 and len(trainer.records) == 2 and not report.is_dropped
+
+
+# -- what must be seen ------------------------------------------------------------------------------------------------
+
+
+def around(change):
+    """The function, with ``change`` made to what it returns."""
+    return lambda real: lambda *given, **options: change(real(*given, **options))
+
+
+BREAKS = {
+    "an index of the CPU": (LearnedDrafts, "_ids", around(lambda ids: ids[torch.arange(len(ids))])),
+    "a list as index": (LiveRows, "last_tokens", around(lambda tokens: tokens[[*range(len(tokens))]])),
+    "a number read back": (GraphRound, "_log_probs", around(lambda x: x - float(x.amax()))),
+    "a length read back": (TargetPass, "commit", around(lambda columns: columns[:, : int(columns.amax())])),
+    "a list read back": (
+        target_pass,
+        "emitted_counts",
+        around(lambda pair: (pair[0], pair[1] & (pair[0].tolist() != []))),
+    ),
+    "a mask as index": (GraphRound, "_near_ties", around(lambda near: near.clone().index_put_((near,), ~near[:1]))),
+    "rows chosen by a mask": (drafts, "top_scores", around(lambda best: (best[0], best[1][best[0] > 0]))),
+    "a constant of the CPU": (ChanceTable, "cells", around(lambda cells: cells + torch.tensor([0, 1]))),
+    "a copy to the CPU and back": (graph_round, "doubt", around(lambda zone: zone.cpu().to(GPU))),
+    "memory that is pinned": (
+        DevicePagedCache,
+        "slots",
+        around(lambda slots: slots + len(torch.empty(1, pin_memory=True))),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BREAKS)
+def test_what_a_graph_cannot_hold_is_seen(gpu, name, monkeypatch):
+    holder, function, change = BREAKS[name]
+    monkeypatch.setattr(holder, function, change(getattr(holder, function)))
+    with pytest.raises(GraphError, match="captured function"):
+        gpu_engine([TREE, CHAIN], max_live=1)
+
+
+STALE = {
+    "a weight moved": (lambda engine: engine.decoder.layers[0].post_norm, "weight"),
+    "the pages moved": (lambda engine: engine._cache, "_keys"),
+    "the drafter's packed weights moved": (lambda engine: engine.drafter._packed.layer.gate_up, "_transposed"),
+    "the drafter's chances moved": (lambda engine: engine._learned.chances, "_hits"),
+    "the rows' lengths moved": (lambda engine: engine._rows, "lengths"),
+    "a number changed": (lambda engine: engine._noise, "vocab_size"),
+}
+
+
+def test_what_a_graph_would_not_notice_is_seen(gpu):
+    engine = gpu_engine([TREE, CHAIN, OFF], max_live=2)
+    graphs = list(engine._rounds._graphs._graphs._captured.values())
+
+    def replay_all():
+        for graph in graphs:
+            graph.replay()
+
+    for what, (holder_of, name) in STALE.items():
+        holder = holder_of(engine)
+        before = getattr(holder, name)
+        setattr(holder, name, before - 1 if isinstance(before, int) else before.clone())
+        with pytest.raises(GraphError, match="not be what was recorded"):
+            replay_all()
+            pytest.fail(f"{what}: not seen")
+        setattr(holder, name, before)
+        replay_all()

@@ -1,0 +1,426 @@
+"""A GPU that computes nothing: what runs on "cuda:0" is checked and counted, on a machine without one.
+
+    python tools/fake_gpu.py [--rows 1,16,64,128]   # a round of Qwen2.5-7B: operations, and the host's microseconds
+
+Tensors on the GPU have shapes but no numbers (PyTorch's FakeTensorMode); those on the CPU are real. What a CUDA graph
+cannot hold, or would silently replay with old values, raises ``GraphError``: see ``FakeGpu``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from tlt_hpc.common.script import ending
+
+# isort: split
+import numpy as np
+import torch
+from bench_shape import QWEN_7B
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_map
+
+from tlt_hpc.common.records import Request, SampleKey, SamplingParams, Stream
+from tlt_hpc.config import UserError
+from tlt_hpc.kernels import graphs
+from tlt_hpc.models.decoder import Decoder
+from tlt_hpc.models.drafter import Drafter
+from tlt_hpc.models.drafter_file import make_drafter
+from tlt_hpc.models.shape import ModelShape, shape_from
+from tlt_hpc.plan.plan_options import at_least_one_each
+from tlt_hpc.rollout.drafts import Proposal
+from tlt_hpc.rollout.engine import RolloutEngine
+from tlt_hpc.rollout.graph_round import NUM_TOLD
+from tlt_hpc.rollout.settings import EngineSettings
+from tlt_hpc.rollout.strategy import OFF, Strategy
+from tlt_hpc.rollout.tree import DraftTree
+
+SMALL = {**QWEN_7B, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 512}
+SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+GPU = torch.device("cuda", 0)
+PROPERTIES = SimpleNamespace(multi_processor_count=132, total_memory=85_520_809_984, name="fake", major=9, minor=0)
+"""Of an H100."""
+_GUARD = """
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+namespace {
+using Guard = c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CUDA>;
+C10_REGISTER_GUARD_IMPL(CUDA, Guard);
+}
+"""
+_aten = torch.ops.aten
+_NUMBERS = (_aten.item, _aten._local_scalar_dense)
+_READS_BACK = (*_NUMBERS, _aten.nonzero, _aten.masked_select, _aten.equal, _aten._unique2)
+_INDEXES = (_aten.index, _aten.index_put, _aten.index_put_, _aten._index_put_impl_)
+_PINS = (_aten.pin_memory, _aten._pin_memory)
+_IS_NO_KERNEL = (_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.detach, _aten.lift_fresh, _aten.reshape)
+
+
+class GraphError(AssertionError):
+    """Something was done on the GPU that a CUDA graph cannot hold, or that waits for the GPU."""
+
+
+@cache
+def load_guard() -> None:
+    """Register the device guard that PyTorch's CPU build lacks, for the whole process; before any backward pass.
+
+    Raises:
+        UserError: there is no C++ compiler.
+    """
+    compiler = os.environ.get("CXX", "g++")
+    if shutil.which(compiler) is None:
+        raise UserError(
+            f"no C++ compiler ({compiler}) for the fake GPU: apt-get install g++, or conda install -c conda-forge gxx"
+        )
+    home = Path(torch.__file__).parent
+    with tempfile.TemporaryDirectory() as folder:
+        source, library = Path(folder, "guard.cpp"), Path(folder, "guard.so")
+        source.write_text(_GUARD)
+        libraries = f"-L{home}/lib", "-lc10", f"-Wl,-rpath,{home}/lib"
+        command = compiler, "-shared", "-fPIC", "-std=c++20", f"-I{home}/include", source, *libraries, "-o", library
+        subprocess.run(command, check=True)
+        ctypes.CDLL(str(library))
+
+
+class _Recording:
+    """What a captured function did: operations in order, with all that a graph takes as it is at capture."""
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[Any, ...]] = []
+        self.kernels = Counter[str]()
+        self._own: dict[int, int] = {}
+        self._kept: list[Any] = []  # storages, so that none gets the identity of one that was freed
+
+    def add(self, name: str, given: Sequence[Any], made: Sequence[Any]) -> None:
+        """Note an operation: the tensors and numbers that it was given, and the tensors that came of it."""
+        before = set[int]()
+        self.steps.append((name, *(self._told(x, before) for x in given)))
+        for x in made:
+            if isinstance(x, FakeTensor) and (storage := x.untyped_storage())._cdata not in before:
+                self._kept.append(storage)
+                self._own[storage._cdata] = len(self._own)
+
+    def _told(self, x: Any, storages: set[int]) -> Any:
+        if isinstance(x, Tensor) and not isinstance(x, FakeTensor):
+            with _disable_current_modes():
+                x = x.item()  # a number, which the kernel is given
+        if not isinstance(x, FakeTensor):
+            return x if isinstance(x, (int, float, bool, str, type(None))) else repr(x)
+        storage = x.untyped_storage()
+        self._kept.append(storage)
+        storages.add(storage._cdata)
+        owner = ("own", self._own[storage._cdata]) if storage._cdata in self._own else ("outside", storage._cdata)
+        return (*owner, tuple(x.shape), x.stride(), x.storage_offset(), x.dtype)
+
+
+class FakeGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Within it tensors can be made on "cuda:0", and Triton programs and graphs be launched there.
+
+    Raises ``GraphError``:
+    - in the rounds of ``is_waiting_wrong`` and in captured functions, for what waits for the GPU: a number or a list
+      read back, a copy from or to memory that is not pinned, an index or a mask whose size depends on data;
+    - in captured functions, for a tensor of the CPU;
+    - where a graph is replayed, if the function would not do now what was recorded: other operations, shapes or
+      numbers, or another tensor where one was read that the function had not made itself.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self._undo = ExitStack()
+        self._pinned = set[int]()
+        self._recording: _Recording | None = None
+        self.is_waiting_wrong = False
+        self.counts = Counter[str]()
+        """Operations on the GPU outside of graphs, by name, and copies between CPU and GPU."""
+
+    def __enter__(self) -> FakeGpu:
+        load_guard()
+        self._undo.enter_context(self._fake)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        for holder, name, value in self._replaced():
+            self._undo.enter_context(mock.patch.object(holder, name, value))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._undo.close()
+
+    def _replaced(self) -> Iterator[tuple[Any, str, Any]]:
+        """What of PyTorch and Triton needs a GPU, and what stands for it."""
+        from triton.runtime.interpreter import InterpretedFunction
+        from triton.runtime.jit import JITFunction
+
+        yield JITFunction, "run", lambda program, *given, **options: self._launch(program, given, options)
+        yield InterpretedFunction, "run", lambda program, *given, **options: self._launch(program, given, options)
+        # a bound method would not be given the object that it is called on
+        yield Tensor, "backward", lambda loss: self._run_backward(loss)  # noqa: PLW0108
+        yield graphs.GraphPool, "_record", lambda pool, function, static, side: self._capture(function, static)
+        yield graphs._Captured, "replay", lambda captured: self._replay(captured)  # noqa: PLW0108
+        for name, value in {
+            "Stream": _Stream,
+            "Event": _Event,
+            "current_stream": _Stream,
+            "graph_pool_handle": lambda: (0, 0),
+            "synchronize": lambda *_: None,
+            "empty_cache": lambda: None,
+            "mem_get_info": lambda *_: (PROPERTIES.total_memory, PROPERTIES.total_memory),
+            "get_device_properties": lambda *_: PROPERTIES,
+            "get_device_capability": lambda *_: (PROPERTIES.major, PROPERTIES.minor),
+        }.items():
+            yield torch.cuda, name, value
+
+    # -- operations ---------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "prim":  # a question for the device
+            return func(*args)
+        kwargs = dict(kwargs or {})
+        given = _flat((*args, *kwargs.values()))
+        if not any(isinstance(x, FakeTensor) or (isinstance(x, torch.device) and x.type == "cuda") for x in given):
+            return self._on_cpu(func, args, kwargs)
+        hosts = [x for x in given if isinstance(x, Tensor) and not isinstance(x, FakeTensor) and x.dim()]
+        if self._recording is not None and hosts:
+            raise GraphError(f"a captured function reads a tensor of the CPU: {func} of {list(hosts[0].shape)}")
+        if self._recording is None and not self.is_waiting_wrong:
+            if func.overloadpacket in _NUMBERS:
+                return {torch.bool: True}.get(args[0].dtype, 1.0 if args[0].is_floating_point() else 1)
+            if func.overloadpacket is _aten.nonzero:  # at most
+                return args[0].new_empty(args[0].numel(), args[0].dim(), dtype=torch.int64)
+        self._check_reads(func, args)
+        if func is _aten.copy_.default and not all(isinstance(x, FakeTensor) for x in args[:2]):
+            self._check_copy(func, given, [x for x in args[:2] if not isinstance(x, FakeTensor)])
+            if not isinstance(args[0], FakeTensor):
+                return args[0]  # the host's numbers stay as they are
+        if hosts:
+            args, kwargs = tree_map(self._to_fake, (args, kwargs))
+        made = func(*args, **kwargs)
+        outputs = [x for x in _flat((made,)) if isinstance(x, Tensor)]
+        is_download = any(x.device.type == "cpu" for x in outputs)
+        if is_download or hosts:
+            self._check_copy(func, given, hosts)
+        if is_download:
+            with _disable_current_modes():
+                return tree_map(lambda x: torch.zeros(x.shape, dtype=x.dtype) if isinstance(x, Tensor) else x, made)
+        if self._recording is not None:
+            self._recording.add(str(func), given, outputs)
+        if outputs and not func.is_view and func.overloadpacket not in _IS_NO_KERNEL:
+            self._count(func.overloadpacket.__name__)
+        return made
+
+    def _count(self, name: str) -> None:
+        (self.counts if self._recording is None else self._recording.kernels)[name] += 1
+
+    def _to_fake(self, x: Any) -> Any:
+        return self._fake.from_tensor(x) if isinstance(x, Tensor) and not isinstance(x, FakeTensor) else x
+
+    def _on_cpu(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if self._recording is not None and not (func is _aten.lift_fresh.default and args[0].dim() == 0):
+            raise GraphError(f"a captured function computes on the CPU: {func}")
+        pins, is_pinned_copy = kwargs.pop("pin_memory", False), func.overloadpacket in _PINS
+        with _disable_current_modes():
+            made = args[0].clone() if is_pinned_copy else func(*args, **kwargs)
+            if pins:
+                made.zero_()
+        if pins or is_pinned_copy:
+            self._pinned.add(id(made))
+            weakref.finalize(made, self._pinned.discard, id(made))
+        return made
+
+    @property
+    def _where(self) -> str:
+        return "a captured function" if self._recording is not None else "a round"
+
+    def _check_reads(self, func: Any, args: Any) -> None:
+        if func.overloadpacket in _READS_BACK:
+            raise GraphError(f"{self._where} reads a number back: {func}")
+        if func.overloadpacket in _INDEXES and any(
+            isinstance(x, Tensor) and x.dtype in (torch.bool, torch.uint8) for x in args[1]
+        ):
+            raise GraphError(f"{self._where} indexes with a mask: {func}")
+
+    def _check_copy(self, func: Any, given: Sequence[Any], hosts: Sequence[Tensor]) -> None:
+        if self._recording is not None:
+            raise GraphError(f"a captured function copies between CPU and GPU: {func}")
+        self.counts["copies between CPU and GPU"] += 1
+        is_async = any(x is True for x in given) and all(id(x) in self._pinned for x in hosts) and bool(hosts)
+        if self.is_waiting_wrong and not is_async:
+            raise GraphError(f"a round waits for a copy between CPU and GPU: {func}")
+
+    def _launch(self, program: Any, given: Sequence[Any], options: dict[str, Any]) -> None:
+        name = getattr(program, "__name__", None) or program.fn.__name__
+        options.pop("warmup", None)
+        every = [*given, *options.values()]
+        if hosts := [x for x in every if isinstance(x, Tensor) and not isinstance(x, FakeTensor)]:
+            raise GraphError(f"{name} is given a tensor of the CPU: {list(hosts[0].shape)}")
+        if self._recording is not None:
+            self._recording.add(name, every, ())
+        self._count(name)
+
+    def _run_backward(self, loss: Tensor) -> None:
+        """Give all parameters a gradient; PyTorch's engine needs a real GPU."""
+        nodes, seen = [loss.grad_fn], set[Any]()
+        while nodes:
+            node = nodes.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            if hasattr(node, "variable"):
+                node.variable.grad = torch.zeros_like(node.variable)
+            nodes += [each for each, _ in node.next_functions]
+
+    # -- graphs -------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _recorded(self) -> Iterator[_Recording]:
+        assert self._recording is None, "a capture within a capture"
+        self._recording = _Recording()
+        try:
+            yield self._recording
+        finally:
+            self._recording = None
+
+    def _capture(self, function: Callable[..., Sequence[Tensor]], static: tuple[Tensor, ...]) -> Any:
+        with torch.inference_mode():
+            for _ in range(1):
+                with self._recorded() as recording:
+                    outputs = tuple(function(*static))
+        return recording, outputs
+
+    def _replay(self, captured: Any) -> None:
+        with torch.inference_mode(), self._recorded() as now:
+            captured.function(*captured.inputs)
+        for step, (was, is_now) in enumerate(zip(captured.graph.steps, now.steps, strict=False)):
+            if was != is_now:
+                raise GraphError(f"operation {step} of a graph would not be what was recorded: {was}, now {is_now}")
+        if len(captured.graph.steps) != len(now.steps):
+            raise GraphError(f"a graph of {len(captured.graph.steps)} operations would now have {len(now.steps)}")
+
+
+def _flat(values: Sequence[Any]) -> list[Any]:
+    """What stands in (nested) lists and tuples."""
+    flat: list[Any] = []
+    for x in values:
+        flat += _flat(x) if isinstance(x, (list, tuple)) else [x]
+    return flat
+
+
+class _Stream:
+    def __init__(self, *_: object, **__: object) -> None:
+        pass
+
+    def wait_stream(self, other: object) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+
+class _Event(_Stream):
+    def record(self, *_: object) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, other: object) -> float:
+        return 1.0
+
+
+# -- counts of a round ------------------------------------------------------------------------------------------------
+
+STRATEGIES = (OFF, Strategy("drafter", 4), Strategy("drafter", 4, 2, 9))
+PROMPT, RESPONSE = 128, 2048
+
+
+def make_engine(decoder: Decoder, drafter: Drafter | None, rows: int, strategies: Sequence[Strategy]) -> RolloutEngine:
+    """An engine with so many rows, in the middle of their responses, that never end."""
+    settings = EngineSettings(
+        params=SamplingParams(RESPONSE),
+        num_tokens=decoder.shape.vocab_size,
+        eos_token_ids=(),
+        max_live=rows,
+        max_prompt_tokens=PROMPT,
+        tie_guard=False,
+        strategies=tuple(strategies),
+        attention="paged-kernel",
+    )
+    engine = RolloutEngine(decoder, settings, drafter)
+    engine.drafter_ready = drafter is not None
+    prompts = np.random.default_rng(0).integers(0, decoder.shape.vocab_size, (rows, PROMPT)).astype(np.int32)
+    engine.submit(Request(SampleKey(0, Stream.TRAIN, 0, row, 0), prompt) for row, prompt in enumerate(prompts))
+    return engine
+
+
+def kernels_of(shape: ModelShape, rows: int, token_ids: Tensor | None) -> Iterator[tuple[str, int, int]]:
+    """Of each strategy, the kernels of its two graphs and those that a round launches beside them."""
+    for strategy in STRATEGIES:
+        with FakeGpu() as gpu:
+            decoder = Decoder(shape, torch.bfloat16, GPU, is_invariant=True)
+            drafter = make_drafter(shape, 0, torch.bfloat16, GPU, token_ids)
+            engine = make_engine(decoder, drafter, rows, [strategy])
+            for _ in range(2):
+                engine.step()
+            gpu.counts.clear()
+            engine.step()
+            pool = engine._rounds._graphs._graphs._captured  # type: ignore[attr-defined]
+            graphs_of_round = [each.graph.kernels.total() for each in pool.values()]  # type: ignore[attr-defined]
+            yield strategy.name, sum(graphs_of_round), gpu.counts.total()
+
+
+def host_seconds(rows: int, strategy: Strategy, num_rounds: int = 50) -> float:
+    """Median seconds of the host's work in a round, whose graphs do nothing."""
+    decoder = Decoder(shape_from(SMALL, "the small model"), torch.float32, torch.device("cpu"))
+    drafter = make_drafter(decoder.shape, 0, torch.float32, decoder.device)
+    engine = make_engine(decoder, drafter, rows, [strategy])
+    halves = engine._rounds._graphs  # type: ignore[attr-defined]
+    width, path = strategy.widest_pass, strategy.reach + 1
+    told = torch.ones(rows, path + NUM_TOLD, dtype=torch.int64)
+    told[:, -NUM_TOLD:] = torch.tensor([min(3, path), min(2, path - 1), 0])
+    tokens = torch.ones(rows, width, dtype=torch.int64)
+    parents = torch.zeros_like(tokens) if strategy.branching > 1 else None
+    out = told, torch.zeros(rows, path), torch.zeros(rows, width, dtype=torch.bool)
+    proposal = Proposal(DraftTree(tokens, parents), None if parents is None else tokens, torch.zeros(rows))
+    seconds = []
+    with mock.patch.object(halves, "verify", lambda _: out), mock.patch.object(halves, "draft", lambda *_: proposal):
+        for _ in range(num_rounds + 10):
+            start = time.perf_counter()
+            engine.step()
+            seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds[10:])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=at_least_one_each, default=[1, 16, 64, 128])
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    for strategy, in_graphs, beside in kernels_of(shape_from(QWEN_7B, "Qwen2.5-7B"), 16, None):
+        print(f"{strategy:14} {in_graphs:6,} kernels in graphs, {beside:4} operations beside them", flush=True)
+    for rows in given.rows:
+        each = ", ".join(f"{strategy.name} {1e6 * host_seconds(rows, strategy):,.0f}" for strategy in STRATEGIES)
+        print(f"{rows:4} rows: host microseconds of a round: {each}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(ending("fake_gpu", main))
