@@ -119,6 +119,28 @@ def tiny_drafter_state():
     return {name: state[f"{name}.weight"] for name, _ in untrained_drafter().named_parameters()}
 
 
+@pytest.mark.parametrize("make", [device_engine, full_engine])
+def test_drafts_among_some_tokens_read_a_part_of_the_head(make, plain):
+    """Of the policy as it is now; the text is the same, and most of the drafts that can be right still are."""
+    accepted = []
+    for ids in (None, torch.tensor([0, *range(2, 20)]), torch.arange(2, 5)):
+        drafter = make_drafter(embedded_decoder().shape, 0, torch.float32, CPU)
+        if ids is not None:
+            drafter.draft_among(ids)
+        engine = make([CHAIN, TREE], drafter=drafter, max_new_tokens=60)
+        engine.load_drafter(tiny_drafter_state())
+        assert texts(generate(engine, REQUESTS)) == texts(plain.values())
+        counts = engine.take_counts()
+        accepted.append(counts.num_tokens / counts.num_row_passes)
+        if ids is not None:
+            engine.decoder.head.mul_(2.0)
+            assert not torch.equal(engine._learned._head.weight, engine.decoder.head[ids])
+            engine.load_policy(folder_weights(embedded_folder()), 0)
+            assert torch.equal(engine._learned._head.weight, engine.decoder.head[ids])
+            assert engine.memory_table()["drafts' part of the head"] == engine._learned._head.weight.nbytes
+    assert accepted[1] > 0.9 * accepted[0] > 1.1 * accepted[2] > 1.1
+
+
 def test_requests_of_all_kinds_in_one_batch():
     """Truncated rules and least lengths leave the graphs, stop strings cut what came too late."""
     decode = embedded_tokenizer().decode
@@ -236,13 +258,15 @@ def engine_of_a_replica(size, form):
     sharding = Sharding(0, size)
     token_ids = None if form == "eagle" else torch.arange(3, 15)
     decoder = Decoder(embedded_decoder().shape, torch.float32, CPU, sharding)
-    drafter = make_drafter(decoder.shape, 0, torch.float32, CPU, token_ids)
+    drafter = make_drafter(decoder.shape, 0, torch.float32, CPU, token_ids if form == "eagle3" else None)
+    if form == "eagle, some tokens":
+        drafter.draft_among(token_ids)
     if size > 1:
         drafter.split(sharding)
     return device_engine([CHAIN, TREE, OFF], decoder=decoder, drafter=drafter, max_live=5, page_size=8)
 
 
-@pytest.mark.parametrize(("size", "form"), [(1, "eagle"), (2, "eagle3")])
+@pytest.mark.parametrize(("size", "form"), [(1, "eagle"), (1, "eagle, some tokens"), (2, "eagle3")])
 def test_nothing_that_graphs_read_moves(size, form):
     """Weights, drafters, draft vocabularies, rows and pages come and go; graphs have recorded where they stood."""
     engine = engine_of_a_replica(size, form)

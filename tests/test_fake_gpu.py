@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -66,7 +67,9 @@ def gpu_decoder():
 
 def gpu_engine(strategies=STRATEGIES, form="eagle", **options):
     decoder = gpu_decoder()
-    drafter = make_drafter(decoder.shape, 0, torch.bfloat16, GPU, None if form == "eagle" else torch.arange(3, 15))
+    drafter = make_drafter(decoder.shape, 0, torch.bfloat16, GPU, torch.arange(3, 15) if form == "eagle3" else None)
+    if form == "some tokens":
+        drafter.draft_among(torch.arange(3, 15))
     options = {"tie_guard": False, "chooser": "random", "max_new_tokens": 40, "max_live": 4, "page_size": 16} | options
     engine = make_engine(strategies, decoder=decoder, drafter=drafter, **options)
     engine.drafter_ready = True
@@ -87,6 +90,7 @@ PAGES = page_bytes(embedded_decoder().shape, 16, torch.bfloat16, 1)
 OPTIONS = {
     "usual": {},
     "eagle3": {"form": "eagle3"},
+    "drafts among some tokens": {"form": "some tokens"},
     "preempted": {"kv_bytes": 9 * PAGES},
     "prefilled in chunks": {"prefill_tokens": 3},
 }
@@ -102,8 +106,11 @@ def test_a_rollout_never_waits_for_the_gpu(gpu, name):
         engine.outbox.sink = kept = KeptFeatures()
         engine.draft_from(texts)
         assert len(generate(gpu, engine)) == len(REQUESTS) == len(kept.firsts)
-        engine.load_policy(folder_weights(embedded_folder()), version)
+        engine.release_pages()
+        with pytest.raises(GraphError, match="was given back"):
+            engine._cache._keys.zero_()
         engine.load_drafter(engine.drafter.state_dict())
+        engine.load_policy(folder_weights(embedded_folder()), version)
     counts = engine.take_counts()
     assert all(counts.strategies[strategy.name][0] for strategy in STRATEGIES[:4]), counts.strategies
     assert (counts.num_preempted > 0) == (name == "preempted")
@@ -113,7 +120,8 @@ def test_a_rollout_never_waits_for_the_gpu(gpu, name):
 
 @pytest.mark.ci
 @pytest.mark.parametrize("form", ["eagle", "eagle3"])
-def test_the_drafter_learns_and_is_merged(gpu, tmp_path, form):
+@pytest.mark.parametrize("is_joined", [True, False])
+def test_the_drafter_learns_and_is_merged_on_the_gpu(gpu, tmp_path, form, is_joined, monkeypatch):
     layers, token_ids = (1, None) if form == "eagle" else (4, torch.arange(3, 15))
     decoder, cache = gpu_decoder(), FeatureCache(RunFolder(tmp_path), 0, layers, 128, 10**9, num_ranks=1)
     trainer = SpotTrainer(decoder, cache, DrafterSection(micro_step_seconds=5.0), 0, 0, token_ids)
@@ -125,10 +133,22 @@ def test_the_drafter_learns_and_is_merged(gpu, tmp_path, form):
     assert trainer.micro_step() and trainer.micro_step()
     trainer.end()
     cache.end_step()
-    world = RanksInTurn(1)
+    gpu.counts.clear()
+    world, sums = RanksInTurn(1), []
+    if is_joined:
+        monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+        work = SimpleNamespace(wait=lambda: None)
+        monkeypatch.setattr(
+            torch.distributed, "all_reduce", lambda x, async_op: sums.append((x.numel(), async_op)) or work
+        )
     trainer.start_merge(world)
     report = trainer.finish_merge(world)
     assert report.num_steps == 2 and len(trainer.records) == 2 and not report.is_dropped
+    num_numbers = 3 * sum(parameter.numel() for parameter in trainer.drafter.parameters()) + 2
+    assert sums == ([(num_numbers, True)] if is_joined else [])
+    assert [array.size for array in world.arrays] == ([] if is_joined else [num_numbers])
+    # the two totals and the fingerprint are read in any case
+    assert gpu.counts["copies between CPU and GPU"] == (2 if is_joined else 4)
 
 
 # -- what must be seen ------------------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 PYPI_NAME = {"pytorch": "torch"}
 # The ranks that a job file is written for, and config.json's max_position_embeddings.
 SMALL = dict.fromkeys(("tiny", "tiny_tail"), (2, 1024))
+SMALL |= {"qwen0.5b": (1, 32768), "qwen1.5b": (1, 131072), "qwen7b_4gpus": (4, 131072)}
 SIZES = SMALL | dict.fromkeys(("qwen7b", "r1_qwen7b", "qwen32b", "llama70b"), (64, 131072))
 
 

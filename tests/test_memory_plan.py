@@ -238,11 +238,11 @@ QWEN = str(JOBS / "qwen7b.toml")
 
 def test_it_fits_or_it_does_not(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, _ = command(capsys, QWEN, "--gpus", "8", "--gpu-memory", "84.9")
-    assert status == 0 and "Fits. Peak 81.5 GB a GPU, in the phase 'update'; 3.38 GB (4%) of each GPU left." in out
-    status, out, _ = command(capsys, QWEN, "--gpus", "8", "--host-memory", "300")
-    assert status == 1 and "more than the 300.0 GB of each node's host memory" in out
+    assert status == 0 and "Fits. Peak 66.5 GB a GPU, in the phase 'tail'; 18.4 GB (22%) of each GPU left." in out
+    status, out, _ = command(capsys, QWEN, "--gpus", "8", "--host-memory", "250")
+    assert status == 1 and "more than the 250.0 GB of each node's host memory" in out
     status, out, _ = command(capsys, QWEN, "--gpus", "8", "--gpu-memory", "40")
-    assert status == 1 and re.search(r"\nFits with (.+): ([\d.]+ GB a GPU) in the phase 'update'\.$", out.rstrip())
+    assert status == 1 and re.search(r"\nFits with (.+): ([\d.]+ GB a GPU) in the phase '\w+'\.$", out.rstrip())
     status, out, _ = command(capsys, QWEN, "--gpus", "8", "--gpu-memory", "16")
     assert status == 1 and "GB more than the 16.0 GB of each GPU. More ranks share out more." in out.splitlines()[-1]
 
@@ -251,7 +251,7 @@ def test_it_fits_or_it_does_not(capsys: pytest.CaptureFixture[str]) -> None:
 def test_jobs_fit_their_gpus_as_their_comments_say(job: str, capsys: pytest.CaptureFixture[str]) -> None:
     text = " ".join((JOBS / f"{job}.toml").read_text().replace("\n#", " ").split())
     found = re.search(r"`tlt plan (jobs/\S+) ([^`]+)`: ([\d.]+) GB of each GPU .*? (\d+) GB of a node's", text)
-    assert found is not None and "--gpu-memory h100-80" in found[2]
+    assert found is not None and "--gpu-memory" in found[2]
     status, out, _ = command(capsys, str(ROOT / found[1]), *found[2].split())
     assert status == 0 and f"Fits. Peak {found[3]} GB a GPU" in out
     host = re.search(r"([\d.]+) GB a node\.", out)

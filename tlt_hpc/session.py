@@ -39,6 +39,7 @@ from tlt_hpc.look.environment import RankPlace, find_environment
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.drafter import Drafter
 from tlt_hpc.models.drafter_file import TOKEN_IDS, check_layers, initial_drafter, make_drafter
+from tlt_hpc.models.eagle import Eagle
 from tlt_hpc.models.folder import decoding_dtype, folder_weights, import_transformers, num_used_tokens, start_model
 from tlt_hpc.models.once import read_all_once, read_once
 from tlt_hpc.models.shape import ModelShape
@@ -540,8 +541,12 @@ def make_drafting(
     """The drafter (from the weights ``warm``, or random), its cache and its trainer; collective."""
     config, world, decoder = session.config, session.world, session.decoder
     shape, seed, settings = decoder.shape, config.run.seed, config.drafter
-    token_ids = choose_vocabulary(config, assets) if warm is None else warm.get(TOKEN_IDS)
+    token_ids = warm.get(TOKEN_IDS) if warm is not None else None
+    if warm is None and settings.form == "eagle3":
+        check_layers(assets.shape, "drafter.form = 'eagle3'")
+        token_ids = choose_vocabulary(config, assets, assets.prompts)
     served = make_drafter(shape, seed, decoder.dtype, decoder.device, token_ids)
+    draft_among_frequent(served, config, assets, assets.prompts)
     if decoder.sharding.size > 1:
         served.split(decoder.sharding)
     place, rank, num_ranks = cache_place(config, world, folder)
@@ -567,20 +572,22 @@ def cache_place(config: Config, world: World, folder: RunFolder) -> tuple[RunFol
     return RunFolder(found), world.local_rank, world.allgather(world.hostname).count(world.hostname)
 
 
-def choose_vocabulary(config: Config, assets: Assets) -> torch.Tensor | None:
-    """The tokens [W] that a new drafter of the EAGLE-3 form drafts among; None for the other form.
+def choose_vocabulary(config: Config, assets: ModelAssets, prompts: PromptSource | None) -> torch.Tensor:
+    """The ``drafter.vocabulary`` most frequent tokens [W].
 
     Before a run there is no response to count: the prompts of its first steps and their answers stand for them.
-
-    Raises:
-        UserError: the model has too few layers for this form.
     """
-    if config.drafter.form == "eagle":
-        return None
-    check_layers(assets.shape, "drafter.form = 'eagle3'")
-    num_steps = min(config.run.num_steps, _COUNTED_STEPS)
-    prompts = [prompt for step in range(num_steps) for prompt in assets.prompts.batch(step)]
-    answers = (assets.tokenizer.encode(prompt.answer, add_special_tokens=False).ids for prompt in prompts)
-    texts = chain((prompt.tokens for prompt in prompts), (np.array(answer, np.int32) for answer in answers))
+    num_steps = min(config.run.num_steps, _COUNTED_STEPS) if prompts is not None else 0
+    drawn = [prompt for step in range(num_steps) for prompt in prompts.batch(step)] if prompts is not None else []
+    answers = (assets.tokenizer.encode(prompt.answer, add_special_tokens=False).ids for prompt in drawn)
+    texts = chain((prompt.tokens for prompt in drawn), (np.array(answer, np.int32) for answer in answers))
     counted = count_tokens(texts, num_used_tokens(assets.tokenizer, assets.shape))
     return torch.from_numpy(most_frequent_tokens(counted, config.drafter.vocabulary, assets.eos_token_ids))
+
+
+def draft_among_frequent(
+    drafter: Drafter, config: Config, assets: ModelAssets, prompts: PromptSource | None = None
+) -> None:
+    """Let a drafter without a head of its own read a part of a wide one: the rows of the most frequent tokens."""
+    if isinstance(drafter, Eagle) and num_used_tokens(assets.tokenizer, assets.shape) > config.drafter.vocabulary:
+        drafter.draft_among(choose_vocabulary(config, assets, prompts))

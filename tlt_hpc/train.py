@@ -187,6 +187,7 @@ def take_step(job: Job, step: int, reporter: Reporter, is_saved: bool = False, t
     if shows:
         reporter.phase(step, "update")
     # the merge has no other MPI call to make progress in while torch communicates
+    job.engine.release_pages()
     with timer("update_actor"), job.pulse.progressing():
         update = update_policy(job.config, job.policy, rollouts, scores)
     with timer("refresh"):

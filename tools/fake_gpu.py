@@ -48,6 +48,7 @@ from tlt_hpc.models.drafter import Drafter
 from tlt_hpc.models.drafter_file import make_drafter
 from tlt_hpc.models.shape import ModelShape, shape_from
 from tlt_hpc.plan.plan_options import at_least_one_each
+from tlt_hpc.rollout import pool_memory
 from tlt_hpc.rollout.drafts import Proposal
 from tlt_hpc.rollout.engine import RolloutEngine
 from tlt_hpc.rollout.graph_round import NUM_TOLD
@@ -139,6 +140,7 @@ class FakeGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
     - in the rounds of ``is_waiting_wrong`` and in captured functions, for what waits for the GPU: a number or a list
       read back, a copy from or to memory that is not pinned, an index or a mask whose size depends on data;
     - in captured functions, for a tensor of the CPU;
+    - for memory of a page pool that was given back;
     - where a graph is replayed, if the function would not do now what was recorded: other operations, shapes or
       numbers, or another tensor where one was read that the function had not made itself.
     """
@@ -147,7 +149,7 @@ class FakeGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._undo = ExitStack()
-        self._pinned = set[int]()
+        self._pinned, self._released = set[int](), set[int]()
         self._recording: _Recording | None = None
         self.is_waiting_wrong = False
         self.counts = Counter[str]()
@@ -173,6 +175,7 @@ class FakeGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
         yield JITFunction, "run", lambda program, *given, **options: self._launch(program, given, options)
         yield InterpretedFunction, "run", lambda program, *given, **options: self._launch(program, given, options)
         # a bound method would not be given the object that it is called on
+        yield pool_memory, "GpuMemory", lambda num_bytes, device: _Memory(self._released, num_bytes, device)
         yield Tensor, "backward", lambda loss: self._run_backward(loss)  # noqa: PLW0108
         yield graphs.GraphPool, "_record", lambda pool, function, static, side: self._capture(function, static)
         yield graphs._Captured, "replay", lambda captured: self._replay(captured)  # noqa: PLW0108
@@ -198,6 +201,10 @@ class FakeGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
         given = _flat((*args, *kwargs.values()))
         if not any(isinstance(x, FakeTensor) or (isinstance(x, torch.device) and x.type == "cuda") for x in given):
             return self._on_cpu(func, args, kwargs)
+        if self._released and any(
+            isinstance(x, FakeTensor) and x.untyped_storage()._cdata in self._released for x in given
+        ):
+            raise GraphError(f"memory is touched that was given back: {func}")
         hosts = [x for x in given if isinstance(x, Tensor) and not isinstance(x, FakeTensor) and x.dim()]
         if self._recording is not None and hosts:
             raise GraphError(f"a captured function reads a tensor of the CPU: {func} of {list(hosts[0].shape)}")
@@ -322,6 +329,22 @@ def _flat(values: Sequence[Any]) -> list[Any]:
     for x in values:
         flat += _flat(x) if isinstance(x, (list, tuple)) else [x]
     return flat
+
+
+class _Memory:
+    """Of a page pool, which may be given back."""
+
+    def __init__(self, released: set[int], num_bytes: int, device: torch.device) -> None:
+        self._released, self._bytes = released, torch.empty(num_bytes, dtype=torch.uint8, device=device)
+
+    def tensor(self) -> Tensor:
+        return self._bytes
+
+    def release(self) -> None:
+        self._released.add(self._bytes.untyped_storage()._cdata)
+
+    def restore(self) -> None:
+        self._released.discard(self._bytes.untyped_storage()._cdata)
 
 
 class _Stream:

@@ -339,7 +339,8 @@ class DrafterSection(Section):
     init: SomePath = "random"
     """Initial weights: ``random``, ``embedded:tiny``, or the drafter folder of an earlier run."""
     vocabulary: NumTokens = 32768
-    """Largest vocabulary of a new ``eagle3`` drafter."""
+    """Most tokens that are drafted: of a new ``eagle3`` drafter's own vocabulary, and, of a wider vocabulary, the most
+    frequent ones that an ``eagle`` drafter reads the policy's head for."""
     learning_rate: LearningRate = 1e-3
     """Learning rate of AdamW, constant."""
     loss: Literal["auto", "feature", "cross-entropy", "total-variation"] = "auto"

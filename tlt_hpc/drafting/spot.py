@@ -13,7 +13,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -27,6 +26,7 @@ from tlt_hpc.drafting.average import WeightAverage
 from tlt_hpc.drafting.loss import LossSettings, drafter_loss, fast_products
 from tlt_hpc.drafting.packing import PackedBatch, pack
 from tlt_hpc.drafting.pool import TrainingPool
+from tlt_hpc.drafting.sums import SumOverRanks, start_sum
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.drafter_file import TOKEN_IDS, make_drafter
 from tlt_hpc.models.eagle3 import Eagle3
@@ -49,23 +49,6 @@ _CPU_CHUNK, _CUDA_CHUNK = 2**16, 2**22
 
 class _ReleasedError(Exception):
     """The rollout ended inside a micro-step."""
-
-
-class Pending(Protocol):
-    """A sum over ranks under way."""
-
-    def wait(self) -> NDArray[np.float32]: ...
-
-
-class SumOverRanks(Protocol):
-    """The part of the world that a merge needs."""
-
-    @property
-    def size(self) -> int: ...
-
-    def start_sum(self, array: NDArray[np.float32]) -> Pending: ...
-
-    def allgather(self, item: tuple[int, str]) -> list[tuple[int, str]]: ...
 
 
 @dataclass(frozen=True)
@@ -117,7 +100,7 @@ class SpotTrainer:
         self._most_tokens = settings.micro_step_tokens
         self._update_seconds = 0.0
         """Of the last update, once its gradient was there."""
-        self._pending: Pending | None = None
+        self._pending: Callable[[], Tensor] | None = None
         self.records: list[MicroStepRecord] = []
         """Micro-steps of the current rollout."""
         self.cut_seconds = 0.0
@@ -275,7 +258,7 @@ class SpotTrainer:
             loss, count = loss + float(part.detach()) * num_counted, count + num_counted
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._parameters.values()]
         flat = torch.cat([*(g.flatten() for g in gradients), gradients[0].new_tensor([loss, count])])
-        summed = torch.from_numpy(world.start_sum(flat.cpu().numpy()).wait()).to(self._decoder.device)
+        summed = start_sum(world, flat)()
         total = summed[-1]
         for parameter, values in zip(
             self._parameters.values(), torch.split(summed[:-2] / total, [g.numel() for g in gradients]), strict=True
@@ -302,7 +285,7 @@ class SpotTrainer:
         self._is_dropped = not bool(torch.stack(flat.aminmax()).isfinite().all())  # as sent: the product may overflow
         if self._is_dropped:
             flat.zero_()[-1:].fill_(1.0)
-        self._pending = world.start_sum(flat.cpu().numpy())
+        self._pending = start_sum(world, flat)
 
     def finish_merge(self, world: SumOverRanks) -> MergeReport:
         """Take the weighted mean; unchanged where nobody trained. Asserts that every rank holds the same drafter.
@@ -312,10 +295,9 @@ class SpotTrainer:
         """
         assert self._pending is not None, "start_merge first"
         start = time.perf_counter()
-        summed = torch.from_numpy(self._pending.wait()).to(self._decoder.device)
-        self._pending = None
-        exposed = time.perf_counter() - start
+        summed, self._pending = self._pending(), None
         total, num_dropped = summed[-2:].tolist()
+        exposed = time.perf_counter() - start
         if self._is_dropped:
             self.num_steps = 0  # its steps count no more than its weights
         if total > 0:
@@ -345,7 +327,7 @@ class SpotTrainer:
         flat = torch.cat([tensor.flatten() for tensor in self._state_tensors()])
         if self._rank != source:
             flat.zero_()
-        self._assign(torch.from_numpy(world.start_sum(flat.cpu().numpy()).wait()).to(self._decoder.device))
+        self._assign(start_sum(world, flat)())
         self.is_trained = told[source][1] == "trained"
 
     def served(self) -> dict[str, Tensor]:

@@ -65,6 +65,11 @@ class Drafter(nn.Module, ABC):
         self._sharding, self._part = WHOLE, shape
         self.register_load_state_dict_post_hook(_pack_again)  # type: ignore[no-untyped-call]
 
+    @property
+    def served_ids(self) -> Tensor | None:
+        """The tokens [W] int64, ascending, that it drafts among where it serves; None: all."""
+        return self.token_ids
+
     def split(self, sharding: Sharding) -> None:
         """Serve this rank's part of the layer from now on, and the others theirs; the parameters stay whole.
 

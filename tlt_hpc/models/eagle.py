@@ -25,6 +25,18 @@ class Eagle(Drafter):
         super().__init__(shape, seed, dtype, device)
         self._init_layer(2 * shape.hidden_size, shape.hidden_size)
         self.post_norm = self._ones()
+        self._served_ids: Tensor | None = None
+
+    @property
+    def served_ids(self) -> Tensor | None:
+        return self._served_ids
+
+    def draft_among(self, token_ids: Tensor) -> None:
+        """Serve with these tokens alone [W] int64, ascending: a draft then reads W rows of the target's head.
+
+        Source: FR-Spec (arXiv 2502.14856). Training reads the whole head.
+        """
+        self._served_ids = token_ids.to(self._device)
 
     @property
     def feature_layers(self) -> tuple[int, ...]:

@@ -54,8 +54,7 @@ class DevicePagedCache(PagedCache):
         # a block of queries spans up to so many slots beyond its first, though it sees none of those past its row
         super().__init__(shape, replace(sizes, num_positions=sizes.num_positions + MAX_QUERIES), dtype, device)
         pages = (self._num_layers, sizes.num_pages + 1, sizes.page_size, shape.num_kv_heads, shape.head_dim)
-        self._keys = torch.zeros(pages, dtype=dtype, device=device)
-        self._values = torch.zeros_like(self._keys)
+        self._keys, self._values = (self._memory.zeros(*pages, dtype=dtype) for _ in range(2))
         self._pools = [self._keys, self._values]
 
     def layout(self, tables: Sequence[Sequence[int]], high_water: int) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from tlt_hpc.kernels.gumbel import gumbel_argmax, gumbel_noise
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.drafter import Drafter
+from tlt_hpc.models.linear import Linear
 from tlt_hpc.rollout.kv_cache import Layout, PagedCache
 from tlt_hpc.rollout.responses import Response
 from tlt_hpc.rollout.rows import LiveRows
@@ -101,7 +102,23 @@ class LearnedDrafts:
         self.known = torch.zeros(num_rows, dtype=torch.int64, device=decoder.device)
         """Positions of each row whose true features the drafter has seen."""
         self.chances = ChanceTable(MAX_BRANCHES, decoder.device)
-        self._vocabulary = drafter.token_ids
+        self._vocabulary = drafter.served_ids
+        self._head: Linear | None = None
+        """Rows of the target's head, where drafts are among some of its tokens."""
+        if self._vocabulary is not None and drafter.token_ids is None:
+            self._head = Linear(decoder.head.new_empty(len(self._vocabulary), decoder.head.shape[1]))
+            self.read_head()
+
+    def read_head(self) -> None:
+        """Take what drafts read of the target's head, in place; call after each load of the target."""
+        if self._head is not None and self._vocabulary is not None:
+            torch.index_select(self._decoder.head, 0, self._vocabulary, out=self._head.weight)
+            self._head.pack()
+
+    @property
+    def head_bytes(self) -> int:
+        """Bytes of the copy of a part of the target's head."""
+        return 0 if self._head is None else self._head.weight.nbytes + self._head.packed_bytes
 
     def set_row(self, row: int, response: Response) -> None:
         """Give a row to a sequence of which nothing is known yet."""
@@ -211,6 +228,8 @@ class LearnedDrafts:
         flat = features.flatten(0, 1)
         if self.drafter.token_ids is not None:
             logits = self.drafter.logits(flat).float()
+        elif self._head is not None:
+            logits = self._head.wide(flat)
         else:
             logits = self._decoder.logits(flat)[:, : self._num_tokens]
         return logits.view(*features.shape[:2], -1)

@@ -285,6 +285,7 @@ class RolloutEngine:
             "packed weights": self.decoder.packed_bytes,
             "drafter": drafter,
             "packed drafter": 0 if self.drafter is None else self.drafter.packed_bytes,
+            "drafts' part of the head": 0 if self._learned is None else self._learned.head_bytes,
             "keys, values, features": self._cache.num_bytes,
             "noise and rows": self._noise.num_bytes + self._rows.num_bytes,
             "graphs": self._rounds.graph_bytes,
@@ -336,9 +337,17 @@ class RolloutEngine:
         assert not self.has_work and not self.has_ahead, "weights change only between rollouts"
         self._settle()
         self.decoder.load(weights, version)
+        if self._learned is not None:
+            self._learned.read_head()
         self.outbox.forget_prompts()
-        self._cache.clear()
+        self._cache.renew()
         self._probe(1)
+
+    def release_pages(self) -> None:
+        """Give the memory of keys, values and features to others until the next ``load_policy``; between rollouts."""
+        assert not self.has_work and not self.has_ahead, "live sequences need their pages"
+        self._settle()
+        self._cache.release()
 
     def load_drafter(self, weights: Mapping[str, Tensor], trained: bool = True) -> None:
         """Load new drafter weights in place, between rounds; counts of accepted drafts are discounted."""

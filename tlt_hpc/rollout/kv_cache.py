@@ -21,6 +21,7 @@ from torch import Tensor
 
 from tlt_hpc.models.layers import Attend
 from tlt_hpc.models.shape import ModelShape
+from tlt_hpc.rollout.pool_memory import PoolMemory
 from tlt_hpc.rollout.transfer import upload
 
 MASKED_SCORE = -1e30
@@ -67,7 +68,8 @@ class PagedCache(ABC):
         # one page more than the pool has takes values that must not be kept
         slots = (sizes.num_pages + 1) * sizes.page_size
         width = sizes.num_features * shape.hidden_size
-        self.features = torch.zeros(slots, width, dtype=dtype, device=device) if width else None
+        self._memory = PoolMemory(device)
+        self.features = self._memory.zeros(slots, width, dtype=dtype) if width else None
         table_width = -(-sizes.num_positions // sizes.page_size) + 1
         self.tables = torch.full((sizes.num_rows, table_width), sizes.num_pages, device=device)
 
@@ -112,10 +114,23 @@ class PagedCache(ABC):
 
     def clear(self, *, drafter_only: bool = False) -> None:
         """Forget everything, or the drafter's layer: a NaN left behind would spoil sums even with weight zero."""
+        if self._memory.is_released:
+            return
         for pool in self._pools:
             (pool[-1] if drafter_only else pool).zero_()
         if self.features is not None and not drafter_only:
             self.features.zero_()
+
+    def release(self) -> None:
+        """Give the memory of keys, values and features back until ``renew``; what stood there is lost."""
+        self._memory.release()
+
+    def renew(self) -> None:
+        """As ``clear``, of memory that was given back or not."""
+        if self._memory.is_released:
+            self._memory.restore()
+        else:
+            self.clear()
 
     @abstractmethod
     def move_slots(self, source: Tensor, target: Tensor) -> None:
@@ -259,7 +274,7 @@ class HostPagedCache(PagedCache):
         self._heads = (shape.num_kv_heads, shape.num_heads // shape.num_kv_heads, shape.head_dim)
         g, _, d = self._heads
         pool = self._num_layers, sizes.num_pages + 1, 2 * g, sizes.page_size, d
-        self._pool = torch.zeros(pool, dtype=dtype, device=device)
+        self._pool = self._memory.zeros(*pool, dtype=dtype)
         self._pools = [self._pool]
         self._slot_heads = torch.arange(2 * g, device=device) * sizes.page_size
         self._offsets = torch.arange(sizes.page_size, device=device)

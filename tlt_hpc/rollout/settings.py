@@ -70,7 +70,7 @@ def check_settings(settings: EngineSettings, drafter: Drafter | None) -> None:
         ValueError: the drafter is of another vocabulary, or drafts fewer tokens than a strategy branches.
     """
     largest = settings.num_tokens - 1
-    ids = drafter.token_ids if drafter is not None else None
+    ids = drafter.served_ids if drafter is not None else None
     if ids is not None and int(ids[-1]) > largest:
         raise ValueError(
             f"the drafter drafts token {int(ids[-1])}, and the vocabulary has ids 0 to {largest}; give one that was "

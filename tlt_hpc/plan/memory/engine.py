@@ -15,6 +15,7 @@ GRAPHS_BYTES = 1_500_000_000
 """Assumed for captured graphs on a GPU: their intermediates, and what the driver keeps of each."""
 _SPARE_POSITIONS = 64
 _MIN_PACKED = 1 << 18
+PAGES = "keys, values, features"
 _NOISE_AHEAD, _NOISE_BLOCK = 32, 1 << 15
 _FLOAT64_ROWS = 2048
 _NUCLEUS_BYTES, _GUARDED_NUCLEUS_BYTES = 38, 46
@@ -28,7 +29,8 @@ def engine_parts(situation: Situation) -> NamedBytes:
             "rollout weights": situation.decoding_item * situation.part.num_parameters,
             "packed weights": _packed(situation),
             "drafter in use": situation.decoding_item * _served_numbers(situation),
-            "keys, values, features": pool_bytes(situation),
+            "drafts' part of the head": situation.decoding_item * _drafted_head(situation),
+            PAGES: pool_bytes(situation),
             "noise and rows": _rows(situation),
             "angles": _angles(situation),
             "graphs (assumed)": GRAPHS_BYTES if situation.device == "cuda" else 0,
@@ -45,6 +47,14 @@ def _served_numbers(situation: Situation) -> int:
     cut = own if situation.config.rollout.tensor_parallel > 1 else 0
     rest = count - drafter_layer_parameters(situation.shape, form)
     return count + cut + (rest + own if situation.device == "cpu" and _packs(situation) else 0)
+
+
+def _drafted_head(situation: Situation) -> int:
+    """Numbers of the copied rows of the policy's head, where an EAGLE drafter drafts among some tokens alone."""
+    settings, shape = situation.config.drafter, situation.shape
+    if not num_drafter_parameters(situation) or settings.form != "eagle" or shape.vocab_size <= settings.vocabulary:
+        return 0
+    return settings.vocabulary * shape.hidden_size * (2 if situation.device == "cpu" and _packs(situation) else 1)
 
 
 def num_features(situation: Situation) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tlt_hpc.plan.memory.engine import engine_parts, rollout_workspace
+from tlt_hpc.plan.memory.engine import PAGES, engine_parts, rollout_workspace
 from tlt_hpc.plan.memory.plan import MemoryPlan, NamedBytes, PhaseMemory, Situation, present, total
 from tlt_hpc.plan.memory.training import (
     MOMENTS,
@@ -37,7 +37,7 @@ def plan_memory(situation: Situation) -> MemoryPlan:
         PhaseMemory("start", start | _start(situation, state)),
         PhaseMemory("rollout", resident | rollout_workspace(situation)),
         *([PhaseMemory("tail", resident | _tail(situation))] if situation.trains_drafter else []),
-        PhaseMemory("update", resident | _update(situation, state)),
+        PhaseMemory("update", {**resident, PAGES: 0} | _update(situation, state)),  # given back meanwhile
         PhaseMemory("save", resident),
     ]
     loaded = {"weights while loading": situation.item * situation.shape.num_parameters if is_cuda else 0}
@@ -89,9 +89,7 @@ def _tail(situation: Situation) -> NamedBytes:
 def _update(situation: Situation, state: TrainingState) -> NamedBytes:
     """The update at its largest: in a backward pass, at the end of one, or in the optimiser's step."""
     activations = update_activations(situation, micro_batch_tokens(situation))
-    # on a CPU the sum in progress is held as tensors; from a GPU it goes through host memory
-    merges = situation.device == "cpu" and situation.trains_drafter
-    merge = {"merge of the drafters": 12 * num_drafter_parameters(situation) if merges else 0}
+    merge = {"merge of the drafters": 12 * num_drafter_parameters(situation) * situation.trains_drafter}
     gathered = state.held | gathered_reference(situation)
     if state.stepping > total(gathered) + max(activations, state.reduced):
         return present({**merge, "optimiser's step": state.stepping})
@@ -102,7 +100,6 @@ def _update(situation: Situation, state: TrainingState) -> NamedBytes:
 def _host(situation: Situation, state: TrainingState, loaded: dict[str, int]) -> NamedBytes:
     """Host memory of one rank."""
     is_cuda = situation.device == "cuda"
-    copies = 2 if situation.trains_drafter and is_cuda else 0
     reference = situation.item * situation.own_parameters  # a rank's shard
     return present(
         {
@@ -111,7 +108,6 @@ def _host(situation: Situation, state: TrainingState, loaded: dict[str, int]) ->
             **(_checkpoint_copy(situation) if is_cuda else {}),
             "optimiser (offload)": state.host,
             "reference (offload)": reference * (situation.has_reference and situation.offloads_parameters),
-            "merge of the drafters": copies * 12 * num_drafter_parameters(situation),
         }
     )
 

@@ -1,0 +1,183 @@
+"""Memory of a page pool that is given back between rollouts, at addresses that stay. Treats pages as opaque.
+
+Graphs record addresses, so the pool cannot be freed and allocated again. On a GPU its addresses are reserved and memory
+is mapped to them, through CUDA's driver ("Virtual Memory Management"); that has not run on a GPU yet. On a CPU the
+operating system takes back the pages of a private mapping.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import mmap
+from collections.abc import Callable
+from math import prod
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+_PINNED, _ON_DEVICE, _READ_WRITE = 1, 1, 3
+_OUT_OF_MEMORY = 2
+
+
+class _Memory(Protocol):
+    """A block of memory at an address of its own."""
+
+    def tensor(self) -> Tensor:
+        """All its bytes; read and written only while it has memory."""
+
+    def release(self) -> None:
+        """Give the memory back: what stood there is lost."""
+
+    def restore(self) -> None:
+        """Take memory again; its contents are not defined."""
+
+
+class PoolMemory:
+    """The tensors of a pool: they have memory but for the time between ``release`` and ``restore``."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._blocks, self._tensors = device, list[_Memory](), list[Tensor]()
+        self.is_released = False
+
+    def zeros(self, *sizes: int, dtype: torch.dtype) -> Tensor:
+        """A new tensor of zeros."""
+        num_bytes = prod(sizes) * dtype.itemsize
+        block = self._make(num_bytes) if num_bytes else None
+        if block is None:
+            return torch.zeros(sizes, dtype=dtype, device=self._device)
+        self._blocks.append(block)
+        self._tensors.append(block.tensor()[:num_bytes].view(dtype).view(sizes))
+        return self._tensors[-1].zero_()
+
+    def release(self) -> None:
+        """Give the memory back; the tensors must not be touched until ``restore``."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        for block in self._blocks:
+            block.release()
+        self.is_released = True
+
+    def restore(self) -> None:
+        """Take memory again, full of zeros.
+
+        Raises:
+            torch.OutOfMemoryError: others have taken it meanwhile.
+        """
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+            torch.cuda.empty_cache()  # what the update has left over
+        for block, tensor in zip(self._blocks, self._tensors, strict=True):
+            block.restore()
+            tensor.zero_()
+        self.is_released = False
+
+    def _make(self, num_bytes: int) -> _Memory | None:
+        if self._device.type != "cuda":
+            return HostMemory(num_bytes)
+        try:
+            return GpuMemory(num_bytes, self._device)
+        except OSError as error:
+            logger.warning("the page pool keeps its memory during the policy update: %s", error)
+            return None
+
+
+class HostMemory:
+    """A private mapping, whose pages the system takes back and gives again as zeros when they are touched."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._map = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+    def tensor(self) -> Tensor:
+        return torch.frombuffer(self._map, dtype=torch.uint8)
+
+    def release(self) -> None:
+        self._map.madvise(mmap.MADV_DONTNEED)
+
+    def restore(self) -> None:
+        """Nothing to do: memory comes with the first touch."""
+
+
+class _Location(ctypes.Structure):
+    _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
+
+
+class _Properties(ctypes.Structure):
+    """CUmemAllocationProp."""
+
+    _fields_ = (
+        ("type", ctypes.c_int),
+        ("handle_types", ctypes.c_int),
+        ("location", _Location),
+        ("windows", ctypes.c_void_p),
+        ("flags", ctypes.c_ubyte * 8),
+    )
+
+
+class _Access(ctypes.Structure):
+    """CUmemAccessDesc."""
+
+    _fields_ = (("location", _Location), ("flags", ctypes.c_int))
+
+
+class GpuMemory:
+    """Reserved addresses of a GPU, to which memory is mapped."""
+
+    def __init__(self, num_bytes: int, device: torch.device, driver: Any = None) -> None:
+        """``driver``: libcuda, which is loaded if it is not given.
+
+        Raises:
+            OSError: the driver cannot do it.
+            torch.OutOfMemoryError: there is not so much memory.
+        """
+        self._is_mapped, self._address = False, ctypes.c_uint64(0)
+        self._driver = driver or ctypes.CDLL("libcuda.so.1")
+        self._device = device
+        self._place = _Location(_ON_DEVICE, device.index or 0)
+        self._properties = _Properties(type=_PINNED, location=self._place)
+        step, self._handle = ctypes.c_size_t(), ctypes.c_uint64()
+        self._call("cuMemGetAllocationGranularity", ctypes.byref(step), ctypes.byref(self._properties), ctypes.c_int(0))
+        self._size = ctypes.c_size_t(-(-num_bytes // step.value) * step.value)
+        zero = ctypes.c_uint64(0)
+        self._call("cuMemAddressReserve", ctypes.byref(self._address), self._size, ctypes.c_size_t(0), zero, zero)
+        self.restore()
+
+    def tensor(self) -> Tensor:
+        described = {"shape": (self._size.value,), "typestr": "|u1", "data": (self._address.value, False), "version": 3}
+        holder = type("Holder", (), {"__cuda_array_interface__": described, "memory": self})()
+        return torch.as_tensor(holder, device=self._device)
+
+    def restore(self) -> None:
+        zero = ctypes.c_uint64(0)
+        self._call("cuMemCreate", ctypes.byref(self._handle), self._size, ctypes.byref(self._properties), zero)
+        self._call("cuMemMap", self._address, self._size, ctypes.c_size_t(0), self._handle, zero)
+        access = _Access(self._place, _READ_WRITE)
+        self._call("cuMemSetAccess", self._address, self._size, ctypes.byref(access), ctypes.c_size_t(1))
+
+        self._is_mapped = True
+
+    def release(self) -> None:
+        self._call("cuMemUnmap", self._address, self._size)
+        self._call("cuMemRelease", self._handle)
+        self._is_mapped = False
+
+    def __del__(self) -> None:
+        if self._is_mapped:
+            self._call("cuCtxSynchronize")
+            self.release()
+        if self._address:
+            self._call("cuMemAddressFree", self._address, self._size)
+
+    def _call(self, name: str, *given: Any) -> None:
+        function: Callable[..., int] = getattr(self._driver, name)
+        status = function(*given)
+        if status == _OUT_OF_MEMORY:
+            raise torch.OutOfMemoryError(
+                f"the page pool needs {self._size.value / 1e9:.1f} GB of the GPU, which has less left: lower "
+                "rollout.kv_bytes, or what else the job holds (tlt plan)"
+            )
+        if status:
+            raise OSError(f"CUDA's {name} returned error {status}")
