@@ -9,7 +9,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from tlt_hpc.models import policy_model
-from tlt_hpc.models.policy_model import PolicyModel
+from tlt_hpc.models.policy_model import PolicyModel, token_log_probs
 
 SIZES: dict[str, Any] = {
     "vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -81,16 +81,43 @@ def test_logits_in_chunks_have_the_same_values_and_gradients(tied: bool, monkeyp
     whole, _ = policy(**batch)
     wanted = gradients(policy.inner, whole.square().sum())
     monkeypatch.setattr(policy_model, "_CHUNK_LOGITS", 50 * 16)
-    widest, true_read = [], policy_model._read
+    shapes, product = [], policy_model._product
     monkeypatch.setattr(
-        policy_model, "_read", lambda hidden, *rest: widest.append(len(hidden)) or true_read(hidden, *rest)
+        policy_model, "_product", lambda left, right: shapes.append(tuple(left.shape)) or product(left, right)
     )
     chunked, _ = policy(**batch)
-    forward = len(widest)
+    num_chunks = len(shapes)
     torch.testing.assert_close(chunked, whole, atol=1e-6, rtol=1e-6)
     for name, gradient in gradients(policy.inner, chunked.square().sum()).items():
         torch.testing.assert_close(gradient, wanted[name], atol=1e-4, rtol=1e-4, msg=name)
-    assert max(widest) == 16 and forward == -(-len(whole) // 16) and len(widest) == 2 * forward, "kept, not made again"
+    assert num_chunks == -(-len(whole) // 16) and max(rows for rows, _ in shapes[:num_chunks]) == 16
+    # in the backward pass the logits again, and the weight's gradient
+    assert len(shapes) == 3 * num_chunks
+
+
+def test_in_bfloat16_logits_and_the_sum_of_the_heads_gradient_are_wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nearer to float32 than a head that rounds its logits, and its gradient after each chunk."""
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(*sizes, generator=generator).bfloat16() for sizes in ((600, 32), (50, 32)))
+    targets = torch.randint(50, (600,), generator=generator)
+    monkeypatch.setattr(policy_model, "_CHUNK_LOGITS", 50 * 4)
+
+    def of(weights: torch.Tensor, read: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        weights = weights.detach().requires_grad_()
+        log_probs = read(weights)
+        log_probs.sum().backward()
+        return log_probs.detach(), weights.grad.float()
+
+    def rounded(weights: torch.Tensor) -> torch.Tensor:
+        parts = zip(hidden.split(4), targets.split(4), strict=True)
+        return torch.cat([token_log_probs(part @ weights.t(), own, TEMPERATURE) for part, own in parts])
+
+    exact = of(weight.float(), lambda w: token_log_probs(hidden.float() @ w.t(), targets, TEMPERATURE))
+    found = of(weight, lambda w: policy_model._Read.apply(hidden, w, targets, TEMPERATURE, False)[0])
+    usual = of(weight, rounded)
+    distances = [[float((x - y).abs().mean()) for x, y in zip(each, exact, strict=True)] for each in (found, usual)]
+    assert distances[0][0] < 1e-5 < 1e-3 < distances[1][0]
+    assert 3 * distances[0][1] < distances[1][1], distances
 
 
 def test_checkpointed_layers_are_told_of_the_documents_too() -> None:

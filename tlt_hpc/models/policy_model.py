@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from tlt_hpc.models.documents import attend_documents
 from tlt_hpc.models.sequence_parallel import SequenceGroup
@@ -80,7 +79,7 @@ class PolicyModel(torch.nn.Module):
 
 
 class _Head(torch.nn.Module):
-    """The output layer, in chunks. One call a pass, whatever their number: ZeRO 3 gathers the weight once for all."""
+    """The output layer. One call a pass, however many chunks: ZeRO 3 gathers the weight once for all."""
 
     def __init__(self, weight: torch.nn.Parameter) -> None:
         super().__init__()
@@ -89,24 +88,71 @@ class _Head(torch.nn.Module):
     def forward(
         self, hidden: Tensor, targets: Tensor, temperature: float, entropy_has_gradient: bool
     ) -> tuple[Tensor, Tensor]:
-        most = max(1, _CHUNK_LOGITS // len(self.weight))
-        again = len(hidden) > most and torch.is_grad_enabled()
-        parts = []
-        for rows, wanted in zip(torch.split(hidden, most), torch.split(targets, most), strict=True):
-            inputs = rows, self.weight, wanted, temperature, entropy_has_gradient
-            parts.append(checkpoint(_read, *inputs, use_reentrant=False) if again else _read(*inputs))
-        log_probs, entropies = zip(*parts, strict=True)
-        return torch.cat(log_probs), torch.cat(entropies)
+        given = hidden, self.weight, targets, temperature, entropy_has_gradient
+        log_probs, entropy = _Read.apply(*given)  # type: ignore[no-untyped-call]
+        return log_probs, entropy
 
 
-def _read(
-    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, entropy_has_gradient: bool
-) -> tuple[Tensor, Tensor]:
-    """hidden [R, H], weight [V, H] -> log-probabilities of the targets [R], entropy [R]."""
-    logits = torch.nn.functional.linear(hidden, weight)
-    with torch.set_grad_enabled(entropy_has_gradient and torch.is_grad_enabled()):
-        entropy = token_entropy(logits, temperature)
-    return token_log_probs(logits, targets, temperature), entropy
+class _Read(torch.autograd.Function):
+    """Log-probabilities of the targets [R] and entropy [R] of what a head [V, H] says of hidden states [R, H].
+
+    Logits are float32 sums, as the decoder's are, and exist for a chunk of rows at a time; the backward pass makes them
+    again. The head's gradient is added up over the chunks in float32: in half precision each addition would round it.
+    """
+
+    @staticmethod
+    def forward(
+        context: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, entropy_has_gradient: bool
+    ) -> tuple[Tensor, Tensor]:
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        log_probs, normalisers, entropies = (hidden.new_empty(len(hidden), dtype=wide) for _ in range(3))
+        for rows in _chunks(hidden, weight):
+            scaled = _product(hidden[rows], weight.t()).div_(temperature)
+            normalisers[rows] = scaled.logsumexp(1)
+            scaled -= normalisers[rows].unsqueeze(1)
+            log_probs[rows] = scaled.gather(1, targets[rows].unsqueeze(1)).squeeze(1)
+            entropies[rows] = -(scaled.exp() * scaled).sum(1)
+        context.save_for_backward(hidden, weight, targets, normalisers, entropies)
+        context.temperature, context.entropy_has_gradient = temperature, entropy_has_gradient
+        if not entropy_has_gradient:
+            context.mark_non_differentiable(entropies)
+        return log_probs, entropies
+
+    @staticmethod
+    def backward(context: Any, *given: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        of_log_probs, of_entropy = given
+        hidden, weight, targets, normalisers, entropies = context.saved_tensors
+        to_hidden = torch.empty_like(hidden)
+        to_weight = torch.zeros_like(weight, dtype=normalisers.dtype)
+        for rows in _chunks(hidden, weight):
+            log_probs = _product(hidden[rows], weight.t()).div_(context.temperature)
+            log_probs -= normalisers[rows].unsqueeze(1)
+            slopes = log_probs.exp()
+            if context.entropy_has_gradient:
+                log_probs += entropies[rows].unsqueeze(1)
+                slopes *= -(of_log_probs[rows].unsqueeze(1) + of_entropy[rows].unsqueeze(1) * log_probs)
+            else:
+                slopes *= -of_log_probs[rows].unsqueeze(1)
+            slopes.scatter_add_(1, targets[rows].unsqueeze(1), of_log_probs[rows].unsqueeze(1))
+            slopes = slopes.div_(context.temperature).to(weight.dtype)
+            to_hidden[rows] = torch.mm(slopes, weight)
+            to_weight += _product(slopes.t(), hidden[rows])
+        return to_hidden, to_weight.to(weight.dtype), None, None, None
+
+
+def _chunks(hidden: Tensor, weight: Tensor) -> list[slice]:
+    """Rows whose logits are in memory at once."""
+    most = max(1, _CHUNK_LOGITS // len(weight))
+    return [slice(start, start + most) for start in range(0, len(hidden), most)]
+
+
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    """A product of matrices in float32, or in float64 of such."""
+    if left.dtype.itemsize >= 4:
+        return torch.mm(left, right)
+    if left.is_cuda:
+        return torch.mm(left, right, out_dtype=torch.float32)
+    return torch.mm(left.float(), right.float())
 
 
 def token_log_probs(logits: Tensor, targets: Tensor, temperature: float) -> Tensor:
