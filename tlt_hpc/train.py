@@ -170,13 +170,16 @@ def take_step(job: Job, step: int, reporter: Reporter, is_saved: bool = False, t
             end_features(job.drafting, tail.stopped)
     if tail.stopped and (is_saved or job.world.agree_to_stop() is Stop.KILL):
         return False
-    with timer("refresh"):  # the copy that is sent; the sum itself hides behind the update
+    merged = MergeReport(0, job.drafting.spot.num_steps, "", 0.0) if job.drafting else None
+    with timer("refresh"):
         merge = start_merge(job, tail.use.trains)
+        # through host memory the sum hides behind the update; GPUs have it in milliseconds, and its memory free again.
+        # What was trained until a stop belongs to the checkpoint, and to all ranks alike.
+        if merge and (tail.stopped or job.decoder.device.type == "cuda"):
+            merged, merge = finish_merge(job), False
     if tail.stopped:
         if shows:
             reporter.phase(step, "stopping: saving a checkpoint")
-        if merge:
-            finish_merge(job)  # what was trained so far belongs to the checkpoint, and to all ranks alike
         return False
     if shows:
         reporter.phase(step, "reward")
@@ -191,8 +194,7 @@ def take_step(job: Job, step: int, reporter: Reporter, is_saved: bool = False, t
     with timer("update_actor"), job.pulse.progressing():
         update = update_policy(job.config, job.policy, rollouts, scores)
     with timer("refresh"):
-        unmerged = MergeReport(0, job.drafting.spot.num_steps, "", 0.0) if job.drafting else None
-        merged = finish_merge(job) if merge else unmerged
+        merged = finish_merge(job) if merge else merged
         job.load_policy(step + 1)
     by_key = {rollouts[i].key: advantage for i, advantage in zip(update.trained, update.advantages, strict=True)}
     # NaN: left out by dynamic sampling
@@ -259,7 +261,7 @@ def gather_step(
 
 
 def start_merge(job: Job, trains_drafter: bool) -> bool:
-    """Post the drafters' merge, to be awaited after the update; False where the step trains none."""
+    """Post the drafters' merge; False where the step trains none."""
     if job.drafting is None or not trains_drafter:
         return False
     job.drafting.spot.start_merge(job.world)
