@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -142,7 +143,7 @@ def test_drafts_among_some_tokens_read_a_part_of_the_head(make, plain):
 
 
 def test_requests_of_all_kinds_in_one_batch():
-    """Truncated rules and least lengths leave the graphs, stop strings cut what came too late."""
+    """Truncated rules and least lengths have graphs of their own, stop strings cut what came too late."""
     decode = embedded_tokenizer().decode
     base = make_engine(max_new_tokens=60, detokenize=decode)
     shown = decode(texts(generate(base, REQUESTS[3:4]))[REQUESTS[3].key][4:7])
@@ -153,6 +154,8 @@ def test_requests_of_all_kinds_in_one_batch():
         {"stop_strings": (shown,)},
         {"min_tokens": 20},
         {"max_tokens": 1},
+        {"temperature": 0.8, "top_p": 0.9},
+        {"min_p": 0.1, "top_p": 0.95, "top_k": 9},
     ]
     mixed = [
         replace(request, params=replace(base.settings.params, **kinds[i % len(kinds)]))
@@ -166,8 +169,11 @@ def test_requests_of_all_kinds_in_one_batch():
         got = generate(engine, mixed)
         assert texts(got) == texts(wanted)
         assert [r.finish_reason for r in got] == [r.finish_reason for r in wanted]
-        assert [len(r.log_probs) for r in got] == [len(r.response_tokens) for r in wanted]
+        for one, other in zip(got, wanted, strict=True):
+            np.testing.assert_allclose(one.log_probs, other.log_probs, atol=2e-4, rtol=2e-4)
         assert {0, 1} == set(overlaps)
+        forms = {key[2] for key in engine._rounds._graphs._graphs._captured if key[0] == "verify"}
+        assert {form.is_simple for form in forms} == {True, False}
 
 
 @pytest.mark.parametrize("make", [device_engine, full_engine])
@@ -222,7 +228,7 @@ def test_graphs_are_few_and_shared(plain, caplog):
     assert batch_buckets(8) == [1, 2, 4, 8]
     assert batch_buckets(40) == [1, 2, 4, 8, 16, 32, 40]
     with caplog.at_level(logging.INFO):
-        rounds.capture()
+        rounds.capture(is_simple=True)
     assert "graphs captured in" in caplog.text
     num_graphs = len(rounds._graphs)
     # drafts of three strategies; targets of widths 1 and 5 as chains, of 10 as a tree

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from fake_world import RanksInTurn
-from tiny import KeptFeatures, embedded_decoder, embedded_folder, gcd_requests, make_engine, random_document
+from tiny import NUM_TOKENS, KeptFeatures, embedded_decoder, embedded_folder, gcd_requests, make_engine, random_document
 
 from tlt_hpc.config import DrafterSection, UserError
 from tlt_hpc.drafting.spot import SpotTrainer
@@ -25,6 +25,7 @@ from tlt_hpc.rollout.drafts import ChanceTable, LearnedDrafts
 from tlt_hpc.rollout.graph_round import NUM_TOLD, GraphRound
 from tlt_hpc.rollout.kv_cache import page_bytes
 from tlt_hpc.rollout.rows import LiveRows
+from tlt_hpc.rollout.sampling import SamplingRule
 from tlt_hpc.rollout.strategy import OFF, STORED, Strategy
 from tlt_hpc.rollout.target_pass import TargetPass
 from tlt_hpc.storage.feature_cache import FeatureCache
@@ -93,6 +94,7 @@ OPTIONS = {
     "drafts among some tokens": {"form": "some tokens"},
     "preempted": {"kv_bytes": 9 * PAGES},
     "prefilled in chunks": {"prefill_tokens": 3},
+    "truncated": {"rule": SamplingRule(0.7, NUM_TOKENS, top_k=9, top_p=0.9, min_p=0.01)},
 }
 
 

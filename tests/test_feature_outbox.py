@@ -37,7 +37,8 @@ def teacher_forced(tokens: np.ndarray) -> Tensor:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_what_the_cache_holds_is_what_a_pass_over_the_text_gives(tmp_path, way):
+def test_what_the_cache_holds_is_what_a_pass_over_the_text_gives(tmp_path, way, monkeypatch):
+    monkeypatch.setattr(feature_outbox, "_POSITIONS", 13)
     make, options, shard = WAYS[way]
     requests = REQUESTS[shard]
     engine = make(STRATEGIES, **{"max_live": 10, "chooser": "random", "seed": 5, **options})
@@ -69,6 +70,7 @@ def test_a_prompts_features_are_copied_and_handed_over_once(monkeypatch):
             super().__init__(x, is_own)
 
     monkeypatch.setattr(feature_outbox, "PendingHostCopy", Counting)
+    monkeypatch.setattr(feature_outbox, "_POSITIONS", 20)
     engine = full_engine([OFF], max_live=6)
     for version in range(2):
         engine.load_policy(folder_weights(embedded_folder()), version)
@@ -78,5 +80,5 @@ def test_a_prompts_features_are_copied_and_handed_over_once(monkeypatch):
         assert sorted(prompt for prompt, first in kept.firsts if first == 0) == sorted(prompts)
         assert all(first == len(prompt) - 1 for prompt, first in kept.firsts if first)
         num_rows = sum(len(prompt) - 1 for prompt in prompts) + sum(len(r.response_tokens) for r in rollouts)
-        assert sum(copied) == num_rows
+        assert sum(copied) == num_rows and max(copied) == 20
         copied.clear()

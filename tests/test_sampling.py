@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tlt_hpc.rollout.sampling import SamplingRule, choose, kept_tokens, token_log_probs
+from tlt_hpc.rollout.sampling import SamplingRule, choose, kept_tokens, lowest_kept, token_log_probs
 
 V = 12
 
@@ -85,3 +85,26 @@ def test_log_probs_are_of_the_scaled_policy_before_truncation():
     tokens = torch.arange(6)
     wanted = torch.log_softmax(logits / 0.5, -1)[torch.arange(6), tokens]
     torch.testing.assert_close(token_log_probs(logits, tokens, torch.tensor(0.5)), wanted)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_rules_in_tensors_keep_the_same_tokens(seed):
+    generator = torch.Generator().manual_seed(seed)
+    scaled = torch.randn(6, 40, generator=generator).mul_(3).round_(decimals=1)  # with equals
+    rules = [
+        SamplingRule(1.0, 40, top_k, top_p, min_p)
+        for top_k, top_p, min_p in (
+            (0, 1.0, 0.0),
+            (5, 1.0, 0.0),
+            (0, 0.7, 0.0),
+            (0, 1.0, 0.2),
+            (9, 0.9, 0.01),
+            (99, 0.3, 0),
+        )
+    ]
+    fields = ([rule.top_k for rule in rules], [rule.top_p for rule in rules], [rule.min_p for rule in rules])
+    kept = scaled >= lowest_kept(scaled, *map(torch.tensor, fields))
+    for row, rule in enumerate(rules):
+        surely, perhaps = kept_tokens(scaled[row], rule, 0.0)
+        assert torch.equal(kept[row], perhaps), f"{rule}"
+        assert not bool((surely & ~kept[row]).any())

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -225,14 +227,16 @@ class Policy:
         return self._world.sum(sums / self._config.optimizer.sequence_parallel)  # its ranks have the same
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The full weights under their Hugging Face names, one at a time, on every rank; a tied weight comes once.
+        """The full weights under their Hugging Face names, gathered a layer at a time on every rank; a tied one once.
 
         A tensor is good only until the next is asked for, and every rank must take them all.
         """
-        for name, parameter in self._parameters.items():
+        for _, layer in groupby(self._parameters.items(), lambda named: _layer_of(named[0])):
+            weights = list(layer)
             BEAT.tick()
-            with self._gathered(parameter):
-                yield name, parameter.detach()
+            with self._gathered(*(parameter for _, parameter in weights)):
+                for name, parameter in weights:
+                    yield name, parameter.detach()
 
     def state_shard(self) -> Iterator[tuple[str, Piece]]:
         """This rank's share of the training state: fp32 pieces of ``<name>.master`` and of Adam's two moments.
@@ -442,14 +446,16 @@ class Policy:
     def _stage(self) -> int:
         return self._config.optimizer.zero_stage
 
-    def _gathered(self, parameter: torch.nn.Parameter, modifier_rank: int | None = None) -> AbstractContextManager[Any]:
-        """Within it the parameter is whole; what rank ``modifier_rank`` writes there is kept on all ranks."""
+    def _gathered(
+        self, *parameters: torch.nn.Parameter, modifier_rank: int | None = None
+    ) -> AbstractContextManager[Any]:
+        """Within it the parameters are whole; what rank ``modifier_rank`` writes there is kept on all ranks."""
         if self._stage < 3:
             return nullcontext()
         import deepspeed
 
         gathered: AbstractContextManager[Any] = deepspeed.zero.GatheredParameters(
-            [parameter], modifier_rank=modifier_rank
+            list(parameters), modifier_rank=modifier_rank
         )
         return gathered
 
@@ -524,6 +530,12 @@ class Policy:
                 state["step"].fill_(num_steps)
             else:
                 state["step"] = num_steps
+
+
+def _layer_of(name: str) -> str:
+    """The layer that a weight belongs to; its own name outside of all layers."""
+    found = re.match(r".*\.layers\.\d+\.", name)
+    return found[0] if found else name
 
 
 def attention_crossover_tokens(model: torch.nn.Module) -> float:

@@ -100,7 +100,7 @@ class HostRounds:
         """Whether the next round may be launched before this one is read."""
         return False
 
-    def capture(self) -> None:
+    def capture(self, is_simple: bool) -> None:
         """Record ahead what can be replayed: nothing here."""
 
     @property

@@ -30,10 +30,11 @@ from tlt_hpc.rollout.tree import DraftTree, chains, join, tree
 
 @dataclass
 class DeviceRounds(HostRounds):
-    """Rounds whose tensors stay on the device; those that graphs cannot hold are carried out as on the host.
+    """Rounds whose tensors stay on the device.
 
-    These are rounds with a truncated rule (top-k, top-p, min-p) or a least length still to reach in any row. With the
-    tie guard on, and with n-grams, a round is read before the next one starts.
+    With the tie guard on, and with n-grams, a round is read before the next one starts. With the guard on and a row
+    whose rule truncates (top-k, top-p, min-p), or that has a least length still to reach, it is carried out as on the
+    host: the guard knows more zones of doubt there.
     """
 
     strategies: tuple[Strategy, ...] = (OFF,)
@@ -43,8 +44,8 @@ class DeviceRounds(HostRounds):
         self._graphs = GraphRound(self.target, self.noise, self.learned, self.strategies)
         self._ahead: deque[_Round] = deque()
 
-    def capture(self) -> None:
-        self._graphs.capture()
+    def capture(self, is_simple: bool) -> None:
+        self._graphs.capture(is_simple)
 
     @property
     def graph_bytes(self) -> int:
@@ -62,17 +63,19 @@ class DeviceRounds(HostRounds):
 
     def overlaps(self, strategy: Strategy) -> bool:
         needs_texts = strategy.source in ("ngram", "stored")
-        return not (self.is_guarded or needs_texts or self._has_special_rows())
+        return not (self.is_guarded or needs_texts)
 
-    def _has_special_rows(self) -> bool:
-        return any(len(response.text) < response.simple_from for response in self.scheduler.rows.responses)
+    def _is_simple(self) -> bool:
+        """Whether nothing but temperature and noise chooses; with rounds under way perhaps already where it says no."""
+        return all(len(response.text) >= response.simple_from for response in self.scheduler.rows.responses)
 
     # -- a round ------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def launch(self, strategy: Strategy, prepared: float = 0.0, follows: bool = False) -> None:
         """Draft, verify, accept, commit, all of it queued on the device."""
-        if self._has_special_rows():
+        is_simple = self._is_simple()
+        if self.is_guarded and not is_simple:
             assert not self._ahead, "a round on the host needs the texts"
             super().launch(strategy, prepared, follows)
             return
@@ -84,7 +87,7 @@ class DeviceRounds(HostRounds):
         drafts, cells, scores = self._drafts(strategy)
         watch.mark()
         before = rows.lengths.clone() if self.is_guarded else None
-        told, log_probs, on_path = self._graphs.verify(drafts)
+        told, log_probs, on_path = self._graphs.verify(drafts, is_simple)
         live = slice(rows.num_live)
         brought = (
             PendingHostCopy(told[live]),

@@ -367,8 +367,8 @@ class RolloutEngine:
         tokens would not do: far from what a model was trained on, its activations and the error are larger.
         """
         assert not self.has_work and not self._probed and requests
-        if self.decoder.device.type == "cuda" and not self._rule(self.settings.params).truncates:
-            self._rounds.capture()
+        if self.decoder.device.type == "cuda":
+            self._rounds.capture(is_simple=not self._rule(self.settings.params).truncates)
         if not self.settings.tie_guard:
             return
         uses_ngram, self._ngram.active, self._guard.active = self._ngram.active, False, False

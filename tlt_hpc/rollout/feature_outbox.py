@@ -18,6 +18,11 @@ from tlt_hpc.rollout.kv_cache import PagedCache
 from tlt_hpc.rollout.responses import Response
 from tlt_hpc.rollout.transfer import PendingHostCopy
 
+_POSITIONS = 4096
+"""Positions of one copy. Pinned memory of one size is used again, while pinning a quarter of a gigabyte for a single
+long response would stop the rounds.
+"""
+
 FeatureSink = Callable[[NDArray[np.int32], int, NDArray[np.uint16], int], None]
 """sink(tokens [T], prompt length P, features [T - 1 - first, layers, H] as bf16 bits, first): a finished response.
 
@@ -30,7 +35,16 @@ class _PendingFeatures:
     tokens: NDArray[np.int32]
     prompt_length: int
     first: int
-    features: PendingHostCopy
+    features: list[PendingHostCopy]
+    """In the order of their positions."""
+
+    @property
+    def is_ready(self) -> bool:
+        return all(part.is_ready for part in self.features)
+
+    def wait(self) -> NDArray[np.uint16]:
+        parts = [part.wait().numpy() for part in self.features]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 class FeatureOutbox:
@@ -65,9 +79,15 @@ class FeatureOutbox:
             return
         first = response.prompt_length - 1 if response.prompt in self._seen_prompts else 0
         self._seen_prompts.add(response.prompt)
-        rows = self._rows(response.row, first, len(response.text) - 1).to(torch.bfloat16)
-        copy = PendingHostCopy(rows.view(torch.uint16), is_own=True)
-        self._queue.append(_PendingFeatures(np.array(response.text, np.int32), response.prompt_length, first, copy))
+        end = len(response.text) - 1
+        parts = [
+            PendingHostCopy(
+                self._rows(response.row, start, min(start + _POSITIONS, end)).to(torch.bfloat16).view(torch.uint16),
+                is_own=True,
+            )
+            for start in range(first, end, _POSITIONS)
+        ]
+        self._queue.append(_PendingFeatures(np.array(response.text, np.int32), response.prompt_length, first, parts))
 
     def _rows(self, row: int, start: int, end: int) -> Tensor:
         """A copy of a row's features [end - start, width] at positions from ``start`` on, read by whole pages."""
@@ -80,9 +100,9 @@ class FeatureOutbox:
 
     def deliver(self, wait: bool) -> None:
         """Hand over what has reached the host; with ``wait`` everything."""
-        while self._queue and (wait or self._queue[0].features.is_ready):
+        while self._queue and (wait or self._queue[0].is_ready):
             pending = self._queue.popleft()
             if self._sink is not None:
-                features = pending.features.wait().numpy()
+                features = pending.wait()
                 rows = features.reshape(len(features), -1, self._hidden_size)
                 self._sink(pending.tokens, pending.prompt_length, rows, pending.first)

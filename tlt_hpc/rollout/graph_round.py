@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from tlt_hpc.kernels.gumbel import GumbelChoice, gumbel_argmax
 from tlt_hpc.rollout.drafts import LearnedDrafts, Proposal
 from tlt_hpc.rollout.guard import doubt
 from tlt_hpc.rollout.noise import NoiseWindow
+from tlt_hpc.rollout.sampling import lowest_kept, token_log_probs
 from tlt_hpc.rollout.strategy import Strategy
 from tlt_hpc.rollout.target_pass import TargetPass
 from tlt_hpc.rollout.tree import DraftTree, tree
@@ -29,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 _BUCKETS = (1, 2, 4, 8)
 _BUCKET_STEP = 16
+_SORTED_ROWS = 32
 NUM_TOLD = 3
 """Numbers that the host is told of a row beside its tokens: their count, drafts accepted, end or near-tie."""
 
@@ -45,10 +48,8 @@ class _Form:
 
     width: int
     is_tree: bool
-
-    @classmethod
-    def of(cls, strategy: Strategy) -> _Form:
-        return cls(strategy.widest_pass, strategy.branching > 1)
+    is_simple: bool
+    """Nothing but temperature and noise chooses."""
 
 
 class GraphRound:
@@ -78,7 +79,7 @@ class GraphRound:
     # -- graphs -------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def capture(self) -> None:
+    def capture(self, is_simple: bool) -> None:
         """Capture all graphs now, the largest first, instead of each on its first use."""
         assert not self._rows.num_live, "a row would get what the capture runs through"
         start, vocab_size = time.perf_counter(), self._target.decoder.shape.vocab_size
@@ -88,9 +89,9 @@ class GraphRound:
                     continue  # the engine does not choose it for so many
                 if strategy.has_drafter:
                     self.draft(count, strategy)
-                form = _Form.of(strategy)
-                tokens = torch.zeros(count, form.width, dtype=torch.int64, device=self.tolerance.device)
-                self.verify(DraftTree(tokens, torch.zeros_like(tokens) if form.is_tree else None))
+                tokens = torch.zeros(count, strategy.widest_pass, dtype=torch.int64, device=self.tolerance.device)
+                is_tree = strategy.branching > 1
+                self.verify(DraftTree(tokens, torch.zeros_like(tokens) if is_tree else None), is_simple)
         seconds = time.perf_counter() - start
         logger.info("%d graphs captured in %.1f s: %d MiB of device memory", len(self), seconds, self.num_bytes >> 20)
 
@@ -128,8 +129,10 @@ class GraphRound:
 
     # -- the target ---------------------------------------------------------------------------------------------
 
-    def verify(self, drafts: DraftTree) -> tuple[Tensor, Tensor, Tensor]:
+    def verify(self, drafts: DraftTree, is_simple: bool = True) -> tuple[Tensor, Tensor, Tensor]:
         """Verify drafts of a bucket and commit what the rows accept.
+
+        ``is_simple``: no row's rule truncates, and none is below its least length.
 
         Returns what the host is told [B, m + NUM_TOLD] (choices along the longest path, how many of them count,
         drafts accepted, and 1 for an end token, 2 for a near-tie among them, 3 for both), log-probs along the path
@@ -137,24 +140,41 @@ class GraphRound:
         """
         count, width = drafts.tokens.shape
         inputs = (drafts.tokens,) if drafts.parents is None else (drafts.tokens, drafts.parents)
-        key = "verify", count, _Form(width, drafts.parents is not None)
-        told, log_probs, on_path = self._graphs.run(key, self._verify, inputs, (self._rows.lengths,))
+        form = _Form(width, drafts.parents is not None, is_simple)
+        run = partial(self._verify, is_simple=is_simple)
+        told, log_probs, on_path = self._graphs.run(("verify", count, form), run, inputs, (self._rows.lengths,))
         return told, log_probs, on_path
 
-    def _verify(self, tokens: Tensor, parents: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    def _verify(
+        self, tokens: Tensor, parents: Tensor | None = None, *, is_simple: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
         count, n = tokens.shape
         drafts = DraftTree(tokens) if parents is None else tree(tokens, parents, n - 1)
         features, logits = self._target.forward(drafts, None)
-        choice = self._choose(drafts, logits)
+        choice = self._choose(drafts, logits if is_simple else self._allowed(drafts, logits))
         longest = min(n, self._longest)  # no path is deeper than the deepest strategy
         accepted = self._target.walk(drafts, choice.token.view(count, n), longest)
-        log_probs = self._log_probs(choice, logits).view(count, n).gather(1, accepted.path)
+        log_probs = self._log_probs(choice, logits, is_simple).view(count, n).gather(1, accepted.path)
         near = self._near_ties(choice, count, n).view(count, n).gather(1, accepted.path)
         reached = torch.arange(near.shape[1], device=tokens.device) < accepted.counts.unsqueeze(1)
         self._target.commit(drafts, accepted, features)
         flags = accepted.ended.long() + 2 * (near & reached).any(1).long()
         told = torch.stack((accepted.counts, accepted.on_path.sum(1) - 1, flags), 1)
         return torch.cat([accepted.chosen, told], 1), log_probs, accepted.on_path
+
+    def _allowed(self, drafts: DraftTree, logits: Tensor) -> Tensor:
+        """Logits [B, N, V] with -inf where a row's rule, or its least length, does not let it choose."""
+        rows, (count, n) = self._rows, drafts.tokens.shape
+        depths = torch.arange(n, device=logits.device) if drafts.depths is None else drafts.depths
+        is_short = rows.lengths[:count].unsqueeze(1) + depths < rows.least[:count].unsqueeze(1)
+        is_end = torch.zeros(logits.shape[2], dtype=torch.bool, device=logits.device).index_fill_(0, rows.ends, True)
+        allowed = logits.masked_fill(is_short.unsqueeze(2) & is_end, -torch.inf)
+        scaled = allowed[..., : self._noise.vocab_size].flatten(0, 1) / self._divisors(count, n).unsqueeze(1)
+        rules = [rule[:count].repeat_interleave(n) for rule in (rows.top_k, rows.top_p, rows.min_p)]
+        # sorting takes much memory: some rows at a time
+        parts = zip(*(torch.split(x, _SORTED_ROWS) for x in (scaled, *rules)), strict=True)
+        kept = scaled >= torch.cat([lowest_kept(*part) for part in parts])
+        return allowed.flatten(0, 1)[:, : kept.shape[1]].masked_fill(~kept, -torch.inf).view(count, n, -1)
 
     def _choose(self, drafts: DraftTree, logits: Tensor) -> GumbelChoice:
         """The target's choice at each node, flat [B * N]."""
@@ -169,8 +189,10 @@ class GraphRound:
             self._noise.vocab_size,
         )
 
-    def _log_probs(self, choice: GumbelChoice, logits: Tensor) -> Tensor:
+    def _log_probs(self, choice: GumbelChoice, logits: Tensor, is_simple: bool) -> Tensor:
         """Log-probabilities [B * N] of the choices, over all columns of the logits, as ``token_log_probs`` has them."""
+        if not is_simple:  # the choice knows only what was allowed
+            return token_log_probs(logits.flatten(0, 1), choice.token, self._divisors(*logits.shape[:2]).unsqueeze(1))
         padding = logits.flatten(0, 1)[:, self._noise.vocab_size :]
         if padding.shape[1] == 0:
             return choice.scaled_logit - choice.log_normaliser

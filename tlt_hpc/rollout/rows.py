@@ -30,12 +30,22 @@ class LiveRows:
         self.starts = torch.zeros(num_rows, dtype=torch.int64, device=device)
         """Length of each row's prompt."""
         self.temperatures = torch.ones(num_rows, device=device)
+        self.top_k = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        self.top_p = torch.ones(num_rows, device=device)
+        self.min_p = torch.zeros(num_rows, device=device)
+        self.least = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        """Length of each row's text before which its response may not end."""
         self.log_probs = torch.zeros(num_rows, num_positions)
         """On the host, where they are wanted."""
         self.ends = torch.tensor(end_token_ids, dtype=torch.int64, device=device)
         """End tokens [e], the same for all rows."""
         self.index = torch.arange(num_rows, device=device)
         self.responses: list[Response] = []
+
+    @property
+    def _by_row(self) -> tuple[Tensor, ...]:
+        rules = self.temperatures, self.top_k, self.top_p, self.min_p, self.least
+        return self.tokens, self.lengths, self.caps, self.starts, *rules
 
     @property
     def num_live(self) -> int:
@@ -58,9 +68,15 @@ class LiveRows:
         row, text, device = self.num_live, response.text, self.tokens.device
         self.tokens[row, : len(text)] = upload(text, device)
         put(self.lengths, row, len(text))
-        put(self.caps, row, response.prompt_length + response.params.max_tokens)
-        put(self.starts, row, response.prompt_length)
-        put(self.temperatures, row, response.rule.temperature)
+        rule, start = response.rule, response.prompt_length
+        put(self.caps, row, response.longest)
+        put(self.starts, row, start)
+        for held, number in zip(
+            (self.temperatures, self.top_k, self.top_p, self.min_p, self.least),
+            (rule.temperature, rule.top_k, rule.top_p, rule.min_p, start + response.params.min_tokens),
+            strict=True,
+        ):
+            put(held, row, number)
         if response.log_probs is not None:
             self.log_probs[row, response.prompt_length : len(text)] = torch.from_numpy(response.log_probs)
             response.log_probs = None
@@ -107,7 +123,7 @@ class LiveRows:
         responses = self.responses
         responses[one], responses[other] = responses[other], responses[one]
         responses[one].row, responses[other].row = one, other
-        for tensor in (self.lengths, self.caps, self.starts, self.temperatures, self.tokens, self.log_probs):
+        for tensor in (*self._by_row, self.log_probs):
             exchange(tensor, one, other)
 
     def remove(self, row: int) -> int | None:
@@ -118,7 +134,7 @@ class LiveRows:
         if row != last:
             self.responses[row] = moved
             moved.row = row
-            for tensor in (self.lengths, self.caps, self.starts, self.temperatures, self.tokens):
+            for tensor in self._by_row:
                 tensor[row] = tensor[last]
             self.log_probs[row, : len(moved.text)] = self.log_probs[last, : len(moved.text)]
         put(self.lengths, last, 1)

@@ -131,6 +131,21 @@ def kept_tokens(scaled: Tensor, rule: SamplingRule, tolerance: float) -> tuple[T
     return surely, perhaps
 
 
+def lowest_kept(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """The least number [R, 1] that a token of ``scaled`` [R, V] must have to be kept by its row's truncations [R] each.
+
+    ``kept_tokens`` without a zone of doubt, for rules that stand in tensors: nothing is read back.
+    """
+    width = scaled.shape[1]
+    ranked = scaled.sort(-1, descending=True).values
+    last = torch.where(top_k > 0, top_k, width).clamp(max=width) - 1
+    # in float64, so that the library's way of adding does not decide
+    mass = ranked.double().softmax(-1)
+    num_kept = (mass.cumsum(-1) - mass < top_p.unsqueeze(1)).sum(1).clamp(min=1)
+    by_rank = ranked.gather(1, torch.minimum(last, num_kept - 1).unsqueeze(1))
+    return torch.maximum(by_rank, ranked[:, :1] + min_p.log().unsqueeze(1))
+
+
 def _num_above(descending: Tensor, values: Tensor, margin: float) -> Tensor:
     """How many of ``descending`` [..., V] exceed each of ``values`` [..., V] by more than ``margin``."""
     ascending = -descending
