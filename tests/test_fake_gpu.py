@@ -18,6 +18,7 @@ from tlt_hpc.drafting.spot import SpotTrainer
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.drafter_file import make_drafter
 from tlt_hpc.models.folder import folder_weights
+from tlt_hpc.models.shape import shape_from
 from tlt_hpc.rollout import drafts, graph_round, target_pass
 from tlt_hpc.rollout.device_cache import DevicePagedCache
 from tlt_hpc.rollout.device_rounds import DeviceRounds
@@ -33,7 +34,7 @@ from tlt_hpc.storage.folder import RunFolder
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
 # isort: split
-from fake_gpu import GPU, FakeGpu, GraphError, load_guard
+from fake_gpu import GPU, SMALL, FakeGpu, GraphError, host_seconds, kernels_of, load_guard
 
 CHAIN, TREE, NGRAM = Strategy("drafter", 4), Strategy("drafter", 4, 2, 9), Strategy("ngram", 3)
 STRATEGIES = [CHAIN, TREE, NGRAM, OFF, *STORED]
@@ -218,3 +219,13 @@ def test_what_a_graph_would_not_notice_is_seen(gpu):
             pytest.fail(f"{what}: not seen")
         setattr(holder, name, before)
         replay_all()
+
+
+def test_counts_of_a_round():
+    """More rows and drafts take no more launches, and the host is timed with its work alone."""
+    load_guard()
+    small = shape_from(SMALL, "the small model")
+    counts = [list(kernels_of(small, rows, 128)) for rows in (2, 16)]
+    assert counts[0] == counts[1] and [name for name, *_ in counts[0]] == ["off", "drafter-4", "drafter-4x2v9"]
+    assert counts[0][0][1] < counts[0][1][1] < counts[0][2][1]
+    assert 0 < host_seconds(4, TREE, 5) < 0.1

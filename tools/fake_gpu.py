@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import math
 import os
 import shutil
 import statistics
@@ -45,7 +46,8 @@ from tlt_hpc.config import UserError
 from tlt_hpc.kernels import graphs
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.drafter import Drafter
-from tlt_hpc.models.drafter_file import make_drafter
+from tlt_hpc.models.drafter_file import drafter_sizes, make_drafter
+from tlt_hpc.models.eagle import Eagle
 from tlt_hpc.models.shape import ModelShape, shape_from
 from tlt_hpc.plan.plan_options import at_least_one_each
 from tlt_hpc.rollout import pool_memory
@@ -372,7 +374,7 @@ class _Event(_Stream):
 # -- counts of a round ------------------------------------------------------------------------------------------------
 
 STRATEGIES = (OFF, Strategy("drafter", 4), Strategy("drafter", 4, 2, 9))
-PROMPT, RESPONSE = 128, 2048
+PROMPT, RESPONSE, NUM_DRAFTED = 128, 2048, 32_768
 
 
 def make_engine(decoder: Decoder, drafter: Drafter | None, rows: int, strategies: Sequence[Strategy]) -> RolloutEngine:
@@ -394,12 +396,17 @@ def make_engine(decoder: Decoder, drafter: Drafter | None, rows: int, strategies
     return engine
 
 
-def kernels_of(shape: ModelShape, rows: int, token_ids: Tensor | None) -> Iterator[tuple[str, int, int]]:
-    """Of each strategy, the kernels of its two graphs and those that a round launches beside them."""
+def kernels_of(shape: ModelShape, rows: int, num_drafted: int) -> Iterator[tuple[str, int, int]]:
+    """Of each strategy, the kernels of its two graphs and what a round launches beside them, copies included.
+
+    ``num_drafted``: tokens that drafts are chosen among.
+    """
     for strategy in STRATEGIES:
         with FakeGpu() as gpu:
             decoder = Decoder(shape, torch.bfloat16, GPU, is_invariant=True)
-            drafter = make_drafter(shape, 0, torch.bfloat16, GPU, token_ids)
+            drafter = make_drafter(shape, 0, torch.bfloat16, GPU)
+            assert isinstance(drafter, Eagle)
+            drafter.draft_among(torch.arange(num_drafted))
             engine = make_engine(decoder, drafter, rows, [strategy])
             for _ in range(2):
                 engine.step()
@@ -424,7 +431,7 @@ def host_seconds(rows: int, strategy: Strategy, num_rounds: int = 50) -> float:
     out = told, torch.zeros(rows, path), torch.zeros(rows, width, dtype=torch.bool)
     proposal = Proposal(DraftTree(tokens, parents), None if parents is None else tokens, torch.zeros(rows))
     seconds = []
-    with mock.patch.object(halves, "verify", lambda _: out), mock.patch.object(halves, "draft", lambda *_: proposal):
+    with mock.patch.object(halves, "verify", lambda *_: out), mock.patch.object(halves, "draft", lambda *_: proposal):
         for _ in range(num_rounds + 10):
             start = time.perf_counter()
             engine.step()
@@ -437,7 +444,14 @@ def main() -> int:
     parser.add_argument("--rows", type=at_least_one_each, default=[1, 16, 64, 128])
     given = parser.parse_args()
     torch.set_num_threads(1)
-    for strategy, in_graphs, beside in kernels_of(shape_from(QWEN_7B, "Qwen2.5-7B"), 16, None):
+    shape = shape_from(QWEN_7B, "Qwen2.5-7B")
+    layers = shape.num_parameters - shape.vocab_size * shape.hidden_size
+    drafter = sum(math.prod(sizes) for sizes in drafter_sizes(shape).values())
+    steps = (2 * (drafter + num * shape.hidden_size) / 1e9 for num in (NUM_DRAFTED, shape.vocab_size))
+    print("GB of weights read by a pass: {:.2f}; by a draft step: {:.2f}, with the whole head {:.2f}".format(
+        2 * layers / 1e9, *steps
+    ))  # fmt: skip
+    for strategy, in_graphs, beside in kernels_of(shape, 16, NUM_DRAFTED):
         print(f"{strategy:14} {in_graphs:6,} kernels in graphs, {beside:4} operations beside them", flush=True)
     for rows in given.rows:
         each = ", ".join(f"{strategy.name} {1e6 * host_seconds(rows, strategy):,.0f}" for strategy in STRATEGIES)
