@@ -15,6 +15,8 @@ from torch import Tensor
 from tlt_hpc.rollout.responses import Response
 from tlt_hpc.rollout.transfer import exchange, put, upload
 
+_FEW_ROWS = 8
+
 
 class LiveRows:
     """Tokens and lengths of the rows on the device, with the responses they belong to. Addresses never change."""
@@ -103,9 +105,11 @@ class LiveRows:
     def keep_log_probs(self, log_probs: Tensor, kept: Sequence[tuple[int, int, int, int]]) -> None:
         """Note log-probs [B, m] of new tokens; ``kept``: which of them, for which row, from where on, and how many.
 
-        All at once: an assignment for each row would take the host longer than the rest of a round.
+        All at once where they are many: an assignment for each row would take longer than the rest of the host's work.
         """
-        if not kept:
+        if len(kept) < _FEW_ROWS:
+            for i, at, begin, num in kept:
+                self.log_probs[at, begin : begin + num] = log_probs[i, :num]
             return
         which, row, start, count = np.array(kept).T
         columns = np.arange(log_probs.shape[1])
