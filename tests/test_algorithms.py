@@ -19,7 +19,7 @@ from logged import make_rollout
 from tlt_hpc.common.records import Rollout, SampleKey
 from tlt_hpc.config import AlgorithmSection, load_config, parse_config, to_toml
 from tlt_hpc.config.recipes import RECIPES, Correction, CorrectionName, Recipe
-from tlt_hpc.models.policy_model import token_entropy, token_log_probs
+from tlt_hpc.models.policy_model import _Read
 from tlt_hpc.rl.advantage import (
     advantages_of,
     centred_advantages,
@@ -191,9 +191,10 @@ def test_log_probs_and_entropy_are_of_the_tempered_softmax(temperature: float) -
     targets = torch.tensor([0, 10, 3, 3, 7, 1])
     probabilities = torch.softmax(logits.double() / temperature, -1)
     chosen = torch.tensor([float(row[target]) for row, target in zip(probabilities, targets, strict=True)])
-    torch.testing.assert_close(token_log_probs(logits, targets, temperature), chosen.log(), rtol=1e-5, atol=1e-6)
+    log_probs, found = _Read.apply(torch.eye(6), logits.t().contiguous(), targets, temperature, False)
+    torch.testing.assert_close(log_probs, chosen.log(), rtol=1e-5, atol=1e-6)
     entropy = [-sum(p * math.log(p) for p in row.tolist()) for row in probabilities]
-    torch.testing.assert_close(token_entropy(logits, temperature), torch.tensor(entropy), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found, torch.tensor(entropy), rtol=1e-5, atol=1e-6)
 
 
 # -- a group's advantages, updates, shares and micro-batches --

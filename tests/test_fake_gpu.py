@@ -140,6 +140,7 @@ def test_the_drafter_learns_and_is_merged_on_the_gpu(gpu, tmp_path, form, is_joi
     world, sums = RanksInTurn(1), []
     if is_joined:
         monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch.distributed, "get_backend", lambda: "nccl")
         work = SimpleNamespace(wait=lambda: None)
         monkeypatch.setattr(
             torch.distributed, "all_reduce", lambda x, async_op: sums.append((x.numel(), async_op)) or work

@@ -9,7 +9,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from tlt_hpc.models import policy_model
-from tlt_hpc.models.policy_model import PolicyModel, token_log_probs
+from tlt_hpc.models.policy_model import PolicyModel
 
 SIZES: dict[str, Any] = {
     "vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -108,11 +108,14 @@ def test_in_bfloat16_logits_and_the_sum_of_the_heads_gradient_are_wide(monkeypat
         log_probs.sum().backward()
         return log_probs.detach(), weights.grad.float()
 
+    def token_log_probs(logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        return (logits.float() / TEMPERATURE).log_softmax(-1).gather(1, chosen[:, None])[:, 0]
+
     def rounded(weights: torch.Tensor) -> torch.Tensor:
         parts = zip(hidden.split(4), targets.split(4), strict=True)
-        return torch.cat([token_log_probs(part @ weights.t(), own, TEMPERATURE) for part, own in parts])
+        return torch.cat([token_log_probs(part @ weights.t(), own) for part, own in parts])
 
-    exact = of(weight.float(), lambda w: token_log_probs(hidden.float() @ w.t(), targets, TEMPERATURE))
+    exact = of(weight.float(), lambda w: token_log_probs(hidden.float() @ w.t(), targets))
     found = of(weight, lambda w: policy_model._Read.apply(hidden, w, targets, TEMPERATURE, False)[0])
     usual = of(weight, rounded)
     distances = [[float((x - y).abs().mean()) for x, y in zip(each, exact, strict=True)] for each in (found, usual)]

@@ -97,8 +97,30 @@ def test_a_gpus_memory_is_mapped_unmapped_and_mapped_again():
     memory.restore()
     assert [name for name, *_ in driver.calls] == ["cuMemCreate", "cuMemMap", "cuMemSetAccess"]
     driver.calls.clear()
-    del memory
-    assert [name for name, *_ in driver.calls] == ["cuCtxSynchronize", "cuMemUnmap", "cuMemRelease", "cuMemAddressFree"]
+    memory.close()
+    assert [name for name, *_ in driver.calls] == ["cuMemUnmap", "cuMemRelease", "cuMemAddressFree"]
+
+
+@pytest.mark.parametrize("failing", ["cuMemMap", "cuMemSetAccess"])
+def test_what_fails_half_way_leaves_nothing_behind(failing):
+    driver = Driver(failing, 1)
+    with pytest.raises(OSError, match=failing):
+        GpuMemory(100, torch.device("cuda", 3), driver)
+    undone = ["cuMemUnmap"] * (failing == "cuMemSetAccess") + ["cuMemRelease", "cuMemAddressFree"]
+    names = [name for name, *_ in driver.calls]
+    assert names[names.index(failing) + 1 :] == undone
+
+
+def test_memory_that_cannot_be_given_back_is_emptied_all_the_same(monkeypatch, caplog):
+    monkeypatch.setattr(PoolMemory, "_make", lambda memory, num_bytes: None)
+    memory = PoolMemory(CPU)
+    x = memory.zeros(3, dtype=torch.float32)
+    memory.release()
+    memory.release()
+    x.fill_(torch.nan)
+    memory.restore()
+    assert not x.any()
+    memory.close()
 
 
 def test_a_driver_that_cannot_is_told_apart_from_a_full_gpu():

@@ -144,10 +144,16 @@ class Session:
         Raises:
             ConfigError: the budget of pages holds no response of full length, or another setting that cannot work.
         """
+        if isinstance(drafter, Eagle) and drafter.served_ids is None:
+            prompts = self.assets.prompts if isinstance(self.assets, Assets) else None
+            draft_among_frequent(drafter, self.config, self.assets, prompts)
         try:
-            return RolloutEngine(self.decoder, settings, drafter, self.replica.agree if self.replica.size > 1 else None)
+            agree = self.replica.agree if self.replica.size > 1 else None
+            engine = RolloutEngine(self.decoder, settings, drafter, agree)
         except ValueError as error:
             raise ConfigError(str(error)) from None
+        self.parts.callback(engine.close)
+        return engine
 
     def calibrate(self, engine: RolloutEngine, requests: Sequence[Request]) -> None:
         """Measure near-ties on responses that are discarded.
@@ -238,6 +244,12 @@ def open_session(config: Config, world: World, assets: ModelAssets) -> Session:
     check_nodes(world.allgather(world.hostname), config.rollout.tensor_parallel)
     replica = Replica(world, config.rollout.tensor_parallel)
     device = choose_device(config, world)
+    kinds = world.allgather(device.type)
+    if len(set(kinds)) > 1:
+        raise ConfigError(
+            f"rank {kinds.index('cpu')} has no GPU where others have one: give every rank a GPU (--gpus-per-node), or "
+            "none (model.device = 'cpu')"
+        )
     dtype = decoding_dtype(config.model.dtype, device)
     invariant = config.model.batch_invariant and dtype == torch.bfloat16
     decoder = Decoder(assets.shape, dtype, device, make_sharding(replica, world, device, invariant), invariant)
@@ -546,7 +558,6 @@ def make_drafting(
         check_layers(assets.shape, "drafter.form = 'eagle3'")
         token_ids = choose_vocabulary(config, assets, assets.prompts)
     served = make_drafter(shape, seed, decoder.dtype, decoder.device, token_ids)
-    draft_among_frequent(served, config, assets, assets.prompts)
     if decoder.sharding.size > 1:
         served.split(decoder.sharding)
     place, rank, num_ranks = cache_place(config, world, folder)
@@ -573,21 +584,23 @@ def cache_place(config: Config, world: World, folder: RunFolder) -> tuple[RunFol
 
 
 def choose_vocabulary(config: Config, assets: ModelAssets, prompts: PromptSource | None) -> torch.Tensor:
-    """The ``drafter.vocabulary`` most frequent tokens [W].
+    """The tokens [W] to draft among: end tokens, those that were added to the vocabulary, and the most frequent others,
+    ``drafter.vocabulary`` together.
 
     Before a run there is no response to count: the prompts of its first steps and their answers stand for them.
+    Without ``prompts`` low ids stand for frequent tokens.
     """
     num_steps = min(config.run.num_steps, _COUNTED_STEPS) if prompts is not None else 0
     drawn = [prompt for step in range(num_steps) for prompt in prompts.batch(step)] if prompts is not None else []
     answers = (assets.tokenizer.encode(prompt.answer, add_special_tokens=False).ids for prompt in drawn)
     texts = chain((prompt.tokens for prompt in drawn), (np.array(answer, np.int32) for answer in answers))
     counted = count_tokens(texts, num_used_tokens(assets.tokenizer, assets.shape))
-    return torch.from_numpy(most_frequent_tokens(counted, config.drafter.vocabulary, assets.eos_token_ids))
+    added = (token for token in assets.tokenizer.get_added_tokens_decoder() if token < len(counted))
+    always = [*assets.eos_token_ids, *added]
+    return torch.from_numpy(most_frequent_tokens(counted, config.drafter.vocabulary, always))
 
 
-def draft_among_frequent(
-    drafter: Drafter, config: Config, assets: ModelAssets, prompts: PromptSource | None = None
-) -> None:
+def draft_among_frequent(drafter: Eagle, config: Config, assets: ModelAssets, prompts: PromptSource | None) -> None:
     """Let a drafter without a head of its own read a part of a wide one: the rows of the most frequent tokens."""
-    if isinstance(drafter, Eagle) and num_used_tokens(assets.tokenizer, assets.shape) > config.drafter.vocabulary:
+    if num_used_tokens(assets.tokenizer, assets.shape) > config.drafter.vocabulary:
         drafter.draft_among(choose_vocabulary(config, assets, prompts))

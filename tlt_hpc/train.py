@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from tlt_hpc.cluster.stopping import Stop
@@ -18,6 +19,7 @@ from tlt_hpc.common.records import PREFILL, PhaseSpan, Rollout
 from tlt_hpc.config import Config, UserError
 from tlt_hpc.drafting.acceptance import JUDGED_DEPTH, DraftCounts
 from tlt_hpc.drafting.spot import MergeReport
+from tlt_hpc.drafting.sums import sums_on_gpus
 from tlt_hpc.drafting.tail_plan import STORED_ACCEPTED, STORED_TOKENS
 from tlt_hpc.evaluate.evaluate import TESTING, evaluate_policy, prepare
 from tlt_hpc.evaluate.exam import Exam
@@ -170,17 +172,16 @@ def take_step(job: Job, step: int, reporter: Reporter, is_saved: bool = False, t
             end_features(job.drafting, tail.stopped)
     if tail.stopped and (is_saved or job.world.agree_to_stop() is Stop.KILL):
         return False
-    merged = MergeReport(0, job.drafting.spot.num_steps, "", 0.0) if job.drafting else None
-    with timer("refresh"):
-        merge = start_merge(job, tail.use.trains)
-        # through host memory the sum hides behind the update; GPUs have it in milliseconds, and its memory free again.
-        # What was trained until a stop belongs to the checkpoint, and to all ranks alike.
-        if merge and (tail.stopped or job.decoder.device.type == "cuda"):
-            merged, merge = finish_merge(job), False
     if tail.stopped:
         if shows:
             reporter.phase(step, "stopping: saving a checkpoint")
+        if start_merge(job, tail.use.trains):
+            finish_merge(job)  # what was trained so far belongs to the checkpoint, and to all ranks alike
         return False
+    merged = MergeReport(0, job.drafting.spot.num_steps, "", 0.0) if job.drafting else None
+    at_once = sums_on_gpus()  # in milliseconds; through host memory the sum hides behind the update
+    with timer("refresh"):
+        merge = not at_once and start_merge(job, tail.use.trains)
     if shows:
         reporter.phase(step, "reward")
     with timer("reward"):
@@ -189,12 +190,19 @@ def take_step(job: Job, step: int, reporter: Reporter, is_saved: bool = False, t
         rollouts, scores = gather_step(job, tail.rollouts, rewards)
     if shows:
         reporter.phase(step, "update")
+    with timer("refresh"):
+        job.engine.release_pages()
+        if at_once and start_merge(job, tail.use.trains):
+            merged = finish_merge(job)
     # the merge has no other MPI call to make progress in while torch communicates
-    job.engine.release_pages()
     with timer("update_actor"), job.pulse.progressing():
         update = update_policy(job.config, job.policy, rollouts, scores)
     with timer("refresh"):
-        merged = finish_merge(job) if merge else merged
+        if merge:
+            merged = finish_merge(job)
+        if job.decoder.device.type == "cuda":
+            torch.cuda.empty_cache()
+            job.world.barrier()  # ranks that share a GPU take the pages' memory again when all have left theirs
         job.load_policy(step + 1)
     by_key = {rollouts[i].key: advantage for i, advantage in zip(update.trained, update.advantages, strict=True)}
     # NaN: left out by dynamic sampling

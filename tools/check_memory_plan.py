@@ -28,7 +28,9 @@ from live_bytes import LiveBytes
 
 from tlt_hpc.cli.display import Screen, StepReporter
 from tlt_hpc.config import Config, load_config
+from tlt_hpc.drafting.sums import sums_on_gpus
 from tlt_hpc.mpi.world import World
+from tlt_hpc.plan.memory.engine import PAGES
 from tlt_hpc.plan.memory.phases import plan_memory
 from tlt_hpc.plan.memory.plan import MemoryPlan, Situation
 from tlt_hpc.resume.saving import begin_save, reserve_copy, resume
@@ -77,6 +79,11 @@ def measure(config: Config, world: World) -> dict[str, int]:
         reserve_copy(job)
         for step in range(STEPS):
             take_step(job, step, meter)
+        pool = job.engine.memory_table()[PAGES]
+        if job.decoder.device.type == "cuda":  # it is not torch's allocator's
+            meter.peaks = {phase: peak + pool * (phase != "update") for phase, peak in meter.peaks.items()}
+        else:  # its tensors live on without memory
+            meter.peaks["update"] -= pool
     finally:
         job.close()
     return meter.peaks
@@ -92,8 +99,12 @@ def take_step(job: Job, step: int, meter: Meter) -> None:
             job.drafting.spot.micro_step()
     end_features(job.drafting, tail.stopped)
     rollouts, scores = gather_step(job, tail.rollouts, tail.scorer.rewards(tail.rollouts))
+    at_once = sums_on_gpus()
+    merges = start_merge(job, tail.use.trains) and not at_once
+    job.engine.release_pages()
     with meter("update"):
-        merges = start_merge(job, tail.use.trains)
+        if at_once:
+            finish_merge(job)
         update_policy(job.config, job.policy, rollouts, scores)
         if merges:
             finish_merge(job)

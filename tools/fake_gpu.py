@@ -180,15 +180,15 @@ class FakeGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
         yield pool_memory, "GpuMemory", lambda num_bytes, device: _Memory(self._released, num_bytes, device)
         yield Tensor, "backward", lambda loss: self._run_backward(loss)  # noqa: PLW0108
         yield graphs.GraphPool, "_record", lambda pool, function, static, side: self._capture(function, static)
+        yield graphs, "_used_bytes", lambda device: 0
         yield graphs._Captured, "replay", lambda captured: self._replay(captured)  # noqa: PLW0108
         for name, value in {
-            "Stream": _Stream,
+            "Stream": lambda *_: _Stream(self._wait),
             "Event": _Event,
-            "current_stream": _Stream,
+            "current_stream": lambda *_: _Stream(self._wait),
             "graph_pool_handle": lambda: (0, 0),
-            "synchronize": lambda *_: None,
+            "synchronize": lambda *_: self._wait(),
             "empty_cache": lambda: None,
-            "mem_get_info": lambda *_: (PROPERTIES.total_memory, PROPERTIES.total_memory),
             "get_device_properties": lambda *_: PROPERTIES,
             "get_device_capability": lambda *_: (PROPERTIES.major, PROPERTIES.minor),
         }.items():
@@ -259,6 +259,10 @@ class FakeGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _where(self) -> str:
         return "a captured function" if self._recording is not None else "a round"
 
+    def _wait(self) -> None:
+        if self._recording is not None or self.is_waiting_wrong:
+            raise GraphError(f"{self._where} waits for all that the GPU has to do")
+
     def _check_reads(self, func: Any, args: Any) -> None:
         if func.overloadpacket in _READS_BACK:
             raise GraphError(f"{self._where} reads a number back: {func}")
@@ -309,10 +313,8 @@ class FakeGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._recording = None
 
     def _capture(self, function: Callable[..., Sequence[Tensor]], static: tuple[Tensor, ...]) -> Any:
-        with torch.inference_mode():
-            for _ in range(1):
-                with self._recorded() as recording:
-                    outputs = tuple(function(*static))
+        with torch.inference_mode(), self._recorded() as recording:
+            outputs = tuple(function(*static))
         return recording, outputs
 
     def _replay(self, captured: Any) -> None:
@@ -348,24 +350,32 @@ class _Memory:
     def restore(self) -> None:
         self._released.discard(self._bytes.untyped_storage()._cdata)
 
+    close = release
+
 
 class _Stream:
-    def __init__(self, *_: object, **__: object) -> None:
-        pass
+    def __init__(self, wait: Callable[[], None]) -> None:
+        self.synchronize = wait
 
     def wait_stream(self, other: object) -> None:
+        pass
+
+
+class _Event:
+    """A mark that the GPU has reached the second time somebody asks; to wait for it is what a round is read by."""
+
+    def __init__(self, **_: object) -> None:
+        self._num_asked = 0
+
+    def record(self) -> None:
         pass
 
     def synchronize(self) -> None:
         pass
 
-
-class _Event(_Stream):
-    def record(self, *_: object) -> None:
-        pass
-
     def query(self) -> bool:
-        return True
+        self._num_asked += 1
+        return self._num_asked > 1
 
     def elapsed_time(self, other: object) -> float:
         return 1.0

@@ -339,8 +339,8 @@ class DrafterSection(Section):
     init: SomePath = "random"
     """Initial weights: ``random``, ``embedded:tiny``, or the drafter folder of an earlier run."""
     vocabulary: NumTokens = 32768
-    """Most tokens that are drafted: of a new ``eagle3`` drafter's own vocabulary, and, of a wider vocabulary, the most
-    frequent ones that an ``eagle`` drafter reads the policy's head for."""
+    """Tokens that drafts are chosen among, at most. ``eagle3``: the size of a new drafter's own head; ``eagle``: the
+    rows of the policy's head that a draft reads, those of the tokens that are frequent in the prompts."""
     learning_rate: LearningRate = 1e-3
     """Learning rate of AdamW, constant."""
     loss: Literal["auto", "feature", "cross-entropy", "total-variation"] = "auto"

@@ -28,12 +28,17 @@ class SumOverRanks(Protocol):
     def allgather(self, item: Any) -> list[Any]: ...
 
 
+def sums_on_gpus() -> bool:
+    """Whether every rank has a GPU of its own, and they are connected; the same on all ranks."""
+    return torch.distributed.is_initialized() and torch.distributed.get_backend() == "nccl"
+
+
 def start_sum(world: SumOverRanks, flat: Tensor) -> Callable[[], Tensor]:
     """Post the sum of ``flat`` [n], which belongs to it from now on; what is returned waits for it.
 
-    On a GPU whose process group exists it is summed there, beside other work; else through host memory by MPI.
+    With a process group of GPUs it is summed on them, beside other work; else through host memory by MPI.
     """
-    if flat.is_cuda and torch.distributed.is_initialized():
+    if sums_on_gpus():
         work = torch.distributed.all_reduce(flat, async_op=True)
         assert work is not None
 

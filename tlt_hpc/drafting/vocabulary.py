@@ -1,4 +1,4 @@
-"""The draft vocabulary of an EAGLE-3 drafter: the most frequent tokens. Pure functions."""
+"""The tokens to draft among: the most frequent ones. Pure functions."""
 
 from __future__ import annotations
 

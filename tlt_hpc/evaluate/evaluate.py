@@ -41,7 +41,7 @@ from tlt_hpc.mpi.world import World
 from tlt_hpc.plan.inputs import ModelAssets, open_checked_sets
 from tlt_hpc.rewards.scorer import without_form
 from tlt_hpc.rollout.engine import RolloutEngine
-from tlt_hpc.session import Job, Session, draft_among_frequent, open_bench, open_session
+from tlt_hpc.session import Job, Session, open_bench, open_session
 from tlt_hpc.storage.folder import make_folder
 from tlt_hpc.storage.records import add_json_line, write_json
 
@@ -127,8 +127,6 @@ def make_engine(session: Session, exam: Exam, checkpoint: Checkpoint | None) -> 
             session.world.node_group, lambda: _drafter_weights(config, checkpoint, session.decoder.shape)
         )
         drafter = None if weights is None else serving_drafter(weights, session.decoder)
-        if drafter is not None:
-            draft_among_frequent(drafter, config, session.assets)
     settings = session.settings()
     strategies = tuple(s for s in settings.strategies if drafter is not None or not s.has_drafter)
     params, longest = sampling_params(config), longest_prompt(exam.sets)

@@ -96,6 +96,7 @@ class _Head(torch.nn.Module):
 class _Read(torch.autograd.Function):
     """Log-probabilities of the targets [R] and entropy [R] of what a head [V, H] says of hidden states [R, H].
 
+    They are of the softmax of the logits over the temperature, before top-k, top-p and min-p.
     Logits are float32 sums, as the decoder's are, and exist for a chunk of rows at a time; the backward pass makes them
     again. The head's gradient is added up over the chunks in float32: in half precision each addition would round it.
     """
@@ -153,29 +154,6 @@ def _product(left: Tensor, right: Tensor) -> Tensor:
     if left.is_cuda:
         return torch.mm(left, right, out_dtype=torch.float32)
     return torch.mm(left.float(), right.float())
-
-
-def token_log_probs(logits: Tensor, targets: Tensor, temperature: float) -> Tensor:
-    """Log-probability of each target token under the temperature-scaled softmax, before top-k, top-p and min-p.
-
-    Args:
-        logits: [R, V], any floating dtype; computed in float32.
-        targets: [R] int64.
-        temperature: above 0.
-
-    Returns:
-        [R] float32.
-    """
-    assert temperature > 0, f"temperature = {temperature}"
-    scaled = logits.float() / temperature
-    chosen = scaled.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
-    return chosen - scaled.logsumexp(-1)
-
-
-def token_entropy(logits: Tensor, temperature: float) -> Tensor:
-    """Entropy [R] in nats of the temperature-scaled softmax of ``logits`` [R, V]."""
-    log_probs = (logits.float() / temperature).log_softmax(-1)
-    return -(log_probs.exp() * log_probs).sum(-1)
 
 
 # -- attention by document --------------------------------------------------------------------------------------------

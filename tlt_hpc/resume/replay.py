@@ -70,6 +70,7 @@ def replay(job: Job, step: int, shown: Callable[[int], None]) -> tuple[int, Chec
         rollouts, rewards, num_micro_steps = logged
         if not saves:
             train_drafter(job, step, num_micro_steps)
+        job.engine.release_pages()
         with BEAT.within(Phase.UPDATE, step):
             stats = update_policy(job.config, job.policy, rollouts, rewards).stats
         check_update(job.folder, step, rewards, stats, committed[step])

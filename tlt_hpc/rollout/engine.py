@@ -349,6 +349,10 @@ class RolloutEngine:
         self._settle()
         self._cache.release()
 
+    def close(self) -> None:
+        """Give the pages' memory back for good: graphs hold the engine in a cycle, which is collected late."""
+        self._cache.close()
+
     def load_drafter(self, weights: Mapping[str, Tensor], trained: bool = True) -> None:
         """Load new drafter weights in place, between rounds; counts of accepted drafts are discounted."""
         assert self.drafter is not None and self._learned is not None

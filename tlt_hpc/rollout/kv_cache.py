@@ -125,6 +125,10 @@ class PagedCache(ABC):
         """Give the memory of keys, values and features back until ``renew``; what stood there is lost."""
         self._memory.release()
 
+    def close(self) -> None:
+        """Give the memory back for good."""
+        self._memory.close()
+
     def renew(self) -> None:
         """As ``clear``, of memory that was given back or not."""
         if self._memory.is_released:

@@ -11,6 +11,7 @@ import ctypes
 import logging
 import mmap
 from collections.abc import Callable
+from contextlib import ExitStack
 from math import prod
 from typing import Any, Protocol
 
@@ -35,6 +36,9 @@ class _Memory(Protocol):
     def restore(self) -> None:
         """Take memory again; its contents are not defined."""
 
+    def close(self) -> None:
+        """Give memory and addresses back for good: the tensor must not be touched any more."""
+
 
 class PoolMemory:
     """The tensors of a pool: they have memory but for the time between ``release`` and ``restore``."""
@@ -48,13 +52,17 @@ class PoolMemory:
         num_bytes = prod(sizes) * dtype.itemsize
         block = self._make(num_bytes) if num_bytes else None
         if block is None:
-            return torch.zeros(sizes, dtype=dtype, device=self._device)
-        self._blocks.append(block)
-        self._tensors.append(block.tensor()[:num_bytes].view(dtype).view(sizes))
-        return self._tensors[-1].zero_()
+            tensor = torch.zeros(sizes, dtype=dtype, device=self._device)
+        else:
+            self._blocks.append(block)
+            tensor = block.tensor()[:num_bytes].view(dtype).view(sizes).zero_()
+        self._tensors.append(tensor)
+        return tensor
 
     def release(self) -> None:
         """Give the memory back; the tensors must not be touched until ``restore``."""
+        if self.is_released:
+            return
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         for block in self._blocks:
@@ -70,15 +78,27 @@ class PoolMemory:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
             torch.cuda.empty_cache()  # what the update has left over
-        for block, tensor in zip(self._blocks, self._tensors, strict=True):
+        for block in self._blocks:
             block.restore()
+        for tensor in self._tensors:
             tensor.zero_()
         self.is_released = False
+
+    def close(self) -> None:
+        """Give memory and addresses back for good; nothing may run that reads the tensors."""
+        if self._device.type == "cuda" and self._blocks:
+            torch.cuda.synchronize(self._device)
+        while self._blocks:
+            self._blocks.pop().close()
+        self._tensors.clear()
 
     def _make(self, num_bytes: int) -> _Memory | None:
         if self._device.type != "cuda":
             return HostMemory(num_bytes)
         try:
+            return GpuMemory(num_bytes, self._device)
+        except torch.OutOfMemoryError:
+            torch.cuda.empty_cache()  # as torch's own allocator does
             return GpuMemory(num_bytes, self._device)
         except OSError as error:
             logger.warning("the page pool keeps its memory during the policy update: %s", error)
@@ -99,6 +119,9 @@ class HostMemory:
 
     def restore(self) -> None:
         """Nothing to do: memory comes with the first touch."""
+
+    def close(self) -> None:
+        self.release()
 
 
 class _Location(ctypes.Structure):
@@ -124,7 +147,7 @@ class _Access(ctypes.Structure):
 
 
 class GpuMemory:
-    """Reserved addresses of a GPU, to which memory is mapped."""
+    """Reserved addresses of a GPU, to which memory is mapped; ``close`` is needed to give them back."""
 
     def __init__(self, num_bytes: int, device: torch.device, driver: Any = None) -> None:
         """``driver``: libcuda, which is loaded if it is not given.
@@ -133,30 +156,34 @@ class GpuMemory:
             OSError: the driver cannot do it.
             torch.OutOfMemoryError: there is not so much memory.
         """
-        self._is_mapped, self._address = False, ctypes.c_uint64(0)
         self._driver = driver or ctypes.CDLL("libcuda.so.1")
-        self._device = device
+        self._device, self._is_mapped = device, False
         self._place = _Location(_ON_DEVICE, device.index or 0)
         self._properties = _Properties(type=_PINNED, location=self._place)
-        step, self._handle = ctypes.c_size_t(), ctypes.c_uint64()
+        step, self._address, self._handle = ctypes.c_size_t(), ctypes.c_uint64(), ctypes.c_uint64()
         self._call("cuMemGetAllocationGranularity", ctypes.byref(step), ctypes.byref(self._properties), ctypes.c_int(0))
-        self._size = ctypes.c_size_t(-(-num_bytes // step.value) * step.value)
-        zero = ctypes.c_uint64(0)
+        self._size, zero = ctypes.c_size_t(-(-num_bytes // step.value) * step.value), ctypes.c_uint64(0)
         self._call("cuMemAddressReserve", ctypes.byref(self._address), self._size, ctypes.c_size_t(0), zero, zero)
-        self.restore()
+        with ExitStack() as undo:
+            undo.callback(self.close)
+            self.restore()
+            undo.pop_all()
 
     def tensor(self) -> Tensor:
         described = {"shape": (self._size.value,), "typestr": "|u1", "data": (self._address.value, False), "version": 3}
-        holder = type("Holder", (), {"__cuda_array_interface__": described, "memory": self})()
+        holder = type("Holder", (), {"__cuda_array_interface__": described})()
         return torch.as_tensor(holder, device=self._device)
 
     def restore(self) -> None:
         zero = ctypes.c_uint64(0)
         self._call("cuMemCreate", ctypes.byref(self._handle), self._size, ctypes.byref(self._properties), zero)
-        self._call("cuMemMap", self._address, self._size, ctypes.c_size_t(0), self._handle, zero)
-        access = _Access(self._place, _READ_WRITE)
-        self._call("cuMemSetAccess", self._address, self._size, ctypes.byref(access), ctypes.c_size_t(1))
-
+        with ExitStack() as undo:
+            undo.callback(self._call, "cuMemRelease", self._handle)
+            self._call("cuMemMap", self._address, self._size, ctypes.c_size_t(0), self._handle, zero)
+            undo.callback(self._call, "cuMemUnmap", self._address, self._size)
+            access = _Access(self._place, _READ_WRITE)
+            self._call("cuMemSetAccess", self._address, self._size, ctypes.byref(access), ctypes.c_size_t(1))
+            undo.pop_all()
         self._is_mapped = True
 
     def release(self) -> None:
@@ -164,12 +191,10 @@ class GpuMemory:
         self._call("cuMemRelease", self._handle)
         self._is_mapped = False
 
-    def __del__(self) -> None:
+    def close(self) -> None:
         if self._is_mapped:
-            self._call("cuCtxSynchronize")
             self.release()
-        if self._address:
-            self._call("cuMemAddressFree", self._address, self._size)
+        self._call("cuMemAddressFree", self._address, self._size)
 
     def _call(self, name: str, *given: Any) -> None:
         function: Callable[..., int] = getattr(self._driver, name)

@@ -176,7 +176,7 @@ def update_activations(situation: Situation, num_tokens: int) -> int:
     kept += num_tokens * (3 * item * shape.hidden_size + 2 * item * shape.head_dim)  # the last norm, rotary table
     gradients = num_tokens * item * 3 * max(shape.hidden_size, shape.intermediate_size // 2)
     logits = _LOGIT_BYTES * min(num_tokens * shape.vocab_size, max(CHUNK_LOGITS, shape.vocab_size))
-    logits += 4 * shape.vocab_size * shape.hidden_size * (item == 2)  # the head's gradient is added up in float32
+    logits += 8 * shape.vocab_size * shape.hidden_size * (item == 2)  # the head's gradient and a part, in float32
     return kept + max(logits, gradients + (layer if repeats else 0))
 
 
