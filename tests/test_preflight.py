@@ -115,7 +115,7 @@ PLANTED: list[tuple[str, Plant, str, str, set[str]]] = [
      set()),
     ("odd ranks", lambda p: p.set("run.ranks=3"), "ranks", r"not divisible by 3 ranks.*use 15", set()),
     ("small GPUs", lambda p: (p.set("model.device=cuda", "--gpu-memory", "0.1"), p.torch_for("12.8")), "memory",
-     r"Does not fit.*3.71 GB more than the 100 MB of each GPU.*rollout.max_live", set()),
+     r"Does not fit.*3.68 GB more than the 100 MB of each GPU.*rollout.max_live", set()),
     ("small disk", small_disk, "disk", r"0 MB free of .*, the run writes .*make room", set()),
     # a folder in which root cannot write either
     ("read-only folder", lambda p: p.set("run.folder=/sys/tlt"), "run folder", r"/sys .*not permitted.*set run.folder",
