@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import re
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,10 @@ from tiny import CPU, embedded_folder, gcd_requests, generate, make_engine, text
 
 from tlt_hpc.models.folder import folder_weights
 from tlt_hpc.rollout.pool_memory import GpuMemory, PoolMemory
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
+# isort: split
+from check_kernels import check_pool
 
 
 def resident_bytes() -> int:
@@ -119,8 +124,13 @@ def test_memory_that_cannot_be_given_back_is_emptied_all_the_same(monkeypatch, c
     memory.release()
     x.fill_(torch.nan)
     memory.restore()
-    assert not x.any()
+    assert not x.any() and not memory.gives_back
     memory.close()
+
+
+def test_a_graph_finds_its_memory_again():
+    """The check that runs on a GPU, by the same functions on a CPU."""
+    assert check_pool(CPU)
 
 
 def test_a_driver_that_cannot_is_told_apart_from_a_full_gpu():

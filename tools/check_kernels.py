@@ -33,6 +33,7 @@ from torch import Tensor
 
 from tlt_hpc.kernels import attention, dispatch, gumbel, linear, pointwise, rotary
 from tlt_hpc.kernels.graphs import GraphPool
+from tlt_hpc.rollout.pool_memory import PoolMemory
 
 HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 3584, 18944, 28, 4, 128, 152_064  # Qwen2.5-7B
 SMALL_PASSES = [(1, 1, 300, 64), (1, 4, 300, 64), (1, 64, 300, 256)]  # sequences, queries, slots, page size
@@ -293,6 +294,23 @@ def check_rows(device: torch.device) -> bool:
     return right
 
 
+def check_pool(device: torch.device) -> bool:
+    """Whether memory of a page pool can be given back, and a graph finds it again."""
+    memory, graphs = PoolMemory(device), GraphPool(device)
+    x = memory.zeros(1 << 28, dtype=torch.uint8)
+    graphs.capture("add", lambda: (x.add_(1)[:1],), (), (x,))
+    graphs.replay("add", ())
+    memory.release()
+    given_back = torch.zeros(1 << 28, dtype=torch.uint8, device=device)  # others use it meanwhile
+    del given_back
+    memory.restore()
+    graphs.replay("add", ())
+    right = bool((x == 1).all()) and memory.gives_back
+    memory.close()
+    print(f"page pool: {'given back and found again' if right else 'WRONG, or CUDA cannot give it back'}")
+    return right
+
+
 def check_on_gpu() -> int:
     device = torch.device("cuda")
     torch.manual_seed(0)
@@ -311,6 +329,7 @@ def check_on_gpu() -> int:
         print(f"{case.name:56} {error:9.1e} {case.tolerance:9.1e} {taken:9.1f} {rate:7.0f}{'  WRONG' * wrong}")
     failed += not check_graphs(device)
     failed += not check_rows(device)
+    failed += not check_pool(device)
     print(f"{failed} wrong" if failed else "all right")
     return 1 if failed else 0
 

@@ -47,6 +47,11 @@ class PoolMemory:
         self._device, self._blocks, self._tensors = device, list[_Memory](), list[Tensor]()
         self.is_released = False
 
+    @property
+    def gives_back(self) -> bool:
+        """Whether ``release`` gives back all of it."""
+        return len(self._blocks) == len(self._tensors)
+
     def zeros(self, *sizes: int, dtype: torch.dtype) -> Tensor:
         """A new tensor of zeros."""
         num_bytes = prod(sizes) * dtype.itemsize
