@@ -15,7 +15,7 @@ from tlt_hpc import session
 from tlt_hpc import train as run
 from tlt_hpc.config import load_config
 from tlt_hpc.mpi.world import World
-from tlt_hpc.resume import saving
+from tlt_hpc.resume import replay, saving
 from tlt_hpc.rl.distributed import leave_process_group
 from tlt_hpc.storage.step_lines import drop_lines
 
@@ -128,8 +128,13 @@ def save_between_and_come_back(folder: str) -> list[dict[str, Any]]:
     def start(*changes: str) -> tuple[Any, int]:
         config = load_config(TINY, [*OVERRIDES, f"run.folder={folder}", *changes])
         job = run.assemble(config, world)
-        return job, saving.resume(job, Silent().replayed)[1]
+        update, memory = replay.update_policy, job.engine._cache._memory
+        replay.update_policy = lambda *given: released.append(memory.is_released) or update(*given)
+        found = saving.resume(job, Silent().replayed)[1]
+        replay.update_policy = update
+        return job, found
 
+    released: list[bool] = []
     have_a_tail()
     job, _ = start()
     saving.reserve_copy(job)
@@ -162,7 +167,7 @@ def save_between_and_come_back(folder: str) -> list[dict[str, Any]]:
         at_start = differences(started, got["drafter"])
         results.append({"step": step, "differences": differences(wanted, got), "not as at the start": len(at_start)})
     leave_process_group()
-    return [*results, {"found": found, "sizes": sizes}]
+    return [*results, {"found": found, "sizes": sizes, "released": released}]
 
 
 @pytest.mark.mpi
@@ -178,6 +183,7 @@ def test_the_drafter_comes_back_from_between_two_checkpoints(tmp_path: Path) -> 
         assert again["step"] == 0 and not again["not as at the start"]
         assert rest["found"] == [*[["step-000001", "step-000002"]] * 3, []]
         assert rest["sizes"][0] == rest["sizes"][1] > 0
+        assert rest["released"] == [True] * 4, "the pages' memory, in the repeated updates"
 
 
 @pytest.mark.mpi
