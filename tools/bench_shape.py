@@ -128,6 +128,7 @@ def measure(decoder: Decoder, batch: int, prompt: int, response: int, repeats: i
         num_tokens = engine.take_counts().num_tokens
         engine.collect()
     rate = num_tokens / statistics.median(seconds[1:])
+    engine.close()  # the next one needs the memory
     return {"tokens_per_second": rate, "rounds_per_second": rate / batch, "memory": engine.memory_table()}
 
 

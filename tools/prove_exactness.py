@@ -152,6 +152,7 @@ def generate(
     found = {rollout.key: [rollout.response_tokens] for rollout in engine.collect()}
     for key, text in ahead.items():
         found[key].append(text)
+    engine.close()
     return found, figures
 
 
