@@ -217,7 +217,7 @@ def test_comments_docstrings_and_messages_use_standard_words() -> None:
 
 @pytest.mark.parametrize("command", commands_with("sbatch"), ids=str)
 def test_batch_scripts_take_what_they_are_given(command: Command) -> None:
-    given = after(command.words, r"sbatch/\w+\.sh")
+    given = after(command.words, r"sbatch/[\w.]+\.sh")
     assert given, f"{command}: names no script in sbatch/"
     script, arguments = text_of(ROOT / given[0]), given[1:]
     if given[0].endswith("smoke_gpu.sh"):

@@ -30,6 +30,7 @@ from tlt_hpc.common.script import ending
 import torch
 from bench_shape import choose_device
 
+from tlt_hpc.kernels.dispatch import has_triton
 from tlt_hpc.storage.folder import make_folder
 
 TOOLS = Path(__file__).resolve().parent
@@ -93,7 +94,7 @@ def parts_of(folder: Path) -> list[Part]:
     speed = ("--device", "cuda", "--batches", "1,32,128", "--new-tokens", "64")
     return [
         Part("kernels", "Does each program compute what its reference does, and each row the same bits in every pass?",
-             tool("check_kernels.py"), 120, tool("check_kernels.py", "--compile", "90")),
+             tool("check_kernels.py"), 120, tool("check_kernels.py", "--compile", "90") if has_triton() else None),
         Part("float32", "Is the text the same in all ways of decoding, with the tie guard?",
              tool("prove_exactness.py", *exact), 120, tool("prove_exactness.py", *small)),
         Part("bfloat16", "And in batch-invariant mode, without it?",

@@ -339,8 +339,10 @@ class DrafterSection(Section):
     init: SomePath = "random"
     """Initial weights: ``random``, ``embedded:tiny``, or the drafter folder of an earlier run."""
     vocabulary: NumTokens = 32768
-    """Tokens that drafts are chosen among, at most. ``eagle3``: the size of a new drafter's own head; ``eagle``: the
-    rows of the policy's head that a draft reads, those of the tokens that are frequent in the prompts."""
+    """Most tokens that drafts are chosen from: end tokens, added tokens, and those that are most frequent in prompts
+    and answers of the first 64 steps. ``eagle3``: the size of a new drafter's own head (``tlt warmup`` counts
+    responses); ``eagle``: a draft reads so many rows of the policy's head. The text stays the same, but fewer drafts
+    may be accepted."""
     learning_rate: LearningRate = 1e-3
     """Learning rate of AdamW, constant."""
     loss: Literal["auto", "feature", "cross-entropy", "total-variation"] = "auto"

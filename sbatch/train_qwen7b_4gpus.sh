@@ -1,0 +1,30 @@
+#!/usr/bin/env bash
+# Trains Qwen2.5-7B on one node of 4 GPUs with 80 GB:   sbatch sbatch/train_qwen7b_4gpus.sh [section.key=value ...]
+# Requeued or submitted again, it resumes. Status 75: stopped early.
+# Edit the account and the partition and, where they differ, the two paths. The environment: sbatch/env.sh.
+#SBATCH --account=YOUR_ACCOUNT
+#SBATCH --partition=YOUR_PARTITION
+#SBATCH --job-name=tlt-qwen7b-4gpus
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=4
+#SBATCH --cpus-per-task=8
+#SBATCH --gpus-per-node=4
+#SBATCH --mem=0
+#SBATCH --time=24:00:00
+#SBATCH --signal=USR2@120
+#SBATCH --open-mode=append
+#SBATCH --output=%x-%j.log
+#SBATCH --exclusive
+#SBATCH --requeue
+PROJECT="$SLURM_SUBMIT_DIR" # the clone; call sbatch there
+STORE="$PROJECT"            # the shared folder that has models/ and data/, and where runs/ is written
+
+set -euo pipefail
+[[ -f $PROJECT/sbatch/env.sh ]] ||
+    { echo "$PROJECT has no sbatch/env.sh; call sbatch in the clone (SLURM_SUBMIT_DIR)" >&2; exit 1; }
+source "$PROJECT/sbatch/env.sh"
+cd "$STORE"
+read_job "$PROJECT/jobs/qwen7b_4gpus.toml"
+# shellcheck disable=SC2086 # TLT_CONTAINER is words, or none: sbatch/env.sh
+srun --mpi="$TLT_SRUN_MPI" --kill-on-bad-exit=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" \
+    $TLT_CONTAINER python -m mpi4py -m tlt_hpc train "$PROJECT/jobs/qwen7b_4gpus.toml" "$@"
