@@ -190,12 +190,14 @@ def take_step(job: Job, step: int, reporter: Reporter, is_saved: bool = False, t
         rollouts, scores = gather_step(job, tail.rollouts, rewards)
     if shows:
         reporter.phase(step, "update")
-    with timer("refresh"):
-        job.engine.release_pages()
-        if at_once and start_merge(job, tail.use.trains):
-            merged = finish_merge(job)
+    if at_once:
+        with timer("refresh"):
+            job.engine.release_pages()  # the merge needs memory, too
+            if start_merge(job, tail.use.trains):
+                merged = finish_merge(job)
     # the merge has no other MPI call to make progress in while torch communicates
     with timer("update_actor"), job.pulse.progressing():
+        job.engine.release_pages()
         update = update_policy(job.config, job.policy, rollouts, scores)
     with timer("refresh"):
         if merge:
