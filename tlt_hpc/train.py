@@ -170,9 +170,9 @@ def take_step(job: Job, step: int, reporter: Reporter, is_saved: bool = False, t
         job.meter.end_rollout()
         if job.drafting:
             end_features(job.drafting, tail.stopped)
-    if tail.stopped and (is_saved or job.world.agree_to_stop() is Stop.KILL):
-        return False
     if tail.stopped:
+        if is_saved or job.world.agree_to_stop() is Stop.KILL:
+            return False
         if shows:
             reporter.phase(step, "stopping: saving a checkpoint")
         if start_merge(job, tail.use.trains):
@@ -206,23 +206,28 @@ def take_step(job: Job, step: int, reporter: Reporter, is_saved: bool = False, t
             torch.cuda.empty_cache()
             job.world.barrier()  # ranks that share a GPU take the pages' memory again when all have left theirs
         job.load_policy(step + 1)
-    by_key = {rollouts[i].key: advantage for i, advantage in zip(update.trained, update.advantages, strict=True)}
+    advantages_of = {rollouts[i].key: a for i, a in zip(update.trained, update.advantages, strict=True)}
     # NaN: left out by dynamic sampling
-    advantages = np.array([by_key.get(rollout.key, np.nan) for rollout in tail.rollouts], np.float32)
+    advantages = np.array([advantages_of.get(rollout.key, np.nan) for rollout in tail.rollouts], np.float32)
     record = make_record(job, step, tail, rewards, advantages, merged, timer)
     line: Line = {
         **summarise(job.world, record, update, merged, timer.take()),
         "drafter/why": tail.use.why if job.drafting or tail.use.ahead else "no learned drafter",
     }
-    job.plan.learn(line)
-    agree_on_owner(job.world, job.folder.status, BEAT.start)
-    job.world.all_or_none(lambda: write_step(job.folder.rollout_log(step, job.world.rank), record))
-    job.world.once(lambda: commit(job, step, line))
+    log_step(job, step, record, line)
     if shows:
         reporter.stepped(line)
         if warning := job.mismatch.look(line[PROBS_DIFF], line[K3]):
             logger.warning("step %d: %s", step, warning)
     return True
+
+
+def log_step(job: Job, step: int, record: StepRecord, line: Line) -> None:
+    """Write each rank's log of a step, then the step's line; collective."""
+    job.plan.learn(line)
+    agree_on_owner(job.world, job.folder.status, BEAT.start)
+    job.world.all_or_none(lambda: write_step(job.folder.rollout_log(step, job.world.rank), record))
+    job.world.once(lambda: commit(job, step, line))
 
 
 def commit(job: Job, step: int, line: Line) -> None:
