@@ -317,18 +317,20 @@ def test_invariant_linear(triton, T, N, K, by_chunk, dtype):
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("capability", [80, 90])
-def test_programs_compile_for_a_gpu_that_is_not_there(tmp_path, capability):
+@pytest.mark.parametrize("target", ["80", "90", "gfx942"])
+def test_programs_compile_for_a_gpu_that_is_not_there(tmp_path, target):
     if not dispatch.has_triton():
         pytest.skip("triton is not installed")
-    command = [sys.executable, "tools/check_kernels.py", "--compile", str(capability)]
+    command = [sys.executable, "tools/check_kernels.py", "--compile", target]
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
     used = re.findall(r"STACK:(\d+)", done.stdout)
-    assert len(used) >= 30 and max(map(int, used)) <= 64, "registers are spilled"
+    assert len(used) >= 30, done.stderr
+    assert max(map(int, used)) <= 64, "registers are spilled"
     assert max(map(int, re.findall(r"shared +(\d+)", done.stdout))) <= 100_000, "two programs must fit on a processor"
-    assert "batch-invariant: all forms of a program compute alike" in done.stdout
+    alike = target != "gfx942"  # there the height of the instruction follows from the number of rows
+    assert done.returncode == (not alike), done.stderr
+    assert ("\nbatch-invariant: all forms of a program compute alike" in done.stdout) == alike
 
 
 def test_graph_pool_runs_on_static_buffers():

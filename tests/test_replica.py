@@ -52,10 +52,11 @@ def test_only_the_communicator_of_the_replica_is_kept() -> None:
 def deal_and_agree() -> dict[str, Any]:
     world = World.connect()
     replica = Replica(world, 2)
-    agreed = [replica.agree(10 * world.rank + number, mark=7) for number in range(3)]
+    agreed = [replica.agree(10 * world.rank + number) for number in range(3)]
     units = [unit for unit in range(8) if replica.takes(unit) and replica.keeps(unit)]
+    replica.mark = lambda: 5 + (world.rank == 3)
     try:
-        replica.agree(0, mark=5 + (world.rank == 3))
+        replica.agree(0)
         apart = ""
     except RuntimeError as error:
         apart = str(error)

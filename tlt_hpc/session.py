@@ -213,8 +213,7 @@ class Session:
         Returns the last roster, which is the same on all ranks.
         """
         pulse, status = self.pulse, status or (lambda: engine_status(engine, self.world))
-        if isinstance(pulse, ReplicaPulse):
-            pulse.mark = lambda: engine.text_mark
+        self.replica.mark = lambda: engine.text_mark
         engine.submit(requests)
         pulse.begin(epoch)
         while not (roster := pulse.poll(status())).over:
@@ -226,8 +225,7 @@ class Session:
                 pulse.back_off()
             if shown:
                 shown(roster)
-        if isinstance(pulse, ReplicaPulse):
-            pulse.mark = lambda: 0  # the pulse outlives the engine, which may hold much memory
+        self.replica.mark = lambda: 0  # the replica outlives the engine, which may hold much memory
         return roster
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
 """Runs every Triton program of ``tlt_hpc.kernels`` against its PyTorch reference on a GPU, and times it.
 
     python tools/check_kernels.py              # on a CUDA machine; exit status 1 on a mismatch
-    python tools/check_kernels.py --compile 90 # without a GPU: compile all for a compute capability, show their needs
+    python tools/check_kernels.py --compile 90 # without a GPU: compile all for sm_90 (or gfx942), show their needs
 
 Needs torch and triton only. Microseconds are per call inside a CUDA graph; GB/s count each byte read or written once,
 and may exceed the memory's rate where the data fits into the cache.
@@ -335,13 +335,13 @@ def check_on_gpu() -> int:
 
 
 class CompileOnly:
-    """Stands in for Triton's CUDA driver: kernels are compiled to machine code for a GPU that is not there.
+    """Stands in for Triton's driver: kernels are compiled to machine code for a GPU that is not there.
 
     Follows the driver interface of Triton 3.6 and 3.7.
     """
 
-    def __init__(self, capability: int, max_shared_bytes: int) -> None:
-        self.capability = capability
+    def __init__(self, architecture: str, max_shared_bytes: int) -> None:
+        self.architecture = architecture
         self.rows: list[tuple[str, int, str]] = []
         self.utils = SimpleNamespace(
             load_binary=self._take, get_device_properties=lambda _: {"max_shared_mem": max_shared_bytes}
@@ -350,7 +350,9 @@ class CompileOnly:
     def get_current_target(self) -> Any:
         from triton.backends.compiler import GPUTarget
 
-        return GPUTarget("cuda", self.capability, 32)
+        if self.architecture.startswith("gfx"):
+            return GPUTarget("hip", self.architecture, 64)
+        return GPUTarget("cuda", int(self.architecture), 32)
 
     def get_current_device(self) -> int:
         return 0
@@ -363,7 +365,8 @@ class CompileOnly:
 
     def _take(self, name: str, binary: bytes, shared: int, _device: int) -> tuple[int, int, int, int, int]:
         """The place where a real driver loads the machine code."""
-        self.rows.append((name, shared, usage_of(binary)))
+        usage = amd_usage_of if self.architecture.startswith("gfx") else usage_of
+        self.rows.append((name, shared, usage(binary)))
         return 0, 0, 0, 0, 1024
 
 
@@ -379,15 +382,23 @@ def usage_of(binary: bytes) -> str:
     return next(line.strip() for line in shown.splitlines() if "REG:" in line)
 
 
+def amd_usage_of(binary: bytes) -> str:
+    """The same of a kernel for an AMD GPU, from the MessagePack map in its notes."""
+
+    def number(name: bytes) -> int:
+        first, *following = binary[binary.index(name) + len(name) :][:3]
+        return int.from_bytes(following[: first - 0xCB], "big") if first in (0xCC, 0xCD) else first
+
+    return f"REG:{number(b'.vgpr_count')} STACK:{number(b'.private_segment_fixed_size')}"
+
+
 def arithmetic_of(compiled: Any) -> tuple[str, int, str]:
     """What decides the bits of a compiled program: its matrix instruction without the width, how many multiplications
     are fused with additions, and over which layout it sums.
     """
-    code, sums = (
-        compiled.asm["ptx"],
-        re.findall(r"tensor<[^>]*> *\) -> tensor<[^>]*#ttg.slice[^>]*>", compiled.asm["ttgir"]),
-    )
-    instructions = re.findall(r"(?:wgmma\.mma_async|mma\.sync)\.[\w.]+", code)
+    code = compiled.asm.get("ptx") or compiled.asm["amdgcn"]
+    sums = re.findall(r"tensor<[^>]*> *\) -> tensor<[^>]*#ttg.slice[^>]*>", compiled.asm["ttgir"])
+    instructions = re.findall(r"(?:wgmma\.mma_async|mma\.sync)\.[\w.]+|v_mfma_\w+", code)
     layouts = re.findall(r"warpsPerCTA = [^,]*, [^,]*", compiled.asm["ttgir"]) if sums else []
     kinds = {re.sub(r"n\d+k", "nNk", name) for name in instructions}
     return " ".join(sorted(kinds)), len(re.findall(r"\bfma\.", code)), " ".join(sorted({*sums, *layouts}))
@@ -404,12 +415,12 @@ def num_unlike(programs: Sequence[Any]) -> int:
     return unlike
 
 
-def compile_all(capability: int) -> int:
+def compile_all(architecture: str) -> int:
     """Compile what the cases launch and print what each program takes; a compiler's error ends it."""
     import triton
 
-    max_shared_bytes = {80: 166_912, 90: 232_448}.get(capability, 101_376)
-    driver = CompileOnly(capability, max_shared_bytes)
+    max_shared_bytes = {"80": 166_912, "90": 232_448, "gfx942": 65_536}.get(architecture, 101_376)
+    driver = CompileOnly(architecture, max_shared_bytes)
     triton.runtime.driver.set_active(driver)
     spilled = 0
     with dispatch.forced():
@@ -419,7 +430,7 @@ def compile_all(capability: int) -> int:
             for name, shared, usage in driver.rows[before:]:
                 print(f"{case.name:44} {name:20} shared {shared:6}  {usage}")
                 spilled += "STACK:0" not in usage
-    print(f"{len(driver.rows)} programs for compute capability {capability}, {spilled} with spilled registers")
+    print(f"{len(driver.rows)} programs for {architecture}, {spilled} with spilled registers")
     from tlt_hpc.kernels.programs.attention import _attend
     from tlt_hpc.kernels.programs.linear import _multiply
 
@@ -430,7 +441,7 @@ def compile_all(capability: int) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--compile", type=int, metavar="CAPABILITY", help="compile only, e.g. 90 for H100 and H200")
+    parser.add_argument("--compile", metavar="TARGET", help="compile only, e.g. 90 for H100 and H200, gfx942 for MI300")
     arguments = parser.parse_args()
     if not dispatch.has_triton():
         raise SystemExit("triton is not installed: it comes with a CUDA build of torch, or pip install triton==3.7.1")

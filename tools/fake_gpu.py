@@ -39,7 +39,11 @@ from bench_shape import QWEN_7B
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AttentionInterface, AutoConfig
+from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2RotaryEmbedding
 
 from tlt_hpc.common.records import Request, SampleKey, SamplingParams, Stream
 from tlt_hpc.config import UserError
@@ -449,6 +453,44 @@ def host_seconds(rows: int, strategy: Strategy, num_rounds: int = 50) -> float:
     return statistics.median(seconds[10:])
 
 
+class _Traffic(TorchDispatchMode):
+    """Adds up the bytes that operations other than multiplications of matrices read and write."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.num_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        is_view = any(each.alias_info and not each.alias_info.is_write for each in func._schema.returns)
+        if not is_view and func.overloadpacket not in (*_IS_NO_KERNEL, _aten.mm, _aten.addmm, _aten._unsafe_view):
+            tensors = (x for x in tree_leaves((args, kwargs, out)) if isinstance(x, Tensor))
+            self.num_bytes += sum(x.numel() * x.element_size() for x in tensors)
+        return out
+
+
+def update_work(raw: dict[str, Any], num_tokens: int) -> tuple[int, int]:
+    """Of the policy's update, a layer's floating-point operations in multiplications of matrices, and the bytes of its
+    other operations; with its second forward pass, without attention, whose work depends on lengths.
+    """
+    config = AutoConfig.for_model(**raw, attn_implementation="none")
+    groups = config.num_attention_heads // config.num_key_value_heads
+
+    def attend(_: object, q: Tensor, k: Tensor, v: Tensor, *__: object, **___: object) -> tuple[Tensor, None]:
+        k, v = (x.repeat_interleave(groups, 1) for x in (k, v))  # gradients must reach all three
+        return (q + k + v).transpose(1, 2), None
+
+    AttentionInterface.register("none", attend)  # type: ignore[no-untyped-call]
+    with torch.device("meta"):
+        layer = Qwen2DecoderLayer(config, 0).bfloat16()
+        x = torch.zeros(1, num_tokens, config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
+        angles = Qwen2RotaryEmbedding(config)(x, torch.arange(num_tokens)[None])
+        with FlopCounterMode(display=False) as counted, _Traffic() as traffic:
+            out = checkpoint(lambda x: layer(x, position_embeddings=angles), x, use_reentrant=False)
+            out.backward(torch.empty_like(out))
+    return counted.get_total_flops(), traffic.num_bytes
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=at_least_one_each, default=[1, 16, 64, 128])
@@ -463,6 +505,10 @@ def main() -> int:
     ))  # fmt: skip
     for strategy, in_graphs, beside in kernels_of(shape, 16, NUM_DRAFTED):
         print(f"{strategy:14} {in_graphs:6,} kernels in graphs, {beside:4} operations beside them", flush=True)
+    flops, num_bytes = update_work(QWEN_7B, 32_768)
+    print(
+        f"a layer's update, 32,768 tokens: {flops / 1e12:.1f} TFLOP of matrices, {num_bytes / 1e9:.0f} GB by the rest"
+    )
     for rows in given.rows:
         each = ", ".join(f"{strategy.name} {1e6 * host_seconds(rows, strategy):,.0f}" for strategy in STRATEGIES)
         print(f"{rows:4} rows: host microseconds of a round: {each}", flush=True)

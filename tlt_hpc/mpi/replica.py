@@ -23,10 +23,16 @@ class Replica:
 
     A step's responses are sharded by unit, which is a group or a sample: first over the replicas, which generate them,
     then over the ranks of each replica, which score, log and train on them.
+
+    ``mark``, which each rollout sets, returns a checksum of the text that the ranks have in common. ``is_over`` is the
+    first rank's news for its next agreement, ``heard`` what the last one said, until the pulse has taken it.
     """
 
     def __init__(self, world: World, size: int) -> None:
         self.size, self.count = size, world.size // size
+        self.mark: Callable[[], int] = lambda: 0
+        self.is_over = False
+        self.heard: bool | None = None
         self.number, self.index = divmod(world.rank, size)
         self._comm: MPI.Comm | None = None
         if size > 1:
@@ -42,16 +48,18 @@ class Replica:
         """Whether this rank scores, logs and trains on the responses that its replica generates for a unit."""
         return unit // self.count % self.size == self.index
 
-    def agree(self, number: int, mark: int = 0) -> int:
+    def agree(self, number: int) -> int:
         """The first rank's ``number``; collective over the replica.
 
         Raises:
-            RuntimeError: this rank's ``mark`` differs from the first rank's.
+            RuntimeError: this rank's text differs from the first rank's.
         """
         if self._comm is None:
             return number
-        told = np.array([number, mark], np.int64)
+        mark = self.mark()
+        told = np.array([number, mark, self.is_over], np.int64)
         wait(self._comm.Ibcast(told, 0), "agreement of a replica", scope="replica")
+        self.heard = bool(told[2])
         if int(told[1]) != mark:
             raise RuntimeError(
                 f"rank {self.index} of replica {self.number} has decoded another text than its first rank: their "
@@ -63,14 +71,13 @@ class Replica:
 class ReplicaPulse(Pulse):
     """A pulse whose ranks, while they decode together, leave the rollout before the same step.
 
-    A rank that saw a stop vote earlier than the others would leave them waiting in the middle of a forward pass.
-    ``mark``, which each rollout sets, returns a checksum of the text that the ranks of a replica have in common. Only
-    the first rank of a replica reports the tokens that the replica generates.
+    A rank that saw a stop vote earlier than the others would leave them waiting in the middle of a forward pass. The
+    news travels with the replica's agreement on the strategy of a round, and alone only where there was none. Only the
+    first rank of a replica reports the tokens that the replica generates.
     """
 
     def __init__(self, comm: MPI.Comm, replica: Replica, busy_seconds: float = BUSY_SECONDS) -> None:
         super().__init__(comm, busy_seconds)
-        self.mark: Callable[[], int] = lambda: 0
         self._replica = replica
         self._seen: Roster | None = None
         self._last_running: Roster | None = None
@@ -78,17 +85,21 @@ class ReplicaPulse(Pulse):
     def begin(self, epoch: int) -> None:
         super().begin(epoch)
         self._seen = self._last_running = Roster.before_first_round(epoch, self._num_ranks)
+        self._replica.is_over, self._replica.heard = False, None
 
     def poll(self, status: Status) -> Roster:
         """As ``Pulse.poll``; collective over the replica while it is BUSY or AHEAD."""
         assert self._seen is not None and self._last_running is not None, "poll outside a rollout: call begin first"
         roster = self._seen if self._seen.over else super().poll(status)
-        is_leaving = roster.over
+        is_leaving = self._replica.is_over = roster.over
         if status.state in (State.BUSY, State.AHEAD):
-            is_leaving = bool(self._replica.agree(int(roster.over), self.mark()))
+            if self._replica.heard is None:
+                self._replica.agree(0)
+            is_leaving = bool(self._replica.heard)
             while is_leaving and not roster.over:  # the first rank's roster is on its way to this one
                 self.back_off()
                 roster = self.look(status)
+        self._replica.heard = None
         self._seen = roster
         if not roster.over:
             self._last_running = roster

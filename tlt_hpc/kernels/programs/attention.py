@@ -60,6 +60,39 @@ def _fold(
 
 
 @triton.jit
+def _fold_paths(
+    query, top, total, mixed, tile, first, last, prefix, real, at, scale, keys, values, table, seen, paths, path_width,
+    key_page_stride, key_slot_stride, value_page_stride, value_slot_stride,
+    page_size: tl.constexpr, N: tl.constexpr, G: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, d: tl.constexpr,
+    WIDE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Places from ``first`` to ``last`` of a tree's queries, each by itself: its ancestors stand as in a chain."""
+    for one in range(tile * ROWS // G, tl.minimum(tl.cdiv((tile + 1) * ROWS, G), N)):
+        end = prefix + tl.load(seen + one)
+        for start in range(first, tl.minimum(last, end), KEYS):
+            place = start + tl.arange(0, KEYS)
+            inside = place < end
+            own = place - prefix
+            node = tl.load(paths + one * path_width + own, mask=inside & (own >= 0), other=0)
+            slot = tl.where(own < 0, place, prefix + node)
+            top, total, mixed = _fold(
+                query, top, total, mixed, slot, inside, inside[None, :] & (real & (at == one))[:, None], scale,
+                keys, values, table, key_page_stride, key_slot_stride, value_page_stride, value_slot_stride,
+                page_size, KEYS, d, WIDE, PRECISION,
+            )  # fmt: skip
+    return top, total, mixed
+
+
+@triton.jit
+def _join(top, total, lse):
+    """A partial result's maximum joined to the running one: new maximum and sum, and the weights of old and new."""
+    new_top = tl.maximum(top, lse)
+    floor = tl.where(new_top == float("-inf"), 0.0, new_top)
+    shrink, weight = tl.exp2(top - floor), tl.exp2(lse - floor)
+    return new_top, total * shrink + weight, shrink, weight
+
+
+@triton.jit
 def _attend(
     query, key_pages, value_pages, page_table, committed, seen, paths, out, partial_lse, scale,
     query_row_stride, query_stride, table_stride,
@@ -112,30 +145,17 @@ def _attend(
                 PRECISION,
             )  # fmt: skip
         if IS_TREE:
-            # each query by itself: its ancestors take the places that they would have in a chain
-            for one in range(tile * ROWS // G, tl.minimum(tl.cdiv((tile + 1) * ROWS, G), N)):
-                end = prefix + tl.load(seen + sequence * N + one)
-                for start in range(shared, tl.minimum(last, end), KEYS):
-                    place = start + tl.arange(0, KEYS)
-                    inside = place < end
-                    own = place - prefix
-                    path = paths + (sequence * N + one) * path_width
-                    node = tl.load(path + own, mask=inside & (own >= 0), other=0)
-                    slot = tl.where(own < 0, place, prefix + node)
-                    top, total, mixed = _fold(
-                        q, top, total, mixed, slot, inside, inside[None, :] & (real & (at == one))[:, None], scale,
-                        keys, values, table, key_page_stride, key_slot_stride, value_page_stride, value_slot_stride,
-                        page_size, KEYS, d, WIDE, PRECISION,
-                    )  # fmt: skip
+            top, total, mixed = _fold_paths(
+                q, top, total, mixed, tile, shared, last, prefix, real, at, scale, keys, values, table,
+                seen + sequence * N, paths + sequence * N * path_width, path_width,
+                key_page_stride, key_slot_stride, value_page_stride, value_slot_stride, page_size, N, G, ROWS, KEYS, d,
+                WIDE, PRECISION,
+            )  # fmt: skip
         part = mixed / tl.where(total > 0, total, 1.0)[:, None]
         lse = tl.where(total > 0, top + tl.log2(total), float("-inf"))
         if IS_WHOLE:
-            new_top = tl.maximum(whole_top, lse)
-            floor = tl.where(new_top == float("-inf"), 0.0, new_top)
-            shrink, weight = tl.exp2(whole_top - floor), tl.exp2(lse - floor)
+            whole_top, whole_total, shrink, weight = _join(whole_top, whole_total, lse)
             whole = whole * shrink[:, None] + part * weight[:, None]
-            whole_total = whole_total * shrink + weight
-            whole_top = new_top
         else:
             place = ((sequence * N + at) * h + head) * num_spans + span
             tl.store(out + place[:, None] * d + column[None, :], part, mask=real[:, None] & (column[None, :] < d))
@@ -167,12 +187,8 @@ def _join_spans(
         at = place * num_spans + span
         lse = tl.load(partial_lse + at)
         part = tl.load(partial + at * d + column, mask=column < d, other=0.0)
-        new_top = tl.maximum(whole_top, lse)
-        floor = tl.where(new_top == float("-inf"), 0.0, new_top)
-        shrink, weight = tl.exp2(whole_top - floor), tl.exp2(lse - floor)
+        whole_top, whole_total, shrink, weight = _join(whole_top, whole_total, lse)
         whole = whole * shrink + part * weight
-        whole_total = whole_total * shrink + weight
-        whole_top = new_top
     whole = whole / tl.where(whole_total > 0, whole_total, 1.0)
     tl.store(out + place * d + column, whole.to(out.dtype.element_ty), mask=column < d)
 
