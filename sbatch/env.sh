@@ -9,6 +9,12 @@ TLT_MODULES="${TLT_MODULES:-}"
 TLT_ENVIRONMENT="${TLT_ENVIRONMENT:-}"
 # How srun starts ranks of your MPI (srun --mpi=list). Empty: pmix for Open MPI, pmi2 for MPICH and Intel MPI.
 TLT_SRUN_MPI="${TLT_SRUN_MPI:-}"
+# Intel MPI under srun needs Slurm's PMI library, wherever your site has it.
+# export I_MPI_PMI_LIBRARY=/usr/lib64/libpmi2.so
+# What starts the ranks: srun, or mpirun within the allocation, where srun --mpi=list has nothing for your MPI.
+TLT_LAUNCH="${TLT_LAUNCH:-srun}"
+# The cores of each rank (srun --cpu-bind). Where they are far from its GPU, a run's log says so and gives a value.
+TLT_CPU_BIND="${TLT_CPU_BIND:-cores}"
 # A disk of each node's own, for caches. Empty: what Slurm or the site made for this job, else /tmp.
 TLT_LOCAL_DISK="${TLT_LOCAL_DISK:-}"
 # What starts a program in a container, with the image's whole path, such as "apptainer exec --nv /shared/tlt_hpc.sif"
@@ -16,6 +22,9 @@ TLT_LOCAL_DISK="${TLT_LOCAL_DISK:-}"
 TLT_CONTAINER="${TLT_CONTAINER:-}"
 # The network that ranks meet on, where they choose a wrong one ("is stuck in connecting"); names: ip -brief address.
 # export NCCL_SOCKET_IFNAME=ib0 GLOO_SOCKET_IFNAME=ib0
+# The network that NCCL must choose between nodes: IB, or OFI on Slingshot; it falls back silently to a slower one. With
+# another the run ends in one line. Empty: what it chooses is printed.
+export TLT_NETWORK="${TLT_NETWORK:-}"
 # ---
 
 # sbatch hands on the variables of where it was called. After --export=NONE the ranks would not get this environment; in
@@ -112,7 +121,7 @@ bind_folders() {
 export PYTHONNOUSERSITE="${PYTHONNOUSERSITE-1}"
 
 # The MPI library that mpi4py will load, which also shows that this is the right Python.
-ask_mpi='import mpi4py; mpi4py.rc.initialize = False; import mpi4py.MPI as m; print(m.Get_library_version())'
+ask_mpi='import mpi4py; mpi4py.rc.initialize = False; import mpi4py.MPI as m; print(m.Get_library_version().strip("\0 \n"))'
 # shellcheck disable=SC2086 # the words of a command, or none
 mpi_library="$($TLT_CONTAINER python -c "$ask_mpi")" || {
     [[ -z $TLT_CONTAINER ]] || die "$TLT_CONTAINER python: mpi4py and its MPI library do not load in it (see above)"
@@ -121,15 +130,44 @@ mpi_library="$($TLT_CONTAINER python -c "$ask_mpi")" || {
         "(conda: $(find_conda)), $PROJECT/.venv, python on the path. Make one of them (README), or name yours in" \
         "sbatch/env.sh"
 }
+# Only of use where srun is what starts Open MPI.
+need_pmix() {
+    local types
+    types="$(srun --mpi=list 2>&1 || true)"
+    [[ $types != *none* || $types == *pmix* ]] || # every list has "none"
+        die "srun cannot start Open MPI, which needs PMIx: srun --mpi=list has $(tail -n +2 <<<"$types" | xargs). Put" \
+            "mpich in the place of openmpi in environment.yml, or set TLT_LAUNCH=mpirun"
+}
+
+[[ $TLT_LAUNCH == srun || $TLT_LAUNCH == mpirun ]] || die "TLT_LAUNCH=$TLT_LAUNCH is neither srun nor mpirun; correct it"
 if [[ -z $TLT_SRUN_MPI ]]; then
     case $mpi_library in
     *"CRAY MPICH"*) TLT_SRUN_MPI=cray_shasta ;;
-    "Open MPI"*) TLT_SRUN_MPI=pmix ;;
+    "Open MPI"*)
+        TLT_SRUN_MPI=pmix
+        [[ $TLT_LAUNCH != srun ]] || need_pmix
+        ;;
     MPICH* | Intel* | MVAPICH*) TLT_SRUN_MPI=pmi2 ;;
     *) die "cannot tell how srun starts ranks of ${mpi_library%%$'\n'*}; set TLT_SRUN_MPI to one of srun --mpi=list" ;;
     esac
 fi
-export TLT_SRUN_MPI
+export TLT_SRUN_MPI TLT_CPU_BIND
+
+# Start the job's ranks: run_ranks python -m mpi4py -m tlt_hpc ...
+# Consecutive ranks are on one node, on neighbouring cores (block:block): a tensor-parallel replica is of consecutive
+# ranks, and communicates in every layer.
+run_ranks() {
+    local start=(srun --mpi="$TLT_SRUN_MPI" --kill-on-bad-exit=1 --distribution=block:block
+        --cpu-bind="$TLT_CPU_BIND" --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}")
+    if [[ $TLT_LAUNCH == mpirun ]]; then # ranks with GPUs bind themselves (mpi/placing.py)
+        case $mpi_library in
+        "Open MPI"*) start=(mpirun -n "$SLURM_NTASKS" --map-by "ppr:$SLURM_NTASKS_PER_NODE:node" --bind-to none) ;;
+        *) start=(mpiexec -n "$SLURM_NTASKS" -ppn "$SLURM_NTASKS_PER_NODE") ;;
+        esac
+    fi
+    # shellcheck disable=SC2086 # TLT_CONTAINER is words, or none
+    "${start[@]}" $TLT_CONTAINER "$@"
+}
 
 # shellcheck disable=SC2086
 [[ -z $TLT_CONTAINER ]] || $TLT_CONTAINER sh -c 'command -v squeue && command -v scontrol' >/dev/null ||
@@ -172,4 +210,6 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}"
 # Belongs to the installation alone.
 unset DS_BUILD_OPS
 
-echo "nodes ${SLURM_JOB_NODELIST:-$(hostname)}: ${TLT_CONTAINER:-$(type -P python)}, ${mpi_library%%[$'\n\r']*}, srun --mpi=$TLT_SRUN_MPI, caches in $TLT_NODE_CACHE"
+launched_by="srun --mpi=$TLT_SRUN_MPI"
+[[ $TLT_LAUNCH == srun ]] || launched_by=mpirun
+echo "nodes ${SLURM_JOB_NODELIST:-$(hostname)}: ${TLT_CONTAINER:-$(type -P python)}, ${mpi_library%%[$'\n\r']*}, $launched_by, caches in $TLT_NODE_CACHE"

@@ -27,6 +27,4 @@ source "$PROJECT/sbatch/env.sh"
 cd "$STORE"
 : "${2:?give a run and its TOML, such as runs/qwen7b runs/qwen7b/config.toml}"
 read_job "$2"
-# shellcheck disable=SC2086 # TLT_CONTAINER is words, or none: sbatch/env.sh
-srun --mpi="$TLT_SRUN_MPI" --kill-on-bad-exit=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" \
-    $TLT_CONTAINER python -m mpi4py -m tlt_hpc evaluate "$@"
+run_ranks python -m mpi4py -m tlt_hpc evaluate "$@"

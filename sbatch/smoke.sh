@@ -24,6 +24,4 @@ source "$PROJECT/sbatch/env.sh"
 cd "$STORE"
 set -- run.name="smoke-$SLURM_JOB_ID" "$@"
 read_job "$PROJECT/jobs/tiny.toml"
-# shellcheck disable=SC2086 # TLT_CONTAINER is words, or none: sbatch/env.sh
-srun --mpi="$TLT_SRUN_MPI" --kill-on-bad-exit=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" \
-    $TLT_CONTAINER python -m mpi4py -m tlt_hpc train "$PROJECT/jobs/tiny.toml" run.num_steps=4 model.device=cpu "$@"
+run_ranks python -m mpi4py -m tlt_hpc train "$PROJECT/jobs/tiny.toml" run.num_steps=4 model.device=cpu "$@"

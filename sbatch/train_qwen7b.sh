@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Trains Qwen2.5-7B on 8 nodes of 8 GPUs:   sbatch sbatch/train_qwen7b.sh [section.key=value ...]
+# Trains Qwen2.5-7B on one node of 8 GPUs, or more (--nodes=8):   sbatch sbatch/train_qwen7b.sh [section.key=value ...]
 # Requeued or submitted again, it resumes. Status 75: stopped early.
 # Edit the account and the partition and, where they differ, the two paths. The environment: sbatch/env.sh.
 #SBATCH --account=YOUR_ACCOUNT
 #SBATCH --partition=YOUR_PARTITION
 #SBATCH --job-name=tlt-qwen7b
-#SBATCH --nodes=8
+#SBATCH --nodes=1
 #SBATCH --ntasks-per-node=8
 #SBATCH --cpus-per-task=8
 #SBATCH --gpus-per-node=8
@@ -25,6 +25,4 @@ set -euo pipefail
 source "$PROJECT/sbatch/env.sh"
 cd "$STORE"
 read_job "$PROJECT/jobs/qwen7b.toml"
-# shellcheck disable=SC2086 # TLT_CONTAINER is words, or none: sbatch/env.sh
-srun --mpi="$TLT_SRUN_MPI" --kill-on-bad-exit=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" \
-    $TLT_CONTAINER python -m mpi4py -m tlt_hpc train "$PROJECT/jobs/qwen7b.toml" "$@"
+run_ranks python -m mpi4py -m tlt_hpc train "$PROJECT/jobs/qwen7b.toml" "$@"

@@ -25,6 +25,4 @@ set -euo pipefail
 source "$PROJECT/sbatch/env.sh"
 cd "$STORE"
 read_job "$PROJECT/jobs/r1_qwen7b.toml"
-# shellcheck disable=SC2086 # TLT_CONTAINER is words, or none: sbatch/env.sh
-srun --mpi="$TLT_SRUN_MPI" --kill-on-bad-exit=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" \
-    $TLT_CONTAINER python -m mpi4py -m tlt_hpc train "$PROJECT/jobs/r1_qwen7b.toml" "$@"
+run_ranks python -m mpi4py -m tlt_hpc train "$PROJECT/jobs/r1_qwen7b.toml" "$@"

@@ -40,8 +40,10 @@ import tlt_hpc.evaluate.evaluate  # noqa: E402
 import tlt_hpc.studies.warmup.warm_up  # noqa: E402
 import tlt_hpc.train  # noqa: E402, F401
 from tlt_hpc.mpi.library import MPI  # noqa: E402  (which does not start it)
+from tlt_hpc.rl.distributed import load_deepspeed  # noqa: E402
 
 if torch.version.cuda is None:  # elsewhere DeepSpeed looks, as it is imported, which device a rank has chosen
+    load_deepspeed()
     import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
 
 LIBC = ctypes.CDLL(None)

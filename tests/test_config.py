@@ -61,7 +61,11 @@ LARGE = "an integer of thousands of digits; use a smaller one"
     [
         ("rollout.temprature=0.9", "unknown key 'rollout.temprature'; did you mean 'rollout.temperature'?"),
         ("data.task_size=3", "unknown key 'data.task_size'; did you mean 'data.task_args'?"),
-        ("tracking.zzz=1", "unknown key 'tracking.zzz'; valid keys: tracking.tensorboard, tracking.wandb"),
+        (
+            "tracking.zzz=1",
+            "unknown key 'tracking.zzz'; valid keys: tracking.tensorboard, tracking.wandb, tracking.mlflow, "
+            "tracking.trackio",
+        ),
         ("reward.by_source=math", "reward.by_source = 'math': give a table, such as {name = \"value\"}"),
         ("rollout.group_size=eight", "rollout.group_size = 'eight': input should be a valid integer"),
         ('run.folder="a\\u0000b"', f"run.folder = 'a\\x00b': {NUL}"),
@@ -143,7 +147,7 @@ def test_all_problems_are_found_at_once() -> None:
     [
         (b"[run\n", "is not valid TOML: Expected ']' at the end of a table declaration (at line 1, column 5); fix it"),
         (b"run = 3\n", "run = 3: write it as a table, with keys of its own"),
-        (b"", "missing key 'run'; add it to the file or give run=VALUE"),
+        (b"", "missing section [run]; add it to the file (`tlt keys run`)"),
     ],
 )
 def test_files_that_are_no_job(content: bytes, message: str, tmp_path: Path) -> None:
@@ -214,7 +218,7 @@ def test_an_override_is_toml_or_a_bare_string(text: str, value: Any) -> None:
     assert type(tree["section"]["key"]) is type(value)
 
 
-@pytest.mark.parametrize("override", ["rollout.temperature", "temperature=1", "a.b.c=1", ".b=1", "a.=1", "=1", ""])
+@pytest.mark.parametrize("override", ["temperature", "a.b.c=1", ".b=1", "a.=1", "=1", ""])
 def test_an_override_of_another_form_is_refused(override: str) -> None:
     assert refused(lambda: apply_override({}, override)) == (
         f"override {override!r} is not of the form section.key=value, e.g. rollout.temperature=0.9"
@@ -301,7 +305,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     [
         ("run.ranks=3", "rollout.prompts_per_step = 16 is not divisible by 3 ranks; use 15 or another number of ranks"),
         ("rollout.max_new_tokens=1009", "data.max_prompt_tokens + rollout.max_new_tokens = 1025 exceeds the model's "),
-        ("model.path=models/none", "model.path = 'models/none': no config.json in that folder; download the model "),
+        ("model.path=models/none", "model.path = 'models/none': no config.json in that folder; on the login node: "),
         ("data.source=none.jsonl", "data.source = 'none.jsonl' does not exist; give a .jsonl, .parquet or .arrow file"),
     ],
 )

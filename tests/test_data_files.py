@@ -85,7 +85,8 @@ def test_a_folder_without_splits(tmp_path: Path) -> None:
 
 
 def test_sources_that_are_not_there(tmp_path: Path) -> None:
-    choice = "a .jsonl, .parquet or .arrow file, a folder or pattern of them, 'reasoning-gym:NAME' or 'embedded:gcd'"
+    kinds = "a .jsonl, .parquet or .arrow file, a folder or pattern of them, 'reasoning-gym:NAME' or 'embedded:gcd'"
+    choice = f"{kinds} (docs/data.md)"
     assert refusal(tmp_path) == f"data.source = {str(tmp_path)!r} has no data file; give {choice}"
     for source in (str(tmp_path / "none.jsonl"), "openai/gsm8k", "https://nowhere/train.parquet"):
         assert refusal(source) == f"data.source = {source!r} does not exist; give {choice}"

@@ -71,11 +71,13 @@ def test_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "12")
     place = RankPlace.here("here")
     assert place.cores == os.sched_getaffinity(0) and place.memory_bytes > 2**28 and place.processor
-    found = find_environment(SimpleNamespace(library="MPICH 5\n\0"), [place], "", {"cpu": "none"})
+    world = SimpleNamespace(library="MPICH 5\n\0", placement=("ranks on here:",))
+    found = find_environment(world, [place], "", {"cpu": "none"})
     assert found.version == tlt_hpc.__version__ and found.mpi == "MPICH 5" and found.slurm["job"] == "12"
     assert found.packages.keys() >= {"torch", "mpi4py", "deepspeed", "transformers", "h5py", "numpy"}
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00", found.time)
     assert list(found.command) == sys.orig_argv and found.energy == {"cpu": "none"}
+    assert found.placement == ("ranks on here:",)
 
 
 # --- the commit of a clone ---

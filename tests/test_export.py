@@ -9,6 +9,7 @@ import json
 import math
 import shutil
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -17,6 +18,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from fake_world import OneRank
+from huggingface_hub import ModelCard
+from markdown_it import MarkdownIt
 from safetensors.torch import load_file, save_file
 from tiny import NUM_TOKENS, embedded_decoder, embedded_folder, gcd_requests, generate, make_engine
 from torch import Tensor
@@ -430,3 +433,98 @@ def test_the_newest_policy_replaces_an_earlier_export_and_nothing_else(run, caps
     assert main(["export-policy", str(run)]) == 2
     assert "has 'notes.txt' in it and is no earlier export" in capsys.readouterr().err
     assert {path.name: path.stat().st_ino for path in out.iterdir()} == before
+
+
+# --- the model card ---
+
+HOSTILE = "a|b\n---\n# c `d` <img src=x> [e](f) *g* _h_ ${i}$ \\ &amp; ```\x1b[2J"
+START = {
+    "time": "2026-11-22T10:00:00+00:00", "version": "0.1.0", "commit": "", "source": "ab", "python": "3.11",
+    "packages": {"torch": "2.13.0"}, "cuda": "12.8", "mpi": "MPICH 5", "threads": "1", "slurm": {}, "command": [],
+    "energy": {}, "hosts": [{"name": "n", "num_ranks": 4, "processor": "EPYC", "num_cores": 64, "memory_bytes": 1,
+                             "gpus": {"H200": 4}}],
+}  # fmt: skip
+
+
+def figures(step: int, seconds: float) -> dict[str, float]:
+    return {
+        "training/global_step": float(step), "critic/score/mean": 0.25 + step / 100, "perf/total_num_tokens": 500.0,
+        "timing_s/step": 900.0, "rollout/seconds": seconds,
+    }  # fmt: skip
+
+
+def configure(run: Path, *overrides: str) -> None:
+    jobs = Path(__file__).parent.parent / "jobs"
+    RunFolder(run).config.write_text(to_toml(load_config(jobs / "tiny.toml", [f"run.folder={run.parent}", *overrides])))
+
+
+def write_figures(run: Path, seconds: float, num_steps: int = 20) -> None:
+    text = "".join(json.dumps(figures(step, seconds)) + "\n" for step in range(num_steps))
+    RunFolder(run).metrics.write_text(text)
+
+
+def cells_of(card: Path) -> dict[str, str]:
+    """The table as a reader of Markdown sees it, whose cells are nothing but text."""
+    tokens = MarkdownIt("commonmark").enable("table").parse(ModelCard.load(card).text)
+    cells = [after.children for token, after in pairwise(tokens) if token.type == "td_open"]
+    assert {each.type for children in cells for each in children} == {"text"}
+    texts = ["".join(each.content for each in children) for children in cells]
+    return dict(zip(texts[::2], texts[1::2], strict=True))
+
+
+def test_a_policys_card_has_the_figures_up_to_its_step(run, capsys):
+    configure(run, "data.source=data/math.jsonl")
+    write_figures(run, 6.5)
+    RunFolder(run).environment.write_text(json.dumps(START) + "\n")
+    assert main(["export-policy", str(run), "--step", "10"]) == 0
+    card = run / "export" / "policy-step-000010" / "README.md"
+    data = ModelCard.load(card).data
+    assert (data.library_name, data.datasets, data.license) == ("transformers", ["EleutherAI/hendrycks_math"], None)
+    assert data.base_model is None and "dapo" in data.tags and "published: base_model, license." in card.read_text()
+    assert cells_of(card) == {
+        "base model": "embedded:tiny", "data": "data/math.jsonl", "algorithm": "dapo (advantage group, loss clip)",
+        "steps": "10, each of 128 responses", "score": "0.255 to 0.335 (means of the first and last 2 steps)",
+        "response tokens": "5,000", "cost": "10 GPU-hours, 500 tokens per GPU-hour",
+        "versions": "tlt_hpc 0.1.0, torch 2.13.0",
+    }  # fmt: skip
+    assert f"from_pretrained({json.dumps(str(card.parent))})" in card.read_text()
+
+
+def test_text_from_a_job_is_text_in_the_card(run):
+    configure(run, f"data.source={json.dumps(HOSTILE)}")
+    assert main(["export-policy", str(run)]) == 0
+    shown = cells_of(run / "export" / "policy" / "README.md")
+    assert shown["data"] == "a|b --- # c `d` <img src=x> [e](f) *g* _h_ ${i}$ \\ &amp; ```\\x1b[2J"
+
+
+def test_the_gain_over_the_plain_run_of_a_comparison_is_in_the_card(run):
+    write_figures(run, 2.0)
+    plain = run.parent / "plain"
+    RunFolder(plain).create()
+    configure(plain, "speculation.mode=plain")
+    write_figures(plain, 3.0, num_steps=8)
+    told = []
+    for change in ((), ("rollout.group_size=2",)):
+        configure(run, *change)
+        assert main(["export-policy", str(run)]) == 0
+        told.append(cells_of(run / "export" / "policy" / "README.md").get("speed-up by speculation"))
+    assert told == ["1.50 times as fast in rollouts (median of 8 steps)", None], "another job is no measure"
+
+
+def test_base_model_and_license_are_the_start_models(run, tmp_path):
+    model = shutil.copytree(embedded("tiny"), tmp_path / "Qwen2.5-tiny")
+    for text, license_name in (
+        ("---\nlanguage: en\nlicense: apache-2.0\n---\n# Qwen\n", "apache-2.0"),
+        ("# Qwen\n---\nlicense: mit\n---\n", None),
+        ("---\nlicense: 'a: b'\n---\n", None),
+    ):
+        (model / "README.md").write_text(text)
+        assert main(["export-policy", str(run), "--model", str(model)]) == 0
+        data = ModelCard.load(run / "export" / "policy" / "README.md").data
+        assert (data.base_model, data.license) == ("Qwen/Qwen2.5-tiny", license_name)
+
+
+def test_a_policy_without_a_log_has_a_card_all_the_same(run):
+    RunFolder(run).metrics.unlink()
+    assert main(["export-policy", str(run)]) == 0
+    assert list(cells_of(run / "export" / "policy" / "README.md")) == ["base model", "data", "algorithm", "steps"]

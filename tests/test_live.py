@@ -88,7 +88,21 @@ def test_a_run_at_work_fits_a_small_terminal(run: RunFolder) -> None:
     assert "12 of 40 steps, about 23 h 20 min to go" in text, "28 steps of 3,000 seconds"
     assert "step 13: 14 of 128 responses to go, 2 of 2 ranks decoding" in text
     assert lines[-1] == "running"
+    assert "rank-hour" not in text, "the number of ranks of the steps is not known"
     assert "32768" in text and "12345.6" in text and "3.21" in text, "whole figures, none cut"
+
+
+def test_the_cost_so_far_is_estimated_for_steps_that_are_not_read(run: RunFolder) -> None:
+    hosts = [{"name": "a", "num_ranks": 2, "processor": "b", "num_cores": 1, "memory_bytes": 1, "gpus": {"H200": 2}}]
+    texts = dict.fromkeys(("time", "version", "commit", "source", "python", "cuda", "mpi", "threads"), "")
+    start = {**texts, "packages": {}, "hosts": hosts, "slurm": {}, "command": [], "energy": {}}
+    run.environment.write_text(json.dumps(start) + "\n")
+    assert "about 20 GPU-hours, 960,000 tokens per GPU-hour" in screen(run), "12 steps of 3,000 s on 2 GPUs"
+    run.metrics.write_text("".join(json.dumps(line(step, **{"energy/gpu_joules": 1e6})) + "\n" for step in range(2000)))
+    state = read_state(run.path)
+    assert len(state.log.lines) < 2000
+    assert "about 3,330 GPU-hours, 960,000 tokens per GPU-hour, 2 GJ" in screen(run)
+    assert len(screen(run)) <= 24
 
 
 def test_of_many_ranks_those_that_hold_up_the_others_are_shown(run: RunFolder) -> None:

@@ -56,7 +56,7 @@ def inspect_run(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_verdict_figure_and_json(tmp_path: Path, folder: RunFolder, what: str) -> None:
     runs = [folder.path, small_run(tmp_path / "other").path] if what == "compare" else [folder.path]
     out = tmp_path / "out"
-    done = start("look", what, *runs, "--out", out, "--theme", "dark", "--json", tmp_path / "found.json")
+    done = start("look", what, *runs, "--output", out, "--theme", "dark", "--json", tmp_path / "found.json")
     assert done.returncode == 0 and done.stderr == "", done.stderr
     found = json.loads((tmp_path / "found.json").read_text())
     lines = done.stdout.splitlines()
@@ -80,7 +80,7 @@ def test_mistakes_are_one_line(tmp_path: Path, folder: RunFolder) -> None:
 
 
 def test_export(tmp_path: Path, folder: RunFolder) -> None:
-    done = start("export_run", folder.path, "--out", tmp_path / "csv")
+    done = start("export_run", folder.path, "--output", tmp_path / "csv")
     assert done.returncode == 0, done.stderr
 
     def table(name: str) -> list[dict[str, str]]:
@@ -97,9 +97,9 @@ def test_export(tmp_path: Path, folder: RunFolder) -> None:
     engine = [e for e in events if e["ph"] == "X" and e["tid"] == "engine" and e["pid"] == 1]
     assert [(e["name"], e["dur"]) for e in engine] == [("prefill", 1e6), ("drafter-4", 3e6), ("drafter-4", 2e6)]
     assert {e["pid"] for e in events} == {0, 1} and min(e["ts"] for e in events if "ts" in e) >= 0
-    few = start("export_run", folder.path, "--out", tmp_path / "few", "--steps", "1")
+    few = start("export_run", folder.path, "--output", tmp_path / "few", "--steps", "1")
     assert "responses.csv (4 rows)" in few.stdout and "step 1;" in few.stdout
-    done = start("export_run", folder.path, "--out", tmp_path / "parquet", "--format", "parquet", program=None)
+    done = start("export_run", folder.path, "--output", tmp_path / "parquet", "--format", "parquet", program=None)
     assert done.returncode == 0, done.stderr
     for name in ("steps", "responses", "rounds"):
         columns, rows = parquet.read_table(tmp_path / "parquet" / f"{name}.parquet").to_pydict(), table(name)

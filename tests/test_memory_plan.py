@@ -237,13 +237,13 @@ QWEN = str(JOBS / "qwen7b.toml")
 
 
 def test_it_fits_or_it_does_not(capsys: pytest.CaptureFixture[str]) -> None:
-    status, out, _ = command(capsys, QWEN, "--gpus", "8", "--gpu-memory", "84.9")
+    status, out, _ = command(capsys, QWEN, "--gpus-per-node=8", "--gpu-memory", "84.9")
     assert status == 0 and "Fits. Peak 66.5 GB a GPU, in the phase 'tail'; 18.4 GB (22%) of each GPU left." in out
-    status, out, _ = command(capsys, QWEN, "--gpus", "8", "--host-memory", "250")
+    status, out, _ = command(capsys, QWEN, "--gpus-per-node=8", "--host-memory", "250")
     assert status == 1 and "more than the 250.0 GB of each node's host memory" in out
-    status, out, _ = command(capsys, QWEN, "--gpus", "8", "--gpu-memory", "40")
+    status, out, _ = command(capsys, QWEN, "--gpus-per-node=8", "--gpu-memory", "40")
     assert status == 1 and re.search(r"\nFits with (.+): ([\d.]+ GB a GPU) in the phase '\w+'\.$", out.rstrip())
-    status, out, _ = command(capsys, QWEN, "--gpus", "8", "--gpu-memory", "16")
+    status, out, _ = command(capsys, QWEN, "--gpus-per-node=8", "--gpu-memory", "16")
     assert status == 1 and "GB more than the 16.0 GB of each GPU. More ranks share out more." in out.splitlines()[-1]
 
 
@@ -261,11 +261,10 @@ def test_jobs_fit_their_gpus_as_their_comments_say(job: str, capsys: pytest.Capt
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--gpus", "8", "--ranks", "48"], "rollout.prompts_per_step = 128 is not divisible by 48 ranks; use 96"),
-        (["--gpus", "8", "model.device=cpu"], "--gpus 8 with model.device = 'cpu'; leave one of them out"),
-        (["--gpus", "8", "--shape", "none"], "--shape none is no model's folder on this machine, and"),
-        (["--gpus", "2", "--ranks", "8", "rollout.tensor_parallel=4"], "rollout.tensor_parallel = 4 does not divide 2"),
-        (["--gpus", "3", "--ranks", "8"], "--ranks 8 do not fill nodes of --gpus 3; use --ranks 6"),
+        (["--gpus-per-node=8", "--nodes", "6"], "rollout.prompts_per_step = 128 is not divisible by 48 ranks; use 96"),
+        (["--gpus-per-node=8", "model.device=cpu"], "--gpus-per-node 8 with model.device = 'cpu'; leave one of"),
+        (["--gpus-per-node=8", "--shape", "none"], "--shape none is no model's folder on this machine, and"),
+        (["--gpus-per-node=2", "--nodes=4", "rollout.tensor_parallel=4"], "rollout.tensor_parallel = 4 does not"),
     ],
 )
 def test_mistakes_end_in_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

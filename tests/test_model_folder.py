@@ -79,7 +79,12 @@ def test_shapes_that_no_decoder_has(changes, message, folder, capsys):
         (CONFIG, b"{", "mine/config.json is no JSON object ("),
         (CONFIG, b"[]", "mine/config.json is no JSON object (it is no object); download it again"),
         (CONFIG, b"\xff", "mine/config.json is not UTF-8 ("),
-        (CONFIG, None, "model.path = 'mine': no config.json in that folder; download the model there first"),
+        (
+            CONFIG,
+            None,
+            "model.path = 'mine': no config.json in that folder; on the login node: hf download ORG/NAME "
+            "--local-dir mine",
+        ),
         ("generation_config.json", b"{", "mine/generation_config.json is no JSON object ("),
         ("tokenizer_config.json", b"{", "mine/tokenizer_config.json is no JSON object ("),
         ("tokenizer.json", b"{", "mine/tokenizer.json is no JSON object ("),

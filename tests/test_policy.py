@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from deepspeed.utils import safe_get_full_grad
 from launch_ranks import run_on_ranks
 from logged import make_rollout
 from safetensors.torch import load_file, save_file
@@ -199,6 +198,8 @@ def objective(config: Config, parts: list[Part]) -> torch.Tensor:
 
 def capture_gradients(policy: Any) -> list[dict[str, torch.Tensor]]:
     """The full gradients of every update from now on, before clipping."""
+    from deepspeed.utils import safe_get_full_grad  # after load_deepspeed
+
     captured: list[dict[str, torch.Tensor]] = []
     step = policy.engine.step
 

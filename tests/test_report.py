@@ -19,14 +19,19 @@ from small_run import set_lines, small_record, small_run
 
 from tlt_hpc.cli.main import main
 from tlt_hpc.common.records import Rollout, RolloutTiming
+from tlt_hpc.config import load_config
 from tlt_hpc.look.analysis.comparison import paired_ratio
+from tlt_hpc.look.cost import cost_of
 from tlt_hpc.look.figures.style import THEMES
 from tlt_hpc.look.report.findings import find, typical_step
 from tlt_hpc.look.report.page import render
 from tlt_hpc.look.report.verdict import KeyFigure, RunGain, cards, gain_of
+from tlt_hpc.look.run_log import RunLog
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.rollout_log import write_step
+from tlt_hpc.storage.step_lines import add_line, drop_lines, read_lines
 
+TINY = Path(__file__).parent.parent / "jobs" / "tiny.toml"
 CONFIG = """[run]
 num_steps = 3
 [model]
@@ -176,6 +181,55 @@ def test_a_gain_within_its_interval_is_neither_good_nor_bad(tmp_path: Path, run:
     slower = make_plain(tmp_path / "slower", seconds=3.25)
     assert cards_of(run, slower)["Gained"].tone == "bad" and gain(run, slower).speed.is_faster is False
     assert "Speculation does not pay: rollouts take 2.00 times" in advice_of(run, slower)
+
+
+def begin(folder: RunFolder, *gpus: int) -> None:
+    """Starts of the run, each on two ranks with so many GPUs."""
+    starts = [{**START_LINE, "hosts": [{**HOST, "gpus": {"H200": number} if number else {}}]} for number in gpus]
+    folder.environment.write_text("".join(json.dumps(start) + "\n" for start in starts))
+
+
+def test_cost_is_of_all_steps_that_a_line_tells_of(run: RunFolder) -> None:
+    """Three steps of 9.6 s and 21 tokens on two ranks are 57.6 rank-seconds."""
+    cost = cost_of(RunLog(run.path))
+    assert cost is not None and (cost.unit, cost.tokens, cost.joules) == ("rank-hours", 63, None)
+    assert cost.hours == pytest.approx(57.6 / 3600) and cost.lost_hours == 0
+    assert cards_of(run)["Cost"] == KeyFigure("Cost", "0.016", "rank-hours, 3,940 tokens per rank-hour")
+    begin(run, 2, 2)
+    set_lines(run, *[{"energy/gpu_joules": 1000.0, "timing_s/testing": 0.4}] * 3)
+    add_line(run.metrics, {**read_lines(run.metrics)[2], "training/global_step": 3.0, "energy/gpu_joules": 500.0})
+    drop_lines(run.metrics, 3)
+    assert cards_of(run)["Cost"] == KeyFigure(
+        "Cost", "0.0222", "GPU-hours (0.00556 in lost steps), 2,840 tokens per GPU-hour, 3.5 kJ"
+    )
+    last = cost_of(RunLog(run.path, last=2))
+    assert last is not None and (last.lost_hours, last.tokens) == (0, 42) and last.hours == pytest.approx(40 / 3600)
+    assert cost_of(RunLog(run.path, until=3)) == replace(cost_of(RunLog(run.path, last=3)), joules=3000.0)
+    set_lines(run, {"energy/gpu_joules": 1000.0}, {}, {})
+    assert "J" not in cards_of(run)["Cost"].words, "a part would be taken for the whole"
+
+
+def test_cost_counts_the_ranks_of_each_step(run: RunFolder) -> None:
+    """Step 1 ran on four ranks; where starts differ, a step has as many as it has logs."""
+    starts = [{**START_LINE, "hosts": [{**HOST, "num_ranks": number}]} for number in (2, 4)]
+    run.environment.write_text("".join(json.dumps(start) + "\n" for start in starts))
+    for rank in range(4):
+        write_step(run.rollout_log(1, rank), small_record(1, rank, 4))
+    cost = cost_of(RunLog(run.path))
+    assert cost is not None and cost.hours == pytest.approx(9.6 * (2 + 4 + 2) / 3600)
+    shutil.rmtree(run.rollouts)
+    run.environment.unlink()
+    assert cost_of(RunLog(run.path)) is None and "Cost" not in cards_of(run), "the number of ranks is unknown"
+
+
+def test_the_end_of_a_run_says_its_cost(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    from tlt_hpc.cli.display import print_result
+    from tlt_hpc.train import RunResult
+
+    config = load_config(TINY, [f"run.folder={run.path.parent}", f"run.name={run.path.name}", "run.num_steps=3"])
+    print_result(config, RunResult(first_step=0, num_steps=3, finished=True, policy_sha256="ab" * 32, stop_reason=""))
+    first, last = capsys.readouterr().out.splitlines()
+    assert first == "cost: 0.016 rank-hours, 3,940 tokens per rank-hour" and last.startswith("finished: 3 steps, ")
 
 
 ADVICE = {

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -316,16 +317,18 @@ def test_a_run_that_cannot_be_learned_from_is_refused(tmp_path: Path) -> None:
 
 
 def simulated(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
-    """The JSON that the command prints."""
-    assert main(["simulate", *arguments, "--json"]) == 0
-    return json.loads(capsys.readouterr().out)
+    """The JSON that the command writes."""
+    with TemporaryDirectory() as place:
+        assert main(["simulate", *arguments, "--json", f"{place}/figures.json"]) == 0
+        capsys.readouterr()
+        return json.loads(Path(place, "figures.json").read_text())
 
 
 def test_the_table_and_the_json(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     assert main(["simulate", QWEN, "--nodes", "1,8", "--steps", "3", "--ahead", "0.97"]) == 0
     out = capsys.readouterr().out
-    assert "rank-h" in out and "ahead" in out and max(map(len, out.splitlines())) <= 80
+    assert "GPU-h" in out and "ahead" in out and max(map(len, out.splitlines())) <= 80
     one, two = simulated(capsys, QWEN, "--nodes", "2,1", "--steps", "3")["rows"]
     assert (one["nodes"], two["nodes"], one["ranks"]) == (1, 2, 8) and one["gain"] > 1
     assert two["rollout_seconds"] < one["rollout_seconds"] and one["ahead_rollout_seconds"] is None

@@ -1,4 +1,4 @@
-"""jobs/submit.py: members, the batch script, and states."""
+"""``tlt submit``: members, what the batch script asks for, the checks before it, and states."""
 
 from __future__ import annotations
 
@@ -14,12 +14,16 @@ from typing import Any
 
 import pytest
 
+from tlt_hpc.cli.main import main
+from tlt_hpc.cli.submit import LATER, rows_of
 from tlt_hpc.cluster import executor, status
 from tlt_hpc.cluster.local import given_job
 from tlt_hpc.cluster.slurm import parse_queue
 from tlt_hpc.cluster.stopping import AGAIN
 from tlt_hpc.cluster.submission import Resources, Submission, expand, load, make_members, parameters, save
 from tlt_hpc.config import ConfigError, UserError
+from tlt_hpc.look.collect import RunRow, as_csv, as_table
+from tlt_hpc.plan.preflight import job_checks
 from tlt_hpc.storage.step_lines import add_line
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -28,9 +32,10 @@ TINY = str(ROOT / "jobs" / "tiny.toml")
 
 @pytest.fixture
 def submit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """The script's main, called in an empty folder."""
+    """The command without preflight, called by its script in an empty folder."""
     monkeypatch.chdir(tmp_path)
-    return runpy.run_path(str(ROOT / "jobs" / "submit.py"))["main"]
+    main = runpy.run_path(str(ROOT / "jobs" / "submit.py"))["main"]
+    return lambda words: main([*words, *["--no-preflight"] * (words[0] not in LATER)])
 
 
 # --- members ---
@@ -40,14 +45,15 @@ def test_a_sweep_is_a_grid_of_named_runs(submit: Any, capsys: pytest.CaptureFixt
     sweep = ["--sweep", "run.seed=0,1", "--sweep", "drafter.init=random,embedded:tiny", "--dry-run"]
     assert submit([TINY, "rollout.top_p=0.9", *sweep, "--ranks-per-node", "4", "--nodes", "2"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.partition(":")[0] for line in lines[:4]] == [
+    assert lines[0] == "asks Slurm for --nodes=2 --ranks-per-node=4 --cpus-per-rank=1 --time=24:00:00"
+    assert [line.partition(":")[0] for line in lines[1:5]] == [
         "runs/tiny-seed0-initrandom",
         "runs/tiny-seed0-initembedded_tiny",
         "runs/tiny-seed1-initrandom",
         "runs/tiny-seed1-initembedded_tiny",
     ]
-    assert "rollout.top_p=0.9 run.seed=1 drafter.init=embedded:tiny" in lines[3]
-    assert lines[4] == "sbatch: nodes=2 ranks_per_node=4 cpus_per_rank=1 time=24:00:00"
+    assert "rollout.top_p=0.9 run.seed=1 drafter.init=embedded:tiny" in lines[4]
+    assert lines[5:] == ["nothing was submitted (--dry-run)"]
     assert list(tmp_path.iterdir()) == []
 
 
@@ -77,7 +83,7 @@ def test_nothing_is_submitted_if_one_member_is_wrong(
 ) -> None:
     assert submit([TINY, *arguments]) == 2
     out, err = capsys.readouterr()
-    assert out == "" and err.startswith("submit: ") and err.count("\n") == 1 and words in err
+    assert out == "" and err.startswith("tlt: ") and err.count("\n") == 1 and words in err
     assert list(tmp_path.iterdir()) == []
 
 
@@ -86,7 +92,7 @@ def test_nothing_is_submitted_if_one_member_is_wrong(
 
 def make(folder: Path, points: Sequence[str], config: str = TINY, **resources: Any) -> Submission:
     """A submission of the embedded job; ``points`` are swept, and its members are the jobs 100_0, 100_1, .."""
-    members = make_members(config, config, [], points)
+    members = make_members("train", config, config, [], points)
     submission = Submission(folder / "sub", folder, ROOT, "tiny", config, Resources(**resources), members)
     return submission.with_jobs({member.name: f"100_{index}" for index, member in enumerate(members)})
 
@@ -110,7 +116,7 @@ def test_ranks_receive_their_job_file_and_the_command_that_resumes_it(tmp_path: 
     program = "\n".join([f"read_job() {{{function}\n}}", "TLT_SRUN_MPI=pmi2", *shell, "env -0"])
     out = subprocess.run(["bash", "-c", program], capture_output=True, check=True, env={}).stdout.decode()
     found = dict(line.partition("=")[::2] for line in out.split("\0"))
-    assert found[AGAIN] == f"python {ROOT}/jobs/submit.py resubmit {tmp_path}/my sub"
+    assert found[AGAIN] == f"tlt submit resubmit {tmp_path}/my sub"
     assert found["SLURM_MPI_TYPE"] == "pmi2" and found["PWD"] == str(tmp_path)
     assert given_job({**found, "PMI_RANK": "0"}, config) == Path(config).read_bytes().rstrip()
 
@@ -153,6 +159,66 @@ def test_members_are_an_array_and_those_that_failed_are_submitted_again(
     assert [member.jobs for member in again.members] == [("4321_0",), ("4321_1",), ("4321_2", "4321")]
 
 
+def test_what_the_options_leave_open_comes_from_a_batch_script(
+    submit: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its lines for account and partition that nobody has edited count as nothing; options go before it."""
+    fake_slurm(tmp_path, monkeypatch, f"cp $1 {tmp_path}/submitted.sh; echo Submitted batch job 4321")
+    script = tmp_path / "job.sh"
+    lines = (
+        (ROOT / "sbatch" / "train_qwen7b.sh").read_text().replace("#SBATCH --exclusive", "#SBATCH --constraint=a100")
+    )
+    script.write_text(lines)
+    job = ["run.ranks=1", "rollout.prompts_per_step=64", "--script", str(script), "--time=1:00:00", "-p", "gpu"]
+    assert submit([TINY, *job]) == 0
+    text = (tmp_path / "submitted.sh").read_text()
+    for line in ("nodes=1", "ntasks-per-node=8", "gpus-per-node=8", "cpus-per-task=8", "mem=0", "time=1:00:00",
+                 "partition=gpu", "constraint=a100", "signal=USR2@120", "requeue", "job-name=tiny"):  # fmt: skip
+        assert f"#SBATCH --{line}\n" in text
+    assert "YOUR_" not in text and "--exclusive" not in text
+    assert submit([TINY, *job, "--gpus-per-node=2", "--nodes=1", "--folder=other"]) == 0
+    assert "#SBATCH --ntasks-per-node=2\n" in (tmp_path / "submitted.sh").read_text()
+
+
+def test_a_submission_waits_for_another(
+    submit: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    fake_slurm(tmp_path, monkeypatch, f"cp $1 {tmp_path}/submitted.sh; echo Submitted batch job 4321")
+    fake_program(tmp_path, "squeue", "echo '4321_0|RUNNING|None'; echo '4321_1|PENDING|Priority'")
+    assert submit([TINY, "--command=warmup", "--sweep", "run.seed=0,1", "--folder", "first"]) == 0
+    first = load(tmp_path / "first").members[0]
+    assert (first.arguments[0], first.run) == ("warmup", "runs/tiny-seed0-warmup")
+    assert submit([TINY, "--after", "first", "--after", "17", "--folder", "second"]) == 0
+    assert "#SBATCH --dependency=afterok:4321_0:4321_1:17\n" in (tmp_path / "submitted.sh").read_text()
+    assert submit(["resubmit", "second"]) == 0
+    assert "--dependency" not in (tmp_path / "submitted.sh").read_text(), "it may have been purged since"
+    leave_status(load(tmp_path / "first"), "4321_1", "1\n")
+    fake_program(tmp_path, "squeue", "exit 0")
+    capsys.readouterr()
+    assert submit([TINY, "--after", "first", "--folder", "third"]) == 2
+    assert capsys.readouterr().err == "tlt: --after first: tiny-seed0 failed (no exit status); resubmit it first\n"
+
+
+def test_nothing_is_submitted_that_preflight_refuses(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Slurm is asked about the very script that it would get; a drafter may be made by the job before."""
+    fake_slurm(tmp_path, monkeypatch, f"cp $2 {tmp_path}/tested.sh; echo sbatch: error: no such QOS >&2; exit 1")
+    for name, body in (("sinfo", "echo 'gpu*|up|1-00:00:00|64000|(null)'"), ("scontrol", "echo JobRequeue = 1")):
+        fake_program(tmp_path, name, body)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("tlt_hpc.plan.preflight.checklist.CHECKS", {"drafter": job_checks.check_drafter})
+    given = [TINY, "drafter.init=runs/warmup/drafter", "--sbatch=--qos=long", "-p", "gpu", "--folder", "sub"]
+    for after, failures in (([], 2), (["--after=17"], 1)):
+        assert main(["submit", *given, *after]) == 2
+        out, err = capsys.readouterr()
+        assert "failure  sbatch       sbatch would refuse the job: sbatch: error: no such QOS" in out
+        assert ("failure  drafter" in out) == (failures == 2)
+        assert err.startswith(f"tlt: nothing was submitted: {failures} failure")
+    text = (tmp_path / "tested.sh").read_text()
+    assert "#SBATCH --qos=long\n" in text and "\nsrun " in text and not (tmp_path / "sub").exists()
+
+
 # --- states ---
 
 
@@ -174,17 +240,15 @@ def test_the_table_shows_the_state_of_each_member(tmp_path: Path) -> None:
     leave_status(submission, "100_1", "1\n")
     leave_status(submission, "100_2", "75\n")  # of its start before
     leave_status(submission, "100_4", "75\n")
-    run = tmp_path / submission.members[0].run
-    run.mkdir(parents=True)
     for step in range(3):
-        add_line(run / "metrics.jsonl", {"training/global_step": step, "critic/rewards/mean": step / 4})
+        add_line(made(tmp_path / submission.members[0].run) / "metrics.jsonl", line_of(step))
     queue = "100_2|RUNNING|None\n100_3|PENDING|Resources\n100_5|TIMEOUT|TimeLimit\n100_6|FAILED|x\n"
     found = status.read_statuses(submission, parse_queue(queue))
-    head, *rows = status.status_table(found).splitlines()
-    assert head.split() == ["member", "state", "steps", "reward", "log"]
+    head, *rows = as_table(rows_of(submission, found), [str(each.log or "") for each in found]).splitlines()
+    assert head.split()[:4] == ["run", "state", "steps", "score"] and head.split()[-1] == "log"
     jobs = submission.jobs_folder
     assert [row.split() for row in rows] == [
-        ["tiny-seed0", "finished", "3", "0.500", f"{jobs}/100_0_0_log.out"],
+        ["tiny-seed0", "finished", "3", "0.000", "->", "0.500", f"{jobs}/100_0_0_log.out"],
         ["tiny-seed1", "failed", "(status", "1)", "0", f"{jobs}/100_1_0_log.out"],
         ["tiny-seed2", "running", "0", f"{jobs}/100_2_0_log.out"],
         ["tiny-seed3", "pending", "(Resources)", "0", f"{jobs}/100_3_0_log.out"],
@@ -207,6 +271,40 @@ def test_a_status_that_is_no_number_counts_as_a_failure(text: str, found: int, t
     os.mkfifo(path)
     with pytest.raises(UserError, match="it is not a regular file"):
         executor.read_status(submission.jobs_folder, "100")
+
+
+def made(folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def line_of(step: int) -> dict[str, float]:
+    """What a step leaves in metrics.jsonl, as far as the tables read it."""
+    return {"training/global_step": step, "critic/score/mean": step / 4}
+
+
+def test_what_was_reached_is_collected_and_written(
+    submit: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    submission = make(tmp_path, ["run.seed=0,1"])
+    save(submission)
+    leave_status(submission, "100_0", "0\n")
+    cost = {"timing_s/step": 18.0, "perf/total_num_tokens": 500}
+    for step in range(4):
+        add_line(made(tmp_path / submission.members[0].run) / "metrics.jsonl", {**line_of(step), **cost})
+    assert submit(["collect", "sub", "--output", "all.csv"]) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert out[1].split()[:6] == ["tiny-seed0", "finished", "4", "0.000", "->", "0.750"]
+    assert out[-1] == "written to all.csv"
+    rows = (tmp_path / "all.csv").read_text().splitlines()
+    assert rows[0] == "run,state,steps,score_first,score_last,tokens,rank-hours,joules"
+    assert rows[1].startswith("tiny-seed0,finished,4,0.0,0.75,") and rows[2].startswith("tiny-seed1,failed")
+    assert submit(["collect"]) == 2, "no submission in runs/submitted"
+
+
+def test_a_name_cannot_become_a_formula() -> None:
+    assert as_csv([RunRow("=HYPERLINK(1)", "finished", 0, None, None, None)]).splitlines()[1][:3] == "'=H"
 
 
 class Canary:

@@ -1,16 +1,18 @@
-"""What jobs/submit.py submits, on a real Slurm: arrays of six of which one fails, and that one again."""
+"""What ``tlt submit`` submits, on a real Slurm: an array of which one member fails, and it again; a sweep of runs."""
 
 from __future__ import annotations
 
+import csv
 import getpass
-import runpy
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from local_slurm import ENDED, LocalSlurm
 from slurm_training import wait_for
+from whole_run import SMALL
 
+from tlt_hpc.cli.main import main
 from tlt_hpc.cluster.executor import send
 from tlt_hpc.cluster.submission import Resources, Submission, SubmittedRun, load, parameters, save
 from tlt_hpc.storage.step_lines import add_line
@@ -23,12 +25,11 @@ pytestmark = [pytest.mark.slurm, pytest.mark.ci]
 
 @pytest.fixture
 def submit(slurm: LocalSlurm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Command]:
-    """The script's main, called in an empty folder on the private cluster; what a failed test leaves there ends."""
+    """The command, called in an empty folder on the private cluster; what a failed test leaves there ends."""
     for name, value in slurm.environment.items():
         monkeypatch.setenv(name, value)
     monkeypatch.chdir(tmp_path)
-    main = runpy.run_path(str(ROOT / "jobs" / "submit.py"))["main"]
-    yield lambda *words: int(main(list(words)))
+    yield lambda *words: main(["submit", *words])
     slurm.run("scancel", f"--user={getpass.getuser()}")
 
 
@@ -63,15 +64,15 @@ def test_of_six_members_the_failed_one_is_named_and_submitted_again_alone(
     jobs = send(submission.jobs_folder, parameters(submission), [member.arguments for member in members])
     save(submission.with_jobs(dict(zip((member.name for member in members), jobs, strict=True))))
     (tmp_path / "runs" / "member0").mkdir(parents=True)
-    add_line(tmp_path / "runs" / "member0" / "metrics.jsonl", {"training/global_step": 0, "critic/rewards/mean": 0.5})
+    add_line(tmp_path / "runs" / "member0" / "metrics.jsonl", {"training/global_step": 0})
     wait_for_all(slurm, tmp_path / "sub")
 
     assert submit("status", "sub") == 1
-    head, *rows = capsys.readouterr().out.splitlines()
+    _, head, *rows = capsys.readouterr().out.splitlines()
     state = slice(head.index("state"), head.index("steps"))
     assert [row[state].strip() for row in rows[:6]] == [*["finished"] * 3, "failed (status 2)", *["finished"] * 2]
     assert "tlt: config file missing.toml" in Path(rows[3].split()[-1]).read_text()
-    assert rows[0].split()[2:4] == ["1", "0.500"]
+    assert rows[0].split()[2] == "1"
 
     (tmp_path / "missing.toml").write_text(Path(TINY).read_text())
     assert submit("resubmit", "sub") == 0
@@ -82,3 +83,25 @@ def test_of_six_members_the_failed_one_is_named_and_submitted_again_alone(
     capsys.readouterr()
     assert submit("resubmit", "sub") == 0
     assert "nothing has failed" in capsys.readouterr().out
+
+
+def test_a_sweep_is_checked_runs_and_is_collected(
+    slurm: LocalSlurm, submit: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With preflight, which asks Slurm about the script that it then gets."""
+    job = [TINY, "run.num_steps=2", *SMALL, "--ranks-per-node=2", "--partition=main", "--time=10", "--folder=sub"]
+    assert submit(*job, "--sweep=run.seed=0,1", "--sbatch=--constraint=none-such") == 2
+    found = capsys.readouterr()
+    assert "failure  sbatch       sbatch would refuse the job" in found.out and "nothing was submitted" in found.err
+    assert submit(*job, "--sweep=run.seed=0,1") == 0
+    assert "job " in capsys.readouterr().out
+    wait_for_all(slurm, tmp_path / "sub")
+    assert submit("status", "sub") == 0, capsys.readouterr().out
+    assert submit("collect", "sub", "--output", "all.csv") == 0
+    with (tmp_path / "all.csv").open(encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["run"], row["state"], row["steps"]) for row in rows] == [
+        ("tiny-seed0", "finished", "2"),
+        ("tiny-seed1", "finished", "2"),
+    ]
+    assert all(float(row["rank-hours"]) > 0 and int(row["tokens"]) > 0 for row in rows)

@@ -1,9 +1,12 @@
-"""TensorBoard and W&B: they get what metrics.jsonl has, once, and their failures end no run."""
+"""Trackers: they get what metrics.jsonl has, once, and their failures end no run."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
+import math
+import os
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -25,6 +28,8 @@ from tlt_hpc.storage.step_lines import add_line, drop_lines, read_lines
 ROOT = Path(__file__).parent.parent
 TINY = ROOT / "jobs" / "tiny.toml"
 needs_tensorboard = pytest.mark.skipif(not importlib.util.find_spec("tensorboard"), reason="tensorboard not installed")
+needs_mlflow = pytest.mark.skipif(not importlib.util.find_spec("mlflow"), reason="mlflow-skinny not installed")
+needs_trackio = pytest.mark.skipif(not importlib.util.find_spec("trackio"), reason="trackio not installed")
 needs_wandb = pytest.mark.skipif(not importlib.util.find_spec("wandb"), reason="wandb not installed")
 
 
@@ -89,11 +94,27 @@ def test_event_files_hold_what_metrics_hold_after_kills_and_steps_taken_back(tmp
     assert max(told(events)["critic/score/mean"]) == 3
 
 
-def test_an_absent_package_is_one_line_before_anything_runs(tmp_path, capsys, monkeypatch):
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "wandb" else find(name, *a))
-    assert main(["train", str(TINY), f"run.folder={tmp_path}", "tracking.wandb=offline"]) == 2
-    words = "tracking.wandb = 'offline' needs the package 'wandb', which is not installed; pip install wandb"
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        (
+            "tracking.wandb=offline",
+            "tracking.wandb = 'offline' needs the package 'wandb', which is not installed; pip install wandb",
+        ),
+        (
+            "tracking.mlflow=true",
+            "tracking.mlflow = true needs the package 'mlflow', which is not installed; pip install mlflow-skinny",
+        ),
+        (
+            "tracking.trackio=true",
+            "tracking.trackio = true needs the package 'trackio', which is not installed; pip install trackio",
+        ),
+    ],
+)
+def test_an_absent_package_is_one_line_before_anything_runs(override, words, tmp_path, capsys, monkeypatch):
+    find, absent = importlib.util.find_spec, override.partition("=")[0].removeprefix("tracking.")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == absent else find(name, *a))
+    assert main(["train", str(TINY), f"run.folder={tmp_path}", override]) == 2
     assert capsys.readouterr().err == f"tlt: {words}\n" and not list(tmp_path.iterdir())
 
 
@@ -117,6 +138,8 @@ class FakeWandb:
         assert options["mode"] == "offline" and options["resume"] == "allow" and options["project"] == "tlt"
         kept = self.runs.setdefault(options["id"], [])
         library = self
+        if self.fails:
+            raise self.Error("its server is away")
 
         class Run:
             dir = "/runs/tiny/wandb/run-1/files"
@@ -157,6 +180,21 @@ def test_wandb_has_each_step_once_under_one_id(tmp_path, library, caplog):
     commit(folder, 1, factor=2.0)
     follow(config, folder, 1, 2)
     assert list(library.runs.values())[1:] == [[(0, 0.0), (1, 2 / 7)]]
+
+
+def test_a_run_with_steps_that_were_taken_back_is_not_continued_later(tmp_path, library):
+    """Also if the tracker could not be opened before the new steps were as many as the old."""
+    config, folder = config_for(tmp_path, "tracking.wandb=offline"), RunFolder(tmp_path / "tiny")
+    commit(folder, 0, 1, 2)
+    follow(config, folder, 3)
+    drop_lines(folder.metrics, 1)
+    commit(folder, 1, factor=2.0)
+    library.fails = True
+    follow(config, folder, 2)
+    library.fails = False
+    commit(folder, 2, 3, factor=2.0)
+    follow(config, folder, 4)
+    assert list(library.runs.values())[-1] == [(0, 0.0), (1, 2 / 7), (2, 4 / 7), (3, 6 / 7)]
 
 
 NOT_SENT = (
@@ -220,3 +258,111 @@ def test_wandb_offline_writes_files_and_nothing_else(tmp_path, monkeypatch):
     run_id = json.loads((folder.path / "tracking.json").read_text())["wandb_id"]
     assert file.name == f"run-{run_id}.wandb"
     assert b"critic/score/mean" in file.read_bytes() and b"0.14285714285714285" in file.read_bytes()
+
+
+# --- MLflow and trackio ---
+
+EVERY_START = """
+import os, socket, sys
+from pathlib import Path
+def refuse(*arguments): os.write(2, b"THE NETWORK"); os._exit(9)
+socket.getaddrinfo = socket.socket.connect = refuse
+sys.path.insert(0, {here!r})
+from test_tracking import commit, config_for
+from tlt_hpc.look.tracking import Tracking, start_early
+from tlt_hpc.storage.folder import RunFolder
+from tlt_hpc.storage.step_lines import drop_lines
+config, folder = config_for(Path({place!r}), "tracking.{name}=true"), RunFolder(Path({place!r}) / "tiny")
+start_early(config.tracking)
+with Tracking(config, folder) as tracking:
+    {actions}
+"""
+
+
+def start(name: str, place: Path, actions: str) -> None:
+    """One start of a run with the real library, in a process that ends if anything opens the network."""
+    code = EVERY_START.format(here=str(ROOT / "tests"), place=str(place), name=name, actions=actions)
+    foreign = ("MLFLOW", "TRACKIO", "HF_", "PYTEST")
+    environment = {name: text for name, text in os.environ.items() if not name.startswith(foreign)}
+    environment |= {"HF_TOKEN": "hf_of_a_user", "TRACKIO_SPACE_ID": "someone/space", "TRACKIO_SERVER_URL": "http://a.b"}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "failed" not in done.stderr and "NETWORK" not in done.stderr, done.stderr
+
+
+def mlflow_runs(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """Steps and values of a figure, by run, in the order of the files."""
+    found = {}
+    for path in folder.glob("mlruns/*/*/metrics/critic/score/mean"):
+        rows = [line.split() for line in path.read_text().splitlines()]
+        found[path.parents[3].name] = [(int(step), float(value)) for _, value, step in rows]
+    return found
+
+
+def trackio_runs(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    found: dict[str, list[tuple[int, float]]] = {}
+    database = sqlite3.connect(folder / "trackio" / "tlt.db")
+    for run_id, step, metrics in database.execute("select run_id, step, metrics from metrics order by id"):
+        found.setdefault(run_id, []).append((step, json.loads(metrics)["critic/score/mean"]))
+    database.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "runs_in"),
+    [
+        pytest.param("mlflow", mlflow_runs, marks=needs_mlflow),
+        pytest.param("trackio", trackio_runs, marks=needs_trackio),
+    ],
+)
+def test_a_local_tracker_has_each_step_once_and_opens_no_network(name, runs_in, tmp_path):
+    folder = tmp_path / "tiny"
+    start(name, tmp_path, "commit(folder, 0, 1, 2); tracking.follow(2)")
+    start(name, tmp_path, "tracking.follow(2); tracking.follow(3)")
+    first = json.loads((folder / "tracking.json").read_text())
+    assert runs_in(folder) == {first[f"{name}_id"]: [(step, step / 7) for step in range(3)]} and first[name] == 3
+    start(name, tmp_path, "drop_lines(folder.metrics, 1); commit(folder, 1, factor=2.0); tracking.follow(2)")
+    second = json.loads((folder / "tracking.json").read_text())
+    runs = runs_in(folder)
+    assert len(runs) == 2 and runs[second[f"{name}_id"]] == [(0, 0.0), (1, 2 / 7)]
+
+
+@needs_mlflow
+def test_mlflow_says_how_a_run_stands_and_what_it_is(tmp_path, monkeypatch):
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    config, folder = config_for(tmp_path, "tracking.mlflow=true"), RunFolder(tmp_path / "tiny")
+    add_line(folder.metrics, {"training/global_step": 0.0, "val-core/gcd/acc/mean@8": float("nan")})
+    with pytest.raises(ZeroDivisionError), Tracking(config, folder) as tracking:
+        tracking.follow(1)
+        raise ZeroDivisionError
+    from mlflow import MlflowClient
+
+    client = MlflowClient(str(folder.path / "mlruns"))
+    run_id = json.loads(folder.tracking.read_text())["mlflow_id"]
+    run = client.get_run(run_id)
+    assert run.info.status == "FAILED" and run.data.params["rollout.group_size"] == str(config.rollout.group_size)
+    assert math.isnan(run.data.metrics["val-core/gcd/acc/mean_8"])
+    tracking = Tracking(config, folder)
+    tracking.follow(1)
+    assert client.get_run(run_id).info.status == "RUNNING"
+    tracking.close(lambda: 9.0)
+    assert client.get_run(run_id).info.status == "FINISHED"
+
+
+@needs_mlflow
+def test_an_mlflow_server_that_is_away_ends_no_run(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    config, folder = config_for(tmp_path, "tracking.mlflow=true"), RunFolder(tmp_path / "tiny")
+    commit(folder, 0)
+    follow(config, folder, 1)
+    told = [record.getMessage() for record in caplog.records if record.name == "tlt_hpc.look.tracking"]
+    assert len(told) == 1 and told[0].startswith("mlflow failed (MlflowException") and "127.0.0.1" in told[0]
+
+
+@needs_mlflow
+def test_ranks_that_track_nothing_do_not_load_mlflow():
+    code = "import sys; from tlt_hpc.rl.distributed import load_deepspeed; load_deepspeed(); "
+    code += "print('mlflow' in sys.modules); import mlflow; print(mlflow.MlflowClient.__name__)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.split()[-2:] == ["False", "MlflowClient"]

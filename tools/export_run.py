@@ -78,13 +78,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Write the tables and the trace."""
     parser = argparse.ArgumentParser(description="Write a run's records as tables, and a trace of its ranks.")
     parser.add_argument("run", metavar="RUN", type=Path, help="the run's folder, e.g. runs/tiny, or a copy of it")
-    parser.add_argument("--out", metavar="FOLDER", type=Path, help="where to write (default: RUN/export-tables)")
+    parser.add_argument("--output", metavar="FOLDER", type=Path, help="where to write (default: RUN/export-tables)")
     parser.add_argument("--format", choices=("csv", "parquet"), default="csv", help="of the tables; default csv")
     parser.add_argument("--steps", metavar="FIRST:LAST", help="these steps alone (default: all; the trace: the last)")
     options = parser.parse_args(arguments)
     run = RunLog(options.run)
     chosen = steps_of(run, options.steps)
-    folder: Path = options.out or options.run / "export-tables"
+    folder: Path = options.output or options.run / "export-tables"
     put_table = put_csv if options.format == "csv" else parquet_writer()
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("steps", *TABLES):

@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("run", metavar="RUN", type=Path, nargs="+", help="a run's folder; to compare: two or more")
     parser.add_argument("--step", metavar="N", type=int, help="of the timeline (default: the last whole one)")
     parser.add_argument("--last", metavar="N", type=int, help="look at the last N steps alone (default: all)")
-    parser.add_argument("--out", metavar="FOLDER", type=Path, help="where to write (default: RUN/figures)")
+    parser.add_argument("--output", metavar="FOLDER", type=Path, help="where to write (default: RUN/figures)")
     parser.add_argument("--json", metavar="FILE", help="write the figures as JSON, too; - for standard output")
     parser.add_argument("--theme", choices=("light", "dark"), default="light", help="default: light")
     options = parser.parse_args(arguments)
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for problem in found.problems:
         say(f"left out: {problem}")
     if found.has_data:
-        folder = options.out or options.run[0] / "figures"
+        folder = options.output or options.run[0] / "figures"
         for path in draw(options.what, found, folder, options.theme):
             say(f"wrote {path}")
     else:

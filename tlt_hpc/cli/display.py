@@ -12,6 +12,8 @@ from tlt_hpc.common.console import TextConsole
 from tlt_hpc.common.words import count
 from tlt_hpc.config import Config
 from tlt_hpc.look.columns import STEP_TABLE, step_cells
+from tlt_hpc.look.cost import cost_of
+from tlt_hpc.look.run_log import RunLog
 from tlt_hpc.mpi.roster import Roster
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.records import CurvePoint
@@ -109,6 +111,8 @@ class StepReporter:
 def print_result(config: Config, result: RunResult) -> None:
     """How a run ended and where it wrote."""
     console = make_console()
+    if cost := cost_of(RunLog(config.folder)):
+        console.print(f"cost: {cost.number} {cost.words}", soft_wrap=True)
     if result.first_step >= config.run.num_steps:
         text = (
             f"already finished: {count(result.num_steps, 'step')} in {config.folder}; raise run.num_steps to continue"

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from tlt_hpc.cli import prepare_data
+from tlt_hpc.cli.prepare_data import config_of
 from tlt_hpc.common.console import TextConsole
 from tlt_hpc.common.words import count
-from tlt_hpc.config import EMBEDDED_MODEL, EMBEDDED_TASK, Config, ConfigError, apply_override, load_config, parse_config
+from tlt_hpc.config import EMBEDDED_TASK, Config, ConfigError, load_config
 from tlt_hpc.data.inspect import Inspection, SourceCounts, inspect
 from tlt_hpc.data.reader import PromptReader
 from tlt_hpc.models.tokenizer import find_model, load_tokenizer, read_chat_format
@@ -25,14 +25,17 @@ _COLUMNS = ("data_source", "rows", "tokens min", "median", "p95", "max", "over l
 
 
 def run(options: argparse.Namespace) -> int:
-    """Read every row of a file and print what there is; returns the exit status, 1 if rows are broken.
+    """Read every row of a file and print what there is, or prepare it; returns the exit status, 1 if rows are broken.
 
     Raises:
         ValueError: no such file, no such column, no such model.
     """
+    if options.data == "prepare":
+        prepare_data.run(options)
+        return 0
     file, model, overrides = options.file, options.model, options.overrides
     is_job = file.endswith(".toml")
-    config = load_config(file, overrides) if is_job else _config_of(file, overrides)
+    config = load_config(file, overrides) if is_job else config_of(file, overrides)
     if config.data.source == EMBEDDED_TASK:
         raise ConfigError(f"{EMBEDDED_TASK!r} makes its problems again at every step; give a file, folder or task")
     folder = find_model(model or config.model.path) if model or is_job else None
@@ -43,19 +46,6 @@ def run(options: argparse.Namespace) -> int:
     console = TextConsole(width=None if sys.stdout.isatty() else 140)
     _print(console, config, found, tokenizer is not None)
     return 1 if found.broken else 0
-
-
-def _config_of(file: str, overrides: Sequence[str]) -> Config:
-    """A configuration of which only the data matters."""
-    tree: dict[str, Any] = {
-        "run": {"name": "inspect", "num_steps": 1},
-        "model": {"path": EMBEDDED_MODEL},
-        "data": {"source": file},
-        "rollout": {"prompts_per_step": 1, "group_size": 2, "max_new_tokens": 1},
-    }
-    for override in overrides:
-        apply_override(tree, override if "." in override.partition("=")[0] else f"data.{override}")
-    return parse_config(tree)
 
 
 def _print(console: Console, config: Config, found: Inspection, has_tokens: bool) -> None:

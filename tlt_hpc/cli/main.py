@@ -18,10 +18,11 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-from tlt_hpc import __version__
-from tlt_hpc.cluster.caches import make_node_cache
+from tlt_hpc.cli import command_line
+from tlt_hpc.cli.command_line import Command
+from tlt_hpc.cluster.caches import in_memory, make_node_cache
 from tlt_hpc.cluster.device import take_device
 from tlt_hpc.cluster.local import STARTED, become_ranks, given_job, launched_count, launched_rank, starting
 from tlt_hpc.cluster.stopping import Stop, StopFlag, await_preemption, know_limits, queue_again
@@ -32,9 +33,8 @@ from tlt_hpc.common.printable import PrintableStream, escape_streams, one_line
 from tlt_hpc.common.words import count
 from tlt_hpc.config import Config, UserError, check_learns, check_resumable, load_config, without_side_effects
 from tlt_hpc.export import export_options
-from tlt_hpc.look.arguments import add_report_arguments, add_watch_arguments
+from tlt_hpc.look.arguments import add_report_arguments, add_runs_arguments, add_watch_arguments
 from tlt_hpc.plan import plan_options
-from tlt_hpc.plan.plan_options import at_least_one
 from tlt_hpc.resume.finished import finished_message
 from tlt_hpc.storage.folder import RunFolder, WriteError
 from tlt_hpc.storage.step_lines import read_lines
@@ -72,8 +72,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     is_rank = rank is not None and not options.dry_run
     if rank == 0 and is_rank and STARTED not in os.environ:
         print(starting(launched_count(os.environ)), flush=True)
-    if rank is None and not options.dry_run:
-        print(f"checking {options.config}", flush=True)
+    if rank is None:  # before the seconds that imports take
+        print(f"checking {options.config}", file=sys.stderr if options.dry_run else sys.stdout, flush=True)
     try:
         config = load_config(options.config, options.overrides, given_job(os.environ, options.config))
         num_ranks = launched_count(os.environ) or config.run.ranks
@@ -130,6 +130,8 @@ def settle(config: Config, rank: int) -> None:
         UserError: the folder cannot be made, or the node has more ranks than GPUs.
     """
     make_node_cache(os.environ)
+    if rank == 0 and (words := in_memory(os.environ)):
+        print(words, flush=True)
     own = None if config.model.device == "cpu" else take_device(os.environ, rank)
     if own is not None and rank == 0:
         print(f"a GPU for each rank; rank 0 on {socket.gethostname()} uses GPU {own}", flush=True)
@@ -322,84 +324,29 @@ def written_files(config: Config) -> str:
     return f"{len(list(config.folder.rglob('*.h5')))} files of responses and features"
 
 
+def make_parser() -> command_line.Parser:
+    """The command line."""
+    return command_line.make_parser(COMMANDS)
+
+
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """The options; overrides may stand anywhere after the configuration."""
+    """The options of a command; a mistake ends the process with one line."""
     parser = make_parser()
-    options, rest = parser.parse_known_args(arguments)
-    unknown = [word for word in rest if word.startswith("-") or "overrides" not in options]
-    if unknown:
-        parser.error(f"unknown argument {unknown[0]}; see tlt {options.command} --help")
-    if rest:
-        options.overrides = [*options.overrides, *rest]
+    options = command_line.parse(parser, arguments)
     if options.command == "warmup" and options.sources:
         options.overrides.append(f"warmup.sources={json.dumps(options.sources)}")
     if options.command == "compare" and options.json is not None and not options.json.parent.is_dir():
-        parser.error(f"--json {options.json}: its folder does not exist; make it first")
+        command_line.parser_of(parser, "compare").error(
+            f"--json {options.json}: its folder does not exist; make it first"
+        )
     return options
-
-
-def make_parser() -> argparse.ArgumentParser:
-    """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="tlt", description="Reinforcement learning of reasoning models under MPI, drafter trained on idle ranks."
-    )
-    parser.add_argument("--version", action="version", version=f"tlt_hpc {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True)
-    for name, command in COMMANDS.items():
-        each = commands.add_parser(name, help=command.help)
-        each = command.add_options(each) or each
-        if not isinstance(command.work, str):
-            each.add_argument("config", metavar="CONFIG.toml", help="the run, e.g. jobs/tiny.toml")
-            each.add_argument("overrides", nargs="*", metavar="section.key=value", help="e.g. rollout.temperature=0.9")
-            each.add_argument("--dry-run", action="store_true", help="check, and print the plan; write nothing")
-    return parser
-
-
-def add_evaluate_options(command: argparse.ArgumentParser) -> None:
-    """The options of ``tlt evaluate``."""
-    command.add_argument(
-        "checkpoint", metavar="CHECKPOINT", help="a run's folder, one of its checkpoints, a Hugging Face folder, or "
-        "embedded:tiny",
-    )  # fmt: skip
-    command.add_argument("--step", type=int, metavar="N", help="the checkpoint of that step instead of the newest")
-    command.add_argument("--output", type=Path, metavar="FOLDER", help="write there instead of beside the run")
-
-
-def add_compare_options(command: argparse.ArgumentParser) -> None:
-    """The options of ``tlt compare``."""
-    command.add_argument("--steps", type=at_least_one, default=6, help="steps of each mode (default 6)")
-    words = "leave this mode out, as all modes are in memory at once; may be given several times"
-    command.add_argument("--without", choices=("ngram", "full", "ahead"), action="append", default=[], help=words)
-    command.add_argument("--json", type=Path, metavar="PATH", help="write the figures there as well")
-
-
-def add_warmup_options(command: argparse.ArgumentParser) -> None:
-    """The options of ``tlt warmup``."""
-    words = "learn from the responses that this run has logged; may be given several times"
-    command.add_argument("--from", dest="sources", action="append", metavar="RUN", help=words)
-
-
-def add_keys_options(command: argparse.ArgumentParser) -> None:
-    """The options of ``tlt keys``."""
-    command.add_argument("section", nargs="?", metavar="SECTION", help="e.g. rollout; without it all")
-    command.add_argument("--markdown", action="store_true", help="as the page docs/configuration.md")
-
-
-def add_data_options(command: argparse.ArgumentParser) -> None:
-    """The options of ``tlt data inspect``."""
-    inspect = command.add_subparsers(dest="data", required=True).add_parser(
-        "inspect", help="count rows, lengths and duplicates, and name broken rows; status 1: there are"
-    )
-    inspect.add_argument(
-        "file", metavar="FILE", help="a file, folder, pattern or task as data.source has it, or a job's TOML"
-    )
-    inspect.add_argument("--model", metavar="FOLDER", help="counts tokens, and renders chats by this model's template")
-    inspect.add_argument("overrides", nargs="*", metavar="data.key=value", help="e.g. data.prompt_key=problem")
 
 
 def run_alone(module: str, options: argparse.Namespace) -> int:
     """Call ``run`` of a module; its user's mistakes end as one line."""
     try:
+        if options.command.startswith("export"):  # before the seconds that imports take
+            print(f"reading {options.place}", flush=True)
         return importlib.import_module(module).run(options) or 0
     except (ValueError, OSError) as error:
         print(f"tlt: {one_line(as_error(error))}", file=sys.stderr)
@@ -431,12 +378,14 @@ def connect(config: Config, options: argparse.Namespace, flag: StopFlag) -> Worl
     Raises:
         UserError: on all ranks, where a node differs or the ranks were started wrongly.
     """
+    from tlt_hpc.mpi.placing import place_ranks
     from tlt_hpc.mpi.world import World
     from tlt_hpc.plan.preflight.nodes import check_nodes
 
     world = World.connect(flag)
     plan = partial(plan_command, config, options, world.size)
     check_nodes(world, config, plan)  # before any other collective: a rank with an error of its own waits there
+    place_ranks(world, uses_gpu=config.model.device != "cpu")
     world.answer_signals()
     world.say("loading libraries")
     return world
@@ -550,18 +499,6 @@ def ablate(config: Config, options: argparse.Namespace, world: World) -> int:
     return 0 if figures.as_promised else 1
 
 
-class Command(NamedTuple):
-    """A command of ``tlt``."""
-
-    help: str
-    add_options: Callable[[argparse.ArgumentParser], argparse.ArgumentParser | None]
-    """Adds the options to the command's parser; returns the parser that takes the configuration, if it is another."""
-    work: str | Callable[[Config, argparse.Namespace, World], int]
-    """A function that all ranks run, or a module whose ``run`` is called in one process."""
-    progress: Callable[[Config], str] | None = None
-    """Of a command that is queued again at its time limit: how far it has come; the others start over."""
-
-
 _TRAIN = "train a policy; in a folder that has a checkpoint, resume it"
 _COMPARE = "run the same steps plain, with n-gram speculation and in full; status 1: text, rewards or weights differ"
 _WARMUP = "train the drafter before any reinforcement learning, or resume that"
@@ -570,25 +507,39 @@ _EVALUATE = "judge a checkpoint or a model on data sets, or resume that"
 _PLAN = "predict the memory that a run takes, by phase; status 1: more than there is"
 _SIMULATE = "predict seconds and GPU-hours of a run by number of nodes"
 _PREFLIGHT = "find before a job what would end it; status 1: something would"
+_INIT = "copy the shipped job files and batch scripts into a folder"
+_COMPLETION = "print what a shell needs to complete commands, options, files and keys"
+_SUBMIT = "check a run or a sweep, submit it to Slurm, look after it (status, resubmit, collect)"
+_RUNS = "list runs with step, score, state and cost"
 _WATCH = "follow a run by its files alone; status 1: it hangs or is dead"
 _REPORT = "one page of HTML: what a run learned, where its time went, what it gained"
 _KEYS = "print every key of the configuration: values, default, unit, meaning"
 _DRAFTER = "write a run's drafter as other engines load it"
 _POLICY = "write a run's policy as a Hugging Face folder"
-_DATA = "look at what a run would train on"
+_DATA = "inspect what a run would train on, or prepare a data set of the hub for it"
 COMMANDS = {
-    "train": Command(_TRAIN, lambda command: None, train, run_progress),
-    "compare": Command(_COMPARE, add_compare_options, compare),
-    "warmup": Command(_WARMUP, add_warmup_options, warmup, written_files),
-    "ablate": Command(_ABLATE, ablation_plan.add_ablate_options, ablate),
-    "evaluate": Command(_EVALUATE, add_evaluate_options, evaluate, written_files),
-    "plan": Command(_PLAN, plan_options.add_plan_options, "tlt_hpc.plan.memory.summary"),
-    "simulate": Command(_SIMULATE, plan_options.add_simulate_options, "tlt_hpc.plan.simulate.predict"),
-    "preflight": Command(_PREFLIGHT, plan_options.add_preflight_options, "tlt_hpc.plan.preflight.checklist"),
-    "watch": Command(_WATCH, add_watch_arguments, "tlt_hpc.look.live.watch_run"),
-    "report": Command(_REPORT, add_report_arguments, "tlt_hpc.look.report.write_report"),
-    "keys": Command(_KEYS, add_keys_options, "tlt_hpc.cli.show_keys"),
-    "export-drafter": Command(_DRAFTER, export_options.add_drafter_options, "tlt_hpc.export.drafter"),
-    "export-policy": Command(_POLICY, export_options.add_policy_options, "tlt_hpc.export.policy"),
-    "data": Command(_DATA, add_data_options, "tlt_hpc.cli.inspect_data"),
+    "train": Command("run", _TRAIN, lambda command: None, train, run_progress),
+    "evaluate": Command("run", _EVALUATE, command_line.add_evaluate_options, evaluate, written_files),
+    "warmup": Command("run", _WARMUP, command_line.add_warmup_options, warmup, written_files),
+    "compare": Command("run", _COMPARE, command_line.add_compare_options, compare),
+    "ablate": Command("run", _ABLATE, ablation_plan.add_ablate_options, ablate),
+    "data": Command("prepare and check", _DATA, command_line.add_data_options, "tlt_hpc.cli.inspect_data"),
+    "keys": Command("prepare and check", _KEYS, command_line.add_keys_options, "tlt_hpc.cli.show_keys"),
+    "plan": Command("prepare and check", _PLAN, plan_options.add_plan_options, "tlt_hpc.plan.memory.summary"),
+    "simulate": Command(
+        "prepare and check", _SIMULATE, plan_options.add_simulate_options, "tlt_hpc.plan.simulate.predict"
+    ),
+    "preflight": Command(
+        "prepare and check", _PREFLIGHT, plan_options.add_preflight_options, "tlt_hpc.plan.preflight.checklist"
+    ),
+    "submit": Command("on a cluster", _SUBMIT, command_line.add_submit_options, "tlt_hpc.cli.submit"),
+    "runs": Command("look at runs", _RUNS, add_runs_arguments, "tlt_hpc.look.live.list_runs"),
+    "watch": Command("look at runs", _WATCH, add_watch_arguments, "tlt_hpc.look.live.watch_run"),
+    "report": Command("look at runs", _REPORT, add_report_arguments, "tlt_hpc.look.report.write_report"),
+    "export-policy": Command("use the results", _POLICY, export_options.add_policy_options, "tlt_hpc.export.policy"),
+    "export-drafter": Command(
+        "use the results", _DRAFTER, export_options.add_drafter_options, "tlt_hpc.export.drafter"
+    ),
+    "init": Command("set up", _INIT, command_line.add_init_options, "tlt_hpc.cli.init_folder"),
+    "completion": Command("set up", _COMPLETION, command_line.add_completion_options, "tlt_hpc.cli.completion"),
 }

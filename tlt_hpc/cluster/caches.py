@@ -10,11 +10,13 @@ import stat
 from collections.abc import Mapping
 from pathlib import Path
 
+from tlt_hpc.cluster.topology import System
 from tlt_hpc.config import UserError
 
 FOLDER = "TLT_NODE_CACHE"
 """Set by ``sbatch/env.sh``, which also points the caches of Triton, torch and Hugging Face below it. Its name ends with
 the job and how often it was restarted."""
+_GB = 10**9
 
 
 def make_node_cache(environment: Mapping[str, str]) -> None:
@@ -56,3 +58,17 @@ def is_own(folder: Path) -> bool:
     except FileNotFoundError:
         return False
     return found.st_uid == os.geteuid() and stat.S_ISDIR(found.st_mode)
+
+
+def in_memory(environment: Mapping[str, str]) -> str:
+    """A line on caches that take this node's memory, as where it has no disk; empty where they do not."""
+    folder = Path(environment.get(FOLDER, ""))
+    point, kind = System.of(environment).mount(folder)
+    if FOLDER not in environment or kind not in ("tmpfs", "ramfs"):
+        return ""
+    found = os.statvfs(folder)
+    free = f", {found.f_bavail * found.f_frsize / _GB:,.0f} GB free" if found.f_blocks else ""  # ramfs has no limit
+    return (
+        f"caches in {folder} take memory: {point} on {socket.gethostname()} is {kind}{free}; where nodes have a disk, "
+        "name it with TLT_LOCAL_DISK"
+    )

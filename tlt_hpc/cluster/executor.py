@@ -34,17 +34,33 @@ def send(folder: Path, parameters: Mapping[str, Any], commands: Sequence[Sequenc
     Raises:
         UserError: Slurm refuses, with its message, or there is no Slurm.
     """
-    try:
-        executor = submitit.SlurmExecutor(folder=folder, python="$TLT_CONTAINER python")
-    except RuntimeError:
-        raise UserError("no srun on PATH, so there is no Slurm here; call this on the cluster") from None
-    executor.update_parameters(**parameters)
+    executor = _executor(folder, parameters)
     try:
         with redirect_stderr(StringIO()), executor.batch():  # the error has the same text
             jobs = [executor.submit(run_rank, command) for command in commands]
     except FailedJobError as error:
         raise UserError(f"sbatch refused the job: {' '.join(str(error).split())}") from None
     return [job.job_id for job in jobs]
+
+
+def batch_script(folder: Path, parameters: Mapping[str, Any]) -> str:
+    """The text of the batch script of one job, as ``send`` submits it; nothing is written.
+
+    Raises:
+        UserError: there is no Slurm.
+    """
+    executor = _executor(folder, parameters)
+    text: str = executor._make_submission_file_text(executor._submitit_command_str, "")  # the library has no other way
+    return text
+
+
+def _executor(folder: Path, parameters: Mapping[str, Any]) -> Any:
+    try:
+        executor = submitit.SlurmExecutor(folder=folder, python="$TLT_CONTAINER python")
+    except RuntimeError:
+        raise UserError("no srun on PATH, so there is no Slurm here; call this on the cluster") from None
+    executor.update_parameters(**parameters)
+    return executor
 
 
 def read_status(folder: Path, job: str) -> int | None:

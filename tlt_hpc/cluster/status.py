@@ -1,4 +1,4 @@
-"""How the members of a submission stand, from Slurm's queue, the jobs' exit statuses and the runs' folders."""
+"""How the members of a submission stand, from Slurm's queue and the jobs' exit statuses."""
 
 from __future__ import annotations
 
@@ -9,13 +9,10 @@ from pathlib import Path
 from tlt_hpc.cluster.executor import read_status
 from tlt_hpc.cluster.slurm import QueuedJob
 from tlt_hpc.cluster.submission import Submission, SubmittedRun
-from tlt_hpc.storage.folder import RunFolder
-from tlt_hpc.storage.step_lines import Line, read_lines
 
 FINISHED = "finished"
 STOPPED_EARLY = 75
 """Exit status of a command that was stopped and can continue."""
-_REWARD = "critic/rewards/mean"
 
 
 @dataclass(frozen=True)
@@ -28,28 +25,25 @@ class MemberStatus:
     is_live: bool
     """Whether it still waits or runs, so that it is not to be submitted again."""
     log: Path | None
-    lines: dict[int, Line]
-    """Of the run's metrics, by step."""
 
 
 def read_statuses(submission: Submission, queue: Mapping[str, QueuedJob]) -> list[MemberStatus]:
     """How all members stand, by the newest job of each.
 
     Raises:
-        UserError: a run's metrics are damaged, or the status of a job cannot be read.
+        UserError: the status of a job cannot be read.
     """
     return [member_status(submission, member, queue) for member in submission.members]
 
 
 def member_status(submission: Submission, member: SubmittedRun, queue: Mapping[str, QueuedJob]) -> MemberStatus:
     """How one member stands, by its newest job."""
-    lines = read_lines(RunFolder(submission.store / member.run).metrics)
     if not member.jobs:
-        return MemberStatus(member, "not submitted", False, None, lines)
+        return MemberStatus(member, "not submitted", False, None)
     job = member.jobs[-1]
     queued, log = queue.get(job), submission.jobs_folder / f"{job}_0_log.out"
     state = job_state(queued, read_status(submission.jobs_folder, job))
-    return MemberStatus(member, state, queued is not None and queued.is_live, log, lines)
+    return MemberStatus(member, state, queued is not None and queued.is_live, log)
 
 
 def job_state(queued: QueuedJob | None, status: int | None) -> str:
@@ -66,17 +60,3 @@ def job_state(queued: QueuedJob | None, status: int | None) -> str:
 def unfinished(statuses: Sequence[MemberStatus]) -> set[str]:
     """The names of those that neither wait nor run nor have finished: what ``resubmit`` submits again."""
     return {status.member.name for status in statuses if not status.is_live and status.state != FINISHED}
-
-
-def status_table(statuses: Sequence[MemberStatus]) -> str:
-    """Member, state, steps, reward of the last step and log, a line for each member."""
-    rows = [("member", "state", "steps", "reward", "log")]
-    for status in statuses:
-        reward = list(status.lines.values())[-1].get(_REWARD) if status.lines else None
-        rows.append((
-            status.member.name, status.state, str(len(status.lines)), "" if reward is None else f"{reward:.3f}",
-            str(status.log or ""),
-        ))  # fmt: skip
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
-    return "\n".join(line.rstrip() for line in lines)

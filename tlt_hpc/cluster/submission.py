@@ -25,7 +25,7 @@ _VALUE = re.compile(r"""(?:^|,)((?:"[^"]*"|'[^']*'|\[(?:[^][]|\[[^]]*\])*\]|\{[^
 
 @dataclass(frozen=True)
 class Resources:
-    """What each member asks of Slurm, by the names of ``jobs/submit.py``'s options."""
+    """What each member asks of Slurm, by the names of ``tlt submit``'s options."""
 
     nodes: int = 1
     gpus_per_node: int = 0
@@ -104,13 +104,20 @@ class Submission:
         members = (dataclasses.replace(m, jobs=(*m.jobs, jobs[m.name])) if m.name in jobs else m for m in self.members)
         return dataclasses.replace(self, members=tuple(members))
 
+    def without_dependencies(self) -> Submission:
+        """The same, waiting for no other job: those it waited for have ended."""
+        kept = tuple(option for option in self.resources.sbatch if not option.startswith("--dependency="))
+        return dataclasses.replace(self, resources=dataclasses.replace(self.resources, sbatch=kept))
+
     def chosen(self, names: Collection[str]) -> list[SubmittedRun]:
         """The members of these names."""
         return [member for member in self.members if member.name in names]
 
 
-def make_members(config: str, copy: str, shared: Sequence[str], sweeps: Sequence[str]) -> tuple[SubmittedRun, ...]:
-    """A run for every combination of what the sweeps, ``section.key=A,B``, name; one run where there are none.
+def make_members(
+    command: str, config: str, copy: str, shared: Sequence[str], sweeps: Sequence[str]
+) -> tuple[SubmittedRun, ...]:
+    """A run of ``tlt COMMAND`` for every combination of the sweeps' values, ``section.key=A,B``; one without sweeps.
 
     Each is named after its own overrides unless it sets ``run.name``, and reads the ``copy`` of ``config``.
 
@@ -123,7 +130,7 @@ def make_members(config: str, copy: str, shared: Sequence[str], sweeps: Sequence
         is_named = not own or any(override.startswith("run.name=") for override in own)
         overrides = (*shared, *own, *(() if is_named else (f"run.name={'-'.join([base, *map(label, own)])}",)))
         member = load_config(config, overrides)
-        members.append(SubmittedRun(member.run.name, str(member.folder), ("train", copy, *overrides), own))
+        members.append(SubmittedRun(member.run.name, str(member.folder), (command, copy, *overrides), own))
     names = [member.name for member in members]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise ConfigError(f"two members have run.name = {twice!r}; remove what stands twice, or give each a run.name")
@@ -159,9 +166,10 @@ def parameters(submission: Submission) -> dict[str, Any]:
         "set -euo pipefail",
         'source "$PROJECT/sbatch/env.sh"',
         'cd "$STORE"',
-        f'export {AGAIN}="python $PROJECT/jobs/submit.py resubmit "{folder}',
+        f'export {AGAIN}="tlt submit resubmit "{folder}',
         f"read_job {shlex.quote(submission.config)}",
         'export SUBMITIT_LOG_LEVEL=WARNING SLURM_MPI_TYPE="$TLT_SRUN_MPI"',
+        'export SLURM_CPU_BIND="${TLT_CPU_BIND:-cores}" SLURM_DISTRIBUTION=block:block',  # as run_ranks does
     ]
     return {
         "job_name": submission.name,
@@ -196,6 +204,6 @@ def load(folder: Path) -> Submission:
     try:
         return dataclasses.replace(read_json(path, Submission), folder=folder.resolve())
     except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}; give the folder that submit.py has named") from None
+        raise ConfigError(f"{path}: {error.strerror}; give the folder that `tlt submit` has named") from None
     except DamagedText as error:
         raise ConfigError(f"{path} is damaged or of an earlier version ({error}); submit again") from None

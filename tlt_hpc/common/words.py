@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 def count(number: int | float, noun: str) -> str:
     """``1 step``, ``2,000 steps``, ``2 passes``; the number is rounded to a whole one."""
     ending = "es" if noun.endswith("s") else "s"
     return f"{number:,.0f} {noun if round(number) == 1 else noun + ending}"
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Rows of cells as lines in which columns are aligned, without blanks at their ends."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    return "\n".join(line.rstrip() for line in lines)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from tlt_hpc.config.recipes import GROUP_ADVANTAGES
-from tlt_hpc.config.sections import Config, ConfigError, Section
+from tlt_hpc.config.sections import Config, ConfigError, Section, TrackingSection
 
 
 def find_contradictions(config: Config) -> Iterator[str]:
@@ -134,5 +134,5 @@ def without_side_effects(config: Config) -> Config:
     """
     algorithm = config.algorithm.model_copy(update={"rollout_correction": "none"})
     evaluation = config.evaluation.model_copy(update={"every_steps": 0})
-    tracking = config.tracking.model_copy(update={"tensorboard": False, "wandb": "off"})
-    return config.model_copy(update={"algorithm": algorithm, "evaluation": evaluation, "tracking": tracking})
+    changes = {"algorithm": algorithm, "evaluation": evaluation, "tracking": TrackingSection()}
+    return config.model_copy(update=changes)

@@ -98,8 +98,10 @@ def _read_tree(path: Path, overrides: Sequence[str], content: bytes | None = Non
     try:
         tree = read_toml(path) if content is None else parse_toml(content)
     except OSError as error:
+        near = difflib.get_close_matches(path.stem, {each.stem: each for each in _jobs()}, n=1)
         raise ConfigError(
-            f"config file {path}: {error.strerror}; give the path of a TOML file such as jobs/tiny.toml"
+            f"config file {path}: {error.strerror}; "
+            + (f"did you mean {_jobs(near[0])[0]}?" if near else "give the path of a TOML file such as jobs/tiny.toml")
         ) from None
     except DamagedText as error:
         raise ConfigError(f"config file {path} is not valid TOML: {error}; fix it") from None
@@ -108,11 +110,19 @@ def _read_tree(path: Path, overrides: Sequence[str], content: bytes | None = Non
     return tree
 
 
+def _jobs(stem: str = "*") -> list[Path]:
+    return [*Path().glob(f"{stem}.toml"), *Path("jobs").glob(f"{stem}.toml")]
+
+
 def _validate(tree: dict[str, Any]) -> tuple[Config | None, list[ConfigError]]:
     try:
         config = Config.model_validate(tree)
     except ValidationError as error:
-        return None, [ConfigError(_one_line(details)) for details in error.errors()]
+        # an unknown section before the one that is then missing
+        found = sorted(
+            error.errors(), key=lambda details: details["type"] != "extra_forbidden" or len(details["loc"]) > 1
+        )
+        return None, [ConfigError(_one_line(details)) for details in found]
     config = config.model_copy(update={"algorithm": config.algorithm.resolved()})
     problems = list(map(ConfigError, find_contradictions(config)))
     return (None if problems else config), problems
@@ -122,6 +132,11 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
     """Set ``section.key=value`` in a TOML tree; the value is TOML, or a bare string where it does not parse as such."""
     key, separator, text = override.partition("=")
     parts = key.strip().split(".")
+    if len(parts) == 2 and all(parts) and not separator:
+        raise ConfigError(f"override {_shown(override)} has no value; write {key}=VALUE, without blanks")
+    sections = [name for name, section in SECTIONS.items() if parts[0] in section.model_fields]
+    if separator and len(parts) == 1 and sections:
+        raise ConfigError(f"override {_shown(override)} names no section; did you mean {sections[0]}.{override}?")
     if not separator or len(parts) != 2 or not all(parts):
         raise ConfigError(
             f"override {_shown(override)} is not of the form section.key=value, e.g. rollout.temperature=0.9"
@@ -168,7 +183,10 @@ def _one_line(first: ErrorDetails) -> str:
     location = [str(part)[:_SHOWN_CHARACTERS] for part in first["loc"]]
     key = ".".join(part if part.isprintable() else repr(part) for part in location)
     if first["type"] == "extra_forbidden":
-        return f"unknown key {_shown('.'.join(location))}{closest(location)}"
+        what = "section" if len(location) == 1 else "key"
+        return f"unknown {what} {_shown('.'.join(location))}{closest(location)}"
+    if first["type"] == "missing" and len(location) == 1:
+        return f"missing section [{key}]; add it to the file (`tlt keys {key}`)"
     if first["type"] == "missing":
         return f"missing key {key!r}; add it to the file or give {key}=VALUE"
     message = first["msg"].removeprefix("Value error, ")

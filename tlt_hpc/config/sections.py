@@ -610,11 +610,17 @@ class TrackingSection(Section):
     network on the node of rank 0, and a login. Project, group and name are those of the environment variables
     ``WANDB_PROJECT`` (default ``tlt``), ``WANDB_RUN_GROUP`` and ``WANDB_NAME`` (default ``run.name``)."""
 
+    mlflow: bool = False
+    """Write an MLflow run to the run's ``mlruns`` folder, or to the server that the environment variable
+    ``MLFLOW_TRACKING_URI`` names. The experiment is ``MLFLOW_EXPERIMENT_NAME`` (default ``tlt``)."""
+    trackio: bool = False
+    """Write a trackio database to the run's ``trackio`` folder, for ``trackio show``; nothing is sent anywhere."""
+
     @property
     def packages(self) -> dict[str, str]:
         """The packages of the configured trackers, each with the key that configures it."""
-        found = {"tensorboard": "tracking.tensorboard = true"} if self.tensorboard else {}
-        return found | ({"wandb": f"tracking.wandb = {self.wandb!r}"} if self.wandb != "off" else {})
+        on = {name: value for name, value in self if value not in (False, "off")}
+        return {name: f"tracking.{name} = {'true' if value is True else repr(value)}" for name, value in on.items()}
 
     def check_installed(self) -> None:
         """Refuse to begin without a package that is configured; nothing is imported.
@@ -624,7 +630,8 @@ class TrackingSection(Section):
         """
         for package, key in self.packages.items():
             if importlib.util.find_spec(package) is None:
-                raise UserError(f"{key} needs the package {package!r}, which is not installed; pip install {package}")
+                name = {"mlflow": "mlflow-skinny"}.get(package, package)
+                raise UserError(f"{key} needs the package {package!r}, which is not installed; pip install {name}")
 
 
 class Config(Section):

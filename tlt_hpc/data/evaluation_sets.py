@@ -60,7 +60,7 @@ def open_sets(config: Config, tokenizer: Tokenizer, chat: ChatFormat) -> tuple[E
     if not sources:
         raise ConfigError(
             f"evaluation.sources is empty, and data.source = {config.data.source_name!r} has no held-out part of its "
-            "own; name files, e.g. evaluation.sources='[\"data/aime24.parquet\"]'"
+            "own; name files, e.g. evaluation.sources='[\"data/aime_2024.jsonl\"]'"
         )
     named = {name_of(source): source for source in sources}
     if len(named) < len(sources):
@@ -69,7 +69,7 @@ def open_sets(config: Config, tokenizer: Tokenizer, chat: ChatFormat) -> tuple[E
 
 
 def name_of(source: str) -> str:
-    """The name of a source: ``aime24`` for ``data/aime24.parquet``, ``gcd`` for ``embedded:gcd``."""
+    """The name of a source: ``aime_2024`` for ``data/aime_2024.jsonl``, ``gcd`` for ``embedded:gcd``."""
     if source == EMBEDDED_TASK or source.startswith(TASK_PREFIX):
         return source.partition(":")[2]
     path = Path(source)

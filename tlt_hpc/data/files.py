@@ -7,13 +7,17 @@ import re
 from pathlib import Path
 
 from tlt_hpc.config import EMBEDDED_TASK, TASK_PREFIX, ConfigError, DataSection
+from tlt_hpc.data.known import known_by_output
 from tlt_hpc.data.rows import ArrowRows, JoinedRows, JsonlRows, Rows
 
 _JSONL = (".jsonl", ".ndjson", ".json")
 _IN_FOLDERS = (".jsonl", ".ndjson", ".parquet", ".arrow")
 _SPLITS = frozenset({"train", "test", "validation", "valid", "val", "dev", "eval"})
 """Usual names of splits: if a file of a folder has one, the file names of the folder name their splits."""
-_CHOICE = f"a .jsonl, .parquet or .arrow file, a folder or pattern of them, '{TASK_PREFIX}NAME' or '{EMBEDDED_TASK}'"
+_CHOICE = (
+    f"a .jsonl, .parquet or .arrow file, a folder or pattern of them, '{TASK_PREFIX}NAME' or '{EMBEDDED_TASK}' "
+    "(docs/data.md)"
+)
 
 
 def open_rows(data: DataSection, seed: int, wanted: frozenset[str]) -> Rows:
@@ -48,7 +52,9 @@ def _files_of(source: str, split: str) -> list[Path]:
         if files := sorted(match for match in matches if match.is_file()):
             return files
         raise ConfigError(f"data.source = {source!r}: no file is named like that; fix the pattern")
-    raise ConfigError(f"data.source = {source!r} does not exist; give {_CHOICE}")
+    known = known_by_output(path)
+    remedy = f"on the login node: {known.commands(source)}" if known else f"give {_CHOICE}"
+    raise ConfigError(f"data.source = {source!r} does not exist; {remedy}")
 
 
 def _files_in(folder: Path, split: str) -> list[Path]:

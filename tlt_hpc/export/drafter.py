@@ -17,6 +17,7 @@ from tlt_hpc import __version__
 from tlt_hpc.config import EMBEDDED_MODEL, UserError, load_saved_config
 from tlt_hpc.export.export_options import output_of
 from tlt_hpc.export.formats import Files, Target, lay_out, read_target
+from tlt_hpc.export.model_card import escaped
 from tlt_hpc.export.writer import CARD, CONFIG, MARK, WEIGHTS, check_output, checkpoint_at, write_folder
 from tlt_hpc.models.drafter_file import DRAFTER_FILE, TOKEN_IDS, checked_drafter, read_drafter
 from tlt_hpc.models.folder import embedded
@@ -147,11 +148,11 @@ def _in_file(folder: Path, target: Target, is_trained_in_run: bool) -> Source:
 def card(source: Source, files: Files, kind: str, command: str) -> str:
     """The README.md of an export."""
     rows = {"layout": kind, "bytes": f"{sum(t.nbytes for t in files.tensors.values()):,}", **source.recorded}
-    table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
+    table = "\n".join(f"| {name} | {escaped(value)} |" for name, value in rows.items())
     return (
-        f"---\ntags:\n- speculative-decoding\n- eagle\n---\n\n{MARK}-drafter -->\n\n# {source.title}\n\n"
-        f"| | |\n|---|---|\n{table}\n\n{advice(source)}\n\n```\n{command}\n```\n\n"
-        f"Written by tlt_hpc {__version__} from {source.origin}.\n"
+        f"---\ntags:\n- speculative-decoding\n- eagle\n---\n\n{MARK}-drafter -->\n\n# {escaped(source.title)}\n\n"
+        f"| | |\n|---|---|\n{table}\n\n{escaped(advice(source))}\n\n```\n{command}\n```\n\n"
+        f"Written by tlt_hpc {__version__} from {escaped(str(source.origin))}.\n"
     )
 
 

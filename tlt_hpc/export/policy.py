@@ -16,9 +16,11 @@ import torch
 from safetensors.torch import save_file
 
 from tlt_hpc.checkpoint.manifest import Checkpoint
-from tlt_hpc.config import Config, UserError, load_saved_config
+from tlt_hpc.config import UserError, load_saved_config
 from tlt_hpc.export.export_options import output_of
-from tlt_hpc.export.writer import CARD, CONFIG, MARK, WEIGHTS, check_output, checkpoint_at, write_folder
+from tlt_hpc.export.model_card import policy_card
+from tlt_hpc.export.writer import CARD, CONFIG, WEIGHTS, check_output, checkpoint_at, write_folder
+from tlt_hpc.look.run_log import RunLog
 from tlt_hpc.models.folder import DTYPES, find_model
 from tlt_hpc.models.shape import read_shape
 from tlt_hpc.storage.folder import RunFolder, no_run
@@ -60,7 +62,8 @@ def run(options: argparse.Namespace) -> None:
         settings = json.loads((model / CONFIG).read_text(encoding="utf-8"))
         settings.pop("torch_dtype", None)
         (part / CONFIG).write_text(json.dumps({**settings, "dtype": options.dtype}, indent=2) + "\n")
-        (part / CARD).write_text(card(config, f"{options.place}, step {checkpoint.step}"), encoding="utf-8")
+        log = RunLog(folder.path, until=checkpoint.step) if folder.metrics.is_file() else None
+        (part / CARD).write_text(policy_card(config, log, model, output, checkpoint.step), encoding="utf-8")
         yield from (part / CONFIG, part / CARD)
 
     write_folder(output, fill)
@@ -138,17 +141,3 @@ def companions_of(model: Path) -> list[Path]:
         and path.name not in (CONFIG, CARD)
         and path.stat().st_size <= _LARGEST_COMPANION
     ]
-
-
-def card(config: Config, origin: str) -> str:
-    """A short model card."""
-    algorithm = config.algorithm
-    rows = {
-        "from": config.model.path,
-        "run": origin,
-        "algorithm": f"{algorithm.name} (advantage {algorithm.recipe.advantage}, loss {algorithm.recipe.loss})",
-        "data": config.data.source_name,
-    }
-    table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
-    title = f"# {config.run.name}\n\nA policy trained with reinforcement learning."
-    return f"{MARK}-policy -->\n{title}\n\n| | |\n|---|---|\n{table}\n"

@@ -26,3 +26,10 @@ def add_watch_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--sample", type=int, metavar="N", help="print N responses of the newest step instead, drafted tokens coloured"
     )
+
+
+def add_runs_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``tlt runs`` to a parser."""
+    words = "where they are looked for (default runs), folders inside included"
+    parser.add_argument("folder", type=Path, metavar="FOLDER", nargs="?", default=Path("runs"), help=words)
+    parser.add_argument("--output", type=Path, metavar="FILE.csv", help="write the table there as well")

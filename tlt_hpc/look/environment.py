@@ -81,6 +81,7 @@ def find_environment(world: World, places: Sequence[RankPlace], cuda: str, energ
         slurm={name: os.environ[variable] for name, variable in _SLURM.items() if variable in os.environ},
         command=tuple(sys.orig_argv),
         energy=dict(energy),
+        placement=world.placement,
     )
 
 

@@ -30,15 +30,18 @@ class RunLog:
 
     Args:
         last: read only this number of last steps; default all.
+        until: read only steps before this one; default all.
         tail_bytes: read only this many last bytes of metrics.jsonl; default all.
 
     Raises:
         UserError: the folder holds no run.
     """
 
-    def __init__(self, path: Path, last: int | None = None, tail_bytes: int | None = None) -> None:
+    def __init__(
+        self, path: Path, last: int | None = None, tail_bytes: int | None = None, until: int | None = None
+    ) -> None:
         self.folder = RunFolder(path)
-        self._last, self._tail_bytes = last, tail_bytes
+        self._last, self._tail_bytes, self._until = last, tail_bytes, until
         self._problems: dict[str, None] = {}
         if not self.folder.rollouts.is_dir() and not self.folder.metrics.is_file():
             raise UserError(no_run(path))
@@ -113,8 +116,30 @@ class RunLog:
     @cached_property
     def lines(self) -> dict[int, Line]:
         """The lines of metrics.jsonl by step, ascending; the last one of a step that was repeated."""
-        ordered = list(self.step_lines.by_step.items())
+        ordered = [(step, line) for step, line in self.step_lines.by_step.items() if self._covers(step)]
         return dict(ordered[-self._last if self._last else 0 :])
+
+    @cached_property
+    def dropped(self) -> tuple[Line, ...]:
+        """The lines of steps that were taken back and generated again."""
+        found = list[Line]()
+        path = self.folder.metrics
+        for each in sorted(path.parent.glob(f"{path.stem}.dropped-*{path.suffix}")):
+            try:
+                lines = parse_lines(read_bytes(each, LINES_BYTES))
+            except OSError as error:
+                self.note(told(error))
+                continue
+            found += [line for _, step, line in lines.numbered if self._covers(step)]
+        return tuple(found)
+
+    def _covers(self, step: int) -> bool:
+        return self._until is None or step < self._until
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all steps are read, not the last ones alone."""
+        return not self._last and not self._tail_bytes
 
     @property
     def num_lines_before(self) -> int:

@@ -21,6 +21,11 @@ def seconds(value: float) -> str:
     return f"{minutes // 60} h {minutes % 60} min"
 
 
+def rounded(value: float) -> str:
+    """A number of three digits: 0.0512, 12.3, 4,560."""
+    return f"{float(f'{value:.3g}'):,.10g}"
+
+
 def joules(value: float) -> str:
     """An energy: 830 J, 12.3 kJ, 4.56 MJ, 7.89 GJ."""
     for unit, size in (("GJ", 1e9), ("MJ", 1e6), ("kJ", 1e3)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from functools import lru_cache
 from importlib import resources
@@ -15,6 +16,8 @@ from tlt_hpc.models.json_file import read_json, read_text
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """Those that transformers hands to a template by name."""
+_OWNERS = {"Qwen": "Qwen", "DeepSeek-R1-": "deepseek-ai", "Llama-": "meta-llama", "SmolLM": "HuggingFaceTB"}
+"""Beginning of a model's name -> who publishes it on the hub."""
 
 
 def find_model(path: str) -> Path:
@@ -26,10 +29,16 @@ def find_model(path: str) -> Path:
     folder = embedded("tiny") if path == EMBEDDED_MODEL else Path(path)
     if not (folder / "config.json").is_file():
         raise ValueError(
-            f"model.path = {path!r}: no config.json in that folder; download the model there first "
-            "(compute nodes have no internet) or use 'embedded:tiny'"
+            f"model.path = {path!r}: no config.json in that folder; on the login node: hf download {hub_name(folder)} "
+            f"--local-dir {shlex.quote(path)}"
         )
     return folder
+
+
+def hub_name(folder: Path) -> str:
+    """The repository on the hub that a model's folder is named after; ``ORG/NAME`` of an unknown family."""
+    owner = next((owner for family, owner in _OWNERS.items() if folder.name.startswith(family)), "")
+    return f"{owner}/{folder.name}" if owner else "ORG/NAME"
 
 
 def embedded(name: str) -> Path:

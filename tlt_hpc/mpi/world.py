@@ -64,6 +64,8 @@ class World(NodeGroup):
         self.flag = flag or StopFlag()
         self._pending_sums: set[PendingSum] = set()
         self._said: set[str] = set()
+        self.placement: tuple[str, ...] = ()
+        """Where the ranks run, in lines for the user; on rank 0, once they have been placed (placing.py)."""
         self.hostname: str = socket.gethostname()
         self.node, self.local_rank = place(self.allgather(self.hostname), self.rank)
         self.node_group = NodeGroup(self._comm.Split(self.node, self.rank))  # all ranks have joined by now

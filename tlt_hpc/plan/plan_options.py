@@ -8,9 +8,9 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-GPU_GB = {"a100-40": 42.2, "a100-80": 84.9, "h100-80": 84.9, "h200": 150.0}
+GPU_GB = {"l4": 23.5, "rtx4090": 25.2, "a100-40": 42.2, "l40s": 47.6, "a100-80": 84.9, "h100-80": 84.9, "h200": 150.0}
 """What CUDA reports of well-known GPUs, in GB of 10^9 bytes, rounded down: "80 GB" are nearly 80 GiB."""
-_GPU_MEMORY = f"in GB of 10^9 bytes, or {', '.join(GPU_GB)}"
+GPU_MEMORY = f"in GB of 10^9 bytes, or {', '.join(GPU_GB)}"
 
 
 def at_least_one(text: str) -> int:
@@ -39,7 +39,10 @@ chance = partial(above_zero, most=1.0)
 
 def gpu_gb(text: str) -> float:
     """GB of a GPU that is given by name or by number."""
-    return GPU_GB.get(text.lower()) or above_zero(text)
+    try:
+        return GPU_GB.get(text.lower()) or above_zero(text)
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(f"{text!r}: give it {GPU_MEMORY}") from None
 
 
 def add_plan_options(command: argparse.ArgumentParser) -> None:
@@ -47,9 +50,9 @@ def add_plan_options(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
     add("config", metavar="CONFIG.toml", help="the run, e.g. jobs/qwen7b.toml")
     add("overrides", nargs="*", metavar="section.key=value", help="e.g. rollout.max_live=8")
-    add("--gpus", type=at_least_one, metavar="N", help="GPUs of a node, one rank each; without: CPUs")
-    add("--ranks", type=at_least_one, metavar="N", help="all ranks (default: one node's, or run.ranks)")
-    add("--gpu-memory", type=gpu_gb, metavar="GB", help=f"of each GPU: {_GPU_MEMORY}")
+    add("--gpus-per-node", type=at_least_one, metavar="N", help="one rank each; without: CPUs, run.ranks of a node")
+    add("--nodes", type=at_least_one, default=1, metavar="N", help="default 1")
+    add("--gpu-memory", type=gpu_gb, metavar="GB", help=f"of each GPU: {GPU_MEMORY}")
     add("--host-memory", type=above_zero, metavar="GB", help="of each node")
     add("--shape", metavar="CONFIG.json", help="the model's config.json, or a known name such as Qwen2.5-7B")
 
@@ -66,7 +69,7 @@ def add_preflight_options(command: argparse.ArgumentParser) -> None:
     add("--partition", metavar="P", help="the same")
     add("--account", metavar="A", help="the same")
     add("--time", metavar="T", help="the same, e.g. 24:00:00 or 2-00:00:00")
-    add("--gpu-memory", type=gpu_gb, metavar="GB", help=f"of each GPU of the job: {_GPU_MEMORY}")
+    add("--gpu-memory", type=gpu_gb, metavar="GB", help=f"of each GPU of the job: {GPU_MEMORY}")
     add("--fix", action="store_true", help="download the model of --model-id if it does not exist")
     add("--model-id", metavar="OWNER/NAME", help="what --fix downloads to model.path")
 
@@ -77,11 +80,11 @@ def add_simulate_options(command: argparse.ArgumentParser) -> None:
     add("config", metavar="CONFIG.toml", nargs="?", help="the run, e.g. jobs/qwen7b.toml")
     add("overrides", nargs="*", metavar="section.key=value", help="e.g. rollout.max_live=8")
     add("--nodes", type=at_least_one_each, default=[1, 2, 4, 8], metavar="N,N", help="nodes (default 1,2,4,8)")
-    add("--gpus", type=at_least_one, metavar="N", help="ranks of a node (default 8; with --from the run's)")
+    add("--gpus-per-node", type=at_least_one, metavar="N", help="one rank each (default 8, or --from's ranks)")
     add("--from", dest="source", type=Path, metavar="RUN", help="lengths, rounds and phases of this run's log")
     add("--median", type=above_zero, metavar="TOKENS", help="of the log-normal law (default a sixth of the cap)")
     add("--steps", type=at_least_one, default=20, metavar="N", help="steps that are simulated (default 20)")
     add("--lengths", type=Path, metavar="RUN", help="lengths alone of this run's log")
     add("--ahead", type=chance, metavar="CHANCE", help="with draft-ahead; a stored token is accepted with this chance")
     add("--shape", metavar="CONFIG.json", help="the model's config.json, or a name such as Qwen2.5-7B")
-    add("--json", action="store_true", help="print all figures as JSON")
+    add("--json", type=Path, metavar="PATH", help="write all figures there as well")

@@ -5,14 +5,20 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from tlt_hpc.cluster.network import REQUIRED, read_log, refuse_network, start_log, warning_of
+from tlt_hpc.cluster.topology import System
 from tlt_hpc.cluster.watch.beat import BEAT, Phase
+from tlt_hpc.config import UserError
 from tlt_hpc.models.sequence_parallel import SequenceGroup
 
 if TYPE_CHECKING:
@@ -31,6 +37,9 @@ def join_process_group(world: World, device_type: Literal["cpu", "cuda"]) -> Non
     """Make the process group of all ranks, of the backend that ``choose_backend`` gives; collective.
 
     Does nothing where this process has joined already.
+
+    Raises:
+        UserError: on all ranks, where NCCL has chosen another network than ``TLT_NETWORK`` requires.
     """
     if torch.distributed.is_initialized():
         assert (torch.distributed.get_rank(), torch.distributed.get_world_size()) == (world.rank, world.size)
@@ -39,6 +48,8 @@ def join_process_group(world: World, device_type: Literal["cpu", "cuda"]) -> Non
     backend = choose_backend(world.allgather((world.hostname, _gpu_id() if device_type == "cuda" else None)))
     if backend == "gloo" and device_type == "cuda" and world.rank == 0:
         logger.warning("ranks share a GPU: they communicate by gloo, through host memory, as NCCL refuses them")
+    has_network = backend == "nccl" and len(set(world.allgather(world.hostname))) > 1
+    log = world.all_or_none(partial(_log_network, world)) if has_network else None
     torch.distributed.init_process_group(
         backend,
         store=_open_store(world),
@@ -47,6 +58,8 @@ def join_process_group(world: World, device_type: Literal["cpu", "cuda"]) -> Non
         timeout=COLLECTIVE_TIMEOUT,
     )
     _connect(device_type)
+    if has_network:
+        name_network(world, log)
     _hand_to_deepspeed()
 
 
@@ -69,6 +82,29 @@ def _connect(device_type: str) -> None:
     met = torch.ones(1, device=device_type)
     torch.distributed.all_reduce(met)
     assert met.item() == torch.distributed.get_world_size(), f"{met.item()} ranks have met"
+
+
+def _log_network(world: World) -> Path | None:
+    return None if world.local_rank else start_log(os.environ)
+
+
+def name_network(world: World, log: Path | None) -> None:
+    """Have rank 0 say which network NCCL has chosen; collective.
+
+    Args:
+        log: NCCL's, on each node's first rank; None on the others, or where the user has NCCL write another.
+
+    Raises:
+        UserError: on all ranks, where it is not the one that ``TLT_NETWORK`` requires.
+    """
+    own = None if log is None else read_log(log, os.environ)
+    choices = {host: choice for host, choice in world.allgather((world.hostname, own)) if choice is not None}
+    if refusal := refuse_network(choices, os.environ.get(REQUIRED, "")):
+        raise UserError(refusal)
+    if choices and world.rank == 0:
+        world.say(f"network     {next(iter(choices.values())).words}")
+        if slow := warning_of(choices, [card.name for card in System.of(os.environ).cards()]):
+            logger.warning("%s", slow)
 
 
 @BEAT.within(Phase.CONNECTING)
@@ -159,7 +195,18 @@ def _open_store(world: World) -> TCPStore:
     return store
 
 
+def load_deepspeed() -> None:
+    """Import DeepSpeed, without MLflow, which its autotuner imports if it is installed: seconds, and telemetry."""
+    is_loaded = "mlflow" in sys.modules
+    sys.modules.setdefault("mlflow", None)  # type: ignore[arg-type]  # documented: the import fails
+    import deepspeed  # noqa: F401
+
+    if not is_loaded:
+        del sys.modules["mlflow"]
+
+
 def _hand_to_deepspeed() -> None:
+    load_deepspeed()
     import deepspeed
 
     # It would be compiled at first use, for a minute, on every node; gloo does its work.

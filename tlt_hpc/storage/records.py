@@ -147,6 +147,8 @@ class Environment:
     """Rank 0's, as the system has it."""
     energy: Mapping[str, str]
     """Kind of energy counter -> empty where all nodes let theirs be read, else why not."""
+    placement: tuple[str, ...] = ()
+    """Tables of ranks, GPUs, cores and network cards, one for each kind of node, and the warnings."""
 
 
 def add_json_line(path: Path, tree: Any) -> None:

@@ -17,6 +17,7 @@ from typing import TypeVar
 from tlt_hpc.cluster.watch.record import DamagedRecordError, Record, read_record_at, read_verdict
 from tlt_hpc.common.files import told
 from tlt_hpc.look.columns import COLUMNS
+from tlt_hpc.look.cost import Cost, cost_of
 from tlt_hpc.look.run_log import RunLog
 from tlt_hpc.mpi.owner import read_owner
 
@@ -91,6 +92,12 @@ class RunState:
         last = self.log.metric(COLUMNS["step"].metric)[-SPEED_STEPS:]
         seconds = [value for value in last.tolist() if 0 <= value < _MAX_STEP_SECONDS]
         return (self.num_steps - self.num_done) * sum(seconds) / len(seconds) if seconds else None
+
+    @property
+    def cost(self) -> Cost | None:
+        """What all steps took, if those that are not read took as much as the others; None if it is unknown."""
+        cost = cost_of(self.log)
+        return cost and cost.times(self.num_done / len(self.log.lines))
 
     def moved_since(self, before: RunState) -> bool:
         """Whether any rank's heartbeat has changed since ``before``."""

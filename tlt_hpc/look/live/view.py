@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from rich.console import Group, RenderableType
 from rich.progress_bar import ProgressBar
@@ -21,8 +21,8 @@ from tlt_hpc.storage.step_lines import Line
 
 _MAX_RANKS = 8
 _MIN_STEPS = 3
-_OTHER_LINES = 11
-"""Lines for the head, bars, time limit, table headings, blank lines, and a final message of two lines."""
+_OTHER_LINES = 12
+"""Lines for the head, bars, cost, time limit, table headings, blank lines, and a final message of two lines."""
 _MAX_PROBLEMS = 2
 
 
@@ -30,7 +30,8 @@ def render(state: RunState, is_alive: bool | None, height: int = 24) -> Group:
     """The whole screen, at most ``height`` lines; ``is_alive`` is None after only one look."""
     ranks = rank_rows(state.records, min(_MAX_RANKS, height - _OTHER_LINES - _MIN_STEPS))
     num_steps = max(_MIN_STEPS, height - _OTHER_LINES - len(ranks))
-    parts: list[RenderableType] = [head(state), whole_bar(state), step_line(state), limit_line(state), Text()]
+    parts: list[RenderableType] = [head(state), whole_bar(state), step_line(state), *cost_lines(state)]
+    parts += [limit_line(state), Text()]
     problems = [*state.log.problems, *state.status_problems][:_MAX_PROBLEMS]
     parts += [Text(f"left out: {problem}", "yellow") for problem in problems]
     parts += [rank_table(ranks), Text()] if ranks else []
@@ -57,6 +58,12 @@ def whole_bar(state: RunState) -> Table:
     if (left := state.seconds_to_go) is not None and done < total:
         words += f", about {_about(left)} to go"
     return bar(total, done, words)
+
+
+def cost_lines(state: RunState) -> Iterator[Text]:
+    """What the run took so far, if it is known."""
+    if cost := state.cost:
+        yield Text(f"about {cost.number} {cost.words}", no_wrap=True, overflow="ellipsis")
 
 
 def bar(total: int, done: int, words: str) -> Table:

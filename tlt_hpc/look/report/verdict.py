@@ -9,6 +9,7 @@ from tlt_hpc.common.words import count
 from tlt_hpc.look.analysis.comparison import Speed
 from tlt_hpc.look.analysis.learning import change_of
 from tlt_hpc.look.columns import SCORE
+from tlt_hpc.look.cost import cost_of
 from tlt_hpc.look.report.findings import RunFindings
 from tlt_hpc.look.run_log import RunLog
 from tlt_hpc.look.words import listed, seconds, share
@@ -85,7 +86,7 @@ def _machines(run: RunLog) -> set[str]:
 
 def cards(found: RunFindings, gain: RunGain | None) -> list[KeyFigure]:
     """The key figures that are known."""
-    known = [_learned(found), *_waiting(found), _gained(gain), _text(found)]
+    known = [_learned(found), *_waiting(found), _gained(gain), _text(found), _spent(found)]
     return [card for card in known if card is not None]
 
 
@@ -111,6 +112,11 @@ def _waiting(found: RunFindings) -> list[KeyFigure]:
         words = f"of the waiting trained the draft model ({updates}) or generated responses ahead"
         known.append(KeyFigure("Harvested", share(found.throughput.harvested, idle), words))
     return known
+
+
+def _spent(found: RunFindings) -> KeyFigure | None:
+    cost = cost_of(found.log)
+    return None if cost is None else KeyFigure("Cost", cost.number, cost.words)
 
 
 def _gained(gain: RunGain | None) -> KeyFigure | None:

@@ -117,22 +117,19 @@ def summarise(config: Config, shape: ModelShape, num_ranks: int) -> str:
 
 
 def _situation(config: Config, options: argparse.Namespace) -> Situation:
-    num_ranks = options.ranks or options.gpus or config.run.ranks
+    gpus = options.gpus_per_node
+    ranks_per_node = gpus or config.run.ranks
+    num_ranks = options.nodes * ranks_per_node
     check_ranks(config, num_ranks)
     shape = find_shape(config.model.path, options.shape)
     check_shape(config, shape, num_ranks)
-    if options.gpus is None:
+    check_replicas(config, ranks_per_node)
+    if gpus is None:
         if config.model.device == "cuda":
-            raise ConfigError("model.device = 'cuda' and no --gpus; say how many GPUs a node has, e.g. --gpus 8")
+            raise ConfigError("model.device = 'cuda' and no --gpus-per-node; give the GPUs of a node, e.g. 8")
         if options.gpu_memory is not None:
-            raise ConfigError("--gpu-memory without --gpus; say how many GPUs a node has")
-        return Situation(config, shape, num_ranks, num_ranks, "cpu")
-    check_replicas(config, options.gpus)
+            raise ConfigError("--gpu-memory without --gpus-per-node; give the GPUs of a node, e.g. 8")
+        return Situation(config, shape, num_ranks, ranks_per_node, "cpu")
     if config.model.device == "cpu":
-        raise ConfigError(f"--gpus {options.gpus} with model.device = 'cpu'; leave one of them out")
-    if num_ranks > options.gpus and num_ranks % options.gpus:
-        raise ConfigError(
-            f"--ranks {num_ranks} do not fill nodes of --gpus {options.gpus}; use --ranks "
-            f"{num_ranks // options.gpus * options.gpus}, a rank for each GPU"
-        )
-    return Situation(config, shape, num_ranks, options.gpus, "cuda")
+        raise ConfigError(f"--gpus-per-node {gpus} with model.device = 'cpu'; leave one of them out")
+    return Situation(config, shape, num_ranks, gpus, "cuda")

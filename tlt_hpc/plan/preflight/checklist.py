@@ -77,6 +77,8 @@ def all_results(options: argparse.Namespace) -> Iterator[tuple[str, Finding]]:
     config, problems = find_problems(options.config, options.overrides)
     gpu_bytes = None if options.gpu_memory is None else int(options.gpu_memory * GB)
     job = PlannedJob(config, make_request(options), gpu_bytes)
+    if gpu_bytes and config is not None and not job.uses_gpu:
+        raise ConfigError("--gpu-memory for a job on CPUs; give the batch script that asks for GPUs (--script)")
     yield from (("config", failure_of(problem)) for problem in problems)
     if config is not None:
         yield "config", ok(f"{options.config}: {count(config.run.num_steps, 'step')} to {config.folder}")

@@ -62,7 +62,7 @@ def check_ranks_fit(job: PlannedJob) -> Finding:
 def check_model(job: PlannedJob) -> Finding:
     """The folder, its sizes, and every file of weights, which is opened but not read."""
     from tlt_hpc.models.shape import read_shape
-    from tlt_hpc.models.tokenizer import find_model
+    from tlt_hpc.models.tokenizer import find_model, hub_name
     from tlt_hpc.plan.inputs import check_files
     from tlt_hpc.plan.shape_checks import check_shape
 
@@ -71,7 +71,7 @@ def check_model(job: PlannedJob) -> Finding:
         folder = find_model(config.model.path)
     except ValueError as error:
         absent = failure_of(error)
-        return failure(absent.found, f"{absent.remedy}; --fix --model-id OWNER/NAME downloads it")
+        return failure(absent.found, f"{absent.remedy}, or add --fix --model-id {hub_name(Path(config.model.path))}")
     shape = read_shape(folder)
     check_files(folder, shape)
     check_shape(config, shape, job.num_ranks)

@@ -55,7 +55,8 @@ def launch_types_of(library: str) -> tuple[str, ...]:
 def check_launcher(job: PlannedJob) -> Finding:
     """mpi4py finds a library, and srun can start its ranks; whether mpiexec does, ``check_talk`` tries."""
     library = read_library()
-    return _check_srun(library) if job.asks_slurm else ok(_first_line(library))
+    uses_srun = job.asks_slurm and os.environ.get("TLT_LAUNCH") != "mpirun"
+    return _check_srun(library) if uses_srun else ok(_first_line(library))
 
 
 def check_talk(job: PlannedJob) -> Finding:
@@ -81,7 +82,9 @@ def check_talk(job: PlannedJob) -> Finding:
 def _check_srun(library: str) -> Finding:
     asked, known, fitting = _srun_mpi(library), launch_types(), launch_types_of(library)
     if asked not in known:
-        return failure(f"srun knows no --mpi={asked}, only {', '.join(known)}", "export TLT_SRUN_MPI=one of these")
+        others = "put mpich in the place of openmpi in environment.yml, or export TLT_LAUNCH=mpirun"
+        remedy = others if asked == "pmix" and fitting[:1] == ("pmix",) else "export TLT_SRUN_MPI=one of these"
+        return failure(f"srun knows no --mpi={asked}, only {', '.join(known)}", remedy)
     if fitting and not asked.startswith(fitting):
         what = f"srun --mpi={asked} does not start {_first_line(library)}, which mpi4py loads: N jobs of one rank"
         return failure(what, f"export TLT_SRUN_MPI={fitting[0]}")

@@ -8,6 +8,7 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import NoReturn
 
 from tlt_hpc.config import ConfigError
@@ -56,13 +57,26 @@ def make_request(options: argparse.Namespace, environment: Mapping[str, str] = o
         if given:
             raise ConfigError(f"{given[0]} without --script: give the batch script that asks for it")
         return SlurmRequest()
-    try:
-        lines = options.script.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--script {options.script}: {error}; give one such as sbatch/train_qwen7b.sh") from None
-    words = [word for line in lines if line.startswith("#SBATCH") for word in shlex.split(line[7:], comments=True)]
+    words = sbatch_words(options.script)
     named = [f"--{name}={environment[key]}" for key, name in _VARIABLES.items() if environment.get(key)]
     return replace(request_of([*words, *named, *given]), arguments=(*given, str(options.script)))
+
+
+def sbatch_words(script: Path | None) -> list[str]:
+    """The options in the ``#SBATCH`` lines of a batch script; none without a script.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    if script is None:
+        return []
+    try:
+        lines = script.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise ConfigError(f"--script {script}: {error.strerror}; give one such as sbatch/train_qwen7b.sh") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"--script {script} is not a text; give one such as sbatch/train_qwen7b.sh") from None
+    return [word for line in lines if line.startswith("#SBATCH") for word in shlex.split(line[7:], comments=True)]
 
 
 class _Parser(argparse.ArgumentParser):

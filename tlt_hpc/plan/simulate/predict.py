@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,10 +22,11 @@ from tlt_hpc.plan.simulate.lengths import MEDIAN_SHARE, PROMPT_SHARE, SPREAD, In
 from tlt_hpc.plan.simulate.recorded import RecordedRun, costs_by_strategy, groups_of, passes_of, phases_of, read_run
 from tlt_hpc.plan.simulate.step import Setting, StepPhases, Steps, setting_from, simulate
 from tlt_hpc.storage.folder import RunFolder
+from tlt_hpc.storage.records import write_json
 
 _GPUS = 8
 NOTE = (
-    "rank-h: of the run, a rank a GPU; idle: of all rank-seconds; harvested: of the idle ones; gain: plain step over "
+    "GPU-h: of the run, a rank a GPU; idle: of all rank-seconds; harvested: of the idle ones; gain: plain step over "
     "this one; ahead: rollout with draft-ahead over this one. What training the drafter brings to accept lengths is "
     "not modelled. To compare settings, give other values: rollout.max_live=32. tlt plan says whether they fit."
 )
@@ -67,15 +67,14 @@ def run(options: argparse.Namespace) -> int:
     """
     log = read_run(options.source) if options.source else None
     config = _config(options, log)
-    ranks_per_node = options.gpus or (log.num_ranks if log else _GPUS)
+    ranks_per_node = options.gpus_per_node or (log.num_ranks if log else _GPUS)
     for count in options.nodes:
         check_replicas(config, count * ranks_per_node)
     job = simulated_job(config, options, log)
     rows = [row(job, count, ranks_per_node, options) for count in sorted(set(options.nodes))]
-    if options.json:
-        print(json.dumps({"origin": job.origin, "rows": rows}, indent=2))
-    else:
-        show(job, rows, TextConsole())
+    show(job, rows, TextConsole())
+    if options.json is not None:
+        write_json(options.json, {"origin": job.origin, "rows": rows})
     return 0
 
 
@@ -173,7 +172,7 @@ def show(job: SimulatedJob, rows: Sequence[dict[str, Any]], console: Console) ->
         console.print(f"  {line}", highlight=False, markup=False)
     table = Table(title="By number of nodes", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD,
                   pad_edge=False)  # fmt: skip
-    columns = ("nodes", "ranks", "rollout s", "step s", "rank-h", "idle", "harvested", "gain", "ahead")
+    columns = ("nodes", "ranks", "rollout s", "step s", "GPU-h", "idle", "harvested", "gain", "ahead")
     for column in columns if rows[0]["ahead_rollout_seconds"] else columns[:-1]:
         table.add_column(column, justify="right")
     for one in rows:

@@ -1,0 +1,332 @@
+"""``tlt data prepare``: real schemas in, one question a line out; and the commands that errors about files name."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from data_sets import write_arrow, write_jsonl, write_parquet
+
+from tlt_hpc.cli.main import main
+from tlt_hpc.config import UserError, load_config
+from tlt_hpc.data.files import open_rows
+from tlt_hpc.data.known import KNOWN, gsm8k_answer, math_answer
+from tlt_hpc.data.prepare import INSTRUCTION
+from tlt_hpc.data.reader import PromptReader
+from tlt_hpc.models.tokenizer import find_model
+
+ROOT = Path(__file__).resolve().parent.parent
+BEFORE = (
+    "Solve the following math problem step by step. The last line of your response should be of the form Answer: "
+    "$Answer (without quotes) where $Answer is the answer to the problem.\n\n"
+)
+AFTER = '\n\nRemember to put your answer on its own line after "Answer:".'
+Captured = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def dapo_row(question: str, answer: str | None, index: int = 0) -> dict[str, Any]:
+    return {
+        "data_source": "math_dapo",
+        "prompt": [{"content": BEFORE + question + AFTER, "role": "user"}],
+        "ability": "MATH",
+        "reward_model": {"ground_truth": answer, "style": "rule-lighteval/MATH_v2"},
+        "extra_info": {"index": f"9a9b6eb4-{index}"},
+    }
+
+
+def gsm8k_row(question: str, answer: str) -> dict[str, Any]:
+    return {"question": question, "answer": answer}
+
+
+def math_row(problem: str, solution: str) -> dict[str, Any]:
+    return {"problem": problem, "level": "Level 5", "type": "Algebra", "solution": solution}
+
+
+def prepare(*arguments: object) -> int:
+    return main(["data", "prepare", *map(str, arguments)])
+
+
+def written(path: str | Path) -> list[dict[str, str]]:
+    return [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
+
+
+def counts(out: str) -> list[int]:
+    """Rows read, duplicates, conflicts, without answer, rows written."""
+    names = ("rows read", "duplicates", "conflicts", "without answer", "rows written")
+    lines = [line for name in names for line in out.splitlines() if line.startswith(name)]
+    return [int(line[14:26].replace(",", "")) for line in lines]
+
+
+# --- data sets ---
+
+
+def test_dapo_math_without_its_instruction_and_its_repeats(capsys: Captured) -> None:
+    rows = [dapo_row(f"What is ${n}+1$?", str(n + 1), n) for n in range(5)] * 100
+    assert prepare("dapo-math", write_parquet(Path("dapo/data/x.parquet"), rows)) == 0
+    out = capsys.readouterr().out
+    assert written("data/dapo_math.jsonl") == [
+        {"prompt": f"What is ${n}+1$?\n\n{INSTRUCTION}", "answer": str(n + 1), "data_source": "math_dapo"}
+        for n in range(5)
+    ]
+    assert counts(out) == [500, 495, 0, 0, 5]
+    assert out.startswith("reading dapo/data/x.parquet\n500 rows\n")
+
+
+@pytest.mark.parametrize("write", [write_jsonl, write_arrow, write_parquet])
+def test_gsm8k_from_every_kind_of_file(write: Any) -> None:
+    ending = write.__name__.removeprefix("write_")
+    rows = [
+        gsm8k_row("How many?", "48/2 = <<48/2=24>>24 clips.\n48+24 = 72.\n#### 72"),
+        gsm8k_row("How much?", "She has $1,200,000.\n#### 1,200,000"),
+        gsm8k_row("How cold?", "#### 5 is not it\n#### -3"),
+    ]
+    assert prepare("gsm8k", write(Path(f"train-00000-of-00001.{ending}"), rows), "--output", "out.jsonl") == 0
+    assert [row["answer"] for row in written("out.jsonl")] == ["72", "1200000", "-3"]
+    assert {row["data_source"] for row in written("out.jsonl")} == {"openai/gsm8k"}
+
+
+@pytest.mark.parametrize(
+    ("solution", "answer"),
+    [
+        (r"so $x=\boxed{5}$.", "5"),
+        (r"first \boxed{1}, then $\boxed{\frac{1}{\sqrt{2}}}$", r"\frac{1}{\sqrt{2}}"),
+        (r"$\fbox{12}$", "12"),
+        (r"\fbox{1} and \boxed{2}", "2"),
+        (r"\boxed{1} and \fbox{2}", "2"),
+        (r"\boxed{\left\{x \mid x>0\right.}", r"\left\{x \mid x>0\right."),
+        (r"\boxed {7}", "7"),
+        (r"it is $\boxed 9$ in all", "9"),
+        (r"\boxedtext{3}", ""),
+        (r"\boxed{1}, \boxed{2", ""),
+        (r"\boxed{ }", ""),
+        ("none", ""),
+    ],
+)
+def test_the_last_box_is_the_answer_of_math(solution: str, answer: str) -> None:
+    assert math_answer(solution) == answer
+
+
+def test_math_from_the_folders_of_its_subjects() -> None:
+    write_parquet(Path("math/algebra/train-00000-of-00001.parquet"), [math_row("Q1?", r"\boxed{\text{(A)}}")])
+    write_parquet(Path("math/geometry/train-00000-of-00001.parquet"), [math_row("Q2?", r"\boxed{\{1\}}")])
+    write_parquet(Path("math/geometry/test-00000-of-00001.parquet"), [math_row("Q3?", r"\boxed{3}")])
+    assert prepare("math", "math/*/train-*.parquet") == 0  # the shell, or the command, finds the files
+    assert [row["answer"] for row in written("data/math.jsonl")] == [r"\text{(A)}", r"\{1\}"]
+    assert prepare("math", "math/algebra", "math/geometry", "--output", "folders.jsonl") == 0  # their split 'train'
+    assert Path("folders.jsonl").read_bytes() == Path("data/math.jsonl").read_bytes()
+
+
+def test_sets_to_evaluate_on() -> None:
+    row = {"problem": "Q?", "solution": r"\boxed{1}", "answer": r"\frac{3}{4}", "unique_id": "test/1.json"}
+    assert prepare("math-500", write_jsonl(Path("test.jsonl"), [row])) == 0
+    assert [row["answer"] for row in written("data/math_500.jsonl")] == [r"\frac{3}{4}"]
+    assert prepare("aime-2024", write_parquet(Path("aime-2024.parquet"), [dapo_row("Q?", "33")] * 32)) == 0
+    assert [(row["prompt"], row["data_source"]) for row in written("data/aime_2024.jsonl")] == [
+        (f"Q?\n\n{INSTRUCTION}", "aime2024")
+    ]
+
+
+def test_a_number_without_a_mark_is_no_answer_of_gsm8k() -> None:
+    assert gsm8k_answer("72") == gsm8k_answer(None) == gsm8k_answer("so ####  ") == ""
+
+
+# --- what is left out ---
+
+
+def test_questions_with_several_answers_are_left_out_and_named(capsys: Captured) -> None:
+    rows = [dapo_row("A?", "1"), dapo_row("B?", "2"), dapo_row("A?", "1"), dapo_row("A?", "[b]3[/b]")]
+    assert prepare("dapo-math", write_parquet(Path("x.parquet"), rows)) == 0
+    out = capsys.readouterr().out
+    assert [row["answer"] for row in written("data/dapo_math.jsonl")] == ["2"]
+    assert counts(out) == [4, 0, 3, 0, 1]
+    assert "conflicts                3 (rows of 1 question with several answers)\n" in out
+    assert "left out: x.parquet row 0 has the answer '1', x.parquet row 3 for the same question '[b]3[/b]'\n" in out
+
+
+def test_of_many_conflicts_the_first_are_named(capsys: Captured) -> None:
+    rows = [dapo_row(f"{n}?", answer) for n in range(8) for answer in "12"]
+    assert prepare("dapo-math", write_parquet(Path("x.parquet"), [*rows, dapo_row("A?", "1")])) == 0
+    out = capsys.readouterr().out
+    assert out.count("left out: ") == 5 and "... and 3 more such questions\n" in out
+
+
+def test_white_space_makes_no_other_question(capsys: Captured) -> None:
+    rows = [gsm8k_row("A  or\nB?", "#### 1"), gsm8k_row("C?", "#### 2"), gsm8k_row(" A or B? ", "#### 1")]
+    assert prepare("gsm8k", write_jsonl(Path("x.jsonl"), rows)) == 0
+    assert [row["prompt"] for row in written("data/gsm8k.jsonl")] == [
+        f"A  or\nB?\n\n{INSTRUCTION}", f"C?\n\n{INSTRUCTION}"
+    ]  # fmt: skip
+    assert counts(capsys.readouterr().out) == [3, 1, 0, 0, 2]
+
+
+def test_rows_without_question_or_answer_are_counted(capsys: Captured) -> None:
+    without_model = {**dapo_row("D?", "1"), "reward_model": None}
+    rows = [dapo_row("A?", "1"), dapo_row("B?", None), dapo_row("C?", " "), without_model, dapo_row("", "1")]
+    assert prepare("dapo-math", write_parquet(Path("x.parquet"), rows)) == 0
+    assert counts(capsys.readouterr().out) == [5, 0, 0, 4, 1]
+
+
+# --- what is written ---
+
+
+def test_the_fingerprint_is_the_one_that_a_run_keeps(capsys: Captured) -> None:
+    path = write_jsonl(Path("x.jsonl"), [gsm8k_row("¿Cuántos?", "#### 1")])
+    assert prepare("gsm8k", path, "--output", "new/folder/out.jsonl") == 0
+    mark = hashlib.sha256(Path("new/folder/out.jsonl").read_bytes()).hexdigest()
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-2:] == [
+        f"wrote new/folder/out.jsonl, sha256 {mark[:12]}", "for the job: data.source=new/folder/out.jsonl"
+    ]  # fmt: skip
+    job = load_config(ROOT / "jobs" / "tiny.toml", ["data.source=new/folder/out.jsonl"])
+    assert open_rows(job.data, 0, frozenset()).digest() == mark
+
+
+def test_an_existing_file_stays_unless_it_is_the_same(capsys: Captured) -> None:
+    first, second = (write_jsonl(Path(f"{n}.jsonl"), [gsm8k_row("A?", f"#### {n}")]) for n in (1, 2))
+    assert prepare("gsm8k", first) == 0
+    before = Path("data/gsm8k.jsonl").stat()
+    assert prepare("gsm8k", first) == 0
+    assert "\nunchanged: data/gsm8k.jsonl, sha256 " in capsys.readouterr().out
+    assert prepare("gsm8k", second) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("tlt: data/gsm8k.jsonl exists and differs (sha256 ") and err.count("\n") == 1
+    after = Path("data/gsm8k.jsonl").stat()
+    assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+    assert sorted(path.name for path in Path("data").iterdir()) == ["gsm8k.jsonl"]
+
+
+def test_a_job_reads_what_was_written(capsys: Captured) -> None:
+    rows = [dapo_row(f"gcd({n},4)=", str(n)) for n in range(1, 6)] * 100
+    assert prepare("dapo-math", write_parquet(Path("x.parquet"), rows)) == 0
+    assert main(["data", "inspect", "data/dapo_math.jsonl"]) == 0
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if "│ math_dapo" in line)
+    cells = [cell.strip() for cell in line.strip("│").split("│")]
+    assert (cells[1], *cells[-2:]) == ("5", "0", "0")  # rows, repeated, no answer
+    reader = PromptReader(load_config(ROOT / "jobs" / "qwen7b.toml", []).data, 0, None)
+    assert [reader.read(row).answer for row in range(len(reader))] == ["1", "2", "3", "4", "5"]
+    assert reader.read(0).text == f"gcd(1,4)=\n\n{INSTRUCTION}"
+
+
+# --- mistakes ---
+
+
+def test_other_columns_are_named_with_those_that_are_expected(capsys: Captured) -> None:
+    path = write_parquet(Path("x.parquet"), [{"question": "A?", "solution": "#### 1", "level": 1}])
+    assert prepare("gsm8k", path) == 2
+    assert capsys.readouterr().err == (
+        "tlt: x.parquet row 0 has the columns level, question, solution, and 'gsm8k' has question, answer; give files "
+        "of openai/gsm8k, or another NAME\n"
+    )
+    path = write_jsonl(Path("x.jsonl"), [dapo_row("A?", "1"), {**dapo_row("B?", "1"), "reward_model": {"style": "x"}}])
+    assert prepare("dapo-math", path) == 2
+    assert "x.jsonl:2 has the columns" in capsys.readouterr().err
+    assert not Path("data").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["gsm8k", "none/*.parquet"], "FILE = 'none/*.parquet': no file is named like that; on the login node: hf "
+         "download openai/gsm8k --repo-type dataset --local-dir data/gsm8k\n"),
+        (["gsm8k", "none.parquet"], "FILE = 'none.parquet' does not exist; on the login node: hf download "),
+        (["gsm8k", "reasoning-gym:chain_sum"], "FILE = 'reasoning-gym:chain_sum' does not exist; "),
+        (["gsm8k", ""], "FILE = ['']: give a file, "),
+        (["gsm8k", "broken.parquet"], "FILE: broken.parquet cannot be read as parquet ("),
+        (["gsm8k", "empty.jsonl"], "FILE = 'empty.jsonl' has no rows; "),
+        (["gsm8k", "bad.jsonl"], "bad.jsonl:2: no JSON object ("),
+        (["gsm8k", "half.jsonl"], "half.jsonl:1: has half of a surrogate pair; fix the row\n"),
+        (["gsm8k", "none.jsonl", "--output", "out.parquet"], "--output out.parquet: a job reads JSON lines; give a "),
+        (["gsm8k", "unanswered.jsonl"], "no row is left, and data/gsm8k.jsonl was not written; "),
+        (["gsm8k", "good.jsonl", "--output", "good.jsonl"], "good.jsonl exists and differs"),
+        (["gsm8k", "good.jsonl", "--output", "good.jsonl/x.jsonl"], "cannot write good.jsonl: File exists; make room"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_one_line_and_write_nothing(arguments: list[str], message: str, capsys: Captured) -> None:
+    Path("broken.parquet").write_bytes(b"version https://git-lfs")
+    Path("empty.jsonl").touch()
+    write_jsonl(Path("bad.jsonl"), [gsm8k_row("A?", "#### 1"), "{"])
+    write_jsonl(Path("half.jsonl"), [gsm8k_row("A\ud800?", "#### 1")])
+    write_jsonl(Path("unanswered.jsonl"), [gsm8k_row("A?", "1")])
+    write_jsonl(Path("good.jsonl"), [gsm8k_row("A?", "#### 1")])
+    files = sorted(Path().iterdir())
+    assert prepare(*arguments) == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"tlt: {message}") and err.count("\n") == 1
+    assert sorted(Path().iterdir()) == files
+
+
+def test_it_loads_no_torch_and_no_mpi() -> None:
+    write_parquet(Path("x.parquet"), [dapo_row("A?", "1")])
+    code = (
+        "import sys; from tlt_hpc.cli.main import main; main(['data', 'prepare', 'dapo-math', 'x.parquet']); "
+        "print(*{name.split('.')[0] for name in sys.modules})"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = set(done.stdout.splitlines()[-1].split())
+    assert "pyarrow" in loaded and not {"torch", "mpi4py", "transformers", "huggingface_hub"} & loaded
+
+
+# --- the commands that errors name ---
+
+
+def test_a_missing_file_of_a_shipped_job_names_the_commands_that_make_it() -> None:
+    sources = set()
+    for job in sorted((ROOT / "jobs").glob("*.toml")):
+        data = load_config(job, []).data
+        if data.source_name.startswith("data/"):
+            sources.add(data.source_name)
+            with pytest.raises(UserError, match=r"exist; on the login node: hf download .* && tlt data prep"):
+                open_rows(data, 0, frozenset())
+    assert sources == {str(KNOWN["dapo-math"].output), str(KNOWN["gsm8k"].output)}
+
+
+def test_the_commands_write_the_file_that_is_missing() -> None:
+    job = load_config(ROOT / "jobs" / "qwen0.5b.toml", ["data.source=my data/gsm8k.jsonl"])
+    with pytest.raises(UserError) as caught:
+        open_rows(job.data, 0, frozenset())
+    assert str(caught.value) == (
+        "data.source = 'my data/gsm8k.jsonl' does not exist; on the login node: hf download openai/gsm8k --repo-type "
+        "dataset --local-dir data/gsm8k && tlt data prepare gsm8k data/gsm8k/main/train-*.parquet --output "
+        "'my data/gsm8k.jsonl'"
+    )
+    row = gsm8k_row("A?", "#### 1")
+    write_parquet(Path("data/gsm8k/main/train-00000-of-00001.parquet"), [row])
+    write_parquet(Path("data/gsm8k/main/test-00000-of-00001.parquet"), [row, gsm8k_row("B?", "#### 1")])
+    command = str(caught.value).rpartition(" && ")[2].replace("tlt", f"{sys.executable} -m tlt_hpc", 1)
+    subprocess.run(command, shell=True, check=True, capture_output=True)
+    assert len(open_rows(job.data, 0, frozenset())) == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "command"),
+    [
+        ("models/Qwen2.5-7B", "Qwen/Qwen2.5-7B --local-dir models/Qwen2.5-7B"),
+        ("models/DeepSeek-R1-Distill-Qwen-7B", "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B --local-dir "),
+        ("/my models/Llama-3.3-70B-Instruct", "meta-llama/Llama-3.3-70B-Instruct --local-dir '/my models/Llama-"),
+        ("models/SmolLM2-135M", "HuggingFaceTB/SmolLM2-135M --local-dir "),
+        ("models/mine", "ORG/NAME --local-dir models/mine"),
+    ],
+)
+def test_a_missing_model_names_its_download(path: str, command: str) -> None:
+    with pytest.raises(ValueError, match=r"no config\.json in that folder") as caught:
+        find_model(path)
+    assert str(caught.value).partition("; on the login node: hf download ")[2].startswith(command)
+
+
+def test_the_models_of_the_shipped_jobs_are_of_known_families() -> None:
+    paths = {load_config(job, []).model.path for job in (ROOT / "jobs").glob("*.toml")} - {"embedded:tiny"}
+    assert len(paths) > 4
+    for path in paths:
+        with pytest.raises(ValueError, match=rf"hf download [\w-]+/{Path(path).name} --local-dir {path}$"):
+            find_model(path)

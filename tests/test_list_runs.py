@@ -1,0 +1,71 @@
+"""``tlt runs`` and ``tlt completion``."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from tlt_hpc.cli.main import main
+from tlt_hpc.storage.records import write_json
+from tlt_hpc.storage.step_lines import add_line
+
+
+def a_run(folder: Path, num_steps: int, age: float) -> Path:
+    """A run's folder with some steps, last written ``age`` seconds ago."""
+    folder.mkdir(parents=True)
+    for step in range(num_steps):
+        line = {"training/global_step": step, "critic/score/mean": step / 4, "perf/total_num_tokens": 1000}
+        add_line(folder / "metrics.jsonl", line)
+    for path in (*folder.iterdir(), folder):
+        os.utime(path, (time.time() - age,) * 2)
+    return folder
+
+
+def test_runs_at_any_depth_are_listed_the_newest_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    a_run(Path("runs/compare-1/plain"), 4, 7200)
+    finished = a_run(Path("runs/done"), 2, 60)
+    write_json(finished / "finished.json", {"num_steps": 2, "policy_sha256": "ab"})
+    os.utime(finished, (time.time() - 60,) * 2)
+    a_run(Path("runs/done/checkpoints/step-000002"), 1, 1)  # within a run nothing is looked for
+    assert main(["runs", "--output", "all.csv"]) == 0
+    head, first, second, written = capsys.readouterr().out.splitlines()
+    assert head.split() == ["run", "state", "steps", "score", "tokens", "rank-hours", "tokens", "an", "hour", "MJ"]
+    assert first.split()[:8] == ["runs/compare-1/plain", "no", "sign", "for", "2", "h", "0", "min"]
+    assert first.split()[8:12] == ["4", "0.000", "->", "0.750"]
+    assert second.split()[:3] == ["runs/done", "finished", "2"] and written == "written to all.csv"
+    assert Path("all.csv").read_text().splitlines()[2].startswith("runs/done,finished,2,0.0,0.25,")
+
+
+def test_an_empty_folder_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["runs", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == f"tlt: no run in {tmp_path}; `tlt train jobs/tiny.toml` makes one\n"
+
+
+def completed(script: str, words: list[str]) -> set[str]:
+    """What bash offers for the last of the words."""
+    program = f"{script}\ncompopt() {{ :; }}\nCOMP_WORDS=({' '.join(words)}); COMP_CWORD={len(words) - 1}\n"
+    program += '_shtab_tlt; printf "%s\\n" "${COMPREPLY[@]}"'
+    done = subprocess.run(["bash", "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    return set(done.stdout.split())
+
+
+def test_a_shell_completes_commands_options_files_and_keys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.toml").touch()
+    assert main(["completion", "bash"]) == 0
+    script = capsys.readouterr().out
+    assert completed(script, ["tlt", "tr"]) == {"train"}
+    assert completed(script, ["tlt", "compare", "--wi"]) == {"--without"}
+    assert completed(script, ["tlt", "train", "mi"]) == {"mine.toml"}
+    assert completed(script, ["tlt", "train", "mine.toml", "rollout.temp"]) == {"rollout.temperature="}
+    assert main(["completion", "zsh"]) == 0
+    assert capsys.readouterr().out.startswith("#compdef tlt")

@@ -1,0 +1,230 @@
+"""What a user may type: the parser, its help by group, suggestions for mistyped words, and options of some commands.
+
+Imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+
+from tlt_hpc import __version__
+from tlt_hpc.common.printable import one_line
+from tlt_hpc.data.known import KNOWN
+from tlt_hpc.plan.plan_options import GPU_MEMORY, at_least_one, gpu_gb
+
+if TYPE_CHECKING:
+    from tlt_hpc.config import Config
+    from tlt_hpc.mpi.world import World
+
+
+class Command(NamedTuple):
+    """A command of ``tlt``."""
+
+    group: str
+    """The heading that it stands under in the help."""
+    help: str
+    add_options: Callable[[argparse.ArgumentParser], argparse.ArgumentParser | None]
+    """Adds the options to the command's parser; returns the parser that takes the configuration, if it is another."""
+    work: str | Callable[[Config, argparse.Namespace, World], int]
+    """A function that all ranks run, or a module whose ``run`` is called in one process."""
+    progress: Callable[[Config], str] | None = None
+    """Of a command that is queued again at its time limit: how far it has come; the others start over."""
+
+
+_EXAMPLES = """\
+examples:
+  tlt train jobs/tiny.toml run.num_steps=5          any key of the job may follow it
+  tlt preflight jobs/qwen7b.toml --script sbatch/train_qwen7b.sh
+  tlt submit jobs/qwen7b.toml --script sbatch/train_qwen7b.sh --account A --partition P
+  tlt watch runs/tiny
+
+`tlt COMMAND --help` shows a command's options, `tlt keys SECTION` the keys of a job.
+"""
+_CHOICE = re.compile(r"argument (.+?): invalid choice: (.+) \(choose from (.+)\)", re.DOTALL)
+
+
+class Parser(argparse.ArgumentParser):
+    """Ends at a mistake with one line, which names the option or word that was probably meant."""
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(allow_abbrev=False, **given)  # an abbreviation could change its meaning with a new option
+
+    def error(self, message: str) -> NoReturn:
+        if match := _CHOICE.fullmatch(message):
+            name, given, known = match[1], match[2].strip("'\""), re.findall(r"'([^']*)'", match[3])
+            what = f"no command {given!r}" if name == "COMMAND" else f"{name} has no {given!r}"
+            message = what + (did_you_mean(given, known) or f"; choose from {', '.join(known)}")
+        message = re.sub(r", \w+\.key=value$", "", message)  # they may be left out
+        self.exit(2, f"{self.prog}: {one_line(ValueError(message))} (see {self.prog} --help)\n")
+
+    @property
+    def names(self) -> list[str]:
+        """All options, such as ``--steps``."""
+        return list(self._option_string_actions)
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """The end of a message about an unknown word: what is alike among the known ones; empty if nothing is."""
+    known = list(known)
+    close = [each for each in known if each.startswith(word)] or difflib.get_close_matches(word, known, 1, cutoff=0.7)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def make_parser(commands: Mapping[str, Command]) -> Parser:
+    """The command line of these commands."""
+    parser = Parser(
+        prog="tlt",
+        usage="tlt COMMAND ...",
+        description="Trains reasoning models by reinforcement learning, as one MPI program under Slurm.",
+        epilog=_help_by_group(commands) + "\n" + _EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"tlt_hpc {__version__}")
+    parsers = parser.add_subparsers(dest="command", metavar="COMMAND", help=argparse.SUPPRESS)
+    for name, command in commands.items():
+        each: argparse.ArgumentParser = parsers.add_parser(
+            name, help=command.help, description=command.help, prog=f"tlt {name}"
+        )
+        each = command.add_options(each) or each
+        if not isinstance(command.work, str):
+            each.add_argument("config", metavar="CONFIG.toml", help="the run, e.g. jobs/tiny.toml")
+            each.add_argument("overrides", nargs="*", metavar="section.key=value", help="e.g. rollout.temperature=0.9")
+            each.add_argument("--dry-run", action="store_true", help="check, and print the plan; write nothing")
+    return parser
+
+
+def _help_by_group(commands: Mapping[str, Command]) -> str:
+    lines = []
+    for group in dict.fromkeys(command.group for command in commands.values()):
+        lines += [f"{group}:", *(f"  {name:16}{each.help}" for name, each in commands.items() if each.group == group)]
+    return "\n".join(lines) + "\n"
+
+
+def parse(parser: Parser, arguments: Sequence[str]) -> argparse.Namespace:
+    """The options; overrides may stand anywhere after the configuration."""
+    options, rest = parser.parse_known_args(arguments)
+    if options.command is None:
+        parser.print_help()
+        parser.exit(0)
+    command = parser_of(parser, options.command)
+    for word in rest:
+        if word.startswith("-") or "overrides" not in options:
+            command.error(_unknown(word, command))
+    if rest:
+        options.overrides = [*options.overrides, *rest]
+    return options
+
+
+def parser_of(parser: Parser, command: str) -> Parser:
+    """The parser of one command."""
+    parsers = next(action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    found: Parser = parsers.choices[command]
+    return found
+
+
+def _unknown(word: str, command: Parser) -> str:
+    name, equals, _ = word.partition("=")
+    if re.fullmatch(r"--\w+\.\w+", name):
+        return f"unknown option {word}; leave out the dashes: {word[2:] if equals else f'{name[2:]}=VALUE'}"
+    if not word.startswith("-"):
+        return f"unknown argument {word}"
+    return f"unknown option {name}{did_you_mean(name, command.names)}"
+
+
+# --- options of commands that have no module of their own for them ---
+
+
+def add_evaluate_options(command: argparse.ArgumentParser) -> None:
+    """The options of ``tlt evaluate``."""
+    command.add_argument(
+        "checkpoint", metavar="CHECKPOINT", help="a run's folder, one of its checkpoints, a Hugging Face folder, or "
+        "embedded:tiny",
+    )  # fmt: skip
+    command.add_argument("--step", type=int, metavar="N", help="the checkpoint of that step instead of the newest")
+    command.add_argument("--output", type=Path, metavar="FOLDER", help="write there instead of beside the run")
+
+
+def add_compare_options(command: argparse.ArgumentParser) -> None:
+    """The options of ``tlt compare``."""
+    command.add_argument("--steps", type=at_least_one, default=6, help="steps of each mode (default 6)")
+    words = "leave this mode out, as all modes are in memory at once; may be given several times"
+    command.add_argument("--without", choices=("ngram", "full", "ahead"), action="append", default=[], help=words)
+    command.add_argument("--json", type=Path, metavar="PATH", help="write the figures there as well")
+
+
+def add_warmup_options(command: argparse.ArgumentParser) -> None:
+    """The options of ``tlt warmup``."""
+    words = "learn from the responses that this run has logged; may be given several times"
+    command.add_argument("--from", dest="sources", action="append", metavar="RUN", help=words)
+
+
+def add_init_options(command: argparse.ArgumentParser) -> None:
+    """The options of ``tlt init``."""
+    command.add_argument("folder", type=Path, metavar="FOLDER", help="where jobs/ and sbatch/ go; made if missing")
+
+
+def add_completion_options(command: argparse.ArgumentParser) -> None:
+    """The options of ``tlt completion``."""
+    command.add_argument("shell", choices=("bash", "zsh"), help='in ~/.bashrc: eval "$(tlt completion bash)"')
+
+
+def add_submit_options(command: argparse.ArgumentParser) -> None:
+    """The options of ``tlt submit``."""
+    command.usage = (
+        "tlt submit JOB.toml [section.key=value ...] [options]\n"
+        "       tlt submit status|resubmit|collect [FOLDER] [--output FILE.csv]"
+    )
+    add = command.add_argument
+    add("config", metavar="JOB.toml", help="the job; or status, resubmit, collect: of what was submitted")
+    add("overrides", nargs="*", metavar="section.key=value", help="for every member; or FOLDER (default: the newest)")
+    add("--sweep", action="append", default=[], metavar="section.key=A,B,..", help="a member each; repeat for a grid")
+    add("--script", type=Path, metavar="X.sh", help="take what these options leave open from its #SBATCH lines")
+    words = "wait until this job, or the submission in this folder, has finished; may be given several times"
+    add("--after", action="append", default=[], metavar="JOB", help=words)
+    words = "what the job runs (default train)"
+    add("--command", dest="command_of_job", choices=("train", "warmup"), default="train", help=words)
+    add("--folder", type=Path, help="of logs and records (default runs/submitted/NAME-TIME)")
+    add("--dry-run", action="store_true", help="check everything and print it; submit nothing")
+    add("--no-preflight", action="store_true", help="make only the checks of `tlt train --dry-run`")
+    add("--gpu-memory", type=gpu_gb, metavar="GB", help=f"of each GPU, for preflight: {GPU_MEMORY}")
+    add("--output", type=Path, metavar="FILE.csv", help="of collect: write the table there as well")
+    slurm = command.add_argument_group("of Slurm", argument_default=argparse.SUPPRESS)
+    add = slurm.add_argument
+    add("--nodes", "-N", type=at_least_one, metavar="N", help="of each member (default 1)")
+    add("--gpus-per-node", type=at_least_one, metavar="N", help="one rank each; without: CPUs")
+    add("--ranks-per-node", type=at_least_one, metavar="N", help="where it is not the number of GPUs")
+    add("--cpus-per-rank", type=at_least_one, metavar="N", help="default 1")
+    add("--partition", "-p", metavar="P")
+    add("--account", "-A", metavar="A")
+    add("--time", "-t", metavar="T", help="limit of each job (default 24:00:00)")
+    add("--mem", metavar="M", help="memory of a node; 0: all of it")
+    words = "a further option: --sbatch=--qos=long"
+    add("--sbatch", action="append", default=[], metavar="--OPTION=VALUE", help=words)
+
+
+def add_keys_options(command: argparse.ArgumentParser) -> None:
+    """The options of ``tlt keys``."""
+    command.add_argument("section", nargs="?", metavar="SECTION", help="e.g. rollout; without it all")
+    command.add_argument("--markdown", action="store_true", help="as the page docs/configuration.md")
+
+
+def add_data_options(command: argparse.ArgumentParser) -> None:
+    """The options of ``tlt data inspect`` and ``tlt data prepare``."""
+    parts = command.add_subparsers(dest="data", required=True)
+    inspect = parts.add_parser(
+        "inspect", help="count rows, lengths and duplicates, and name broken rows; status 1: there are"
+    )
+    inspect.add_argument(
+        "file", metavar="FILE", help="a file, folder, pattern or task as data.source has it, or a job's TOML"
+    )
+    inspect.add_argument("--model", metavar="FOLDER", help="counts tokens, and renders chats by this model's template")
+    inspect.add_argument("overrides", nargs="*", metavar="data.key=value", help="e.g. data.prompt_key=problem")
+    prepare = parts.add_parser("prepare", help="turn a data set of the hub, downloaded before, into what a job reads")
+    prepare.add_argument("name", metavar="NAME", choices=tuple(KNOWN), help=f"one of {', '.join(KNOWN)}")
+    prepare.add_argument("files", metavar="FILE", nargs="+", help="files, folders or patterns as data.source has them")
+    prepare.add_argument("--output", metavar="PATH", help="a name that ends in .jsonl (default data/NAME.jsonl)")

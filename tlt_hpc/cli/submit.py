@@ -1,0 +1,263 @@
+"""``tlt submit``: checks a run, or a sweep of runs, submits it to Slurm as one array, and looks after it.
+
+Every member is checked before any is submitted, gets its own ``run.name`` and runs ``tlt train`` on all its ranks.
+Relative paths in a configuration are read from where this is called.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import tempfile
+from collections.abc import Collection, Sequence
+from dataclasses import fields, replace
+from datetime import datetime
+from pathlib import Path
+
+import tlt_hpc
+from tlt_hpc.cluster.executor import batch_script, send
+from tlt_hpc.cluster.slurm import read_queue
+from tlt_hpc.cluster.status import FINISHED, MemberStatus, read_statuses, unfinished
+from tlt_hpc.cluster.submission import FILE, Resources, Submission, SubmittedRun, load, make_members, parameters, save
+from tlt_hpc.common.words import count
+from tlt_hpc.config import ConfigError, load_config
+from tlt_hpc.look.collect import RunRow, as_table, row_of, write_csv
+from tlt_hpc.plan.preflight.checklist import all_results
+from tlt_hpc.plan.preflight.request import sbatch_words
+from tlt_hpc.plan.preflight.results import Level
+
+SUBMITTED = Path("runs") / "submitted"
+_OWN_OPTIONS = ("job-name", "output", "error", "open-mode", "array")
+"""Of sbatch, that a submission sets itself."""
+
+
+def run(options: argparse.Namespace) -> int:
+    """Submit, or do what is asked of an earlier submission; returns the exit status.
+
+    Raises:
+        ValueError: in one line; nothing was submitted.
+    """
+    if options.config not in LATER:
+        return run_submit(options)
+    if len(options.overrides) > 1:
+        raise ConfigError(f"tlt submit {options.config} takes one folder; {options.overrides[1]} is one too many")
+    submission = load(Path(options.overrides[0]) if options.overrides else newest_folder())
+    return LATER[options.config](submission, read_statuses(submission, read_queue()), options)
+
+
+# --- submit ---
+
+
+def run_submit(options: argparse.Namespace) -> int:
+    """Check every member, then submit them all, or print what would be submitted.
+
+    Raises:
+        ValueError: of the first member that would fail.
+    """
+    submission = make_submission(options)
+    for member in submission.members:
+        check_member(options.config, member, submission.resources.num_ranks)
+    asked = (f"--{name.replace('_', '-')}={value}" for name, value in vars(submission.resources).items() if value)
+    print("asks Slurm for", " ".join(map(str, asked)))
+    for member in submission.members:
+        print(f"{member.run}: tlt {' '.join(member.arguments)}", flush=True)
+    if not options.no_preflight:
+        preflight(options, submission)
+    if options.dry_run:
+        print("nothing was submitted (--dry-run)")
+        return 0
+    keep_job_file(Path(options.config), submission.folder)
+    save(submission)
+    submit(submission, {member.name for member in submission.members})
+    print(f"how it stands: tlt submit status {submission.folder}")
+    return 0
+
+
+def make_submission(options: argparse.Namespace) -> Submission:
+    """What is to be submitted.
+
+    Raises:
+        ConfigError: a member's configuration is wrong, or the folder has a submission.
+    """
+    name = load_config(options.config, options.overrides).run.name
+    folder = options.folder or SUBMITTED / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
+    if (folder / FILE).exists():
+        raise ConfigError(f"--folder {folder} has a submission; give another, or `tlt submit resubmit {folder}`")
+    config = str(folder.resolve() / Path(options.config).name)  # a copy: the file may be edited while jobs wait
+    members = make_members(options.command_of_job, options.config, config, options.overrides, options.sweep)
+    if options.command_of_job == "warmup":
+        members = tuple(replace(member, run=warmup_folder(options.config, member)) for member in members)
+    return Submission(folder.resolve(), Path.cwd(), find_project(), name, config, resources_of(options), members)
+
+
+def warmup_folder(config: str, member: SubmittedRun) -> str:
+    """Where a member's warm-up writes, which is not where its run does."""
+    from tlt_hpc.studies.warmup import plan
+
+    return str(plan.config_of(load_config(config, member.arguments[2:])).folder)
+
+
+def find_project() -> Path:
+    """The folder with ``sbatch/env.sh``: the current one, or the clone.
+
+    Raises:
+        ConfigError: neither has it.
+    """
+    for folder in (Path.cwd(), Path(tlt_hpc.__file__).resolve().parent.parent):
+        if (folder / "sbatch" / "env.sh").is_file():
+            return folder
+    raise ConfigError("no sbatch/env.sh here; call this in the clone, or in a folder that `tlt init` has made")
+
+
+def resources_of(options: argparse.Namespace) -> Resources:
+    """What the options ask of Slurm; what they leave open, the ``#SBATCH`` lines of ``--script`` decide.
+
+    Raises:
+        ConfigError: no such script, or no such job to wait for.
+    """
+    words = dict(word.lstrip("-").partition("=")[::2] for word in sbatch_words(options.script))
+    known = {
+        "nodes": "nodes", "ntasks-per-node": "ranks_per_node", "gpus-per-node": "gpus_per_node",
+        "cpus-per-task": "cpus_per_rank", "partition": "partition", "account": "account", "time": "time", "mem": "mem",
+    }  # fmt: skip
+    given: dict[str, object] = {}
+    further = []
+    for name, value in words.items():
+        if name in known and not value.startswith("YOUR_"):
+            given[known[name]] = int(value) if value.isdecimal() and name not in ("mem", "time") else value
+        elif name not in (*known, *_OWN_OPTIONS):
+            further.append(f"--{name}={value}" if value else f"--{name}")
+    given |= {field.name: vars(options)[field.name] for field in fields(Resources) if field.name in options}
+    if "gpus_per_node" in options and "ranks_per_node" not in options:
+        given.pop("ranks_per_node", None)
+    waits = [f"--dependency=afterok:{':'.join(jobs)}"] if (jobs := jobs_before(options.after)) else []
+    return Resources(**given | {"sbatch": (*further, *options.sbatch, *waits)})  # type: ignore[arg-type]
+
+
+def jobs_before(after: Sequence[str]) -> list[str]:
+    """The jobs that ``--after`` names, by number or by the folder of their submission; not those that have finished.
+
+    Raises:
+        ConfigError: a member has failed, or there is no such submission.
+    """
+    jobs = []
+    for word in after:
+        if word.replace("_", "").isdecimal():
+            jobs.append(word)
+            continue
+        submission = load(Path(word))
+        for status in read_statuses(submission, read_queue()):
+            if not status.is_live and status.state != FINISHED:
+                raise ConfigError(f"--after {word}: {status.member.name} {status.state}; resubmit it first")
+            jobs += [status.member.jobs[-1]] * status.is_live
+    return jobs
+
+
+def check_member(config: str, member: SubmittedRun, num_ranks: int) -> None:
+    """Check a member's model, data and rank count, as ``tlt train --dry-run`` does.
+
+    Raises:
+        ConfigError: in one line.
+    """
+    from tlt_hpc.plan.inputs import read_assets
+
+    try:
+        read_assets(load_config(config, member.arguments[2:]), num_ranks)
+    except ValueError as error:
+        raise ConfigError(f"{member.name}: {error}") from None
+
+
+def preflight(options: argparse.Namespace, submission: Submission) -> None:
+    """Make the checks of ``tlt preflight`` with the first member and the very script that Slurm will get.
+
+    Raises:
+        ConfigError: something would end the job.
+    """
+    failures = 0
+    with tempfile.TemporaryDirectory() as place:
+        script = Path(place) / "submission.sh"
+        script.write_text(batch_script(submission.jobs_folder, parameters(submission)), encoding="utf-8")
+        given = argparse.Namespace(
+            config=options.config, overrides=submission.members[0].arguments[2:], script=script, model_id=None,
+            fix=False, gpu_memory=options.gpu_memory, nodes=None, partition=None, account=None, time=None,
+        )  # fmt: skip
+        print("checking the job as `tlt preflight` does", flush=True)
+        for name, finding in all_results(given):
+            is_made_before = name == "drafter" and bool(options.after)
+            if finding.level is Level.WARNING or (finding.level is Level.FAILURE and not is_made_before):
+                print(f"{finding.level:<8} {name:<12} {finding.found}; {finding.remedy}", flush=True)
+                failures += finding.level is Level.FAILURE
+    if failures:
+        raise ConfigError(f"nothing was submitted: {count(failures, 'failure')}; correct it, or add --no-preflight")
+
+
+def keep_job_file(config: Path, folder: Path) -> None:
+    """Copy the job's file to where the members read it.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(config, folder / config.name)
+    except OSError as error:
+        raise ConfigError(f"--folder {folder}: {error.strerror}; give a folder that can be written") from None
+
+
+def submit(submission: Submission, names: Collection[str]) -> None:
+    """Submit the members of these names as one array, and keep the numbers of their jobs."""
+    chosen = submission.chosen(names)
+    jobs = send(submission.jobs_folder, parameters(submission), [member.arguments for member in chosen])
+    save(submission.with_jobs(dict(zip((member.name for member in chosen), jobs, strict=True))))
+    for member, job in zip(chosen, jobs, strict=True):
+        print(f"job {job}: {member.name}")
+
+
+# --- afterwards ---
+
+
+def newest_folder() -> Path:
+    """The submission that was made last from this folder.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    found = sorted(SUBMITTED.glob(f"*/{FILE}"), key=lambda path: path.stat().st_mtime)
+    if not found:
+        raise ConfigError(f"no submission in {SUBMITTED}; give its folder")
+    return found[-1].parent
+
+
+def run_status(submission: Submission, statuses: Sequence[MemberStatus], options: argparse.Namespace) -> int:
+    """Print how each member stands; status 1 if one has failed."""
+    print(f"submission  {submission.folder}")
+    print(as_table(rows_of(submission, statuses), [str(each.log or "") for each in statuses]))
+    return int(bool(unfinished(statuses)))
+
+
+def run_resubmit(submission: Submission, statuses: Sequence[MemberStatus], options: argparse.Namespace) -> int:
+    """Submit again what failed, was cancelled or stopped early; these runs resume."""
+    again = unfinished(statuses)
+    if not again:
+        print("nothing has failed; nothing was submitted")
+        return 0
+    submit(submission.without_dependencies(), again)
+    return 0
+
+
+def run_collect(submission: Submission, statuses: Sequence[MemberStatus], options: argparse.Namespace) -> int:
+    """Print what each member has reached and what it took; with ``--output``, write it as CSV as well."""
+    rows = rows_of(submission, statuses)
+    print(as_table(rows))
+    if options.output is not None:
+        write_csv(options.output, rows)
+        print(f"written to {options.output}")
+    return 0
+
+
+def rows_of(submission: Submission, statuses: Sequence[MemberStatus]) -> list[RunRow]:
+    """What each member has reached, and what it took."""
+    return [row_of(each.member.name, each.state, submission.store / each.member.run) for each in statuses]
+
+
+LATER = {"status": run_status, "resubmit": run_resubmit, "collect": run_collect}

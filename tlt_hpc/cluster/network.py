@@ -1,0 +1,122 @@
+"""Which network NCCL has chosen. It falls back silently to a slower one, and names its choice only in its log."""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+from collections import Counter
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tlt_hpc.cluster.caches import FOLDER
+from tlt_hpc.common.words import count
+from tlt_hpc.config import UserError
+
+REQUIRED = "TLT_NETWORK"
+"""What NCCL must choose, such as ``IB``, or ``OFI`` for libfabric's plugin; empty: anything."""
+_LOG_VARIABLES = ("NCCL_DEBUG", "NCCL_DEBUG_SUBSYS", "NCCL_DEBUG_FILE")
+_CHOSEN = re.compile(r"NCCL INFO (?:Using network|Assigned NET plugin) (.+?)(?: to comm)?\s*$", re.MULTILINE)
+_CARDS = re.compile(r"NCCL INFO NET/\w+ ?: Using (\[\d.*)$", re.MULTILINE)
+_PROVIDER = re.compile(r"NET/OFI Selected [Pp]rovider is ([\w;]+).*?(?:\(found (\d+) nics\))?\s*$", re.MULTILINE)
+_SOCKET = "Socket"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """NCCL's network on one node."""
+
+    name: str
+    """NCCL's own: ``IB``, ``IBext_v8``, ``AWS Libfabric``, ``Libfabric``, ``Socket``; empty where its log has none."""
+    cards: tuple[str, ...] = ()
+    """Cards, interfaces, or libfabric's provider."""
+
+    @property
+    def words(self) -> str:
+        return (self.name or "unknown") + (f" ({', '.join(self.cards)})" if self.cards else "")
+
+    @property
+    def is_socket(self) -> bool:
+        return self.name == _SOCKET
+
+    def fits(self, required: str) -> bool:
+        """Whether it is the network that a site requires: NCCL's name, or how that begins."""
+        own = "ofi" if "libfabric" in self.name.lower() else self.name.lower()
+        return self.name.lower().startswith(required.lower()) or own.startswith(required.lower())
+
+
+def start_log(environment: MutableMapping[str, str]) -> Path | None:
+    """Have NCCL write a log of its start, before this process uses NCCL; None where the user has NCCL write another.
+
+    Raises:
+        UserError: NCCL's log is the user's own, and ``TLT_NETWORK`` needs it.
+    """
+    if given := [name for name in _LOG_VARIABLES if name in environment]:
+        if environment.get(REQUIRED):
+            raise UserError(
+                f"{REQUIRED}={environment[REQUIRED]} cannot be checked where {given[0]} is set: NCCL writes one log; "
+                f"unset {' and '.join(given)}, or {REQUIRED}"
+            )
+        return None
+    handle, name = tempfile.mkstemp(prefix="nccl-", suffix=".log", dir=environment.get(FOLDER))
+    os.close(handle)
+    environment.update(zip(_LOG_VARIABLES, ("INFO", "INIT,NET", name), strict=True))
+    return Path(name)
+
+
+def read_log(path: Path, environment: MutableMapping[str, str]) -> Choice:
+    """What NCCL chose, once the ranks have met; removes the log, and the variables of ``start_log``."""
+    for name in _LOG_VARIABLES:
+        environment.pop(name, None)
+    text = path.read_text(encoding="utf-8", errors="replace")
+    path.unlink()  # NCCL keeps it open: what it writes later goes with the process
+    return parse_log(text)
+
+
+def parse_log(text: str) -> Choice:
+    """The choice that a log of NCCL names."""
+    chosen = _CHOSEN.findall(text)
+    if not chosen:
+        return Choice("")
+    name = chosen[-1]
+    if Choice(name).fits("OFI"):
+        return Choice(name, tuple(f"{number or 1} x {provider}" for provider, number in _PROVIDER.findall(text)[-1:]))
+    # NCCL tries one network after another, and stops at the first that works
+    return Choice(name, tuple(re.findall(r"\[\d+\]([^:\s]+)", "".join(_CARDS.findall(text)[-1:]))))
+
+
+def refuse_network(choices: Mapping[str, Choice], required: str) -> str:
+    """A line that ends the run, empty if all nodes have the network that is required.
+
+    Args:
+        choices: by node, in the order of their ranks.
+    """
+    odd = {host: choice for host, choice in choices.items() if not choice.fits(required)}
+    if not required or not odd:
+        return ""
+    host, choice = next(iter(odd.items()))
+    others = f" and {count(len(odd) - 1, 'node')} more" if len(odd) > 1 else ""
+    return (
+        f"NCCL chose the network {choice.words} on {host}{others}, and {REQUIRED} requires {required}; load the site's "
+        f"module for NCCL (aws-ofi-nccl on Slingshot); without {REQUIRED}, NCCL_DEBUG=INFO shows why"
+    )
+
+
+def warning_of(choices: Mapping[str, Choice], cards: Sequence[str]) -> str:
+    """A line on a network that is slower than it could be; empty if there is nothing to say.
+
+    Args:
+        cards: of the fast network, on the first node.
+    """
+    names = Counter(choice.name for choice in choices.values())
+    if len(names) > 1:
+        usual = names.most_common(1)[0][0]
+        host, choice = next((host, choice) for host, choice in choices.items() if choice.name != usual)
+        return f"NCCL chose the network {choice.words} on {host}, where most nodes have {usual}; leave that node out"
+    if cards and all(choice.is_socket for choice in choices.values()):
+        return (
+            f"NCCL communicates by sockets, though there are {', '.join(cards)}: two to three times slower; load the "
+            f"site's module for NCCL (aws-ofi-nccl on Slingshot), then have {REQUIRED} forbid it"
+        )
+    return ""

@@ -1,0 +1,89 @@
+"""Runs side by side, as a table and as CSV: how far each has come, what it has reached, and what it took."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+from itertools import zip_longest
+from pathlib import Path
+from typing import NamedTuple
+
+from tlt_hpc.common.errors import UserError
+from tlt_hpc.common.printable import printable
+from tlt_hpc.common.words import table
+from tlt_hpc.look.analysis.learning import change_of
+from tlt_hpc.look.columns import COLUMNS, SCORE
+from tlt_hpc.look.cost import Cost, cost_of
+from tlt_hpc.look.run_log import RunLog
+from tlt_hpc.storage.folder import writing_beside
+
+_STARTS_FORMULA = ("=", "+", "-", "@", "\t", "\r")
+
+
+class RunRow(NamedTuple):
+    """A run's line; what is not known is None."""
+
+    run: str
+    state: str
+    steps: int
+    score_first: float | None
+    """Mean score of the first quarter of the steps."""
+    score_last: float | None
+    cost: Cost | None
+
+
+def row_of(name: str, state: str, folder: Path) -> RunRow:
+    """The line of the run in a folder, in which there may be none yet."""
+    try:
+        log = RunLog(folder)
+    except UserError:  # it has not written a step
+        return RunRow(name, state, 0, None, None, None)
+    change = change_of(log.metric(COLUMNS[SCORE].metric))
+    first, last = (change.first, change.last) if change else (None, None)
+    return RunRow(name, state, len(log.lines), first, last, cost_of(log))
+
+
+def as_table(rows: Sequence[RunRow], logs: Sequence[str] = ()) -> str:
+    """Aligned columns with a heading, for people; the last one names each run's log, if they are given."""
+    heading = ("run", "state", "steps", "score", "tokens", _hours_name(rows), "tokens an hour", "MJ")
+    cells: list[tuple[str, ...]] = [(*heading, "log") if logs else heading]
+    for row, log in zip_longest(rows, logs):
+        cost = row.cost
+        cells.append((
+            printable(row.run), row.state, str(row.steps),
+            "" if row.score_last is None else f"{row.score_first:.3f} -> {row.score_last:.3f}",
+            f"{cost.tokens:,}" if cost else "", cost.number if cost else "",
+            f"{cost.tokens_per_hour:,.0f}" if cost else "",
+            f"{cost.joules / 1e6:,.2f}" if cost and cost.joules is not None else "",
+            *([] if log is None else [log]),
+        ))  # fmt: skip
+    return table(cells)
+
+
+def as_csv(rows: Sequence[RunRow]) -> str:
+    """Comma-separated values with a heading; what a spreadsheet would take for a formula gets a quote before it."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(("run", "state", "steps", "score_first", "score_last", "tokens", _hours_name(rows), "joules"))
+    for row in rows:
+        name, cost = row.run, row.cost
+        figures = (cost.tokens, cost.hours, cost.joules) if cost else (None, None, None)
+        name = f"'{name}" if name.startswith(_STARTS_FORMULA) else name
+        writer.writerow((name, row.state, row.steps, row.score_first, row.score_last, *figures))
+    return out.getvalue()
+
+
+def write_csv(path: Path, rows: Sequence[RunRow]) -> None:
+    """Write ``as_csv`` to a file.
+
+    Raises:
+        WriteError: no room, no permission or no such folder.
+    """
+    with writing_beside(path) as part:
+        part.write_text(as_csv(rows), encoding="utf-8")
+
+
+def _hours_name(rows: Sequence[RunRow]) -> str:
+    names = {row.cost.unit for row in rows if row.cost}
+    return names.pop() if len(names) == 1 else "rank-hours"

@@ -1,0 +1,99 @@
+"""What a run cost: GPU-hours, tokens and joules, from the lines of its steps and the records of its starts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from tlt_hpc.look.run_log import RunLog
+from tlt_hpc.look.words import joules, rounded
+from tlt_hpc.storage.records import Environment
+from tlt_hpc.storage.step_lines import STEP, Line
+
+_SECONDS = ("timing_s/step", "timing_s/testing")
+_TOKENS, _JOULES = "perf/total_num_tokens", "energy/gpu_joules"
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What steps and evaluations took. Starting, saving, and steps that were cut off before their end do not count."""
+
+    hours: float
+    """Of all GPUs together, or of all ranks if they have no GPU."""
+    unit: str
+    """``GPU-hours`` or ``rank-hours``."""
+    lost_hours: float
+    """The part in steps that were generated again after a resume from an earlier one."""
+    tokens: int
+    """Response tokens of the steps that are part of the run."""
+    joules: float | None
+    """Of the GPUs in the steps; None if it is not known of every step."""
+
+    @property
+    def tokens_per_hour(self) -> float:
+        return self.tokens / self.hours
+
+    @property
+    def number(self) -> str:
+        """The hours: 0.0512, 12.3 or 4,560."""
+        return rounded(self.hours)
+
+    @property
+    def words(self) -> str:
+        """What stands behind the number."""
+        lost = f" ({rounded(self.lost_hours)} in lost steps)" if self.lost_hours else ""
+        rate = f"{rounded(self.tokens_per_hour)} tokens per {self.unit.removesuffix('s')}"
+        return f"{self.unit}{lost}, {rate}" + (f", {joules(self.joules)}" if self.joules is not None else "")
+
+    def times(self, factor: float) -> Cost:
+        """The cost of ``factor`` times as many such steps."""
+        energy = None if self.joules is None else factor * self.joules
+        return Cost(factor * self.hours, self.unit, factor * self.lost_hours, round(factor * self.tokens), energy)
+
+
+def cost_of(log: RunLog) -> Cost | None:
+    """The cost of the steps that a log covers, and of those that a whole run has lost; None if it is unknown."""
+    devices = _Devices(log)
+    kept, lost = list(log.lines.values()), log.dropped if log.is_whole else ()
+    lost_hours = sum(map(devices.hours, lost))
+    hours = lost_hours + sum(map(devices.hours, kept))
+    if hours <= 0:
+        return None
+    energy = _total([*kept, *lost], _JOULES)
+    tokens = sum(_figure(line, _TOKENS) or 0.0 for line in kept)
+    return Cost(hours, devices.unit, lost_hours, int(tokens), energy)
+
+
+class _Devices:
+    """How many GPUs, or ranks without one, were at work in a step."""
+
+    def __init__(self, log: RunLog) -> None:
+        self._log, starts = log, [(_num_ranks(start), _num_gpus(start)) for start in log.starts]
+        ranks, gpus = starts[-1] if starts else (0, 0)
+        self.unit = "GPU-hours" if gpus else "rank-hours"
+        self._each = gpus / ranks if gpus and ranks else 1.0
+        self._is_constant, self._ranks = len(set(starts)) == 1, ranks
+
+    def hours(self, line: Line) -> float:
+        """Device-hours of a step, by the number of its logs if starts had different numbers of ranks."""
+        ranks = self._ranks if self._is_constant else len(self._log.files(int(line[STEP]))) or self._ranks
+        return ranks * self._each * sum(_figure(line, name) or 0.0 for name in _SECONDS) / 3600
+
+
+def _num_ranks(start: Environment) -> int:
+    return sum(host.num_ranks for host in start.hosts)
+
+
+def _num_gpus(start: Environment) -> int:
+    return sum(sum(host.gpus.values()) for host in start.hosts)
+
+
+def _figure(line: Line, name: str) -> float | None:
+    value = line.get(name)
+    return float(value) if isinstance(value, (int, float)) and math.isfinite(value) and value >= 0 else None
+
+
+def _total(lines: Iterable[Line], name: str) -> float | None:
+    values = [_figure(line, name) for line in lines]
+    return None if None in values else sum(value for value in values if value is not None)

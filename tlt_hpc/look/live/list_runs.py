@@ -1,0 +1,74 @@
+"""``tlt runs``: lists the runs below a folder."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from tlt_hpc.cluster.watch.record import HEARTBEAT_SECONDS
+from tlt_hpc.common.errors import UserError
+from tlt_hpc.look.collect import as_table, row_of, write_csv
+from tlt_hpc.look.live.state import RunState, read_state
+from tlt_hpc.look.words import seconds
+from tlt_hpc.storage.folder import RunFolder
+
+_QUIET_SECONDS = 6 * HEARTBEAT_SECONDS
+"""Clocks of nodes differ, and file systems show a change late: so long a rank may seem silent."""
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the runs of a folder, the newest last; returns the exit status.
+
+    Raises:
+        UserError: there is no such folder, or it holds no run.
+    """
+    folder = options.folder
+    if not folder.is_dir():
+        raise UserError(f"no folder {folder}; give the folder of your runs, or call this where runs/ is")
+    found = sorted(find_runs(folder), key=_changed_at)
+    if not found:
+        raise UserError(f"no run in {folder}; `tlt train jobs/tiny.toml` makes one")
+    rows = [row_of(str(path), state_of(path), path) for path in found]
+    print(as_table(rows))
+    if options.output is not None:
+        write_csv(options.output, rows)
+        print(f"written to {options.output}")
+    return 0
+
+
+def find_runs(folder: Path) -> Iterator[Path]:
+    """Folders of runs at any depth; a run's own folders are not searched."""
+    for place, names, _ in os.walk(folder):
+        path = RunFolder(Path(place))
+        if path.metrics.is_file() or path.rollouts.is_dir():
+            names.clear()
+            yield path.path
+        names.sort()
+
+
+def state_of(path: Path) -> str:
+    """``finished``, ``running``, how it ended, or for how long there has been no sign of it."""
+    state = read_state(path)
+    if state.is_finished:
+        return "finished"
+    if state.ending:
+        return state.ending
+    silent = time.time() - _changed_at(path)
+    if state.records and silent < _QUIET_SECONDS:
+        return _running(state)
+    return f"no sign for {seconds(max(0.0, silent))}"
+
+
+def _running(state: RunState) -> str:
+    phases = sorted({record.phase for record in state.records})
+    return f"running ({', '.join(phases)})"
+
+
+def _changed_at(path: Path) -> float:
+    """When a file of the run last changed: its metrics or the ranks' status."""
+    folder = RunFolder(path)
+    places = [folder.metrics, *(folder.status.iterdir() if folder.status.is_dir() else ()), path]
+    return max(float(place.stat().st_mtime) for place in places if place.exists())

@@ -1,0 +1,51 @@
+"""Puts each rank on the cores near its GPU where nobody has bound it, and says where the ranks run."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from tlt_hpc.cluster.placement import CPU_BIND, kinds_of, may_bind, numa_of, read_seat, share_cores, warnings_of
+from tlt_hpc.cluster.topology import System
+from tlt_hpc.common.words import count
+
+if TYPE_CHECKING:
+    from tlt_hpc.mpi.world import World
+
+logger = logging.getLogger(__name__)
+
+_SHOWN_KINDS = 4
+"""Kinds of nodes whose tables are printed; the others' are in environment.jsonl alone."""
+
+
+def place_ranks(world: World, uses_gpu: bool) -> None:
+    """Bind ranks that nobody has bound, print the table and the warnings, and keep both in ``world``; collective.
+
+    To be called before torch is imported, whose threads and memory then follow.
+    """
+    system = System.of(os.environ)
+    own = read_seat(system, os.environ, world.hostname, uses_gpu)
+    node = [seat for seat in world.allgather(own) if seat.hostname == world.hostname]
+    numa_cores = system.numa_cores()
+    shares = share_cores(node, numa_cores, system.siblings)
+    if shares:
+        own = replace(own, best=shares[world.local_rank])
+    if may_bind(node, shares) and os.environ.get(CPU_BIND) != "none":
+        os.sched_setaffinity(0, own.best)
+        own = replace(own, cores=own.best, numa=numa_of(own.best, numa_cores), is_self_bound=True)
+    seats = world.allgather(own)
+    if world.rank:
+        return
+    kinds = kinds_of(seats)
+    tables = [kind.table() for kind in kinds]
+    warnings = [line for kind in kinds for line in warnings_of(kind)]
+    world.placement = (*(line for table in tables for line in table), *warnings)
+    if len({seat.hostname for seat in seats}) > 1 or any(seat.gpu for seat in seats):
+        lines = [line for table in tables[:_SHOWN_KINDS] for line in table]
+        if left := sum(len(kind.hostnames) for kind in kinds[_SHOWN_KINDS:]):
+            lines.append(f"and in other ways on {count(left, 'node')}: environment.jsonl")
+        world.say("\n  ".join(lines))
+    for line in warnings[:_SHOWN_KINDS]:
+        logger.warning("%s", line)
