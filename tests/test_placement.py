@@ -15,7 +15,7 @@ from fake_world import ThreadWorld, on_threads
 from local_slurm import LocalSlurm
 
 from tlt_hpc.cluster import caches, placement
-from tlt_hpc.cluster.network import Choice, parse_log, read_log, refuse_network, start_log, warning_of
+from tlt_hpc.cluster.network import ChosenNetwork, parse_log, read_log, refuse_network, start_log, warning_of
 from tlt_hpc.cluster.placement import Seat, kinds_of, may_bind, read_seat, share_cores, warnings_of
 from tlt_hpc.cluster.topology import ROOT, System, format_cores, own_gpu, parse_cores
 from tlt_hpc.config import UserError
@@ -373,16 +373,22 @@ def test_the_network_is_read_from_nccl_s_log(log: str, words: str) -> None:
 
 
 def test_a_required_network_is_named_by_how_it_begins() -> None:
-    ib, ofi, slow = Choice("IBext_v8"), Choice("AWS Libfabric"), Choice("Socket", ("eth0",))
-    assert ib.fits("IB") and ib.fits("ib") and ofi.fits("OFI") and ofi.fits("AWS") and Choice("Libfabric").fits("OFI")
-    assert not (slow.fits("IB") or ib.fits("OFI") or Choice("").fits("IB"))
+    ib, ofi, slow = ChosenNetwork("IBext_v8"), ChosenNetwork("AWS Libfabric"), ChosenNetwork("Socket", ("eth0",))
+    assert (
+        ib.fits("IB")
+        and ib.fits("ib")
+        and ofi.fits("OFI")
+        and ofi.fits("AWS")
+        and ChosenNetwork("Libfabric").fits("OFI")
+    )
+    assert not (slow.fits("IB") or ib.fits("OFI") or ChosenNetwork("").fits("IB"))
     assert refuse_network({"n1": ib, "n2": ib}, "IB") == refuse_network({"n1": slow}, "") == ""
     line = refuse_network({"n1": ib, "n2": slow, "n3": slow}, "IB")
     assert line.startswith("NCCL chose the network Socket (eth0) on n2 and 1 node more, and TLT_NETWORK requires IB; ")
 
 
 def test_a_slow_network_is_a_warning() -> None:
-    slow, ib = Choice("Socket", ("eth0",)), Choice("IB")
+    slow, ib = ChosenNetwork("Socket", ("eth0",)), ChosenNetwork("IB")
     assert warning_of({"n1": ib}, ["mlx5_0"]) == warning_of({"n1": slow}, []) == ""
     assert "by sockets, though there are hsn0, hsn1" in warning_of({"n1": slow}, ["hsn0", "hsn1"])
     assert "Socket (eth0) on n2, where most nodes have IB" in warning_of({"n1": ib, "n2": slow, "n3": ib}, [])

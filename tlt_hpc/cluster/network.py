@@ -24,7 +24,7 @@ _SOCKET = "Socket"
 
 
 @dataclass(frozen=True)
-class Choice:
+class ChosenNetwork:
     """NCCL's network on one node."""
 
     name: str
@@ -65,7 +65,7 @@ def start_log(environment: MutableMapping[str, str]) -> Path | None:
     return Path(name)
 
 
-def read_log(path: Path, environment: MutableMapping[str, str]) -> Choice:
+def read_log(path: Path, environment: MutableMapping[str, str]) -> ChosenNetwork:
     """What NCCL chose, once the ranks have met; removes the log, and the variables of ``start_log``."""
     for name in _LOG_VARIABLES:
         environment.pop(name, None)
@@ -74,19 +74,21 @@ def read_log(path: Path, environment: MutableMapping[str, str]) -> Choice:
     return parse_log(text)
 
 
-def parse_log(text: str) -> Choice:
+def parse_log(text: str) -> ChosenNetwork:
     """The choice that a log of NCCL names."""
     chosen = _CHOSEN.findall(text)
     if not chosen:
-        return Choice("")
+        return ChosenNetwork("")
     name = chosen[-1]
-    if Choice(name).fits("OFI"):
-        return Choice(name, tuple(f"{number or 1} x {provider}" for provider, number in _PROVIDER.findall(text)[-1:]))
+    if ChosenNetwork(name).fits("OFI"):
+        return ChosenNetwork(
+            name, tuple(f"{number or 1} x {provider}" for provider, number in _PROVIDER.findall(text)[-1:])
+        )
     # NCCL tries one network after another, and stops at the first that works
-    return Choice(name, tuple(re.findall(r"\[\d+\]([^:\s]+)", "".join(_CARDS.findall(text)[-1:]))))
+    return ChosenNetwork(name, tuple(re.findall(r"\[\d+\]([^:\s]+)", "".join(_CARDS.findall(text)[-1:]))))
 
 
-def refuse_network(choices: Mapping[str, Choice], required: str) -> str:
+def refuse_network(choices: Mapping[str, ChosenNetwork], required: str) -> str:
     """A line that ends the run, empty if all nodes have the network that is required.
 
     Args:
@@ -103,7 +105,7 @@ def refuse_network(choices: Mapping[str, Choice], required: str) -> str:
     )
 
 
-def warning_of(choices: Mapping[str, Choice], cards: Sequence[str]) -> str:
+def warning_of(choices: Mapping[str, ChosenNetwork], cards: Sequence[str]) -> str:
     """A line on a network that is slower than it could be; empty if there is nothing to say.
 
     Args:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from tlt_hpc.cluster.topology import UNKNOWN, System, format_cores, nearest, own_gpu
-from tlt_hpc.common.words import count
+from tlt_hpc.common.words import count, table
 
 CPU_BIND = "TLT_CPU_BIND"
 """srun's ``--cpu-bind``, of ``sbatch/env.sh``; "none" keeps ranks from binding themselves as well."""
@@ -120,7 +120,7 @@ def may_bind(seats: Sequence[Seat], shares: Sequence[frozenset[int]]) -> bool:
 
 
 @dataclass(frozen=True)
-class Kind:
+class NodeLayout:
     """Nodes whose ranks run alike."""
 
     hostnames: tuple[str, ...]
@@ -136,10 +136,8 @@ class Kind:
     def table(self) -> list[str]:
         """A line on the nodes, one of headings, and one for each rank of a node."""
         rows = [_HEAD, *(_row(rank, seat) for rank, seat in zip(self.ranks, self.seats, strict=True))]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         bound = ", each bound by itself to cores near its GPU" if self.seats[0].is_self_bound else ""
-        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-        return [f"ranks on {self.name}{bound}:", *(f"  {line}" for line in lines)]
+        return [f"ranks on {self.name}{bound}:", *(f"  {line}" for line in table(rows).splitlines())]
 
 
 def _row(rank: int, seat: Seat) -> tuple[str, ...]:
@@ -147,7 +145,7 @@ def _row(rank: int, seat: Seat) -> tuple[str, ...]:
     return str(rank), *(text or _NOT_KNOWN for text in (seat.gpu, format_cores(seat.cores), *numa, seat.card))
 
 
-def kinds_of(seats: Sequence[Seat]) -> list[Kind]:
+def kinds_of(seats: Sequence[Seat]) -> list[NodeLayout]:
     """The kinds of nodes, in the order of their first ranks.
 
     Args:
@@ -161,12 +159,12 @@ def kinds_of(seats: Sequence[Seat]) -> list[Kind]:
         layout = tuple((*_row(0, seats[rank]), seats[rank].threads, seats[rank].best) for rank in ranks)
         alike.setdefault(layout, []).append(hostname)
     return [
-        Kind(tuple(hosts), tuple(ranks := nodes[hosts[0]]), tuple(seats[rank] for rank in ranks))
+        NodeLayout(tuple(hosts), tuple(ranks := nodes[hosts[0]]), tuple(seats[rank] for rank in ranks))
         for hosts in alike.values()
     ]
 
 
-def warnings_of(kind: Kind) -> list[str]:
+def warnings_of(kind: NodeLayout) -> list[str]:
     """One line, with the remedy, for each thing that makes the ranks of these nodes slow."""
     seats, where = kind.seats, f"on {kind.name}"
     cores = frozenset[int]().union(*(seat.cores for seat in seats))
@@ -211,7 +209,7 @@ def remedy_of(seats: Sequence[Seat]) -> str:
     return f"export {CPU_BIND}=mask_cpu:{masks} before sbatch (srun --cpu-bind)"
 
 
-def _named(kind: Kind, places: Sequence[int]) -> str:
+def _named(kind: NodeLayout, places: Sequence[int]) -> str:
     """``rank 3``, ``ranks 0-3,8``."""
     ranks = [kind.ranks[place] for place in places]
     return f"{'ranks' if len(ranks) > 1 else 'rank'} {format_cores(ranks)}"
