@@ -78,7 +78,7 @@ def test_cpu_pins_cover_and_satisfy_the_project() -> None:
 
 def test_conda_environment_covers_the_project() -> None:
     listed = conda()
-    extra = {"python", "pip", "openmpi", "cxx-compiler", "cuda-cudart-dev"}  # compilers: what jobs compile
+    extra = {"python", "pip", "openmpi", "c-compiler", "cuda-cudart-dev"}  # what jobs compile with
     assert set(listed) == set(requirements("gpu")) | extra, "no tools of the tests"
 
 

@@ -481,12 +481,21 @@ def finish(policy: Any) -> str:
     return digest
 
 
-def save_after_two_steps(stages: list[int], folder: str) -> list[list[str]]:
+def offload() -> None:
+    """Have the optimiser's state handled as ZeRO offload does, though everything is in host memory anyway."""
+    settings = engine.engine_settings
+    engine.engine_settings = lambda config, num_ranks, _: settings(config, num_ranks, "cuda")
+
+
+def save_after_two_steps(stages: list[int], folder: str, is_offloaded: bool = False) -> list[list[str]]:
     """Per stage: two steps, save, one more; hashes when saved and at the end, and the weights of the end on disk."""
     world = connect()
+    if is_offloaded:
+        offload()
     digests = []
     for stage in stages:
-        policy = make_policy(make_config(optimizer__zero_stage=stage), world)
+        policy = make_policy(make_config(optimizer__zero_stage=stage, optimizer__offload=is_offloaded), world)
+        assert bool(policy.engine.zero_offload_optimizer()) == is_offloaded
         for step in range(2):
             policy.update(make_rollouts(step), make_advantages(step))
         whole = gathered_state(policy, world)
@@ -502,13 +511,15 @@ def save_after_two_steps(stages: list[int], folder: str) -> list[list[str]]:
     return digests
 
 
-def load_and_go_on(pairs: list[tuple[int, int]], folder: str) -> list[dict[str, Any]]:
+def load_and_go_on(pairs: list[tuple[int, int]], folder: str, is_offloaded: bool = False) -> list[dict[str, Any]]:
     """Per (stage saved at, stage loaded at): what came back, and where the next step leads."""
     world = connect()
+    if is_offloaded:
+        offload()
     results = []
     for saved_stage, stage in pairs:
         saved = load_file(Path(folder) / f"stage-{saved_stage}.safetensors")
-        policy = make_policy(make_config(optimizer__zero_stage=stage), world)
+        policy = make_policy(make_config(optimizer__zero_stage=stage, optimizer__offload=is_offloaded), world)
         policy.load_state(saved.__getitem__, num_steps=2 * NUM_UPDATES)
         loaded = policy.sha256()
         again = gathered_state(policy, world)
@@ -533,6 +544,22 @@ def test_state_goes_on_at_another_rank_count_and_stage(tmp_path: Path) -> None:
                 assert result["after"] < 2e-6, where
                 if num_ranks == 2 and saved_stage == stage:
                     assert result["end"] == end, "not bit-equal at the same rank count and stage"
+
+
+def test_offloaded_state_resumes_bit_for_bit_and_as_without_offload(tmp_path: Path) -> None:
+    """With torch's AdamW, whose count of steps is restored; and what is offloaded trains as what is not."""
+    kept, moved = tmp_path / "kept", tmp_path / "moved"
+    for place in (kept, moved):
+        place.mkdir()
+    plain = run_on_ranks(2, save_after_two_steps, [1, 3], str(kept))[0]
+    digests = run_on_ranks(2, save_after_two_steps, [1, 3], str(moved), True)[0]
+    for rank in run_on_ranks(2, load_and_go_on, [(1, 1), (3, 3)], str(moved), True):
+        for (saved, end), result in zip(digests, rank, strict=True):
+            assert result["loaded"] == saved and result["same"] and result["end"] == end, result
+    assert len(plain) == len(digests)
+    for stage in (1, 3):
+        without, with_offload = (load_file(place / f"stage-{stage}-after.safetensors") for place in (kept, moved))
+        assert distance(without, with_offload) < 2e-6
 
 
 def hold_and_gather(stages: list[int]) -> list[list[Any]]:

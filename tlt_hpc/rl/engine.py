@@ -5,7 +5,6 @@ DeepSpeed is imported where it is used: it takes seconds, and commands that trai
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -37,6 +36,7 @@ def engine_settings(config: Config, num_ranks: int, device_type: str) -> dict[st
         "data_types": {"grad_accum_dtype": "fp32"},
         "communication_data_type": "fp32",
         "zero_optimization": zero,
+        "zero_force_ds_cpu_optimizer": False,
     }
 
 
@@ -98,14 +98,10 @@ def _partition(model: torch.nn.Module, settings: dict[str, Any]) -> None:
 
 def _make_optimizer(model: torch.nn.Module, config: Config, offloaded: bool) -> torch.optim.Optimizer:
     settings = config.optimizer
-    adam: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
-    if offloaded:
-        from deepspeed.ops.adam import DeepSpeedCPUAdam  # compiles itself at first use
-
-        adam = DeepSpeedCPUAdam
-    return adam(
+    return torch.optim.AdamW(
         model.parameters(),
         lr=settings.learning_rate,
         eps=ADAM_EPSILON,
         weight_decay=settings.weight_decay,
+        fused=offloaded or None,  # on host memory as fast as DeepSpeed's, which each node would compile first
     )

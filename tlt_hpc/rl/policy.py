@@ -526,10 +526,7 @@ class Policy:
     def _set_step_count(self, num_steps: int) -> None:
         self._num_steps = num_steps
         for state in self.engine.basic_optimizer.state.values():
-            if isinstance(state["step"], torch.Tensor):  # torch's AdamW; DeepSpeed's CPU Adam counts in an int
-                state["step"].fill_(num_steps)
-            else:
-                state["step"] = num_steps
+            state["step"].fill_(num_steps)
 
 
 def _layer_of(name: str) -> str:
