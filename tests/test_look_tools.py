@@ -141,3 +141,20 @@ def test_a_flipped_bit_is_found_only_if_files_are_read_completely(folder: RunFol
     assert not list(inspect_run.faults(RunLog(folder.path), read_whole=False))
     (fault,) = inspect_run.faults(RunLog(folder.path))
     assert str(path) in fault
+
+
+def test_the_notebook_reads_a_runs_responses(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its cells in order, on another run than the one that it names."""
+    cells = json.loads((TOOLS.parent / "docs" / "responses.ipynb").read_text())["cells"]
+    program = "\n\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+    assert program.count('Path("runs/demo")') == 1
+    names: dict[str, Any] = {}
+    exec(program.replace('Path("runs/demo")', f"Path({str(folder.path)!r})"), names)
+    log = RunLog(folder.path)
+    table = names["by_step"]
+    assert list(table.index) == list(log.steps) and len(names["responses"]) == sum(
+        len(record.rollouts) for step in log.steps for record in log.records(step)
+    )
+    longest = log.metric("response_length/max")
+    assert not len(longest) or table["tail"].min() >= 1
+    assert list(names["metrics"].index) == list(log.lines)

@@ -176,6 +176,13 @@ def test_what_the_options_leave_open_comes_from_a_batch_script(
                  "partition=gpu", "constraint=a100", "signal=USR2@120", "requeue", "job-name=tiny"):  # fmt: skip
         assert f"#SBATCH --{line}\n" in text
     assert "YOUR_" not in text and "--exclusive" not in text
+    script.write_text(
+        lines.replace("gpus-per-node=8", "gpus-per-node=a100:4").replace("#SBATCH --ntasks", "# --ntasks")
+    )
+    assert submit([TINY, *job, "--folder=typed"]) == 0
+    text = (tmp_path / "submitted.sh").read_text()
+    assert "#SBATCH --gpus-per-node=a100:4\n" in text and "#SBATCH --ntasks-per-node=4\n" in text
+    script.write_text(lines)
     assert submit([TINY, *job, "--gpus-per-node=2", "--nodes=1", "--folder=other"]) == 0
     assert "#SBATCH --ntasks-per-node=2\n" in (tmp_path / "submitted.sh").read_text()
 

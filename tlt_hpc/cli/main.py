@@ -194,6 +194,11 @@ def check_folder(config: Config) -> str:
     check_resumable(folder.config, config)
     if folder.path.exists() and not folder.path.is_dir():
         raise UserError(f"run.folder and run.name give {folder.path}, which is a file; move it away or give another")
+    there = next(place for place in (folder.path, *folder.path.absolute().parents) if place.exists())
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise UserError(
+            f"run.folder gives {folder.path}, and {there} cannot be written; set run.folder to another place"
+        )
     read_lines(folder.metrics)
     return finished_message(config)
 

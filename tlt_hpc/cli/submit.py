@@ -23,7 +23,7 @@ from tlt_hpc.common.words import count
 from tlt_hpc.config import ConfigError, load_config
 from tlt_hpc.look.collect import RunRow, as_table, row_of, write_csv
 from tlt_hpc.plan.preflight.checklist import all_results
-from tlt_hpc.plan.preflight.request import sbatch_words
+from tlt_hpc.plan.preflight.request import num_gpus, sbatch_words
 from tlt_hpc.plan.preflight.results import Level
 
 SUBMITTED = Path("runs") / "submitted"
@@ -123,13 +123,17 @@ def resources_of(options: argparse.Namespace) -> Resources:
     given: dict[str, object] = {}
     further = []
     for name, value in words.items():
-        if name in known and not value.startswith("YOUR_"):
+        if name == "gpus-per-node" and not value.isdecimal():  # a kind of GPU as well, such as a100:4
+            given["ranks_per_node"] = given.get("ranks_per_node") or num_gpus(f"gpu:{value}")
+            further.append(f"--{name}={value}")
+        elif name in known and not value.startswith("YOUR_"):
             given[known[name]] = int(value) if value.isdecimal() and name not in ("mem", "time") else value
         elif name not in (*known, *_OWN_OPTIONS):
             further.append(f"--{name}={value}" if value else f"--{name}")
     given |= {field.name: vars(options)[field.name] for field in fields(Resources) if field.name in options}
     if "gpus_per_node" in options and "ranks_per_node" not in options:
         given.pop("ranks_per_node", None)
+        further = [word for word in further if not word.startswith("--gpus-per-node=")]
     waits = [f"--dependency=afterok:{':'.join(jobs)}"] if (jobs := jobs_before(options.after)) else []
     return Resources(**given | {"sbatch": (*further, *options.sbatch, *waits)})  # type: ignore[arg-type]
 
