@@ -72,8 +72,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     is_rank = rank is not None and not options.dry_run
     if rank == 0 and is_rank and STARTED not in os.environ:
         print(starting(launched_count(os.environ)), flush=True)
-    if rank is None:  # before the seconds that imports take
-        print(f"checking {options.config}", file=sys.stderr if options.dry_run else sys.stdout, flush=True)
+    if rank is None:
+        say_soon(f"checking {options.config}", is_result=not options.dry_run)
     try:
         config = load_config(options.config, options.overrides, given_job(os.environ, options.config))
         num_ranks = launched_count(os.environ) or config.run.ranks
@@ -98,6 +98,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"tlt: {one_line(error)}", file=sys.stderr)
         return USER_ERROR
     return be_rank(config, options, flag, rank)
+
+
+def say_soon(words: str, is_result: bool) -> None:
+    """Print a line before the seconds that imports take; if it is not part of the result, on a terminal alone."""
+    if is_result or sys.stderr.isatty():
+        print(words, file=sys.stdout if is_result else sys.stderr, flush=True)
 
 
 def be_rank(config: Config, options: argparse.Namespace, flag: StopFlag, rank: int | None) -> int:
@@ -350,8 +356,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 def run_alone(module: str, options: argparse.Namespace) -> int:
     """Call ``run`` of a module; its user's mistakes end as one line."""
     try:
-        if options.command.startswith("export"):  # before the seconds that imports take
-            print(f"reading {options.place}", flush=True)
+        if options.command.startswith("export"):
+            say_soon(f"reading {options.place}", is_result=False)
         return importlib.import_module(module).run(options) or 0
     except (ValueError, OSError) as error:
         print(f"tlt: {one_line(as_error(error))}", file=sys.stderr)

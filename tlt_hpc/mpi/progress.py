@@ -16,7 +16,7 @@ from tlt_hpc.mpi.library import MPI
 
 FIRST_PAUSE_SECONDS = 50e-6
 MAX_PAUSE_SECONDS = 4e-3
-_YIELDS = 50
+YIELDS = 50
 """Tests of a request, about 2 us each, before the first sleep: ranks of a replica are a few microseconds apart, and a
 sleep takes a tenth of a millisecond."""
 """A test of a request and the wake-up before it take about 50 us, so that a waiting rank uses 1 to 2 % of its core."""
@@ -38,7 +38,7 @@ def wait(request: MPI.Request, name: str, scope: str = "world") -> None:
     The watch identifies it by its ``name`` and a running number within its ``scope``, whose ranks all wait for it.
     """
     BEAT.wait_in(name, scope)
-    for seconds in chain(repeat(0.0, _YIELDS), pauses()):  # sleep(0) lets another rank have the core
+    for seconds in chain(repeat(0.0, YIELDS), pauses()):  # sleep(0) lets another rank have the core
         if request.Test():
             break
         time.sleep(seconds)
