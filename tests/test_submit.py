@@ -5,10 +5,13 @@ from __future__ import annotations
 import dataclasses
 import os
 import pickle
+import re
 import runpy
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +48,7 @@ def test_a_sweep_is_a_grid_of_named_runs(submit: Any, capsys: pytest.CaptureFixt
     sweep = ["--sweep", "run.seed=0,1", "--sweep", "drafter.init=random,embedded:tiny", "--dry-run"]
     assert submit([TINY, "rollout.top_p=0.9", *sweep, "--ranks-per-node", "4", "--nodes", "2"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "asks Slurm for --nodes=2 --ranks-per-node=4 --cpus-per-rank=1 --time=24:00:00"
+    assert lines[0] == "asks Slurm for 8 ranks: --nodes=2 --ranks-per-node=4 --cpus-per-rank=1 --time=24:00:00"
     assert [line.partition(":")[0] for line in lines[1:5]] == [
         "runs/tiny-seed0-initrandom",
         "runs/tiny-seed0-initembedded_tiny",
@@ -164,6 +167,7 @@ def test_what_the_options_leave_open_comes_from_a_batch_script(
 ) -> None:
     """Its lines for account and partition that nobody has edited count as nothing; options go before it."""
     fake_slurm(tmp_path, monkeypatch, f"cp $1 {tmp_path}/submitted.sh; echo Submitted batch job 4321")
+    fake_program(tmp_path, "squeue", "exit 0")
     script = tmp_path / "job.sh"
     lines = (
         (ROOT / "sbatch" / "train_qwen7b.sh").read_text().replace("#SBATCH --exclusive", "#SBATCH --constraint=a100")
@@ -191,14 +195,26 @@ def test_a_submission_waits_for_another(
     submit: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     fake_slurm(tmp_path, monkeypatch, f"cp $1 {tmp_path}/submitted.sh; echo Submitted batch job 4321")
-    fake_program(tmp_path, "squeue", "echo '4321_0|RUNNING|None'; echo '4321_1|PENDING|Priority'")
+    queue = "echo '4321_0|RUNNING|None'; echo '4321_1|PENDING|Priority'; echo '17|RUNNING|None'"
+    fake_program(tmp_path, "squeue", queue)
     assert submit([TINY, "--command=warmup", "--sweep", "run.seed=0,1", "--folder", "first"]) == 0
+    assert "for the runs after it: drafter.init=runs/tiny-seed0-warmup/drafter" in capsys.readouterr().out
     first = load(tmp_path / "first").members[0]
     assert (first.arguments[0], first.run) == ("warmup", "runs/tiny-seed0-warmup")
     assert submit([TINY, "--after", "first", "--after", "17", "--folder", "second"]) == 0
     assert "#SBATCH --dependency=afterok:4321_0:4321_1:17\n" in (tmp_path / "submitted.sh").read_text()
+    blocked = "echo '4321_0|RUNNING|None'; echo '4321_1|PENDING|None'; echo '4321|PENDING|DependencyNeverSatisfied'"
+    fake_program(tmp_path, "squeue", blocked)
+    fake_program(tmp_path, "scancel", f"echo $* > {tmp_path}/cancelled")
+    capsys.readouterr()
+    assert submit(["status", "second"]) == 1 and "blocked: a job before it has failed" in capsys.readouterr().out
     assert submit(["resubmit", "second"]) == 0
-    assert "--dependency" not in (tmp_path / "submitted.sh").read_text(), "it may have been purged since"
+    assert "#SBATCH --dependency=afterok:4321_0:4321_1\n" in (tmp_path / "submitted.sh").read_text(), "17 is gone since"
+    assert (tmp_path / "cancelled").read_text() == "4321\n"
+    assert submit(["cancel", "first"]) == 0 and (tmp_path / "cancelled").read_text() == "4321_0 4321_1\n"
+    capsys.readouterr()
+    assert submit([TINY, "--after", "99", "--folder", "third"]) == 2
+    assert capsys.readouterr().err.startswith("tlt: --after 99: no such job in squeue; ")
     leave_status(load(tmp_path / "first"), "4321_1", "1\n")
     fake_program(tmp_path, "squeue", "exit 0")
     capsys.readouterr()
@@ -215,8 +231,13 @@ def test_nothing_is_submitted_that_preflight_refuses(
         fake_program(tmp_path, name, body)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("tlt_hpc.plan.preflight.checklist.CHECKS", {"drafter": job_checks.check_drafter})
-    given = [TINY, "drafter.init=runs/warmup/drafter", "--sbatch=--qos=long", "-p", "gpu", "--folder", "sub"]
-    for after, failures in (([], 2), (["--after=17"], 1)):
+    fake_program(tmp_path, "squeue", "echo '100_0|RUNNING|None'")
+    warmup = make(tmp_path, [])
+    save(replace(warmup, members=(replace(warmup.members[0], run="runs/warmup", arguments=("warmup", TINY)),)))
+    shutil.move(warmup.folder, tmp_path / "warm")
+    given = [TINY, "--sbatch=--qos=long", "-p", "gpu", "--folder", "sub"]
+    right, wrong = "drafter.init=runs/warmup/drafter", "drafter.init=runs/warm/drafter"
+    for after, failures in (([right], 2), ([right, "--after=warm"], 1), ([wrong, "--after=warm"], 2)):
         assert main(["submit", *given, *after]) == 2
         out, err = capsys.readouterr()
         assert "failure  sbatch       sbatch would refuse the job: sbatch: error: no such QOS" in out
@@ -224,6 +245,32 @@ def test_nothing_is_submitted_that_preflight_refuses(
         assert err.startswith(f"tlt: nothing was submitted: {failures} failure")
     text = (tmp_path / "tested.sh").read_text()
     assert "#SBATCH --qos=long\n" in text and "\nsrun " in text and not (tmp_path / "sub").exists()
+
+
+def test_a_run_that_waits_or_is_at_work_is_not_submitted_again(
+    submit: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    fake_slurm(tmp_path, monkeypatch, "echo Submitted batch job 4321")
+    fake_program(tmp_path, "squeue", "exit 0")
+    assert submit([TINY]) == 0
+    assert "asks Slurm for 2 ranks: --nodes=1 --ranks-per-node=2" in capsys.readouterr().out, "as run.ranks has it"
+    fake_program(tmp_path, "squeue", "echo '4321|PENDING|Priority'")
+    assert submit([TINY, "--folder=other"]) == 2
+    assert re.fullmatch(
+        r"tlt: runs/tiny: job 4321 of runs/submitted/tiny-[\d-]+ is pending; wait for it, add --after 4321, or give "
+        r"another run.name\n",
+        capsys.readouterr().err,
+    )
+    add_line(made(tmp_path / "runs/tiny") / "metrics.jsonl", line_of(0))
+    assert submit([TINY, "--after=4321", "run.num_steps=3", "--folder=other", "--dry-run", "run.name=b"]) == 0
+    fake_program(tmp_path, "squeue", "exit 0")
+    assert submit([TINY, "--folder=other", "--dry-run"]) == 0
+    assert "(is there with 1 step, and resumes)" in capsys.readouterr().out
+
+
+def test_a_mistyped_command_is_no_job_file(submit: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert submit(["stauts"]) == 2
+    assert capsys.readouterr().err == "tlt: no job file and no command 'stauts'; did you mean status?\n"
 
 
 # --- states ---

@@ -177,10 +177,10 @@ def add_submit_options(command: argparse.ArgumentParser) -> None:
     """The options of ``tlt submit``."""
     command.usage = (
         "tlt submit JOB.toml [section.key=value ...] [options]\n"
-        "       tlt submit status|resubmit|collect [FOLDER] [--output FILE.csv]"
+        "       tlt submit status|resubmit|collect|cancel [FOLDER] [--output FILE.csv]"
     )
     add = command.add_argument
-    add("config", metavar="JOB.toml", help="the job; or status, resubmit, collect: of what was submitted")
+    add("config", metavar="JOB.toml", help="the job; or status, resubmit, collect, cancel: of what was submitted")
     add("overrides", nargs="*", metavar="section.key=value", help="for every member; or FOLDER (default: the newest)")
     add("--sweep", action="append", default=[], metavar="section.key=A,B,..", help="a member each; repeat for a grid")
     add("--script", type=Path, metavar="X.sh", help="take what these options leave open from its #SBATCH lines")

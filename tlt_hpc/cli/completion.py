@@ -14,9 +14,14 @@ from tlt_hpc.config.sections import SECTIONS
 _FILES = ("CONFIG.toml", "JOB.toml", "RUN", "FOLDER", "CHECKPOINT", "FILE", "place")
 _KEYS = {"bash": "_tlt_keys", "zsh": "_tlt_keys"}
 _PREAMBLE = {
-    "bash": '_tlt_keys() {{ compopt -o nospace; compgen -S = -W "{keys}" -- "$1"; }}',
+    "bash": '_tlt_keys() {{ compgen -S = -W "{keys}" -- "$1"; }}',
     "zsh": "_tlt_keys() {{ compadd -S = -- {keys} }}",
 }
+
+_NO_BLANK = """
+_tlt() { _shtab_tlt "$@"; [[ ${COMPREPLY[*]} != *= ]] || compopt -o nospace; }
+complete -o bashdefault -F _tlt tlt"""
+"""A key's value follows its equals sign."""
 
 
 def run(options: argparse.Namespace) -> int:
@@ -25,6 +30,8 @@ def run(options: argparse.Namespace) -> int:
     parser = make_parser()
     _mark(parser)
     print(shtab.complete(parser, options.shell, preamble=_PREAMBLE[options.shell].format(keys=keys)))
+    if options.shell == "bash":
+        print(_NO_BLANK)
     return 0
 
 

@@ -15,8 +15,9 @@ from datetime import datetime
 from pathlib import Path
 
 import tlt_hpc
+from tlt_hpc.cli.command_line import did_you_mean
 from tlt_hpc.cluster.executor import batch_script, send
-from tlt_hpc.cluster.slurm import read_queue
+from tlt_hpc.cluster.slurm import ask_slurm, read_queue
 from tlt_hpc.cluster.status import FINISHED, MemberStatus, read_statuses, unfinished
 from tlt_hpc.cluster.submission import FILE, Resources, Submission, SubmittedRun, load, make_members, parameters, save
 from tlt_hpc.common.words import count
@@ -38,7 +39,11 @@ def run(options: argparse.Namespace) -> int:
         ValueError: in one line; nothing was submitted.
     """
     if options.config not in LATER:
+        if near := did_you_mean(options.config, LATER):
+            raise ConfigError(f"no job file and no command {options.config!r}{near}")
         return run_submit(options)
+    if options.output is not None and options.config != "collect":
+        raise ConfigError(f"--output {options.output} goes with tlt submit collect")
     if len(options.overrides) > 1:
         raise ConfigError(f"tlt submit {options.config} takes one folder; {options.overrides[1]} is one too many")
     submission = load(Path(options.overrides[0]) if options.overrides else newest_folder())
@@ -57,18 +62,24 @@ def run_submit(options: argparse.Namespace) -> int:
     submission = make_submission(options)
     for member in submission.members:
         check_member(options.config, member, submission.resources.num_ranks)
-    asked = (f"--{name.replace('_', '-')}={value}" for name, value in vars(submission.resources).items() if value)
-    print("asks Slurm for", " ".join(map(str, asked)))
+    refuse_second_starts(submission)
+    before = jobs_before(submission.after, is_first=True)
+    asked = vars(submission.resources) | {"sbatch": ""}
+    words = [f"--{name.replace('_', '-')}={value}" for name, value in asked.items() if value]
+    words += [*submission.resources.sbatch, *([f"--dependency=afterok:{':'.join(before)}"] if before else [])]
+    print(f"asks Slurm for {count(submission.resources.num_ranks, 'rank')}:", " ".join(words))
     for member in submission.members:
-        print(f"{member.run}: tlt {' '.join(member.arguments)}", flush=True)
+        print(f"{member.run}: tlt {' '.join(member.arguments)}{resumes(submission, member)}", flush=True)
     if not options.no_preflight:
-        preflight(options, submission)
+        preflight(options, submission, before)
     if options.dry_run:
         print("nothing was submitted (--dry-run)")
         return 0
     keep_job_file(Path(options.config), submission.folder)
     save(submission)
-    submit(submission, {member.name for member in submission.members})
+    submit(submission, {member.name for member in submission.members}, before)
+    if options.command_of_job == "warmup":
+        print("for the runs after it:", *(f"drafter.init={member.run}/drafter" for member in submission.members))
     print(f"how it stands: tlt submit status {submission.folder}")
     return 0
 
@@ -79,7 +90,8 @@ def make_submission(options: argparse.Namespace) -> Submission:
     Raises:
         ConfigError: a member's configuration is wrong, or the folder has a submission.
     """
-    name = load_config(options.config, options.overrides).run.name
+    loaded = load_config(options.config, options.overrides)
+    name = loaded.run.name
     folder = options.folder or SUBMITTED / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
     if (folder / FILE).exists():
         raise ConfigError(f"--folder {folder} has a submission; give another, or `tlt submit resubmit {folder}`")
@@ -87,7 +99,8 @@ def make_submission(options: argparse.Namespace) -> Submission:
     members = make_members(options.command_of_job, options.config, config, options.overrides, options.sweep)
     if options.command_of_job == "warmup":
         members = tuple(replace(member, run=warmup_folder(options.config, member)) for member in members)
-    return Submission(folder.resolve(), Path.cwd(), find_project(), name, config, resources_of(options), members)
+    resources, after = resources_of(options, loaded.run.ranks), tuple(options.after)
+    return Submission(folder.resolve(), Path.cwd(), find_project(), name, config, resources, members, after)
 
 
 def warmup_folder(config: str, member: SubmittedRun) -> str:
@@ -109,11 +122,14 @@ def find_project() -> Path:
     raise ConfigError("no sbatch/env.sh here; call this in the clone, or in a folder that `tlt init` has made")
 
 
-def resources_of(options: argparse.Namespace) -> Resources:
+def resources_of(options: argparse.Namespace, num_ranks: int) -> Resources:
     """What the options ask of Slurm; what they leave open, the ``#SBATCH`` lines of ``--script`` decide.
 
+    Args:
+        num_ranks: those of a node, if neither says anything of nodes, GPUs or ranks.
+
     Raises:
-        ConfigError: no such script, or no such job to wait for.
+        ConfigError: no such script.
     """
     words = dict(word.lstrip("-").partition("=")[::2] for word in sbatch_words(options.script))
     known = {
@@ -134,23 +150,52 @@ def resources_of(options: argparse.Namespace) -> Resources:
     if "gpus_per_node" in options and "ranks_per_node" not in options:
         given.pop("ranks_per_node", None)
         further = [word for word in further if not word.startswith("--gpus-per-node=")]
-    waits = [f"--dependency=afterok:{':'.join(jobs)}"] if (jobs := jobs_before(options.after)) else []
-    return Resources(**given | {"sbatch": (*further, *options.sbatch, *waits)})  # type: ignore[arg-type]
+    if options.script is None and not given.keys() & {"nodes", "gpus_per_node", "ranks_per_node"}:
+        given["ranks_per_node"] = num_ranks
+    return Resources(**given | {"sbatch": (*further, *options.sbatch)})  # type: ignore[arg-type]
 
 
-def jobs_before(after: Sequence[str]) -> list[str]:
+def refuse_second_starts(submission: Submission) -> None:
+    """Refuse members whose run waits or is at work already, as part of an earlier submission from this folder.
+
+    Raises:
+        ConfigError: with the job.
+    """
+    runs, queue = {(submission.store / member.run).resolve() for member in submission.members}, None
+    for path in sorted(SUBMITTED.glob(f"*/{FILE}")):
+        earlier = load(path.parent)
+        same = [member for member in earlier.members if (earlier.store / member.run).resolve() in runs and member.jobs]
+        queue = read_queue() if same and queue is None else queue
+        for member in same:
+            if queue and (job := member.jobs[-1]) in queue and queue[job].is_live:
+                raise ConfigError(
+                    f"{member.run}: job {job} of {path.parent} is {queue[job].state.lower()}; wait for it, add "
+                    f"--after {job}, or give another run.name"
+                )
+
+
+def resumes(submission: Submission, member: SubmittedRun) -> str:
+    """What to know of a run that there is already; empty for a new one."""
+    row = row_of(member.name, "", submission.store / member.run)
+    return f"   (is there with {count(row.steps, 'step')}, and resumes)" if row.steps else ""
+
+
+def jobs_before(after: Sequence[str], is_first: bool) -> list[str]:
     """The jobs that ``--after`` names, by number or by the folder of their submission; not those that have finished.
 
     Raises:
-        ConfigError: a member has failed, or there is no such submission.
+        ConfigError: a member has failed, there is no such submission or, the first time, no such job.
     """
-    jobs = []
+    jobs, queue = [], read_queue() if after else {}
     for word in after:
         if word.replace("_", "").isdecimal():
-            jobs.append(word)
+            known = word in queue or any(job.startswith(f"{word}_") for job in queue)
+            if not known and is_first:
+                raise ConfigError(f"--after {word}: no such job in squeue; if it has finished, leave --after out")
+            jobs += [word] * known
             continue
         submission = load(Path(word))
-        for status in read_statuses(submission, read_queue()):
+        for status in read_statuses(submission, queue):
             if not status.is_live and status.state != FINISHED:
                 raise ConfigError(f"--after {word}: {status.member.name} {status.state}; resubmit it first")
             jobs += [status.member.jobs[-1]] * status.is_live
@@ -171,28 +216,47 @@ def check_member(config: str, member: SubmittedRun, num_ranks: int) -> None:
         raise ConfigError(f"{member.name}: {error}") from None
 
 
-def preflight(options: argparse.Namespace, submission: Submission) -> None:
+def drafters_before(after: Sequence[str]) -> set[Path]:
+    """What the warm-ups that ``--after`` names by their folders will write."""
+    warmups = [load(Path(word)) for word in after if not word.replace("_", "").isdecimal()]
+    return {
+        (warmup.store / member.run / "drafter").resolve()
+        for warmup in warmups
+        for member in warmup.members
+        if member.arguments[0] == "warmup"
+    }
+
+
+def preflight(options: argparse.Namespace, submission: Submission, before: Sequence[str]) -> None:
     """Make the checks of ``tlt preflight`` with the first member and the very script that Slurm will get.
+
+    The member may begin with a drafter that one of the jobs ``before`` it makes.
 
     Raises:
         ConfigError: something would end the job.
     """
-    failures = 0
+    failures, findings = 0, 0
+    arguments = submission.members[0].arguments[2:]
+    drafter = Path(load_config(options.config, arguments).drafter.init).resolve()
+    is_made_before = bool(before) and drafter in drafters_before(options.after)
     with tempfile.TemporaryDirectory() as place:
         script = Path(place) / "submission.sh"
-        script.write_text(batch_script(submission.jobs_folder, parameters(submission)), encoding="utf-8")
+        script.write_text(batch_script(submission.jobs_folder, parameters(submission, before)), encoding="utf-8")
         given = argparse.Namespace(
-            config=options.config, overrides=submission.members[0].arguments[2:], script=script, model_id=None,
+            config=options.config, overrides=arguments, script=script, model_id=None,
             fix=False, gpu_memory=options.gpu_memory, nodes=None, partition=None, account=None, time=None,
         )  # fmt: skip
         print("checking the job as `tlt preflight` does", flush=True)
         for name, finding in all_results(given):
-            is_made_before = name == "drafter" and bool(options.after)
-            if finding.level is Level.WARNING or (finding.level is Level.FAILURE and not is_made_before):
+            findings += 1
+            if name == "drafter" and is_made_before:
+                print(f"{'later':<8} {name:<12} {drafter} is written by the job before", flush=True)
+            elif finding.level in (Level.WARNING, Level.FAILURE):
                 print(f"{finding.level:<8} {name:<12} {finding.found}; {finding.remedy}", flush=True)
                 failures += finding.level is Level.FAILURE
     if failures:
         raise ConfigError(f"nothing was submitted: {count(failures, 'failure')}; correct it, or add --no-preflight")
+    print(f"{count(findings, 'check')}: nothing stands in the job's way")
 
 
 def keep_job_file(config: Path, folder: Path) -> None:
@@ -208,10 +272,10 @@ def keep_job_file(config: Path, folder: Path) -> None:
         raise ConfigError(f"--folder {folder}: {error.strerror}; give a folder that can be written") from None
 
 
-def submit(submission: Submission, names: Collection[str]) -> None:
-    """Submit the members of these names as one array, and keep the numbers of their jobs."""
+def submit(submission: Submission, names: Collection[str], before: Sequence[str]) -> None:
+    """Submit the members of these names as one array after other jobs, and keep the numbers of their jobs."""
     chosen = submission.chosen(names)
-    jobs = send(submission.jobs_folder, parameters(submission), [member.arguments for member in chosen])
+    jobs = send(submission.jobs_folder, parameters(submission, before), [member.arguments for member in chosen])
     save(submission.with_jobs(dict(zip((member.name for member in chosen), jobs, strict=True))))
     for member, job in zip(chosen, jobs, strict=True):
         print(f"job {job}: {member.name}")
@@ -245,7 +309,20 @@ def run_resubmit(submission: Submission, statuses: Sequence[MemberStatus], optio
     if not again:
         print("nothing has failed; nothing was submitted")
         return 0
-    submit(submission.without_dependencies(), again)
+    before, queue = jobs_before(submission.after, is_first=False), read_queue()
+    for member in submission.chosen(again):
+        if member.jobs and (job := member.jobs[-1]) in queue and queue[job].is_blocked:
+            ask_slurm("scancel", job)
+    submit(submission, again, before)
+    return 0
+
+
+def run_cancel(submission: Submission, statuses: Sequence[MemberStatus], options: argparse.Namespace) -> int:
+    """End what waits or runs; the runs keep what they have committed, and can be resubmitted."""
+    jobs = [status.member.jobs[-1] for status in statuses if status.is_live]
+    if jobs:
+        ask_slurm("scancel", *jobs)
+    print(f"cancelled: {', '.join(jobs)}" if jobs else "nothing waits or runs")
     return 0
 
 
@@ -264,4 +341,4 @@ def rows_of(submission: Submission, statuses: Sequence[MemberStatus]) -> list[Ru
     return [row_of(each.member.name, each.state, submission.store / each.member.run) for each in statuses]
 
 
-LATER = {"status": run_status, "resubmit": run_resubmit, "collect": run_collect}
+LATER = {"status": run_status, "resubmit": run_resubmit, "collect": run_collect, "cancel": run_cancel}

@@ -92,8 +92,13 @@ class QueuedJob:
     """Why it waits, if it does."""
 
     @property
+    def is_blocked(self) -> bool:
+        """Whether it waits for a job that has failed, and so for ever."""
+        return self.reason == "DependencyNeverSatisfied"
+
+    @property
     def is_live(self) -> bool:
-        return self.state not in ENDED
+        return self.state not in ENDED and not self.is_blocked
 
 
 def read_queue() -> Mapping[str, QueuedJob]:

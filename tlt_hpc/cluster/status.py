@@ -48,6 +48,8 @@ def member_status(submission: Submission, member: SubmittedRun, queue: Mapping[s
 
 def job_state(queued: QueuedJob | None, status: int | None) -> str:
     """The state of a job: Slurm's while it waits or runs, then by its exit status, or Slurm's if it left none."""
+    if queued is not None and queued.is_blocked:
+        return "blocked: a job before it has failed"
     if queued is not None and queued.is_live:
         waits = queued.state == "PENDING" and queued.reason not in ("", "None")
         return queued.state.lower() + f" ({queued.reason})" * waits

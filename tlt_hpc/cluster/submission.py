@@ -93,6 +93,8 @@ class Submission:
     """The copy of the job file, which all members read."""
     resources: Resources
     members: tuple[SubmittedRun, ...]
+    after: tuple[str, ...] = ()
+    """Jobs, or folders of submissions, that must have finished before a member starts."""
 
     @property
     def jobs_folder(self) -> Path:
@@ -103,11 +105,6 @@ class Submission:
         """The same with one more job for each member that ``jobs`` names."""
         members = (dataclasses.replace(m, jobs=(*m.jobs, jobs[m.name])) if m.name in jobs else m for m in self.members)
         return dataclasses.replace(self, members=tuple(members))
-
-    def without_dependencies(self) -> Submission:
-        """The same, waiting for no other job: those it waited for have ended."""
-        kept = tuple(option for option in self.resources.sbatch if not option.startswith("--dependency="))
-        return dataclasses.replace(self, resources=dataclasses.replace(self.resources, sbatch=kept))
 
     def chosen(self, names: Collection[str]) -> list[SubmittedRun]:
         """The members of these names."""
@@ -156,14 +153,23 @@ def label(override: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "_", key.rpartition(".")[2] + value).strip("_")
 
 
-def parameters(submission: Submission) -> dict[str, Any]:
-    """What submitit is given: the same environment and srun as in the scripts of ``sbatch/``."""
+def parameters(submission: Submission, jobs_before: Sequence[str] = ()) -> dict[str, Any]:
+    """What submitit is given: the same environment and srun as in the scripts of ``sbatch/``.
+
+    Args:
+        jobs_before: that must have finished before the members start.
+    """
     asked = submission.resources
     folder = shlex.quote(str(submission.folder))
     setup = [
         f"PROJECT={shlex.quote(str(submission.project))}",
         f"STORE={shlex.quote(str(submission.store))}",
         "set -euo pipefail",
+        # for a job whose ranks end before they could write it: the same file as ``executor.run_rank``
+        'job="${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}" job="${job:-${SLURM_JOB_ID:-none}}"',
+        'start="$job-start-$(printf %03d "${SLURM_RESTART_COUNT:-0}")"',
+        f"job_status={shlex.quote(str(submission.jobs_folder))}/$start.status",
+        """trap 'code=$?; [[ -e $job_status || $job == none ]] || echo "$code" >"$job_status"' EXIT""",
         'source "$PROJECT/sbatch/env.sh"',
         'cd "$STORE"',
         f'export {AGAIN}="tlt submit resubmit "{folder}',
@@ -179,7 +185,8 @@ def parameters(submission: Submission) -> dict[str, Any]:
         "srun_args": ["--kill-on-bad-exit=1", f"--cpus-per-task={asked.cpus_per_rank}", "--output=all"],
         "stderr_to_stdout": True,
         "wckey": None,
-        "additional_parameters": asked.options(),
+        "additional_parameters": asked.options()
+        | ({"dependency": f"afterok:{':'.join(jobs_before)}"} if jobs_before else {}),
     }
 
 
