@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -135,7 +136,8 @@ def test_once_says_how_a_run_stands(
         (lambda: end_all(run.status, "finished"), 0, "finished"),
         (lambda: end_all(run.status, ""), 1, "no rank gives a sign of life; the same command"),
         (lambda: claim_verdict(run.status, "now", killed), 1, f"no rank gives a sign of life: {killed}; the same"),
-        (lambda: [status_file(run.status, rank).unlink() for rank in range(2)], 1, "nobody is at work here"),
+        (lambda: [status_file(run.status, rank).unlink() for rank in range(2)], 0, "a start has begun, and no rank"),
+        (lambda: os.utime(run.status / "owner", (time.time() - 600,) * 2), 1, "nobody is at work here"),
     ]
     for change, status, words in cases:
         change()

@@ -23,6 +23,8 @@ from tlt_hpc.mpi.owner import read_owner
 
 SPEED_STEPS = 10
 """Number of last steps that the remaining time is estimated from."""
+_START_SECONDS = 300.0
+"""What the imports of many ranks may take on a shared file system."""
 _MAX_STEP_SECONDS = 1e9
 """Longer steps are not plausible."""
 _TAIL_BYTES = 1 << 18
@@ -41,6 +43,8 @@ class RunState:
     """Status records of the newest start, by rank."""
     owner: str
     """Job, host and process of that start; empty if nobody has claimed the folder."""
+    claimed_at: float | None
+    """When it claimed the folder, in seconds since the epoch."""
     ends_at: float | None
     """End of its allocation, in seconds since the epoch; None if unknown."""
     is_finished: bool
@@ -99,6 +103,11 @@ class RunState:
         cost = cost_of(self.log)
         return cost and cost.times(self.num_done / len(self.log.lines))
 
+    @property
+    def is_starting(self) -> bool:
+        """Whether a start has claimed the folder and has not had the time to report."""
+        return not self.records and self.claimed_at is not None and time.time() - self.claimed_at < _START_SECONDS
+
     def moved_since(self, before: RunState) -> bool:
         """Whether any rank's heartbeat has changed since ``before``."""
         beats = {(record.start, record.rank): record.heartbeat for record in before.records}
@@ -122,6 +131,7 @@ def read_state(path: Path) -> RunState:
         log=log,
         records=records,
         owner=owner.name if owner else "",
+        claimed_at=_tried(lambda: (status / "owner").stat().st_mtime, problems) if owner else None,
         ends_at=owner.ends_at if owner else None,
         is_finished=log.folder.finished.is_file(),
         verdict=verdict[1] if verdict and verdict[0] == start else "",  # else it is of an earlier start

@@ -153,6 +153,8 @@ def last_word(state: RunState, is_alive: bool | None) -> Text:
     if is_alive is False and state.records:
         verdict = f": {state.verdict}" if state.verdict else ""
         return Text(f"no rank gives a sign of life{verdict}; the same command resumes it", "red")
+    if state.is_starting:
+        return Text("a start has begun, and no rank has reported yet", "green")
     if not state.records:
         words = "nobody is at work here, unless a start has just begun; start it with the command that made this folder"
         return Text(words, "yellow")

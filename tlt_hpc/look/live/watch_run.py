@@ -78,5 +78,5 @@ def follow(console: Console, options: argparse.Namespace) -> int:
 
 def status_of(state: RunState, is_alive: bool | None) -> int:
     """The exit status: 0 if the run is active, has finished or was stopped normally, else 1."""
-    in_order = is_alive or state.is_finished or state.ending in ("finished", "stopped early")
+    in_order = is_alive or state.is_starting or state.is_finished or state.ending in ("finished", "stopped early")
     return 0 if in_order and not state.is_stalled else 1
