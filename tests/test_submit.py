@@ -245,6 +245,9 @@ def test_nothing_is_submitted_that_preflight_refuses(
         assert err.startswith(f"tlt: nothing was submitted: {failures} failure")
     text = (tmp_path / "tested.sh").read_text()
     assert "#SBATCH --qos=long\n" in text and "\nsrun " in text and not (tmp_path / "sub").exists()
+    fake_program(tmp_path, "sinfo", "echo no controller >&2; exit 1")
+    assert main(["submit", *given]) == 2
+    assert capsys.readouterr().err.startswith("tlt: `sinfo -h -o %P` failed: no controller; call this on a login node")
 
 
 def test_a_run_that_waits_or_is_at_work_is_not_submitted_again(
@@ -352,8 +355,8 @@ def test_what_was_reached_is_collected_and_written(
     assert out[1].split()[:6] == ["tiny-seed0", "finished", "4", "0.000", "->", "0.750"]
     assert out[-1] == "written to all.csv"
     rows = (tmp_path / "all.csv").read_text().splitlines()
-    assert rows[0] == "run,state,steps,score_first,score_last,tokens,rank-hours,joules"
-    assert rows[1].startswith("tiny-seed0,finished,4,0.0,0.75,") and rows[2].startswith("tiny-seed1,failed")
+    assert rows[0] == "run,run.seed,state,steps,score_first,score_last,tokens,rank-hours,joules"
+    assert rows[1].startswith("tiny-seed0,0,finished,4,0.0,0.75,") and rows[2].startswith("tiny-seed1,1,failed")
     assert submit(["collect"]) == 2, "no submission in runs/submitted"
 
 

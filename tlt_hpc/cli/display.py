@@ -145,7 +145,7 @@ def print_comparison(comparison: Comparison, rows: Mapping[str, Sequence[str]], 
 
 # -- tlt warmup -----------------------------------------------------------------------------------------------------
 
-_CURVE_COLUMNS = ("updates", "tokens", "loss", "accept length", "seconds", "left")
+_CURVE_COLUMNS = ("updates", "tokens read", "loss", "accept length", "seconds", "left")
 
 
 class WarmupScreen:

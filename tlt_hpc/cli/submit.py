@@ -17,7 +17,7 @@ from pathlib import Path
 import tlt_hpc
 from tlt_hpc.cli.command_line import did_you_mean
 from tlt_hpc.cluster.executor import batch_script, send
-from tlt_hpc.cluster.slurm import ask_slurm, read_queue
+from tlt_hpc.cluster.slurm import SlurmError, ask_slurm, read_queue
 from tlt_hpc.cluster.status import FINISHED, MemberStatus, read_statuses, unfinished
 from tlt_hpc.cluster.submission import FILE, Resources, Submission, SubmittedRun, load, make_members, parameters, save
 from tlt_hpc.common.words import count
@@ -235,6 +235,10 @@ def preflight(options: argparse.Namespace, submission: Submission, before: Seque
     Raises:
         ConfigError: something would end the job.
     """
+    try:
+        ask_slurm("sinfo", "-h", "-o", "%P")
+    except SlurmError as error:
+        raise ConfigError(f"{error}; call this on a login node, where Slurm answers (SLURM_CONF?)") from None
     failures, findings = 0, 0
     arguments = submission.members[0].arguments[2:]
     drafter = Path(load_config(options.config, arguments).drafter.init).resolve()
@@ -331,7 +335,8 @@ def run_collect(submission: Submission, statuses: Sequence[MemberStatus], option
     rows = rows_of(submission, statuses)
     print(as_table(rows))
     if options.output is not None:
-        write_csv(options.output, rows)
+        swept = [dict(override.split("=", 1) for override in each.member.own) for each in statuses]
+        write_csv(options.output, rows, swept)
         print(f"written to {options.output}")
     return 0
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple
@@ -61,27 +61,33 @@ def as_table(rows: Sequence[RunRow], logs: Sequence[str] = ()) -> str:
     return table(cells)
 
 
-def as_csv(rows: Sequence[RunRow]) -> str:
-    """Comma-separated values with a heading; what a spreadsheet would take for a formula gets a quote before it."""
+def as_csv(rows: Sequence[RunRow], settings: Sequence[Mapping[str, str]] = ()) -> str:
+    """Comma-separated values with a heading; what a spreadsheet would take for a formula gets a quote before it.
+
+    ``settings``: further columns of each row by name, such as what a sweep varies.
+    """
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(("run", "state", "steps", "score_first", "score_last", "tokens", _hours_name(rows), "joules"))
-    for row in rows:
-        name, cost = row.run, row.cost
+    keys = list(dict.fromkeys(key for each in settings for key in each))
+    head = ("run", *keys, "state", "steps", "score_first", "score_last", "tokens", _hours_name(rows), "joules")
+    writer.writerow(head)
+    for row, own in zip(rows, settings or [{}] * len(rows), strict=True):
+        cost = row.cost
         figures = (cost.tokens, cost.hours, cost.joules) if cost else (None, None, None)
-        name = f"'{name}" if name.startswith(_STARTS_FORMULA) else name
-        writer.writerow((name, row.state, row.steps, row.score_first, row.score_last, *figures))
+        given = (row.run, *(own.get(key, "") for key in keys))
+        texts = (f"'{text}" if text.startswith(_STARTS_FORMULA) else text for text in given)
+        writer.writerow((*texts, row.state, row.steps, row.score_first, row.score_last, *figures))
     return out.getvalue()
 
 
-def write_csv(path: Path, rows: Sequence[RunRow]) -> None:
+def write_csv(path: Path, rows: Sequence[RunRow], settings: Sequence[Mapping[str, str]] = ()) -> None:
     """Write ``as_csv`` to a file.
 
     Raises:
         WriteError: no room, no permission or no such folder.
     """
     with writing_beside(path) as part:
-        part.write_text(as_csv(rows), encoding="utf-8")
+        part.write_text(as_csv(rows, settings), encoding="utf-8")
 
 
 def _hours_name(rows: Sequence[RunRow]) -> str:

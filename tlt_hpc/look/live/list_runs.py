@@ -56,6 +56,8 @@ def state_of(path: Path) -> str:
         return "finished"
     if state.ending:
         return state.ending
+    if state.is_starting:
+        return "starting"
     silent = time.time() - _changed_at(path)
     if state.records and silent < _QUIET_SECONDS:
         return _running(state)

@@ -72,7 +72,9 @@ def check_partition(job: PlannedJob) -> Finding:
         return warning("no time is asked for, so the partition's default counts", "give --time")
     if all(seconds_of(asked) > seconds_of(limit) for limit in limits.values()):
         most = ", ".join(f"{name!r} at most {limit}" for name, limit in limits.items())
-        return failure(f"time {asked} is asked for, and partition {most}", "ask for less; the next job resumes the run")
+        longest = max(limits.values(), key=seconds_of)
+        remedy = f"give --time {longest}, or less; the next job resumes the run"
+        return failure(f"time {asked} is asked for, and partition {most}", remedy)
     return ok(f"{', '.join(limits)}: {asked} of at most {', '.join(limits.values())}")
 
 
@@ -110,5 +112,5 @@ def check_acceptance(job: PlannedJob) -> Finding:
             return failure(f"the script still says {word}", remedy)
     answer = ask(["sbatch", "--test-only", *job.request.arguments], ANSWER_SECONDS)
     if answer.status:
-        return failure(f"sbatch would refuse the job: {answer.last_line}", "correct what the script asks for")
+        return failure(f"sbatch would refuse the job: {answer.last_line}", "correct what it asks for")
     return ok(f"would take it: {answer.last_line.removeprefix('sbatch: ')}")
