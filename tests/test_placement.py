@@ -141,7 +141,8 @@ def test_a_rank_s_gpu_is_the_one_that_its_number_or_id_names(tmp_path: Path) -> 
     for text, number in named.items():
         own = own_gpu(gpus, {"CUDA_VISIBLE_DEVICES": text})
         assert (own and own.name) == (None if number is None else f"0000:{number + 1}b:00.0"), text
-    assert own_gpu(gpus, {"ROCR_VISIBLE_DEVICES": "2,3"}) == gpus[2] and own_gpu(gpus, {}) is None
+    assert own_gpu(gpus, {"ROCR_VISIBLE_DEVICES": "2"}) == gpus[2] and own_gpu(gpus, {}) is None
+    assert own_gpu(gpus, {"ROCR_VISIBLE_DEVICES": "2,3"}) is None, "which of them is not said"
 
 
 def test_numbers_of_gpus_count_those_that_the_job_may_open(tmp_path: Path) -> None:

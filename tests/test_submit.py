@@ -124,6 +124,38 @@ def test_ranks_receive_their_job_file_and_the_command_that_resumes_it(tmp_path: 
     assert given_job({**found, "PMI_RANK": "0"}, config) == Path(config).read_bytes().rstrip()
 
 
+@pytest.mark.parametrize(("end", "kept"), [("exit 5", "5\n"), ("exit 0", None), ("kill -TERM $$; sleep 5", None)])
+def test_a_job_whose_ranks_leave_no_status_leaves_its_own(end: str, kept: str | None, tmp_path: Path) -> None:
+    """But no 0, which bash also reports where a signal ends it, and nothing over what a rank has written."""
+    submission = make(tmp_path, ["run.seed=0,1"])
+    submission.jobs_folder.mkdir(parents=True)
+    setup = [line for line in parameters(submission)["setup"] if not line.startswith(("source ", "[[ $", "read_job"))]
+    place = {"SLURM_ARRAY_JOB_ID": "100", "SLURM_ARRAY_TASK_ID": "1", "SLURM_JOB_ID": "101", "SLURM_RESTART_COUNT": "2"}
+    program = "\n".join(["TLT_SRUN_MPI=pmi2", *setup, end])
+    subprocess.run(["bash", "-c", program], check=False, env={"PATH": os.environ["PATH"], **place}, timeout=60)
+    found = {path.name: path.read_text() for path in submission.jobs_folder.iterdir()}
+    assert found == ({} if kept is None else {"100_1-start-002.status": kept})
+    leave_status(submission, "100_1", "75\n", start=2)
+    subprocess.run(["bash", "-c", program], check=False, env={"PATH": os.environ["PATH"], **place}, timeout=60)
+    assert executor.read_status(submission.jobs_folder, "100_1") == 75
+
+
+def test_options_of_a_script_are_read_however_they_are_written(
+    submit: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    script = tmp_path / "job.sh"
+    script.write_text("#!/bin/bash\n#SBATCH -A acc -p gpu -N 2 -t 1:00:00\n#SBATCH --gres gpu:4 --exclusive -C=a100\n")
+    assert submit([TINY, "--script", str(script), "--dry-run"]) == 0
+    assert capsys.readouterr().out.splitlines()[0] == (
+        "asks Slurm for 8 ranks: --nodes=2 --ranks-per-node=4 --cpus-per-rank=1 --partition=gpu --account=acc "
+        "--time=1:00:00 --gres=gpu:4 --exclusive --constraint=a100"
+    )
+    for line, word in (("--nodes=1-2", "--nodes=1-2 is no whole number"), ("-Z 3", "'-Z' in an #SBATCH line")):
+        script.write_text(f"#SBATCH {line}\n")
+        assert submit([TINY, "--script", str(script), "--dry-run"]) == 2
+        assert word in capsys.readouterr().err
+
+
 def fake_program(folder: Path, name: str, body: str) -> None:
     path = folder / "bin" / name
     path.parent.mkdir(exist_ok=True)
@@ -297,6 +329,7 @@ def test_the_table_shows_the_state_of_each_member(tmp_path: Path) -> None:
     leave_status(submission, "100_1", "1\n")
     leave_status(submission, "100_2", "75\n")  # of its start before
     leave_status(submission, "100_4", "75\n")
+    leave_status(submission, "100_5", "143\n")  # of the batch script, which Slurm has ended
     for step in range(3):
         add_line(made(tmp_path / submission.members[0].run) / "metrics.jsonl", line_of(step))
     queue = "100_2|RUNNING|None\n100_3|PENDING|Resources\n100_5|TIMEOUT|TimeLimit\n100_6|FAILED|x\n"

@@ -105,3 +105,18 @@ def test_a_sweep_is_checked_runs_and_is_collected(
         ("tiny-seed1", "finished", "2"),
     ]
     assert all(float(row["rank-hours"]) > 0 and int(row["tokens"]) > 0 for row in rows)
+
+
+def test_a_cancelled_run_is_not_taken_for_a_finished_one(
+    slurm: LocalSlurm, submit: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = [TINY, "run.num_steps=500", *SMALL, "--partition=main", "--time=10", "--folder=sub", "--no-preflight"]
+    assert submit(*job) == 0
+    log = tmp_path / "runs" / "tiny" / "metrics.jsonl"
+    wait_for(log.exists, lambda: "\n".join(map(last_line, sorted((tmp_path / "sub").glob("jobs/*.out")))))
+    assert submit("cancel", "sub") == 0
+    wait_for_all(slurm, tmp_path / "sub")
+    capsys.readouterr()
+    assert submit("status", "sub") == 1
+    row = capsys.readouterr().out.splitlines()[2]
+    assert row.split()[:2] in (["tiny", "cancelled"], ["tiny", "stopped"]), row

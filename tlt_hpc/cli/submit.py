@@ -24,7 +24,7 @@ from tlt_hpc.common.words import count
 from tlt_hpc.config import ConfigError, load_config
 from tlt_hpc.look.collect import RunRow, as_table, row_of, write_csv
 from tlt_hpc.plan.preflight.checklist import all_results
-from tlt_hpc.plan.preflight.request import num_gpus, sbatch_words
+from tlt_hpc.plan.preflight.request import num_gpus, sbatch_options
 from tlt_hpc.plan.preflight.results import Level
 
 SUBMITTED = Path("runs") / "submitted"
@@ -131,25 +131,30 @@ def resources_of(options: argparse.Namespace, num_ranks: int) -> Resources:
     Raises:
         ConfigError: no such script.
     """
-    words = dict(word.lstrip("-").partition("=")[::2] for word in sbatch_words(options.script))
+    words = sbatch_options(options.script)
     known = {
         "nodes": "nodes", "ntasks-per-node": "ranks_per_node", "gpus-per-node": "gpus_per_node",
         "cpus-per-task": "cpus_per_rank", "partition": "partition", "account": "account", "time": "time", "mem": "mem",
     }  # fmt: skip
+    counts = ("nodes", "ntasks-per-node", "gpus-per-node", "cpus-per-task")
     given: dict[str, object] = {}
     further = []
+    gpus = {"gpus-per-node": "gpu:" + words.get("gpus-per-node", ""), "gres": words.get("gres", "")}
     for name, value in words.items():
-        if name == "gpus-per-node" and not value.isdecimal():  # a kind of GPU as well, such as a100:4
-            given["ranks_per_node"] = given.get("ranks_per_node") or num_gpus(f"gpu:{value}")
+        if name == "gres" or (name == "gpus-per-node" and not value.isdecimal()):  # of a kind as well, such as a100:4
+            if num_gpus(gpus[name]):
+                given.setdefault("ranks_per_node", num_gpus(gpus[name]))
             further.append(f"--{name}={value}")
+        elif name in counts and not value.isdecimal():
+            raise ConfigError(f"--script {options.script}: --{name}={value} is no whole number; give it as an option")
         elif name in known and not value.startswith("YOUR_"):
-            given[known[name]] = int(value) if value.isdecimal() and name not in ("mem", "time") else value
+            given[known[name]] = int(value) if name in counts else value
         elif name not in (*known, *_OWN_OPTIONS):
             further.append(f"--{name}={value}" if value else f"--{name}")
     given |= {field.name: vars(options)[field.name] for field in fields(Resources) if field.name in options}
     if "gpus_per_node" in options and "ranks_per_node" not in options:
         given.pop("ranks_per_node", None)
-        further = [word for word in further if not word.startswith("--gpus-per-node=")]
+        further = [word for word in further if not word.startswith(("--gpus-per-node=", "--gres=gpu"))]
     if options.script is None and not given.keys() & {"nodes", "gpus_per_node", "ranks_per_node"}:
         given["ranks_per_node"] = num_ranks
     return Resources(**given | {"sbatch": (*further, *options.sbatch)})  # type: ignore[arg-type]
@@ -190,8 +195,12 @@ def jobs_before(after: Sequence[str], is_first: bool) -> list[str]:
     for word in after:
         if word.replace("_", "").isdecimal():
             known = word in queue or any(job.startswith(f"{word}_") for job in queue)
+            if known and word in queue and not queue[word].is_live and queue[word].state != "COMPLETED":
+                raise ConfigError(f"--after {word}: that job is {queue[word].state.lower()}; submit it again first")
             if not known and is_first:
                 raise ConfigError(f"--after {word}: no such job in squeue; if it has finished, leave --after out")
+            if not known:
+                print(f"job {word} is not in squeue any more, and is not waited for")
             jobs += [word] * known
             continue
         submission = load(Path(word))
@@ -323,7 +332,9 @@ def run_resubmit(submission: Submission, statuses: Sequence[MemberStatus], optio
 
 def run_cancel(submission: Submission, statuses: Sequence[MemberStatus], options: argparse.Namespace) -> int:
     """End what waits or runs; the runs keep what they have committed, and can be resubmitted."""
-    jobs = [status.member.jobs[-1] for status in statuses if status.is_live]
+    queue = read_queue()
+    last = [status.member.jobs[-1] for status in statuses if status.member.jobs]
+    jobs = [job for job in last if job in queue and (queue[job].is_live or queue[job].is_blocked)]
     if jobs:
         ask_slurm("scancel", *jobs)
     print(f"cancelled: {', '.join(jobs)}" if jobs else "nothing waits or runs")

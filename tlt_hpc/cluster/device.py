@@ -54,6 +54,7 @@ def take_device(environment: MutableMapping[str, str], rank: int) -> str | None:
         return None
     own = devices[0] if len(devices) == 1 else devices[_index(local or 0, devices, environment)]
     environment[VISIBLE] = environment[GIVEN] = own
+    environment.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # numbers as the system and nvidia-smi have them
     logger.info("rank %d on %s uses GPU %s of %s", rank, socket.gethostname(), own, ",".join(devices))
     return own
 

@@ -53,9 +53,10 @@ def job_state(queued: QueuedJob | None, status: int | None) -> str:
     if queued is not None and queued.is_live:
         waits = queued.state == "PENDING" and queued.reason not in ("", "None")
         return queued.state.lower() + f" ({queued.reason})" * waits
+    if status not in (0, STOPPED_EARLY) and queued is not None and queued.state not in ("COMPLETED", "FAILED"):
+        return queued.state.lower().replace("_", " ")
     if status is None:
-        known = queued is not None and queued.state not in ("COMPLETED", "FAILED")
-        return queued.state.lower().replace("_", " ") if queued and known else "failed (no exit status)"
+        return "failed (no exit status)"
     return {0: FINISHED, STOPPED_EARLY: "stopped early"}.get(status, f"failed (status {status})")
 
 

@@ -165,12 +165,14 @@ def parameters(submission: Submission, jobs_before: Sequence[str] = ()) -> dict[
         f"PROJECT={shlex.quote(str(submission.project))}",
         f"STORE={shlex.quote(str(submission.store))}",
         "set -euo pipefail",
-        # for a job whose ranks end before they could write it: the same file as ``executor.run_rank``
+        # for a job whose ranks end before they could write it: the same file as ``executor.run_rank``; never 0, which
+        # bash also has where a signal ends it, and which the first rank writes itself
         'job="${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}" job="${job:-${SLURM_JOB_ID:-none}}"',
         'start="$job-start-$(printf %03d "${SLURM_RESTART_COUNT:-0}")"',
         f"job_status={shlex.quote(str(submission.jobs_folder))}/$start.status",
-        """trap 'code=$?; [[ -e $job_status || $job == none ]] || echo "$code" >"$job_status"' EXIT""",
+        """trap 'code=$?; [[ $code == 0 || -e $job_status || $job == none ]] || echo "$code" >"$job_status"' EXIT""",
         'source "$PROJECT/sbatch/env.sh"',
+        '[[ ${TLT_LAUNCH:-srun} == srun ]] || die "tlt submit starts ranks by srun, and TLT_LAUNCH=$TLT_LAUNCH"',
         'cd "$STORE"',
         f'export {AGAIN}="tlt submit resubmit "{folder}',
         f"read_job {shlex.quote(submission.config)}",

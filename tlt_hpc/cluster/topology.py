@@ -101,12 +101,12 @@ class System:
 
 
 def own_gpu(gpus: Sequence[Device], environment: Mapping[str, str]) -> Device | None:
-    """The GPU that the launcher lets this rank see, the first of several; None where it names none, or a MIG instance.
+    """The GPU that the launcher lets this rank see; None where it names none or several, or a MIG instance.
 
     Args:
         gpus: those that the rank may open.
     """
-    named = next((environment[name] for name in _VISIBLE if name in environment), "").split(",")[0].strip()
+    named = next((environment[name] for name in _VISIBLE if name in environment), "").strip()
     if named.startswith("GPU-"):
         return next((gpu for gpu in gpus if gpu.uuid.startswith(named)), None)
     number = int(named) if named.isdecimal() else UNKNOWN

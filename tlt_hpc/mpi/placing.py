@@ -32,9 +32,14 @@ def place_ranks(world: World, uses_gpu: bool) -> None:
     shares = share_cores(node, numa_cores, system.siblings)
     if shares:
         own = replace(own, best=shares[world.local_rank])
-    if may_bind(node, shares) and os.environ.get(CPU_BIND) != "none":
-        os.sched_setaffinity(0, own.best)
-        own = replace(own, cores=own.best, numa=numa_of(own.best, numa_cores), is_self_bound=True)
+    has_all_gpus = len(node) == len(system.gpus())  # else another job may have the same cores
+    if has_all_gpus and may_bind(node, shares) and os.environ.get(CPU_BIND) != "none":
+        try:
+            os.sched_setaffinity(0, own.best)
+        except OSError as error:  # the rank is as fast as without
+            logger.warning("%s does not let rank %d bind itself: %s", world.hostname, world.rank, error.strerror)
+        else:
+            own = replace(own, cores=own.best, numa=numa_of(own.best, numa_cores), is_self_bound=True)
     seats = world.allgather(own)
     if world.rank:
         return

@@ -79,6 +79,36 @@ def sbatch_words(script: Path | None) -> list[str]:
     return [word for line in lines if line.startswith("#SBATCH") for word in shlex.split(line[7:], comments=True)]
 
 
+_LONG = {
+    "A": "account", "C": "constraint", "G": "gpus", "J": "job-name", "L": "licenses", "N": "nodes",
+    "c": "cpus-per-task", "d": "dependency", "e": "error", "n": "ntasks", "o": "output", "p": "partition", "q": "qos",
+    "t": "time", "w": "nodelist", "x": "exclude",
+}  # fmt: skip
+"""sbatch's short options, which all take a value."""
+
+
+def sbatch_options(script: Path | None) -> dict[str, str]:
+    """The options of ``sbatch_words`` by their long names; an empty text for one without a value.
+
+    Raises:
+        ConfigError: the file cannot be read, or a word belongs to no option.
+    """
+    found, last = dict[str, str](), ""
+    for word in sbatch_words(script):
+        short = re.fullmatch(r"-(\w)=?(.*)", word)
+        if word.startswith("--"):
+            last, _, value = word[2:].partition("=")
+            found[last] = value
+        elif short and short[1] in _LONG:
+            last = _LONG[short[1]]
+            found[last] = short[2]
+        elif last and not word.startswith("-") and not found[last]:
+            found[last] = word
+        else:
+            raise ConfigError(f"--script {script}: {word!r} in an #SBATCH line is not understood; write --OPTION=VALUE")
+    return found
+
+
 class _Parser(argparse.ArgumentParser):
     """Raises a ConfigError instead of ending the process."""
 
