@@ -240,6 +240,8 @@ def test_a_submission_waits_for_another(
     fake_program(tmp_path, "scancel", f"echo $* > {tmp_path}/cancelled")
     capsys.readouterr()
     assert submit(["status", "second"]) == 1 and "blocked: a job before it has failed" in capsys.readouterr().out
+    assert submit(["cancel", "second"]) == 0 and (tmp_path / "cancelled").read_text() == "4321\n"
+    (tmp_path / "cancelled").unlink()
     assert submit(["resubmit", "second"]) == 0
     assert "#SBATCH --dependency=afterok:4321_0:4321_1\n" in (tmp_path / "submitted.sh").read_text(), "17 is gone since"
     assert (tmp_path / "cancelled").read_text() == "4321\n"

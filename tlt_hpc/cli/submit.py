@@ -322,19 +322,17 @@ def run_resubmit(submission: Submission, statuses: Sequence[MemberStatus], optio
     if not again:
         print("nothing has failed; nothing was submitted")
         return 0
-    before, queue = jobs_before(submission.after, is_first=False), read_queue()
-    for member in submission.chosen(again):
-        if member.jobs and (job := member.jobs[-1]) in queue and queue[job].is_blocked:
-            ask_slurm("scancel", job)
+    before = jobs_before(submission.after, is_first=False)
+    for status in statuses:
+        if status.is_blocked:
+            ask_slurm("scancel", status.member.jobs[-1])
     submit(submission, again, before)
     return 0
 
 
 def run_cancel(submission: Submission, statuses: Sequence[MemberStatus], options: argparse.Namespace) -> int:
     """End what waits or runs; the runs keep what they have committed, and can be resubmitted."""
-    queue = read_queue()
-    last = [status.member.jobs[-1] for status in statuses if status.member.jobs]
-    jobs = [job for job in last if job in queue and (queue[job].is_live or queue[job].is_blocked)]
+    jobs = [status.member.jobs[-1] for status in statuses if status.is_live or status.is_blocked]
     if jobs:
         ask_slurm("scancel", *jobs)
     print(f"cancelled: {', '.join(jobs)}" if jobs else "nothing waits or runs")

@@ -24,6 +24,8 @@ class MemberStatus:
     state: str
     is_live: bool
     """Whether it still waits or runs, so that it is not to be submitted again."""
+    is_blocked: bool
+    """Whether its job waits for one that has failed, and so for ever."""
     log: Path | None
 
 
@@ -39,11 +41,13 @@ def read_statuses(submission: Submission, queue: Mapping[str, QueuedJob]) -> lis
 def member_status(submission: Submission, member: SubmittedRun, queue: Mapping[str, QueuedJob]) -> MemberStatus:
     """How one member stands, by its newest job."""
     if not member.jobs:
-        return MemberStatus(member, "not submitted", False, None)
+        return MemberStatus(member, "not submitted", False, False, None)
     job = member.jobs[-1]
     queued, log = queue.get(job), submission.jobs_folder / f"{job}_0_log.out"
     state = job_state(queued, read_status(submission.jobs_folder, job))
-    return MemberStatus(member, state, queued is not None and queued.is_live, log)
+    if queued is None:
+        return MemberStatus(member, state, False, False, log)
+    return MemberStatus(member, state, queued.is_live, queued.is_blocked, log)
 
 
 def job_state(queued: QueuedJob | None, status: int | None) -> str:
