@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from data_sets import gcd_row, write_parquet
 from fake_world import OneRank
 from launch_ranks import run_on_ranks
@@ -29,7 +30,9 @@ from tlt_hpc.evaluate.figures import RIGHT
 from tlt_hpc.evaluate.folder import EvaluationFolder
 from tlt_hpc.evaluate.subject import evaluation_config, find_subject
 from tlt_hpc.evaluate.tally import votes_of
+from tlt_hpc.models.eagle import Eagle
 from tlt_hpc.models.folder import folder_weights
+from tlt_hpc.models.tokenizer import embedded, load_tokenizer
 from tlt_hpc.mpi.world import World
 from tlt_hpc.rewards.scorer import standing_judge
 from tlt_hpc.rl.distributed import leave_process_group
@@ -111,6 +114,21 @@ def test_speculation_changes_no_token(plain, tmp_path, mode):
     # how often drafts are chosen depends on measured times
     assert result.results is not None and result.results.accept_length > 1.0
     assert tokens_in(tmp_path) == tokens_in(plain[0])
+
+
+def test_drafts_are_among_the_tokens_that_its_prompts_have(tmp_path, monkeypatch):
+    """And not among low ids, as where nothing is counted: accept lengths would not be those of training."""
+    served = []
+
+    def serve(_: Eagle, token_ids: torch.Tensor) -> None:
+        served.extend(token_ids.tolist())
+        raise Killed
+
+    monkeypatch.setattr(Eagle, "draft_among", serve)
+    with pytest.raises(Killed):
+        start(tmp_path, "drafter.vocabulary=8")
+    tokenizer = load_tokenizer(embedded("tiny"))
+    assert len(served) == 8 and {tokenizer.token_to_id("gcd("), tokenizer.token_to_id(")=")} <= set(served)
 
 
 def on_a_rank(folder: str, *overrides: str) -> int:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from tlt_hpc.cli.main import main
-from tlt_hpc.storage.records import write_json
+from tlt_hpc.storage.records import CurvePoint, DrafterFacts, write_json
 from tlt_hpc.storage.step_lines import add_line
 
 
@@ -41,6 +42,35 @@ def test_runs_at_any_depth_are_listed_the_newest_last(
     assert first.split()[8:12] == ["4", "0.000", "->", "0.750"]
     assert second.split()[:3] == ["runs/done", "finished", "2"] and written == "written to all.csv"
     assert Path("all.csv").read_text().splitlines()[2].startswith("runs/done,finished,2,0.0,0.25,")
+
+
+def test_a_warm_up_is_told_from_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In the list, in ``tlt watch`` and in ``tlt report``, before and after its first validation."""
+    monkeypatch.chdir(tmp_path)
+    folder = Path("runs/warm")
+    for name in ("rollouts", "features"):
+        (folder / name).mkdir(parents=True)
+    (folder / "config.toml").write_text('[warmup]\nupdates = 400\n[drafter]\nform = "eagle"\n')
+    assert main(["runs"]) == 0
+    assert "runs/warm  warm-up: no sign for " in capsys.readouterr().out
+    main(["watch", "--once", str(folder)])
+    assert "warm-up: not validated yet" in capsys.readouterr().out
+    (folder / "drafter").mkdir()
+    curve = (CurvePoint(100, 9, 1.0, 0.5, 2.25), CurvePoint(200, 9, 1.0, 0.5, 2.0))
+    facts = DrafterFacts("tiny", "gcd", 4, 9, 100, 2.25, "drafter-5", 1.0, 4, curve)
+    write_json(folder / "drafter" / "facts.json", asdict(facts))
+    (folder / "features").rename(folder / "training")  # features may be deleted
+    assert main(["runs", "--output", "all.csv"]) == 0
+    assert ", accept length 2.250\n" in capsys.readouterr().out
+    assert Path("all.csv").read_text().splitlines()[1].endswith('accept length 2.250",,,,,,')
+    main(["watch", "--once", str(folder)])
+    assert "warm-up: 200 of 400 updates, accept length 2.250" in capsys.readouterr().out
+    assert main(["report", str(folder)]) == 2
+    assert capsys.readouterr().err == (
+        f"tlt: {folder} holds a warm-up, which has no steps to report; see `tlt watch {folder}`\n"
+    )
 
 
 def test_an_empty_folder_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -48,7 +48,7 @@ STAGE_3 = (
 @pytest.mark.parametrize(
     ("num_ranks", "settings"),
     [
-        pytest.param(1, "", marks=pytest.mark.ci),
+        pytest.param(2, "", marks=pytest.mark.ci),
         pytest.param(2, STAGE_3, marks=pytest.mark.slow),
         pytest.param(2, "rollout.tensor_parallel=2", marks=pytest.mark.slow),
         pytest.param(1, "model.dtype=bfloat16 optimizer.zero_stage=2", marks=pytest.mark.slow),
@@ -60,7 +60,8 @@ def test_every_phase_is_within_15_percent_of_what_a_run_takes(num_ranks: int, se
     status, out, err = launch(num_ranks, [TOOL, *settings.split(), "--json", str(path)], timeout=240)
     assert path.exists(), f"{out}\n{err}"
     figures = json.loads(path.read_text())
-    assert set(figures) == {"start", "rollout", "tail", "update", "save"}
+    trains = num_ranks > 1 and "tensor_parallel" not in settings
+    assert set(figures) == {"start", "rollout", *(["tail"] if trains else []), "update", "save"}
     assert all(0.85 < row["ratio"] < 1.15 for row in figures.values()) and status == 0, out
 
 

@@ -140,6 +140,20 @@ def test_a_planted_problem_is_found_and_hides_no_other(
     assert list(found) == ["config", *CHECKS, "slurm"]
 
 
+def test_prompts_that_the_tokenizer_does_not_know_are_warned_of(place: Place) -> None:
+    place.data.write_text(place.data.read_text() + '{"prompt": "Natalia sold clips", "answer": "1"}\n')
+    assert_found(place.check(), "data", r"does not know some characters in 1 of 41 prompts", set(), "warning")
+
+
+def test_a_job_on_gpus_without_a_compiler_here_is_warned_of(place: Place) -> None:
+    place.set("model.device=cuda")
+    place.torch_for("12.8")
+    place.monkeypatch.setenv("CC", "no-such-cc")
+    assert place.check()["torch"].found == (
+        "this machine has no C compiler (CC=no-such-cc), which Triton needs where the job runs"
+    )
+
+
 def test_an_existing_run_is_resumed_unless_a_start_of_it_is_at_work(place: Place) -> None:
     run = place.path / "runs" / "tiny"
     run.mkdir(parents=True)
@@ -292,11 +306,29 @@ def test_sbatch_is_asked_about_the_script_itself(place: Place) -> None:
         ("--ntasks-per-node=2 --gpus-per-node=a100:4 --mem=7G", (4, 2, 7168)),
         ("--gpus-per-node=a100:4 --gres=gpu:h100:2", (4, 4, 0)),
         ("--gres=craynetwork:1,gpu,lscratch:200 -N 2-4 --mem=100", (1, 1, 100)),
+        ("-J tiny --mem 2G -s --gpus-per-node 3 -H --ntasks-per-node=5 --gpus-per-node=1", (1, 5, 2048)),
     ],
 )
 def test_gpus_memory_and_ranks_of_a_node_are_read(asked: str, read: tuple[object, ...]) -> None:
     found = request.request_of(shlex.split(asked))
     assert (found.gpus_per_node, found.ranks_per_node, found.memory_mb) == read
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ("--nodes=two", "the script's --nodes=two is no number"),
+        ("-N2 stray", "'stray' in an #SBATCH line is not understood; write --OPTION=VALUE"),
+    ],
+)
+def test_options_that_sbatch_would_not_take_are_named(asked: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        request.request_of(shlex.split(asked))
+
+
+def test_the_last_word_on_requeue_counts() -> None:
+    words = ["--requeue", "--no-requeue", "--requeue"]
+    assert [request.request_of(words[:end]).requeue for end in range(4)] == [None, True, False, True]
 
 
 @pytest.mark.parametrize("asked", ["-n 8", "-G 8", "--gpus-per-task=1", "--mem-per-cpu=1G", "--mem-per-gpu=1G"])

@@ -57,6 +57,25 @@ def test_an_error_of_one_rank_has_its_node_and_one_of_all_stands_as_it_is() -> N
         refuse_errors([NodeReport("n1", None, "no data; copy it"), NodeReport("n2", None, "no data; copy it")])
 
 
+def test_a_node_with_gpus_and_without_a_c_compiler_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton would end the job with a traceback, at its first kernel."""
+    config = load_config(ROOT / "jobs" / "tiny.toml", ["model.device=cpu"])
+    place = tmp_path / "gpus" / "0000:01:00.0"
+    on_gpus = load_config(ROOT / "jobs" / "tiny.toml", ["model.device=auto"])
+    monkeypatch.setattr(nodes, "_DRIVER", tmp_path)
+    nodes.check_compiler(on_gpus, {"CC": "no-such-cc"})  # no GPU
+    place.mkdir(parents=True)
+    (place / "information").write_text("Model: NVIDIA A100\n")
+    with pytest.raises(UserError, match=r"^this node has no C compiler \(CC=no-such-cc\), which Triton needs .*conda"):
+        nodes.check_compiler(on_gpus, {"CC": "no-such-cc"})
+    nodes.check_compiler(config, {"CC": "no-such-cc"})
+    monkeypatch.setattr("sysconfig.get_paths", lambda scheme: {"include": str(tmp_path)})
+    with pytest.raises(UserError, match=rf"^this node has no {tmp_path}/Python.h, which"):
+        nodes.check_compiler(on_gpus, {"CC": "sh"})
+    (tmp_path / "Python.h").touch()
+    nodes.check_compiler(on_gpus, {"CC": "sh"})
+
+
 def test_a_models_digest_follows_its_files(tmp_path: Path) -> None:
     model = shutil.copytree(embedded("tiny"), tmp_path / "model")
     first = nodes.model_digest(model)

@@ -27,7 +27,7 @@ from tlt_hpc.checkpoint.store import CheckpointStore
 from tlt_hpc.cluster.device import GIVEN as GIVEN_GPU
 from tlt_hpc.cluster.watch.beat import BEAT
 from tlt_hpc.cluster.watch.last import warn_of_last
-from tlt_hpc.common.records import Request, SampleKey, SamplingParams, Stream
+from tlt_hpc.common.records import Prompt, Request, SampleKey, SamplingParams, Stream
 from tlt_hpc.config import Config, ConfigError, UserError, check_resumable, to_toml
 from tlt_hpc.data.claim import claim_data
 from tlt_hpc.data.prompts import PromptSource
@@ -144,9 +144,8 @@ class Session:
         Raises:
             ConfigError: the budget of pages holds no response of full length, or another setting that cannot work.
         """
-        if isinstance(drafter, Eagle) and drafter.served_ids is None:
-            prompts = self.assets.prompts if isinstance(self.assets, Assets) else None
-            draft_among_frequent(drafter, self.config, self.assets, prompts)
+        if isinstance(drafter, Eagle) and drafter.served_ids is None and isinstance(self.assets, Assets):
+            draft_among_frequent(drafter, self.config, self.assets, drawn_first(self.config, self.assets.prompts))
         try:
             agree = self.replica.agree if self.replica.size > 1 else None
             engine = RolloutEngine(self.decoder, settings, drafter, agree)
@@ -554,7 +553,7 @@ def make_drafting(
     token_ids = warm.get(TOKEN_IDS) if warm is not None else None
     if warm is None and settings.form == "eagle3":
         check_layers(assets.shape, "drafter.form = 'eagle3'")
-        token_ids = choose_vocabulary(config, assets, assets.prompts)
+        token_ids = choose_vocabulary(config, assets, drawn_first(config, assets.prompts))
     served = make_drafter(shape, seed, decoder.dtype, decoder.device, token_ids)
     if decoder.sharding.size > 1:
         served.split(decoder.sharding)
@@ -581,24 +580,26 @@ def cache_place(config: Config, world: World, folder: RunFolder) -> tuple[RunFol
     return RunFolder(found), world.local_rank, world.allgather(world.hostname).count(world.hostname)
 
 
-def choose_vocabulary(config: Config, assets: ModelAssets, prompts: PromptSource | None) -> torch.Tensor:
+def drawn_first(config: Config, source: PromptSource) -> list[Prompt]:
+    """The prompts of a run's first steps; collective over the node."""
+    return [prompt for step in range(min(config.run.num_steps, _COUNTED_STEPS)) for prompt in source.batch(step)]
+
+
+def choose_vocabulary(config: Config, assets: ModelAssets, prompts: Sequence[Prompt]) -> torch.Tensor:
     """The tokens [W] to draft among: end tokens, those that were added to the vocabulary, and the most frequent others,
     ``drafter.vocabulary`` together.
 
-    Before a run there is no response to count: the prompts of its first steps and their answers stand for them.
-    Without ``prompts`` low ids stand for frequent tokens.
+    Before a run there is no response to count: ``prompts`` and their answers stand for them.
     """
-    num_steps = min(config.run.num_steps, _COUNTED_STEPS) if prompts is not None else 0
-    drawn = [prompt for step in range(num_steps) for prompt in prompts.batch(step)] if prompts is not None else []
-    answers = (assets.tokenizer.encode(prompt.answer, add_special_tokens=False).ids for prompt in drawn)
-    texts = chain((prompt.tokens for prompt in drawn), (np.array(answer, np.int32) for answer in answers))
+    answers = (assets.tokenizer.encode(prompt.answer, add_special_tokens=False).ids for prompt in prompts)
+    texts = chain((prompt.tokens for prompt in prompts), (np.array(answer, np.int32) for answer in answers))
     counted = count_tokens(texts, num_used_tokens(assets.tokenizer, assets.shape))
     added = (token for token in assets.tokenizer.get_added_tokens_decoder() if token < len(counted))
     always = [*assets.eos_token_ids, *added]
     return torch.from_numpy(most_frequent_tokens(counted, config.drafter.vocabulary, always))
 
 
-def draft_among_frequent(drafter: Eagle, config: Config, assets: ModelAssets, prompts: PromptSource | None) -> None:
+def draft_among_frequent(drafter: Eagle, config: Config, assets: ModelAssets, prompts: Sequence[Prompt]) -> None:
     """Let a drafter without a head of its own read a part of a wide one: the rows of the most frequent tokens."""
     if num_used_tokens(assets.tokenizer, assets.shape) > config.drafter.vocabulary:
         drafter.draft_among(choose_vocabulary(config, assets, prompts))

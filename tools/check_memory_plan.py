@@ -1,6 +1,6 @@
 """Holds the memory that `tlt plan` predicts against what a run takes: its own phases, two steps, every tensor counted.
 
-    python tools/check_memory_plan.py                                       # jobs/tiny.toml, short, one rank
+    python tools/check_memory_plan.py                                       # jobs/tiny.toml, short, one rank (no tail)
     python tools/check_memory_plan.py optimizer.zero_stage=3 ...            # other settings
     mpiexec -n 2 python -m mpi4py tools/check_memory_plan.py ...            # two ranks, also of one GPU
 
@@ -94,9 +94,10 @@ def take_step(job: Job, step: int, meter: Meter) -> None:
     with meter("rollout"):
         tail = roll_out(job, step, StepReporter(Screen(False)))
     assert job.drafting is not None
-    with meter("tail"):
-        for _ in range(MICRO_STEPS):
-            job.drafting.spot.micro_step()
+    if job.world.size > job.replica.size:  # else no rank waits for another, and none trains
+        with meter("tail"):
+            for _ in range(MICRO_STEPS):
+                job.drafting.spot.micro_step()
     end_features(job.drafting, tail.stopped)
     rollouts, scores = gather_step(job, tail.rollouts, tail.scorer.rewards(tail.rollouts))
     at_once = sums_on_gpus()

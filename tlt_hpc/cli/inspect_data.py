@@ -58,6 +58,8 @@ def _print(console: Console, config: Config, found: Inspection, has_tokens: bool
     if has_tokens:
         num_overlong = sum(counts.num_overlong for counts in found.sources)
         console.print(f"prompts over data.max_prompt_tokens = {config.data.max_prompt_tokens}: {num_overlong:,}")
+        if num_unknown := sum(counts.num_unknown for counts in found.sources):
+            console.print(f"prompts with characters that the model's tokenizer does not know: {num_unknown:,}")
     else:
         console.print("no tokens counted: give --model FOLDER")
     for error in found.broken[:_SHOWN_ROWS]:

@@ -21,6 +21,8 @@ class SourceCounts:
     """Rows whose prompt is in an earlier row too."""
     num_unanswered: int = 0
     """Rows whose answer is an empty text."""
+    num_unknown: int = 0
+    """Rows whose prompt has characters that the tokenizer does not know."""
 
 
 @dataclass(frozen=True)
@@ -53,5 +55,6 @@ def inspect(reader: PromptReader, max_prompt_tokens: int) -> Inspection:
         counts.num_overlong += len(prompt.tokens) > max_prompt_tokens
         counts.num_repeated += digest in seen
         counts.num_unanswered += not prompt.answer
+        counts.num_unknown += reader.is_partly_unknown(prompt)
         seen.add(digest)
     return Inspection(len(reader), tuple(sources[source] for source in sorted(sources)), tuple(broken))

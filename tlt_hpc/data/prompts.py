@@ -44,7 +44,8 @@ class PromptSource(Protocol):
 
     @property
     def warning(self) -> str:
-        """A line about rows that are left out; empty: none. Reads all rows if too long ones are dropped."""
+        """A line about rows that are left out or not fully read; empty: none. Reads all rows if too long ones are
+        dropped."""
         ...
 
 
@@ -103,13 +104,24 @@ class FilePrompts:
         """
         self._data, self._reader, self._seed, self._count = data, reader, seed, prompts_per_step
         passed_over = (OverlongError,) if data.overlong == "drop" else ()
-        for row in sorted(shuffled(len(reader), seed, 0)[:CHECKED_ROWS].tolist()):
+        self._checked, self._unknown = sorted(shuffled(len(reader), seed, 0)[:CHECKED_ROWS].tolist()), list[int]()
+        for row in self._checked:
             with suppress(*passed_over):
-                reader.check(row, reader.read(row))
+                prompt = reader.read(row)
+                reader.check(row, prompt)
+                if reader.is_partly_unknown(prompt):
+                    self._unknown.append(row)
 
     @property
     def warning(self) -> str:
-        return self._kept[1]
+        unknown = ""
+        if self._unknown:
+            unknown = (
+                f"data.source = {self._data.source_name!r}: the model's tokenizer does not know some characters in "
+                f"{len(self._unknown):,} of {len(self._checked):,} prompts, the first "
+                f"{self._reader.rows.where(self._unknown[0])}, and the model does not see them"
+            )
+        return "; ".join(filter(None, (unknown, self._kept[1])))
 
     def batch(self, step: int) -> list[Prompt]:
         return list(map(self._reader.read, self._rows(step)))

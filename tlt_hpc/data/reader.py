@@ -48,6 +48,7 @@ class PromptReader:
     ) -> None:
         self.rows = open_rows(data, seed, wanted_columns(data))
         self._data, self._tokenizer, self._check = data, tokenizer, check
+        self._unknown = unknown_id(tokenizer) if tokenizer else None
         self._template = read_template(data, chat or ChatFormat())
 
     def __len__(self) -> int:
@@ -91,6 +92,10 @@ class PromptReader:
         except ValueError as error:
             raise RowError(self.rows.where(index), f"{error}; fix or remove the row") from None
 
+    def is_partly_unknown(self, prompt: Prompt) -> bool:
+        """Whether the tokenizer reads some of the prompt's characters as its token for unknown text."""
+        return self._unknown is not None and bool((prompt.tokens == self._unknown).any())
+
     def _text_of(self, prompt: str | Messages, where: str) -> str:
         """The text that the model is fed."""
         if self._tokenizer is None:
@@ -119,6 +124,12 @@ class PromptReader:
             return self._template.render(messages)
         except ChatError as error:
             raise RowError(where, f"the chat template refuses the messages: {error}; fix the row") from None
+
+
+def unknown_id(tokenizer: Tokenizer) -> int | None:
+    """The token that stands for text that the tokenizer does not know; tokenizers of bytes know all text."""
+    token = getattr(tokenizer.model, "unk_token", None)  # some kinds of the library's models have none
+    return None if token is None else tokenizer.token_to_id(token)
 
 
 def encode(tokenizer: Tokenizer, text: str) -> np.ndarray[tuple[int], np.dtype[np.int32]]:

@@ -32,6 +32,7 @@ from tlt_hpc.evaluate.folder import WEIGHTS, EvaluationFolder
 from tlt_hpc.evaluate.subject import Subject, fingerprint_of, load_weights, open_checkpoint, step_folder
 from tlt_hpc.evaluate.tally import Results, tally
 from tlt_hpc.models.drafter_file import TOKEN_IDS, initial_drafter, serving_drafter
+from tlt_hpc.models.eagle import Eagle
 from tlt_hpc.models.folder import end_token_ids, find_model, load_tokenizer
 from tlt_hpc.models.once import read_all_once
 from tlt_hpc.models.shape import ModelShape, check_sharding, read_shape
@@ -41,7 +42,7 @@ from tlt_hpc.mpi.world import World
 from tlt_hpc.plan.inputs import ModelAssets, open_checked_sets
 from tlt_hpc.rewards.scorer import without_form
 from tlt_hpc.rollout.engine import RolloutEngine
-from tlt_hpc.session import Job, Session, open_bench, open_session
+from tlt_hpc.session import Job, Session, draft_among_frequent, open_bench, open_session
 from tlt_hpc.storage.folder import make_folder
 from tlt_hpc.storage.records import add_json_line, write_json
 
@@ -127,6 +128,8 @@ def make_engine(session: Session, exam: Exam, checkpoint: Checkpoint | None) -> 
             session.world.node_group, lambda: _drafter_weights(config, checkpoint, session.decoder.shape)
         )
         drafter = None if weights is None else serving_drafter(weights, session.decoder)
+        if isinstance(drafter, Eagle):
+            draft_among_frequent(drafter, config, session.assets, [p for each in exam.sets for p in each.prompts])
     settings = session.settings()
     strategies = tuple(s for s in settings.strategies if drafter is not None or not s.has_drafter)
     params, longest = sampling_params(config), longest_prompt(exam.sets)

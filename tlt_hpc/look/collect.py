@@ -26,19 +26,22 @@ class RunRow(NamedTuple):
 
     run: str
     state: str
-    steps: int
+    steps: int | None
+    """None: it is a warm-up, which has none."""
     score_first: float | None
     """Mean score of the first quarter of the steps."""
     score_last: float | None
     cost: Cost | None
 
 
-def row_of(name: str, state: str, folder: Path) -> RunRow:
-    """The line of the run in a folder, in which there may be none yet."""
+def row_of(name: str, state: str, folder: Path, until: int | None = None) -> RunRow:
+    """The line of the run in a folder, in which there may be none yet; with ``until``, of its steps before that one."""
     try:
-        log = RunLog(folder)
+        log = RunLog(folder, until=until)
     except UserError:  # it has not written a step
         return RunRow(name, state, 0, None, None, None)
+    if log.folder.is_warmup:
+        return RunRow(name, state, None, None, None, None)
     change = change_of(log.metric(COLUMNS[SCORE].metric))
     first, last = (change.first, change.last) if change else (None, None)
     return RunRow(name, state, len(log.lines), first, last, cost_of(log))
@@ -51,7 +54,7 @@ def as_table(rows: Sequence[RunRow], logs: Sequence[str] = ()) -> str:
     for row, log in zip_longest(rows, logs):
         cost = row.cost
         cells.append((
-            printable(row.run), row.state, str(row.steps),
+            printable(row.run), row.state, "" if row.steps is None else str(row.steps),
             "" if row.score_last is None else f"{row.score_first:.3f} -> {row.score_last:.3f}",
             f"{cost.tokens:,}" if cost else "", cost.number if cost else "",
             f"{cost.tokens_per_hour:,.0f}" if cost else "",

@@ -48,6 +48,14 @@ class RunFolder:
         self.kept = self.path / "kept"
         self.status = self.path / "status"
         """What each rank does, or did when it ended."""
+        self.features = self.path / "features"
+        self.training = self.path / "training"
+        """These two are a warm-up's: what it learns from, and where its training stands."""
+
+    @property
+    def is_warmup(self) -> bool:
+        """Whether a drafter is, or was, warmed up here; features may be deleted afterwards."""
+        return self.training.is_dir() or self.features.is_dir()
 
     def kept_part(self, step: int, rank: int, number: int) -> Path:
         """Where a rank keeps finished responses of a step in progress, the ``number``-th time."""

@@ -50,8 +50,16 @@ def find_runs(folder: Path) -> Iterator[Path]:
 
 
 def state_of(path: Path) -> str:
-    """``finished``, ``running``, how it ended, or for how long there has been no sign of it."""
+    """``finished``, ``running``, how it ended, or for how long there has been no sign of it; first, if it is one, that
+    it is a warm-up."""
     state = read_state(path)
+    if not state.log.folder.is_warmup:
+        return _ending_of(state, path)
+    reached = f", accept length {state.drafter.accept_length:.3f}" if state.drafter else ""
+    return f"warm-up: {_ending_of(state, path)}{reached}"
+
+
+def _ending_of(state: RunState, path: Path) -> str:
     if state.is_finished:
         return "finished"
     if state.ending:

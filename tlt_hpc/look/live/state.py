@@ -15,11 +15,14 @@ from pathlib import Path
 from typing import TypeVar
 
 from tlt_hpc.cluster.watch.record import DamagedRecordError, Record, read_record_at, read_verdict
+from tlt_hpc.common.errors import UserError
 from tlt_hpc.common.files import told
 from tlt_hpc.look.columns import COLUMNS
 from tlt_hpc.look.cost import Cost, cost_of
 from tlt_hpc.look.run_log import RunLog
 from tlt_hpc.mpi.owner import read_owner
+from tlt_hpc.storage.folder import RunFolder
+from tlt_hpc.storage.records import DrafterFacts, read_facts
 
 SPEED_STEPS = 10
 """Number of last steps that the remaining time is estimated from."""
@@ -52,6 +55,8 @@ class RunState:
     """Why the watch has ended it; empty if it has not."""
     status_problems: tuple[str, ...]
     """One line for each status file that could not be read."""
+    drafter: DrafterFacts | None = None
+    """What a warm-up's last validation found; None before it, and in other runs."""
 
     @property
     def num_done(self) -> int:
@@ -135,8 +140,17 @@ def read_state(path: Path) -> RunState:
         ends_at=owner.ends_at if owner else None,
         is_finished=log.folder.finished.is_file(),
         verdict=verdict[1] if verdict and verdict[0] == start else "",  # else it is of an earlier start
+        drafter=_read_drafter(log.folder, problems),
         status_problems=tuple(problems),
     )
+
+
+def _read_drafter(folder: RunFolder, problems: list[str]) -> DrafterFacts | None:
+    try:
+        return read_facts(folder.path / "drafter") if folder.is_warmup else None
+    except UserError as error:
+        problems.append(str(error))
+        return None
 
 
 def _tried(read: Callable[[], T], problems: list[str]) -> T | None:

@@ -52,12 +52,23 @@ def head(state: RunState) -> Text:
 
 
 def whole_bar(state: RunState) -> Table:
-    """Steps done and the remaining time."""
+    """Steps done and the remaining time; of a warm-up, updates until its last validation."""
+    if state.log.folder.is_warmup:
+        return warmup_bar(state)
     total, done = state.num_steps, state.num_done
     words = f"{done} of {count(total, 'step')}"
     if (left := state.seconds_to_go) is not None and done < total:
         words += f", about {_about(left)} to go"
     return bar(total, done, words)
+
+
+def warmup_bar(state: RunState) -> Table:
+    """A warm-up's updates, as of its last validation, and how well the best drafter drafts."""
+    facts, total = state.drafter, state.log.whole_setting("warmup", "updates")
+    if facts is None:
+        return bar(total, 0, "warm-up: not validated yet")
+    done = facts.curve[-1].updates if facts.curve else facts.num_updates
+    return bar(total, done, f"warm-up: {done} of {count(total, 'update')}, accept length {facts.accept_length:.3f}")
 
 
 def cost_lines(state: RunState) -> Iterator[Text]:
@@ -145,7 +156,10 @@ def steps_table(lines: Iterable[Line]) -> Table:
 def last_word(state: RunState, is_alive: bool | None) -> Text:
     """Whether the run is active, has ended or hangs, and what to do."""
     if state.ending == "finished" or (state.is_finished and not is_alive):
-        return Text("finished; tlt report on this folder says what it learned and gained", "bold green")
+        folder, form = state.log.folder.path / "drafter", state.log.setting("drafter", "form")
+        drafter = f"finished; train with drafter.form={form} drafter.init={folder}"
+        report = "finished; tlt report on this folder says what it learned and gained"
+        return Text(printable(drafter) if state.log.folder.is_warmup else report, "bold green")
     if state.ending:
         return Text(f"ended: {state.ending}; the same command resumes it", "yellow")
     if state.is_stalled:

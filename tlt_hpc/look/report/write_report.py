@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from tlt_hpc.common.errors import UserError
-from tlt_hpc.storage.folder import WriteError, writing_beside
+from tlt_hpc.storage.folder import RunFolder, WriteError, writing_beside
 
 
 def run(options: argparse.Namespace) -> int:
@@ -21,6 +21,8 @@ def run(options: argparse.Namespace) -> int:
         raise UserError(f"--last {options.last}: give 1 or more")
     if out.suffix != ".html" or out.is_dir():  # no file of the run is overwritten
         raise UserError(f"--output {out}: give a file that ends in .html")
+    if RunFolder(options.run).is_warmup:
+        raise UserError(f"{options.run} holds a warm-up, which has no steps to report; see `tlt watch {options.run}`")
     print(f"reading    {options.run}", flush=True)
     from tlt_hpc.look.report.findings import find
     from tlt_hpc.look.report.verdict import cards, gain_of

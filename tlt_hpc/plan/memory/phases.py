@@ -36,7 +36,7 @@ def plan_memory(situation: Situation) -> MemoryPlan:
     phases = [
         PhaseMemory("start", start | _start(situation, state)),
         PhaseMemory("rollout", resident | rollout_workspace(situation)),
-        *([PhaseMemory("tail", resident | _tail(situation))] if situation.trains_drafter else []),
+        *([PhaseMemory("tail", resident | _tail(situation))] if situation.has_tail else []),
         PhaseMemory("update", {**resident, PAGES: 0} | _update(situation, state)),  # given back meanwhile
         PhaseMemory("save", resident),
     ]
@@ -90,7 +90,7 @@ def _update(situation: Situation, state: TrainingState) -> NamedBytes:
     """The update at its largest: in a backward pass, at the end of one, or in the optimiser's step."""
     activations = update_activations(situation, micro_batch_tokens(situation))
     # on a CPU the sum in progress is held as tensors; on a GPU it has ended before, and takes less than what follows
-    merges = situation.device == "cpu" and situation.trains_drafter
+    merges = situation.device == "cpu" and situation.has_tail
     merge = {"merge of the drafters": 12 * num_drafter_parameters(situation) if merges else 0}
     gathered = state.held | gathered_reference(situation)
     if state.stepping > total(gathered) + max(activations, state.reduced):

@@ -64,6 +64,11 @@ class Situation:
         return self.learns_drafting and self.config.drafter.train
 
     @property
+    def has_tail(self) -> bool:
+        """Whether there is a replica that can wait for another, and trains the drafter meanwhile."""
+        return self.trains_drafter and self.num_ranks > self.config.rollout.tensor_parallel
+
+    @property
     def has_reference(self) -> bool:
         return self.config.algorithm.kl_coefficient > 0
 

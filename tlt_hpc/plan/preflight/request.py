@@ -9,7 +9,6 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NoReturn
 
 from tlt_hpc.config import ConfigError
 
@@ -39,9 +38,9 @@ _VARIABLES = {"SBATCH_PARTITION": "partition", "SBATCH_ACCOUNT": "account"}
 _NOT_READ = {
     "ntasks": "--ntasks-per-node",
     "gpus": "--gpus-per-node",
-    "gpus_per_task": "--gpus-per-node",
-    "mem_per_cpu": "--mem, of a node",
-    "mem_per_gpu": "--mem, of a node",
+    "gpus-per-task": "--gpus-per-node",
+    "mem-per-cpu": "--mem, of a node",
+    "mem-per-gpu": "--mem, of a node",
 }
 """sbatch's options by another measure than the node, and what to write in their place."""
 
@@ -80,24 +79,27 @@ def sbatch_words(script: Path | None) -> list[str]:
 
 
 _LONG = {
-    "A": "account", "C": "constraint", "G": "gpus", "J": "job-name", "L": "licenses", "N": "nodes",
-    "c": "cpus-per-task", "d": "dependency", "e": "error", "n": "ntasks", "o": "output", "p": "partition", "q": "qos",
-    "t": "time", "w": "nodelist", "x": "exclude",
+    "A": "account", "B": "extra-node-info", "C": "constraint", "D": "chdir", "F": "nodefile", "G": "gpus", "H": "hold",
+    "J": "job-name", "L": "licenses", "M": "clusters", "N": "nodes", "O": "overcommit", "Q": "quiet", "S": "core-spec",
+    "W": "wait", "a": "array", "b": "begin", "c": "cpus-per-task", "d": "dependency", "e": "error", "i": "input",
+    "m": "distribution", "n": "ntasks", "o": "output", "p": "partition", "q": "qos", "s": "oversubscribe", "t": "time",
+    "w": "nodelist", "x": "exclude",
 }  # fmt: skip
-"""sbatch's short options, which all take a value."""
+"""sbatch's short options."""
 
 
-def sbatch_options(script: Path | None) -> dict[str, str]:
-    """The options of ``sbatch_words`` by their long names; an empty text for one without a value.
+def sbatch_options(words: Sequence[str]) -> dict[str, str]:
+    """Options of sbatch by their long names, the last of each name; an empty text for one without a value.
 
     Raises:
-        ConfigError: the file cannot be read, or a word belongs to no option.
+        ConfigError: a word belongs to no option.
     """
     found, last = dict[str, str](), ""
-    for word in sbatch_words(script):
+    for word in words:
         short = re.fullmatch(r"-(\w)=?(.*)", word)
         if word.startswith("--"):
             last, _, value = word[2:].partition("=")
+            found.pop(last, None)  # the order says whether --requeue or --no-requeue counts
             found[last] = value
         elif short and short[1] in _LONG:
             last = _LONG[short[1]]
@@ -105,15 +107,8 @@ def sbatch_options(script: Path | None) -> dict[str, str]:
         elif last and not word.startswith("-") and not found[last]:
             found[last] = word
         else:
-            raise ConfigError(f"--script {script}: {word!r} in an #SBATCH line is not understood; write --OPTION=VALUE")
+            raise ConfigError(f"{word!r} in an #SBATCH line is not understood; write --OPTION=VALUE")
     return found
-
-
-class _Parser(argparse.ArgumentParser):
-    """Raises a ConfigError instead of ending the process."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"the script's #SBATCH lines: {message}; write them as sbatch takes them")
 
 
 def request_of(words: Sequence[str]) -> SlurmRequest:
@@ -122,33 +117,32 @@ def request_of(words: Sequence[str]) -> SlurmRequest:
     Raises:
         ConfigError: an invalid value, or an option by another measure than the node.
     """
-    parser = _Parser(add_help=False, allow_abbrev=False)
-    parser.add_argument("-N", "--nodes", type=lambda text: int(text.partition("-")[0]), default=1)
-    parser.add_argument("--ntasks-per-node", type=int, default=0)
-    for names in (
-        *(("--mem",), ("--gpus-per-node",), ("--gres",), ("--signal",), ("-p", "--partition"), ("-A", "--account")),
-        *(("-t", "--time"), ("-n", "--ntasks"), ("-G", "--gpus"), ("--gpus-per-task",)),
-        *(("--mem-per-cpu",), ("--mem-per-gpu",)),
-    ):
-        parser.add_argument(*names, default="")
-    parser.add_argument("--requeue", dest="requeue", action="store_const", const=True)
-    parser.add_argument("--no-requeue", dest="requeue", action="store_const", const=False)
-    asked = parser.parse_known_args(words)[0]
+    asked = sbatch_options(words)
     for name, instead in _NOT_READ.items():
-        if value := vars(asked)[name]:
-            raise ConfigError(f"the script asks for --{name.replace('_', '-')}={value}; preflight reads {instead}")
-    gpus = num_gpus((asked.gpus_per_node and f"gpu:{asked.gpus_per_node}") or asked.gres)
+        if value := asked.get(name):
+            raise ConfigError(f"the script asks for --{name}={value}; preflight reads {instead}")
+    gpus = num_gpus(f"gpu:{asked['gpus-per-node']}" if asked.get("gpus-per-node") else asked.get("gres", ""))
+    requeue = [name == "requeue" for name in asked if name in ("requeue", "no-requeue")]
     return SlurmRequest(
-        nodes=asked.nodes,
-        ranks_per_node=asked.ntasks_per_node or gpus,
+        nodes=_number(asked, "nodes", "1"),
+        ranks_per_node=_number(asked, "ntasks-per-node", "0") or gpus,
         gpus_per_node=gpus,
-        memory_mb=megabytes(asked.mem),
-        partition=asked.partition,
-        account=asked.account,
-        time=asked.time,
-        signal=asked.signal,
-        requeue=asked.requeue,
+        memory_mb=megabytes(asked.get("mem", "")),
+        partition=asked.get("partition", ""),
+        account=asked.get("account", ""),
+        time=asked.get("time", ""),
+        signal=asked.get("signal", ""),
+        requeue=requeue[-1] if requeue else None,
     )
+
+
+def _number(asked: Mapping[str, str], name: str, default: str) -> int:
+    """A count of nodes or ranks; of a range such as ``2-4`` its lower end."""
+    value = asked.get(name, default)
+    try:
+        return int(value.partition("-")[0])
+    except ValueError:
+        raise ConfigError(f"the script's --{name}={value} is no number; write it as sbatch takes it") from None
 
 
 def num_gpus(gres: str) -> int:

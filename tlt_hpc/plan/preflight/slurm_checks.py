@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import partial
 
 from tlt_hpc.cluster.slurm import ANSWER_SECONDS, ask_slurm, seconds_of
 from tlt_hpc.plan.preflight.planned_job import PlannedJob
 from tlt_hpc.plan.preflight.program import ask
 from tlt_hpc.plan.preflight.request import num_gpus
-from tlt_hpc.plan.preflight.results import Finding, failure, ok, warning
+from tlt_hpc.plan.preflight.results import Finding, Level, Skip, failure, judge, ok, warning
 
 
 @dataclass(frozen=True)
@@ -110,6 +111,8 @@ def check_acceptance(job: PlannedJob) -> Finding:
         if word.startswith("YOUR_"):
             remedy = "edit the lines at its top, or give --account and --partition here and to sbatch"
             return failure(f"the script still says {word}", remedy)
+    if judge(partial(check_partition, job)).level is Level.FAILURE:  # which says it more clearly
+        raise Skip("not asked while the partition is wrong")
     answer = ask(["sbatch", "--test-only", *job.request.arguments], ANSWER_SECONDS)
     if answer.status:
         return failure(f"sbatch would refuse the job: {answer.last_line}", "correct what it asks for")

@@ -134,4 +134,6 @@ def check_torch(job: PlannedJob) -> Finding:
             f"torch {version} in {sys.prefix} is a build for CPUs, and the job runs on GPUs",
             "install torch's CUDA build (environment.yml; on a login node CONDA_OVERRIDE_CUDA says which)",
         )
+    if job.uses_gpu and (missing := machine.missing_for_triton(os.environ)):
+        return warning(f"this machine has {missing}, which Triton needs where the job runs", machine.NEEDS_COMPILER)
     return ok(f"torch {version} for {f'CUDA {cuda}' if cuda else 'CPUs'}, in {sys.prefix}")

@@ -43,7 +43,7 @@ class Warmup(Session):
 
     @property
     def features(self) -> Path:
-        return self.path / "features"
+        return RunFolder(self.path).features
 
 
 def assemble(config: Config, world: World) -> Warmup:
@@ -67,16 +67,15 @@ def assemble(config: Config, world: World) -> Warmup:
         folder = RunFolder(config.folder)
         # the cache that comes with it is a run's; a warm-up keeps its features in parts
         drafting = make_drafting(session, assets, folder, warm)
-        training = folder.path / "training"
-        world.once(lambda: _check_same(folder, config, training))
+        world.once(lambda: _check_same(folder, config))
         claim_folder(folder, config, world, None if config.warmup.sources else assets.prompts)
-        saves = CheckpointStore(training, _NUM_SAVES)
+        saves = CheckpointStore(folder.training, _NUM_SAVES)
         return Warmup(
             **vars(session), path=folder.path, texts=texts, trainer=drafting.spot, served=drafting.served, saves=saves
         )
 
 
-def _check_same(folder: RunFolder, config: Config, training: Path) -> None:
+def _check_same(folder: RunFolder, config: Config) -> None:
     """Refuse another [warmup] where responses, or a training that has begun, depend on it.
 
     Raises:
@@ -85,9 +84,9 @@ def _check_same(folder: RunFolder, config: Config, training: Path) -> None:
     if not folder.config.exists():
         return
     old, new = load_saved_config(folder.config).warmup.model_dump(), config.warmup.model_dump()
-    for name in (*_OF_RESPONSES, *(old if training.exists() else ())):
+    for name in (*_OF_RESPONSES, *(old if folder.training.exists() else ())):
         if old[name] != new[name]:
-            remedy = "" if name in _OF_RESPONSES else f", delete {training} to train again on the same responses"
+            remedy = "" if name in _OF_RESPONSES else f", delete {folder.training} to train again on the same responses"
             raise ConfigError(
                 f"{folder.config} holds a warm-up with warmup.{name} = {old[name]!r}, now {new[name]!r}; use the old "
                 f"value{remedy} or give another run.name"
