@@ -162,7 +162,12 @@ run_ranks() {
     if [[ $TLT_LAUNCH == mpirun ]]; then # ranks with GPUs bind themselves (mpi/placing.py)
         case $mpi_library in
         "Open MPI"*) start=(mpirun -n "$SLURM_NTASKS" --map-by "ppr:$SLURM_NTASKS_PER_NODE:node" --bind-to none) ;;
-        *) start=(mpiexec -n "$SLURM_NTASKS" -ppn "$SLURM_NTASKS_PER_NODE") ;;
+        *)
+            start=(mpiexec -n "$SLURM_NTASKS" -ppn "$SLURM_NTASKS_PER_NODE")
+            # Slurm signals all of a job step: the proxies too, in which mpiexec has srun start the ranks, and which
+            # SIGUSR2 would end. MPICH splits these words at blanks alone.
+            export HYDRA_LAUNCHER_EXTRA_ARGS=$'bash -c trap\t""\tUSR2;exec\t"$@" bash'
+            ;;
         esac
     fi
     # shellcheck disable=SC2086 # TLT_CONTAINER is words, or none

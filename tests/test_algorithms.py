@@ -6,6 +6,7 @@ import math
 import re
 import statistics
 import tomllib
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from tlt_hpc.rl.advantage import (
 )
 from tlt_hpc.rl.batches import cut_micro_batches, mini_batches, pack, plan_updates
 from tlt_hpc.rl.correction import MismatchWatch, correction_weights, mismatch_terms
+from tlt_hpc.rl.finite import NotFiniteError
 from tlt_hpc.rl.loss import clipped_loss, kl_estimate, policy_loss
 from tlt_hpc.rl.update import update_policy
 
@@ -374,6 +376,19 @@ def learned(*overrides: str, scores: np.ndarray = SCORES) -> tuple[Any, list[flo
     update = update_policy(config, policy, rollouts, scores)
     assert policy.groups == [index // 2 for index in update.trained]
     return update, policy.given
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_what_is_not_finite_ends_the_step_and_is_named(value: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the policy is given anything: a reward, or a log-probability of the rollout."""
+    monkeypatch.setattr(Policy, "update", lambda *_: pytest.fail("the policy was updated"))
+    with pytest.raises(NotFiniteError, match=r"^step 1: the reward of 1 response \(draw 1 sample 0\) is not finite; "):
+        learned(scores=np.array([1, 0, value, 1], np.float32))
+    make = partial(make_rollout, log_probs=np.array([-1.0, value], np.float32))
+    monkeypatch.setitem(globals(), "make_rollout", make)
+    words = r"^step 1: log-probabilities of 4 responses \(draw 0 sample 0, .* and 1 more\) are not finite; resume from "
+    with pytest.raises(NotFiniteError, match=words):
+        learned()
 
 
 def test_without_penalties_rewards_are_scores() -> None:

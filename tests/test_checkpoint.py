@@ -348,6 +348,21 @@ def test_no_room_for_the_copy_is_found_before_the_first_step_on_all_ranks(store,
     assert "no room in host memory" in str(errors[0]) and "\n" not in str(errors[0])
 
 
+@pytest.mark.parametrize("value", [torch.nan, -torch.inf])
+def test_what_is_not_finite_reaches_no_checkpoint(store, value):
+    """The earlier one stays, and is what the next start takes."""
+    save(store, 5)
+
+    def begin(world: ThreadWorld) -> None:
+        shards = make_shards(world.rank, 6)
+        shards["policy"][f"layer{world.rank}.weight"][2, 1] = value if world.rank == 1 else 0.0
+        store.of_rank[world.rank].begin(6, world, shards, STATE)
+
+    said = "'policy/layer1.weight' holds values that are not finite, so no checkpoint was written; resume from the "
+    assert [str(error).startswith(said) for error in on_threads(2, begin)] == [True] * 2
+    assert newest(store).step == 5 and not any(each.is_saving for each in store.of_rank)
+
+
 def test_no_room_for_a_save_ends_it_on_all_ranks(store, monkeypatch):
     no_memory = CheckpointError("no room in host memory")
     monkeypatch.setattr(store.of_rank[1]._copy, "take", Mock(side_effect=no_memory))

@@ -137,3 +137,9 @@ def test_weights_load_in_place_and_wrong_ones_are_refused():
         decoder.load({"model.foo": torch.zeros(1)}.items(), 4)
     with pytest.raises(ValueError, match=r"shape \[2\], config.json asks for \[128\]"):
         decoder.load({"model.norm.weight": torch.zeros(2)}.items(), 4)
+    for value in (torch.nan, torch.inf):
+        broken = {name: w.clone() for name, w in weights.items()}
+        broken["model.layers.1.mlp.down_proj.weight"][0, 3] = value
+        with pytest.raises(ValueError, match=r"'model\.layers\.1\.mlp\.down_proj\.weight' holds values that are not"):
+            decoder.load(broken.items(), 4)
+    assert decoder.version == 3

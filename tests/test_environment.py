@@ -68,12 +68,13 @@ def test_ranks_of_a_host_share_its_cores_and_gpus() -> None:
 
 
 def test_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SLURM_JOB_ID", "12")
+    for name, value in {"SLURM_JOB_ID": "12", "SLURM_ARRAY_JOB_ID": "11", "SLURM_ARRAY_TASK_ID": "3"}.items():
+        monkeypatch.setenv(name, value)
     place = RankPlace.here("here")
     assert place.cores == os.sched_getaffinity(0) and place.memory_bytes > 2**28 and place.processor
     world = SimpleNamespace(library="MPICH 5\n\0", placement=("ranks on here:",))
     found = find_environment(world, [place], "", {"cpu": "none"})
-    assert found.version == tlt_hpc.__version__ and found.mpi == "MPICH 5" and found.slurm["job"] == "12"
+    assert found.version == tlt_hpc.__version__ and found.mpi == "MPICH 5" and found.slurm["job"] == "11_3"
     assert found.packages.keys() >= {"torch", "mpi4py", "deepspeed", "transformers", "h5py", "numpy"}
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00", found.time)
     assert list(found.command) == sys.orig_argv and found.energy == {"cpu": "none"}

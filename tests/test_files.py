@@ -146,7 +146,8 @@ def test_job_files_load_and_validate(path: Path) -> None:
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
 def test_scripts_parse(path: Path) -> None:
-    subprocess.run(["bash", "-n", path], check=True)
+    done = subprocess.run(["bash", "-n", path], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
     if shutil.which("shellcheck"):
         subprocess.run(["shellcheck", "-x", path], cwd=ROOT, check=True)
 

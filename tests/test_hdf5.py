@@ -38,6 +38,8 @@ def test_a_locked_file_is_read_and_written(tmp_path: Path, before: str) -> None:
         fcntl.flock(held, fcntl.LOCK_EX)
         environment = os.environ | {"HDF5_USE_FILE_LOCKING": "TRUE"}
         subprocess.run([sys.executable, "-c", program, str(tmp_path / "a.h5")], env=environment, check=True)
+    with hdf5.CommittedFile(tmp_path / "a.h5", KIND) as file:
+        assert file.committed == 0, "it was written again"
 
 
 def test_what_is_not_a_committed_file_of_the_kind_is_one_line(tmp_path: Path) -> None:

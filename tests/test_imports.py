@@ -150,11 +150,6 @@ def test_packages_without_torch() -> None:
     assert not {module for module in users if package_of(module) in WITHOUT_TORCH}
 
 
-def test_submitting_a_job_waits_for_no_heavy_library() -> None:
-    heavy = {"torch", "deepspeed", "mpi4py", "transformers"}
-    assert not any(heavy & set(map(library_of, imports_of(path))) for path in (ROOT / "jobs").glob("*.py"))
-
-
 @pytest.mark.parametrize(
     ("modules", "absent"),
     [

@@ -44,6 +44,15 @@ def test_a_folder_of_something_else_is_neither_used_nor_removed(tool: dict[str, 
     assert settings.is_file()
 
 
+def test_it_removes_its_own_folder(tool: dict[str, Any], tmp_path: Path) -> None:
+    tool["main"].__globals__["check_machine"] = lambda: None
+    folder = tmp_path / "slurm"
+    folder.mkdir()
+    (folder / "slurm.conf").write_text(f"{tool['MARK']}\n")
+    assert tool["main"](["stop", "--folder", str(folder)]) == 0
+    assert not folder.exists()
+
+
 def test_a_process_that_reuses_a_daemons_number_is_left_alone(tool: dict[str, Any], tmp_path: Path) -> None:
     for daemon in ("munged", "slurmctld", "slurmd-node1"):
         (tmp_path / f"{daemon}.pid").write_text(f"{os.getpid()}\n")

@@ -50,6 +50,8 @@ train jobs/tiny.toml rollout.temperature=hot
     tlt: rollout.temperature = 'hot': input should be a valid number
 train jobs/tiny.toml rollout.temperature=-1
     tlt: rollout.temperature = -1: input should be greater than or equal to 0
+train jobs/tiny.toml rollout.max_new_tokens=1009
+    tlt: data.max_prompt_tokens + rollout.max_new_tokens = 1025 exceeds the model's 1024 positions; lower rollout.max_new_tokens to 1008 or less
 train jobs/tiny.toml run.num_steps=ten
     tlt: run.num_steps = 'ten': input should be a valid integer
 train jobs/tiny.toml run.num_steps=0
@@ -112,6 +114,12 @@ export-drafter runs/none --format trt
     tlt export-drafter: --format has no 'trt'; choose from sglang, vllm (see tlt export-drafter --help)
 submit jobs/tiny.toml --sweep run.seed
     tlt: --sweep 'run.seed' is not of the form section.key=A,B, e.g. run.seed=0,1,2
+submit jobs/tiny.toml --sweep run.seed=0-2
+    tlt: --sweep 'run.seed=0-2': a range is not read; write run.seed=0,1,2
+submit jobs/tiny.toml --sweep run.seed=0..99
+    tlt: --sweep 'run.seed=0..99': a range is not read; write run.seed=0,1,2,..
+submit collect --output none/x.csv
+    tlt: --output none/x.csv: its folder does not exist; make it first
 submit jobs/tiny.toml --gpu 4
     tlt submit: unknown option --gpu; did you mean --gpu-memory? (see tlt submit --help)
 submit status
@@ -148,6 +156,15 @@ def test_a_mistake_is_one_line(command: str, line: str, place: Path, capsys: pyt
         status = int(end.code or 0)
     assert (capsys.readouterr().err, status) == (line + "\n", 2)
     assert sorted(place.rglob("*")) == before
+
+
+def test_no_line_of_the_keys_ends_with_blanks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["keys"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) > 300 and [line for line in lines if line != line.rstrip() or len(line) > 80] == []
 
 
 def test_tlt_alone_prints_its_commands_by_group(capsys: pytest.CaptureFixture[str]) -> None:

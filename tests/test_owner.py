@@ -120,15 +120,16 @@ def test_on_its_own_host_the_process_itself_is_looked_at(tmp_path, clock):
 
 
 def test_slurm_has_ended_what_the_same_job_began(tmp_path, monkeypatch, clock):
-    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    for name, value in {"SLURM_JOB_ID": "77", "SLURM_ARRAY_JOB_ID": "76", "SLURM_ARRAY_TASK_ID": "0"}.items():
+        monkeypatch.setenv(name, value)
     claim_owner(tmp_path, "first")
     with Living(tmp_path, clock):
-        with pytest.raises(UserError, match=r"another start of this \(job 77, process"):
+        with pytest.raises(UserError, match=r"another start of this \(job 76_0, process"):
             claim_owner(tmp_path, "beside it, in one allocation")
         monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
         claim_owner(tmp_path, "second")  # its node was lost, and comes back
     check_owner(tmp_path, "second")
-    with pytest.raises(UserError, match=r"another start has taken over .* \(job 77, process \d+ on \S+\): this one"):
+    with pytest.raises(UserError, match=r"another start has taken over .* \(job 76_0, process \d+ on \S+\): this one"):
         check_owner(tmp_path, "first")
 
 

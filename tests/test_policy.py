@@ -23,6 +23,7 @@ from tlt_hpc.mpi.world import World
 from tlt_hpc.rl import engine
 from tlt_hpc.rl.distributed import join_process_group, leave_process_group
 from tlt_hpc.rl.engine import engine_settings, frozen_settings
+from tlt_hpc.rl.finite import NotFiniteError
 from tlt_hpc.rl.policy import Policy
 
 VOCABULARY = 40
@@ -443,7 +444,7 @@ def overflow() -> str:
     advantages[3] = np.inf  # belongs to the second of the two updates
     try:
         policy.update(make_rollouts(), advantages)
-    except FloatingPointError as error:
+    except NotFiniteError as error:
         return str(error)
     finally:
         leave_process_group()
@@ -451,7 +452,8 @@ def overflow() -> str:
 
 
 def test_a_gradient_that_is_not_finite_stops_every_rank() -> None:
-    wanted = r"gradient norm (-1\.0|inf|nan) at optimiser step 2: resume from the last checkpoint with a lower "
+    wanted = r"step 1: the gradient \(norm (-1\.0|inf|nan), optimiser step 2\) is not finite; nor is the loss of "
+    wanted += r"1 response \(draw \d sample \d\); resume from the last checkpoint with a lower "
     wanted += rf"optimizer\.learning_rate than {make_config().optimizer.learning_rate}"
     for message in run_on_ranks(2, overflow):
         assert re.fullmatch(wanted, message), message

@@ -165,7 +165,7 @@ def test_an_existing_run_is_resumed_unless_a_start_of_it_is_at_work(place: Place
 
 @pytest.mark.ci
 @pytest.mark.skipif(os.geteuid() != 0, reason="makes a user namespace in which none may be made: needs root")
-def test_a_system_that_refuses_the_sandbox_is_found(place: Place) -> None:
+def test_the_sandbox_is_named_also_on_a_system_without_user_namespaces(place: Place) -> None:
     """In a process of its own, because a process cannot regain what it was forbidden."""
     forbid = 'echo 0 > /proc/sys/user/max_user_namespaces; exec setpriv --bounding-set=-all --inh-caps=-all "$@"'
     place.set("reward.default=code")
@@ -175,9 +175,8 @@ def test_a_system_that_refuses_the_sandbox_is_found(place: Place) -> None:
         env={**os.environ, "PYTHONPATH": str(ROOT), "MPI4PY_LIBMPI": "/nowhere/libmpi.so"},
         capture_output=True, text=True, timeout=180, check=False,
     )  # fmt: skip
-    said = r"failure  rewards .*this machine allows none: unshare\(.*No space left.*have user namespaces allowed.*"
-    assert done.returncode == 1 and re.search(said, done.stdout), done.stderr
-    assert "the sandbox works on this machine" in place.check()["rewards"].found
+    assert re.search(r"the sandbox works on this machine \(by Landlock\)", done.stdout), done.stdout + done.stderr
+    assert "the sandbox works on this machine (by namespaces)" in place.check()["rewards"].found
 
 
 def assert_found(found: dict[str, Finding], name: str, said: str, also: set[str], level: str = "failure") -> None:

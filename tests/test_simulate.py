@@ -1,10 +1,8 @@
-"""The simulator: laws computed by hand, a token-by-token reference, recorded runs, the paper, the command."""
+"""The simulator: laws computed by hand, a token-by-token reference, recorded runs, the command."""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -95,11 +93,10 @@ def test_harvested_time_is_idle_time_and_tokens_are_conserved(rows: list[list[in
 @given(LENGTHS, st.lists(st.floats(0.3, 3.0), min_size=5, max_size=5), st.integers(1, 5))
 def test_chosen_speculation_never_loses(rows: list[list[int]], gains: list[float], live: int) -> None:
     plain = costs_of([1.0, 1.2, 1.4, 1.6, 1.8], position=1e-3)
-    fast = with_speed_ups(plain, {"drafter-4": gains})
+    fast = with_speed_ups(plain, [gains])
     setting, lengths = Setting(max_live=live), lengths_of(*rows)
-    narrow, never = (with_speed_ups(plain, {"drafter-4": gains}, threshold) for threshold in (2, 0))
-    seconds = [simulate(lengths, costs, setting, NOTHING).rollout_seconds[0] for costs in (plain, fast, narrow, never)]
-    assert seconds[1] <= min(seconds) * (1 + 1e-12) and seconds[3] == seconds[0]
+    seconds = [simulate(lengths, costs, setting, NOTHING).rollout_seconds[0] for costs in (plain, fast)]
+    assert seconds[1] <= seconds[0] * (1 + 1e-12)
 
 
 # --- token by token ---
@@ -128,14 +125,14 @@ def reference(lengths: Sequence[int], costs: TokenCosts, max_live: int, prompt: 
 @settings(max_examples=80, deadline=None)
 @given(
     st.lists(st.integers(1, 30), min_size=1, max_size=14), st.integers(1, 6),
-    st.lists(st.floats(0.2, 3.0), min_size=6, max_size=6), st.integers(0, 6), st.floats(0, 1e-2), st.floats(0, 5),
+    st.lists(st.floats(0.2, 3.0), min_size=6, max_size=6), st.floats(0, 1e-2), st.floats(0, 5),
 )  # fmt: skip
 def test_the_walk_is_the_token_by_token_simulation(
-    lengths: list[int], live: int, gains: list[float], threshold: int, position: float, prompt: float
+    lengths: list[int], live: int, gains: list[float], position: float, prompt: float
 ) -> None:
     """Positions cost the same with all strategies here; otherwise the choice is made once a span."""
     plain = costs_of([1.0, 1.1, 1.3, 1.6, 2.0, 2.5], position, prompt=0.3)
-    fast = with_speed_ups(plain, {"a": gains, "b": gains[::-1]}, threshold)
+    fast = with_speed_ups(plain, [gains, gains[::-1]])
     ends = walk(np.array([lengths]), fast, live, prompt)
     assert ends[0].tolist() == pytest.approx(reference(lengths, fast, live, prompt))
 
@@ -149,7 +146,7 @@ def test_without_stored_texts_draft_ahead_changes_nothing(
     rows: list[list[int]], gains: list[float], live: int, position: float
 ) -> None:
     """A single rank is never idle; free places, positions and prompts count as ever."""
-    fast = with_speed_ups(costs_of([1.0, 1.2, 1.4, 1.6, 1.8], position, prompt=0.3), {"drafter-4": gains})
+    fast = with_speed_ups(costs_of([1.0, 1.2, 1.4, 1.6, 1.8], position, prompt=0.3), [gains])
     ahead = Ahead(PassCosts(np.array([1.0, 2.5]), np.array([1, 5]), 0.8, 0.2), chance=0.97)
     lengths = np.concatenate([lengths_of(*rows), lengths_of(*rows)[:, ::-1]])[:, :1]
     setting = Setting(max_live=live, prompt_tokens=2)
@@ -329,6 +326,9 @@ def test_the_table_and_the_json(capsys: pytest.CaptureFixture[str], monkeypatch:
     assert main(["simulate", QWEN, "--nodes", "1,8", "--steps", "3", "--ahead", "0.97"]) == 0
     out = capsys.readouterr().out
     assert "GPU-h" in out and "ahead" in out and max(map(len, out.splitlines())) <= 80
+    assert "above 32 responses at a time they are extrapolated" in " ".join(out.split())
+    assert main(["simulate", QWEN, "--nodes", "1", "--steps", "1", "speculation.mode=plain"]) == 0
+    assert "speed-ups" not in capsys.readouterr().out
     one, two = simulated(capsys, QWEN, "--nodes", "2,1", "--steps", "3")["rows"]
     assert (one["nodes"], two["nodes"], one["ranks"]) == (1, 2, 8) and one["gain"] > 1
     assert two["rollout_seconds"] < one["rollout_seconds"] and one["ahead_rollout_seconds"] is None
@@ -347,14 +347,6 @@ def test_from_a_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     tokens = read_run(Path(folder)).lengths.sum((1, 2)).mean()
     other = row["step_seconds"] - row["rollout_seconds"]
     assert row["gain"] == 1.0 and other == pytest.approx(2 + 0.1 * tokens, rel=0.2)
-
-
-def test_the_paper_is_predicted_within_a_tenth() -> None:
-    tool = [sys.executable, str(ROOT / "tools" / "simulate_paper.py")]
-    done = subprocess.run(tool, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    predicted = [float(word) for word in done.stdout.splitlines()[2].split()[1:]]
-    assert predicted == pytest.approx([1.21, 1.45, 1.62, 1.76, 1.83, 2.12], rel=0.10)
 
 
 @pytest.mark.parametrize(("arguments", "words"), [

@@ -99,3 +99,14 @@ def test_a_job_that_is_interrupted_ends_with_the_policy_of_one_that_is_not(slurm
         # a rank whose peer was killed during an update reports that its connection failed
         assert "Traceback" not in each.said() or "/gloo/transport/" in each.said()
     assert training.policy() == straight.policy()
+
+
+@pytest.mark.ci
+def test_under_mpirun_the_signal_reaches_the_ranks_and_ends_nothing_else(slurm, tmp_path):
+    training = Training(slurm, tmp_path / "run", 9)
+    training.submit(limits=("--export=ALL,TLT_LAUNCH=mpirun",))
+    training.until(lambda: training.num_done >= 1, "1 step")
+    limit(training)
+    training.until_ended("COMPLETED")
+    said = training.said()
+    assert said.count(", mpirun, caches in ") == 2 and "User defined signal 2" not in said, said

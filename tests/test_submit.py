@@ -10,6 +10,7 @@ import runpy
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any
 import pytest
 
 from tlt_hpc.cli.main import main
-from tlt_hpc.cli.submit import LATER, rows_of
+from tlt_hpc.cli.submissions import LATER, rows_of
 from tlt_hpc.cluster import executor, status
 from tlt_hpc.cluster.local import given_job
 from tlt_hpc.cluster.slurm import parse_queue
@@ -93,10 +94,10 @@ def test_nothing_is_submitted_if_one_member_is_wrong(
 # --- the batch script ---
 
 
-def make(folder: Path, points: Sequence[str], config: str = TINY, **resources: Any) -> Submission:
+def make(folder: Path, points: Sequence[str], config: str = TINY, made: float = 0.0, **resources: Any) -> Submission:
     """A submission of the embedded job; ``points`` are swept, and its members are the jobs 100_0, 100_1, .."""
     members = make_members("train", config, config, [], points)
-    submission = Submission(folder / "sub", folder, ROOT, "tiny", config, Resources(**resources), members)
+    submission = Submission(folder / "sub", folder, ROOT, "tiny", config, Resources(**resources), members, made)
     return submission.with_jobs({member.name: f"100_{index}" for index, member in enumerate(members)})
 
 
@@ -253,7 +254,9 @@ def test_a_submission_waits_for_another(
     fake_program(tmp_path, "squeue", "exit 0")
     capsys.readouterr()
     assert submit([TINY, "--after", "first", "--folder", "third"]) == 2
-    assert capsys.readouterr().err == "tlt: --after first: tiny-seed0 failed (no exit status); resubmit it first\n"
+    assert (
+        capsys.readouterr().err == "tlt: --after first: tiny-seed0-warmup failed (no exit status); resubmit it first\n"
+    )
 
 
 def test_nothing_is_submitted_that_preflight_refuses(
@@ -279,6 +282,9 @@ def test_nothing_is_submitted_that_preflight_refuses(
         assert err.startswith(f"tlt: nothing was submitted: {failures} failure")
     text = (tmp_path / "tested.sh").read_text()
     assert "#SBATCH --qos=long\n" in text and "\nsrun " in text and not (tmp_path / "sub").exists()
+    assert main(["submit", *given, right, "--after=warm", "--time=2-00:00:00"]) == 2
+    out = capsys.readouterr().out
+    assert "failure  partition    time 2-00:00:00 is asked for" in out and "sbatch" not in out
     fake_program(tmp_path, "sinfo", "echo no controller >&2; exit 1")
     assert main(["submit", *given]) == 2
     assert capsys.readouterr().err.startswith("tlt: `sinfo -h -o %P` failed: no controller; call this on a login node")
@@ -303,6 +309,93 @@ def test_a_run_that_waits_or_is_at_work_is_not_submitted_again(
     fake_program(tmp_path, "squeue", "exit 0")
     assert submit([TINY, "--folder=other", "--dry-run"]) == 0
     assert "(is there with 1 step, and resumes)" in capsys.readouterr().out
+
+
+def test_a_run_may_be_continued_by_a_job_that_waits_for_the_first(
+    submit: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """The remedy that the refusal names; the first may then be submitted again, for the other waits for it."""
+    fake_slurm(tmp_path, monkeypatch, "echo Submitted batch job $((4000 + $(ls -d sub* | wc -l)))")
+    fake_program(tmp_path, "squeue", "exit 0")
+    assert submit([TINY, "run.num_steps=2", "--folder=sub1"]) == 0
+    fake_program(tmp_path, "squeue", "echo '4001|PENDING|Priority'")
+    assert submit([TINY, "run.num_steps=4", "--folder=sub2"]) == 2
+    assert "add --after 4001" in capsys.readouterr().err
+    assert submit([TINY, "run.num_steps=4", "--after=4001", "--folder=sub2"]) == 0
+    blocked = "echo '4001|FAILED|x'; echo '4002|PENDING|DependencyNeverSatisfied'"
+    fake_program(tmp_path, "squeue", blocked)
+    capsys.readouterr()
+    assert submit(["status", "sub2"]) == 1
+    assert re.findall(r"^submission .*/(\w+)$", capsys.readouterr().out, re.MULTILINE) == ["sub1", "sub2"]
+    assert submit(["resubmit", "sub1"]) == 0
+
+
+def test_the_steps_of_a_later_submission_are_its_own(
+    submit: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """And what it has continued, an earlier one neither shows nor starts again."""
+    fake_slurm(tmp_path, monkeypatch, "echo Submitted batch job $((4000 + $(ls -d runs/submitted/* | wc -l)))")
+    fake_program(tmp_path, "squeue", "exit 0")
+
+    def reached(name: str, *further: str) -> str:
+        capsys.readouterr()
+        assert submit(["collect", f"runs/submitted/{name}", *further]) == 0
+        return capsys.readouterr().out.splitlines()[1].split()[-4]
+
+    def go_on(steps: range) -> None:
+        for step in steps:
+            add_line(made(tmp_path / "runs/tiny") / "metrics.jsonl", line_of(step))
+
+    assert submit([TINY, "run.num_steps=9", "--folder=runs/submitted/b"]) == 0
+    go_on(range(2))
+    assert submit([TINY, "run.num_steps=5", "--folder=runs/submitted/a"]) == 0
+    go_on(range(2, 5))
+    assert [reached("b"), reached("a")] == ["2", "5"], "by the step at which the other has started"
+    go_on(range(5, 7))
+    assert [reached("b"), reached("a")] == ["2", "5"], "by its own run.num_steps"
+    capsys.readouterr()
+    assert submit(["resubmit", "runs/submitted/b"]) == 2
+    assert capsys.readouterr().err == (
+        "tlt: runs/tiny: runs/submitted/a has continued it since; `tlt submit resubmit runs/submitted/a`\n"
+    )
+    for name, age in (("a", 60), ("b", 0)):  # which copying them may do
+        os.utime(tmp_path / "runs/submitted" / name / "submission.json", (time.time() - age,) * 2)
+    assert submit(["status"]) == 1
+    assert capsys.readouterr().out.splitlines()[0] == f"submission  {tmp_path}/runs/submitted/a"
+
+
+def test_a_damaged_submission_stops_no_other(
+    submit: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    fake_slurm(tmp_path, monkeypatch, "echo Submitted batch job 4321")
+    fake_program(tmp_path, "squeue", "exit 0")
+    path = made(tmp_path / "runs/submitted/broken") / "submission.json"
+    path.write_text("{")
+    assert submit([TINY, "--folder=runs/submitted/whole"]) == 0
+    warned = capsys.readouterr().err
+    assert warned.startswith(f"tlt: left out: {path} is damaged or of an earlier version (") and warned.count("\n") == 1
+    assert submit(["status"]) == 1
+    out, err = capsys.readouterr()
+    assert out.startswith(f"submission  {tmp_path}/runs/submitted/whole\n") and err == warned
+    assert submit(["status", "runs/submitted/broken"]) == 2
+    assert capsys.readouterr().err.startswith("tlt: runs/submitted/broken/submission.json is damaged")
+
+
+def test_after_the_readmes_third_step_status_shows_the_warm_up_and_the_run(
+    submit: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    fake_slurm(tmp_path, monkeypatch, "echo Submitted batch job $((4000 + $(ls -d runs/submitted/* | wc -l)))")
+    fake_program(tmp_path, "squeue", "exit 0")
+    assert submit([TINY, "--folder=runs/submitted/other", "run.name=other"]) == 0
+    assert submit([TINY, "--command=warmup", "--folder", "runs/submitted/warm"]) == 0
+    fake_program(tmp_path, "squeue", "echo '4002|RUNNING|None'; echo '4003|PENDING|Dependency'")
+    assert submit([TINY, "--after", "runs/submitted/warm", "drafter.init=random"]) == 0
+    capsys.readouterr()
+    assert submit(["status"]) == 0
+    first, _, warmup, second, _, run = capsys.readouterr().out.splitlines()
+    assert first.endswith("/warm") and warmup.split()[:2] == ["tiny-warmup", "running"]
+    assert "/tiny-2" in second and run.split()[:3] == ["tiny", "pending", "(Dependency)"]
+    assert load(tmp_path / "runs/submitted/warm").name == "tiny-warmup", "of the job in squeue"
 
 
 def test_a_mistyped_command_is_no_job_file(submit: Any, capsys: pytest.CaptureFixture[str]) -> None:

@@ -59,7 +59,7 @@ def test_of_six_members_the_failed_one_is_named_and_submitted_again_alone(
         for i in range(6)
     )
     resources = Resources(partition="main", time="5")
-    submission = Submission(tmp_path / "sub", tmp_path, ROOT, "six", TINY, resources, members)
+    submission = Submission(tmp_path / "sub", tmp_path, ROOT, "six", TINY, resources, members, 0.0)
     save(submission)
     jobs = send(submission.jobs_folder, parameters(submission), [member.arguments for member in members])
     save(submission.with_jobs(dict(zip((member.name for member in members), jobs, strict=True))))

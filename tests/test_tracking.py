@@ -10,15 +10,17 @@ import sqlite3
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from tlt_hpc.cli import main as cli
+from tlt_hpc.cli import rank_commands
 from tlt_hpc.cli.main import main
 from tlt_hpc.cluster.stopping import Stop, StopFlag
 from tlt_hpc.config import Config, TrackingSection, load_config
+from tlt_hpc.look import trackers
 from tlt_hpc.look import tracking as tracking_module
 from tlt_hpc.look.tracking import Tracking
 from tlt_hpc.mpi import ending
@@ -74,6 +76,20 @@ def follow(config: Config, folder: RunFolder, *num_steps: int) -> None:
     tracking = Tracking(config, folder)
     for count in num_steps:
         tracking.follow(count)
+        settle(tracking)
+
+
+def settle(tracking: Tracking) -> None:
+    """Wait until the trackers have been given all, or were dropped."""
+    for worker in tracking._workers.values():
+        given = threading.Event()
+        worker.put([given.set])
+        while not worker.is_done and not given.wait(0.01):
+            pass
+
+
+def warnings_in(caplog) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name.startswith("tlt_hpc")]
 
 
 @needs_tensorboard
@@ -130,6 +146,8 @@ class FakeWandb:
     def __init__(self) -> None:
         self.runs: dict[str, list[tuple[int, float]]] = {}
         self.fails = False
+        self.before = lambda call: None
+        """Called at the begin of every call, with its name."""
         self.ended: list[int] = []
         self.finish = self.ended.append
         """Called at the end of every run, with the exit code."""
@@ -138,6 +156,7 @@ class FakeWandb:
         assert options["mode"] == "offline" and options["resume"] == "allow" and options["project"] == "tlt"
         kept = self.runs.setdefault(options["id"], [])
         library = self
+        self.before("init")
         if self.fails:
             raise self.Error("its server is away")
 
@@ -145,12 +164,14 @@ class FakeWandb:
             dir = "/runs/tiny/wandb/run-1/files"
 
             def log(self, figures, step, commit):
+                library.before("log")
                 if library.fails:
                     raise library.Error("its server is away")
                 assert commit and (not kept or step > kept[-1][0]), "a step twice, or backwards"
                 kept.append((step, figures["critic/score/mean"]))
 
             def finish(self, exit_code):
+                library.before("finish")
                 library.finish(exit_code)
 
         return Run()
@@ -168,6 +189,8 @@ def library(monkeypatch) -> FakeWandb:
 def test_wandb_has_each_step_once_under_one_id(tmp_path, library, caplog):
     config, folder = config_for(tmp_path, "tracking.wandb=offline"), RunFolder(tmp_path / "tiny")
     commit(folder, 0, 1, 2, 3)
+    follow(config, folder, 0)
+    assert json.loads(folder.tracking.read_text()) == {"wandb": 0, "wandb_id": next(iter(library.runs))}
     follow(config, folder, 1, 2)
     follow(config, folder, 2, 3)
     assert list(library.runs.values()) == [[(step, step / 7) for step in range(3)]]
@@ -197,9 +220,119 @@ def test_a_run_with_steps_that_were_taken_back_is_not_continued_later(tmp_path, 
     assert list(library.runs.values())[-1] == [(0, 0.0), (1, 2 / 7), (2, 4 / 7), (3, 6 / 7)]
 
 
-NOT_SENT = (
-    "no time is left for wandb to end: metrics.jsonl has every step; `wandb sync /runs/tiny/wandb/run-1` sends the rest"
+REST = "the run continues without it; metrics.jsonl has every step, and the next start sends the rest"
+SYNC = "; `wandb sync /runs/tiny/wandb/run-1` sends what it has"
+
+
+@pytest.mark.parametrize("call", ["init", "log", "finish"])
+def test_a_tracker_that_does_not_answer_is_named_once_and_dropped(call, tmp_path, library, caplog, monkeypatch):
+    monkeypatch.setattr(trackers, "ANSWER_SECONDS", 0.3)
+    config, folder = config_for(tmp_path, "tracking.wandb=offline"), RunFolder(tmp_path / "tiny")
+    commit(folder, *range(9))
+    released = threading.Event()
+    library.before = lambda called: None if called != call else released.wait()
+    tracking = Tracking(config, folder)
+    for count in range(1, 9):
+        tracking.follow(count)
+        time.sleep(0.1)
+    (worker,) = tracking._workers.values()
+    if call == "log":
+        assert json.loads(folder.tracking.read_text()) == {"wandb": 1, "wandb_id": next(iter(library.runs))}
+    assert not tracking.close(lambda: 9.0), "it may hold up the exit of the process"
+    assert warnings_in(caplog) == [f"wandb has not answered for 0 s: {REST}{'' if call == 'init' else SYNC}"]
+    released.set()
+    worker._thread.join()
+    library.before = lambda called: None
+    with Tracking(config, folder) as tracking:
+        tracking.follow(9)
+    assert [step for step, _ in list(library.runs.values())[-1]] == list(range(9)) and len(warnings_in(caplog)) == 1
+
+
+def test_a_tracker_that_cannot_keep_up_is_dropped_and_has_what_it_was_given(tmp_path, library, caplog, monkeypatch):
+    monkeypatch.setattr(trackers, "MAX_BEHIND", 2)
+    config, folder = config_for(tmp_path, "tracking.wandb=offline"), RunFolder(tmp_path / "tiny")
+    commit(folder, *range(9))
+    reached, released = threading.Event(), threading.Event()
+    library.before = lambda called: None if called != "log" else reached.set() or released.wait()
+    tracking = Tracking(config, folder)
+    tracking.follow(5)
+    reached.wait()
+    for count in range(6, 10):
+        tracking.follow(count)
+    (worker,) = tracking._workers.values()
+    assert warnings_in(caplog)[0].startswith("wandb is more than 2 steps behind") and len(warnings_in(caplog)) == 1
+    released.set()
+    worker._thread.join()
+    assert [len(run) for run in library.runs.values()] == [1], "a dropped tracker gets nothing more"
+
+
+def test_a_slow_tracker_gets_the_steps_in_order(tmp_path, library, caplog):
+    """Also as many as no queue holds, if it is switched on late."""
+    config, folder = config_for(tmp_path, "tracking.wandb=offline"), RunFolder(tmp_path / "tiny")
+    commit(folder, *range(trackers.MAX_BEHIND + 30))
+    library.before = lambda called: time.sleep(0.002)
+    with Tracking(config, folder) as tracking:
+        for count in range(trackers.MAX_BEHIND + 20, trackers.MAX_BEHIND + 31):
+            tracking.follow(count)
+    assert [[step for step, _ in run] for run in library.runs.values()] == [list(range(trackers.MAX_BEHIND + 30))]
+    assert not warnings_in(caplog) and library.ended == [0]
+
+
+@pytest.mark.parametrize("error", [KeyError("a\nb"), SystemExit(3)])
+def test_whatever_a_tracker_raises_is_one_line(error, tmp_path, library, caplog):
+    config, folder = config_for(tmp_path, "tracking.wandb=offline"), RunFolder(tmp_path / "tiny")
+    commit(folder, 0, 1)
+
+    def fail(called):
+        if called == "log":
+            raise error
+
+    library.before = fail
+    follow(config, folder, 1, 2)
+    (line,) = warnings_in(caplog)
+    assert line.startswith(f"wandb failed ({type(error).__name__}: ") and line.endswith(f"): {REST}{SYNC}")
+    assert "\n" not in line
+
+
+def test_a_process_ends_although_a_tracker_does_not_answer(tmp_path):
+    code = (
+        "import sys, threading; from pathlib import Path; sys.path.insert(0, 'tests')\n"
+        "from test_tracking import commit, config_for\n"
+        "from tlt_hpc.look import tracking, trackers; from tlt_hpc.storage.folder import RunFolder\n"
+        "trackers.TensorBoard.__init__ = lambda *_: threading.Event().wait(); tracking.ANSWER_SECONDS = 0.2\n"
+        f"place = Path({str(tmp_path)!r}); folder = RunFolder(place / 'tiny'); commit(folder, 0)\n"
+        "config = config_for(place, 'tracking.tensorboard=true')\n"
+        "with tracking.Tracking(config, folder) as followed: followed.follow(1)\n"
+    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stderr) == (0, f"tensorboard had no time left to end: {REST}\n")
+
+
+@pytest.mark.parametrize(
+    ("damaged", "reason"),
+    [
+        (b'{"wandb": 3, "wan', "invalid JSON"),
+        (b'{"wandb": "3", "wandb_id": "a"}', "'wandb' is '3'"),
+        (None, "Is a dir"),
+    ],
 )
+def test_a_damaged_record_of_the_trackers_is_one_line(damaged, reason, tmp_path, library, caplog):
+    config, folder = config_for(tmp_path, "tracking.wandb=offline"), RunFolder(tmp_path / "tiny")
+    commit(folder, 0, 1)
+    follow(config, folder, 1)
+    folder.tracking.unlink()
+    folder.tracking.mkdir() if damaged is None else folder.tracking.write_bytes(damaged)
+    follow(config, folder, 2)
+    line = warnings_in(caplog)[0]
+    assert line.startswith(f"{folder.tracking} cannot be used (") and reason in line
+    assert line.endswith("): the trackers get new runs") and "\n" not in line
+    if damaged is None:  # nor can it be replaced
+        assert [line.partition(":")[0] for line in warnings_in(caplog)[1:]] == ["wandb failed (WriteError"]
+        return
+    assert len(warnings_in(caplog)) == 1
+    assert list(library.runs.values()) == [[(0, 0.0)], [(0, 0.0), (1, 1 / 7)]]
+    assert json.loads(folder.tracking.read_text()) == {"wandb": 2, "wandb_id": list(library.runs)[1]}
 
 
 def test_closing_waits_only_while_time_is_left(tmp_path, library, caplog, monkeypatch):
@@ -216,7 +349,7 @@ def test_closing_waits_only_while_time_is_left(tmp_path, library, caplog, monkey
     tracking.follow(1)
     assert not tracking.close(lambda: left.pop(0)) and left == []
     never.set()
-    assert [record.getMessage() for record in caplog.records] == [NOT_SENT] * 2
+    assert warnings_in(caplog) == [f"wandb had no time left to end: {REST}{SYNC}"] * 2
     library.finish = library.ended.append
     with Tracking(config, folder) as tracking:
         tracking.follow(1)
@@ -228,14 +361,14 @@ def test_a_preempted_job_waits_for_slurm_whatever_its_tracker_does(tmp_path, mon
     done = []
     world = SimpleNamespace(rank=0, flag=StopFlag(), agree_to_stop=lambda: Stop.KILL)
     world.flag.request(Stop.KILL, "SIGTERM")
-    monkeypatch.setattr(cli, "await_preemption", lambda environment: done.append("waited"))
+    monkeypatch.setattr(rank_commands, "await_preemption", lambda environment: done.append("waited"))
     monkeypatch.setattr(ending, "end_within", lambda seconds, status: done.append(f"ends with {status}"))
 
     def close(seconds_left):
         done.append(f"{seconds_left():.0f} s")
         return False
 
-    assert cli.stop_early(world, tmp_path, lambda: "step 1", close) == 75
+    assert rank_commands.stop_early(world, tmp_path, lambda: "step 1", close) == 75
     assert done == ["7 s", "waited", "ends with 75"]
 
 
@@ -258,6 +391,30 @@ def test_wandb_offline_writes_files_and_nothing_else(tmp_path, monkeypatch):
     run_id = json.loads((folder.path / "tracking.json").read_text())["wandb_id"]
     assert file.name == f"run-{run_id}.wandb"
     assert b"critic/score/mean" in file.read_bytes() and b"0.14285714285714285" in file.read_bytes()
+
+
+STOPPED = """
+import os, signal, sys
+from pathlib import Path
+sys.path.insert(0, "tests")
+from test_tracking import commit, config_for
+from tlt_hpc.look import tracking, trackers
+from tlt_hpc.storage.folder import RunFolder
+tracking.ANSWER_SECONDS = trackers.EXIT_SECONDS = 0.5
+place = Path(sys.argv[1]); folder = RunFolder(place / "tiny"); commit(folder, 0)
+config = config_for(place, "tracking.wandb=offline")
+tracking.start_early(config.tracking)
+with tracking.Tracking(config, folder) as followed:
+    os.kill(trackers.WeightsAndBiases._process.pid, signal.SIGSTOP)
+    followed.follow(1)
+"""
+
+
+@needs_wandb
+def test_a_process_ends_although_that_of_wandb_does_not_answer(tmp_path):
+    command = [sys.executable, "-c", STOPPED, str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stderr) == (0, f"wandb had no time left to end: {REST}\n")
 
 
 # --- MLflow and trackio ---
@@ -344,6 +501,7 @@ def test_mlflow_says_how_a_run_stands_and_what_it_is(tmp_path, monkeypatch):
     assert math.isnan(run.data.metrics["val-core/gcd/acc/mean_8"])
     tracking = Tracking(config, folder)
     tracking.follow(1)
+    settle(tracking)
     assert client.get_run(run_id).info.status == "RUNNING"
     tracking.close(lambda: 9.0)
     assert client.get_run(run_id).info.status == "FINISHED"
@@ -356,7 +514,7 @@ def test_an_mlflow_server_that_is_away_ends_no_run(tmp_path, monkeypatch, caplog
     config, folder = config_for(tmp_path, "tracking.mlflow=true"), RunFolder(tmp_path / "tiny")
     commit(folder, 0)
     follow(config, folder, 1)
-    told = [record.getMessage() for record in caplog.records if record.name == "tlt_hpc.look.tracking"]
+    told = warnings_in(caplog)
     assert len(told) == 1 and told[0].startswith("mlflow failed (MlflowException") and "127.0.0.1" in told[0]
 
 

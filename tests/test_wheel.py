@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -31,7 +32,10 @@ def test_init_copies_the_jobs_and_scripts_of_the_clone(tmp_path: Path, capsys: p
     assert found == shipped_files()
     in_folders = [path for name in ("jobs", "sbatch") for path in (ROOT / name).iterdir() if path.is_file()]
     assert {str(path.relative_to(ROOT)) for path in in_folders} <= set(found), "a file that no pattern takes"
-    assert f"next: cd '{tmp_path / 'a b'}' && tlt train jobs/tiny.toml" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert f"next: cd '{tmp_path / 'a b'}' && tlt train jobs/tiny.toml" in out
+    assert "then: tlt submit jobs/qwen7b.toml --script sbatch/train_qwen7b.sh --account" in out
+    assert set(re.findall(r"(?:jobs|sbatch)/\S+", out)) <= set(found)
     assert main(["init", str(tmp_path / "a b")]) == 0
     assert f"0 files copied, {len(found)} there already" in capsys.readouterr().out
 

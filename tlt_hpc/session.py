@@ -423,6 +423,8 @@ def open_bench(config: Config, world: World) -> Judge:
             raise ConfigError(f"rank {world.rank} on {world.hostname}: {error}") from None
 
     world.all_or_none(wait_until_ready)
+    if client.sandbox:
+        world.say(f"programs of responses run in a sandbox (by {client.sandbox})")
     return bench
 
 

@@ -1,4 +1,4 @@
-"""Start a private Slurm of several nodes on this machine, to try batch scripts and for tests; stop it.
+"""Start a private Slurm of several nodes on this machine, to try batch scripts and for tests; stop and remove it.
 
     eval "$(python tools/local_slurm.py start)"     # prints: export SLURM_CONF=...
     python tools/local_slurm.py stop
@@ -109,6 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"export SLURM_CONF={folder / 'slurm.conf'}")
     elif is_own(folder):
         stop(folder)
+        shutil.rmtree(folder)
     return 0
 
 

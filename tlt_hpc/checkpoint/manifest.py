@@ -13,11 +13,11 @@ from typing import Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from tlt_hpc.common.files import LINES_BYTES, open_regular, read_bytes
 from tlt_hpc.config import UserError
+from tlt_hpc.models.folder import opened
 from tlt_hpc.models.piece import Cut
 from tlt_hpc.storage.folder import sync
 
@@ -108,13 +108,13 @@ class Checkpoint:
         return tensor if cut is None else cut.take(name, tensor)
 
     def _read_piece(self, file_name: str, key: str) -> Tensor:
-        path = self.folder / file_name
+        remedy = f"start again once its disk works, or remove {self.folder} if it is damaged"
         try:
-            with safe_open(path, framework="pt") as file:
+            with opened(self.folder / file_name, remedy) as file:
                 tensor: Tensor = file.get_tensor(key)
                 return tensor
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"cannot read {key!r} from {path}: {error}; remove {self.folder}") from None
+        except UserError as error:
+            raise CheckpointError(f"{key!r}: {error}") from None
 
 
 def write_manifest(path: Path, step: int, files: Sequence[File], state: Mapping[str, JSON]) -> None:

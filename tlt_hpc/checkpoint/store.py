@@ -25,8 +25,7 @@ from tlt_hpc.checkpoint.manifest import JSON, Checkpoint, CheckpointError, open_
 from tlt_hpc.checkpoint.save import Report, Save, clear_leftovers, found_in, try_open
 from tlt_hpc.checkpoint.shard_file import Held
 from tlt_hpc.cluster.watch.beat import BEAT
-from tlt_hpc.common.files import told
-from tlt_hpc.models.piece import Piece
+from tlt_hpc.models.piece import Piece, is_finite, not_finite
 from tlt_hpc.storage.folder import part_of
 
 if TYPE_CHECKING:
@@ -78,7 +77,7 @@ class CheckpointStore:
 
         Raises:
             CheckpointError: on all ranks, if rank 0 cannot remove what killed runs have left, or if one has no memory
-                for its copy; never the latter after ``reserve``.
+                for its copy (never after ``reserve``), or a value is not finite.
         """
         assert self._save is None, "finish the last save first"
         assert not self._is_abandoned, "a thread may still read the copy"
@@ -91,12 +90,18 @@ class CheckpointStore:
 
     def _hold(self, shards: Mapping[str, Shard]) -> list[Held]:
         self._copy.clear()
-        held: list[Held] = []
+        held, finite = list[Held](), dict[str, Tensor]()
         for part, shard in shards.items():
             for name, tensor in shard.items() if isinstance(shard, Mapping) else shard:
                 piece = tensor if isinstance(tensor, Piece) else Piece.whole(tensor)
                 views = self._copy.take(piece.values)
                 held.append(Held(part, name, piece.shape, piece.start, piece.stop, piece.values.dtype, views))
+                finite[f"{part}/{name}"] = is_finite(piece.values)
+        if wrong := not_finite(finite):
+            raise CheckpointError(
+                f"{wrong[0]!r} holds values that are not finite, so no checkpoint was written; resume from the last "
+                "one with a lower optimizer.learning_rate"
+            )
         return held
 
     def report(self) -> Report | None:
@@ -118,7 +123,7 @@ class CheckpointStore:
             failed.given_up.set()
             failed.join()
             raise CheckpointError(
-                f"cannot write checkpoint {failed.final}: {failure}; free space there or choose another run.folder "
+                f"cannot write checkpoint {failed.final}: {failure} or choose another run.folder "
                 "(earlier checkpoints are untouched)"
             )
         if all(report.is_done for report in found):
@@ -162,7 +167,8 @@ class CheckpointStore:
         try:
             clear_leftovers(self._folder)
         except OSError as error:
-            raise CheckpointError(f"cannot remove leftovers: {told(error)}; remove {self._folder}/*.part") from None
+            why = f"{error.filename or self._folder}: {error.strerror or error}"
+            raise CheckpointError(f"cannot remove leftovers: {why}; remove {self._folder}/*.part") from None
 
     # -- finding ------------------------------------------------------------------------------------------------
 

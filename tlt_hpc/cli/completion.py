@@ -3,19 +3,57 @@
 from __future__ import annotations
 
 import argparse
+import re
 from pathlib import Path
 
 import shtab
 
 from tlt_hpc.cli.main import make_parser
-from tlt_hpc.config.keys import keys_of
+from tlt_hpc.cli.submissions import LATER
+from tlt_hpc.cli.submit import SUBMITTED
+from tlt_hpc.cluster.submission import FILE
+from tlt_hpc.config.keys import Key, keys_of
 from tlt_hpc.config.sections import SECTIONS
 
-_FILES = ("CONFIG.toml", "JOB.toml", "RUN", "FOLDER", "CHECKPOINT", "FILE", "place")
-_KEYS = {"bash": "_tlt_keys", "zsh": "_tlt_keys"}
+_FILES = ("CONFIG.toml", "RUN", "FOLDER", "CHECKPOINT", "FILE", "place")
+_KEYS, _JOBS, _WORDS, _AFTER = (
+    dict.fromkeys(("bash", "zsh"), name) for name in ("_tlt_keys", "_tlt_job_files", "_tlt_words", "_tlt_sent_dirs")
+)
 _PREAMBLE = {
-    "bash": '_tlt_keys() {{ compgen -S = -W "{keys}" -- "$1"; }}',
-    "zsh": "_tlt_keys() {{ compadd -S = -- {keys} }}",
+    "bash": r"""
+_tlt_keys() {
+    local at=$COMP_CWORD word="$1" each
+    [[ $word == = ]] && word= || at=$((at - 1)) # bash makes a word of an equals sign
+    [[ ${COMP_WORDS[at]} == = ]] || { compgen -S = -W "@keys" -- "$1"; return; }
+    local key="${COMP_WORDS[at - 1]}="
+    for each in $(compgen -W "@values" -- "$key$word"); do echo "${each#"$key"}"; done
+}
+_tlt_job_files() { compgen -W "@later" -- "$1"; compgen -f -- "$1"; }
+_tlt_sent_dirs() {
+    local path
+    for path in @submitted/*/@file "$1"*/@file; do
+        [[ ! -e $path || $path != "$1"* ]] || echo "${path%/@file}"
+    done | sort -u | grep . || compgen -d -- "$1"
+}
+_tlt_words() {
+    case " ${COMP_WORDS[*]:2:COMP_CWORD-2} " in
+    @cases) _tlt_sent_dirs "$1" ;;
+    *) _tlt_keys "$1" ;;
+    esac
+}""",
+    "zsh": r"""
+_tlt_keys() {
+    local key="${PREFIX%%=*}" values=(@values)
+    if compset -P "*="; then compadd -- ${${(M)values:#$key=*}#*=}; else compadd -S = -- @keys; fi
+}
+_tlt_job_files() { compadd -- @later; _files; }
+_tlt_sent_dirs() { compadd -- @submitted/*/@file(N:h); _files -/; }
+_tlt_words() {
+    case " ${words[*]} " in
+    @cases) _tlt_sent_dirs ;;
+    *) _tlt_keys ;;
+    esac
+}""",
 }
 
 _NO_BLANK = """
@@ -26,23 +64,44 @@ complete -o bashdefault -F _tlt tlt"""
 
 def run(options: argparse.Namespace) -> int:
     """Print the script for a shell."""
-    keys = " ".join(f"{section}.{key.name}" for section in SECTIONS for key in keys_of(section))
+    keys = [(f"{section}.{key.name}", key) for section in SECTIONS for key in keys_of(section)]
+    words = {
+        "@keys": " ".join(name for name, _ in keys),
+        "@values": " ".join(f"{name}={value}" for name, key in keys for value in _choices(key)),
+        "@later": " ".join(LATER),
+        "@cases": "|".join(f'*" {word} "*' for word in LATER),
+        "@submitted": str(SUBMITTED),
+        "@file": FILE,
+    }
+    preamble = re.sub("|".join(words), lambda match: words[match[0]], _PREAMBLE[options.shell])
     parser = make_parser()
     _mark(parser)
-    print(shtab.complete(parser, options.shell, preamble=_PREAMBLE[options.shell].format(keys=keys)))
+    print(shtab.complete(parser, options.shell, preamble=preamble))
     if options.shell == "bash":
         print(_NO_BLANK)
     return 0
 
 
+def _choices(key: Key) -> list[str]:
+    """The values of a key that are words; none where it takes a list or a table of them."""
+    return [] if " of " in key.values else re.findall(r'(?<=")[^", ]+(?=")|true|false', key.values)
+
+
 def _mark(parser: argparse.ArgumentParser) -> None:
-    """Say of each argument whether files or keys complete it."""
+    """Say of each argument what completes it: files, keys and their values, or folders of submissions."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             action.help = None  # else the library leaves the commands out, as our help does
             for each in action.choices.values():
                 _mark(each)
-        elif action.dest == "overrides":
-            action.complete = _KEYS  # type: ignore[attr-defined]
+        elif action.dest in ("overrides", "sweep"):
+            is_for_submit = parser.prog == "tlt submit" and action.dest == "overrides"
+            action.complete = _WORDS if is_for_submit else _KEYS  # type: ignore[attr-defined]
+        elif action.metavar == "JOB.toml":
+            action.complete = _JOBS  # type: ignore[attr-defined]
+        elif action.dest == "after":
+            action.complete = _AFTER  # type: ignore[attr-defined]
+        elif action.dest == "section":
+            action.choices = tuple(SECTIONS)
         elif action.type is Path or action.metavar in _FILES:
             action.complete = shtab.FILE  # type: ignore[attr-defined]

@@ -38,6 +38,7 @@ def run(options: argparse.Namespace) -> None:
     print(f"{folder}: {count(len(missing), 'file')} copied, {len(there)} there already")
     print(f"next: cd {shlex.quote(str(folder))} && tlt train jobs/tiny.toml")
     print("on a cluster: sbatch -A ACCOUNT -p PARTITION sbatch/smoke.sh")
+    print("then: tlt submit jobs/qwen7b.toml --script sbatch/train_qwen7b.sh --account ACCOUNT --partition PARTITION")
 
 
 def shipped() -> Path:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import argparse
-
-from rich.padding import Padding
-from rich.table import Table
-from rich.text import Text
+import textwrap
 
 from tlt_hpc.common.console import TextConsole
 from tlt_hpc.config.keys import describe_section, keys_of
@@ -39,19 +36,19 @@ def run(options: argparse.Namespace) -> None:
         return
     console = TextConsole()
     for name in sections:
-        console.print(f"[{name}] " + describe_section(name).replace("``", ""), style="bold")
-        console.print(_as_table(name))
+        _show(console, f"[{name}] {describe_section(name)}", style="bold")
+        for key in keys_of(name):
+            unit = f", {key.unit}" if key.unit else ""
+            default = f"default {key.default}" if key.default else "required"
+            _show(console, f"{key.name}: {key.values}{unit}; {default}", style="cyan")
+            _show(console, key.meaning, indent="    ")
+            console.print()
 
 
-def _as_table(section: str) -> Table:
-    """Two rows a key, so that the meaning has the terminal's whole width."""
-    table = Table(box=None, show_header=False, padding=(0, 0, 0, 0))
-    for key in keys_of(section):
-        unit = f", {key.unit}" if key.unit else ""
-        default = f"default {key.default}" if key.default else "required"
-        table.add_row(Text(f"{key.name}: {key.values}{unit}; {default}", style="cyan"))
-        table.add_row(Padding(key.meaning.replace("``", ""), (0, 0, 1, 4)))
-    return table
+def _show(console: TextConsole, text: str, indent: str = "", style: str = "") -> None:
+    """Print within the terminal's width; what rich wraps itself keeps blanks at the ends of its lines."""
+    lines = textwrap.wrap(text.replace("``", ""), max(console.width - len(indent), 20))
+    console.print(textwrap.indent("\n".join(lines), indent), style=style)
 
 
 def _as_markdown(section: str) -> str:

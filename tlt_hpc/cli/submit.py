@@ -1,4 +1,4 @@
-"""``tlt submit``: checks a run, or a sweep of runs, submits it to Slurm as one array, and looks after it.
+"""``tlt submit JOB``: checks a run, or a sweep of runs, and submits it to Slurm as one array.
 
 Every member is checked before any is submitted, gets its own ``run.name`` and runs ``tlt train`` on all its ranks.
 Relative paths in a configuration are read from where this is called.
@@ -8,23 +8,24 @@ from __future__ import annotations
 
 import argparse
 import shutil
+import sys
 import tempfile
-from collections.abc import Collection, Sequence
+import time
+from collections.abc import Collection, Sequence, Set
 from dataclasses import fields, replace
 from datetime import datetime
 from pathlib import Path
 
 import tlt_hpc
-from tlt_hpc.cli.command_line import did_you_mean
 from tlt_hpc.cluster.executor import batch_script, send
 from tlt_hpc.cluster.slurm import SlurmError, ask_slurm, read_queue
-from tlt_hpc.cluster.status import FINISHED, MemberStatus, read_statuses, unfinished
+from tlt_hpc.cluster.status import FINISHED, read_statuses
 from tlt_hpc.cluster.submission import FILE, Resources, Submission, SubmittedRun, load, make_members, parameters, save
 from tlt_hpc.common.words import count
-from tlt_hpc.config import ConfigError, load_config
-from tlt_hpc.look.collect import RunRow, as_table, row_of, write_csv
+from tlt_hpc.config import Config, ConfigError, load_config
+from tlt_hpc.look.collect import row_of
 from tlt_hpc.plan.preflight.checklist import all_results
-from tlt_hpc.plan.preflight.request import num_gpus, sbatch_options
+from tlt_hpc.plan.preflight.request import num_gpus, sbatch_options, sbatch_words
 from tlt_hpc.plan.preflight.results import Level
 
 SUBMITTED = Path("runs") / "submitted"
@@ -32,25 +33,20 @@ _OWN_OPTIONS = ("job-name", "output", "error", "open-mode", "array")
 """Of sbatch, that a submission sets itself."""
 
 
-def run(options: argparse.Namespace) -> int:
-    """Submit, or do what is asked of an earlier submission; returns the exit status.
-
-    Raises:
-        ValueError: in one line; nothing was submitted.
-    """
-    if options.config not in LATER:
-        if near := did_you_mean(options.config, LATER):
-            raise ConfigError(f"no job file and no command {options.config!r}{near}")
-        return run_submit(options)
-    if options.output is not None and options.config != "collect":
-        raise ConfigError(f"--output {options.output} goes with tlt submit collect")
-    if len(options.overrides) > 1:
-        raise ConfigError(f"tlt submit {options.config} takes one folder; {options.overrides[1]} is one too many")
-    submission = load(Path(options.overrides[0]) if options.overrides else newest_folder())
-    return LATER[options.config](submission, read_statuses(submission, read_queue()), options)
+def known_submissions(beside: Path = SUBMITTED) -> list[Submission]:
+    """Those of this folder's ``runs/submitted``, and those ``beside``, the oldest first; damaged ones are named."""
+    found = []
+    for path in sorted({path.resolve() for place in (SUBMITTED, beside) for path in place.glob(f"*/{FILE}")}):
+        try:
+            found.append(load(path.parent))
+        except ConfigError as error:
+            print(f"tlt: left out: {error}", file=sys.stderr)
+    return sorted(found, key=lambda each: each.made)
 
 
-# --- submit ---
+def short(folder: Path) -> Path:
+    """A folder as a user would type it here."""
+    return folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
 
 
 def run_submit(options: argparse.Namespace) -> int:
@@ -62,14 +58,15 @@ def run_submit(options: argparse.Namespace) -> int:
     submission = make_submission(options)
     for member in submission.members:
         check_member(options.config, member, submission.resources.num_ranks)
-    refuse_second_starts(submission)
-    before = jobs_before(submission.after, is_first=True)
+    before = jobs_before(options.after, is_first=True)
+    refuse_second_starts(submission, set(before))
     asked = vars(submission.resources) | {"sbatch": ""}
     words = [f"--{name.replace('_', '-')}={value}" for name, value in asked.items() if value]
     words += [*submission.resources.sbatch, *([f"--dependency=afterok:{':'.join(before)}"] if before else [])]
     print(f"asks Slurm for {count(submission.resources.num_ranks, 'rank')}:", " ".join(words))
     for member in submission.members:
-        print(f"{member.run}: tlt {' '.join(member.arguments)}{resumes(submission, member)}", flush=True)
+        there = f"   (is there with {count(member.first_step, 'step')}, and resumes)" * bool(member.first_step)
+        print(f"{member.run}: tlt {' '.join(member.arguments)}{there}", flush=True)
     if not options.no_preflight:
         preflight(options, submission, before)
     if options.dry_run:
@@ -80,7 +77,7 @@ def run_submit(options: argparse.Namespace) -> int:
     submit(submission, {member.name for member in submission.members}, before)
     if options.command_of_job == "warmup":
         print("for the runs after it:", *(f"drafter.init={member.run}/drafter" for member in submission.members))
-    print(f"how it stands: tlt submit status {submission.folder}")
+    print(f"how it stands: tlt submit status {short(submission.folder)}")
     return 0
 
 
@@ -90,7 +87,7 @@ def make_submission(options: argparse.Namespace) -> Submission:
     Raises:
         ConfigError: a member's configuration is wrong, or the folder has a submission.
     """
-    loaded = load_config(options.config, options.overrides)
+    loaded = own_config(options, options.overrides)
     name = loaded.run.name
     folder = options.folder or SUBMITTED / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
     if (folder / FILE).exists():
@@ -98,16 +95,33 @@ def make_submission(options: argparse.Namespace) -> Submission:
     config = str(folder.resolve() / Path(options.config).name)  # a copy: the file may be edited while jobs wait
     members = make_members(options.command_of_job, options.config, config, options.overrides, options.sweep)
     if options.command_of_job == "warmup":
-        members = tuple(replace(member, run=warmup_folder(options.config, member)) for member in members)
-    resources, after = resources_of(options, loaded.run.ranks), tuple(options.after)
-    return Submission(folder.resolve(), Path.cwd(), find_project(), name, config, resources, members, after)
+        own = [own_config(options, member.arguments[2:]) for member in members]
+        members = tuple(
+            replace(member, name=each.run.name, run=str(each.folder), num_steps=None)
+            for member, each in zip(members, own, strict=True)
+        )
+    members = tuple(replace(member, first_step=row_of("", "", Path(member.run)).steps or 0) for member in members)
+    resources = resources_of(options, loaded.run.ranks)
+    after = tuple(word if is_job(word) else str(Path(word).resolve()) for word in options.after)
+    place = folder.resolve(), Path.cwd(), find_project()
+    return Submission(*place, name, config, resources, members, time.time(), after)
 
 
-def warmup_folder(config: str, member: SubmittedRun) -> str:
-    """Where a member's warm-up writes, which is not where its run does."""
+def own_config(options: argparse.Namespace, overrides: Sequence[str]) -> Config:
+    """The configuration of what the job runs: a warm-up has another name and folder than the run.
+
+    Raises:
+        ConfigError: it is wrong.
+    """
     from tlt_hpc.studies.warmup import plan
 
-    return str(plan.config_of(load_config(config, member.arguments[2:])).folder)
+    loaded = load_config(options.config, overrides)
+    return plan.config_of(loaded) if options.command_of_job == "warmup" else loaded
+
+
+def is_job(word: str) -> bool:
+    """Whether a word of ``--after`` is a job's number, and no folder."""
+    return word.replace("_", "").isdecimal()
 
 
 def find_project() -> Path:
@@ -131,7 +145,7 @@ def resources_of(options: argparse.Namespace, num_ranks: int) -> Resources:
     Raises:
         ConfigError: no such script.
     """
-    words = sbatch_options(options.script)
+    words = sbatch_options(sbatch_words(options.script))
     known = {
         "nodes": "nodes", "ntasks-per-node": "ranks_per_node", "gpus-per-node": "gpus_per_node",
         "cpus-per-task": "cpus_per_rank", "partition": "partition", "account": "account", "time": "time", "mem": "mem",
@@ -160,29 +174,26 @@ def resources_of(options: argparse.Namespace, num_ranks: int) -> Resources:
     return Resources(**given | {"sbatch": (*further, *options.sbatch)})  # type: ignore[arg-type]
 
 
-def refuse_second_starts(submission: Submission) -> None:
+def refuse_second_starts(submission: Submission, before: Set[str]) -> None:
     """Refuse members whose run waits or is at work already, as part of an earlier submission from this folder.
+
+    Args:
+        before: jobs that the members wait for.
 
     Raises:
         ConfigError: with the job.
     """
-    runs, queue = {(submission.store / member.run).resolve() for member in submission.members}, None
-    for path in sorted(SUBMITTED.glob(f"*/{FILE}")):
-        earlier = load(path.parent)
-        same = [member for member in earlier.members if (earlier.store / member.run).resolve() in runs and member.jobs]
+    runs, queue = set(map(submission.place, submission.members)), None
+    for earlier in known_submissions(submission.folder.parent):
+        same = [member for member in earlier.members if earlier.place(member) in runs and member.jobs]
         queue = read_queue() if same and queue is None else queue
         for member in same:
-            if queue and (job := member.jobs[-1]) in queue and queue[job].is_live:
+            job = member.jobs[-1]
+            if queue and job in queue and queue[job].is_live and before.isdisjoint((job, job.partition("_")[0])):
                 raise ConfigError(
-                    f"{member.run}: job {job} of {path.parent} is {queue[job].state.lower()}; wait for it, add "
-                    f"--after {job}, or give another run.name"
+                    f"{member.run}: job {job} of {short(earlier.folder)} is {queue[job].state.lower()}; wait for it, "
+                    f"add --after {job}, or give another run.name"
                 )
-
-
-def resumes(submission: Submission, member: SubmittedRun) -> str:
-    """What to know of a run that there is already; empty for a new one."""
-    row = row_of(member.name, "", submission.store / member.run)
-    return f"   (is there with {count(row.steps, 'step')}, and resumes)" if row.steps else ""
 
 
 def jobs_before(after: Sequence[str], is_first: bool) -> list[str]:
@@ -193,7 +204,7 @@ def jobs_before(after: Sequence[str], is_first: bool) -> list[str]:
     """
     jobs, queue = [], read_queue() if after else {}
     for word in after:
-        if word.replace("_", "").isdecimal():
+        if is_job(word):
             known = word in queue or any(job.startswith(f"{word}_") for job in queue)
             if known and word in queue and not queue[word].is_live and queue[word].state != "COMPLETED":
                 raise ConfigError(f"--after {word}: that job is {queue[word].state.lower()}; submit it again first")
@@ -227,9 +238,9 @@ def check_member(config: str, member: SubmittedRun, num_ranks: int) -> None:
 
 def drafters_before(after: Sequence[str]) -> set[Path]:
     """What the warm-ups that ``--after`` names by their folders will write."""
-    warmups = [load(Path(word)) for word in after if not word.replace("_", "").isdecimal()]
+    warmups = [load(Path(word)) for word in after if not is_job(word)]
     return {
-        (warmup.store / member.run / "drafter").resolve()
+        warmup.place(member) / "drafter"
         for warmup in warmups
         for member in warmup.members
         if member.arguments[0] == "warmup"
@@ -292,67 +303,3 @@ def submit(submission: Submission, names: Collection[str], before: Sequence[str]
     save(submission.with_jobs(dict(zip((member.name for member in chosen), jobs, strict=True))))
     for member, job in zip(chosen, jobs, strict=True):
         print(f"job {job}: {member.name}")
-
-
-# --- afterwards ---
-
-
-def newest_folder() -> Path:
-    """The submission that was made last from this folder.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    found = sorted(SUBMITTED.glob(f"*/{FILE}"), key=lambda path: path.stat().st_mtime)
-    if not found:
-        raise ConfigError(f"no submission in {SUBMITTED}; give its folder")
-    return found[-1].parent
-
-
-def run_status(submission: Submission, statuses: Sequence[MemberStatus], options: argparse.Namespace) -> int:
-    """Print how each member stands; status 1 if one has failed."""
-    print(f"submission  {submission.folder}")
-    print(as_table(rows_of(submission, statuses), [str(each.log or "") for each in statuses]))
-    return int(bool(unfinished(statuses)))
-
-
-def run_resubmit(submission: Submission, statuses: Sequence[MemberStatus], options: argparse.Namespace) -> int:
-    """Submit again what failed, was cancelled or stopped early; these runs resume."""
-    again = unfinished(statuses)
-    if not again:
-        print("nothing has failed; nothing was submitted")
-        return 0
-    before = jobs_before(submission.after, is_first=False)
-    for status in statuses:
-        if status.is_blocked:
-            ask_slurm("scancel", status.member.jobs[-1])
-    submit(submission, again, before)
-    return 0
-
-
-def run_cancel(submission: Submission, statuses: Sequence[MemberStatus], options: argparse.Namespace) -> int:
-    """End what waits or runs; the runs keep what they have committed, and can be resubmitted."""
-    jobs = [status.member.jobs[-1] for status in statuses if status.is_live or status.is_blocked]
-    if jobs:
-        ask_slurm("scancel", *jobs)
-    print(f"cancelled: {', '.join(jobs)}" if jobs else "nothing waits or runs")
-    return 0
-
-
-def run_collect(submission: Submission, statuses: Sequence[MemberStatus], options: argparse.Namespace) -> int:
-    """Print what each member has reached and what it took; with ``--output``, write it as CSV as well."""
-    rows = rows_of(submission, statuses)
-    print(as_table(rows))
-    if options.output is not None:
-        swept = [dict(override.split("=", 1) for override in each.member.own) for each in statuses]
-        write_csv(options.output, rows, swept)
-        print(f"written to {options.output}")
-    return 0
-
-
-def rows_of(submission: Submission, statuses: Sequence[MemberStatus]) -> list[RunRow]:
-    """What each member has reached, and what it took."""
-    return [row_of(each.member.name, each.state, submission.store / each.member.run) for each in statuses]
-
-
-LATER = {"status": run_status, "resubmit": run_resubmit, "collect": run_collect, "cancel": run_cancel}

@@ -17,6 +17,8 @@ FOLDER = "TLT_NODE_CACHE"
 """Set by ``sbatch/env.sh``, which also points the caches of Triton, torch and Hugging Face below it. Its name ends with
 the job and how often it was restarted."""
 _GB = 10**9
+_made = list[Path]()
+"""The folder, on the rank that made it."""
 
 
 def make_node_cache(environment: Mapping[str, str]) -> None:
@@ -44,11 +46,18 @@ def make_node_cache(environment: Mapping[str, str]) -> None:
             "that every node has, with TLT_LOCAL_DISK in sbatch/env.sh"
         ) from None
     if is_first:
+        _made.append(folder)
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
         job, _, restarts = folder.name.rpartition("-")
         for earlier in range(int(restarts) if restarts.isdecimal() else 0):
             if is_own(left := folder.with_name(f"{job}-{earlier}")):
                 shutil.rmtree(left, ignore_errors=True)
+
+
+def remove_node_cache() -> None:
+    """Remove the folder if this rank made it; for an end without Python's exit functions."""
+    for folder in _made:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def is_own(folder: Path) -> bool:

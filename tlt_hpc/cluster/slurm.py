@@ -74,13 +74,16 @@ class Allocation:
 
 def allocation(environment: Mapping[str, str]) -> Allocation | None:
     """The allocation that the environment names; None outside of Slurm."""
-    if "SLURM_JOB_ID" not in environment:
-        return None
+    job = job_number(environment)
+    return Allocation(job, int(environment.get("SLURM_RESTART_COUNT", "0"))) if job else None
+
+
+def job_number(environment: Mapping[str, str]) -> str:
+    """The job that this process is part of, as ``squeue`` prints it: ``17_3`` in an array; empty outside of Slurm."""
     names = ("SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID")
     # by its own number alone the first member of an array stands for all of them
     is_member = all(name in environment for name in names)
-    job_id = "_".join(environment[name] for name in names) if is_member else environment["SLURM_JOB_ID"]
-    return Allocation(job_id, int(environment.get("SLURM_RESTART_COUNT", "0")))
+    return "_".join(environment[name] for name in names) if is_member else environment.get("SLURM_JOB_ID", "")
 
 
 @dataclass(frozen=True)

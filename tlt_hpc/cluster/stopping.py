@@ -12,7 +12,7 @@
 3. Save. ``should_continue`` (resume/saving.py) ends the loop of train.py; a rollout that was cut short has its finished
    responses written (``Keeper.keep`` in resume/kept.py), and ``save_at_end`` writes a checkpoint as far as
    ``StopFlag.is_late`` leaves time.
-4. Requeue. ``queue_again``, called by ``stop_early`` of cli/main.py on rank 0, has Slurm queue the job again.
+4. Requeue. ``queue_again``, called by ``stop_early`` of cli/rank_commands.py on rank 0, has Slurm queue the job again.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tlt_hpc.cluster.stopping import AGAIN
-from tlt_hpc.common.files import DamagedText, read_json
+from tlt_hpc.common.files import DamagedText, Moment, read_json
 from tlt_hpc.config import ConfigError, load_config
 from tlt_hpc.storage.folder import writing_beside
 
@@ -21,6 +21,7 @@ FILE = "submission.json"
 SIGNAL_SECONDS = 120
 """How long before its time limit a job gets the signal to save and stop."""
 _VALUE = re.compile(r"""(?:^|,)((?:"[^"]*"|'[^']*'|\[(?:[^][]|\[[^]]*\])*\]|\{[^}]*\}|[^,])*)""")
+_RANGE = re.compile(r"(\d{1,6})(?:-|:|\.\.)(\d{1,6})")
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,10 @@ class SubmittedRun:
     """Of ``tlt``."""
     own: tuple[str, ...] = ()
     """The overrides that it does not share with all members."""
+    num_steps: int | None = None
+    """Of the run once this has finished; None for a warm-up."""
+    first_step: int = 0
+    """Steps that the run had when this was submitted."""
     jobs: tuple[str, ...] = ()
     """Job numbers, the newest last; ``17_3`` within an array."""
 
@@ -93,13 +98,46 @@ class Submission:
     """The copy of the job file, which all members read."""
     resources: Resources
     members: tuple[SubmittedRun, ...]
+    made: Moment
     after: tuple[str, ...] = ()
-    """Jobs, or folders of submissions, that must have finished before a member starts."""
+    """Jobs, or whole paths of submissions, that must have finished before a member starts."""
 
     @property
     def jobs_folder(self) -> Path:
         """Logs, batch scripts, exit statuses, and what submitit keeps of each job."""
         return self.folder / "jobs"
+
+    def place(self, member: SubmittedRun) -> Path:
+        """The folder of a member's run."""
+        return (self.store / member.run).resolve()
+
+    def waits_for(self, other: Submission) -> bool:
+        """Whether it starts only once another has finished, or a job of it."""
+        jobs = {word for member in other.members for job in member.jobs for word in (job, job.partition("_")[0])}
+        return str(other.folder) in self.after or not jobs.isdisjoint(self.after)
+
+    def chain(self, known: Sequence[Submission]) -> list[Submission]:
+        """This one, and before it those that it waits for; ``known`` are all, the oldest first."""
+        chain = [self]
+        for earlier in reversed([each for each in known if each.made < self.made]):
+            if any(later.waits_for(earlier) for later in chain):
+                chain.insert(0, earlier)
+        return chain
+
+    def continued_by(
+        self, member: SubmittedRun, known: Sequence[Submission]
+    ) -> tuple[Submission, SubmittedRun] | tuple[None, None]:
+        """The next of the ``known`` submissions that continues a member's run, and its member; None: there is none.
+
+        One that waits for this one does not count: it starts where this one ends.
+        """
+        chain = [self]
+        for later in (each for each in known if each.made > self.made):
+            for same in (each for each in later.members if each.jobs and later.place(each) == self.place(member)):
+                if not any(map(later.waits_for, chain)):
+                    return later, same
+                chain.append(later)
+        return None, None
 
     def with_jobs(self, jobs: Mapping[str, str]) -> Submission:
         """The same with one more job for each member that ``jobs`` names."""
@@ -127,7 +165,8 @@ def make_members(
         is_named = not own or any(override.startswith("run.name=") for override in own)
         overrides = (*shared, *own, *(() if is_named else (f"run.name={'-'.join([base, *map(label, own)])}",)))
         member = load_config(config, overrides)
-        members.append(SubmittedRun(member.run.name, str(member.folder), (command, copy, *overrides), own))
+        arguments = (command, copy, *overrides)
+        members.append(SubmittedRun(member.run.name, str(member.folder), arguments, own, member.run.num_steps))
     names = [member.name for member in members]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise ConfigError(f"two members have run.name = {twice!r}; remove what stands twice, or give each a run.name")
@@ -138,12 +177,16 @@ def expand(sweep: str) -> list[str]:
     """The overrides that ``section.key=A,B`` stands for; commas within brackets or quotes separate nothing.
 
     Raises:
-        ConfigError: it is not of that form.
+        ConfigError: it is not of that form, or a range, which would pass as text.
     """
     key, separator, text = sweep.partition("=")
     values = _VALUE.findall(text)
     if not separator or not all(values):
         raise ConfigError(f"--sweep {sweep!r} is not of the form section.key=A,B, e.g. run.seed=0,1,2")
+    if match := _RANGE.fullmatch(text):
+        span = range(int(match[1]), int(match[2]) + 1)
+        listed = ",".join(map(str, span[:3])) + ",.." * (len(span) > 3)
+        raise ConfigError(f"--sweep {sweep!r}: a range is not read; write {key}={listed}")
     return [f"{key}={value}" for value in values]
 
 

@@ -36,6 +36,11 @@ _REMEDIES = {
     errno.ENAMETOOLONG: "use shorter names",
     errno.EINVAL: "move it away",
     errno.EFBIG: "move it away",
+    errno.EIO: "the disk or the file server has failed; start again once it works",
+    errno.ESTALE: "the file server no longer has it; start again",
+    errno.EROFS: "the file system may only be read; choose another place",
+    errno.ENOSPC: "make room there",
+    errno.EDQUOT: "make room there, or ask for a larger quota",
 }
 
 Count = Annotated[int, Ge(0), Le(2**53)]
@@ -77,7 +82,7 @@ def read_bytes(path: Path, most: int = DOCUMENT_BYTES) -> bytes:
     Raises:
         OSError: as ``open_regular``, or it has more than ``most`` bytes.
     """
-    with open_regular(path) as file, naming(path):
+    with naming(path), open_regular(path) as file:  # a close may fail, too
         size = os.fstat(file.fileno()).st_size
         data = b"" if size > most else file.read(most + 1)  # some file systems tell a size of 0
     if max(size, len(data)) > most:
@@ -93,7 +98,7 @@ def read_last_lines(path: Path, num_bytes: int) -> bytes:
     Raises:
         OSError: as ``open_regular``.
     """
-    with open_regular(path) as file, naming(path):
+    with naming(path), open_regular(path) as file:
         start = max(0, file.seek(0, os.SEEK_END) - num_bytes)
         file.seek(start)
         data = file.read(num_bytes)
@@ -207,7 +212,7 @@ def toml_of(text: str) -> dict[str, Any]:
 
 
 def has_remedy(error: OSError) -> bool:
-    """Whether ``told`` has a remedy: then a path that the user gave is wrong, not a program or a disk."""
+    """Whether ``told`` has a remedy: then a path or its file system is the cause, not a program."""
     return error.filename is not None and error.errno in _REMEDIES
 
 

@@ -3,6 +3,7 @@
 Every mistake a user can make ends as one ``ConfigError`` line that names the key, the value and the remedy.
 """
 
+from tlt_hpc.common.errors import UserError
 from tlt_hpc.config.checks import (
     check_learns,
     check_model_limits,
@@ -11,23 +12,10 @@ from tlt_hpc.config.checks import (
     check_sequence_parallel,
     without_side_effects,
 )
+from tlt_hpc.config.data_sections import EMBEDDED_MODEL, EMBEDDED_TASK, TASK_PREFIX, DataSection, RewardSection
+from tlt_hpc.config.fields import ConfigError, Section
 from tlt_hpc.config.reading import apply_override, find_problems, load_config, load_saved_config, parse_config, to_toml
 from tlt_hpc.config.resume import FREE_ON_RESUME, check_resumable
-from tlt_hpc.config.sections import (
-    EMBEDDED_MODEL,
-    EMBEDDED_TASK,
-    TASK_PREFIX,
-    AlgorithmSection,
-    Config,
-    ConfigError,
-    DataSection,
-    DrafterSection,
-    LossKind,
-    OptimizerSection,
-    RewardSection,
-    Section,
-    SpeculationSection,
-    TrackingSection,
-    UserError,
-    WarmupSection,
-)
+from tlt_hpc.config.rollout_sections import DrafterSection, LossKind, SpeculationSection, WarmupSection
+from tlt_hpc.config.sections import Config, TrackingSection
+from tlt_hpc.config.update_sections import AlgorithmSection, OptimizerSection

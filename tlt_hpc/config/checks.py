@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from tlt_hpc.config.fields import ConfigError, Section
 from tlt_hpc.config.recipes import GROUP_ADVANTAGES
-from tlt_hpc.config.sections import Config, ConfigError, Section, TrackingSection
+from tlt_hpc.config.sections import Config, TrackingSection
 
 
 def find_contradictions(config: Config) -> Iterator[str]:

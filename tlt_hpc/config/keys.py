@@ -12,9 +12,10 @@ from typing import Any
 
 from pydantic_core import PydanticUndefined
 
+from tlt_hpc.config.fields import MAX_COUNT, ConfigError, Section, Unit
 from tlt_hpc.config.reading import closest, toml_value
 from tlt_hpc.config.resume import FREE_ON_RESUME
-from tlt_hpc.config.sections import MAX_COUNT, SECTIONS, ConfigError, Section, Unit
+from tlt_hpc.config.sections import SECTIONS
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import errno
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,10 +20,12 @@ from tlt_hpc.common.files import (
     parse_toml,
     read_bytes,
     read_toml,
+    told,
     toml_of,
 )
 from tlt_hpc.config.checks import find_contradictions
-from tlt_hpc.config.sections import SECTIONS, Config, ConfigError
+from tlt_hpc.config.fields import ConfigError
+from tlt_hpc.config.sections import SECTIONS, Config
 
 _REMEDIES = {
     "too_short": "give a list of one or more",
@@ -98,6 +101,8 @@ def _read_tree(path: Path, overrides: Sequence[str], content: bytes | None = Non
     try:
         tree = read_toml(path) if content is None else parse_toml(content)
     except OSError as error:
+        if error.errno in (errno.EIO, errno.ESTALE):
+            raise ConfigError(f"config file {told(error)}") from None
         near = difflib.get_close_matches(path.stem, {each.stem: each for each in _jobs()}, n=1)
         raise ConfigError(
             f"config file {path}: {error.strerror}; "

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from tlt_hpc.config.fields import ConfigError
 from tlt_hpc.config.reading import load_saved_config
-from tlt_hpc.config.sections import Config, ConfigError, EvaluationSection, TrackingSection, WarmupSection
+from tlt_hpc.config.rollout_sections import WarmupSection
+from tlt_hpc.config.sections import Config, EvaluationSection, TrackingSection
 
 # What may differ when a run is resumed: how long it continues, where it runs, how often it saves, what it may occupy.
 # None of it changes a token; the rank count and the ZeRO stage change the order of gradient sums, hence last bits.

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import numpy as np
 from tokenizers import Tokenizer
+from tokenizers.models import BPE, WordLevel, WordPiece
 
 from tlt_hpc.common.records import ChatFormat, Prompt
 from tlt_hpc.config import ConfigError, DataSection
@@ -128,7 +129,8 @@ class PromptReader:
 
 def unknown_id(tokenizer: Tokenizer) -> int | None:
     """The token that stands for text that the tokenizer does not know; tokenizers of bytes know all text."""
-    token = getattr(tokenizer.model, "unk_token", None)  # some kinds of the library's models have none
+    model = tokenizer.model
+    token = model.unk_token if isinstance(model, (BPE, WordLevel, WordPiece)) else None
     return None if token is None else tokenizer.token_to_id(token)
 
 

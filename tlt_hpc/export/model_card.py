@@ -55,7 +55,7 @@ def policy_card(config: Config, log: RunLog | None, model: Path, output: Path, n
     table = "\n".join(f"| {name} | {escaped(value)} |" for name, value in rows.items())
     place = json.dumps(str(output))
     data = front_matter(config, model)
-    lacking = [name for name in ("base_model", "license") if not getattr(data, name)]
+    lacking = [name for name, value in (("base_model", data.base_model), ("license", data.license)) if not value]
     note = f"\nNot known here, and to be added before this is published: {', '.join(lacking)}.\n" if lacking else ""
     return (
         f"---\n{data}\n---\n\n{MARK}-policy -->\n\n# {escaped(config.run.name)}\n\n"

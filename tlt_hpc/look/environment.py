@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import tlt_hpc
+from tlt_hpc.cluster.slurm import job_number
 from tlt_hpc.common.source import git_commit, installed_version, source_digest
 from tlt_hpc.storage.records import Environment, Host
 
@@ -23,7 +24,6 @@ _PACKAGES = (
     "torch", "mpi4py", "deepspeed", "transformers", "flash-attn", "h5py", "numpy", "triton", "nvidia-ml-py"
 )  # fmt: skip
 _SLURM = {
-    "job": "SLURM_JOB_ID",
     "partition": "SLURM_JOB_PARTITION",
     "nodelist": "SLURM_JOB_NODELIST",
     "restarts": "SLURM_RESTART_COUNT",
@@ -78,7 +78,8 @@ def find_environment(world: World, places: Sequence[RankPlace], cuda: str, energ
         mpi=world.library.strip("\0 \n"),
         hosts=hosts_of(places),
         threads=os.environ.get("OMP_NUM_THREADS", ""),
-        slurm={name: os.environ[variable] for name, variable in _SLURM.items() if variable in os.environ},
+        slurm=({"job": job} if (job := job_number(os.environ)) else {})
+        | {name: os.environ[variable] for name, variable in _SLURM.items() if variable in os.environ},
         command=tuple(sys.orig_argv),
         energy=dict(energy),
         placement=world.placement,

@@ -1,38 +1,114 @@
-"""The trackers that can follow a run. Each library is imported only if it is configured."""
+"""The trackers that can follow a run, and the thread in which one is called.
+
+Each library is imported only if it is configured.
+"""
 
 from __future__ import annotations
 
+import logging
+import math
 import os
 import platform
 import re
-import sqlite3
+import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from contextlib import redirect_stdout
-from io import StringIO
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from queue import Full, Queue
 from typing import Any
 from uuid import uuid4
 
+from tlt_hpc.common.printable import one_line
 from tlt_hpc.config import Config
 from tlt_hpc.storage.folder import RunFolder
 
-FINISH_SECONDS = 120.0
-"""How long the end of a run waits for a tracker to send the rest."""
+logger = logging.getLogger(__name__)
+
+ANSWER_SECONDS = 60.0
+"""How long one call of a tracker may take, and how long the end of a run waits for it."""
+MAX_BEHIND = 100
+"""How many steps a tracker may be behind, not counting those of earlier starts."""
+EXIT_SECONDS = 5.0
+"""How long the exit of the process waits for a tracker that was dropped."""
 _PROJECT = "tlt"
 
-Errors = tuple[type[Exception], ...]
 Figures = Mapping[str, float]
 
 
+class Worker:
+    """Calls a tracker in a thread of its own: the training loop never waits for it.
+
+    If the tracker fails, does not answer or is too slow, one warning is printed and nothing more is called.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.is_done = False
+        """Whether nothing more will be called."""
+        self.is_dropped = False
+        self.remedy = ""
+        """As that of the tracker."""
+        self._name = name
+        self._calls: Queue[Sequence[Callable[[], None]]] = Queue(MAX_BEHIND)
+        self._called_at = math.inf
+        """When the call began that has not returned."""
+        self._dropping = threading.Lock()
+        # a daemon is not joined at exit: the other ranks may wait for this process to end
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._thread.start()
+
+    def put(self, calls: Sequence[Callable[[], None]]) -> None:
+        """Have ``calls`` called in this order, after earlier ones; returns at once."""
+        if self.is_waited_for() and calls:
+            try:
+                self._calls.put_nowait(calls)
+            except Full:
+                self.drop(f"is more than {MAX_BEHIND} steps behind")
+
+    def is_waited_for(self) -> bool:
+        """Whether it may still call something; not if a call takes too long, of which this warns."""
+        if time.monotonic() - self._called_at > ANSWER_SECONDS:
+            self.drop(f"has not answered for {ANSWER_SECONDS:.0f} s")
+        return not self.is_done
+
+    def end(self) -> None:
+        """Call nothing more."""
+        self.is_done = True
+
+    def drop(self, why: str) -> None:
+        """Warn and call nothing more, if that has not happened yet."""
+        with self._dropping:
+            if self.is_done:
+                return
+            self.is_done = self.is_dropped = True
+        logger.warning(
+            "%s %s: the run continues without it; metrics.jsonl has every step, and the next start sends the rest%s",
+            self._name, why, self.remedy,
+        )  # fmt: skip
+
+    def _work(self) -> None:
+        while not self.is_done:
+            for call in self._calls.get():
+                self._called_at = time.monotonic()
+                try:
+                    call()
+                except BaseException as error:  # noqa: BLE001 (libraries raise anything; the thread would end unseen)
+                    self.drop(f"failed ({type(error).__name__}: {one_line(error)})")
+                if self.is_done:
+                    return
+            self._called_at = math.inf
+
+
 class Tracker(ABC):
-    """A run of a tracker, which continues that of an earlier start if it is opened with its ``run_id``."""
+    """A run of a tracker, which continues that of an earlier start if it is opened with its ``run_id``.
+
+    Opened and called in a thread of its own, which may still be in a call when the process ends.
+    """
 
     run_id = ""
     """Empty if each start writes all steps again."""
     remedy = ""
-    """What to type if there is no time to close it."""
+    """What to type if it cannot be closed."""
 
     @abstractmethod
     def __init__(self, config: Config, folder: RunFolder, run_id: str) -> None: ...
@@ -41,10 +117,9 @@ class Tracker(ABC):
     def start_early() -> None:
         """Do what must be done before MPI starts."""
 
-    @staticmethod
-    @abstractmethod
-    def errors() -> Errors:
-        """Exceptions that do not end the run."""
+    @staticmethod  # noqa: B027
+    def abandon() -> None:
+        """See to it that the library does not hold up the exit of this process for more than ``EXIT_SECONDS``."""
 
     @abstractmethod
     def log(self, step: int, figures: Figures) -> None:
@@ -65,12 +140,6 @@ class TensorBoard(Tracker):
             path.unlink()
         self._writer: Any = SummaryWriter(str(place), max_queue=1000)
 
-    @staticmethod
-    def errors() -> Errors:
-        from tensorboard.compat.tensorflow_stub.errors import OpError
-
-        return (OSError, OpError)
-
     def log(self, step: int, figures: Figures) -> None:
         for name, value in figures.items():
             self._writer.add_scalar(name, value, step)
@@ -82,6 +151,8 @@ class TensorBoard(Tracker):
 
 class WeightsAndBiases(Tracker):
     """A run of Weights & Biases, which has a process of its own."""
+
+    _process: Any = None
 
     def __init__(self, config: Config, folder: RunFolder, run_id: str) -> None:
         import wandb
@@ -101,21 +172,25 @@ class WeightsAndBiases(Tracker):
                 console="off",
                 silent=True,
                 x_disable_stats=True,
-                finish_timeout=FINISH_SECONDS,  # also limits what wandb does at the exit of this process
+                finish_timeout=ANSWER_SECONDS,  # also limits what wandb does at the exit of this process
                 finish_timeout_raises=True,
             ),
         )
-        self.remedy = f"; `wandb sync {Path(self._run.dir).parent}` sends the rest"
+        self.remedy = f"; `wandb sync {Path(self._run.dir).parent}` sends what it has"
 
     @staticmethod
     def start_early() -> None:
         import wandb
 
-        wandb.setup(wandb.Settings(silent=True)).ensure_service()
+        service: Any = wandb.setup(wandb.Settings(silent=True)).ensure_service()
+        WeightsAndBiases._process = service._proc._process if service.owns_service else None
 
     @staticmethod
-    def errors() -> Errors:
-        return (Exception,)  # its service raises some that are not wandb.Error
+    def abandon() -> None:
+        if WeightsAndBiases._process is not None:  # wandb waits for it at the exit, without limit and without a setting
+            timer = threading.Timer(EXIT_SECONDS, WeightsAndBiases._process.kill)
+            timer.daemon = True
+            timer.start()
 
     def log(self, step: int, figures: Figures) -> None:
         self._run.log(dict(figures), step=step, commit=True)
@@ -150,16 +225,10 @@ class Mlflow(Tracker):
     def start_early() -> None:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # it opens the network, at the import already
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # mlflow-skinny has no database
-        # all ranks wait while a server does not answer
+        # a server that does not answer is an error that names it before ANSWER_SECONDS are over
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
         platform.processor()  # runs a program the first time, else at the import
-
-    @staticmethod
-    def errors() -> Errors:
-        from mlflow.exceptions import MlflowException
-
-        return (OSError, MlflowException)
 
     def log(self, step: int, figures: Figures) -> None:
         from mlflow.entities import Metric
@@ -183,19 +252,19 @@ class Trackio(Tracker):
         for name in ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL"):
             os.environ.pop(name, None)
         import trackio
-        from trackio import context_vars
+        from trackio import run, utils
 
-        with redirect_stdout(StringIO()):
-            self._run: Any = trackio.init(
-                project=_PROJECT,
-                name=config.run.name,
-                config=config.model_dump(),
-                resume="allow" if run_id else "never",
-                auto_log_gpu=False,
-                auto_log_cpu=False,
-                embed=False,
-            )
-        context_vars.current_run.set(None)  # else it is finished once more at the exit of this process
+        for module in (trackio, run, utils):  # it has no option for silence, and sys.stdout is that of all threads
+            vars(module)["print"] = lambda *_, **__: None
+        self._run: Any = trackio.init(
+            project=_PROJECT,
+            name=config.run.name,
+            config=config.model_dump(),
+            resume="allow" if run_id else "never",
+            auto_log_gpu=False,
+            auto_log_cpu=False,
+            embed=False,
+        )
         if run_id:  # on network file systems trackio does not find the run again by its name
             self._run.id = run_id
         self.run_id = self._run.id
@@ -203,10 +272,6 @@ class Trackio(Tracker):
     @staticmethod
     def start_early() -> None:
         os.environ.setdefault("HF_HUB_OFFLINE", "1")  # trackio asks the Hub for the user's name
-
-    @staticmethod
-    def errors() -> Errors:
-        return (OSError, sqlite3.Error)
 
     def log(self, step: int, figures: Figures) -> None:
         self._run.log(dict(figures), step=step)

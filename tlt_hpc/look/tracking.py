@@ -11,13 +11,12 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Set
 from functools import partial
-from typing import TypeVar
 
 from tlt_hpc.common.files import DamagedText, read_json
-from tlt_hpc.config import Config, TrackingSection, UserError
-from tlt_hpc.look.trackers import FINISH_SECONDS, TRACKERS, Tracker
+from tlt_hpc.config import Config, TrackingSection
+from tlt_hpc.look.trackers import ANSWER_SECONDS, TRACKERS, Figures, Tracker, Worker
 from tlt_hpc.storage.folder import RunFolder, writing_beside
 from tlt_hpc.storage.step_lines import Line, read_lines
 
@@ -27,11 +26,9 @@ FAILED_FINISH_SECONDS = 5.0
 """How long the end of a run waits for trackers if an exception ends it, because all other ranks wait."""
 _POLL_SECONDS = 0.05
 
-T = TypeVar("T")
-
 
 class Tracking:
-    """The trackers of a run; used on rank 0 only. They are opened with the first step."""
+    """The trackers of a run; used on rank 0 only. They are opened with the first step, each in a thread of its own."""
 
     def __init__(self, config: Config, folder: RunFolder) -> None:
         """Raises:
@@ -40,6 +37,11 @@ class Tracking:
         config.tracking.check_installed()
         self._config, self._folder = config, folder
         self._waiting = list(config.tracking.packages)
+        self._workers: dict[str, Worker] = {}
+        self._num_told = 0
+        """Of how many steps the workers have been told."""
+        self._noting = threading.Lock()
+        # from here on: used by the workers
         self._trackers: dict[str, Tracker] = {}
         self._given: dict[str, int] = {}
         """By tracker, the first step that it has not been given."""
@@ -50,84 +52,88 @@ class Tracking:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        until = time.monotonic() + (FAILED_FINISH_SECONDS if kind else FINISH_SECONDS)
+        until = time.monotonic() + (FAILED_FINISH_SECONDS if kind else ANSWER_SECONDS)
         self.close(lambda: until - time.monotonic(), failed=kind is not None)
 
     def follow(self, num_steps: int) -> None:
-        """Give every tracker the steps below ``num_steps`` that it has not had.
+        """Give every tracker the steps below ``num_steps`` that it has not had; waits for none of them.
 
-        A tracker that fails causes a warning and is not used again until the next start.
+        A tracker that fails or does not answer causes a warning and is not used again until the next start.
         """
-        if not self._waiting and not self._trackers:
+        if not self._waiting and not any(worker.is_waited_for() for worker in self._workers.values()):
             return
         lines = read_lines(self._folder.metrics)
         if self._waiting:
             self._state = self._read_state()
             for name in self._waiting:
-                _attempt(name, partial(self._open, name, lines, num_steps))
+                worker = self._workers[name] = Worker(name)
+                worker.put([partial(self._open, name, worker, lines.keys(), num_steps)])
             self._waiting = []
-        for name in list(self._trackers):
-            if not _attempt(name, partial(self._give, name, lines, num_steps)):
-                del self._trackers[name]
+        new = [(step, numbers_of(lines[step])) for step in range(self._num_told, num_steps) if step in lines]
+        self._num_told = num_steps
+        for name, worker in self._workers.items():
+            worker.put([partial(self._give, name, step, figures) for step, figures in new])
 
     def close(self, seconds_left: Callable[[], float], failed: bool = False) -> bool:
-        """Close all trackers while there is time left, which may shrink meanwhile; False if one did not finish.
+        """Close all trackers while there is time left, which may shrink meanwhile; False if one was dropped.
 
         ``failed``: an exception ends the run.
         """
-        trackers, self._trackers = self._trackers, {}
-        # daemons, not joined at exit: the other ranks may wait for this process to end
-        threads = {
-            name: threading.Thread(target=_attempt, args=(name, partial(tracker.close, failed)), daemon=True)
-            for name, tracker in trackers.items()
-        }
-        for thread in threads.values():
-            thread.start()
-        while any(thread.is_alive() for thread in threads.values()) and seconds_left() > 0:
+        workers, self._workers = self._workers, {}
+        for name, worker in workers.items():
+            worker.put([partial(self._close, name, failed), worker.end])
+        while any(worker.is_waited_for() for worker in workers.values()) and seconds_left() > 0:
             time.sleep(_POLL_SECONDS)
-        late = [name for name, thread in threads.items() if thread.is_alive()]
-        for name in late:
-            remedy = trackers[name].remedy
-            logger.warning("no time is left for %s to end: metrics.jsonl has every step%s", name, remedy)
-        return not late
+        for name, worker in workers.items():
+            worker.drop("had no time left to end")
+            if worker.is_dropped:
+                TRACKERS[name].abandon()
+        return not any(worker.is_dropped for worker in workers.values())
 
-    def _open(self, name: str, lines: Mapping[int, Line], num_steps: int) -> None:
+    def _open(self, name: str, worker: Worker, steps: Set[int], num_steps: int) -> None:
         run_id, given = str(self._state.get(f"{name}_id", "")), int(self._state.get(name, 0))
         # if its last step is still in the log, only that step's evaluation was interrupted, and will be completed later
-        was_taken_back = given > num_steps and given - 1 not in lines
+        was_taken_back = given > num_steps and given - 1 not in steps
         if was_taken_back or not run_id:
             run_id, given = "", 0
             self._note(name, 0, "")  # also if it cannot be opened now: its run has steps that no longer exist
-        self._trackers[name] = TRACKERS[name](self._config, self._folder, run_id)
-        self._note(name, given, self._trackers[name].run_id)
+        tracker = self._trackers[name] = TRACKERS[name](self._config, self._folder, run_id)
+        worker.remedy = tracker.remedy
+        self._note(name, given, tracker.run_id)
 
-    def _give(self, name: str, lines: Mapping[int, Line], num_steps: int) -> bool:
-        tracker = self._trackers[name]
-        for step in range(self._given[name], num_steps):
+    def _give(self, name: str, step: int, figures: Figures) -> None:
+        if step >= self._given[name]:
             # before it is given: it cannot be replaced, so rather none than two
-            self._note(name, step + 1, tracker.run_id)
-            if step in lines:
-                tracker.log(step, numbers_of(lines[step]))
-        return True
+            self._note(name, step + 1, self._trackers[name].run_id)
+            self._trackers[name].log(step, figures)
+
+    def _close(self, name: str, failed: bool) -> None:
+        self._trackers[name].close(failed)
 
     def _note(self, name: str, given: int, run_id: str) -> None:
         """Record how far a tracker is, without ``run_id`` that it has no run that can be continued."""
         self._given[name] = given
-        state = {key: value for key, value in self._state.items() if key not in (name, f"{name}_id")}
-        state |= {name: given, f"{name}_id": run_id} if run_id else {}
-        if state != self._state:
-            with writing_beside(self._folder.tracking) as part:
-                part.write_text(json.dumps(state) + "\n", encoding="utf-8")
-            self._state = state
+        with self._noting:
+            state = {key: value for key, value in self._state.items() if key not in (name, f"{name}_id")}
+            state |= {name: given, f"{name}_id": run_id} if run_id else {}
+            if state != self._state:
+                with writing_beside(self._folder.tracking) as part:
+                    part.write_text(json.dumps(state) + "\n", encoding="utf-8")
+                self._state = state
 
     def _read_state(self) -> dict[str, int | str]:
         path = self._folder.tracking
         try:
-            return read_json(path, dict[str, int | str])
+            state = read_json(path, dict[str, int | str])
+            for key, value in state.items():
+                if isinstance(value, str) is not key.endswith("_id"):
+                    raise DamagedText(f"{ascii(key)[:80]} is {ascii(value)[:80]}")
         except FileNotFoundError:
             return {}
-        except DamagedText as error:
-            raise UserError(f"{path} is damaged ({error}); remove it, and the trackers get new runs") from None
+        except (DamagedText, OSError) as error:
+            logger.warning("%s cannot be used (%s): the trackers get new runs", path, error)
+            return {}
+        return state
 
 
 def numbers_of(line: Line) -> dict[str, float]:
@@ -140,17 +146,5 @@ def start_early(section: TrackingSection) -> None:
     for name in section.packages:
         try:
             TRACKERS[name].start_early()
-        except TRACKERS[name].errors() as error:
+        except Exception as error:  # noqa: BLE001 (wandb's service raises some that are not wandb.Error)
             logger.warning("%s's own process did not start: %s", name, error)
-
-
-def _attempt(name: str, action: Callable[[], T]) -> T | None:
-    """The result of ``action``; if it fails, a warning and None."""
-    try:
-        return action()
-    except TRACKERS[name].errors() as error:
-        logger.warning(
-            "%s failed (%s: %s): the run continues without it; metrics.jsonl has every step, and the next start sends "
-            "the rest", name, type(error).__name__, error,
-        )  # fmt: skip
-        return None

@@ -13,10 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tlt_hpc.cluster.watch.beat import BEAT
+from tlt_hpc.config import UserError
 from tlt_hpc.models.documents import attend_documents
 from tlt_hpc.models.layers import Attend, LayerWeights, run_layers, transformer_layer
 from tlt_hpc.models.linear import InvariantLinear, Linear, Norm, refill
-from tlt_hpc.models.piece import Cut
+from tlt_hpc.models.piece import Cut, is_finite, not_finite
 from tlt_hpc.models.rotary import SPARE_POSITIONS, rotary_table
 from tlt_hpc.models.shape import TAKE_CONFIG, ModelShape
 from tlt_hpc.models.sharding import WHOLE, Sharding
@@ -83,9 +84,9 @@ class Decoder:
         They are whole, of which this rank takes its part, or its part already.
 
         Raises:
-            ValueError: a name is missing or unknown, or a shape differs.
+            ValueError: a name is missing or unknown, a shape differs, or a value is not finite.
         """
-        slots = dict(self._slots())
+        slots, finite = dict(self._slots()), dict[str, Tensor]()
         missing = set(slots)
         for name, tensor in weights:
             if name == "lm_head.weight" and self.shape.tied_head:
@@ -96,12 +97,19 @@ class Decoder:
                 )
             cut, target = slots[name]
             target.copy_((Cut(cut.cut_sizes, ()) if are_cut else cut).take(name, tensor))
+            finite[name] = is_finite(target)
             missing.discard(name)
             BEAT.tick()
         if missing:
             raise ValueError(
                 f"weights lack {sorted(missing)[0]!r} and {len(missing) - 1} more, which config.json asks for; "
                 f"{TAKE_CONFIG}"
+            )
+        if wrong := not_finite(finite):
+            raise UserError(
+                f"weight {wrong[0]!r} holds values that are not finite, as {len(wrong)} of {len(finite)} weights do; "
+                "download the model again or, if it was trained here, resume from the last checkpoint with a lower "
+                "optimizer.learning_rate"
             )
         self._pack()
         self.version = version

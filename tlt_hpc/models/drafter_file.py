@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from tlt_hpc.config import EMBEDDED_MODEL, ConfigError, UserError
@@ -16,9 +18,10 @@ from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.drafter import Drafter, Form
 from tlt_hpc.models.eagle import Eagle
 from tlt_hpc.models.eagle3 import LEAST_LAYERS, Eagle3
-from tlt_hpc.models.folder import embedded
+from tlt_hpc.models.folder import embedded, opened
 from tlt_hpc.models.once import read_all_once
 from tlt_hpc.models.shape import ModelShape
+from tlt_hpc.storage.folder import writing_beside
 
 if TYPE_CHECKING:
     from tlt_hpc.mpi.node import NodeGroup
@@ -43,9 +46,10 @@ def read_drafter(place: str, shape: ModelShape, asked: str) -> dict[str, Tensor]
     if not path.is_file():
         raise ValueError(f"{asked}: no {DRAFTER_FILE} there; {_REMEDY}")
     try:
-        stored = load_file(path)
-    except SafetensorError as error:
-        raise ValueError(f"{asked}: {path} is no whole safetensors file ({error}); {_REMEDY}") from None
+        with opened(path, _REMEDY) as reader:
+            stored = {name: reader.get_tensor(name) for name in reader.keys()}  # noqa: SIM118
+    except UserError as error:
+        raise UserError(f"{asked}: {error}") from None
     if TOKEN_IDS in stored:
         check_layers(shape, asked)
     return {stored_name(name): tensor for name, tensor in checked_drafter(stored, shape, asked).items()}
@@ -71,6 +75,21 @@ def checked_drafter(stored: Mapping[str, Tensor], shape: ModelShape, asked: str)
                 f"one before; {_REMEDY}"
             )
     return {name: stored[stored_name(name)] for name in sizes}
+
+
+def write_drafter(folder: Path, state: dict[str, Tensor]) -> None:
+    """Write a folder's drafter, whole or not at all.
+
+    Raises:
+        WriteError: the disk refused; the one before stays.
+    """
+    with writing_beside(folder / DRAFTER_FILE) as part:
+        try:
+            save_file(state, part)
+        except SafetensorError as error:  # has what the system said as text alone
+            number = re.search(r"\(os error (\d+)\)", str(error))
+            cause = OSError(int(number[1]), os.strerror(int(number[1]))) if number else OSError(str(error))
+            raise cause from None
 
 
 def stored_name(name: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,6 +38,8 @@ def decoding_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 _INDEX = "model.safetensors.index.json"
+_TORCH_FILE_ERRORS = ("unable to open file", "unable to mmap", "Error closing file")
+_UNREADABLE = "start again once its disk works, or download it again"
 _EMBEDDING = "model.embed_tokens.weight"
 
 
@@ -46,12 +49,32 @@ def num_used_tokens(tokenizer: Tokenizer, shape: ModelShape) -> int:
 
 
 def load_policy_model(folder: Path, dtype: str) -> PreTrainedModel:
-    """The trainable transformers model of a folder, from local files only."""
+    """The trainable transformers model of a folder, from local files only.
+
+    Raises:
+        UserError: a file cannot be read.
+    """
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype], local_files_only=True)
+    with naming_folder(folder):
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype], local_files_only=True)
+
+
+@contextmanager
+def naming_folder(folder: Path) -> Iterator[None]:
+    """Name a model's folder where a library cannot read one of its files.
+
+    Raises:
+        UserError: as within.
+    """
+    try:
+        yield
+    except SafetensorError as error:
+        raise UserError(f"a file of {folder} is no whole safetensors file ({error}); {_UNREADABLE}") from None
+    except (OSError, RuntimeError) as error:
+        raise UserError(f"cannot read the model in {folder}: {refusal(error)}; {_UNREADABLE}") from None
 
 
 def import_transformers() -> None:
@@ -79,8 +102,9 @@ def read_config(folder: Path) -> PretrainedConfig:
     """What transformers makes of a folder's config.json."""
     from transformers import AutoConfig
 
-    config: PretrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True)
-    return config
+    with naming_folder(folder):
+        config: PretrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True)
+        return config
 
 
 def empty_policy_model(config: PretrainedConfig, dtype: str) -> PreTrainedModel:
@@ -117,13 +141,42 @@ def folder_weights(
 def folder_readers(folder: Path) -> Iterator[tuple[str, ReadCut]]:
     """``folder_weights``, each as a function that reads it, or a cut of it, until the next is asked for."""
     for file, names in _weight_files(folder).items():
-        with safe_open(file, framework="pt") as reader:
+        with opened(file, _UNREADABLE) as reader:
             stored = list(reader.keys())
             if lacking := sorted((names or set()) - set(stored)):
                 raise ValueError(f"{file} lacks {lacking[0]!r}, which {_INDEX} places there; download that file again")
             for name in stored:
                 if names is None or name in names:
                     yield name, partial(_read_cut, reader, name)
+
+
+@contextmanager
+def opened(file: Path, remedy: str) -> Iterator[Any]:
+    """A safetensors file, opened to read its tensors.
+
+    Raises:
+        UserError: it cannot be read, or is not whole; ends with ``remedy``.
+    """
+    try:
+        with safe_open(file, framework="pt") as reader:
+            yield reader
+    except SafetensorError as error:
+        raise UserError(f"{file} is no whole safetensors file ({error}); {remedy}") from None
+    except (OSError, RuntimeError) as error:
+        raise UserError(f"cannot read {file}: {refusal(error)}; {remedy}") from None
+
+
+def refusal(error: OSError | RuntimeError) -> str:
+    """Why the system refuses a file, as torch or safetensors have it.
+
+    Raises:
+        RuntimeError: it is another error of torch.
+    """
+    if isinstance(error, RuntimeError) and not str(error).startswith(_TORCH_FILE_ERRORS):
+        raise error
+    if isinstance(error, FileNotFoundError) and error.errno is None:  # what the library says of any that it cannot open
+        return "it cannot be opened"
+    return (error.strerror if isinstance(error, OSError) and error.strerror else str(error)).splitlines()[0]
 
 
 def _read_cut(reader: Any, name: str, cut: Cut | None) -> torch.Tensor:
@@ -146,11 +199,8 @@ def check_weights(folder: Path, shape: ModelShape) -> None:
     if any(folder.glob("pytorch_model*.bin")) and not any(folder.glob("*.safetensors")):
         return  # transformers reads these, which say nothing before they are read as a whole
     for file in _weight_files(folder):
-        try:
-            with safe_open(file, framework="pt") as reader:
-                found = reader.get_slice(_EMBEDDING).get_shape() if _EMBEDDING in reader.keys() else None  # noqa: SIM118
-        except SafetensorError as error:
-            raise UserError(f"{file} is no whole safetensors file ({error}); download it again") from None
+        with opened(file, _UNREADABLE) as reader:
+            found = reader.get_slice(_EMBEDDING).get_shape() if _EMBEDDING in reader.keys() else None  # noqa: SIM118
         if found not in (None, wanted := [shape.vocab_size, shape.hidden_size]):
             raise UserError(f"{file}: {_EMBEDDING!r} has shape {found}, config.json asks for {wanted}; {TAKE_CONFIG}")
 

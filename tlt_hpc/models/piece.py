@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from tlt_hpc.models.shape import TAKE_CONFIG
@@ -76,3 +77,16 @@ def own_pieces(tensors: Iterable[tuple[str, Tensor]], rank: int, num_ranks: int)
         if start < stop or (tensor.numel() == 0 and rank == 0):
             yield name, Piece(tensor.detach().reshape(-1)[start:stop], start, tuple(tensor.shape))
         offset += tensor.numel()
+
+
+def is_finite(tensor: Tensor) -> Tensor:
+    """Whether all values are finite, on the tensor's device; takes no memory of its size, as ``isfinite`` does."""
+    if not tensor.is_floating_point() or not tensor.numel():
+        return torch.ones((), dtype=torch.bool, device=tensor.device)
+    return torch.stack(torch.aminmax(tensor)).isfinite().all()
+
+
+def not_finite(found: Mapping[str, Tensor]) -> list[str]:
+    """The names whose ``is_finite`` is false; waits for the device once."""
+    values = torch.stack(list(found.values())).tolist() if found else []
+    return [name for name, value in zip(found, values, strict=True) if not value]

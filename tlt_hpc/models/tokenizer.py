@@ -66,7 +66,7 @@ def _read_tokenizer(path: Path, changed: int, size: int) -> Tokenizer:
     read_json(path)
     try:
         tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises this class itself
+    except Exception as error:  # the library raises this very class, no narrower one
         raise UserError(f"{path} is no tokenizer ({error}); save it again with save_pretrained") from error
     tokenizer.no_truncation()  # some files keep how their training cut and padded, which transformers undoes too
     tokenizer.no_padding()

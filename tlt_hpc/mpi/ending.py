@@ -8,6 +8,7 @@ import threading
 import time
 from typing import NoReturn
 
+from tlt_hpc.cluster.caches import remove_node_cache
 from tlt_hpc.mpi.library import MPI
 from tlt_hpc.mpi.progress import MAX_PAUSE_SECONDS
 
@@ -18,7 +19,8 @@ def is_alone() -> bool:
 
 
 def all_come_here(seconds: float) -> bool:
-    """Whether every rank calls this within ``seconds``; False without MPI."""
+    """Whether every rank calls this, before it ends, within ``seconds``; False without MPI."""
+    remove_node_cache()  # once another rank has ended, the launcher kills this one
     if not MPI.Is_initialized() or MPI.Is_finalized():
         time.sleep(seconds)
         return False

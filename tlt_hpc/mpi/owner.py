@@ -16,12 +16,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tlt_hpc.cluster.slurm import job_number
 from tlt_hpc.cluster.watch.beat import BEAT
 from tlt_hpc.cluster.watch.diagnosis import process_state
 from tlt_hpc.cluster.watch.record import HEARTBEAT_SECONDS, DamagedRecordError, Record, read_record
 from tlt_hpc.common.errors import UserError
 from tlt_hpc.common.files import Count, DamagedText, Moment, read_json
-from tlt_hpc.storage.folder import writing_beside
+from tlt_hpc.storage.folder import sync, writing_beside
 
 QUIET_SECONDS = 12.0
 """No live rank leaves its record unchanged for so long, even on a file system that caches writes."""
@@ -67,7 +68,7 @@ def claim_owner(status: Path, start: str) -> None:
         UserError: another start is at work there.
         WriteError: no space or no permission.
     """
-    job, restarts = os.environ.get("SLURM_JOB_ID", ""), os.environ.get("SLURM_RESTART_COUNT", "")
+    job, restarts = job_number(os.environ), os.environ.get("SLURM_RESTART_COUNT", "")
     before = read_owner(status)
     is_over = before is not None and bool(job) and before.job == job and before.restarts != restarts
     if not is_over and _is_alive(status, start, QUIET_SECONDS, MAX_WAIT_SECONDS):
@@ -77,8 +78,11 @@ def claim_owner(status: Path, start: str) -> None:
             "this one another run.name"
         )
     own = Owner(start, socket.gethostname(), os.getpid(), job, restarts, BEAT.ends_at)
-    with writing_beside(status / "owner") as path:
+    claim = status / f"owner-{start}"  # two starts that claim at the same moment write different files
+    with writing_beside(claim) as path:
         path.write_text(json.dumps(asdict(own)), encoding="utf-8")
+    claim.replace(status / "owner")
+    sync(status)
     check_owner(status, start)  # of two starts that come here at the same moment the later stays
 
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import chain, groupby
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -29,6 +29,7 @@ from tlt_hpc.rl.batches import Indices, pack, plan_updates
 from tlt_hpc.rl.correction import correction_weights, mismatch_terms
 from tlt_hpc.rl.distributed import join_sequence_group
 from tlt_hpc.rl.engine import start_engine, start_frozen_engine
+from tlt_hpc.rl.finite import gradient_error
 from tlt_hpc.rl.loss import kl_estimate, policy_loss
 
 if TYPE_CHECKING:
@@ -99,9 +100,11 @@ class Update:
 class _Batch:
     """A micro-batch on the device: see ``batches.MicroBatch``.
 
-    What a token counts in the loss, its response's advantage and its recorded log-probability are [T], as targets.
+    What a token counts in the loss, its response's advantage and its recorded log-probability are [T], as targets;
+    ``indices`` are those of the responses that its rows count.
     """
 
+    indices: Indices
     lengths: tuple[int, ...]
     tokens: torch.Tensor
     positions: torch.Tensor
@@ -186,7 +189,7 @@ class Policy:
             advantages: [N], in the order of ``rollouts``.
 
         Raises:
-            FloatingPointError: the gradient is not finite.
+            NotFiniteError: the gradient is not finite, on all ranks.
         """
         keys = [rollout.key for rollout in rollouts]
         assert keys == sorted(keys) and len(keys) == advantages.size, "rollouts ordered by key, one advantage each"
@@ -201,8 +204,11 @@ class Policy:
         updating = time.perf_counter()
         sums, norms = _Sums(), []
         for batches, old_log_probs in zip(own, old, strict=True):
-            self._accumulate(batches, old_log_probs, sums)
+            is_finite = self._accumulate(batches, old_log_probs, sums)
             norms.append(self._step())
+            if not math.isfinite(norms[-1]) or norms[-1] < 0:  # DeepSpeed gives -1 for some that are not finite
+                blamed = self._world.allgather(_not_finite(batches, is_finite))
+                raise gradient_error(self._config, keys, norms[-1], self._num_steps, chain.from_iterable(blamed))
         seconds = (updating - started, time.perf_counter() - updating)
         num_tokens = sum(rollout.response_tokens.size for rollout in rollouts)
         totals = sums.over_ranks(self._world, self._config.optimizer.sequence_parallel)
@@ -343,7 +349,7 @@ class Policy:
             *(micro.tokens, micro.positions, micro.where, micro.targets, micro.rows),
             *(counts, own, np.concatenate(recorded)),
         )
-        return _Batch(micro.lengths, *(torch.from_numpy(array).to(self.engine.device) for array in arrays))
+        return _Batch(indices, micro.lengths, *(torch.from_numpy(array).to(self.engine.device) for array in arrays))
 
     def _forward(self, model: Callable[..., Any], batch: _Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probabilities of the response tokens, and the entropy where each was drawn; [R] both."""
@@ -362,17 +368,25 @@ class Policy:
         first, *later = own
         return [[None] * len(first), *([self._log_probs(self.engine, batch) for batch in batches] for batches in later)]
 
-    def _accumulate(self, batches: Sequence[_Batch], old: Sequence[torch.Tensor | None], sums: _Sums) -> None:
-        """Gradient of one update's loss over all micro-batches and ranks; adds to this rank's sums for the stats."""
+    def _accumulate(
+        self, batches: Sequence[_Batch], old: Sequence[torch.Tensor | None], sums: _Sums
+    ) -> list[torch.Tensor]:
+        """Gradient of one update's loss over all micro-batches and ranks; adds to this rank's sums for the stats.
+
+        Returns which tokens' losses [T] are finite, of each micro-batch.
+        """
+        is_finite = []
         for index, (batch, old_log_probs) in enumerate(zip(batches, old, strict=True)):
             BEAT.at_part("micro-batch", index + 1, len(batches))
             self.engine.set_gradient_accumulation_boundary(index == len(batches) - 1)
-            loss = self._loss(batch, old_log_probs, sums)
+            losses = self._losses(batch, old_log_probs, sums)
+            is_finite.append(losses.detach().isfinite())
             # DeepSpeed averages over ranks; the tokens' weights are those of all ranks' tokens.
-            self.engine.backward(loss * self._world.size, scale_wrt_gas=False)
+            self.engine.backward(losses.sum() * self._world.size, scale_wrt_gas=False)
+        return is_finite
 
-    def _loss(self, batch: _Batch, old: torch.Tensor | None, sums: _Sums) -> torch.Tensor:
-        """This micro-batch's part of the loss; adds to the sums for the stats."""
+    def _losses(self, batch: _Batch, old: torch.Tensor | None, sums: _Sums) -> torch.Tensor:
+        """What each token adds to the loss [T]; adds to the sums for the stats."""
         algorithm, recipe = self._config.algorithm, self._recipe
         log_probs, entropy = self._forward(self.engine, batch)
         old = log_probs.detach() if old is None else old
@@ -394,10 +408,10 @@ class Policy:
                 *(distance, k1, k3, corrections, outside),
             )
             sums.add(per_token, distance)
-        return (losses * batch.weights).sum()
+        return losses * batch.weights
 
     def _step(self) -> float:
-        """One optimiser step; returns the gradient's global norm before clipping."""
+        """One optimiser step; returns the gradient's global norm before clipping, whether it is finite or not."""
         self._set_learning_rate(self._learning_rate(self._num_steps))
         own_norm = None
         if self._stage == 0:
@@ -405,11 +419,6 @@ class Policy:
             own_norm = torch.nn.utils.get_total_norm(gradients)
         self.engine.step()
         norm = float(self.engine.get_global_grad_norm() if own_norm is None else own_norm)
-        if not math.isfinite(norm) or norm < 0:  # DeepSpeed gives -1 for some that are not finite
-            raise FloatingPointError(
-                f"gradient norm {norm} at optimiser step {self._num_steps + 1}: resume from the last checkpoint "
-                f"with a lower optimizer.learning_rate than {self._config.optimizer.learning_rate}"
-            )
         self._num_steps += 1
         self._has_state = True
         return norm
@@ -527,6 +536,12 @@ class Policy:
         self._num_steps = num_steps
         for state in self.engine.basic_optimizer.state.values():
             state["step"].fill_(num_steps)
+
+
+def _not_finite(batches: Sequence[_Batch], is_finite: Sequence[torch.Tensor]) -> list[int]:
+    """Indices of the responses with a loss that is not finite."""
+    found = zip(batches, is_finite, strict=True)
+    return [batch.indices[row] for batch, finite in found for row in set(batch.rows[~finite].tolist())]
 
 
 def _layer_of(name: str) -> str:

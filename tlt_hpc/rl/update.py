@@ -15,6 +15,7 @@ from tlt_hpc.common.records import Rollout
 from tlt_hpc.config import Config
 from tlt_hpc.rl.advantage import advantages_of, overlong_penalties
 from tlt_hpc.rl.draws import informative, trained_on
+from tlt_hpc.rl.finite import check_step
 from tlt_hpc.rl.policy import Policy, Update
 
 
@@ -26,7 +27,7 @@ def update_policy(config: Config, policy: Policy, rollouts: Sequence[Rollout], s
         scores: [N] float32, theirs.
 
     Raises:
-        FloatingPointError: the gradient is not finite.
+        NotFiniteError: a log-probability, a reward or the gradient is not finite, on all ranks.
     """
     algorithm, trained = config.algorithm, trained_on(config, scores)
     informative_share = float(informative(scores, config.rollout.group_size).mean())
@@ -40,6 +41,7 @@ def update_policy(config: Config, policy: Policy, rollouts: Sequence[Rollout], s
         kl = policy.reference_kl(rollouts)
         rewards = (rewards - algorithm.kl_coefficient * kl).astype(np.float32)
     kind = algorithm.recipe.advantage
+    check_step(config, rollouts, rewards)
     advantages = advantages_of(kind, rewards, lengths, config.rollout.group_size)
     mean_kl, stats = float(kl.sum() / lengths.sum()), policy.update(rollouts, advantages)
     return Update(trained, informative_share, rewards, advantages, mean_kl, stats)

@@ -202,7 +202,7 @@ class GpuMemory:
         self._call("cuMemAddressFree", self._address, self._size)
 
     def _call(self, name: str, *given: Any) -> None:
-        function: Callable[..., int] = getattr(self._driver, name)
+        function: Callable[..., int] = getattr(self._driver, name)  # ctypes finds functions by their names alone
         status = function(*given)
         if status == _OUT_OF_MEMORY:
             raise torch.OutOfMemoryError(

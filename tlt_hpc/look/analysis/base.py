@@ -49,6 +49,7 @@ class StepAnalysis(Analysis):
 def plain(value: Any) -> Any:
     """Turn arrays into lists, dataclasses into dictionaries, and NaN and infinity into None."""
     if is_dataclass(value) and not isinstance(value, type):
+        # dataclasses.asdict would copy every array
         return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, np.ndarray):
         return plain(value.tolist())

@@ -62,20 +62,19 @@ def read_parameters(shape: ModelShape) -> int:
     return shape.num_parameters - (0 if shape.tied_head else shape.vocab_size * shape.hidden_size)
 
 
-def speculative_costs(plain: TokenCosts, derating: float, threshold: int | None = None) -> TokenCosts:
+def speculative_costs(plain: TokenCosts, derating: float) -> TokenCosts:
     """``plain`` and the paper's strategies, linear in log2 of the batch and beyond the last on its slope.
 
     Args:
         derating: factor on the paper's speed-ups, as ``derating_of``.
-        threshold: most live sequences with speculation; None: any number.
     """
     at, log = np.log2(SPEED_UP_BATCHES), np.log2(np.arange(1, plain.most_live + 1))
-    gains: dict[str, Floats] = {}
-    for name, points in SPEED_UPS.items():
+    gains = list[Floats]()
+    for points in SPEED_UPS.values():
         slope = (points[-1] - points[-2]) / (at[-1] - at[-2])
         curve = np.where(log > at[-1], points[-1] + slope * (log - at[-1]), np.interp(log, at, points))
-        gains[name] = derating * np.maximum(curve, 0.1)
-    return with_speed_ups(plain, gains, threshold)
+        gains.append(derating * np.maximum(curve, 0.1))
+    return with_speed_ups(plain, gains)
 
 
 def derating_of(reference: ModelShape, shape: ModelShape) -> float:

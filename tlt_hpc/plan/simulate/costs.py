@@ -5,7 +5,7 @@ The sources are a GPU's figures (``assumed.py``) and a run's own log (``recorded
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -53,16 +53,9 @@ class TokenCosts:
         return np.where(live > 0, seconds, 0.0)
 
 
-def with_speed_ups(
-    plain: TokenCosts, speed_ups: Mapping[str, Sequence[float] | Floats], threshold: int | None = None
-) -> TokenCosts:
-    """Adds strategies by how many times as fast as plain decoding they are, at each batch.
-
-    Args:
-        threshold: most live sequences with speculation; None: any number.
-    """
-    factors = np.array([np.ones(plain.most_live), *speed_ups.values()])
-    token = plain.token_seconds[:1] / factors
-    if threshold is not None:
-        token[1:, threshold:] = np.inf
-    return replace(plain, token_seconds=token, position_seconds=plain.position_seconds[:1] / factors)
+def with_speed_ups(plain: TokenCosts, speed_ups: Iterable[Sequence[float] | Floats]) -> TokenCosts:
+    """Adds strategies by how many times as fast as plain decoding they are, at each batch."""
+    factors = np.array([np.ones(plain.most_live), *speed_ups])
+    return replace(
+        plain, token_seconds=plain.token_seconds[:1] / factors, position_seconds=plain.position_seconds[:1] / factors
+    )

@@ -15,23 +15,18 @@ Ints = NDArray[np.int64]
 Shard = Literal["group", "sample"]
 
 MEDIAN_SHARE, SPREAD = 1 / 6, 0.9
-"""An assumed long tail: log-normal around a sixth of the cap, which one response in forty reaches."""
+"""An assumed long tail: log-normal around a sixth of the cap, which one response in forty reaches. ``SPREAD`` is the
+standard deviation of a log length."""
 PROMPT_SHARE = 0.5
+"""The share of its square that lies between prompts."""
 
 
-def log_normal(
-    shape: tuple[int, int, int], median: float, cap: int, spread: float = SPREAD, prompt_share: float = PROMPT_SHARE
-) -> Ints:
-    """[T, P, G] lengths of 1 or more by a log-normal law.
-
-    Args:
-        spread: the standard deviation of a log length.
-        prompt_share: the share of its square that lies between prompts.
-    """
+def log_normal(shape: tuple[int, int, int], median: float, cap: int) -> Ints:
+    """[T, P, G] lengths of 1 or more by a log-normal law."""
     rng = np.random.default_rng(0)
-    between = rng.standard_normal((*shape[:2], 1)) * math.sqrt(prompt_share)
-    within = rng.standard_normal(shape) * math.sqrt(1 - prompt_share)
-    return np.clip(np.rint(median * np.exp(spread * (between + within))), 1, cap).astype(np.int64)
+    between = rng.standard_normal((*shape[:2], 1)) * math.sqrt(PROMPT_SHARE)
+    within = rng.standard_normal(shape) * math.sqrt(1 - PROMPT_SHARE)
+    return np.clip(np.rint(median * np.exp(SPREAD * (between + within))), 1, cap).astype(np.int64)
 
 
 def resampled(groups: Ints, shape: tuple[int, int, int]) -> Ints:

@@ -138,12 +138,18 @@ def _on_assumed_gpus(config: Config, named_shape: str | None, lengths: Ints, sai
     if config.speculation.mode == "ngram":
         raise ConfigError("speculation.mode = 'ngram': no speed-up of n-grams is known; give --from RUN of such a run")
     costs = gpu_costs(shape, config.rollout.tensor_parallel, config.rollout.max_live, gpu)
+    speed_ups = list[str]()
     if config.speculation.mode != "plain":
         costs = speculative_costs(costs, derating_of(large, shape))
+        speed_ups = [
+            "speed-ups: a trained drafter's, TLT paper, 32B on 4 cards, derated by a draft step's bytes",
+            "above 32 responses at a time they are extrapolated: on few nodes, where ranks often "
+            "generate more, the gain is probably too high",
+        ]
     origin = (
         f"rounds (assumed): H100-class card, {gpu.bytes_share:.0%} of 3.35 TB/s, {gpu.decode_flops_share:.0%} of 990 "
         "TFLOP/s",
-        "speed-ups: a trained drafter's, TLT paper, 32B on 4 cards, derated by a draft step's bytes",
+        *speed_ups,
         f"update (assumed): {gpu.update_flops_share:.0%} of 990 TFLOP/s, and {gpu.fixed_step_seconds:g} s a step",
         said,
     )

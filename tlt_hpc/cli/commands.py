@@ -1,0 +1,56 @@
+"""All commands of ``tlt``, in the order of its help: options, and the function or module that does the work."""
+
+from __future__ import annotations
+
+from tlt_hpc.cli import command_line
+from tlt_hpc.cli.command_line import Command
+from tlt_hpc.cli.rank_commands import ablate, compare, evaluate, run_progress, train, warmup, written_files
+from tlt_hpc.export import export_options
+from tlt_hpc.look.arguments import add_report_arguments, add_runs_arguments, add_watch_arguments
+from tlt_hpc.plan import plan_options
+from tlt_hpc.studies import ablation_plan
+
+_TRAIN = "train a policy; in a folder that has a checkpoint, resume it"
+_COMPARE = "run the same steps plain, with n-gram speculation and in full; status 1: text, rewards or weights differ"
+_WARMUP = "train the drafter before any reinforcement learning, or resume that"
+_ABLATE = "compare the drafter left out, frozen and trained in several ways"
+_EVALUATE = "judge a checkpoint or a model on data sets, or resume that"
+_PLAN = "predict the memory that a run takes, by phase; status 1: more than there is"
+_SIMULATE = "predict seconds and GPU-hours of a run by number of nodes"
+_PREFLIGHT = "find before a job what would end it; status 1: something would"
+_INIT = "copy the shipped job files and batch scripts into a folder"
+_COMPLETION = "print what a shell needs to complete commands, options, files and keys"
+_SUBMIT = "check a run or a sweep, submit it to Slurm, look after it (status, resubmit, collect)"
+_RUNS = "list runs with step, score, state and cost"
+_WATCH = "follow a run by its files alone; status 1: it hangs or is dead"
+_REPORT = "one page of HTML: what a run learned, where its time went, what it gained"
+_KEYS = "print every key of the configuration: values, default, unit, meaning"
+_DRAFTER = "write a run's drafter as other engines load it"
+_POLICY = "write a run's policy as a Hugging Face folder"
+_DATA = "inspect what a run would train on, or prepare a data set of the hub for it"
+COMMANDS = {
+    "train": Command("run", _TRAIN, lambda command: None, train, run_progress),
+    "evaluate": Command("run", _EVALUATE, command_line.add_evaluate_options, evaluate, written_files),
+    "warmup": Command("run", _WARMUP, command_line.add_warmup_options, warmup, written_files),
+    "compare": Command("run", _COMPARE, command_line.add_compare_options, compare),
+    "ablate": Command("run", _ABLATE, ablation_plan.add_ablate_options, ablate),
+    "data": Command("prepare and check", _DATA, command_line.add_data_options, "tlt_hpc.cli.inspect_data"),
+    "keys": Command("prepare and check", _KEYS, command_line.add_keys_options, "tlt_hpc.cli.show_keys"),
+    "plan": Command("prepare and check", _PLAN, plan_options.add_plan_options, "tlt_hpc.plan.memory.summary"),
+    "simulate": Command(
+        "prepare and check", _SIMULATE, plan_options.add_simulate_options, "tlt_hpc.plan.simulate.predict"
+    ),
+    "preflight": Command(
+        "prepare and check", _PREFLIGHT, plan_options.add_preflight_options, "tlt_hpc.plan.preflight.checklist"
+    ),
+    "submit": Command("on a cluster", _SUBMIT, command_line.add_submit_options, "tlt_hpc.cli.submissions"),
+    "runs": Command("look at runs", _RUNS, add_runs_arguments, "tlt_hpc.look.live.list_runs"),
+    "watch": Command("look at runs", _WATCH, add_watch_arguments, "tlt_hpc.look.live.watch_run"),
+    "report": Command("look at runs", _REPORT, add_report_arguments, "tlt_hpc.look.report.write_report"),
+    "export-policy": Command("use the results", _POLICY, export_options.add_policy_options, "tlt_hpc.export.policy"),
+    "export-drafter": Command(
+        "use the results", _DRAFTER, export_options.add_drafter_options, "tlt_hpc.export.drafter"
+    ),
+    "init": Command("set up", _INIT, command_line.add_init_options, "tlt_hpc.cli.init_folder"),
+    "completion": Command("set up", _COMPLETION, command_line.add_completion_options, "tlt_hpc.cli.completion"),
+}

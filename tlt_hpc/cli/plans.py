@@ -1,0 +1,129 @@
+"""What a command that runs on ranks would do: its configuration, held against the files that it names, in words."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from typing import TYPE_CHECKING
+
+from tlt_hpc.cluster.local import launched_rank
+from tlt_hpc.config import Config, UserError, check_learns, check_resumable, without_side_effects
+from tlt_hpc.resume.finished import finished_message
+from tlt_hpc.storage.folder import RunFolder
+from tlt_hpc.storage.step_lines import read_lines
+from tlt_hpc.studies import ablation_plan
+
+if TYPE_CHECKING:
+    from tlt_hpc.plan.inputs import ModelAssets
+
+
+def config_of(config: Config, options: argparse.Namespace) -> Config:
+    """The configuration that a command runs.
+
+    Raises:
+        ValueError: it is none that the command can run, or there is no such run or model to evaluate.
+    """
+    if options.command == "warmup":
+        from tlt_hpc.studies.warmup import plan
+
+        return plan.config_of(config)
+    if options.command == "evaluate":
+        from tlt_hpc.evaluate.subject import evaluation_config, find_subject
+
+        return evaluation_config(config, find_subject(options.checkpoint, options.step, options.output))
+    if options.command == "compare":
+        return without_side_effects(config)
+    if options.command == "train":
+        check_learns(config)
+    return config
+
+
+def plan_command(config: Config, options: argparse.Namespace, num_ranks: int) -> str:
+    """The plan in words, after ``config_of``'s configuration has been held against the files that it names.
+
+    Raises:
+        ValueError: a file is missing or broken, or a limit is exceeded; nothing has been written.
+    """
+    from tlt_hpc.plan.inputs import read_assets
+
+    if options.command == "evaluate":
+        return plan_evaluation(config, options, num_ranks)
+    assets = read_assets(config, num_ranks)
+    if options.command == "ablate":
+        ablation = ablation_plan.plan_ablation(config, options)
+        check_drafter(config, assets)
+        return ablation_plan.describe(ablation, num_ranks)
+    if options.command == "warmup":
+        from tlt_hpc.studies.warmup import plan
+
+        return plan.describe(config, assets.shape, num_ranks)
+    if options.command == "compare":
+        modes = 4 - len(set(options.without))
+        in_turn = f"compare     {modes} modes in turn, all in memory at once: {modes} times what one run needs\n"
+        return in_turn + plan_run(config, assets, num_ranks)
+    return plan_run(config, assets, num_ranks)
+
+
+def plan_run(config: Config, assets: ModelAssets, num_ranks: int) -> str:
+    """The plan of a run or a comparison in words.
+
+    Raises:
+        ValueError: as ``plan_command``.
+    """
+    from tlt_hpc.plan.inputs import describe, open_checked_sets
+    from tlt_hpc.plan.memory.summary import summarise
+
+    config.tracking.check_installed()
+    check_drafter(config, assets)
+    if config.evaluation.every_steps:
+        open_checked_sets(config, assets.folder, assets.shape, assets.tokenizer)
+    memory = summarise(config, assets.shape, num_ranks)
+    return (f"memory      {memory}\n" if memory else "") + describe(config, assets.shape, num_ranks)
+
+
+def check_drafter(config: Config, assets: ModelAssets) -> None:
+    """Open the file of the drafter that a run starts with; ranks open it for themselves.
+
+    Raises:
+        ValueError: it is missing, broken or of another model.
+    """
+    from tlt_hpc.models.drafter_file import initial_drafter
+
+    if config.speculation.mode == "full" and launched_rank(os.environ) is None:
+        initial_drafter(config.drafter.init, config.drafter.form, assets.shape)
+
+
+def plan_evaluation(config: Config, options: argparse.Namespace, num_ranks: int) -> str:
+    """The same for an evaluation, which reads nothing of what the job trains on.
+
+    Raises:
+        ValueError: as ``plan_command``, or no such run or model.
+    """
+    from tlt_hpc.evaluate.evaluate import describe, read_assets
+    from tlt_hpc.evaluate.subject import find_subject
+    from tlt_hpc.models.folder import check_weights
+
+    subject = find_subject(options.checkpoint, options.step, options.output)
+    assets, sets = read_assets(config, num_ranks)
+    if subject.run is None:
+        check_weights(assets.folder, assets.shape)
+    return describe(config, subject, sets, assets.shape, num_ranks)
+
+
+def check_folder(config: Config) -> str:
+    """See whether a run can begin in its folder, or continue; returns the line of one that has finished, else nothing.
+
+    Raises:
+        ValueError, OSError: what is there is of another job, damaged, or cannot be read.
+    """
+    folder = RunFolder(config.folder)
+    check_resumable(folder.config, config)
+    if folder.path.exists() and not folder.path.is_dir():
+        raise UserError(f"run.folder and run.name give {folder.path}, which is a file; move it away or give another")
+    there = next(place for place in (folder.path, *folder.path.absolute().parents) if place.exists())
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise UserError(
+            f"run.folder gives {folder.path}, and {there} cannot be written; set run.folder to another place"
+        )
+    read_lines(folder.metrics)
+    return finished_message(config)

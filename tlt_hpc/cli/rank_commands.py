@@ -1,0 +1,162 @@
+"""The commands that all ranks run, each as one of them, and how one ends that was stopped before its end.
+
+Heavy libraries are imported only once a command needs them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tlt_hpc.cluster.stopping import Stop, await_preemption, queue_again
+from tlt_hpc.cluster.watch.beat import BEAT
+from tlt_hpc.common.words import count
+from tlt_hpc.config import Config
+from tlt_hpc.resume.finished import finished_message
+from tlt_hpc.storage.folder import RunFolder
+from tlt_hpc.studies import ablation_plan
+
+if TYPE_CHECKING:
+    from tlt_hpc.mpi.world import World
+
+STOPPED_EARLY = 75
+"""Exit status of a run that a signal stopped: the same command resumes from there."""
+_LEAVING_SECONDS = 3.0
+"""What the ranks take to end together, once nothing else is to be done."""
+
+
+def train(config: Config, options: argparse.Namespace, world: World) -> int:
+    """``tlt train`` on this rank."""
+    if told := world.once(lambda: finished_message(config)):
+        if world.rank == 0:
+            print(told)
+        return 0
+    from tlt_hpc.cli.display import Screen, StepReporter, print_result
+    from tlt_hpc.look.tracking import Tracking
+    from tlt_hpc.rl.distributed import leave_process_group
+    from tlt_hpc.train import run
+
+    with nullcontext() if world.rank else Tracking(config, RunFolder(config.folder)) as tracking:
+        result = run(config, world, StepReporter(Screen(world.rank == 0)), tracking)
+        leave_process_group()
+        if world.rank == 0:
+            print_result(config, result)
+        if not result.finished:
+            return stop_early(world, config.folder, partial(run_progress, config), tracking.close if tracking else None)
+    return 0
+
+
+def compare(config: Config, options: argparse.Namespace, world: World) -> int:
+    """``tlt compare`` on this rank."""
+    from tlt_hpc.cli.display import Screen, StepReporter, print_comparison
+    from tlt_hpc.look.analysis.base import plain
+    from tlt_hpc.storage.records import write_json
+    from tlt_hpc.studies.compare import MODES, compare, rows_of, speed_rows, to_tree
+
+    modes, screen = [mode for mode in MODES if mode not in options.without], Screen(world.rank == 0)
+    comparison = compare(config, modes, options.steps, world, partial(StepReporter, screen))
+    if comparison is None:
+        if world.rank == 0:
+            print("tlt: the comparison was stopped; a new one starts over", file=sys.stderr, flush=True)
+        return 1
+    if world.rank == 0:
+        if options.json is not None:
+            ratios = {
+                name: {what: ratio._asdict() for what, ratio in found.items()}
+                for name, found in comparison.speedups().items()
+            }
+            write_json(options.json, {**to_tree(comparison), "speedup": plain(ratios)})
+        print_comparison(comparison, rows_of(comparison) | speed_rows(comparison))
+    return 0 if all(comparison.equal.values()) else 1
+
+
+def warmup(config: Config, options: argparse.Namespace, world: World) -> int:
+    """``tlt warmup`` on this rank."""
+    from tlt_hpc.cli.display import Screen, WarmupScreen, print_warmup
+    from tlt_hpc.studies.warmup.warm_up import warm_up
+
+    result = warm_up(config, world, WarmupScreen(Screen(world.rank == 0)))
+    if world.rank == 0:
+        print_warmup(result, options.config, config.drafter.form)
+    if result.progress.is_finished:
+        return 0
+    updates = count(result.progress.updates, "update")
+    return stop_early(world, result.folder, lambda: f"{written_files(config)}, {updates}")
+
+
+def evaluate(config: Config, options: argparse.Namespace, world: World) -> int:
+    """``tlt evaluate`` on this rank."""
+    from tlt_hpc.cli.display import Screen
+    from tlt_hpc.cli.show_evaluation import EvaluationScreen, print_evaluation
+    from tlt_hpc.evaluate.evaluate import evaluate
+    from tlt_hpc.evaluate.subject import find_subject
+
+    subject = find_subject(options.checkpoint, options.step, options.output)
+    result = evaluate(config, subject, world, EvaluationScreen(Screen(world.rank == 0)))
+    if world.rank == 0:
+        print_evaluation(result)
+    if result.finished:
+        return 0
+    return stop_early(world, result.folder, lambda: f"{count(result.num_left, 'response')} before the end")
+
+
+def ablate(config: Config, options: argparse.Namespace, world: World) -> int:
+    """``tlt ablate`` on this rank."""
+    from tlt_hpc.cli.display import Screen, StepReporter, print_comparison
+    from tlt_hpc.studies.ablate import ablate, write_figures
+
+    figures = ablate(ablation_plan.plan_ablation(config, options), world, StepReporter(Screen(world.rank == 0)))
+    if figures is None:
+        reason = world.first_stop_reason()
+        if world.rank == 0:
+            print(f"stopped early ({reason}); the same command resumes", flush=True)
+        return STOPPED_EARLY
+    if world.rank == 0:
+        write_figures(figures)
+        print_comparison(figures.comparison, figures.rows(), figures.verdict())
+    return 0 if figures.as_promised else 1
+
+
+def stop_early(
+    world: World, folder: Path, progress: Callable[[], str], close: Callable[[Callable[[], float]], bool] | None = None
+) -> int:
+    """The end of a job that was stopped and can continue: at its time limit, or if preempted, Slurm queues it again.
+
+    Collective; returns the exit status.
+
+    Args:
+        folder: of what was worked on.
+        progress: how far that has come; asked on rank 0.
+        close: ends the trackers within the seconds that its argument tells, and returns whether they have ended.
+    """
+    from tlt_hpc.mpi.ending import end_within
+
+    stop = world.agree_to_stop()
+    world.flag.is_left = True
+    BEAT.leave("stopped early")  # Slurm may kill any of the ranks from here on
+    if stop is Stop.TIME and world.rank == 0:
+        print(f"tlt: {queue_again(os.environ, folder, progress())}", flush=True)
+    is_closed = close is None or close(lambda: world.flag.seconds_left - _LEAVING_SECONDS)
+    if stop is Stop.KILL and world.rank == 0:
+        await_preemption(os.environ)
+    if not is_closed:  # the tracker's library would wait once more as the process ends
+        end_within(_LEAVING_SECONDS, STOPPED_EARLY)
+    return STOPPED_EARLY
+
+
+def run_progress(config: Config) -> str:
+    """How far ``tlt train`` has come."""
+    from tlt_hpc.resume.kept import describe_progress
+
+    return describe_progress(config)
+
+
+def written_files(config: Config) -> str:
+    """How far a warm-up or an evaluation has come, where it cannot say so itself."""
+    return f"{len(list(config.folder.rglob('*.h5')))} files of responses and features"

@@ -1,0 +1,181 @@
+"""Sections of a run: its name and length, the model, the prompts and the rewards."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field, JsonValue
+from pydantic_core import PydanticCustomError
+
+from tlt_hpc.config.fields import (
+    MAX_ITEMS,
+    MAX_SECONDS,
+    ColumnName,
+    FilePath,
+    Fraction,
+    NumRanks,
+    NumSteps,
+    NumTokens,
+    PositiveSeconds,
+    Section,
+    Seed,
+    SomeLabel,
+    SomePath,
+    Text,
+    Unit,
+    check_path,
+    zero_or_from,
+)
+
+EMBEDDED_MODEL = "embedded:tiny"
+EMBEDDED_TASK = "embedded:gcd"
+TASK_PREFIX = "reasoning-gym:"
+
+
+class RunSection(Section):
+    """Name, place and length of a run."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$", max_length=128)]
+    """Name of the run and of its folder."""
+    folder: FilePath = "runs"
+    """Parent folder; the run writes to ``folder/name``."""
+    seed: Seed = 0
+    """Seed of the order of the prompts, of sampling and of new weights."""
+    num_steps: NumSteps
+    """Length of the run: one step is a rollout and the update from it."""
+    ranks: NumRanks = 1
+    """MPI ranks that ``tlt`` starts if no launcher (srun, mpiexec) did; a launcher's number takes precedence."""
+    stall_factor: Annotated[float, Field(ge=0.0, le=1e5), zero_or_from(0.01, 1e5)] = 1.0
+    """Factor on the times after which a rank without progress ends the job (docs/cluster.md). 0: never."""
+
+
+class ModelSection(Section):
+    """The policy."""
+
+    path: SomePath
+    """A Hugging Face folder, or ``embedded:tiny``."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Precision of weights and of forward and backward passes. On a CPU rollouts compute in float32 all the same."""
+    batch_invariant: bool = True
+    """In ``bfloat16`` on a GPU: rollouts compute each token by kernels whose result does not depend on the rest of the
+    batch, so that the text does not depend on speculation. Off, libraries are used, which are faster; rounding then
+    decides between nearly equal tokens."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the model runs. ``auto``: on CUDA if there is a GPU."""
+
+
+def _as_source(value: object) -> object:
+    """A path, or a list of them as TOML has it."""
+    paths = tuple(value) if isinstance(value, list | tuple) else (value,)
+    if not paths or not all(isinstance(path, str) and path for path in paths):
+        raise PydanticCustomError("source", "give a file, a folder, a pattern or a task, or a list of files")
+    for path in paths:  # here, because pydantic would report a mistake once for each member of the union
+        check_path(path)
+    return value if isinstance(value, str) else paths
+
+
+class DataSection(Section):
+    """The prompts that a run trains on."""
+
+    source: Annotated[
+        SomePath | Annotated[tuple[SomePath, ...], Field(max_length=MAX_ITEMS)], BeforeValidator(_as_source)
+    ]
+    """Where prompts come from: ``embedded:gcd``; a .jsonl, .parquet or .arrow file, a list of files, or a pattern such
+    as ``data/*.parquet``; a folder as the Hugging Face hub or ``datasets`` stores it; or ``reasoning-gym:NAME``. ``~``
+    and ``$NAME`` are expanded."""
+    split: SomeLabel = "train"
+    """Split to read from a folder that has several."""
+    prompt_key: ColumnName = ""
+    """Column of the prompt, a text or a list of messages; dots select a field within a column (``input.text``). Empty:
+    the first that exists of ``prompt``, ``problem``, ``question``, ``messages``."""
+    answer_key: ColumnName = ""
+    """Column of the answer. Empty: the first that exists of ``reward_model.ground_truth``, ``answer``,
+    ``ground_truth``."""
+    max_prompt_tokens: NumTokens = 1024
+    """Longest prompt."""
+    overlong: Literal["error", "drop"] = "error"
+    """What happens to prompts longer than ``max_prompt_tokens``."""
+    chat_template: SomePath = "auto"
+    """Jinja file that renders lists of messages. ``auto``: the template of the model folder."""
+    system_prompt: Text = ""
+    """System message for prompts that are lists of messages without one."""
+    text_prompts: Literal["raw", "chat"] = "raw"
+    """How a prompt that is a text is passed to the model: ``raw`` unchanged, ``chat`` rendered as a user's message."""
+    task_args: dict[str, JsonValue] = Field(default_factory=dict)
+    """Settings of a ``reasoning-gym`` task, such as ``{max_digits = 3}``; ``size``: number of problems (10,000)."""
+
+    @property
+    def source_name(self) -> str:
+        """The source as messages show it."""
+        return self.source if isinstance(self.source, str) else ", ".join(self.source)
+
+    def problems(self) -> Iterator[str]:
+        if self.task_args and not self.source_name.startswith(TASK_PREFIX):
+            yield (
+                f"data.task_args = {self.task_args!r} has no effect with data.source = {self.source_name!r}; "
+                f"use data.source = '{TASK_PREFIX}NAME' or leave data.task_args out"
+            )
+
+
+TagName = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_-]*$", max_length=64)]
+RewardKind = Literal["boxed", "math", "numeric", "choice", "format", "code", "function"]
+
+
+class RewardSection(Section):
+    """How responses are scored."""
+
+    default: RewardKind = "boxed"
+    """How responses are scored (docs/rewards.md) whose ``data_source`` is not in ``by_source``: ``boxed`` answers equal
+    as text, ``math`` mathematically equal, ``numeric`` within ``tolerance``, ``choice`` the same letter, ``format`` as
+    required, ``code`` by its unit tests, ``function`` by your own."""
+    by_source: Annotated[dict[ColumnName, RewardKind], Field(max_length=MAX_ITEMS)] = Field(default_factory=dict)
+    """Kind of reward by ``data_source``; names may contain ``*``, ``?`` and ``[]``. An exact name takes precedence,
+    then the first pattern that matches."""
+    function: FilePath = ""
+    """``path.py:name`` of a function with verl's signature (data_source, solution_str, ground_truth, extra_info) that
+    returns a number, or a dict with a number under ``score``."""
+    tolerance: Annotated[float, Field(ge=0.0, le=1000.0)] = 1e-6
+    """Tolerance of ``numeric``: relative to the answer, absolute for answers below 1."""
+    format_tags: Annotated[tuple[TagName, ...], Field(strict=False, max_length=64)] = ()
+    """Required format: the response consists of these tags, each once and in this order, as in
+    ``<a>...</a><b>...</b>``."""
+    format_weight: Fraction = 0.0
+    """Share of the format in rewards of the other kinds: (1 - weight) x reward + weight x format."""
+    workers: Annotated[int, Field(ge=1, le=1024), Unit("processes")] = 2
+    """Responses that a rank scores at the same time, each in a process of its own. ``boxed``, ``numeric``, ``choice``
+    and tags are scored in the rank itself."""
+    cpu_seconds: PositiveSeconds = 5.0
+    """CPU time for one response; beyond it the reward is 0. Wall-clock time is limited to 60 times this value."""
+    memory_mb: Annotated[int, Field(ge=1, le=2**24), Unit("MiB")] = 1024
+    """Memory for one response, in addition to that of an idle worker; beyond it the reward is 0."""
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """All kinds that responses may be scored by, sorted."""
+        return tuple(sorted({self.default, *self.by_source.values()}))
+
+    @property
+    def wall_seconds(self) -> float:
+        """Limit for what uses no CPU time, such as a function that waits; far out, so that load decides no verdict."""
+        return min(60 * self.cpu_seconds, MAX_SECONDS)
+
+    def problems(self) -> Iterator[str]:
+        if self.function and "function" not in self.kinds:
+            yield (
+                f"reward.function = {self.function!r} judges nothing; set reward.default = 'function', or name "
+                "sources in reward.by_source"
+            )
+        if "function" in self.kinds and not re.fullmatch(r".+\.py:[A-Za-z_]\w*", self.function):
+            yield (
+                f"reward.function = {self.function!r} names no function for the kind 'function'; "
+                "give one as 'path.py:name'"
+            )
+        if len(set(self.format_tags)) < len(self.format_tags):
+            yield f"reward.format_tags = {list(self.format_tags)} names a tag twice; name each tag once"
+        if bool(self.format_tags) != ("format" in self.kinds or self.format_weight > 0):
+            yield (
+                f"reward.format_tags = {list(self.format_tags)} with reward.format_weight = {self.format_weight}: tags "
+                "and their use need each other; set format_tags, and format_weight above 0 or the kind 'format'"
+            )

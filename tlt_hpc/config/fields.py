@@ -1,0 +1,102 @@
+"""What the keys of a configuration are made of: their types and bounds, and the section that they stand in.
+
+Every number is bounded on both sides and every text in length, with room beyond what is known to be useful.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic_core import PydanticCustomError
+
+from tlt_hpc.common.errors import UserError
+
+MAX_COUNT = 2**31 - 1
+"""Largest number of ranks, steps, prompts and tokens: MPI and the logs count them in 32 bits."""
+MAX_ITEMS = 10_000
+"""Longest list or table."""
+MAX_SECONDS = 1e9
+"""Thirty years: in effect no limit, and still within what the system's timers accept."""
+MAX_WEIGHT = 1e6
+"""Largest weight of a term of a loss or a reward: sums of a step's terms stay finite in float32."""
+MIN_TEMPERATURE = 1e-3
+"""Below it sampling takes the likeliest token, as 0 does, and logits divided by it leave the range of float32."""
+MAX_PATH_BYTES = 4095
+"""Linux's limit."""
+
+
+@dataclass(frozen=True)
+class Unit:
+    """The unit of a key, as ``tlt keys`` and docs/configuration.md print it."""
+
+    name: str
+
+
+def check_path(path: str) -> str:
+    """Return the path; refuse a NUL character, which no file name can have."""
+    if "\0" in path:
+        raise PydanticCustomError("path", "no file has a NUL character in its name; leave it out")
+    return path
+
+
+def _check_label(label: str) -> str:
+    if not label.isprintable():
+        raise PydanticCustomError("label", "control characters cannot be shown; leave them out")
+    return label
+
+
+def zero_or_from(least: float, most: float) -> AfterValidator:
+    """Refuse a number between 0, which has a meaning of its own, and ``least``."""
+
+    def check(value: float) -> float:
+        if 0 < value < least:
+            raise PydanticCustomError("small", f"use 0, or a number from {least:g} to {most:g}")
+        return value
+
+    return AfterValidator(check)
+
+
+PositiveInt = Annotated[int, Field(ge=1, le=MAX_COUNT)]
+Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
+NumTokens = Annotated[PositiveInt, Unit("tokens")]
+TokenCount = Annotated[Count, Unit("tokens")]
+NumSteps = Annotated[PositiveInt, Unit("steps")]
+StepCount = Annotated[Count, Unit("steps")]
+NumBytes = Annotated[int, Field(ge=0, le=2**50), Unit("bytes")]
+"""At most a pebibyte, more than a node has of memory or disk."""
+Seed = Annotated[int, Field(ge=0, le=2**63 - 1)]
+NumRanks = Annotated[int, Field(ge=1, le=2**20), Unit("ranks")]
+"""At most more ranks than any machine has."""
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+Share = Annotated[float, Field(gt=0.0, le=1.0)]
+Weight = Annotated[float, Field(ge=0.0, le=MAX_WEIGHT)]
+Temperature = Annotated[float, Field(ge=0.0, le=100.0), zero_or_from(MIN_TEMPERATURE, 100)]
+LearningRate = Annotated[float, Field(ge=1e-15, le=1.0)]
+"""A step of Adam changes a weight by about this much: below the range float32 keeps no change, above it no weight."""
+Seconds = Annotated[float, Field(ge=0.0, le=MAX_SECONDS), Unit("s")]
+PositiveSeconds = Annotated[float, Field(ge=1e-3, le=MAX_SECONDS), Unit("s")]
+
+FilePath = Annotated[str, Field(max_length=MAX_PATH_BYTES), AfterValidator(check_path)]
+SomePath = Annotated[str, Field(min_length=1, max_length=MAX_PATH_BYTES), AfterValidator(check_path)]
+SomeLabel = Annotated[str, Field(min_length=1, max_length=128), AfterValidator(_check_label)]
+"""A name that is shown."""
+ColumnName = Annotated[str, Field(max_length=1024)]
+Text = Annotated[str, Field(max_length=100_000)]
+"""A fixed part of a prompt."""
+
+
+class ConfigError(UserError):
+    """A user's mistake in the configuration; its text is one line with the remedy."""
+
+
+class Section(BaseModel):
+    """A section of the configuration: frozen, strict about unknown keys, without NaN and infinity."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, strict=True)
+
+    def problems(self) -> Iterator[str]:
+        """Values of the section that contradict each other, each as one line with the remedy."""
+        return iter(())

@@ -1,0 +1,172 @@
+"""Sections of the rollout: how responses are generated, and the drafter that makes it faster."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from tlt_hpc.config.fields import (
+    MAX_ITEMS,
+    FilePath,
+    LearningRate,
+    NumBytes,
+    NumRanks,
+    NumTokens,
+    PositiveInt,
+    PositiveSeconds,
+    Section,
+    Share,
+    SomePath,
+    Temperature,
+    TokenCount,
+    Unit,
+)
+
+_StopString = Annotated[str, Field(min_length=1, max_length=1024)]
+
+
+class RolloutSection(Section):
+    """The responses of a step and how they are generated."""
+
+    prompts_per_step: Annotated[int, Field(ge=1, le=2**20), Unit("prompts")]
+    """Prompts of one step, over all ranks."""
+    group_size: Annotated[int, Field(ge=1, le=2**10), Unit("responses")]
+    """Responses to each prompt."""
+    max_new_tokens: NumTokens
+    """Longest response."""
+    temperature: Temperature = 1.0
+    """Sampling temperature. 0: greedy."""
+    top_k: TokenCount = 0
+    """Sample among this many most likely tokens. 0: all."""
+    top_p: Share = 1.0
+    """Sample among the most likely tokens that together have this probability."""
+    min_p: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    """Sample among tokens with at least this share of the most likely token's probability."""
+    min_new_tokens: TokenCount = 0
+    """Shortest response: no end token is sampled before."""
+    stop_strings: Annotated[tuple[_StopString, ...], Field(strict=False, max_length=MAX_ITEMS)] = ()
+    """A response ends with the token that completes one of these strings."""
+    max_live: Annotated[int, Field(ge=1, le=2**20), Unit("sequences")] = 64
+    """Sequences that one rank decodes at the same time."""
+    kv_bytes: NumBytes = 0
+    """Memory of one rank for keys, values and features. 0: enough for ``max_live`` responses of full length."""
+    page_size: Annotated[int, Field(ge=1, le=2**20), Unit("tokens")] = 128
+    """Page size of that memory."""
+    shard: Literal["group", "sample"] = "group"
+    """How responses are divided among ranks: by whole groups, or by single samples of all groups."""
+    tensor_parallel: NumRanks = 1
+    """Consecutive ranks of a node that hold one copy of the model for the rollout, each a part of every layer."""
+
+    prefill_tokens: ClassVar[int] = 4096
+    """Prompt tokens of one pass, which is then bound by arithmetic; longer prompts are read in chunks between
+    rounds."""
+
+
+LossKind = Literal["feature", "cross-entropy", "total-variation"]
+_StrategyName = Annotated[str, Field(min_length=1, max_length=64)]
+_STRATEGIES = ("ngram-4", "drafter-2", "drafter-4", "drafter-8")
+
+
+class SpeculationSection(Section):
+    """Speculative decoding of rollouts; it changes their speed, not their text."""
+
+    mode: Literal["plain", "ngram", "full"] = "full"
+    """``plain``: no speculation; ``ngram``: n-gram drafts only; ``full``: n-grams and the learned drafter, which is
+    trained in the tail."""
+    strategies: Annotated[tuple[_StrategyName, ...], Field(strict=False, min_length=1, max_length=64)] = _STRATEGIES
+    """Strategies to choose from each round, in addition to ``off``. A chain is source-depth (``drafter-6``); a tree
+    adds ``x`` with the branching and ``v`` with the number of drafts to verify (``drafter-5x2v9``); ``a`` adds the
+    drafter's sharpness (``drafter-4a1.5``). Sources: ``ngram``, ``drafter``."""
+    ahead: Literal["auto", "on", "off"] = "auto"
+    """Let idle ranks, once training the drafter pays no more, generate the next step's responses ahead; their texts are
+    drafts then. ``auto``: as long as enough of these drafts are accepted, and not where ranks outnumber the cores of a
+    node. A single replica never waits, so it generates nothing ahead."""
+
+
+class DrafterSection(Section):
+    """The learned drafter and its training on idle ranks."""
+
+    form: Literal["eagle", "eagle3"] = "eagle"
+    """Architecture. ``eagle``: one layer on the last hidden state, with the policy's head, trained one step ahead;
+    ``eagle3``: one layer on the features of three layers, with a head of its own over a smaller vocabulary, trained
+    seven steps ahead."""
+    init: SomePath = "random"
+    """Initial weights: ``random``, ``embedded:tiny``, or the drafter folder of an earlier run."""
+    vocabulary: NumTokens = 32768
+    """Most tokens that drafts are chosen from: end tokens, added tokens, and those that are most frequent in prompts
+    and answers of the first 64 steps. ``eagle3``: the size of a new drafter's own head (``tlt warmup`` counts
+    responses); ``eagle``: a draft reads so many rows of the policy's head. The text stays the same, but fewer drafts
+    may be accepted."""
+    learning_rate: LearningRate = 1e-3
+    """Learning rate of AdamW, constant."""
+    loss: Literal["auto", "feature", "cross-entropy", "total-variation"] = "auto"
+    """``feature``: smooth L1 on features plus 0.1 times the soft cross-entropy (``auto`` for ``eagle``);
+    ``cross-entropy``: soft cross-entropy on the draft vocabulary (``auto`` for ``eagle3``); ``total-variation``: minus
+    the acceptance probability, sum of min(p, q)."""
+    micro_step_tokens: NumTokens = 2048
+    """Most tokens of one micro-step; the time limit may make it smaller."""
+    micro_step_seconds: PositiveSeconds = 0.2
+    """Longest micro-step, and so the longest that training may delay the end of a rollout."""
+    average_merges: PositiveInt = 5
+    """The engine drafts with a running average of the drafter's weights over about this many merges, which tolerates a
+    learning rate that is too high. 1: with the last weights."""
+    min_idle: NumRanks = 1
+    """Ranks that must be idle before any of them trains."""
+    train: bool = True
+    """Train the drafter; otherwise it keeps its initial weights."""
+    cache_bytes: Annotated[NumBytes, Field(ge=1)] = 2_000_000_000
+    """Disk space for one rank's training features: half for the current step, half for the one before."""
+    cache_folder: FilePath = ""
+    """Folder for these features on each node, such as ``$TMPDIR`` (expanded there). Ranks then train on the features of
+    their own node only. Empty: in the run's folder, where all ranks read all features."""
+
+    @property
+    def loss_kind(self) -> LossKind:
+        """The configured loss, or the one that ``auto`` stands for."""
+        if self.loss != "auto":
+            return self.loss
+        return "feature" if self.form == "eagle" else "cross-entropy"
+
+    @property
+    def num_unrolled(self) -> int:
+        """Steps ahead that the drafter is trained on its own predictions: EAGLE 1, EAGLE-3 7 (its training-time
+        test)."""
+        return 1 if self.form == "eagle" else 7
+
+    def problems(self) -> Iterator[str]:
+        if self.form == "eagle3" and self.loss == "feature":
+            yield (
+                "drafter.loss = 'feature' with drafter.form = 'eagle3', whose states are no features of the target; "
+                "use drafter.loss = 'cross-entropy' or 'total-variation'"
+            )
+
+
+class WarmupSection(Section):
+    """``tlt warmup``, which trains the drafter before reinforcement learning; ``tlt train`` does not read it."""
+
+    init: SomePath = "random"
+    """Initial weights of the drafter, as in ``drafter.init``."""
+    sources: Annotated[tuple[FilePath, ...], Field(strict=False, max_length=MAX_ITEMS)] = ()
+    """Run folders whose logged responses are trained on, newest first (``--from``). Empty: responses are generated."""
+    responses: PositiveInt = 4096
+    """Most responses to generate, one per prompt, or to read from the logs; ``drafter.cache_bytes`` limits them too."""
+    updates: PositiveInt = 2000
+    """Most optimizer steps; the learning rate falls to 0 over them. The warm-up ends earlier after eight validations
+    without a new best."""
+    batch_tokens: NumTokens = 8192
+    """Response tokens of one update over all ranks; a single longer response exceeds it."""
+    learning_rate: LearningRate = 1e-3
+    """Highest learning rate: reached after 50 updates, followed by a cosine."""
+    validate_every: Annotated[PositiveInt, Unit("updates")] = 100
+    """Interval at which the accept length is measured and the training saved."""
+    validation_prompts: Annotated[PositiveInt, Unit("prompts")] = 64
+    """Prompts held out from the training; at most a fifth of all."""
+
+    validation_tokens: ClassVar[int] = 512
+    """Longest validation response: the accept length changes little beyond."""
+    patience: ClassVar[int] = 8
+    """Validations without a new best that end the warm-up: it has converged, or diverged."""
+    ramp_updates: ClassVar[int] = 50
+    """Updates in which the learning rate rises, while Adam's moments are formed."""

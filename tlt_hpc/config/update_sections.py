@@ -1,0 +1,175 @@
+"""Sections of the policy's update: objective, optimizer and checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field
+
+from tlt_hpc.config.fields import (
+    MAX_WEIGHT,
+    Count,
+    LearningRate,
+    NumRanks,
+    NumSteps,
+    NumTokens,
+    PositiveInt,
+    Seconds,
+    Section,
+    TokenCount,
+    Weight,
+    zero_or_from,
+)
+from tlt_hpc.config.recipes import (
+    CORRECTION_BOUNDS,
+    RECIPES,
+    AggregationName,
+    AlgorithmName,
+    Correction,
+    CorrectionName,
+    KLName,
+    Recipe,
+)
+
+
+def _number_or_auto(value: object) -> object:
+    if value == "auto" or (isinstance(value, int | float) and 0 <= value <= MAX_WEIGHT and not isinstance(value, bool)):
+        return value
+    raise ValueError(f"use a number from 0 to {MAX_WEIGHT:g}, or 'auto'")
+
+
+def _switch_or_auto(value: object) -> object:
+    if isinstance(value, bool) or value == "auto":
+        return value
+    raise ValueError("use true, false or 'auto'")
+
+
+Bound = Annotated[Weight | Literal["auto"], BeforeValidator(_number_or_auto)]
+
+
+class AlgorithmSection(Section):
+    """The objective of the policy. A part that is ``auto`` follows from the algorithm's name; the configuration saved
+    with a run has every ``auto`` replaced."""
+
+    name: AlgorithmName = "grpo"
+    """The algorithm: how a response's advantage is computed and how the probability ratio of new to old policy is
+    clipped (docs/train.md), with its ``aggregation``, ``clip_low`` and ``clip_high``."""
+    aggregation: Literal["auto", AggregationName] = "auto"
+    """How token losses are combined into the step's loss; ``-norm`` divides by ``rollout.max_new_tokens``."""
+    clip_low: Bound = "auto"
+    """The ratio is clipped below 1 minus this value."""
+    clip_high: Bound = "auto"
+    """The ratio is clipped above 1 plus this value."""
+    kl_coefficient: Weight = 0.0
+    """Weight of the KL divergence from the reference model. 0: no reference model is kept."""
+    kl_estimator: KLName = "k3"
+    """Estimator of the KL divergence, and where it is applied. ``k1`` is summed over a response and subtracted from its
+    reward; ``k2`` and ``k3`` are added to each token's loss."""
+    entropy_coefficient: Weight = 0.0
+    """Weight of the entropy bonus, which is subtracted from each token's loss."""
+    overlong_buffer: TokenCount = 0
+    """Soft length penalty (DAPO): over the last this many of ``rollout.max_new_tokens`` the reward falls linearly by up
+    to 1. 0: no penalty."""
+    rollout_correction: CorrectionName = "none"
+    """Correction for the ratio between the probabilities of rollout engine and trainer: ``tis`` multiplies a token's
+    loss by it, truncated at 2; ``mis`` leaves out tokens above 2, ``icepop`` those below 0.5 or above 5. The policy
+    then depends on the last bits of the rollout's probabilities."""
+    max_refills: Count = 0
+    """Dynamic sampling (DAPO): groups whose scores are all equal have no gradient, and are replaced by groups of
+    further prompts in at most this many additional rollouts of a step. 0: off."""
+    updates_per_step: PositiveInt = 1
+    """Optimizer steps per step; each uses an equal part of the step's responses."""
+
+    @property
+    def recipe(self) -> Recipe:
+        """The named algorithm's parts, with those that are set replaced."""
+        return RECIPES[self.name].replaced(self.aggregation, self.clip_low, self.clip_high)
+
+    @property
+    def kl_in(self) -> Literal["loss", "reward"]:
+        """Where the divergence is applied: k1 has the right gradient only in the reward, k2 and k3 only in the loss."""
+        return "reward" if self.kl_estimator == "k1" else "loss"
+
+    @property
+    def correction(self) -> Correction:
+        """The correction of the rollout's probabilities, with its bounds."""
+        return Correction(self.rollout_correction, *CORRECTION_BOUNDS[self.rollout_correction])
+
+    def resolved(self) -> AlgorithmSection:
+        """The same with every ``auto`` replaced, so that a later version's recipes cannot change it."""
+        recipe = self.recipe
+        parts = {"aggregation": recipe.aggregation, "clip_low": recipe.clip_low, "clip_high": recipe.clip_high}
+        return self.model_copy(update=parts)
+
+    def problems(self) -> Iterator[str]:
+        if self.recipe.clip_low > 1:
+            yield f"algorithm.clip_low = {self.recipe.clip_low}: a ratio is never below 0; use at most 1.0"
+        if self.kl_coefficient and self.kl_in == "reward" and self.recipe.advantage == "group":
+            yield (
+                f"algorithm.kl_estimator = 'k1', a part of the reward, with algorithm.name = {self.name!r}, which "
+                "divides rewards by the group's deviation: in groups of equal scores only the divergence is left; use "
+                "algorithm.kl_estimator = 'k3', or another algorithm"
+            )
+        if self.max_refills and self.recipe.advantage == "batch":
+            yield (
+                f"algorithm.max_refills = {self.max_refills} with algorithm.name = {self.name!r}, which learns from "
+                "groups of equal scores too; use another algorithm, or leave algorithm.max_refills out"
+            )
+
+
+class OptimizerSection(Section):
+    """AdamW of the policy, with betas of 0.9 and 0.999, and how its work is spread over ranks and memory."""
+
+    learning_rate: LearningRate = 1e-6
+    """Learning rate, constant after the warm-up."""
+    weight_decay: Annotated[float, Field(ge=0.0, le=100.0)] = 0.0
+    """Decoupled weight decay."""
+    max_grad_norm: Annotated[float, Field(ge=0.0, le=1e9), zero_or_from(1e-6, 1e9)] = 1.0
+    """Gradients are scaled down to this norm. 0: no clipping."""
+    warmup_steps: Count = 0
+    """Optimizer steps over which the learning rate rises linearly."""
+    zero_stage: Annotated[int, Field(ge=0, le=3)] = 1
+    """What DeepSpeed ZeRO shards over the ranks: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters."""
+    offload: bool = False
+    """Keep the optimizer state in host memory; needs ``zero_stage`` 1 or higher."""
+    offload_parameters: bool = False
+    """Also keep each rank's shard of the parameters in host memory; needs ``zero_stage = 3``, ``offload = true`` and
+    CUDA."""
+    micro_batch_tokens: NumTokens = 8192
+    """Tokens of one forward and backward pass, on one rank or on the ranks that share a sequence. A single longer
+    sequence exceeds it."""
+    sequence_parallel: NumRanks = 1
+    """Consecutive ranks that share a micro-batch (DeepSpeed-Ulysses), if a response's activations do not fit a GPU."""
+    gradient_checkpointing: Annotated[bool | Literal["auto"], BeforeValidator(_switch_or_auto)] = "auto"
+    """Keep one hidden state per layer and token, and recompute the rest in the backward pass: a third more time for a
+    fraction of the memory. ``auto``: on for CUDA."""
+
+    def repeats_layers(self, device: str) -> bool:
+        """Whether the backward pass computes each layer again, on a device of type ``cpu`` or ``cuda``."""
+        return device == "cuda" if self.gradient_checkpointing == "auto" else self.gradient_checkpointing
+
+    def problems(self) -> Iterator[str]:
+        if self.offload and self.zero_stage == 0:
+            yield "optimizer.offload = true needs sharded state; use optimizer.zero_stage = 1, 2 or 3"
+        if self.offload_parameters and (self.zero_stage < 3 or not self.offload):
+            yield (
+                f"optimizer.offload_parameters = true with optimizer.zero_stage = {self.zero_stage} and "
+                f"optimizer.offload = {str(self.offload).lower()}: only stage 3 shards parameters, and they follow the "
+                "optimizer's state; use optimizer.zero_stage = 3 and optimizer.offload = true"
+            )
+
+
+class CheckpointSection(Section):
+    """What is saved, and how a resumed run uses it."""
+
+    every_steps: NumSteps = 10
+    """Interval of checkpoints of policy, optimizer and drafter. The drafter alone is saved after every step."""
+    keep: PositiveInt = 2
+    """Checkpoints that are kept."""
+    replay: bool = True
+    """On resume, repeat the updates of logged steps that are newer than the last checkpoint; otherwise these steps are
+    generated again."""
+    keep_responses_seconds: Seconds = 300.0
+    """Interval at which finished responses of the current step are written, for a resume within the step. 0: only at
+    the end of the rollout and on a stop signal."""
