@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,7 +19,8 @@ from test_reward_server import alive, wait_until
 from tlt_hpc.config import RewardSection
 from tlt_hpc.rewards.answer import Verdict
 from tlt_hpc.rewards.code import passes_tests
-from tlt_hpc.rewards.sandbox.outside import ProgramLimits, Sandbox, SandboxError, Template, check, working_template
+from tlt_hpc.rewards.sandbox.kinds import KINDS
+from tlt_hpc.rewards.sandbox.outside import ProgramLimits, Sandbox, SandboxError, Template, check
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMITS = ProgramLimits(cpu_seconds=0.3, memory_bytes=2**28, output_bytes=10**6)
@@ -25,14 +28,16 @@ SETTINGS = RewardSection(default="code", cpu_seconds=2.0, memory_mb=256)
 SYSTEM_PYTHON = "/usr/bin/python3"
 
 
-@pytest.fixture(scope="module")
-def template() -> Iterator[Template]:
+@pytest.fixture(scope="module", params=KINDS)
+def template(request: pytest.FixtureRequest) -> Iterator[Template]:
+    template = Template(request.param)
     try:
-        template = working_template()
+        Sandbox(template).close()
+        yield template
     except SandboxError as error:
         pytest.skip(str(error))
-    yield template
-    template.close()
+    finally:
+        template.close()
 
 
 @pytest.fixture
@@ -56,7 +61,7 @@ def test_attack(attack: Attack, secret: Path, template: Template) -> None:
         outcome = sandbox.run(code, "3", limits)
         honest = sandbox.run("print(int(input()) * 2)", "21", ProgramLimits(5.0, 2**28, 1000))
     assert "breached" not in outcome.output
-    assert attack.says in outcome.output
+    assert re.search(rf"({attack.says})\b", outcome.output) or not attack.says, outcome
     assert outcome.failure == attack.failure
     assert attack.status is None or outcome.status == attack.status
     assert (honest.output, honest.status, honest.failure) == ("42\n", 0, None)
@@ -82,25 +87,31 @@ def test_nothing_outlives_its_answer(template: Template) -> None:
         )
         check(template, "def f(): return 1", ["assert f() == 1"], LIMITS)
         inside = children_of(os.getpid()) - before
-        assert len(inside) >= 2, "the one that waits and process 1"
+        assert inside, "the supervisor, and one that waits for it"
     wait_until(lambda: not any(map(alive, inside)))  # the entries of processes that have ended
 
 
-def test_a_judge_that_is_killed_takes_the_program_with_it() -> None:
+@pytest.mark.parametrize("who", ["the judge", "the supervisor"])
+def test_a_program_ends_with(who: str, template: Template) -> None:
+    """Killed by force, so that it can do nothing more itself."""
     program = (
         "from tlt_hpc.rewards.sandbox.outside import *\n"
-        "s = Sandbox(Template()); print('up', flush=True)\n"
+        f"s = Sandbox(Template({template.kind!r})); print('up', flush=True)\n"
         "s.run('while True: pass', '', ProgramLimits(60.0, 2**28, 1000))\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     judge = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, env=environment)
     assert judge.stdout is not None and judge.stdout.readline() == b"up\n"
-    wait_until(lambda: len(children_of(judge.pid)) >= 3)
+    wait_until(lambda: len(children_of(judge.pid)) >= (4 if template.kind == "namespaces" else 3))
     below = children_of(judge.pid)
+    program_pid = next(pid for pid in below if not children_of(pid))
+    ended = [program_pid, *below] if who == "the judge" else [program_pid]
+    supervisor = next(pid for pid in below if children_of(pid) == {program_pid})
+    os.kill(judge.pid if who == "the judge" else supervisor, signal.SIGKILL)
+    wait_until(lambda: not any(map(alive, ended)))
     judge.kill()
     judge.wait()
     judge.stdout.close()
-    wait_until(lambda: not any(map(alive, below)))
 
 
 def children_of(pid: int) -> set[int]:
@@ -120,9 +131,10 @@ def children_of(pid: int) -> set[int]:
 
 def test_an_answer_finds_nothing_of_the_last_one(template: Template) -> None:
     with Sandbox(template) as sandbox:
-        assert sandbox.run("open('left', 'w').write('x')\nprint('wrote')", "", LIMITS).output == "wrote\n"
+        wrote = sandbox.run("open('left', 'w').write('x')\nprint('wrote')", "", LIMITS).output == "wrote\n"
+    assert wrote == (template.kind == "namespaces"), "with Landlock no file can be written"
     with Sandbox(template) as sandbox:
-        assert sandbox.run("import os\nprint(os.listdir())", "", LIMITS).output == "[]\n"
+        assert sandbox.run("import os\nprint(os.path.exists('left'))", "", LIMITS).output == "False\n"
 
 
 # --- to be paid for nothing ---
@@ -139,21 +151,84 @@ def test_a_forgery_is_not_paid(name: str, truth: str, template: Template) -> Non
     assert passes_tests(f"```python\n{FORGERIES[name]}\n```", truth, SETTINGS, template).reward == 0.0
 
 
-# --- where there is no sandbox ---
+# --- one layer alone: what the filter of system calls refuses is refused by Landlock or the supervisor too ---
 
 
-def sandbox_as(*prefix: str, python: str = SYSTEM_PYTHON) -> subprocess.CompletedProcess[str]:
+def behind_landlock(program: str) -> str:
+    """What a program says that has the walls of Landlock and no filter; ``outside``: the process before."""
+    start = (
+        "import os, signal, time\n"
+        "from tlt_hpc.rewards.sandbox.landlock import Landlock\n"
+        "walls, outside = Landlock(), os.getpid()\n"
+        "if pid := os.fork():\n    os.waitpid(pid, 0)\n    raise SystemExit\n"
+        "walls.build([], [])\n"
+        "said, says = os.pipe()\n"
+        "def trial(name, call):\n"
+        "    try:\n        call()\n        os.write(says, f'{name} breached\\n'.encode())\n"
+        "    except OSError:\n        os.write(says, f'{name} refused\\n'.encode())\n"
+        "if os.fork() == 0:\n    walls.enter()\n"
+    )
+    end = "    os._exit(0)\nos.wait()\nwalls.end_all()\nos.close(says)\nprint(open(said).read())\n"
+    lines = "".join(f"    {line}\n" for line in program.splitlines())
+    done = subprocess.run(
+        [sys.executable, "-c", start + lines + end], cwd=ROOT, capture_output=True, text=True, check=False, timeout=60
+    )
+    if "landlock_create_ruleset" in done.stderr:
+        pytest.skip(done.stderr.splitlines()[-1])
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_landlock_alone_closes_files_and_other_processes(secret: Path) -> None:
+    said = behind_landlock(
+        f"trial('read', lambda: open({str(secret)!r}).read())\n"
+        f"trial('list', lambda: os.listdir({str(secret.parent)!r}))\n"
+        f"trial('write', lambda: open({str(secret)!r} + '.x', 'w'))\n"
+        "trial('shared memory', lambda: open('/dev/shm/x', 'w'))\n"
+        "trial('temporary', lambda: os.open('/tmp', os.O_TMPFILE | os.O_RDWR))\n"
+        "trial('environment', lambda: open(f'/proc/{os.getppid()}/environ').read())\n"
+        "trial('memory', lambda: open(f'/proc/{outside}/mem'))\n"
+        "trial('pipe', lambda: os.open(f'/proc/{os.getppid()}/fd/{said}', os.O_RDONLY))\n"
+        "trial('identity', lambda: os.setresuid(12345, 12345, 12345))\n"
+        "trial('own', lambda: os.kill(os.getpid(), 0))\n"
+    )
+    refused = ["read", "list", "write", "shared memory", "temporary", "environment", "memory", "pipe", "identity"]
+    assert said.split("\n")[:-2] == [*(f"{name} refused" for name in refused), "own breached"]
+
+
+def test_what_a_program_leaves_is_ended() -> None:
+    """By a double fork with a session of its own, which the filter would refuse."""
+    said = behind_landlock(
+        "if os.fork() == 0:\n    os.setsid()\n    if left := os.fork():\n        os.write(says, b'%d' % left)\n"
+        "    else:\n        time.sleep(1000)\n    os._exit(0)\nos.wait()\n"
+    )
+    assert not alive(int(said))
+
+
+# --- where the system allows less ---
+
+NO_LANDLOCK = (
+    "from tlt_hpc.rewards.sandbox import seccomp\n"
+    "seccomp._filter = lambda _: [(0x20, 0, 0, 0), (0x15, 0, 1, 444), seccomp._refuse(38), seccomp._PASS]\n"
+    "seccomp.install()\n"
+)
+
+
+def sandbox_as(*prefix: str, before: str = "", kind: str = "") -> subprocess.CompletedProcess[str]:
     """Run an attack and an honest program in a sandbox that a process of other rights makes."""
     program = (
-        "from tlt_hpc.rewards.sandbox.outside import *\n"
-        "with Sandbox(working_template()) as s:\n"
+        before + "from tlt_hpc.rewards.sandbox.outside import *\n"
+        f"template = Template({kind!r}) if {kind!r} else working_template()\n"
+        "print(template.kind)\n"
+        "with Sandbox(template) as s:\n"
         "    for code in ('import os; print(os.getuid(), os.listdir(\"/\"),'\n"
         "                 ' [os.statvfs(f).f_flag & 1 for f in (\"/\", os.__file__, \"/tmp\")])',\n"
         "                 'open(\"/etc/passwd\")',\n"
+        "                 'import resource as r\\nr.setrlimit(r.RLIMIT_CPU, (10**6, 10**6))',\n"
         "                 'print(int(input()) * 2)'):\n"
         "        print(s.run(code, '21', ProgramLimits(2.0, 2**28, 1000)))\n"
     )  # fmt: skip
-    command = [*prefix, python, "-B", "-c", program]
+    command = [*prefix, SYSTEM_PYTHON, "-B", "-c", program]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
 
 
@@ -163,23 +238,45 @@ needs_root = pytest.mark.skipif(
 )
 AS_NOBODY = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", "--bounding-set=-all"]
 AS_WEAK_ROOT = ["setpriv", "--bounding-set=-sys_admin"]
+FORBID = 'echo 0 > /proc/sys/user/max_user_namespaces; exec setpriv --bounding-set=-all --inh-caps=-all "$@"'
+WITHOUT_NAMESPACES = ["unshare", "--user", "--map-root-user", "sh", "-c", FORBID, "sh"]
+"""A user namespace in which no further one may be made, and a process in it that is not its root."""
+EVERYBODY = pytest.mark.parametrize(
+    "prefix", [[], AS_NOBODY, AS_WEAK_ROOT], ids=["root", "nobody", "root without rights"]
+)
 
 
 @needs_root
-@pytest.mark.parametrize("prefix", [[], AS_NOBODY, AS_WEAK_ROOT], ids=["root", "nobody", "root without rights"])
+@EVERYBODY
 def test_the_walls_are_the_same_for_everybody(prefix: list[str]) -> None:
     done = sandbox_as(*prefix)
     assert done.returncode == 0, done.stderr
-    who, blocked, honest = done.stdout.splitlines()
+    kind, who, blocked, limited, honest = done.stdout.splitlines()
+    assert kind == "namespaces"
     assert "65534 ['tmp', 'usr'] [1, 1, 0]" in who, "read-only but for the scratch folder"
-    assert "status=1" in blocked and "output='42\\n', status=0" in honest
+    assert "status=1" in blocked and "status=1" in limited and "output='42\\n', status=0" in honest
+
+
+@needs_root
+@EVERYBODY
+def test_landlock_is_the_same_for_everybody(prefix: list[str]) -> None:
+    done = sandbox_as(*prefix, kind="Landlock")
+    assert done.returncode == 0, done.stderr
+    _, who, blocked, limited, honest = done.stdout.splitlines()
+    assert all("output='', status=1" in refused for refused in (who, blocked, limited))
+    assert "output='42\\n', status=0" in honest
+
+
+@needs_root
+def test_landlock_is_used_where_there_are_no_namespaces() -> None:
+    done = sandbox_as(*WITHOUT_NAMESPACES)
+    assert done.returncode == 0 and done.stdout.startswith("Landlock\n"), done.stderr
 
 
 @needs_root
 def test_where_the_system_allows_no_sandbox_nothing_is_run() -> None:
-    """A user namespace in which no further one may be made, and a process in it that is not its root."""
-    forbid = 'echo 0 > /proc/sys/user/max_user_namespaces; exec setpriv --bounding-set=-all --inh-caps=-all "$@"'
-    done = sandbox_as("unshare", "--user", "--map-root-user", "sh", "-c", forbid, "sh")
+    done = sandbox_as(*WITHOUT_NAMESPACES, before=NO_LANDLOCK)
     assert done.returncode == 1 and done.stdout == ""
-    assert "this machine allows none: unshare(user, mount, process, network and IPC namespaces): " in done.stderr
-    assert done.stderr.rstrip().endswith("or use another kind: without a sandbox nothing is run")
+    assert "this machine allows none (no sandbox by namespaces: unshare(user, mount, process, " in done.stderr
+    assert "; no sandbox by Landlock: landlock_create_ruleset: Function not implemented); ask your site " in done.stderr
+    assert done.stderr.rstrip().endswith("or use another kind of reward: without a sandbox nothing is run")

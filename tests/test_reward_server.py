@@ -24,7 +24,7 @@ from tlt_hpc.rewards.code import extract_program, passes_tests, same_output
 from tlt_hpc.rewards.frames import FrameBuffer, pack
 from tlt_hpc.rewards.functions import load_function
 from tlt_hpc.rewards.sandbox.assertions import literal
-from tlt_hpc.rewards.sandbox.outside import Template
+from tlt_hpc.rewards.sandbox.outside import Template, working_template
 
 OWN = """
 import os, signal, sys, time
@@ -316,7 +316,7 @@ CODE = RewardSection(default="code", cpu_seconds=2.0, memory_mb=256)
 
 @pytest.fixture(scope="module")
 def template() -> Iterator[Template]:
-    with closing(Template()) as template:
+    with closing(working_template()) as template:
         yield template
 
 

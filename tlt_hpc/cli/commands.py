@@ -18,6 +18,7 @@ _EVALUATE = "judge a checkpoint or a model on data sets, or resume that"
 _PLAN = "predict the memory that a run takes, by phase; status 1: more than there is"
 _SIMULATE = "predict seconds and GPU-hours of a run by number of nodes"
 _PREFLIGHT = "find before a job what would end it; status 1: something would"
+_REHEARSE = "interrupt a short run of a job in every way that ends runs, and resume it; status 1: something is lost"
 _INIT = "copy the shipped job files and batch scripts into a folder"
 _COMPLETION = "print what a shell needs to complete commands, options, files and keys"
 _SUBMIT = "check a run or a sweep, submit it to Slurm, look after it (status, resubmit, collect)"
@@ -42,6 +43,9 @@ COMMANDS = {
     ),
     "preflight": Command(
         "prepare and check", _PREFLIGHT, plan_options.add_preflight_options, "tlt_hpc.plan.preflight.checklist"
+    ),
+    "rehearse": Command(
+        "prepare and check", _REHEARSE, plan_options.add_rehearse_options, "tlt_hpc.studies.rehearsal.rehearse"
     ),
     "submit": Command("on a cluster", _SUBMIT, command_line.add_submit_options, "tlt_hpc.cli.submissions"),
     "runs": Command("look at runs", _RUNS, add_runs_arguments, "tlt_hpc.look.live.list_runs"),

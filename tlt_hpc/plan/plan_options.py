@@ -74,6 +74,12 @@ def add_preflight_options(command: argparse.ArgumentParser) -> None:
     add("--model-id", metavar="OWNER/NAME", help="what --fix downloads to model.path")
 
 
+def add_rehearse_options(command: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``tlt rehearse``."""
+    command.add_argument("config", metavar="CONFIG.toml", help="the run, e.g. jobs/qwen7b.toml")
+    command.add_argument("overrides", nargs="*", metavar="section.key=value", help="the same as for tlt train")
+
+
 def add_simulate_options(command: argparse.ArgumentParser) -> None:
     """Add the arguments of ``tlt simulate``."""
     add = command.add_argument

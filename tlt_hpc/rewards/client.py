@@ -52,6 +52,8 @@ class RewardClient:
         self._suspects: set[int] = set()
         """Answers that the server had when it died, until they have a verdict."""
         self.num_restarts = 0
+        self.sandbox = ""
+        """The kind of sandbox that programs run in, once the server is ready."""
         self._start()
 
     @property
@@ -223,6 +225,7 @@ class RewardClient:
             raise UserError(frame["error"])
         if "ready" in frame:
             self._is_ready = True
+            self.sandbox = frame["sandbox"]
         elif frame["number"] in self._answers:  # another has been forgotten
             self._settle(frame["number"], Verdict.from_json(frame["verdict"]))
 

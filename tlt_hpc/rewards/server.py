@@ -4,7 +4,7 @@ It was started by exec, does not use MPI, and imports what the judges need once;
 takes no signal that is meant for the job, and ends, with all its children, when the rank does.
 
 Frames from the rank: its settings first, then ``{"number", "answer"}``, or ``{"forget": true}``. Frames to it:
-``{"ready": true}`` or ``{"error": ...}`` first, then ``{"number", "verdict"}``.
+``{"ready": true, "sandbox"}`` or ``{"error": ...}`` first, then ``{"number", "verdict"}``.
 """
 
 from __future__ import annotations
@@ -261,7 +261,7 @@ def main() -> None:
     sys.excepthook = lambda _kind, error, _trace: tell_error(channel, settings.function, error)
     function, template = load_kinds(settings)
     sys.excepthook = sys.__excepthook__
-    channel.sendall(pack({"ready": True}))
+    channel.sendall(pack({"ready": True, "sandbox": template.kind if template else ""}))
     gc.collect()
     gc.freeze()  # children share these pages: none of them is to touch them only to count
     server = Server(channel, settings, function, template)

@@ -128,7 +128,8 @@ def check_rewards(job: PlannedJob) -> Finding:
         client.wait_until_ready(JUDGE_SECONDS)
     finally:
         client.close()
-    return ok(f"{kinds}: the server starts{'; the sandbox works on this machine' if 'code' in reward.kinds else ''}")
+    sandbox = f"; the sandbox works on this machine (by {client.sandbox})" if client.sandbox else ""
+    return ok(f"{kinds}: the server starts{sandbox}")
 
 
 def check_drafter(job: PlannedJob) -> Finding:

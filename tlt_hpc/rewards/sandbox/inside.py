@@ -1,4 +1,4 @@
-"""Process 1 of a sandbox: isolates itself, then runs programs one by one and reports what they wrote.
+"""The supervisor of a sandbox: builds its walls, then runs programs one by one and reports what they wrote.
 
 Forked for every answer from a template, which was started by exec with an empty environment. It knows what programs
 are given and nothing that they are judged by, so a program that took it over would have gained nothing. Frames from
@@ -8,6 +8,7 @@ outside are requests, frames to outside are outcomes; the first one says whether
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import gc
 import os
 import resource
@@ -21,9 +22,11 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from tlt_hpc.rewards.frames import read_frame, write_frame
-from tlt_hpc.rewards.sandbox import namespaces
+from tlt_hpc.rewards.sandbox.kinds import KINDS, Walls
+from tlt_hpc.rewards.sandbox.privileges import check, die_with_parent, libc
 from tlt_hpc.rewards.sandbox.program import RESULT_FD, body_of, confine, run_to_the_end
 
+_MFD_ALLOW_SEALING, _F_ADD_SEALS, _ALL_SEALS = 2, 1033, 15
 _AWAKE_SHARE = 0.01
 """Share of a core: a process with less waits for something, however loaded the machine is."""
 _LOOK_SECONDS = 0.25
@@ -35,7 +38,7 @@ _COMMON = ("array", "bisect", "cmath", "collections", "copy", "ctypes", "datacla
 
 
 def next_program(
-    requests: BinaryIO, outcomes: BinaryIO, partner: int | None, nothing: int, base_bytes: int
+    walls: Walls, requests: BinaryIO, outcomes: BinaryIO, partner: int | None, nothing: int, base_bytes: int
 ) -> Callable[[], object] | None:
     """Run the programs that are requested; returns in every child, with what it is to do, and after the last one.
 
@@ -49,6 +52,7 @@ def next_program(
         stdin = _file_with(request.get("stdin", "")) if partner is None else partner
         pid = os.fork()
         if pid == 0:
+            walls.enter()
             confine(request, stdin, theirs, nothing, base_bytes)
             return body_of(request)
         os.close(theirs)
@@ -58,8 +62,7 @@ def next_program(
         if failure:
             os.kill(pid, signal.SIGKILL)
         _, status, usage = os.wait4(pid, 0)
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(-1, signal.SIGKILL)  # everything in this namespace but this process
+        walls.end_all()
         outcome = {
             "output": output.decode("utf-8", "replace"),
             "status": os.waitstatus_to_exitcode(status),
@@ -109,12 +112,13 @@ def _cpu_seconds(pid: int) -> float:
 
 
 def _file_with(text: str) -> int:
-    """A descriptor to read the text from: a file that has no name any more."""
-    path = Path(namespaces.SCRATCH, ".input")
-    path.unlink(missing_ok=True)
-    path.write_text(text, encoding="utf-8")
-    fd = os.open(path, os.O_RDONLY)
-    path.unlink()
+    """A descriptor to read the text from: of a file in memory that nobody can change any more."""
+    # os.memfd_create is missing where Python was built with an older libc
+    fd = check(libc.memfd_create(b"input", _MFD_ALLOW_SEALING), "memfd_create")
+    with open(fd, "w", encoding="utf-8", closefd=False) as stream:
+        stream.write(text)
+    fcntl.fcntl(fd, _F_ADD_SEALS, _ALL_SEALS)
+    os.lseek(fd, 0, os.SEEK_SET)
     return fd
 
 
@@ -133,7 +137,7 @@ def _add_site_builtins() -> None:
     builtins.quit = _sitebuiltins.Quitter("quit", "Ctrl-D")  # type: ignore[assignment]
 
 
-def main(project: str, channel_fd: int) -> None:
+def main(project: str, channel_fd: int, kind: str) -> None:
     """Be the template that sandboxes are forked from; in a program's process, the program.
 
     The template has everything imported and knows no answer. It takes the two ends of the pipes to a judge with each
@@ -141,7 +145,7 @@ def main(project: str, channel_fd: int) -> None:
     """
     sys.path.remove(project)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # process 1 hears nothing from inside that it has no handler for
-    namespaces.die_with_parent()
+    die_with_parent()
     _import_common()
     _add_site_builtins()
     gc.collect()
@@ -158,35 +162,29 @@ def main(project: str, channel_fd: int) -> None:
             break
         for fd in fds:
             os.close(fd)
-    _sandbox(os.fdopen(fds[0], "rb"), os.fdopen(fds[1], "wb"), fds[2] if len(fds) > 2 else None)
+    _sandbox(KINDS[kind](), os.fdopen(fds[0], "rb"), os.fdopen(fds[1], "wb"), fds[2] if len(fds) > 2 else None)
 
 
-def _sandbox(requests: BinaryIO, outcomes: BinaryIO, partner: int | None) -> None:
-    """Isolate this process, then run what is requested; in a child, the program itself."""
+def _library_folders() -> list[str]:
+    """The folders of the standard library, of an interpreter that was started with ``-S -P``."""
+    return [path for path in sys.path if os.path.isdir(path)]  # noqa: PTH112
+
+
+def _sandbox(walls: Walls, requests: BinaryIO, outcomes: BinaryIO, partner: int | None) -> None:
+    """Build the walls, then run what is requested; in a child, the program itself."""
     # while /proc and /dev can be reached
     base_bytes = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * resource.getpagesize()
     nothing = os.open(os.devnull, os.O_RDWR)
     while os.dup(nothing) <= RESULT_FD:
         pass  # 0 to 3 must be taken: programs get theirs under these numbers
     try:
-        is_root = namespaces.unshare()
-        namespaces.die_with_parent()
-        pid = os.fork()
-        if pid:
-            requests.close()
-            if partner is not None:
-                os.close(partner)  # the other sandbox sees its end when the program ends
-            os.waitpid(pid, 0)  # then all inside has ended, and with this process the stream that outside reads
-            os._exit(0)
-        os.setsid()  # kill(0, ...) reaches all of a process group, in other namespaces too
-        namespaces.change_root(namespaces.library_folders())
-        namespaces.drop_privileges(is_root)
-        namespaces.die_with_parent()
+        # the other sandbox sees the end of this one's socket to it when the program ends
+        walls.build(_library_folders(), [requests.fileno(), *([] if partner is None else [partner])])
     except OSError as error:
         write_frame(outcomes, {"trouble": error.strerror})
         os._exit(1)
     write_frame(outcomes, {})
-    body = next_program(requests, outcomes, partner, nothing, base_bytes)
+    body = next_program(walls, requests, outcomes, partner, nothing, base_bytes)
     if body is None:
-        os._exit(0)  # and with process 1 everything in its namespace
+        os._exit(0)
     run_to_the_end(body)

@@ -10,9 +10,10 @@ import contextlib
 import ctypes
 import os
 import signal
-import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+from tlt_hpc.rewards.sandbox.privileges import become_nobody, check, die_with_parent, drop_privileges, libc
 
 SCRATCH = "/tmp"
 """The only folder that can be written to, in memory."""
@@ -32,15 +33,33 @@ _KEPT = {os.ST_NOEXEC: _NOEXEC, os.ST_NOATIME: _NOATIME, os.ST_NODIRATIME: _NODI
 """Flags of a mount that a user namespace may not take off when it adds "read-only"."""
 _DETACH = 2
 _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
-_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS = 1, 4, 24, 38
-_CAPABILITY_VERSION, _LAST_CAPABILITY = 0x20080522, 63
-
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
-def library_folders() -> list[str]:
-    """The folders of the standard library, of an interpreter that was started with ``-S -P``."""
-    return [path for path in sys.path if os.path.isdir(path)]  # noqa: PTH112
+class Namespaces:
+    """Walls (see ``kinds.py``) around the supervisor too, which is process 1 of its namespace."""
+
+    def build(self, libraries: Sequence[str], for_supervisor: Sequence[int]) -> None:
+        """Fork the supervisor in new namespaces, and wait for its end."""
+        is_root = unshare()
+        die_with_parent()
+        pid = os.fork()
+        if pid:
+            for fd in for_supervisor:
+                os.close(fd)
+            os.waitpid(pid, 0)  # then all inside has ended, and with this process the stream that outside reads
+            os._exit(0)
+        os.setsid()  # kill(0, ...) reaches all of a process group, in other namespaces too
+        change_root(libraries)
+        drop_privileges(is_root)
+        die_with_parent()
+
+    def enter(self) -> None:
+        """Nothing: the supervisor is behind the walls."""
+
+    def end_all(self) -> None:
+        """Kill all processes but this one: this namespace has no others."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(-1, signal.SIGKILL)
 
 
 def unshare() -> bool:
@@ -53,12 +72,12 @@ def unshare() -> bool:
         OSError: the system does not allow it; names the call.
     """
     if os.geteuid() == 0:
-        if _libc.unshare(_WALLS) == 0:
+        if libc.unshare(_WALLS) == 0:
             return True
         with contextlib.suppress(PermissionError):  # a root without rights is like any user
-            _become_nobody()
+            become_nobody()
     uid, gid = os.geteuid(), os.getegid()
-    _check(_libc.unshare(_NEWUSER | _WALLS), "unshare(user, mount, process, network and IPC namespaces)")
+    check(libc.unshare(_NEWUSER | _WALLS), "unshare(user, mount, process, network and IPC namespaces)")
     _write("/proc/self/setgroups", "deny")
     _write("/proc/self/uid_map", f"{_NOBODY} {uid} 1")
     _write("/proc/self/gid_map", f"{_NOBODY} {gid} 1")
@@ -88,40 +107,11 @@ def change_root(paths: Sequence[str]) -> None:
         os.close(fd)
     os.chdir(_COVERED)
     number = _PIVOT_ROOT[os.uname().machine]
-    _check(_libc.syscall(number, b".", b"."), "pivot_root")
-    _check(_libc.umount2(b".", _DETACH), "umount2 of the old root")
+    check(libc.syscall(number, b".", b"."), "pivot_root")
+    check(libc.umount2(b".", _DETACH), "umount2 of the old root")
     os.chdir("/")
     _mount(None, "/", None, _REMOUNT | _BIND | _RDONLY | _NOSUID | _NODEV)
     os.chdir(SCRATCH)
-
-
-def drop_privileges(is_root: bool) -> None:
-    """Keep no capability, and become nobody if this is the real root; nothing gives any of it back.
-
-    Raises:
-        OSError: that is refused.
-    """
-    for capability in range(_LAST_CAPABILITY + 1):
-        _libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0)  # beyond the kernel's last one it refuses
-    if is_root:
-        _become_nobody()
-    header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION, 0)
-    _check(_libc.capset(header, (ctypes.c_uint32 * 6)()), "capset")
-    _check(_libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl(PR_SET_NO_NEW_PRIVS)")
-    _check(_libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0), "prctl(PR_SET_DUMPABLE)")
-
-
-def die_with_parent() -> None:
-    """Be killed when the parent ends; after any change of identity, which would undo it."""
-    _check(_libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "prctl(PR_SET_PDEATHSIG)")
-
-
-def _become_nobody() -> None:
-    os.setgroups([])
-    os.setresgid(_NOBODY, _NOBODY, _NOBODY)
-    os.setresuid(_NOBODY, _NOBODY, _NOBODY)
-    # a change of identity hides /proc/self from its own process, which has to write its maps there
-    _check(_libc.prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0), "prctl(PR_SET_DUMPABLE)")
 
 
 def _bind(fd: int, target: str) -> None:
@@ -135,7 +125,7 @@ def _bind(fd: int, target: str) -> None:
 
 def _mount(source: str | None, target: str, kind: str | None, flags: int, options: bytes | None = None) -> None:
     words = [word.encode() if word is not None else None for word in (source, target, kind)]
-    _check(_libc.mount(*words, ctypes.c_ulong(flags), options), f"mount of {target}")
+    check(libc.mount(*words, ctypes.c_ulong(flags), options), f"mount of {target}")
 
 
 def _write(path: str, text: str) -> None:
@@ -143,9 +133,3 @@ def _write(path: str, text: str) -> None:
         Path(path).write_text(text, encoding="ascii")
     except OSError as error:
         raise OSError(error.errno, f"writing {path}: {error.strerror}") from None
-
-
-def _check(result: int, what: str) -> None:
-    if result != 0:
-        number = ctypes.get_errno()
-        raise OSError(number, f"{what}: {os.strerror(number)}")

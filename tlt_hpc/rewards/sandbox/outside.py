@@ -14,12 +14,13 @@ from typing import Any, BinaryIO
 
 from tlt_hpc.rewards.answer import JudgeError
 from tlt_hpc.rewards.frames import read_frame, write_frame
+from tlt_hpc.rewards.sandbox.kinds import KINDS
 from tlt_hpc.rewards.sandbox.program import MEMORY_STATUS
 
 _PROJECT = str(Path(__file__).resolve().parents[3])
 _START = (
-    "import sys; _, project, channel = sys.argv; sys.path.append(project); "
-    "from tlt_hpc.rewards.sandbox.inside import main; main(project, int(channel))"
+    "import sys; _, project, channel, kind = sys.argv; sys.path.append(project); "
+    "from tlt_hpc.rewards.sandbox.inside import main; main(project, int(channel), kind)"
 )
 
 
@@ -57,12 +58,13 @@ class Outcome:
 class Template:
     """The process that sandboxes are forked from; it was started by exec, so it knows nothing that its owner does.
 
-    Those who judge share it by being forked from its owner.
+    Those who judge share it by being forked from its owner. ``kind`` is one of ``KINDS``.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        command = [sys.executable, "-s", "-S", "-P", "-B", "-c", _START, _PROJECT, str(theirs.fileno())]
+        command = [sys.executable, "-s", "-S", "-P", "-B", "-c", _START, _PROJECT, str(theirs.fileno()), kind]
         with theirs:
             self._process = subprocess.Popen(
                 command,
@@ -106,12 +108,7 @@ class Sandbox:
         trouble = self._next().get("trouble")
         if trouble:
             self.close()
-            raise SandboxError(
-                f"reward kind 'code' runs programs that a model wrote, in a sandbox, and this machine allows none: "
-                f"{trouble}; have user namespaces allowed (sysctl user.max_user_namespaces above 0, "
-                "kernel.unprivileged_userns_clone=1, kernel.apparmor_restrict_unprivileged_userns=0; in a container "
-                "--security-opt seccomp=unconfined), or use another kind: without a sandbox nothing is run"
-            )
+            raise SandboxError(f"no sandbox by {template.kind}: {trouble}")
 
     def __enter__(self) -> Sandbox:
         return self
@@ -121,8 +118,8 @@ class Sandbox:
 
     def close(self) -> None:
         """End everything that runs inside, and wait until it has ended."""
-        with contextlib.suppress(BrokenPipeError):  # process 1 has gone before
-            self._requests.close()  # process 1 ends at the end of its requests
+        with contextlib.suppress(BrokenPipeError):  # the supervisor has gone before
+            self._requests.close()  # the supervisor ends with its requests
         self._outcomes.read()
         self._outcomes.close()
 
@@ -173,17 +170,30 @@ def check(template: Template, code: str, assertions: list[str], limits: ProgramL
 
 
 def working_template() -> Template:
-    """A template whose sandboxes run an honest program: a machine without one is known before anything depends on it.
+    """A template of the first kind whose sandboxes run an honest program; before anything depends on it.
 
     Raises:
-        SandboxError: the system does not allow one.
+        SandboxError: the system allows none.
     """
-    template = Template()
+    troubles = list[str]()
+    for kind in KINDS:
+        template = Template(kind)
+        try:
+            _try_out(template)
+        except (SandboxError, RuntimeError) as error:  # refused, or ended by itself
+            template.close()
+            troubles.append(str(error))
+        else:
+            return template
+    raise SandboxError(
+        "reward kind 'code' runs programs that a model wrote, in a sandbox, and this machine allows none "
+        f"({'; '.join(troubles)}); ask your site for a container (Apptainer) or nodes that allow user namespaces or "
+        "Landlock, or use another kind of reward: without a sandbox nothing is run"
+    )
+
+
+def _try_out(template: Template) -> None:
     with Sandbox(template) as sandbox:
         outcome = sandbox.run("print(input())", "ready", ProgramLimits(30.0, 2**28, 1000))
     if outcome.output != "ready\n":
-        raise SandboxError(
-            f"reward kind 'code': the sandbox stands but an honest program fails in it, with {outcome}; "
-            "use another kind, and report this with the kernel's version"
-        )
-    return template
+        raise SandboxError(f"an honest program fails in the sandbox by {template.kind}, with {outcome}")

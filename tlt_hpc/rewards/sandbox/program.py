@@ -43,7 +43,7 @@ def confine(request: dict[str, Any], stdin: int, output: int, nothing: int, base
     for number, fd in enumerate(moved):
         os.dup2(fd, number)
     os.closerange(len(given), os.sysconf("SC_OPEN_MAX"))
-    seconds = math.ceil(request["cpu_seconds"]) + 1  # process 1 looks more closely, and this sees to it that it can
+    seconds = math.ceil(request["cpu_seconds"]) + 1  # the supervisor looks more closely, and this lets it
     memory = base_bytes + request["memory_bytes"]
     for limit, most in (
         (resource.RLIMIT_CPU, seconds),
@@ -150,5 +150,6 @@ def _find(module: types.ModuleType, name: str) -> Callable[..., Any]:
     """A function of the program, or a method of its class ``Solution``, as in LeetCode's tests."""
     names = vars(module)
     if "Solution" in names and name not in names:
+        # the program's own class: what it has is known only now
         return getattr(names["Solution"](), name)  # type: ignore[no-any-return]
     return names[name]  # type: ignore[no-any-return]

@@ -1,7 +1,8 @@
 """The filter of system calls of a program: it allows what Python needs within one process, and nothing else.
 
 It is a list of what may be called, so what a future kernel adds is refused too. A program cannot start processes
-(threads it can), replace itself by another program, open a socket, mount, trace, or reach another process's memory.
+(threads it can), replace itself by another program, open a socket, mount, trace, signal another process or reach its
+memory, nor change a file that it has only the right to read. Both kinds of sandbox have this filter.
 """
 
 from __future__ import annotations
@@ -11,18 +12,19 @@ import errno
 import os
 import platform
 import struct
+from collections.abc import Sequence
 
 # name -> number on x86_64 and on aarch64, which lacks the older calls; the commonest first, for the filter is a list
 _ALLOWED: dict[str, tuple[int | None, int | None]] = {
     "read": (0, 63), "write": (1, 64), "futex": (202, 98), "mmap": (9, 222), "munmap": (11, 215), "brk": (12, 214),
     "madvise": (28, 233), "mremap": (25, 216), "mprotect": (10, 226), "lseek": (8, 62), "fstat": (5, 80),
-    "newfstatat": (262, 79), "openat": (257, 56), "open": (2, None), "close": (3, 57), "stat": (4, None),
-    "lstat": (6, None), "statx": (332, 291), "readv": (19, 65), "writev": (20, 66), "pread64": (17, 67),
-    "pwrite64": (18, 68), "poll": (7, None), "ppoll": (271, 73), "select": (23, None), "pselect6": (270, 72),
+    "newfstatat": (262, 79), "close": (3, 57), "stat": (4, None), "lstat": (6, None), "statx": (332, 291),
+    "readv": (19, 65), "writev": (20, 66), "pread64": (17, 67), "pwrite64": (18, 68), "poll": (7, None),
+    "ppoll": (271, 73), "select": (23, None), "pselect6": (270, 72),
     "rt_sigaction": (13, 134), "rt_sigprocmask": (14, 135), "rt_sigreturn": (15, 139), "sigaltstack": (131, 132),
     "access": (21, None), "faccessat": (269, 48), "faccessat2": (439, 439), "pipe": (22, None), "pipe2": (293, 59),
-    "dup": (32, 23), "dup2": (33, None), "dup3": (292, 24), "fcntl": (72, 25), "sched_yield": (24, 124),
-    "nanosleep": (35, 101), "clock_nanosleep": (230, 115), "restart_syscall": (219, 128), "pause": (34, None),
+    "dup": (32, 23), "dup2": (33, None), "dup3": (292, 24), "sched_yield": (24, 124), "nanosleep": (35, 101),
+    "clock_nanosleep": (230, 115), "restart_syscall": (219, 128), "pause": (34, None),
     "getitimer": (36, 102), "setitimer": (38, 103), "alarm": (37, None), "getpid": (39, 172), "gettid": (186, 178),
     "getppid": (110, 173), "getuid": (102, 174), "geteuid": (107, 175), "getgid": (104, 176), "getegid": (108, 177),
     "getpgrp": (111, None), "getpgid": (121, 155), "getsid": (124, 156), "uname": (63, 160), "sysinfo": (99, 179),
@@ -30,26 +32,28 @@ _ALLOWED: dict[str, tuple[int | None, int | None]] = {
     "clock_getres": (229, 114), "getrusage": (98, 165), "getrlimit": (97, 163), "getrandom": (318, 278),
     "getcwd": (79, 17), "chdir": (80, 49), "fchdir": (81, 50), "umask": (95, 166), "getdents": (78, None),
     "getdents64": (217, 61), "rename": (82, None), "renameat": (264, 38), "renameat2": (316, 276), "mkdir": (83, None),
-    "mkdirat": (258, 34), "rmdir": (84, None), "unlink": (87, None), "unlinkat": (263, 35), "readlink": (89, None),
-    "readlinkat": (267, 78), "symlink": (88, None), "symlinkat": (266, 36), "link": (86, None), "linkat": (265, 37),
-    "truncate": (76, 45), "ftruncate": (77, 46), "fsync": (74, 82), "fdatasync": (75, 83), "utimensat": (280, 88),
-    "chmod": (90, None), "fchmod": (91, 52), "fchmodat": (268, 53), "statfs": (137, 43), "fstatfs": (138, 44),
-    "fadvise64": (221, 223), "socketpair": (53, 199), "exit": (60, 93), "exit_group": (231, 94),
-    "kill": (62, 129), "tgkill": (234, 131), "rt_sigsuspend": (130, 133), "rt_sigtimedwait": (128, 137),
+    "mkdirat": (258, 34), "rmdir": (84, None), "unlink": (87, None), "unlinkat": (263, 35),
+    "symlink": (88, None), "symlinkat": (266, 36), "link": (86, None), "linkat": (265, 37), "ftruncate": (77, 46),
+    "fsync": (74, 82), "fdatasync": (75, 83), "statfs": (137, 43), "fstatfs": (138, 44), "fadvise64": (221, 223),
+    "exit": (60, 93), "exit_group": (231, 94), "rt_sigsuspend": (130, 133), "rt_sigtimedwait": (128, 137),
     "rt_sigpending": (127, 136), "wait4": (61, 260), "set_tid_address": (218, 96), "set_robust_list": (273, 99),
     "rseq": (334, 293), "membarrier": (324, 283), "sched_getaffinity": (204, 123), "getcpu": (309, 168),
     "epoll_create1": (291, 20), "epoll_ctl": (233, 21), "epoll_wait": (232, None), "epoll_pwait": (281, 22),
     "eventfd2": (290, 19),
 }  # fmt: skip
-_CLONE, _CLONE3, _IOCTL, _PRLIMIT = (56, 220), (435, 435), (16, 29), (302, 261)
+_CLONE, _CLONE3, _OPEN, _OPENAT, _IOCTL, _FCNTL, _KILL_ONE, _KILL_THREAD, _PRLIMIT = (
+    (56, 220), (435, 435), (2, None), (257, 56), (16, 29), (72, 25), (62, 129), (234, 131), (302, 261),
+)  # fmt: skip
 _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 _X32_BIT = 0x40000000
 
 _THREAD = 0x00010000
 _NAMESPACES = 0x7E020000  # CLONE_NEW*
 _DESCRIPTOR_IOCTLS = (0x5450, 0x5451)  # FIONCLEX, FIOCLEX
+_FCNTLS = (0, 1, 2, 3, 4, 5, 6, 7, 36, 37, 38, 1030)  # copies, flags and locks; not F_SETOWN and F_SETSIG, which signal
+_ACCESS_MODE, _TRUNCATE = 0o3, 0o1000
 
-_LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+_LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _AND, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x54, 0x06
 _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 _NUMBER_OFFSET, _ARCHITECTURE_OFFSET, _ARGUMENTS_OFFSET = 0, 4, 16
 
@@ -94,29 +98,43 @@ def _filter(machine: str) -> list[Instruction]:
         number = numbers[column]
         if number is not None:
             lines += [(_EQUAL, 0, 1, number), _PASS]
-    lines += _if_call(_CLONE3[column], [_refuse(errno.ENOSYS)])  # libc then takes clone, whose flags can be looked at
-    lines += _if_call(_CLONE[column], _threads_only())
-    lines += _if_call(_IOCTL[column], _descriptor_flags_only())
-    lines += _if_call(_PRLIMIT[column], _own_limits_only())
+    for call, then in (
+        (_OPENAT, _open_as_said(2)),
+        (_OPEN, _open_as_said(1)),
+        (_CLONE3, [_refuse(errno.ENOSYS)]),  # libc then takes clone, whose flags can be looked at
+        (_CLONE, [_argument(0), (_ANY_BIT, 1, 0, _NAMESPACES), (_ANY_BIT, 1, 0, _THREAD), _refuse(errno.EPERM), _PASS]),
+        (_IOCTL, _one_of(1, _DESCRIPTOR_IOCTLS, errno.ENOTTY)),
+        (_FCNTL, _one_of(1, _FCNTLS, errno.EPERM)),
+        (_KILL_ONE, _one_of(0, (0, os.getpid()), errno.ESRCH)),  # 0: its process group
+        (_KILL_THREAD, _one_of(0, (os.getpid(),), errno.ESRCH)),
+        (_PRLIMIT, _one_of(0, (0,), errno.EPERM)),  # 0: itself
+    ):
+        number = call[column]
+        if number is not None:  # all instructions for a call end in a return
+            lines += [(_EQUAL, 0, len(then), number), *then]
     return [*lines, _refuse(errno.EPERM)]
 
 
-def _if_call(number: int, then: list[Instruction]) -> list[Instruction]:
-    """Instructions for one call; all of them end in a return."""
-    return [(_EQUAL, 0, len(then), number), *then]
+def _one_of(index: int, values: Sequence[int], error: int) -> list[Instruction]:
+    """Allow the call if an argument has one of these values."""
+    looked = [(_EQUAL, len(values) - place, 0, value) for place, value in enumerate(values)]
+    return [_argument(index), *looked, _refuse(error), _PASS]
 
 
-def _threads_only() -> list[Instruction]:
-    return [_argument(0), (_ANY_BIT, 1, 0, _NAMESPACES), (_ANY_BIT, 1, 0, _THREAD), _refuse(errno.EPERM), _PASS]
+def _open_as_said(index: int) -> list[Instruction]:
+    """Refuse to open a file so that its content can be cut off, or its device controlled, without the right to write.
 
-
-def _descriptor_flags_only() -> list[Instruction]:
-    first, second = _DESCRIPTOR_IOCTLS
-    return [_argument(1), (_EQUAL, 2, 0, first), (_EQUAL, 1, 0, second), _refuse(errno.ENOTTY), _PASS]
-
-
-def _own_limits_only() -> list[Instruction]:
-    return [_argument(0), (_EQUAL, 1, 0, 0), _refuse(errno.EPERM), _PASS]
+    Landlock checks what is opened for reading or writing, and truncation only since its third version.
+    """
+    return [
+        _argument(index),
+        (_AND, 0, 0, _ACCESS_MODE | _TRUNCATE),
+        (_EQUAL, 2, 0, _TRUNCATE),
+        (_AND, 0, 0, _ACCESS_MODE),
+        (_EQUAL, 0, 1, _ACCESS_MODE),
+        _refuse(errno.EPERM),
+        _PASS,
+    ]
 
 
 def _argument(index: int) -> Instruction:

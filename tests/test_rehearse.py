@@ -1,0 +1,132 @@
+"""``tlt rehearse``: on ranks of this machine, on the tests' own Slurm, and what it says of runs that lost something."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from slurm_training import SETTINGS, wait_for
+
+from tlt_hpc.cli.main import main
+from tlt_hpc.storage.folder import RunFolder
+from tlt_hpc.storage.step_lines import STEP, add_line
+from tlt_hpc.studies.rehearsal import faults, rehearse
+from tlt_hpc.studies.rehearsal.rehearse import Rehearsal, Start, State, committed, see_end
+
+ROOT = Path(__file__).resolve().parent.parent
+SHORT = [*SETTINGS, "run.stall_factor=0.05"]
+
+
+@pytest.mark.mpi
+@pytest.mark.timeout(900)
+def test_every_fault_strikes_and_nothing_is_lost(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tlt_hpc", "rehearse", "jobs/tiny.toml", *SHORT, f"run.folder={tmp_path}"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and not done.stderr, done.stdout + done.stderr
+    table = re.findall(
+        r"^(rank killed|rank hangs|disk full|time limit)[^:\n]*  (\d+)  +(\w+)$", done.stdout, re.MULTILINE
+    )
+    assert [row[0] for row in table] == ["rank killed", "rank hangs", "disk full", "time limit"], done.stdout
+    assert {row[2] for row in table} == {"nothing"} and [int(row[1]) for row in table] == sorted(
+        int(row[1]) for row in table
+    )
+    for said in (
+        r"rank killed .*: .*the last start ended so: ", r"rank hangs: tlt: the job hangs: rank 1 on \S+ shows no sign",
+        r"disk full .*: tlt: cannot write .*File too large", r"time limit: stopped early \(SIGUSR2\)",
+        "not in a Slurm job: requeue was not tried",
+    ):  # fmt: skip
+        assert re.search(rf"^{said}", done.stdout, re.MULTILINE), done.stdout
+    state = json.loads((tmp_path / "tiny-rehearsal" / "rehearsal.json").read_text())
+    assert [start["status"] for start in state["starts"]] == [9, 71, 2, 75, 0]
+    again = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert again.returncode == 2 and "has a finished rehearsal; remove it" in again.stderr
+
+
+def a_start(place: Path, fault: str, *marks: str, log: str = "") -> Rehearsal:
+    """The traces of one start."""
+    folder = place / "start-0"
+    folder.mkdir(parents=True)
+    (folder / "fault").write_text(fault)
+    for mark in marks:
+        (folder / mark).touch()
+    (place / "start-0.log").write_text(log)
+    return Rehearsal(place, "job.toml", [], 2)
+
+
+def test_a_line_or_a_log_that_is_not_as_it_was_is_lost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rehearsal = a_start(tmp_path, "kill", faults.BEGUN, faults.STRUCK)
+    folder = rehearsal.folder
+    for step in range(3):
+        folder.rollout_log(step, 0).parent.mkdir(parents=True)
+        folder.rollout_log(step, 0).write_bytes(b"a log")
+        add_line(folder.metrics, {STEP: step, "critic/score/mean": step})
+    before = committed(folder)
+    assert see_end(rehearsal, State([], before), 9).starts[0].lost == []
+    folder.rollout_log(1, 0).write_bytes(b"another")
+    add_line(folder.metrics, {STEP: 2, "critic/score/mean": 0.5})
+    found = see_end(rehearsal, State([], before), 9).starts[0]
+    assert (found.lost, found.struck, found.status) == ([1, 2], True, 9)
+    kill, end = Start("kill", True, 9, 1.0, 2.0, []), Start("", False, 0, 0.0, 3.0, [1, 2])
+    assert rehearse.report(rehearsal, State([kill, end])) == 1
+    assert "steps 2, 3\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("log", "said"),
+    [
+        ("stopped early (SIGUSR2) after 3\ntlt: job 5 is queued again and will resume", "nothing was otherwise"),
+        ("stopped early (the time limit, in 120 s)\ntlt: job 5 is queued again", "SIGUSR2 did not arrive"),
+        ("stopped early (SIGUSR2)\ntlt: job 5 is not queued again (denied): submit", "no requeue: tlt: job 5 is not"),
+        ("stopped early (SIGUSR2)", "the site: no requeue"),
+    ],
+)
+def test_what_a_site_does_otherwise_is_said(
+    log: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job that its time limit has ended, this program with it."""
+    monkeypatch.setenv("BASH_FUNC_run_ranks%%", "() { :; }")
+    rehearsal = a_start(tmp_path, "limit", faults.BEGUN, log=log)
+    state = see_end(rehearsal, State(), -1)
+    assert state.starts[0].struck and state.next_fault == "kill"
+    assert said in "\n".join(rehearse.differences(rehearsal, state))
+
+
+def test_a_run_that_ends_before_its_fault_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def start_ranks(rehearsal: Rehearsal, fault: str, number: int) -> int:
+        a_start(rehearsal.place, fault, log="tlt: no such model")
+        return 2
+
+    monkeypatch.setattr(rehearse, "start_ranks", start_ranks)
+    assert main(["rehearse", str(ROOT / "jobs" / "tiny.toml"), f"run.folder={tmp_path}"]) == 2
+    said = f"tlt: the run ended before its fault; see the end of {tmp_path}/tiny-rehearsal/start-0.log\n"
+    assert capsys.readouterr().err == said
+
+
+@pytest.mark.slow
+@pytest.mark.slurm
+@pytest.mark.timeout(1500)
+def test_a_job_is_queued_again_at_its_time_limit_and_reports(slurm, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    job = slurm.sbatch(
+        "--partition=main", f"--output={log}", "--time=5", "sbatch/rehearse.sh", "jobs/tiny.toml", *SHORT,
+        f"run.folder={tmp_path}", "model.device=cpu",
+    )  # fmt: skip
+    run = RunFolder(tmp_path / "tiny-rehearsal" / "run")
+
+    def said() -> str:
+        return log.read_text() if log.exists() else ""
+
+    wait_for(
+        lambda: slurm.state(job) in ("COMPLETED", "FAILED"),
+        lambda: f"{said()} {slurm.state(job)} {run.metrics.read_text().count(chr(10)) if run.metrics.exists() else 0}",
+    )
+    assert slurm.state(job) == "COMPLETED", said()
+    assert said().count("nothing\n") == 4 and "the site: nothing was otherwise" in said(), said()
