@@ -48,7 +48,7 @@ def test_every_cycle_has_every_kind_by_the_seed(faults):
 
 
 BEGUN = "runs/run (full): 9 steps, resuming from step 3\n"
-NAMED = "tlt: rank 1 on n was killed by signal 9 (SIGKILL), last seen in update of step 3; the same command resumes\n"
+NAMED = "tlt: rank 1 on n was killed or crashed, last seen in update of step 3; the same command resumes\n"
 RAISED = 'Traceback (most recent call last):\n  File "x", line 1, in f\nRuntimeError: {}\n'
 
 
@@ -56,8 +56,9 @@ RAISED = 'Traceback (most recent call last):\n  File "x", line 1, in f\nRuntimeE
     ("kind", "rank", "status", "seconds", "log", "wrong"),
     [
         ("place", 1, 9, 1, BEGUN + NAMED, []),
-        ("place", 1, 9, 1, BEGUN + RAISED.format("no step"), ["traceback: RuntimeError: no step"]),
-        ("place", 0, 9, 1, BEGUN + NAMED, ["names rank 1, not rank 0"]),
+        ("place", 1, 9, 1, BEGUN + NAMED + RAISED.format("no step"), ["traceback: RuntimeError: no step"]),
+        ("place", 0, 9, 1, BEGUN + NAMED, ["names rank 1 on n, not rank 0"]),
+        ("place", 1, 9, 1, BEGUN, ["names nobody, not rank 1"]),
         ("place", 1, 71, 1, BEGUN + NAMED, ["hung"]),
         ("place", 1, 9, 31, BEGUN + NAMED, ["ended 31 s after the fault"]),
         ("limit", 0, 75, 1, BEGUN, []),

@@ -37,7 +37,7 @@ def test_every_fault_strikes_and_nothing_is_lost(tmp_path: Path) -> None:
         int(row[1]) for row in table
     )
     for said in (
-        r"rank killed .*: .*the last start ended so: ", r"rank hangs: tlt: the job hangs: rank 1 on \S+ shows no sign",
+        r"rank killed .*: .*rank 1 on \S+ was killed or crashed", r"rank hangs: tlt: the job hangs: rank 1 on \S+ shows no sign",
         r"disk full .*: tlt: cannot write .*File too large", r"time limit: stopped early \(SIGUSR2\)",
         "not in a Slurm job: requeue was not tried",
     ):  # fmt: skip

@@ -41,7 +41,7 @@ class Job:
         self.is_over = threading.Event()
         look_seconds = 1e6 if by_hand else LOOK
         # of phase ROLLOUT, so many looks
-        self.watch = Watch(looks * look_seconds / 300, None, self.beat, look_seconds, self._end)
+        self.watch = Watch(looks * look_seconds / 300, None, beat=self.beat, look_seconds=look_seconds, end=self._end)
         self._folder, self._size = folder, size
 
     def _end(self, status: int) -> None:

@@ -37,6 +37,7 @@ from tlt_hpc.common.script import ending
 from fault_rank import OF_AHEAD, OF_RANK_0, PLACES
 
 from tlt_hpc.cluster.local import find_mpiexec
+from tlt_hpc.cluster.watch.record import read_verdict
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.rollout_log import read_step
 
@@ -207,6 +208,8 @@ def interrupt_once(folder: Path, number: int, fault: Fault) -> Result:
     end_all(process, folder)
     struck = mark.exists() if fault.place else process.returncode != 0
     after, text = committed(folder), log.read_text(errors="replace")
+    if (verdict := read_verdict(RunFolder(folder / "run").status)) and verdict[1] not in text:  # mpiexec drops lines
+        text += f"\ntlt: {verdict[1]}\n"
     wrong = [f"lost {name}" for name, content in before.items() if after.get(name) != content]
     wrong += find_wrong(fault, struck, process.returncode, seconds, text, is_hung)
     return Result(number, folder.name, fault, struck, process.returncode, seconds, wrong)
@@ -328,8 +331,10 @@ def find_wrong(fault: Fault, struck: bool, status: int, seconds: float, log: str
         if not (is_killed and _LOST_CONNECTION.search(text)):
             raised = next((line for line in text.splitlines()[1:] if line and not line.startswith((" ", "[rank"))), "")
             wrong.append(f"traceback: {raised[:200]}")
-    named = re.findall(r"^tlt: rank (\d+) on \S+ was killed", log, re.MULTILINE) if is_killed else []
-    return wrong + [f"names rank {rank}, not rank {fault.rank}" for rank in named if int(rank) != fault.rank]
+    named = set(re.findall(r"^tlt: (.*) was killed", log, re.MULTILINE)) if is_killed else set()
+    if is_killed and not any(re.fullmatch(rf"rank {fault.rank} on \S+", name) for name in named):
+        wrong.append(f"names {', '.join(sorted(named)) or 'nobody'}, not rank {fault.rank}")
+    return wrong
 
 
 # -- what a run has -------------------------------------------------------------------------------------------------

@@ -20,10 +20,11 @@ from tlt_hpc.cli import command_line
 from tlt_hpc.cli.commands import COMMANDS
 from tlt_hpc.cli.plans import check_folder, config_of, plan_command
 from tlt_hpc.cluster.caches import in_memory, make_node_cache
-from tlt_hpc.cluster.device import take_device
+from tlt_hpc.cluster.device import local_rank, take_device
 from tlt_hpc.cluster.local import STARTED, become_ranks, given_job, launched_count, launched_rank, starting
 from tlt_hpc.cluster.stopping import StopFlag, know_limits
 from tlt_hpc.cluster.watch.watch import Watch
+from tlt_hpc.cluster.watch.witness import Witness
 from tlt_hpc.common.files import has_remedy, told
 from tlt_hpc.common.printable import PrintableStream, escape_streams, one_line
 from tlt_hpc.config import Config, UserError, load_config
@@ -102,7 +103,8 @@ def be_rank(config: Config, options: argparse.Namespace, flag: StopFlag, rank: i
         progress = COMMANDS[options.command].progress
         PrintableStream.outlives_reader = True  # what is trained is not lost with a terminal
         know_limits(flag, os.environ, rank or 0, config.folder, progress and partial(progress, config))
-        with Watch(config.run.stall_factor, rank) as watch:
+        is_first = rank is not None and not local_rank(os.environ)  # of its node, as far as is known
+        with Watch(config.run.stall_factor, rank, Witness.fork() if is_first else Witness()) as watch:
             return watch.ended(work_together(config, options, flag))
     except (UserError, OSError) as caught:
         if isinstance(caught, OSError) and not (isinstance(caught, WriteError) or has_remedy(caught)):

@@ -25,6 +25,7 @@ from tlt_hpc.cluster.watch.diagnosis import Diagnosis, is_due
 from tlt_hpc.cluster.watch.record import FINISHED, HEARTBEAT_SECONDS, Record, claim_verdict, stacks_file, write_record
 from tlt_hpc.cluster.watch.status_writer import StatusWriter
 from tlt_hpc.cluster.watch.verdict import judge_alone
+from tlt_hpc.cluster.watch.witness import Witness
 
 STALLED = 71
 """Exit status of a job that hung."""
@@ -46,6 +47,7 @@ class Watch:
     Args:
         factor: stretches the limits of all phases; 0: a job that hangs is not ended.
         rank: this process's by its launcher's variables, None without a launcher.
+        witness: the node's.
 
     The other arguments are for tests.
     """
@@ -54,11 +56,12 @@ class Watch:
         self,
         factor: float,
         rank: int | None,
+        witness: Witness | None = None,
         beat: Beat = BEAT,
         look_seconds: float = LOOK_SECONDS,
         end: Callable[[int], None] = os._exit,
     ) -> None:
-        self._beat, self._exit, self._look_seconds = beat, end, look_seconds
+        self._beat, self._exit, self._look_seconds, self._witness = beat, end, look_seconds, witness
         self._counter = ProgressCounter(beat, factor, look_seconds)
         self._nobody = Member(rank or 0, 1, socket.gethostname(), "", {})
         self._writer = StatusWriter()
@@ -110,6 +113,8 @@ class Watch:
             self._end_alone(record, folder)
         else:
             self._diagnose(record, folder)
+        if folder is not None and self._witness is not None and member.start:
+            self._witness.tell(member, folder)
         if folder is not None:
             self._writer.run_if_idle(partial(self._write_and_read, folder, record, self._diagnosis))
 

@@ -51,7 +51,7 @@ class Kind:
 
 
 KINDS: Mapping[str, Kind] = {
-    "kill": Kind("rank killed (SIGKILL)", r"the last start ended so: "),
+    "kill": Kind("rank killed (SIGKILL)", r"was killed or crashed"),
     "hang": Kind("rank hangs", r"the job hangs"),
     "disk": Kind("disk full for a rank", r"cannot write "),
     "limit": Kind("time limit", r"^stopped early"),
