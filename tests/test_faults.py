@@ -35,6 +35,11 @@ def test_a_run_that_is_interrupted_ends_as_if_it_had_not_been(tmp_path):
     assert sum(result["struck"] for result in results) == 2, results
 
 
+def test_every_place_is_a_function_that_there_is(faults):
+    """A rank that does not find its place would end before the run begins."""
+    assert all(callable(getattr(owner, name)) for owner, name in faults.PLACES.values())
+
+
 def test_every_cycle_has_every_kind_by_the_seed(faults):
     drawn = [faults.draw(0, number) for number in range(200)]
     assert drawn == [faults.draw(0, number) for number in range(200)] != [faults.draw(1, n) for n in range(200)]

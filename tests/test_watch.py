@@ -87,7 +87,7 @@ def test_a_rank_records_where_it_is_and_how_it_ended(tmp_path):
             job.beat.at_part("micro-batch", 3, 8)
             until(lambda: is_told(tmp_path) and read_record(tmp_path, 0).phase == "update")
         told = read_record(tmp_path, 0)
-        assert (told.place, told.pid, told.ending) == ("update of step 12 (micro-batch 3 of 8)", os.getpid(), "")
+        assert (told.place, told.pid, told.ending) == ("update of step 13 (micro-batch 3 of 8)", os.getpid(), "")
         assert job.watch.ended(75) == 75
     assert read_record(tmp_path, 0).ending == "stopped early"
     assert job.ends == []

@@ -98,17 +98,17 @@ def work(folder: Path, trouble: str, limit: float = PATIENCE) -> tuple[int, list
 @pytest.mark.parametrize(
     ("trouble", "named"),
     [
-        ("hang", r"rank 1 on \S+ is stuck in rollout of step 1 \(5 sequences left\) for [\d.]+ s, at "
-                 r"<lambda> \(\S+/working.py:\d+\); ranks 0, 2 wait in pulse \(rollout of step 1 "),
+        ("hang", r"rank 1 on \S+ is stuck in rollout of step 2 \(5 sequences left\) for [\d.]+ s, at "
+                 r"<lambda> \(\S+/working.py:\d+\); ranks 0, 2 wait in pulse \(rollout of step 2 "),
         ("library", r"rank 1 on \S+ shows no sign of life \(its process runs, but its interpreter does not: a call "
-                    r"into a library that does not return\), last seen in rollout of step 1.*; ranks 0, 2 wait in "),
+                    r"into a library that does not return\), last seen in rollout of step 2.*; ranks 0, 2 wait in "),
         pytest.param(
             "stopped", r"rank 1 on \S+ shows no sign of life \(its process is stopped\), last seen in rollout of step",
             marks=pytest.mark.ci,
         ),
         pytest.param(
-            "parted", r"the ranks have parted: ranks 0, 2 wait in pulse number \d+ \(rollout of step 1 .*\), "
-            r"rank 1 waits in broadcast number \d+ \(rollout of step 1",
+            "parted", r"the ranks have parted: ranks 0, 2 wait in pulse number \d+ \(rollout of step 2 .*\), "
+            r"rank 1 waits in broadcast number \d+ \(rollout of step 2",
             marks=pytest.mark.ci,
         ),
     ],
@@ -130,7 +130,7 @@ def test_a_rank_that_is_killed_is_named_at_once_and_by_the_next_start(tmp_path):
     """Though the launcher kills all others within milliseconds."""
     code, lines, err = work(tmp_path, "killed")
     told = clear_last(tmp_path / "status", "")
-    assert re.match(r"rank 1 on \S+ was killed or crashed, last seen in \w+ of step [01]", told), err
+    assert re.match(r"rank 1 on \S+ was killed or crashed, last seen in \w+ of step [12]", told), err
     assert code == 9 and lines in ([], [f"tlt: {told}; the same command resumes"]), "the launcher may drop the line"
 
 

@@ -55,8 +55,8 @@ def line_of(*records: Record, silent: tuple[int, ...] = (), lost: tuple[int, ...
 def test_a_rank_at_work_comes_before_those_that_wait():
     line = line_of(waits(0), stuck(1, part="7 sequences left", where="step (rollout/engine.py:88)"), waits(2), waits(3))
     assert line == (
-        "rank 1 on node2 is stuck in rollout of step 12 (7 sequences left) for 301 s, at step "
-        "(rollout/engine.py:88); ranks 0, 2-3 wait in allgather (rollout of step 12)"
+        "rank 1 on node2 is stuck in rollout of step 13 (7 sequences left) for 301 s, at step "
+        "(rollout/engine.py:88); ranks 0, 2-3 wait in allgather (rollout of step 13)"
     )
 
 
@@ -69,8 +69,8 @@ def test_nobody_is_named_while_a_rank_may_still_come():
 
 def test_ranks_in_different_collectives_are_listed_apart():
     assert line_of(waits(0), waits(1), waits(2, "broadcast", 18)) == (
-        "the ranks have parted: ranks 0-1 wait in allgather number 17 (rollout of step 12), "
-        "rank 2 waits in broadcast number 18 (rollout of step 12)"
+        "the ranks have parted: ranks 0-1 wait in allgather number 17 (rollout of step 13), "
+        "rank 2 waits in broadcast number 18 (rollout of step 13)"
     )
     assert "ask the MPI library or the network" in str(line_of(waits(0), waits(1)))
 
@@ -80,7 +80,7 @@ def test_of_several_at_work_the_least_far_are_named():
     update = {"phase": "update", "part": "micro-batch 8 of 8", "part_number": 8}
     behind = stuck(1, phase="update", part="micro-batch 2 of 8", part_number=2)
     assert str(line_of(stuck(0, **update), behind, stuck(2, **update))) == (
-        "rank 1 on node2 is stuck in update of step 12 (micro-batch 2 of 8) for 301 s"
+        "rank 1 on node2 is stuck in update of step 13 (micro-batch 2 of 8) for 301 s"
     )
     assert str(line_of(stuck(0, **update), stuck(1, step=11, **update))).startswith("rank 1")
 
@@ -93,11 +93,11 @@ def test_a_rank_without_a_sign_of_life_is_named_after_one_that_is_seen_to_hang()
 
 def test_files_that_cannot_be_read_are_named():
     assert line_of(waits(0), lost=(1,)) == (
-        "rank 1 cannot be seen, while rank 0 waits in allgather (rollout of step 12); "
+        "rank 1 cannot be seen, while rank 0 waits in allgather (rollout of step 13); "
         "the status of rank 1 cannot be read: there is no file"
     )
     assert line_of(waits(0), record(2), lost=(1,)) is None, "rank 2 is at work"
-    assert judge_alone(waits(1), "x").endswith("step 12); what the other ranks do cannot be seen: x")
+    assert judge_alone(waits(1), "x").endswith("step 13); what the other ranks do cannot be seen: x")
 
 
 @given(st.lists(st.tuples(st.sampled_from(["", "allgather", "pulse"]), st.integers(0, 400)), min_size=1, max_size=6))
@@ -212,7 +212,7 @@ def test_phases_nest_and_a_failure_leaves_the_one_it_happened_in():
         beat.at_part("micro-batch", 2, 8)
         raise ZeroDivisionError
     told = ProgressCounter(beat, 1.0, 1.0).record(MEMBER)
-    assert told.place == "update of step 7 (micro-batch 2 of 8)"
+    assert told.place == "update of step 8 (micro-batch 2 of 8)"
 
 
 # -- the last start ---------------------------------------------------------------------------------------------------
@@ -222,11 +222,11 @@ def test_how_the_last_start_ended(tmp_path):
     for rank in (0, 1):
         write_record(tmp_path, record(rank))
     assert clear_last(tmp_path, "") == (
-        "all 2 ranks on node1, node2 ended without a word, rank 0 last seen in rollout of step 12"
+        "all 2 ranks on node1, node2 ended without a word, rank 0 last seen in rollout of step 13"
     )
     assert clear_last(tmp_path, "start") == "", "it is this one"
     write_record(tmp_path, record(1, ending="failed: OSError: no room"))
-    assert clear_last(tmp_path, "") == "rank 1 on node2 failed: OSError: no room (in rollout of step 12)"
+    assert clear_last(tmp_path, "") == "rank 1 on node2 failed: OSError: no room (in rollout of step 13)"
 
 
 def test_the_verdict_on_the_last_start_is_given_once(tmp_path):

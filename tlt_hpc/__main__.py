@@ -1,10 +1,21 @@
-"""``python -m tlt_hpc``."""
+"""``tlt`` and ``python -m tlt_hpc``: the command line, whose imports may be interrupted."""
 
 import sys
 
 import tlt_hpc.common.script  # noqa: F401  names a library that this Python lacks
 
-# isort: split
-from tlt_hpc.cli.main import main
+INTERRUPTED = 130
 
-sys.exit(main())
+
+def main() -> int:
+    """Run one command; returns its exit status."""
+    try:
+        from tlt_hpc.cli.main import main as run
+    except KeyboardInterrupt:
+        print("tlt: stopped; nothing was written", file=sys.stderr)
+        return INTERRUPTED
+    return run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -193,6 +193,8 @@ def use_wait(job: Job, scorer: Scorer, use: TailUse, ahead: AheadTail, roster: R
     The pulse continues meanwhile, so that the release ends any of them at once.
     """
     now = status(job, use, ahead)
+    if job.world.stop_requested and (now.state is not State.AHEAD or job.replica.size == 1):
+        return False  # nothing is begun while the vote is on its way, and the core is left to others
     if scorer.has_unscored(job.engine.finished):
         with job.pulse.progressing(now):
             scorer.score_ahead(job.engine.finished, lambda: is_over(job))

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -236,9 +237,11 @@ def commit(job: Job, step: int, line: Line) -> None:
     Raises:
         UserError, WriteError: the folder is another start's by now, or it cannot be written.
     """
-    check_owner(job.folder.status, BEAT.start)
+    confirm = partial(check_owner, job.folder.status, BEAT.start)
+    confirm()
     drop_foreign_logs(job, step)
-    add_line(job.folder.metrics, line)
+    # again: a start that was stopped for long meanwhile would remove the lines of the one that has taken over
+    add_line(job.folder.metrics, line, confirm)
     drop_kept(job.folder)
 
 
@@ -318,7 +321,7 @@ def evaluate_if_due(job: Job, evaluation: Exam | None, step: int, reporter: Repo
     if metrics is not None:
         agree_on_owner(job.world, job.folder.status, BEAT.start)
     if metrics is not None and job.world.rank == 0:
-        add_line(job.folder.metrics, {**line, **metrics})
+        add_line(job.folder.metrics, {**line, **metrics}, partial(check_owner, job.folder.status, BEAT.start))
         reporter.evaluated(step, metrics)
     return metrics is not None
 

@@ -40,10 +40,10 @@ PLACES: dict[str, tuple[Any, str]] = {
     "replay": (replay, "update_policy"),
     "resume": (tail, "open_keeper"),
     "ahead": (AheadTail, "work"),
-    "exchange": (tail, "exchange"),
+    "gather": (run, "gather"),
 }
 """Functions before or after whose call a rank ends."""
-OF_AHEAD = ("ahead", "exchange")
+OF_AHEAD = ("ahead",)
 """Places that only a run that generates ahead reaches; at the first, a rank ends before or in the middle of a call."""
 _IN_THE_MIDDLE = 0.01
 """Seconds from the start of the call: half of it."""

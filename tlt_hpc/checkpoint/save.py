@@ -29,7 +29,8 @@ from tlt_hpc.checkpoint.manifest import (
     write_manifest,
 )
 from tlt_hpc.checkpoint.shard_file import Held, write_file
-from tlt_hpc.storage.folder import part_of, sync
+from tlt_hpc.common.files import naming
+from tlt_hpc.storage.folder import NO_ROOM, part_of, sync
 
 if TYPE_CHECKING:
     from tlt_hpc.mpi.world import World
@@ -75,8 +76,12 @@ class Save(threading.Thread):
         try:
             self._copy.wait()
             self.write()
-        except (OSError, CheckpointError) as error:
-            self._failure = f"{self._who}: {error}"
+        except OSError as error:
+            name = f"{Path(error.filename).name}: " if error.filename else ""
+            remedy = "free space there" if error.errno in NO_ROOM else "make sure that you can write there"
+            self._failure = f"{self._who}: {name}{error.strerror or error}; {remedy}"
+        except CheckpointError as error:
+            self._failure = f"{self._who}: {error}; start again"
         except BaseException as error:  # noqa: BLE001 (whatever it is, ``report`` raises it)
             self._error = error
 
@@ -104,12 +109,10 @@ class Save(threading.Thread):
 
     def _write_part(self, part: str, held: Sequence[Held]) -> File:
         path = self._part / f"{part}-{self._suffix(self._rank)}.safetensors"
-        try:
+        with naming(path):
             write_file(path, held)
             tensors = sorted((each.stored for each in held), key=lambda stored: stored.name)
             return File(part=part, name=path.name, size=path.stat().st_size, digest=digest_of(path), tensors=tensors)
-        except OSError as error:
-            raise CheckpointError(f"{path.name}: {error}") from None
 
     def _suffix(self, rank: int) -> str:
         return f"{rank:05d}-of-{self._num_ranks:05d}"
@@ -153,7 +156,7 @@ class Save(threading.Thread):
                 folder.rename(part_of(folder))
             clear_leftovers(self._folder)
         except OSError as error:
-            logger.warning("cannot remove old checkpoints in %s: %s", self._folder, error)
+            logger.warning("cannot remove old checkpoints in %s: %s", self._folder, error.strerror or error)
 
 
 def found_in(folder: Path) -> list[tuple[int, Path]]:

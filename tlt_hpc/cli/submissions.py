@@ -1,18 +1,23 @@
-"""``tlt submit``: submits a job, or looks after an earlier submission: status, resubmit, cancel, collect."""
+"""``tlt submit``: submits a job, or looks after earlier submissions: list, status, resubmit, cancel, collect."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import sys
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 
 from tlt_hpc.cli.command_line import did_you_mean
-from tlt_hpc.cli.submit import SUBMITTED, jobs_before, known_submissions, run_submit, short, submit
-from tlt_hpc.cluster.slurm import ask_slurm, read_queue
-from tlt_hpc.cluster.status import MemberStatus, read_statuses, unfinished
-from tlt_hpc.cluster.submission import Submission, load
-from tlt_hpc.config import ConfigError
+from tlt_hpc.cli.submit import SUBMITTED, is_job, jobs_before, known_submissions, run_submit, short, submit
+from tlt_hpc.cluster.slurm import QueuedJob, SlurmError, ask_slurm, read_queue
+from tlt_hpc.cluster.status import UNKNOWN, MemberStatus, cancelled_file, read_statuses, unfinished
+from tlt_hpc.cluster.submission import FILE, Submission, load
+from tlt_hpc.common.words import count, table
+from tlt_hpc.config import ConfigError, UserError
 from tlt_hpc.look.collect import RunRow, as_table, row_of, write_csv
+from tlt_hpc.look.live.list_runs import accepted, state_of
 
 
 def run(options: argparse.Namespace) -> int:
@@ -31,34 +36,101 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError(f"--output {options.output}: its folder does not exist; make it first")
     if len(options.overrides) > 1:
         raise ConfigError(f"tlt submit {options.config} takes one folder; {options.overrides[1]} is one too many")
+    if options.config == "list":
+        return run_list(known_submissions(*map(Path, options.overrides)))
     if options.overrides:
-        submission = load(Path(options.overrides[0]))
+        submission, names = find(options.overrides[0])
         known = known_submissions(submission.folder.parent)
     elif known := known_submissions():
-        submission = known[-1]
+        submission = the_one_to_cancel(known) if options.config == "cancel" else known[-1]
+        names = {member.name for member in submission.members}
     else:
         raise ConfigError(f"no submission in {SUBMITTED}; give its folder")
-    return LATER[options.config](submission, known, options)
+    if options.config != "status":  # which names those that this one waits for as well
+        print(f"submission  {submission.folder}")
+    return COMMANDS[options.config](submission, names, known, options)
 
 
-def run_status(submission: Submission, known: Sequence[Submission], options: argparse.Namespace) -> int:
+def find(word: str) -> tuple[Submission, set[str]]:
+    """The submission in a folder, of a name in ``runs/submitted``, or of a job; and the members that are meant.
+
+    Raises:
+        ConfigError: there is none, or it is damaged.
+    """
+    for folder in (Path(word), SUBMITTED / word):
+        if (folder / FILE).exists():
+            submission = load(folder)
+            return submission, {member.name for member in submission.members}
+    known = known_submissions()
+    for submission in reversed(known):
+        if is_job(word) and (names := submission.members_of(word)):
+            return submission, names
+    there = ", ".join(str(short(each.folder)) for each in known[-5:])
+    remedy = f"there are {there} (all: tlt submit list)" if there else "give the folder that `tlt submit` has named"
+    raise ConfigError(f"no submission {word}; {remedy}")
+
+
+def the_one_to_cancel(known: Sequence[Submission]) -> Submission:
+    """The only submission that has jobs to cancel; the newest if none has.
+
+    Raises:
+        ConfigError: several have.
+    """
+    queue = read_queue()
+    live = [each for each in known if any(one.is_live or one.is_blocked for one in read_statuses(each, queue))]
+    if len(live) > 1:
+        folders = ", ".join(str(short(each.folder)) for each in live)
+        raise ConfigError(f"jobs of several submissions wait or run; give one of {folders}")
+    return (live or known)[-1]
+
+
+def queue_or_nothing() -> Mapping[str, QueuedJob] | None:
+    """What waits and runs; None, with a line, if Slurm does not answer."""
+    try:
+        return read_queue()
+    except SlurmError as error:
+        print(f"tlt: {error}; what follows is what the files say", file=sys.stderr, flush=True)
+        return None
+
+
+def run_list(known: Sequence[Submission]) -> int:
+    """Print all submissions, the newest last, with their time, number of runs and states."""
+    if not known:
+        raise ConfigError(f"no submission in {SUBMITTED}; give the folder that has those of another place")
+    queue, rows = queue_or_nothing(), [("submission", "submitted", "runs", "states")]
+    for each in known:
+        states = Counter(status.state for status in read_statuses(each, queue))
+        words = ", ".join(f"{number} {state}" for state, number in states.items())
+        rows.append((
+            str(short(each.folder)), f"{datetime.fromtimestamp(each.made):%Y-%m-%d %H:%M}", str(len(each.members)),
+            words,
+        ))  # fmt: skip
+    print(table(rows))
+    return 0
+
+
+def run_status(
+    submission: Submission, names: Collection[str], known: Sequence[Submission], options: argparse.Namespace
+) -> int:
     """Print how each member stands, after those of the submissions waited for; status 1 if one has failed."""
-    queue, failed = read_queue(), set[str]()
+    queue, failed = queue_or_nothing(), set[str]()
     for each in submission.chain(known):
-        statuses = read_statuses(each, queue)
+        statuses = [one for one in read_statuses(each, queue) if each != submission or one.member.name in names]
         print(f"submission  {each.folder}")
-        print(as_table(rows_of(each, statuses, known), [str(status.log or "") for status in statuses]))
+        print(as_table(rows_of(each, statuses, known), [str(short(one.log)) if one.log else "" for one in statuses]))
         failed |= unfinished(statuses)
     return int(bool(failed))
 
 
-def run_resubmit(submission: Submission, known: Sequence[Submission], options: argparse.Namespace) -> int:
+def run_resubmit(
+    submission: Submission, names: Collection[str], known: Sequence[Submission], options: argparse.Namespace
+) -> int:
     """Submit again what failed, was cancelled or stopped early; these runs resume.
 
     Raises:
         ConfigError: a later submission has continued one of these runs, or a job that they wait for has failed.
     """
-    statuses = read_statuses(submission, read_queue())
+    statuses = [one for one in read_statuses(submission, read_queue()) if one.member.name in names]
     again = unfinished(statuses)
     for member in submission.chosen(again):
         later, _ = submission.continued_by(member, known)
@@ -76,19 +148,25 @@ def run_resubmit(submission: Submission, known: Sequence[Submission], options: a
     return 0
 
 
-def run_cancel(submission: Submission, known: Sequence[Submission], options: argparse.Namespace) -> int:
+def run_cancel(
+    submission: Submission, names: Collection[str], known: Sequence[Submission], options: argparse.Namespace
+) -> int:
     """End what waits or runs; the runs keep what they have committed, and can be resubmitted."""
-    statuses = read_statuses(submission, read_queue())
+    statuses = [one for one in read_statuses(submission, read_queue()) if one.member.name in names]
     jobs = [status.member.jobs[-1] for status in statuses if status.is_live or status.is_blocked]
     if jobs:
         ask_slurm("scancel", *jobs)
+    for job in jobs:
+        cancelled_file(submission, job).touch()
     print(f"cancelled: {', '.join(jobs)}" if jobs else "nothing waits or runs")
     return 0
 
 
-def run_collect(submission: Submission, known: Sequence[Submission], options: argparse.Namespace) -> int:
+def run_collect(
+    submission: Submission, names: Collection[str], known: Sequence[Submission], options: argparse.Namespace
+) -> int:
     """Print what each member has reached and what it took; with ``--output``, write it as CSV as well."""
-    statuses = read_statuses(submission, read_queue())
+    statuses = [one for one in read_statuses(submission, queue_or_nothing()) if one.member.name in names]
     rows = rows_of(submission, statuses, known)
     print(as_table(rows))
     if options.output is not None:
@@ -102,11 +180,16 @@ def rows_of(submission: Submission, statuses: Sequence[MemberStatus], known: Seq
     """What each member has reached, and what it took, without the steps of a later one of the ``known`` submissions."""
     rows = []
     for each in statuses:
-        _, later = submission.continued_by(each.member, known)
-        ends = (each.member.num_steps, later.first_step if later else None)
+        member, place = each.member, submission.place(each.member)
+        _, later = submission.continued_by(member, known)
+        ends = (member.num_steps, later.first_step if later else None)
         until = min((end for end in ends if end is not None), default=None)
-        rows.append(row_of(each.member.name, each.state, submission.place(each.member), until))
+        row = row_of(member.name, each.state, place, until)
+        if row.num_steps is None and row.steps is None:  # a warm-up
+            row = row._replace(state=each.state + accepted(place))
+        rows.append(row._replace(num_steps=member.num_steps))
     return rows
 
 
-LATER = {"status": run_status, "resubmit": run_resubmit, "collect": run_collect, "cancel": run_cancel}
+COMMANDS = {"status": run_status, "resubmit": run_resubmit, "collect": run_collect, "cancel": run_cancel}
+LATER = ("list", *COMMANDS)

@@ -119,9 +119,9 @@ def read_queue() -> Mapping[str, QueuedJob]:
 
 
 def parse_queue(text: str) -> dict[str, QueuedJob]:
-    """What ``squeue`` printed, in the format that ``read_queue`` asks for."""
+    """What ``squeue`` printed, in the format that ``read_queue`` asks for; ``17_[0-3]`` counts as the array's own."""
     rows = (line.strip().split("|") for line in text.splitlines() if line.strip())
-    return {job: QueuedJob(state, reason) for job, state, reason in rows}
+    return {job.partition("_[")[0]: QueuedJob(state, reason) for job, state, reason in rows}
 
 
 def seconds_of(text: str) -> float:

@@ -9,16 +9,18 @@ from pathlib import Path
 from tlt_hpc.cluster.executor import read_status
 from tlt_hpc.cluster.slurm import QueuedJob
 from tlt_hpc.cluster.submission import Submission, SubmittedRun
+from tlt_hpc.storage.folder import RunFolder
+from tlt_hpc.storage.records import read_finished
 
-FINISHED = "finished"
+FINISHED, UNKNOWN = "finished", "not known"
 STOPPED_EARLY = 75
 """Exit status of a command that was stopped and can continue."""
 
 
 @dataclass(frozen=True)
 class MemberStatus:
-    """How one member stands; ``state`` is ``finished``, ``stopped early``, ``failed (status N)`` or, in lower case,
-    what Slurm says, with its reason for a job that waits."""
+    """How one member stands; ``state`` is ``finished``, ``stopped early``, ``failed (status N)``, ``not known`` or, in
+    lower case, what Slurm says, with its reason for a job that waits."""
 
     member: SubmittedRun
     state: str
@@ -27,36 +29,65 @@ class MemberStatus:
     is_blocked: bool
     """Whether its job waits for one that has failed, and so for ever."""
     log: Path | None
+    """None: its job has not started."""
 
 
-def read_statuses(submission: Submission, queue: Mapping[str, QueuedJob]) -> list[MemberStatus]:
+def read_statuses(submission: Submission, queue: Mapping[str, QueuedJob] | None) -> list[MemberStatus]:
     """How all members stand, by the newest job of each.
 
+    Args:
+        queue: None: Slurm does not answer.
+
     Raises:
-        UserError: the status of a job cannot be read.
+        UserError: the status of a job, or the word of a run that it has finished, cannot be read.
     """
     return [member_status(submission, member, queue) for member in submission.members]
 
 
-def member_status(submission: Submission, member: SubmittedRun, queue: Mapping[str, QueuedJob]) -> MemberStatus:
+def member_status(
+    submission: Submission, member: SubmittedRun, queue: Mapping[str, QueuedJob] | None
+) -> MemberStatus:
     """How one member stands, by its newest job."""
     if not member.jobs:
         return MemberStatus(member, "not submitted", False, False, None)
-    job = member.jobs[-1]
-    queued, log = queue.get(job), submission.jobs_folder / f"{job}_0_log.out"
-    state = job_state(queued, read_status(submission.jobs_folder, job))
-    if queued is None:
-        return MemberStatus(member, state, False, False, log)
-    return MemberStatus(member, state, queued.is_live, queued.is_blocked, log)
+    job, known = member.jobs[-1], queue or {}
+    status, log = read_status(submission.jobs_folder, job), submission.jobs_folder / f"{job}_0_log.out"
+    # members that were cancelled before they started share the array's record
+    queued = known.get(job) or (known.get(job.partition("_")[0]) if status is None else None)
+    is_live, is_blocked = (queued.is_live, queued.is_blocked) if queued else (False, False)
+    if queue is None and status in (None, STOPPED_EARLY):  # it may wait or run, for the first time or again
+        state = UNKNOWN
+    else:
+        state = job_state(queued, status, cancelled_file(submission, job).exists())
+    if not is_live and not is_blocked and has_finished(submission.place(member), member):
+        state = FINISHED
+    return MemberStatus(member, state, is_live, is_blocked, log if log.exists() else None)
 
 
-def job_state(queued: QueuedJob | None, status: int | None) -> str:
+def has_finished(place: Path, member: SubmittedRun) -> bool:
+    """Whether a member's run, in folder ``place``, has done all the steps that it is to have.
+
+    Raises:
+        UserError: its word of that is damaged, or cannot be read.
+    """
+    word = read_finished(RunFolder(place).finished)
+    return word is not None and member.num_steps is not None and word.num_steps >= member.num_steps
+
+
+def cancelled_file(submission: Submission, job: str) -> Path:
+    """What ``tlt submit cancel`` leaves of a job, since Slurm forgets it after a few minutes."""
+    return submission.jobs_folder / f"{job}.cancelled"
+
+
+def job_state(queued: QueuedJob | None, status: int | None, was_cancelled: bool = False) -> str:
     """The state of a job: Slurm's while it waits or runs, then by its exit status, or Slurm's if it left none."""
     if queued is not None and queued.is_blocked:
         return "blocked: a job before it has failed"
     if queued is not None and queued.is_live:
         waits = queued.state == "PENDING" and queued.reason not in ("", "None")
         return queued.state.lower() + f" ({queued.reason})" * waits
+    if status != 0 and (was_cancelled or (queued is not None and queued.state == "CANCELLED")):
+        return "cancelled"
     if status not in (0, STOPPED_EARLY) and queued is not None and queued.state not in ("COMPLETED", "FAILED"):
         return queued.state.lower().replace("_", " ")
     if status is None:

@@ -144,6 +144,10 @@ class Submission:
         members = (dataclasses.replace(m, jobs=(*m.jobs, jobs[m.name])) if m.name in jobs else m for m in self.members)
         return dataclasses.replace(self, members=tuple(members))
 
+    def members_of(self, word: str) -> set[str]:
+        """The names of the members whose job, or array of jobs, has the number ``word``."""
+        return {m.name for m in self.members for job in m.jobs if word in (job, job.partition("_")[0])}
+
     def chosen(self, names: Collection[str]) -> list[SubmittedRun]:
         """The members of these names."""
         return [member for member in self.members if member.name in names]
@@ -180,7 +184,7 @@ def expand(sweep: str) -> list[str]:
         ConfigError: it is not of that form, or a range, which would pass as text.
     """
     key, separator, text = sweep.partition("=")
-    values = _VALUE.findall(text)
+    values = [value.strip() for value in _VALUE.findall(text)]
     if not separator or not all(values):
         raise ConfigError(f"--sweep {sweep!r} is not of the form section.key=A,B, e.g. run.seed=0,1,2")
     if match := _RANGE.fullmatch(text):

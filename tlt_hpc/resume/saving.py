@@ -13,7 +13,7 @@ from torch import Tensor
 from tlt_hpc.checkpoint.store import ASK_EVERY_SECONDS, CheckpointStore, Shard
 from tlt_hpc.cluster.stopping import Stop
 from tlt_hpc.cluster.watch.beat import BEAT, Phase
-from tlt_hpc.models.drafter_file import DRAFTER_FILE
+from tlt_hpc.models.drafter_file import write_drafter
 from tlt_hpc.models.once import read_once
 from tlt_hpc.models.piece import Piece, own_pieces
 from tlt_hpc.mpi.owner import agree_on_owner
@@ -21,7 +21,6 @@ from tlt_hpc.mpi.world import World
 from tlt_hpc.resume.replay import replay
 from tlt_hpc.rl.draws import StepDraws
 from tlt_hpc.session import Drafting, Job
-from tlt_hpc.storage.folder import writing_beside
 from tlt_hpc.storage.step_lines import drop_lines
 
 logger = logging.getLogger(__name__)
@@ -215,9 +214,4 @@ def save_drafter(job: Job) -> None:
     """Write the drafter to the run's folder, for ``drafter.init`` of another run."""
     if job.drafting is None or job.world.rank != 0:
         return
-    from safetensors.torch import save_file
-
-    target = job.folder.path / "drafter" / DRAFTER_FILE
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with writing_beside(target) as path:
-        save_file(job.drafting.spot.state(), path)
+    write_drafter(job.folder.path / "drafter", job.drafting.spot.state())

@@ -55,6 +55,15 @@ class FeatureCache:
         assert self._writer is None, "the step before has ended"
         self._step = step
         self._unusable.clear()
+        try:
+            self._make_room(step)
+        except OSError as error:
+            raise WriteError(self._folder.cache, error) from error
+        path = self._folder.feature_cache(step, self._rank)
+        self._writer = FeatureCacheWriter(path, *self._shape, step, weight_version, self._max_bytes // 2)
+        return self._writer
+
+    def _make_room(self, step: int) -> None:
         room = self._max_bytes // 2
         for other in self._folder.cache_steps():
             for path in filter(self._owns, self._folder.feature_caches(other)):
@@ -65,9 +74,6 @@ class FeatureCache:
                     path.unlink()
             if other not in (step - 1, step):  # another rank may have made this step's folder and no file in it yet
                 self._folder.remove_cache_step(other)
-        path = self._folder.feature_cache(step, self._rank)
-        self._writer = FeatureCacheWriter(path, *self._shape, step, weight_version, self._max_bytes // 2)
-        return self._writer
 
     def look_back(self, step: int) -> bool:
         """Make a completed step the one that ``previous_step_files`` lists; False if none of its files is visible."""

@@ -11,21 +11,23 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from tlt_hpc.common.errors import UserError
+from tlt_hpc.common.files import naming
 
 PART_SUFFIX = ".part"
 _STEP_NAME = re.compile(r"step-([0-9]{6,9})")
 _RANK_NAME = re.compile(r"rank-([0-9]{4,9})\.h5")
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class WriteError(OSError):
     """A file of the run could not be written (disk full, quota, permission); its text is one line with the remedy."""
 
-    def __init__(self, path: Path, cause: OSError) -> None:
+    def __init__(self, path: Path, cause: OSError, is_changed: bool = False) -> None:
         self.fact = f"cannot write {path}: {cause.strerror or cause}"
         """The text without the remedy, for files that have another."""
-        remedy = "make room there" if cause.errno in _NO_ROOM else "make sure that you can write there"
-        super().__init__(f"{self.fact}; nothing was changed: {remedy} or set run.folder to another place, and restart")
+        state = "it is there, but a power failure may undo that" if is_changed else "nothing was changed"
+        remedy = "make room there" if cause.errno in NO_ROOM else "make sure that you can write there"
+        super().__init__(f"{self.fact}; {state}: {remedy} or set run.folder to another place, and restart")
 
 
 class RunFolder:
@@ -148,17 +150,19 @@ def publish(path: Path, durable: bool = True) -> None:
     ``durable`` makes it survive a power failure too; a rename alone already survives the death of the process.
 
     Raises:
-        WriteError: the disk refused; the part stays and ``path`` is unchanged.
+        WriteError: the disk refused; the part stays and ``path`` is unchanged, unless the text says that it is there.
     """
+    is_changed = False
     try:
         share(part_of(path))
         if durable:
             sync(part_of(path))
         part_of(path).replace(path)
+        is_changed = True
         if durable:
             sync(path.parent)
     except OSError as error:
-        raise WriteError(path, error) from error
+        raise WriteError(path, error, is_changed) from error
 
 
 @contextmanager
@@ -173,12 +177,12 @@ def writing_beside(path: Path, durable: bool = True) -> Iterator[Path]:
     try:
         yield part
         publish(path, durable)
-    except WriteError:
+    except BaseException as error:
+        with suppress(OSError):  # that would hide the first one
+            part.unlink(missing_ok=True)
+        if isinstance(error, OSError) and not isinstance(error, WriteError):
+            raise WriteError(path, error) from error
         raise
-    except OSError as error:
-        raise WriteError(path, error) from error
-    finally:
-        part.unlink(missing_ok=True)  # gone already where it was published
 
 
 def make_folder(folder: Path) -> None:
@@ -203,12 +207,17 @@ def share(path: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Have a file or folder reach the disk."""
+    """Have a file or folder reach the disk.
+
+    Raises:
+        OSError: with the path, as the disk says.
+    """
     descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    with naming(path):
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def _folder_of(folder: Path, step: int) -> Path:

@@ -14,7 +14,7 @@ import io
 import math
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -195,7 +195,8 @@ class CommittedFile:
     def close(self) -> None:
         self._groups.clear()
         self._file.close()
-        self._bytes.close()
+        with suppress(OSError):  # it was only read, and what was read had its checksums
+            self._bytes.close()
 
     def __enter__(self) -> CommittedFile:
         return self

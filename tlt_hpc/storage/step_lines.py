@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tlt_hpc.common.errors import UserError
 from tlt_hpc.common.files import LINES_BYTES, DamagedText, parse_object, read_bytes, told
-from tlt_hpc.storage.folder import writing_beside
+from tlt_hpc.storage.folder import sync, writing_beside
 
 logger = logging.getLogger(__name__)
 
@@ -103,13 +103,16 @@ def read_lines(path: Path) -> dict[int, Line]:
     return found.by_step
 
 
-def add_line(path: Path, line: Line) -> None:
+def add_line(path: Path, line: Line, confirm: Callable[[], None] = lambda: None) -> None:
     """Commit a step; lines of it and of later ones give way.
+
+    Args:
+        confirm: raises if the step is not to be committed after all; called last, when the line is on the disk.
 
     Raises:
         WriteError: no room or no permission; the file is unchanged.
     """
-    _write(path, [*_before(path, int(line[STEP])), line])
+    _write(path, [*_before(path, int(line[STEP])), line], confirm)
 
 
 def drop_lines(path: Path, step: int) -> list[int]:
@@ -132,6 +135,8 @@ def _before(path: Path, step: int) -> list[Line]:
     return [line for number, line in read_lines(path).items() if number < step]
 
 
-def _write(path: Path, lines: Iterable[Line]) -> None:
+def _write(path: Path, lines: Iterable[Line], confirm: Callable[[], None] = lambda: None) -> None:
     with writing_beside(path) as part:
         part.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+        sync(part)
+        confirm()

@@ -14,7 +14,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from tlt_hpc.common.files import DamagedText, open_regular, parse_json, read_text
+from tlt_hpc.common.files import DamagedText, naming, open_regular, parse_json, read_text
 
 SIZE = 2048
 """Bytes of a record: less than a page, so a reader never sees a part of a write."""
@@ -66,8 +66,8 @@ class Record:
 
     @property
     def place(self) -> str:
-        """Phase, step and part in words."""
-        step = "" if self.step is None else f" of step {self.step}"
+        """Phase, step (counted from 1, as in the log) and part in words."""
+        step = "" if self.step is None else f" of step {self.step + 1}"
         return f"{self.phase}{step}{f' ({self.part})' if self.part else ''}"
 
     @property
@@ -153,7 +153,7 @@ def read_record_at(path: Path) -> Record:
     Raises:
         OSError, DamagedRecordError: as ``read_record``.
     """
-    with open_regular(path) as file:
+    with naming(path), open_regular(path) as file:
         return decode(file.read(SIZE + 1))
 
 

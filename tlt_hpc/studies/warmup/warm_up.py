@@ -16,19 +16,17 @@ from pathlib import Path
 from typing import Protocol
 
 import numpy as np
-from safetensors.torch import save_file
 
 from tlt_hpc.cluster.watch.beat import BEAT, Phase
 from tlt_hpc.config import Config, UserError
 from tlt_hpc.drafting.offline import balanced_shards, batches_of, learning_rate, passes_of
 from tlt_hpc.drafting.packing import pack
 from tlt_hpc.drafting.vocabulary import count_tokens, most_frequent_tokens
-from tlt_hpc.models.drafter_file import DRAFTER_FILE
+from tlt_hpc.models.drafter_file import write_drafter
 from tlt_hpc.models.once import read_once
 from tlt_hpc.mpi.world import World
 from tlt_hpc.rollout.engine import RolloutEngine
 from tlt_hpc.storage.feature_file import Document, FeatureCacheReader
-from tlt_hpc.storage.folder import writing_beside
 from tlt_hpc.storage.records import FACTS_FILE, CurvePoint, DrafterFacts, write_json
 from tlt_hpc.studies.warmup.capture import capture
 from tlt_hpc.studies.warmup.parts import Warmup, assemble
@@ -232,8 +230,7 @@ def keep_drafter(warmup: Warmup) -> None:
         WriteError: the disk refused; the one before stays.
     """
     state = {name: tensor for name, tensor in warmup.trainer.state().items() if not name.endswith(_ONLY_TRAINING)}
-    with writing_beside(warmup.path / "drafter" / DRAFTER_FILE) as path:
-        save_file(state, path)
+    write_drafter(warmup.path / "drafter", state)
 
 
 def keep_facts(warmup: Warmup, shelf: Shelf, progress: Progress) -> None:
