@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -374,3 +375,22 @@ def test_every_number_is_bounded_on_both_sides_and_every_text_and_list_in_length
             continue
         low, high = (node.get(name, node.get(f"exclusive{name.title()}")) for name in ("minimum", "maximum"))
         assert low is not None and high is not None and -(2**63) <= low < high <= 2**63, path
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives a file to another user: needs root")
+def test_a_function_that_another_users_file_names_is_run_only_if_the_command_names_it(tmp_path: Path) -> None:
+    """The folder can be viewed and evaluated as any other."""
+    path = tmp_path / "job.toml"
+    path.write_text(TINY.read_text())
+    named = ["reward.default=function", "reward.function=judge me.py:score"]
+    path.write_text(to_toml(load_config(path, named)))
+    assert load_config(path).reward.function == "judge me.py:score"
+    os.chown(path, 12345, -1)
+    said = "belongs to another user and names code to run; if you trust it, add 'reward.function=judge me.py:score' to"
+    with pytest.raises(ConfigError, match=said):
+        load_config(path)
+    with pytest.raises(ConfigError, match=said):
+        find_problems(path)
+    assert load_config(path, named[1:]).reward.function == load_saved_config(path).reward.function
+    path.write_text(to_toml(load_config(path, ["reward.default=boxed", "reward.function="])))
+    load_config(path)

@@ -37,7 +37,7 @@ def test_prompts_that_the_tokenizer_does_not_know_are_counted_and_warned_of(tmp_
     rows = [gcd_row(1), gcd_row(2, prompt="Natalia sold 48 clips. gcd(2,5)="), gcd_row(3, prompt="gcd(3, 4)=")]
     path = write_jsonl(tmp_path / "a.jsonl", rows)
     assert main(["data", "inspect", str(path), "--model", "embedded:tiny"]) == 0
-    assert "characters that the model's tokenizer does not know: 2\n" in capsys.readouterr().out
+    assert "characters that the model's tokenizer does not know: 2; the model" in capsys.readouterr().out
     said = read_assets(config_of(path), 1).prompts.warning
     assert f"does not know some characters in 2 of 3 prompts, the first {path}:2, and" in said
     assert read_assets(config_of(write_jsonl(tmp_path / "b.jsonl", rows[:1])), 1).prompts.warning == ""

@@ -28,6 +28,7 @@ from tlt_hpc.common.script import ending
 import numpy as np
 
 from tlt_hpc.common.errors import UserError
+from tlt_hpc.common.printable import as_text
 from tlt_hpc.common.records import MicroStepRecord, PhaseSpan
 from tlt_hpc.look.run_log import RunLog
 from tlt_hpc.storage.rollout_log import StepRecord, StepSummary
@@ -191,8 +192,9 @@ def put_csv(path: Path, parts: Iterator[Part]) -> int:
             if not has_head:
                 writer.writerow(part)
                 has_head = True
-            columns = [column.tolist() if isinstance(column, np.ndarray) else column for column in part.values()]
-            rows = list(zip(*columns, strict=True))
+            columns = (column.tolist() if isinstance(column, np.ndarray) else column for column in part.values())
+            texts = [[as_text(cell) if isinstance(cell, str) else cell for cell in column] for column in columns]
+            rows = list(zip(*texts, strict=True))
             writer.writerows(rows)
             num_rows += len(rows)
     return num_rows

@@ -59,7 +59,8 @@ def _print(console: Console, config: Config, found: Inspection, has_tokens: bool
         num_overlong = sum(counts.num_overlong for counts in found.sources)
         console.print(f"prompts over data.max_prompt_tokens = {config.data.max_prompt_tokens}: {num_overlong:,}")
         if num_unknown := sum(counts.num_unknown for counts in found.sources):
-            console.print(f"prompts with characters that the model's tokenizer does not know: {num_unknown:,}")
+            words = f"prompts with characters that the model's tokenizer does not know: {num_unknown:,}"
+            console.print(f"{words}; the model does not see them, so take another model or data set", style="yellow")
     else:
         console.print("no tokens counted: give --model FOLDER")
     for error in found.broken[:_SHOWN_ROWS]:

@@ -6,7 +6,9 @@ import argparse
 import textwrap
 
 from tlt_hpc.common.console import TextConsole
+from tlt_hpc.config import ConfigError
 from tlt_hpc.config.keys import describe_section, keys_of
+from tlt_hpc.config.reading import closest
 from tlt_hpc.config.sections import SECTIONS
 
 _PAGE = """\
@@ -25,19 +27,23 @@ values.
 
 
 def run(options: argparse.Namespace) -> None:
-    """Print the keys of one section or of all.
+    """Print the keys of one section or of all, or a single key.
 
     Raises:
-        ConfigError: there is no such section.
+        ConfigError: there is no such section or key.
     """
-    sections = list(SECTIONS) if options.section is None else [options.section]
+    section, _, one = (options.section or "").partition(".")
+    sections = [section] if section else list(SECTIONS)
     if options.markdown:
         print("\n".join([_PAGE, *map(_as_markdown, sections)]).rstrip("\n"))
         return
     console = TextConsole()
     for name in sections:
         _show(console, f"[{name}] {describe_section(name)}", style="bold")
-        for key in keys_of(name):
+        keys = [key for key in keys_of(name) if one in ("", key.name)]
+        if not keys:
+            raise ConfigError(f"unknown key {options.section!r}{closest([name, one])}")
+        for key in keys:
             unit = f", {key.unit}" if key.unit else ""
             default = f"default {key.default}" if key.default else "required"
             _show(console, f"{key.name}: {key.values}{unit}; {default}", style="cyan")

@@ -107,3 +107,8 @@ def _leave() -> None:
         sys.stdout.flush()
     if not PrintableStream.has_reader and not PrintableStream.outlives_reader:
         os._exit(READER_GONE)
+
+
+def as_text(cell: str) -> str:
+    """A cell of a table that a spreadsheet would take for a formula, with a quote before it."""
+    return f"'{cell}" if cell.startswith(("=", "+", "-", "@", "\t", "\r")) else cell

@@ -5,6 +5,8 @@ from __future__ import annotations
 import difflib
 import errno
 import json
+import os
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -46,9 +48,27 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), content: bytes 
         content: of the file, if it has been read already.
 
     Raises:
-        ConfigError: unreadable file, invalid TOML, unknown key, wrong type or contradicting values.
+        ConfigError: unreadable file, invalid TOML, unknown key, wrong type or contradicting values, or another user's
+            file that names a function to run.
     """
-    return parse_config(_read_tree(Path(path), overrides, content))
+    config = parse_config(_read_tree(Path(path), overrides, content))
+    refuse_foreign_function(Path(path), overrides, config)
+    return config
+
+
+def refuse_foreign_function(path: Path, overrides: Sequence[str], config: Config) -> None:
+    """Run a function that another user's file names only if the command names it, too.
+
+    Raises:
+        ConfigError: with the words to add to the command.
+    """
+    is_named = any(override.startswith("reward.function=") for override in overrides)
+    if not config.reward.function or is_named or path.stat().st_uid in (0, os.getuid()):
+        return
+    raise ConfigError(
+        f"{path} belongs to another user and names code to run; if you trust it, add "
+        f"{shlex.quote(f'reward.function={config.reward.function}')} to the command"
+    )
 
 
 def find_problems(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Config | None, list[ConfigError]]:
@@ -57,7 +77,10 @@ def find_problems(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Conf
     Raises:
         ConfigError: the file or an override cannot be read.
     """
-    return _validate(_read_tree(Path(path), overrides))
+    config, problems = _validate(_read_tree(Path(path), overrides))
+    if config is not None:
+        refuse_foreign_function(Path(path), overrides, config)
+    return config, problems
 
 
 def load_saved_config(path: Path) -> Config:
@@ -67,7 +90,7 @@ def load_saved_config(path: Path) -> Config:
         ConfigError: as ``load_config``.
     """
     try:
-        return load_config(path)
+        return parse_config(_read_tree(path, ()))
     except ConfigError as error:
         raise ConfigError(
             f"{path}, which the run saved: {error} (in that file; if another version wrote it, open the run with its "
@@ -212,4 +235,5 @@ def closest(location: list[str]) -> str:
     valid = list(SECTIONS[section[0]].model_fields if section else SECTIONS)
     prefix = "".join(f"{part}." for part in section)
     near = difflib.get_close_matches(name, valid, n=1, cutoff=0.4)
-    return f"; did you mean {prefix + near[0]!r}?" if near else f"; valid keys: {', '.join(prefix + v for v in valid)}"
+    kind = "valid keys" if section else "sections"
+    return f"; did you mean {prefix + near[0]!r}?" if near else f"; {kind}: {', '.join(prefix + v for v in valid)}"
