@@ -16,7 +16,7 @@ from tlt_hpc.cli.main import main
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.step_lines import STEP, add_line
 from tlt_hpc.studies.rehearsal import faults, rehearse
-from tlt_hpc.studies.rehearsal.rehearse import Rehearsal, Start, State, committed, see_end
+from tlt_hpc.studies.rehearsal.rehearse import Rehearsal, Start, Rehearsed, committed, see_end
 
 ROOT = Path(__file__).resolve().parent.parent
 SHORT = [*SETTINGS, "run.stall_factor=0.05"]
@@ -67,13 +67,13 @@ def test_a_line_or_a_log_that_is_not_as_it_was_is_lost(tmp_path: Path, capsys: p
         folder.rollout_log(step, 0).write_bytes(b"a log")
         add_line(folder.metrics, {STEP: step, "critic/score/mean": step})
     before = committed(folder)
-    assert see_end(rehearsal, State([], before), 9).starts[0].lost == []
+    assert see_end(rehearsal, Rehearsed([], before), 9).starts[0].lost == []
     folder.rollout_log(1, 0).write_bytes(b"another")
     add_line(folder.metrics, {STEP: 2, "critic/score/mean": 0.5})
-    found = see_end(rehearsal, State([], before), 9).starts[0]
+    found = see_end(rehearsal, Rehearsed([], before), 9).starts[0]
     assert (found.lost, found.struck, found.status) == ([1, 2], True, 9)
     kill, end = Start("kill", True, 9, 1.0, 2.0, []), Start("", False, 0, 0.0, 3.0, [1, 2])
-    assert rehearse.report(rehearsal, State([kill, end])) == 1
+    assert rehearse.report(rehearsal, Rehearsed([kill, end])) == 1
     assert "steps 2, 3\n" in capsys.readouterr().out
 
 
@@ -92,7 +92,7 @@ def test_what_a_site_does_otherwise_is_said(
     """A job that its time limit has ended, this program with it."""
     monkeypatch.setenv("BASH_FUNC_run_ranks%%", "() { :; }")
     rehearsal = a_start(tmp_path, "limit", faults.BEGUN, log=log)
-    state = see_end(rehearsal, State(), -1)
+    state = see_end(rehearsal, Rehearsed(), -1)
     assert state.starts[0].struck and state.next_fault == "kill"
     assert said in "\n".join(rehearse.differences(rehearsal, state))
 

@@ -36,7 +36,7 @@ _PROJECT = "tlt"
 Figures = Mapping[str, float]
 
 
-class Worker:
+class TrackerThread:
     """Calls a tracker in a thread of its own: the training loop never waits for it.
 
     If the tracker fails, does not answer or is too slow, one warning is printed and nothing more is called.

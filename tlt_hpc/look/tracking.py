@@ -16,7 +16,7 @@ from functools import partial
 
 from tlt_hpc.common.files import DamagedText, read_json
 from tlt_hpc.config import Config, TrackingSection
-from tlt_hpc.look.trackers import ANSWER_SECONDS, TRACKERS, Figures, Tracker, Worker
+from tlt_hpc.look.trackers import ANSWER_SECONDS, TRACKERS, Figures, Tracker, TrackerThread
 from tlt_hpc.storage.folder import RunFolder, writing_beside
 from tlt_hpc.storage.step_lines import Line, read_lines
 
@@ -37,7 +37,7 @@ class Tracking:
         config.tracking.check_installed()
         self._config, self._folder = config, folder
         self._waiting = list(config.tracking.packages)
-        self._workers: dict[str, Worker] = {}
+        self._workers: dict[str, TrackerThread] = {}
         self._num_told = 0
         """Of how many steps the workers have been told."""
         self._noting = threading.Lock()
@@ -66,7 +66,7 @@ class Tracking:
         if self._waiting:
             self._state = self._read_state()
             for name in self._waiting:
-                worker = self._workers[name] = Worker(name)
+                worker = self._workers[name] = TrackerThread(name)
                 worker.put([partial(self._open, name, worker, lines.keys(), num_steps)])
             self._waiting = []
         new = [(step, numbers_of(lines[step])) for step in range(self._num_told, num_steps) if step in lines]
@@ -90,7 +90,7 @@ class Tracking:
                 TRACKERS[name].abandon()
         return not any(worker.is_dropped for worker in workers.values())
 
-    def _open(self, name: str, worker: Worker, steps: Set[int], num_steps: int) -> None:
+    def _open(self, name: str, worker: TrackerThread, steps: Set[int], num_steps: int) -> None:
         run_id, given = str(self._state.get(f"{name}_id", "")), int(self._state.get(name, 0))
         # if its last step is still in the log, only that step's evaluation was interrupted, and will be completed later
         was_taken_back = given > num_steps and given - 1 not in steps

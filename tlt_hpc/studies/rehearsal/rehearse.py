@@ -43,18 +43,18 @@ _RESUMING = re.compile(r"resuming from step (\d+)")
 
 
 @dataclass(frozen=True)
-class Kind:
+class Fault:
     """A fault, and by what line the run tells of it, at its end or in its next start."""
 
     words: str
     said: str
 
 
-KINDS: Mapping[str, Kind] = {
-    "kill": Kind("rank killed (SIGKILL)", r"was killed or crashed"),
-    "hang": Kind("rank hangs", r"the job hangs"),
-    "disk": Kind("disk full for a rank", r"cannot write "),
-    "limit": Kind("time limit", r"^stopped early"),
+KINDS: Mapping[str, Fault] = {
+    "kill": Fault("rank killed (SIGKILL)", r"was killed or crashed"),
+    "hang": Fault("rank hangs", r"the job hangs"),
+    "disk": Fault("disk full for a rank", r"cannot write "),
+    "limit": Fault("time limit", r"^stopped early"),
 }
 """In the order of the rehearsal."""
 
@@ -77,8 +77,8 @@ class Start:
 
 
 @dataclass(frozen=True)
-class State:
-    """What a rehearsal has done so far."""
+class Rehearsed:
+    """What has been rehearsed so far."""
 
     starts: list[Start] = field(default_factory=list)
     committed: dict[str, str] = field(default_factory=dict)
@@ -135,7 +135,7 @@ def run(options: argparse.Namespace) -> int:
     """
     rehearsal = prepare(options)
     path = rehearsal.place / STATE
-    state = read_record(path, State, f"remove {rehearsal.place}") or State()
+    state = read_record(path, Rehearsed, f"remove {rehearsal.place}") or Rehearsed()
     if state.is_over:
         raise ConfigError(f"{rehearsal.place} has a finished rehearsal; remove it, or give another run.name")
     print(f"rehearsal in {rehearsal.place}, {count(rehearsal.num_ranks, 'rank')}", flush=True)
@@ -212,7 +212,7 @@ def start_ranks(rehearsal: Rehearsal, fault: str, number: int) -> int:
                     os.killpg(process.pid, signal.SIGKILL)
 
 
-def see_end(rehearsal: Rehearsal, state: State, status: int) -> State:
+def see_end(rehearsal: Rehearsal, state: Rehearsed, status: int) -> Rehearsed:
     """The state with the start that has ended."""
     number = len(state.starts)
     marks, log = rehearsal.marks(number), rehearsal.log(number)
@@ -230,7 +230,7 @@ def see_end(rehearsal: Rehearsal, state: State, status: int) -> State:
         until_rollout=(begun or ended) - launched,
         lost=sorted(int(step) for step, digest in state.committed.items() if now.get(step) != digest),
     )
-    return State([*state.starts, own], now)
+    return Rehearsed([*state.starts, own], now)
 
 
 def committed(folder: RunFolder) -> dict[str, str]:
@@ -244,7 +244,7 @@ def committed(folder: RunFolder) -> dict[str, str]:
     return found
 
 
-def report(rehearsal: Rehearsal, state: State) -> int:
+def report(rehearsal: Rehearsal, state: Rehearsed) -> int:
     """Print what each fault cost, what the run said of it, and what the site did otherwise; the exit status."""
     rows = [("fault", "ended after", "generates again after", "resumed from step", "lost")]
     told = []
@@ -261,7 +261,7 @@ def report(rehearsal: Rehearsal, state: State) -> int:
     return int(any(start.lost for start in state.starts))
 
 
-def differences(rehearsal: Rehearsal, state: State) -> Iterator[str]:
+def differences(rehearsal: Rehearsal, state: Rehearsed) -> Iterator[str]:
     """What the site did otherwise than the run needs, a line each; one line if there is nothing."""
     found = list[str]()
     for number, start in enumerate(state.starts):
