@@ -16,7 +16,7 @@ from tlt_hpc.cli.main import main
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.step_lines import STEP, add_line
 from tlt_hpc.studies.rehearsal import faults, rehearse
-from tlt_hpc.studies.rehearsal.rehearse import Rehearsal, Start, Rehearsed, committed, see_end
+from tlt_hpc.studies.rehearsal.rehearse import Rehearsal, Rehearsed, Start, committed, see_end
 
 ROOT = Path(__file__).resolve().parent.parent
 SHORT = [*SETTINGS, "run.stall_factor=0.05"]
@@ -33,11 +33,11 @@ def test_every_fault_strikes_and_nothing_is_lost(tmp_path: Path) -> None:
         r"^(rank killed|rank hangs|disk full|time limit)[^:\n]*  (\d+)  +(\w+)$", done.stdout, re.MULTILINE
     )
     assert [row[0] for row in table] == ["rank killed", "rank hangs", "disk full", "time limit"], done.stdout
-    assert {row[2] for row in table} == {"nothing"} and [int(row[1]) for row in table] == sorted(
-        int(row[1]) for row in table
-    )
+    steps = [int(row[1]) for row in table]
+    assert {row[2] for row in table} == {"nothing"} and steps == sorted(steps)
     for said in (
-        r"rank killed .*: .*rank 1 on \S+ was killed or crashed", r"rank hangs: tlt: the job hangs: rank 1 on \S+ shows no sign",
+        r"rank killed .*: .*rank 1 on \S+ was killed or crashed",
+        r"rank hangs: tlt: the job hangs: rank 1 on \S+ shows no sign",
         r"disk full .*: tlt: cannot write .*File too large", r"time limit: stopped early \(SIGUSR2\)",
         "not in a Slurm job: requeue was not tried",
     ):  # fmt: skip

@@ -230,9 +230,7 @@ class Interceptor:
         os.close(other)
 
 
-def split(
-    fault: Fault, roots: Sequence[str], report: Path, interceptor: type[Interceptor] = Interceptor
-) -> mmap.mmap:
+def split(fault: Fault, roots: Sequence[str], report: Path, interceptor: type[Interceptor] = Interceptor) -> mmap.mmap:
     """Continue as the rank in a process of its own, while this one answers for the kernel, and ends as the rank does.
 
     Returns the byte that tells which part the rank is in.

@@ -92,7 +92,8 @@ def _watch(pipe: int) -> None:
     while True:
         events = dict(poll.poll())
         if ended := [rank for number, (rank, _) in ranks.items() if number in events]:
-            return _testify(start, folder, ended)
+            _testify(start, folder, ended)
+            return
         if pipe in events:
             word = os.read(pipe, _LONGEST_WORD)
             if not word and not ranks:  # the first rank has ended before any could be watched
