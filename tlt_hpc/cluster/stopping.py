@@ -32,6 +32,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TypeVar
 
+from tlt_hpc.cluster.local import launched_rank
 from tlt_hpc.cluster.slurm import Allocation, SlurmError, allocation
 from tlt_hpc.cluster.watch.beat import BEAT
 from tlt_hpc.common.files import LINES_BYTES, DamagedText, parse_json, read_bytes
@@ -55,6 +56,7 @@ TRIES, TRY_AGAIN_SECONDS = 3, 2.0
 PREEMPTION_POLL_SECONDS = 5.0
 AGAIN = "TLT_SUBMIT_AGAIN"
 """The command that resumes a job that is not queued again; unset if it is the one that submitted it."""
+_INTERRUPTED = b"tlt: Ctrl-C: the run saves and ends as soon as it can; another one ends it without saving\n"
 MAX_IDLE_STARTS = 3
 """So many starts in a row without progress end a job that would otherwise be queued again forever."""
 
@@ -176,6 +178,9 @@ class StopFlag:
         now = time.monotonic()
         if self._interrupted_at is None:
             self._interrupted_at = now
+            if not launched_rank(os.environ):  # it may take a while until the run can end
+                with suppress(OSError):  # nobody reads any more
+                    os.write(2, _INTERRUPTED)
         elif now - self._interrupted_at >= SAME_KEYSTROKE_SECONDS:
             raise KeyboardInterrupt
 
