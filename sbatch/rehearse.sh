@@ -9,7 +9,7 @@
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
 #SBATCH --cpus-per-task=1
-#SBATCH --time=00:20:00
+#SBATCH --time=01:00:00
 #SBATCH --signal=USR2@120
 #SBATCH --open-mode=append
 #SBATCH --output=%x-%j.log
@@ -24,6 +24,6 @@ source "$PROJECT/sbatch/env.sh"
 [[ -z $TLT_CONTAINER ]] || die "sbatch/rehearse.sh does not work with TLT_CONTAINER; take tlt rehearse on one node"
 [[ $# -gt 0 ]] || die "sbatch/rehearse.sh: give a job file, such as jobs/tiny.toml"
 cd "$STORE"
-export mpi_library
+export mpi_library TLT_LAUNCH
 export -f run_ranks # python starts the ranks again and again
 exec python -m tlt_hpc rehearse "$@"

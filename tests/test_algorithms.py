@@ -386,7 +386,7 @@ def test_what_is_not_finite_ends_the_step_and_is_named(value: float, monkeypatch
         learned(scores=np.array([1, 0, value, 1], np.float32))
     make = partial(make_rollout, log_probs=np.array([-1.0, value], np.float32))
     monkeypatch.setitem(globals(), "make_rollout", make)
-    words = r"^step 1: log-probabilities of 4 responses \(draw 0 sample 0, .* and 1 more\) are not finite; resume from "
+    words = r"^step 1: log-probabilities of 4 responses \(draw 0 sample 0, .* and 1 more\) are not finite; a resume "
     with pytest.raises(NotFiniteError, match=words):
         learned()
 

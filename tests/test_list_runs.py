@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tlt_hpc.cli.main import main
+from tlt_hpc.cluster.watch.record import Record, write_record
 from tlt_hpc.storage.records import CurvePoint, DrafterFacts, write_json
 from tlt_hpc.storage.step_lines import add_line
 
@@ -37,11 +38,31 @@ def test_runs_at_any_depth_are_listed_the_newest_last(
     a_run(Path("runs/done/checkpoints/step-000002"), 1, 1)  # within a run nothing is looked for
     assert main(["runs", "--output", "all.csv"]) == 0
     head, first, second, written = capsys.readouterr().out.splitlines()
-    assert head.split() == ["run", "state", "steps", "score", "tokens", "rank-hours", "tokens", "an", "hour", "MJ"]
+    assert head.split() == ["run", "state", "steps", "score", "tokens", "rank-hours", "tokens", "an", "hour"]
     assert first.split()[:8] == ["runs/compare-1/plain", "no", "sign", "for", "2", "h", "0", "min"]
     assert first.split()[8:12] == ["4", "0.000", "->", "0.750"]
     assert second.split()[:3] == ["runs/done", "finished", "2"] and written == "written to all.csv"
-    assert Path("all.csv").read_text().splitlines()[2].startswith("runs/done,finished,2,0.0,0.25,")
+    assert Path("all.csv").read_text().splitlines()[2].startswith("runs/done,finished,2,,0.0,0.25,")
+
+
+def test_runs_at_work_keep_their_order_and_a_job_may_be_queued_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By name, whichever wrote last; one that has stopped in a job of Slurm does not ask to be started again."""
+    monkeypatch.chdir(tmp_path)
+    for name, age in (("a", 0.0), ("b", 2.0), ("c", 600.0)):
+        a_run(Path("runs", name), 1, age)
+    status = Path("runs/c/status")
+    status.mkdir()
+    owner = {"start": "now", "host": "h", "pid": 1, "job": "4_1", "restarts": "", "ends_at": None}
+    write_json(status / "owner", owner)
+    write_record(status, Record("now", 0, "h", 1, 5, "saving", 1, "", 0, "", 0, 9, 0, 9, 0.0, ending="stopped early"))
+    for path in (status / "owner", status / "rank-0000", status.parent):
+        os.utime(path, (time.time() - 600,) * 2)
+    assert main(["runs"]) == 0
+    rows = capsys.readouterr().out.splitlines()[1:]
+    assert [row.split()[0] for row in rows] == ["runs/c", "runs/a", "runs/b"]
+    assert rows[0].endswith("stopped early (job 4_1 may be queued again)  1")
 
 
 def test_a_warm_up_is_told_from_a_run(
@@ -64,7 +85,7 @@ def test_a_warm_up_is_told_from_a_run(
     (folder / "features").rename(folder / "training")  # features may be deleted
     assert main(["runs", "--output", "all.csv"]) == 0
     assert ", accept length 2.250\n" in capsys.readouterr().out
-    assert Path("all.csv").read_text().splitlines()[1].endswith('accept length 2.250",,,,,,')
+    assert Path("all.csv").read_text().splitlines()[1].endswith('accept length 2.250",,,,,,,,')
     main(["watch", "--once", str(folder)])
     assert "warm-up: 200 of 400 updates, accept length 2.250" in capsys.readouterr().out
     assert main(["report", str(folder)]) == 2

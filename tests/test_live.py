@@ -128,13 +128,14 @@ def test_once_says_how_a_run_stands(
 ) -> None:
     """The exit status and the last line depend on the status files; no file is changed."""
     monkeypatch.setattr(watch_run, "_ONCE_SECONDS", 0.3)
+    queued = "if Slurm has queued it again (job 1234567), it resumes by itself, else by the same command"
     killed = "rank 1 on b was killed by signal 9"
     stalled = record(1, still=700, seconds=700.0, waiting="gather of rewards")
     cases: list[tuple[Callable[[], object], int, str]] = [
         (lambda: write_record(run.status, stalled), 1, "a rank hangs"),
-        (lambda: end_all(run.status, "stopped early"), 0, "ended: stopped early; the same command resumes it"),
+        (lambda: end_all(run.status, "stopped early"), 0, f"ended: stopped early; {queued}"),
         (lambda: end_all(run.status, "finished"), 0, "finished"),
-        (lambda: end_all(run.status, ""), 1, "no rank gives a sign of life; the same command"),
+        (lambda: end_all(run.status, ""), 1, f"no rank gives a sign of life; {queued}"),
         (lambda: claim_verdict(run.status, "now", killed), 1, f"no rank gives a sign of life: {killed}; the same"),
         (lambda: [status_file(run.status, rank).unlink() for rank in range(2)], 0, "a start has begun, and no rank"),
         (lambda: os.utime(run.status / "owner", (time.time() - 600,) * 2), 1, "nobody is at work here"),

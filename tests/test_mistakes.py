@@ -125,7 +125,7 @@ submit jobs/tiny.toml --gpu 4
 submit status
     tlt: no submission in runs/submitted; give its folder
 submit status runs/none
-    tlt: runs/none/submission.json: No such file or directory; give the folder that `tlt submit` has named
+    tlt: no submission runs/none; give the folder that `tlt submit` has named
 completion fish
     tlt completion: shell has no 'fish'; choose from bash, zsh (see tlt completion --help)
 """
@@ -156,6 +156,14 @@ def test_a_mistake_is_one_line(command: str, line: str, place: Path, capsys: pyt
         status = int(end.code or 0)
     assert (capsys.readouterr().err, status) == (line + "\n", 2)
     assert sorted(place.rglob("*")) == before
+
+
+def test_a_single_key_is_described(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["keys", "run.num_steps"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("[run] ") and "\nnum_steps: " in out and "\nseed: " not in out
+    assert main(["keys", "run.num_step"]) == 2
+    assert capsys.readouterr().err == "tlt: unknown key 'run.num_step'; did you mean 'run.num_steps'?\n"
 
 
 def test_no_line_of_the_keys_ends_with_blanks(

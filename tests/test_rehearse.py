@@ -39,7 +39,7 @@ def test_every_fault_strikes_and_nothing_is_lost(tmp_path: Path) -> None:
         r"rank killed .*: .*rank 1 on \S+ was killed or crashed",
         r"rank hangs: tlt: the job hangs: rank 1 on \S+ shows no sign",
         r"disk full .*: tlt: cannot write .*File too large", r"time limit: stopped early \(SIGUSR2\)",
-        "not in a Slurm job: requeue was not tried",
+        "not started by sbatch/rehearse.sh: Slurm's signal and requeue were not tried",
     ):  # fmt: skip
         assert re.search(rf"^{said}", done.stdout, re.MULTILINE), done.stdout
     state = json.loads((tmp_path / "tiny-rehearsal" / "rehearsal.json").read_text())
@@ -84,6 +84,7 @@ def test_a_line_or_a_log_that_is_not_as_it_was_is_lost(tmp_path: Path, capsys: p
         ("stopped early (the time limit, in 120 s)\ntlt: job 5 is queued again", "SIGUSR2 did not arrive"),
         ("stopped early (SIGUSR2)\ntlt: job 5 is not queued again (denied): submit", "no requeue: tlt: job 5 is not"),
         ("stopped early (SIGUSR2)", "the site: no requeue"),
+        ("tlt: job 5 is queued again and will resume", "in the middle of an update at the end of its time"),
     ],
 )
 def test_what_a_site_does_otherwise_is_said(
@@ -93,7 +94,7 @@ def test_what_a_site_does_otherwise_is_said(
     monkeypatch.setenv("BASH_FUNC_run_ranks%%", "() { :; }")
     rehearsal = a_start(tmp_path, "limit", faults.BEGUN, log=log)
     state = see_end(rehearsal, Rehearsed(), -1)
-    assert state.starts[0].struck and state.next_fault == "kill"
+    assert state.starts[0].struck and state.next_fault(2) == "kill"
     assert said in "\n".join(rehearse.differences(rehearsal, state))
 
 

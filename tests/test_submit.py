@@ -25,9 +25,12 @@ from tlt_hpc.cluster.local import given_job
 from tlt_hpc.cluster.slurm import parse_queue
 from tlt_hpc.cluster.stopping import AGAIN
 from tlt_hpc.cluster.submission import Resources, Submission, expand, load, make_members, parameters, save
-from tlt_hpc.config import ConfigError, UserError
+from tlt_hpc.config import ConfigError, UserError, load_config
+from tlt_hpc.config.reading import to_toml
 from tlt_hpc.look.collect import RunRow, as_csv, as_table
 from tlt_hpc.plan.preflight import job_checks
+from tlt_hpc.plan.preflight.results import failure
+from tlt_hpc.storage.records import CurvePoint, DrafterFacts, write_json
 from tlt_hpc.storage.step_lines import add_line
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -66,6 +69,7 @@ def test_a_sweep_is_a_grid_of_named_runs(submit: Any, capsys: pytest.CaptureFixt
     [
         ('["off", "ngram-4"],["drafter-4"]', ['["off", "ngram-4"]', '["drafter-4"]']),
         ('"a,]",b', ['"a,]"', "b"]),
+        ("0, 1", ["0", "1"]),
     ],
 )
 def test_commas_within_brackets_and_quotes_do_not_separate(text: str, values: list[str]) -> None:
@@ -254,9 +258,7 @@ def test_a_submission_waits_for_another(
     fake_program(tmp_path, "squeue", "exit 0")
     capsys.readouterr()
     assert submit([TINY, "--after", "first", "--folder", "third"]) == 2
-    assert (
-        capsys.readouterr().err == "tlt: --after first: tiny-seed0-warmup failed (no exit status); resubmit it first\n"
-    )
+    assert capsys.readouterr().err == "tlt: --after first: tiny-seed0-warmup cancelled; resubmit it first\n"
 
 
 def test_nothing_is_submitted_that_preflight_refuses(
@@ -279,12 +281,24 @@ def test_nothing_is_submitted_that_preflight_refuses(
         out, err = capsys.readouterr()
         assert "failure  sbatch       sbatch would refuse the job: sbatch: error: no such QOS" in out
         assert ("failure  drafter" in out) == (failures == 2)
-        assert err.startswith(f"tlt: nothing was submitted: {failures} failure")
+        assert err.startswith(f"tlt: nothing was submitted: {failures} failure") and "--no-preflight" not in err
     text = (tmp_path / "tested.sh").read_text()
     assert "#SBATCH --qos=long\n" in text and "\nsrun " in text and not (tmp_path / "sub").exists()
     assert main(["submit", *given, right, "--after=warm", "--time=2-00:00:00"]) == 2
     out = capsys.readouterr().out
     assert "failure  partition    time 2-00:00:00 is asked for" in out and "sbatch" not in out
+    assert main(["submit", *given, right, "--after=warm", "-p", "man"]) == 2
+    assert (
+        "failure  partition    no partition man is up; give one of sinfo with --partition: gpu\n"
+        in capsys.readouterr().out
+    )
+    no_room: Any = {"disk": lambda job: failure("no room", "make some")}
+    monkeypatch.setattr("tlt_hpc.plan.preflight.checklist.CHECKS", no_room)
+    monkeypatch.setattr("tlt_hpc.plan.preflight.checklist.SLURM_CHECKS", {})
+    assert main(["submit", *given]) == 2
+    assert capsys.readouterr().err == (
+        "tlt: nothing was submitted: 1 failure; correct it, or add --no-preflight if it is of this machine alone\n"
+    )
     fake_program(tmp_path, "sinfo", "echo no controller >&2; exit 1")
     assert main(["submit", *given]) == 2
     assert capsys.readouterr().err.startswith("tlt: `sinfo -h -o %P` failed: no controller; call this on a login node")
@@ -340,7 +354,7 @@ def test_the_steps_of_a_later_submission_are_its_own(
     def reached(name: str, *further: str) -> str:
         capsys.readouterr()
         assert submit(["collect", f"runs/submitted/{name}", *further]) == 0
-        return capsys.readouterr().out.splitlines()[1].split()[-4]
+        return str(re.findall(r" (\d+)/\d+ ", capsys.readouterr().out)[0])
 
     def go_on(steps: range) -> None:
         for step in steps:
@@ -403,6 +417,110 @@ def test_a_mistyped_command_is_no_job_file(submit: Any, capsys: pytest.CaptureFi
     assert capsys.readouterr().err == "tlt: no job file and no command 'stauts'; did you mean status?\n"
 
 
+def test_a_submission_is_meant_by_its_folder_its_name_or_a_job(
+    submit: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    fake_slurm(tmp_path, monkeypatch, "echo Submitted batch job $((4000 + $(ls -d runs/submitted/* | wc -l)))")
+    fake_program(tmp_path, "scancel", f"echo $* > {tmp_path}/cancelled")
+    fake_program(tmp_path, "squeue", "exit 0")
+    assert submit([TINY, "--folder=runs/submitted/sweep", "--sweep", "run.seed=0,1"]) == 0
+    assert submit([TINY, "--folder=runs/submitted/other"]) == 0
+    fake_program(tmp_path, "squeue", "echo '4001_0|RUNNING|x'; echo '4001_1|PENDING|None'; echo '4002|RUNNING|None'")
+
+    def said(*words: str, code: int = 0) -> list[str]:
+        capsys.readouterr()
+        assert submit(list(words)) == code
+        return "".join(capsys.readouterr()).splitlines()
+
+    first = f"submission  {tmp_path}/runs/submitted/sweep"
+    for word in ("runs/submitted/sweep", "sweep", "4001"):
+        for command in ("status", "collect", "resubmit"):
+            assert said(command, word)[0] == first
+    assert [line.split()[0] for line in said("status", "4001_1")[2:]] == ["tiny-seed1"]
+    assert said("list")[1:] == [
+        f"{name:<20}  {time.strftime('%Y-%m-%d %H:%M', time.localtime(load(Path(name)).made))}  {runs:<4}  {states}"
+        for name, runs, states in (
+            ("runs/submitted/sweep", 2, "1 running, 1 pending"), ("runs/submitted/other", 1, "1 running"),
+        )
+    ]  # fmt: skip
+    assert "--dependency=afterok:4001_0:4001_1" in said(TINY, "run.name=new", "--after=sweep", "--dry-run")[0]
+    assert said("cancel", code=2) == [
+        "tlt: jobs of several submissions wait or run; give one of runs/submitted/sweep, runs/submitted/other"
+    ]
+    assert not (tmp_path / "cancelled").exists()
+    assert said("status", "none", code=2) == [
+        "tlt: no submission none; there are runs/submitted/sweep, runs/submitted/other (all: tlt submit list)"
+    ]
+    assert said("cancel", "4001_1") == [first, "cancelled: 4001_1"]
+    assert (tmp_path / "cancelled").read_text() == "4001_1\n"
+    fake_program(tmp_path, "squeue", "echo '4001_0|RUNNING|None'")
+    assert said("cancel") == [first, "cancelled: 4001_0"], "the only one that has jobs, not the newest"
+
+
+def test_where_squeue_does_not_answer_the_files_are_shown(
+    submit: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    fake_slurm(tmp_path, monkeypatch, "echo Submitted batch job 4321")
+    fake_program(tmp_path, "squeue", "exit 0")
+    assert submit([TINY, "--folder=sub", "--sweep=run.seed=0,1,2"]) == 0
+    fake_program(tmp_path, "squeue", "echo down >&2; exit 1")
+    leave_status(load(tmp_path / "sub"), "4321_0", "0")
+    add_line(made(tmp_path / "runs/tiny-seed1") / "metrics.jsonl", line_of(0))
+    capsys.readouterr()
+    assert submit(["status", "sub"]) == 0, "nothing is known to have failed"
+    out, err = capsys.readouterr()
+    assert err.startswith("tlt: `squeue ") and "failed: down; what follows is" in err and err.count("\n") == 1
+    assert [line.split("  ")[1].split()[:2] for line in out.splitlines()[2:]] == [
+        ["finished"], ["no", "sign"], ["not", "known"],
+    ]  # fmt: skip
+    assert submit(["cancel", "sub"]) == 2
+
+
+def test_status_shows_what_a_warm_up_has_reached_and_how_often_a_job_was_queued_again(
+    submit: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    fake_slurm(tmp_path, monkeypatch, "echo Submitted batch job 4321")
+    fake_program(tmp_path, "squeue", "exit 0")
+    assert submit([TINY, "--command=warmup", "--folder=sub"]) == 0
+    fake_program(tmp_path, "squeue", "echo '4321|RUNNING|None'")
+    place = tmp_path / "runs/tiny-warmup"
+    for name in ("rollouts", "training", "drafter", "status"):
+        made(place / name)
+    curve = (CurvePoint(100, 9, 1.0, 0.5, 2.25),)
+    facts = DrafterFacts("tiny", "gcd", 4, 9, 100, 2.25, "drafter-5", 1.0, 4, curve)
+    write_json(place / "drafter" / "facts.json", dataclasses.asdict(facts))
+    for job, shown in (("4321", True), ("4000", False)):
+        owner = {"start": "now", "host": "a", "pid": 1, "job": job, "restarts": "2", "ends_at": None}
+        write_json(place / "status" / "owner", owner)
+        capsys.readouterr()
+        assert submit(["status", "sub"]) == 0
+        _, head, row = capsys.readouterr().out.splitlines()
+        assert row.startswith("tiny-warmup  running, accept length 2.250")
+        assert ("restarts" in head) == shown and (row.split()[-1] == "2") == shown
+
+
+def test_a_run_that_has_finished_is_not_submitted_again(
+    submit: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """But with more steps, or when it is to be evaluated in another way, it has work to do."""
+    fake_slurm(tmp_path, monkeypatch, "echo Submitted batch job 4321")
+    fake_program(tmp_path, "squeue", "exit 0")
+    place = made(tmp_path / "runs/extra")
+    given = [TINY, "run.name=extra", "run.num_steps=3", "--dry-run"]
+    (place / "config.toml").write_text(to_toml(load_config(TINY, given[1:3])))
+    for step in range(3):
+        add_line(place / "metrics.jsonl", line_of(step))
+    assert submit(given) == 0
+    write_json(place / "finished.json", {"num_steps": 3, "policy_sha256": "ab"})
+    capsys.readouterr()
+    assert submit(given) == 2
+    assert capsys.readouterr().err == (
+        "tlt: runs/extra has finished: 3 of 3 steps; raise run.num_steps or give another run.name\n"
+    )
+    assert submit([*given, "run.num_steps=4"]) == 0
+    assert submit([*given, "evaluation.every_steps=1"]) == 0
+
+
 # --- states ---
 
 
@@ -427,22 +545,49 @@ def test_the_table_shows_the_state_of_each_member(tmp_path: Path) -> None:
     leave_status(submission, "100_5", "143\n")  # of the batch script, which Slurm has ended
     for step in range(3):
         add_line(made(tmp_path / submission.members[0].run) / "metrics.jsonl", line_of(step))
+    for job in range(6):
+        (submission.jobs_folder / f"100_{job}_0_log.out").touch()
     queue = "100_2|RUNNING|None\n100_3|PENDING|Resources\n100_5|TIMEOUT|TimeLimit\n100_6|FAILED|x\n"
     found = status.read_statuses(submission, parse_queue(queue))
     head, *rows = as_table(rows_of(submission, found), [str(each.log or "") for each in found]).splitlines()
     assert head.split()[:4] == ["run", "state", "steps", "score"] and head.split()[-1] == "log"
     jobs = submission.jobs_folder
     assert [row.split() for row in rows] == [
-        ["tiny-seed0", "finished", "3", "0.000", "->", "0.500", f"{jobs}/100_0_0_log.out"],
-        ["tiny-seed1", "failed", "(status", "1)", "0", f"{jobs}/100_1_0_log.out"],
-        ["tiny-seed2", "running", "0", f"{jobs}/100_2_0_log.out"],
-        ["tiny-seed3", "pending", "(Resources)", "0", f"{jobs}/100_3_0_log.out"],
-        ["tiny-seed4", "stopped", "early", "0", f"{jobs}/100_4_0_log.out"],
-        ["tiny-seed5", "timeout", "0", f"{jobs}/100_5_0_log.out"],
-        ["tiny-seed6", "failed", "(no", "exit", "status)", "0", f"{jobs}/100_6_0_log.out"],
-        ["tiny-seed7", "not", "submitted", "0"],
+        ["tiny-seed0", "finished", "3/30", "0.000", "->", "0.500", f"{jobs}/100_0_0_log.out"],
+        ["tiny-seed1", "failed", "(status", "1)", "0/30", f"{jobs}/100_1_0_log.out"],
+        ["tiny-seed2", "running", "0/30", f"{jobs}/100_2_0_log.out"],
+        ["tiny-seed3", "pending", "(Resources)", "0/30", f"{jobs}/100_3_0_log.out"],
+        ["tiny-seed4", "stopped", "early", "0/30", f"{jobs}/100_4_0_log.out"],
+        ["tiny-seed5", "timeout", "0/30", f"{jobs}/100_5_0_log.out"],
+        ["tiny-seed6", "failed", "(no", "exit", "status)", "0/30"],
+        ["tiny-seed7", "not", "submitted", "0/30"],
     ]
     assert status.unfinished(found) == {f"tiny-seed{index}" for index in (1, 4, 5, 6, 7)}
+
+
+def test_what_was_cancelled_is_told_from_what_failed_and_from_what_had_finished(tmp_path: Path) -> None:
+    """Whatever its exit status, and for long: Slurm forgets a job after minutes."""
+    submission = make(tmp_path, ["run.seed=0,1,2,3,4,5"])
+    for member, steps in ((0, 30), (1, 29), (3, 30)):
+        place = made(tmp_path / submission.members[member].run)
+        write_json(place / "finished.json", {"num_steps": steps, "policy_sha256": "ab"})
+    for job, text in (("100_0", "75"), ("100_1", "75"), ("100_2", "143"), ("100_3", "1"), ("100_4", "0")):
+        leave_status(submission, job, text)
+
+    def states(queue: str) -> list[str]:
+        found = status.read_statuses(submission, parse_queue(queue))
+        assert not any(each.log for each in found)
+        return [each.state for each in found]
+
+    own = "100_0|CANCELLED|None\n100_1|CANCELLED|None\n100_2|CANCELLED|None\n"
+    cancelled = ["finished", "cancelled", "cancelled", "failed (status 1)", "finished", "cancelled"]
+    for array in ("100", "100_[3-5]"):  # a record of all that have not started
+        assert states(f"{own}{array}|CANCELLED|None\n") == cancelled
+    forgotten = ["finished", "stopped early", "failed (status 143)", "failed (status 1)", "finished"]
+    assert states("") == [*forgotten, "failed (no exit status)"]
+    for job in ("100_1", "100_2", "100_5"):
+        status.cancelled_file(submission, job).touch()
+    assert states("") == cancelled
 
 
 @pytest.mark.parametrize(("text", "found"), [("75\n", 75), ("", 1), ("0 0", 1), ("\x80", 1), ("9" * 5000, 1)])
@@ -480,16 +625,19 @@ def test_what_was_reached_is_collected_and_written(
         add_line(made(tmp_path / submission.members[0].run) / "metrics.jsonl", {**line_of(step), **cost})
     assert submit(["collect", "sub", "--output", "all.csv"]) == 0
     out = capsys.readouterr().out.splitlines()
-    assert out[1].split()[:6] == ["tiny-seed0", "finished", "4", "0.000", "->", "0.750"]
+    assert out[0] == f"submission  {submission.folder}"
+    assert out[2].split()[:6] == ["tiny-seed0", "finished", "4/30", "0.000", "->", "0.750"]
     assert out[-1] == "written to all.csv"
     rows = (tmp_path / "all.csv").read_text().splitlines()
-    assert rows[0] == "run,run.seed,state,steps,score_first,score_last,tokens,rank-hours,joules"
-    assert rows[1].startswith("tiny-seed0,0,finished,4,0.0,0.75,") and rows[2].startswith("tiny-seed1,1,failed")
+    assert rows[0] == (
+        "run,run.seed,state,steps,num_steps,score_first,score_last,tokens,rank-hours,tokens_an_hour,joules"
+    )
+    assert rows[1].startswith("tiny-seed0,0,finished,4,30,0.0,0.75,") and rows[2].startswith("tiny-seed1,1,failed")
     assert submit(["collect"]) == 2, "no submission in runs/submitted"
 
 
 def test_a_name_cannot_become_a_formula() -> None:
-    assert as_csv([RunRow("=HYPERLINK(1)", "finished", 0, None, None, None)]).splitlines()[1][:3] == "'=H"
+    assert as_csv([RunRow("=HYPERLINK(1)", "finished", 0, None, None, None, None)]).splitlines()[1][:3] == "'=H"
 
 
 class Canary:

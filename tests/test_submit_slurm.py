@@ -14,6 +14,7 @@ from whole_run import SMALL
 
 from tlt_hpc.cli.main import main
 from tlt_hpc.cluster.executor import send
+from tlt_hpc.cluster.slurm import ask_slurm
 from tlt_hpc.cluster.submission import Resources, Submission, SubmittedRun, load, parameters, save
 from tlt_hpc.storage.step_lines import add_line
 
@@ -72,7 +73,7 @@ def test_of_six_members_the_failed_one_is_named_and_submitted_again_alone(
     state = slice(head.index("state"), head.index("steps"))
     assert [row[state].strip() for row in rows[:6]] == [*["finished"] * 3, "failed (status 2)", *["finished"] * 2]
     assert "tlt: config file missing.toml" in Path(rows[3].split()[-1]).read_text()
-    assert rows[0].split()[2] == "1"
+    assert rows[0].split()[2].partition("/")[0] == "1"
 
     (tmp_path / "missing.toml").write_text(Path(TINY).read_text())
     assert submit("resubmit", "sub") == 0
@@ -97,6 +98,11 @@ def test_a_sweep_is_checked_runs_and_is_collected(
     assert "job " in capsys.readouterr().out
     wait_for_all(slurm, tmp_path / "sub")
     assert submit("status", "sub") == 0, capsys.readouterr().out
+    capsys.readouterr()
+    assert submit(*job, "--sweep=run.seed=0,1", "--folder=again") == 2
+    assert capsys.readouterr().err == (
+        "tlt: runs/tiny-seed0 has finished: 2 of 2 steps; raise run.num_steps or give another run.name\n"
+    )
     assert submit("collect", "sub", "--output", "all.csv") == 0
     with (tmp_path / "all.csv").open(encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
@@ -119,4 +125,19 @@ def test_a_cancelled_run_is_not_taken_for_a_finished_one(
     capsys.readouterr()
     assert submit("status", "sub") == 1
     row = capsys.readouterr().out.splitlines()[2]
-    assert row.split()[:2] in (["tiny", "cancelled"], ["tiny", "stopped"]), row
+    assert row.split()[:2] == ["tiny", "cancelled"], row
+
+
+def test_an_array_that_is_cancelled_before_it_starts_is_shown_as_cancelled(
+    submit: Command, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Slurm keeps one record for all members then; no log is there to name."""
+    job = [TINY, *SMALL, "--partition=main", "--time=10", "--folder=sub", "--no-preflight", "--sbatch=--hold"]
+    assert submit(*job, "--sweep=run.seed=0,1") == 0
+    jobs = [member.jobs[-1] for member in load(Path("sub")).members]
+    ask_slurm("scancel", *jobs)  # by hand, so that only Slurm knows
+    capsys.readouterr()
+    assert submit("status", "sub") == 1
+    _, head, *rows = capsys.readouterr().out.splitlines()
+    assert [row.split()[:2] for row in rows] == [["tiny-seed0", "cancelled"], ["tiny-seed1", "cancelled"]]
+    assert "log" not in head.split()

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tlt_hpc.cluster.watch import witness
 from tlt_hpc.cluster.watch.beat import Beat, Member, Phase
 from tlt_hpc.cluster.watch.diagnosis import describe
 from tlt_hpc.cluster.watch.last import clear_last
@@ -227,6 +228,28 @@ def test_how_the_last_start_ended(tmp_path):
     assert clear_last(tmp_path, "start") == "", "it is this one"
     write_record(tmp_path, record(1, ending="failed: OSError: no room"))
     assert clear_last(tmp_path, "") == "rank 1 on node2 failed: OSError: no room (in rollout of step 13)"
+
+
+@pytest.mark.parametrize(
+    ("hosts", "ending", "verdict"),
+    [
+        ("aa", "", "rank 1 on a was killed or crashed, last seen in rollout of step 13"),
+        ("ab", "", "rank 1 on b was killed or crashed, last seen in rollout of step 13; the cause may also be a node that"),
+        ("ab", "failed: OSError: no room", None),  # on another node, and this one's ranks were ended for that
+        ("aa", "finished", None),
+    ],
+)
+def test_a_rank_that_ends_without_a_word_is_named_unless_another_has_said_why(
+    hosts, ending, verdict, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(witness, "_OTHER_NODES_SECONDS", 0.2)
+    write_record(tmp_path, record(0, host=hosts[0], ending=ending))
+    write_record(tmp_path, record(1, host=hosts[1]))
+    write_record(tmp_path, record(2, host="c", start="another", ending="failed: earlier"))
+    (tmp_path / "rank-0000.stacks").touch()
+    witness._testify("start", tmp_path, 1)
+    found = read_verdict(tmp_path)
+    assert (found is None) == (verdict is None) and (found is None or found[1].startswith(verdict))
 
 
 def test_the_verdict_on_the_last_start_is_given_once(tmp_path):

@@ -177,10 +177,10 @@ def add_submit_options(command: argparse.ArgumentParser) -> None:
     """The options of ``tlt submit``."""
     command.usage = (
         "tlt submit JOB.toml [section.key=value ...] [options]\n"
-        "       tlt submit status|resubmit|collect|cancel [FOLDER] [--output FILE.csv]"
+        "       tlt submit list|status|resubmit|collect|cancel [FOLDER|NAME|JOB] [--output FILE.csv]"
     )
     add = command.add_argument
-    add("config", metavar="JOB.toml", help="the job; or status, resubmit, collect, cancel: of what was submitted")
+    add("config", metavar="JOB.toml", help="the job; or list, status, resubmit, collect, cancel: of what was submitted")
     add("overrides", nargs="*", metavar="section.key=value", help="for every member; or FOLDER (default: the newest)")
     add("--sweep", action="append", default=[], metavar="section.key=A,B,..", help="a member each; repeat for a grid")
     add("--script", type=Path, metavar="X.sh", help="take what these options leave open from its #SBATCH lines")
@@ -209,7 +209,7 @@ def add_submit_options(command: argparse.ArgumentParser) -> None:
 
 def add_keys_options(command: argparse.ArgumentParser) -> None:
     """The options of ``tlt keys``."""
-    command.add_argument("section", nargs="?", metavar="SECTION", help="e.g. rollout; without it all")
+    command.add_argument("section", nargs="?", metavar="SECTION[.KEY]", help="e.g. rollout; without it all")
     command.add_argument("--markdown", action="store_true", help="as the page docs/configuration.md")
 
 

@@ -102,9 +102,10 @@ def be_rank(config: Config, options: argparse.Namespace, flag: StopFlag, rank: i
             settle(config, rank)
         progress = COMMANDS[options.command].progress
         PrintableStream.outlives_reader = True  # what is trained is not lost with a terminal
-        know_limits(flag, os.environ, rank or 0, config.folder, progress and partial(progress, config))
         is_first = rank is not None and not local_rank(os.environ)  # of its node, as far as is known
-        with Watch(config.run.stall_factor, rank, Witness.fork() if is_first else Witness()) as watch:
+        witness = Witness.fork() if is_first else Witness()  # before there are threads
+        know_limits(flag, os.environ, rank or 0, config.folder, progress and partial(progress, config))
+        with Watch(config.run.stall_factor, rank, witness) as watch:
             return watch.ended(work_together(config, options, flag))
     except (UserError, OSError) as caught:
         if isinstance(caught, OSError) and not (isinstance(caught, WriteError) or has_remedy(caught)):

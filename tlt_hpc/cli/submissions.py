@@ -10,14 +10,15 @@ from datetime import datetime
 from pathlib import Path
 
 from tlt_hpc.cli.command_line import did_you_mean
-from tlt_hpc.cli.submit import SUBMITTED, is_job, jobs_before, known_submissions, run_submit, short, submit
+from tlt_hpc.cli.submit import SUBMITTED, folder_of, is_job, jobs_before, known_submissions, run_submit, short, submit
 from tlt_hpc.cluster.slurm import QueuedJob, SlurmError, ask_slurm, read_queue
 from tlt_hpc.cluster.status import UNKNOWN, MemberStatus, cancelled_file, read_statuses, unfinished
 from tlt_hpc.cluster.submission import FILE, Submission, load
-from tlt_hpc.common.words import count, table
+from tlt_hpc.common.words import table
 from tlt_hpc.config import ConfigError, UserError
 from tlt_hpc.look.collect import RunRow, as_table, row_of, write_csv
 from tlt_hpc.look.live.list_runs import accepted, state_of
+from tlt_hpc.mpi.owner import read_owner
 
 
 def run(options: argparse.Namespace) -> int:
@@ -57,10 +58,9 @@ def find(word: str) -> tuple[Submission, set[str]]:
     Raises:
         ConfigError: there is none, or it is damaged.
     """
-    for folder in (Path(word), SUBMITTED / word):
-        if (folder / FILE).exists():
-            submission = load(folder)
-            return submission, {member.name for member in submission.members}
+    if (folder_of(word) / FILE).exists():
+        submission = load(folder_of(word))
+        return submission, {member.name for member in submission.members}
     known = known_submissions()
     for submission in reversed(known):
         if is_job(word) and (names := submission.members_of(word)):
@@ -185,10 +185,22 @@ def rows_of(submission: Submission, statuses: Sequence[MemberStatus], known: Seq
         ends = (member.num_steps, later.first_step if later else None)
         until = min((end for end in ends if end is not None), default=None)
         row = row_of(member.name, each.state, place, until)
-        if row.num_steps is None and row.steps is None:  # a warm-up
+        if each.state == UNKNOWN:
+            row = row._replace(state=state_in_files(place))
+        elif row.steps is None:  # a warm-up
             row = row._replace(state=each.state + accepted(place))
-        rows.append(row._replace(num_steps=member.num_steps))
+        owner = read_owner(place / "status")
+        restarts = owner.restarts if owner and owner.job in member.jobs[-1:] else ""
+        rows.append(row._replace(num_steps=member.num_steps, restarts=restarts))
     return rows
+
+
+def state_in_files(place: Path) -> str:
+    """How the run in a folder stands by its own files."""
+    try:
+        return state_of(place)
+    except UserError:  # it has written nothing
+        return UNKNOWN
 
 
 COMMANDS = {"status": run_status, "resubmit": run_resubmit, "collect": run_collect, "cancel": run_cancel}

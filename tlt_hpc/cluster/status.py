@@ -12,7 +12,7 @@ from tlt_hpc.cluster.submission import Submission, SubmittedRun
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.records import read_finished
 
-FINISHED, UNKNOWN = "finished", "not known"
+FINISHED, CANCELLED, UNKNOWN = "finished", "cancelled", "not known"
 STOPPED_EARLY = 75
 """Exit status of a command that was stopped and can continue."""
 
@@ -44,9 +44,7 @@ def read_statuses(submission: Submission, queue: Mapping[str, QueuedJob] | None)
     return [member_status(submission, member, queue) for member in submission.members]
 
 
-def member_status(
-    submission: Submission, member: SubmittedRun, queue: Mapping[str, QueuedJob] | None
-) -> MemberStatus:
+def member_status(submission: Submission, member: SubmittedRun, queue: Mapping[str, QueuedJob] | None) -> MemberStatus:
     """How one member stands, by its newest job."""
     if not member.jobs:
         return MemberStatus(member, "not submitted", False, False, None)
@@ -59,7 +57,8 @@ def member_status(
         state = UNKNOWN
     else:
         state = job_state(queued, status, cancelled_file(submission, job).exists())
-    if not is_live and not is_blocked and has_finished(submission.place(member), member):
+    has_failed = status not in (None, 0, STOPPED_EARLY) and state != CANCELLED
+    if not (is_live or is_blocked or has_failed) and has_finished(submission.place(member), member):
         state = FINISHED
     return MemberStatus(member, state, is_live, is_blocked, log if log.exists() else None)
 
@@ -87,7 +86,7 @@ def job_state(queued: QueuedJob | None, status: int | None, was_cancelled: bool 
         waits = queued.state == "PENDING" and queued.reason not in ("", "None")
         return queued.state.lower() + f" ({queued.reason})" * waits
     if status != 0 and (was_cancelled or (queued is not None and queued.state == "CANCELLED")):
-        return "cancelled"
+        return CANCELLED
     if status not in (0, STOPPED_EARLY) and queued is not None and queued.state not in ("COMPLETED", "FAILED"):
         return queued.state.lower().replace("_", " ")
     if status is None:
@@ -97,4 +96,4 @@ def job_state(queued: QueuedJob | None, status: int | None, was_cancelled: bool 
 
 def unfinished(statuses: Sequence[MemberStatus]) -> set[str]:
     """The names of those that neither wait nor run nor have finished: what ``resubmit`` submits again."""
-    return {status.member.name for status in statuses if not status.is_live and status.state != FINISHED}
+    return {status.member.name for status in statuses if not status.is_live and status.state not in (FINISHED, UNKNOWN)}

@@ -19,7 +19,10 @@ _FREE = {
     "reward": ("workers",),
     "rollout": ("max_live", "kv_bytes", "page_size", "tensor_parallel"),
     "speculation": ("strategies",),
-    "drafter": ("average_merges", "micro_step_tokens", "micro_step_seconds", "cache_bytes", "cache_folder"),
+    "drafter": (
+        *("learning_rate", "average_merges", "micro_step_tokens", "micro_step_seconds", "cache_bytes"),
+        "cache_folder",
+    ),
     "optimizer": (
         *("zero_stage", "offload", "offload_parameters", "micro_batch_tokens"),
         *("gradient_checkpointing", "sequence_parallel"),

@@ -30,6 +30,9 @@ def add_watch_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_runs_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``tlt runs`` to a parser."""
+    parser.description = (
+        f"{parser.description}; score: its mean over the first quarter of the steps -> over the last quarter"
+    )
     words = "where they are looked for (default runs), folders inside included"
     parser.add_argument("folder", type=Path, metavar="FOLDER", nargs="?", default=Path("runs"), help=words)
     parser.add_argument("--output", type=Path, metavar="FILE.csv", help="write the table there as well")

@@ -5,12 +5,11 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Mapping, Sequence
-from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
 from tlt_hpc.common.errors import UserError
-from tlt_hpc.common.printable import printable
+from tlt_hpc.common.printable import as_text, printable
 from tlt_hpc.common.words import table
 from tlt_hpc.look.analysis.learning import change_of
 from tlt_hpc.look.columns import COLUMNS, SCORE
@@ -18,7 +17,8 @@ from tlt_hpc.look.cost import Cost, cost_of
 from tlt_hpc.look.run_log import RunLog
 from tlt_hpc.storage.folder import writing_beside
 
-_STARTS_FORMULA = ("=", "+", "-", "@", "\t", "\r")
+_OPTIONAL = ("restarts", "MJ", "log")
+"""Columns that are left out where no run has a value."""
 
 
 class RunRow(NamedTuple):
@@ -28,10 +28,14 @@ class RunRow(NamedTuple):
     state: str
     steps: int | None
     """None: it is a warm-up, which has none."""
+    num_steps: int | None
+    """That it is to have."""
     score_first: float | None
     """Mean score of the first quarter of the steps."""
     score_last: float | None
     cost: Cost | None
+    restarts: str = ""
+    """How often Slurm has queued its job again; empty for never."""
 
 
 def row_of(name: str, state: str, folder: Path, until: int | None = None) -> RunRow:
@@ -39,29 +43,30 @@ def row_of(name: str, state: str, folder: Path, until: int | None = None) -> Run
     try:
         log = RunLog(folder, until=until)
     except UserError:  # it has not written a step
-        return RunRow(name, state, 0, None, None, None)
+        return RunRow(name, state, 0, None, None, None, None)
     if log.folder.is_warmup:
-        return RunRow(name, state, None, None, None, None)
+        return RunRow(name, state, None, None, None, None, None)
     change = change_of(log.metric(COLUMNS[SCORE].metric))
     first, last = (change.first, change.last) if change else (None, None)
-    return RunRow(name, state, len(log.lines), first, last, cost_of(log))
+    num_steps = log.whole_setting("run", "num_steps") or None
+    return RunRow(name, state, len(log.lines), num_steps, first, last, cost_of(log))
 
 
 def as_table(rows: Sequence[RunRow], logs: Sequence[str] = ()) -> str:
-    """Aligned columns with a heading, for people; the last one names each run's log, if they are given."""
-    heading = ("run", "state", "steps", "score", "tokens", _hours_name(rows), "tokens an hour", "MJ")
-    cells: list[tuple[str, ...]] = [(*heading, "log") if logs else heading]
-    for row, log in zip_longest(rows, logs):
-        cost = row.cost
+    """Aligned columns with a heading, for people; the last one names each run's log, if there are any."""
+    cells = [("run", "state", "steps", "restarts", "score", "tokens", _hours_name(rows), "tokens an hour", "MJ", "log")]
+    for row, log in zip(rows, logs or [""] * len(rows), strict=True):
+        cost, of = row.cost, f"/{row.num_steps}" if row.num_steps else ""
         cells.append((
-            printable(row.run), row.state, "" if row.steps is None else str(row.steps),
+            printable(row.run), row.state, "" if row.steps is None else f"{row.steps}{of}", row.restarts,
             "" if row.score_last is None else f"{row.score_first:.3f} -> {row.score_last:.3f}",
             f"{cost.tokens:,}" if cost else "", cost.number if cost else "",
             f"{cost.tokens_per_hour:,.0f}" if cost else "",
             f"{cost.joules / 1e6:,.2f}" if cost and cost.joules is not None else "",
-            *([] if log is None else [log]),
+            log,
         ))  # fmt: skip
-    return table(cells)
+    shown = [column for column in zip(*cells, strict=True) if column[0] not in _OPTIONAL or any(column[1:])]
+    return table(list(zip(*shown, strict=True)))
 
 
 def as_csv(rows: Sequence[RunRow], settings: Sequence[Mapping[str, str]] = ()) -> str:
@@ -72,14 +77,14 @@ def as_csv(rows: Sequence[RunRow], settings: Sequence[Mapping[str, str]] = ()) -
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     keys = list(dict.fromkeys(key for each in settings for key in each))
-    head = ("run", *keys, "state", "steps", "score_first", "score_last", "tokens", _hours_name(rows), "joules")
-    writer.writerow(head)
+    figures: tuple[object, ...] = ("tokens", _hours_name(rows), "tokens_an_hour", "joules")
+    writer.writerow(("run", *keys, "state", "steps", "num_steps", "score_first", "score_last", *figures))
     for row, own in zip(rows, settings or [{}] * len(rows), strict=True):
         cost = row.cost
-        figures = (cost.tokens, cost.hours, cost.joules) if cost else (None, None, None)
+        figures = (cost.tokens, cost.hours, round(cost.tokens_per_hour), cost.joules) if cost else (None,) * 4
         given = (row.run, *(own.get(key, "") for key in keys))
-        texts = (f"'{text}" if text.startswith(_STARTS_FORMULA) else text for text in given)
-        writer.writerow((*texts, row.state, row.steps, row.score_first, row.score_last, *figures))
+        texts = map(as_text, given)
+        writer.writerow((*texts, row.state, row.steps, row.num_steps, row.score_first, row.score_last, *figures))
     return out.getvalue()
 
 

@@ -17,7 +17,7 @@ from tlt_hpc.config import UserError
 from tlt_hpc.models.documents import attend_documents
 from tlt_hpc.models.layers import Attend, LayerWeights, run_layers, transformer_layer
 from tlt_hpc.models.linear import InvariantLinear, Linear, Norm, refill
-from tlt_hpc.models.piece import Cut, is_finite, not_finite
+from tlt_hpc.models.piece import LOWER_RATE, Cut, is_finite, not_finite
 from tlt_hpc.models.rotary import SPARE_POSITIONS, rotary_table
 from tlt_hpc.models.shape import TAKE_CONFIG, ModelShape
 from tlt_hpc.models.sharding import WHOLE, Sharding
@@ -108,8 +108,7 @@ class Decoder:
         if wrong := not_finite(finite):
             raise UserError(
                 f"weight {wrong[0]!r} holds values that are not finite, as {len(wrong)} of {len(finite)} weights do; "
-                "download the model again or, if it was trained here, resume from the last checkpoint with a lower "
-                "optimizer.learning_rate"
+                f"download the model again or, if this run has trained it, {LOWER_RATE}"
             )
         self._pack()
         self.version = version

@@ -10,6 +10,12 @@ from torch import Tensor
 
 from tlt_hpc.models.shape import TAKE_CONFIG
 
+LOWER_RATE = (
+    "a resume would meet the same values: export the last checkpoint (tlt export-policy), and start another run.name "
+    "from it with a lower optimizer.learning_rate"
+)
+"""The way on where a policy's values are not finite: a run's own learning rate cannot change."""
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -87,6 +93,9 @@ def is_finite(tensor: Tensor) -> Tensor:
 
 
 def not_finite(found: Mapping[str, Tensor]) -> list[str]:
-    """The names whose ``is_finite`` is false; waits for the device once."""
-    values = torch.stack(list(found.values())).tolist() if found else []
-    return [name for name, value in zip(found, values, strict=True) if not value]
+    """The names whose ``is_finite`` is false; waits for each device once."""
+    by_device: dict[torch.device, list[str]] = {}
+    for name, value in found.items():
+        by_device.setdefault(value.device, []).append(name)
+    told = ((names, torch.stack([found[name] for name in names]).tolist()) for names in by_device.values())
+    return [name for names, values in told for name, value in zip(names, values, strict=True) if not value]

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from tlt_hpc.common.records import Rollout, SampleKey
 from tlt_hpc.common.words import count
 from tlt_hpc.config import Config, UserError
+from tlt_hpc.models.piece import LOWER_RATE
 
 _NAMED = 3
 
@@ -55,7 +56,7 @@ def named(keys: Sequence[SampleKey]) -> str:
 
 def remedy(config: Config) -> str:
     """The way on after values that are not finite."""
-    return f"resume from the last checkpoint with a lower optimizer.learning_rate than {config.optimizer.learning_rate}"
+    return f"{LOWER_RATE} than {config.optimizer.learning_rate}"
 
 
 def _step(key: SampleKey) -> str:

@@ -12,14 +12,21 @@ import os
 import select
 import signal
 import socket
+import struct
+import time
 from contextlib import suppress
 from pathlib import Path
 
 from tlt_hpc.cluster.watch.beat import Member
-from tlt_hpc.cluster.watch.record import DamagedRecordError, claim_verdict, read_record
+from tlt_hpc.cluster.watch.record import DamagedRecordError, Record, claim_verdict, read_record_at
 
 _LONGEST_WORD = 1 << 16
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2, signal.SIGHUP)
+_OTHER_NODES_SECONDS = 2.0
+"""Until a shared file system shows what a rank of another node has said of its end."""
+_LAST_SECONDS = 10
+"""For the last word: a launcher waits for this process, and the run's folder may not answer."""
+_POLL_SECONDS = 0.1
 
 
 class Witness:
@@ -36,14 +43,22 @@ class Witness:
 
     @classmethod
     def fork(cls) -> Witness:
-        """Start the process; to be called before this one has threads, and before MPI is initialised."""
+        """Start the process, if the system allows another; before this one has threads, and before MPI."""
         reading, writing = os.pipe()
-        if os.fork():
+        try:
+            child = os.fork()
+        except OSError:  # a limit on processes: nobody is named then
+            os.close(reading)
+            os.close(writing)
+            return cls()
+        if child:
             os.close(reading)
             return cls(writing)
         try:
             _detach(reading)
             _watch(reading)
+        except (OSError, ValueError) as error:
+            os.write(2, f"tlt: a rank that is killed will not be named: {error}\n".encode())
         finally:
             os._exit(0)
 
@@ -55,15 +70,21 @@ class Witness:
         if self._pipe is not None and folder != self._folder:
             self._folder = folder
             with suppress(BrokenPipeError):
-                os.write(self._pipe, json.dumps([member.start, str(folder.absolute())]).encode())
+                os.write(self._pipe, json.dumps([member.start, str(folder.absolute())]).encode() + b"\n")
         if self._connection is None:
-            connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            try:
-                connection.connect(_address(member.start))
-                connection.send(str(member.rank).encode())
-                self._connection = connection
-            except OSError:  # of a node that cannot have one
-                connection.close()
+            with suppress(OSError):  # a node that cannot have one
+                self._connection = _connect(member)
+
+
+def _connect(member: Member) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        connection.connect(_address(member.start))
+        connection.send(str(member.rank).encode())
+    except OSError:
+        connection.close()
+        raise
+    return connection
 
 
 def _address(start: str) -> str:
@@ -76,23 +97,27 @@ def _detach(pipe: int) -> None:
     os.setsid()
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
     nowhere = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1):
         os.dup2(nowhere, descriptor)
-    os.closerange(3, pipe)
-    os.closerange(pipe + 1, os.sysconf("SC_OPEN_MAX"))
+    for path in list(Path("/proc/self/fd").iterdir()):  # some limits allow a billion
+        if int(path.name) not in (0, 1, 2, pipe):
+            with suppress(OSError):  # the list's own
+                os.close(int(path.name))
 
 
 def _watch(pipe: int) -> None:
     """Wait for the first rank to end, and say so if it has not said how."""
     start, folder, listener = "", Path(), socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ranks: dict[int, tuple[int, socket.socket]] = {}
-    poll = select.poll()
-    poll.register(pipe, select.POLLIN)
+    poll = select.epoll()  # gives events in the order in which they came, however late this process looks
+    poll.register(pipe, select.EPOLLIN)
     while True:
         events = dict(poll.poll())
-        if ended := [rank for number, (rank, _) in ranks.items() if number in events]:
-            _testify(start, folder, ended)
+        if ended := [number for number in events if number in ranks]:
+            signal.alarm(_LAST_SECONDS)
+            _testify(start, folder, ranks[ended[0]][0])
             return
         if pipe in events:
             word = os.read(pipe, _LONGEST_WORD)
@@ -101,31 +126,53 @@ def _watch(pipe: int) -> None:
             if not word:
                 poll.unregister(pipe)
                 continue
-            given, place = json.loads(word)
+            given, place = json.loads(word.splitlines()[-1])
             if not start:
                 listener.bind(_address(given))
                 listener.listen(1024)
-                poll.register(listener, select.POLLIN)
+                poll.register(listener, select.EPOLLIN)
             start, folder = given, Path(place)
-        if listener.fileno() in events:
-            connection, _ = listener.accept()
-            rank = connection.recv(16)
-            if rank:
-                ranks[connection.fileno()] = int(rank), connection
-                poll.register(connection, select.POLLIN)
+        if listener.fileno() in events and (accepted := _accept(listener)):
+            ranks[accepted[1].fileno()] = accepted
+            poll.register(accepted[1], select.EPOLLIN)
 
 
-def _testify(start: str, folder: Path, ended: list[int]) -> None:
-    """Leave the verdict on ranks that have ended, unless these or others have said why: then the launcher ends all."""
-    try:
-        records = [read_record(folder, rank) for rank in sorted(ended)]
-    except (OSError, DamagedRecordError):
+def _accept(listener: socket.socket) -> tuple[int, socket.socket] | None:
+    """A rank and its connection; None if another user connects, or what connects says nothing."""
+    connection, _ = listener.accept()
+    _, user, _ = struct.unpack(
+        "3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    )
+    connection.settimeout(_POLL_SECONDS)
+    with suppress(OSError, ValueError):
+        if user == os.getuid():
+            return int(connection.recv(16)), connection
+    connection.close()
+    return None
+
+
+def _testify(start: str, folder: Path, ended: int) -> None:
+    """Leave the verdict on the rank that has ended, unless one of the start has said why it ends: that is the cause."""
+    records = _records(folder, start)
+    if len({record.host for record in records}) > 1:  # ranks elsewhere may have ended before
+        end = time.monotonic() + _OTHER_NODES_SECONDS
+        while time.monotonic() < end and not any(record.ending for record in records):
+            time.sleep(_POLL_SECONDS)
+            records = _records(folder, start)
+    own = next((record for record in records if record.rank == ended), None)
+    if own is None or any(record.ending for record in records):
         return
-    if any(record.start != start or record.ending for record in records):
-        return
-    names = ", ".join(record.name for record in records)
-    names = names if len(records) == 1 else f"one of {names}"
-    line = f"{names} was killed or crashed, last seen in {records[0].place}"
+    also = "; the cause may also be a node that was lost" * (len({record.host for record in records}) > 1)
+    line = f"{own.name} was killed or crashed, last seen in {own.place}{also}"
     with suppress(OSError):  # no room for it: the next start names no rank
         if claim_verdict(folder, start, line):
             os.write(2, f"tlt: {line}; the same command resumes\n".encode())
+
+
+def _records(folder: Path, start: str) -> list[Record]:
+    """What the ranks of a start have said, as far as it can be read."""
+    found = []
+    for path in folder.glob("rank-*"):
+        with suppress(OSError, DamagedRecordError):
+            found += [read_record_at(path)] if not path.suffix else []  # others are stacks
+    return [record for record in found if record.start == start]

@@ -14,6 +14,7 @@ from tlt_hpc.look.collect import as_table, row_of, write_csv
 from tlt_hpc.look.live.state import RunState, read_state
 from tlt_hpc.look.words import seconds
 from tlt_hpc.storage.folder import RunFolder
+from tlt_hpc.storage.records import read_facts
 
 _QUIET_SECONDS = 6 * HEARTBEAT_SECONDS
 """Clocks of nodes differ, and file systems show a change late: so long a rank may seem silent."""
@@ -28,7 +29,8 @@ def run(options: argparse.Namespace) -> int:
     folder = options.folder
     if not folder.is_dir():
         raise UserError(f"no folder {folder}; give the folder of your runs, or call this where runs/ is")
-    found = sorted(find_runs(folder), key=_changed_at)
+    quiet_since = time.time() - _QUIET_SECONDS  # those at work keep their order from call to call, by name
+    found = sorted(find_runs(folder), key=lambda path: min(_changed_at(path), quiet_since))
     if not found:
         raise UserError(f"no run in {folder}; `tlt train jobs/tiny.toml` makes one")
     rows = [row_of(str(path), state_of(path), path) for path in found]
@@ -55,15 +57,23 @@ def state_of(path: Path) -> str:
     state = read_state(path)
     if not state.log.folder.is_warmup:
         return _ending_of(state, path)
-    reached = f", accept length {state.drafter.accept_length:.3f}" if state.drafter else ""
-    return f"warm-up: {_ending_of(state, path)}{reached}"
+    return f"warm-up: {_ending_of(state, path)}{accepted(path)}"
+
+
+def accepted(path: Path) -> str:
+    """What stands behind the state of a warm-up: the accept length of its last validation, if there was one."""
+    try:
+        facts = read_facts(path / "drafter")
+    except UserError:  # damaged, as `tlt watch` says
+        return ", accept length not known"
+    return f", accept length {facts.accept_length:.3f}" if facts else ""
 
 
 def _ending_of(state: RunState, path: Path) -> str:
     if state.is_finished:
         return "finished"
     if state.ending:
-        return state.ending
+        return state.ending + f" (job {state.job} may be queued again)" * state.may_be_queued
     if state.is_starting:
         return "starting"
     silent = time.time() - _changed_at(path)

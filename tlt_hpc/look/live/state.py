@@ -55,6 +55,8 @@ class RunState:
     """Why the watch has ended it; empty if it has not."""
     status_problems: tuple[str, ...]
     """One line for each status file that could not be read."""
+    job: str = ""
+    """Slurm's number of the job of that start; empty without Slurm."""
     drafter: DrafterFacts | None = None
     """What a warm-up's last validation found; None before it, and in other runs."""
 
@@ -83,6 +85,11 @@ class RunState:
         """How the ranks ended; empty while any rank has not."""
         endings = {record.ending for record in self.records}
         return "" if not endings or "" in endings else ", ".join(sorted(endings))
+
+    @property
+    def may_be_queued(self) -> bool:
+        """Whether Slurm, which is not asked, may have queued the job of a run that has stopped again."""
+        return bool(self.job) and not self.verdict and self.ending in ("", "stopped early")
 
     @property
     def is_stalled(self) -> bool:
@@ -140,6 +147,7 @@ def read_state(path: Path) -> RunState:
         ends_at=owner.ends_at if owner else None,
         is_finished=log.folder.finished.is_file(),
         verdict=verdict[1] if verdict and verdict[0] == start else "",  # else it is of an earlier start
+        job=owner.job if owner else "",
         drafter=_read_drafter(log.folder, problems),
         status_problems=tuple(problems),
     )

@@ -160,13 +160,16 @@ def last_word(state: RunState, is_alive: bool | None) -> Text:
         drafter = f"finished; train with drafter.form={form} drafter.init={folder}"
         report = "finished; tlt report on this folder says what it learned and gained"
         return Text(printable(drafter) if state.log.folder.is_warmup else report, "bold green")
+    resume = "the same command resumes it"
+    if state.may_be_queued:
+        resume = f"if Slurm has queued it again (job {state.job}), it resumes by itself, else by the same command"
     if state.ending:
-        return Text(f"ended: {state.ending}; the same command resumes it", "yellow")
+        return Text(f"ended: {state.ending}; {resume}", "yellow")
     if state.is_stalled:
         return Text(state.verdict or "a rank hangs; the job ends itself soon, with a line that names it", "red")
     if is_alive is False and state.records:
         verdict = f": {state.verdict}" if state.verdict else ""
-        return Text(f"no rank gives a sign of life{verdict}; the same command resumes it", "red")
+        return Text(f"no rank gives a sign of life{verdict}; {resume}", "red")
     if state.is_starting:
         return Text("a start has begun, and no rank has reported yet", "green")
     if not state.records:

@@ -35,12 +35,16 @@ def read_nodes(partition: str) -> list[NodeKind]:
     Raises:
         SlurmError: Slurm does not answer.
     """
-    rows = (line.split("|", 4) for line in ask_slurm("sinfo", "-h", "-o", "%P|%a|%l|%m|%G").splitlines())
     return [
         NodeKind(name.rstrip("*"), state, time, int(memory.rstrip("+")), num_gpus(gres))  # 256000+: or more
-        for name, state, time, memory, gres in rows
+        for name, state, time, memory, gres in _node_lines()
         if (name.rstrip("*") in partition.split(",") if partition else name.endswith("*"))
     ]
+
+
+def _node_lines() -> list[list[str]]:
+    """Of each kind of node: partition, state, time limit, memory and GPUs, as Slurm prints them."""
+    return [line.split("|", 4) for line in ask_slurm("sinfo", "-h", "-o", "%P|%a|%l|%m|%G").splitlines()]
 
 
 def launch_types() -> list[str]:
@@ -66,8 +70,10 @@ def check_partition(job: PlannedJob) -> Finding:
     asked = job.request.time
     limits = {node.partition: node.time_limit for node in read_nodes(job.request.partition) if node.state == "up"}
     if not limits:
+        known = ", ".join(sorted({name.rstrip("*") for name, state, *_ in _node_lines() if state == "up"}))
         return failure(
-            f"no partition {job.request.partition or 'by default'} is up", "give one of sinfo with --partition"
+            f"no partition {job.request.partition or 'by default'} is up",
+            f"give one of sinfo with --partition: {known or 'none is up now'}",
         )
     if not asked:
         return warning("no time is asked for, so the partition's default counts", "give --time")

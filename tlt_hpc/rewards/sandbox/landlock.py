@@ -1,8 +1,9 @@
 """The isolation of a sandbox where there are no user namespaces: each program enters a Landlock domain.
 
-Landlock (Linux 5.13) refuses to open files without a rule, to change folders, and to look into processes outside the
-domain. Only later versions know TCP and signals, and none knows other sockets: the filter of system calls refuses all
-of these by itself. No file can be written, because nothing here could limit a folder's size.
+Landlock (Linux 5.13) refuses to open or change files without a rule, and to look into processes outside the domain;
+that a path exists can still be seen. Only later versions know TCP and signals, and none knows other sockets: the filter
+of system calls refuses all of these by itself. No file can be written, because nothing here could limit a folder's
+size.
 """
 
 from __future__ import annotations

@@ -29,8 +29,10 @@ from tlt_hpc.studies.rehearsal.faults import BEGUN, STRUCK, VARIABLE, Order
 SHORT_TOKENS = 256
 STALL_FACTOR = 0.2
 """A hang is found after a minute."""
-MAX_SECONDS = 1800.0
-"""A start that lasts longer is ended, and the rehearsal with it."""
+MAX_SECONDS = 3600.0
+"""A start that lasts longer, outside of a Slurm job, is ended, and the rehearsal with it."""
+MAX_STARTS = 12
+"""Of a job that Slurm queues again and again, because its time is too short for the next fault."""
 LAST_STEPS = 2
 """Steps of the start after the last fault."""
 SLOW_SECONDS = 60.0
@@ -39,6 +41,7 @@ STATE = "rehearsal.json"
 STOPPED_EARLY = 75
 _RUN_RANKS = "BASH_FUNC_run_ranks%%"
 """In the environment of a program that a batch script starts after ``export -f run_ranks``."""
+_OVER_TIME = r"^stopped early|is (not )?queued again"
 _RESUMING = re.compile(r"resuming from step (\d+)")
 
 
@@ -84,11 +87,11 @@ class Rehearsed:
     committed: dict[str, str] = field(default_factory=dict)
     """Step -> digest of its line and its logs, as of the last end."""
 
-    @property
-    def next_fault(self) -> str:
+    def next_fault(self, num_ranks: int) -> str:
         """The first fault that has not struck; empty: the start that ends by itself."""
         done = {start.fault for start in self.starts if start.struck}
-        return next((kind for kind in KINDS if kind not in done), "")
+        # who hangs alone is named by nobody: its own watch hangs with it
+        return next((kind for kind in KINDS if kind not in done and (num_ranks > 1 or kind != "hang")), "")
 
     @property
     def is_over(self) -> bool:
@@ -119,6 +122,10 @@ class Rehearsal:
     def log(self, number: int) -> Path:
         return self.place / f"start-{number}.log"
 
+    def is_over_time(self, number: int) -> bool:
+        """Whether the end of the job's time has ended a start."""
+        return self.in_job and any(re.search(_OVER_TIME, line) for line in self.lines(number))
+
     def lines(self, number: int) -> list[str]:
         """What a start printed; nothing where there is no such start."""
         if not self.log(number).exists():
@@ -138,15 +145,24 @@ def run(options: argparse.Namespace) -> int:
     state = read_record(path, Rehearsed, f"remove {rehearsal.place}") or Rehearsed()
     if state.is_over:
         raise ConfigError(f"{rehearsal.place} has a finished rehearsal; remove it, or give another run.name")
+    if len(state.starts) >= MAX_STARTS:
+        raise UserError(
+            f"{rehearsal.place}: {MAX_STARTS} starts were too short for all faults; give the job more --time"
+        )
     print(f"rehearsal in {rehearsal.place}, {count(rehearsal.num_ranks, 'rank')}", flush=True)
+    if rehearsal.num_ranks == 1:
+        print("one rank: no hang is tried, as no other rank would see it")
     if rehearsal.log(len(state.starts)).exists():  # the job's end has ended this program with its ranks
         state = see_end(rehearsal, state, -1)
         write_json(path, asdict(state))
     while not state.is_over:
-        fault, number = state.next_fault, len(state.starts)
+        fault, number = state.next_fault(rehearsal.num_ranks), len(state.starts)
         print(f"start {number + 1}: {KINDS[fault].words if fault else 'to its end'}", flush=True)
         state = see_end(rehearsal, state, start_ranks(rehearsal, fault, number))
         write_json(path, asdict(state))
+        if fault and not state.starts[-1].struck and rehearsal.is_over_time(number):
+            print("the job's time ended before that; queued again, or submitted again with more --time, it continues")
+            return STOPPED_EARLY
         if fault and not state.starts[-1].struck:
             raise UserError(f"the run ended before its fault; see the end of {rehearsal.log(number)}")
         if fault == "limit" and rehearsal.in_job:
@@ -197,13 +213,15 @@ def start_ranks(rehearsal: Rehearsal, fault: str, number: int) -> int:
     if rehearsal.in_job:
         launcher = ["bash", "-c", 'run_ranks "$@"', "run_ranks"]
     environment = launch_environment(rehearsal.num_ranks, os.environ, rehearsal.job) | {VARIABLE: str(order)}
+    if not rehearsal.in_job:  # a job that this runs in by chance must not be queued again
+        environment = {name: value for name, value in environment.items() if not name.startswith("SLURM_")}
     with log.open("wb") as out:
         process = subprocess.Popen(
             [*launcher, *ranks], env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=out,
             start_new_session=not rehearsal.in_job,
         )  # fmt: skip
         try:
-            return process.wait(None if fault == "limit" and rehearsal.in_job else MAX_SECONDS)
+            return process.wait(None if rehearsal.in_job else MAX_SECONDS)
         except subprocess.TimeoutExpired:
             raise UserError(f"the ranks did not end within {MAX_SECONDS:g} s; see {log}") from None
         finally:
@@ -219,7 +237,7 @@ def see_end(rehearsal: Rehearsal, state: Rehearsed, status: int) -> Rehearsed:
     fault = (marks / "fault").read_text(encoding="utf-8")
     begun, struck = (_time_of(marks / name) for name in (BEGUN, STRUCK))
     launched, ended = (marks / "fault").stat().st_mtime, log.stat().st_mtime
-    if fault == "limit" and any(re.search(KINDS[fault].said, line) for line in rehearsal.lines(number)):
+    if fault == "limit" and rehearsal.is_over_time(number):
         struck = struck or ended
     now = committed(rehearsal.folder)
     own = Start(
@@ -271,13 +289,21 @@ def differences(rehearsal: Rehearsal, state: Rehearsed) -> Iterator[str]:
             continue
         lines = rehearsal.lines(number)
         stopped = next((line for line in lines if re.search(KINDS["limit"].said, line)), "")
-        if "SIGUSR2" not in stopped:
+        if not stopped:
+            found.append(
+                "the run was in the middle of an update at the end of its time; SIGUSR2 earlier (--signal) helps"
+            )
+        elif "SIGUSR2" not in stopped:
             found.append("SIGUSR2 did not arrive before the end: the run stopped by the time that squeue gives")
         if not any("is queued again" in line for line in lines):
             found += [f"no requeue: {line}" for line in lines if "not queued again" in line] or ["no requeue"]
     yield from (f"the site: {line}" for line in found)
     if not found:
-        yield "the site: nothing was otherwise" if rehearsal.in_job else "not in a Slurm job: requeue was not tried"
+        yield (
+            "the site: nothing was otherwise"
+            if rehearsal.in_job
+            else "not started by sbatch/rehearse.sh: Slurm's signal and requeue were not tried"
+        )
 
 
 def _time_of(mark: Path) -> float | None:
