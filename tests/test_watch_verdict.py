@@ -234,7 +234,7 @@ def test_how_the_last_start_ended(tmp_path):
     ("hosts", "ending", "verdict"),
     [
         ("aa", "", "rank 1 on a was killed or crashed, last seen in rollout of step 13"),
-        ("ab", "", "rank 1 on b was killed or crashed, last seen in rollout of step 13; the cause may also be a node that"),
+        ("ab", "", "rank 1 on b was killed or crashed, last seen in rollout of step 13; the cause may also be a"),
         ("ab", "failed: OSError: no room", None),  # on another node, and this one's ranks were ended for that
         ("aa", "finished", None),
     ],
