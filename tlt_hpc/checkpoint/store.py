@@ -25,8 +25,8 @@ from tlt_hpc.checkpoint.manifest import JSON, Checkpoint, CheckpointError, open_
 from tlt_hpc.checkpoint.save import Report, Save, clear_leftovers, found_in, try_open
 from tlt_hpc.checkpoint.shard_file import Held
 from tlt_hpc.cluster.watch.beat import BEAT
-from tlt_hpc.models.piece import Piece, is_finite, not_finite
-from tlt_hpc.storage.folder import part_of
+from tlt_hpc.models.piece import LOWER_RATE, Piece, is_finite, not_finite
+from tlt_hpc.storage.folder import part_of, sync
 
 if TYPE_CHECKING:
     from tlt_hpc.mpi.world import World
@@ -98,9 +98,9 @@ class CheckpointStore:
                 held.append(Held(part, name, piece.shape, piece.start, piece.stop, piece.values.dtype, views))
                 finite[f"{part}/{name}"] = is_finite(piece.values)
         if wrong := not_finite(finite):
+            remedy = "resume with a lower drafter.learning_rate" if wrong[0].startswith("drafter/") else LOWER_RATE
             raise CheckpointError(
-                f"{wrong[0]!r} holds values that are not finite, so no checkpoint was written; resume from the last "
-                "one with a lower optimizer.learning_rate"
+                f"{wrong[0]!r} holds values that are not finite, so no checkpoint was written; {remedy}"
             )
         return held
 
@@ -206,6 +206,7 @@ class CheckpointStore:
             if later > step:
                 try:
                     folder.rename(part_of(folder))
+                    sync(self._folder)  # or a power failure could bring it back, whole or damaged
                     shutil.rmtree(part_of(folder))
                 except OSError as error:
                     raise CheckpointError(f"cannot remove {folder}: {error.strerror}; remove it by hand") from None
