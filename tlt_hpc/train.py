@@ -50,7 +50,7 @@ from tlt_hpc.rollout.chooser import DraftTally
 from tlt_hpc.rollout.engine import EngineCounts
 from tlt_hpc.rollout_loop import RollingReporter, Tail, end_features, roll_out
 from tlt_hpc.session import Job, assemble
-from tlt_hpc.storage.folder import rank_of
+from tlt_hpc.storage.folder import rank_of, sync
 from tlt_hpc.storage.rollout_log import StepRecord, write_step
 from tlt_hpc.storage.step_lines import Line, add_line, read_lines
 
@@ -416,6 +416,8 @@ def decisions_of(counts: EngineCounts) -> NDArray[np.int32]:
 
 def drop_foreign_logs(job: Job, step: int) -> None:
     """Remove a step's files of ranks that are no more: a run resumed on fewer of them has written the step again."""
-    for path in job.folder.rollout_logs(step):
-        if rank_of(path) >= job.world.size:
-            path.unlink()
+    foreign = [path for path in job.folder.rollout_logs(step) if rank_of(path) >= job.world.size]
+    for path in foreign:
+        path.unlink()
+    if foreign:
+        sync(foreign[0].parent)  # if a power failure brought them back, the line would commit them, too

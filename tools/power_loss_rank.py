@@ -18,11 +18,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from system_call_rank import CALLS, PWRITE, WRITE, Call, Fault, Interceptor, described, split
+from system_call_rank import PWRITE, WRITE, Call, Fault, Interceptor, described, split
 
 TRUNCATE = 77
 _CHANGES = ("openat", "write", "fsync", "rename", "unlink", "mkdir", "truncate")
-_NOT_RECORDED = re.compile(r"/status/rank-\d+(\.stacks)?$|/shared-\w+$")
+NOT_RECORDED = re.compile(r"/status/rank-\d+(\.stacks)?$|/shared-\w+$")
 """What says that a rank is alive, and the probe of a shared folder: of no use to a later start."""
 
 
@@ -59,16 +59,17 @@ class Recorder(Interceptor):
         kind, how = self._kinds[call.number]
         path = call.path(how)
         is_ours = path.startswith(self._roots) and Path(f"/proc/{self._rank}/task/{call.thread}").exists()
-        if is_ours and not _NOT_RECORDED.search(path):
+        if is_ours and not NOT_RECORDED.search(path):
             with self._report.with_suffix(f".{self._rank}").open("ab") as file:
-                pickle.dump(Change(time.monotonic(), call.thread, kind, path, **self._more(call, kind)), file)
+                facts = {"kind": kind, "path": path, **self._more(call, kind)}
+                pickle.dump({"time": time.monotonic(), "thread": call.thread, **facts}, file)
         return super()._answer(call)
 
     def _more(self, call: Call, kind: str) -> dict[str, Any]:
         if kind == "openat":
             return {"flags": call.arguments[2]}
         if kind == "rename":
-            at = call.number != 82  # noqa: PLR2004 (the two others name the folders as well)
+            at = call.number != 82  # the two others name the folders as well
             second = Call(call.key, call.thread, call.number, call.arguments[2:] if at else call.arguments[1:])
             return {"target": second.path("at" if at else "path")}
         if kind == "truncate":
@@ -76,7 +77,9 @@ class Recorder(Interceptor):
         return self._written(call) if kind == "write" else {}
 
     def _written(self, call: Call) -> dict[str, Any]:
-        facts = dict(line.split(":") for line in Path(f"/proc/{call.thread}/fdinfo/{call.file}").read_text().splitlines()[:2])
+        facts = dict(
+            line.split(":") for line in Path(f"/proc/{call.thread}/fdinfo/{call.file}").read_text().splitlines()[:2]
+        )
         offset = None if int(facts["flags"], 8) & os.O_APPEND else int(facts["pos"])
         _, place, size, given = call.arguments[:4]
         pieces = [(place, size)]
@@ -96,7 +99,7 @@ def read_changes(report: Path) -> list[Change]:
         with path.open("rb") as file:
             size = path.stat().st_size
             while file.tell() < size:
-                found.append(pickle.load(file))
+                found.append(Change(**pickle.load(file)))
     return sorted(found, key=lambda change: change.time)
 
 

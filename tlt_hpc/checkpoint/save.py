@@ -30,7 +30,7 @@ from tlt_hpc.checkpoint.manifest import (
 )
 from tlt_hpc.checkpoint.shard_file import Held, write_file
 from tlt_hpc.common.files import naming
-from tlt_hpc.storage.folder import NO_ROOM, part_of, sync
+from tlt_hpc.storage.folder import NO_ROOM, make_synced, part_of, sync
 
 if TYPE_CHECKING:
     from tlt_hpc.mpi.world import World
@@ -99,7 +99,8 @@ class Save(threading.Thread):
         Raises:
             OSError, CheckpointError: what could not be written.
         """
-        self._part.mkdir(parents=True, exist_ok=True)
+        make_synced(self._folder)
+        self._part.mkdir(exist_ok=True)
         parts = dict.fromkeys(each.part for each in self._held)
         files = [self._write_part(part, [each for each in self._held if each.part == part]) for part in parts]
         self._list(files)
@@ -152,8 +153,10 @@ class Save(threading.Thread):
         """Remove leftovers, and the oldest up to this step; a later one is damaged, and is left for the user."""
         old = [folder for step, folder in found_in(self._folder) if step <= self._step][: -self._keep]
         try:
-            for folder in old:  # a removal that is killed half-way must not leave a damaged one under a final name
+            for folder in old:  # a removal that is cut off half-way must not leave a damaged one under a final name
                 folder.rename(part_of(folder))
+            if old:
+                sync(self._folder)
             clear_leftovers(self._folder)
         except OSError as error:
             logger.warning("cannot remove old checkpoints in %s: %s", self._folder, error.strerror or error)

@@ -81,15 +81,18 @@ class FeatureCache:
         self._step = step + 1
         return bool(self.previous_step_files())
 
-    def end_step(self) -> None:
+    def end_step(self, durable: bool = False) -> None:
         """Close and rename the open file, if there is one; most of it is on disk by now.
+
+        Args:
+            durable: wait until it would outlive the machine, too.
 
         Raises:
             WriteError: the disk refused; the step's file is not published.
         """
         if self._writer is not None:
             writer, self._writer = self._writer, None
-            writer.close()
+            writer.close(durable)
             self._report(writer)
 
     def abandon_step(self) -> None:

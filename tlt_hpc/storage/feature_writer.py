@@ -165,8 +165,11 @@ class FeatureCacheWriter:
         self._hand_over()
         self._thread.drain()
 
-    def close(self) -> None:
+    def close(self, durable: bool = False) -> None:
         """Wait for the thread, write the tables, commit, close, rename.
+
+        Args:
+            durable: wait until it would outlive the machine, too.
 
         Raises:
             WriteError: the disk refused; nothing is published and the part is removed.
@@ -175,7 +178,7 @@ class FeatureCacheWriter:
             self.flush()
             self._put_tables()
             self._file.commit(len(self.kept.responses))
-            publish(self.path, durable=False)
+            publish(self.path, durable)
         finally:
             self.abandon()
 

@@ -192,11 +192,22 @@ def make_folder(folder: Path) -> None:
         WriteError: no room or no permission.
     """
     try:
-        if not folder.is_dir():
-            folder.mkdir(parents=True, exist_ok=True)
-            sync(folder.parent)
+        make_synced(folder)
     except OSError as error:
         raise WriteError(folder, error) from error
+
+
+def make_synced(folder: Path) -> None:
+    """Make a folder and its parents, and have them reach the disk.
+
+    Raises:
+        OSError: with the path, as the disk says.
+    """
+    if not folder.is_dir():
+        new = [each for each in (folder, *folder.parents) if not each.is_dir()]
+        folder.mkdir(parents=True, exist_ok=True)
+        for each in new:
+            sync(each.parent)
 
 
 def share(path: Path) -> None:

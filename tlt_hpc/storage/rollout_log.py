@@ -184,13 +184,13 @@ class StepSummary(_Step):
 
 
 def write_step(path: Path, record: StepRecord) -> None:
-    """Write one rank's step beside ``path`` and rename it; replaces an earlier file of the step.
+    """Write one rank's step beside ``path``, sync it and rename it; replaces an earlier file of the step.
 
     Raises:
         WriteError: the disk refused; ``path`` is unchanged.
     """
     _assert_consistent(record)
-    with replacing(path, KIND, len(record.rollouts)) as root:
+    with replacing(path, KIND, len(record.rollouts), durable=True) as root:  # the step's line is, too
         _put_record(root, record)
 
 

@@ -103,7 +103,7 @@ def capture_block(
     engine.collect()
     engine.outbox.sink = None
     if cache is not None and has_finished:
-        cache.end_step()
+        cache.end_step(durable=True)  # a later start takes it as it is
     elif cache is not None:
         cache.abandon_step()
     return None if roster.stopping else sum(find_sizes())
