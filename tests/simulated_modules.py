@@ -52,9 +52,11 @@ class Signals:
     """Stands for the module ``signal``."""
 
     SIGTERM, SIGINT, SIGUSR2, Signals = signal.SIGTERM, signal.SIGINT, signal.SIGUSR2, signal.Signals
+    SIG_IGN = signal.SIG_IGN
 
     def signal(self, number: int, handler: Any) -> None:
-        RUNNING[-1].process.on_signal = handler
+        if handler is not signal.SIG_IGN:  # set for one of the signals as the process leaves
+            RUNNING[-1].process.on_signal = handler
 
 
 def host() -> str:

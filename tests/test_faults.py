@@ -64,6 +64,7 @@ RAISED = 'Traceback (most recent call last):\n  File "x", line 1, in f\nRuntimeE
         ("place", 1, 9, 1, BEGUN + NAMED + RAISED.format("no step"), ["traceback: RuntimeError: no step"]),
         ("place", 0, 9, 1, BEGUN + NAMED, ["names rank 1 on n, not rank 0"]),
         ("place", 1, 9, 1, BEGUN, ["names nobody, not rank 1"]),
+        ("place", 1, 9, 1, BEGUN + "finished: 9 steps\n", []),
         ("place", 1, 71, 1, BEGUN + NAMED, ["hung"]),
         ("place", 1, 9, 31, BEGUN + NAMED, ["ended 31 s after the fault"]),
         ("limit", 0, 75, 1, BEGUN, []),

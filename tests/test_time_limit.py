@@ -267,3 +267,13 @@ def test_a_time_limit_that_was_raised_meanwhile_counts(command, tmp_path, answer
     for timer in later:
         timer.cancel()
     assert (flag.kind, [timer.interval for timer in later]) == (kind, intervals)
+
+
+def test_a_signal_after_the_end_of_all_work_ends_nothing() -> None:
+    """Python gives up its handlers before the process is gone: the job would end as killed by the signal."""
+    program = (
+        "import os, signal; from tlt_hpc.cluster.stopping import StopFlag; flag = StopFlag(); flag.install();"
+        "flag.leave(); print(signal.getsignal(signal.SIGUSR2) is signal.SIG_IGN)"  # what Python leaves as it is
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "True\n")

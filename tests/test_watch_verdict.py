@@ -237,6 +237,7 @@ def test_how_the_last_start_ended(tmp_path):
         ("ab", "", "rank 1 on b was killed or crashed, last seen in rollout of step 13; the cause may also be a"),
         ("ab", "failed: OSError: no room", None),  # on another node, and this one's ranks were ended for that
         ("aa", "finished", None),
+        ("aa", "failed: RuntimeError: [gloo] Read error: Connection reset by peer", "rank 1 on a was killed"),
     ],
 )
 def test_a_rank_that_ends_without_a_word_is_named_unless_another_has_said_why(

@@ -332,7 +332,8 @@ def find_wrong(fault: Fault, struck: bool, status: int, seconds: float, log: str
             raised = next((line for line in text.splitlines()[1:] if line and not line.startswith((" ", "[rank"))), "")
             wrong.append(f"traceback: {raised[:200]}")
     named = set(re.findall(r"^tlt: (.*) was killed", log, re.MULTILINE)) if is_killed else set()
-    if is_killed and not any(re.fullmatch(rf"rank {fault.rank} on \S+", name) for name in named):
+    is_over = re.search(r"^finished: ", log, re.MULTILINE)  # whatever ends it then
+    if is_killed and not is_over and not any(re.fullmatch(rf"rank {fault.rank} on \S+", name) for name in named):
         wrong.append(f"names {', '.join(sorted(named)) or 'nobody'}, not rank {fault.rank}")
     return wrong
 

@@ -156,6 +156,11 @@ class StopFlag:
         self.timers[-1].start()
         return self.timers[-1]
 
+    def leave(self) -> None:
+        """All is done: from here on a signal of the time limit, which Python would no longer answer, ends nothing."""
+        self.is_left = True
+        signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+
     def install(self) -> None:
         """Have SIGTERM, SIGINT and SIGUSR2 request a stop; a second Ctrl-C, at least a second later, interrupts.
 

@@ -184,7 +184,7 @@ class World(NodeGroup):
 
     def leave(self) -> None:
         """Have all ranks end together, and MPI with them, so that each rank exits with its own status; collective."""
-        self.flag.is_left = True
+        self.flag.leave()
         self.barrier()
         MPI.Finalize()
 

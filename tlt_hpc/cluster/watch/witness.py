@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import select
 import signal
 import socket
@@ -21,6 +22,8 @@ from tlt_hpc.cluster.watch.beat import Member
 from tlt_hpc.cluster.watch.record import DamagedRecordError, Record, claim_verdict, read_record_at
 
 _LONGEST_WORD = 1 << 16
+_OF_ANOTHER = re.compile(r"[Cc]onnection (closed|reset|refused)|Broken pipe|Socket closed|remote process exited")
+"""In the error of a rank that has lost another, of gloo or NCCL."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2, signal.SIGHUP)
 _OTHER_NODES_SECONDS = 2.0
 """Until a shared file system shows what a rank of another node has said of its end."""
@@ -156,17 +159,22 @@ def _testify(start: str, folder: Path, ended: int) -> None:
     records = _records(folder, start)
     if len({record.host for record in records}) > 1:  # ranks elsewhere may have ended before
         end = time.monotonic() + _OTHER_NODES_SECONDS
-        while time.monotonic() < end and not any(record.ending for record in records):
+        while time.monotonic() < end and not any(map(_says_why, records)):
             time.sleep(_POLL_SECONDS)
             records = _records(folder, start)
     own = next((record for record in records if record.rank == ended), None)
-    if own is None or any(record.ending for record in records):
+    if own is None or own.ending or any(map(_says_why, records)):
         return
     also = "; the cause may also be a node that was lost" * (len({record.host for record in records}) > 1)
     line = f"{own.name} was killed or crashed, last seen in {own.place}{also}"
     with suppress(OSError):  # no room for it: the next start names no rank
         if claim_verdict(folder, start, line):
             os.write(2, f"tlt: {line}; the same command resumes\n".encode())
+
+
+def _says_why(record: Record) -> bool:
+    """Whether a rank has given a reason of its own for its end."""
+    return bool(record.ending) and not _OF_ANOTHER.search(record.ending)
 
 
 def _records(folder: Path, start: str) -> list[Record]:
