@@ -102,7 +102,7 @@ def test_a_column_that_is_named_and_not_there(tmp_path):
 
 
 def test_prompts_that_are_too_long_are_refused_or_dropped(tmp_path):
-    rows = [*(gcd_row(i) for i in range(1, 7)), *[{"prompt": "1=" * 9, "answer": "1"}] * 2]
+    rows = [*(gcd_row(i) for i in range(1, 7)), *[{"prompt": "1," * 9, "answer": "1"}] * 2]
     path = write_jsonl(tmp_path / "a.jsonl", rows)
     with pytest.raises(RowError, match=rf"^{path}:7: prompt of 18 tokens, data.max_prompt_tokens = 16; "):
         open_data(path)

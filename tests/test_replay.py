@@ -150,7 +150,7 @@ def test_a_file_that_cannot_be_read_now_is_no_damaged_one(tmp_path: Path, monkey
         raise OSError(116, "Stale file handle", str(path))
 
     monkeypatch.setattr("tlt_hpc.resume.replay.read_step", stale)
-    with pytest.raises(UserError, match=rf"{path}: Stale file handle; nothing was changed: start again when it"):
+    with pytest.raises(UserError, match=rf"{path}: Stale file handle; .* start again; nothing was changed$"):
         read_ranks(job, 2)
 
 

@@ -82,5 +82,6 @@ def test_the_demo_runs_from_the_wheel(installed: Path, tmp_path: Path) -> None:
     assert files_in(work) == shipped_files()
     small = ("run.ranks=1", "run.num_steps=2", "rollout.prompts_per_step=2", "rollout.max_new_tokens=64")
     assert "2 steps" in call(work, installed / "tlt", "train", "jobs/tiny.toml", *small)
-    shown = call(work, installed / "python", "jobs/submit.py", "jobs/tiny.toml", *small, "--dry-run", "--no-preflight")
+    without = ("--dry-run", "--no-preflight")
+    shown = call(work, installed / "python", "jobs/submit.py", "jobs/tiny.toml", *small, "run.name=more", *without)
     assert "tlt train" in shown

@@ -141,7 +141,7 @@ def _read_log(path: Path) -> StepRecord | str:
     except (DamagedFile, FileNotFoundError) as error:
         return str(error)
     except OSError as error:
-        raise UserError(f"{told(error)}; nothing was changed: start again when it can be read") from None
+        raise UserError(f"{told(error)}; nothing was changed") from None
 
 
 def missing_responses(rollouts: Sequence[Rollout], rewards: NDArray[np.float32], job: Job, step: int) -> str:
