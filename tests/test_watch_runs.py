@@ -98,7 +98,7 @@ def test_a_hang_ends_the_run_with_one_line_and_the_same_command_resumes(tmp_path
     code, lines, text = end(start(tmp_path, [str(script)], 2, *changes))
     assert code == STALLED and len(lines) == 1, text
     named = (
-        r"rank 1 on \S+ is stuck in rollout of step 1 \(4 sequences left\) for \d+ s, at step "
+        r"rank 1 on \S+ is stuck in rollout of step 2 \(4 sequences left\) for \d+ s, at step "
         r"\(\S+hanging.py:\d+\); rank 0 waits in pulse \(.*?\)"
     )
     told = re.match(f"tlt: the job hangs: ({named}); stacks are in", lines[0])

@@ -27,8 +27,8 @@ from tlt_hpc.storage.step_lines import read_lines
 from tlt_hpc.studies.rehearsal.faults import BEGUN, STRUCK, VARIABLE, Order
 
 SHORT_TOKENS = 256
-STALL_FACTOR = 0.2
-"""A hang is found after a minute."""
+STALL_FACTOR = 0.15
+"""A rank that hangs in a rollout is found after one and a half minutes."""
 MAX_SECONDS = 3600.0
 """A start that lasts longer, outside of a Slurm job, is ended, and the rehearsal with it."""
 MAX_STARTS = 12
