@@ -256,7 +256,8 @@ def check_judged(job: Job, step: int, tail: Tail) -> None:
         return
     if found.total == found.num_responses:
         raise UserError(
-            f"none of the {found.total} responses of step {step + 1} could be judged: {found.explain()}; then start again"
+            f"none of the {found.total} responses of step {step + 1} could be judged: {found.explain()}; "
+            "then start again"
         )
     if job.world.rank == 0:
         logger.warning(
