@@ -18,6 +18,8 @@ SHAPES = (
 MISTAKES = r"""
 trian jobs/tiny.toml
     tlt: no command 'trian'; did you mean train? (see tlt --help)
+cancel
+    tlt: no command 'cancel'; did you mean tlt submit cancel? (see tlt --help)
 train
     tlt train: the following arguments are required: CONFIG.toml (see tlt train --help)
 train jobs/tinny.toml

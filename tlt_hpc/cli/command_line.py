@@ -45,6 +45,7 @@ examples:
 
 `tlt COMMAND --help` shows a command's options, `tlt keys SECTION` the keys of a job.
 """
+_OF_SUBMIT = ("status", "cancel", "resubmit", "collect", "list")
 _CHOICE = re.compile(r"argument (.+?): invalid choice: (.+) \(choose from (.+)\)", re.DOTALL)
 
 
@@ -58,7 +59,8 @@ class Parser(argparse.ArgumentParser):
         if match := _CHOICE.fullmatch(message):
             name, given, known = match[1], match[2].strip("'\""), re.findall(r"'([^']*)'", match[3])
             what = f"no command {given!r}" if name == "COMMAND" else f"{name} has no {given!r}"
-            message = what + (did_you_mean(given, known) or f"; choose from {', '.join(known)}")
+            submit = f"; did you mean tlt submit {given}?" if name == "COMMAND" and given in _OF_SUBMIT else ""
+            message = what + (submit or did_you_mean(given, known) or f"; choose from {', '.join(known)}")
         message = re.sub(r", \w+\.key=value$", "", message)  # they may be left out
         self.exit(2, f"{self.prog}: {one_line(ValueError(message))} (see {self.prog} --help)\n")
 
