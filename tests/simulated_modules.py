@@ -41,6 +41,9 @@ class System:
     def fsync(self, descriptor: int) -> None:
         RUNNING[-1].sleep(1e-3)
 
+    def write(self, descriptor: int, data: bytes) -> int:
+        return len(data) if descriptor == 2 else os.write(descriptor, data)
+
     def _exit(self, status: int) -> None:
         raise Exit(status)
 

@@ -51,6 +51,7 @@ ONCE_FAILED = {
     "a rank with a stop to vote for span until the round was over": Plan(3019, "rollout", 2, 2, 3),
     "two starts that claimed at the same moment both ended": Plan(692, "owners", 3, 2, 1),
     "a start that was stopped for long removed lines of the next": Plan(2510, "owners", 2, 5, 0),
+    "a timer and the main thread both queued a job again": Plan(160007, "job", 6, 4, 1),
 }
 
 

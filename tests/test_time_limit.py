@@ -7,6 +7,7 @@ import signal
 import stat
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -88,6 +89,27 @@ def test_work_that_lasts_beyond_the_end_is_queued_again_from_outside_of_it(comma
     for timer in flag.timers:
         timer.join(30)
     assert (tmp_path / "asked").read_text() == "requeue 17\n" and capsys.readouterr().out == ""
+
+
+def test_a_job_is_queued_again_once_by_the_timer_or_the_main_thread() -> None:
+    flag, asked, is_asking, may_end = StopFlag(), [], threading.Event(), threading.Event()
+
+    def ask_slowly() -> None:
+        is_asking.set()
+        assert may_end.wait(30)
+        asked.append("timer")
+
+    timer = threading.Thread(target=flag.finish, args=(ask_slowly,))
+    timer.start()
+    assert is_asking.wait(30)
+    main = threading.Thread(target=flag.finish, args=(lambda: asked.append("main"),))
+    main.start()
+    main.join(0.2)
+    assert main.is_alive()  # a process that ended now would leave its request to Slurm half done
+    may_end.set()
+    main.join(30)
+    timer.join(30)
+    assert asked == ["timer"]
 
 
 # Waits for a line of input before it tells what has come.

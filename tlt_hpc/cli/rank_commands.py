@@ -138,10 +138,13 @@ def stop_early(
     from tlt_hpc.mpi.ending import end_within
 
     stop = world.agree_to_stop()
-    world.flag.is_left = True
     BEAT.leave("stopped early")  # Slurm may kill any of the ranks from here on
-    if stop is Stop.TIME and world.rank == 0:
-        print(f"tlt: {queue_again(os.environ, folder, progress())}", flush=True)
+
+    def at_last() -> None:
+        if stop is Stop.TIME and world.rank == 0:
+            print(f"tlt: {queue_again(os.environ, folder, progress())}", flush=True)
+
+    world.flag.finish(at_last)
     is_closed = close is None or close(lambda: world.flag.seconds_left - _LEAVING_SECONDS)
     if stop is Stop.KILL and world.rank == 0:
         await_preemption(os.environ)

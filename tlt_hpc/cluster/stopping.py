@@ -86,6 +86,7 @@ class StopFlag:
         self._ends_at: float | None = None
         self._interrupted_at: float | None = None
         self.timers: list[threading.Timer] = []
+        self._leaving = threading.Lock()
 
     @property
     def kind(self) -> Stop:
@@ -147,7 +148,7 @@ class StopFlag:
             if left < math.inf:
                 self.set_time_limit(left, at_last, ask_again)
 
-        last = self._after(seconds - min(END_SECONDS, ahead) / 2, lambda: None if self.is_left else at_last())
+        last = self._after(seconds - min(END_SECONDS, ahead) / 2, lambda: self.finish(at_last))
         self._after(seconds - ahead, near_the_end)
 
     def _after(self, seconds: float, action: Callable[[], None]) -> threading.Timer:
@@ -155,6 +156,16 @@ class StopFlag:
         self.timers[-1].daemon = True
         self.timers[-1].start()
         return self.timers[-1]
+
+    def finish(self, at_last: Callable[[], None]) -> None:
+        """Set ``is_left`` and call ``at_last``, unless that was done before.
+
+        At the time limit the timer and the main thread may both come here: the second waits until the first is done.
+        """
+        with self._leaving:
+            is_first, self.is_left = not self.is_left, True
+            if is_first:
+                at_last()
 
     def leave(self) -> None:
         """All is done: from here on a signal of the time limit, which Python would no longer answer, ends nothing."""
