@@ -44,7 +44,6 @@ from tlt_hpc.rl.distributed import load_deepspeed  # noqa: E402
 
 if torch.version.cuda is None:  # elsewhere DeepSpeed looks, as it is imported, which device a rank has chosen
     load_deepspeed()
-    import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
 
 LIBC = ctypes.CDLL(None)
 PR_SET_PDEATHSIG = 1

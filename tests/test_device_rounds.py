@@ -24,8 +24,9 @@ from tiny import (
 from tlt_hpc.common.records import FinishReason
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.drafter_file import make_drafter
-from tlt_hpc.models.folder import embedded, folder_weights
+from tlt_hpc.models.folder import folder_weights
 from tlt_hpc.models.sharding import Sharding
+from tlt_hpc.models.tokenizer import embedded
 from tlt_hpc.rollout import drafts
 from tlt_hpc.rollout.device_rounds import DeviceRounds
 from tlt_hpc.rollout.drafts import LearnedDrafts

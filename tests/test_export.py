@@ -32,7 +32,7 @@ from tlt_hpc.export import policy
 from tlt_hpc.export.formats import lay_out, read_target
 from tlt_hpc.models.drafter_file import DRAFTER_FILE, checked_drafter, eagle3_sizes, load_drafter
 from tlt_hpc.models.eagle3 import feature_layers
-from tlt_hpc.models.folder import embedded
+from tlt_hpc.models.tokenizer import embedded
 from tlt_hpc.rollout.drafts import LearnedDrafts
 from tlt_hpc.rollout.sampling import SamplingRule
 from tlt_hpc.rollout.strategy import Strategy

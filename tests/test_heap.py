@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tlt_hpc.train import settle_heap
+from tlt_hpc.common.heap import settle_heap
 
 
 class Cycle:

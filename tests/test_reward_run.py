@@ -16,7 +16,7 @@ from tlt_hpc.cli import main as cli
 from tlt_hpc.cluster.stopping import StopFlag
 from tlt_hpc.common.records import Rollout
 from tlt_hpc.config import load_config
-from tlt_hpc.models.folder import find_model, load_tokenizer
+from tlt_hpc.models.tokenizer import find_model, load_tokenizer
 from tlt_hpc.rewards.text import boxed
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.rollout_log import read_step

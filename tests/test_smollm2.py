@@ -10,8 +10,9 @@ from transformers import LlamaForCausalLM
 
 from tlt_hpc.models import linear
 from tlt_hpc.models.decoder import Decoder
-from tlt_hpc.models.folder import folder_weights, load_tokenizer
+from tlt_hpc.models.folder import folder_weights
 from tlt_hpc.models.shape import read_shape
+from tlt_hpc.models.tokenizer import load_tokenizer
 
 NUM_TOKENS = 96
 

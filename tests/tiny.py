@@ -18,9 +18,10 @@ from tlt_hpc.data.gcd import draw_from_split
 from tlt_hpc.kernels.gumbel import gumbel_noise_reference
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.drafter import Drafter
-from tlt_hpc.models.folder import find_model, folder_weights, load_tokenizer
+from tlt_hpc.models.folder import folder_weights
 from tlt_hpc.models.layers import Attend
 from tlt_hpc.models.shape import read_shape
+from tlt_hpc.models.tokenizer import find_model, load_tokenizer
 from tlt_hpc.rollout.chooser import Agree
 from tlt_hpc.rollout.device_cache import make_cache
 from tlt_hpc.rollout.engine import RolloutEngine

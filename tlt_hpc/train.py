@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
@@ -16,6 +15,7 @@ from numpy.typing import NDArray
 
 from tlt_hpc.cluster.stopping import Stop
 from tlt_hpc.cluster.watch.beat import BEAT
+from tlt_hpc.common.heap import settle_heap
 from tlt_hpc.common.records import PREFILL, PhaseSpan, Rollout
 from tlt_hpc.config import Config, UserError
 from tlt_hpc.drafting.acceptance import JUDGED_DEPTH, DraftCounts
@@ -96,17 +96,6 @@ def run(config: Config, world: World, reporter: Reporter, tracking: Tracking | N
         *_, result = take_steps(job, tracking, reporter)
     assert result is not None
     return result
-
-
-def settle_heap() -> None:
-    """Exclude all objects that exist before the first step from garbage collection.
-
-    A full collection over libraries, model and engine stops a rank for a third of a second or more; in the middle of a
-    rollout all ranks wait for it.
-    """
-    gc.unfreeze()  # what an earlier run of this process left
-    gc.collect()
-    gc.freeze()
 
 
 def take_steps(job: Job, tracking: Tracking | None, reporter: Reporter) -> Iterator[RunResult | None]:

@@ -130,7 +130,7 @@ def run_trl(options: argparse.Namespace) -> None:
     from trl.trainer.grpo_trainer import GRPOTrainer
 
     from tlt_hpc.data.prompts import open_prompts
-    from tlt_hpc.models.folder import find_model, load_tokenizer
+    from tlt_hpc.models.tokenizer import find_model, load_tokenizer
     from tlt_hpc.rewards.text import boxed
 
     torch.set_num_threads(1)

@@ -23,8 +23,10 @@ from damage import Case, damages_of
 from tlt_hpc.checkpoint.store import CheckpointStore
 from tlt_hpc.config import load_config, load_saved_config
 from tlt_hpc.models.drafter_file import initial_drafter
-from tlt_hpc.models.folder import check_weights, embedded, end_token_ids, folder_weights, load_tokenizer
+from tlt_hpc.models.folder import folder_weights
 from tlt_hpc.models.shape import read_shape
+from tlt_hpc.models.tokenizer import embedded, load_tokenizer
+from tlt_hpc.models.weight_files import check_weights, end_token_ids
 from tlt_hpc.plan.inputs import read_assets
 from tlt_hpc.resume.finished import finished_message
 from tlt_hpc.storage.feature_file import FeatureCacheReader

@@ -39,8 +39,10 @@ from tlt_hpc.kernels.graphs import GraphPool
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.drafter_file import load_drafter
 from tlt_hpc.models.eagle import Eagle
-from tlt_hpc.models.folder import DTYPES, embedded, end_token_ids, folder_weights, load_tokenizer
+from tlt_hpc.models.folder import DTYPES, folder_weights
 from tlt_hpc.models.shape import read_shape
+from tlt_hpc.models.tokenizer import embedded, load_tokenizer
+from tlt_hpc.models.weight_files import end_token_ids
 from tlt_hpc.rollout.device_cache import AttentionKind
 from tlt_hpc.rollout.engine import RolloutEngine
 from tlt_hpc.rollout.kv_cache import page_bytes

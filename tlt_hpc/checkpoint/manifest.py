@@ -17,8 +17,8 @@ from torch import Tensor
 
 from tlt_hpc.common.files import LINES_BYTES, open_regular, read_bytes
 from tlt_hpc.config import UserError
-from tlt_hpc.models.folder import opened
 from tlt_hpc.models.piece import Cut
+from tlt_hpc.models.weight_files import opened
 from tlt_hpc.storage.folder import sync
 
 JSON = Any

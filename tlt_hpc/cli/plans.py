@@ -6,7 +6,6 @@ import argparse
 import os
 from typing import TYPE_CHECKING
 
-from tlt_hpc.cluster.local import launched_rank
 from tlt_hpc.config import Config, UserError, check_learns, check_resumable, without_side_effects
 from tlt_hpc.resume.finished import finished_message
 from tlt_hpc.storage.folder import RunFolder
@@ -49,9 +48,10 @@ def plan_command(config: Config, options: argparse.Namespace, num_ranks: int) ->
     if options.command == "evaluate":
         return plan_evaluation(config, options, num_ranks)
     assets = read_assets(config, num_ranks)
+    if options.dry_run and options.command != "warmup":
+        check_drafter(config, assets)
     if options.command == "ablate":
         ablation = ablation_plan.plan_ablation(config, options)
-        check_drafter(config, assets)
         return ablation_plan.describe(ablation, num_ranks)
     if options.command == "warmup":
         from tlt_hpc.studies.warmup import plan
@@ -74,7 +74,6 @@ def plan_run(config: Config, assets: ModelAssets, num_ranks: int) -> str:
     from tlt_hpc.plan.memory.summary import summarise
 
     config.tracking.check_installed()
-    check_drafter(config, assets)
     if config.evaluation.every_steps:
         open_checked_sets(config, assets.folder, assets.shape, assets.tokenizer)
     memory = summarise(config, assets.shape, num_ranks)
@@ -82,14 +81,14 @@ def plan_run(config: Config, assets: ModelAssets, num_ranks: int) -> str:
 
 
 def check_drafter(config: Config, assets: ModelAssets) -> None:
-    """Open the file of the drafter that a run starts with; ranks open it for themselves.
+    """Open the file of the drafter that a run starts with. Ranks do it themselves: it takes the second to import torch.
 
     Raises:
         ValueError: it is missing, broken or of another model.
     """
     from tlt_hpc.models.drafter_file import initial_drafter
 
-    if config.speculation.mode == "full" and launched_rank(os.environ) is None:
+    if config.speculation.mode == "full":
         initial_drafter(config.drafter.init, config.drafter.form, assets.shape)
 
 
@@ -101,7 +100,7 @@ def plan_evaluation(config: Config, options: argparse.Namespace, num_ranks: int)
     """
     from tlt_hpc.evaluate.evaluate import describe, read_assets
     from tlt_hpc.evaluate.subject import find_subject
-    from tlt_hpc.models.folder import check_weights
+    from tlt_hpc.models.weight_files import check_weights
 
     subject = find_subject(options.checkpoint, options.step, options.output)
     assets, sets = read_assets(config, num_ranks)

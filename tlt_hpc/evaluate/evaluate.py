@@ -33,9 +33,10 @@ from tlt_hpc.evaluate.subject import Subject, fingerprint_of, load_weights, open
 from tlt_hpc.evaluate.tally import Results, tally
 from tlt_hpc.models.drafter_file import TOKEN_IDS, initial_drafter, serving_drafter
 from tlt_hpc.models.eagle import Eagle
-from tlt_hpc.models.folder import end_token_ids, find_model, load_tokenizer
 from tlt_hpc.models.once import read_all_once
 from tlt_hpc.models.shape import ModelShape, check_sharding, read_shape
+from tlt_hpc.models.tokenizer import find_model, load_tokenizer
+from tlt_hpc.models.weight_files import end_token_ids
 from tlt_hpc.mpi.owner import claim_owner
 from tlt_hpc.mpi.roster import Roster
 from tlt_hpc.mpi.world import World

@@ -20,7 +20,7 @@ from tlt_hpc.export.formats import Files, Target, lay_out, read_target
 from tlt_hpc.export.model_card import escaped
 from tlt_hpc.export.writer import CARD, CONFIG, MARK, WEIGHTS, check_output, checkpoint_at, write_folder
 from tlt_hpc.models.drafter_file import DRAFTER_FILE, TOKEN_IDS, checked_drafter, read_drafter
-from tlt_hpc.models.folder import embedded
+from tlt_hpc.models.tokenizer import embedded
 from tlt_hpc.storage.folder import RunFolder, no_run
 from tlt_hpc.storage.records import read_facts
 from tlt_hpc.storage.step_lines import read_lines

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from tlt_hpc.config import EMBEDDED_MODEL, UserError
 from tlt_hpc.models.drafter_file import TOKEN_IDS, check_layers
-from tlt_hpc.models.folder import find_model
 from tlt_hpc.models.json_file import read_json
 from tlt_hpc.models.shape import ModelShape, shape_from
+from tlt_hpc.models.tokenizer import find_model
 
 
 @dataclass(frozen=True)

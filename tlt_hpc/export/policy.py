@@ -21,8 +21,9 @@ from tlt_hpc.export.export_options import output_of
 from tlt_hpc.export.model_card import policy_card
 from tlt_hpc.export.writer import CARD, CONFIG, WEIGHTS, check_output, checkpoint_at, write_folder
 from tlt_hpc.look.run_log import RunLog
-from tlt_hpc.models.folder import DTYPES, find_model
+from tlt_hpc.models.folder import DTYPES
 from tlt_hpc.models.shape import read_shape
+from tlt_hpc.models.tokenizer import find_model
 from tlt_hpc.storage.folder import RunFolder, no_run
 
 SHARD_BYTES = 5_000_000_000

@@ -18,9 +18,10 @@ from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.drafter import Drafter, Form
 from tlt_hpc.models.eagle import Eagle
 from tlt_hpc.models.eagle3 import LEAST_LAYERS, Eagle3
-from tlt_hpc.models.folder import embedded, opened
 from tlt_hpc.models.once import read_all_once
 from tlt_hpc.models.shape import ModelShape
+from tlt_hpc.models.tokenizer import embedded
+from tlt_hpc.models.weight_files import opened
 from tlt_hpc.storage.folder import writing_beside
 
 if TYPE_CHECKING:

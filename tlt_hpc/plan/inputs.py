@@ -16,9 +16,9 @@ from tlt_hpc.common.words import count
 from tlt_hpc.config import Config, ConfigError, check_ranks, to_toml
 from tlt_hpc.data.evaluation_sets import EvaluationSet, longest_prompt, longest_response, open_sets
 from tlt_hpc.data.prompts import PromptSource, SharedPrompts, open_prompts
-from tlt_hpc.models.folder import check_weights, end_token_ids, find_model, load_tokenizer
 from tlt_hpc.models.shape import ModelShape, read_shape
-from tlt_hpc.models.tokenizer import read_chat_format
+from tlt_hpc.models.tokenizer import find_model, load_tokenizer, read_chat_format
+from tlt_hpc.models.weight_files import check_weights, end_token_ids
 from tlt_hpc.plan.shape_checks import check_shape, check_strategies
 from tlt_hpc.rewards.functions import check_function
 from tlt_hpc.rewards.judge import check_answer

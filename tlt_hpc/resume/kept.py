@@ -22,7 +22,7 @@ from tlt_hpc.checkpoint.save import found_in
 from tlt_hpc.common.records import Rollout, SampleKey
 from tlt_hpc.config import Config
 from tlt_hpc.look.metrics import PROBS_DIFF, SCORE, TRAINED_TOKENS
-from tlt_hpc.models.folder import find_model
+from tlt_hpc.models.tokenizer import find_model
 from tlt_hpc.mpi.world import World
 from tlt_hpc.storage.folder import RunFolder, WriteError
 from tlt_hpc.storage.hdf5 import DamagedFile

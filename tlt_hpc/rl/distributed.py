@@ -18,6 +18,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from tlt_hpc.cluster.network import REQUIRED, read_log, refuse_network, start_log, warning_of
 from tlt_hpc.cluster.topology import System
 from tlt_hpc.cluster.watch.beat import BEAT, Phase
+from tlt_hpc.common.heap import importing
 from tlt_hpc.config import UserError
 from tlt_hpc.models.sequence_parallel import SequenceGroup
 
@@ -196,13 +197,23 @@ def _open_store(world: World) -> TCPStore:
 
 
 def load_deepspeed() -> None:
-    """Import DeepSpeed, without MLflow, which its autotuner imports if it is installed: seconds, and telemetry."""
-    is_loaded = "mlflow" in sys.modules
-    sys.modules.setdefault("mlflow", None)  # type: ignore[arg-type]  # documented: the import fails
-    import deepspeed  # noqa: F401
+    """Import DeepSpeed without what takes seconds and is not used here.
 
-    if not is_loaded:
-        del sys.modules["mlflow"]
+    Its autotuner imports MLflow if it is installed. Each engine imports the Muon optimiser, whose functions are handed
+    to ``torch.compile`` as they are defined, and that imports the whole compiler, though no function is called.
+    """
+    is_loaded, true_compile = "mlflow" in sys.modules, torch.compile
+    sys.modules.setdefault("mlflow", None)  # type: ignore[arg-type]  # documented: the import fails
+    try:
+        with importing():
+            import deepspeed
+
+            torch.compile = lambda function: function  # type: ignore[assignment, misc]
+            import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
+    finally:
+        torch.compile = true_compile  # type: ignore[misc]
+        if not is_loaded:
+            del sys.modules["mlflow"]
 
 
 def _hand_to_deepspeed() -> None:
