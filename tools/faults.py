@@ -285,17 +285,19 @@ def start(folder: Path, variant: str, steps: int, log: Path, variables: dict[str
 
 
 def ranks_in(folder: Path) -> dict[int, int]:
-    """Rank -> process id, of the folder's run."""
-    found, mark = {}, f"\0{MARK}={folder}\0".encode()
+    """Rank -> process id, of the folder's run; not the processes that a rank has forked."""
+    found: dict[int, tuple[int, int]] = {}
+    mark = f"\0{MARK}={folder}\0".encode()
     for path in Path("/proc").glob("[0-9]*"):
         try:
             environment, command = b"\0" + (path / "environ").read_bytes(), (path / "cmdline").read_bytes()
+            parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
         except OSError:
             continue
         match = re.search(rb"\0(?:PMI_RANK|OMPI_COMM_WORLD_RANK)=(\d+)\0", environment)
         if match and mark in environment and b"mpi4py" in command:
-            found[int(match[1])] = int(path.name)
-    return found
+            found[int(path.name)] = int(match[1]), parent
+    return {rank: process for process, (rank, parent) in found.items() if parent not in found}
 
 
 def end_all(process: subprocess.Popen[bytes], folder: Path) -> None:

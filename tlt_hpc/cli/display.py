@@ -5,9 +5,11 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 from rich.table import Table
 
+from tlt_hpc.cluster.watch.beat import BEAT
 from tlt_hpc.common.console import TextConsole
 from tlt_hpc.common.words import count
 from tlt_hpc.config import Config
@@ -63,11 +65,21 @@ class Screen:
         self.say("".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True)) + ending)
 
 
+def start_times(began: float, stages: Mapping[str, float], end: float) -> str:
+    """How long a start took until the first tokens, and the stages that took at least a tenth of it."""
+    times = [began, *stages.values(), end]
+    spent = (later - earlier for earlier, later in pairwise(times))
+    parts = sorted(zip(("starting", *stages), spent, strict=True), key=lambda part: -part[1])
+    long = [f"{name} {seconds:.1f}" for name, seconds in parts if seconds > (end - began) / 10]
+    return f"first tokens {end - began:.1f} s after the start: {', '.join(long)}"
+
+
 class StepReporter:
     """Shows a run: a line for each step, which ends with ``mode`` where runs take turns."""
 
-    def __init__(self, screen: Screen, mode: str = "") -> None:
-        self._screen, self._mode = screen, mode
+    def __init__(self, screen: Screen, mode: str = "", stages: Mapping[str, float] | None = None) -> None:
+        """``stages``: what the start has done, and when, in seconds since the epoch; told once it is over."""
+        self._screen, self._mode, self._stages = screen, mode, stages
         self._is_first = True
 
     def replayed(self, step: int) -> None:
@@ -83,6 +95,9 @@ class StepReporter:
         self._is_first, self._screen.names_columns = False, True
 
     def rolling(self, step: int, roster: Roster) -> None:
+        if self._stages is not None:
+            self._screen.say(f"  {start_times(BEAT.began, self._stages, time.time())}")
+            self._stages = None
         left = sum(status.sequences_left for status in roster.statuses)
         training = sum(status.drafter_steps > 0 for status in roster.statuses)
         self._screen.progress(f"step {step + 1}: rollout, {left} left, {roster.num_busy} busy, {training} training")

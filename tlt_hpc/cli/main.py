@@ -23,6 +23,7 @@ from tlt_hpc.cluster.caches import in_memory, make_node_cache
 from tlt_hpc.cluster.device import local_rank, take_device
 from tlt_hpc.cluster.local import STARTED, become_ranks, given_job, launched_count, launched_rank, starting
 from tlt_hpc.cluster.stopping import StopFlag, know_limits
+from tlt_hpc.cluster.watch.beat import BEAT
 from tlt_hpc.cluster.watch.watch import Watch
 from tlt_hpc.cluster.watch.witness import Witness
 from tlt_hpc.common.files import has_remedy, told
@@ -49,6 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     options = parse(given)
     rank = launched_rank(os.environ)
+    BEAT.began = float(os.environ.get(STARTED, BEAT.began))
     flag = StopFlag()
     logging.basicConfig(level=logging.WARNING, format=f"[rank {rank or 0}] %(levelname)s %(name)s: %(message)s")
     work = COMMANDS[options.command].work

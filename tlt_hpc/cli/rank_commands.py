@@ -43,7 +43,7 @@ def train(config: Config, options: argparse.Namespace, world: World) -> int:
     from tlt_hpc.train import run
 
     with nullcontext() if world.rank else Tracking(config, RunFolder(config.folder)) as tracking:
-        result = run(config, world, StepReporter(Screen(world.rank == 0)), tracking)
+        result = run(config, world, StepReporter(Screen(world.rank == 0), stages=world.stages), tracking)
         leave_process_group()
         if world.rank == 0:
             print_result(config, result)

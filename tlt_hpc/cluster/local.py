@@ -7,6 +7,7 @@ import shutil
 import stat
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from tlt_hpc.common.words import count
 _RANK_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")
 _SIZE_VARIABLES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "TLT_RANKS", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
 STARTED = "TLT_STARTED"
-"""Set where this program has started the ranks itself, and has said so."""
+"""When this program started the ranks itself, and said so, in seconds since the epoch; else unset."""
 JOB_FILE, JOB_TEXT = "TLT_JOB_FILE", "TLT_JOB_TEXT"
 """Path and text of the job file, set by what starts the ranks (this module, or ``sbatch/env.sh``): hundreds of ranks
 do not open it then."""
@@ -79,7 +80,7 @@ def launch_environment(num_ranks: int, environment: Mapping[str, str], job: str 
 
     ``job``: path of the job file, whose text goes with it; empty: none.
     """
-    ranks = {"OMP_NUM_THREADS": "1", **environment, "TLT_RANKS": str(num_ranks), STARTED: "1"}
+    ranks = {"OMP_NUM_THREADS": "1", **environment, "TLT_RANKS": str(num_ranks), STARTED: str(time.time())}
     if job and Path(job).stat().st_size <= _LONGEST_JOB:
         ranks |= {JOB_FILE: job, JOB_TEXT: os.fsdecode(Path(job).read_bytes())}
     return ranks

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import pickle
 import socket
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -63,7 +64,8 @@ class World(NodeGroup):
         super().__init__(_duplicate(comm), "world")
         self.flag = flag or StopFlag()
         self._pending_sums: set[PendingSum] = set()
-        self._said: set[str] = set()
+        self.stages: dict[str, float] = {}
+        """What ``say`` has been told, with the time of each in seconds since the epoch."""
         self.placement: tuple[str, ...] = ()
         """Where the ranks run, in lines for the user; on rank 0, once they have been placed (placing.py)."""
         self.hostname: str = socket.gethostname()
@@ -93,9 +95,9 @@ class World(NodeGroup):
 
     def say(self, words: str) -> None:
         """Have rank 0 print what a start does, each thing once: further runs of this process start quickly."""
-        if self.rank == 0 and words not in self._said:
+        if self.rank == 0 and words not in self.stages:
             print(f"  {words}", flush=True)
-        self._said.add(words)
+        self.stages.setdefault(words, time.time())
 
     @property
     def library(self) -> str:

@@ -172,6 +172,7 @@ def resume(job: Job, shown: Callable[[int], None]) -> tuple[int, int]:
     saved = 0
     if checkpoint is not None:
         saved = checkpoint.step
+        job.world.say(f"loading the checkpoint of step {saved}")
         node = job.world.node_group
 
         def read(name: str) -> Tensor:

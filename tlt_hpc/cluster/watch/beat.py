@@ -6,6 +6,7 @@ There is one beat per process, ``BEAT``.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -80,6 +81,8 @@ class Beat:
         """Whether the ranks ask each other repeatedly how far a save is, which is no progress."""
         self.member: Member | None = None
         self.abort: Callable[[int], None] | None = None
+        self.began = time.time()
+        """When the command was given, in seconds since the epoch; only for display."""
         self.ends_at: float | None = None
         """When the allocation ends, in seconds since the epoch, if known; only for display."""
         self.folder: Path | None = None

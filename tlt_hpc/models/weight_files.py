@@ -1,0 +1,105 @@
+"""The files of a Hugging Face model folder that hold its weights, read without torch: a command checks them at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+from safetensors import SafetensorError, safe_open
+
+from tlt_hpc.config import UserError
+from tlt_hpc.models.json_file import read_json
+from tlt_hpc.models.shape import TAKE_CONFIG, ModelShape
+
+INDEX = "model.safetensors.index.json"
+_TORCH_FILE_ERRORS = ("unable to open file", "unable to mmap", "Error closing file")
+UNREADABLE = "start again once its disk works, or download it again"
+_EMBEDDING = "model.embed_tokens.weight"
+
+
+@contextmanager
+def opened(file: Path, remedy: str, framework: Literal["pt", "numpy"] = "pt") -> Iterator[Any]:
+    """A safetensors file, opened to read its tensors as this library's.
+
+    Raises:
+        UserError: it cannot be read, or is not whole; ends with ``remedy``.
+    """
+    try:
+        with safe_open(file, framework=framework) as reader:
+            yield reader
+    except SafetensorError as error:
+        raise UserError(f"{file} is no whole safetensors file ({error}); {remedy}") from None
+    except (OSError, RuntimeError) as error:
+        raise UserError(f"cannot read {file}: {refusal(error)}; {remedy}") from None
+
+
+def refusal(error: OSError | RuntimeError) -> str:
+    """Why the system refuses a file, as torch or safetensors have it.
+
+    Raises:
+        RuntimeError: it is another error of torch.
+    """
+    if isinstance(error, RuntimeError) and not str(error).startswith(_TORCH_FILE_ERRORS):
+        raise error
+    if isinstance(error, FileNotFoundError) and error.errno is None:  # what the library says of any that it cannot open
+        return "it cannot be opened"
+    return (error.strerror if isinstance(error, OSError) and error.strerror else str(error)).splitlines()[0]
+
+
+def check_weights(folder: Path, shape: ModelShape) -> None:
+    """Refuse a folder whose weights cannot be read, before anything is started; reads the files' heads alone.
+
+    Raises:
+        ValueError: no weights, a file of them is missing or cut short, or they are another model's.
+    """
+    if any(folder.glob("pytorch_model*.bin")) and not any(folder.glob("*.safetensors")):
+        return  # transformers reads these, which say nothing before they are read as a whole
+    for file in weight_files(folder):
+        with opened(file, UNREADABLE, "numpy") as reader:
+            found = reader.get_slice(_EMBEDDING).get_shape() if _EMBEDDING in reader.keys() else None  # noqa: SIM118
+        if found not in (None, wanted := [shape.vocab_size, shape.hidden_size]):
+            raise UserError(f"{file}: {_EMBEDDING!r} has shape {found}, config.json asks for {wanted}; {TAKE_CONFIG}")
+
+
+def weight_files(folder: Path) -> Mapping[Path, set[str] | None]:
+    """The files that hold a folder's weights, with the names to take from each (None: all)."""
+    single, index = folder / "model.safetensors", folder / INDEX
+    if single.is_file():
+        return {single: None}
+    if not index.is_file():
+        raise ValueError(
+            f"model folder {folder} has no model.safetensors and no {INDEX}; convert the weights with save_pretrained"
+        )
+    files: dict[Path, set[str]] = {}
+    placed = read_json(index).get("weight_map")
+    if not isinstance(placed, dict):
+        raise UserError(f"{index} has no 'weight_map'; download it again")
+    for name, file in placed.items():
+        files.setdefault(folder / file, set()).add(name)
+    if missing := [file.name for file in sorted(files) if not file.is_file()]:
+        raise ValueError(
+            f"model folder {folder} lacks {missing[0]} and {len(missing) - 1} more shards that {INDEX} names; "
+            "download them"
+        )
+    return files
+
+
+def end_token_ids(folder: Path, shape: ModelShape) -> tuple[int, ...]:
+    """Ids that end a response: generation_config.json's where it names some, since chat models list more there.
+
+    Raises:
+        ValueError: neither file names one, or one that is no token's.
+    """
+    path = folder / "generation_config.json"
+    named = read_json(path).get("eos_token_id") if path.is_file() else None
+    ids = tuple(named) if isinstance(named, list) else shape.eos_token_ids if named is None else (named,)
+    if not ids:
+        raise ValueError(f"model folder {folder} names no eos_token_id; add one to its generation_config.json")
+    if wrong := [token for token in ids if not isinstance(token, int) or not 0 <= token < shape.vocab_size]:
+        raise UserError(
+            f"model folder {folder}: eos_token_id {wrong[0]!r} is none of the model's tokens 0 to "
+            f"{shape.vocab_size - 1}; fix its generation_config.json"
+        )
+    return ids
