@@ -24,7 +24,8 @@ from tlt_hpc.cli.display import Screen, StepReporter
 from tlt_hpc.cluster.local import given_job, launch_environment
 from tlt_hpc.cluster.stopping import StopFlag
 from tlt_hpc.config import load_config
-from tlt_hpc.models.once import read_all_once, read_once
+from tlt_hpc.models import once
+from tlt_hpc.models.once import read_all_once, read_each_once
 from tlt_hpc.models.tokenizer import embedded
 from tlt_hpc.mpi import node as node_module
 from tlt_hpc.mpi import world as world_module
@@ -150,7 +151,7 @@ def test_the_first_rank_of_each_node_reads() -> None:
         assert found["error"] == f"rank {first} lacks it"
 
 
-def tensors_as_node() -> list[bool]:
+def tensors_as_node(block_bytes: int) -> list[bool]:
     world = world_module.World.connect()
     tensors = {
         "bf16": torch.arange(12, dtype=torch.bfloat16).view(3, 4),
@@ -159,14 +160,17 @@ def tensors_as_node() -> list[bool]:
         "none": torch.empty(0, 3),
     }
     own = tensors if world.rank == 0 else {}
-    given = [read_once(world.node_group, lambda name=name: own[name]) for name in tensors]  # type: ignore[misc]
+    once.BLOCK_BYTES = block_bytes
+    given = dict(read_each_once(world.node_group, tensors, own.__getitem__))
+    assert list(given) == list(tensors)
     whole = read_all_once(world.node_group, lambda: own)
     assert whole is not None and list(whole) == list(tensors)
     assert read_all_once(world.node_group, lambda: None) is None
-    pairs = [*zip(given, tensors.values(), strict=True), *zip(whole.values(), tensors.values(), strict=True)]
+    pairs = [*zip(given.values(), tensors.values(), strict=True), *zip(whole.values(), tensors.values(), strict=True)]
     return [left.dtype == right.dtype and torch.equal(left, right) for left, right in pairs]
 
 
 @pytest.mark.mpi
-def test_tensors_of_any_kind_arrive_as_they_are() -> None:
-    assert run_on_ranks(3, tensors_as_node) == [[True] * 8] * 3
+@pytest.mark.parametrize("block_bytes", [1, 30, 2**24])  # each alone, some together, all together
+def test_tensors_of_any_kind_arrive_as_they_are(block_bytes: int) -> None:
+    assert run_on_ranks(3, tensors_as_node, block_bytes) == [[True] * 8] * 3

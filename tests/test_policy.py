@@ -522,7 +522,7 @@ def load_and_go_on(pairs: list[tuple[int, int]], folder: str, is_offloaded: bool
     for saved_stage, stage in pairs:
         saved = load_file(Path(folder) / f"stage-{saved_stage}.safetensors")
         policy = make_policy(make_config(optimizer__zero_stage=stage, optimizer__offload=is_offloaded), world)
-        policy.load_state(saved.__getitem__, num_steps=2 * NUM_UPDATES)
+        policy.load_state(lambda names, saved=saved: ((name, saved[name]) for name in names), num_steps=2 * NUM_UPDATES)
         loaded = policy.sha256()
         again = gathered_state(policy, world)
         roundtrip = again.keys() == saved.keys() and all(torch.equal(saved[name], again[name]) for name in saved)

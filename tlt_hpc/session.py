@@ -41,7 +41,7 @@ from tlt_hpc.models.drafter import Drafter
 from tlt_hpc.models.drafter_file import TOKEN_IDS, check_layers, initial_drafter, make_drafter
 from tlt_hpc.models.eagle import Eagle
 from tlt_hpc.models.folder import decoding_dtype, folder_weights, import_transformers, num_used_tokens, start_model
-from tlt_hpc.models.once import read_all_once, read_once
+from tlt_hpc.models.once import read_all_once, read_each_once
 from tlt_hpc.models.shape import ModelShape
 from tlt_hpc.models.sharding import WHOLE, Sharding
 from tlt_hpc.mpi.node import NodeGroup
@@ -92,7 +92,7 @@ class Drafting:
             UserError: it is of another shape.
         """
         names = checkpoint.names("drafter")
-        self.spot.load_state({name: read_once(node, partial(checkpoint.read, "drafter", name)) for name in names})
+        self.spot.load_state(dict(read_each_once(node, names, partial(checkpoint.read, "drafter"))))
 
 
 @dataclass(frozen=True)

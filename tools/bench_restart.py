@@ -59,7 +59,8 @@ class Job:
             self._command, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
         )
         assert process.stdout is not None
-        stages, name, since, lines = [], "the command", began, []
+        stages: list[tuple[str, float]] = []
+        name, since, lines = "the command", began, list[str]()
         for line in process.stdout:
             lines.append(line)
             now = time.monotonic()

@@ -1,4 +1,4 @@
-"""Weights that a node's first rank reads and passes to the others, one tensor at a time.
+"""Weights that a node's first rank reads and passes to the others, a few tensors at a time.
 
 A node of None is one rank alone, which has or needs no MPI.
 """
@@ -19,17 +19,23 @@ if TYPE_CHECKING:
 
 ReadCut = Callable[[Cut | None], Tensor]
 """Reads a stored tensor: all of it, or a block."""
+BLOCK_BYTES = 2**24
+"""Of tensors that are sent together; larger ones go alone."""
 
 
-def read_once(node: NodeGroup | None, read: Callable[[], Tensor]) -> Tensor:
-    """The tensor that ``read`` gives on the node's first rank, in host memory; collective over the node.
+def read_each_once(
+    node: NodeGroup | None, names: Iterable[str], read: Callable[[str], Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensors that ``read`` gives of these names on the node's first rank, in host memory; collective over it.
 
     Raises:
         ValueError: on all its ranks, if ``read`` raises one.
     """
-    found = read_all_once(node, lambda: {"tensor": read()})
-    assert found is not None
-    return found["tensor"]
+
+    def reader(name: str) -> ReadCut:
+        return lambda cut: _cut(name, read(name), cut)
+
+    return ((name, take(None)) for name, take in readers_once(node, ((name, reader(name)) for name in names)))
 
 
 def read_all_once(node: NodeGroup | None, read: Callable[[], Mapping[str, Tensor] | None]) -> dict[str, Tensor] | None:
@@ -59,18 +65,21 @@ def readers_once(node: NodeGroup | None, readers: Iterable[tuple[str, ReadCut]])
         return
     left, found = iter(readers), list[Tensor]()
 
-    def look() -> tuple[str, torch.Size, torch.dtype] | None:
-        named = next(left, None)
-        if named is None:
-            return None
-        found[:] = [named[1](None).contiguous()]
-        return named[0], found[0].shape, found[0].dtype
+    def look() -> list[tuple[str, torch.Size, torch.dtype]]:
+        found.clear()
+        told, size = [], 0
+        for name, read in left:
+            found.append(read(None).contiguous())
+            told.append((name, found[-1].shape, found[-1].dtype))
+            size += found[-1].nbytes
+            if size >= BLOCK_BYTES:
+                break
+        return told
 
-    while (told := node.once(look)) is not None:
-        name, shape, dtype = told
-        tensor = found[0] if found else torch.empty(shape, dtype=dtype)
-        share(node, [tensor])
-        yield name, partial(_cut, name, tensor)
+    while told := node.once(look):
+        tensors = list(found) or [torch.empty(shape, dtype=dtype) for _, shape, dtype in told]
+        share(node, tensors)
+        yield from ((name, partial(_cut, name, tensor)) for (name, _, _), tensor in zip(told, tensors, strict=True))
 
 
 def _cut(name: str, tensor: Tensor, cut: Cut | None) -> Tensor:
@@ -78,7 +87,29 @@ def _cut(name: str, tensor: Tensor, cut: Cut | None) -> Tensor:
 
 
 def share(node: NodeGroup, tensors: Iterable[Tensor]) -> None:
-    """Write the first rank's contiguous tensors in host memory into the others', of equal sizes in the same order."""
+    """Write the first rank's contiguous tensors in host memory into the others', of equal sizes in the same order.
+
+    Small ones are sent together: where ranks share cores, each message takes milliseconds.
+    """
+    small, size = list[Tensor](), 0
     for tensor in tensors:
         assert tensor.is_contiguous() and tensor.device.type == "cpu", (tensor.shape, tensor.device)
-        node.broadcast_bytes(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+        octets = tensor.detach().reshape(-1).view(torch.uint8)
+        if octets.numel() >= BLOCK_BYTES:
+            node.broadcast_bytes(octets.numpy())
+            continue
+        small.append(octets)
+        size += octets.numel()
+        if size >= BLOCK_BYTES:
+            _share_together(node, small)
+            small, size = [], 0
+    _share_together(node, small)
+
+
+def _share_together(node: NodeGroup, tensors: list[Tensor]) -> None:
+    sizes = [tensor.numel() for tensor in tensors]
+    packed = torch.cat(tensors) if tensors and node.rank == 0 else torch.empty(sum(sizes), dtype=torch.uint8)
+    node.broadcast_bytes(packed.numpy())
+    if node.rank:
+        for tensor, received in zip(tensors, torch.split(packed, sizes), strict=True):
+            tensor.copy_(received)

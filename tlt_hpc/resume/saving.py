@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ from tlt_hpc.checkpoint.store import ASK_EVERY_SECONDS, CheckpointStore, Shard
 from tlt_hpc.cluster.stopping import Stop
 from tlt_hpc.cluster.watch.beat import BEAT, Phase
 from tlt_hpc.models.drafter_file import write_drafter
-from tlt_hpc.models.once import read_once
+from tlt_hpc.models.once import read_each_once
 from tlt_hpc.models.piece import Piece, own_pieces
 from tlt_hpc.mpi.owner import agree_on_owner
 from tlt_hpc.mpi.world import World
@@ -175,8 +175,8 @@ def resume(job: Job, shown: Callable[[int], None]) -> tuple[int, int]:
         job.world.say(f"loading the checkpoint of step {saved}")
         node = job.world.node_group
 
-        def read(name: str) -> Tensor:
-            return read_once(node, partial(checkpoint.read, "policy", name))
+        def read(names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+            return read_each_once(node, names, partial(checkpoint.read, "policy"))
 
         job.policy.load_state(read, checkpoint.state["optimizer_steps"])
         if job.drafting:

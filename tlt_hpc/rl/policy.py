@@ -9,7 +9,7 @@ import hashlib
 import math
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import chain, groupby
@@ -272,22 +272,21 @@ class Policy:
         masters_only = (self._own_piece(parameter, "master") for parameter in self._parameters.values())
         return 3 * sum(piece.num_bytes for piece in masters_only if piece is not None)
 
-    def load_state(self, read: Callable[[str], torch.Tensor], num_steps: int) -> None:
+    def load_state(self, read: Callable[[Iterable[str]], Iterator[tuple[str, torch.Tensor]]], num_steps: int) -> None:
         """Take over a state that ``state_shard`` gave on all ranks, on any number of ranks and at any ZeRO stage.
 
         Args:
-            read: full tensor of a name such as ``lm_head.weight.exp_avg``; called with every name on every rank.
+            read: the full tensors of names such as ``lm_head.weight.exp_avg``, in their order; called on every rank.
             num_steps: ``optimizer_step_count`` of that state.
         """
         self._make_state()
-        for name, parameter in self._parameters.items():
-            # The next forward pass reads the parameter itself; the optimiser would only write it after its next step.
-            master = read(f"{name}.master")
-            with self._gathered(parameter, modifier_rank=0), torch.no_grad():
-                parameter.copy_(master)
-            self._set_full_state(parameter, "master", master.to(self.engine.device))
-            for kind in MOMENTS:
-                self._set_full_state(parameter, kind, read(f"{name}.{kind}").to(self.engine.device))
+        for full_name, tensor in read(f"{name}.{kind}" for name in self._parameters for kind in ("master", *MOMENTS)):
+            name, _, kind = full_name.rpartition(".")
+            parameter = self._parameters[name]
+            if kind == "master":  # the next forward pass reads the parameter, which only the next step would write
+                with self._gathered(parameter, modifier_rank=0), torch.no_grad():
+                    parameter.copy_(tensor)
+            self._set_full_state(parameter, kind, tensor.to(self.engine.device))
         self._set_step_count(num_steps)
 
     def sha256(self) -> str:

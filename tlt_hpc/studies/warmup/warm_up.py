@@ -23,7 +23,7 @@ from tlt_hpc.drafting.offline import balanced_shards, batches_of, learning_rate,
 from tlt_hpc.drafting.packing import pack
 from tlt_hpc.drafting.vocabulary import count_tokens, most_frequent_tokens
 from tlt_hpc.models.drafter_file import write_drafter
-from tlt_hpc.models.once import read_once
+from tlt_hpc.models.once import read_each_once
 from tlt_hpc.mpi.world import World
 from tlt_hpc.rollout.engine import RolloutEngine
 from tlt_hpc.storage.feature_file import Document, FeatureCacheReader
@@ -278,5 +278,5 @@ def resume(warmup: Warmup) -> Progress:
     if saved is None:
         return Progress()
     node, names = warmup.world.node_group, saved.names("drafter")
-    warmup.trainer.load_state({name: read_once(node, partial(saved.read, "drafter", name)) for name in names})
+    warmup.trainer.load_state(dict(read_each_once(node, names, partial(saved.read, "drafter"))))
     return Progress.from_json(saved.state["progress"])
