@@ -92,7 +92,8 @@ class Drafting:
             UserError: it is of another shape.
         """
         names = checkpoint.names("drafter")
-        self.spot.load_state(dict(read_each_once(node, names, partial(checkpoint.read, "drafter"))))
+        with checkpoint.reading("drafter") as read:
+            self.spot.load_state(dict(read_each_once(node, names, read)))
 
 
 @dataclass(frozen=True)

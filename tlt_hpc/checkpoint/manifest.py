@@ -6,19 +6,21 @@ import hashlib
 import json
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
+from safetensors import safe_open
 from torch import Tensor
 
 from tlt_hpc.common.files import LINES_BYTES, open_regular, read_bytes
 from tlt_hpc.config import UserError
 from tlt_hpc.models.piece import Cut
-from tlt_hpc.models.weight_files import opened
+from tlt_hpc.models.weight_files import naming_file
 from tlt_hpc.storage.folder import sync
 
 JSON = Any
@@ -28,6 +30,8 @@ STATE_FILE = "state.json"
 MEBIBYTE = 2**20
 MAX_BLOCKS = 32
 """Blocks of a file that its digest covers, a MiB each."""
+_MOST_OPEN = 64
+"""Files that are open at a time while a part is read."""
 
 
 class CheckpointError(UserError):
@@ -94,27 +98,49 @@ class Checkpoint:
         """One tensor, whole or a block of it, on the CPU.
 
         Raises:
+            CheckpointError, ValueError: as ``reading``.
+        """
+        with self.reading(part) as read:
+            return read(name, cut)
+
+    @contextmanager
+    def reading(self, part: str) -> Iterator[Callable[..., Tensor]]:
+        """A function that reads one tensor of a part, whole or a block of it; files stay open until the end.
+
+        On a shared file system, to open a file for each of hundreds of tensors would take longer than to read them.
+
+        Raises:
             CheckpointError: there is no such tensor, or its file cannot be read.
             ValueError: it is not of the sizes that it is cut from.
         """
-        if name not in self.tensors.get(part, {}):
-            raise CheckpointError(
-                f"checkpoint {self.folder} has no tensor {name!r} in its part {part!r}: it was saved from another "
-                "model or drafter; resume with the configuration that wrote it, or choose another run.name"
-            )
-        pieces = self.tensors[part][name]
-        values = [self._read_piece(file, stored.key) for file, stored in pieces]
-        tensor = values[0] if len(values) == 1 else torch.cat(values).view(pieces[0][1].shape)
-        return tensor if cut is None else cut.take(name, tensor)
-
-    def _read_piece(self, file_name: str, key: str) -> Tensor:
         remedy = f"start again once its disk works, or remove {self.folder} if it is damaged"
-        try:
-            with opened(self.folder / file_name, remedy) as file:
-                tensor: Tensor = file.get_tensor(key)
-                return tensor
-        except UserError as error:
-            raise CheckpointError(f"{key!r}: {error}") from None
+        readers: dict[str, Any] = {}
+
+        def read_piece(file_name: str, key: str) -> Tensor:
+            try:
+                with naming_file(self.folder / file_name, remedy):
+                    if file_name not in readers:
+                        if len(readers) == _MOST_OPEN:
+                            del readers[next(iter(readers))]  # the pieces of a part are in the order of their files
+                        readers[file_name] = safe_open(self.folder / file_name, framework="pt")
+                    tensor: Tensor = readers[file_name].get_tensor(key)
+                    return tensor
+            except UserError as error:
+                raise CheckpointError(f"{key!r}: {error}") from None
+
+        def read(name: str, cut: Cut | None = None) -> Tensor:
+            if name not in self.tensors.get(part, {}):
+                raise CheckpointError(
+                    f"checkpoint {self.folder} has no tensor {name!r} in its part {part!r}: it was saved from another "
+                    "model or drafter; resume with the configuration that wrote it, or choose another run.name"
+                )
+            pieces = self.tensors[part][name]
+            values = [read_piece(file, stored.key) for file, stored in pieces]
+            tensor = values[0] if len(values) == 1 else torch.cat(values).view(pieces[0][1].shape)
+            return tensor if cut is None else cut.take(name, tensor)
+
+        yield read
+        readers.clear()
 
 
 def write_manifest(path: Path, step: int, files: Sequence[File], state: Mapping[str, JSON]) -> None:

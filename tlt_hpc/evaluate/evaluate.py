@@ -148,7 +148,8 @@ def _drafter_weights(config: Config, checkpoint: Checkpoint | None, shape: Model
     if not int(checkpoint.read("drafter", "num_steps")) and config.drafter.init == "random":
         return None
     names = [n for n in checkpoint.names("drafter") if n.endswith(".weight") or n == TOKEN_IDS]
-    return {name: checkpoint.read("drafter", name) for name in names}
+    with checkpoint.reading("drafter") as read:
+        return {name: read(name) for name in names}
 
 
 def claim(folder: EvaluationFolder, facts: dict[str, object]) -> set[SampleKey]:

@@ -162,9 +162,10 @@ def _readers(subject: Subject, checkpoint: Checkpoint | None) -> Iterator[tuple[
 
 def policy_readers(checkpoint: Checkpoint) -> Iterator[tuple[str, ReadCut]]:
     """The policy's weights of a run's checkpoint under their Hugging Face names, each read when it is asked for."""
-    for name in checkpoint.names("policy"):
-        if name.endswith(_MASTER):
-            yield name.removesuffix(_MASTER), partial(checkpoint.read, "policy", name)
+    with checkpoint.reading("policy") as read:
+        for name in checkpoint.names("policy"):
+            if name.endswith(_MASTER):
+                yield name.removesuffix(_MASTER), partial(read, name)
 
 
 def fingerprint_of(weights: Iterable[tuple[str, Tensor]], tied_head: bool) -> str:

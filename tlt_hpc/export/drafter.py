@@ -97,7 +97,8 @@ def find_drafter(options: argparse.Namespace) -> Source:
     checkpoint = checkpoint_at(run, options.step)
     if checkpoint is not None and checkpoint.names("drafter"):
         names = [name for name in checkpoint.names("drafter") if name.endswith(".weight") or name == TOKEN_IDS]
-        stored = {name: checkpoint.read("drafter", name) for name in names}
+        with checkpoint.reading("drafter") as read:
+            stored = {name: read(name) for name in names}
         drafter = checked_drafter(stored, target.shape, str(checkpoint.folder))
         line = read_lines(run.metrics).get(checkpoint.step - 1, {})
         recorded = {

@@ -121,7 +121,8 @@ def write_weights(folder: Path, checkpoint: Checkpoint, dtype: torch.dtype) -> I
     """
     shards = plan_shards(checkpoint, dtype)
     for file, names in shards.items():
-        tensors = {name: checkpoint.read("policy", name + _MASTER).to(dtype).contiguous() for name in names}
+        with checkpoint.reading("policy") as read:
+            tensors = {name: read(name + _MASTER).to(dtype).contiguous() for name in names}
         save_file(tensors, folder / file, metadata={"format": "pt"})
         yield folder / file
     if len(shards) > 1:

@@ -26,9 +26,19 @@ def opened(file: Path, remedy: str, framework: Literal["pt", "numpy"] = "pt") ->
     Raises:
         UserError: it cannot be read, or is not whole; ends with ``remedy``.
     """
+    with naming_file(file, remedy), safe_open(file, framework=framework) as reader:
+        yield reader
+
+
+@contextmanager
+def naming_file(file: Path, remedy: str) -> Iterator[None]:
+    """Name a safetensors file where the library cannot read it.
+
+    Raises:
+        UserError: as within; ends with ``remedy``.
+    """
     try:
-        with safe_open(file, framework=framework) as reader:
-            yield reader
+        yield
     except SafetensorError as error:
         raise UserError(f"{file} is no whole safetensors file ({error}); {remedy}") from None
     except (OSError, RuntimeError) as error:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
-
-from torch import Tensor
 
 from tlt_hpc.checkpoint.store import ASK_EVERY_SECONDS, CheckpointStore, Shard
 from tlt_hpc.cluster.stopping import Stop
@@ -174,11 +172,8 @@ def resume(job: Job, shown: Callable[[int], None]) -> tuple[int, int]:
         saved = checkpoint.step
         job.world.say(f"loading the checkpoint of step {saved}")
         node = job.world.node_group
-
-        def read(names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-            return read_each_once(node, names, partial(checkpoint.read, "policy"))
-
-        job.policy.load_state(read, checkpoint.state["optimizer_steps"])
+        with checkpoint.reading("policy") as read:
+            job.policy.load_state(partial(read_each_once, node, read=read), checkpoint.state["optimizer_steps"])
         if job.drafting:
             job.drafting.load(checkpoint, node)
     step, alone = replay(job, saved, shown) if job.config.checkpoint.replay else (saved, None)

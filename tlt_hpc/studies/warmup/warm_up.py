@@ -10,7 +10,6 @@ import time
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Protocol
@@ -278,5 +277,6 @@ def resume(warmup: Warmup) -> Progress:
     if saved is None:
         return Progress()
     node, names = warmup.world.node_group, saved.names("drafter")
-    warmup.trainer.load_state(dict(read_each_once(node, names, partial(saved.read, "drafter"))))
+    with saved.reading("drafter") as read:
+        warmup.trainer.load_state(dict(read_each_once(node, names, read)))
     return Progress.from_json(saved.state["progress"])
