@@ -20,7 +20,8 @@ SIZE = 2048
 """Bytes of a record: less than a page, so a reader never sees a part of a write."""
 HEARTBEAT_SECONDS = 5.0
 """How often a rank writes its record while its phase and state do not change."""
-_LONGEST_TEXT = 120
+_LONGEST_TEXT, _LONGEST_ENDING = 120, 400
+"""Characters; an error's text begins with a path of the library's source, and says only then what happened."""
 Count = Annotated[int, Field(ge=-1, le=2**53)]
 Seconds = Annotated[float, Field(ge=-1, le=2**53)]
 VERDICT = "verdict.txt"
@@ -97,16 +98,21 @@ def verdict_file(folder: Path) -> Path:
 
 def encode(record: Record) -> bytes:
     """The record in ``SIZE`` bytes."""
-    short = replace(record, part=_plain(record.part), where=_plain(record.where), ending=_plain(record.ending))
+    short = replace(
+        record,
+        part=_plain(record.part, _LONGEST_TEXT),
+        where=_plain(record.where, _LONGEST_TEXT),
+        ending=_plain(record.ending, _LONGEST_ENDING),
+    )
     text = json.dumps(asdict(short), separators=(",", ":")).encode()
     line = f"{zlib.crc32(text):08x} ".encode() + text
     assert len(line) < SIZE, f"a record of {len(line)} bytes"
     return line.ljust(SIZE - 1) + b"\n"
 
 
-def _plain(text: str) -> str:
+def _plain(text: str, longest: int) -> str:
     """ASCII of bounded length."""
-    return "".join(letter if " " <= letter <= "~" else "?" for letter in text[:_LONGEST_TEXT])
+    return "".join(letter if " " <= letter <= "~" else "?" for letter in text[:longest])
 
 
 def decode(data: bytes) -> Record:
