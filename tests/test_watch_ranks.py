@@ -36,6 +36,7 @@ from tlt_hpc.cluster.watch.watch import Watch
 from tlt_hpc.cluster.watch.witness import Witness
 
 folder, trouble, factor, look = Path(sys.argv[2]), sys.argv[3], float(sys.argv[4]), float(sys.argv[5])
+victim = int(sys.argv[6])
 
 def stop_for(seconds):
     subprocess.Popen(["sh", "-c", f"sleep {seconds}; kill -CONT {os.getpid()}"], start_new_session=True)
@@ -67,6 +68,14 @@ def roll_out(world, pulse, step):
 
 def main(watch):
     world = World.connect()
+    if trouble == "killed early":
+        world.barrier()
+        if world.rank == victim:
+            os.kill(os.getpid(), signal.SIGKILL)
+        world.barrier()
+    if trouble == "refused":
+        BEAT.leave("refused")
+        os._exit(2)
     BEAT.folder = folder
     world.barrier()
     pulse = Pulse(world.private_comm())
@@ -85,12 +94,12 @@ with Watch(factor, rank, Witness.fork() if rank == 0 else Witness(), look_second
 """
 
 
-def work(folder: Path, trouble: str, limit: float = PATIENCE) -> tuple[int, list[str], str]:
+def work(folder: Path, trouble: str, limit: float = PATIENCE, victim: int = 1) -> tuple[int, list[str], str]:
     """Exit status, the lines of the watch, and all that the job wrote on standard error."""
     script, status = folder / "working.py", folder / "status"
     script.write_text(WORKING)
     status.mkdir(exist_ok=True)
-    arguments = [str(script), str(ROOT), str(status), trouble, str(limit / 300), str(LOOK)]
+    arguments = [str(script), str(ROOT), str(status), trouble, str(limit / 300), str(LOOK), str(victim)]
     code, _, err = launch(RANKS, arguments, timeout=120)
     return code, [line for line in err.splitlines() if line.startswith("tlt: ")], err
 
@@ -132,6 +141,18 @@ def test_a_rank_that_is_killed_is_named_at_once_and_by_the_next_start(tmp_path):
     told = clear_last(tmp_path / "status", "")
     assert re.match(r"rank 1 on \S+ was killed or crashed, last seen in \w+ of step [12]", told), err
     assert code == 9 and lines in ([], [f"tlt: {told}; the same command resumes"]), "the launcher may drop the line"
+
+
+@pytest.mark.parametrize("victim", [0, pytest.param(2, marks=pytest.mark.ci)])
+def test_a_rank_that_is_killed_before_there_is_a_folder_is_named(tmp_path, victim):
+    code, lines, err = work(tmp_path, "killed early", victim=victim)
+    named = rf"tlt: rank {victim} on \S+ was killed or crashed before the run's folder was claimed; the same command "
+    assert code == 9 and len(lines) == 1 and re.match(named, lines[0]), err
+
+
+def test_ranks_that_say_why_they_end_are_not_called_killed(tmp_path):
+    code, lines, err = work(tmp_path, "refused")
+    assert (code, lines) == (2, []), err
 
 
 @pytest.mark.ci

@@ -90,12 +90,15 @@ class Beat:
         self.ending = ""
         """How this rank is about to end, once that is decided."""
         self.on_leaving: Callable[[], None] | None = None
+        self.on_joining: Callable[[], None] | None = None
         self._counts: dict[str, int] = {}
 
     def join(self, member: Member, abort: Callable[[int], None]) -> None:
         """Set who this process is, once the ranks have met; ``abort`` ends all of them with a status."""
         self.member, self.abort, self.phase = member, abort, Phase.LOADING
         self.progress += 1
+        if self.on_joining is not None:
+            self.on_joining()
 
     def leave(self, ending: str) -> None:
         """Record how this rank ends, before the launcher may kill it; returns once that is on the disk."""

@@ -38,6 +38,8 @@ LAST_WORD_SECONDS = 10.0
 """How long it may take at the very end, when only the last record is left to write."""
 ABORT_SECONDS = 5.0
 """How long MPI may take to end the job."""
+_WITNESS_SECONDS = 0.2
+"""How long a rank that has just met the others waits until its node's witness listens."""
 STATUS_ENDINGS = {0: FINISHED, 75: "stopped early"}
 
 
@@ -77,7 +79,7 @@ class Watch:
     def __enter__(self) -> Watch:
         self._beat.phase, self._beat.step, self._beat.waiting = Phase.STARTING, None, None
         self._beat.is_asking = self._beat.in_pulse = False
-        self._beat.ending, self._beat.on_leaving = "", self._report_end
+        self._beat.ending, self._beat.on_leaving, self._beat.on_joining = "", self._report_end, self._meet_witness
         self._thread.start()
         return self
 
@@ -89,7 +91,8 @@ class Watch:
         if error is not None:
             self._beat.ending = f"failed: {type(error).__name__}: {error}"
         self._report_end()
-        self._beat.member = self._beat.folder = self._beat.abort = self._beat.on_leaving = None
+        self._beat.member = self._beat.folder = self._beat.abort = None
+        self._beat.on_leaving = self._beat.on_joining = None
 
     def ended(self, status: int) -> int:
         """Record the exit status with which this process is about to end; returns it."""
@@ -113,10 +116,18 @@ class Watch:
             self._end_alone(record, folder)
         else:
             self._diagnose(record, folder)
-        if folder is not None and self._witness is not None and member.start:
-            self._witness.tell(member, folder)
+        self._tell_witness()
         if folder is not None:
             self._writer.run_if_idle(partial(self._write_and_read, folder, record, self._diagnosis))
+
+    def _tell_witness(self) -> None:
+        if self._witness is not None and self._member.start:
+            self._witness.tell(self._member, self._beat.folder)
+
+    def _meet_witness(self) -> None:
+        """From the moment that the ranks have met: the witness of another rank's node begins to listen then."""
+        if self._witness is not None:
+            self._witness.tell(self._member, None, _WITNESS_SECONDS)
 
     def _watch(self) -> None:
         while not self._closing.wait(self._look_seconds):
@@ -210,6 +221,8 @@ class Watch:
     def _report_end(self) -> None:
         """Write the last record; returns once it is on the disk, or the folder does not answer."""
         member, folder, ending = self._member, self._beat.folder, self._beat.ending or FINISHED
+        if self._witness is not None:
+            self._witness.take_leave(ending)
         if folder is not None:
             record = self._counter.record(member, ending)
             if not self._writer.run_within(LAST_WORD_SECONDS, partial(self._write, folder, record)):

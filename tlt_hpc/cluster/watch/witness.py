@@ -30,6 +30,8 @@ _OTHER_NODES_SECONDS = 2.0
 _LAST_SECONDS = 10
 """For the last word: a launcher waits for this process, and the run's folder may not answer."""
 _POLL_SECONDS = 0.1
+_RETRY_SECONDS = 0.01
+_LONGEST_ENDING = 400
 
 
 class Witness:
@@ -41,7 +43,7 @@ class Witness:
 
     def __init__(self, pipe: int | None = None) -> None:
         self._pipe = pipe
-        self._folder: Path | None = None
+        self._told: tuple[str, Path | None] | None = None
         self._connection: socket.socket | None = None
 
     @classmethod
@@ -65,18 +67,29 @@ class Witness:
         finally:
             os._exit(0)
 
-    def tell(self, member: Member, folder: Path) -> None:
-        """Have this rank watched, whose start writes its status to ``folder``; cheap once that is so.
+    def tell(self, member: Member, folder: Path | None, patience: float = 0.0) -> None:
+        """Have this rank watched, whose start writes its status to ``folder``, once that is known; cheap once told.
 
-        A witness that is not there yet, or not any more, is asked again at the next call.
+        A witness that is not there yet, after ``patience`` seconds, or not any more is asked again at the next call.
         """
-        if self._pipe is not None and folder != self._folder:
-            self._folder = folder
+        if self._pipe is not None and (member.start, folder) != self._told:
+            self._told = member.start, folder
+            place = "" if folder is None else str(folder.absolute())
             with suppress(BrokenPipeError):
-                os.write(self._pipe, json.dumps([member.start, str(folder.absolute())]).encode() + b"\n")
-        if self._connection is None:
+                os.write(self._pipe, json.dumps([member.start, member.host, place]).encode() + b"\n")
+        end = time.monotonic() + patience
+        while self._connection is None:
             with suppress(OSError):  # a node that cannot have one
                 self._connection = _connect(member)
+            if time.monotonic() >= end:
+                break
+            time.sleep(_RETRY_SECONDS)
+
+    def take_leave(self, ending: str) -> None:
+        """Say that this rank is about to end, and how."""
+        if self._connection is not None:
+            with suppress(OSError):  # the witness has ended
+                self._connection.send(ending.encode()[:_LONGEST_ENDING])
 
 
 def _connect(member: Member) -> socket.socket:
@@ -111,38 +124,59 @@ def _detach(pipe: int) -> None:
 
 
 def _watch(pipe: int) -> None:
-    """Wait for the first rank to end, and say so if it has not said how."""
-    start, folder, listener = "", Path(), socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    """Wait for the first rank to end, and say so if no rank has said how it ends."""
+    start, host, folder = "", "", None
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ranks: dict[int, tuple[int, socket.socket]] = {}
     poll = select.epoll()  # gives events in the order in which they came, however late this process looks
     poll.register(pipe, select.EPOLLIN)
     while True:
         events = dict(poll.poll())
-        if ended := [number for number in events if number in ranks]:
+        while start and (accepted := _accept(listener)):
+            ranks[accepted[1].fileno()] = accepted
+            poll.register(accepted[1], select.EPOLLIN)
+        words = {number: _word_of(connection) for number, (_, connection) in ranks.items()}
+        if any(word and not _OF_ANOTHER.search(word) for word in words.values()):
+            return  # what happens to the others then is its doing
+        if ended := [number for number in (*events, *words) if words.get(number) == ""]:
             signal.alarm(_LAST_SECONDS)
-            _testify(start, folder, ranks[ended[0]][0])
+            if folder is None:
+                _say(f"rank {ranks[ended[0]][0]} on {host} was killed or crashed before the run's folder was claimed")
+            else:
+                _testify(start, folder, ranks[ended[0]][0])
             return
         if pipe in events:
-            word = os.read(pipe, _LONGEST_WORD)
-            if not word and not ranks:  # the first rank has ended before any could be watched
+            told = os.read(pipe, _LONGEST_WORD)
+            if not told and not ranks:  # the first rank has ended before any could be watched
                 return
-            if not word:
+            if not told:
                 poll.unregister(pipe)
                 continue
-            given, place = json.loads(word.splitlines()[-1])
+            given, host, place = json.loads(told.splitlines()[-1])
             if not start:
                 listener.bind(_address(given))
                 listener.listen(1024)
+                listener.setblocking(False)
                 poll.register(listener, select.EPOLLIN)
-            start, folder = given, Path(place)
-        if listener.fileno() in events and (accepted := _accept(listener)):
-            ranks[accepted[1].fileno()] = accepted
-            poll.register(accepted[1], select.EPOLLIN)
+            start, folder = given, Path(place) if place else None
+
+
+def _word_of(connection: socket.socket) -> str | None:
+    """How a rank has said that it ends; empty if it has ended without a word; None while it lives."""
+    try:
+        return connection.recv(_LONGEST_ENDING, socket.MSG_DONTWAIT).decode(errors="replace")
+    except BlockingIOError:
+        return None
+    except OSError:  # the connection was reset
+        return ""
 
 
 def _accept(listener: socket.socket) -> tuple[int, socket.socket] | None:
-    """A rank and its connection; None if another user connects, or what connects says nothing."""
-    connection, _ = listener.accept()
+    """A rank that waits to be accepted, and its connection; None if there is none, of this user and saying which."""
+    try:
+        connection, _ = listener.accept()
+    except BlockingIOError:
+        return None
     _, user, _ = struct.unpack(
         "3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     )
@@ -169,7 +203,11 @@ def _testify(start: str, folder: Path, ended: int) -> None:
     line = f"{own.name} was killed or crashed, last seen in {own.place}{also}"
     with suppress(OSError):  # no room for it: the next start names no rank
         if claim_verdict(folder, start, line):
-            os.write(2, f"tlt: {line}; the same command resumes\n".encode())
+            _say(line)
+
+
+def _say(line: str) -> None:
+    os.write(2, f"tlt: {line}; the same command resumes\n".encode())
 
 
 def _says_why(record: Record) -> bool:
