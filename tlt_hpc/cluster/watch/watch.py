@@ -38,7 +38,7 @@ LAST_WORD_SECONDS = 10.0
 """How long it may take at the very end, when only the last record is left to write."""
 ABORT_SECONDS = 5.0
 """How long MPI may take to end the job."""
-_WITNESS_SECONDS = 0.2
+_WITNESS_SECONDS = 2.0
 """How long a rank that has just met the others waits until its node's witness listens."""
 STATUS_ENDINGS = {0: FINISHED, 75: "stopped early"}
 

@@ -164,7 +164,7 @@ def _watch(pipe: int) -> None:
 def _word_of(connection: socket.socket) -> str | None:
     """How a rank has said that it ends; empty if it has ended without a word; None while it lives."""
     try:
-        return connection.recv(_LONGEST_ENDING, socket.MSG_DONTWAIT).decode(errors="replace")
+        return connection.recv(_LONGEST_ENDING).decode(errors="replace")
     except BlockingIOError:
         return None
     except OSError:  # the connection was reset
@@ -183,7 +183,9 @@ def _accept(listener: socket.socket) -> tuple[int, socket.socket] | None:
     connection.settimeout(_POLL_SECONDS)
     with suppress(OSError, ValueError):
         if user == os.getuid():
-            return int(connection.recv(16)), connection
+            rank = int(connection.recv(16))
+            connection.setblocking(False)
+            return rank, connection
     connection.close()
     return None
 
