@@ -52,7 +52,7 @@ def test_every_cycle_has_every_kind_by_the_seed(faults):
     assert {variant for variant, _ in drawn} == {*faults.VARIANTS}
 
 
-BEGUN = "runs/run (full): 9 steps, resuming from step 3\n"
+BEGUN = "  loading libraries\nruns/run (full): 9 steps, resuming from step 3\n"
 NAMED = "tlt: rank 1 on n was killed or crashed, last seen in update of step 3; the same command resumes\n"
 RAISED = 'Traceback (most recent call last):\n  File "x", line 1, in f\nRuntimeError: {}\n'
 
@@ -64,6 +64,8 @@ RAISED = 'Traceback (most recent call last):\n  File "x", line 1, in f\nRuntimeE
         ("place", 1, 9, 1, BEGUN + NAMED + RAISED.format("no step"), ["traceback: RuntimeError: no step"]),
         ("place", 0, 9, 1, BEGUN + NAMED, ["names rank 1 on n, not rank 0"]),
         ("place", 1, 9, 1, BEGUN, ["names nobody, not rank 1"]),
+        ("kill", 1, 9, 1, "starting 2 ranks\n", []),  # who has met nobody cannot be named
+        ("kill", 1, 9, 1, "starting 2 ranks\n  loading libraries\n", ["names nobody, not rank 1"]),
         ("place", 1, 9, 1, BEGUN + "finished: 9 steps\n", []),
         ("place", 1, 71, 1, BEGUN + NAMED, ["hung"]),
         ("place", 1, 9, 31, BEGUN + NAMED, ["ended 31 s after the fault"]),

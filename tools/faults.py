@@ -335,7 +335,13 @@ def find_wrong(fault: Fault, struck: bool, status: int, seconds: float, log: str
             wrong.append(f"traceback: {raised[:200]}")
     named = set(re.findall(r"^tlt: (.*) was killed", log, re.MULTILINE)) if is_killed else set()
     is_over = re.search(r"^finished: ", log, re.MULTILINE)  # whatever ends it then
-    if is_killed and not is_over and not any(re.fullmatch(rf"rank {fault.rank} on \S+", name) for name in named):
+    have_met = "  loading libraries\n" in log  # before, no rank knows another
+    if (
+        is_killed
+        and have_met
+        and not is_over
+        and not any(re.fullmatch(rf"rank {fault.rank} on \S+", name) for name in named)
+    ):
         wrong.append(f"names {', '.join(sorted(named)) or 'nobody'}, not rank {fault.rank}")
     return wrong
 
