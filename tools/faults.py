@@ -336,12 +336,8 @@ def find_wrong(fault: Fault, struck: bool, status: int, seconds: float, log: str
     named = set(re.findall(r"^tlt: (.*) was killed", log, re.MULTILINE)) if is_killed else set()
     is_over = re.search(r"^finished: ", log, re.MULTILINE)  # whatever ends it then
     have_met = "  loading libraries\n" in log  # before, no rank knows another
-    if (
-        is_killed
-        and have_met
-        and not is_over
-        and not any(re.fullmatch(rf"rank {fault.rank} on \S+", name) for name in named)
-    ):
+    is_named = any(re.fullmatch(rf"rank {fault.rank} on \S+", name) for name in named)
+    if is_killed and have_met and not is_over and not is_named:
         wrong.append(f"names {', '.join(sorted(named)) or 'nobody'}, not rank {fault.rank}")
     return wrong
 
