@@ -29,6 +29,7 @@ from tlt_hpc.checkpoint import save as save_module
 from tlt_hpc.checkpoint.host_buffer import HostBuffer
 from tlt_hpc.checkpoint.manifest import Checkpoint, CheckpointError
 from tlt_hpc.checkpoint.store import CheckpointStore
+from tlt_hpc.common import files
 from tlt_hpc.models.piece import Cut, Piece, own_pieces
 from tlt_hpc.resume.saving import save_drafter_if_due
 from tlt_hpc.storage.folder import RunFolder
@@ -224,17 +225,17 @@ def test_a_write_that_fails_on_one_rank_fails_on_all(store, folder, monkeypatch,
 
 
 def test_the_digest_covers_all_of_a_small_file_and_both_ends_of_a_large_one(tmp_path, monkeypatch):
-    monkeypatch.setattr(manifest_module, "MEBIBYTE", 8)
-    monkeypatch.setattr(manifest_module, "MAX_BLOCKS", 4)
+    monkeypatch.setattr(files, "_MEBIBYTE", 8)
+    monkeypatch.setattr(files, "_MAX_BLOCKS", 4)
     for size, covered in [(32, range(32)), (33, (0, 7, 25, 32)), (1000, (0, 7, 335, 992, 999))]:
         path = tmp_path / str(size)
         path.write_bytes(bytes(size))
-        digests = {manifest_module.digest_of(path)}
+        digests = {files.sampled_digest(path)}
         for place in covered:
             content = bytearray(size)
             content[place] = 1
             path.write_bytes(content)
-            digests.add(manifest_module.digest_of(path))
+            digests.add(files.sampled_digest(path))
         assert len(digests) == len(covered) + 1, size
 
 
@@ -289,9 +290,9 @@ def test_no_step_waits_for_the_drafters_own_saves(tmp_path, disk, caplog):
 
 def test_what_a_killed_run_has_listed_is_not_taken_for_ours(store, folder, monkeypatch):
     save(store, 5)
-    files = manifest_module._read_manifest(folder / "step-000005" / "state.json").files
+    listed = manifest_module._read_manifest(folder / "step-000005" / "state.json").files
     killed = (folder / "step-000005").rename(folder / "step-000006.part")
-    for file in (file for file in files if file.part == "policy"):
+    for file in (file for file in listed if file.part == "policy"):
         name = file.name.removeprefix("policy-").replace(".safetensors", ".list")
         (killed / name).write_text(json.dumps([file.model_dump()]))
     write_late(monkeypatch, "policy-00001")
@@ -457,13 +458,13 @@ def test_shares_of_all_ranks_are_the_whole(tmp_path, num_ranks):
 @pytest.mark.parametrize("bounds", [[(0, 4), (5, 6)], [(0, 4), (3, 6)], [(0, 4)], [(0, 6), (0, 6)]])
 def test_ranks_that_hold_too_little_or_too_much_are_found(tmp_path, bounds):
     values = torch.arange(6.0)
-    files = []
+    listed = []
     for rank, (start, stop) in enumerate(bounds):
         stored = manifest_module.Stored(name="w", shape=[2, 3], start=start, stop=stop)
-        files.append(manifest_module.File(part="p", name=f"{rank}", size=1, digest="", tensors=[stored]))
+        listed.append(manifest_module.File(part="p", name=f"{rank}", size=1, digest="", tensors=[stored]))
         assert Piece(values[start:stop], start, (2, 3)).stop == stop
     with pytest.raises(CheckpointError, match="hold other elements of w than each once"):
-        manifest_module.write_manifest(tmp_path / "state.json", 1, files, {})
+        manifest_module.write_manifest(tmp_path / "state.json", 1, listed, {})
 
 
 # --- a step's own ---

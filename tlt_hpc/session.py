@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from tlt_hpc.checkpoint.manifest import Checkpoint
+from tlt_hpc.checkpoint.policy_weights import start_facts
 from tlt_hpc.checkpoint.store import CheckpointStore
 from tlt_hpc.cluster.device import GIVEN as GIVEN_GPU
 from tlt_hpc.cluster.watch.beat import BEAT
@@ -44,6 +45,7 @@ from tlt_hpc.models.folder import decoding_dtype, folder_weights, import_transfo
 from tlt_hpc.models.once import read_all_once, read_each_once
 from tlt_hpc.models.shape import ModelShape
 from tlt_hpc.models.sharding import WHOLE, Sharding
+from tlt_hpc.models.tokenizer import find_model
 from tlt_hpc.mpi.node import NodeGroup
 from tlt_hpc.mpi.owner import claim_owner
 from tlt_hpc.mpi.pulse import BUSY_SECONDS, Pulse
@@ -454,7 +456,7 @@ def claim_folder(
         with writing_beside(folder.config) as path:
             path.write_text(to_toml(config), encoding="utf-8")
         if prompts is not None:
-            claim_data(folder.path, prompts.fingerprints())
+            claim_data(folder.path, {**prompts.fingerprints(), **start_facts(config, find_model(config.model.path))})
         if environment is not None:
             add_environment(folder.environment, environment)
         probe.touch()

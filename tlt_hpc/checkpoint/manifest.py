@@ -14,24 +14,18 @@ from typing import Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
-from safetensors import safe_open
 from torch import Tensor
 
-from tlt_hpc.common.files import LINES_BYTES, open_regular, read_bytes
+from tlt_hpc.common.files import LINES_BYTES, read_bytes, sampled_digest
 from tlt_hpc.config import UserError
 from tlt_hpc.models.piece import Cut
-from tlt_hpc.models.weight_files import naming_file
+from tlt_hpc.models.weight_files import reading_files
 from tlt_hpc.storage.folder import sync
 
 JSON = Any
 """What ``json`` writes: dicts with string keys, lists, strings, numbers, booleans and None."""
 
 STATE_FILE = "state.json"
-MEBIBYTE = 2**20
-MAX_BLOCKS = 32
-"""Blocks of a file that its digest covers, a MiB each."""
-_MOST_OPEN = 64
-"""Files that are open at a time while a part is read."""
 
 
 class CheckpointError(UserError):
@@ -107,26 +101,11 @@ class Checkpoint:
     def reading(self, part: str) -> Iterator[Callable[..., Tensor]]:
         """A function that reads one tensor of a part, whole or a block of it; files stay open until the end.
 
-        On a shared file system, to open a file for each of hundreds of tensors would take longer than to read them.
-
         Raises:
             CheckpointError: there is no such tensor, or its file cannot be read.
             ValueError: it is not of the sizes that it is cut from.
         """
         remedy = f"start again once its disk works, or remove {self.folder} if it is damaged"
-        readers: dict[str, Any] = {}
-
-        def read_piece(file_name: str, key: str) -> Tensor:
-            try:
-                with naming_file(self.folder / file_name, remedy):
-                    if file_name not in readers:
-                        if len(readers) == _MOST_OPEN:
-                            del readers[next(iter(readers))]  # the pieces of a part are in the order of their files
-                        readers[file_name] = safe_open(self.folder / file_name, framework="pt")
-                    tensor: Tensor = readers[file_name].get_tensor(key)
-                    return tensor
-            except UserError as error:
-                raise CheckpointError(f"{key!r}: {error}") from None
 
         def read(name: str, cut: Cut | None = None) -> Tensor:
             if name not in self.tensors.get(part, {}):
@@ -135,12 +114,15 @@ class Checkpoint:
                     "model or drafter; resume with the configuration that wrote it, or choose another run.name"
                 )
             pieces = self.tensors[part][name]
-            values = [read_piece(file, stored.key) for file, stored in pieces]
+            try:
+                values = [read_piece(self.folder / file, stored.key) for file, stored in pieces]
+            except UserError as error:
+                raise CheckpointError(f"{name!r}: {error}") from None
             tensor = values[0] if len(values) == 1 else torch.cat(values).view(pieces[0][1].shape)
             return tensor if cut is None else cut.take(name, tensor)
 
-        yield read
-        readers.clear()
+        with reading_files(remedy) as read_piece:
+            yield read
 
 
 def write_manifest(path: Path, step: int, files: Sequence[File], state: Mapping[str, JSON]) -> None:
@@ -164,28 +146,6 @@ def open_checkpoint(folder: Path, step: int) -> Checkpoint:
     for file in manifest.files:
         _check_file(folder / file.name, file)
     return Checkpoint(folder, step, manifest.state, _index(manifest.files))
-
-
-def digest_of(path: Path) -> str:
-    """Hash of a file: all of it up to 32 MiB, else 32 blocks spread evenly from the first to the last.
-
-    To hash all of a 90 GB checkpoint would take minutes at every start, for one rank reads what all have written. What
-    happens to large files in practice, a lost tail or pages never written, the size and the blocks show; every bit is
-    covered where a file is small.
-    """
-    size = path.stat().st_size
-    digest = hashlib.sha256(str(size).encode())
-    with open_regular(path) as file:
-        for offset in _block_offsets(size):
-            file.seek(offset)
-            digest.update(file.read(MEBIBYTE))
-    return digest.hexdigest()
-
-
-def _block_offsets(size: int) -> Iterator[int]:
-    if size <= MAX_BLOCKS * MEBIBYTE:
-        return iter(range(0, size, MEBIBYTE))
-    return ((size - MEBIBYTE) * block // (MAX_BLOCKS - 1) for block in range(MAX_BLOCKS))
 
 
 def _index(files: Sequence[File]) -> dict[str, dict[str, list[tuple[str, Stored]]]]:
@@ -229,7 +189,7 @@ def _check_file(path: Path, listed: File) -> None:
         size = path.stat().st_size
         if size != listed.size:
             raise CheckpointError(f"{path.name}: {size} bytes, of {listed.size} written")
-        if digest_of(path) != listed.digest:
+        if sampled_digest(path) != listed.digest:
             raise CheckpointError(f"{path.name}: changed since it was written")
     except OSError as error:
         raise CheckpointError(f"{path.name}: {error.strerror}") from None

@@ -24,12 +24,11 @@ from tlt_hpc.checkpoint.manifest import (
     Checkpoint,
     CheckpointError,
     File,
-    digest_of,
     open_checkpoint,
     write_manifest,
 )
 from tlt_hpc.checkpoint.shard_file import Held, write_file
-from tlt_hpc.common.files import naming
+from tlt_hpc.common.files import naming, sampled_digest
 from tlt_hpc.storage.folder import NO_ROOM, make_synced, part_of, sync
 
 if TYPE_CHECKING:
@@ -113,7 +112,9 @@ class Save(threading.Thread):
         with naming(path):
             write_file(path, held)
             tensors = sorted((each.stored for each in held), key=lambda stored: stored.name)
-            return File(part=part, name=path.name, size=path.stat().st_size, digest=digest_of(path), tensors=tensors)
+            return File(
+                part=part, name=path.name, size=path.stat().st_size, digest=sampled_digest(path), tensors=tensors
+            )
 
     def _suffix(self, rank: int) -> str:
         return f"{rank:05d}-of-{self._num_ranks:05d}"

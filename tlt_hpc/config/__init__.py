@@ -18,4 +18,4 @@ from tlt_hpc.config.reading import apply_override, find_problems, load_config, l
 from tlt_hpc.config.resume import FREE_ON_RESUME, check_resumable
 from tlt_hpc.config.rollout_sections import DrafterSection, LossKind, SpeculationSection, WarmupSection
 from tlt_hpc.config.sections import Config, TrackingSection
-from tlt_hpc.config.update_sections import AlgorithmSection, OptimizerSection
+from tlt_hpc.config.update_sections import AlgorithmSection, LoraSection, OptimizerSection

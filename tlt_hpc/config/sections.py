@@ -27,7 +27,7 @@ from tlt_hpc.config.fields import (
     Unit,
 )
 from tlt_hpc.config.rollout_sections import DrafterSection, RolloutSection, SpeculationSection, WarmupSection
-from tlt_hpc.config.update_sections import AlgorithmSection, CheckpointSection, OptimizerSection
+from tlt_hpc.config.update_sections import AlgorithmSection, CheckpointSection, LoraSection, OptimizerSection
 
 
 class EvaluationSection(Section):
@@ -118,6 +118,7 @@ class Config(Section):
     drafter: DrafterSection = DrafterSection()
     warmup: WarmupSection = WarmupSection()
     algorithm: AlgorithmSection = AlgorithmSection()
+    lora: LoraSection = LoraSection()
     optimizer: OptimizerSection = OptimizerSection()
     checkpoint: CheckpointSection = CheckpointSection()
     evaluation: EvaluationSection = EvaluationSection()

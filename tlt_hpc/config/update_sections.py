@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import BeforeValidator, Field
 
 from tlt_hpc.config.fields import (
     MAX_WEIGHT,
+    ConfigError,
     Count,
     LearningRate,
     NumRanks,
@@ -45,6 +47,7 @@ def _switch_or_auto(value: object) -> object:
     raise ValueError("use true, false or 'auto'")
 
 
+LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 Bound = Annotated[Weight | Literal["auto"], BeforeValidator(_number_or_auto)]
 
 
@@ -115,6 +118,29 @@ class AlgorithmSection(Section):
             yield (
                 f"algorithm.max_refills = {self.max_refills} with algorithm.name = {self.name!r}, which learns from "
                 "groups of equal scores too; use another algorithm, or leave algorithm.max_refills out"
+            )
+
+
+class LoraSection(Section):
+    """Adapters of low rank (LoRA) that are trained in place of the policy's weights, which stay as they are. Needs the
+    package peft; wants a learning rate ten to a hundred times as large."""
+
+    rank: Annotated[int, Field(ge=0, le=4096)] = 0
+    """Rank of the adapters. 0: no adapters, all weights are trained."""
+    alpha: Annotated[int, Field(ge=1, le=10**6)] = 32
+    """What the adapters add is multiplied by this value divided by ``rank``."""
+    targets: Annotated[tuple[LoraTarget, ...], Field(strict=False, min_length=1)] = get_args(LoraTarget)
+    """The linear layers that get an adapter, in every layer of the model."""
+
+    def check_installed(self) -> None:
+        """Refuse to begin without peft where there are adapters; nothing is imported.
+
+        Raises:
+            ConfigError: with the command that installs it.
+        """
+        if self.rank and importlib.util.find_spec("peft") is None:
+            raise ConfigError(
+                f"lora.rank = {self.rank} needs the package 'peft'; pip install peft, or set lora.rank = 0"
             )
 
 

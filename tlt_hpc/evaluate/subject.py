@@ -10,12 +10,12 @@ import hashlib
 from collections import ChainMap
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 from torch import Tensor
 
 from tlt_hpc.checkpoint.manifest import Checkpoint
+from tlt_hpc.checkpoint.policy_weights import open_policy
 from tlt_hpc.checkpoint.store import CheckpointStore
 from tlt_hpc.config import EMBEDDED_MODEL, Config, UserError, load_saved_config
 from tlt_hpc.data.evaluation_sets import longest_response
@@ -29,7 +29,6 @@ from tlt_hpc.storage.folder import RunFolder, no_run
 
 FOLDER = "evaluation"
 SUFFIX = "-evaluation"
-_MASTER = ".master"
 _SAMPLED = 65536
 
 
@@ -136,7 +135,7 @@ def load_weights(decoder: Decoder, subject: Subject, checkpoint: Checkpoint | No
     samples, cuts, dtype = dict[str, str](), decoder.weight_cuts(), decoder.dtype
 
     def parts() -> Iterator[tuple[str, Tensor]]:
-        for number, (name, read) in enumerate(readers_once(world.node_group, _readers(subject, checkpoint))):
+        for number, (name, read) in enumerate(readers_once(world.node_group, _readers(subject, checkpoint, model))):
             cut = cuts.get(name)  # None: the decoder refuses it, or has it in the embedding
             if cut is None or number % world.size != world.rank:
                 yield name, read(cut).to(dtype)
@@ -155,17 +154,12 @@ def load_weights(decoder: Decoder, subject: Subject, checkpoint: Checkpoint | No
     return _digest(ChainMap(*world.allgather(samples)), decoder.shape.tied_head)
 
 
-def _readers(subject: Subject, checkpoint: Checkpoint | None) -> Iterator[tuple[str, ReadCut]]:
+def _readers(subject: Subject, checkpoint: Checkpoint | None, model: str) -> Iterator[tuple[str, ReadCut]]:
     """The policy's weights under their Hugging Face names, each to be read before the next is asked for."""
-    return folder_readers(find_model(subject.place)) if checkpoint is None else policy_readers(checkpoint)
-
-
-def policy_readers(checkpoint: Checkpoint) -> Iterator[tuple[str, ReadCut]]:
-    """The policy's weights of a run's checkpoint under their Hugging Face names, each read when it is asked for."""
-    with checkpoint.reading("policy") as read:
-        for name in checkpoint.names("policy"):
-            if name.endswith(_MASTER):
-                yield name.removesuffix(_MASTER), partial(read, name)
+    if checkpoint is None or subject.run is None:
+        return folder_readers(find_model(subject.place))
+    config = load_saved_config(subject.run.config)
+    return open_policy(subject.run, config, checkpoint, find_model(model)).readers()
 
 
 def fingerprint_of(weights: Iterable[tuple[str, Tensor]], tied_head: bool) -> str:

@@ -22,6 +22,7 @@ def add_policy_options(command: argparse.ArgumentParser) -> None:
     """Add the options of ``tlt export-policy``."""
     command.add_argument("place", metavar="RUN", help="a run's folder")
     command.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of the weights (default bfloat16)")
+    command.add_argument("--adapter", action="store_true", help="write the adapters of lora.rank alone, for peft")
     _add_common(command, "policy")
 
 

@@ -9,26 +9,26 @@ import argparse
 import json
 import math
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 
-from tlt_hpc.checkpoint.manifest import Checkpoint
+from tlt_hpc.checkpoint.policy_weights import PolicyWeights, open_policy
 from tlt_hpc.config import UserError, load_saved_config
 from tlt_hpc.export.export_options import output_of
 from tlt_hpc.export.model_card import policy_card
 from tlt_hpc.export.writer import CARD, CONFIG, WEIGHTS, check_output, checkpoint_at, write_folder
 from tlt_hpc.look.run_log import RunLog
 from tlt_hpc.models.folder import DTYPES
+from tlt_hpc.models.lora import ADAPTER, ADAPTER_CONFIG, peft_name, peft_settings
 from tlt_hpc.models.shape import read_shape
 from tlt_hpc.models.tokenizer import find_model
 from tlt_hpc.storage.folder import RunFolder, no_run
 
 SHARD_BYTES = 5_000_000_000
 """Maximum size of one file of weights, as in transformers."""
-_MASTER = ".master"
 _INDEX = "model.safetensors.index.json"
 _WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
 _LARGEST_COMPANION = 64 * 2**20
@@ -49,7 +49,11 @@ def run(options: argparse.Namespace) -> None:
     if checkpoint is None:
         raise UserError(f"{options.place} has no checkpoint yet; train on until it has saved one")
     model = find_model(options.model or config.model.path)
-    check_model(checkpoint, model)
+    policy = open_policy(folder, config, checkpoint, model)
+    if options.adapter:
+        export_adapter(options, policy)
+        return
+    check_model(policy)
     companions = companions_of(model)
     ours = {CONFIG, CARD, _INDEX, *(path.name for path in companions)}
     output = output_of(options, "policy")
@@ -59,7 +63,7 @@ def run(options: argparse.Namespace) -> None:
         for path in companions:
             shutil.copyfile(path, part / path.name)
             yield part / path.name
-        yield from write_weights(part, checkpoint, DTYPES[options.dtype])
+        yield from write_weights(part, policy, DTYPES[options.dtype])
         settings = json.loads((model / CONFIG).read_text(encoding="utf-8"))
         settings.pop("torch_dtype", None)
         (part / CONFIG).write_text(json.dumps({**settings, "dtype": options.dtype}, indent=2) + "\n")
@@ -68,40 +72,35 @@ def run(options: argparse.Namespace) -> None:
         yield from (part / CONFIG, part / CARD)
 
     write_folder(output, fill)
-    count = sum(math.prod(shape) for shape in shapes_of(checkpoint).values())
+    count = sum(math.prod(shape) for shape in policy.shapes.values())
     print(
         f"wrote {output}: the policy after {checkpoint.step} steps, {count / 1e6:,.1f} M parameters in {options.dtype}"
     )
     print(f"next: vllm serve {output}\n  or: AutoModelForCausalLM.from_pretrained({str(output)!r})")
 
 
-def shapes_of(checkpoint: Checkpoint) -> dict[str, Sequence[int]]:
-    """The shape of every weight, by its Hugging Face name, sorted; nothing is read."""
-    parts = checkpoint.tensors.get("policy", {})
-    return {n.removesuffix(_MASTER): parts[n][0][1].shape for n in sorted(parts) if n.endswith(_MASTER)}
-
-
-def check_model(checkpoint: Checkpoint, model: Path) -> None:
+def check_model(policy: PolicyWeights) -> None:
     """Refuse the configuration and tokenizer of another model than the checkpoint's.
 
     Raises:
         ValueError: the number of weights is not that of the folder's configuration.
     """
-    shape = read_shape(model)
-    names = shapes_of(checkpoint)
-    count = sum(math.prod(sizes) for name, sizes in names.items() if not (shape.tied_head and name == "lm_head.weight"))
+    shape = read_shape(policy.model)
+    count = sum(
+        math.prod(sizes) for name, sizes in policy.shapes.items() if not (shape.tied_head and name == "lm_head.weight")
+    )
     if count != shape.num_parameters:
         raise UserError(
-            f"{model / CONFIG} asks for {shape.num_parameters:,} weights, the checkpoint has {count:,}; give --model "
-            "the folder that the run began with"
+            f"{policy.model / CONFIG} asks for {shape.num_parameters:,} weights, the checkpoint has {count:,}; give "
+            "--model the folder that the run began with"
         )
 
 
-def plan_shards(checkpoint: Checkpoint, dtype: torch.dtype) -> dict[str, list[str]]:
+def plan_shards(shapes: Mapping[str, Sequence[int]], dtype: torch.dtype) -> dict[str, list[str]]:
     """File -> the weights in it: at most ``SHARD_BYTES`` each, or a single larger tensor; named as in transformers."""
     groups: list[list[str]] = [[]]
     size = 0
-    for name, shape in shapes_of(checkpoint).items():
+    for name, shape in shapes.items():
         num_bytes = math.prod(shape) * dtype.itemsize
         if groups[-1] and size + num_bytes > SHARD_BYTES:
             groups.append([])
@@ -114,19 +113,19 @@ def plan_shards(checkpoint: Checkpoint, dtype: torch.dtype) -> dict[str, list[st
     return {f"model-{number:05d}-of-{total:05d}.safetensors": names for number, names in enumerate(groups, 1)}
 
 
-def write_weights(folder: Path, checkpoint: Checkpoint, dtype: torch.dtype) -> Iterator[Path]:
+def write_weights(folder: Path, policy: PolicyWeights, dtype: torch.dtype) -> Iterator[Path]:
     """Write the files of weights, and their index if there are several; yields each file when it is written.
 
-    Weights are rounded from the fp32 masters that the optimiser keeps.
+    Weights are rounded from the fp32 masters that the optimiser keeps; adapters are merged in the run's own precision.
     """
-    shards = plan_shards(checkpoint, dtype)
+    shards = plan_shards(policy.shapes, dtype)
     for file, names in shards.items():
-        with checkpoint.reading("policy") as read:
-            tensors = {name: read(name + _MASTER).to(dtype).contiguous() for name in names}
+        with policy.reading() as read:
+            tensors = {name: read(name).to(dtype).contiguous() for name in names}
         save_file(tensors, folder / file, metadata={"format": "pt"})
         yield folder / file
     if len(shards) > 1:
-        total = sum(math.prod(shape) for shape in shapes_of(checkpoint).values()) * dtype.itemsize
+        total = sum(math.prod(shape) for shape in policy.shapes.values()) * dtype.itemsize
         weight_map = {name: file for file, names in shards.items() for name in names}
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
@@ -143,3 +142,33 @@ def companions_of(model: Path) -> list[Path]:
         and path.name not in (CONFIG, CARD)
         and path.stat().st_size <= _LARGEST_COMPANION
     ]
+
+
+def export_adapter(options: argparse.Namespace, policy: PolicyWeights) -> None:
+    """Export the adapters alone, as peft writes and loads them.
+
+    Raises:
+        UserError: the run has none, or there is no place to write; nothing was written.
+    """
+    if not policy.config.lora.rank:
+        raise UserError(f"{options.place} trains all weights, so there is no adapter; leave --adapter out")
+    output, dtype = output_of(options, "adapter"), DTYPES[options.dtype]
+    check_output(output, {ADAPTER, ADAPTER_CONFIG}.__contains__)
+
+    def fill(part: Path) -> Iterator[Path]:
+        with policy.reading_adapters() as read:
+            tensors = {peft_name(name): read(name).to(dtype).contiguous() for name in policy.adapters}
+        save_file(tensors, part / ADAPTER, metadata={"format": "pt"})
+        settings = peft_settings(policy.config.lora, str(policy.model))
+        (part / ADAPTER_CONFIG).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+        yield from (part / ADAPTER, part / ADAPTER_CONFIG)
+
+    write_folder(output, fill)
+    count = sum(math.prod(shape) for shape in policy.adapters.values())
+    print(
+        f"wrote {output}: the adapter after {policy.checkpoint.step} steps, {count / 1e6:,.1f} M parameters in "
+        f"{options.dtype}"
+    )
+    print(
+        f"next: PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained({str(policy.model)!r}), {str(output)!r})"
+    )

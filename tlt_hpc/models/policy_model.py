@@ -120,11 +120,11 @@ class _Read(torch.autograd.Function):
         return log_probs, entropies
 
     @staticmethod
-    def backward(context: Any, *given: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+    def backward(context: Any, *given: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
         of_log_probs, of_entropy = given
         hidden, weight, targets, normalisers, entropies = context.saved_tensors
         to_hidden = torch.empty_like(hidden)
-        to_weight = torch.zeros_like(weight, dtype=normalisers.dtype)
+        to_weight = torch.zeros_like(weight, dtype=normalisers.dtype) if context.needs_input_grad[1] else None
         for rows in _chunks(hidden, weight):
             log_probs = _product(hidden[rows], weight.t()).div_(context.temperature)
             log_probs -= normalisers[rows].unsqueeze(1)
@@ -137,8 +137,9 @@ class _Read(torch.autograd.Function):
             slopes.scatter_add_(1, targets[rows].unsqueeze(1), of_log_probs[rows].unsqueeze(1))
             slopes = slopes.div_(context.temperature).to(weight.dtype)
             to_hidden[rows] = torch.mm(slopes, weight)
-            to_weight += _product(slopes.t(), hidden[rows])
-        return to_hidden, to_weight.to(weight.dtype), None, None, None
+            if to_weight is not None:  # else the head is frozen
+                to_weight += _product(slopes.t(), hidden[rows])
+        return to_hidden, None if to_weight is None else to_weight.to(weight.dtype), None, None, None
 
 
 def _chunks(hidden: Tensor, weight: Tensor) -> list[slice]:

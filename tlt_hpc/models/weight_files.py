@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
 from safetensors import SafetensorError, safe_open
 
+from tlt_hpc.common.files import sampled_digest
 from tlt_hpc.config import UserError
 from tlt_hpc.models.json_file import read_json
 from tlt_hpc.models.shape import TAKE_CONFIG, ModelShape
@@ -16,6 +18,8 @@ from tlt_hpc.models.shape import TAKE_CONFIG, ModelShape
 INDEX = "model.safetensors.index.json"
 _TORCH_FILE_ERRORS = ("unable to open file", "unable to mmap", "Error closing file")
 UNREADABLE = "start again once its disk works, or download it again"
+_MOST_OPEN = 64
+"""Files that ``reading_files`` has open at a time."""
 _EMBEDDING = "model.embed_tokens.weight"
 
 
@@ -43,6 +47,29 @@ def naming_file(file: Path, remedy: str) -> Iterator[None]:
         raise UserError(f"{file} is no whole safetensors file ({error}); {remedy}") from None
     except (OSError, RuntimeError) as error:
         raise UserError(f"cannot read {file}: {refusal(error)}; {remedy}") from None
+
+
+@contextmanager
+def reading_files(remedy: str) -> Iterator[Callable[[Path, str], Any]]:
+    """A function that reads one tensor of a safetensors file; files stay open until the end.
+
+    On a shared file system, to open a file for each of hundreds of tensors would take longer than to read them.
+
+    Raises (the function):
+        UserError: a file cannot be read, or is not whole; ends with ``remedy``.
+    """
+    readers: dict[Path, Any] = {}
+
+    def read(file: Path, name: str) -> Any:
+        with naming_file(file, remedy):
+            if file not in readers:
+                if len(readers) == _MOST_OPEN:
+                    del readers[next(iter(readers))]  # tensors are asked for mostly in the order of their files
+                readers[file] = safe_open(file, framework="pt")
+            return readers[file].get_tensor(name)
+
+    yield read
+    readers.clear()
 
 
 def refusal(error: OSError | RuntimeError) -> str:
@@ -94,6 +121,26 @@ def weight_files(folder: Path) -> Mapping[Path, set[str] | None]:
             "download them"
         )
     return files
+
+
+def weight_shapes(folder: Path) -> dict[str, tuple[Path, Sequence[int]]]:
+    """The file and the shape of each of a folder's weights, by its name; reads the files' heads alone.
+
+    Raises:
+        ValueError: as ``weight_files``; a file cannot be read.
+    """
+    found: dict[str, tuple[Path, Sequence[int]]] = {}
+    for file, names in weight_files(folder).items():
+        with opened(file, UNREADABLE, "numpy") as reader:
+            for name in sorted(names if names is not None else reader.keys()):
+                found[name] = file, reader.get_slice(name).get_shape()
+    return found
+
+
+def weights_digest(folder: Path) -> str:
+    """A hash that tells the weights of two folders apart: of each file's, as ``sampled_digest`` has it."""
+    digests = [sampled_digest(file) for file in sorted(weight_files(folder))]
+    return hashlib.sha256("".join(digests).encode()).hexdigest()
 
 
 def end_token_ids(folder: Path, shape: ModelShape) -> tuple[int, ...]:

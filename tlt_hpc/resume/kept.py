@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from uuid import uuid4
 
-from tlt_hpc.checkpoint.manifest import digest_of
 from tlt_hpc.checkpoint.save import found_in
+from tlt_hpc.common.files import sampled_digest
 from tlt_hpc.common.records import Rollout, SampleKey
 from tlt_hpc.config import Config
 from tlt_hpc.look.metrics import PROBS_DIFF, SCORE, TRAINED_TOKENS
@@ -126,7 +126,7 @@ def origin_of(line: Line) -> str:
 def origin_of_start(model: Path) -> str:
     """Names the weights of a model's folder."""
     files = sorted([*model.glob("*.safetensors"), *model.glob("*.bin")])
-    named = [(file.name, digest_of(file)) for file in files]
+    named = [(file.name, sampled_digest(file)) for file in files]
     return hashlib.sha256(repr(named).encode()).hexdigest()[:32]
 
 

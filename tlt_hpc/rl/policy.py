@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from tlt_hpc.cluster.watch.beat import BEAT
 from tlt_hpc.common.records import Rollout
 from tlt_hpc.config import Config
+from tlt_hpc.models.lora import add_adapters, merged, named_adapters, without_adapters
 from tlt_hpc.models.piece import Piece, own_pieces
 from tlt_hpc.models.policy_model import PolicyModel
 from tlt_hpc.rl.advantage import token_weights
@@ -143,7 +144,8 @@ class Policy:
     The model is a causal language model in the manner of Hugging Face, in ``config.model.dtype``, equal on all ranks
     (at ZeRO stage 3 rank 0's counts alone); it belongs to the policy from here on. ``reference`` is needed where
     ``algorithm.kl_coefficient`` is above 0: it makes the model that is the reference, and is called once the policy is
-    sharded, so that no rank ever has two whole ones at stage 3. All methods are collective.
+    sharded, so that no rank ever has two whole ones at stage 3. With ``config.lora`` adapters are added, which alone
+    are trained and saved, and the reference is the model without them. All methods are collective.
 
     Raises:
         ConfigError: a combination of ZeRO stage, dtype and offload that DeepSpeed does not train exactly.
@@ -166,13 +168,19 @@ class Policy:
         self._config, self._world = config, world
         # The rollout of temperature 0 is no sample of any softmax; its groups have zero variance anyway.
         self._temperature = config.rollout.temperature or 1.0
-        self._parameters = dict(model.named_parameters())
+        if config.lora.rank:
+            add_adapters(model, config.lora, config.run.seed)
+        self._weights_of_model = dict(model.named_parameters())
+        self._parameters = dict(named_adapters(model)) if config.lora.rank else self._weights_of_model
+        """Those that are trained."""
         self._attention_crossover_tokens = attention_crossover_tokens(model)
         repeats_layers = config.optimizer.repeats_layers(deepspeed.get_accelerator().device_name())
         self._sequence = join_sequence_group(world, config.optimizer.sequence_parallel)
         self.engine = start_engine(PolicyModel(model, repeats_layers, self._sequence), config, world.size)
         self._recipe = config.algorithm.recipe
-        self._reference = None if reference is None else self._start_reference(reference())
+        self._reference: Any = None
+        if reference is not None:
+            self._reference = self._without_adapters if config.lora.rank else self._start_reference(reference())
         self._num_steps = 0
         self._has_state = False
 
@@ -237,12 +245,12 @@ class Policy:
 
         A tensor is good only until the next is asked for, and every rank must take them all.
         """
-        for _, layer in groupby(self._parameters.items(), lambda named: _layer_of(named[0])):
-            weights = list(layer)
+        for _, layer in groupby(self._weights_of_model.items(), lambda named: _layer_of(named[0])):
+            weights = dict(layer)
             BEAT.tick()
-            with self._gathered(*(parameter for _, parameter in weights)):
-                for name, parameter in weights:
-                    yield name, parameter.detach()
+            with self._gathered(*weights.values()):
+                held = {name: parameter.detach() for name, parameter in weights.items()}
+                yield from merged(held, self._config.lora)
 
     def state_shard(self) -> Iterator[tuple[str, Piece]]:
         """This rank's share of the training state: fp32 pieces of ``<name>.master`` and of Adam's two moments.
@@ -301,12 +309,18 @@ class Policy:
 
     def close(self) -> None:
         """Free the engine; the process group stays, and another policy may follow in this process."""
-        if self._reference is not None and self._stage == 3:
+        if self._reference is not None and self._stage == 3 and not self._config.lora.rank:
             self._reference.destroy()
         self._reference = None
         self.engine.destroy()
         self.engine = None  # the last reference to DeepSpeed's groups, whose threads must end before Python does
         self._parameters.clear()
+        self._weights_of_model.clear()
+
+    def _without_adapters(self, *inputs: Any) -> Any:
+        """The reference of a policy with adapters: the model that they were added to."""
+        with without_adapters(self.engine.module.inner):
+            return self.engine(*inputs)
 
     def _start_reference(self, model: torch.nn.Module) -> Any:
         """The model that is the reference, sharded at ZeRO stage 3 as the policy is; whole on every rank below."""

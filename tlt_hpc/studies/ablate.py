@@ -16,11 +16,11 @@ from pathlib import Path
 
 import numpy as np
 
+from tlt_hpc.checkpoint.policy_weights import open_policy
 from tlt_hpc.checkpoint.store import CheckpointStore
 from tlt_hpc.common.records import Request, SampleKey
 from tlt_hpc.config import Config
 from tlt_hpc.drafting.acceptance import JUDGED_DEPTH
-from tlt_hpc.evaluate.subject import policy_readers
 from tlt_hpc.look.analysis.comparison import paired_ratio
 from tlt_hpc.models.drafter_file import load_drafter
 from tlt_hpc.models.once import readers_once
@@ -191,9 +191,10 @@ def measure(ablation: Ablation, world: World) -> dict[str, Passes] | None:
 def load_policy(ablation: Ablation, arm: str, session: Session) -> None:
     """Load an arm's last policy into the decoder; collective over the node, whose first rank reads."""
     node = session.world.node_group
-    store = CheckpointStore(RunFolder(ablation.folder / arm).checkpoints, ablation.config.checkpoint.keep)
-    checkpoint = node.once(lambda: store.at(ablation.num_steps))
-    weights = ((name, read(None)) for name, read in readers_once(node, policy_readers(checkpoint)))
+    run, config = RunFolder(ablation.folder / arm), ablation.config
+    checkpoint = node.once(lambda: CheckpointStore(run.checkpoints, config.checkpoint.keep).at(ablation.num_steps))
+    policy = open_policy(run, config, checkpoint, session.assets.folder)
+    weights = ((name, read(None)) for name, read in readers_once(node, policy.readers()))
     session.decoder.load(weights, ablation.num_steps)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from tlt_hpc.config import LoraSection
 from tlt_hpc.models.shape import ModelShape
 from tlt_hpc.plan.memory.plan import NamedBytes, Situation, present
 
@@ -212,7 +213,16 @@ def drafter_activations(situation: Situation, num_tokens: int) -> int:
     return kept + max(most, logits, 6 * s.intermediate_size * num_tokens)
 
 
-# --- the drafter's size ---
+# --- sizes of adapters and drafter ---
+
+
+def adapter_parameters(shape: ModelShape, settings: LoraSection) -> int:
+    """Weights of the adapters; 0 if there are none."""
+    h, i = shape.hidden_size, shape.intermediate_size
+    queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    sides = {"q_proj": h + queries, "k_proj": h + keys, "v_proj": h + keys, "o_proj": queries + h}
+    sides |= dict.fromkeys(("gate_proj", "up_proj", "down_proj"), h + i)
+    return settings.rank * shape.num_layers * sum(sides[target] for target in set(settings.targets))
 
 
 def num_drafter_parameters(situation: Situation) -> int:

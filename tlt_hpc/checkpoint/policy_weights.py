@@ -1,0 +1,113 @@
+"""The policy's weights in a checkpoint: all of them, or adapters that are merged into a model folder's weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tlt_hpc.checkpoint.manifest import Checkpoint
+from tlt_hpc.config import Config, UserError
+from tlt_hpc.models.folder import DTYPES
+from tlt_hpc.models.lora import adapter_names, merge
+from tlt_hpc.models.once import ReadCut
+from tlt_hpc.models.piece import Cut
+from tlt_hpc.models.weight_files import UNREADABLE, reading_files, weight_shapes, weights_digest
+from tlt_hpc.storage.folder import RunFolder
+from tlt_hpc.storage.records import read_record
+
+_MASTER = ".master"
+_MODEL = "model.path"
+"""The key of a model's digest among a run's facts."""
+
+
+def start_facts(config: Config, model: Path) -> dict[str, str]:
+    """What a run notes of the model that it begins with, because its checkpoints do not hold it."""
+    return {_MODEL: weights_digest(model)} if config.lora.rank else {}
+
+
+def open_policy(run: RunFolder, config: Config, checkpoint: Checkpoint, model: Path) -> PolicyWeights:
+    """The policy in a checkpoint of a run; ``model`` is the folder that the run began with.
+
+    Raises:
+        UserError: the folder has other weights than those that the adapters were trained on, or cannot be read.
+    """
+    noted = read_record(run.data, dict[str, str], "remove it to go without this check") or {}
+    if config.lora.rank and weights_digest(model) != noted.get(_MODEL, weights_digest(model)):
+        raise UserError(
+            f"the weights in {model} are not those that the adapters in {checkpoint.folder} were trained on; give the "
+            "folder that the run began with"
+        )
+    return PolicyWeights(checkpoint, config, model)
+
+
+@dataclass(frozen=True)
+class PolicyWeights:
+    """Weights under their Hugging Face names, read one at a time."""
+
+    checkpoint: Checkpoint
+    config: Config
+    """Of the run."""
+    model: Path
+    """The folder that the run began with; read where the run trains adapters."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The precision that the policy is trained in."""
+        return DTYPES[self.config.model.dtype]
+
+    @cached_property
+    def adapters(self) -> dict[str, Sequence[int]]:
+        """The shape of each tensor that was trained, by its name in the checkpoint, sorted."""
+        parts = self.checkpoint.tensors.get("policy", {})
+        return {n.removesuffix(_MASTER): parts[n][0][1].shape for n in sorted(parts) if n.endswith(_MASTER)}
+
+    @cached_property
+    def shapes(self) -> dict[str, Sequence[int]]:
+        """The shape of every weight, by its Hugging Face name, sorted; nothing is read but the heads of files."""
+        if not self.config.lora.rank:
+            return self.adapters
+        return {name: shape for name, (_, shape) in sorted(self._stored.items())}
+
+    @cached_property
+    def _stored(self) -> dict[str, tuple[Path, Sequence[int]]]:
+        return weight_shapes(self.model)
+
+    @contextmanager
+    def reading(self) -> Iterator[Callable[[str], Tensor]]:
+        """A function that reads a weight by its name: float32 masters, or with adapters in the run's precision."""
+        with self.checkpoint.reading("policy") as trained, reading_files(UNREADABLE) as stored:
+
+            def read(name: str) -> Tensor:
+                if not self.config.lora.rank:
+                    return trained(name + _MASTER)
+                weight: Tensor = stored(self._stored[name][0], name).to(self.dtype)
+                names = adapter_names(name)
+                if names[0] not in self.adapters:
+                    return weight
+                down, up = (trained(each + _MASTER).to(self.dtype) for each in names)
+                return merge(weight, down, up, self.config.lora)
+
+            yield read
+
+    @contextmanager
+    def reading_adapters(self) -> Iterator[Callable[[str], Tensor]]:
+        """A function that reads one of ``adapters``, as a float32 master."""
+        with self.checkpoint.reading("policy") as trained:
+            yield lambda name: trained(name + _MASTER)
+
+    def readers(self) -> Iterator[tuple[str, ReadCut]]:
+        """Each weight, to be read before the next is asked for."""
+        with self.reading() as read:
+            for name in self.shapes:
+                yield name, partial(_read_cut, read, name)
+
+
+def _read_cut(read: Callable[[str], Tensor], name: str, cut: Cut | None) -> Tensor:
+    whole = read(name)
+    return whole if cut is None else cut.take(name, whole)

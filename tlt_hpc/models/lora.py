@@ -1,0 +1,110 @@
+"""Low-rank adapters of the policy (LoRA, arXiv 2106.09685): added by peft, and merged into the weights for decoding.
+
+An adapted weight W [out, in] acts as W + alpha / r B A, of A [r, in] and B [out, r]; B is zero at first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from tlt_hpc.common.heap import importing
+
+if TYPE_CHECKING:
+    from tlt_hpc.config import LoraSection
+
+ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+"""The files that peft loads adapters from."""
+_BASE, _DOWN, _UP = ".base_layer", ".lora_A.default", ".lora_B.default"
+"""What peft puts into the names of an adapted layer's tensors: those that it had, A and B."""
+
+
+def add_adapters(model: torch.nn.Module, settings: LoraSection, seed: int) -> None:
+    """Add adapters to a model of transformers, in its precision, and freeze all else.
+
+    A is drawn on the host, from the seed and the layer's name, so it is the same on all ranks and devices.
+    """
+    with importing():
+        from peft import LoraConfig, inject_adapter_in_model
+
+    wanted = LoraConfig(r=settings.rank, lora_alpha=settings.alpha, target_modules=list(settings.targets))
+    inject_adapter_in_model(wanted, model)
+    for number, (name, parameter) in enumerate(named_adapters(model)):
+        if _DOWN in name:
+            bound = 1 / math.sqrt(parameter.shape[1])  # as torch's linear layers and peft
+            drawn = torch.empty(parameter.shape, dtype=torch.float32)
+            drawn.uniform_(-bound, bound, generator=torch.Generator().manual_seed(seed * 2**20 + number))
+            parameter.data.copy_(drawn)
+        else:
+            parameter.data.zero_()
+
+
+def named_adapters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """The parameters of the adapters, in the model's order."""
+    return ((name, each) for name, each in model.named_parameters() if _DOWN in name or _UP in name)
+
+
+@contextmanager
+def without_adapters(model: torch.nn.Module) -> Iterator[None]:
+    """Inside, the model computes as it did before adapters were added."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers = [layer for layer in model.modules() if isinstance(layer, BaseTunerLayer)]
+    for layer in layers:
+        layer.enable_adapters(False)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.enable_adapters(True)
+
+
+def merged(weights: Mapping[str, Tensor], settings: LoraSection) -> Iterator[tuple[str, Tensor]]:
+    """The weights that a layer of the model acts with, under their Hugging Face names, in their precision.
+
+    Args:
+        weights: of whole layers, by their names in the model.
+    """
+    for name, weight in weights.items():
+        if _DOWN in name or _UP in name:
+            continue
+        down, up = (weights.get(name.replace(_BASE, part)) if _BASE in name else None for part in (_DOWN, _UP))
+        yield name.replace(_BASE, ""), weight if down is None or up is None else merge(weight, down, up, settings)
+
+
+def adapter_names(name: str) -> tuple[str, str]:
+    """The names of A and B of a weight, by its Hugging Face name."""
+    stem, _, kind = name.rpartition(".")
+    return f"{stem}{_DOWN}.{kind}", f"{stem}{_UP}.{kind}"
+
+
+def peft_name(name: str) -> str:
+    """How peft's files name an adapter's tensor."""
+    return f"base_model.model.{name.replace('.default.', '.')}"
+
+
+def peft_settings(settings: LoraSection, base: str) -> dict[str, object]:
+    """What peft's ``adapter_config.json`` says of adapters to the model ``base``."""
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": settings.rank,
+        "lora_alpha": settings.alpha,
+        "target_modules": list(settings.targets),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "inference_mode": True,
+    }
+
+
+def merge(weight: Tensor, down: Tensor, up: Tensor, settings: LoraSection) -> Tensor:
+    """W + alpha / r B A, in the precision of W: W [out, in], A [r, in], B [out, r]."""
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    scale = settings.alpha / settings.rank
+    return torch.addmm(weight.to(wide), up.to(wide), down.to(wide), alpha=scale).to(weight.dtype)
