@@ -30,10 +30,9 @@ from transformers import AutoModelForCausalLM
 from tlt_hpc.config import ConfigError, LoraSection, parse_config
 from tlt_hpc.models.folder import load_policy_model
 from tlt_hpc.models.lora import adapter_names, add_adapters, merged, named_adapters
-from tlt_hpc.models.shape import read_shape
+from tlt_hpc.models.shape import adapter_parameters, read_shape
 from tlt_hpc.models.tokenizer import find_model
 from tlt_hpc.models.weight_files import weight_shapes
-from tlt_hpc.plan.memory.training import adapter_parameters
 from tlt_hpc.rl.distributed import leave_process_group
 from tlt_hpc.rl.policy import Policy
 
@@ -177,7 +176,7 @@ def test_a_run_with_adapters_resumes_bit_for_bit_and_is_exported_and_evaluated(t
     names = [name for path in saved for name in load_file(path)]
     assert all("lora_" in name for name in names)
     count = sum(tensor.numel() for path in saved for tensor in load_file(path).values())
-    assert count == 3 * adapter_parameters(shape, LoraSection(rank=8))
+    assert count == 3 * adapter_parameters(shape, 8, LoraSection().targets)
 
     run, model, adapter = whole / "run", tmp_path / "model", tmp_path / "adapter"
     tlt(1, "export-policy", str(run), "--dtype", "float32", "--output", str(model))

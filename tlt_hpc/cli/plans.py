@@ -74,6 +74,7 @@ def plan_run(config: Config, assets: ModelAssets, num_ranks: int) -> str:
     from tlt_hpc.plan.memory.summary import summarise
 
     config.tracking.check_installed()
+    config.lora.check_installed()
     if config.evaluation.every_steps:
         open_checked_sets(config, assets.folder, assets.shape, assets.tokenizer)
     memory = summarise(config, assets.shape, num_ranks)

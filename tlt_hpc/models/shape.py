@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -62,6 +63,15 @@ def part_of(shape: ModelShape, size: int) -> ModelShape:
         num_kv_heads=max(1, shape.num_kv_heads // size),
         intermediate_size=shape.intermediate_size // size,
     )
+
+
+def adapter_parameters(shape: ModelShape, rank: int, targets: Collection[str]) -> int:
+    """Weights of adapters of this rank to linear layers such as ``q_proj``, in every layer."""
+    h, i = shape.hidden_size, shape.intermediate_size
+    queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    sides = {"q_proj": h + queries, "k_proj": h + keys, "v_proj": h + keys, "o_proj": queries + h}
+    sides |= dict.fromkeys(("gate_proj", "up_proj", "down_proj"), h + i)
+    return rank * shape.num_layers * sum(sides[target] for target in set(targets))
 
 
 def check_sharding(shape: ModelShape, size: int, asked: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tlt_hpc.plan.memory.engine import PAGES, engine_parts, rollout_workspace
 from tlt_hpc.plan.memory.plan import MemoryPlan, NamedBytes, PhaseMemory, Situation, present, total
 from tlt_hpc.plan.memory.training import (
+    FROZEN,
     MOMENTS,
     TrainingState,
     drafter_activations,
@@ -74,8 +75,10 @@ def _start(situation: Situation, state: TrainingState) -> NamedBytes:
     if stage == 3:
         if situation.device == "cuda":
             whole = situation.item * shape.vocab_size * shape.hidden_size
-        begun = total(state.resident) - sum(state.resident.get(name, 0) for name in ("policy", MOMENTS))
+        begun = total(state.resident) - sum(state.resident.get(name, 0) for name in ("policy", FROZEN, MOMENTS))
         whole -= min(begun, total(reference_parts(situation))) if situation.has_reference else begun
+    elif situation.frozen_parameters:  # stays as it is
+        whole = 4 * situation.own_parameters
     elif stage:
         whole = max(whole, 4 * situation.own_parameters)  # later the gradients, which begin as zeros
     return present({"policy, not yet shared out": max(0, whole) if stage else 0})
@@ -128,7 +131,7 @@ def _saved_alone(situation: Situation) -> int:
 
 def _saved(situation: Situation) -> int:
     """Bytes of a checkpoint: masters and moments, the drafter's with its average."""
-    return 12 * situation.shape.num_parameters + 16 * num_drafter_parameters(situation)
+    return 12 * situation.trained_parameters + 16 * num_drafter_parameters(situation)
 
 
 def _disk(situation: Situation) -> NamedBytes:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tlt_hpc.config import Config
-from tlt_hpc.models.shape import ModelShape, part_of
+from tlt_hpc.models.shape import ModelShape, adapter_parameters, part_of
 
 GB = 1_000_000_000
 DeviceType = Literal["cpu", "cuda"]
@@ -52,8 +52,19 @@ class Situation:
 
     @property
     def own_parameters(self) -> int:
-        """Parameters of one rank's shard where ZeRO divides them over all ranks."""
-        return -(-self.shape.num_parameters // self.num_ranks)
+        """Trained parameters of one rank's shard where ZeRO divides them over all ranks."""
+        return -(-self.trained_parameters // self.num_ranks)
+
+    @property
+    def trained_parameters(self) -> int:
+        """Parameters that have gradients and moments: the model's, or those of its adapters."""
+        lora = self.config.lora
+        return adapter_parameters(self.shape, lora.rank, lora.targets) if lora.rank else self.shape.num_parameters
+
+    @property
+    def frozen_parameters(self) -> int:
+        """Parameters that adapters are added to."""
+        return self.shape.num_parameters if self.config.lora.rank else 0
 
     @property
     def learns_drafting(self) -> bool:
@@ -70,7 +81,8 @@ class Situation:
 
     @property
     def has_reference(self) -> bool:
-        return self.config.algorithm.kl_coefficient > 0
+        """Whether a second model is held; with adapters the first one without them is the reference."""
+        return self.config.algorithm.kl_coefficient > 0 and not self.config.lora.rank
 
     @property
     def offloads(self) -> bool:

@@ -8,13 +8,12 @@ ranks, and activations by counting the bytes of live tensors over shapes, length
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from tlt_hpc.config import LoraSection
 from tlt_hpc.models.shape import ModelShape
 from tlt_hpc.plan.memory.plan import NamedBytes, Situation, present
 
-MOMENTS = "Adam moments"
+MOMENTS, FROZEN = "Adam moments", "frozen weights"
 BUCKET_ELEMENTS = 50_000_000
 """Gradients reduced in one collective (``rl.engine.REDUCE_BUCKET_ELEMENTS``)."""
 CHUNK_LOGITS = 1 << 26
@@ -55,10 +54,13 @@ def training_state(situation: Situation) -> TrainingState:
     """What the policy's engine takes at the configured stage."""
     stage = situation.config.optimizer.zero_stage
     if stage == 0:
-        return _stage_0(situation.shape.num_parameters)
-    if stage == 1 and situation.item == 2 and not situation.offloads:
-        return _stage_1_in_bf16(situation)
-    state = _stage_3(situation) if stage == 3 else _stage_1_or_2(situation)
+        state = _stage_0(situation.trained_parameters)
+    elif stage == 1 and situation.item == 2 and not situation.offloads:
+        state = _stage_1_in_bf16(situation)
+    else:
+        state = _stage_3(situation) if stage == 3 else _stage_1_or_2(situation)
+    frozen = -(-situation.frozen_parameters // (situation.num_ranks if stage == 3 else 1))
+    state = replace(state, resident=present({FROZEN: situation.item * frozen}) | state.resident)
     return _offloaded(state, situation) if situation.offloads else state
 
 
@@ -73,13 +75,13 @@ def _stage_0(count: int) -> TrainingState:
 
 def _stage_1_in_bf16(situation: Situation) -> TrainingState:
     """DeepSpeed's BF16_Optimizer: every rank keeps all gradients, in fp32."""
-    count, own = situation.shape.num_parameters, situation.own_parameters
+    count, own = situation.trained_parameters, situation.own_parameters
     state = {"policy": 2 * count, "gradients": 4 * count, "fp32 masters": 4 * own, MOMENTS: 8 * own}
     return TrainingState(present(state), present({"gradients in bf16": 2 * count}), stepping=2 * count + 8 * own)
 
 
 def _stage_1_or_2(situation: Situation) -> TrainingState:
-    count, own = situation.shape.num_parameters, situation.own_parameters
+    count, own = situation.trained_parameters, situation.own_parameters
     is_stage_1 = situation.config.optimizer.zero_stage == 1
     bucket = 4 * min(count, BUCKET_ELEMENTS)
     # stage 1 adds up whole gradients over the micro-batches, stage 2 each rank's shard
@@ -93,9 +95,13 @@ def _stage_1_or_2(situation: Situation) -> TrainingState:
 
 
 def _stage_3(situation: Situation) -> TrainingState:
-    count, own, item = situation.shape.num_parameters, situation.own_parameters, situation.item
+    count, own, item = situation.trained_parameters, situation.own_parameters, situation.item
     bucket = 4 * min(count, BUCKET_ELEMENTS)
-    gathered = min(count, small_parameters(situation) + _MAX_GATHERED) if situation.num_ranks > 1 else 0
+    gathered = (
+        min(count + situation.frozen_parameters, small_parameters(situation) + _MAX_GATHERED)
+        if situation.num_ranks > 1
+        else 0
+    )
     state = {"policy": item * own, "gradients": 4 * own, "fp32 masters": 4 * own, MOMENTS: 8 * own}
     return TrainingState(
         resident=present({**state, "bucket of gradients": bucket}),
@@ -109,12 +115,12 @@ def _offloaded(state: TrainingState, situation: Situation) -> TrainingState:
     """Moves masters, moments and the rank's gradients to host memory, where the step is taken too; its parameters if
     asked."""
     own, moves_parameters = situation.own_parameters, situation.offloads_parameters
-    away = {"fp32 masters", MOMENTS, "gradients"} | ({"policy"} if moves_parameters else set())
+    away = {"fp32 masters", MOMENTS, "gradients"} | ({"policy", FROZEN} if moves_parameters else set())
     return TrainingState(
         resident={name: count for name, count in state.resident.items() if name not in away},
         held={name: count for name, count in state.held.items() if name not in away},
         reduced=state.reduced,
-        host=16 * own + (situation.item * own if moves_parameters else 0),
+        host=16 * own + sum(state.resident.get(name, 0) for name in ("policy", FROZEN) if moves_parameters),
     )
 
 
@@ -123,7 +129,7 @@ def _head_reduction(situation: Situation) -> dict[str, int]:
 
     In half precision a float32 copy of it is sent while the backward pass continues with the layers.
     """
-    count = situation.shape.vocab_size * situation.shape.hidden_size
+    count = 0 if situation.frozen_parameters else situation.shape.vocab_size * situation.shape.hidden_size
     size = situation.item + (4 if situation.item == 2 else 0)
     return {"head's gradient": count * size if count > BUCKET_ELEMENTS else 0}
 
@@ -137,7 +143,7 @@ def small_parameters(situation: Situation) -> int:
     tables = [table] if s.tied_head else [table, table]
     large = s.num_layers * sum(size for size in matrices if size > _KEPT_WHOLE)
     large += sum(size for size in tables if size > _KEPT_WHOLE)
-    return s.num_parameters - large
+    return s.num_parameters - large + (situation.trained_parameters if situation.frozen_parameters else 0)
 
 
 # --- the reference model: whole below stage 3, sharded at stage 3 ---
@@ -177,7 +183,8 @@ def update_activations(situation: Situation, num_tokens: int) -> int:
     kept += num_tokens * (3 * item * shape.hidden_size + 2 * item * shape.head_dim)  # the last norm, rotary table
     gradients = num_tokens * item * 3 * max(shape.hidden_size, shape.intermediate_size // 2)
     logits = _LOGIT_BYTES * min(num_tokens * shape.vocab_size, max(CHUNK_LOGITS, shape.vocab_size))
-    logits += 8 * shape.vocab_size * shape.hidden_size * (item == 2)  # the head's gradient and a part, in float32
+    if item == 2 and not situation.frozen_parameters:  # the head's gradient and a part, in float32
+        logits += 8 * shape.vocab_size * shape.hidden_size
     return kept + max(logits, gradients + (layer if repeats else 0))
 
 
@@ -213,16 +220,7 @@ def drafter_activations(situation: Situation, num_tokens: int) -> int:
     return kept + max(most, logits, 6 * s.intermediate_size * num_tokens)
 
 
-# --- sizes of adapters and drafter ---
-
-
-def adapter_parameters(shape: ModelShape, settings: LoraSection) -> int:
-    """Weights of the adapters; 0 if there are none."""
-    h, i = shape.hidden_size, shape.intermediate_size
-    queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    sides = {"q_proj": h + queries, "k_proj": h + keys, "v_proj": h + keys, "o_proj": queries + h}
-    sides |= dict.fromkeys(("gate_proj", "up_proj", "down_proj"), h + i)
-    return settings.rank * shape.num_layers * sum(sides[target] for target in set(settings.targets))
+# --- the drafter's size ---
 
 
 def num_drafter_parameters(situation: Situation) -> int:
