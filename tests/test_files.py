@@ -27,7 +27,7 @@ PROJECT, TOOLS = _PYPROJECT["project"], _PYPROJECT["tool"]
 PYPI_NAME = {"pytorch": "torch"}
 # The ranks that a job file is written for, and config.json's max_position_embeddings.
 SMALL = dict.fromkeys(("tiny", "tiny_tail"), (2, 1024))
-SMALL |= {"qwen0.5b": (1, 32768), "qwen1.5b": (1, 131072), "qwen7b_4gpus": (4, 131072)}
+SMALL |= {"qwen0.5b": (1, 32768), "qwen1.5b": (1, 131072), "qwen7b_4gpus": (4, 131072), "qwen7b_lora": (1, 131072)}
 SIZES = SMALL | dict.fromkeys(("qwen7b", "r1_qwen7b", "qwen32b", "llama70b"), (64, 131072))
 
 
@@ -79,11 +79,11 @@ def test_cpu_pins_cover_and_satisfy_the_project() -> None:
 def test_conda_environment_covers_the_project() -> None:
     listed = conda()
     extra = {"python", "pip", "openmpi", "c-compiler", "cuda-cudart-dev"}  # what jobs compile with
-    assert set(listed) == set(requirements("gpu")) | extra, "no tools of the tests"
+    assert set(listed) == set(requirements("gpu", "lora")) | extra, "no tools of the tests"
 
 
 def test_conda_agrees_with_the_ranges_and_the_pins() -> None:
-    wanted, pinned, listed = requirements("gpu"), read_pins("cpu.txt"), conda()
+    wanted, pinned, listed = requirements("gpu", "lora"), read_pins("cpu.txt"), conda()
     (by_pip,) = (entry["pip"] for entry in conda_entries() if isinstance(entry, dict))
     names = {canonicalize_name(Requirement(line).name) for line in by_pip}
     assert {name: str(listed[name]) for name in names} == {name: f"=={pinned[name]}" for name in names}

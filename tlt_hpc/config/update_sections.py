@@ -129,7 +129,7 @@ class LoraSection(Section):
     """Rank of the adapters. 0: no adapters, all weights are trained."""
     alpha: Annotated[int, Field(ge=1, le=10**6)] = 32
     """What the adapters add is multiplied by this value divided by ``rank``."""
-    targets: Annotated[tuple[LoraTarget, ...], Field(strict=False, min_length=1)] = get_args(LoraTarget)
+    targets: Annotated[tuple[LoraTarget, ...], Field(strict=False, min_length=1, max_length=7)] = get_args(LoraTarget)
     """The linear layers that get an adapter, in every layer of the model."""
 
     def check_installed(self) -> None:
