@@ -37,8 +37,10 @@ def open_policy(run: RunFolder, config: Config, checkpoint: Checkpoint, model: P
     Raises:
         UserError: the folder has other weights than those that the adapters were trained on, or cannot be read.
     """
-    noted = read_record(run.data, dict[str, str], "remove it to go without this check") or {}
-    if config.lora.rank and weights_digest(model) != noted.get(_MODEL, weights_digest(model)):
+    if not config.lora.rank:
+        return PolicyWeights(checkpoint, config, model)
+    noted = (read_record(run.data, dict[str, str], "remove it to go without this check") or {}).get(_MODEL)
+    if noted is not None and noted != weights_digest(model):
         raise UserError(
             f"the weights in {model} are not those that the adapters in {checkpoint.folder} were trained on; give the "
             "folder that the run began with"

@@ -67,6 +67,7 @@ def check_model(job: PlannedJob) -> Finding:
     from tlt_hpc.plan.shape_checks import check_shape
 
     config = job.config
+    config.lora.check_installed()
     try:
         folder = find_model(config.model.path)
     except ValueError as error:
