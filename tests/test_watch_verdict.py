@@ -252,7 +252,7 @@ def test_a_rank_that_ends_without_a_word_is_named_unless_another_has_said_why(
     write_record(tmp_path, record(1, host=hosts[1]))
     write_record(tmp_path, record(2, host="c", start="another", ending="failed: earlier"))
     (tmp_path / "rank-0000.stacks").touch()
-    witness._testify("start", tmp_path, 1)
+    witness._testify("start", hosts[1], tmp_path, 1, {1})
     found = read_verdict(tmp_path)
     assert (found is None) == (verdict is None) and (found is None or found[1].startswith(verdict))
 

@@ -50,6 +50,8 @@ MAX_SECONDS = {"place": 30.0, "kill": 30.0, "limit": 120.0, "cancel": 20.0}
 """From the fault to the end of the job, by kind of fault."""
 KILL_AFTER_SECONDS = 10.0
 """From SIGTERM to SIGKILL."""
+LAST_WORD_SECONDS = 5.0
+"""From the end of the job until all of its processes have ended."""
 STARTING_SECONDS = 20.0
 """From the start of the ranks until the run is well under way."""
 MARK = "TLT_FAULT_CAMPAIGN"
@@ -301,10 +303,13 @@ def ranks_in(folder: Path) -> dict[int, int]:
 
 
 def end_all(process: subprocess.Popen[bytes], folder: Path) -> None:
-    """End what still runs of a job."""
+    """End what still runs of a job, once the process that names a killed rank has had its time."""
     if process.poll() is None:
         process.kill()
     process.wait()
+    until = time.monotonic() + LAST_WORD_SECONDS
+    while ranks_in(folder) and time.monotonic() < until:
+        time.sleep(0.05)
     send(signal.SIGKILL, ranks_in(folder).values())
 
 

@@ -44,7 +44,7 @@ class NodeGroup:
         wait(self._comm.Ibcast(length, root), "broadcast", self._scope)
         payload = payload or bytearray(int(length[0]))
         self.broadcast_bytes(np.frombuffer(payload, np.uint8), root)
-        return item if self.rank == root else pickle.loads(payload)  # type: ignore[no-any-return]
+        return item if self.rank == root else unpickle(payload)  # type: ignore[no-any-return]
 
     def broadcast_bytes(self, values: NDArray[np.uint8], root: int = 0) -> None:
         """Write rank ``root``'s bytes [N] into the others' of the same size."""
@@ -71,6 +71,18 @@ class NodeGroup:
         if failure is not None:
             raise failure
         return result  # type: ignore[no-any-return]
+
+
+def unpickle(payload: bytes | bytearray | memoryview) -> Any:
+    """What another rank sent.
+
+    Raises:
+        ConnectionResetError: it did not arrive: MPICH may complete a collective although a rank was killed in it.
+    """
+    try:
+        return pickle.loads(payload)
+    except (pickle.UnpicklingError, EOFError) as error:
+        raise ConnectionResetError(f"Connection reset by peer: a rank has ended while it sent ({error})") from None
 
 
 def to_send(error: ValueError | OSError) -> UserError:

@@ -22,7 +22,7 @@ from tlt_hpc.cluster.watch.beat import BEAT, Member
 from tlt_hpc.common.words import count
 from tlt_hpc.config import UserError
 from tlt_hpc.mpi.library import MPI, remove_shared_memory_names
-from tlt_hpc.mpi.node import NodeGroup, to_send
+from tlt_hpc.mpi.node import NodeGroup, to_send, unpickle
 from tlt_hpc.mpi.progress import wait
 
 T = TypeVar("T")
@@ -113,7 +113,7 @@ class World(NodeGroup):
             return [self.broadcast(item, root) for root in range(self.size)]
         received = np.empty(int(lengths.sum()), np.uint8)
         wait(self._comm.Iallgatherv(payload, [received, lengths.tolist()]), "allgather")
-        return [pickle.loads(each.data) for each in np.split(received, np.cumsum(lengths)[:-1])]
+        return [unpickle(each.data) for each in np.split(received, np.cumsum(lengths)[:-1])]
 
     def all_or_none(self, work: Callable[[], T]) -> T:
         """The result of ``work``, run on every rank; if it fails on one rank, all ranks raise. Collective.

@@ -15,6 +15,7 @@ import signal
 import socket
 import struct
 import time
+from collections.abc import Set
 from contextlib import suppress
 from pathlib import Path
 
@@ -135,16 +136,15 @@ def _watch(pipe: int) -> None:
         while start and (accepted := _accept(listener)):
             ranks[accepted[1].fileno()] = accepted
             poll.register(accepted[1], select.EPOLLIN)
-        words = {number: _word_of(connection) for number, (_, connection) in ranks.items()}
-        if any(word and not _OF_ANOTHER.search(word) for word in words.values()):
-            return  # what happens to the others then is its doing
-        if ended := [number for number in (*events, *words) if words.get(number) == ""]:
-            signal.alarm(_LAST_SECONDS)
-            if folder is None:
-                _say(f"rank {ranks[ended[0]][0]} on {host} was killed or crashed before the run's folder was claimed")
-            else:
-                _testify(start, folder, ranks[ended[0]][0])
-            return
+        for number in [number for number in (*events, *ranks) if number in ranks]:
+            rank, connection = ranks[number]
+            word = _word_of(connection)
+            if word is None:
+                continue
+            if not word:
+                signal.alarm(_LAST_SECONDS)
+                _testify(start, host, folder, rank, {other for other, _ in ranks.values()})
+            return  # after a word, this rank is the cause, or has lost one of another node
         if pipe in events:
             told = os.read(pipe, _LONGEST_WORD)
             if not told and not ranks:  # the first rank has ended before any could be watched
@@ -190,16 +190,24 @@ def _accept(listener: socket.socket) -> tuple[int, socket.socket] | None:
     return None
 
 
-def _testify(start: str, folder: Path, ended: int) -> None:
-    """Leave the verdict on the rank that has ended, unless one of the start has said why it ends: that is the cause."""
+def _testify(start: str, host: str, folder: Path | None, ended: int, watched: Set[int]) -> None:
+    """Leave the verdict on the rank that has ended, unless one elsewhere has said why it ends: that is the cause.
+
+    Args:
+        folder: of the status files; None: not claimed yet.
+        watched: ranks that would have told this process first.
+    """
+    if folder is None:
+        _say(f"rank {ended} on {host} was killed or crashed before the run's folder was claimed")
+        return
     records = _records(folder, start)
     if len({record.host for record in records}) > 1:  # ranks elsewhere may have ended before
         end = time.monotonic() + _OTHER_NODES_SECONDS
-        while time.monotonic() < end and not any(map(_says_why, records)):
+        while time.monotonic() < end and not any(_says_why(record) for record in records if record.rank not in watched):
             time.sleep(_POLL_SECONDS)
             records = _records(folder, start)
     own = next((record for record in records if record.rank == ended), None)
-    if own is None or own.ending or any(map(_says_why, records)):
+    if own is None or own.ending or any(_says_why(record) for record in records if record.rank not in watched):
         return
     also = "; the cause may also be a node that was lost" * (len({record.host for record in records}) > 1)
     line = f"{own.name} was killed or crashed, last seen in {own.place}{also}"
