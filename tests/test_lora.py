@@ -159,8 +159,38 @@ def test_the_adapters_depend_on_the_seed_alone() -> None:
     assert all(map(torch.equal, one, same)) and not all(map(torch.equal, one, other))
     halves = make_model(torch.bfloat16)
     add_adapters(halves, LORA, 0)
+    assert {parameter.dtype for parameter in halves.parameters()} == {torch.bfloat16}
     named = dict(merged(dict(halves.named_parameters()), LORA))
     assert named.keys() == weights.keys() and all(weight.dtype == torch.bfloat16 for weight in named.values())
+
+
+def learn_near_the_base(stages: list[int]) -> list[list[Any]]:
+    """By stage: the weights' distance from the first stage's after two steps, and the distance in the loss."""
+    world, found = connect(), []
+    first: dict[str, torch.Tensor] = {}
+    for stage in stages:
+        config = make_config(
+            algorithm__kl_coefficient=0.5,
+            optimizer__zero_stage=stage,
+            optimizer__gradient_checkpointing=True,
+            **CHANGES,
+        )
+        policy = Policy(make_model(tied=True), config, world, reference=lambda: pytest.fail("no second model is made"))
+        stats = [policy.update(make_rollouts(step), make_advantages(step)) for step in range(2)][1]
+        weights = weights_of(policy)
+        first = first or weights
+        found.append([distance(first, weights), stats.kl_loss, sorted(weights)])
+        policy.close()
+    leave_process_group()
+    return found
+
+
+@pytest.mark.mpi
+@pytest.mark.ci
+def test_the_distance_from_the_base_in_the_loss_is_the_same_at_every_stage() -> None:
+    for rank in run_on_ranks(2, learn_near_the_base, [1, 3]):
+        names = sorted(name for name, _ in make_model(tied=True).named_parameters())
+        assert all(far < TOLERANCE and kl > 1e-3 and each == names for far, kl, each in rank), rank
 
 
 @pytest.mark.mpi
@@ -191,6 +221,8 @@ def test_a_run_with_adapters_resumes_bit_for_bit_and_is_exported_and_evaluated(t
 
     check_evaluation(run, model, tmp_path)
     check_another_base(run, tmp_path)
+    tlt(1, "train", *RUN, f"run.folder={parts}", "run.num_steps=4", "run.ranks=1")
+    assert len((parts / "run" / "metrics.jsonl").read_text().splitlines()) == 4
 
 
 def check_evaluation(run: Path, model: Path, tmp_path: Path) -> None:

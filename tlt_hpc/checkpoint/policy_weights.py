@@ -40,12 +40,21 @@ def open_policy(run: RunFolder, config: Config, checkpoint: Checkpoint, model: P
     if not config.lora.rank:
         return PolicyWeights(checkpoint, config, model)
     noted = (read_record(run.data, dict[str, str], "remove it to go without this check") or {}).get(_MODEL)
-    if noted is not None and noted != weights_digest(model):
+    policy = PolicyWeights(checkpoint, config, model)
+    known = {each for name in policy.shapes for each in adapter_names(name)}
+    if (noted is not None and noted != weights_digest(model)) or not policy.adapters.keys() <= known:
         raise UserError(
             f"the weights in {model} are not those that the adapters in {checkpoint.folder} were trained on; give the "
             "folder that the run began with"
         )
-    return PolicyWeights(checkpoint, config, model)
+    return policy
+
+
+def policy_readers(
+    run: RunFolder, config: Config, checkpoint: Checkpoint, model: Path
+) -> Iterator[tuple[str, ReadCut]]:
+    """``open_policy``'s weights, each to be read before the next is asked for; nothing is opened before the first."""
+    yield from open_policy(run, config, checkpoint, model).readers()
 
 
 @dataclass(frozen=True)
@@ -78,7 +87,8 @@ class PolicyWeights:
 
     @cached_property
     def _stored(self) -> dict[str, tuple[Path, Sequence[int]]]:
-        return weight_shapes(self.model)
+        stored = weight_shapes(self.model)
+        return {name: found for name, found in stored.items() if not name.endswith(".inv_freq")}  # of older files
 
     @contextmanager
     def reading(self) -> Iterator[Callable[[str], Tensor]]:

@@ -21,7 +21,7 @@ from tlt_hpc.cli.commands import COMMANDS
 from tlt_hpc.cli.plans import check_folder, config_of, plan_command
 from tlt_hpc.cluster.caches import in_memory, make_node_cache
 from tlt_hpc.cluster.device import local_rank, take_device
-from tlt_hpc.cluster.local import STARTED, become_ranks, given_job, launched_count, launched_rank, starting
+from tlt_hpc.cluster.local import STARTED, become_ranks, given_job, launched_count, launched_rank, started_at, starting
 from tlt_hpc.cluster.stopping import StopFlag, know_limits
 from tlt_hpc.cluster.watch.beat import BEAT
 from tlt_hpc.cluster.watch.watch import Watch
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     options = parse(given)
     rank = launched_rank(os.environ)
-    BEAT.began = float(os.environ.get(STARTED, BEAT.began))
+    BEAT.began = started_at(os.environ) or BEAT.began
     flag = StopFlag()
     logging.basicConfig(level=logging.WARNING, format=f"[rank {rank or 0}] %(levelname)s %(name)s: %(message)s")
     work = COMMANDS[options.command].work

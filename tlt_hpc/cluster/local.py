@@ -48,6 +48,15 @@ def starting(num_ranks: int | None) -> str:
     return f"starting {'the ranks' if num_ranks is None else count(num_ranks, 'rank')}"
 
 
+def started_at(environment: Mapping[str, str]) -> float | None:
+    """When this program started the ranks, in seconds since the epoch; None if it did not within the last day."""
+    try:
+        at = float(environment.get(STARTED, ""))
+    except ValueError:
+        return None
+    return at if 0 <= time.time() - at < 86400 else None
+
+
 def given_job(environment: Mapping[str, str], path: str) -> bytes | None:
     """What the job file ``path`` had in it when the ranks were started; None where nobody says so, or to no rank."""
     if launched_rank(environment) is None or environment.get(JOB_FILE) != path:

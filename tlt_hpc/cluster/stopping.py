@@ -186,7 +186,8 @@ class StopFlag:
         ends = number == signal.SIGINT or (number == signal.SIGTERM and "SLURM_JOB_ID" not in os.environ)
         if ends and not self.is_answered:
             sys.stderr.flush()
-            BEAT.leave(f"ended by {name}")
+            if BEAT.on_signal is not None:
+                BEAT.on_signal(f"ended by {name}")
             os._exit(128 + number)
         kinds = {signal.SIGTERM: Stop.KILL, signal.SIGINT: Stop.ASKED, signal.SIGUSR2: Stop.TIME}
         self.request(kinds[signal.Signals(number)], name)

@@ -15,7 +15,7 @@ from pathlib import Path
 from torch import Tensor
 
 from tlt_hpc.checkpoint.manifest import Checkpoint
-from tlt_hpc.checkpoint.policy_weights import open_policy
+from tlt_hpc.checkpoint.policy_weights import policy_readers
 from tlt_hpc.checkpoint.store import CheckpointStore
 from tlt_hpc.config import EMBEDDED_MODEL, Config, UserError, load_saved_config
 from tlt_hpc.data.evaluation_sets import longest_response
@@ -157,9 +157,10 @@ def load_weights(decoder: Decoder, subject: Subject, checkpoint: Checkpoint | No
 def _readers(subject: Subject, checkpoint: Checkpoint | None, model: str) -> Iterator[tuple[str, ReadCut]]:
     """The policy's weights under their Hugging Face names, each to be read before the next is asked for."""
     if checkpoint is None or subject.run is None:
-        return folder_readers(find_model(subject.place))
-    config = load_saved_config(subject.run.config)
-    return open_policy(subject.run, config, checkpoint, find_model(model)).readers()
+        yield from folder_readers(find_model(subject.place))
+    else:
+        config = load_saved_config(subject.run.config)
+        yield from policy_readers(subject.run, config, checkpoint, find_model(model))
 
 
 def fingerprint_of(weights: Iterable[tuple[str, Tensor]], tied_head: bool) -> str:

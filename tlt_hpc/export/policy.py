@@ -48,11 +48,11 @@ def run(options: argparse.Namespace) -> None:
     checkpoint = checkpoint_at(folder, options.step)
     if checkpoint is None:
         raise UserError(f"{options.place} has no checkpoint yet; train on until it has saved one")
+    if options.adapter:
+        export_adapter(options, PolicyWeights(checkpoint, config, base_of(options.model or config.model.path)))
+        return
     model = find_model(options.model or config.model.path)
     policy = open_policy(folder, config, checkpoint, model)
-    if options.adapter:
-        export_adapter(options, policy)
-        return
     check_model(policy)
     companions = companions_of(model)
     ours = {CONFIG, CARD, _INDEX, *(path.name for path in companions)}
@@ -77,6 +77,14 @@ def run(options: argparse.Namespace) -> None:
         f"wrote {output}: the policy after {checkpoint.step} steps, {count / 1e6:,.1f} M parameters in {options.dtype}"
     )
     print(f"next: vllm serve {output}\n  or: AutoModelForCausalLM.from_pretrained({str(output)!r})")
+
+
+def base_of(place: str) -> Path:
+    """The folder that adapters belong to, which may have moved: it is only named."""
+    try:
+        return find_model(place).absolute()
+    except ValueError:
+        return Path(place).absolute()
 
 
 def check_model(policy: PolicyWeights) -> None:

@@ -27,7 +27,7 @@ _BASE, _DOWN, _UP = ".base_layer", ".lora_A.default", ".lora_B.default"
 def add_adapters(model: torch.nn.Module, settings: LoraSection, seed: int) -> None:
     """Add adapters to a model of transformers, in its precision, and freeze all else.
 
-    A is drawn on the host, from the seed and the layer's name, so it is the same on all ranks and devices.
+    A is drawn on the host, from the seed and the adapter's number, so it is the same on all ranks and devices.
     """
     with importing():
         from peft import LoraConfig, inject_adapter_in_model

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import resource
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,8 +19,8 @@ from tlt_hpc.models.shape import TAKE_CONFIG, ModelShape
 INDEX = "model.safetensors.index.json"
 _TORCH_FILE_ERRORS = ("unable to open file", "unable to mmap", "Error closing file")
 UNREADABLE = "start again once its disk works, or download it again"
-_MOST_OPEN = 64
-"""Files that ``reading_files`` has open at a time."""
+_MOST_MAPPED = 2**30
+"""Bytes that ``reading_files`` reads until it opens its files again: what was read stays mapped until then."""
 _EMBEDDING = "model.embed_tokens.weight"
 
 
@@ -58,18 +59,25 @@ def reading_files(remedy: str) -> Iterator[Callable[[Path, str], Any]]:
     Raises (the function):
         UserError: a file cannot be read, or is not whole; ends with ``remedy``.
     """
-    readers: dict[Path, Any] = {}
+    readers, most = dict[Path, Any](), max(1, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
+    mapped = 0
 
     def read(file: Path, name: str) -> Any:
+        nonlocal mapped
         with naming_file(file, remedy):
+            if mapped >= _MOST_MAPPED or (file not in readers and len(readers) >= most):
+                readers.clear()
+                mapped = 0
             if file not in readers:
-                if len(readers) == _MOST_OPEN:
-                    del readers[next(iter(readers))]  # tensors are asked for mostly in the order of their files
                 readers[file] = safe_open(file, framework="pt")
-            return readers[file].get_tensor(name)
+            tensor = readers[file].get_tensor(name)
+            mapped += tensor.nbytes
+            return tensor
 
-    yield read
-    readers.clear()
+    try:
+        yield read
+    finally:
+        readers.clear()
 
 
 def refusal(error: OSError | RuntimeError) -> str:

@@ -18,7 +18,7 @@ from tlt_hpc.data.evaluation_sets import EvaluationSet, longest_prompt, longest_
 from tlt_hpc.data.prompts import PromptSource, SharedPrompts, open_prompts
 from tlt_hpc.models.shape import ModelShape, read_shape
 from tlt_hpc.models.tokenizer import find_model, load_tokenizer, read_chat_format
-from tlt_hpc.models.weight_files import check_weights, end_token_ids
+from tlt_hpc.models.weight_files import check_weights, end_token_ids, weight_files
 from tlt_hpc.plan.shape_checks import check_shape, check_strategies
 from tlt_hpc.rewards.functions import check_function
 from tlt_hpc.rewards.judge import check_answer
@@ -56,6 +56,8 @@ def read_assets(config: Config, num_ranks: int) -> Assets:
     check_shape(config, shape, num_ranks)
     check_strategies(config)
     check_reward_function(config)
+    if config.lora.rank:
+        weight_files(folder)  # adapters are merged into files of this kind
     tokenizer = load_tokenizer(folder)
     prompts = open_prompts(config, tokenizer, read_chat_format(folder), partial(check_answer, config.reward))
     return Assets(folder, shape, tokenizer, check_files(folder, shape), prompts)

@@ -7,10 +7,11 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -196,6 +197,11 @@ def _open_store(world: World) -> TCPStore:
     return store
 
 
+def _leave_as_it_is(function: Any = None, **_: Any) -> Any:
+    """In place of ``torch.compile``, as a function and as a decorator with and without arguments."""
+    return _leave_as_it_is if function is None else function
+
+
 def load_deepspeed() -> None:
     """Import DeepSpeed without what takes seconds and is not used here.
 
@@ -208,8 +214,9 @@ def load_deepspeed() -> None:
         with importing():
             import deepspeed
 
-            torch.compile = lambda function: function  # type: ignore[assignment, misc]
-            import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
+            torch.compile = _leave_as_it_is  # type: ignore[assignment, misc]
+            with suppress(ImportError):  # another DeepSpeed may have it elsewhere
+                import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
     finally:
         torch.compile = true_compile  # type: ignore[misc]
         if not is_loaded:

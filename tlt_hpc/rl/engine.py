@@ -55,7 +55,7 @@ def start_engine(model: torch.nn.Module, config: Config, num_ranks: int) -> Any:
 
     device_type = deepspeed.get_accelerator().device_name()
     settings = engine_settings(config, num_ranks, device_type)
-    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    num_parameters = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     settings["zero_optimization"]["reduce_bucket_size"] = min(REDUCE_BUCKET_ELEMENTS, num_parameters)
     if config.optimizer.zero_stage == 3:
         _partition(model, settings)

@@ -298,7 +298,7 @@ class Policy:
         self._set_step_count(num_steps)
 
     def sha256(self) -> str:
-        """Hash of the full fp32 weights in the order of their names, equal on all ranks."""
+        """Hash of all fp32 weights that are trained in the order of their names, equal on all ranks."""
         digest = hashlib.sha256()
         for name in sorted(self._parameters):
             weights = self._full_state(self._parameters[name], "master").to("cpu", torch.float32)

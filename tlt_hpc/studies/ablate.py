@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tlt_hpc.checkpoint.policy_weights import open_policy
+from tlt_hpc.checkpoint.policy_weights import policy_readers
 from tlt_hpc.checkpoint.store import CheckpointStore
 from tlt_hpc.common.records import Request, SampleKey
 from tlt_hpc.config import Config
@@ -193,8 +193,8 @@ def load_policy(ablation: Ablation, arm: str, session: Session) -> None:
     node = session.world.node_group
     run, config = RunFolder(ablation.folder / arm), ablation.config
     checkpoint = node.once(lambda: CheckpointStore(run.checkpoints, config.checkpoint.keep).at(ablation.num_steps))
-    policy = open_policy(run, config, checkpoint, session.assets.folder)
-    weights = ((name, read(None)) for name, read in readers_once(node, policy.readers()))
+    readers = policy_readers(run, config, checkpoint, session.assets.folder)
+    weights = ((name, read(None)) for name, read in readers_once(node, readers))
     session.decoder.load(weights, ablation.num_steps)
 
 

@@ -91,6 +91,8 @@ class Beat:
         """How this rank is about to end, once that is decided."""
         self.on_leaving: Callable[[], None] | None = None
         self.on_joining: Callable[[], None] | None = None
+        self.on_signal: Callable[[str], None] | None = None
+        """Called in the handler of a signal that ends this process at once."""
         self._counts: dict[str, int] = {}
 
     def join(self, member: Member, abort: Callable[[int], None]) -> None:

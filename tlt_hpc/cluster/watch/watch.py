@@ -80,6 +80,7 @@ class Watch:
         self._beat.phase, self._beat.step, self._beat.waiting = Phase.STARTING, None, None
         self._beat.is_asking = self._beat.in_pulse = False
         self._beat.ending, self._beat.on_leaving, self._beat.on_joining = "", self._report_end, self._meet_witness
+        self._beat.on_signal = None if self._witness is None else self._witness.take_leave
         self._thread.start()
         return self
 
@@ -92,7 +93,7 @@ class Watch:
             self._beat.ending = f"failed: {type(error).__name__}: {error}"
         self._report_end()
         self._beat.member = self._beat.folder = self._beat.abort = None
-        self._beat.on_leaving = self._beat.on_joining = None
+        self._beat.on_leaving = self._beat.on_joining = self._beat.on_signal = None
 
     def ended(self, status: int) -> int:
         """Record the exit status with which this process is about to end; returns it."""

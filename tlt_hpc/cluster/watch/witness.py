@@ -14,6 +14,7 @@ import select
 import signal
 import socket
 import struct
+import threading
 import time
 from collections.abc import Set
 from contextlib import suppress
@@ -46,6 +47,8 @@ class Witness:
         self._pipe = pipe
         self._told: tuple[str, Path | None] | None = None
         self._connection: socket.socket | None = None
+        self._lock = threading.Lock()
+        """The main thread and the watch's both tell."""
 
     @classmethod
     def fork(cls) -> Witness:
@@ -73,24 +76,26 @@ class Witness:
 
         A witness that is not there yet, after ``patience`` seconds, or not any more is asked again at the next call.
         """
-        if self._pipe is not None and (member.start, folder) != self._told:
-            self._told = member.start, folder
-            place = "" if folder is None else str(folder.absolute())
-            with suppress(BrokenPipeError):
-                os.write(self._pipe, json.dumps([member.start, member.host, place]).encode() + b"\n")
         end = time.monotonic() + patience
-        while self._connection is None:
-            with suppress(OSError):  # a node that cannot have one
-                self._connection = _connect(member)
-            if time.monotonic() >= end:
-                break
+        while True:
+            with self._lock:
+                if self._pipe is not None and (member.start, folder) != self._told:
+                    self._told = member.start, folder
+                    place = "" if folder is None else str(folder.absolute())
+                    with suppress(BrokenPipeError):
+                        os.write(self._pipe, json.dumps([member.start, member.host, place]).encode() + b"\n")
+                if self._connection is None:
+                    with suppress(OSError):  # a node that cannot have one
+                        self._connection = _connect(member)
+            if self._connection is not None or time.monotonic() >= end:
+                return
             time.sleep(_RETRY_SECONDS)
 
     def take_leave(self, ending: str) -> None:
-        """Say that this rank is about to end, and how."""
+        """Say that this rank is about to end, and how; safe in a signal handler."""
         if self._connection is not None:
             with suppress(OSError):  # the witness has ended
-                self._connection.send(ending.encode()[:_LONGEST_ENDING])
+                self._connection.send(ending.encode()[:_LONGEST_ENDING], socket.MSG_DONTWAIT)
 
 
 def _connect(member: Member) -> socket.socket:
