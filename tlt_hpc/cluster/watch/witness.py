@@ -81,9 +81,10 @@ class Witness:
             with self._lock:
                 if self._pipe is not None and (member.start, folder) != self._told:
                     self._told = member.start, folder
+                    is_whole = len(member.neighbours) == member.size
                     place = "" if folder is None else str(folder.absolute())
                     with suppress(BrokenPipeError):
-                        os.write(self._pipe, json.dumps([member.start, member.host, place]).encode() + b"\n")
+                        os.write(self._pipe, json.dumps([member.start, member.host, is_whole, place]).encode() + b"\n")
                 if self._connection is None:
                     with suppress(OSError):  # a node that cannot have one
                         self._connection = _connect(member)
@@ -131,7 +132,7 @@ def _detach(pipe: int) -> None:
 
 def _watch(pipe: int) -> None:
     """Wait for the first rank to end, and say so if no rank has said how it ends."""
-    start, host, folder = "", "", None
+    start, host, is_whole, folder = "", "", False, None
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ranks: dict[int, tuple[int, socket.socket]] = {}
     poll = select.epoll()  # gives events in the order in which they came, however late this process looks
@@ -146,10 +147,14 @@ def _watch(pipe: int) -> None:
             word = _word_of(connection)
             if word is None:
                 continue
+            if is_whole and _OF_ANOTHER.search(word):  # of one here, whose own connection is not closed yet
+                poll.unregister(connection)
+                del ranks[number]
+                continue
             if not word:
                 signal.alarm(_LAST_SECONDS)
                 _testify(start, host, folder, rank, {other for other, _ in ranks.values()})
-            return  # after a word, this rank is the cause, or has lost one of another node
+            return  # after a word, this rank is the cause, or has lost one that may be on another node
         if pipe in events:
             told = os.read(pipe, _LONGEST_WORD)
             if not told and not ranks:  # the first rank has ended before any could be watched
@@ -157,7 +162,7 @@ def _watch(pipe: int) -> None:
             if not told:
                 poll.unregister(pipe)
                 continue
-            given, host, place = json.loads(told.splitlines()[-1])
+            given, host, is_whole, place = json.loads(told.splitlines()[-1])
             if not start:
                 listener.bind(_address(given))
                 listener.listen(1024)
