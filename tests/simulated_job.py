@@ -26,7 +26,7 @@ from tlt_hpc import train
 from tlt_hpc.checkpoint.store import CheckpointStore
 from tlt_hpc.cli import main, rank_commands
 from tlt_hpc.cluster.slurm import SlurmError
-from tlt_hpc.cluster.stopping import Stop, know_limits
+from tlt_hpc.cluster.stopping import END_SECONDS, Stop, know_limits
 from tlt_hpc.cluster.watch.beat import BEAT, Member
 from tlt_hpc.cluster.watch.record import HEARTBEAT_SECONDS, Record, write_record
 from tlt_hpc.mpi.owner import claim_owner
@@ -158,13 +158,15 @@ class Driver:
         """As docs/resume.md has them; a rank that is killed, or ends early, has the launcher kill the others."""
         known = {0, rank_commands.STOPPED_EARLY, -9, main.INTERRUPTED, 128 + signal.SIGINT, 128 + signal.SIGTERM}
         words = set(statuses) - {-9}
-        if len(words) > 1 or not words <= known:
+        early = {128 + signal.SIGINT, 128 + signal.SIGTERM}  # of ranks that did not answer yet, which end at once
+        if (len(words) > 1 and not words <= early) or not words <= known:
             raise ScheduleError(f"start {self.starts} ends with statuses {statuses}")
         stops = {SIGNALS[number] for process in self.processes for number in process.signalled}
         asked = self.cluster.queued.count(str(self.starts))
         if words == {rank_commands.STOPPED_EARLY}:
             agreed = self.cluster.seen.get(("stopped", str(self.starts)))
-            if asked != (agreed is Stop.TIME):
+            by_timer = agreed is Stop.KILL and self.cluster.now > self.slurm.ends_at - END_SECONDS
+            if asked != (agreed is Stop.TIME) and not (asked == 1 and by_timer):
                 raise ScheduleError(f"start {self.starts}, ended by {agreed!r}, asks {asked} times to be queued again")
             if not stops and self.slurm.ends_at > 1e8:
                 raise ScheduleError(f"start {self.starts} ends early, and nobody asked")
@@ -243,7 +245,8 @@ class Driver:
 
 def play(cluster: Cluster, plan: Any) -> None:
     cluster.folder = Path(tempfile.mkdtemp(prefix="simulated-", dir="/dev/shm"))
-    cluster.committed, cluster.queued = 0, []
+    cluster.committed = cluster.adding = 0
+    cluster.queued = []
     driver = Driver(cluster, plan)
     try:
         with parts():

@@ -144,6 +144,8 @@ def resume(job: Any, shown: Callable[[int], None]) -> tuple[int, int]:
         raise ScheduleError(f"start {job.start} resumes from step {saved}, where {there[-1][1]} exists")
     if step != job.policy.updates:
         raise ScheduleError(f"start {job.start} begins step {step} with a policy of {job.policy.updates} updates")
+    if step == cluster.adding:  # the process was killed between the rename of the lines and its next line of code
+        cluster.committed = step
     if step != cluster.committed and not (job.world.stop_requested and step < cluster.committed):
         raise ScheduleError(f"start {job.start} begins with step {step}, where {cluster.committed} are committed")
     return saved, step
@@ -151,6 +153,7 @@ def resume(job: Any, shown: Callable[[int], None]) -> tuple[int, int]:
 
 def add_line(path: Path, line: Any, confirm: Callable[[], None]) -> None:
     cluster = RUNNING[-1]
+    cluster.adding = line[STEP] + 1
     train_add_line(path, line, confirm)
     if line[STEP] != cluster.committed:
         raise ScheduleError(f"step {line[STEP]} is committed after {cluster.committed}")

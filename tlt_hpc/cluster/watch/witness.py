@@ -66,8 +66,8 @@ class Witness:
         try:
             _detach(reading)
             _watch(reading)
-        except (OSError, ValueError) as error:
-            os.write(2, f"tlt: a rank that is killed will not be named: {error}\n".encode())
+        except Exception as error:  # noqa: BLE001  nobody else would say it
+            os.write(2, f"tlt: a rank that is killed will not be named: {error!r}\n".encode())
         finally:
             os._exit(0)
 
@@ -142,7 +142,7 @@ def _watch(pipe: int) -> None:
         while start and (accepted := _accept(listener)):
             ranks[accepted[1].fileno()] = accepted
             poll.register(accepted[1], select.EPOLLIN)
-        for number in [number for number in (*events, *ranks) if number in ranks]:
+        for number in [number for number in dict.fromkeys((*events, *ranks)) if number in ranks]:
             rank, connection = ranks[number]
             word = _word_of(connection)
             if word is None:
