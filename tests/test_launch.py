@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 
 import pytest
 from launch_ranks import ROOT
 
+from tlt_hpc.cli.display import start_times
 from tlt_hpc.cluster import local
 
 
@@ -79,3 +81,17 @@ def test_no_mpiexec_is_one_line_with_the_remedy(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ValueError, match="no mpiexec beside this Python or on PATH; `pip install mpich`"):
         local.find_mpiexec()
+
+
+@pytest.mark.parametrize(
+    ("value", "counts"), [("", False), ("yes", False), ("1", False), ("-5", True), ("+500", False), ("-90000", False)]
+)
+def test_a_start_is_counted_from_the_command_that_started_the_ranks(value: str, counts: bool) -> None:
+    at = str(time.time() + float(value)) if value[:1] in "+-" and value else value
+    assert (local.started_at({local.STARTED: at}) is not None) == counts
+    assert local.started_at({}) is None
+
+
+def test_what_took_long_in_a_start_is_named() -> None:
+    told = start_times(100.0, {"reading": 102.0, "loading": 102.5}, 110.0)
+    assert told == "first tokens 10.0 s after the start: loading 7.5, starting 2.0"
