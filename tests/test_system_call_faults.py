@@ -25,7 +25,7 @@ from system_call_runs import STARTS, Campaign, Case, Result
 
 from tlt_hpc.common import files
 from tlt_hpc.config import ConfigError, UserError, load_config, reading
-from tlt_hpc.models import drafter_file, folder
+from tlt_hpc.models import drafter_file, folder, weight_files
 from tlt_hpc.storage import folder as run_folder
 from tlt_hpc.storage import hdf5
 from tlt_hpc.storage.feature_cache import FeatureCache
@@ -286,10 +286,10 @@ def test_weights_that_the_disk_refuses_are_one_line(
     def fail(*_: Any, **__: Any) -> Any:
         raise error
 
-    monkeypatch.setattr(folder, "safe_open", fail)
+    monkeypatch.setattr(weight_files, "safe_open", fail)
     with (
         pytest.raises(UserError, match=re.escape(f"cannot read {tmp_path}/w: {told}") + ".*; do that"),
-        folder.opened(tmp_path / "w", "do that"),
+        weight_files.opened(tmp_path / "w", "do that"),
     ):
         pass
     with pytest.raises(UserError, match=f"cannot read the model in {tmp_path}: "), folder.naming_folder(tmp_path):

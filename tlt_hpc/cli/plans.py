@@ -6,7 +6,7 @@ import argparse
 import os
 from typing import TYPE_CHECKING
 
-from tlt_hpc.config import Config, UserError, check_learns, check_resumable, without_side_effects
+from tlt_hpc.config import Config, ConfigError, UserError, check_learns, check_resumable, without_side_effects
 from tlt_hpc.resume.finished import finished_message
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.step_lines import read_lines
@@ -48,8 +48,8 @@ def plan_command(config: Config, options: argparse.Namespace, num_ranks: int) ->
     if options.command == "evaluate":
         return plan_evaluation(config, options, num_ranks)
     assets = read_assets(config, num_ranks)
-    if options.dry_run and options.command != "warmup":
-        check_drafter(config, assets)
+    if options.command != "warmup" and config.speculation.mode == "full" and config.drafter.init != "random":
+        check_drafter(config, assets, is_read=options.dry_run)
     if options.command == "ablate":
         ablation = ablation_plan.plan_ablation(config, options)
         return ablation_plan.describe(ablation, num_ranks)
@@ -81,16 +81,23 @@ def plan_run(config: Config, assets: ModelAssets, num_ranks: int) -> str:
     return (f"memory      {memory}\n" if memory else "") + describe(config, assets.shape, num_ranks)
 
 
-def check_drafter(config: Config, assets: ModelAssets) -> None:
-    """Open the file of the drafter that a run starts with. Ranks do it themselves: it takes the second to import torch.
+def check_drafter(config: Config, assets: ModelAssets, is_read: bool) -> None:
+    """See whether the drafter that a run starts with is there, and read it if asked: ranks do, with torch.
 
     Raises:
         ValueError: it is missing, broken or of another model.
     """
-    from tlt_hpc.models.drafter_file import initial_drafter
+    from tlt_hpc.models.weight_files import find_drafter
 
-    if config.speculation.mode == "full":
-        initial_drafter(config.drafter.init, config.drafter.form, assets.shape)
+    init = config.drafter.init
+    try:
+        find_drafter(init, f"drafter.init = {init!r}")
+    except ValueError as error:
+        raise ConfigError(f"{error} or 'random'") from None
+    if is_read:
+        from tlt_hpc.models.drafter_file import initial_drafter
+
+        initial_drafter(init, config.drafter.form, assets.shape)
 
 
 def plan_evaluation(config: Config, options: argparse.Namespace, num_ranks: int) -> str:

@@ -13,24 +13,22 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tlt_hpc.config import EMBEDDED_MODEL, ConfigError, UserError
+from tlt_hpc.config import ConfigError, UserError
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.drafter import Drafter, Form
 from tlt_hpc.models.eagle import Eagle
 from tlt_hpc.models.eagle3 import LEAST_LAYERS, Eagle3
 from tlt_hpc.models.once import read_all_once
 from tlt_hpc.models.shape import ModelShape
-from tlt_hpc.models.tokenizer import embedded
-from tlt_hpc.models.weight_files import opened
+from tlt_hpc.models.weight_files import DRAFTER_FILE as DRAFTER_FILE
+from tlt_hpc.models.weight_files import TAKE_DRAFTER, find_drafter, opened
 from tlt_hpc.storage.folder import writing_beside
 
 if TYPE_CHECKING:
     from tlt_hpc.mpi.node import NodeGroup
 
-DRAFTER_FILE = "drafter.safetensors"
 TOKEN_IDS = "token_ids"
 """The tensor whose presence tells a drafter of the EAGLE-3 form: its vocabulary."""
-_REMEDY = "give the drafter folder of a run with this model"
 
 
 def read_drafter(place: str, shape: ModelShape, asked: str) -> dict[str, Tensor]:
@@ -43,11 +41,9 @@ def read_drafter(place: str, shape: ModelShape, asked: str) -> dict[str, Tensor]
     Raises:
         ValueError: there is none, the file is broken, or it is of another model; the remedy comes last.
     """
-    path = (embedded("tiny_drafter") if place == EMBEDDED_MODEL else Path(place)) / DRAFTER_FILE
-    if not path.is_file():
-        raise ValueError(f"{asked}: no {DRAFTER_FILE} there; {_REMEDY}")
+    path = find_drafter(place, asked)
     try:
-        with opened(path, _REMEDY) as reader:
+        with opened(path, TAKE_DRAFTER) as reader:
             stored = {name: reader.get_tensor(name) for name in reader.keys()}  # noqa: SIM118
     except UserError as error:
         raise UserError(f"{asked}: {error}") from None
@@ -67,13 +63,15 @@ def checked_drafter(stored: Mapping[str, Tensor], shape: ModelShape, asked: str)
         found = stored.get(stored_name(name))
         if found is None or found.shape != size:
             what = "missing" if found is None else list(found.shape)
-            raise UserError(f"{asked}: drafter tensor {name!r} is {what}, this model needs {list(size)}; {_REMEDY}")
+            raise UserError(
+                f"{asked}: drafter tensor {name!r} is {what}, this model needs {list(size)}; {TAKE_DRAFTER}"
+            )
     if (ids := stored.get(TOKEN_IDS)) is not None:
         ascends = ids.dtype == torch.int64 and bool((ids.diff() > 0).all())
         if not ascends or not len(ids) or int(ids[0]) < 0 or int(ids[-1]) >= shape.vocab_size:
             raise UserError(
                 f"{asked}: {TOKEN_IDS!r} must be int64 ids of the target's {shape.vocab_size} tokens, each above the "
-                f"one before; {_REMEDY}"
+                f"one before; {TAKE_DRAFTER}"
             )
     return {name: stored[stored_name(name)] for name in sizes}
 

@@ -1,4 +1,4 @@
-"""The files of a Hugging Face model folder that hold its weights, read without torch: a command checks them at once."""
+"""The files that hold a model's weights, or a drafter's, checked without torch: a command does it at once."""
 
 from __future__ import annotations
 
@@ -12,15 +12,18 @@ from typing import Any, Literal
 from safetensors import SafetensorError, safe_open
 
 from tlt_hpc.common.files import sampled_digest
-from tlt_hpc.config import UserError
+from tlt_hpc.config import EMBEDDED_MODEL, UserError
 from tlt_hpc.models.json_file import read_json
 from tlt_hpc.models.shape import TAKE_CONFIG, ModelShape
+from tlt_hpc.models.tokenizer import embedded
 
 INDEX = "model.safetensors.index.json"
 _TORCH_FILE_ERRORS = ("unable to open file", "unable to mmap", "Error closing file")
 UNREADABLE = "start again once its disk works, or download it again"
 _MOST_MAPPED = 2**30
 """Bytes that ``reading_files`` reads until it opens its files again: what was read stays mapped until then."""
+DRAFTER_FILE = "drafter.safetensors"
+TAKE_DRAFTER = "give the drafter folder of a run with this model"
 _EMBEDDING = "model.embed_tokens.weight"
 
 
@@ -129,6 +132,18 @@ def weight_files(folder: Path) -> Mapping[Path, set[str] | None]:
             "download them"
         )
     return files
+
+
+def find_drafter(place: str, asked: str) -> Path:
+    """The file of a drafter: of the ``drafter`` folder of a run, or ``embedded:tiny``.
+
+    Raises:
+        ValueError: there is none; ``asked`` is how the user named it.
+    """
+    path = (embedded("tiny_drafter") if place == EMBEDDED_MODEL else Path(place)) / DRAFTER_FILE
+    if not path.is_file():
+        raise ValueError(f"{asked}: no {DRAFTER_FILE} there; {TAKE_DRAFTER}")
+    return path
 
 
 def weight_shapes(folder: Path) -> dict[str, tuple[Path, Sequence[int]]]:
