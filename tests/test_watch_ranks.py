@@ -58,7 +58,10 @@ def lose_another(world):
         BEAT.leave("failed: RuntimeError: Read error: Connection reset by peer")
 
 def is_dead(process):
-    return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    # with all of its threads: any of them keeps open what the process has open
+    about = Path(f"/proc/{process}")
+    state = (about / "stat").read_text().rpartition(")")[2].split()[0]
+    return state == "Z" and len(list((about / "task").iterdir())) == 1
 
 def decode(world, step, left):
     if trouble == "killed, then another fails" and world.rank == 2 and is_dead(BEAT.member.neighbours[1]):
