@@ -271,7 +271,7 @@ def test_fused_gate_and_norm_are_the_layers_own_and_leave_training_alone():
     decoder = embedded_decoder()
     shape, layer = decoder.shape, decoder.layers[0]
     x = draw(5, shape.hidden_size)
-    rotary = decoder.rotary.at(torch.arange(5))
+    rotary = decoder.rotaries.at(torch.arange(5))[0]
 
     def attend(_, query, key_value):
         return query.flatten(1)

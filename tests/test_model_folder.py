@@ -42,17 +42,42 @@ def said(capsys: pytest.CaptureFixture[str], *command: str) -> str:
 COUNT = "is no whole number above 0, up to 2147483647" + TAKE
 NUMBER = "is no number above 0, up to 2147483647" + TAKE
 UNKNOWN = " is not supported; use a model without it"
-SLIDING = {"sliding_window": 64, "layer_types": ["sliding_attention"]}
+SLIDING = {"sliding_window": 64, "layer_types": ["sliding_attention"] * 8}
+FAMILIES = "use one of qwen2, qwen3, qwen3_moe, llama, mistral, gemma3_text"
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported; use one of qwen2, qwen3, llama"),
-        ({"model_type": None}, "model_type 'missing' is not supported; use one of qwen2, qwen3, llama"),
-        ({"use_sliding_window": True}, "a sliding window" + UNKNOWN),
-        (SLIDING, "a sliding window" + UNKNOWN),
-        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type 'yarn' is not supported; use 'default' or 'llama3'"),
+        ({"model_type": "gpt2"}, f"model_type 'gpt2' is not supported; {FAMILIES}"),
+        ({"model_type": None}, f"model_type 'missing' is not supported; {FAMILIES}"),
+        ({"model_type": "gemma2"}, f"model_type 'gemma2' is not supported (it caps logits by a tanh); {FAMILIES}"),
+        ({"model_type": "qwen3_moe", "use_sliding_window": True}, "a sliding window in this family" + UNKNOWN),
+        (SLIDING, "layer_types with a sliding window is not supported" + TAKE),
+        (
+            {"use_sliding_window": True, **SLIDING, "layer_types": ["sliding_attention"]},
+            "layer_types = ['sliding_attention'] does not give each of 8 layers 'full_attention' or "
+            "'sliding_attention'" + TAKE,
+        ),
+        (
+            {**SLIDING, "use_sliding_window": True, "sliding_window": 16},
+            "sliding_window = 16 is not supported; use a model with 32 or more",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "yarn"}},
+            "rope_type 'yarn' is not supported; use 'default', 'llama3' or 'linear'",
+        ),
+        ({"rope_parameters": {"rope_type": "linear"}}, "factor is missing" + TAKE),
+        (
+            {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 8},
+            "num_experts_per_tok = 8 of num_experts = 4" + TAKE,
+        ),
+        (
+            {"model_type": "qwen3_moe", "decoder_sparse_step": 2},
+            "layers without experts among those with them (mlp_only_layers, decoder_sparse_step) are not supported; "
+            "use a model whose layers all have experts",
+        ),
+        ({"model_type": "gemma3_text", "final_logit_softcapping": 30.0}, "final_logit_softcapping" + UNKNOWN),
         ({"mlp_bias": True}, "mlp_bias = true" + UNKNOWN),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu'" + UNKNOWN),
         ({"hidden_size": None}, "hidden_size is missing" + TAKE),

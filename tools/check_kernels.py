@@ -73,7 +73,7 @@ def pointwise_cases(T: int, dtype: torch.dtype, device: torch.device) -> Iterato
     calls: tuple[tuple[Any, Any, tuple[Any, ...], int], ...] = (
         (pointwise.rms_norm, pointwise.rms_norm_reference, (x, weight, 1e-6), 2 * HIDDEN),
         (pointwise.add_rms_norm, pointwise.add_rms_norm_reference, (x, residual, weight, 1e-6), 4 * HIDDEN),
-        (pointwise.silu_mul, pointwise.silu_mul_reference, (gate_up,), 3 * INTERMEDIATE),
+        (pointwise.gate_mul, pointwise.gate_mul_reference, (gate_up,), 3 * INTERMEDIATE),
     )
     tolerance = 5e-6 if dtype == torch.float32 else 1.6e-2
     for function, reference, given, moved in calls:

@@ -26,13 +26,15 @@ def paged_attention(
     seen: Tensor,
     paths: Tensor | None = None,
     by_span: bool | None = None,
+    window: int = 0,
 ) -> Tensor:
     """Each query attends to the committed slots, and to the first ``seen`` ones after them or on its path.
 
     query [B, N, h, d], key_pages and value_pages [num_pages, page_size, g, d], page_table [B, M] int32, committed [B]
     int32, seen [B, N] int32, paths [B, N, W] int32: in a tree, query i sees the slots ``committed + paths[i, t]`` for
     t < seen[i]; without paths ``committed + t`` -> [B, N, h * d].
-    A query that sees nothing gives zeros. ``by_span`` divides long sequences among programs; None chooses by shape. On
+    With a ``window`` above 0 a query sees the last so many of these alone. A query that sees nothing gives zeros.
+    ``by_span`` divides long sequences among programs; None chooses by shape. On
     a GPU nothing is read back, so it can be captured in a graph.
     """
     B, N, h, d = query.shape
@@ -43,10 +45,11 @@ def paged_attention(
     assert paths is None or (paths.shape[:2] == (B, N) and paths.dtype == torch.int32 and paths.is_contiguous())
     assert query.stride()[2:] == key_pages.stride()[2:] == value_pages.stride()[2:] == (d, 1)
     if not runs_triton(query):
-        return paged_attention_reference(query, key_pages, value_pages, page_table, committed, seen, paths)
+        return paged_attention_reference(query, key_pages, value_pages, page_table, committed, seen, paths, window)
     from tlt_hpc.kernels.programs import attention
 
-    return attention.paged_attention(query, key_pages, value_pages, page_table, committed, seen, paths, by_span)
+    given = query, key_pages, value_pages, page_table, committed, seen, paths
+    return attention.paged_attention(*given, by_span, window)
 
 
 def paged_attention_reference(
@@ -57,6 +60,7 @@ def paged_attention_reference(
     committed: Tensor,
     seen: Tensor,
     paths: Tensor | None = None,
+    window: int = 0,
 ) -> Tensor:
     """``paged_attention`` in plain PyTorch: all sequences gathered to the longest, in float64 for half precision."""
     B, N, h, d = query.shape
@@ -72,6 +76,8 @@ def paged_attention_reference(
     slots = torch.where(inside.unsqueeze(1), slots, 0)
     pages = page_table.long().unsqueeze(1).expand(-1, slots.shape[1], -1).gather(2, slots // page_size)
     visible = own.unsqueeze(1) < seen.unsqueeze(2)  # [B, N, S]
+    if window:
+        visible &= own.unsqueeze(1) >= seen.unsqueeze(2) - window
     wide = torch.float64 if query.dtype.itemsize < 4 else query.dtype
     key, value = (
         pool[pages, slots % page_size].masked_fill(~inside.view(B, 1, -1, 1, 1), 0).to(wide)

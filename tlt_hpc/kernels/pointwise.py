@@ -1,4 +1,4 @@
-"""RMSNorm with the residual sum, and SiLU times up: one pass over memory each. Knows no layer.
+"""RMSNorm with the residual sum, and the gate of an MLP: one pass over memory each. Knows no layer.
 
 Shapes: ``T`` tokens, ``H`` hidden, ``I`` intermediate. Arithmetic is float32 (float64 for float64), rounded once at the
 end, on every path.
@@ -33,14 +33,14 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float) ->
     return pointwise.add_rms_norm(_rows(x), residual.contiguous(), weight, epsilon)
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """SiLU of the first half of each row times the second: gate_up [T, 2I] -> [T, I]."""
-    assert gate_up.shape[-1] % 2 == 0
+def gate_mul(gate_up: Tensor, activation: str = "silu") -> Tensor:
+    """An activation of the first half of each row times the second: gate_up [T, 2I] -> [T, I]."""
+    assert gate_up.shape[-1] % 2 == 0 and activation in ("silu", "gelu_pytorch_tanh")
     if not runs_triton(gate_up):
-        return silu_mul_reference(gate_up)
+        return gate_mul_reference(gate_up, activation)
     from tlt_hpc.kernels.programs import pointwise
 
-    return pointwise.silu_mul(gate_up.contiguous())
+    return pointwise.gate_mul(gate_up.contiguous(), activation == "silu")
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
@@ -54,10 +54,10 @@ def add_rms_norm_reference(x: Tensor, residual: Tensor, weight: Tensor, epsilon:
     return rms_norm_reference(total, weight, epsilon), total
 
 
-def silu_mul_reference(gate_up: Tensor) -> Tensor:
-    """``silu_mul`` in plain PyTorch."""
+def gate_mul_reference(gate_up: Tensor, activation: str = "silu") -> Tensor:
+    """``gate_mul`` in plain PyTorch."""
     gate, up = _wide(gate_up).chunk(2, -1)
-    return (F.silu(gate) * up).to(gate_up.dtype)
+    return ((F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up).to(gate_up.dtype)
 
 
 def _wide(x: Tensor) -> Tensor:

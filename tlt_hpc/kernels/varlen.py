@@ -40,29 +40,29 @@ def varlen_kernel(query: Tensor) -> VarlenKernel | None:
 
 
 def varlen_attention(
-    query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...], kernel: VarlenKernel
+    query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...], kernel: VarlenKernel, window: int = 0
 ) -> Tensor:
     """query [T, h, d], key and value [T, g, d] of documents of these lengths -> [T, h, d].
 
+    ``window``: how many positions a query sees, its own included; 0: all before it.
     Source: FlashAttention 2 (Dao, 2307.08691). Its backward pass adds in no fixed order unless torch is told to be
     deterministic.
     """
     assert sum(lengths) == len(query) and min(lengths) > 0, f"documents of {lengths} tokens in a batch of {len(query)}"
     ends, longest = cumulative_lengths(lengths, query.device), max(lengths)
+    seen = (window - 1 if window else -1, 0)  # those before a query, and none after it: this is what causal means
     if kernel == "torch":
         from torch.nn.attention.varlen import varlen_attn
 
         grouped = query.shape[1] != key.shape[1]
-        mixed = varlen_attn(  # a window that ends at the query itself is what causal means
-            query, key, value, ends, ends, longest, longest, window_size=(-1, 0), enable_gqa=grouped
-        )
+        mixed = varlen_attn(query, key, value, ends, ends, longest, longest, window_size=seen, enable_gqa=grouped)
         assert isinstance(mixed, Tensor)
         return mixed
     from flash_attn import flash_attn_varlen_func
 
     fixed = torch.are_deterministic_algorithms_enabled()
     out: Tensor = flash_attn_varlen_func(
-        query, key, value, ends, ends, longest, longest, causal=True, deterministic=fixed
+        query, key, value, ends, ends, longest, longest, causal=True, window_size=seen, deterministic=fixed
     )
     return out
 

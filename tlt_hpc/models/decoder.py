@@ -1,4 +1,4 @@
-"""The rollout's decoder for the Qwen2, Qwen3 and Llama families: flat tokens in, hidden states out. Knows no cache.
+"""The rollout's decoder for all families: flat tokens in, hidden states out. Knows no cache.
 
 Shapes: ``T`` tokens flat over sequences, ``H`` hidden, ``V`` vocabulary (padding rows included).
 """
@@ -15,10 +15,12 @@ from torch import Tensor
 from tlt_hpc.cluster.watch.beat import BEAT
 from tlt_hpc.config import UserError
 from tlt_hpc.models.documents import attend_documents
+from tlt_hpc.models.expert_names import each_expert
 from tlt_hpc.models.layers import Attend, LayerWeights, run_layers, transformer_layer
 from tlt_hpc.models.linear import InvariantLinear, Linear, Norm, refill
+from tlt_hpc.models.mlp import Experts, GatedMlp, Mlp, Stack
 from tlt_hpc.models.piece import LOWER_RATE, Cut, is_finite, not_finite
-from tlt_hpc.models.rotary import SPARE_POSITIONS, rotary_table
+from tlt_hpc.models.rotary import SPARE_POSITIONS, LayerRotaries
 from tlt_hpc.models.shape import TAKE_CONFIG, ModelShape
 from tlt_hpc.models.sharding import WHOLE, Sharding
 
@@ -33,6 +35,9 @@ class _Slot(NamedTuple):
     """The part of the weight."""
     target: Tensor
     """Where it is copied to."""
+    offset: float = 0.0
+    """Added to the copy, before it is multiplied by ``gain``."""
+    gain: float = 1.0
 
 
 class Decoder:
@@ -58,9 +63,9 @@ class Decoder:
         """Counts weight loads; -1 before the first."""
         self.embedding = self._empty(shape.vocab_size, shape.hidden_size)
         self.head = self.embedding if shape.tied_head else self._empty(shape.vocab_size, shape.hidden_size)
-        self.final_norm = Norm(self._empty(shape.hidden_size), shape.norm_epsilon)
+        self.final_norm = self._empty_norm(shape.hidden_size)
         self.layers = [self._empty_layer() for _ in range(shape.num_layers)]
-        self.rotary = rotary_table(self.part, shape.max_positions + SPARE_POSITIONS, dtype, device)
+        self.rotaries = LayerRotaries(self.part, shape.max_positions + SPARE_POSITIONS, dtype, device)
         self._head = self._linear(self.head)
 
     @property
@@ -88,15 +93,17 @@ class Decoder:
         """
         slots, finite = dict(self._slots()), dict[str, Tensor]()
         missing = set(slots)
-        for name, tensor in weights:
+        for name, tensor in each_expert(weights):
             if name == "lm_head.weight" and self.shape.tied_head:
                 continue
             if name not in slots:
                 raise ValueError(
                     f"weight {name!r} is not part of a {self.shape.family} decoder of this shape; {TAKE_CONFIG}"
                 )
-            cut, target = slots[name]
+            cut, target, offset, gain = slots[name]
             target.copy_((Cut(cut.cut_sizes, ()) if are_cut else cut).take(name, tensor))
+            if offset or gain != 1.0:
+                target.add_(offset).mul_(gain)
             finite[name] = is_finite(target)
             missing.discard(name)
             BEAT.tick()
@@ -123,15 +130,14 @@ class Decoder:
         self, tokens: Tensor, positions: Tensor, attend: Attend, layers: Collection[int]
     ) -> tuple[Tensor, Tensor]:
         """``hidden`` [T, H], and side by side what entered each of ``layers`` and this: [T, (layers + 1) H]."""
-        x = F.embedding(tokens, self.embedding)
-        rotary = self.rotary.at(positions)
-        hidden, entering = run_layers(x, self.layers, self.final_norm, self.part, rotary, attend, layers)
+        x, rotaries = self._embed(tokens, self.dtype), self.rotaries.at(positions)
+        hidden, entering = run_layers(x, self.layers, self.final_norm, self.part, rotaries, attend, layers)
         return hidden, torch.cat([*entering, hidden], -1) if entering else hidden
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits in at least float32: hidden [..., H] -> [..., V]."""
-        flat = self._head.wide(hidden.reshape(-1, hidden.shape[-1]))
+        """Logits in float32: hidden [..., H] -> [..., V]."""
+        flat = self._head.wide(hidden.reshape(-1, hidden.shape[-1])).float()
         return flat if hidden.dim() == 2 else flat.view(*hidden.shape[:-1], -1)
 
     @torch.inference_mode()
@@ -155,40 +161,71 @@ class Decoder:
     def reference_hidden(self, tokens: Tensor) -> Tensor:
         """Float64 hidden states after the final norm, as ``reference_logits`` has them: tokens [T] -> [T, H]."""
         positions = torch.arange(len(tokens), device=self.device)
-        rotary = rotary_table(self.part, len(tokens), torch.float64, self.device).at(positions)
-        attend = attend_documents(None)
-        x = F.embedding(tokens, self.embedding).double()
+        rotaries = LayerRotaries(self.part, len(tokens), torch.float64, self.device).at(positions)
+        attend = attend_documents(None, self.shape.windows)
+        x = self._embed(tokens, torch.float64)
         for i, layer in enumerate(self._reference_layers()):
-            x = transformer_layer(x, layer, self.part, rotary, i, attend)
+            x = transformer_layer(x, layer, self.part, rotaries[i], i, attend)
         return self.final_norm.to(torch.float64)(x)
 
     def _reference_layers(self) -> Iterator[LayerWeights]:
         """Float64 copies of the layers, each in the memory of the one before: fresh pages cost more than the cast."""
-        assert self.dtype != torch.float64, "a cast would be no copy"
+        if self.dtype == torch.float64:
+            yield from self.layers
+            return
         wide = self.layers[0].to(torch.float64)
         for layer in self.layers:
             refill(wide.parts(), layer.parts())
             yield wide
 
+    def _embed(self, tokens: Tensor, dtype: torch.dtype) -> Tensor:
+        """What enters the first layer: tokens [T] -> [T, H]."""
+        x = F.embedding(tokens, self.embedding).to(dtype)
+        scale = self.shape.embedding_scale
+        return x if scale == 1.0 else x * torch.tensor(scale, dtype=self.dtype).item()
+
     def _empty(self, *sizes: int) -> Tensor:
         return torch.zeros(*sizes, dtype=self.dtype, device=self.device)
+
+    def _empty_norm(self, *sizes: int) -> Norm:
+        """A norm; where its weight counts from an offset, half precision would round the sum more than the weight."""
+        weight = self._empty(*sizes)
+        return Norm(
+            weight.float() if self.shape.norm_offset and weight.itemsize < 4 else weight, self.shape.norm_epsilon
+        )
 
     def _empty_layer(self) -> LayerWeights:
         s = self.part
         width = (s.num_heads + 2 * s.num_kv_heads) * s.head_dim
-        head_norm = self._empty(s.num_heads + s.num_kv_heads, s.head_dim) if s.head_norm else None
         return LayerWeights(
-            input_norm=Norm(self._empty(s.hidden_size), s.norm_epsilon),
+            input_norm=self._empty_norm(s.hidden_size),
             qkv=self._linear(self._empty(width, s.hidden_size), self._empty(width) if s.qkv_bias else None),
-            head_norm=None if head_norm is None else Norm(head_norm, s.norm_epsilon),
+            head_norm=self._empty_norm(s.num_heads + s.num_kv_heads, s.head_dim) if s.head_norm else None,
             output=self.sharding.row_linear(
                 self._empty(s.hidden_size, s.num_heads * s.head_dim),
                 self._empty(s.hidden_size) if s.output_bias else None,
                 self._linear,
             ),
-            post_norm=Norm(self._empty(s.hidden_size), s.norm_epsilon),
-            gate_up=self._linear(self._empty(2 * s.intermediate_size, s.hidden_size)),
-            down=self.sharding.row_linear(self._empty(s.hidden_size, s.intermediate_size), kind=self._linear),
+            post_norm=self._empty_norm(s.hidden_size),
+            mlp=self._empty_experts() if s.num_experts else self._empty_mlp(),
+            after_attention=self._empty_norm(s.hidden_size) if s.output_norms else None,
+            after_mlp=self._empty_norm(s.hidden_size) if s.output_norms else None,
+        )
+
+    def _empty_mlp(self) -> Mlp:
+        h, inner = self.part.hidden_size, self.part.intermediate_size
+        down = self.sharding.row_linear(self._empty(h, inner), kind=self._linear)
+        return GatedMlp(self._linear(self._empty(2 * inner, h)), down, self.part.activation)
+
+    def _empty_experts(self) -> Mlp:
+        s = self.part
+        return Experts(
+            router=self._linear(self._empty(s.num_experts, s.hidden_size)),
+            gate_up=Stack(self._empty(s.num_experts, 2 * s.expert_size, s.hidden_size)),
+            down=Stack(self._empty(s.num_experts, s.hidden_size, s.expert_size)),
+            num_chosen=s.experts_per_token,
+            norms_weights=s.norm_expert_weights,
+            all_reduce=self.sharding.all_reduce if self.sharding.size > 1 else None,
         )
 
     def _pack(self) -> None:
@@ -200,11 +237,11 @@ class Decoder:
     def _slots(self) -> Iterator[tuple[str, _Slot]]:
         """Where each weight is kept, by its Hugging Face name."""
         yield "model.embed_tokens.weight", _whole(self.embedding)
-        yield "model.norm.weight", _whole(self.final_norm.weight)
+        yield "model.norm.weight", self._norm_slot(self.final_norm)
         if not self.shape.tied_head:
             yield "lm_head.weight", _whole(self.head)
         for i, layer in enumerate(self.layers):
-            for name, slot in (*self._attention_slots(layer), *self._other_slots(layer)):
+            for name, slot in (*self._attention_slots(layer), *self._norm_slots(layer), *self._mlp_slots(layer.mlp)):
                 yield f"model.layers.{i}.{name}", slot
 
     def _attention_slots(self, layer: LayerWeights) -> Iterator[tuple[str, _Slot]]:
@@ -222,23 +259,43 @@ class Decoder:
         if layer.head_norm is not None:
             heads = torch.split(layer.head_norm.weight, [part.num_heads, part.num_kv_heads])
             for name, rows in zip("qk", heads, strict=True):  # one weight for each of these heads
-                yield f"self_attn.{name}_norm.weight", _Slot(Cut((s.head_dim,), ()), rows)
-
-    def _other_slots(self, layer: LayerWeights) -> Iterator[tuple[str, _Slot]]:
-        assert layer.input_norm is not None, "only a drafter goes without"
-        s, heads, inner = self.shape, self.sharding.heads(self.shape), self.sharding.inner(self.shape)
-        mixed = slice(heads.start * s.head_dim, heads.stop * s.head_dim)
-        yield "input_layernorm.weight", _whole(layer.input_norm.weight)
-        yield "post_attention_layernorm.weight", _whole(layer.post_norm.weight)
+                gain = s.query_gain if name == "q" else 1.0
+                yield f"self_attn.{name}_norm.weight", _Slot(Cut((s.head_dim,), ()), rows, s.norm_offset, gain)
+        mixed = slice(own["q"].start * s.head_dim, own["q"].stop * s.head_dim)
         sizes = s.hidden_size, s.num_heads * s.head_dim
         yield "self_attn.o_proj.weight", _Slot(Cut(sizes, (slice(None), mixed)), layer.output.weight)
         if layer.output.bias is not None:
             yield "self_attn.o_proj.bias", _whole(layer.output.bias)
-        for name, rows in zip(("gate", "up"), layer.gate_up.weight.chunk(2), strict=True):
-            yield f"mlp.{name}_proj.weight", _Slot(Cut((s.intermediate_size, s.hidden_size), (inner,)), rows)
-        sizes = s.hidden_size, s.intermediate_size
-        yield "mlp.down_proj.weight", _Slot(Cut(sizes, (slice(None), inner)), layer.down.weight)
+
+    def _norm_slots(self, layer: LayerWeights) -> Iterator[tuple[str, _Slot]]:
+        assert layer.input_norm is not None, "only a drafter goes without"
+        yield "input_layernorm.weight", self._norm_slot(layer.input_norm)
+        if layer.after_attention is None or layer.after_mlp is None:
+            yield "post_attention_layernorm.weight", self._norm_slot(layer.post_norm)
+            return
+        yield "post_attention_layernorm.weight", self._norm_slot(layer.after_attention)
+        yield "pre_feedforward_layernorm.weight", self._norm_slot(layer.post_norm)
+        yield "post_feedforward_layernorm.weight", self._norm_slot(layer.after_mlp)
+
+    def _norm_slot(self, norm: Norm) -> _Slot:
+        return _whole(norm.weight)._replace(offset=self.shape.norm_offset)
+
+    def _mlp_slots(self, mlp: Mlp) -> Iterator[tuple[str, _Slot]]:
+        s, inner = self.shape, self.sharding.inner(self.shape)
+        if isinstance(mlp, GatedMlp):
+            yield from _mlp_slots("mlp", s.intermediate_size, inner, mlp.gate_up.weight, mlp.down.weight)
+            return
+        assert isinstance(mlp, Experts)
+        yield "mlp.gate.weight", _whole(mlp.router.weight)
+        for i, (gate_up, down) in enumerate(zip(mlp.gate_up.weight, mlp.down.weight, strict=True)):
+            yield from _mlp_slots(f"mlp.experts.{i}", s.expert_size, inner, gate_up, down)
 
 
 def _whole(tensor: Tensor) -> _Slot:
     return _Slot(Cut(tuple(tensor.shape), ()), tensor)
+
+
+def _mlp_slots(name: str, size: int, inner: slice, gate_up: Tensor, down: Tensor) -> Iterator[tuple[str, _Slot]]:
+    for part, rows in zip(("gate", "up"), gate_up.chunk(2), strict=True):
+        yield f"{name}.{part}_proj.weight", _Slot(Cut((size, rows.shape[1]), (inner,)), rows)
+    yield f"{name}.down_proj.weight", _Slot(Cut((down.shape[0], size), (slice(None), inner)), down)

@@ -62,21 +62,35 @@ def _shown(group: Sequence[int], device: torch.device) -> Tensor:
     return (document.unsqueeze(0) == document.unsqueeze(1)).tril_()
 
 
-def attend_documents(lengths: Sequence[int] | None) -> Attend:
-    """Causal attention within each of the documents of these lengths (None: all tokens are one)."""
+def attend_documents(lengths: Sequence[int] | None, windows: Sequence[int] = ()) -> Attend:
+    """Causal attention within each of the documents of these lengths (None: all tokens are one).
+
+    ``windows``: of each layer, how many positions a query sees, its own included; 0, or none given: all before it.
+    """
 
     def attend(layer: int, query: Tensor, key_value: Tensor) -> Tensor:
+        window = windows[layer] if windows else 0
         if (kernel := varlen_kernel(query)) is not None:
             key, value = key_value.chunk(2, 1)
-            return varlen_attention(query, key, value, tuple(lengths or [len(query)]), kernel).flatten(1)
+            return varlen_attention(query, key, value, tuple(lengths or [len(query)]), kernel, window).flatten(1)
         runs = list(_runs(lengths or [len(query)], query.device))
         # cut at once: every slice of its own would have the backward pass add a gradient as long as the whole batch
         sizes = [run.end - run.start for run in runs]
         queries, key_values = torch.split(query, sizes), torch.split(key_value, sizes)
-        parts = [_attend(q, kv, run.shown) for q, kv, run in zip(queries, key_values, runs, strict=True)]
+        shown = [_within(window, run, query.device) for run in runs]
+        parts = [_attend(q, kv, seen) for q, kv, seen in zip(queries, key_values, shown, strict=True)]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     return attend
+
+
+def _within(window: int, run: _Run, device: torch.device) -> Tensor | None:
+    """``run.shown`` without the keys that have left the window."""
+    count = run.end - run.start
+    if not window or count <= window:
+        return run.shown
+    shown = torch.ones(count, count, dtype=torch.bool, device=device).tril_() if run.shown is None else run.shown
+    return shown.triu(1 - window)
 
 
 def _attend(query: Tensor, key_value: Tensor, shown: Tensor | None) -> Tensor:

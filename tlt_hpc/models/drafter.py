@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from tlt_hpc.models.layers import Attend, LayerWeights, run_draft_layer
 from tlt_hpc.models.linear import Linear, Norm, refill
+from tlt_hpc.models.mlp import GatedMlp
 from tlt_hpc.models.rotary import SPARE_POSITIONS, rotary_table
 from tlt_hpc.models.shape import ModelShape
 from tlt_hpc.models.sharding import WHOLE, Sharding
@@ -126,7 +127,7 @@ class Drafter(nn.Module, ABC):
         if self._packed is None:
             return 0
         layer = self._packed.layer
-        copied = (layer.qkv, layer.output, layer.gate_up, layer.down) if self._sharding.size > 1 else ()
+        copied = (layer.qkv, layer.output, *layer.mlp.parts()) if self._sharding.size > 1 else ()
         return self._packed.packed_bytes + sum(part.weight.nbytes for part in copied)
 
     def _now(self) -> DrafterParts:
@@ -174,8 +175,7 @@ class Drafter(nn.Module, ABC):
             head_norm=None,
             output=shard.row_linear(output),
             post_norm=self._norm(self.post_norm),
-            gate_up=Linear(gate_up),
-            down=shard.row_linear(down),
+            mlp=GatedMlp(Linear(gate_up), shard.row_linear(down)),
         )
 
 

@@ -12,13 +12,11 @@ from dataclasses import dataclass, fields
 from typing import Any, TypeGuard
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from tlt_hpc.kernels.dispatch import runs_triton
-from tlt_hpc.kernels.pointwise import silu_mul
 from tlt_hpc.kernels.rotary import HeadNorms
 from tlt_hpc.models.linear import Linear, Norm
+from tlt_hpc.models.mlp import Mlp
 from tlt_hpc.models.rotary import RotaryRows
 from tlt_hpc.models.shape import ModelShape
 
@@ -41,7 +39,7 @@ class FusedAttend(ABC):
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """Fused weights of one layer; ``input_norm`` is absent in the drafter, ``head_norm`` outside Qwen3."""
+    """Fused weights of one layer; a norm is None where the family, or the drafter, does without it."""
 
     input_norm: Norm | None
     qkv: Linear
@@ -49,8 +47,11 @@ class LayerWeights:
     """Weights [h + g, d] of the norm of each query and key head."""
     output: Linear
     post_norm: Norm
-    gate_up: Linear
-    down: Linear
+    """Of what the MLP reads."""
+    mlp: Mlp
+    after_attention: Norm | None = None
+    """Of what attention adds to the residual stream."""
+    after_mlp: Norm | None = None
 
     def to(self, dtype: torch.dtype) -> LayerWeights:
         """A copy in another precision, not packed."""
@@ -74,8 +75,11 @@ class LayerWeights:
 
     def parts(self) -> Iterator[Linear | Norm]:
         """Those that are there, in the order of the fields."""
-        parts = (vars(self)[field.name] for field in fields(self))
-        return (part for part in parts if part is not None)
+        for part in (vars(self)[field.name] for field in fields(self)):
+            if isinstance(part, Mlp):
+                yield from part.parts()
+            elif part is not None:
+                yield part
 
 
 def run_layers(
@@ -83,7 +87,7 @@ def run_layers(
     layers: Sequence[LayerWeights],
     final_norm: Norm,
     shape: ModelShape,
-    rotary: RotaryRows,
+    rotaries: Sequence[RotaryRows],
     attend: Attend,
     tapped: Collection[int] = (),
 ) -> tuple[Tensor, list[Tensor]]:
@@ -92,9 +96,9 @@ def run_layers(
     Returns also what entered each of the layers ``tapped`` [T, H], the lowest first.
     """
     if _may_fuse(attend):
-        return _run_fused(x, layers, final_norm, shape, rotary, attend, tapped)
+        return _run_fused(x, layers, final_norm, shape, rotaries, attend, tapped)
     entering = []
-    for i, weights in enumerate(layers):
+    for i, (weights, rotary) in enumerate(zip(layers, rotaries, strict=True)):
         if i in tapped:
             entering.append(x)
         x = transformer_layer(x, weights, shape, rotary, i, attend)
@@ -119,7 +123,7 @@ def _may_fuse(attend: Attend) -> TypeGuard[FusedAttend]:
 def transformer_layer(
     x: Tensor, weights: LayerWeights, shape: ModelShape, rotary: RotaryRows, layer: int, attend: Attend
 ) -> Tensor:
-    """One pre-norm layer (Qwen2, Qwen3, Llama): x [T, H] -> [T, H]."""
+    """One pre-norm layer: x [T, H] -> [T, H]."""
     assert weights.input_norm is not None, "only a drafter goes without"
     return _layer_rest(x, weights.input_norm(x), weights, shape, rotary, layer, attend)
 
@@ -133,8 +137,14 @@ def _layer_rest(
     if weights.head_norm is not None:
         qkv = _norm_heads(qkv, weights.head_norm)
     query, key_value = rotary.rotate(qkv).split_with_sizes((h, 2 * g), 1)
-    x = weights.output.add_to(x, attend(layer, query, key_value))
-    return weights.down.add_to(x, _gated(weights.gate_up(weights.post_norm(x)), shape.intermediate_size))
+    mixed = attend(layer, query, key_value)
+    if weights.after_attention is None:
+        x = weights.output.add_to(x, mixed)
+    else:
+        x = x + weights.after_attention(weights.output(mixed))
+    if weights.after_mlp is None:
+        return weights.mlp.add_to(x, weights.post_norm(x))
+    return x + weights.after_mlp(weights.mlp(weights.post_norm(x)))
 
 
 def _run_fused(
@@ -142,13 +152,13 @@ def _run_fused(
     layers: Sequence[LayerWeights],
     final_norm: Norm,
     shape: ModelShape,
-    rotary: RotaryRows,
+    rotaries: Sequence[RotaryRows],
     attend: FusedAttend,
     tapped: Collection[int],
 ) -> tuple[Tensor, list[Tensor]]:
     """``run_layers`` in fewer passes over memory: what a layer adds to x is added by the norm that comes next."""
     delta, entering = None, []
-    for i, weights in enumerate(layers):
+    for i, (weights, rotary) in enumerate(zip(layers, rotaries, strict=True)):
         assert weights.input_norm is not None, "only a drafter goes without"
         reads, x = _norm_of_sum(weights.input_norm, x, delta)
         if i in tapped:
@@ -169,8 +179,12 @@ def _fused_rest(
     """``_layer_rest``, whose result [T, H] is given as two terms."""
     qkv = weights.qkv(reads).view(x.shape[0], -1, shape.head_dim)
     mixed = attend.fused(layer, qkv, rotary, _head_norms(weights.head_norm, shape.num_heads))
-    normed, x = weights.post_norm.of_sum(weights.output(mixed), x)
-    return x, weights.down(_gated(weights.gate_up(normed), shape.intermediate_size))
+    added = weights.output(mixed)
+    if weights.after_attention is not None:
+        added = weights.after_attention(added)
+    normed, x = weights.post_norm.of_sum(added, x)
+    added = weights.mlp(normed)
+    return x, added if weights.after_mlp is None else weights.after_mlp(added)
 
 
 def _norm_of_sum(norm: Norm, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -181,14 +195,6 @@ def _norm_of_sum(norm: Norm, x: Tensor, delta: Tensor | None) -> tuple[Tensor, T
 def _head_norms(norm: Norm | None, num_heads: int) -> HeadNorms | None:
     """As the kernel takes them: loading gave every query head one and the same weight, and every key head another."""
     return None if norm is None else (norm.weight[0], norm.weight[num_heads], norm.epsilon)
-
-
-def _gated(gate_up: Tensor, size: int) -> Tensor:
-    """SiLU of the gate times up: gate_up [T, 2 size] -> [T, size]."""
-    if runs_triton(gate_up) and not torch.is_grad_enabled():  # the kernel has no gradient
-        return silu_mul(gate_up)
-    gate, up = gate_up.split_with_sizes((size, size), 1)
-    return F.silu(gate).mul_(up)
 
 
 def _norm_heads(qkv: Tensor, norm: Norm) -> Tensor:

@@ -179,13 +179,17 @@ def _attention(
     *,
     documents: Sequence[int],
     sequence: SequenceGroup | None,
+    scaling: float,
+    sliding_window: int | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """query [1, h, T, d], key and value [1, g, T, d] -> [1, T, h, d], as transformers asks its layers' attention to."""
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    if scaling != q.shape[-1] ** -0.5:  # what attention here multiplies scores by
+        q = q * (scaling * q.shape[-1] ** 0.5)
     if sequence is not None:
         q, k, v = (sequence.scatter_heads(x) for x in (q, k, v))
-    out = attend_documents(documents)(0, q, torch.cat([k, v], 1)).view(q.shape)
+    out = attend_documents(documents, [sliding_window or 0])(0, q, torch.cat([k, v], 1)).view(q.shape)
     return (out if sequence is None else sequence.gather_heads(out)).unsqueeze(0), None
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -59,13 +60,18 @@ class RotaryRows:
         return torch.addcmul(x * cosine, x.roll(x.shape[-1] // 2, -1), sine)
 
 
-def rotary_table(shape: ModelShape, num_positions: int, dtype: torch.dtype, device: torch.device) -> RotaryTable:
-    """Rotary angles for positions 0..num_positions-1, computed in float64 and rounded once to ``dtype``."""
+def rotary_table(
+    shape: ModelShape, num_positions: int, dtype: torch.dtype, device: torch.device, is_local: bool = False
+) -> RotaryTable:
+    """Rotary angles for positions 0..num_positions-1, computed in float64 and rounded once to ``dtype``.
+
+    ``is_local``: those of the layers with a sliding window.
+    """
     half = torch.arange(0, shape.head_dim, 2, dtype=torch.float64) / shape.head_dim
     # fp32 inverse frequencies, as the reference implementation rounds them: long contexts would drift apart otherwise
-    frequencies = (1.0 / shape.rope_theta ** half.float()).double()
-    if shape.rope_scaling is not None:
-        frequencies = _llama3_frequencies(frequencies, shape.rope_scaling)
+    theta = shape.local_theta if is_local and shape.local_theta else shape.rope_theta
+    frequencies = (1.0 / theta ** half.float()).double()
+    frequencies = _scaled(frequencies, None if is_local else shape.rope_scaling)
     angles = torch.outer(torch.arange(num_positions, dtype=torch.float64), frequencies)
     heads = shape.num_heads + shape.num_kv_heads, shape.num_kv_heads
     cosine = torch.cat([angles.cos(), angles.cos()], -1)
@@ -73,10 +79,30 @@ def rotary_table(shape: ModelShape, num_positions: int, dtype: torch.dtype, devi
     return RotaryTable(cosine.to(device, dtype), sine.to(device, dtype), *heads)
 
 
-def _llama3_frequencies(frequencies: Tensor, scaling: dict[str, float]) -> Tensor:
-    """Llama 3.1's scaling: long wavelengths are slowed by ``factor``, short ones kept, a ramp between."""
+class LayerRotaries:
+    """The tables of all layers: those with a sliding window may turn otherwise than the rest."""
+
+    def __init__(self, shape: ModelShape, num_positions: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._tables = [rotary_table(shape, num_positions, dtype, device)]
+        if shape.local_theta is not None and any(shape.local_layers):
+            self._tables.append(rotary_table(shape, num_positions, dtype, device, is_local=True))
+        self._of_layer = [int(local) % len(self._tables) for local in shape.local_layers or (False,) * shape.num_layers]
+
+    def at(self, positions: Tensor) -> list[RotaryRows]:
+        """What each layer of a pass over ``positions`` [T] multiplies by."""
+        rows = [table.at(positions) for table in self._tables]
+        return [rows[index] for index in self._of_layer]
+
+
+def _scaled(frequencies: Tensor, scaling: dict[str, Any] | None) -> Tensor:
+    """Of Llama 3.1: long wavelengths are slowed by ``factor``, short ones kept, a ramp between; or linear: all are."""
+    if scaling is None:
+        return frequencies
+    if scaling["rope_type"] == "linear":
+        return frequencies / float(scaling["factor"])
     factor, low, high = scaling["factor"], scaling["low_freq_factor"], scaling["high_freq_factor"]
     original = scaling["original_max_position_embeddings"]
     turns = original * frequencies / (2 * math.pi)
     ramp: Tensor = ((turns - low) / (high - low)).clamp(0, 1)
-    return (1 - ramp) * frequencies / factor + ramp * frequencies
+    scaled: Tensor = (1 - ramp) * frequencies / factor + ramp * frequencies
+    return scaled

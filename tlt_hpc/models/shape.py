@@ -9,20 +9,21 @@ from pathlib import Path
 from typing import Any
 
 from tlt_hpc.config import ConfigError
+from tlt_hpc.models.families import FAMILIES, NOT_YET, Family
 from tlt_hpc.models.json_file import read_json
 
 TAKE_CONFIG = "take the config.json that came with the weights"
 """The remedy if weights and configuration are of different models."""
-FAMILIES = ("qwen2", "qwen3", "llama")
 _MOST = 2**31 - 1
 """Largest size: kernels count in 32 bits."""
-_HEAD_DIM = {"qwen3": 128}
-"""Where a config.json leaves it out; other families derive it from the width."""
+_LLAMA3 = "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"
+MIN_WINDOW = 32
+"""Shortest sliding window: a draft tree has no longer path, so a draft sees all drafts before it."""
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What a decoder of the Qwen2, Qwen3 or Llama family is made of."""
+    """What a decoder of one of the ``FAMILIES`` is made of."""
 
     family: str
     vocab_size: int
@@ -42,6 +43,45 @@ class ModelShape:
     head_norm: bool
     """Whether each query and key head is normed before it is rotated."""
     eos_token_ids: tuple[int, ...]
+    output_norms: bool = False
+    """Whether what attention and MLP add to the residual stream is normed first."""
+    norm_offset: float = 0.0
+    """Norms multiply by this plus their weight."""
+    activation: str = "silu"
+    """Of the MLP's gate, as transformers names it."""
+    embedding_scale: float = 1.0
+    query_gain: float = 1.0
+    """Scores are multiplied by this beside the root of the head size; of families with ``head_norm``."""
+    window: int = 0
+    """Positions that a query sees in ``local_layers``, its own included."""
+    local_layers: tuple[bool, ...] = ()
+    """Which layers attend within the window; empty: none."""
+    local_theta: float | None = None
+    """Base of the rotary embedding in these, unscaled; None: as in all layers."""
+    num_experts: int = 0
+    """Of the mixture that is the MLP of each layer; 0: it is one MLP."""
+    experts_per_token: int = 0
+    expert_size: int = 0
+    """Inner width of an expert. ``intermediate_size`` is then that of a drafter's MLP alone."""
+    norm_expert_weights: bool = False
+    """Whether the weights of a token's experts add up to 1."""
+
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """Of each layer, how many positions a query sees; 0: all before it."""
+        return tuple(self.window if local else 0 for local in self.local_layers or (False,) * self.num_layers)
+
+    @property
+    def mlp_parameters(self) -> int:
+        """Weights of a layer's MLP, or of its experts and their router."""
+        if not self.num_experts:
+            return 3 * self.hidden_size * self.intermediate_size
+        return self.num_experts * self.hidden_size * (3 * self.expert_size + 1)
+
+    @property
+    def mlp_width(self) -> int:
+        """Inner width that a token passes through in a layer's MLP or experts."""
+        return self.experts_per_token * self.expert_size if self.num_experts else self.intermediate_size
 
     @property
     def num_parameters(self) -> int:
@@ -49,8 +89,8 @@ class ModelShape:
         heads = (2 * self.num_heads + 2 * self.num_kv_heads) * self.head_dim
         bias = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim if self.qkv_bias else 0
         bias += self.hidden_size if self.output_bias else 0
-        norms = 2 * self.hidden_size + (2 * self.head_dim if self.head_norm else 0)
-        layer = heads * self.hidden_size + bias + 3 * self.hidden_size * self.intermediate_size + norms
+        norms = (4 if self.output_norms else 2) * self.hidden_size + (2 * self.head_dim if self.head_norm else 0)
+        layer = heads * self.hidden_size + bias + self.mlp_parameters + norms
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tied_head else 2)
         return self.num_layers * layer + embeddings + self.hidden_size
 
@@ -62,6 +102,7 @@ def part_of(shape: ModelShape, size: int) -> ModelShape:
         num_heads=shape.num_heads // size,
         num_kv_heads=max(1, shape.num_kv_heads // size),
         intermediate_size=shape.intermediate_size // size,
+        expert_size=shape.expert_size // size,
     )
 
 
@@ -82,6 +123,8 @@ def check_sharding(shape: ModelShape, size: int, asked: str) -> None:
     """
     what = "num_attention_heads", "num_key_value_heads", "intermediate_size"
     counts = shape.num_heads, shape.num_kv_heads, shape.intermediate_size
+    if shape.num_experts:
+        what, counts = (*what[:2], "moe_intermediate_size"), (*counts[:2], shape.expert_size)
     fits = [n for n in range(1, size + 1) if _misfit(counts, n) is None]
     if (index := _misfit(counts, size)) is not None:
         raise ConfigError(
@@ -117,77 +160,151 @@ def shape_from(raw: dict[str, Any], origin: str) -> ModelShape:
     Raises:
         ValueError: a family or feature the decoder does not have, or a size is missing.
     """
-    family = raw.get("model_type", "missing")
-    if family not in FAMILIES:
-        raise ValueError(f"{origin}: model_type {family!r:.80} is not supported; use one of {', '.join(FAMILIES)}")
-    _refuse_features(raw, origin)
+    name = raw.get("model_type", "missing")
+    family = FAMILIES.get(name) if isinstance(name, str) else None
+    if family is None:
+        reason = f" ({NOT_YET[name]})" if name in NOT_YET else ""
+        raise ValueError(
+            f"{origin}: model_type {name!r:.80} is not supported{reason}; use one of {', '.join(FAMILIES)}"
+        )
+    _refuse_features(raw, family, origin)
     count = partial(_number, raw, origin)
-    hidden_size, num_heads = count("hidden_size"), count("num_attention_heads")
+    hidden_size, num_heads, num_layers = count("hidden_size"), count("num_attention_heads"), count("num_hidden_layers")
     num_kv_heads = count("num_key_value_heads", num_heads)
     if num_heads % num_kv_heads:
         raise ValueError(
             f"{origin}: num_attention_heads = {num_heads} is not divisible by num_key_value_heads = {num_kv_heads}; "
             f"{TAKE_CONFIG}"
         )
-    default = _HEAD_DIM.get(family)
-    if default is None and not raw.get("head_dim") and hidden_size % num_heads:
+    if family.head_dim is None and not raw.get("head_dim") and hidden_size % num_heads:
         raise ValueError(
             f"{origin}: hidden_size = {hidden_size} is not divisible by num_attention_heads = {num_heads}; "
             f"{TAKE_CONFIG}"
         )
-    head_dim = count("head_dim", default or hidden_size // num_heads)
-    theta, scaling = _rope(raw, origin)
+    head_dim = count("head_dim", family.head_dim or hidden_size // num_heads)
     eos, attention_bias = raw.get("eos_token_id"), bool(raw.get("attention_bias"))
+    tied, scalar = raw.get("tie_word_embeddings"), _number(raw, origin, "query_pre_attn_scalar", head_dim, float)
     return ModelShape(
-        family=family,
+        family=name,
         vocab_size=count("vocab_size"),
         hidden_size=hidden_size,
         intermediate_size=count("intermediate_size"),
-        num_layers=count("num_hidden_layers"),
+        num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         norm_epsilon=_number(raw, origin, "rms_norm_eps", 1e-6, float),
-        rope_theta=theta,
-        rope_scaling=scaling,
         max_positions=count("max_position_embeddings"),
-        tied_head=bool(raw.get("tie_word_embeddings")),
-        qkv_bias=family == "qwen2" or attention_bias,
-        output_bias=family != "qwen2" and attention_bias,
-        head_norm=family == "qwen3",
+        tied_head=family.tied_head if tied is None else bool(tied),
+        qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
+        output_bias=attention_bias and family.qkv_bias is None,
+        head_norm=family.head_norm,
         eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
+        output_norms=family.output_norms,
+        norm_offset=family.norm_offset,
+        activation=family.activation,
+        embedding_scale=hidden_size**0.5 if family.scales_embedding else 1.0,
+        query_gain=(head_dim / scalar) ** 0.5 if family.head_norm else 1.0,
+        **_rotation(raw, family, origin),
+        **_windows(raw, family, num_layers, origin),
+        **(_experts(raw, origin) if family.experts else {}),
     )
 
 
-def _number(raw: dict[str, Any], origin: str, key: str, default: Any = None, kind: type = int) -> Any:
+def _windows(raw: dict[str, Any], family: Family, num_layers: int, origin: str) -> dict[str, Any]:
+    """The sliding window, and which layers have it, by the same rules as transformers."""
+    window = raw.get("sliding_window", family.default_window)
+    kinds = raw.get("layer_types") if family.windows in ("upper", "pattern") else None
+    if window is None or (family.windows == "upper" and not raw.get("use_sliding_window")):
+        kinds = ["full_attention"] * num_layers
+    elif kinds is None:
+        first = _number(raw, origin, "max_window_layers", 28, minimum=0) if family.windows == "upper" else 0
+        every = _number(raw, origin, "sliding_window_pattern", 6) if family.windows == "pattern" else 0
+        # without a rule of their own, no layer is at or above the first
+        first = num_layers if family.windows == "none" else first
+        full = [layer < first or (every > 0 and (layer + 1) % every == 0) for layer in range(num_layers)]
+        kinds = ["full_attention" if each else "sliding_attention" for each in full]
+    if not isinstance(kinds, list) or len(kinds) != num_layers or set(kinds) - {"sliding_attention", "full_attention"}:
+        raise ValueError(
+            f"{origin}: layer_types = {kinds!r:.80} does not give each of {num_layers} layers 'full_attention' or "
+            f"'sliding_attention'; {TAKE_CONFIG}"
+        )
+    local = tuple(kind == "sliding_attention" for kind in kinds)
+    if not any(local):
+        if "sliding_attention" in str(raw.get("layer_types")):
+            raise ValueError(f"{origin}: layer_types with a sliding window is not supported; {TAKE_CONFIG}")
+        return {}
+    window = _number(raw, origin, "sliding_window", family.default_window)
+    if window < MIN_WINDOW:
+        raise ValueError(f"{origin}: sliding_window = {window} is not supported; use a model with {MIN_WINDOW} or more")
+    return {"window": window, "local_layers": local}
+
+
+def _experts(raw: dict[str, Any], origin: str) -> dict[str, Any]:
+    """The sizes of a mixture of experts; all layers have one."""
+    if raw.get("mlp_only_layers") or raw.get("decoder_sparse_step", 1) != 1:
+        raise ValueError(
+            f"{origin}: layers without experts among those with them (mlp_only_layers, decoder_sparse_step) are not "
+            "supported; use a model whose layers all have experts"
+        )
+    named = "num_local_experts" if "num_local_experts" in raw else "num_experts"  # transformers 5 writes the former
+    num_experts, chosen = _number(raw, origin, named), _number(raw, origin, "num_experts_per_tok")
+    if chosen > num_experts:
+        raise ValueError(f"{origin}: num_experts_per_tok = {chosen} of {named} = {num_experts}; {TAKE_CONFIG}")
+    return {
+        "num_experts": num_experts,
+        "experts_per_token": chosen,
+        "expert_size": _number(raw, origin, "moe_intermediate_size"),
+        "norm_expert_weights": bool(raw.get("norm_topk_prob")),
+    }
+
+
+def _number(raw: dict[str, Any], origin: str, key: str, default: Any = None, kind: type = int, minimum: int = 1) -> Any:
     value = default if raw.get(key) is None else raw[key]
     if value is None:
         raise ValueError(f"{origin}: {key} is missing; {TAKE_CONFIG}")
     numeric = int if kind is int else (int, float)
-    if not isinstance(value, numeric) or isinstance(value, bool) or not 0 < value <= _MOST:
+    is_number = isinstance(value, numeric) and not isinstance(value, bool)
+    if not is_number or not (value >= minimum if kind is int else value > 0) or value > _MOST:
         what = "whole number" if kind is int else "number"
-        raise ValueError(f"{origin}: {key} = {value!r:.80} is no {what} above 0, up to {_MOST}; {TAKE_CONFIG}")
+        raise ValueError(
+            f"{origin}: {key} = {value!r:.80} is no {what} above {minimum - 1}, up to {_MOST}; {TAKE_CONFIG}"
+        )
     return kind(value)
 
 
-def _refuse_features(raw: dict[str, Any], origin: str) -> None:
-    slides = raw.get("sliding_window") and "sliding_attention" in str(raw.get("layer_types"))
+def _refuse_features(raw: dict[str, Any], family: Family, origin: str) -> None:
+    act = raw.get("hidden_activation") or raw.get("hidden_act") or family.activation
     for found, what in (
-        (raw.get("use_sliding_window") or slides, "a sliding window"),
+        (raw.get("use_sliding_window") and family.windows == "none", "a sliding window in this family"),
         (raw.get("mlp_bias"), "mlp_bias = true"),
-        (raw.get("hidden_act", "silu") != "silu", f"hidden_act = {raw.get('hidden_act')!r:.80}"),
+        (raw.get("use_bidirectional_attention"), "use_bidirectional_attention = true"),
+        (raw.get("attn_logit_softcapping"), "attn_logit_softcapping"),
+        (raw.get("final_logit_softcapping"), "final_logit_softcapping"),
+        (act != family.activation, f"hidden_act = {act!r:.80}"),
     ):
         if found:
             raise ValueError(f"{origin}: {what} is not supported; use a model without it")
 
 
-def _rope(raw: dict[str, Any], origin: str) -> tuple[float, dict[str, Any] | None]:
-    """Base and scaling; newer files keep both under ``rope_parameters``, older ones apart."""
+def _rotation(raw: dict[str, Any], family: Family, origin: str) -> dict[str, Any]:
+    """Base and scaling; newer files have them in ``rope_parameters``, some by the kind of layer, older ones apart."""
     parameters = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    if not isinstance(parameters, dict):
+    local = None
+    if family.local_theta is not None:
+        parts = parameters if isinstance(parameters, dict) and "full_attention" in parameters else {}
+        local = parts.get("sliding_attention") or {}
+        parameters = parts.get("full_attention") or {} if parts else parameters
+    if not isinstance(parameters, dict) or not isinstance(local or {}, dict):
         raise ValueError(f"{origin}: rope_scaling = {parameters!r:.80} is no object; {TAKE_CONFIG}")
     kind = parameters.get("rope_type", parameters.get("type", "default"))
-    if kind not in ("default", "llama3"):
-        raise ValueError(f"{origin}: rope_type {kind!r:.80} is not supported; use 'default' or 'llama3'")
-    theta = _number({**raw, **parameters}, origin, "rope_theta", 10000.0, float)
-    return theta, (parameters if kind == "llama3" else None)
+    if kind not in ("default", "llama3", "linear") or (local or {}).get("rope_type", "default") != "default":
+        raise ValueError(f"{origin}: rope_type {kind!r:.80} is not supported; use 'default', 'llama3' or 'linear'")
+    for key in {"linear": ("factor",), "llama3": _LLAMA3}.get(kind, ()):
+        _number(parameters, origin, key, kind=float)
+    theta = _number({**raw, **parameters}, origin, "rope_theta", family.theta, float)
+    found = {"rope_theta": theta, "rope_scaling": None if kind == "default" else {**parameters, "rope_type": kind}}
+    if local is not None:
+        theirs = _number(raw, origin, "rope_local_base_freq", family.local_theta, float)
+        found["local_theta"] = _number(local, origin, "rope_theta", theirs, float)
+    return found

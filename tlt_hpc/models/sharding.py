@@ -42,8 +42,8 @@ class Sharding:
         return slice(first, first + 1)
 
     def inner(self, shape: ModelShape) -> slice:
-        """Its part of the MLP's inner width."""
-        return self._share(shape.intermediate_size)
+        """Its part of the inner width of the MLP, or of each expert."""
+        return self._share(shape.expert_size or shape.intermediate_size)
 
     def qkv_rows(self, shape: ModelShape, device: torch.device) -> Tensor:
         """Its rows of a fused qkv weight [(h + 2g) d], in their order: int64."""

@@ -76,7 +76,8 @@ class DevicePagedCache(PagedCache):
                 blocks = chain_blocks(seen.positions[:, part], table)
             else:
                 blocks = tree_blocks(seen.committed, seen.ancestors[:, part], table)
-            passes.append(_PassAttend(self._keys, self._values, write[:, part].flatten(), blocks, only_layer))
+            written = write[:, part].flatten()
+            passes.append(_PassAttend(self._keys, self._values, written, blocks, self._windows, only_layer))
         return passes
 
 
@@ -90,24 +91,27 @@ class _PassAttend(FusedAttend):
     write: Tensor
     """Slots [T] that the pass writes: a row's repeated position twice, what belongs nowhere to the page beyond."""
     reading: Blocks
+    windows: tuple[int, ...]
+    """Of each layer, as in ``PagedCache``."""
     only_layer: int | None
 
     def __call__(self, layer: int, query: Tensor, key_value: Tensor) -> Tensor:
-        keys, values = self._pages(layer)
+        keys, values, window = self._layer(layer)
         key, value = key_value.chunk(2, 1)
         keys.flatten(0, 1).index_copy_(0, self.write, key)
         values.flatten(0, 1).index_copy_(0, self.write, value)
-        return self.reading.read(query, keys, values)
+        return self.reading.read(query, keys, values, window)
 
     def fused(self, layer: int, qkv: Tensor, rotary: RotaryRows, norms: HeadNorms | None) -> Tensor:
-        keys, values = self._pages(layer)
+        keys, values, window = self._layer(layer)
         table = rotary.table
         query = rotate_and_store(qkv, table.cosine, table.sine, rotary.positions, keys, values, self.write, norms)
-        return self.reading.read(query, keys, values)
+        return self.reading.read(query, keys, values, window)
 
-    def _pages(self, layer: int) -> tuple[Tensor, Tensor]:
+    def _layer(self, layer: int) -> tuple[Tensor, Tensor, int]:
+        """Its pages of keys and values, and its window."""
         at = layer if self.only_layer is None else self.only_layer
-        return self.keys[at], self.values[at]
+        return self.keys[at], self.values[at], self.windows[at]
 
 
 @dataclass(frozen=True)
@@ -129,23 +133,28 @@ class Blocks:
     paths: Tensor | None = None
     """Of trees, [blocks, N, W] int32: each query's ancestors and itself, in slots after ``committed``."""
 
-    def read(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """query [T, h, d] over one layer's keys and values [num_pages + 1, S, g, d] -> [T, h * d]."""
+    def read(self, query: Tensor, keys: Tensor, values: Tensor, window: int) -> Tensor:
+        """query [T, h, d] over one layer's keys and values [num_pages + 1, S, g, d] -> [T, h * d].
+
+        With a ``window`` above 0 a query sees as many positions, its own included.
+        """
         num_blocks, width = self.seen.shape
         by_row = query.view(self.num_rows, self.num_queries, *query.shape[1:])
         missing = num_blocks * width // self.num_rows - self.num_queries
         if missing:
             by_row = F.pad(by_row, (0, 0, 0, 0, 0, missing))
-        out = self._attention(by_row.view(num_blocks, width, *query.shape[1:]), keys, values)
+        out = self._attention(by_row.view(num_blocks, width, *query.shape[1:]), keys, values, window)
         return out.view(self.num_rows, -1, out.shape[2])[:, : self.num_queries].reshape(len(query), -1)
 
-    def _attention(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def _attention(self, query: Tensor, keys: Tensor, values: Tensor, window: int) -> Tensor:
         most = _MOST_PROGRAMS // keys.shape[2]
         if len(query) <= most:
-            return paged_attention(query, keys, values, self.table, self.committed, self.seen, self.paths)
+            return paged_attention(
+                query, keys, values, self.table, self.committed, self.seen, self.paths, window=window
+            )
         assert self.paths is None, "a batch of trees is small"
         parts = zip(*(torch.split(x, most) for x in (query, self.table, self.committed, self.seen)), strict=True)
-        return torch.cat([paged_attention(part, keys, values, *reading) for part, *reading in parts])
+        return torch.cat([paged_attention(q, keys, values, t, c, s, window=window) for q, t, c, s in parts])
 
 
 def chain_blocks(positions: Tensor, table: Tensor) -> Blocks:

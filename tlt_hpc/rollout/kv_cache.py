@@ -65,6 +65,8 @@ class PagedCache(ABC):
         self.page_size, self.num_pages, self.num_features = sizes.page_size, sizes.num_pages, sizes.num_features
         self.num_bytes = (sizes.num_pages + 1) * page_bytes(shape, sizes.page_size, dtype, sizes.num_features)
         self._num_layers = shape.num_layers + (1 if sizes.num_features else 0)
+        self._windows = (*shape.windows, 0)
+        """How many positions a query sees in each layer, the drafter's last; 0: all before it."""
         # one page more than the pool has takes values that must not be kept
         slots = (sizes.num_pages + 1) * sizes.page_size
         width = sizes.num_features * shape.hidden_size
@@ -181,15 +183,23 @@ class Seen:
     committed: Tensor | None = None
     ancestors: Tensor | None = None
 
-    def by(self, owner: Tensor, base: Tensor, offsets: Tensor) -> Tensor:
-        """Whether queries of rows ``owner`` [e] see the positions from ``base`` [e] on -> [e, n, S]."""
+    def by(self, owner: Tensor, base: Tensor, offsets: Tensor, window: int = 0) -> Tensor:
+        """Whether queries of rows ``owner`` [e] see the positions from ``base`` [e] on -> [e, n, S].
+
+        With a ``window`` they see as many positions, their own included; the whole of a tree's path, which is shorter.
+        """
         keys = (base.unsqueeze(1) + offsets).unsqueeze(1)
         if self.ancestors is None or self.committed is None:
-            return keys <= self.positions[owner].unsqueeze(2)
-        node = keys - self.committed[owner].view(-1, 1, 1)
-        count = self.ancestors.shape[2]
+            own = self.positions[owner].unsqueeze(2)
+            return (keys <= own) & (keys > own - window) if window else keys <= own
+        committed = self.committed[owner].view(-1, 1, 1)
+        node, ancestors = keys - committed, self.ancestors[owner]
+        count = ancestors.shape[2]
         index = node.clamp(0, count - 1).expand(-1, self.positions.shape[1], -1)
-        return (node < 0) | ((node < count) & self.ancestors[owner].gather(2, index))
+        before = node < 0
+        if window:  # a node's position is counted along its path, of which it is the last
+            before &= keys > committed + ancestors.sum(2, keepdim=True) - 1 - window
+        return before | ((node >= 0) & (node < count) & ancestors.gather(2, index))
 
 
 @dataclass(frozen=True)
@@ -303,24 +313,29 @@ class HostPagedCache(PagedCache):
         assert layout is not None
         count, num_columns = seen.positions.shape
         offsets = self._offsets[: self._num_read(layout, seen.positions)]
-        own, common = self._hidden(seen, layout.owner, layout.base, offsets), None
-        if (shared := layout.shared) is not None:
-            common = self._hidden(seen, shared.readers.flatten(), shared.base, offsets)
+        windows = set(self._windows) if only_layer is None else {self._windows[only_layer]}
+        hidden = {window: self._hidden_pages(layout, seen, offsets, window) for window in windows}
         write = self._entries(self.slots(seen.positions, tables).flatten()).view(count, num_columns, -1)
         return [
             self._attend(
                 layout,
                 write[:, part].flatten(),
-                own[:, part],
-                None if common is None else common[:, part],
+                {window: tuple(added[:, part] for added in each) for window, each in hidden.items()},
                 only_layer,
             )
             for part in (slice(start, start + width) for start in range(0, num_columns, width))
         ]
 
-    def _hidden(self, seen: Seen, owner: Tensor, base: Tensor, offsets: Tensor) -> Tensor:
+    def _hidden_pages(self, layout: Layout, seen: Seen, offsets: Tensor, window: int) -> tuple[Tensor, ...]:
+        """``_hidden`` of the pages with one reader and, where there are some, of those with several."""
+        own = self._hidden(seen, layout.owner, layout.base, offsets, window)
+        if (shared := layout.shared) is None:
+            return (own,)
+        return own, self._hidden(seen, shared.readers.flatten(), shared.base, offsets, window)
+
+    def _hidden(self, seen: Seen, owner: Tensor, base: Tensor, offsets: Tensor, window: int) -> Tensor:
         """What is added to scores [e, n, S]: 0 where a query sees the position, else what no softmax lets through."""
-        visible, dtype = seen.by(owner, base, offsets), self._pool.dtype
+        visible, dtype = seen.by(owner, base, offsets, window), self._pool.dtype
         added = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
         return added.masked_fill_(~visible, max(MASKED_SCORE, torch.finfo(dtype).min))
 
@@ -331,20 +346,18 @@ class HostPagedCache(PagedCache):
         return min(self.page_size, -(-(int(positions.max()) + 1) // _ROUND_LENGTH) * _ROUND_LENGTH)
 
     def _attend(
-        self, layout: Layout, write: Tensor, own: Tensor, common: Tensor | None, only_layer: int | None
+        self, layout: Layout, write: Tensor, hidden: dict[int, tuple[Tensor, ...]], only_layer: int | None
     ) -> Attend:
-        """The closure over one pass: where it writes, and what own and shared pages it sees."""
-        num_rows, n, width = layout.num_rows, own.shape[1], own.shape[2]
+        """The closure over one pass: where it writes, and by window what own and shared pages it sees."""
         g, r, d = self._heads
-        mask = _by_query(own, r)
-        shared, shared_mask = layout.shared, None
-        if shared is not None and common is not None:
-            each = _by_query(common, r).expand(-1, -1, r * n, -1)
-            shared_mask = each.reshape(len(shared.pages), 1, -1, width)
-        num_own = len(layout.owner)
+        num_rows, n = layout.num_rows, next(iter(hidden.values()))[0].shape[1]
+        shared, num_own = layout.shared, len(layout.owner)
+        masks = {window: self._masks(layout, *added) for window, added in hidden.items()}
 
         def attend(layer: int, query: Tensor, key_value: Tensor) -> Tensor:
-            pool = self._pool[layer if only_layer is None else only_layer]
+            at = layer if only_layer is None else only_layer
+            pool, (mask, shared_mask) = self._pool[at], masks[self._windows[at]]
+            width = mask.shape[-1]
             pool.view(-1, d).index_copy_(0, write, key_value.reshape(-1, d))
             q = query.reshape(num_rows, n, g, r, d).permute(0, 2, 3, 1, 4).reshape(num_rows, g, r * n, d)
             part = pool[:num_own] if layout.pages is None else pool.index_select(0, layout.pages)
@@ -362,6 +375,15 @@ class HostPagedCache(PagedCache):
             return out.view(num_rows, g, r, n, d).permute(0, 3, 1, 2, 4).reshape(num_rows * n, g * r * d)
 
         return attend
+
+    def _masks(self, layout: Layout, own: Tensor, common: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """The masks of own and of shared pages, for all query heads of a key-value head."""
+        r, (_, n, width) = self._heads[1], own.shape
+        mask = _by_query(own, r)
+        if layout.shared is None or common is None:
+            return mask, None
+        each = _by_query(common, r).expand(-1, -1, r * n, -1)
+        return mask, each.reshape(len(layout.shared.pages), 1, -1, width)
 
     def _attend_shared(self, pool: Tensor, q: Tensor, shared: SharedPages, mask: Tensor) -> tuple[Tensor, Tensor]:
         """Pages that several rows read, each once with all its readers' queries [B, g, m, d] stacked."""

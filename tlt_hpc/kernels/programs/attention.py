@@ -64,7 +64,7 @@ def _fold_paths(
     query, top, total, mixed, tile, first, last, prefix, real, at, scale, keys, values, table, seen, paths, path_width,
     key_page_stride, key_slot_stride, value_page_stride, value_slot_stride,
     page_size: tl.constexpr, N: tl.constexpr, G: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, d: tl.constexpr,
-    WIDE: tl.constexpr, PRECISION: tl.constexpr,
+    WIDE: tl.constexpr, PRECISION: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Places from ``first`` to ``last`` of a tree's queries, each by itself: its ancestors stand as in a chain."""
     for one in range(tile * ROWS // G, tl.minimum(tl.cdiv((tile + 1) * ROWS, G), N)):
@@ -75,6 +75,8 @@ def _fold_paths(
             own = place - prefix
             node = tl.load(paths + one * path_width + own, mask=inside & (own >= 0), other=0)
             slot = tl.where(own < 0, place, prefix + node)
+            if WINDOW:
+                inside = inside & (place >= end - WINDOW)
             top, total, mixed = _fold(
                 query, top, total, mixed, slot, inside, inside[None, :] & (real & (at == one))[:, None], scale,
                 keys, values, table, key_page_stride, key_slot_stride, value_page_stride, value_slot_stride,
@@ -99,7 +101,7 @@ def _attend(
     key_page_stride, key_slot_stride, value_page_stride, value_slot_stride, path_width, num_spans,
     page_size: tl.constexpr, N: tl.constexpr, h: tl.constexpr, g: tl.constexpr, d: tl.constexpr, SPAN: tl.constexpr,
     IS_TREE: tl.constexpr, IS_WHOLE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, WIDE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """IS_WHOLE: out [B, N, h, d], by one program for all spans; else partial results [B, N, h, spans, d] in fp32 and
     partial_lse [B, N, h, spans] in base 2, by a program for each span.
@@ -119,6 +121,9 @@ def _attend(
     prefix = tl.load(committed + sequence)
     limit = tl.where(real, prefix + tl.load(seen + sequence * N + at, mask=real, other=0), 0)
     reach = tl.max(limit, 0)
+    floor = 0  # slots below it no row of the tile sees; a tile that nobody sees would change no bit
+    if WINDOW:
+        floor = tl.maximum(tl.min(tl.where(real, limit, reach), 0) - WINDOW, 0)
 
     keys = key_pages + group * d
     values = value_pages + group * d
@@ -126,21 +131,24 @@ def _attend(
     whole_top = tl.full((ROWS,), float("-inf"), tl.float32)
     whole_total = tl.full((ROWS,), 0.0, tl.float32)
     whole = tl.full((ROWS, WIDE), 0.0, tl.float32)
-    first_span = 0 if IS_WHOLE else tl.program_id(2)
+    first_span = floor // SPAN if IS_WHOLE else tl.program_id(2)
     last_span = tl.cdiv(reach, SPAN) if IS_WHOLE else tl.minimum(tl.program_id(2) + 1, tl.cdiv(reach, SPAN))
     for span in range(first_span, last_span):
         top = tl.full((ROWS,), float("-inf"), tl.float32)
         total = tl.full((ROWS,), 0.0, tl.float32)
         mixed = tl.full((ROWS, WIDE), 0.0, tl.float32)
-        first = span * SPAN
-        last = tl.minimum(first + SPAN, reach)
+        last = tl.minimum(span * SPAN + SPAN, reach)
+        first = tl.maximum(span * SPAN, floor // KEYS * KEYS)
         shared = last
         if IS_TREE:  # whole tiles of the prefix are the same for all queries of a tree
             shared = tl.minimum(last, tl.maximum(first, prefix // KEYS * KEYS))
         for start in range(first, shared, KEYS):
             slot = start + tl.arange(0, KEYS)
+            visible = slot[None, :] < limit[:, None]
+            if WINDOW:
+                visible = visible & (slot[None, :] >= limit[:, None] - WINDOW)
             top, total, mixed = _fold(
-                q, top, total, mixed, slot, slot < reach, slot[None, :] < limit[:, None], scale, keys, values, table,
+                q, top, total, mixed, slot, slot < reach, visible, scale, keys, values, table,
                 key_page_stride, key_slot_stride, value_page_stride, value_slot_stride, page_size, KEYS, d, WIDE,
                 PRECISION,
             )  # fmt: skip
@@ -149,7 +157,7 @@ def _attend(
                 q, top, total, mixed, tile, shared, last, prefix, real, at, scale, keys, values, table,
                 seen + sequence * N, paths + sequence * N * path_width, path_width,
                 key_page_stride, key_slot_stride, value_page_stride, value_slot_stride, page_size, N, G, ROWS, KEYS, d,
-                WIDE, PRECISION,
+                WIDE, PRECISION, WINDOW,
             )  # fmt: skip
         part = mixed / tl.where(total > 0, total, 1.0)[:, None]
         lse = tl.where(total > 0, top + tl.log2(total), float("-inf"))
@@ -212,6 +220,7 @@ def paged_attention(
     seen: Tensor,
     paths: Tensor | None,
     by_span: bool | None,
+    window: int,
 ) -> Tensor:
     """Arguments as the public function's -> [B, N, h * d]; ``by_span``: a program for each span; None: by shape."""
     B, N, h, d = query.shape
@@ -236,7 +245,7 @@ def paged_attention(
         key_pages.stride(0), key_pages.stride(1), value_pages.stride(0), value_pages.stride(1),
         0 if paths is None else paths.shape[2], num_spans,
         page_size, N, h, g, d, SPAN, paths is not None, not by_span, ROWS, keys, wide, "ieee" if exact else "tf32",
-        num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=False,
+        window, num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=False,
     )  # fmt: skip
     if by_span:
         _join_spans[(B * N * h,)](

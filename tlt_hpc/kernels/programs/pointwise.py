@@ -1,4 +1,4 @@
-"""Triton programs for RMSNorm, with and without the residual sum, and for SiLU times up.
+"""Triton programs for RMSNorm, with and without the residual sum, and for the gate of an MLP.
 
 Shapes: ``T`` rows, ``H`` hidden, ``I`` intermediate. Arithmetic is float32 whatever the tensors hold.
 """
@@ -30,13 +30,17 @@ def _rms_norm(x, residual, weight, normed, total, row_stride, epsilon, H: tl.con
 
 
 @triton.jit
-def _silu_mul(gate_up, out, I: tl.constexpr, BLOCK: tl.constexpr):  # noqa: E741
+def _gate_mul(gate_up, out, I: tl.constexpr, BLOCK: tl.constexpr, IS_SILU: tl.constexpr):  # noqa: E741
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < I
     gate = tl.load(gate_up + row * 2 * I + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * I + I + column, mask=inside, other=0.0).to(tl.float32)
-    product = gate / (1.0 + tl.exp(-gate)) * up
+    if IS_SILU:
+        product = gate / (1.0 + tl.exp(-gate)) * up
+    else:  # GELU by the hyperbolic tangent, tanh(z) = 1 - 2 / (exp(2 z) + 1)
+        z = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
+        product = gate * (1.0 - 1.0 / (tl.exp(2.0 * z) + 1.0)) * up
     tl.store(out + row * I + column, product.to(out.dtype.element_ty), mask=inside)
 
 
@@ -66,11 +70,12 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float) ->
     return normed, total
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
+def gate_mul(gate_up: Tensor, is_silu: bool) -> Tensor:
     """gate_up [T, 2I] -> [T, I]."""
     T, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((T, width), dtype=gate_up.dtype, device=gate_up.device)
     block = min(1024, triton.next_power_of_2(width))
     if T:
-        _silu_mul[(T, triton.cdiv(width, block))](gate_up, out, width, block, num_warps=max(1, block // 256))
+        grid = T, triton.cdiv(width, block)
+        _gate_mul[grid](gate_up, out, width, block, is_silu, num_warps=max(1, block // 256))
     return out
