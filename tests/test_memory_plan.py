@@ -76,7 +76,7 @@ def test_a_rank_of_a_replica_has_its_part_of_every_layer(form: str, dtype: str) 
 
     settings = f"drafter.form={form}", "drafter.vocabulary=16", f"model.dtype={dtype}", "rollout.tensor_parallel=2"
     given, cpu = situation("tiny", *settings, device="cpu"), torch.device("cpu")
-    precision = decoding_dtype(dtype, cpu)
+    precision = decoding_dtype(dtype, cpu, given.shape)
     decoder = Decoder(given.shape, precision, cpu, Sharding(1, 2))
     ids = None if form == "eagle" else torch.arange(16)
     drafter = make_drafter(given.shape, 0, precision, cpu, ids)

@@ -257,6 +257,13 @@ def test_a_rank_that_ends_without_a_word_is_named_unless_another_has_said_why(
     assert (found is None) == (verdict is None) and (found is None or found[1].startswith(verdict))
 
 
+def test_a_rank_that_is_killed_before_it_has_written_a_status_is_named(tmp_path):
+    write_record(tmp_path, record(0, host="a"))
+    witness._testify("start", "a", tmp_path, 1, set())
+    found = read_verdict(tmp_path)
+    assert found is not None and found[1] == "rank 1 on a was killed or crashed, seen nowhere yet"
+
+
 def test_the_verdict_on_the_last_start_is_given_once(tmp_path):
     write_record(tmp_path, record(0))
     claim_verdict(tmp_path, "start", "rank 1 on node2 was killed")

@@ -250,7 +250,12 @@ def open_session(config: Config, world: World, assets: ModelAssets) -> Session:
             f"rank {kinds.index('cpu')} has no GPU where others have one: give every rank a GPU (--gpus-per-node), or "
             "none (model.device = 'cpu')"
         )
-    dtype = decoding_dtype(config.model.dtype, device)
+    dtype = decoding_dtype(config.model.dtype, device, assets.shape)
+    if assets.shape.num_experts and dtype == torch.float32:
+        raise ConfigError(
+            "model.dtype = 'float32' with a mixture of experts on a GPU: rounding would choose another expert in other "
+            "passes, and with it another text; use model.dtype = 'bfloat16'"
+        )
     invariant = config.model.batch_invariant and dtype == torch.bfloat16
     decoder = Decoder(assets.shape, dtype, device, make_sharding(replica, world, device, invariant), invariant)
     comm = world.private_comm()

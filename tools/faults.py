@@ -324,10 +324,11 @@ def find_wrong(fault: Fault, struck: bool, status: int, seconds: float, log: str
     if is_hung or status == HANG_STATUS:
         return ["hung"]
     wrong = [f"ended {seconds:.0f} s after the fault"] if struck and seconds > MAX_SECONDS[fault.kind] else []
-    wanted = {0}
+    wanted, is_over = {0}, re.search(r"^finished: ", log, re.MULTILINE)
     if struck:
-        has_begun = re.search(r"\): \d+ steps", log) is not None  # until then Python handles signals by default
-        early = set() if has_begun else {signal.SIGUSR2, signal.SIGTERM, 128 + signal.SIGTERM}
+        # before a run's first step, and after its last, Python handles signals by default
+        is_running = re.search(r"\): \d+ steps", log) is not None and not is_over
+        early = set() if is_running else {signal.SIGUSR2, signal.SIGTERM, 128 + signal.SIGTERM}
         wanted = {signal.SIGKILL} if fault.kills else {75, *early}
         if fault.kind == "cancel" and seconds >= KILL_AFTER_SECONDS:  # on a busy machine
             wanted.add(signal.SIGKILL)
@@ -339,7 +340,6 @@ def find_wrong(fault: Fault, struck: bool, status: int, seconds: float, log: str
             raised = next((line for line in text.splitlines()[1:] if line and not line.startswith((" ", "[rank"))), "")
             wrong.append(f"traceback: {raised[:200]}")
     named = set(re.findall(r"^tlt: (.*) was killed", log, re.MULTILINE)) if is_killed else set()
-    is_over = re.search(r"^finished: ", log, re.MULTILINE)  # whatever ends it then
     have_met = "  loading libraries\n" in log  # before, no rank knows another
     is_named = any(re.fullmatch(rf"rank {fault.rank} on \S+", name) for name in named)
     if is_killed and have_met and not is_over and not is_named:

@@ -7,6 +7,7 @@ preemption, chunked prefill, texts stored from other weights, generation ahead. 
     python tools/prove_exactness.py --tokens 1000000 --ways ahead   # of the ways, those with this in their names
     python tools/prove_exactness.py --tokens 200000 --device cuda   # a GPU's ways against the CPU's plain decoding
     python tools/prove_exactness.py --tokens 50000 --dtype bfloat16 # in batch-invariant mode, without the tie guard
+    python tools/prove_exactness.py --tokens 100000 --family mistral # of a small random model of a family
 
 In bfloat16 plain decoding runs on the same device; on a CPU the kernels' references in PyTorch do, which are slow.
 """
@@ -17,6 +18,7 @@ import argparse
 import json
 import random
 import sys
+import tempfile
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -28,6 +30,7 @@ from tlt_hpc.common.script import ending
 
 # isort: split
 import numpy as np
+import random_models
 import torch
 from bench_shape import choose_device
 from numpy.typing import NDArray
@@ -37,10 +40,11 @@ from tlt_hpc.config import EMBEDDED_MODEL
 from tlt_hpc.data.gcd import draw_from_split
 from tlt_hpc.kernels.graphs import GraphPool
 from tlt_hpc.models.decoder import Decoder
+from tlt_hpc.models.drafter import Drafter
 from tlt_hpc.models.drafter_file import load_drafter
 from tlt_hpc.models.eagle import Eagle
-from tlt_hpc.models.folder import DTYPES, folder_weights
-from tlt_hpc.models.shape import read_shape
+from tlt_hpc.models.folder import DTYPES, decoding_dtype, folder_weights
+from tlt_hpc.models.shape import ModelShape, read_shape
 from tlt_hpc.models.tokenizer import embedded, load_tokenizer
 from tlt_hpc.models.weight_files import end_token_ids
 from tlt_hpc.rollout.device_cache import AttentionKind
@@ -50,9 +54,32 @@ from tlt_hpc.rollout.settings import EngineSettings
 from tlt_hpc.rollout.strategy import STORED, strategy_named
 
 Texts = dict[SampleKey, NDArray[np.int32]]
-NUM_TOKENS, MOST_TOKENS, MOST_PROMPT = 20, 512, 16
+MOST_TOKENS, MOST_PROMPT = 512, 16
 CPU = torch.device("cpu")
-SHAPE = read_shape(embedded("tiny"))
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model's folder, and how many tokens it may sample; without a family it is the embedded one."""
+
+    folder: Path
+    num_tokens: int
+    family: str = ""
+
+    @property
+    def shape(self) -> ModelShape:
+        return read_shape(self.folder)
+
+    def drafter(self, decoder: Decoder) -> Drafter:
+        """The embedded model's own; a random one for a random model, with which it agrees now and then."""
+        if self.family:
+            drafter = Eagle(decoder.shape, 0, decoder.dtype, decoder.device)
+            drafter.requires_grad_(False)
+            return drafter
+        return load_drafter(EMBEDDED_MODEL, decoder, "the embedded drafter")
+
+
+TINY = Model(embedded("tiny"), 20)
 
 
 @dataclass(frozen=True)
@@ -89,28 +116,35 @@ WAYS = (
 )
 
 
-def requests(num_responses: int) -> list[Request]:
-    """Groups of eight responses to problems of the embedded task."""
+def requests(num_responses: int, model: Model = TINY) -> list[Request]:
+    """Groups of eight responses to problems of the embedded task; of a family, to random prompts."""
     source, tokenizer = random.Random("exactness"), load_tokenizer(embedded("tiny"))
     made = []
     for draw in range(-(-num_responses // 8)):
-        tokens = np.array(tokenizer.encode(draw_from_split(source, "train").prompt).ids, dtype=np.int32)
+        if model.family:
+            ids = [source.randrange(3, model.num_tokens) for _ in range(source.randint(1, MOST_PROMPT))]
+        else:
+            ids = tokenizer.encode(draw_from_split(source, "train").prompt).ids
+        tokens = np.array(ids, dtype=np.int32)
         made += [Request(SampleKey(1, Stream.TRAIN, 0, draw, sample), tokens) for sample in range(8)]
     return made
 
 
-def make_engine(way: Way, device: torch.device, dtype: torch.dtype) -> RolloutEngine:
-    """An engine of the embedded model and drafter; in bfloat16 a batch-invariant one."""
-    half = dtype == torch.bfloat16
-    decoder, drafter = Decoder(SHAPE, dtype, device, is_invariant=half), Eagle(SHAPE, 0, dtype, device)
+def make_engine(way: Way, device: torch.device, dtype: torch.dtype, model: Model) -> RolloutEngine:
+    """An engine of a model and its drafter; in bfloat16 a batch-invariant one, without the tie guard."""
+    half, shape = dtype == torch.bfloat16, model.shape
+    dtype = dtype if half else decoding_dtype("float32", device, shape)
+    decoder, drafter = Decoder(shape, dtype, device, is_invariant=half), Eagle(shape, 0, dtype, device)
+    # a random model's responses are longer: the longest must fit alone
+    num_pages = max(way.num_pages, (MOST_TOKENS + MOST_PROMPT) // way.page_size + 4) if way.num_pages else 0
     settings = EngineSettings(
         params=SamplingParams(MOST_TOKENS),
-        num_tokens=NUM_TOKENS,
-        eos_token_ids=end_token_ids(embedded("tiny"), SHAPE),
+        num_tokens=model.num_tokens,
+        eos_token_ids=end_token_ids(model.folder, shape),
         max_live=way.max_live,
         max_prompt_tokens=MOST_PROMPT,
         tie_guard=not half,
-        kv_bytes=(way.num_pages + 1) * page_bytes(SHAPE, way.page_size, dtype, 1) if way.num_pages else 0,
+        kv_bytes=(num_pages + 1) * page_bytes(shape, way.page_size, dtype, 1) if num_pages else 0,
         page_size=way.page_size,
         prefill_tokens=way.prefill_tokens,
         strategies=(*map(strategy_named, way.strategies), *(STORED if way.ahead is not None else ())),
@@ -118,21 +152,21 @@ def make_engine(way: Way, device: torch.device, dtype: torch.dtype) -> RolloutEn
         attention="paged-kernel" if half else way.attention,
     )
     engine = RolloutEngine(decoder, settings, drafter)
-    engine.load_policy(folder_weights(embedded("tiny")), 0)
-    engine.load_drafter(load_drafter(EMBEDDED_MODEL, decoder, "the embedded drafter").state_dict())
+    engine.load_policy(folder_weights(model.folder), 0)
+    engine.load_drafter(model.drafter(decoder).state_dict())
     return engine
 
 
 def generate(
-    way: Way, wanted: list[Request], device: torch.device, dtype: torch.dtype
+    way: Way, wanted: list[Request], device: torch.device, dtype: torch.dtype, model: Model = TINY
 ) -> tuple[dict[SampleKey, list[NDArray[np.int32]]], dict[str, Any]]:
     """The texts of each response, of which some are generated twice, and what the engine counted."""
-    engine = make_engine(way, device, dtype)
+    engine = make_engine(way, device, dtype, model)
     engine.calibrate([replace(r, key=replace(r.key, stream=Stream.CALIBRATION)) for r in wanted[:8]])
     ordered = list(wanted)
     if way.shuffled:
         random.Random(way.name).shuffle(ordered)
-    stored = {} if way.ahead is None else texts_ahead(engine, ordered, way.ahead)
+    stored = {} if way.ahead is None else texts_ahead(engine, ordered, way.ahead, model)
     engine.take_counts()
     start = time.perf_counter()
     ahead = {} if way.ahead is None else generate_ahead(engine, ordered, stored)
@@ -158,10 +192,10 @@ def generate(
     return found, figures
 
 
-def texts_ahead(engine: RolloutEngine, wanted: list[Request], change: float) -> Texts:
+def texts_ahead(engine: RolloutEngine, wanted: list[Request], change: float, model: Model) -> Texts:
     """What most of the responses are under changed weights, some of them cut short."""
     source = torch.Generator().manual_seed(0)
-    weights = dict(folder_weights(embedded("tiny")))
+    weights = dict(folder_weights(model.folder))
     moved = {n: w + change * w.abs().mean() * torch.randn(w.shape, generator=source) for n, w in weights.items()}
     engine.load_policy(moved.items(), 1)
     engine.submit_ahead(wanted)
@@ -200,12 +234,15 @@ def generate_ahead(engine: RolloutEngine, wanted: list[Request], stored: Texts) 
     return complete | engine.ahead.take()
 
 
-def compare(wanted: list[Request], ways: list[Way], device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+def compare(
+    wanted: list[Request], ways: list[Way], device: torch.device, dtype: torch.dtype, model: Model
+) -> dict[str, Any]:
     """Every way, on a device, against plain decoding of 32 rows, in float32 on the CPU."""
-    plain, figures = generate(Way("plain, 32 rows"), wanted, CPU if dtype == torch.float32 else device, dtype)
+    on = CPU if dtype == torch.float32 else device
+    plain, figures = generate(Way("plain, 32 rows"), wanted, on, dtype, model)
     report: dict[str, Any] = {"plain": figures, "ways": {}, "tokens_compared": 0, "responses_that_differ": 0}
     for way in ways:
-        found, figures = generate(way, wanted, device, dtype)
+        found, figures = generate(way, wanted, device, dtype, model)
         pairs = [(text, other) for key, (text,) in plain.items() for other in found[key]]
         figures["responses_that_differ"] = sum(not np.array_equal(a, b) for a, b in pairs)
         report["ways"][way.name] = {**asdict(way), **figures}
@@ -227,13 +264,20 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of the ways")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument(
+        "--family", choices=list(random_models.FAMILIES), help="of a random model; default: the embedded model"
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     GraphPool.checks_inputs = True
-    # a response has about 42 tokens
     ways = [way for way in WAYS if arguments.ways in way.name]
-    wanted = requests(max(8, arguments.tokens // len(ways) // 42))
-    report = compare(wanted, ways, choose_device(arguments.device), DTYPES[arguments.dtype])
+    with tempfile.TemporaryDirectory() as folder:
+        model, length = TINY, 42  # tokens of a response, on average
+        if arguments.family:
+            model, length = Model(Path(folder), random_models.NUM_TOKENS, arguments.family), 140
+            random_models.random_model(arguments.family).save_pretrained(folder)
+        wanted = requests(max(8, arguments.tokens // len(ways) // length), model)
+        report = compare(wanted, ways, choose_device(arguments.device), DTYPES[arguments.dtype], model)
     if arguments.json:
         arguments.json.write_text(json.dumps(report, indent=2))
     wrong = report["responses_that_differ"]

@@ -27,12 +27,15 @@ if TYPE_CHECKING:
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def decoding_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The precision that rollouts compute in, of a model in this one: float32 on a CPU, whatever the weights have.
+def decoding_dtype(name: str, device: torch.device, shape: ModelShape) -> torch.dtype:
+    """The precision that rollouts compute in, of a model in this one: on a CPU float32, whatever the weights have.
 
-    bfloat16 saves no time on most CPUs, and its rounding would decide between tokens.
+    bfloat16 saves no time on most CPUs, and its rounding would decide between tokens. A mixture of experts has float64
+    there: the last bits of float32 differ between passes, and would now and then choose another expert.
     """
-    return torch.float32 if device.type == "cpu" else DTYPES[name]
+    if device.type != "cpu":
+        return DTYPES[name]
+    return torch.float64 if shape.num_experts else torch.float32
 
 
 def num_used_tokens(tokenizer: Tokenizer, shape: ModelShape) -> int:

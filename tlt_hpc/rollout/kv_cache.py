@@ -198,7 +198,7 @@ class Seen:
         index = node.clamp(0, count - 1).expand(-1, self.positions.shape[1], -1)
         before = node < 0
         if window:  # a node's position is counted along its path, of which it is the last
-            before &= keys > committed + ancestors.sum(2, keepdim=True) - 1 - window
+            before = before & (keys > committed + ancestors.sum(2, keepdim=True) - 1 - window)
         return before | ((node >= 0) & (node < count) & ancestors.gather(2, index))
 
 

@@ -217,10 +217,12 @@ def _testify(start: str, host: str, folder: Path | None, ended: int, watched: Se
             time.sleep(_POLL_SECONDS)
             records = _records(folder, start)
     own = next((record for record in records if record.rank == ended), None)
-    if own is None or own.ending or any(_says_why(record) for record in records if record.rank not in watched):
+    if (own and own.ending) or any(_says_why(record) for record in records if record.rank not in watched):
         return
+    # a busy rank may not have written its status yet
+    name, place = (own.name, f"last seen in {own.place}") if own else (f"rank {ended} on {host}", "seen nowhere yet")
     also = "; the cause may also be a node that was lost" * (len({record.host for record in records}) > 1)
-    line = f"{own.name} was killed or crashed, last seen in {own.place}{also}"
+    line = f"{name} was killed or crashed, {place}{also}"
     with suppress(OSError):  # no room for it: the next start names no rank
         if claim_verdict(folder, start, line):
             _say(line)

@@ -100,7 +100,8 @@ def rollout_workspace(situation: Situation) -> NamedBytes:
     tokens = max(rows, min(rollout.prefill_tokens, rollout.max_live * situation.config.data.max_prompt_tokens))
     h, q = shape.hidden_size, shape.num_heads * shape.head_dim
     qkv = q + 2 * shape.num_kv_heads * shape.head_dim
-    layer = situation.decoding_item * tokens * (4 * h + 2 * qkv + 2 * q + 4 * shape.intermediate_size)
+    inner = 4 * shape.mlp_width + 2 * shape.experts_per_token * h
+    layer = situation.decoding_item * tokens * (4 * h + 2 * qkv + 2 * q + inner)
     return present(
         {
             "pass of the decoder": layer,
@@ -138,8 +139,10 @@ def _guard(situation: Situation) -> int:
     if not situation.is_guarded:
         return 0
     s = situation.part
-    weights = s.hidden_size * ((2 * s.num_heads + 2 * s.num_kv_heads) * s.head_dim + 3 * s.intermediate_size)
-    tokens = situation.longest * (8 * s.hidden_size + 4 * s.intermediate_size)
+    weights = s.hidden_size * (2 * s.num_heads + 2 * s.num_kv_heads) * s.head_dim + s.mlp_parameters
+    if situation.decoding_item == 8:  # no copy
+        weights = 0
+    tokens = situation.longest * (8 * s.hidden_size + 4 * s.mlp_width)
     return 8 * (weights + min(_FLOAT64_ROWS, s.vocab_size) * s.hidden_size + tokens)
 
 
@@ -164,12 +167,12 @@ def _table(situation: Situation, s: ModelShape) -> int:
 
 def _packs(situation: Situation) -> bool:
     s = situation.part
-    return s.hidden_size * s.intermediate_size >= _MIN_PACKED
+    return situation.decoding_item == 4 and s.hidden_size * s.intermediate_size >= _MIN_PACKED
 
 
 def _packed(situation: Situation) -> int:
-    """The second copy of large matrices, which CPUs multiply by."""
-    if situation.device == "cuda":
+    """The second copy of large matrices, which CPUs multiply by in float32."""
+    if situation.device == "cuda" or situation.decoding_item == 8:
         return 0
     sizes = _matrices(situation.part)
     return situation.decoding_item * sum(size for size in sizes if size >= _MIN_PACKED)
@@ -178,5 +181,6 @@ def _packed(situation: Situation) -> int:
 def _matrices(s: ModelShape) -> list[int]:
     """Sizes of the decoder's fused matrices, all layers and the head."""
     qkv = (s.num_heads + 2 * s.num_kv_heads) * s.head_dim
-    layer = [qkv, s.num_heads * s.head_dim, 2 * s.intermediate_size, s.intermediate_size]
+    mlp = [s.num_experts] if s.num_experts else [2 * s.intermediate_size, s.intermediate_size]
+    layer = [qkv, s.num_heads * s.head_dim, *mlp]
     return [size * s.hidden_size for size in layer] * s.num_layers + [s.vocab_size * s.hidden_size]

@@ -32,13 +32,15 @@ class Situation:
 
     @property
     def decoding_item(self) -> int:
-        """Bytes of a number in rollouts, which are in float32 on a CPU."""
-        return 4 if self.device == "cpu" else self.item
+        """Bytes of a number in rollouts (``models.folder.decoding_dtype``)."""
+        if self.device != "cpu":
+            return self.item
+        return 8 if self.shape.num_experts else 4
 
     @property
     def is_guarded(self) -> bool:
-        """Whether the tie guard is on, as it is where rollouts are in float32."""
-        return self.decoding_item == 4
+        """Whether the tie guard is on, as it is where rollouts are not in half precision."""
+        return self.decoding_item >= 4
 
     @property
     def longest(self) -> int:

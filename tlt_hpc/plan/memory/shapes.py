@@ -32,15 +32,39 @@ _KNOWN: dict[str, tuple[Any, ...]] = {
     "Llama-3.3-70B": ("llama", 8192, 28672, 80, 64, 8, 128256, 131072, False),
     "DeepSeek-R1-Distill-Llama-70B": ("llama", 8192, 28672, 80, 64, 8, 128256, 131072, False),
 }
-_SUFFIXES = ("-Instruct", "-Base")
+_WITH_MORE: dict[str, dict[str, Any]] = {
+    "Qwen3-30B-A3B": {
+        "model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48,
+        "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936,
+        "max_position_embeddings": 40960, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
+    },
+    "Mistral-7B-v0.3": {
+        "model_type": "mistral", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 32768, "max_position_embeddings": 32768,
+        "sliding_window": None,
+    },
+    "gemma-3-270m": {
+        "model_type": "gemma3_text", "hidden_size": 640, "intermediate_size": 2048, "num_hidden_layers": 18,
+        "num_attention_heads": 4, "num_key_value_heads": 1, "vocab_size": 262144, "max_position_embeddings": 32768,
+        "sliding_window": 512,
+    },
+    "gemma-3-1b": {
+        "model_type": "gemma3_text", "hidden_size": 1152, "intermediate_size": 6912, "num_hidden_layers": 26,
+        "num_attention_heads": 4, "num_key_value_heads": 1, "vocab_size": 262144, "max_position_embeddings": 32768,
+        "sliding_window": 512,
+    },
+}  # fmt: skip
+"""Those whose family needs other fields as well."""
+_SUFFIXES = ("-Instruct", "-Base", "-it", "-pt")
 
 
 def named_shape(name: str) -> ModelShape | None:
     """The shape of a model of this name; None where it is not known."""
     for suffix in _SUFFIXES:
         name = name.removesuffix(suffix)
-    known = {key.lower(): values for key, values in _KNOWN.items()}.get(name.lower())
-    return None if known is None else shape_from(dict(zip(_FIELDS, known, strict=True)), name)
+    listed = {key: dict(zip(_FIELDS, values, strict=True)) for key, values in _KNOWN.items()} | _WITH_MORE
+    known = {key.lower(): values for key, values in listed.items()}.get(name.lower())
+    return None if known is None else shape_from(known, name)
 
 
 def find_shape(path: str, given: str | None) -> ModelShape:
@@ -58,6 +82,6 @@ def find_shape(path: str, given: str | None) -> ModelShape:
         what = f"model.path = {path!r}" if given is None else f"--shape {given}"
         raise ConfigError(
             f"{what} is no model's folder on this machine, and its name is none that a shape is known of; give "
-            f"--shape CONFIG.json, or one of {', '.join(_KNOWN)}"
+            f"--shape CONFIG.json, or one of {', '.join((*_KNOWN, *_WITH_MORE))}"
         )
     return shape

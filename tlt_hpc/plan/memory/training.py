@@ -138,12 +138,20 @@ def small_parameters(situation: Situation) -> int:
     """Parameters in tensors that stage 3 never shards: norms and biases, and all of a small model."""
     s = situation.shape
     rows, columns = s.num_heads * s.head_dim, s.num_kv_heads * s.head_dim
-    matrices = [rows * s.hidden_size] * 2 + [columns * s.hidden_size] * 2 + [s.intermediate_size * s.hidden_size] * 3
+    matrices = [rows * s.hidden_size] * 2 + [columns * s.hidden_size] * 2 + _mlp_matrices(s)
     table = s.vocab_size * s.hidden_size
     tables = [table] if s.tied_head else [table, table]
     large = s.num_layers * sum(size for size in matrices if size > _KEPT_WHOLE)
     large += sum(size for size in tables if size > _KEPT_WHOLE)
     return s.num_parameters - large + (situation.trained_parameters if situation.frozen_parameters else 0)
+
+
+def _mlp_matrices(s: ModelShape) -> list[int]:
+    """Sizes of the tensors of a layer's MLP; those of all experts are in one."""
+    if not s.num_experts:
+        return [s.intermediate_size * s.hidden_size] * 3
+    experts = s.num_experts * s.expert_size * s.hidden_size
+    return [s.num_experts * s.hidden_size, 2 * experts, experts]
 
 
 # --- the reference model: whole below stage 3, sharded at stage 3 ---
@@ -166,7 +174,7 @@ def gathered_reference(situation: Situation) -> NamedBytes:
     if not situation.has_reference or not is_sharded:
         return {}
     s = situation.shape
-    most = s.vocab_size * s.hidden_size + _PREFETCHED + s.intermediate_size * s.hidden_size
+    most = s.vocab_size * s.hidden_size + _PREFETCHED + max(_mlp_matrices(s))
     count = min(s.num_parameters - small_parameters(situation), most)
     return present({"gathered reference": situation.item * count})
 
@@ -181,7 +189,7 @@ def update_activations(situation: Situation, num_tokens: int) -> int:
     repeats = situation.config.optimizer.repeats_layers(situation.device)
     kept = num_tokens * item * shape.hidden_size * shape.num_layers if repeats else layer * shape.num_layers
     kept += num_tokens * (3 * item * shape.hidden_size + 2 * item * shape.head_dim)  # the last norm, rotary table
-    gradients = num_tokens * item * 3 * max(shape.hidden_size, shape.intermediate_size // 2)
+    gradients = num_tokens * item * 3 * max(shape.hidden_size, shape.mlp_width // 2)
     logits = _LOGIT_BYTES * min(num_tokens * shape.vocab_size, max(CHUNK_LOGITS, shape.vocab_size))
     if item == 2 and not situation.frozen_parameters:  # the head's gradient and a part, in float32
         logits += 8 * shape.vocab_size * shape.hidden_size
@@ -194,7 +202,9 @@ def _policy_layer_bytes(situation: Situation) -> int:
     q, k = s.num_heads * s.head_dim, s.num_kv_heads * s.head_dim
     norm = 3 * item if item == 4 else 4 + 2 * item  # input in float32, normed, weighted; half precision casts
     outputs = 2 if situation.device == "cpu" else 1  # on a GPU the runs of documents need no concatenation
-    total = 2 * norm * s.hidden_size + item * ((1 + outputs) * q + 2 * k + 4 * s.intermediate_size)
+    norms = (4 if s.output_norms else 2) * norm * s.hidden_size
+    inner = 4 * s.mlp_width + 3 * s.experts_per_token * s.hidden_size
+    total = norms + item * ((1 + outputs) * q + 2 * k + inner)
     total += 8 + 4 * s.num_heads  # norms' factors, attention's log-sum-exp
     if s.head_norm:
         total += (norm - item) * (q + k)
