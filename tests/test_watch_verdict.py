@@ -261,7 +261,7 @@ def test_a_rank_that_is_killed_before_it_has_written_a_status_is_named(tmp_path)
     write_record(tmp_path, record(0, host="a"))
     witness._testify("start", "a", tmp_path, 1, set())
     found = read_verdict(tmp_path)
-    assert found is not None and found[1] == "rank 1 on a was killed or crashed, not seen anywhere yet"
+    assert found is not None and found[1] == "rank 1 on a was killed or crashed, not seen yet"
 
 
 def test_the_verdict_on_the_last_start_is_given_once(tmp_path):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tlt_hpc.checkpoint.manifest import Checkpoint
 from tlt_hpc.config import Config, UserError
+from tlt_hpc.models.expert_names import Place, is_expert, places
 from tlt_hpc.models.folder import DTYPES
 from tlt_hpc.models.lora import adapter_names, merge
 from tlt_hpc.models.once import ReadCut
@@ -82,8 +83,15 @@ class PolicyWeights:
     def shapes(self) -> dict[str, Sequence[int]]:
         """The shape of every weight, by its Hugging Face name, sorted; nothing is read but the heads of files."""
         if not self.config.lora.rank:
-            return self.adapters
+            experts = {own: shape for own, (_, shape) in self._experts.items()}
+            return dict(sorted((experts | {n: s for n, s in self.adapters.items() if not is_expert(n)}).items()))
         return {name: shape for name, (_, shape) in sorted(self._stored.items())}
+
+    @cached_property
+    def _experts(self) -> dict[str, tuple[Place, tuple[int, int]]]:
+        """The weights that a checkpoint has in a tensor for all experts, by their names in a model's file."""
+        fused = (places(name, shape) for name, shape in self.adapters.items() if is_expert(name))
+        return {own: place for each in fused for own, place in each.items()}
 
     @cached_property
     def _stored(self) -> dict[str, tuple[Path, Sequence[int]]]:
@@ -94,10 +102,12 @@ class PolicyWeights:
     def reading(self) -> Iterator[Callable[[str], Tensor]]:
         """A function that reads a weight by its name: float32 masters, or with adapters in the run's precision."""
         with self.checkpoint.reading("policy") as trained, reading_files(UNREADABLE) as stored:
+            last_experts = lru_cache(maxsize=2)(lambda fused: trained(fused + _MASTER))  # of a layer, once for each
 
             def read(name: str) -> Tensor:
                 if not self.config.lora.rank:
-                    return trained(name + _MASTER)
+                    place = self._experts.get(name, (None,))[0]
+                    return trained(name + _MASTER) if place is None else place.take(last_experts(place.name))
                 weight: Tensor = stored(self._stored[name][0], name).to(self.dtype)
                 names = adapter_names(name)
                 if names[0] not in self.adapters:

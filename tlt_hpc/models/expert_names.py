@@ -2,29 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from torch import Tensor
 
 _FUSED = {"mlp.experts.gate_up_proj": ("gate_proj", "up_proj"), "mlp.experts.down_proj": ("down_proj",)}
-"""Tensors [E, N, K] of all experts; gate and up are one above the other."""
+"""Tensors [E, N, K] of all experts, and the matrices of an expert that lie one above the other in its part."""
+
+
+class Place(NamedTuple):
+    """Where a weight is in a tensor of all experts: of the expert ``number``, part ``part`` of ``num_parts``."""
+
+    name: str
+    number: int
+    part: int
+    num_parts: int
+
+    def take(self, tensor: Tensor) -> Tensor:
+        """The weight, a view."""
+        return tensor[self.number].chunk(self.num_parts)[self.part]
+
+
+def is_expert(name: str) -> bool:
+    """Whether a tensor of transformers holds the matrices of all experts."""
+    return name.endswith(tuple(_FUSED))
 
 
 def each_expert(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """The weights with a tensor for each expert, views of those for all."""
     for name, tensor in weights:
-        if (parts := parts_of(name)) is None:
+        if is_expert(name):
+            yield from ((own, place.take(tensor)) for own, (place, _) in places(name, tensor.shape).items())
+        else:
             yield name, tensor
-            continue
-        stem, kinds = parts
-        for number, expert in enumerate(tensor):
-            for kind, matrix in zip(kinds, expert.chunk(len(kinds)), strict=True):
-                yield f"{stem}.{number}.{kind}.weight", matrix
 
 
-def parts_of(name: str) -> tuple[str, tuple[str, ...]] | None:
-    """For a tensor of all experts, the stem of their own names and the matrices that it holds of each; else None."""
-    for fused, kinds in _FUSED.items():
-        if name.endswith(fused):
-            return name.rpartition(".")[0], kinds
-    return None
+def places(name: str, shape: Sequence[int]) -> Mapping[str, tuple[Place, tuple[int, int]]]:
+    """The weights in a tensor of all experts [E, N, K] by their names in a file: where each is, and its shape."""
+    kinds = next(kinds for fused, kinds in _FUSED.items() if name.endswith(fused))
+    (count, rows, columns), stem = shape, name.rpartition(".")[0]
+    return {
+        f"{stem}.{number}.{kind}.weight": (Place(name, number, part, len(kinds)), (rows // len(kinds), columns))
+        for number in range(count)
+        for part, kind in enumerate(kinds)
+    }

@@ -6,6 +6,8 @@ from tlt_hpc.config import Config, ConfigError, check_model_limits, check_sequen
 from tlt_hpc.models.shape import ModelShape, check_sharding
 from tlt_hpc.rollout.strategy import strategies_of
 
+_IN_EXPERTS = {"gate_proj", "up_proj", "down_proj"}
+
 
 def check_shape(config: Config, shape: ModelShape, num_ranks: int) -> None:
     """Refuse a model whose positions, heads or layers do not suit the job.
@@ -16,6 +18,11 @@ def check_shape(config: Config, shape: ModelShape, num_ranks: int) -> None:
     check_model_limits(config, shape.max_positions)
     check_sharding(shape, config.rollout.tensor_parallel, "rollout.tensor_parallel")
     check_sequence_parallel(config, shape.num_heads, shape.num_kv_heads, num_ranks)
+    if config.lora.rank and shape.num_experts and _IN_EXPERTS.intersection(config.lora.targets):
+        raise ConfigError(
+            f"lora.targets names {sorted(_IN_EXPERTS.intersection(config.lora.targets))[0]!r}, and experts get no "
+            'adapters; use lora.targets = ["q_proj", "k_proj", "v_proj", "o_proj"]'
+        )
 
 
 def check_strategies(config: Config) -> None:

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from tlt_hpc.cluster.watch.beat import BEAT
 from tlt_hpc.common.records import Rollout
 from tlt_hpc.config import Config
+from tlt_hpc.models.expert_names import is_expert
 from tlt_hpc.models.lora import add_adapters, merged, named_adapters, without_adapters
 from tlt_hpc.models.piece import Piece, own_pieces
 from tlt_hpc.models.policy_model import PolicyModel
@@ -567,9 +568,11 @@ def attention_crossover_tokens(model: torch.nn.Module) -> float:
     """Tokens of a document at which its attention costs as much as the products with the model's weights.
 
     A product takes 2 operations a weight and token; attention, 4 a width, layer and token that is seen, of which there
-    are half as many as the document has.
+    are half as many as the document has. Of experts those count that a token passes through.
     """
     config: Any = model.config
-    weights = sum(parameter.numel() for parameter in model.parameters())
+    weights = sum(parameter.numel() for name, parameter in model.named_parameters() if not is_expert(name))
+    if experts := sum(parameter.numel() for name, parameter in model.named_parameters() if is_expert(name)):
+        weights += experts * config.num_experts_per_tok // config.num_experts
     width: int = config.num_hidden_layers * config.hidden_size
     return weights / width

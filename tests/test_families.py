@@ -1,0 +1,178 @@
+"""Every family against transformers: logits, the update's gradient, the export; and the same text however it is made.
+
+The models are small and have random weights (``tools/random_models.py``), a window shorter than the texts where the
+family has one, and parts that differ from their defaults.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+import sys
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fake_world import OneRank
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
+
+import prove_exactness
+import random_models
+
+from tlt_hpc.checkpoint.store import CheckpointStore
+from tlt_hpc.cli.main import main
+from tlt_hpc.config import load_config, to_toml
+from tlt_hpc.models.decoder import Decoder
+from tlt_hpc.models.documents import attend_documents
+from tlt_hpc.models.folder import decoding_dtype, folder_weights
+from tlt_hpc.models.policy_model import PolicyModel
+from tlt_hpc.models.shape import read_shape
+from tlt_hpc.models.tokenizer import embedded
+from tlt_hpc.storage.folder import RunFolder
+
+CPU = torch.device("cpu")
+FAMILIES = list(random_models.FAMILIES)
+NUM_PROMPTS, LONGEST = 200, 120
+families = pytest.mark.parametrize("family", FAMILIES)
+
+
+@cache
+def model_of(family: str) -> Any:
+    return random_models.random_model(family)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str, Path]:
+    """The folder of each family's model, with a tokenizer."""
+    root = tmp_path_factory.mktemp("families")
+    for family in FAMILIES:
+        model_of(family).save_pretrained(root / family)
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(embedded("tiny") / name, root / family / name)
+    return {family: root / family for family in FAMILIES}
+
+
+def decoder_of(folder: Path) -> Decoder:
+    shape = read_shape(folder)
+    decoder = Decoder(shape, decoding_dtype("float32", CPU, shape), CPU)
+    decoder.load(folder_weights(folder), 0)
+    return decoder
+
+
+def prompts() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(1, LONGEST + 1, (NUM_PROMPTS,), generator=generator).tolist()
+    return [torch.randint(0, random_models.NUM_TOKENS, (length,), generator=generator) for length in lengths]
+
+
+# --- the decoder ---
+
+
+@families
+@torch.inference_mode()
+def test_logits_are_those_of_transformers(family, folders):
+    model, decoder = model_of(family), decoder_of(folders[family])
+    assert decoder.shape.num_parameters == sum(parameter.numel() for parameter in model.parameters())
+    texts = prompts()
+    lengths = [len(text) for text in texts]
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    hidden = decoder.hidden(torch.cat(texts), positions, attend_documents(lengths, decoder.shape.windows))
+    rows = model(torch.nn.utils.rnn.pad_sequence(texts, batch_first=True)).logits  # nothing sees what comes after it
+    for row, own in zip(rows, torch.split(decoder.logits(hidden), lengths), strict=True):
+        assert float((own - row[: len(own)]).abs().max()) < 1e-4
+    last = len(texts[0])  # by float64
+    assert float((decoder.reference_logits(texts[0], last) - rows[0][:last]).abs().max()) < 1e-4
+
+
+@families
+def test_weights_of_the_model_in_training_load_as_those_of_its_file(family, folders):
+    decoder = decoder_of(folders[family])
+    other = Decoder(decoder.shape, decoder.dtype, CPU)
+    other.load(((name, parameter.detach()) for name, parameter in model_of(family).named_parameters()), 0)
+    for mine, theirs in zip(decoder.layers, other.layers, strict=True):
+        for part, same in zip(mine.parts(), theirs.parts(), strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(part.tensors, same.tensors, strict=True))
+
+
+@families
+def test_the_text_does_not_depend_on_how_it_is_generated(family, folders, monkeypatch):
+    monkeypatch.setattr(prove_exactness, "MOST_TOKENS", 90)
+    model = prove_exactness.Model(folders[family], random_models.NUM_TOKENS, family)
+    wanted = prove_exactness.requests(8, model)
+    plain, _ = prove_exactness.generate(prove_exactness.Way("plain"), wanted, CPU, torch.float32, model)
+    assert max(len(text) for (text,) in plain.values()) > 2 * random_models.WINDOW
+    names = ("preempted, chunked prefill", "ahead, a GPU's rounds, on the CPU")
+    for way in prove_exactness.WAYS:
+        if way.name in names:
+            found, figures = prove_exactness.generate(way, wanted, CPU, torch.float32, model)
+            assert figures["accept_length"] > 1.1
+            assert all(all(text.tolist() == plain[key][0].tolist() for text in found[key]) for key in plain)
+
+
+@families
+def test_half_precision_passes_do_not_depend_on_the_batch(family, folders, monkeypatch):
+    monkeypatch.setattr(prove_exactness, "MOST_TOKENS", 50)
+    model = prove_exactness.Model(folders[family], random_models.NUM_TOKENS, family)
+    wanted = prove_exactness.requests(8, model)[:4]
+    half = torch.bfloat16
+    plain, _ = prove_exactness.generate(prove_exactness.Way("plain"), wanted, CPU, half, model)
+    way = replace(prove_exactness.WAYS[5], max_live=3)
+    found, _ = prove_exactness.generate(way, wanted, CPU, half, model)
+    assert all(found[key][0].tolist() == text.tolist() for key, (text,) in plain.items())
+
+
+# --- the update ---
+
+
+@families
+def test_the_gradient_is_that_of_transformers(family):
+    """Of documents packed end to end, against each alone in transformers' own attention."""
+    texts = [*[text for text in prompts() if len(text) > 2][:4], max(prompts(), key=len)]
+    packed, plain = random_models.random_model(family), random_models.random_model(family)
+    plain.set_attn_implementation("eager")
+    policy, lengths = PolicyModel(packed), [len(text) for text in texts]
+    ends = torch.tensor(lengths).cumsum(0)
+    where = torch.cat([torch.arange(end - length, end - 1) for end, length in zip(ends, lengths, strict=True)])
+    tokens, positions = torch.cat(texts), torch.cat([torch.arange(length) for length in lengths])
+    log_probs, _ = policy(tokens, positions, lengths, where, tokens[where + 1], 0.7)
+    log_probs.sum().backward()
+    wanted = 0.0
+    for text in texts:
+        scores = (plain(text.unsqueeze(0)).logits[0, :-1] / 0.7).log_softmax(-1)
+        wanted = wanted + scores.gather(1, text[1:].unsqueeze(1)).sum()
+    wanted.backward()
+    assert abs(float(log_probs.sum() - wanted)) < 1e-5 * abs(float(wanted))
+    theirs = dict(plain.named_parameters())
+    for name, parameter in packed.named_parameters():
+        scale = max(1.0, float(theirs[name].grad.abs().max()))
+        assert float((parameter.grad - theirs[name].grad).abs().max()) < 1e-5 * scale, name
+
+
+# --- the export ---
+
+
+@families
+@torch.inference_mode()
+def test_an_exported_policy_opens_in_transformers(family, folders, tmp_path):
+    config = load_config(
+        Path(__file__).parent.parent / "jobs" / "tiny.toml", [f"run.folder={tmp_path}", f"model.path={folders[family]}"]
+    )
+    run, model = RunFolder(config.folder), random_models.random_model(family, seed=1)
+    run.create()
+    run.config.write_text(to_toml(config))
+    masters = {f"{name}.master": parameter.detach() for name, parameter in model.named_parameters()}
+    CheckpointStore(run.checkpoints, keep=1).save(3, OneRank(), {"policy": masters}, {})  # type: ignore[arg-type]
+    assert main(["export-policy", str(run.path), "--dtype", "float32"]) == 0
+    opened = AutoModelForCausalLM.from_pretrained(run.path / "export" / "policy", dtype=torch.float32)
+    for text in random.Random(0).sample(prompts(), 5):
+        assert torch.equal(opened(text.unsqueeze(0)).logits, model(text.unsqueeze(0)).logits)
+    decoder = decoder_of(run.path / "export" / "policy")
+    text = max(prompts(), key=len)
+    wanted = model(text.unsqueeze(0)).logits[0, -1:]
+    assert float((decoder.reference_logits(text, 1) - wanted).abs().max()) < 1e-4
