@@ -50,11 +50,11 @@ _OF_THE_GGUF = {"quantization_config", "_name_or_path", "_model_name_or_path", "
 
 
 def convert_gguf(file: Path, folder: Path, end_tokens: tuple[str, ...]) -> None:
-    """Write a Llama in GGUF as a folder of fp32 safetensors, tokenizer.json and the ids that end a response.
+    """Write a model in GGUF as a folder of fp32 safetensors, tokenizer.json and the ids that end a response.
 
     Written beside ``folder`` and renamed, so that the folder is whole as soon as it exists.
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
@@ -62,7 +62,8 @@ def convert_gguf(file: Path, folder: Path, end_tokens: tuple[str, ...]) -> None:
     ends = [tokenizer.get_vocab()[token] for token in end_tokens]
     source = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype="float32")
     kept = {key: value for key, value in source.config.to_dict().items() if key not in _OF_THE_GGUF}
-    model = LlamaForCausalLM(LlamaConfig(**{**kept, "eos_token_id": ends}))  # what is read from a GGUF cannot be saved
+    config = type(source.config)(**{**kept, "eos_token_id": ends})
+    model = type(source)(config)  # what is read from a GGUF cannot be saved
     model.load_state_dict(source.state_dict())
     model.generation_config = GenerationConfig(eos_token_id=ends)
     folder.parent.mkdir(parents=True, exist_ok=True)
