@@ -15,6 +15,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
+from tlt_hpc.models.draft_layer import AS_TARGET, DraftLayer, drafter_shape
 from tlt_hpc.models.layers import Attend, LayerWeights, run_draft_layer
 from tlt_hpc.models.linear import Linear, Norm, refill
 from tlt_hpc.models.rotary import SPARE_POSITIONS, rotary_table
@@ -55,9 +56,14 @@ class Drafter(nn.Module, ABC):
     token_ids: Tensor | None
     """[W] int64, the tokens it drafts among, ascending, where it has a head of its own; None: the target's head."""
 
-    def __init__(self, shape: ModelShape, seed: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, target: ModelShape, seed: int, dtype: torch.dtype, device: torch.device, own: DraftLayer = AS_TARGET
+    ) -> None:
+        """``own``: what its layer does not have of its ``target``."""
         super().__init__()
-        self.shape = shape
+        self.own = own
+        self.shape = shape = drafter_shape(target, own)
+        """Of its own layer; what belongs to no layer is the target's."""
         self._dtype, self._device = dtype, device
         self._generator = torch.Generator().manual_seed(seed)
         self.rotary = rotary_table(shape, shape.max_positions + SPARE_POSITIONS, dtype, device)
