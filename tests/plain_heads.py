@@ -83,7 +83,7 @@ class PlainHead:
         out = layer_of(self.tensors, self.prefix, self.config, residual, torch.cat([embedded, normed], -1))[-1:]
         logits = (self.norm("norm", out) @ self.tensors["lm_head.weight"].T)[0]
         if "d2t" not in self.tensors:
-            return out, logits
+            return out, logits[:NUM_TOKENS]
         scores = torch.full((len(self.embedding),), -torch.inf)
         scores[self.tensors["t2d"]] = logits
         return out, scores

@@ -19,7 +19,7 @@ from tlt_hpc.models.draft_layer import AS_TARGET, DraftLayer, drafter_shape
 from tlt_hpc.models.layers import Attend, LayerWeights, run_draft_layer
 from tlt_hpc.models.linear import Linear, Norm, refill
 from tlt_hpc.models.rotary import SPARE_POSITIONS, rotary_table
-from tlt_hpc.models.shape import ModelShape
+from tlt_hpc.models.shape import ModelShape, check_sharding
 from tlt_hpc.models.sharding import WHOLE, Sharding
 
 Form = Literal["eagle", "eagle3"]
@@ -80,8 +80,12 @@ class Drafter(nn.Module, ABC):
         """Serve this rank's part of the layer from now on, and the others theirs; the parameters stay whole.
 
         For a drafter that a replica drafts with; one that is trained is whole.
+
+        Raises:
+            ConfigError: its inner width, which need not be the target's, cannot be divided over the ranks.
         """
         assert self._packed is None, "split comes before pack"
+        check_sharding(self.shape, sharding.size, "the drafter's layer: rollout.tensor_parallel")
         self._sharding, self._part = sharding, sharding.part(self.shape)
         num_positions = self.shape.max_positions + SPARE_POSITIONS
         self.rotary = rotary_table(self._part, num_positions, self._dtype, self._device)
