@@ -15,6 +15,8 @@ from safetensors.torch import load_file, save_file
 from test_evaluate import start as evaluated
 from test_export import IDS, H, W, assert_same_drafts, embedded_eagle, exported, proposed, random_eagle3
 from test_resume import Silent
+from test_warmup import kept
+from test_warmup import start as warmed_up
 from tiny import NUM_TOKENS, embedded_decoder, embedded_folder, gcd_requests, generate, make_engine, texts
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -368,6 +370,15 @@ def test_a_drafter_of_other_settings_is_not_taken_up(tmp_path):
         UserError, match=r'has the settings \{"intermediate_size":192,.*, and this run\'s \{\}; use the'
     ):
         plain.load_state(one.state())
+
+
+def test_a_warm_up_trains_all_of_a_head_and_keeps_its_settings(tmp_path):
+    head = eagle_with_bias(tmp_path / "head")
+    warmed_up(tmp_path, f"warmup.init={head}", "warmup.updates=2", "warmup.learning_rate=0.01")
+    after, before = kept(tmp_path), imported(head, "eagle")
+    assert torch.equal(after[SETTINGS], before[SETTINGS])
+    weights = [name for name in before if name != SETTINGS]
+    assert "fc_bias.weight" in weights and not any(torch.equal(after[n], before[n].float()) for n in weights)
 
 
 def two_steps_at_once_and_in_two_starts(folder: str, head: str) -> list[str]:
