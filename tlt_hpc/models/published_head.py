@@ -205,9 +205,10 @@ def _settings(head: HeadConfig, target: ModelShape, tensors: Mapping[str, Tensor
 
 def _check_embedding(own: Any, model: Path, pair: str) -> None:
     """Compare rows of a head's embedding with the target's, in the head's precision."""
-    if not any(model.glob("*.safetensors")):
-        return  # a file of torch, which only transformers reads
-    file, size = weight_shapes(model)[EMBEDDING]
+    shapes = weight_shapes(model) if any(model.glob("*.safetensors")) else {}
+    if EMBEDDING not in shapes:
+        return  # the model is a file of torch, which only transformers reads; or it is broken, which its loading tells
+    file, size = shapes[EMBEDDING]
     with opened(file, UNREADABLE) as reader:
         targets = reader.get_slice(EMBEDDING)
         for row in sorted(set(torch.linspace(0, size[0] - 1, _SAMPLED_ROWS).long().tolist())):
