@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from tiny import CPU, embedded_decoder
+from tiny import CPU, embedded_decoder, embedded_folder
 
 from tlt_hpc.cli.main import main
 from tlt_hpc.config import EMBEDDED_MODEL, ConfigError
@@ -52,7 +52,7 @@ def test_a_runs_file_is_read_without_its_moments(decoder, tmp_path):
 
 def test_the_embedded_drafter_is_found_by_the_models_name(decoder):
     assert load_drafter(EMBEDDED_MODEL, decoder, "--drafter").fc.dtype == torch.float32
-    assert initial_drafter("random", "eagle", decoder.shape) is None
+    assert initial_drafter("random", "eagle", decoder.shape, embedded_folder()) is None
 
 
 def broken(kind, decoder, folder):
@@ -82,7 +82,7 @@ def test_what_is_no_drafter_of_the_model_is_one_line_that_says_who_asked(kind, w
         load_drafter(str(tmp_path), decoder, "--drafter here")
     assert str(found.value).startswith("--drafter here: ")
     with pytest.raises(ConfigError, match=words) as asked:
-        initial_drafter(str(tmp_path), "eagle", decoder.shape)
+        initial_drafter(str(tmp_path), "eagle", decoder.shape, embedded_folder())
     assert str(asked.value).startswith(f"drafter.init = {str(tmp_path)!r}: ")
     assert str(asked.value).endswith("or 'random'")
     assert "\n" not in str(asked.value)

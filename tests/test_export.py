@@ -1,12 +1,8 @@
-"""Exported drafters: the exact files of each format, and that they draft as the engine does; exported policies.
-
-The readers here are written from the layouts' description alone: they import none of the drafter's code.
-"""
+"""Exported drafters: the exact files of each format, and that they draft as the engine does; exported policies."""
 
 from __future__ import annotations
 
 import json
-import math
 import shutil
 from dataclasses import replace
 from itertools import pairwise
@@ -16,10 +12,10 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-import torch.nn.functional as F
 from fake_world import OneRank
 from huggingface_hub import ModelCard
 from markdown_it import MarkdownIt
+from plain_heads import PlainHead
 from safetensors.torch import load_file, save_file
 from tiny import NUM_TOKENS, embedded_decoder, embedded_folder, gcd_requests, generate, make_engine
 from torch import Tensor
@@ -30,8 +26,8 @@ from tlt_hpc.cli.main import main
 from tlt_hpc.config import EMBEDDED_MODEL, UserError, load_config, to_toml
 from tlt_hpc.export import policy
 from tlt_hpc.export.formats import lay_out, read_target
+from tlt_hpc.models.drafter import Drafter
 from tlt_hpc.models.drafter_file import DRAFTER_FILE, checked_drafter, eagle3_sizes, load_drafter
-from tlt_hpc.models.eagle3 import feature_layers
 from tlt_hpc.models.tokenizer import embedded
 from tlt_hpc.rollout.drafts import LearnedDrafts
 from tlt_hpc.rollout.sampling import SamplingRule
@@ -68,6 +64,7 @@ SIZES = {
     ("vllm", "eagle"): EAGLE,
     ("sglang", "eagle3"): EAGLE3,
     ("vllm", "eagle3"): EAGLE3,
+    ("speculators", "eagle3"): {name.replace("midlayer.", "layers.0."): size for name, size in EAGLE3.items()},
 }
 CASES = list(SIZES)
 
@@ -81,11 +78,22 @@ CONFIG = {
 QWEN2 = {key: value for key, value in CONFIG.items() if key != "attention_bias"}
 LLAMA_EAGLE3 = {**CONFIG, "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": W}
 SGLANG_QWEN2 = {"architectures": ["Qwen2ForCausalLMEagle"], "model_type": "qwen2", "use_sliding_window": False}
+SPECULATORS = {
+    "architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3", "draft_vocab_size": W,
+    "norm_before_residual": False, "norm_before_fc": False, "fc_norm": False, "norm_output": False,
+    "eagle_aux_hidden_state_layer_ids": [2, 4, 5], "target_hidden_size": None, "tie_word_embeddings": False,
+    "torch_dtype": "float16", "transformer_layer_config": CONFIG, "speculators_config": {
+        "algorithm": "eagle3", "default_proposal_method": "greedy", "proposal_methods": [
+            {"proposal_type": "greedy", "speculative_tokens": 5, "verifier_accept_k": 1, "accept_tolerance": 0.0}
+        ], "verifier": {"architectures": [], "name_or_path": str(embedded("tiny"))},
+    },
+}  # fmt: skip
 CONFIGS: dict[tuple[str, str], dict[str, Any]] = {
     ("sglang", "eagle"): QWEN2 | SGLANG_QWEN2,
     ("vllm", "eagle"): {**CONFIG, "architectures": ["LlamaForCausalLM"]},
     ("sglang", "eagle3"): LLAMA_EAGLE3,
     ("vllm", "eagle3"): LLAMA_EAGLE3,
+    ("speculators", "eagle3"): SPECULATORS,
 }
 
 
@@ -172,9 +180,10 @@ def test_names_sizes_types_and_config_are_exactly_those_of_the_format(kind, form
     assert not any(tensor.any() for name, tensor in tensors.items() if name.endswith(".bias"))
     if form == "eagle3":
         assert (torch.arange(W) + tensors["d2t"]).tolist() == tensors["t2d"].nonzero().flatten().tolist() == IDS
-    read = AutoConfig.from_pretrained(out)
-    assert isinstance(read, Qwen2Config if (kind, form) == ("sglang", "eagle") else LlamaConfig)
-    assert read.rope_parameters == {"rope_theta": 10000.0, "rope_type": "default"}
+    if kind != "speculators":  # which transformers does not read
+        read = AutoConfig.from_pretrained(out)
+        assert isinstance(read, Qwen2Config if (kind, form) == ("sglang", "eagle") else LlamaConfig)
+        assert read.rope_parameters == {"rope_theta": 10000.0, "rope_type": "default"}
     method = {"eagle": "EAGLE", "eagle3": "EAGLE3"}[form]
     command = f"--speculative-algorithm {method} " if kind == "sglang" else f'"method": "{form}"'
     assert command in (out / "README.md").read_text()
@@ -191,77 +200,6 @@ def test_a_llama_target_with_a_scaled_rotary_embedding(target):
     assert set(files.tensors) == set(EAGLE) | {"fc.bias"}, "a Llama has no biases of queries, keys and values"
 
 
-# --- plain readers ---
-
-
-def rotated(x: Tensor, config: dict[str, Any]) -> Tensor:
-    """Heads [n, heads, d] at positions 0..n-1: number j turns with number j + d/2."""
-    size = config["head_dim"]
-    frequencies = config["rope_theta"] ** (-torch.arange(0, size, 2) / size)
-    angles = torch.outer(torch.arange(len(x)).float(), frequencies).unsqueeze(1)
-    first, second = x[..., : size // 2], x[..., size // 2 :]
-    return torch.cat([first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()], -1)
-
-
-def layer_of(tensors: dict[str, Tensor], prefix: str, config: dict[str, Any], x: Tensor, read: Tensor) -> Tensor:
-    """x [n, H] after a Llama layer whose attention reads ``read``, from an export's tensors."""
-
-    def linear(name: str, value: Tensor) -> Tensor:
-        return F.linear(value, tensors[f"{prefix}{name}.weight"], tensors.get(f"{prefix}{name}.bias"))
-
-    size, heads, groups = config["head_dim"], config["num_attention_heads"], config["num_key_value_heads"]
-    q = rotated(linear("self_attn.q_proj", read).view(len(x), heads, size), config)
-    k = rotated(linear("self_attn.k_proj", read).view(len(x), groups, size), config)
-    v = linear("self_attn.v_proj", read).view(len(x), groups, size)
-    q, k, v = (part.transpose(0, 1) for part in (q, k, v))
-    mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    x = x + linear("self_attn.o_proj", mixed.transpose(0, 1).reshape(len(x), -1))
-    y = F.rms_norm(x, x.shape[1:], tensors[f"{prefix}post_attention_layernorm.weight"], config["rms_norm_eps"])
-    return x + linear("mlp.down_proj", F.silu(linear("mlp.gate_proj", y)) * linear("mlp.up_proj", y))
-
-
-class ExportedDrafter:
-    """An export read plainly, beside the target's embedding and head [V, H]; drafts greedily."""
-
-    def __init__(self, folder: Path, embedding: Tensor, head: Tensor) -> None:
-        stored = load_file(folder / "model.safetensors")
-        self.tensors = {name: x.float() if x.is_floating_point() else x for name, x in stored.items()}
-        self.config = json.loads((folder / "config.json").read_text())
-        self.embedding, self.head = embedding, head
-
-    def norm(self, name: str, x: Tensor) -> Tensor:
-        return F.rms_norm(x, x.shape[1:], self.tensors[f"{name}.weight"], self.config["rms_norm_eps"])
-
-    def eagle_step(self, tokens: list[int], hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """The next feature [1, H] and the scores of all tokens, after features ``hidden`` [n - 1, H]."""
-        joined = torch.cat([self.embedding[tokens[1:]], hidden], -1)
-        x = F.linear(joined, self.tensors["fc.weight"], self.tensors.get("fc.bias"))
-        feature = layer_of(self.tensors, "layers.0.", self.config, x, x)[-1:]
-        return feature, (feature @ self.head.T)[0, :NUM_TOKENS]
-
-    def eagle3_step(self, tokens: list[int], x: Tensor) -> tuple[Tensor, Tensor]:
-        """The next state [1, H] and the scores of all tokens, after states ``x`` [n - 1, H]."""
-        embedded = self.norm("midlayer.input_layernorm", self.embedding[tokens[1:]])
-        read = torch.cat([embedded, self.norm("midlayer.hidden_norm", x)], -1)
-        out = layer_of(self.tensors, "midlayer.", self.config, x, read)[-1:]
-        scores = torch.full((V,), -torch.inf)
-        scores[self.tensors["t2d"]] = (self.norm("norm", out) @ self.tensors["lm_head.weight"].T)[0]
-        return out, scores
-
-    def chain(self, tokens: list[int], states: Tensor, depth: int) -> tuple[list[int], float]:
-        """Drafts after ``tokens`` [n] with the target's ``states`` [n - 1, ...], and the least margin of a choice."""
-        tokens, drafts, margin = list(tokens), list[int](), math.inf
-        is_eagle3 = "t2d" in self.tensors
-        x = F.linear(states, self.tensors["fc.weight"]) if is_eagle3 else states
-        for _ in range(depth):
-            state, scores = (self.eagle3_step if is_eagle3 else self.eagle_step)(tokens, x)
-            best = scores.topk(2)
-            drafts.append(int(best.indices[0]))
-            margin = min(margin, float(best.values[0] - best.values[1]))
-            tokens, x = [*tokens, drafts[-1]], torch.cat([x, state])
-        return drafts, margin
-
-
 # --- the same tokens ---
 
 
@@ -271,14 +209,8 @@ def model():
     return AutoModelForCausalLM.from_pretrained(embedded_folder(), dtype=torch.float32, local_files_only=True).eval()
 
 
-@pytest.fixture(scope="module", params=["eagle", "eagle3"])
-def proposals(request, tmp_path_factory) -> tuple[str, list[tuple[list[int], list[int]]]]:
-    """A form, and for each round the committed tokens and the chain of four that the engine drafted greedily."""
-    place = EMBEDDED_MODEL
-    if request.param == "eagle3":
-        place = str(tmp_path_factory.mktemp("eagle3"))
-        save_file(random_eagle3(embedded_decoder().shape), Path(place) / DRAFTER_FILE)
-    drafter = load_drafter(place, embedded_decoder(), "test")
+def proposed(drafter: Drafter) -> list[tuple[list[int], list[int]]]:
+    """For each round the committed tokens and the chain of four that the engine drafted greedily."""
     seen, propose = [], LearnedDrafts.propose
 
     def spy(self, rows, *others):
@@ -293,26 +225,32 @@ def proposals(request, tmp_path_factory) -> tuple[str, list[tuple[list[int], lis
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LearnedDrafts, "propose", spy)
         generate(engine, gcd_requests(6, 1, seed=3))
-    return request.param, [(tokens, drafts) for tokens, drafts in seen if len(tokens) > 1]
+    assert len(seen) > 60
+    return [(tokens, drafts) for tokens, drafts in seen if len(tokens) > 1]
 
 
 @torch.inference_mode()
-def test_an_export_drafts_what_the_engine_drafts(tmp_path, target, model, proposals):
-    form, seen = proposals
-    kinds = ("sglang", "vllm") if form == "eagle" else ("vllm",)  # the files of EAGLE-3 are the same for both
-    folders = [exported(kind, form, tmp_path / kind, target.shape) for kind in kinds]
-    files = [ExportedDrafter(folder, model.model.embed_tokens.weight, model.lm_head.weight) for folder in folders]
-    layers, compared = feature_layers(target.shape.num_layers), set()
-    assert layers == (2, 4, 5) and len(seen) > 60
+def assert_same_drafts(folders: list[Path], form: str, seen: list[tuple[list[int], list[int]]], model: Any) -> None:
+    """Plain readers of the folders draft what the engine has drafted."""
+    heads = [PlainHead(folder, model.model.embed_tokens.weight, model.lm_head.weight) for folder in folders]
+    compared = set()
     for tokens, drafts in seen[::2]:
         states = model.model(torch.tensor([tokens]), output_hidden_states=True).hidden_states
-        own = states[-1][0, :-1] if form == "eagle" else torch.cat([states[layer][0, :-1] for layer in layers], -1)
-        for each in files:
-            mine, margin = each.chain(tokens, own, 4)
+        own = states[-1][0, :-1] if form == "eagle" else torch.cat([states[layer][0, :-1] for layer in (2, 4, 5)], -1)
+        for head in heads:
+            mine, margin = head.chain(tokens, own, 4)
             if margin > 1e-3:  # below that, the order of a sum decides
                 assert mine == drafts
                 compared.add(tuple(drafts))
     assert len(compared) > 5, "chains that differ from one another"
+
+
+@pytest.mark.parametrize("form", ["eagle", "eagle3"])
+def test_an_export_drafts_what_the_engine_drafts(form, tmp_path, target, model):
+    kinds = ("sglang", "vllm") if form == "eagle" else ("vllm", "speculators")  # SGLang's files of EAGLE-3 are vLLM's
+    folders = [exported(kind, form, tmp_path / kind, target.shape) for kind in kinds]
+    place = tmp_path / kinds[0] / "drafter" if form == "eagle3" else EMBEDDED_MODEL
+    assert_same_drafts(folders, form, proposed(load_drafter(str(place), embedded_decoder(), "test")), model)
 
 
 # --- where a drafter is found ---

@@ -113,7 +113,7 @@ data inspekt x
 export-drafter runs/none
     tlt export-drafter: the following arguments are required: --format (see tlt export-drafter --help)
 export-drafter runs/none --format trt
-    tlt export-drafter: --format has no 'trt'; choose from sglang, vllm (see tlt export-drafter --help)
+    tlt export-drafter: --format has no 'trt'; choose from sglang, vllm, speculators (see tlt export-drafter --help)
 submit jobs/tiny.toml --sweep run.seed
     tlt: --sweep 'run.seed' is not of the form section.key=A,B, e.g. run.seed=0,1,2
 submit jobs/tiny.toml --sweep run.seed=0-2

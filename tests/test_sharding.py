@@ -13,8 +13,10 @@ import torch
 from tiny import CPU, decode_in_pieces, embedded_folder, gcd_requests, generate, make_engine, texts
 
 from tlt_hpc.common.records import Rollout
+from tlt_hpc.config import ConfigError
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.documents import attend_documents
+from tlt_hpc.models.draft_layer import AS_TARGET, DraftLayer
 from tlt_hpc.models.drafter import Drafter
 from tlt_hpc.models.drafter_file import TOKEN_IDS, make_drafter, read_drafter
 from tlt_hpc.models.folder import folder_weights
@@ -25,6 +27,7 @@ from tlt_hpc.rollout.strategy import OFF, Strategy
 
 T = TypeVar("T")
 SHAPE = read_shape(embedded_folder())
+OWN = DraftLayer(intermediate_size=192, rope_theta=300.0, norm_before_residual=True, fc_bias=True)
 CHAIN = Strategy("drafter", 4)
 TREE = Strategy("drafter", 4, 3, 8)
 NGRAM = Strategy("ngram", 4)
@@ -191,14 +194,19 @@ def draft_of(drafter: Drafter) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("token_ids", [None, torch.arange(2, 20)], ids=["eagle", "eagle3"])
-@pytest.mark.parametrize("size", [2, 4])
-def test_a_drafter_that_is_split_drafts_what_it_did_whole(size: int, token_ids: torch.Tensor | None) -> None:
-    whole = make_drafter(SHAPE, 3, torch.float32, CPU, token_ids)
+@pytest.mark.parametrize(("size", "own"), [(2, AS_TARGET), (4, AS_TARGET), (2, OWN)], ids=["two", "four", "own layer"])
+def test_a_drafter_that_is_split_drafts_what_it_did_whole(
+    size: int, own: DraftLayer, token_ids: torch.Tensor | None
+) -> None:
+    whole = make_drafter(SHAPE, 3, torch.float32, CPU, token_ids, own)
+    whole.load_state_dict(
+        whole.state_dict() | ({"fc_bias": torch.ones(128)} if "fc_bias" in whole.state_dict() else {})
+    )
     whole.pack()
     ranks = Ranks(size)
 
     def work(index: int) -> torch.Tensor:
-        drafter = make_drafter(SHAPE, 0, torch.float32, CPU, token_ids)
+        drafter = make_drafter(SHAPE, 0, torch.float32, CPU, token_ids, own)
         drafter.split(ranks.sharding(index))
         drafter.pack()
         drafter.load_state_dict(whole.state_dict())
@@ -207,6 +215,12 @@ def test_a_drafter_that_is_split_drafts_what_it_did_whole(size: int, token_ids: 
     first, *others = ranks.run(work)
     assert all(torch.equal(first, other) for other in others)
     assert (first - draft_of(whole)).abs().max() < 1e-5
+
+
+def test_a_drafter_whose_own_width_cannot_be_divided_is_not_split() -> None:
+    drafter = make_drafter(SHAPE, 0, torch.float32, CPU, None, DraftLayer(intermediate_size=190))
+    with pytest.raises(ConfigError, match="tensor_parallel = 4 does not divide the model's intermediate_size = 190"):
+        drafter.split(Sharding(0, 4))
 
 
 @pytest.mark.parametrize("size", [2, 4])

@@ -38,8 +38,9 @@ from tlt_hpc.drafting.vocabulary import count_tokens, most_frequent_tokens
 from tlt_hpc.look.energy import EnergyMeter
 from tlt_hpc.look.environment import RankPlace, find_environment
 from tlt_hpc.models.decoder import Decoder
+from tlt_hpc.models.draft_layer import AS_TARGET, TOKEN_IDS, layer_of
 from tlt_hpc.models.drafter import Drafter
-from tlt_hpc.models.drafter_file import TOKEN_IDS, check_layers, initial_drafter, make_drafter
+from tlt_hpc.models.drafter_file import check_layers, initial_drafter, make_drafter
 from tlt_hpc.models.eagle import Eagle
 from tlt_hpc.models.folder import decoding_dtype, folder_weights, import_transformers, num_used_tokens, start_model
 from tlt_hpc.models.once import read_all_once, read_each_once
@@ -396,7 +397,8 @@ def read_initial_drafter(config: Config, shape: ModelShape, node: NodeGroup) -> 
     Raises:
         ConfigError: there are none, or they are of another model.
     """
-    return read_all_once(node, partial(initial_drafter, config.drafter.init, config.drafter.form, shape))
+    model = find_model(config.model.path)
+    return read_all_once(node, partial(initial_drafter, config.drafter.init, config.drafter.form, shape, model))
 
 
 def look_around(world: World, device: torch.device) -> tuple[EnergyMeter, Environment | None]:
@@ -561,16 +563,17 @@ def make_drafting(
     config, world, decoder = session.config, session.world, session.decoder
     shape, seed, settings = decoder.shape, config.run.seed, config.drafter
     token_ids = warm.get(TOKEN_IDS) if warm is not None else None
+    own = layer_of(warm) if warm is not None else AS_TARGET
     if warm is None and settings.form == "eagle3":
         check_layers(assets.shape, "drafter.form = 'eagle3'")
         token_ids = choose_vocabulary(config, assets, drawn_first(config, assets.prompts))
-    served = make_drafter(shape, seed, decoder.dtype, decoder.device, token_ids)
+    served = make_drafter(shape, seed, decoder.dtype, decoder.device, token_ids, own)
     if decoder.sharding.size > 1:
         served.split(decoder.sharding)
     place, rank, num_ranks = cache_place(config, world, folder)
     sizes = served.num_features, shape.hidden_size, settings.cache_bytes
     cache = FeatureCache(place, rank, *sizes, num_ranks)
-    spot = SpotTrainer(decoder, cache, settings, seed, world.rank, token_ids)
+    spot = SpotTrainer(decoder, cache, settings, seed, world.rank, token_ids, own)
     if warm is not None:
         spot.start_from(warm)
     alone = CheckpointStore(folder.drafter_checkpoints, keep=2)

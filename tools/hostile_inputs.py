@@ -151,7 +151,8 @@ def read_cache(folder: Path) -> str:
 
 
 def read_drafter(folder: Path) -> str:
-    tensors = initial_drafter(str(folder / "run" / "drafter"), "eagle", read_shape(embedded("tiny"))) or {}
+    model, place = embedded("tiny"), str(folder / "run" / "drafter")
+    tensors = initial_drafter(place, "eagle", read_shape(model), model) or {}
     return digest(sums(sorted(tensors.items())))
 
 

@@ -87,17 +87,17 @@ def check_drafter(config: Config, assets: ModelAssets, is_read: bool) -> None:
     Raises:
         ValueError: it is missing, broken or of another model.
     """
-    from tlt_hpc.models.weight_files import find_drafter
+    from tlt_hpc.models.weight_files import find_initial_drafter
 
     init = config.drafter.init
     try:
-        find_drafter(init, f"drafter.init = {init!r}")
+        find_initial_drafter(init, f"drafter.init = {init!r}")
     except ValueError as error:
         raise ConfigError(f"{error} or 'random'") from None
     if is_read:
         from tlt_hpc.models.drafter_file import initial_drafter
 
-        initial_drafter(init, config.drafter.form, assets.shape)
+        initial_drafter(init, config.drafter.form, assets.shape, assets.folder)
 
 
 def plan_evaluation(config: Config, options: argparse.Namespace, num_ranks: int) -> str:

@@ -93,7 +93,8 @@ class DrafterSection(Section):
     ``eagle3``: one layer on the features of three layers, with a head of its own over a smaller vocabulary, trained
     seven steps ahead."""
     init: SomePath = "random"
-    """Initial weights: ``random``, ``embedded:tiny``, or the drafter folder of an earlier run."""
+    """Initial weights: ``random``, ``embedded:tiny``, the drafter folder of an earlier run, or that of a published
+    EAGLE or EAGLE-3 head for the model."""
     vocabulary: NumTokens = 32768
     """Most tokens that drafts are chosen from: end tokens, added tokens, and those that are most frequent in prompts
     and answers of the first 64 steps. ``eagle3``: the size of a new drafter's own head (``tlt warmup`` counts

@@ -28,7 +28,8 @@ from tlt_hpc.drafting.packing import PackedBatch, pack
 from tlt_hpc.drafting.pool import TrainingPool
 from tlt_hpc.drafting.sums import SumOverRanks, start_sum
 from tlt_hpc.models.decoder import Decoder
-from tlt_hpc.models.drafter_file import TOKEN_IDS, make_drafter
+from tlt_hpc.models.draft_layer import AS_TARGET, TOKEN_IDS, DraftLayer, layer_of
+from tlt_hpc.models.drafter_file import make_drafter
 from tlt_hpc.models.eagle3 import Eagle3
 from tlt_hpc.storage.feature_cache import FeatureCache
 
@@ -77,9 +78,10 @@ class SpotTrainer:
         seed: int,
         rank: int,
         token_ids: Tensor | None = None,
+        own: DraftLayer = AS_TARGET,
     ) -> None:
         """``token_ids`` [W]: the vocabulary of an EAGLE-3 drafter; without it the drafter is of EAGLE's form."""
-        self.drafter = make_drafter(decoder.shape, seed, torch.float32, decoder.device, token_ids)
+        self.drafter = make_drafter(decoder.shape, seed, torch.float32, decoder.device, token_ids, own)
         self._decoder, self._cache, self._settings = decoder, cache, settings
         self._seed, self._rank = seed, rank
         self.learning_rate = settings.learning_rate
@@ -354,6 +356,7 @@ class SpotTrainer:
             **{f"{name}.weight": mean for name, mean in self._average.means().items()},
             **self._training_tensors("trained" if self._average.num_bytes else "weight"),
             **self._vocabulary(),
+            **self.drafter.own.stored(),
             "num_averaged": torch.tensor(self._average.num_taken),
             "num_steps": torch.tensor(self.num_steps),
         }
@@ -362,8 +365,9 @@ class SpotTrainer:
         """The inverse of ``state``, also of one that was averaged otherwise.
 
         Raises:
-            UserError: a tensor is missing or has another shape.
+            UserError: a tensor is missing or has another shape, or the layer other settings.
         """
+        self._check_layer(state)
         is_averaged = any(name.endswith(".trained") for name in state)
         wanted = self._training_tensors("trained" if is_averaged else "weight")
         for name, tensor in {**self._training_tensors("weight"), **wanted}.items():
@@ -380,8 +384,9 @@ class SpotTrainer:
         """Take up another drafter's weights, in any precision, but neither its moments nor its step count.
 
         Raises:
-            UserError: a weight is missing or has another shape.
+            UserError: a weight is missing or has another shape, or the layer other settings.
         """
+        self._check_layer(state)
         for name, parameter in self._parameters.items():
             _check(f"{name}.weight", state, parameter)
             parameter.data.copy_(state[f"{name}.weight"])
@@ -392,6 +397,13 @@ class SpotTrainer:
         """Give an untrained drafter with a vocabulary of its own another one of the same size [W], ascending."""
         assert self.drafter.token_ids is not None and not self.is_trained
         self.drafter.token_ids.copy_(torch.from_numpy(token_ids))
+
+    def _check_layer(self, state: Mapping[str, Tensor]) -> None:
+        if (found := layer_of(state)) != (own := self.drafter.own):
+            raise UserError(
+                f"the drafter's layer has the settings {found.changes}, and this run's {own.changes}; use the "
+                "drafter.init that the run began with"
+            )
 
     def _vocabulary(self) -> dict[str, Tensor]:
         ids = self.drafter.token_ids

@@ -31,7 +31,7 @@ from tlt_hpc.evaluate.exam import Exam, open_exam, sampling_params
 from tlt_hpc.evaluate.folder import WEIGHTS, EvaluationFolder
 from tlt_hpc.evaluate.subject import Subject, fingerprint_of, load_weights, open_checkpoint, step_folder
 from tlt_hpc.evaluate.tally import Results, tally
-from tlt_hpc.models.drafter_file import TOKEN_IDS, initial_drafter, serving_drafter
+from tlt_hpc.models.drafter_file import initial_drafter, is_served, serving_drafter
 from tlt_hpc.models.eagle import Eagle
 from tlt_hpc.models.once import read_all_once
 from tlt_hpc.models.shape import ModelShape, check_sharding, read_shape
@@ -144,12 +144,11 @@ def make_engine(session: Session, exam: Exam, checkpoint: Checkpoint | None) -> 
 
 def _drafter_weights(config: Config, checkpoint: Checkpoint | None, shape: ModelShape) -> dict[str, Tensor] | None:
     if checkpoint is None or not checkpoint.names("drafter"):
-        return initial_drafter(config.drafter.init, config.drafter.form, shape)
+        return initial_drafter(config.drafter.init, config.drafter.form, shape, find_model(config.model.path))
     if not int(checkpoint.read("drafter", "num_steps")) and config.drafter.init == "random":
         return None
-    names = [n for n in checkpoint.names("drafter") if n.endswith(".weight") or n == TOKEN_IDS]
     with checkpoint.reading("drafter") as read:
-        return {name: read(name) for name in names}
+        return {name: read(name) for name in filter(is_served, checkpoint.names("drafter"))}
 
 
 def claim(folder: EvaluationFolder, facts: dict[str, object]) -> set[SampleKey]:

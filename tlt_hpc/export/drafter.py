@@ -16,10 +16,10 @@ from torch import Tensor
 from tlt_hpc import __version__
 from tlt_hpc.config import EMBEDDED_MODEL, UserError, load_saved_config
 from tlt_hpc.export.export_options import output_of
-from tlt_hpc.export.formats import Files, Target, lay_out, read_target
+from tlt_hpc.export.formats import SPECULATIVE_TOKENS, Files, Target, lay_out, read_target
 from tlt_hpc.export.model_card import escaped
 from tlt_hpc.export.writer import CARD, CONFIG, MARK, WEIGHTS, check_output, checkpoint_at, write_folder
-from tlt_hpc.models.drafter_file import DRAFTER_FILE, TOKEN_IDS, checked_drafter, read_drafter
+from tlt_hpc.models.drafter_file import DRAFTER_FILE, TOKEN_IDS, checked_drafter, is_served, read_drafter
 from tlt_hpc.models.tokenizer import embedded
 from tlt_hpc.storage.folder import RunFolder, no_run
 from tlt_hpc.storage.records import read_facts
@@ -27,8 +27,6 @@ from tlt_hpc.storage.step_lines import read_lines
 
 POLICY_FOLDER = "POLICY_FOLDER"
 """Placeholder for the trained policy, which ``tlt export-policy`` writes."""
-SPECULATIVE_TOKENS = 5
-"""Length of the chain of drafts in the commands that are proposed."""
 _ACCEPT_LENGTH = "drafter/spec_decode/mean_acceptance_length"
 
 
@@ -96,9 +94,8 @@ def find_drafter(options: argparse.Namespace) -> Source:
         return _in_file(folder, target, False)
     checkpoint = checkpoint_at(run, options.step)
     if checkpoint is not None and checkpoint.names("drafter"):
-        names = [name for name in checkpoint.names("drafter") if name.endswith(".weight") or name == TOKEN_IDS]
         with checkpoint.reading("drafter") as read:
-            stored = {name: read(name) for name in names}
+            stored = {name: read(name) for name in filter(is_served, checkpoint.names("drafter"))}
         drafter = checked_drafter(stored, target.shape, str(checkpoint.folder))
         line = read_lines(run.metrics).get(checkpoint.step - 1, {})
         recorded = {
@@ -161,7 +158,7 @@ def serving_command(source: Source, kind: str, output: Path) -> str:
     """The command that serves the target with the drafter."""
     target = shlex.quote(POLICY_FOLDER if source.is_trained_in_run else source.target.path)
     method = "eagle3" if source.is_eagle3 else "eagle"
-    if kind == "vllm":
+    if kind != "sglang":
         settings = {"method": method, "model": str(output), "num_speculative_tokens": SPECULATIVE_TOKENS}
         return f"vllm serve {target} --speculative-config {shlex.quote(json.dumps(settings))}"
     return (

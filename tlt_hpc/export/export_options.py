@@ -7,14 +7,14 @@ from pathlib import Path
 
 from tlt_hpc.config import EMBEDDED_MODEL, UserError
 
-FORMATS = ("sglang", "vllm")
+FORMATS = ("sglang", "vllm", "speculators")
 DTYPES = ("bfloat16", "float16", "float32")
 
 
 def add_drafter_options(command: argparse.ArgumentParser) -> None:
     """Add the options of ``tlt export-drafter``."""
     command.add_argument("place", metavar="RUN", help="a run's folder, one with drafter.safetensors, or embedded:tiny")
-    command.add_argument("--format", dest="kind", required=True, choices=FORMATS, help="the engine that is to load it")
+    command.add_argument("--format", dest="kind", required=True, choices=FORMATS, help="the layout that it is to have")
     _add_common(command, "FORMAT")
 
 

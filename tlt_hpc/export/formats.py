@@ -1,16 +1,16 @@
-"""What SGLang and vLLM load: from a drafter and its target to named tensors and a config.json.
+"""What SGLang, vLLM and its speculators load: from a drafter and its target to named tensors and a config.json.
 
 Mistakes that the layouts avoid: SGLang ignores unknown names and leaves missing tensors random, and vLLM raises
 KeyError, so the set of names is exact. SGLang's fc of an EAGLE drafter has a bias, which is random if the file lacks
-it; vLLM's has none. ``eagle_aux_hidden_state_layer_ids`` is never written: SGLang adds one to it, vLLM does not, and
-both default to the layers that we train on. transformers 5 reads ``rope_parameters``, the engines ``rope_theta`` at
-top level.
+it; vLLM's has none. ``eagle_aux_hidden_state_layer_ids`` is not written where SGLang may read it: SGLang adds one to
+it, vLLM does not, and both default to the layers that we train on. SGLang does not read ``norm_before_residual``.
+transformers 5 reads ``rope_parameters``, the engines ``rope_theta`` at top level.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,15 @@ import torch
 from torch import Tensor
 
 from tlt_hpc.config import EMBEDDED_MODEL, UserError
-from tlt_hpc.models.drafter_file import TOKEN_IDS, check_layers
+from tlt_hpc.models.draft_layer import TOKEN_IDS, DraftLayer, drafter_shape, layer_of
+from tlt_hpc.models.drafter_file import check_layers
+from tlt_hpc.models.eagle3 import feature_layers
 from tlt_hpc.models.json_file import read_json
 from tlt_hpc.models.shape import ModelShape, shape_from
 from tlt_hpc.models.tokenizer import find_model
+
+SPECULATIVE_TOKENS = 5
+"""Length of the chain of drafts that is proposed."""
 
 
 @dataclass(frozen=True)
@@ -69,14 +74,27 @@ class Files:
 
 
 def lay_out(kind: str, drafter: Mapping[str, Tensor], target: Target) -> Files:
-    """An export's files for ``sglang`` or ``vllm``; the layout of an EAGLE-3 drafter is the same for both.
+    """An export's files for ``sglang``, ``vllm`` or ``speculators``; of EAGLE-3 the first two are the same.
 
     Raises:
         UserError: the format cannot carry this drafter.
     """
+    own = layer_of(drafter)
+    target = replace(target, shape=drafter_shape(target.shape, own))
     if TOKEN_IDS in drafter:
+        if own.norm_before_residual and kind != "speculators":
+            raise UserError(
+                "this drafter adds to the normed state (norm_before_residual), which SGLang does not do; use --format "
+                "speculators"
+            )
         tensors, config = _eagle3(drafter, target)
+        if kind == "speculators":
+            tensors, config = _as_speculators(tensors, config, target, own)
     else:
+        if kind == "speculators" or (own.fc_bias and kind == "vllm"):
+            what = "has a bias in fc" if own.fc_bias else "is of the EAGLE form"
+            fitting = "sglang" if own.fc_bias else "vllm or sglang"
+            raise UserError(f"this drafter {what}, which the layout {kind} does not have; use --format {fitting}")
         tensors, config = _eagle(drafter, target, is_sglang=kind == "sglang")
     return Files({name: _stored(name, tensor, target.dtype) for name, tensor in tensors.items()}, config)
 
@@ -88,7 +106,7 @@ def _eagle(drafter: Mapping[str, Tensor], target: Target, is_sglang: bool) -> tu
     tensors = {"fc.weight": drafter["fc"], **{f"layers.0.{name}": tensor for name, tensor in layer.items()}}
     if not is_sglang:  # vLLM puts "Eagle" before the name, and has a Llama layer for targets of every family
         return tensors, _config(target, "LlamaForCausalLM")
-    tensors["fc.bias"] = torch.zeros(shape.hidden_size)
+    tensors["fc.bias"] = drafter.get("fc_bias", torch.zeros(shape.hidden_size))
     if shape.family != "qwen2":
         return tensors, _config(target, "LlamaForCausalLMEagle")
     for name, count in {"q": shape.num_heads, "k": shape.num_kv_heads, "v": shape.num_kv_heads}.items():
@@ -119,6 +137,33 @@ def _eagle3(drafter: Mapping[str, Tensor], target: Target) -> tuple[dict[str, Te
         "t2d": torch.zeros(shape.vocab_size, dtype=torch.bool).index_fill_(0, ids, True),
     }
     return tensors, _config(target, "LlamaForCausalLMEagle3") | {"draft_vocab_size": len(ids)}
+
+
+def _as_speculators(
+    tensors: dict[str, Tensor], config: dict[str, Any], target: Target, own: DraftLayer
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The same in speculators' layout; without the embedding, which is the target's of the day."""
+    layer = {key: value for key, value in config.items() if key not in ("architectures", "draft_vocab_size")}
+    method = {"proposal_type": "greedy", "speculative_tokens": SPECULATIVE_TOKENS, "verifier_accept_k": 1}
+    settings = {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "draft_vocab_size": config["draft_vocab_size"],
+        "norm_before_residual": own.norm_before_residual,
+        **dict.fromkeys(("norm_before_fc", "fc_norm", "norm_output"), False),
+        "eagle_aux_hidden_state_layer_ids": list(feature_layers(target.shape.num_layers)),
+        "target_hidden_size": None,
+        "tie_word_embeddings": False,
+        "torch_dtype": config["torch_dtype"],
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{**method, "accept_tolerance": 0.0}],
+            "verifier": {"architectures": [], "name_or_path": target.path},
+        },
+        "transformer_layer_config": layer,
+    }
+    return {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}, settings
 
 
 def _layer_tensors(drafter: Mapping[str, Tensor], shape: ModelShape) -> dict[str, Tensor]:

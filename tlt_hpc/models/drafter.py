@@ -15,11 +15,12 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
+from tlt_hpc.models.draft_layer import AS_TARGET, DraftLayer, drafter_shape
 from tlt_hpc.models.layers import Attend, LayerWeights, run_draft_layer
 from tlt_hpc.models.linear import Linear, Norm, refill
 from tlt_hpc.models.mlp import GatedMlp
 from tlt_hpc.models.rotary import SPARE_POSITIONS, rotary_table
-from tlt_hpc.models.shape import ModelShape
+from tlt_hpc.models.shape import ModelShape, check_sharding
 from tlt_hpc.models.sharding import WHOLE, Sharding
 
 Form = Literal["eagle", "eagle3"]
@@ -56,9 +57,14 @@ class Drafter(nn.Module, ABC):
     token_ids: Tensor | None
     """[W] int64, the tokens it drafts among, ascending, where it has a head of its own; None: the target's head."""
 
-    def __init__(self, shape: ModelShape, seed: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, target: ModelShape, seed: int, dtype: torch.dtype, device: torch.device, own: DraftLayer = AS_TARGET
+    ) -> None:
+        """``own``: what its layer does not have of its ``target``."""
         super().__init__()
-        self.shape = shape
+        self.own = own
+        self.shape = shape = drafter_shape(target, own)
+        """Of its own layer; what belongs to no layer is the target's."""
         self._dtype, self._device = dtype, device
         self._generator = torch.Generator().manual_seed(seed)
         self.rotary = rotary_table(shape, shape.max_positions + SPARE_POSITIONS, dtype, device)
@@ -75,8 +81,12 @@ class Drafter(nn.Module, ABC):
         """Serve this rank's part of the layer from now on, and the others theirs; the parameters stay whole.
 
         For a drafter that a replica drafts with; one that is trained is whole.
+
+        Raises:
+            ConfigError: its inner width, which need not be the target's, cannot be divided over the ranks.
         """
         assert self._packed is None, "split comes before pack"
+        check_sharding(self.shape, sharding.size, "the drafter's layer: rollout.tensor_parallel")
         self._sharding, self._part = sharding, sharding.part(self.shape)
         num_positions = self.shape.max_positions + SPARE_POSITIONS
         self.rotary = rotary_table(self._part, num_positions, self._dtype, self._device)

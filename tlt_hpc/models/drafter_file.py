@@ -15,20 +15,22 @@ from torch import Tensor
 
 from tlt_hpc.config import ConfigError, UserError
 from tlt_hpc.models.decoder import Decoder
+from tlt_hpc.models.draft_layer import AS_TARGET, SETTINGS, DraftLayer, drafter_shape, layer_of
+from tlt_hpc.models.draft_layer import TOKEN_IDS as TOKEN_IDS
 from tlt_hpc.models.drafter import Drafter, Form
 from tlt_hpc.models.eagle import Eagle
 from tlt_hpc.models.eagle3 import LEAST_LAYERS, Eagle3
 from tlt_hpc.models.once import read_all_once
+from tlt_hpc.models.published_head import read_head
 from tlt_hpc.models.shape import ModelShape
 from tlt_hpc.models.weight_files import DRAFTER_FILE as DRAFTER_FILE
-from tlt_hpc.models.weight_files import TAKE_DRAFTER, find_drafter, opened
+from tlt_hpc.models.weight_files import TAKE_DRAFTER, find_drafter, find_initial_drafter, opened
 from tlt_hpc.storage.folder import writing_beside
 
 if TYPE_CHECKING:
     from tlt_hpc.mpi.node import NodeGroup
 
-TOKEN_IDS = "token_ids"
-"""The tensor whose presence tells a drafter of the EAGLE-3 form: its vocabulary."""
+_NO_WEIGHTS = (TOKEN_IDS, SETTINGS)
 
 
 def read_drafter(place: str, shape: ModelShape, asked: str) -> dict[str, Tensor]:
@@ -58,7 +60,10 @@ def checked_drafter(stored: Mapping[str, Tensor], shape: ModelShape, asked: str)
     Raises:
         UserError: one is missing, or belongs to another model; or its vocabulary is not part of the target's.
     """
-    sizes = eagle3_sizes(shape, stored[TOKEN_IDS].numel()) if TOKEN_IDS in stored else drafter_sizes(shape)
+    own, ids = layer_of(stored, asked), stored.get(TOKEN_IDS)
+    if own.norm_before_residual if ids is None else own.fc_bias:
+        raise UserError(f"{asked}: {SETTINGS!r} is of another form than the tensors; {TAKE_DRAFTER}")
+    sizes = drafter_sizes(shape, own) if ids is None else eagle3_sizes(shape, ids.numel(), own)
     for name, size in sizes.items():
         found = stored.get(stored_name(name))
         if found is None or found.shape != size:
@@ -66,14 +71,14 @@ def checked_drafter(stored: Mapping[str, Tensor], shape: ModelShape, asked: str)
             raise UserError(
                 f"{asked}: drafter tensor {name!r} is {what}, this model needs {list(size)}; {TAKE_DRAFTER}"
             )
-    if (ids := stored.get(TOKEN_IDS)) is not None:
+    if ids is not None:
         ascends = ids.dtype == torch.int64 and bool((ids.diff() > 0).all())
         if not ascends or not len(ids) or int(ids[0]) < 0 or int(ids[-1]) >= shape.vocab_size:
             raise UserError(
                 f"{asked}: {TOKEN_IDS!r} must be int64 ids of the target's {shape.vocab_size} tokens, each above the "
                 f"one before; {TAKE_DRAFTER}"
             )
-    return {name: stored[stored_name(name)] for name in sizes}
+    return {name: stored[stored_name(name)] for name in sizes} | own.stored()
 
 
 def write_drafter(folder: Path, state: dict[str, Tensor]) -> None:
@@ -92,8 +97,13 @@ def write_drafter(folder: Path, state: dict[str, Tensor]) -> None:
 
 
 def stored_name(name: str) -> str:
-    """How a file names a drafter's tensor; its vocabulary is no weight."""
-    return name if name == TOKEN_IDS else f"{name}.weight"
+    """How a file names a drafter's tensor; its vocabulary and its settings are no weights."""
+    return name if name in _NO_WEIGHTS else f"{name}.weight"
+
+
+def is_served(name: str) -> bool:
+    """Whether a drafter needs the tensor of this name in a file or checkpoint to draft, and not only to be trained."""
+    return name.endswith(".weight") or name in _NO_WEIGHTS
 
 
 def load_drafter(place: str, decoder: Decoder, asked: str, node: NodeGroup | None = None) -> Drafter:
@@ -111,26 +121,33 @@ def load_drafter(place: str, decoder: Decoder, asked: str, node: NodeGroup | Non
 
 def serving_drafter(weights: dict[str, Tensor], decoder: Decoder) -> Drafter:
     """A drafter with these weights, beside a decoder, in its precision and split over ranks as it is."""
-    drafter = make_drafter(decoder.shape, 0, decoder.dtype, decoder.device, weights.get(TOKEN_IDS))
+    own = layer_of(weights)
+    drafter = make_drafter(decoder.shape, 0, decoder.dtype, decoder.device, weights.get(TOKEN_IDS), own)
     if decoder.sharding.size > 1:
         drafter.split(decoder.sharding)
     drafter.requires_grad_(False)
-    drafter.load_state_dict({name.removesuffix(".weight"): tensor for name, tensor in weights.items()})
+    drafter.load_state_dict({n.removesuffix(".weight"): tensor for n, tensor in weights.items() if n != SETTINGS})
     drafter.pack()
     return drafter
 
 
 def make_drafter(
-    shape: ModelShape, seed: int, dtype: torch.dtype, device: torch.device, token_ids: Tensor | None = None
+    target: ModelShape,
+    seed: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    token_ids: Tensor | None = None,
+    own: DraftLayer = AS_TARGET,
 ) -> Drafter:
     """A drafter with random weights: of the EAGLE-3 form where it has a vocabulary of its own [W], else of EAGLE's."""
     if token_ids is None:
-        return Eagle(shape, seed, dtype, device)
-    return Eagle3(shape, seed, dtype, device, token_ids)
+        return Eagle(target, seed, dtype, device, own)
+    return Eagle3(target, seed, dtype, device, token_ids, own)
 
 
-def drafter_sizes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
+def drafter_sizes(target: ModelShape, own: DraftLayer = AS_TARGET) -> dict[str, tuple[int, ...]]:
     """The sizes of an EAGLE drafter's parameters, without making one."""
+    shape = drafter_shape(target, own)
     h, i, queries = shape.hidden_size, shape.intermediate_size, shape.num_heads * shape.head_dim
     return {
         "fc": (h, 2 * h),
@@ -139,12 +156,13 @@ def drafter_sizes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
         "gate_up": (2 * i, h),
         "down": (h, i),
         "post_norm": (h,),
+        **({"fc_bias": (h,)} if own.fc_bias else {}),
     }
 
 
-def eagle3_sizes(shape: ModelShape, num_drafted: int) -> dict[str, tuple[int, ...]]:
+def eagle3_sizes(target: ModelShape, num_drafted: int, own: DraftLayer = AS_TARGET) -> dict[str, tuple[int, ...]]:
     """The sizes of an EAGLE-3 drafter's tensors, for a vocabulary of ``num_drafted`` tokens."""
-    h, sizes = shape.hidden_size, drafter_sizes(shape)
+    h, sizes = target.hidden_size, drafter_sizes(target, own)
     norms = dict.fromkeys(("input_norm", "hidden_norm", "post_norm", "final_norm"), (h,))
     del sizes["post_norm"]
     sizes |= {"fc": (h, 3 * h), "qkv": (sizes["qkv"][0], 2 * h)}
@@ -165,16 +183,25 @@ def check_layers(shape: ModelShape, asked: str) -> None:
         )
 
 
-def initial_drafter(init: str, form: Form, shape: ModelShape, key: str = "drafter.init") -> dict[str, Tensor] | None:
+def initial_drafter(
+    init: str, form: Form, shape: ModelShape, model: Path, key: str = "drafter.init"
+) -> dict[str, Tensor] | None:
     """The tensors that ``init`` (the configuration's ``key``) names; None for a random start.
+
+    Args:
+        model: the folder of the target, with whose embedding a published head's is compared.
 
     Raises:
         ConfigError: there are none, or they are of another model or form.
     """
     if init == "random":
         return None
+    asked = f"{key} = {init!r}"
     try:
-        weights = read_drafter(init, shape, f"{key} = {init!r}")
+        is_own = find_initial_drafter(init, asked).name == DRAFTER_FILE
+        weights = read_drafter(init, shape, asked) if is_own else read_head(Path(init), model, shape, asked)
+        if TOKEN_IDS in weights:
+            check_layers(shape, asked)
     except ValueError as error:
         raise ConfigError(f"{error} or 'random'") from None
     found = "eagle3" if TOKEN_IDS in weights else "eagle"

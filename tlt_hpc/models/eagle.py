@@ -7,8 +7,9 @@ Source: EAGLE (arXiv 2401.15077), TLT (arXiv 2511.16665) section 4. Shapes: ``T`
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from tlt_hpc.models.draft_layer import AS_TARGET, DraftLayer
 from tlt_hpc.models.drafter import Drafter, DrafterParts
 from tlt_hpc.models.layers import Attend
 from tlt_hpc.models.linear import Linear
@@ -20,11 +21,15 @@ class Eagle(Drafter):
 
     form = "eagle"
     token_ids = None
+    fc_bias: nn.Parameter | None
 
-    def __init__(self, shape: ModelShape, seed: int, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__(shape, seed, dtype, device)
-        self._init_layer(2 * shape.hidden_size, shape.hidden_size)
+    def __init__(
+        self, target: ModelShape, seed: int, dtype: torch.dtype, device: torch.device, own: DraftLayer = AS_TARGET
+    ) -> None:
+        super().__init__(target, seed, dtype, device, own)
+        self._init_layer(2 * target.hidden_size, target.hidden_size)
         self.post_norm = self._ones()
+        self.register_parameter("fc_bias", nn.Parameter(torch.zeros_like(self.post_norm)) if own.fc_bias else None)
         self._served_ids: Tensor | None = None
 
     @property
@@ -51,4 +56,4 @@ class Eagle(Drafter):
         return self._run(x, x, parts, positions, attend)
 
     def _parts(self) -> DrafterParts:
-        return DrafterParts(Linear(self.fc), self._layer())
+        return DrafterParts(Linear(self.fc, self.fc_bias), self._layer())

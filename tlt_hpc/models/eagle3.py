@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tlt_hpc.models.draft_layer import AS_TARGET, DraftLayer
 from tlt_hpc.models.drafter import Drafter, DrafterParts
 from tlt_hpc.models.layers import Attend
 from tlt_hpc.models.linear import Linear
@@ -25,21 +26,28 @@ def feature_layers(num_layers: int) -> tuple[int, int, int]:
 class Eagle3(Drafter):
     """Its state is free: at first ``fc`` of three layers' features, then the layer's own output before ``final_norm``.
 
-    Attention reads [norm(embedding); norm(state)], and what comes of it is added to the state.
+    Attention reads [norm(embedding); norm(state)], and what comes of it is added to the state, in some
+    published heads to norm(state).
     """
 
     form = "eagle3"
     token_ids: Tensor
 
     def __init__(
-        self, shape: ModelShape, seed: int, dtype: torch.dtype, device: torch.device, token_ids: Tensor
+        self,
+        target: ModelShape,
+        seed: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        token_ids: Tensor,
+        own: DraftLayer = AS_TARGET,
     ) -> None:
         """``token_ids`` [W] int64 ascending: the target's tokens it may draft."""
-        assert shape.num_layers >= LEAST_LAYERS, f"{shape.num_layers} layers"
-        super().__init__(shape, seed, dtype, device)
-        self._init_layer(3 * shape.hidden_size, 2 * shape.hidden_size)
+        assert target.num_layers >= LEAST_LAYERS, f"{target.num_layers} layers"
+        super().__init__(target, seed, dtype, device, own)
+        self._init_layer(3 * target.hidden_size, 2 * target.hidden_size)
         self.input_norm, self.hidden_norm, self.post_norm, self.final_norm = (self._ones() for _ in range(4))
-        self.head = self._matrix(len(token_ids), shape.hidden_size)
+        self.head = self._matrix(len(token_ids), target.hidden_size)
         self.register_buffer("token_ids", token_ids.to(device))
 
     @property
@@ -57,8 +65,9 @@ class Eagle3(Drafter):
 
     def forward(self, embedded: Tensor, states: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         parts = self._now()
-        reads = torch.cat([parts.norms["input"](embedded), parts.norms["hidden"](states)], -1)
-        return self._run(states, reads, parts, positions, attend)
+        normed = parts.norms["hidden"](states)
+        reads = torch.cat([parts.norms["input"](embedded), normed], -1)
+        return self._run(normed if self.own.norm_before_residual else states, reads, parts, positions, attend)
 
     def logits(self, states: Tensor) -> Tensor:
         parts = self._now()

@@ -22,9 +22,10 @@ _TORCH_FILE_ERRORS = ("unable to open file", "unable to mmap", "Error closing fi
 UNREADABLE = "start again once its disk works, or download it again"
 _MOST_MAPPED = 2**30
 """Bytes that ``reading_files`` reads until it opens its files again: what was read stays mapped until then."""
+SINGLE, TORCH_FILE = "model.safetensors", "pytorch_model.bin"
 DRAFTER_FILE = "drafter.safetensors"
 TAKE_DRAFTER = "give the drafter folder of a run with this model"
-_EMBEDDING = "model.embed_tokens.weight"
+EMBEDDING = "model.embed_tokens.weight"
 
 
 @contextmanager
@@ -106,19 +107,19 @@ def check_weights(folder: Path, shape: ModelShape) -> None:
         return  # transformers reads these, which say nothing before they are read as a whole
     for file in weight_files(folder):
         with opened(file, UNREADABLE, "numpy") as reader:
-            found = reader.get_slice(_EMBEDDING).get_shape() if _EMBEDDING in reader.keys() else None  # noqa: SIM118
+            found = reader.get_slice(EMBEDDING).get_shape() if EMBEDDING in reader.keys() else None  # noqa: SIM118
         if found not in (None, wanted := [shape.vocab_size, shape.hidden_size]):
-            raise UserError(f"{file}: {_EMBEDDING!r} has shape {found}, config.json asks for {wanted}; {TAKE_CONFIG}")
+            raise UserError(f"{file}: {EMBEDDING!r} has shape {found}, config.json asks for {wanted}; {TAKE_CONFIG}")
 
 
 def weight_files(folder: Path) -> Mapping[Path, set[str] | None]:
     """The files that hold a folder's weights, with the names to take from each (None: all)."""
-    single, index = folder / "model.safetensors", folder / INDEX
+    single, index = folder / SINGLE, folder / INDEX
     if single.is_file():
         return {single: None}
     if not index.is_file():
         raise ValueError(
-            f"model folder {folder} has no model.safetensors and no {INDEX}; convert the weights with save_pretrained"
+            f"model folder {folder} has no {SINGLE} and no {INDEX}; convert the weights with save_pretrained"
         )
     files: dict[Path, set[str]] = {}
     placed = read_json(index).get("weight_map")
@@ -144,6 +145,23 @@ def find_drafter(place: str, asked: str) -> Path:
     if not path.is_file():
         raise ValueError(f"{asked}: no {DRAFTER_FILE} there; {TAKE_DRAFTER}")
     return path
+
+
+def find_initial_drafter(place: str, asked: str) -> Path:
+    """As ``find_drafter``, or the config.json of a published head.
+
+    Raises:
+        ValueError: neither is there.
+    """
+    folder = Path(place)
+    if (folder / DRAFTER_FILE).is_file() or not (folder / "config.json").is_file():
+        return find_drafter(place, asked)
+    if not any((folder / name).is_file() for name in (SINGLE, INDEX, TORCH_FILE)):
+        raise ValueError(
+            f"{asked}: no {DRAFTER_FILE} there, and beside config.json neither {SINGLE} nor {TORCH_FILE}; download the "
+            "head's weights"
+        )
+    return folder / "config.json"
 
 
 def weight_shapes(folder: Path) -> dict[str, tuple[Path, Sequence[int]]]:

@@ -143,7 +143,7 @@ def check_drafter(job: PlannedJob) -> Finding:
     if config.speculation.mode != "full":
         return ok(f"none: speculation.mode = {config.speculation.mode!r}")
     if config.drafter.init != "random":
-        initial_drafter(config.drafter.init, config.drafter.form, job.shape)
+        initial_drafter(config.drafter.init, config.drafter.form, job.shape, job.model_folder)
     return ok(f"{config.drafter.form} from {config.drafter.init!r}")
 
 

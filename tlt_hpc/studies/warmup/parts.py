@@ -54,7 +54,8 @@ def assemble(config: Config, world: World) -> Warmup:
     """
     node = world.node_group
     assets = read_assets_once(config, world.size, node)
-    init = partial(initial_drafter, config.warmup.init, config.drafter.form, assets.shape, "warmup.init")
+    form, shape = config.drafter.form, assets.shape
+    init = partial(initial_drafter, config.warmup.init, form, shape, assets.folder, "warmup.init")
     warm = read_all_once(node, init)
     num_tokens = num_used_tokens(assets.tokenizer, assets.shape)
     if config.warmup.sources:

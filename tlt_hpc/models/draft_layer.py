@@ -1,0 +1,120 @@
+"""How a drafter's layer differs from its target's layers, and how that is stored with its weights.
+
+A published head may have an MLP, a rotary embedding, an epsilon and a residual of its own. Its heads are the target's,
+whose paged cache they use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Annotated, Any
+
+import torch
+from pydantic import Field, ValidationError
+from torch import Tensor
+
+from tlt_hpc.config import Section, UserError
+from tlt_hpc.config.fields import PositiveInt
+from tlt_hpc.models.shape import ModelShape
+
+TOKEN_IDS = "token_ids"
+"""The tensor whose presence tells a drafter of the EAGLE-3 form: its vocabulary."""
+SETTINGS = "settings"
+"""The tensor that holds a ``DraftLayer`` as JSON, in files and checkpoints: only where the layer differs at all."""
+_Scale = Annotated[float, Field(gt=0, le=1e12)]
+
+
+class RopeScaling(Section):
+    """Llama 3.1's scaling of the rotary embedding."""
+
+    factor: _Scale
+    low_freq_factor: _Scale
+    high_freq_factor: _Scale
+    original_max_position_embeddings: PositiveInt
+
+
+class DraftLayer(Section):
+    """What a drafter's layer has of its own; with the defaults it is as the target's layers."""
+
+    intermediate_size: PositiveInt | None = None
+    norm_epsilon: Annotated[float, Field(gt=0, le=1)] | None = None
+    rope_theta: _Scale | None = None
+    """None: theta and scaling are the target's."""
+    rope_scaling: RopeScaling | None = None
+    norm_before_residual: bool = False
+    """EAGLE-3: the layer adds to the normed state, not to the state."""
+    fc_bias: bool = False
+    """EAGLE: ``fc`` has a bias."""
+
+    def stored(self) -> dict[str, Tensor]:
+        """The tensor by its name, for a file or a checkpoint; empty where the layer is as the target's."""
+        if self == AS_TARGET:
+            return {}
+        return {SETTINGS: torch.tensor(list(self.changes.encode()), dtype=torch.uint8)}
+
+    @property
+    def changes(self) -> str:
+        """What is not as in the target's layers, as JSON."""
+        return self.model_dump_json(exclude_defaults=True)
+
+
+AS_TARGET = DraftLayer()
+
+
+def drafter_shape(target: ModelShape, layer: DraftLayer) -> ModelShape:
+    """The sizes of a drafter's layer, for a target."""
+    theta, scaling = target.rope_theta, target.rope_scaling
+    if layer.rope_theta is not None:
+        theta, scaling = layer.rope_theta, layer.rope_scaling.model_dump() if layer.rope_scaling else None
+    return replace(
+        target,
+        intermediate_size=layer.intermediate_size or target.intermediate_size,
+        norm_epsilon=layer.norm_epsilon or target.norm_epsilon,
+        rope_theta=theta,
+        rope_scaling=scaling,
+    )
+
+
+def layer_between(target: ModelShape, own: ModelShape, **more: bool) -> DraftLayer:
+    """How a layer of the sizes ``own`` differs from its target's; ``more`` are the fields that no sizes tell.
+
+    Raises:
+        ValidationError: a value that no layer has.
+    """
+    has_own_rope = (own.rope_theta, _scaling(own)) != (target.rope_theta, _scaling(target))
+    return DraftLayer(
+        intermediate_size=None if own.intermediate_size == target.intermediate_size else own.intermediate_size,
+        norm_epsilon=None if own.norm_epsilon == target.norm_epsilon else own.norm_epsilon,
+        rope_theta=own.rope_theta if has_own_rope else None,
+        rope_scaling=RopeScaling(**own_scaling) if has_own_rope and (own_scaling := _scaling(own)) else None,
+        **more,
+    )
+
+
+def layer_of(state: Mapping[str, Tensor], asked: str = "the drafter") -> DraftLayer:
+    """What is stored of a drafter's layer among its tensors.
+
+    Raises:
+        UserError: the tensor does not hold it.
+    """
+    tensor = state.get(SETTINGS)
+    if tensor is None:
+        return AS_TARGET
+    if tensor.dtype != torch.uint8 or tensor.dim() != 1:
+        raise UserError(f"{asked}: {SETTINGS!r} is no row of bytes; take the file from where it was written")
+    try:
+        return DraftLayer.model_validate_json(bytes(tensor.tolist()))
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise UserError(
+            f"{asked}: {SETTINGS!r} holds no drafter's settings ({where}: {first['msg']}); take the file from where it "
+            "was written"
+        ) from None
+
+
+def _scaling(shape: ModelShape) -> dict[str, Any] | None:
+    """What counts of a scaling: files name its type in two ways, and some repeat theta in it."""
+    raw = shape.rope_scaling
+    return None if raw is None else {key: raw.get(key) for key in RopeScaling.model_fields}
