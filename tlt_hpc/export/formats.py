@@ -189,7 +189,7 @@ def _config(target: Target, architecture: str) -> dict[str, Any]:
     scaling = None
     if s.rope_scaling is not None:
         scaling = {key: value for key, value in s.rope_scaling.items() if key not in ("rope_theta", "type")}
-        scaling["rope_type"] = "llama3"
+        scaling["rope_type"] = s.rope_scaling["rope_type"]
     return {
         "architectures": [architecture],
         "model_type": "llama",

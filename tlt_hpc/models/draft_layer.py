@@ -63,16 +63,21 @@ AS_TARGET = DraftLayer()
 
 
 def drafter_shape(target: ModelShape, layer: DraftLayer) -> ModelShape:
-    """The sizes of a drafter's layer, for a target."""
+    """The sizes of a drafter's layer, which is a plain one whatever its target's are."""
     theta, scaling = target.rope_theta, target.rope_scaling
     if layer.rope_theta is not None:
-        theta, scaling = layer.rope_theta, layer.rope_scaling.model_dump() if layer.rope_scaling else None
+        own = layer.rope_scaling
+        theta, scaling = layer.rope_theta, {"rope_type": "llama3", **own.model_dump()} if own else None
     return replace(
         target,
         intermediate_size=layer.intermediate_size or target.intermediate_size,
         norm_epsilon=layer.norm_epsilon or target.norm_epsilon,
         rope_theta=theta,
         rope_scaling=scaling,
+        local_layers=(),
+        num_experts=0,
+        experts_per_token=0,
+        expert_size=0,
     )
 
 
