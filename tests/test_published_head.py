@@ -264,7 +264,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Path], str]] = {
     "width of another target": (changed({"target_hidden_size": 256}), "target_hidden_size = 256 is not supported"),
     "a window": (changed(nested={"layer_types": ["sliding_attention"]}), "layer_types = .* is not supported"),
     "yarn": (changed(nested={"rope_scaling": {"rope_type": "yarn"}}), "rope_type 'yarn' is not supported"),
-    "half a scaling": (changed(nested={"rope_scaling": {**LLAMA3, "factor": None}}), "factor = None: "),
+    "half a scaling": (changed(nested={"rope_scaling": {**LLAMA3, "factor": None}}), "factor is missing; "),
     "heads": (changed(nested={"num_attention_heads": 8, "head_dim": 16}),
               "num_attention_heads = 8, and the target's is 4: it is a head for 'ORG/Other-7B', and the target is t"),
     "key-value heads": (changed(nested={"num_key_value_heads": 4}), "num_key_value_heads = 4, and the target's is 2"),
