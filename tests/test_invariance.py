@@ -17,7 +17,7 @@ from test_engine import full_engine
 from tiny import CPU, embedded_decoder, embedded_folder, gcd_requests, generate, texts
 from torch import Tensor
 
-from tlt_hpc.kernels import attention, dispatch, linear
+from tlt_hpc.kernels import attention, dispatch, experts, linear
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.drafter_file import load_drafter
 from tlt_hpc.models.folder import folder_weights
@@ -54,11 +54,24 @@ def linear_case(source: random.Random) -> None:
         assert torch.equal(alone[0], every[row]), f"row {row} of {T}, {N} x {K}, {dtype}"
 
 
+def expert_case(source: random.Random) -> None:
+    """Some pairs by themselves, and among others, of tokens with one, two or three experts."""
+    dtype, num_experts, each = source.choice(DTYPES), source.choice((3, 8)), source.choice((1, 2, 3))
+    N, K, T = source.choice((8, 70)), source.choice((40, 64, 200)), source.choice((1, 2, 5, 17, 70))
+    weight, x = noise(source, num_experts, N, K, dtype=dtype), noise(source, T, K, dtype=dtype)
+    chosen = torch.tensor([source.sample(range(num_experts), each) for _ in range(T)])
+    every = experts.expert_linear(x, weight, experts.sort_by_expert(chosen, num_experts), each)
+    for row in source.sample(range(T), min(T, 2)):
+        order = experts.sort_by_expert(chosen[row : row + 1], num_experts)
+        alone = experts.expert_linear(x[row : row + 1], weight, order, each)
+        assert torch.equal(alone, every[row * each : (row + 1) * each]), f"row {row} of {T}, {N} x {K}, {dtype}"
+
+
 class Sequences:
     """Keys and values of sequences by position, and passes over them in pages of any size, in any order."""
 
     def __init__(self, source: random.Random, lengths: list[int], g: int, d: int, dtype: torch.dtype) -> None:
-        self.source, self.lengths = source, lengths
+        self.source, self.lengths, self.window = source, lengths, source.choice((0, 0, 0, 5, 40, 300))
         self.keys = [noise(source, length, g, d, dtype=dtype) for length in lengths]
         self.values = [noise(source, length, g, d, dtype=dtype) for length in lengths]
 
@@ -89,6 +102,7 @@ class Sequences:
             torch.tensor([[len(path) for path in row] for row in own], dtype=torch.int32),
             paths if tree else None,
             by_span=source.random() < 0.5,
+            window=self.window,
         )
 
 
@@ -127,7 +141,7 @@ def attention_case(source: random.Random) -> None:
 
 @needs_interpreter
 @pytest.mark.filterwarnings("ignore:divide by zero")
-@pytest.mark.parametrize("case", [linear_case, attention_case])
+@pytest.mark.parametrize("case", [linear_case, expert_case, attention_case])
 @pytest.mark.parametrize("seed", range(4))
 def test_a_row_does_not_depend_on_its_pass(programs, case, seed):
     for number in range(20):
@@ -137,7 +151,7 @@ def test_a_row_does_not_depend_on_its_pass(programs, case, seed):
 @needs_interpreter
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:divide by zero")
-@pytest.mark.parametrize("case", [linear_case, attention_case])
+@pytest.mark.parametrize("case", [linear_case, expert_case, attention_case])
 @pytest.mark.parametrize("part", range(10))
 def test_a_row_does_not_depend_on_its_pass_in_10_000_cases(programs, case, part):
     for number in range(500 * part, 500 * part + 500):

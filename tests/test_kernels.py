@@ -22,7 +22,7 @@ from test_noise import KNOWN
 from torch import Tensor
 
 from tlt_hpc.common.records import SampleKey
-from tlt_hpc.kernels import attention, dispatch, gumbel, linear, pointwise, rotary
+from tlt_hpc.kernels import attention, dispatch, experts, gumbel, linear, pointwise, rotary
 from tlt_hpc.kernels.graphs import GraphPool
 from tlt_hpc.rollout import noise
 
@@ -67,6 +67,10 @@ def test_pointwise_operations(triton, T, H, dtype):
     assert_close(pointwise.gate_mul(gate_up), pointwise.gate_mul_reference(gate_up), dtype)
     gate, up = gate_up.double().chunk(2, -1)
     assert_close(pointwise.gate_mul_reference(gate_up), F.silu(gate) * up, dtype)
+    gelu = "gelu_pytorch_tanh"
+    wanted = F.gelu(gate, approximate="tanh") * up
+    assert_close(pointwise.gate_mul(gate_up, gelu), wanted, dtype)
+    assert_close(pointwise.gate_mul_reference(gate_up, gelu), wanted, dtype, 3.0)  # loses digits below zero
 
 
 def rotary_case(T: int, h: int, g: int, d: int, page_size: int, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -260,7 +264,7 @@ def attention_case(
     }
 
 
-def by_definition(case: dict[str, Tensor]) -> Tensor:
+def by_definition(case: dict[str, Tensor], window: int = 0) -> Tensor:
     """Attention of each query by itself."""
     query, table = case["query"].double(), case["page_table"].long()
     B, N, h, d = query.shape
@@ -270,7 +274,7 @@ def by_definition(case: dict[str, Tensor]) -> Tensor:
         for i in range(N):
             prefix, seen = int(case["committed"][row]), int(case["seen"][row, i])
             own = case["paths"][row, i, :seen].tolist() if "paths" in case else list(range(seen))
-            slots = [*range(prefix), *(prefix + node for node in own)]
+            slots = [*range(prefix), *(prefix + node for node in own)][-window:]
             if slots:
                 group = h // keys.shape[1]
                 key, value = (x[slots].repeat_interleave(group, 1) for x in (keys, values))
@@ -300,6 +304,32 @@ def test_paged_attention(triton, sizes, kind, by_span, dtype):
     assert got.shape == wanted.shape and got.dtype == dtype
     assert_close(got, wanted, dtype, scale=2.0)
     assert_close(attention.paged_attention_reference(**case), wanted, dtype, scale=2.0)
+
+
+@pytest.mark.parametrize("window", [1, 33, 300])
+@pytest.mark.parametrize("by_span", [False, True])
+@pytest.mark.parametrize("kind", ["chain", "tree"])
+def test_attention_within_a_window(triton, kind, by_span, window):
+    case = attention_case(*CASES[2], torch.float32, kind)
+    wanted = by_definition(case, window).float()
+    assert_close(attention.paged_attention(**case, by_span=by_span, window=window), wanted, torch.float32, scale=2.0)
+    assert_close(attention.paged_attention_reference(**case, window=window), wanted, torch.float32, scale=2.0)
+
+
+@pytest.mark.parametrize("dtype", DOT_DTYPES)
+@pytest.mark.parametrize(("T", "each", "num_experts"), [(1, 2, 4), (9, 3, 5), (70, 2, 3), (0, 2, 3)])
+def test_expert_linear(triton, T, each, num_experts, dtype):
+    """Some experts are nobody's; each pair has its own input, or a token's pairs share one."""
+    N, K = 70, 100
+    weight = draw(num_experts, N, K, seed=1, dtype=dtype)
+    generator = torch.Generator().manual_seed(T)
+    chosen = torch.rand(T, num_experts - 1, generator=generator).argsort(1)[:, :each].to(DEVICE)
+    order = experts.sort_by_expert(chosen, num_experts)
+    for x, shared in ((draw(T, K, dtype=dtype), each), (draw(T * each, K, dtype=dtype), 1)):
+        pairs = x.double().repeat_interleave(shared, 0)
+        wanted = torch.einsum("pk,pnk->pn", pairs, weight[chosen.flatten()].double())
+        assert_close(experts.expert_linear(x, weight, order, shared), wanted, dtype, scale=K**0.5)
+        assert_close(experts.expert_linear_reference(x, weight, order, shared), wanted, dtype, scale=K**0.5)
 
 
 @pytest.mark.parametrize("dtype", DOT_DTYPES)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from functools import reduce
 
 import torch
 import torch.nn.functional as F
@@ -98,7 +99,8 @@ class Experts(Mlp):
         best = chances.sort(stable=True, dim=-1, descending=True)
         weights, experts = best.values[:, : self._num_chosen], best.indices[:, : self._num_chosen]
         if self._norms_weights:
-            weights = weights / weights.sum(-1, keepdim=True)
+            total = reduce(torch.add, weights.unbind(1))  # in order: a sum over them may depend on T
+            weights = weights / total.unsqueeze(1)
         order = sort_by_expert(experts, len(self.gate_up.weight))
         inner = gated(expert_linear(x, self.gate_up.weight, order, self._num_chosen), "silu")
         mixed = mix(expert_linear(inner, self.down.weight, order, 1), weights)
