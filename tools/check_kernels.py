@@ -31,7 +31,7 @@ from tlt_hpc.common.script import ending
 import torch
 from torch import Tensor
 
-from tlt_hpc.kernels import attention, dispatch, gumbel, linear, pointwise, rotary
+from tlt_hpc.kernels import attention, dispatch, experts, gumbel, linear, pointwise, rotary
 from tlt_hpc.kernels.graphs import GraphPool
 from tlt_hpc.rollout.pool_memory import PoolMemory
 
@@ -74,6 +74,7 @@ def pointwise_cases(T: int, dtype: torch.dtype, device: torch.device) -> Iterato
         (pointwise.rms_norm, pointwise.rms_norm_reference, (x, weight, 1e-6), 2 * HIDDEN),
         (pointwise.add_rms_norm, pointwise.add_rms_norm_reference, (x, residual, weight, 1e-6), 4 * HIDDEN),
         (pointwise.gate_mul, pointwise.gate_mul_reference, (gate_up,), 3 * INTERMEDIATE),
+        (pointwise.gate_mul, pointwise.gate_mul_reference, (gate_up, "gelu_pytorch_tanh"), 3 * INTERMEDIATE),
     )
     tolerance = 5e-6 if dtype == torch.float32 else 1.6e-2
     for function, reference, given, moved in calls:
@@ -153,6 +154,7 @@ def attention_case(
     device: torch.device,
     kind: str = "chain",
     by_span: bool | None = None,
+    window: int = 0,
 ) -> Case:
     """N queries of each of B sequences, of ``length`` committed slots the longest and fewer the others."""
     M = -(-(length + N) // page_size)
@@ -168,10 +170,11 @@ def attention_case(
         seen = (torch.arange(N, device=device) // 2 + 1).expand(B, -1).int().contiguous()
     arguments = (query, pages[0], pages[1], table, committed, seen, paths)
     form = "" if by_span is None else " by span" if by_span else " whole"
+    form += f" window={window}" if window else ""
     return Case(
         f"{kind} B={B} N={N} slots={length} page={page_size}{form} {str(dtype)[6:]}",
-        partial(attention.paged_attention, *arguments, by_span=by_span),
-        partial(attention.paged_attention_reference, *arguments),
+        partial(attention.paged_attention, *arguments, by_span=by_span, window=window),
+        partial(attention.paged_attention_reference, *arguments, window=window),
         int(committed.sum() + B * N) * 2 * KV_HEADS * HEAD_DIM * dtype.itemsize,
         1e-5 if dtype == torch.float32 else 1e-2,
     )
@@ -192,6 +195,21 @@ def linear_case(T: int, N: int, K: int, dtype: torch.dtype, device: torch.device
     )
 
 
+def expert_case(T: int, dtype: torch.dtype, device: torch.device) -> Case:
+    """The first product of a mixture of experts, of the sizes of Qwen3-30B-A3B but for fewer experts."""
+    num_experts, each, N, K = 32, 8, 1536, 2048
+    x = draw(T, K, dtype=dtype, device=device)
+    weight = (K**-0.5 * draw(num_experts, N, K, dtype=torch.float32, device=device)).to(dtype)
+    order = experts.sort_by_expert(torch.rand(T, num_experts, device=device).argsort(1)[:, :each], num_experts)
+    return Case(
+        f"experts T={T} {str(dtype)[6:]}",
+        partial(experts.expert_linear, x, weight, order, each),
+        partial(experts.expert_linear_reference, x, weight, order, each),
+        (min(num_experts, T * each) * N * K + T * (K + each * N)) * dtype.itemsize,
+        1.6e-2 if dtype.itemsize < 4 else 1e-4,
+    )
+
+
 def all_cases(device: torch.device, small: bool) -> Iterator[Case]:
     """Every program in fp32 and bf16, at the shapes of a 7B model; ``small`` keeps one shape of each variant."""
     for dtype in (torch.float32, torch.bfloat16):
@@ -205,6 +223,10 @@ def all_cases(device: torch.device, small: bool) -> Iterator[Case]:
             for kind in ("chain", "tree") if N > 1 else ("chain",):
                 forms: tuple[bool | None, ...] = (False, True) if small else (None,)
                 yield from (attention_case(B, N, length, page_size, dtype, device, kind, form) for form in forms)
+                if small:
+                    yield attention_case(B, N, length, page_size, dtype, device, kind, None, 64)
+        for T in (1, 65) if small else (1, 16, 512):
+            yield expert_case(T, dtype, device)
     for T in (1, 17, 33, 65) if small else (1, 5, 16, 64, 320, 4096):
         for N, K in ((HIDDEN, HIDDEN),) if small else LAYERS:
             for form in (False, True) if small else (None,):
@@ -432,9 +454,10 @@ def compile_all(architecture: str) -> int:
                 spilled += "STACK:0" not in usage
     print(f"{len(driver.rows)} programs for {architecture}, {spilled} with spilled registers")
     from tlt_hpc.kernels.programs.attention import _attend
+    from tlt_hpc.kernels.programs.experts import _multiply_experts
     from tlt_hpc.kernels.programs.linear import _multiply
 
-    unlike = num_unlike([_attend, _multiply])
+    unlike = num_unlike([_attend, _multiply, _multiply_experts])
     print("NOT batch-invariant" if unlike else "batch-invariant: all forms of a program compute alike")
     return 1 if unlike else 0
 

@@ -17,7 +17,7 @@ _INNER, _ROWS = 64, 64
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
-def _multiply(
+def _multiply_experts(
     x, weight, pairs, ends, tile_ends, out, num_pairs, num_shared, num_experts, N, K, x_stride,
     ROWS: tl.constexpr, TOKENS: tl.constexpr, INNER: tl.constexpr, EXPERTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -56,7 +56,7 @@ def expert_linear(x: Tensor, weight: Tensor, pairs: Tensor, ends: Tensor, num_sh
     counts = ends.diff(prepend=ends.new_zeros(1))
     tile_ends = ((counts + tokens - 1) // tokens).cumsum(0)
     most = min(num_pairs, num_pairs // tokens + num_experts)
-    _multiply[(most, triton.cdiv(N, _ROWS))](
+    _multiply_experts[(most, triton.cdiv(N, _ROWS))](
         x, weight, pairs, ends, tile_ends, out, num_pairs, num_shared, num_experts, N, K, x.stride(0),
         _ROWS, tokens, _INNER, triton.next_power_of_2(num_experts), "ieee" if x.dtype == torch.float32 else "tf32",
         num_warps=4, num_stages=3, enable_fp_fusion=False,
