@@ -18,7 +18,7 @@ import pytest
 import torch
 from fake_world import OneRank
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
 
@@ -30,9 +30,9 @@ from tlt_hpc.cli.main import main
 from tlt_hpc.config import load_config, to_toml
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.documents import attend_documents
-from tlt_hpc.models.folder import decoding_dtype, folder_weights
+from tlt_hpc.models.folder import decoding_dtype, folder_weights, load_policy_model
 from tlt_hpc.models.policy_model import PolicyModel
-from tlt_hpc.models.shape import read_shape
+from tlt_hpc.models.shape import read_shape, shape_from
 from tlt_hpc.models.tokenizer import embedded
 from tlt_hpc.storage.folder import RunFolder
 
@@ -127,16 +127,34 @@ def test_half_precision_passes_do_not_depend_on_the_batch(family, folders, monke
     assert all(found[key][0].tolist() == text.tolist() for key, (text,) in plain.items())
 
 
+@families
+def test_what_config_json_leaves_out_is_as_in_transformers(family):
+    sizes = dict.fromkeys(("vocab_size", "num_attention_heads", "num_key_value_heads", "num_hidden_layers"), 8)
+    sizes |= {"hidden_size": 64, "intermediate_size": 32, "max_position_embeddings": 99}
+    theirs = AutoConfig.for_model(family, **sizes)
+    experts = {key: getattr(theirs, key) for key in ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
+               if hasattr(theirs, key)}  # fmt: skip
+    shape = shape_from({"model_type": family, **sizes, **experts}, "test")
+    assert shape.head_dim == (getattr(theirs, "head_dim", None) or 8)
+    assert shape.tied_head == theirs.tie_word_embeddings and shape.norm_epsilon == theirs.rms_norm_eps
+    rope = theirs.rope_parameters
+    assert shape.rope_theta == rope.get("full_attention", rope)["rope_theta"]
+    assert shape.local_theta == rope.get("sliding_attention", {}).get("rope_theta")
+    window = getattr(theirs, "sliding_window", None) or 0
+    kinds = getattr(theirs, "layer_types", None) or (["sliding_attention"] * 8 if window else [])
+    assert shape.windows == tuple(window if kind == "sliding_attention" else 0 for kind in kinds or [""] * 8)
+
+
 # --- the update ---
 
 
 @families
-def test_the_gradient_is_that_of_transformers(family):
-    """Of documents packed end to end, against each alone in transformers' own attention."""
+def test_the_gradient_is_that_of_transformers(family, folders):
+    """Of documents packed end to end, against each alone in transformers' own attention, without dropout."""
     texts = [*[text for text in prompts() if len(text) > 2][:4], max(prompts(), key=len)]
-    packed, plain = random_models.random_model(family), random_models.random_model(family)
+    packed, plain = load_policy_model(folders[family], "float32"), random_models.random_model(family)
     plain.set_attn_implementation("eager")
-    policy, lengths = PolicyModel(packed), [len(text) for text in texts]
+    policy, lengths = PolicyModel(packed).train(), [len(text) for text in texts]
     ends = torch.tensor(lengths).cumsum(0)
     where = torch.cat([torch.arange(end - length, end - 1) for end, length in zip(ends, lengths, strict=True)])
     tokens, positions = torch.cat(texts), torch.cat([torch.arange(length) for length in lengths])

@@ -12,6 +12,7 @@ from tiny import embedded_folder
 
 from tlt_hpc.cli.main import main
 from tlt_hpc.config import UserError
+from tlt_hpc.models import families
 from tlt_hpc.models.json_file import read_json
 
 TINY = Path(__file__).resolve().parent.parent / "jobs" / "tiny.toml"
@@ -43,7 +44,7 @@ COUNT = "is no whole number above 0, up to 2147483647" + TAKE
 NUMBER = "is no number above 0, up to 2147483647" + TAKE
 UNKNOWN = " is not supported; use a model without it"
 SLIDING = {"sliding_window": 64, "layer_types": ["sliding_attention"] * 8}
-FAMILIES = "use one of qwen2, qwen3, qwen3_moe, llama, mistral, gemma3_text"
+FAMILIES = f"use one of {', '.join(families.FAMILIES)}"
 
 
 @pytest.mark.parametrize(
@@ -53,7 +54,7 @@ FAMILIES = "use one of qwen2, qwen3, qwen3_moe, llama, mistral, gemma3_text"
         ({"model_type": None}, f"model_type 'missing' is not supported; {FAMILIES}"),
         ({"model_type": "gemma2"}, f"model_type 'gemma2' is not supported (it caps logits by a tanh); {FAMILIES}"),
         ({"model_type": "qwen3_moe", "use_sliding_window": True}, "a sliding window in this family" + UNKNOWN),
-        (SLIDING, "layer_types with a sliding window is not supported" + TAKE),
+        (SLIDING, "layer_types with other windows than the family's is not supported" + TAKE),
         (
             {"use_sliding_window": True, **SLIDING, "layer_types": ["sliding_attention"]},
             "layer_types = ['sliding_attention'] does not give each of 8 layers 'full_attention' or "

@@ -52,6 +52,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "llama": {"rope_parameters": _LLAMA3, "attention_bias": True},
     "mistral": {"sliding_window": WINDOW},
+    "seed_oss": {"attention_bias": True, "attention_out_bias": False, "rope_parameters": _LLAMA3},
     "gemma3_text": {
         "sliding_window": WINDOW,
         "layer_types": (["sliding_attention"] * 2 + ["full_attention"]) * 2 + ["sliding_attention"],

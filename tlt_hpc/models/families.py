@@ -48,6 +48,7 @@ FAMILIES = {
     "qwen3_moe": Family(head_norm=True, experts=True),
     "llama": Family(),
     "mistral": Family(qkv_bias=False, windows="all", default_window=4096),
+    "seed_oss": Family(head_dim=128, qkv_bias=True),
     "gemma3_text": Family(
         head_dim=256,
         head_norm=True,

@@ -54,7 +54,8 @@ def load_policy_model(folder: Path, dtype: str) -> PreTrainedModel:
 
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     with naming_folder(folder):
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype], local_files_only=True)
+        config = read_config(folder)
+        return AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=DTYPES[dtype], local_files_only=True)
 
 
 @contextmanager
@@ -95,12 +96,15 @@ def start_model(
 
 
 def read_config(folder: Path) -> PretrainedConfig:
-    """What transformers makes of a folder's config.json."""
+    """What transformers makes of a folder's config.json, without dropout: an update would not see what was sampled."""
     from transformers import AutoConfig
 
     with naming_folder(folder):
         config: PretrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True)
-        return config
+    for name, value in config.to_dict().items():
+        if "dropout" in name and isinstance(value, float):
+            setattr(config, name, 0.0)
+    return config
 
 
 def empty_policy_model(config: PretrainedConfig, dtype: str) -> PreTrainedModel:

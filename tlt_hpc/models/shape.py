@@ -229,10 +229,10 @@ def _windows(raw: dict[str, Any], family: Family, num_layers: int, origin: str) 
             f"{origin}: layer_types = {kinds!r:.80} does not give each of {num_layers} layers 'full_attention' or "
             f"'sliding_attention'; {TAKE_CONFIG}"
         )
+    if raw.get("layer_types") not in (None, kinds):  # transformers does not read it here
+        raise ValueError(f"{origin}: layer_types with other windows than the family's is not supported; {TAKE_CONFIG}")
     local = tuple(kind == "sliding_attention" for kind in kinds)
     if not any(local):
-        if "sliding_attention" in str(raw.get("layer_types")):
-            raise ValueError(f"{origin}: layer_types with a sliding window is not supported; {TAKE_CONFIG}")
         return {}
     window = _number(raw, origin, "sliding_window", family.default_window)
     if window < MIN_WINDOW:
@@ -278,6 +278,9 @@ def _refuse_features(raw: dict[str, Any], family: Family, origin: str) -> None:
     for found, what in (
         (raw.get("use_sliding_window") and family.windows == "none", "a sliding window in this family"),
         (raw.get("mlp_bias"), "mlp_bias = true"),
+        (raw.get("attention_out_bias"), "attention_out_bias = true"),
+        (family.qkv_bias and raw.get("attention_bias") is False, "attention_bias = false in this family"),
+        (family.qkv_bias is False and raw.get("attention_bias"), "attention_bias = true in this family"),
         (raw.get("use_bidirectional_attention"), "use_bidirectional_attention = true"),
         (raw.get("attn_logit_softcapping"), "attn_logit_softcapping"),
         (raw.get("final_logit_softcapping"), "final_logit_softcapping"),
