@@ -111,6 +111,8 @@ def test_constants_are_those_of_the_code() -> None:
 
 def test_known_shapes_have_the_published_number_of_parameters() -> None:
     published = {"Qwen2.5-7B": 7_615_616_512, "Qwen3-8B": 8_190_735_360, "Llama-3.3-70B-Instruct": 70_553_706_496}
+    published |= {"Qwen3-30B-A3B": 30_532_122_624, "Mistral-7B-v0.3": 7_248_023_552}
+    published |= {"gemma-3-270m": 268_098_176, "gemma-3-1b-it": 999_885_952}
     assert {name: find_shape("nowhere", name).num_parameters for name in published} == published
 
 

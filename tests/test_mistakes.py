@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SHAPES = (
     "Qwen2.5-0.5B, Qwen2.5-1.5B, Qwen2.5-3B, Qwen2.5-7B, Qwen2.5-14B, Qwen2.5-32B, DeepSeek-R1-Distill-Qwen-1.5B, "
     "DeepSeek-R1-Distill-Qwen-7B, DeepSeek-R1-Distill-Qwen-32B, Qwen3-8B, Llama-3.1-8B, Llama-3.1-70B, Llama-3.3-70B, "
-    "DeepSeek-R1-Distill-Llama-70B"
+    "DeepSeek-R1-Distill-Llama-70B, Qwen3-30B-A3B, Mistral-7B-v0.3, gemma-3-270m, gemma-3-1b"
 )
 MISTAKES = r"""
 trian jobs/tiny.toml
