@@ -130,6 +130,7 @@ def test_half_precision_passes_do_not_depend_on_the_batch(family, folders, monke
 @families
 def test_what_config_json_leaves_out_is_as_in_transformers(family):
     sizes = dict.fromkeys(("vocab_size", "num_attention_heads", "num_key_value_heads", "num_hidden_layers"), 8)
+    sizes["num_key_value_heads"] = 4
     sizes |= {"hidden_size": 64, "intermediate_size": 32, "max_position_embeddings": 99}
     theirs = AutoConfig.for_model(family, **sizes)
     experts = {key: getattr(theirs, key) for key in ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
@@ -137,6 +138,8 @@ def test_what_config_json_leaves_out_is_as_in_transformers(family):
     shape = shape_from({"model_type": family, **sizes, **experts}, "test")
     assert shape.head_dim == (getattr(theirs, "head_dim", None) or 8)
     assert shape.tied_head == theirs.tie_word_embeddings and shape.norm_epsilon == theirs.rms_norm_eps
+    scalar = getattr(theirs, "query_pre_attn_scalar", shape.head_dim)
+    assert shape.query_gain == (shape.head_dim / scalar) ** 0.5
     rope = theirs.rope_parameters
     assert shape.rope_theta == rope.get("full_attention", rope)["rope_theta"]
     assert shape.local_theta == rope.get("sliding_attention", {}).get("rope_theta")

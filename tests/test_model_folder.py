@@ -60,10 +60,9 @@ FAMILIES = f"use one of {', '.join(families.FAMILIES)}"
             "layer_types = ['sliding_attention'] does not give each of 8 layers 'full_attention' or "
             "'sliding_attention'" + TAKE,
         ),
-        (
-            {**SLIDING, "use_sliding_window": True, "sliding_window": 16},
-            "sliding_window = 16 is not supported; use a model with 32 or more",
-        ),
+        ({"num_key_value_heads": None}, "num_key_value_heads is missing" + TAKE),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2}}, "rope_scaling beside rope_parameters" + UNKNOWN),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor" + UNKNOWN),
         (
             {"rope_parameters": {"rope_type": "yarn"}},
             "rope_type 'yarn' is not supported; use 'default', 'llama3' or 'linear'",

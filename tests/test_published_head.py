@@ -264,6 +264,8 @@ REFUSED: dict[str, tuple[Callable[[Path], Path], str]] = {
     "width of another target": (changed({"target_hidden_size": 256}), "target_hidden_size = 256 is not supported"),
     "a window": (changed(nested={"layer_types": ["sliding_attention"]}), "layer_types = .* is not supported"),
     "yarn": (changed(nested={"rope_scaling": {"rope_type": "yarn"}}), "rope_type 'yarn' is not supported"),
+    "another family's layer": (changed(nested={"model_type": "mistral", "sliding_window": 64}), "does not have"),
+    "a linear scaling": (changed(nested={"rope_scaling": {"rope_type": "linear", "factor": 2.0}}), "does not have"),
     "half a scaling": (changed(nested={"rope_scaling": {**LLAMA3, "factor": None}}), "factor is missing; "),
     "heads": (changed(nested={"num_attention_heads": 8, "head_dim": 16}),
               "num_attention_heads = 8, and the target's is 4: it is a head for 'ORG/Other-7B', and the target is t"),

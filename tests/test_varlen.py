@@ -19,15 +19,19 @@ LENGTHS = (1, 7, 130, 1, 40)
 HEADS, KV_HEADS, SIZE = 6, 2, 8
 
 
-def stand_in(query: Tensor, key: Tensor, value: Tensor, starts: Tensor) -> Tensor:
-    """What both kernels compute: causal attention between two neighbouring starts, heads shared in order."""
+def stand_in(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, before: int, after: int) -> Tensor:
+    """What both kernels compute: causal attention between two neighbouring starts, to at most so many tokens before a
+    query (-1: all), heads shared in order.
+    """
+    assert after == 0
     assert starts.dtype == torch.int32 and int(starts[0]) == 0 and int(starts[-1]) == len(query)
     out = []
     for start, end in zip(starts.tolist(), starts[1:].tolist(), strict=False):
         q = query[start:end]
         k, v = (x[start:end].repeat_interleave(HEADS // KV_HEADS, 1) for x in (key, value))
         scores = torch.einsum("ihd,jhd->hij", q, k) * SIZE**-0.5
-        hidden = torch.ones(end - start, end - start, dtype=torch.bool).triu(1)
+        shown = torch.ones(end - start, end - start, dtype=torch.bool).tril()
+        hidden = ~(shown if before < 0 else shown.triu(-before))
         out.append(torch.einsum("hij,jhd->ihd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v))
     return torch.cat(out)
 
@@ -38,14 +42,16 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     made: list[str] = []
 
     def flash(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, **rest: Any) -> Any:
+        window = rest.pop("window_size")
         assert rest == {"causal": True, "deterministic": False} and cu_q is cu_k and max_q == max_k == max(LENGTHS)
         made.append("flash-attn")
-        return stand_in(q, k, v, cu_q)
+        return stand_in(q, k, v, cu_q, *window)
 
     def own(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, **rest: Any) -> Any:
-        assert rest == {"window_size": (-1, 0), "enable_gqa": True} and cu_q is cu_k and max_q == max_k == max(LENGTHS)
+        window = rest.pop("window_size")
+        assert rest == {"enable_gqa": True} and cu_q is cu_k and max_q == max_k == max(LENGTHS)
         made.append("torch")
-        return stand_in(q, k, v, cu_q)
+        return stand_in(q, k, v, cu_q, *window)
 
     module = ModuleType("flash_attn")
     module.flash_attn_varlen_func = flash  # type: ignore[attr-defined]
@@ -60,15 +66,16 @@ def batch() -> tuple[Tensor, Tensor]:
     return query, torch.randn(sum(LENGTHS), 2 * KV_HEADS, SIZE, generator=generator, requires_grad=True)
 
 
+@pytest.mark.parametrize("window", [0, 1, 6, 50, 200])
 @pytest.mark.parametrize("kernel", ["flash-attn", "torch"])
 def test_a_kernel_gives_what_the_cpu_gives(
-    kernel: VarlenKernel, calls: list[str], monkeypatch: pytest.MonkeyPatch
+    kernel: VarlenKernel, window: int, calls: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     results = []
     for chosen in (None, kernel):
         monkeypatch.setattr(documents, "varlen_kernel", lambda query, chosen=chosen: chosen)
         query, key_value = batch()
-        mixed = documents.attend_documents(LENGTHS)(0, query, key_value)
+        mixed = documents.attend_documents(LENGTHS, [window])(0, query, key_value)
         mixed.square().sum().backward()
         results.append((mixed.detach(), query.grad, key_value.grad))
     assert calls == [kernel] and results[1][0].shape == (sum(LENGTHS), HEADS * SIZE)

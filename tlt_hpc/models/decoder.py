@@ -15,7 +15,7 @@ from torch import Tensor
 from tlt_hpc.cluster.watch.beat import BEAT
 from tlt_hpc.config import UserError
 from tlt_hpc.models.documents import attend_documents
-from tlt_hpc.models.expert_names import each_expert
+from tlt_hpc.models.expert_names import each_expert, is_expert
 from tlt_hpc.models.layers import Attend, LayerWeights, run_layers, transformer_layer
 from tlt_hpc.models.linear import InvariantLinear, Linear, Norm, refill
 from tlt_hpc.models.mlp import Experts, GatedMlp, Mlp, Stack
@@ -93,7 +93,7 @@ class Decoder:
         """
         slots, finite = dict(self._slots()), dict[str, Tensor]()
         missing = set(slots)
-        for name, tensor in each_expert(weights):
+        for name, tensor, is_cut in _one_by_one(weights, are_cut):
             if name == "lm_head.weight" and self.shape.tied_head:
                 continue
             if name not in slots:
@@ -101,7 +101,7 @@ class Decoder:
                     f"weight {name!r} is not part of a {self.shape.family} decoder of this shape; {TAKE_CONFIG}"
                 )
             cut, target, offset, gain = slots[name]
-            target.copy_((Cut(cut.cut_sizes, ()) if are_cut else cut).take(name, tensor))
+            target.copy_((Cut(cut.cut_sizes, ()) if is_cut else cut).take(name, tensor))
             if offset or gain != 1.0:
                 target.add_(offset).mul_(gain)
             finite[name] = is_finite(target)
@@ -289,6 +289,13 @@ class Decoder:
         yield "mlp.gate.weight", _whole(mlp.router.weight)
         for i, (gate_up, down) in enumerate(zip(mlp.gate_up.weight, mlp.down.weight, strict=True)):
             yield from _mlp_slots(f"mlp.experts.{i}", s.expert_size, inner, gate_up, down)
+
+
+def _one_by_one(weights: Iterable[tuple[str, Tensor]], are_cut: bool) -> Iterator[tuple[str, Tensor, bool]]:
+    """The weights with a tensor for each expert, and whether it is cut: those that came in one for all never are."""
+    for given, tensor in weights:
+        is_cut = are_cut and not is_expert(given)
+        yield from ((name, part, is_cut) for name, part in each_expert([(given, tensor)]))
 
 
 def _whole(tensor: Tensor) -> _Slot:

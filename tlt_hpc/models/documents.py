@@ -77,20 +77,28 @@ def attend_documents(lengths: Sequence[int] | None, windows: Sequence[int] = ())
         # cut at once: every slice of its own would have the backward pass add a gradient as long as the whole batch
         sizes = [run.end - run.start for run in runs]
         queries, key_values = torch.split(query, sizes), torch.split(key_value, sizes)
-        shown = [_within(window, run, query.device) for run in runs]
-        parts = [_attend(q, kv, seen) for q, kv, seen in zip(queries, key_values, shown, strict=True)]
+        each = zip(queries, key_values, (run.shown for run in runs), strict=True)
+        parts = [_attend_near(q, kv, shown, window) for q, kv, shown in each]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     return attend
 
 
-def _within(window: int, run: _Run, device: torch.device) -> Tensor | None:
-    """``run.shown`` without the keys that have left the window."""
-    count = run.end - run.start
+def _attend_near(query: Tensor, key_value: Tensor, shown: Tensor | None, window: int) -> Tensor:
+    """``_attend`` to the last ``window`` positions; of one long document in pieces, so that no mask is n by n."""
+    count = len(query)
     if not window or count <= window:
-        return run.shown
-    shown = torch.ones(count, count, dtype=torch.bool, device=device).tril_() if run.shown is None else run.shown
-    return shown.triu(1 - window)
+        return _attend(query, key_value, shown)
+    if shown is not None:
+        return _attend(query, key_value, shown.triu(1 - window))
+    parts, step = [], max(window, _RUN_TOKENS)
+    for start in range(0, count, step):
+        stop, first = min(start + step, count), max(0, start - window + 1)
+        own = torch.arange(start, stop, device=query.device).unsqueeze(1)
+        keys = torch.arange(first, stop, device=query.device)
+        near = (keys <= own) & (keys > own - window)
+        parts.append(_attend(query[start:stop], key_value[first:stop], near))
+    return torch.cat(parts)
 
 
 def _attend(query: Tensor, key_value: Tensor, shown: Tensor | None) -> Tensor:

@@ -30,6 +30,8 @@ class Family:
     norm_offset: float = 0.0
     """Norms multiply by this plus their weight."""
     activation: str = "silu"
+    query_scalar: float | None = None
+    """Scores are divided by the root of ``query_pre_attn_scalar``, by default this one; None: of the head size."""
     scales_embedding: bool = False
     """Embeddings are multiplied by the root of the width."""
     tied_head: bool = False
@@ -55,6 +57,7 @@ FAMILIES = {
         output_norms=True,
         norm_offset=1.0,
         activation="gelu_pytorch_tanh",
+        query_scalar=256.0,
         scales_embedding=True,
         tied_head=True,
         windows="pattern",

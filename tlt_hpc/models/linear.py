@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tlt_hpc.kernels.dispatch import runs_triton
 from tlt_hpc.kernels.linear import invariant_linear
-from tlt_hpc.kernels.pointwise import add_rms_norm, rms_norm, rms_norm_reference
+from tlt_hpc.kernels.pointwise import add_rms_norm, rms_norm
 
 _LEAST_PACKED = 2**18
 """Elements from which a blocked copy pays: below, its dearer call (13 us against 3) costs more than it saves."""
@@ -150,14 +150,14 @@ class Norm:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [..., H] -> [..., H]."""
-        if self._scaled is not None and self._floor is not None:
+        if self._scaled is not None and self._floor is not None and x.dtype == self.weight.dtype:
             # sqrt(|x|^2 + H epsilon): half the time of rms_norm, which is made of six operations on a CPU
             length = torch.hypot(torch.linalg.vector_norm(x, 2, -1, True), self._floor)
             return torch.mul(x, self._scaled).div_(length)
         if self.weight.dim() == 1 and runs_triton(x) and not torch.is_grad_enabled():  # the kernel has no gradient
             return rms_norm(x, self.weight, self.epsilon)
         if self.weight.dtype != x.dtype:
-            return rms_norm_reference(x, self.weight, self.epsilon)
+            return F.rms_norm(x.to(self.weight.dtype), (x.shape[-1],), None, self.epsilon).mul_(self.weight).to(x.dtype)
         normed = F.rms_norm(x, (x.shape[-1],), self.weight if self.weight.dim() == 1 else None, self.epsilon)
         return normed if self.weight.dim() == 1 else normed * self.weight
 

@@ -78,8 +78,9 @@ class Stack(Linear):
 class Experts(Mlp):
     """The sum of a token's ``num_chosen`` best experts by their probabilities; a row depends on its own input alone.
 
-    Source: Qwen3 (arXiv 2505.09388) section 2; as transformers, the router's logits have the precision of x, and ties
-    go to the first expert. With several ranks each has a part of every expert's inner width, and ``all_reduce`` sums.
+    Source: Qwen3 (arXiv 2505.09388) section 2. As in transformers, the router's logits and the weights have the
+    precision of x; ties go to the first expert. With several ranks each has a part of every expert's inner width, and
+    ``all_reduce`` sums.
     """
 
     def __init__(
@@ -95,12 +96,14 @@ class Experts(Mlp):
         self._num_chosen, self._norms_weights, self._all_reduce = num_chosen, norms_weights, all_reduce
 
     def __call__(self, x: Tensor) -> Tensor:
-        chances = self.router(x).to(torch.promote_types(x.dtype, torch.float32)).softmax(-1)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        chances = self.router(x).to(wide).softmax(-1)
         best = chances.sort(stable=True, dim=-1, descending=True)
         weights, experts = best.values[:, : self._num_chosen], best.indices[:, : self._num_chosen]
         if self._norms_weights:
             total = reduce(torch.add, weights.unbind(1))  # in order: a sum over them may depend on T
             weights = weights / total.unsqueeze(1)
+        weights = weights.to(x.dtype).to(wide)
         order = sort_by_expert(experts, len(self.gate_up.weight))
         inner = gated(expert_linear(x, self.gate_up.weight, order, self._num_chosen), "silu")
         mixed = mix(expert_linear(inner, self.down.weight, order, 1), weights)

@@ -6,7 +6,7 @@ Flat in the layout of SGLang, vLLM and EAGLE's reference; nested in that of vLLM
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tlt_hpc.config import UserError
@@ -65,6 +65,10 @@ def head_config(config: Mapping[str, Any], target: ModelShape, target_name: str)
         shape = shape_from(settings, "config.json")
     except ValueError as error:
         raise refused(str(error).rpartition("; ")[0]) from None
+    plain = replace(shape, activation="silu", norm_offset=0.0, output_norms=False, embedding_scale=1.0, query_gain=1.0)
+    linear = shape.rope_scaling is not None and shape.rope_scaling["rope_type"] != "llama3"
+    if plain != shape or any(shape.windows) or shape.num_experts or linear:
+        raise refused(f"model_type = {shape.family!r:.80} with layers that a drafter here does not have")
     _check_target(shape, target, f"{origin_of(config)}, and the target is {target_name}")
     _check_features(config, nested, target)
     return HeadConfig(shape, _norm_before_residual(config), config.get("draft_vocab_size"))

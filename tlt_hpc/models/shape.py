@@ -17,8 +17,6 @@ TAKE_CONFIG = "take the config.json that came with the weights"
 _MOST = 2**31 - 1
 """Largest size: kernels count in 32 bits."""
 _LLAMA3 = "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"
-MIN_WINDOW = 32
-"""Shortest sliding window: a draft tree has no longer path, so a draft sees all drafts before it."""
 
 
 @dataclass(frozen=True)
@@ -170,7 +168,7 @@ def shape_from(raw: dict[str, Any], origin: str) -> ModelShape:
     _refuse_features(raw, family, origin)
     count = partial(_number, raw, origin)
     hidden_size, num_heads, num_layers = count("hidden_size"), count("num_attention_heads"), count("num_hidden_layers")
-    num_kv_heads = count("num_key_value_heads", num_heads)
+    num_kv_heads = count("num_key_value_heads")
     if num_heads % num_kv_heads:
         raise ValueError(
             f"{origin}: num_attention_heads = {num_heads} is not divisible by num_key_value_heads = {num_kv_heads}; "
@@ -183,7 +181,9 @@ def shape_from(raw: dict[str, Any], origin: str) -> ModelShape:
         )
     head_dim = count("head_dim", family.head_dim or hidden_size // num_heads)
     eos, attention_bias = raw.get("eos_token_id"), bool(raw.get("attention_bias"))
-    tied, scalar = raw.get("tie_word_embeddings"), _number(raw, origin, "query_pre_attn_scalar", head_dim, float)
+    tied, gain = raw.get("tie_word_embeddings"), 1.0
+    if family.query_scalar is not None:
+        gain = (head_dim / _number(raw, origin, "query_pre_attn_scalar", family.query_scalar, float)) ** 0.5
     return ModelShape(
         family=name,
         vocab_size=count("vocab_size"),
@@ -204,7 +204,7 @@ def shape_from(raw: dict[str, Any], origin: str) -> ModelShape:
         norm_offset=family.norm_offset,
         activation=family.activation,
         embedding_scale=hidden_size**0.5 if family.scales_embedding else 1.0,
-        query_gain=(head_dim / scalar) ** 0.5 if family.head_norm else 1.0,
+        query_gain=gain,
         **_rotation(raw, family, origin),
         **_windows(raw, family, num_layers, origin),
         **(_experts(raw, origin) if family.experts else {}),
@@ -224,20 +224,17 @@ def _windows(raw: dict[str, Any], family: Family, num_layers: int, origin: str) 
         first = num_layers if family.windows == "none" else first
         full = [layer < first or (every > 0 and (layer + 1) % every == 0) for layer in range(num_layers)]
         kinds = ["full_attention" if each else "sliding_attention" for each in full]
+    if (raw.get("layer_types") or kinds) != kinds:  # transformers does not read it here
+        raise ValueError(f"{origin}: layer_types with other windows than the family's is not supported; {TAKE_CONFIG}")
     if not isinstance(kinds, list) or len(kinds) != num_layers or set(kinds) - {"sliding_attention", "full_attention"}:
         raise ValueError(
             f"{origin}: layer_types = {kinds!r:.80} does not give each of {num_layers} layers 'full_attention' or "
             f"'sliding_attention'; {TAKE_CONFIG}"
         )
-    if raw.get("layer_types") not in (None, kinds):  # transformers does not read it here
-        raise ValueError(f"{origin}: layer_types with other windows than the family's is not supported; {TAKE_CONFIG}")
     local = tuple(kind == "sliding_attention" for kind in kinds)
     if not any(local):
         return {}
-    window = _number(raw, origin, "sliding_window", family.default_window)
-    if window < MIN_WINDOW:
-        raise ValueError(f"{origin}: sliding_window = {window} is not supported; use a model with {MIN_WINDOW} or more")
-    return {"window": window, "local_layers": local}
+    return {"window": _number(raw, origin, "sliding_window", family.default_window), "local_layers": local}
 
 
 def _experts(raw: dict[str, Any], origin: str) -> dict[str, Any]:
@@ -247,7 +244,7 @@ def _experts(raw: dict[str, Any], origin: str) -> dict[str, Any]:
             f"{origin}: layers without experts among those with them (mlp_only_layers, decoder_sparse_step) are not "
             "supported; use a model whose layers all have experts"
         )
-    named = "num_local_experts" if "num_local_experts" in raw else "num_experts"  # transformers 5 writes the former
+    named = "num_local_experts" if raw.get("num_local_experts") else "num_experts"  # transformers 5 writes the former
     num_experts, chosen = _number(raw, origin, named), _number(raw, origin, "num_experts_per_tok")
     if chosen > num_experts:
         raise ValueError(f"{origin}: num_experts_per_tok = {chosen} of {named} = {num_experts}; {TAKE_CONFIG}")
@@ -278,6 +275,8 @@ def _refuse_features(raw: dict[str, Any], family: Family, origin: str) -> None:
     for found, what in (
         (raw.get("use_sliding_window") and family.windows == "none", "a sliding window in this family"),
         (raw.get("mlp_bias"), "mlp_bias = true"),
+        (raw.get("partial_rotary_factor") not in (None, 1), "partial_rotary_factor"),
+        (raw.get("rope_scaling") and raw.get("rope_parameters"), "rope_scaling beside rope_parameters"),
         (raw.get("attention_out_bias"), "attention_out_bias = true"),
         (family.qkv_bias and raw.get("attention_bias") is False, "attention_bias = false in this family"),
         (family.qkv_bias is False and raw.get("attention_bias"), "attention_bias = true in this family"),
@@ -295,13 +294,16 @@ def _rotation(raw: dict[str, Any], family: Family, origin: str) -> dict[str, Any
     parameters = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     local = None
     if family.local_theta is not None:
-        parts = parameters if isinstance(parameters, dict) and "full_attention" in parameters else {}
+        is_split = isinstance(parameters, dict) and {"full_attention", "sliding_attention"} & parameters.keys()
+        parts = parameters if is_split else {}
         local = parts.get("sliding_attention") or {}
         parameters = parts.get("full_attention") or {} if parts else parameters
     if not isinstance(parameters, dict) or not isinstance(local or {}, dict):
         raise ValueError(f"{origin}: rope_scaling = {parameters!r:.80} is no object; {TAKE_CONFIG}")
     kind = parameters.get("rope_type", parameters.get("type", "default"))
-    if kind not in ("default", "llama3", "linear") or (local or {}).get("rope_type", "default") != "default":
+    if (local or {}).get("rope_type", "default") != "default":
+        raise ValueError(f"{origin}: a rope_type for layers with a window is not supported; use 'default'")
+    if kind not in ("default", "llama3", "linear"):
         raise ValueError(f"{origin}: rope_type {kind!r:.80} is not supported; use 'default', 'llama3' or 'linear'")
     for key in {"linear": ("factor",), "llama3": _LLAMA3}.get(kind, ()):
         _number(parameters, origin, key, kind=float)

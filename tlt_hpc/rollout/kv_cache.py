@@ -186,7 +186,7 @@ class Seen:
     def by(self, owner: Tensor, base: Tensor, offsets: Tensor, window: int = 0) -> Tensor:
         """Whether queries of rows ``owner`` [e] see the positions from ``base`` [e] on -> [e, n, S].
 
-        With a ``window`` they see as many positions, their own included; the whole of a tree's path, which is shorter.
+        With a ``window`` they see as many positions, their own included.
         """
         keys = (base.unsqueeze(1) + offsets).unsqueeze(1)
         if self.ancestors is None or self.committed is None:
@@ -194,12 +194,15 @@ class Seen:
             return (keys <= own) & (keys > own - window) if window else keys <= own
         committed = self.committed[owner].view(-1, 1, 1)
         node, ancestors = keys - committed, self.ancestors[owner]
-        count = ancestors.shape[2]
-        index = node.clamp(0, count - 1).expand(-1, self.positions.shape[1], -1)
-        before = node < 0
-        if window:  # a node's position is counted along its path, of which it is the last
-            before = before & (keys > committed + ancestors.sum(2, keepdim=True) - 1 - window)
-        return before | ((node >= 0) & (node < count) & ancestors.gather(2, index))
+        n, count = ancestors.shape[1:]
+        index = node.clamp(0, count - 1).expand(-1, n, -1)
+        before, on_path = node < 0, (node >= 0) & (node < count) & ancestors.gather(2, index)
+        if window:  # a node's place is counted along its path, of which it is the last
+            assert n == count, "the queries of a pass are the tree's nodes"
+            place = ancestors.sum(2, keepdim=True) - 1
+            before = before & (keys > committed + place - window)
+            on_path &= place - place.transpose(1, 2).expand(-1, n, -1).gather(2, index) < window
+        return before | on_path
 
 
 @dataclass(frozen=True)
@@ -313,7 +316,7 @@ class HostPagedCache(PagedCache):
         assert layout is not None
         count, num_columns = seen.positions.shape
         offsets = self._offsets[: self._num_read(layout, seen.positions)]
-        windows = set(self._windows) if only_layer is None else {self._windows[only_layer]}
+        windows = set(self._windows[: self._num_target_layers] if only_layer is None else [self._windows[only_layer]])
         hidden = {window: self._hidden_pages(layout, seen, offsets, window) for window in windows}
         write = self._entries(self.slots(seen.positions, tables).flatten()).view(count, num_columns, -1)
         return [

@@ -2,7 +2,8 @@
 
 Each expert's pairs are taken in tiles of TOKENS; an upper bound of the number of tiles is known without the choice, and
 programs beyond the last tile end at once. The inner dimension is summed by the matrix unit in steps of INNER, in order.
-Weights are the left factor: the number of pairs changes the width of the instruction, not what it sums.
+Weights are the left factor: the number of pairs changes the width of the instruction, not what it sums (as compiled;
+not yet compared on a GPU).
 Shapes: as in ``kernels.experts``.
 """
 
@@ -16,9 +17,9 @@ from torch import Tensor
 _INNER, _ROWS = 64, 64
 
 
-@triton.jit(do_not_specialize=["num_pairs"])
+@triton.jit
 def _multiply_experts(
-    x, weight, pairs, ends, tile_ends, out, num_pairs, num_shared, num_experts, N, K, x_stride,
+    x, weight, pairs, ends, tile_ends, out, num_shared, num_experts, N, K, x_stride,
     ROWS: tl.constexpr, TOKENS: tl.constexpr, INNER: tl.constexpr, EXPERTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
@@ -57,7 +58,7 @@ def expert_linear(x: Tensor, weight: Tensor, pairs: Tensor, ends: Tensor, num_sh
     tile_ends = ((counts + tokens - 1) // tokens).cumsum(0)
     most = min(num_pairs, num_pairs // tokens + num_experts)
     _multiply_experts[(most, triton.cdiv(N, _ROWS))](
-        x, weight, pairs, ends, tile_ends, out, num_pairs, num_shared, num_experts, N, K, x.stride(0),
+        x, weight, pairs, ends, tile_ends, out, num_shared, num_experts, N, K, x.stride(0),
         _ROWS, tokens, _INNER, triton.next_power_of_2(num_experts), "ieee" if x.dtype == torch.float32 else "tf32",
         num_warps=4, num_stages=3, enable_fp_fusion=False,
     )  # fmt: skip

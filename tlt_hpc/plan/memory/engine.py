@@ -130,7 +130,7 @@ def _pages_read(situation: Situation) -> int:
     slots *= situation.config.rollout.page_size
     widest = max(strategy.widest_pass for strategy in strategies(situation))
     per_group = shape.num_heads // shape.num_kv_heads
-    masks = widest * (2 + per_group) * situation.decoding_item
+    masks = widest * (2 + per_group) * situation.decoding_item * len(set(shape.windows))
     return slots * (2 * shape.num_kv_heads * shape.head_dim * situation.decoding_item + masks)
 
 
@@ -158,7 +158,8 @@ def _rows(situation: Situation) -> int:
 def _angles(situation: Situation) -> int:
     """Rotary tables of the decoder and of both drafters; the table of the drafter in training is whole."""
     own = _table(situation, situation.part)
-    return 2 * own + _table(situation, situation.shape) if situation.learns_drafting else own
+    target = own * (2 if situation.shape.local_theta and any(situation.shape.local_layers) else 1)
+    return target + own + _table(situation, situation.shape) if situation.learns_drafting else target
 
 
 def _table(situation: Situation, s: ModelShape) -> int:

@@ -61,7 +61,7 @@ _SUFFIXES = ("-Instruct", "-Base", "-it", "-pt")
 def named_shape(name: str) -> ModelShape | None:
     """The shape of a model of this name; None where it is not known."""
     for suffix in _SUFFIXES:
-        name = name.removesuffix(suffix)
+        name = name.replace(suffix, "")
     listed = {key: dict(zip(_FIELDS, values, strict=True)) for key, values in _KNOWN.items()} | _WITH_MORE
     known = {key.lower(): values for key, values in listed.items()}.get(name.lower())
     return None if known is None else shape_from(known, name)

@@ -125,11 +125,13 @@ def _offloaded(state: TrainingState, situation: Situation) -> TrainingState:
 
 
 def _head_reduction(situation: Situation) -> dict[str, int]:
-    """The gradient of the head (if tied, the embedding's) while it is reduced, if it exceeds a bucket.
+    """The largest gradient, mostly the head's (if tied, the embedding's), while it is reduced, if it exceeds a bucket.
 
     In half precision a float32 copy of it is sent while the backward pass continues with the layers.
     """
-    count = 0 if situation.frozen_parameters else situation.shape.vocab_size * situation.shape.hidden_size
+    shape = situation.shape
+    largest = max(shape.vocab_size * shape.hidden_size, *_mlp_matrices(shape))
+    count = 0 if situation.frozen_parameters else largest
     size = situation.item + (4 if situation.item == 2 else 0)
     return {"head's gradient": count * size if count > BUCKET_ELEMENTS else 0}
 
