@@ -154,6 +154,18 @@ FAMILIES = {
     "qwen3-biased": {"model_type": "qwen3", "attention_bias": True},
     "llama": {"model_type": "llama"},
     "llama-biased": {"model_type": "llama", "attention_bias": True},
+    "mistral": {"model_type": "mistral", "sliding_window": 9},
+    "gemma3": {
+        "model_type": "gemma3_text",
+        "sliding_window": 3,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "experts": {
+        "model_type": "qwen3_moe",
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+    },
 }
 families = pytest.mark.parametrize("family", FAMILIES)
 PAGES_OF_16 = [[3, 0, 9, 1], [8, 2, 6, 4], [12, 7, 5, 11]]
@@ -250,8 +262,9 @@ def test_fused_layers_say_what_plain_ones_say(family, monkeypatch, fused_calls):
 
 @needs_interpreter
 @pytest.mark.filterwarnings("ignore:divide by zero")
-def test_fused_layers_by_the_triton_programs(fused_calls):
-    models = random_models("qwen3-biased", torch.float32)
+@pytest.mark.parametrize("family", ["qwen3-biased", "gemma3", "experts"])
+def test_fused_layers_by_the_triton_programs(family, fused_calls):
+    models = random_models(family, torch.float32)
     wanted = all_passes(models, plainly, 9)
     with interpreted():
         fused = all_passes(models, length=9)

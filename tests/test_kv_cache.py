@@ -1,6 +1,7 @@
 """Both paged caches against attention over plain dense tensors: pages anywhere, shared, gathered, moved."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -49,9 +50,9 @@ def pools(cache):
     return [cache._pool] if isinstance(cache, HostPagedCache) else [cache._keys, cache._values]
 
 
-def filled(kind, tables, dense, size, num_pages):
+def filled(kind, tables, dense, size, num_pages, shape=SHAPE):
     """A cache that holds the dense rows in pages ``tables``, written in a pass of its own for each row."""
-    cache = kind(SHAPE, PoolSizes(num_pages, size, len(tables), num_pages * size), torch.float32, CPU)
+    cache = kind(shape, PoolSizes(num_pages, size, len(tables), num_pages * size), torch.float32, CPU)
     for pool in pools(cache):
         pool.fill_(1e4)  # what a page's former owner left
     for row, table in enumerate(tables):
@@ -82,16 +83,18 @@ def random_rows(source, size, width):
 
 
 @both
+@pytest.mark.parametrize("window", [0, 1, 3, 12])
 @pytest.mark.parametrize("seed", range(8))
-def test_attention_is_that_over_dense_tensors(kind, seed):
+def test_attention_is_that_over_dense_tensors(kind, seed, window):
     """Chains, the same step by step, and trees, over rows of all lengths whose pages are anywhere and partly shared."""
+    shape = replace(SHAPE, window=window, local_layers=(True, True)) if window else SHAPE
     source, width = random.Random(seed), 6
     size = source.choice([4, 16, 64])
     tables, kv = random_rows(source, size, width)
     dense, held = Dense([]), Dense([])
     dense.kv, held.kv = kv, [row[:-width] for row in kv]
     lengths = [len(row) for row in held.kv]
-    cache = filled(kind, tables, held, size, 160)
+    cache = filled(kind, tables, held, size, 160, shape)
     layout = cache.layout(tables, max(map(max, tables)) + 1)
     query, new = torch.randn(len(kv), width, G * R, D), torch.stack([row[-width:] for row in kv])
     flat = query.flatten(0, 1), new.flatten(0, 1)
@@ -106,10 +109,12 @@ def test_attention_is_that_over_dense_tensors(kind, seed):
     torch.testing.assert_close(torch.stack(steps, 1), chain, atol=1e-5, rtol=1e-5)
     for row, length in enumerate(lengths):
         for i in range(width):
-            wanted = dense.attend(row, query[row, i], range(length + i + 1))
+            wanted = dense.attend(row, query[row, i], range(length + i + 1)[-window:])
             torch.testing.assert_close(chain[row, i], wanted, atol=1e-5, rtol=1e-5)
             seen = [*range(length), *(length + j for j in drafts.ancestors[row, i].nonzero().flatten().tolist())]
-            torch.testing.assert_close(branched[row, i], dense.attend(row, query[row, i], seen), atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(
+                branched[row, i], dense.attend(row, query[row, i], seen[-window:]), atol=1e-5, rtol=1e-5
+            )
 
 
 @both
