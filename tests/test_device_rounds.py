@@ -287,7 +287,7 @@ def test_nothing_that_graphs_read_moves(size, form):
         return {path: at for path, at in held.items() if not any(name in path for name in derived)}
 
     before = places()
-    assert len(before) > 40 and any("_packed.layer.down." in path for path in before)
+    assert len(before) > 40 and any("_packed.layer.mlp.down." in path for path in before)
     generate(engine, REQUESTS[::2])
     engine.load_policy(folder_weights(embedded_folder()), 1)
     other = make_drafter(engine.decoder.shape, 1, torch.float32, CPU, engine.drafter.token_ids)

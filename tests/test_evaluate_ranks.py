@@ -63,8 +63,8 @@ def test_ranks_of_a_replica_load_their_parts_and_agree_on_the_fingerprint(monkey
     weights["model.norm.weight"] = weights["model.norm.weight"] * 1.01
     assert first != fingerprint_of(weights.items(), shape.tied_head)
     for number, layer in enumerate(embedded_decoder().layers):
-        halves = [decoder.layers[number].down.weight for decoder in (one, other)]
-        assert torch.equal(torch.cat(halves, 1), layer.down.weight)
+        halves = [decoder.layers[number].mlp.down.weight for decoder in (one, other)]
+        assert torch.equal(torch.cat(halves, 1), layer.mlp.down.weight)
 
 
 def test_other_files_on_another_node_are_refused_on_all_ranks(tmp_path):

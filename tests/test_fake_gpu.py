@@ -196,7 +196,7 @@ def test_what_a_graph_cannot_hold_is_seen(gpu, name, monkeypatch):
 STALE = {
     "a weight moved": (lambda engine: engine.decoder.layers[0].post_norm, "weight"),
     "the pages moved": (lambda engine: engine._cache, "_keys"),
-    "the drafter's packed weights moved": (lambda engine: engine.drafter._packed.layer.gate_up, "_transposed"),
+    "the drafter's packed weights moved": (lambda engine: engine.drafter._packed.layer.mlp.gate_up, "_transposed"),
     "the drafter's chances moved": (lambda engine: engine._learned.chances, "_hits"),
     "the rows' lengths moved": (lambda engine: engine._rows, "lengths"),
     "a number changed": (lambda engine: engine._noise, "vocab_size"),

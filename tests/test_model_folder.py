@@ -61,7 +61,7 @@ FAMILIES = f"use one of {', '.join(families.FAMILIES)}"
             "'sliding_attention'" + TAKE,
         ),
         ({"num_key_value_heads": None}, "num_key_value_heads is missing" + TAKE),
-        ({"rope_scaling": {"rope_type": "linear", "factor": 2}}, "rope_scaling beside rope_parameters" + UNKNOWN),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2}}, "rope_scaling beside other rope_parameters" + UNKNOWN),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor" + UNKNOWN),
         (
             {"rope_parameters": {"rope_type": "yarn"}},

@@ -140,7 +140,9 @@ def test_a_folder_gives_a_rank_the_part_that_whole_weights_would() -> None:
         by_part.load(folder_weights(embedded_folder(), by_part.weight_cuts()), 0, are_cut=True)
         by_whole.load(folder_weights(embedded_folder()), 0)
         for mine, other in zip(by_part.layers, by_whole.layers, strict=True):
-            assert torch.equal(mine.qkv.weight, other.qkv.weight) and torch.equal(mine.down.weight, other.down.weight)
+            assert torch.equal(mine.qkv.weight, other.qkv.weight) and torch.equal(
+                mine.mlp.down.weight, other.mlp.down.weight
+            )
             assert torch.equal(mine.output.weight, other.output.weight)
         cut = by_part.weight_cuts()["model.layers.0.mlp.down_proj.weight"]
         assert cut.slices[1] == slice(index * 128, index * 128 + 128)

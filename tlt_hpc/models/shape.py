@@ -276,7 +276,7 @@ def _refuse_features(raw: dict[str, Any], family: Family, origin: str) -> None:
         (raw.get("use_sliding_window") and family.windows == "none", "a sliding window in this family"),
         (raw.get("mlp_bias"), "mlp_bias = true"),
         (raw.get("partial_rotary_factor") not in (None, 1), "partial_rotary_factor"),
-        (raw.get("rope_scaling") and raw.get("rope_parameters"), "rope_scaling beside rope_parameters"),
+        (_scalings_differ(raw), "rope_scaling beside other rope_parameters"),
         (raw.get("attention_out_bias"), "attention_out_bias = true"),
         (family.qkv_bias and raw.get("attention_bias") is False, "attention_bias = false in this family"),
         (family.qkv_bias is False and raw.get("attention_bias"), "attention_bias = true in this family"),
@@ -287,6 +287,15 @@ def _refuse_features(raw: dict[str, Any], family: Family, origin: str) -> None:
     ):
         if found:
             raise ValueError(f"{origin}: {what} is not supported; use a model without it")
+
+
+def _scalings_differ(raw: dict[str, Any]) -> bool:
+    """Whether the older and the newer key are both there and say two things."""
+    given = [one for one in (raw.get("rope_scaling"), raw.get("rope_parameters")) if isinstance(one, dict) and one]
+    if len(given) < 2:
+        return False
+    older, newer = ({key: value for key, value in one.items() if key not in ("rope_theta", "type")} for one in given)
+    return {"rope_type": given[0].get("type"), **older} != newer
 
 
 def _rotation(raw: dict[str, Any], family: Family, origin: str) -> dict[str, Any]:

@@ -220,9 +220,7 @@ def _testify(start: str, host: str, folder: Path | None, ended: int, watched: Se
     if (own and own.ending) or any(_says_why(record) for record in records if record.rank not in watched):
         return
     # a busy rank may not have written its status yet
-    name, place = (
-        (own.name, f"last seen in {own.place}") if own else (f"rank {ended} on {host}", "not seen anywhere yet")
-    )
+    name, place = own.name if own else f"rank {ended} on {host}", f"last seen in {own.place}" if own else "not seen yet"
     also = "; the cause may also be a node that was lost" * (len({record.host for record in records}) > 1)
     line = f"{name} was killed or crashed, {place}{also}"
     with suppress(OSError):  # no room for it: the next start names no rank
