@@ -215,13 +215,12 @@ def _windows(raw: dict[str, Any], family: Family, num_layers: int, origin: str) 
     """The sliding window, and which layers have it, by the same rules as transformers."""
     window = raw.get("sliding_window", family.default_window)
     kinds = raw.get("layer_types") if family.windows in ("upper", "pattern") else None
-    if window is None or (family.windows == "upper" and not raw.get("use_sliding_window")):
+    is_off = family.windows == "none" or (family.windows == "upper" and not raw.get("use_sliding_window"))
+    if window is None or is_off:
         kinds = ["full_attention"] * num_layers
     elif kinds is None:
         first = _number(raw, origin, "max_window_layers", 28, minimum=0) if family.windows == "upper" else 0
         every = _number(raw, origin, "sliding_window_pattern", 6) if family.windows == "pattern" else 0
-        # without a rule of their own, no layer is at or above the first
-        first = num_layers if family.windows == "none" else first
         full = [layer < first or (every > 0 and (layer + 1) % every == 0) for layer in range(num_layers)]
         kinds = ["full_attention" if each else "sliding_attention" for each in full]
     if (raw.get("layer_types") or kinds) != kinds:  # transformers does not read it here
