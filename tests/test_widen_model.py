@@ -1,0 +1,99 @@
+"""``tools/widen_model.py``: the wide model's logits are the source's, for transformers and for the decoder."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
+
+import random_models
+import widen_model
+
+from tlt_hpc.models.decoder import Decoder
+from tlt_hpc.models.folder import folder_weights
+from tlt_hpc.models.shape import read_shape
+from tlt_hpc.models.tokenizer import embedded, load_tokenizer
+from tlt_hpc.models.weight_files import check_weights
+
+CPU = torch.device("cpu")
+WIDE = {**widen_model.SIZES["7B"], "hidden_size": 180, "intermediate_size": 224, "vocab_size": 130}
+WIDE |= {"num_attention_heads": 15, "num_key_value_heads": 3}
+PLAIN_LLAMA = {"tie_word_embeddings": True, "rms_norm_eps": 1e-2}
+TOKENS = torch.randint(0, random_models.NUM_TOKENS, (2, 80), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(params=["tied llama", *widen_model.FAMILIES])
+def source(request, tmp_path, monkeypatch) -> Path:
+    """The folder of a random model, in several files."""
+    family = request.param.split()[-1]
+    if family != request.param:
+        monkeypatch.setitem(random_models.FAMILIES, family, PLAIN_LLAMA)
+    random_models.random_model(family).save_pretrained(tmp_path / "source", max_shard_size="100KB")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(embedded("tiny") / name, tmp_path / "source" / name)
+    return tmp_path / "source"
+
+
+def logits(folder: Path) -> torch.Tensor:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
+    with torch.no_grad():
+        found: torch.Tensor = model(TOKENS).logits
+    return found
+
+
+def test_the_wide_model_computes_the_same_function(source, tmp_path):
+    wide = tmp_path / "wide"
+    widen_model.widen(source, wide, WIDE, torch.float32)
+    expected, found = logits(source), logits(wide)
+    assert expected.std() > 0.3
+    torch.testing.assert_close(found[..., : random_models.NUM_TOKENS], expected, atol=1e-5, rtol=1e-5)
+    assert not found[..., random_models.NUM_TOKENS :].any() and found.shape[-1] == WIDE["vocab_size"]
+
+    shape = read_shape(wide)
+    check_weights(wide, shape)
+    assert load_tokenizer(wide).get_vocab() == load_tokenizer(source).get_vocab()
+    assert shape.num_parameters == sum(tensor.numel() for _, tensor in folder_weights(wide))
+    assert len(list(wide.glob("*.safetensors"))) == shape.num_layers + 1
+    decoder = Decoder(shape, torch.float32, CPU)
+    decoder.load(folder_weights(wide), 0)
+    decoded = decoder.reference_logits(TOKENS[0], TOKENS.shape[1])
+    torch.testing.assert_close(decoded[:, : random_models.NUM_TOKENS], expected[0], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3_text"])
+def test_other_families_are_refused(family, tmp_path):
+    random_models.random_model(family).save_pretrained(tmp_path / "source")
+    with pytest.raises(ValueError, match=f"of the family {family}; use a model of llama"):
+        widen_model.widen(tmp_path / "source", tmp_path / "wide", WIDE, torch.float32)
+    assert not (tmp_path / "wide").exists()
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"hidden_size": 48},
+        {"intermediate_size": 64},
+        {"num_attention_heads": 4, "num_key_value_heads": 4},  # one query head to a key head, where the source has two
+        {"vocab_size": 90},
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(sizes, tmp_path):
+    random_models.random_model("llama").save_pretrained(tmp_path / "source")
+    with pytest.raises(ValueError, match="do not fit into"):
+        widen_model.widen(tmp_path / "source", tmp_path / "wide", WIDE | sizes, torch.float32)
+    assert not (tmp_path / "wide").exists()
+
+
+def test_weights_without_a_place_are_refused(tmp_path):
+    random_models.random_model("llama").save_pretrained(tmp_path / "source")  # with biases
+    config = tmp_path / "source" / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "attention_bias": False}))
+    with pytest.raises(ValueError, match="94 weights, not 66"):
+        widen_model.widen(tmp_path / "source", tmp_path / "wide", WIDE, torch.float32)
