@@ -60,6 +60,25 @@ def test_a_torn_line_is_reported_and_the_others_are_read(tmp_path: Path, torn: s
     assert found == [ENVIRONMENT] * 2 and len(problems) == 1, "the next line is whole"
 
 
+def test_a_line_that_fails_leaves_the_file_as_it_was(tmp_path: Path) -> None:
+    """Also one of which a part is on the disk: the file's limit cuts it off there."""
+    path = tmp_path / "environment.jsonl"
+    add_environment(path, ENVIRONMENT)
+    before = path.read_bytes()
+    code = f"""
+import resource, signal, sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from test_environment import ENVIRONMENT, add_environment
+from pathlib import Path
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, ({len(before) + 20}, resource.RLIM_INFINITY))
+add_environment(Path({str(path)!r}), ENVIRONMENT)
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and "WriteError" in done.stderr and str(path) in done.stderr
+    assert path.read_bytes() == before
+
+
 def test_ranks_of_a_host_share_its_cores_and_gpus() -> None:
     places = [RankPlace(host, "EPYC", frozenset(cores), 8, "H100" if gpu else "", gpu) for host, cores, gpu in (
         ("b", {0}, "GPU-1"), ("a", {0}, ""), ("b", {0, 1}, "GPU-1"), ("b", {1, 2}, "GPU-2")

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -155,7 +156,7 @@ def add_json_line(path: Path, tree: Any) -> None:
     """Add a line in one write, durably; a last line that was cut off is left as it is, on a line of its own.
 
     Raises:
-        WriteError: no room or no permission.
+        WriteError: no room or no permission; the file is as before.
     """
     line = json.dumps(tree).encode() + b"\n"
     try:
@@ -163,9 +164,14 @@ def add_json_line(path: Path, tree: Any) -> None:
             if end := file.seek(0, os.SEEK_END):
                 file.seek(end - 1)
                 line = line if file.read(1) == b"\n" else b"\n" + line
-            if (file.write(line) or 0) < len(line):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            os.fsync(file.fileno())
+            try:
+                if (file.write(line) or 0) < len(line):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                os.fsync(file.fileno())
+            except OSError:
+                with suppress(OSError):  # the first error is told; readers leave out a part of a line
+                    file.truncate(end)
+                raise
     except OSError as error:
         raise WriteError(path, error) from error
 
