@@ -17,13 +17,15 @@ import random_models
 import widen_model
 
 from tlt_hpc.models.decoder import Decoder
+from tlt_hpc.models.documents import attend_documents
+from tlt_hpc.models.drafter_file import load_drafter
 from tlt_hpc.models.folder import folder_weights
 from tlt_hpc.models.shape import read_shape
 from tlt_hpc.models.tokenizer import embedded, load_tokenizer
 from tlt_hpc.models.weight_files import check_weights
 
 CPU = torch.device("cpu")
-WIDE = {**widen_model.SIZES["7B"], "hidden_size": 180, "intermediate_size": 224, "vocab_size": 130}
+WIDE = {"hidden_size": 180, "intermediate_size": 224, "vocab_size": 130, "num_hidden_layers": 9}
 WIDE |= {"num_attention_heads": 15, "num_key_value_heads": 3}
 PLAIN_LLAMA = {"tie_word_embeddings": True, "rms_norm_eps": 1e-2}
 TOKENS = torch.randint(0, random_models.NUM_TOKENS, (2, 80), generator=torch.Generator().manual_seed(1))
@@ -97,3 +99,26 @@ def test_weights_without_a_place_are_refused(tmp_path):
     config.write_text(json.dumps({**json.loads(config.read_text()), "attention_bias": False}))
     with pytest.raises(ValueError, match="94 weights, not 66"):
         widen_model.widen(tmp_path / "source", tmp_path / "wide", WIDE, torch.float32)
+
+
+def test_the_wide_drafter_computes_the_same_function(tmp_path):
+    source, wide = embedded("tiny"), tmp_path / "wide"
+    widen_model.widen(
+        source,
+        wide,
+        WIDE | {"num_attention_heads": 12, "intermediate_size": 288, "num_hidden_layers": 10},
+        torch.float32,
+    )
+    widen_model.widen_drafter("embedded:tiny", read_shape(source), wide, torch.float32)
+    found, generator = [], torch.Generator().manual_seed(1)
+    tokens, states = torch.arange(20), torch.randn(20, 128, generator=generator)
+    for folder, place in ((source, "embedded:tiny"), (wide, str(wide / "drafter"))):
+        decoder = Decoder(read_shape(folder), torch.float32, CPU)
+        decoder.load(folder_weights(folder), 0)
+        width = decoder.shape.hidden_size
+        given = torch.zeros(20, width)
+        given[:, :128] = states
+        drafter = load_drafter(place, decoder, "here")
+        found.append(drafter(decoder.embedding[tokens], given, torch.arange(20), attend_documents([20])))
+    torch.testing.assert_close(found[1][:, :128], found[0], atol=1e-5, rtol=1e-5)
+    assert not found[1][:, 128:].any() and found[0].std() > 0.3
