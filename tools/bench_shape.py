@@ -119,8 +119,11 @@ def measure(decoder: Decoder, batch: int, prompt: int, response: int, repeats: i
     engine, seconds = make_engine(decoder, batch, prompt, response), []
     for repeat in range(repeats + 1):
         engine.submit(requests(decoder, batch, prompt, repeat))
-        engine.step()  # the prompts are read here
+        while engine.has_waiting:
+            engine.step()
         engine.take_counts()
+        if decoder.device.type == "cuda":
+            torch.cuda.synchronize(decoder.device)
         start = time.perf_counter()
         while engine.has_work:
             engine.step()

@@ -5,8 +5,10 @@ All graphs of a pool share the memory of their intermediates, so only one of the
 
 from __future__ import annotations
 
+import gc
 import inspect
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -133,9 +135,21 @@ class GraphPool:
         # thread_local: the thread that drives MPI may call CUDA meanwhile
         checked = {"check_input_liveness": True} if self.checks_inputs and _CAN_CHECK else {}
         capture = torch.cuda.graph(graph, pool=self._memory, stream=side, capture_error_mode="thread_local", **checked)
-        with torch.inference_mode(), capture:
+        with torch.inference_mode(), _without_collection(), capture:
             outputs = tuple(function(*static))
         return graph, outputs
+
+
+@contextmanager
+def _without_collection() -> Iterator[None]:
+    """No garbage collection meanwhile: one that destroys a graph ends the capture that is under way."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def _used_bytes(device: torch.device) -> int:

@@ -20,7 +20,7 @@ _MOST_HEAD = 256
 """Largest head of FlashAttention 2."""
 _LEAST_CAPABILITY = (8, 0)
 """Ampere: neither kernel runs on older GPUs."""
-_LEAST_TORCH = "2.13"
+_LEAST_TORCH = "2.11"
 """Earlier releases have the kernel under other arguments."""
 
 
@@ -54,8 +54,9 @@ def varlen_attention(
     if kernel == "torch":
         from torch.nn.attention.varlen import varlen_attn
 
-        grouped = query.shape[1] != key.shape[1]
-        mixed = varlen_attn(query, key, value, ends, ends, longest, longest, window_size=seen, enable_gqa=grouped)
+        # before 2.13 shared heads need not be asked for
+        grouped = {"enable_gqa": query.shape[1] != key.shape[1]} if torch.__version__ >= "2.13" else {}
+        mixed = varlen_attn(query, key, value, ends, ends, longest, longest, window_size=seen, **grouped)
         assert isinstance(mixed, Tensor)
         return mixed
     from flash_attn import flash_attn_varlen_func

@@ -5,6 +5,8 @@ DeepSpeed is imported where it is used: it takes seconds, and commands that trai
 
 from __future__ import annotations
 
+import io
+from contextlib import redirect_stdout
 from typing import Any
 
 import torch
@@ -59,12 +61,9 @@ def start_engine(model: torch.nn.Module, config: Config, num_ranks: int) -> Any:
     settings["zero_optimization"]["reduce_bucket_size"] = min(REDUCE_BUCKET_ELEMENTS, num_parameters)
     if config.optimizer.zero_stage == 3:
         _partition(model, settings)
-    engine, *_ = deepspeed.initialize(
-        model=model,
-        optimizer=_make_optimizer(model, config, "offload_optimizer" in settings["zero_optimization"]),
-        config=settings,
-        dist_init_required=False,
-    )
+    optimizer = _make_optimizer(model, config, "offload_optimizer" in settings["zero_optimization"])
+    with redirect_stdout(io.StringIO()):  # where it prints the memory in use
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings, dist_init_required=False)
     lengthen_timeouts(engine.data_parallel_group)
     return engine
 

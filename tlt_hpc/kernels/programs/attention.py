@@ -14,6 +14,7 @@ Split-KV decoding: "Flash-Decoding" (Dao, Haziza, Massa, Sizov, 2023).
 from __future__ import annotations
 
 from functools import cache
+from typing import NamedTuple
 
 import torch
 import triton
@@ -25,22 +26,52 @@ _WAVES = 2
 """Programs wanted per multiprocessor."""
 SPAN = 256
 """Slots of a partial result."""
-ROWS = 16
-"""Rows of a tile: the fewest that the matrix unit takes."""
+
+
+class Tile(NamedTuple):
+    """How a program is compiled; the same for every pass of a precision on a GPU, as rows and keys decide bits."""
+
+    rows: int
+    keys: int
+    num_warps: int
+    num_stages: int
+    """Of the loop over slots that all rows share. With 5, a tile's keys and values are loaded while the one before is
+    used: page numbers, which come first, take half of the stages.
+    """
+    path_stages: int
+    """Of the loop over a tree's own slots, which are one or two tiles."""
+
+
+EXACT, HALF, HOPPER = Tile(16, 16, 4, 2, 2), Tile(16, 32, 4, 5, 1), Tile(64, 32, 4, 5, 1)
+"""Of float32, which is multiplied without the matrix unit, for checks rather than for speed; of half precision, with
+the fewest rows that the unit takes; and where it takes 64 at once.
+"""
+_MOST_TALL_HEAD = 128
+"""With larger heads 64 rows do not fit into the registers."""
+
+
+def is_hopper(x: Tensor) -> bool:
+    """Whether the tensor is on a GPU whose matrix unit takes 64 rows at once, as Triton uses it."""
+    return x.is_cuda and torch.version.hip is None and torch.cuda.get_device_capability(x.device)[0] == 9
+
+
+def tile_of(query: Tensor) -> Tile:
+    """The tile for queries of this precision and head size on their GPU."""
+    if query.dtype == torch.float32:
+        return EXACT
+    return HOPPER if query.shape[-1] <= _MOST_TALL_HEAD and is_hopper(query) else HALF
 
 
 @triton.jit
 def _fold(
-    query, top, total, mixed, slot, inside, visible, scale,
-    keys, values, table, key_page_stride, key_slot_stride, value_page_stride, value_slot_stride,
-    page_size: tl.constexpr, KEYS: tl.constexpr, d: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+    query, top, total, mixed, page, offset, inside, visible, scale,
+    keys, values, key_page_stride, key_slot_stride, value_page_stride, value_slot_stride,
+    d: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One tile of slots folded into the running maximum [ROWS], sum [ROWS] and weighted values.
 
     ``inside`` [KEYS]: slots that some row sees; what stands at others may be NaN. ``visible`` [ROWS, KEYS].
     """
-    page = tl.load(table + slot // page_size, mask=inside, other=0).to(tl.int64)
-    offset = (slot % page_size).to(tl.int64)
     column = tl.arange(0, WIDE)
     address = page * key_page_stride + offset * key_slot_stride
     key = tl.load(keys + address[None, :] + column[:, None], mask=inside[None, :] & (column[:, None] < d), other=0.0)
@@ -64,12 +95,12 @@ def _fold_paths(
     query, top, total, mixed, tile, first, last, prefix, real, at, scale, keys, values, table, seen, paths, path_width,
     key_page_stride, key_slot_stride, value_page_stride, value_slot_stride,
     page_size: tl.constexpr, N: tl.constexpr, G: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, d: tl.constexpr,
-    WIDE: tl.constexpr, PRECISION: tl.constexpr, WINDOW: tl.constexpr,
+    WIDE: tl.constexpr, PRECISION: tl.constexpr, WINDOW: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Places from ``first`` to ``last`` of a tree's queries, each by itself: its ancestors stand as in a chain."""
     for one in range(tile * ROWS // G, tl.minimum(tl.cdiv((tile + 1) * ROWS, G), N)):
         end = prefix + tl.load(seen + one)
-        for start in range(first, tl.minimum(last, end), KEYS):
+        for start in tl.range(first, tl.minimum(last, end), KEYS, num_stages=STAGES):
             place = start + tl.arange(0, KEYS)
             inside = place < end
             own = place - prefix
@@ -77,10 +108,11 @@ def _fold_paths(
             slot = tl.where(own < 0, place, prefix + node)
             if WINDOW:
                 inside = inside & (place >= end - WINDOW)
+            page = tl.load(table + slot // page_size, mask=inside, other=0).to(tl.int64)
             top, total, mixed = _fold(
-                query, top, total, mixed, slot, inside, inside[None, :] & (real & (at == one))[:, None], scale,
-                keys, values, table, key_page_stride, key_slot_stride, value_page_stride, value_slot_stride,
-                page_size, KEYS, d, WIDE, PRECISION,
+                query, top, total, mixed, page, (slot % page_size).to(tl.int64), inside,
+                inside[None, :] & (real & (at == one))[:, None], scale, keys, values,
+                key_page_stride, key_slot_stride, value_page_stride, value_slot_stride, d, WIDE, PRECISION,
             )  # fmt: skip
     return top, total, mixed
 
@@ -101,7 +133,7 @@ def _attend(
     key_page_stride, key_slot_stride, value_page_stride, value_slot_stride, path_width, num_spans,
     page_size: tl.constexpr, N: tl.constexpr, h: tl.constexpr, g: tl.constexpr, d: tl.constexpr, SPAN: tl.constexpr,
     IS_TREE: tl.constexpr, IS_WHOLE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, WIDE: tl.constexpr,
-    PRECISION: tl.constexpr, WINDOW: tl.constexpr,
+    PRECISION: tl.constexpr, WINDOW: tl.constexpr, PATH_STAGES: tl.constexpr,
 ):  # fmt: skip
     """IS_WHOLE: out [B, N, h, d], by one program for all spans; else partial results [B, N, h, spans, d] in fp32 and
     partial_lse [B, N, h, spans] in base 2, by a program for each span.
@@ -147,17 +179,22 @@ def _attend(
             visible = slot[None, :] < limit[:, None]
             if WINDOW:
                 visible = visible & (slot[None, :] >= limit[:, None] - WINDOW)
+            if page_size % KEYS == 0:  # one page number for the tile
+                page = tl.load(table + start // page_size).to(tl.int64)
+                offset = (start % page_size + tl.arange(0, KEYS)).to(tl.int64)
+            else:
+                page = tl.load(table + slot // page_size, mask=slot < reach, other=0).to(tl.int64)
+                offset = (slot % page_size).to(tl.int64)
             top, total, mixed = _fold(
-                q, top, total, mixed, slot, slot < reach, visible, scale, keys, values, table,
-                key_page_stride, key_slot_stride, value_page_stride, value_slot_stride, page_size, KEYS, d, WIDE,
-                PRECISION,
+                q, top, total, mixed, page, offset, slot < reach, visible, scale, keys, values,
+                key_page_stride, key_slot_stride, value_page_stride, value_slot_stride, d, WIDE, PRECISION,
             )  # fmt: skip
         if IS_TREE:
             top, total, mixed = _fold_paths(
                 q, top, total, mixed, tile, shared, last, prefix, real, at, scale, keys, values, table,
                 seen + sequence * N, paths + sequence * N * path_width, path_width,
                 key_page_stride, key_slot_stride, value_page_stride, value_slot_stride, page_size, N, G, ROWS, KEYS, d,
-                WIDE, PRECISION, WINDOW,
+                WIDE, PRECISION, WINDOW, PATH_STAGES,
             )  # fmt: skip
         part = mixed / tl.where(total > 0, total, 1.0)[:, None]
         lse = tl.where(total > 0, top + tl.log2(total), float("-inf"))
@@ -228,10 +265,8 @@ def paged_attention(
     out = torch.empty((B, N, h * d), dtype=query.dtype, device=query.device)
     if not out.numel():
         return out
-    # float32 is multiplied without tensor cores, for checks rather than for speed: small tiles
-    exact = query.dtype == torch.float32
-    keys, num_warps, num_stages = (16, 4, 2) if exact else (32, 4, 3 if d <= 128 else 2)
-    tiles, num_spans = triton.cdiv(N * (h // g), ROWS), triton.cdiv(page_table.shape[1] * page_size, SPAN)
+    tile = tile_of(query)
+    tiles, num_spans = triton.cdiv(N * (h // g), tile.rows), triton.cdiv(page_table.shape[1] * page_size, SPAN)
     if by_span is None:
         by_span = num_spans > 1 and tiles * B * g < _WAVES * num_multiprocessors(query)
     target, lse = out, out  # without spans of their own, nobody writes the latter
@@ -244,8 +279,9 @@ def paged_attention(
         _LOG2_E * d**-0.5, query.stride(0), query.stride(1), page_table.stride(0),
         key_pages.stride(0), key_pages.stride(1), value_pages.stride(0), value_pages.stride(1),
         0 if paths is None else paths.shape[2], num_spans,
-        page_size, N, h, g, d, SPAN, paths is not None, not by_span, ROWS, keys, wide, "ieee" if exact else "tf32",
-        window, num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=False,
+        page_size, N, h, g, d, SPAN, paths is not None, not by_span, tile.rows, tile.keys, wide,
+        "ieee" if tile is EXACT else "tf32", window, tile.path_stages, num_warps=tile.num_warps,
+        num_stages=tile.num_stages, enable_fp_fusion=False,
     )  # fmt: skip
     if by_span:
         _join_spans[(B * N * h,)](

@@ -54,14 +54,13 @@ def _rotate_and_store(
     slot = tl.load(slots + token * slot_stride).to(tl.int64)
     page = slot // page_size
     offset = slot % page_size
-    is_key = (head >= h) & (head < h + g) & inside & (slot >= 0)
+    is_key = (head >= h) & (head < h + g) & inside
     out = key_pages + page * key_page_stride + offset * key_slot_stride + (head - h) * d + column
     tl.store(out, low.to(key_pages.dtype.element_ty), mask=is_key)
     tl.store(out + half, high.to(key_pages.dtype.element_ty), mask=is_key)
-    keep_value = is_value & inside & (slot >= 0)
     out = value_pages + page * value_page_stride + offset * value_slot_stride + (head - h - g) * d + column
-    tl.store(out, low.to(value_pages.dtype.element_ty), mask=keep_value)
-    tl.store(out + half, high.to(value_pages.dtype.element_ty), mask=keep_value)
+    tl.store(out, low.to(value_pages.dtype.element_ty), mask=is_value & inside)
+    tl.store(out + half, high.to(value_pages.dtype.element_ty), mask=is_value & inside)
 
 
 def rotate_and_store(
