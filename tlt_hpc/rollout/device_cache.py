@@ -2,8 +2,7 @@
 
 Nothing in a pass waits for the device. Heads in halves are normed, rotated and stored by one kernel. Passes of any
 width go through one kernel in blocks of at most 64 queries, so that a prefill gathers no pages and needs no mask over
-all positions. Knows no sampling and no request. On a CPU it runs by the kernels' references in PyTorch, for tests; it
-has not run on a GPU yet.
+all positions. Knows no sampling and no request. On a CPU it runs by the kernels' references in PyTorch, for tests.
 Shapes: as in ``kv_cache``, and ``N`` queries of a block, ``h`` query heads, ``M`` pages of a table.
 """
 

@@ -2,7 +2,7 @@
 
 What the host learns a round late is what a row said and that it has ended: the round launched meanwhile gave such a row
 tokens that are discarded. Near-ties and n-grams need the texts: with them a round is read before the next one starts.
-On a CPU the same functions run eagerly, for tests; they have not run on a GPU yet.
+On a CPU the same functions run eagerly, for tests.
 Shapes: as in ``graph_round``.
 """
 

@@ -2,8 +2,7 @@
 
 Each expert's pairs are taken in tiles of TOKENS; an upper bound of the number of tiles is known without the choice, and
 programs beyond the last tile end at once. The inner dimension is summed by the matrix unit in steps of INNER, in order.
-Weights are the left factor: the number of pairs changes the width of the instruction, not what it sums (as compiled;
-not yet compared on a GPU).
+Weights are the left factor: the number of pairs changes the width of the instruction, not what it sums.
 Shapes: as in ``kernels.experts``.
 """
 
