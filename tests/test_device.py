@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from tlt_hpc import session as job
 from tlt_hpc.cluster import device
@@ -70,6 +72,29 @@ def test_more_ranks_than_gpus_is_one_line_with_the_remedy():
 )
 def test_ranks_that_share_a_gpu_sum_by_gloo_as_nccl_refuses_them(gpus, backend):
     assert distributed.choose_backend(gpus) == backend
+
+
+@pytest.mark.parametrize("own", [None, ":4096:8", ":16:8"])
+def test_a_gpus_products_repeat_unless_the_user_says_how(own):
+    environment = {} if own is None else {device.WORKSPACES: own}
+    device.fix_workspaces(environment)
+    assert environment == {device.WORKSPACES: own or ":4096:8"}
+
+
+def test_workspaces_whose_products_do_not_repeat_end_the_run_at_its_start():
+    with pytest.raises(UserError, match="CUBLAS_WORKSPACE_CONFIG=:4096:2 makes runs differ: unset it, or set it to"):
+        device.fix_workspaces({device.WORKSPACES: ":4096:2"})
+
+
+def test_a_rank_prepares_its_products_before_it_uses_its_gpu(monkeypatch):
+    monkeypatch.delenv(device.WORKSPACES, raising=False)
+    found = []
+    for name, value in {"is_available": lambda: True, "device_count": lambda: 2}.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: found.append(os.environ.get(device.WORKSPACES)))
+    world = SimpleNamespace(rank=1, local_rank=1, hostname="n1")
+    config = SimpleNamespace(model=SimpleNamespace(device="auto"))
+    assert job.choose_device(config, world) == torch.device("cuda", 1) and found == [":4096:8"]
 
 
 TAKE = "import os; from tlt_hpc.cluster.device import take_device as t; print(t(os.environ, 0))"

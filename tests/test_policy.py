@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from tlt_hpc.common.records import Rollout, SampleKey
 from tlt_hpc.config import Config, load_config, parse_config
+from tlt_hpc.models import policy_model
 from tlt_hpc.mpi.world import World
 from tlt_hpc.rl import engine
 from tlt_hpc.rl.distributed import join_process_group, leave_process_group
@@ -280,6 +282,59 @@ def test_gradients_and_weights_equal_plain_torch(num_ranks: int, stages: list[in
         assert result["clipped"] < 1.5 and result["num_tokens"] == 0 and result["steps"] == 4, result
         assert result["stats"][3] > 1.0, "DeepSpeed would clip at 1 where max_grad_norm = 0 says not to"
     assert all(rank == ranks[0] for rank in ranks), "hashes and stats differ between ranks"
+
+
+# --- in a fixed order ---
+
+
+def modes() -> tuple[int, bool]:
+    return torch.get_deterministic_debug_mode(), torch.utils.deterministic.fill_uninitialized_memory
+
+
+def record_modes() -> dict[str, Any]:
+    """PyTorch's modes in attention's forward and backward passes, the reference's among them, and afterwards."""
+    world, seen = connect(), dict[str, list[tuple[int, bool]]]()
+    make_attend = policy_model.attend_documents
+
+    def watch(lengths: Sequence[int] | None, windows: Sequence[int] = ()) -> Any:
+        attend = make_attend(lengths, windows)
+
+        def watched(*given: Any) -> torch.Tensor:
+            out = attend(*given)
+            seen.setdefault("forward", []).append(modes())
+            if out.requires_grad:
+                out.register_hook(lambda _: seen.setdefault("backward", []).append(modes()))
+            return out
+
+        return watched
+
+    policy_model.attend_documents = watch
+    config = make_config(algorithm__kl_coefficient=0.1, optimizer__gradient_checkpointing=True)
+    policy = Policy(make_model(), config, world, reference=make_model)
+    outside = modes()
+    policy.update(make_rollouts(), make_advantages())
+    seen["after an update"] = [modes()]
+    passes = {kind: len(seen[kind]) for kind in ("forward", "backward")}
+    policy.reference_kl(make_rollouts())
+    seen["after the reference"] = [modes()]
+    with contextlib.suppress(NotFiniteError):
+        policy.update(make_rollouts(), np.full(NUM_PROMPTS * GROUP_SIZE, np.inf, np.float32))
+        seen["no error"] = []
+    seen["after an error"] = [modes()]
+    leave_process_group()
+    return {"outside": outside, "passes": passes, **{name: sorted(set(found)) for name, found in seen.items()}}
+
+
+def test_an_update_adds_in_a_fixed_order_and_nothing_else_does() -> None:
+    found = run_on_ranks(1, record_modes)[0]
+    passes, outside = found.pop("passes"), found.pop("outside")
+    assert passes["forward"] >= 3 * passes["backward"] > 0, "layers are computed again, and the reference's"
+    assert outside[0] == 0, "PyTorch's default"
+    fixed = [[2, False]]
+    assert found == {
+        "forward": fixed, "backward": fixed,
+        "after an update": [outside], "after the reference": [outside], "after an error": [outside],
+    }  # fmt: skip
 
 
 # --- the other algorithms ---

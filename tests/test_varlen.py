@@ -12,6 +12,7 @@ import torch.nn.attention.varlen as torch_varlen
 from torch import Tensor
 
 from tlt_hpc.kernels import varlen
+from tlt_hpc.kernels.deterministic import deterministic
 from tlt_hpc.kernels.varlen import VarlenKernel, varlen_kernel
 from tlt_hpc.models import documents
 
@@ -43,7 +44,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def flash(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, **rest: Any) -> Any:
         window = rest.pop("window_size")
-        assert rest == {"causal": True, "deterministic": False} and cu_q is cu_k and max_q == max_k == max(LENGTHS)
+        assert rest == {"causal": True, "deterministic": True} and cu_q is cu_k and max_q == max_k == max(LENGTHS)
         made.append("flash-attn")
         return stand_in(q, k, v, cu_q, *window)
 
@@ -75,8 +76,9 @@ def test_a_kernel_gives_what_the_cpu_gives(
     for chosen in (None, kernel):
         monkeypatch.setattr(documents, "varlen_kernel", lambda query, chosen=chosen: chosen)
         query, key_value = batch()
-        mixed = documents.attend_documents(LENGTHS, [window])(0, query, key_value)
-        mixed.square().sum().backward()
+        with deterministic():
+            mixed = documents.attend_documents(LENGTHS, [window])(0, query, key_value)
+            mixed.square().sum().backward()
         results.append((mixed.detach(), query.grad, key_value.grad))
     assert calls == [kernel] and results[1][0].shape == (sum(LENGTHS), HEADS * SIZE)
     for plain, other in zip(*results, strict=True):

@@ -26,6 +26,7 @@ from tlt_hpc.checkpoint.manifest import Checkpoint
 from tlt_hpc.checkpoint.policy_weights import start_facts
 from tlt_hpc.checkpoint.store import CheckpointStore
 from tlt_hpc.cluster.device import GIVEN as GIVEN_GPU
+from tlt_hpc.cluster.device import fix_workspaces
 from tlt_hpc.cluster.watch.beat import BEAT
 from tlt_hpc.cluster.watch.last import warn_of_last
 from tlt_hpc.common.records import Prompt, Request, SampleKey, SamplingParams, Stream
@@ -517,6 +518,7 @@ def choose_device(config: Config, world: World) -> torch.device:
 
     Raises:
         ConfigError: ``cuda`` is asked for, or the launcher has given this rank a GPU, and torch sees none.
+        UserError: of ``fix_workspaces``.
     """
     available = torch.cuda.is_available()
     wanted = config.model.device == "cuda" or (config.model.device == "auto" and GIVEN_GPU in os.environ)
@@ -527,6 +529,7 @@ def choose_device(config: Config, world: World) -> torch.device:
         )
     if config.model.device == "cpu" or not available:
         return torch.device("cpu")
+    fix_workspaces(os.environ)
     device = torch.device("cuda", world.local_rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     logger.info("rank %d on %s uses %s", world.rank, world.hostname, device)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import os
 import re
 import statistics
 import subprocess
@@ -31,10 +32,13 @@ from tlt_hpc.common.script import ending
 import torch
 from torch import Tensor
 
+from tlt_hpc.cluster.device import fix_workspaces
 from tlt_hpc.kernels import attention, dispatch, experts, gumbel, linear, pointwise, rotary
+from tlt_hpc.kernels.deterministic import deterministic
 from tlt_hpc.kernels.graphs import GraphPool
 from tlt_hpc.kernels.varlen import varlen_kernel
 from tlt_hpc.models.documents import attend_documents
+from tlt_hpc.models.policy_model import _Head
 from tlt_hpc.rollout.pool_memory import PoolMemory
 
 HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 3584, 18944, 28, 4, 128, 152_064  # Qwen2.5-7B
@@ -342,6 +346,29 @@ def check_documents(device: torch.device) -> bool:
             right &= error < 1e-2
             print(f"documents, window {window}, {tuple(wanted.shape)}: relative error {error:.1e}")
     print(f"documents by {kernel or 'PyTorch, without a kernel'}: {'right' if right else 'WRONG'}")
+
+
+def check_update(device: torch.device) -> bool:
+    """Whether the policy's update repeats its gradients: embedding, attention by document and head, three times."""
+    lengths, dtype = (1, 7, 130, 1, 900, 3000), torch.bfloat16
+    tokens = torch.randint(0, 50, (sum(lengths),), device=device)  # few: many gradients meet in a row
+    where = torch.arange(0, sum(lengths), 2, device=device)
+    sizes = (VOCAB, KV_HEADS * HEAD_DIM), (HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM), (VOCAB, HEADS * HEAD_DIM)
+    table, up, weight = (torch.nn.Parameter(draw(*size, dtype=dtype, device=device)) for size in sizes)
+    head = _Head(weight)
+
+    @deterministic()
+    def gradients() -> list[Tensor]:
+        table.grad = up.grad = weight.grad = None
+        x = torch.nn.functional.embedding(tokens, table)
+        query, key = (y.view(len(tokens), -1, HEAD_DIM) for y in (torch.nn.functional.linear(x, up), x))
+        mixed = attend_documents(lengths)(0, query, torch.cat([key, key], 1))
+        head(mixed[where] * 0.01, tokens[where], 1.0, False)[0].sum().backward()
+        return [each.grad.clone() for each in (table, up, weight) if each.grad is not None]
+
+    first, *others = (gradients() for _ in range(3))
+    right = len(first) == 3 and all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
+    print(f"gradients of an update: {'the same bits again' if right else 'DIFFER'}")
     return right
 
 
@@ -363,6 +390,7 @@ def check_pool(device: torch.device) -> bool:
 
 
 def check_on_gpu() -> int:
+    fix_workspaces(os.environ)
     device = torch.device("cuda")
     torch.manual_seed(0)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
@@ -381,6 +409,7 @@ def check_on_gpu() -> int:
     failed += not check_graphs(device)
     failed += not check_rows(device)
     failed += not check_documents(device)
+    failed += not check_update(device)
     failed += not check_pool(device)
     print(f"{failed} wrong" if failed else "all right")
     return 1 if failed else 0

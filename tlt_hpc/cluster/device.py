@@ -1,4 +1,6 @@
-"""Gives each rank of a node a GPU of its own, before anything asks CUDA what there is. Does not import torch."""
+"""Gives each rank of a node a GPU of its own, and prepares its libraries, before anything asks CUDA what there is. Does
+not import torch.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +22,9 @@ _LOCAL_RANK_VARIABLES = (
 )
 GIVEN = "TLT_GPU"
 """Where a rank that was left with one GPU finds its name; session.py reads it."""
+WORKSPACES = "CUBLAS_WORKSPACE_CONFIG"
+_FIXED = (":4096:8", ":16:8")
+"""With these workspaces cuBLAS gives the same bits every time (NVIDIA, cuBLAS, "Results reproducibility")."""
 _NONE = ("", "NoDevFiles", "-1")
 """What stands there where a job has no GPU."""
 
@@ -57,6 +62,16 @@ def take_device(environment: MutableMapping[str, str], rank: int) -> str | None:
     environment.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # numbers as the system and nvidia-smi have them
     logger.info("rank %d on %s uses GPU %s of %s", rank, socket.gethostname(), own, ",".join(devices))
     return own
+
+
+def fix_workspaces(environment: MutableMapping[str, str]) -> None:
+    """Have cuBLAS give the same bits every time; before its first product, as it reads the environment once.
+
+    Raises:
+        UserError: the user has set workspaces with which it does not; the policy's update would fail.
+    """
+    if (found := environment.setdefault(WORKSPACES, _FIXED[0])) not in _FIXED:
+        raise UserError(f"{WORKSPACES}={found} makes runs differ: unset it, or set it to {' or '.join(_FIXED)}")
 
 
 def _index(local: int, devices: list[str], environment: Mapping[str, str]) -> int:

@@ -1,6 +1,7 @@
 """Owns the DeepSpeed engine round the policy model: updates, weights out, state out and in; knows no decoding or file.
 
-The update is a function of the rollouts in key order, the weights and the number of ranks, never of timing.
+The update is a function of the rollouts in key order, the weights and the number of ranks, never of timing; on a GPU
+operators add in a fixed order there (``kernels.deterministic``).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from numpy.typing import NDArray
 from tlt_hpc.cluster.watch.beat import BEAT
 from tlt_hpc.common.records import Rollout
 from tlt_hpc.config import Config
+from tlt_hpc.kernels.deterministic import deterministic
 from tlt_hpc.models.expert_names import is_expert
 from tlt_hpc.models.lora import add_adapters, merged, named_adapters, without_adapters
 from tlt_hpc.models.piece import Piece, own_pieces
@@ -190,6 +192,7 @@ class Policy:
         """Optimiser steps taken since the weights were first loaded, over all runs of the job."""
         return self._num_steps
 
+    @deterministic()
     def update(self, rollouts: Sequence[Rollout], advantages: NDArray[np.float32]) -> PolicyStats:
         """Train on one step's rollouts, ``updates_per_step`` times on a part of them each.
 
@@ -223,6 +226,7 @@ class Policy:
         totals = sums.over_ranks(self._world, self._config.optimizer.sequence_parallel)
         return self._stats(totals, norms, num_tokens, seconds)
 
+    @deterministic()
     def reference_kl(self, rollouts: Sequence[Rollout]) -> NDArray[np.float64]:
         """Each response's distance from the reference before the update, summed over its tokens; [N]. Collective.
 

@@ -21,6 +21,7 @@ from tlt_hpc.config import Config, UserError
 from tlt_hpc.drafting.offline import balanced_shards, batches_of, learning_rate, passes_of
 from tlt_hpc.drafting.packing import pack
 from tlt_hpc.drafting.vocabulary import count_tokens, most_frequent_tokens
+from tlt_hpc.kernels.deterministic import deterministic
 from tlt_hpc.models.drafter_file import write_drafter
 from tlt_hpc.models.once import read_each_once
 from tlt_hpc.mpi.world import World
@@ -159,6 +160,7 @@ def choose_vocabulary(warmup: Warmup, shelf: Shelf) -> None:
 
 
 @BEAT.within(Phase.UPDATE)
+@deterministic()
 def take_update(warmup: Warmup, shelf: Shelf, batch: Sequence[int], progress: Progress) -> tuple[Progress, bool]:
     """One update on a batch of documents, and whether a rank votes to stop; collective. The clock is rank 0's."""
     world, trainer, limits, start = warmup.world, warmup.trainer, warmup.config.warmup, time.perf_counter()
