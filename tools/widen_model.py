@@ -115,8 +115,8 @@ def widen(source: Path, folder: Path, sizes: dict[str, int], dtype: torch.dtype)
             files |= save(tensors, folder, layer, wide.num_layers)
     first = [name for name in found if layer_of(name) == 1]
     for layer in range(shape.num_layers, wide.num_layers):
-        names = {name: name.replace(".0.", f".{layer}.", 1) for name in first}
-        zeros = {names[name]: torch.zeros([lengths[axis] for axis in axes[name]], dtype=dtype) for name in first}
+        sizes_there = {name.replace(".0.", f".{layer}.", 1): [lengths[axis] for axis in axes[name]] for name in first}
+        zeros = {name: torch.zeros(size, dtype=dtype) for name, size in sizes_there.items()}
         files |= save(zeros, folder, layer + 1, wide.num_layers)
     for path in {path for pattern in _TEXTS for path in source.glob(pattern) if path.is_file()}:
         shutil.copyfile(path, folder / path.name)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 from itertools import accumulate
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -55,7 +55,7 @@ def varlen_attention(
         from torch.nn.attention.varlen import varlen_attn
 
         # before 2.13 shared heads need not be asked for
-        grouped = {"enable_gqa": query.shape[1] != key.shape[1]} if torch.__version__ >= "2.13" else {}
+        grouped: dict[str, Any] = {"enable_gqa": query.shape[1] != key.shape[1]} if torch.__version__ >= "2.13" else {}
         mixed = varlen_attn(query, key, value, ends, ends, longest, longest, window_size=seen, **grouped)
         assert isinstance(mixed, Tensor)
         return mixed

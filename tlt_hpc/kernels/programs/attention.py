@@ -94,7 +94,7 @@ def _fold(
 def _fold_paths(
     query, top, total, mixed, tile, first, last, prefix, real, at, scale, keys, values, table, seen, paths, path_width,
     key_page_stride, key_slot_stride, value_page_stride, value_slot_stride,
-    page_size: tl.constexpr, N: tl.constexpr, G: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, d: tl.constexpr,
+    N, page_size: tl.constexpr, G: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, d: tl.constexpr,
     WIDE: tl.constexpr, PRECISION: tl.constexpr, WINDOW: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Places from ``first`` to ``last`` of a tree's queries, each by itself: its ancestors stand as in a chain."""
@@ -126,12 +126,16 @@ def _join(top, total, lse):
     return new_top, total * shrink + weight, shrink, weight
 
 
-@triton.jit
+_VARYING = ["N", "path_width", "num_spans", "table_stride"]
+"""Sizes of a pass: each value would otherwise be compiled for itself, while others wait for their tokens."""
+
+
+@triton.jit(do_not_specialize=_VARYING)
 def _attend(
     query, key_pages, value_pages, page_table, committed, seen, paths, out, partial_lse, scale,
     query_row_stride, query_stride, table_stride,
-    key_page_stride, key_slot_stride, value_page_stride, value_slot_stride, path_width, num_spans,
-    page_size: tl.constexpr, N: tl.constexpr, h: tl.constexpr, g: tl.constexpr, d: tl.constexpr, SPAN: tl.constexpr,
+    key_page_stride, key_slot_stride, value_page_stride, value_slot_stride, path_width, num_spans, N,
+    page_size: tl.constexpr, h: tl.constexpr, g: tl.constexpr, d: tl.constexpr, SPAN: tl.constexpr,
     IS_TREE: tl.constexpr, IS_WHOLE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, WIDE: tl.constexpr,
     PRECISION: tl.constexpr, WINDOW: tl.constexpr, PATH_STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -193,7 +197,7 @@ def _attend(
             top, total, mixed = _fold_paths(
                 q, top, total, mixed, tile, shared, last, prefix, real, at, scale, keys, values, table,
                 seen + sequence * N, paths + sequence * N * path_width, path_width,
-                key_page_stride, key_slot_stride, value_page_stride, value_slot_stride, page_size, N, G, ROWS, KEYS, d,
+                key_page_stride, key_slot_stride, value_page_stride, value_slot_stride, N, page_size, G, ROWS, KEYS, d,
                 WIDE, PRECISION, WINDOW, PATH_STAGES,
             )  # fmt: skip
         part = mixed / tl.where(total > 0, total, 1.0)[:, None]
@@ -215,10 +219,10 @@ def _attend(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_VARYING)
 def _join_spans(
-    partial, partial_lse, committed, seen, out, num_spans,
-    N: tl.constexpr, h: tl.constexpr, d: tl.constexpr, SPAN: tl.constexpr, WIDE: tl.constexpr,
+    partial, partial_lse, committed, seen, out, num_spans, N,
+    h: tl.constexpr, d: tl.constexpr, SPAN: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Joins partial results as ``_attend`` does where it takes all spans."""
     place = tl.program_id(0).to(tl.int64)
@@ -278,8 +282,8 @@ def paged_attention(
         query, key_pages, value_pages, page_table, committed, seen, seen if paths is None else paths, target, lse,
         _LOG2_E * d**-0.5, query.stride(0), query.stride(1), page_table.stride(0),
         key_pages.stride(0), key_pages.stride(1), value_pages.stride(0), value_pages.stride(1),
-        0 if paths is None else paths.shape[2], num_spans,
-        page_size, N, h, g, d, SPAN, paths is not None, not by_span, tile.rows, tile.keys, wide,
+        0 if paths is None else paths.shape[2], num_spans, N,
+        page_size, h, g, d, SPAN, paths is not None, not by_span, tile.rows, tile.keys, wide,
         "ieee" if tile is EXACT else "tf32", window, tile.path_stages, num_warps=tile.num_warps,
         num_stages=tile.num_stages, enable_fp_fusion=False,
     )  # fmt: skip
