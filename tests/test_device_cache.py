@@ -16,7 +16,7 @@ from tlt_hpc.models.linear import Norm
 from tlt_hpc.models.rotary import RotaryRows
 from tlt_hpc.models.shape import shape_from
 from tlt_hpc.rollout import device_cache
-from tlt_hpc.rollout.device_cache import DevicePagedCache, block_width
+from tlt_hpc.rollout.device_cache import DevicePagedCache
 from tlt_hpc.rollout.kv_cache import HostPagedCache, PoolSizes
 from tlt_hpc.rollout.tree import tree
 
@@ -63,10 +63,6 @@ def positions_of(width, lengths=(150, 200, 10, 90)):
     if width > 1:
         positions[3, -1] = positions[3, -2]
     return positions
-
-
-def test_blocks_come_in_few_widths():
-    assert [block_width(number) for number in (1, 7, 8, 9, 17, 33, 64, 4096)] == [1, 7, 8, 16, 32, 64, 64, 64]
 
 
 @pytest.mark.parametrize("width", [1, 2, 9, 40, 63])

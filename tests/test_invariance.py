@@ -143,7 +143,10 @@ def attention_case(source: random.Random) -> None:
 @pytest.mark.filterwarnings("ignore:divide by zero")
 @pytest.mark.parametrize("case", [linear_case, expert_case, attention_case])
 @pytest.mark.parametrize("seed", range(4))
-def test_a_row_does_not_depend_on_its_pass(programs, case, seed):
+def test_a_row_does_not_depend_on_its_pass(programs, monkeypatch, case, seed):
+    from tlt_hpc.kernels.programs import attention as attention_programs
+
+    monkeypatch.setattr(attention_programs, "is_hopper", lambda x: seed % 2 == 1)  # tiles of 16 or of 64 rows
     for number in range(20):
         case(random.Random(f"{seed} {number}"))
 

@@ -5,6 +5,7 @@ Where there is no GPU, Triton's interpreter runs the programs on CPU tensors; wh
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import re
@@ -22,7 +23,7 @@ from test_noise import KNOWN
 from torch import Tensor
 
 from tlt_hpc.common.records import SampleKey
-from tlt_hpc.kernels import attention, dispatch, experts, gumbel, linear, pointwise, rotary
+from tlt_hpc.kernels import attention, dispatch, experts, graphs, gumbel, linear, pointwise, rotary
 from tlt_hpc.kernels.graphs import GraphPool
 from tlt_hpc.rollout import noise
 
@@ -293,6 +294,23 @@ CASES = [  # B, N, h, g, d, page_size, longest
 ]
 
 
+@pytest.fixture
+def tall(triton, monkeypatch):
+    """Half precision in tiles of 64 rows, as on Hopper."""
+    from tlt_hpc.kernels.programs import attention as programs
+
+    monkeypatch.setattr(programs, "is_hopper", lambda x: True)
+
+
+@pytest.mark.parametrize("by_span", [False, True])
+@pytest.mark.parametrize("kind", ["chain", "tree"])
+@pytest.mark.parametrize(("sizes", "window"), [(CASES[1], 0), (CASES[2], 0), (CASES[2], 33), (CASES[3], 0)])
+def test_paged_attention_in_tall_tiles(tall, sizes, window, kind, by_span):
+    case = attention_case(*sizes, DOT_DTYPES[1], kind)
+    wanted = by_definition(case, window).to(DOT_DTYPES[1])
+    assert_close(attention.paged_attention(**case, by_span=by_span, window=window), wanted, DOT_DTYPES[1], scale=2.0)
+
+
 @pytest.mark.parametrize("dtype", DOT_DTYPES)
 @pytest.mark.parametrize("by_span", [False, True])
 @pytest.mark.parametrize("kind", ["chain", "tree"])
@@ -381,3 +399,10 @@ def test_graph_pool_runs_on_static_buffers():
     assert len(pool) == 2 and pool.num_bytes >= 0
     with pytest.raises(AssertionError, match="captured for"):
         pool.replay(3, (torch.zeros(4, 4, device=DEVICE), shift))
+
+
+def test_nothing_is_collected_during_a_capture():
+    with pytest.raises(RuntimeError), graphs._without_collection():
+        assert not gc.isenabled()
+        raise RuntimeError
+    assert gc.isenabled()

@@ -48,11 +48,13 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         made.append("flash-attn")
         return stand_in(q, k, v, cu_q, *window)
 
-    def own(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, **rest: Any) -> Any:
-        window = rest.pop("window_size")
-        assert rest == {"enable_gqa": True} and cu_q is cu_k and max_q == max_k == max(LENGTHS)
+    def own(
+        q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, *,
+        window_size: tuple[int, int], enable_gqa: bool = False,
+    ) -> Any:  # fmt: skip
+        assert enable_gqa and cu_q is cu_k and max_q == max_k == max(LENGTHS)
         made.append("torch")
-        return stand_in(q, k, v, cu_q, *window)
+        return stand_in(q, k, v, cu_q, *window_size)
 
     module = ModuleType("flash_attn")
     module.flash_attn_varlen_func = flash  # type: ignore[attr-defined]

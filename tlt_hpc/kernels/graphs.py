@@ -142,7 +142,10 @@ class GraphPool:
 
 @contextmanager
 def _without_collection() -> Iterator[None]:
-    """No garbage collection meanwhile: one that destroys a graph ends the capture that is under way."""
+    """No garbage collection meanwhile: one that destroys a graph ends the capture that is under way.
+
+    For one capture at a time: the first to leave turns it on again.
+    """
     was_on = gc.isenabled()
     gc.disable()
     try:

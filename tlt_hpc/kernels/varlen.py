@@ -6,6 +6,7 @@ Shapes: ``T`` tokens of the batch, ``D`` documents, ``h`` query heads, ``g`` key
 
 from __future__ import annotations
 
+import inspect
 from functools import lru_cache
 from itertools import accumulate
 from typing import Any, Literal
@@ -54,8 +55,9 @@ def varlen_attention(
     if kernel == "torch":
         from torch.nn.attention.varlen import varlen_attn
 
-        # before 2.13 shared heads need not be asked for
-        grouped: dict[str, Any] = {"enable_gqa": query.shape[1] != key.shape[1]} if torch.__version__ >= "2.13" else {}
+        # where it is no argument, heads may share keys unasked
+        asks = "enable_gqa" in inspect.signature(varlen_attn).parameters
+        grouped: dict[str, Any] = {"enable_gqa": query.shape[1] != key.shape[1]} if asks else {}
         mixed = varlen_attn(query, key, value, ends, ends, longest, longest, window_size=seen, **grouped)
         assert isinstance(mixed, Tensor)
         return mixed

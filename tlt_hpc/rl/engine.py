@@ -62,7 +62,7 @@ def start_engine(model: torch.nn.Module, config: Config, num_ranks: int) -> Any:
     if config.optimizer.zero_stage == 3:
         _partition(model, settings)
     optimizer = _make_optimizer(model, config, "offload_optimizer" in settings["zero_optimization"])
-    with redirect_stdout(io.StringIO()):  # where it prints the memory in use
+    with redirect_stdout(io.StringIO()):  # DeepSpeed prints the memory in use here
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings, dist_init_required=False)
     lengthen_timeouts(engine.data_parallel_group)
     return engine

@@ -26,8 +26,6 @@ from tlt_hpc.rollout.kv_cache import HostPagedCache, Layout, PagedCache, PoolSiz
 AttentionKind = Literal["auto", "pages", "paged-kernel"]
 """Page by page in PyTorch, or by a kernel that follows the page table; "auto": the kernel on CUDA alone."""
 
-_EXACT_WIDTH = 8
-"""Blocks up to this are as wide as the pass, wider ones a power of two: a kernel is compiled for each width."""
 _MOST_PROGRAMS = 65_535
 """CUDA's limit on the second dimension of a grid, where the kernel has a block's key-value head."""
 
@@ -162,7 +160,7 @@ def chain_blocks(positions: Tensor, table: Tensor) -> Blocks:
     In a row each position is the one before it plus one, or that one again (a row with less to do repeats its last).
     """
     num_rows, n = positions.shape
-    width = block_width(n)
+    width = min(MAX_QUERIES, n)
     if n % width:
         positions = F.pad(positions, (0, -n % width))
         positions[:, n:] = positions[:, n - 1 : n]
@@ -183,20 +181,5 @@ def tree_blocks(committed: Tensor, ancestors: Tensor, table: Tensor) -> Blocks:
     sees = ancestors & (slots >= 0).unsqueeze(1)
     # a node's ancestors come before it, so in ascending order they are its path
     order = torch.where(sees, slots.unsqueeze(1), num_nodes).sort(2).values
-    seen = sees.sum(2)
-    missing = (0, block_width(n) - n)
-    return Blocks(
-        num_rows,
-        n,
-        table,
-        committed.clamp(min=0).int(),
-        F.pad(seen, missing).int(),
-        F.pad(torch.where(order < num_nodes, order, 0), (0, 0, *missing)).int(),
-    )
-
-
-def block_width(num_queries: int) -> int:
-    """Queries of a block that a row with so many is cut or filled up to."""
-    if num_queries <= _EXACT_WIDTH:
-        return num_queries
-    return min(MAX_QUERIES, 1 << (num_queries - 1).bit_length())
+    paths = torch.where(order < num_nodes, order, 0).int()
+    return Blocks(num_rows, n, table, committed.clamp(min=0).int(), sees.sum(2).int(), paths)

@@ -1,8 +1,8 @@
 """Memory of a page pool that is given back between rollouts, at addresses that stay. Treats pages as opaque.
 
 Graphs record addresses, so the pool cannot be freed and allocated again. On a GPU its addresses are reserved and memory
-is mapped to them, through CUDA's driver ("Virtual Memory Management"). On a CPU the
-operating system takes back the pages of a private mapping.
+is mapped to them, through CUDA's driver ("Virtual Memory Management"). On a CPU the operating system takes back the
+pages of a private mapping.
 """
 
 from __future__ import annotations

@@ -156,7 +156,7 @@ def add_json_line(path: Path, tree: Any) -> None:
     """Add a line in one write, durably; a last line that was cut off is left as it is, on a line of its own.
 
     Raises:
-        WriteError: no room or no permission; the file is as before.
+        WriteError: no room or no permission; what was written of the line is taken back.
     """
     line = json.dumps(tree).encode() + b"\n"
     try:
@@ -164,13 +164,15 @@ def add_json_line(path: Path, tree: Any) -> None:
             if end := file.seek(0, os.SEEK_END):
                 file.seek(end - 1)
                 line = line if file.read(1) == b"\n" else b"\n" + line
+            written = 0
             try:
-                if (file.write(line) or 0) < len(line):
+                if (written := file.write(line) or 0) < len(line):
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                 os.fsync(file.fileno())
             except OSError:
                 with suppress(OSError):  # the first error is told; readers leave out a part of a line
-                    file.truncate(end)
+                    if file.seek(0, os.SEEK_END) == end + written:  # nobody else has added one
+                        file.truncate(end)
                 raise
     except OSError as error:
         raise WriteError(path, error) from error

@@ -29,7 +29,7 @@ SPAN = 256
 
 
 class Tile(NamedTuple):
-    """How a program is compiled; the same for every pass of a precision on a GPU, as rows and keys decide bits."""
+    """How a program is compiled; the same for all passes of a model on a GPU, as rows and keys decide bits."""
 
     rows: int
     keys: int
@@ -47,12 +47,17 @@ EXACT, HALF, HOPPER = Tile(16, 16, 4, 2, 2), Tile(16, 32, 4, 5, 1), Tile(64, 32,
 the fewest rows that the unit takes; and where it takes 64 at once.
 """
 _MOST_TALL_HEAD = 128
-"""With larger heads 64 rows do not fit into the registers."""
+"""With larger heads 64 rows need far more registers than there are."""
+
+
+@cache
+def _is_hopper(index: int) -> bool:
+    return torch.version.hip is None and torch.cuda.get_device_capability(index)[0] == 9
 
 
 def is_hopper(x: Tensor) -> bool:
     """Whether the tensor is on a GPU whose matrix unit takes 64 rows at once, as Triton uses it."""
-    return x.is_cuda and torch.version.hip is None and torch.cuda.get_device_capability(x.device)[0] == 9
+    return x.is_cuda and _is_hopper(x.device.index or 0)
 
 
 def tile_of(query: Tensor) -> Tile:

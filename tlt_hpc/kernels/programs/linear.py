@@ -81,7 +81,7 @@ def chunks_of(N: int, K: int) -> tuple[int, int]:
     return int(triton.cdiv(K, size)), int(size)
 
 
-def tile_of(T: int, N: int, K: int) -> tuple[int, int, int, int]:
+def tile_of(T: int) -> tuple[int, int, int, int]:
     """Tokens and rows of a program's tile, warps, stages of its pipeline: none of them changes a bit."""
     tokens = min(128, max(16, triton.next_power_of_2(T)))
     return (tokens, 128, 8, 3) if tokens == 128 else (tokens, _ROWS, 4, 3)
@@ -95,7 +95,7 @@ def invariant_linear(
     out = torch.empty((T, N), dtype=dtype, device=x.device)
     if not T:
         return out
-    tokens, rows, num_warps, num_stages = tile_of(T, N, K)
+    tokens, rows, num_warps, num_stages = tile_of(T)
     grid = triton.cdiv(T, tokens), triton.cdiv(N, rows)
     num_chunks, size = chunks_of(N, K)
     if by_chunk is None:

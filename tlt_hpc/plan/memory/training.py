@@ -33,6 +33,8 @@ _DRAFT_LOGIT_BYTES = 20
 _MASKED_RUN = 128
 """Keys of a run of short documents, whose mask every layer keeps (``models.documents``); on CPUs."""
 _MAX_SCORES = 1 << 24
+_MULTIPROCESSORS = 132
+"""Of an H100 or H200; other GPUs have fewer, or about as many."""
 
 
 @dataclass(frozen=True)
@@ -192,10 +194,23 @@ def update_activations(situation: Situation, num_tokens: int) -> int:
     kept = num_tokens * item * shape.hidden_size * shape.num_layers if repeats else layer * shape.num_layers
     kept += num_tokens * (3 * item * shape.hidden_size + 2 * item * shape.head_dim)  # the last norm, rotary table
     gradients = num_tokens * item * 3 * max(shape.hidden_size, shape.mlp_width // 2)
+    gradients += _query_gradients(situation, num_tokens)
     logits = _LOGIT_BYTES * min(num_tokens * shape.vocab_size, max(CHUNK_LOGITS, shape.vocab_size))
     if item == 2 and not situation.frozen_parameters:  # the head's gradient and a part, in float32
         logits += 8 * shape.vocab_size * shape.hidden_size
     return kept + max(logits, gradients + (layer if repeats else 0))
+
+
+def _query_gradients(situation: Situation, num_tokens: int) -> int:
+    """What deterministic flash attention adds up the queries' gradients in, in float32: the fewer documents, the more
+    buffers of all queries.
+    """
+    s, optimizer = situation.shape, situation.config.optimizer
+    if situation.device == "cpu" or situation.item == 4:
+        return 0
+    documents = max(1, num_tokens // situation.longest)
+    heads = max(1, s.num_heads // optimizer.sequence_parallel)
+    return 4 * num_tokens * s.num_heads * s.head_dim * -(-_MULTIPROCESSORS // (documents * heads))
 
 
 def _policy_layer_bytes(situation: Situation) -> int:
