@@ -76,7 +76,7 @@ def is_rank_of(path: Path, job: str) -> bool:
 @pytest.mark.parametrize(
     ("num_steps", "stops"),
     [
-        pytest.param(9, (limit, preempt, kill), marks=pytest.mark.ci),
+        pytest.param(12, (limit, preempt, kill), marks=pytest.mark.ci),
         pytest.param(25, (limit, preempt, requeue, cancel, kill, limit), marks=pytest.mark.slow),
     ],
 )
