@@ -81,12 +81,6 @@ def chunks_of(N: int, K: int) -> tuple[int, int]:
     return int(triton.cdiv(K, size)), int(size)
 
 
-def tile_of(T: int) -> tuple[int, int, int, int]:
-    """Tokens and rows of a program's tile, warps, stages of its pipeline: none of them changes a bit."""
-    tokens = min(128, max(16, triton.next_power_of_2(T)))
-    return (tokens, 128, 8, 3) if tokens == 128 else (tokens, _ROWS, 4, 3)
-
-
 def invariant_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, by_chunk: bool | None
 ) -> Tensor:
@@ -95,7 +89,8 @@ def invariant_linear(
     out = torch.empty((T, N), dtype=dtype, device=x.device)
     if not T:
         return out
-    tokens, rows, num_warps, num_stages = tile_of(T)
+    tokens = min(128, max(16, triton.next_power_of_2(T)))
+    rows, num_warps = (128, 8) if tokens == 128 else (_ROWS, 4)
     grid = triton.cdiv(T, tokens), triton.cdiv(N, rows)
     num_chunks, size = chunks_of(N, K)
     if by_chunk is None:
@@ -105,7 +100,7 @@ def invariant_linear(
     _multiply[(*grid, num_chunks if by_chunk else 1)](
         x, weight, given, target, T, N, K, x.stride(0), weight.stride(0), size, num_chunks,
         bias is not None, not by_chunk, K % INNER == 0, rows, tokens, INNER, precision,
-        num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=False,
+        num_warps=num_warps, num_stages=3, enable_fp_fusion=False,
     )  # fmt: skip
     if by_chunk:
         block = 512
