@@ -40,21 +40,26 @@ def policy_of(folder: Path) -> str:
     return str(json.loads((folder / "run" / "finished.json").read_text())["policy_sha256"])
 
 
+def metrics_of(folder: Path, step: int) -> dict[str, float]:
+    return json.loads((folder / "run" / "metrics.jsonl").read_text().splitlines()[step])
+
+
 @pytest.mark.mpi
 @pytest.mark.parametrize("family", ["qwen3_moe", pytest.param("gemma3_text", marks=pytest.mark.ci)])
 def test_a_run_resumes_bit_for_bit_and_does_not_depend_on_how_layers_are_shared(family, tmp_path):
     model = f"model.path={model_folder(family, tmp_path / 'model')}"
-    whole, parts, shared = (tmp_path / name for name in ("whole", "parts", "shared"))
+    whole, parts, shared, spread = (tmp_path / name for name in ("whole", "parts", "shared", "spread"))
     run = (*RUN, model, *learns(tmp_path), "optimizer.zero_stage=3")
     tlt(2, "train", *run, f"run.folder={whole}", "run.num_steps=2")
     for steps in (1, 2):
         tlt(2, "train", *run, f"run.folder={parts}", f"run.num_steps={steps}")
     tlt(2, "train", *run, f"run.folder={shared}", "run.num_steps=2", "rollout.tensor_parallel=2")
+    tlt(2, "train", *run, f"run.folder={spread}", "run.num_steps=1", "optimizer.sequence_parallel=2")
     assert policy_of(whole) == policy_of(parts) == policy_of(shared)
-    lines = [json.loads(line) for line in (whole / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert (
-        len(lines) == 2 and lines[1]["response_length/max"] > 25 and all(line["actor/grad_norm"] > 0 for line in lines)
-    )
+    lines = [metrics_of(whole, step) for step in (0, 1)]
+    assert lines[1]["response_length/max"] > 25 and all(line["actor/grad_norm"] > 0 for line in lines)
+    for name in ("actor/grad_norm", "actor/ppo_kl"):
+        assert metrics_of(spread, 0)[name] == pytest.approx(lines[0][name], rel=1e-5)
 
 
 @pytest.mark.mpi

@@ -49,10 +49,9 @@ def test_the_commands_of_a_gpu_are_accepted_by_their_tools(tmp_path):
 @pytest.mark.ci
 @pytest.mark.mpi
 def test_all_of_it_on_a_cpu(tmp_path):
-    pytest.importorskip("triton")
     command = [sys.executable, str(ROOT / "tools" / "gpu_first.py"), "--device", "cpu", "--output", str(tmp_path / "f")]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=900)
     page = (tmp_path / "f" / "page.md").read_text()
     assert done.returncode == 0, page
-    assert page.count("| passed |") == 6 and page.count("| did not run |") == 2
+    assert page.count("| passed |") == 5 and page.count("| did not run |") == 3
     assert "no responses differ" in page and "of the bandwidth" in page and "final policy weights equal: yes" in page

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from typing import TypeVar
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 from tiny import CPU, decode_in_pieces, embedded_folder, gcd_requests, generate, make_engine, texts
 
 from tlt_hpc.common.records import Rollout
-from tlt_hpc.config import ConfigError
+from tlt_hpc.config import ConfigError, load_config
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.documents import attend_documents
 from tlt_hpc.models.draft_layer import AS_TARGET, DraftLayer
@@ -22,10 +23,12 @@ from tlt_hpc.models.drafter_file import TOKEN_IDS, make_drafter, read_drafter
 from tlt_hpc.models.folder import folder_weights
 from tlt_hpc.models.shape import ModelShape, check_sharding, read_shape
 from tlt_hpc.models.sharding import Sharding
+from tlt_hpc.plan.shape_checks import check_shape
 from tlt_hpc.rollout.engine import RolloutEngine
 from tlt_hpc.rollout.strategy import OFF, Strategy
 
 T = TypeVar("T")
+TINY = Path(__file__).resolve().parent.parent / "jobs" / "tiny.toml"
 SHAPE = read_shape(embedded_folder())
 OWN = DraftLayer(intermediate_size=192, rope_theta=300.0, norm_before_residual=True, fc_bias=True)
 CHAIN = Strategy("drafter", 4)
@@ -163,6 +166,21 @@ def test_a_model_that_cannot_be_divided_is_refused(shape: ModelShape, size: int,
     with pytest.raises(ValueError) as caught:
         check_sharding(shape, size, "rollout.tensor_parallel")
     assert str(caught.value) == message
+
+
+EXPERTS = wide(num_experts=4, experts_per_token=2, expert_size=64, intermediate_size=250)
+
+
+def test_a_mixture_of_experts_is_checked_before_a_rank_starts() -> None:
+    """Its drafter's layer has a width of its own, and on a GPU float32 would let rounding choose experts."""
+    shared = ["rollout.tensor_parallel=4", "drafter.init=random"]
+    with pytest.raises(ConfigError, match=r"^the drafter's layer: rollout.tensor_parallel = 4 .* = 250; use 2 or"):
+        check_shape(load_config(TINY, shared), EXPERTS, 4)
+    for other in ("speculation.mode=ngram", "drafter.init=/a/published/head"):
+        check_shape(load_config(TINY, [*shared, other]), EXPERTS, 4)
+    with pytest.raises(ConfigError, match=r"^model.dtype = 'float32' with a mixture of experts .*'bfloat16'$"):
+        check_shape(load_config(TINY, ["model.device=cuda"]), EXPERTS, 1)
+    check_shape(load_config(TINY, ["model.device=cuda", "model.dtype=bfloat16"]), EXPERTS, 1)
 
 
 # -- the engine -----------------------------------------------------------------------------------------------------

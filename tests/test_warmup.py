@@ -354,7 +354,7 @@ def refusal(capsys, *arguments: str) -> str:
 def test_a_mistake_is_one_line(capsys, tmp_path):
     for override, words in (
         ("speculation.mode=ngram", "speculation.mode = 'ngram' has no learned drafter"),
-        ("warmup.init=nowhere", "nowhere"),
+        ("warmup.init=nowhere", "warmup.init = 'nowhere'"),
         ("warmup.updates=0", "warmup.updates = 0"),
     ):
         assert words in refusal(capsys, override, f"run.folder={tmp_path}")

@@ -55,6 +55,7 @@ from tlt_hpc.mpi.replica import Replica, ReplicaPulse, check_nodes
 from tlt_hpc.mpi.roster import Roster, State, Status
 from tlt_hpc.mpi.world import World
 from tlt_hpc.plan.inputs import Assets, ModelAssets, read_assets_once
+from tlt_hpc.plan.shape_checks import check_experts
 from tlt_hpc.rewards.scorer import Judge, standing_judge
 from tlt_hpc.rl.correction import MismatchWatch
 from tlt_hpc.rl.distributed import join_process_group, replica_sum
@@ -253,11 +254,7 @@ def open_session(config: Config, world: World, assets: ModelAssets) -> Session:
             "none (model.device = 'cpu')"
         )
     dtype = decoding_dtype(config.model.dtype, device, assets.shape)
-    if assets.shape.num_experts and dtype == torch.float32:
-        raise ConfigError(
-            "model.dtype = 'float32' with a mixture of experts on a GPU: rounding would choose another expert in other "
-            "passes, and with it another text; use model.dtype = 'bfloat16'"
-        )
+    check_experts(config, assets.shape, device.type)
     invariant = config.model.batch_invariant and dtype == torch.bfloat16
     decoder = Decoder(assets.shape, dtype, device, make_sharding(replica, world, device, invariant), invariant)
     comm = world.private_comm()

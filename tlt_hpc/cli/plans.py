@@ -48,8 +48,9 @@ def plan_command(config: Config, options: argparse.Namespace, num_ranks: int) ->
     if options.command == "evaluate":
         return plan_evaluation(config, options, num_ranks)
     assets = read_assets(config, num_ranks)
-    if options.command != "warmup" and config.speculation.mode == "full" and config.drafter.init != "random":
-        check_drafter(config, assets, is_read=options.dry_run)
+    if config.speculation.mode == "full" and config.drafter.init != "random":
+        key = "warmup.init" if options.command == "warmup" else "drafter.init"
+        check_drafter(config, assets, key, is_read=options.dry_run)
     if options.command == "ablate":
         ablation = ablation_plan.plan_ablation(config, options)
         return ablation_plan.describe(ablation, num_ranks)
@@ -81,8 +82,11 @@ def plan_run(config: Config, assets: ModelAssets, num_ranks: int) -> str:
     return (f"memory      {memory}\n" if memory else "") + describe(config, assets.shape, num_ranks)
 
 
-def check_drafter(config: Config, assets: ModelAssets, is_read: bool) -> None:
-    """See whether the drafter that a run starts with is there, and read it if asked: ranks do, with torch.
+def check_drafter(config: Config, assets: ModelAssets, key: str, is_read: bool) -> None:
+    """See whether the drafter that training starts with is there, and read it if asked: ranks do, with torch.
+
+    Args:
+        key: the one that names it.
 
     Raises:
         ValueError: it is missing, broken or of another model.
@@ -91,13 +95,13 @@ def check_drafter(config: Config, assets: ModelAssets, is_read: bool) -> None:
 
     init = config.drafter.init
     try:
-        find_initial_drafter(init, f"drafter.init = {init!r}")
+        find_initial_drafter(init, f"{key} = {init!r}")
     except ValueError as error:
         raise ConfigError(f"{error} or 'random'") from None
     if is_read:
         from tlt_hpc.models.drafter_file import initial_drafter
 
-        initial_drafter(init, config.drafter.form, assets.shape, assets.folder)
+        initial_drafter(init, config.drafter.form, assets.shape, assets.folder, key)
 
 
 def plan_evaluation(config: Config, options: argparse.Namespace, num_ranks: int) -> str:

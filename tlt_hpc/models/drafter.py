@@ -20,7 +20,7 @@ from tlt_hpc.models.layers import Attend, LayerWeights, run_draft_layer
 from tlt_hpc.models.linear import Linear, Norm, refill
 from tlt_hpc.models.mlp import GatedMlp
 from tlt_hpc.models.rotary import SPARE_POSITIONS, rotary_table
-from tlt_hpc.models.shape import ModelShape, check_sharding
+from tlt_hpc.models.shape import DRAFTER_SHARDING, ModelShape, check_sharding
 from tlt_hpc.models.sharding import WHOLE, Sharding
 
 Form = Literal["eagle", "eagle3"]
@@ -86,7 +86,7 @@ class Drafter(nn.Module, ABC):
             ConfigError: its inner width, which need not be the target's, cannot be divided over the ranks.
         """
         assert self._packed is None, "split comes before pack"
-        check_sharding(self.shape, sharding.size, "the drafter's layer: rollout.tensor_parallel")
+        check_sharding(self.shape, sharding.size, DRAFTER_SHARDING)
         self._sharding, self._part = sharding, sharding.part(self.shape)
         num_positions = self.shape.max_positions + SPARE_POSITIONS
         self.rotary = rotary_table(self._part, num_positions, self._dtype, self._device)

@@ -113,6 +113,10 @@ def adapter_parameters(shape: ModelShape, rank: int, targets: Collection[str]) -
     return rank * shape.num_layers * sum(sides[target] for target in set(targets))
 
 
+DRAFTER_SHARDING = "the drafter's layer: rollout.tensor_parallel"
+"""What ``check_sharding`` names for a drafter."""
+
+
 def check_sharding(shape: ModelShape, size: int, asked: str) -> None:
     """Refuse a number of ranks that a model cannot be divided over; ``asked`` names the setting.
 

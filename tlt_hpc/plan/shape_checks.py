@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tlt_hpc.config import Config, ConfigError, check_model_limits, check_sequence_parallel
-from tlt_hpc.models.shape import ModelShape, check_sharding
+from tlt_hpc.models.shape import DRAFTER_SHARDING, ModelShape, check_sharding
 from tlt_hpc.rollout.strategy import strategies_of
 
 _IN_EXPERTS = {"gate_proj", "up_proj", "down_proj"}
@@ -17,11 +19,30 @@ def check_shape(config: Config, shape: ModelShape, num_ranks: int) -> None:
     """
     check_model_limits(config, shape.max_positions)
     check_sharding(shape, config.rollout.tensor_parallel, "rollout.tensor_parallel")
+    if config.speculation.mode == "full" and config.drafter.init == "random":  # a published one has its own width
+        check_sharding(replace(shape, num_experts=0), config.rollout.tensor_parallel, DRAFTER_SHARDING)
+    check_experts(config, shape, config.model.device)
     check_sequence_parallel(config, shape.num_heads, shape.num_kv_heads, num_ranks)
     if config.lora.rank and shape.num_experts and _IN_EXPERTS.intersection(config.lora.targets):
         raise ConfigError(
             f"lora.targets names {sorted(_IN_EXPERTS.intersection(config.lora.targets))[0]!r}, and experts get no "
             'adapters; use lora.targets = ["q_proj", "k_proj", "v_proj", "o_proj"]'
+        )
+
+
+def check_experts(config: Config, shape: ModelShape, device: str) -> None:
+    """Refuse a mixture of experts in float32 on a GPU, whose text would depend on the batch.
+
+    Args:
+        device: "cuda", "cpu", or "auto" where it is not known yet.
+
+    Raises:
+        ConfigError: with the key and the remedy.
+    """
+    if shape.num_experts and device == "cuda" and config.model.dtype == "float32":
+        raise ConfigError(
+            "model.dtype = 'float32' with a mixture of experts on a GPU: rounding would choose another expert in other "
+            "passes, and with it another text; use model.dtype = 'bfloat16'"
         )
 
 

@@ -64,7 +64,7 @@ def check_model(job: PlannedJob) -> Finding:
     from tlt_hpc.models.shape import read_shape
     from tlt_hpc.models.tokenizer import find_model, hub_name
     from tlt_hpc.plan.inputs import check_files
-    from tlt_hpc.plan.shape_checks import check_shape
+    from tlt_hpc.plan.shape_checks import check_experts, check_shape
 
     config = job.config
     config.lora.check_installed()
@@ -76,6 +76,7 @@ def check_model(job: PlannedJob) -> Finding:
     shape = read_shape(folder)
     check_files(folder, shape)
     check_shape(config, shape, job.num_ranks)
+    check_experts(config, shape, "cuda" if job.uses_gpu else "cpu")
     files = [path for pattern in ("*.safetensors", "pytorch_model*.bin") for path in folder.glob(pattern)]
     num_bytes = sum(path.stat().st_size for path in files)
     return ok(f"{config.model.path}: {shape.family}, {shape.num_parameters / 1e6:,.1f} M parameters, "
