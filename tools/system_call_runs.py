@@ -43,8 +43,8 @@ _WARNING = re.compile(r"^\[rank \d+\] WARNING (?!tlt_hpc.cluster.watch.last)|^tl
 _TRACE = re.compile(r"Traceback \(most recent|^Exception (ignored )?in|Fatal Python error", re.MULTILINE)
 _REMADE = re.compile(r"^(cache/|kept|status/|shared-|environment)")
 """What a run may lack or have more of at its end after a fault."""
-_DAMAGE = re.compile(r"damaged|skipping checkpoint|(is|are) generated again")
-"""In what a start says: an earlier one has left a file under its final name that was not whole."""
+_DAMAGE = re.compile(r"(?!.*cluster\.watch\.last: ).*(damaged|skipping checkpoint|(is|are) generated again)")
+"""A line of a start: an earlier one has left a file under its final name that was not whole; not its last words."""
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ class Campaign:
             again, told = self.run(case.ranks, place, "-m tlt_hpc")
             wrong += [f"resume: {each}" for each in self.wrong_end(case, place, again, told, text)]
             wrong += [f"resume ended with status {again}"] if again else []
-            wrong += [f"resume: {line}" for line in told.splitlines() if _DAMAGE.search(line)]
+            wrong += [f"resume: {line}" for line in told.splitlines() if _DAMAGE.match(line)]
             (self.folder / "logs" / f"{case.name}.resumed").write_text(told)
         said = next((line for line in text.splitlines() if _WARNING.match(line)), "")
         if report.struck and not said and case.must_tell:
