@@ -11,6 +11,7 @@ import shutil
 import sys
 from dataclasses import replace
 from functools import cache
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
 
 import prove_exactness
 import random_models
+from fetch_smollm2 import default_folder
 
 from tlt_hpc.checkpoint.store import CheckpointStore
 from tlt_hpc.cli.main import main
@@ -33,9 +35,10 @@ from tlt_hpc.models.documents import attend_documents
 from tlt_hpc.models.folder import decoding_dtype, folder_weights, load_policy_model
 from tlt_hpc.models.policy_model import PolicyModel
 from tlt_hpc.models.shape import read_shape, shape_from
-from tlt_hpc.models.tokenizer import embedded
+from tlt_hpc.models.tokenizer import embedded, load_tokenizer
 from tlt_hpc.storage.folder import RunFolder
 
+ROOT = Path(__file__).resolve().parent.parent
 CPU = torch.device("cpu")
 FAMILIES = list(random_models.FAMILIES)
 NUM_PROMPTS, LONGEST = 200, 120
@@ -88,6 +91,32 @@ def test_logits_are_those_of_transformers(family, folders):
         assert float((own - row[: len(own)]).abs().max()) < 1e-4
     last = len(texts[0])  # by float64
     assert float((decoder.reference_logits(texts[0], last) - rows[0][:last]).abs().max()) < 1e-4
+
+
+@pytest.mark.slow
+@torch.inference_mode()
+def test_logits_of_real_weights_are_as_exact_as_those_of_transformers():
+    """Gemma 3 270M on pages of this project, past its window of 512; differences of two implementations, as printed."""
+    folder = default_folder().with_name("gemma-3-270m")
+    if not folder.is_dir():
+        pytest.skip(f"no Gemma 3 in {folder}; see tools/fetch_gemma3.py")
+    decoder, tokenizer = decoder_of(folder), load_tokenizer(folder)
+    others = {
+        name: AutoModelForCausalLM.from_pretrained(folder, attn_implementation=name) for name in ("sdpa", "eager")
+    }
+    for page in ("README.md", "docs/how_it_works.md", "docs/drafter.md"):
+        tokens = torch.tensor(tokenizer.encode(f"<bos>{(ROOT / page).read_text()[:4000]}").ids[:700])
+        hidden = decoder.hidden(tokens, torch.arange(len(tokens)), attend_documents(None, decoder.shape.windows))
+        found = {"ours": decoder.logits(hidden[-150:]), "float64": decoder.reference_logits(tokens, 150)}
+        found |= {name: other(tokens[None]).logits[0, -150:] for name, other in others.items()}
+        apart = {f"{a}, {b}": float((found[a] - found[b]).abs().max()) for a, b in combinations(found, 2)}
+        print(
+            page,
+            f"largest logit {found['float64'].abs().max():.1f}",
+            *(f"{a}: {d:.1e}" for a, d in apart.items()),
+            sep="; ",
+        )
+        assert apart["ours, float64"] < 2.5e-4 and apart["ours, sdpa"] < 4e-4
 
 
 @families
