@@ -42,6 +42,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
             while True: pass
         case "memory": return len(bytearray(2 * 10**9))
         case "sleep": time.sleep(10**6)
+        case "slow": time.sleep(1.5); return 1
         case "child":
             if os.fork() == 0: time.sleep(10**6)
             return 1
@@ -174,6 +175,13 @@ def test_a_server_that_is_stopped_is_replaced(own: str, monkeypatch: pytest.Monk
     with closing(client_of(own, cpu_seconds=0.05)) as client:
         os.kill(client._process.pid, signal.SIGSTOP)
         assert ask(client, "four") == [Verdict(4.0)] and client.num_restarts == 1
+
+
+def test_a_server_that_had_nothing_to_judge_for_long_is_not_taken_for_stopped(own: str) -> None:
+    """As after an update, where the first answer is judged for longer than one look."""
+    with closing(client_of(own)) as client:
+        client._heard_at -= 3600.0
+        assert ask(client, "slow") == [Verdict(1.0)] and client.num_restarts == 0
 
 
 def test_the_server_and_its_workers_end_with_the_rank(own: str) -> None:

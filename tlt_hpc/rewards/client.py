@@ -198,6 +198,8 @@ class RewardClient:
     def _fill(self) -> None:
         while len(self._outgoing) < _RECEIVED_BYTES and self._has_room():
             number = self._waiting.popleft()
+            if not self._at_server:  # it was silent because it had nothing to judge, for minutes in an update
+                self._heard_at = time.monotonic()
             self._at_server[number] = None
             self._outgoing += pack({"number": number, "answer": vars(self._answers[number])})
 
@@ -236,9 +238,8 @@ class RewardClient:
         self._suspects.discard(number)
 
     def _check_stalled(self) -> None:
-        if not self._at_server:
-            self._heard_at = max(self._heard_at, time.monotonic() - 1)
-        elif time.monotonic() - self._heard_at > self._settings.wall_seconds + _STALLED_SECONDS:
+        silent_seconds = time.monotonic() - self._heard_at
+        if self._at_server and silent_seconds > self._settings.wall_seconds + _STALLED_SECONDS:
             self._process.send_signal(signal.SIGKILL)
 
 
