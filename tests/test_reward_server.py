@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ast
+import fcntl
 import json
 import os
+import resource
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -182,6 +185,22 @@ def test_a_server_that_had_nothing_to_judge_for_long_is_not_taken_for_stopped(ow
     with closing(client_of(own)) as client:
         client._heard_at -= 3600.0
         assert ask(client, "slow") == [Verdict(1.0)] and client.num_restarts == 0
+
+
+def test_a_rank_with_a_thousand_connections_waits_for_its_server(own: str) -> None:
+    """Those to other ranks are open when a server is started again, whose socket then has a high number."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limits[1] <= 1100:
+        pytest.skip(f"a process may have {limits[1]} descriptors here")
+    with closing(client_of(own)) as client:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(limits[0], 1200), limits[1]))
+        try:
+            with client._socket as low:
+                client._socket = socket.socket(fileno=fcntl.fcntl(low, fcntl.F_DUPFD_CLOEXEC, 1100))
+            client._socket.setblocking(False)
+            assert ask(client, "four") == [Verdict(4.0)]
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def test_the_server_and_its_workers_end_with_the_rank(own: str) -> None:

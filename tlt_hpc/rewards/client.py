@@ -76,7 +76,7 @@ class RewardClient:
                     f"what judges responses was not ready after {limit_seconds:g} s; see what reward.function "
                     "does when it is imported"
                 )
-            select.select([self._socket], [], [], 1.0)
+            self._await_server(select.POLLIN)
             self.pump()
 
     def submit(self, answer: Answer) -> int:
@@ -113,8 +113,8 @@ class RewardClient:
         """
         numbers = list(numbers)
         while not all(number in self._verdicts for number in numbers):
-            writing = [self._socket] if self._outgoing or self._has_room() else []
-            select.select([self._socket], writing, [], 1.0)
+            has_more = bool(self._outgoing) or self._has_room()
+            self._await_server(select.POLLIN | (select.POLLOUT if has_more else 0))
             self.pump()
             self._check_stalled()
             BEAT.tick()  # a server that hangs is replaced, by a count of its own
@@ -160,6 +160,12 @@ class RewardClient:
         self._heard_at = time.monotonic()
         self._incoming = FrameBuffer()
         self._outgoing = bytearray(pack(self._settings.model_dump_json()))
+
+    def _await_server(self, events: int) -> None:
+        """Wait for one of these events of ``select``, for a second at most."""
+        poll = select.poll()  # not ``select``, which takes no descriptor above 1023, as one of a later start may be
+        poll.register(self._socket, events)
+        poll.poll(1000)
 
     def _restart(self) -> None:
         """Start the server again and resend its answers; an answer that it died of twice, alone, is not tried again."""
