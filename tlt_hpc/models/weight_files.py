@@ -103,13 +103,18 @@ def check_weights(folder: Path, shape: ModelShape) -> None:
     Raises:
         ValueError: no weights, a file of them is missing or cut short, or they are another model's.
     """
-    if any(folder.glob("pytorch_model*.bin")) and not any(folder.glob("*.safetensors")):
+    if torch_files(folder):
         return  # transformers reads these, which say nothing before they are read as a whole
     for file in weight_files(folder):
         with opened(file, UNREADABLE, "numpy") as reader:
             found = reader.get_slice(EMBEDDING).get_shape() if EMBEDDING in reader.keys() else None  # noqa: SIM118
         if found not in (None, wanted := [shape.vocab_size, shape.hidden_size]):
             raise UserError(f"{file}: {EMBEDDING!r} has shape {found}, config.json asks for {wanted}; {TAKE_CONFIG}")
+
+
+def torch_files(folder: Path) -> list[Path]:
+    """The files of weights in torch's format, where a folder has no others."""
+    return [] if any(folder.glob("*.safetensors")) else sorted(folder.glob("pytorch_model*.bin"))
 
 
 def weight_files(folder: Path) -> Mapping[Path, set[str] | None]:
@@ -180,7 +185,7 @@ def weight_shapes(folder: Path) -> dict[str, tuple[Path, Sequence[int]]]:
 
 def weights_digest(folder: Path) -> str:
     """A hash that tells the weights of two folders apart: of each file's, as ``sampled_digest`` has it."""
-    digests = [sampled_digest(file) for file in sorted(weight_files(folder))]
+    digests = [sampled_digest(file) for file in torch_files(folder) or sorted(weight_files(folder))]
     return hashlib.sha256("".join(digests).encode()).hexdigest()
 
 
