@@ -12,6 +12,7 @@ from logged import make_rollout
 
 from tlt_hpc.common.records import Prompt, Rollout, SampleKey
 from tlt_hpc.config import ConfigError, RewardSection, load_config
+from tlt_hpc.data.known import math_answer
 from tlt_hpc.plan.inputs import read_assets
 from tlt_hpc.rewards import text as texts
 from tlt_hpc.rewards.answer import Answer, Failure, Verdict
@@ -51,6 +52,13 @@ def test_braces_inside_the_box_are_balanced() -> None:
     assert reward("boxed", "so \\boxed{\\frac{1}{2}", "\\frac{1}{2}") == 0.0
     assert reward("boxed", "so \\boxed{\\frac{1}{2}}}", "\\frac{1}{2}") == 0.0
     assert reward("boxed", "so \\boxed{a}{b}", "a}{b") == 0.0, "the box ends after the a"
+
+
+@pytest.mark.parametrize("answer", [r"\left\{x, 3\right.", r"[0, 1\}", r"\{1, 2\}", r"1 \\"])
+def test_braces_that_latex_shows_open_and_close_nothing(answer: str) -> None:
+    """As in answers that ``tlt data prepare`` takes from boxes."""
+    solution = f"so \\boxed{{{answer}}}"
+    assert math_answer(solution) == answer and reward("boxed", solution, answer) == 1.0
 
 
 # --- numeric ---
