@@ -20,8 +20,9 @@ from tlt_hpc.models.tokenizer import embedded
 INDEX = "model.safetensors.index.json"
 _TORCH_FILE_ERRORS = ("unable to open file", "unable to mmap", "Error closing file")
 UNREADABLE = "start again once its disk works, or download it again"
-_MOST_MAPPED = 2**30
-"""Bytes that ``reading_files`` reads until it opens its files again: what was read stays mapped until then."""
+_MOST_MAPPED, _MAPPED_A_FILE = 2**30, 2**26
+"""Bytes that ``reading_files`` reads until it opens its files again: what was read stays mapped until then. At ZeRO
+stage 3 each of a checkpoint's hundreds of files has a piece of every tensor, so more is read of more files."""
 SINGLE, TORCH_FILE = "model.safetensors", "pytorch_model.bin"
 DRAFTER_FILE = "drafter.safetensors"
 TAKE_DRAFTER = "give the drafter folder of a run with this model"
@@ -69,7 +70,8 @@ def reading_files(remedy: str) -> Iterator[Callable[[Path, str], Any]]:
     def read(file: Path, name: str) -> Any:
         nonlocal mapped
         with naming_file(file, remedy):
-            if mapped >= _MOST_MAPPED or (file not in readers and len(readers) >= most):
+            is_full = mapped >= max(_MOST_MAPPED, len(readers) * _MAPPED_A_FILE)
+            if is_full or (file not in readers and len(readers) >= most):
                 readers.clear()
                 mapped = 0
             if file not in readers:
