@@ -31,6 +31,7 @@ from tlt_hpc.rewards.sandbox.outside import Template, working_template
 
 OWN = """
 import os, signal, sys, time
+import numpy
 print("imported")
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
@@ -46,6 +47,9 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
         case "memory": return len(bytearray(2 * 10**9))
         case "sleep": time.sleep(10**6)
         case "slow": time.sleep(1.5); return 1
+        case "equal": return numpy.isclose(0.1 + 0.2, 0.3)
+        case "array": return {"score": numpy.array(0.5)}
+        case "arrays": return numpy.zeros(2)
         case "child":
             if os.fork() == 0: time.sleep(10**6)
             return 1
@@ -107,8 +111,8 @@ def wait_until(condition: Callable[[], bool], seconds: float = 60) -> None:
 
 
 def test_a_function_is_called_as_verl_calls_its(client: RewardClient) -> None:
-    verdicts = ask(client, "dict", "arguments", "four", "threads")
-    assert [verdict.reward for verdict in verdicts] == [0.25, 1.0, 4.0, 1.0]
+    verdicts = ask(client, "dict", "arguments", "four", "threads", "equal", "array")
+    assert [verdict.reward for verdict in verdicts] == [0.25, 1.0, 4.0, 1.0, 1.0, 0.5]
 
 
 @pytest.mark.parametrize(
@@ -116,6 +120,7 @@ def test_a_function_is_called_as_verl_calls_its(client: RewardClient) -> None:
     [
         ("raise", Failure.ERROR, "KeyError: 'planted'"),
         ("nan", Failure.ERROR, "the function returned 'nan', which is no number within 1e+06 of 0"),
+        ("arrays", Failure.ERROR, "ValueError: can only convert an array of size 1 to a Python scalar"),
         ("end", Failure.CRASH, "its process ended with status 3"),
         ("segv", Failure.CRASH, "its process was killed by SIGSEGV"),
         ("spin", Failure.CPU, "more than 1.0 s of CPU time"),
