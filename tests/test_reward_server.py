@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ from typing import Any
 
 import pytest
 
+from tlt_hpc.cluster.watch.beat import BEAT
 from tlt_hpc.config import RewardSection, UserError
 from tlt_hpc.rewards.answer import Answer, Failure, Verdict
 from tlt_hpc.rewards.client import RewardClient, server_environment
@@ -190,6 +192,35 @@ def test_a_server_that_had_nothing_to_judge_for_long_is_not_taken_for_stopped(ow
     with closing(client_of(own)) as client:
         client._heard_at -= 3600.0
         assert ask(client, "slow") == [Verdict(1.0)] and client.num_restarts == 0
+
+
+def test_to_wait_for_a_server_that_does_not_start_again_is_no_progress(tmp_path: Path) -> None:
+    """Then the watch ends the job, which would hang until its time limit."""
+    mark, path = tmp_path / "imported", tmp_path / "once.py"
+    path.write_text(
+        f"import pathlib, time\nmark = pathlib.Path({str(mark)!r})\nif mark.exists(): time.sleep(10**6)\nmark.touch()\n"
+        "def score(data_source, solution_str, ground_truth, extra_info=None): return 1\n"
+    )
+    client = client_of(f"{path}:score")
+    assert ask(client, "a") == [Verdict(1.0)]
+    os.kill(client._process.pid, signal.SIGKILL)
+    ended = list[bool]()
+
+    def wait() -> None:
+        with pytest.raises(UserError, match="the server of rewards ended with status -9 before it was ready"):
+            ask(client, "b")
+        ended.append(True)
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    waiting.join(4.0)
+    assert waiting.is_alive() and client.num_restarts == 1
+    before = BEAT.progress
+    waiting.join(2.5)
+    assert BEAT.progress == before
+    os.kill(client._process.pid, signal.SIGKILL)
+    waiting.join(30.0)
+    assert ended
 
 
 def test_a_rank_with_a_thousand_connections_waits_for_its_server(own: str) -> None:

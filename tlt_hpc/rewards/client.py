@@ -117,7 +117,8 @@ class RewardClient:
             self._await_server(select.POLLIN | (select.POLLOUT if has_more else 0))
             self.pump()
             self._check_stalled()
-            BEAT.tick()  # a server that hangs is replaced, by a count of its own
+            if self._is_ready:  # one that hangs is replaced, and one that does not start is for the watch
+                BEAT.tick()
         return {number: self._verdicts.pop(number) for number in numbers}
 
     def take_ready(self) -> dict[int, Verdict]:
