@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
@@ -52,6 +53,14 @@ def test_braces_inside_the_box_are_balanced() -> None:
     assert reward("boxed", "so \\boxed{\\frac{1}{2}", "\\frac{1}{2}") == 0.0
     assert reward("boxed", "so \\boxed{\\frac{1}{2}}}", "\\frac{1}{2}") == 0.0
     assert reward("boxed", "so \\boxed{a}{b}", "a}{b") == 0.0, "the box ends after the a"
+
+
+@pytest.mark.parametrize("mark", ["(", " "])
+def test_a_response_of_one_character_takes_no_time(mark: str) -> None:
+    """Letters are read in the rank itself, which decodes nothing meanwhile."""
+    start = time.process_time()
+    assert all(reward("choice", f"\\boxed{{{mark * 4000}1}}", "C") == 0.0 for _ in range(10))
+    assert time.process_time() - start < 0.5
 
 
 @pytest.mark.parametrize("answer", [r"\left\{x, 3\right.", r"[0, 1\}", r"\{1, 2\}", r"1 \\"])
