@@ -30,6 +30,7 @@ from tlt_hpc.checkpoint.host_buffer import HostBuffer
 from tlt_hpc.checkpoint.manifest import Checkpoint, CheckpointError
 from tlt_hpc.checkpoint.store import CheckpointStore
 from tlt_hpc.common import files
+from tlt_hpc.models import weight_files
 from tlt_hpc.models.piece import Cut, Piece, own_pieces
 from tlt_hpc.resume.saving import save_drafter_if_due
 from tlt_hpc.storage.folder import RunFolder
@@ -453,6 +454,25 @@ def test_shares_of_all_ranks_are_the_whole(tmp_path, num_ranks):
         assert part.dtype == wanted.dtype and torch.equal(part, wanted), (name, slices)
     with pytest.raises(ValueError, match=r"weight 'wide' has shape \[5, 37\], config.json asks for \[5, 36\]"):
         checkpoint.read("drafter", "wide", Cut((5, 36), (slice(1, 2),)))
+
+
+def test_many_files_that_each_have_a_piece_of_every_tensor_are_not_opened_again_for_each(tmp_path, monkeypatch):
+    """As at ZeRO stage 3, where to open a file takes longer than to read a piece of it."""
+    tensors, size = {f"layer{number}": torch.randn(8, 64) for number in range(40)}, 8
+
+    def save_slices(world: ThreadWorld) -> None:
+        own = ((name, Piece(each[world.rank], 64 * world.rank, (8, 64))) for name, each in tensors.items())
+        CheckpointStore(tmp_path, keep=1).save(3, world, {"policy": own}, {})
+
+    on_threads(size, save_slices)
+    num_bytes, opened = sum(each.nbytes for each in tensors.values()), []
+    for limit in ("_MOST_MAPPED", "_MAPPED_A_FILE"):
+        monkeypatch.setattr(weight_files, limit, num_bytes // 16)
+    monkeypatch.setattr(weight_files, "safe_open", lambda file, **kind: opened.append(file) or safe_open(file, **kind))
+    checkpoint = CheckpointStore(tmp_path, keep=1).at(3)
+    with checkpoint.reading("policy") as read:
+        assert all(torch.equal(read(name), each) for name, each in tensors.items())
+    assert size <= len(opened) <= 3 * size
 
 
 @pytest.mark.parametrize("bounds", [[(0, 4), (5, 6)], [(0, 4), (3, 6)], [(0, 4)], [(0, 6), (0, 6)]])

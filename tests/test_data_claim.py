@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,22 @@ def test_prompts_may_come_to_be_dropped_and_not_back(tmp_path: Path) -> None:
     claim(tmp_path, path, "data.overlong=drop")
     with pytest.raises(ConfigError, match=r"was another \(drop then, error now\); prompts that it left out would"):
         claim(tmp_path, path)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
+def test_the_reference_of_a_divergence_stays_the_model_that_the_run_began_with(tmp_path: Path, name: str) -> None:
+    """``model.path`` may change on a resume, for the checkpoint has the policy; it does not have the reference."""
+    path, model, moved = write_jsonl(tmp_path / "a.jsonl", gcd_rows(5)), tmp_path / "model", tmp_path / "moved"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    (model / name).write_bytes(bytes(1000))
+    shutil.copytree(model, moved)
+    given = ("algorithm.kl_coefficient=0.01",)
+    claim(tmp_path, path, f"model.path={model}", *given)
+    claim(tmp_path, path, f"model.path={moved}", *given)
+    (moved / name).write_bytes(bytes(999) + b"1")
+    with pytest.raises(ConfigError, match=r"whose model\.path was another"):
+        claim(tmp_path, path, f"model.path={moved}", *given)
 
 
 class OnTwoNodes(OneRank):

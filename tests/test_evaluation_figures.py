@@ -127,6 +127,13 @@ def test_equal_answers_have_one_vote(kind, texts, rights, votes):
     assert votes_of(Judge(RewardSection(), None), kind, texts, [right == "1" for right in rights]) == votes
 
 
+def test_a_number_of_any_length_is_an_answer():
+    """It must not end an evaluation, nor the training that it is a part of."""
+    long = "9" * 4000 + "e999"
+    texts = [long, "so -1/2", "-0.5", long]
+    assert votes_of(Judge(RewardSection(), None), "numeric", texts, [False] * 4) == [2, 1, 1, 2]
+
+
 def test_mathematics_is_compared_with_the_first_answer_that_has_no_number_yet():
     """Numbers stand for answers: those of one parity are equal, and 9 cannot be read."""
     asked = []

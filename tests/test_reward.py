@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
@@ -12,6 +13,7 @@ from logged import make_rollout
 
 from tlt_hpc.common.records import Prompt, Rollout, SampleKey
 from tlt_hpc.config import ConfigError, RewardSection, load_config
+from tlt_hpc.data.known import math_answer
 from tlt_hpc.plan.inputs import read_assets
 from tlt_hpc.rewards import text as texts
 from tlt_hpc.rewards.answer import Answer, Failure, Verdict
@@ -51,6 +53,21 @@ def test_braces_inside_the_box_are_balanced() -> None:
     assert reward("boxed", "so \\boxed{\\frac{1}{2}", "\\frac{1}{2}") == 0.0
     assert reward("boxed", "so \\boxed{\\frac{1}{2}}}", "\\frac{1}{2}") == 0.0
     assert reward("boxed", "so \\boxed{a}{b}", "a}{b") == 0.0, "the box ends after the a"
+
+
+@pytest.mark.parametrize("mark", ["(", " "])
+def test_a_response_of_one_character_takes_no_time(mark: str) -> None:
+    """Letters are read in the rank itself, which decodes nothing meanwhile."""
+    start = time.process_time()
+    assert all(reward("choice", f"\\boxed{{{mark * 4000}1}}", "C") == 0.0 for _ in range(10))
+    assert time.process_time() - start < 0.5
+
+
+@pytest.mark.parametrize("answer", [r"\left\{x, 3\right.", r"[0, 1\}", r"\{1, 2\}", r"1 \\"])
+def test_braces_that_latex_shows_open_and_close_nothing(answer: str) -> None:
+    """As in answers that ``tlt data prepare`` takes from boxes."""
+    solution = f"so \\boxed{{{answer}}}"
+    assert math_answer(solution) == answer and reward("boxed", solution, answer) == 1.0
 
 
 # --- numeric ---

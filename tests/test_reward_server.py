@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import ast
+import fcntl
 import json
 import os
+import resource
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -17,6 +21,7 @@ from typing import Any
 
 import pytest
 
+from tlt_hpc.cluster.watch.beat import BEAT
 from tlt_hpc.config import RewardSection, UserError
 from tlt_hpc.rewards.answer import Answer, Failure, Verdict
 from tlt_hpc.rewards.client import RewardClient, server_environment
@@ -28,6 +33,7 @@ from tlt_hpc.rewards.sandbox.outside import Template, working_template
 
 OWN = """
 import os, signal, sys, time
+import numpy
 print("imported")
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
@@ -42,6 +48,10 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
             while True: pass
         case "memory": return len(bytearray(2 * 10**9))
         case "sleep": time.sleep(10**6)
+        case "slow": time.sleep(1.5); return 1
+        case "equal": return numpy.isclose(0.1 + 0.2, 0.3)
+        case "array": return {"score": numpy.array(0.5)}
+        case "arrays": return numpy.zeros(2)
         case "child":
             if os.fork() == 0: time.sleep(10**6)
             return 1
@@ -103,8 +113,8 @@ def wait_until(condition: Callable[[], bool], seconds: float = 60) -> None:
 
 
 def test_a_function_is_called_as_verl_calls_its(client: RewardClient) -> None:
-    verdicts = ask(client, "dict", "arguments", "four", "threads")
-    assert [verdict.reward for verdict in verdicts] == [0.25, 1.0, 4.0, 1.0]
+    verdicts = ask(client, "dict", "arguments", "four", "threads", "equal", "array")
+    assert [verdict.reward for verdict in verdicts] == [0.25, 1.0, 4.0, 1.0, 1.0, 0.5]
 
 
 @pytest.mark.parametrize(
@@ -112,6 +122,7 @@ def test_a_function_is_called_as_verl_calls_its(client: RewardClient) -> None:
     [
         ("raise", Failure.ERROR, "KeyError: 'planted'"),
         ("nan", Failure.ERROR, "the function returned 'nan', which is no number within 1e+06 of 0"),
+        ("arrays", Failure.ERROR, "ValueError: can only convert an array of size 1 to a Python scalar"),
         ("end", Failure.CRASH, "its process ended with status 3"),
         ("segv", Failure.CRASH, "its process was killed by SIGSEGV"),
         ("spin", Failure.CPU, "more than 1.0 s of CPU time"),
@@ -174,6 +185,58 @@ def test_a_server_that_is_stopped_is_replaced(own: str, monkeypatch: pytest.Monk
     with closing(client_of(own, cpu_seconds=0.05)) as client:
         os.kill(client._process.pid, signal.SIGSTOP)
         assert ask(client, "four") == [Verdict(4.0)] and client.num_restarts == 1
+
+
+def test_a_server_that_had_nothing_to_judge_for_long_is_not_taken_for_stopped(own: str) -> None:
+    """As after an update, where the first answer is judged for longer than one look."""
+    with closing(client_of(own)) as client:
+        client._heard_at -= 3600.0
+        assert ask(client, "slow") == [Verdict(1.0)] and client.num_restarts == 0
+
+
+def test_to_wait_for_a_server_that_does_not_start_again_is_no_progress(tmp_path: Path) -> None:
+    """Then the watch ends the job, which would hang until its time limit."""
+    mark, path = tmp_path / "imported", tmp_path / "once.py"
+    path.write_text(
+        f"import pathlib, time\nmark = pathlib.Path({str(mark)!r})\nif mark.exists(): time.sleep(10**6)\nmark.touch()\n"
+        "def score(data_source, solution_str, ground_truth, extra_info=None): return 1\n"
+    )
+    client = client_of(f"{path}:score")
+    assert ask(client, "a") == [Verdict(1.0)]
+    os.kill(client._process.pid, signal.SIGKILL)
+    ended = list[bool]()
+
+    def wait() -> None:
+        with pytest.raises(UserError, match="the server of rewards ended with status -9 before it was ready"):
+            ask(client, "b")
+        ended.append(True)
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    waiting.join(4.0)
+    assert waiting.is_alive() and client.num_restarts == 1
+    before = BEAT.progress
+    waiting.join(2.5)
+    assert BEAT.progress == before
+    os.kill(client._process.pid, signal.SIGKILL)
+    waiting.join(30.0)
+    assert ended
+
+
+def test_a_rank_with_a_thousand_connections_waits_for_its_server(own: str) -> None:
+    """Those to other ranks are open when a server is started again, whose socket then has a high number."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limits[1] <= 1100:
+        pytest.skip(f"a process may have {limits[1]} descriptors here")
+    with closing(client_of(own)) as client:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(limits[0], 1200), limits[1]))
+        try:
+            with client._socket as low:
+                client._socket = socket.socket(fileno=fcntl.fcntl(low, fcntl.F_DUPFD_CLOEXEC, 1100))
+            client._socket.setblocking(False)
+            assert ask(client, "four") == [Verdict(4.0)]
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def test_the_server_and_its_workers_end_with_the_rank(own: str) -> None:

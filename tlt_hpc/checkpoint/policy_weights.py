@@ -18,7 +18,7 @@ from tlt_hpc.models.folder import DTYPES
 from tlt_hpc.models.lora import adapter_names, merge
 from tlt_hpc.models.once import ReadCut
 from tlt_hpc.models.piece import Cut
-from tlt_hpc.models.weight_files import UNREADABLE, reading_files, weight_shapes, weights_digest
+from tlt_hpc.models.weight_files import UNREADABLE, reading_files, weight_files, weight_shapes, weights_digest
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.records import read_record
 
@@ -28,8 +28,17 @@ _MODEL = "model.path"
 
 
 def start_facts(config: Config, model: Path) -> dict[str, str]:
-    """What a run notes of the model that it begins with, because its checkpoints do not hold it."""
-    return {_MODEL: weights_digest(model)} if config.lora.rank else {}
+    """What a run notes of the model that it begins with, where its checkpoints do not hold all that it needs of it.
+
+    Adapters are merged into that model, and it is the reference that a divergence is measured from: with another one a
+    resumed run would learn something else, without a word.
+
+    Raises:
+        ValueError: a file of weights is missing, or cannot be read.
+    """
+    if config.lora.rank:
+        weight_files(model)  # refuses what transformers alone can read, which adapters could not be merged into
+    return {_MODEL: weights_digest(model)} if config.lora.rank or config.algorithm.kl_coefficient else {}
 
 
 def open_policy(run: RunFolder, config: Config, checkpoint: Checkpoint, model: Path) -> PolicyWeights:

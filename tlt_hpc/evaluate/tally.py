@@ -105,7 +105,8 @@ def answer_of(kind: str, text: str) -> str | None:
         return boxed_answer(text)
     if kind == "numeric":
         number = number_of(text)
-        return None if number is None else str(number)
+        # in hexadecimal, since Python writes no decimal of more than 4300 digits, and 1e999 may follow 4000 of them
+        return None if number is None else f"{number.numerator:x}/{number.denominator:x}"
     if kind == "choice":
         return letter_of(text)
     box = last_box(text)
@@ -117,8 +118,14 @@ def _are_equal(judge: Judge, answers: Sequence[str], other: str) -> list[bool | 
 
 
 def _are_near(judge: Judge, answers: Sequence[str], other: str) -> list[bool | None]:
-    room = Fraction(judge.settings.tolerance) * max(Fraction(1), abs(Fraction(other)))
-    return [abs(Fraction(answer) - Fraction(other)) <= room for answer in answers]
+    wanted = _fraction(other)
+    room = Fraction(judge.settings.tolerance) * max(Fraction(1), abs(wanted))
+    return [abs(_fraction(answer) - wanted) <= room for answer in answers]
+
+
+def _fraction(answer: str) -> Fraction:
+    """The number that ``answer_of`` has written."""
+    return Fraction(*(int(part, 16) for part in answer.split("/")))
 
 
 def _are_same_math(judge: Judge, answers: Sequence[str], other: str) -> list[bool | None]:

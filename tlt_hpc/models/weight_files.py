@@ -20,8 +20,9 @@ from tlt_hpc.models.tokenizer import embedded
 INDEX = "model.safetensors.index.json"
 _TORCH_FILE_ERRORS = ("unable to open file", "unable to mmap", "Error closing file")
 UNREADABLE = "start again once its disk works, or download it again"
-_MOST_MAPPED = 2**30
-"""Bytes that ``reading_files`` reads until it opens its files again: what was read stays mapped until then."""
+_MOST_MAPPED, _MAPPED_A_FILE = 2**30, 2**26
+"""Bytes that ``reading_files`` reads until it opens its files again: what was read stays mapped until then. At ZeRO
+stage 3 each of a checkpoint's hundreds of files has a piece of every tensor, so more is read of more files."""
 SINGLE, TORCH_FILE = "model.safetensors", "pytorch_model.bin"
 DRAFTER_FILE = "drafter.safetensors"
 TAKE_DRAFTER = "give the drafter folder of a run with this model"
@@ -69,7 +70,8 @@ def reading_files(remedy: str) -> Iterator[Callable[[Path, str], Any]]:
     def read(file: Path, name: str) -> Any:
         nonlocal mapped
         with naming_file(file, remedy):
-            if mapped >= _MOST_MAPPED or (file not in readers and len(readers) >= most):
+            is_full = mapped >= max(_MOST_MAPPED, len(readers) * _MAPPED_A_FILE)
+            if is_full or (file not in readers and len(readers) >= most):
                 readers.clear()
                 mapped = 0
             if file not in readers:
@@ -103,13 +105,18 @@ def check_weights(folder: Path, shape: ModelShape) -> None:
     Raises:
         ValueError: no weights, a file of them is missing or cut short, or they are another model's.
     """
-    if any(folder.glob("pytorch_model*.bin")) and not any(folder.glob("*.safetensors")):
+    if torch_files(folder):
         return  # transformers reads these, which say nothing before they are read as a whole
     for file in weight_files(folder):
         with opened(file, UNREADABLE, "numpy") as reader:
             found = reader.get_slice(EMBEDDING).get_shape() if EMBEDDING in reader.keys() else None  # noqa: SIM118
         if found not in (None, wanted := [shape.vocab_size, shape.hidden_size]):
             raise UserError(f"{file}: {EMBEDDING!r} has shape {found}, config.json asks for {wanted}; {TAKE_CONFIG}")
+
+
+def torch_files(folder: Path) -> list[Path]:
+    """The files of weights in torch's format, where a folder has no others."""
+    return [] if any(folder.glob("*.safetensors")) else sorted(folder.glob("pytorch_model*.bin"))
 
 
 def weight_files(folder: Path) -> Mapping[Path, set[str] | None]:
@@ -180,7 +187,7 @@ def weight_shapes(folder: Path) -> dict[str, tuple[Path, Sequence[int]]]:
 
 def weights_digest(folder: Path) -> str:
     """A hash that tells the weights of two folders apart: of each file's, as ``sampled_digest`` has it."""
-    digests = [sampled_digest(file) for file in sorted(weight_files(folder))]
+    digests = [sampled_digest(file) for file in torch_files(folder) or sorted(weight_files(folder))]
     return hashlib.sha256("".join(digests).encode()).hexdigest()
 
 

@@ -76,7 +76,7 @@ class RewardClient:
                     f"what judges responses was not ready after {limit_seconds:g} s; see what reward.function "
                     "does when it is imported"
                 )
-            select.select([self._socket], [], [], 1.0)
+            self._await_server(select.POLLIN)
             self.pump()
 
     def submit(self, answer: Answer) -> int:
@@ -113,11 +113,12 @@ class RewardClient:
         """
         numbers = list(numbers)
         while not all(number in self._verdicts for number in numbers):
-            writing = [self._socket] if self._outgoing or self._has_room() else []
-            select.select([self._socket], writing, [], 1.0)
+            has_more = bool(self._outgoing) or self._has_room()
+            self._await_server(select.POLLIN | (select.POLLOUT if has_more else 0))
             self.pump()
             self._check_stalled()
-            BEAT.tick()  # a server that hangs is replaced, by a count of its own
+            if self._is_ready:  # one that hangs is replaced, and one that does not start is for the watch
+                BEAT.tick()
         return {number: self._verdicts.pop(number) for number in numbers}
 
     def take_ready(self) -> dict[int, Verdict]:
@@ -161,6 +162,12 @@ class RewardClient:
         self._incoming = FrameBuffer()
         self._outgoing = bytearray(pack(self._settings.model_dump_json()))
 
+    def _await_server(self, events: int) -> None:
+        """Wait for one of these events of ``select``, for a second at most."""
+        poll = select.poll()  # not ``select``, which takes no descriptor above 1023, as one of a later start may be
+        poll.register(self._socket, events)
+        poll.poll(1000)
+
     def _restart(self) -> None:
         """Start the server again and resend its answers; an answer that it died of twice, alone, is not tried again."""
         self._socket.close()
@@ -198,6 +205,8 @@ class RewardClient:
     def _fill(self) -> None:
         while len(self._outgoing) < _RECEIVED_BYTES and self._has_room():
             number = self._waiting.popleft()
+            if not self._at_server:  # it was silent because it had nothing to judge, for minutes in an update
+                self._heard_at = time.monotonic()
             self._at_server[number] = None
             self._outgoing += pack({"number": number, "answer": vars(self._answers[number])})
 
@@ -236,9 +245,8 @@ class RewardClient:
         self._suspects.discard(number)
 
     def _check_stalled(self) -> None:
-        if not self._at_server:
-            self._heard_at = max(self._heard_at, time.monotonic() - 1)
-        elif time.monotonic() - self._heard_at > self._settings.wall_seconds + _STALLED_SECONDS:
+        silent_seconds = time.monotonic() - self._heard_at
+        if self._at_server and silent_seconds > self._settings.wall_seconds + _STALLED_SECONDS:
             self._process.send_signal(signal.SIGKILL)
 
 

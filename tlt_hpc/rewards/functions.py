@@ -73,6 +73,8 @@ def call_function(function: RewardFunction, answer: Answer) -> Verdict:
     extra = json.loads(answer.extra).get("extra_info") if answer.extra else None
     result = function(**dict(zip(ARGUMENTS, (answer.source, answer.text, answer.truth, extra), strict=True)))
     score = result.get("score") if isinstance(result, dict) else result
+    if callable(item := getattr(score, "item", None)):  # numpy's truth values and torch's numbers are no Real
+        score = item()
     if not isinstance(score, Real) or not abs(float(score)) <= MAX_REWARD:
         detail = f"the function returned {str(result)[:80]!r}, which is no number within {MAX_REWARD:g} of 0"
         return Verdict(0.0, Failure.ERROR, detail)

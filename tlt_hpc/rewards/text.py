@@ -19,7 +19,10 @@ _NUMBER = re.compile(
     r"|(?:(?<![\w)])[-+])?\.\d+"
 )
 _FRACTION = re.compile(r"\\[dt]?frac\{(-?\d+)\}\{(\d+)\}")
-_LETTER = re.compile(r"[\s(\[{*]*(?:\\text(?:bf)?\{)?[\s(]*([A-Za-z])(?:[\s)\]}*.:,]*|[).:]\s.*)", re.DOTALL)
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
+"""What opens or closes a group of LaTeX, or a command: ``\\{`` and ``\\}`` are characters to it."""
+# possessive: blanks that both of the first two parts could have would otherwise be shared out in every way
+_LETTER = re.compile(r"[\s(\[{*]*+(?:\\text(?:bf)?\{)?[\s(]*+([A-Za-z])(?:[\s)\]}*.:,]*|[).:]\s.*)", re.DOTALL)
 _SAID_LETTER = re.compile(r"(?i:answer|option|choice)[^A-Za-z]{0,20}(?:(?i:is)\b[^A-Za-z]{0,20})?([A-Z])(?![A-Za-z'])")
 
 
@@ -97,10 +100,10 @@ def last_box(text: str) -> str | None:
 def _find_box(text: str) -> tuple[str | None, int]:
     """The content of the last box, if it is closed, and the index behind it; otherwise -1."""
     start, depth = text.rfind(BOX), 1
-    for index in range(start + len(BOX), len(text)) if start >= 0 else ():
-        depth += (text[index] == "{") - (text[index] == "}")
+    for mark in _BRACE.finditer(text, start + len(BOX)) if start >= 0 else ():
+        depth += (mark[0] == "{") - (mark[0] == "}")
         if depth == 0:
-            return text[start + len(BOX) : index].strip(), index + 1
+            return text[start + len(BOX) : mark.start()].strip(), mark.end()
     return None, -1
 
 
