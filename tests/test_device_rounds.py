@@ -99,9 +99,9 @@ def test_a_backlog_is_read_in_passes_of_bounded_size(make, plain, monkeypatch):
     """And what the drafter then proposes is accepted as often as after one pass over everything."""
     found, sizes, read_at = [], [], LearnedDrafts._read_at
 
-    def spied(learned, rows, layout, at):
+    def spied(learned, rows, which, layout, at):
         sizes.append(at.shape)
-        return read_at(learned, rows, layout, at)
+        return read_at(learned, rows, which, layout, at)
 
     monkeypatch.setattr(LearnedDrafts, "_read_at", spied)
     for bound in (4096, 12):
@@ -114,6 +114,25 @@ def test_a_backlog_is_read_in_passes_of_bounded_size(make, plain, monkeypatch):
         assert max(rows * width for rows, width in sizes) <= bound
         assert bound == 12 or max(width for _, width in sizes) > 8, "nothing is left to read in parts"
     assert found[0] == found[1]
+
+
+def test_a_new_row_is_read_without_the_others(plain, monkeypatch):
+    """Each further row of a batch would multiply what the drafter reads of a prompt, or of a preempted text."""
+    engine, sizes, read_at = device_engine([CHAIN], max_live=16), [], LearnedDrafts._read_at
+    engine.load_drafter(tiny_drafter_state())
+    engine.submit(REQUESTS[:12])
+    for _ in range(4):
+        engine.step()
+    num_live = engine._rows.num_live
+    monkeypatch.setattr(LearnedDrafts, "_read_at", lambda *given: (sizes.append(given[-1].shape), read_at(*given))[1])
+    engine.submit(REQUESTS[12:13])
+    engine.step()
+    in_graph, width = sizes[-1], engine._rounds._graphs.read_width
+    assert num_live > 8 and in_graph[0] >= num_live + 1 and in_graph[1] == width
+    assert [rows for rows, _ in sizes[:-1] if rows != in_graph[0]] == [1], "the new row alone"
+    while engine.has_work:
+        engine.step()
+    assert texts(engine.collect()) == texts(plain[request.key] for request in REQUESTS[:13])
 
 
 def tiny_drafter_state():

@@ -161,16 +161,20 @@ class LearnedDrafts:
         newest true position.
         """
         unread = [len(response.text) - 1 - response.num_read for response in rows.responses[:count]]
-        feature = self.read(rows, count, layout, max(1, *unread))
+        feature = self.read(rows, slice(count), layout, max(1, *unread))
         for response in rows.responses[:count]:
             response.num_read = len(response.text) - 1
         return feature
 
-    def read(self, rows: LiveRows, count: int, layout: Layout | None, width: int) -> Tensor:
-        """As ``catch_up``, for the first ``count`` rows, none of which has more than ``width`` positions to read."""
-        lengths, known = rows.lengths[:count], self.known[:count]
+    def read(self, rows: LiveRows, which: slice | Tensor, layout: Layout | None, width: int) -> Tensor:
+        """As ``catch_up``, for the rows ``which`` [B], none of which has more than ``width`` positions to read.
+
+        Rows given by their numbers are read on a device alone: ``layout`` is that of the first rows.
+        """
+        lengths, known = rows.lengths[which], self.known[which]
         last = lengths - 2
         start = torch.minimum(known, last.clamp(min=0))
+        count = len(lengths)
         assert self._cache.features is not None
         feature = self._cache.features[:count, -self.drafter.shape.hidden_size :]
         most = max(1, min(_CATCH_UP_WIDTH, _CATCH_UP_TOKENS // count))
@@ -178,19 +182,19 @@ class LearnedDrafts:
             columns = torch.arange(begin, min(width, begin + most), device=lengths.device)
             # a row with less to read repeats its newest position: the same values to the same place
             at = torch.minimum(start.unsqueeze(1) + columns, last.clamp(min=0).unsqueeze(1))
-            out = self._read_at(rows, layout, at)
+            out = self._read_at(rows, which, layout, at)
             column = (last - start - begin).clamp(0, len(columns) - 1)
             newest = out[rows.index[:count], column]
             feature = newest if begin == 0 else torch.where((last - start >= begin).unsqueeze(1), newest, feature)
-        known.copy_(lengths - 1)
+        self.known[which] = lengths - 1
         # a sequence of one token has no feature to draft from yet: what is proposed for it is a guess
         return feature
 
-    def _read_at(self, rows: LiveRows, layout: Layout | None, at: Tensor) -> Tensor:
+    def _read_at(self, rows: LiveRows, which: slice | Tensor, layout: Layout | None, at: Tensor) -> Tensor:
         """The drafter's features [B, n, H] at committed positions [B, n], whose keys and values it keeps."""
         assert self._cache.features is not None
-        tables = self._cache.tables[: len(at)]
-        tokens = rows.tokens[rows.index[: len(at)].unsqueeze(1), at + 1]
+        tables = self._cache.tables[which]
+        tokens = rows.tokens[rows.index[which].unsqueeze(1), at + 1]
         features = self._cache.features[self._cache.slots(at, tables)]
         states = self.drafter.fuse(features.flatten(0, 1)).view(*at.shape, -1)
         attend = self._cache.attend(layout, tables, at, only_layer=self._cache.drafter_layer)
