@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -108,10 +109,10 @@ def test_the_older_half_still_counts() -> None:
     assert offered(drafter, [1, 2], "own") == [5, 4]
 
 
-def test_what_the_table_would_forget_at_once_is_not_learned(monkeypatch) -> None:
+def test_what_the_table_would_forget_at_once_is_not_learned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that n-grams were not asked for: the newest tokens of each, together no more than the table remembers."""
     monkeypatch.setattr(ngram_drafts, "HISTORY_TOKENS", 60)
-    table, rows = NgramDrafts(active=True), []
+    table, rows = NgramDrafts(active=True), list[Response]()
     for first in (100, 300):
         request = Request(SampleKey(0, 0, 0, first, 0), np.array([1], np.int32))
         params = SamplingParams(max_tokens=200)
