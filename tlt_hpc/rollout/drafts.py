@@ -22,14 +22,16 @@ from tlt_hpc.rollout.kv_cache import Layout, PagedCache
 from tlt_hpc.rollout.responses import Response
 from tlt_hpc.rollout.rows import LiveRows
 from tlt_hpc.rollout.sampling import top_scores
-from tlt_hpc.rollout.strategy import MAX_BRANCHES, Strategy
-from tlt_hpc.rollout.transfer import put
+from tlt_hpc.rollout.strategy import MAX_BRANCHES, MAX_DEPTH, Strategy
+from tlt_hpc.rollout.transfer import put, upload
 from tlt_hpc.rollout.tree import DraftTree, chain, tree
 
 _CATCH_UP_WIDTH = 256
 """Positions of a row in one catch-up pass: a drafter that was not used for a long response has much to read."""
 _CATCH_UP_TOKENS = 4096
 """Positions of all rows in one catch-up pass, as many as a prefill reads."""
+_LATE = 2 * MAX_DEPTH
+"""Unread positions from which on a few rows are read without the others: more than rounds leave between two drafts."""
 _EDGES = (0.05, 0.15, 0.3, 0.6, 1.0, 1.5, 2.2, 3.0, 4.0, 6.0)
 _FIRST_GUESS = (0.75, 0.12, 0.05)
 """Chance of the first, second and any further candidate, before anything is counted."""
@@ -161,6 +163,12 @@ class LearnedDrafts:
         newest true position.
         """
         unread = [len(response.text) - 1 - response.num_read for response in rows.responses[:count]]
+        late = [row for row, number in enumerate(unread) if number > _LATE]
+        if 0 < len(late) <= count // 2:  # the others would repeat their last position in every pass
+            tables = [rows.responses[row].pages for row in late]
+            own = self._cache.layout(tables, 1 + max(map(max, tables)))
+            self.read(rows, upload(late, rows.lengths.device), own, max(unread))
+            unread = [number for number in unread if number <= _LATE]
         feature = self.read(rows, slice(count), layout, max(1, *unread))
         for response in rows.responses[:count]:
             response.num_read = len(response.text) - 1
@@ -169,7 +177,7 @@ class LearnedDrafts:
     def read(self, rows: LiveRows, which: slice | Tensor, layout: Layout | None, width: int) -> Tensor:
         """As ``catch_up``, for the rows ``which`` [B], none of which has more than ``width`` positions to read.
 
-        Rows given by their numbers are read on a device alone: ``layout`` is that of the first rows.
+        ``layout`` is that of these rows.
         """
         lengths, known = rows.lengths[which], self.known[which]
         last = lengths - 2
