@@ -99,9 +99,9 @@ def test_a_backlog_is_read_in_passes_of_bounded_size(make, plain, monkeypatch):
     """And what the drafter then proposes is accepted as often as after one pass over everything."""
     found, sizes, read_at = [], [], LearnedDrafts._read_at
 
-    def spied(learned, rows, layout, at):
+    def spied(learned, rows, which, layout, at):
         sizes.append(at.shape)
-        return read_at(learned, rows, layout, at)
+        return read_at(learned, rows, which, layout, at)
 
     monkeypatch.setattr(LearnedDrafts, "_read_at", spied)
     for bound in (4096, 12):
@@ -114,6 +114,27 @@ def test_a_backlog_is_read_in_passes_of_bounded_size(make, plain, monkeypatch):
         assert max(rows * width for rows, width in sizes) <= bound
         assert bound == 12 or max(width for _, width in sizes) > 8, "nothing is left to read in parts"
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("make", [device_engine, full_engine])
+def test_a_new_row_is_read_without_the_others(make, plain, monkeypatch):
+    """Each further row of a batch would multiply what the drafter reads of a prompt, or of a preempted text."""
+    monkeypatch.setattr(drafts, "_LATE", 5)
+    engine = make([CHAIN], max_live=16, max_new_tokens=60, chooser="random")
+    sizes, read_at = [], LearnedDrafts._read_at
+    engine.load_drafter(tiny_drafter_state())
+    engine.submit(REQUESTS[:12])
+    for _ in range(4):
+        engine.step()
+    num_live = engine._rows.num_live
+    monkeypatch.setattr(LearnedDrafts, "_read_at", lambda *given: (sizes.append(given[-1].shape), read_at(*given))[1])
+    engine.submit(REQUESTS[12:13])
+    engine.step()
+    assert num_live > 8 and sizes[0][0] == 1 and sizes[0][1] > 5, "the new row alone"
+    assert all(rows > num_live and width <= 5 for rows, width in sizes[1:])
+    while engine.has_work:
+        engine.step()
+    assert texts(engine.collect()) == texts(plain[request.key] for request in REQUESTS[:13])
 
 
 def tiny_drafter_state():

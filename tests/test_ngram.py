@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tlt_hpc.common.records import Request, SampleKey, SamplingParams
 from tlt_hpc.models.ngram import ORDERS, SuffixDrafter
+from tlt_hpc.rollout import ngram_drafts
+from tlt_hpc.rollout.ngram_drafts import NgramDrafts
+from tlt_hpc.rollout.responses import Response
+from tlt_hpc.rollout.sampling import SamplingRule
 
 OTHERS = "others"
 
@@ -100,3 +107,17 @@ def test_the_older_half_still_counts() -> None:
     assert offered(drafter, [1, 2], "own") == [4]
     drafter.learn("own", [1, 2, 5], 0)
     assert offered(drafter, [1, 2], "own") == [5, 4]
+
+
+def test_what_the_table_would_forget_at_once_is_not_learned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that n-grams were not asked for: the newest tokens of each, together no more than the table remembers."""
+    monkeypatch.setattr(ngram_drafts, "HISTORY_TOKENS", 60)
+    table, rows = NgramDrafts(active=True), list[Response]()
+    for first in (100, 300):
+        request = Request(SampleKey(0, 0, 0, first, 0), np.array([1], np.int32))
+        params = SamplingParams(max_tokens=200)
+        rows.append(Response(request, params, SamplingRule(1.0, 500), first, text=[1, *range(first, first + 100)]))
+    table.learn(rows)
+    known = {token for row in rows for token in row.text if table._table.continuations(row.prompt, [token])}
+    assert known == {token for row in rows for token in row.text[-31:-1]}
+    assert [row.num_learned for row in rows] == [101, 101]

@@ -85,6 +85,13 @@ def test_work_is_bounded() -> None:
     assert longest <= 5 + 1 + 3
 
 
+def test_what_stands_before_the_response_completes_nothing() -> None:
+    """A response is looked at where it stands, behind its prompt: to cut it out for each round would copy all of it."""
+    ids = embedded_tokenizer().encode("1,2;1,2").ids
+    stops = stops_of(["1,2", ";1"], embedded_tokenizer())
+    assert [stops.first_stop(ids, start, start) for start in range(len(ids))] == [2, 4, 4, 4, 6, None, None]
+
+
 token_lists = st.lists(st.integers(0, 329), max_size=30)
 pieces = st.lists(st.one_of(st.sampled_from(STOPS + LINES), st.text("aeß🚀終 \n4", max_size=4)), max_size=4)
 stop_lists = st.lists(st.one_of(st.sampled_from(STOPS), st.text("ae ß🚀終\n", min_size=1, max_size=4)), max_size=3)

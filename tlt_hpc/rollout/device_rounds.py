@@ -24,7 +24,7 @@ from tlt_hpc.rollout.noise import gumbel_number, noise_key
 from tlt_hpc.rollout.responses import Response
 from tlt_hpc.rollout.strategy import OFF, Strategy
 from tlt_hpc.rollout.target_pass import by_node
-from tlt_hpc.rollout.transfer import PendingHostCopy
+from tlt_hpc.rollout.transfer import PendingHostCopy, upload
 from tlt_hpc.rollout.tree import DraftTree, chains, join, tree
 
 
@@ -140,12 +140,19 @@ class DeviceRounds(HostRounds):
         return found.drafts, found.cells, found.scores
 
     def _read_backlog(self, count: int) -> None:
-        """Let the drafter read what its graph has no room for, of the first ``count`` rows."""
+        """Let the drafter read what its graph has no room for, of the first ``count`` rows.
+
+        Rows with less to read stay out: beside a new row's prompt, or a long text that was preempted, each of them
+        would repeat its last position in every pass.
+        """
         assert self.learned is not None
         rows, responses = self.scheduler.rows, self.scheduler.rows.responses[:count]
-        unread = max(len(response.text) + self.ahead - 1 - response.num_read for response in responses)
-        if unread > self._graphs.read_width:
-            self.learned.read(rows, count, None, unread)
+        ahead = self.ahead
+        unread = [len(response.text) + ahead - 1 - response.num_read for response in responses]
+        late = [row for row, number in enumerate(unread) if number > self._graphs.read_width]
+        if late:
+            which = slice(count) if len(late) == count else upload(late, self.decoder.device)
+            self.learned.read(rows, which, None, max(unread))
         for response in responses:  # at least; what is ahead is told when it is read
             response.num_read = len(response.text) - 1
 

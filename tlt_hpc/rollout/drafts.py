@@ -22,14 +22,16 @@ from tlt_hpc.rollout.kv_cache import Layout, PagedCache
 from tlt_hpc.rollout.responses import Response
 from tlt_hpc.rollout.rows import LiveRows
 from tlt_hpc.rollout.sampling import top_scores
-from tlt_hpc.rollout.strategy import MAX_BRANCHES, Strategy
-from tlt_hpc.rollout.transfer import put
+from tlt_hpc.rollout.strategy import MAX_BRANCHES, MAX_DEPTH, Strategy
+from tlt_hpc.rollout.transfer import put, upload
 from tlt_hpc.rollout.tree import DraftTree, chain, tree
 
 _CATCH_UP_WIDTH = 256
 """Positions of a row in one catch-up pass: a drafter that was not used for a long response has much to read."""
 _CATCH_UP_TOKENS = 4096
 """Positions of all rows in one catch-up pass, as many as a prefill reads."""
+_LATE = 2 * MAX_DEPTH
+"""Unread positions from which on a few rows are read without the others: more than rounds leave between two drafts."""
 _EDGES = (0.05, 0.15, 0.3, 0.6, 1.0, 1.5, 2.2, 3.0, 4.0, 6.0)
 _FIRST_GUESS = (0.75, 0.12, 0.05)
 """Chance of the first, second and any further candidate, before anything is counted."""
@@ -161,16 +163,26 @@ class LearnedDrafts:
         newest true position.
         """
         unread = [len(response.text) - 1 - response.num_read for response in rows.responses[:count]]
-        feature = self.read(rows, count, layout, max(1, *unread))
+        late = [row for row, number in enumerate(unread) if number > _LATE]
+        if 0 < len(late) <= count // 2:  # the others would repeat their last position in every pass
+            tables = [rows.responses[row].pages for row in late]
+            own = self._cache.layout(tables, 1 + max(map(max, tables)))
+            self.read(rows, upload(late, rows.lengths.device), own, max(unread))
+            unread = [number for number in unread if number <= _LATE]
+        feature = self.read(rows, slice(count), layout, max(1, *unread))
         for response in rows.responses[:count]:
             response.num_read = len(response.text) - 1
         return feature
 
-    def read(self, rows: LiveRows, count: int, layout: Layout | None, width: int) -> Tensor:
-        """As ``catch_up``, for the first ``count`` rows, none of which has more than ``width`` positions to read."""
-        lengths, known = rows.lengths[:count], self.known[:count]
+    def read(self, rows: LiveRows, which: slice | Tensor, layout: Layout | None, width: int) -> Tensor:
+        """As ``catch_up``, for the rows ``which`` [B], none of which has more than ``width`` positions to read.
+
+        ``layout`` is that of these rows.
+        """
+        lengths, known = rows.lengths[which], self.known[which]
         last = lengths - 2
         start = torch.minimum(known, last.clamp(min=0))
+        count = len(lengths)
         assert self._cache.features is not None
         feature = self._cache.features[:count, -self.drafter.shape.hidden_size :]
         most = max(1, min(_CATCH_UP_WIDTH, _CATCH_UP_TOKENS // count))
@@ -178,19 +190,19 @@ class LearnedDrafts:
             columns = torch.arange(begin, min(width, begin + most), device=lengths.device)
             # a row with less to read repeats its newest position: the same values to the same place
             at = torch.minimum(start.unsqueeze(1) + columns, last.clamp(min=0).unsqueeze(1))
-            out = self._read_at(rows, layout, at)
+            out = self._read_at(rows, which, layout, at)
             column = (last - start - begin).clamp(0, len(columns) - 1)
             newest = out[rows.index[:count], column]
             feature = newest if begin == 0 else torch.where((last - start >= begin).unsqueeze(1), newest, feature)
-        known.copy_(lengths - 1)
+        self.known[which] = lengths - 1
         # a sequence of one token has no feature to draft from yet: what is proposed for it is a guess
         return feature
 
-    def _read_at(self, rows: LiveRows, layout: Layout | None, at: Tensor) -> Tensor:
+    def _read_at(self, rows: LiveRows, which: slice | Tensor, layout: Layout | None, at: Tensor) -> Tensor:
         """The drafter's features [B, n, H] at committed positions [B, n], whose keys and values it keeps."""
         assert self._cache.features is not None
-        tables = self._cache.tables[: len(at)]
-        tokens = rows.tokens[rows.index[: len(at)].unsqueeze(1), at + 1]
+        tables = self._cache.tables[which]
+        tokens = rows.tokens[rows.index[which].unsqueeze(1), at + 1]
         features = self._cache.features[self._cache.slots(at, tables)]
         states = self.drafter.fuse(features.flatten(0, 1)).view(*at.shape, -1)
         attend = self._cache.attend(layout, tables, at, only_layer=self._cache.drafter_layer)

@@ -541,12 +541,12 @@ class RolloutEngine:
             if response.stops is None or not emitted.tokens[i]:
                 continue
             start = response.prompt_length
-            index = response.stops.first_stop(response.text[start:], response.num_checked)
+            index = response.stops.first_stop(response.text, start + response.num_checked, start)
             response.num_checked = response.num_response
             if index is not None:
-                dropped = response.num_response - (index + 1)
+                dropped = len(response.text) - (index + 1)
                 if dropped:
-                    del response.text[start + index + 1 :]
+                    del response.text[index + 1 :]
                     del emitted.tokens[i][-dropped:]
                 response.is_stopped = not (emitted.ended[i] and dropped == 0)
                 emitted.ended[i] = True

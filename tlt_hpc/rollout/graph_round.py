@@ -118,7 +118,7 @@ class GraphRound:
         """Tokens [B, N], scores [B], and of trees parents and cells [B, N]."""
         learned, rows = self._learned, self._rows
         assert learned is not None
-        feature = learned.read(rows, count, None, self.read_width)
+        feature = learned.read(rows, slice(count), None, self.read_width)
         first = rows.lengths[:count] - rows.starts[:count]
         pick = learned.picker(self._noise.words[:count], first, rows.temperatures[:count], strategy.sharpness)
         found = learned.draft(rows, None, pick, strategy, feature)

@@ -50,13 +50,18 @@ class NgramDrafts:
             self._num_unlearned -= len(oldest.text) - oldest.num_learned
 
     def learn(self, responses: Sequence[Response]) -> None:
-        """Add to the table what is new in finished responses and in these."""
+        """Add to the table what is new in finished responses and in these; of these no more than it remembers.
+
+        Many long responses have millions of new tokens where n-grams were long not asked: many seconds of one round.
+        """
         if not self.active:
             return
         while self._unlearned:
             self._learn(self._unlearned.popleft())
         self._num_unlearned = 0
+        most = HISTORY_TOKENS // max(1, len(responses))
         for response in responses:
+            response.num_learned = max(response.num_learned, len(response.text) - most)
             self._learn(response)
 
     def _learn(self, response: Response) -> None:

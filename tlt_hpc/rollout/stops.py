@@ -26,12 +26,15 @@ class StopStrings:
         self._reach = self._window + _LONGEST_CHARACTER - 1
         self._is_silent: dict[int, bool] = {}
 
-    def first_stop(self, tokens: Sequence[int], num_checked: int = 0) -> int | None:
-        """Index of the first token, from ``num_checked`` on, that completes a stop string; None where none does."""
+    def first_stop(self, tokens: Sequence[int], unchecked: int = 0, start: int = 0) -> int | None:
+        """Index of the first token, from ``unchecked`` on, that completes a stop string; None where none does.
+
+        The response begins at ``start``: a caller that cut it out would copy all of it in each round.
+        """
         if not self._strings:
             return None
-        shown = self._shown_before(tokens, num_checked)
-        for index in range(num_checked, len(tokens)):
+        shown = self._shown_before(tokens, unchecked, start)
+        for index in range(unchecked, len(tokens)):
             if self._silent(tokens[index]):
                 continue
             shown.append(tokens[index])
@@ -40,11 +43,11 @@ class StopStrings:
                 return index
         return None
 
-    def _shown_before(self, tokens: Sequence[int], end: int) -> list[int]:
+    def _shown_before(self, tokens: Sequence[int], end: int, start: int) -> list[int]:
         """The last tokens before ``end`` that show in the text, as many as the next one's window can need."""
         shown: list[int] = []
         index = end - 1
-        while index >= 0 and len(shown) < self._reach:
+        while index >= start and len(shown) < self._reach:
             if not self._silent(tokens[index]):
                 shown.append(tokens[index])
             index -= 1

@@ -7,6 +7,7 @@ to where the last tokens occur again.
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,6 +18,8 @@ _LEAST_DRAFTS = 3
 """Fewer are left to the other sources."""
 _CONTEXT = 4
 """Tokens that must agree where a lost cursor is placed again."""
+_MOST_PLACES = 64
+"""Places that are compared there, the nearest ones: a text that repeats itself to its end has thousands."""
 _GIVEN_UP = 64
 """Tokens after which a cursor that is lost stays so."""
 
@@ -92,7 +95,9 @@ class StoredText:
         if found is None:
             return
         expected = self._num_seen + self._shift
-        agreed = [(self._num_equal(text, end), end) for end in found]
+        middle = bisect(found, expected)
+        near = found[max(0, middle - _MOST_PLACES // 2) : middle + _MOST_PLACES // 2]
+        agreed = [(self._num_equal(text, end), end) for end in near]
         self._num_agreed, self._next = max(agreed, key=lambda one: (one[0], -abs(one[1] - expected)))
 
     def _num_equal(self, text: Sequence[int], end: int) -> int:
