@@ -113,7 +113,10 @@ def summarise(config: Config, shape: ModelShape, num_ranks: int) -> str:
     if config.model.device == "cpu" or (config.model.device == "auto" and config.model.dtype == "float32"):
         return ""
     peak = plan_memory(Situation(config, shape, num_ranks, num_ranks, "cuda")).peak
-    return f"{size(peak.num_bytes)} at the peak ({peak.name}) of each GPU, predicted; tlt plan has the parts"
+    return (
+        f"{size(peak.num_bytes)} at the peak ({peak.name}) of each GPU, if it runs on GPUs; "
+        f"tlt plan --gpus-per-node {num_ranks} has the parts"
+    )
 
 
 def _situation(config: Config, options: argparse.Namespace) -> Situation:
