@@ -41,7 +41,7 @@ train jobs/tiny.toml rollout.temprature=0.9
 train jobs/tiny.toml rolout.temperature=0.9
     tlt: unknown section 'rolout'; did you mean 'rollout'?
 train jobs/tiny.toml temperature=0.9
-    tlt: override 'temperature=0.9' names no section; did you mean rollout.temperature=0.9?
+    tlt: override 'temperature=0.9' names no section; did you mean rollout.temperature=0.9 or evaluation.temperature=0.9?
 train jobs/tiny.toml learning_rate=1e-3
     tlt: override 'learning_rate=1e-3' names no section; did you mean drafter.learning_rate=1e-3 or warmup.learning_rate=1e-3 or optimizer.learning_rate=1e-3?
 train jobs/tiny.toml --rollout.temperature=0.9
