@@ -79,10 +79,14 @@ def way_out(plan: MemoryPlan, limits: MemoryLimits) -> str:
     takes = f"{size(peak.num_bytes)} a {_place(plan)} in the phase {peak.name!r}"
     if limits.hold(found.plan):
         return f"Fits with {found.what}: {takes}."
+    if limits.device is not None and peak.num_bytes > limits.device:
+        advice = " With more ranks each one needs less."
+    else:
+        advice = " With fewer ranks on it a node needs less." if plan.situation.ranks_per_node > 1 else ""
     return (
-        f"No settings of this job fit that leave alone what is learned. Even with {found.what or 'none changed'} it "
+        f"No settings make this job fit without changing what is learned. Even with {found.what or 'none changed'} it "
         f"takes {takes} and {size(found.plan.node_bytes)} of a node's host memory: "
-        f"{'; '.join(_rooms(found.plan, limits))}. More ranks share out more."
+        f"{'; '.join(_rooms(found.plan, limits))}.{advice}"
     )
 
 
