@@ -93,7 +93,7 @@ plan jobs/qwen7b.toml --gpus-per-node eight
 plan jobs/qwen7b.toml --gpu-memory b200
     tlt plan: argument --gpu-memory: 'b200': give it in GB of 10^9 bytes, or l4, rtx4090, a100-40, l40s, a100-80, h100-80, h200 (see tlt plan --help)
 plan jobs/tiny.toml --shape Qwen9
-    tlt: --shape Qwen9 is no model's folder on this machine, and its name is none that a shape is known of; give --shape CONFIG.json, or one of {SHAPES}
+    tlt: --shape Qwen9 is not the folder of a model on this machine, and not the name of a known one; give --shape CONFIG.json, or one of {SHAPES}
 simulate jobs/qwen7b.toml --nodes 1,x
     tlt simulate: argument --nodes: 'x': use whole numbers of 1 or more (see tlt simulate --help)
 preflight jobs/qwen7b.toml --script nope.sh
