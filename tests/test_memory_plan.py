@@ -254,6 +254,12 @@ def test_it_fits_or_it_does_not(capsys: pytest.CaptureFixture[str]) -> None:
     assert status == 1 and out.rstrip().endswith("host memory. With fewer ranks on it a node needs less.")
 
 
+@pytest.mark.parametrize(("job", "is_said"), [("qwen7b_lora", True), ("tiny", False)])
+def test_a_plan_for_cpus_of_a_job_for_gpus_says_so(job: str, is_said: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = command(capsys, str(JOBS / f"{job}.toml"))
+    assert status == 0 and ("for ranks on CPUs; --gpus-per-node N" in out.splitlines()[-1]) == is_said
+
+
 def test_a_dry_run_says_whose_memory_it_predicts(capsys: pytest.CaptureFixture[str]) -> None:
     tiny = str(JOBS / "tiny.toml")
     assert main(["train", tiny, "--dry-run"]) == 0 and "of each GPU" not in capsys.readouterr().out
