@@ -61,6 +61,10 @@ def chat(*messages: object) -> dict[str, object]:
     ("row", "reason"),
     [
         ("{", "no JSON object (Expecting property name"),
+        (
+            '{"prompt": "1", "answer": 2\n\n',
+            "no JSON object (Expecting ',' delimiter: line 1 column 28 (char 27)); each line must be one: fix or",
+        ),
         ("[" * 100_000, "no JSON object (it is nested too deep)"),
         ('{"prompt": "1", "answer": ' + "9" * 5000 + "}", "no JSON object (Exceeds the limit"),
         ({"text": "1=", "answer": "3"}, "has no 'prompt' or 'problem' or 'question' or 'messages', but answer, text; "),

@@ -83,7 +83,7 @@ def test_kept_responses_are_as_the_page_says(tmp_path: Path) -> None:
     write_kept(tmp_path / "kept.h5", "a" * 32, small_record(1, 0).rollouts, durable=False)
     log = {name: kind for name, kind in documented("The rollout log").items() if name.startswith("rollouts/")}
     own = documented("Kept responses")
-    assert "but for `rewards` and `advantages`" in section("Kept responses")
+    assert "except `rewards` and `advantages`" in section("Kept responses")
     assert found_in(tmp_path / "kept.h5") == own | {
         name: kind for name, kind in log.items() if name not in ("rollouts/rewards", "rollouts/advantages")
     }

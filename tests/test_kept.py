@@ -140,7 +140,7 @@ def test_a_full_disk_costs_the_keeping_and_not_the_run(tmp_path, clock, monkeypa
 
     monkeypatch.setattr(kept_module, "write_kept", full)
     keeper.keep([response(1)])
-    assert "step 5: finished responses are not kept until it ends: cannot write" in caplog.text
+    assert "step 6: finished responses are not kept until it ends: cannot write" in caplog.text
     assert "No space left on device" in caplog.text
     clock.now += 600
     assert not keeper.is_due([response(1), response(2)])

@@ -30,6 +30,11 @@ def test_who_was_launched(environment, rank, count):
     assert local.launched_count(environment) == count
 
 
+def test_more_ranks_than_cores_are_named():
+    assert local.starting(64) + local.crowding(64, 2) == "starting 64 ranks on 2 cores, more than run well"
+    assert (local.crowding(3, 1), local.crowding(2, 2)) == (" on 1 core, more than run well", "")
+
+
 TINY = ROOT / "jobs" / "tiny.toml"
 HEAVY = {"torch", "transformers", "deepspeed", "mpi4py", "h5py", "numpy"}
 

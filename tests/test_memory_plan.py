@@ -247,7 +247,28 @@ def test_it_fits_or_it_does_not(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, _ = command(capsys, QWEN, "--gpus-per-node=8", "--gpu-memory", "40")
     assert status == 1 and re.search(r"\nFits with (.+): ([\d.]+ GB a GPU) in the phase '\w+'\.$", out.rstrip())
     status, out, _ = command(capsys, QWEN, "--gpus-per-node=8", "--gpu-memory", "16")
-    assert status == 1 and "GB more than the 16.0 GB of each GPU. More ranks share out more." in out.splitlines()[-1]
+    assert status == 1 and out.rstrip().endswith(
+        "more than the 16.0 GB of each GPU. With more ranks each one needs less."
+    )
+    status, out, _ = command(capsys, str(JOBS / "tiny.toml"), "--host-memory", "2")
+    assert status == 1 and out.rstrip().endswith("host memory. With fewer ranks on it a node needs less.")
+
+
+@pytest.mark.parametrize(("job", "is_said"), [("qwen7b_lora", True), ("tiny", False)])
+def test_a_plan_for_cpus_of_a_job_for_gpus_says_so(job: str, is_said: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = command(capsys, str(JOBS / f"{job}.toml"))
+    assert status == 0 and ("for ranks on CPUs; --gpus-per-node N" in out.splitlines()[-1]) == is_said
+
+
+def test_a_dry_run_says_whose_memory_it_predicts(capsys: pytest.CaptureFixture[str]) -> None:
+    tiny = str(JOBS / "tiny.toml")
+    assert main(["train", tiny, "--dry-run"]) == 0 and "of each GPU" not in capsys.readouterr().out
+    assert main(["train", tiny, "--dry-run", "model.dtype=bfloat16"]) == 0
+    said = capsys.readouterr().out.splitlines()[0]
+    assert said.endswith(" of each GPU, if it runs on GPUs; tlt plan --gpus-per-node 2 has the parts")
+    peak = said.split("memory")[1].split("at the peak")[0].strip()
+    _, out, _ = command(capsys, tiny, "--gpus-per-node=2", "model.dtype=bfloat16")
+    assert f"Peak {peak} a GPU" in out
 
 
 @pytest.mark.parametrize("job", sorted(path.stem for path in JOBS.glob("*.toml") if not path.stem.startswith("tiny")))
@@ -266,7 +287,7 @@ def test_jobs_fit_their_gpus_as_their_comments_say(job: str, capsys: pytest.Capt
     [
         (["--gpus-per-node=8", "--nodes", "6"], "rollout.prompts_per_step = 128 is not divisible by 48 ranks; use 96"),
         (["--gpus-per-node=8", "model.device=cpu"], "--gpus-per-node 8 with model.device = 'cpu'; leave one of"),
-        (["--gpus-per-node=8", "--shape", "none"], "--shape none is no model's folder on this machine, and"),
+        (["--gpus-per-node=8", "--shape", "none"], "--shape none is not the folder of a model on this machine, and"),
         (["--gpus-per-node=2", "--nodes=4", "rollout.tensor_parallel=4"], "rollout.tensor_parallel = 4 does not"),
     ],
 )

@@ -41,7 +41,9 @@ train jobs/tiny.toml rollout.temprature=0.9
 train jobs/tiny.toml rolout.temperature=0.9
     tlt: unknown section 'rolout'; did you mean 'rollout'?
 train jobs/tiny.toml temperature=0.9
-    tlt: override 'temperature=0.9' names no section; did you mean rollout.temperature=0.9?
+    tlt: override 'temperature=0.9' names no section; did you mean rollout.temperature=0.9 or evaluation.temperature=0.9?
+train jobs/tiny.toml learning_rate=1e-3
+    tlt: override 'learning_rate=1e-3' names no section; did you mean drafter.learning_rate=1e-3 or warmup.learning_rate=1e-3 or optimizer.learning_rate=1e-3?
 train jobs/tiny.toml --rollout.temperature=0.9
     tlt train: unknown option --rollout.temperature=0.9; leave out the dashes: rollout.temperature=0.9 (see tlt train --help)
 train jobs/tiny.toml --rollout.temperature 0.9
@@ -91,7 +93,7 @@ plan jobs/qwen7b.toml --gpus-per-node eight
 plan jobs/qwen7b.toml --gpu-memory b200
     tlt plan: argument --gpu-memory: 'b200': give it in GB of 10^9 bytes, or l4, rtx4090, a100-40, l40s, a100-80, h100-80, h200 (see tlt plan --help)
 plan jobs/tiny.toml --shape Qwen9
-    tlt: --shape Qwen9 is no model's folder on this machine, and its name is none that a shape is known of; give --shape CONFIG.json, or one of {SHAPES}
+    tlt: --shape Qwen9 is not the folder of a model on this machine, and not the name of a known one; give --shape CONFIG.json, or one of {SHAPES}
 simulate jobs/qwen7b.toml --nodes 1,x
     tlt simulate: argument --nodes: 'x': use whole numbers of 1 or more (see tlt simulate --help)
 preflight jobs/qwen7b.toml --script nope.sh

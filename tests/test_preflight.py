@@ -213,6 +213,8 @@ SLURM_PLANTED: list[tuple[str, Plant, str, str, str]] = [
     ("a placeholder", changed("science", "YOUR_ACCOUNT"), "sbatch", "failure", r"still says YOUR_ACCOUNT.*edit"),
     ("srun without pmi2", lambda p: p.slurm(kinds="MPI plugin types are...\n\tpmix\n\tnone\n"), "mpi", "failure",
      r"srun knows no --mpi=pmi2, only none, pmix"),
+    ("srun without a list", lambda p: p.slurm(kinds="srun: error: no configuration source\n"), "mpi", "failure",
+     r"`srun --mpi=list` names no kind of MPI; call this on a login node"),
     ("srun for another MPI", lambda p: (p.slurm(), p.monkeypatch.setenv("TLT_SRUN_MPI", "pmix")), "mpi", "failure",
      r"--mpi=pmix does not start MPICH.*TLT_SRUN_MPI=pmi2"),
     ("sbatch refuses", lambda p: (p.slurm(), p.prints("sbatch", "sbatch: error: Batch job submission failed", 1)),

@@ -125,7 +125,7 @@ def test_a_whole_step_is_read_in_the_order_of_its_keys(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("weights", "lacking", "why"), [(1, 0, "responses of weights 1"), (2, 3, "lacks 3 of the 4 responses of step 2")]
+    ("weights", "lacking", "why"), [(1, 0, "responses of weights 1"), (2, 3, "lacks 3 of the 4 responses of step 3")]
 )
 def test_what_a_step_lacks_is_generated_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, weights: int, lacking: int, why: str
@@ -133,7 +133,7 @@ def test_what_a_step_lacks_is_generated_again(
     job = make_job(tmp_path, [[3, 4], [5]])
     log_step(job, 2, weights, lacking)
     assert read_ranks(job, 2) is None
-    assert "step 2 and those after it are generated again" in caplog.text and why in caplog.text
+    assert "step 3 and those after it are generated again" in caplog.text and why in caplog.text
 
 
 def test_responses_to_other_prompts_end_the_run(tmp_path: Path) -> None:
@@ -241,7 +241,7 @@ def test_a_damaged_log_is_named_and_its_step_generated_again(reference_run: Path
     damaged.write_bytes(content)
     shown = train(broken)
     assert "step 3: its update repeated" in shown
-    assert "step 3 and those after it are generated again" in shown and damaged.name in shown
+    assert "step 4 and those after it are generated again" in shown and damaged.name in shown
     assert "resuming from step 3" in shown
     assert dict(logs(broken, 3))[damaged] != inode
     assert_same_policy(broken, reference_run)

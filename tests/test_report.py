@@ -157,6 +157,19 @@ def test_only_a_plain_run_of_the_same_job_measures_speculation(
     assert gain(run, plain).unlike[0] == "it ran on 4 ranks, this on 2" and not gain(run, plain).is_of_speculation
 
 
+@pytest.mark.parametrize(
+    ("model", "value"),
+    [
+        ('dtype = "bfloat16"\nbatch_invariant = true', "not compared"),
+        ('dtype = "bfloat16"\nbatch_invariant = false\ndevice = "cpu"', "not compared"),
+        ('dtype = "bfloat16"\nbatch_invariant = false\ndevice = "auto"', "exact samples"),
+    ],
+)
+def test_what_is_promised_of_the_text_follows_from_the_model_section(run: RunFolder, model: str, value: str) -> None:
+    run.config.write_text(CONFIG.replace('dtype = "float32"', model))
+    assert cards_of(run)["Text"].value == value
+
+
 def test_different_tokens_are_not_the_same_work(run: RunFolder, plain: RunFolder) -> None:
     record = small_record(1, 0)
     changed = Rollout(**{**vars(record.rollouts[0]), "response_tokens": record.rollouts[0].response_tokens + 1})

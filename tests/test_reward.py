@@ -282,6 +282,6 @@ def test_a_program_that_fails_is_judged_and_all_else_that_fails_is_not(failure: 
     found = joined([scorer.unjudged(rollouts(3)), Unjudged(2, ((Failure.ERROR, "boom"),))])
     of_a_program = failure in ("cpu", "memory", "asleep", "output", "crash")
     assert (found.total, found.num_responses) == (3 if of_a_program else 4, 5)
-    assert f"for one, {failure}" in found.explain()
+    assert f"(for example: {failure}); " in found.explain()
     if failure != "error":
         assert found.explain().startswith(f"({found.total - 1}) ") and "; (1) reward.function failed" in found.explain()

@@ -40,6 +40,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     match solution_str:
         case "dict": return {"score": 0.25, "acc": True}
         case "arguments": return float([data_source, ground_truth, extra_info] == ["own", "truth", {"a": 1}])
+        case "unscored": return {"acc": 1}
         case "raise": raise KeyError("planted")
         case "nan": return float("nan")
         case "end": os._exit(3)
@@ -120,13 +121,14 @@ def test_a_function_is_called_as_verl_calls_its(client: RewardClient) -> None:
 @pytest.mark.parametrize(
     ("text", "failure", "detail"),
     [
-        ("raise", Failure.ERROR, "KeyError: 'planted'"),
+        ("raise", Failure.ERROR, "KeyError: 'planted' (own.py, line 10)"),
+        ("unscored", Failure.ERROR, "the function returned \"{'acc': 1}\", which is a dict without 'score'"),
         ("nan", Failure.ERROR, "the function returned 'nan', which is no number within 1e+06 of 0"),
         ("arrays", Failure.ERROR, "ValueError: can only convert an array of size 1 to a Python scalar"),
         ("end", Failure.CRASH, "its process ended with status 3"),
         ("segv", Failure.CRASH, "its process was killed by SIGSEGV"),
         ("spin", Failure.CPU, "more than 1.0 s of CPU time"),
-        ("memory", Failure.MEMORY, "MemoryError"),
+        ("memory", Failure.MEMORY, "MemoryError (own.py, line 16)"),
         ("x" * 4_000_001, Failure.SIZE, "a response of 4000001 characters"),
     ],
 )

@@ -208,7 +208,7 @@ def take_step(job: Job, step: int, reporter: Reporter, is_saved: bool = False, t
     if shows:
         reporter.stepped(line)
         if warning := job.mismatch.look(line[PROBS_DIFF], line[K3]):
-            logger.warning("step %d: %s", step, warning)
+            logger.warning("step %d: %s", step + 1, warning)
     return True
 
 
@@ -251,7 +251,7 @@ def check_judged(job: Job, step: int, tail: Tail) -> None:
     if job.world.rank == 0:
         logger.warning(
             "step %d: %d of %d responses could not be judged and have reward 0: %s",
-            step, found.total, found.num_responses, found.explain(),
+            step + 1, found.total, found.num_responses, found.explain(),
         )  # fmt: skip
 
 

@@ -11,14 +11,14 @@ from tlt_hpc.plan import plan_options
 from tlt_hpc.studies import ablation_plan
 
 _TRAIN = "train a policy; in a folder that has a checkpoint, resume it"
-_COMPARE = "run the same steps plain, with n-gram speculation and in full; status 1: text, rewards or weights differ"
+_COMPARE = "run the same steps in four modes of speculation, none included; status 1: text, rewards or weights differ"
 _WARMUP = "train the drafter before any reinforcement learning, or resume that"
 _ABLATE = "compare the drafter left out, frozen and trained in several ways"
 _EVALUATE = "judge a checkpoint or a model on data sets, or resume that"
 _PLAN = "predict the memory that a run takes, by phase; status 1: more than there is"
 _SIMULATE = "predict seconds and GPU-hours of a run by number of nodes"
 _PREFLIGHT = "find before a job what would end it; status 1: something would"
-_REHEARSE = "interrupt a short run of a job in every way that ends runs, and resume it; status 1: something is lost"
+_REHEARSE = "interrupt a short run of a job by four kinds of faults, and resume it; status 1: something is lost"
 _INIT = "copy the shipped job files and batch scripts into a folder"
 _COMPLETION = "print what a shell needs to complete commands, options, files and keys"
 _SUBMIT = "check a run or a sweep, submit it to Slurm, look after it (status, resubmit, collect)"

@@ -21,7 +21,16 @@ from tlt_hpc.cli.commands import COMMANDS
 from tlt_hpc.cli.plans import check_folder, config_of, plan_command
 from tlt_hpc.cluster.caches import in_memory, make_node_cache
 from tlt_hpc.cluster.device import local_rank, take_device
-from tlt_hpc.cluster.local import STARTED, become_ranks, given_job, launched_count, launched_rank, started_at, starting
+from tlt_hpc.cluster.local import (
+    STARTED,
+    become_ranks,
+    crowding,
+    given_job,
+    launched_count,
+    launched_rank,
+    started_at,
+    starting,
+)
 from tlt_hpc.cluster.stopping import StopFlag, know_limits
 from tlt_hpc.cluster.watch.beat import BEAT
 from tlt_hpc.cluster.watch.watch import Watch
@@ -75,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print(plan)
             return 0
         if rank is None:
-            print(starting(num_ranks), flush=True)
+            print(starting(num_ranks) + crowding(num_ranks, len(os.sched_getaffinity(0))), flush=True)
         if rank is None and config.run.ranks > 1:
             become_ranks(config.run.ranks, given, options.config)
     except (ValueError, OSError) as caught:

@@ -48,6 +48,11 @@ def starting(num_ranks: int | None) -> str:
     return f"starting {'the ranks' if num_ranks is None else count(num_ranks, 'rank')}"
 
 
+def crowding(num_ranks: int, num_cores: int) -> str:
+    """What is added to that line if ranks of this machine outnumber the cores that they may run on."""
+    return f" on {count(num_cores, 'core')}, more than run well" if num_ranks > num_cores else ""
+
+
 def started_at(environment: Mapping[str, str]) -> float | None:
     """When this program started the ranks, in seconds since the epoch; None if it did not within the last day."""
     try:

@@ -60,8 +60,8 @@ class ModelSection(Section):
     """Precision of weights and of forward and backward passes. On a CPU rollouts compute in float32 all the same."""
     batch_invariant: bool = True
     """In ``bfloat16`` on a GPU: rollouts compute each token by kernels whose result does not depend on the rest of the
-    batch, so that the text does not depend on speculation. Off, libraries are used, which are faster; rounding then
-    decides between nearly equal tokens."""
+    batch, so that the text does not depend on speculation. ``false``: libraries are used, which are faster, but
+    rounding decides between nearly equal tokens."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the model runs. ``auto``: on CUDA if there is a GPU."""
 
@@ -127,9 +127,9 @@ class RewardSection(Section):
     """How responses are scored."""
 
     default: RewardKind = "boxed"
-    """How responses are scored (docs/rewards.md) whose ``data_source`` is not in ``by_source``: ``boxed`` answers equal
-    as text, ``math`` mathematically equal, ``numeric`` within ``tolerance``, ``choice`` the same letter, ``format`` as
-    required, ``code`` by its unit tests, ``function`` by your own."""
+    """How responses are scored (docs/rewards.md) if their ``data_source`` is not in ``by_source``: ``boxed``: answers
+    are equal as text; ``math``: mathematically equal; ``numeric``: within ``tolerance``; ``choice``: the same letter;
+    ``format``: as required; ``code``: by its unit tests; ``function``: by your own function."""
     by_source: Annotated[dict[ColumnName, RewardKind], Field(max_length=MAX_ITEMS)] = Field(default_factory=dict)
     """Kind of reward by ``data_source``; names may contain ``*``, ``?`` and ``[]``. An exact name takes precedence,
     then the first pattern that matches."""

@@ -164,7 +164,8 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
         raise ConfigError(f"override {_shown(override)} has no value; write {key}=VALUE, without blanks")
     sections = [name for name, section in SECTIONS.items() if parts[0] in section.model_fields]
     if separator and len(parts) == 1 and sections:
-        raise ConfigError(f"override {_shown(override)} names no section; did you mean {sections[0]}.{override}?")
+        meant = " or ".join(f"{section}.{override}" for section in sections)
+        raise ConfigError(f"override {_shown(override)} names no section; did you mean {meant}?")
     if not separator or len(parts) != 2 or not all(parts):
         raise ConfigError(
             f"override {_shown(override)} is not of the form section.key=value, e.g. rollout.temperature=0.9"

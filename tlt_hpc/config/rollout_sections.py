@@ -80,9 +80,9 @@ class SpeculationSection(Section):
     adds ``x`` with the branching and ``v`` with the number of drafts to verify (``drafter-5x2v9``); ``a`` adds the
     drafter's sharpness (``drafter-4a1.5``). Sources: ``ngram``, ``drafter``."""
     ahead: Literal["auto", "on", "off"] = "auto"
-    """Let idle ranks, once training the drafter pays no more, generate the next step's responses ahead; their texts are
-    drafts then. ``auto``: as long as enough of these drafts are accepted, and not where ranks outnumber the cores of a
-    node. A single replica never waits, so it generates nothing ahead."""
+    """Idle ranks generate the next step's responses ahead once training the drafter no longer pays; these texts are
+    then used as drafts. ``auto``: as long as enough of these drafts are accepted, and not where ranks outnumber the
+    cores of a node. A single replica never waits, so it generates nothing ahead."""
 
 
 class DrafterSection(Section):
@@ -96,9 +96,9 @@ class DrafterSection(Section):
     """Initial weights: ``random``, ``embedded:tiny``, the drafter folder of an earlier run, or that of a published
     EAGLE or EAGLE-3 head for the model."""
     vocabulary: NumTokens = 32768
-    """Most tokens that drafts are chosen from: end tokens, added tokens, and those that are most frequent in prompts
-    and answers of the first 64 steps. ``eagle3``: the size of a new drafter's own head (``tlt warmup`` counts
-    responses); ``eagle``: a draft reads so many rows of the policy's head. The text stays the same, but fewer drafts
+    """Largest number of tokens that drafts are chosen from: end tokens, added tokens, and those most frequent in
+    prompts and answers of the first 64 steps. ``eagle3``: the size of a new drafter's own head (``tlt warmup`` counts
+    responses); ``eagle``: a draft reads this many rows of the policy's head. The text stays the same, but fewer drafts
     may be accepted."""
     learning_rate: LearningRate = 1e-3
     """Learning rate of AdamW, constant."""

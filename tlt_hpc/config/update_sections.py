@@ -122,8 +122,8 @@ class AlgorithmSection(Section):
 
 
 class LoraSection(Section):
-    """Adapters of low rank (LoRA) that are trained in place of the policy's weights, which stay as they are. Needs the
-    package peft; wants a learning rate ten to a hundred times as large."""
+    """Adapters of low rank (LoRA) that are trained in place of the policy's weights, which do not change. Needs the
+    package peft, and a learning rate ten to a hundred times as large."""
 
     rank: Annotated[int, Field(ge=0, le=4096)] = 0
     """Rank of the adapters. 0: no adapters, all weights are trained."""

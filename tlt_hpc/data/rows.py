@@ -80,9 +80,11 @@ class JsonlRows:
     def __getitem__(self, index: int) -> Row:
         start, end = self._starts[index], self._starts[index + 1]
         try:
-            return parse_object(os.pread(self._file.fileno(), end - start, start))
+            return parse_object(os.pread(self._file.fileno(), end - start, start).rstrip())
         except DamagedText as error:
-            raise RowError(self.where(index), f"no JSON object ({error}); each line must be one") from None
+            raise RowError(
+                self.where(index), f"no JSON object ({error}); each line must be one: fix or remove it"
+            ) from None
 
     def where(self, index: int) -> str:
         return f"{self._path}:{self._numbers[index]}"

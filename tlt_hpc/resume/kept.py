@@ -74,7 +74,7 @@ class Keeper:
         try:
             write_kept(self._folder.next_kept_part(self._step, self._rank), self._origin, new, durable)
         except WriteError as error:
-            logger.warning("step %d: finished responses are not kept until it ends: %s", self._step, error.fact)
+            logger.warning("step %d: finished responses are not kept until it ends: %s", self._step + 1, error.fact)
             self._is_open = False
         self._num_kept, self._written_at = len(finished), time.monotonic()
 

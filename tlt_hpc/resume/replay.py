@@ -125,7 +125,7 @@ def read_ranks(job: Job, step: int) -> tuple[list[Rollout], NDArray[np.float32],
     lacking = damaged or missing_responses(gathered.rollouts, gathered.rewards, job, step)
     if lacking:
         if world.rank == 0:
-            logger.warning("step %d and those after it are generated again: %s", step, lacking)
+            logger.warning("step %d and those after it are generated again: %s", step + 1, lacking)
         return None
     return gathered.rollouts, gathered.rewards, sum(count for _, count in reports)
 
@@ -163,14 +163,14 @@ def missing_responses(rollouts: Sequence[Rollout], rewards: NDArray[np.float32],
             continue  # which refills were drawn depends on the scores that are missing
         if asked.get(rollout.key) != rollout.prompt_tokens.astype(np.int32).tobytes():
             raise ReplayError(
-                f"{job.folder.rollouts} has a response of step {step} to another prompt than data.source = "
+                f"{job.folder.rollouts} has a response of step {step + 1} to another prompt than data.source = "
                 f"{job.config.data.source!r} gives; restore that, or set checkpoint.replay = false to generate the "
                 "steps again"
             )
         if rollout.weight_version != step:
             return f"{job.folder.rollouts} has responses of weights {rollout.weight_version}"
     count = len(asked.keys() - scores.keys())
-    return f"{job.folder.rollouts} lacks {count} of the {len(asked)} responses of step {step}" if count else ""
+    return f"{job.folder.rollouts} lacks {count} of the {len(asked)} responses of step {step + 1}" if count else ""
 
 
 def check_update(folder: RunFolder, step: int, rewards: NDArray[np.float32], stats: PolicyStats, line: Line) -> None:

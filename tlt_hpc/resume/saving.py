@@ -90,7 +90,7 @@ def save_drafter_if_due(job: Job, step: int) -> None:
             logger.warning(
                 "step %d: the drafter of an earlier step is still being written to %s, so this step's is not saved; "
                 "a kill would cost it what it learned since",
-                step, job.folder.drafter_checkpoints,
+                step + 1, job.folder.drafter_checkpoints,
             )  # fmt: skip
         return
     store.begin(

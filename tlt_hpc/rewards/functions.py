@@ -6,6 +6,7 @@ import importlib.util
 import inspect
 import json
 import sys
+import traceback
 from collections.abc import Callable
 from numbers import Real
 from pathlib import Path
@@ -64,6 +65,12 @@ def load_function(spec: str) -> RewardFunction:
     return function  # type: ignore[no-any-return]
 
 
+def place_of(error: BaseException) -> str:
+    """The line of the user's file that an error passed through last, in words; empty if there is none."""
+    frames = [found for found in traceback.walk_tb(error.__traceback__) if found[0].f_globals.get("__name__") == MODULE]
+    return f" ({Path(frames[-1][0].f_code.co_filename).name}, line {frames[-1][1]})" if frames else ""
+
+
 def call_function(function: RewardFunction, answer: Answer) -> Verdict:
     """What the function says of an answer.
 
@@ -76,6 +83,8 @@ def call_function(function: RewardFunction, answer: Answer) -> Verdict:
     if callable(item := getattr(score, "item", None)):  # numpy's truth values and torch's numbers are no Real
         score = item()
     if not isinstance(score, Real) or not abs(float(score)) <= MAX_REWARD:
-        detail = f"the function returned {str(result)[:80]!r}, which is no number within {MAX_REWARD:g} of 0"
+        lacks = isinstance(result, dict) and "score" not in result
+        what = "a dict without 'score'" if lacks else f"no number within {MAX_REWARD:g} of 0"
+        detail = f"the function returned {str(result)[:80]!r}, which is {what}"
         return Verdict(0.0, Failure.ERROR, detail)
     return Verdict(float(score))

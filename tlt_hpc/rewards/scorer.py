@@ -46,12 +46,12 @@ class Unjudged:
         return len(self.failures)
 
     def explain(self) -> str:
-        """The reasons with their remedies, the commonest first, each with an example."""
+        """The reasons, each with an example and a remedy, the commonest first."""
         counts, example = Counter(failure for failure, _ in self.failures), dict(reversed(self.failures))
-        parts = [
-            (count, f"{_CAUSES[failure]}; for one, {example[failure] or failure}")
-            for failure, count in counts.most_common()
-        ]
+        parts = []
+        for failure, count in counts.most_common():
+            reason, _, remedy = _CAUSES[failure].partition("; ")
+            parts.append((count, f"{reason} (for example: {example[failure] or failure}); {remedy}"))
         return parts[0][1] if len(parts) == 1 else "; ".join(f"({count}) {part}" for count, part in parts)
 
 

@@ -29,7 +29,7 @@ from typing import Any
 from tlt_hpc.config import RewardSection
 from tlt_hpc.rewards.answer import Answer, Failure, JudgeError, Verdict
 from tlt_hpc.rewards.frames import FrameBuffer, pack
-from tlt_hpc.rewards.functions import RewardFunction, load_function
+from tlt_hpc.rewards.functions import RewardFunction, load_function, place_of
 from tlt_hpc.rewards.judge import judge
 from tlt_hpc.rewards.sandbox.outside import Template, working_template
 
@@ -196,7 +196,7 @@ class Server:
                 if (error := sys.exc_info()[1]) is not None:
                     failure = Failure.ERROR if answer.kind == "function" else Failure.CRASH
                     failure = Failure.MEMORY if isinstance(error, MemoryError) else failure
-                    _report(theirs, Verdict(0.0, failure, _one_line(error)))
+                    _report(theirs, Verdict(0.0, failure, _one_line(error) + place_of(error)))
                 os._exit(status)
         os.close(theirs)
         os.setpgid(pid, pid)  # here and in the child: whichever comes first

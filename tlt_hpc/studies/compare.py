@@ -1,4 +1,4 @@
-"""Compares runs of the same steps; ``tlt compare`` runs them plain, with n-gram speculation and in full.
+"""Compares runs of the same steps; ``tlt compare`` runs them in four modes of speculation.
 
 The modes take each step in turn, so that a machine whose speed changes changes it for all of them. Everything is read
 back from the runs' own logs, not from memory.

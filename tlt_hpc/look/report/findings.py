@@ -38,9 +38,10 @@ class RunFindings:
         return int(self.throughput.num_ranks.max(initial=0))
 
     @property
-    def is_guarded(self) -> bool:
-        """Whether the tie guard was on, so that the text cannot depend on speculation."""
-        return bool(self.log.setting("model", "dtype") == "float32")
+    def is_exact(self) -> bool:
+        """Whether the text is promised not to depend on speculation, as ``Config.is_exact`` has it."""
+        dtype, invariant, device = (self.log.setting("model", name) for name in ("dtype", "batch_invariant", "device"))
+        return dtype == "float32" or invariant is True or device == "cpu"
 
 
 def find(path: Path, against: Path | None = None, last: int | None = None) -> RunFindings:

@@ -142,10 +142,10 @@ def _text(found: RunFindings) -> KeyFigure | None:
             return KeyFigure("Text", "the same", f"token for token, {what} ({steps} compared)", "good")
         if other_settings(found.other.config, found.log.config):
             return None
-        why = "" if found.is_guarded else ": in this precision near-ties may be decided either way"
+        why = "" if found.is_exact else ": in this precision near-ties may be decided either way"
         return KeyFigure("Text", "differs", f"from that of {name}, from step {first} on{why}", "bad")
     if found.log.mode in ("plain", ""):
         return None
-    if found.is_guarded:
+    if found.is_exact:
         return KeyFigure("Text", "not compared", "the same by construction; --against a plain run proves it")
     return KeyFigure("Text", "exact samples", "near-ties may be decided either way in this precision")

@@ -81,7 +81,7 @@ def find_shape(path: str, given: str | None) -> ModelShape:
     if shape is None:
         what = f"model.path = {path!r}" if given is None else f"--shape {given}"
         raise ConfigError(
-            f"{what} is no model's folder on this machine, and its name is none that a shape is known of; give "
+            f"{what} is not the folder of a model on this machine, and not the name of a known one; give "
             f"--shape CONFIG.json, or one of {', '.join((*_KNOWN, *_WITH_MORE))}"
         )
     return shape

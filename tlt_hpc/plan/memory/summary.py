@@ -79,10 +79,14 @@ def way_out(plan: MemoryPlan, limits: MemoryLimits) -> str:
     takes = f"{size(peak.num_bytes)} a {_place(plan)} in the phase {peak.name!r}"
     if limits.hold(found.plan):
         return f"Fits with {found.what}: {takes}."
+    if limits.device is not None and peak.num_bytes > limits.device:
+        advice = " With more ranks each one needs less."
+    else:
+        advice = " With fewer ranks on it a node needs less." if plan.situation.ranks_per_node > 1 else ""
     return (
-        f"No settings of this job fit that leave alone what is learned. Even with {found.what or 'none changed'} it "
+        f"No settings make this job fit without changing what is learned. Even with {found.what or 'none changed'} it "
         f"takes {takes} and {size(found.plan.node_bytes)} of a node's host memory: "
-        f"{'; '.join(_rooms(found.plan, limits))}. More ranks share out more."
+        f"{'; '.join(_rooms(found.plan, limits))}.{advice}"
     )
 
 
@@ -105,15 +109,24 @@ def run(options: argparse.Namespace) -> int:
     limits = MemoryLimits(device, host)
     plan = plan_memory(_situation(config, options))
     show(plan, limits, TextConsole())
+    if plan.situation.device == "cpu" and _may_use_gpus(config):
+        print("This is for ranks on CPUs; --gpus-per-node N plans for GPUs.")
     return 0 if limits.hold(plan) else DOES_NOT_FIT
 
 
 def summarise(config: Config, shape: ModelShape, num_ranks: int) -> str:
     """The line of a dry run: the peak of a run on GPUs. Empty where it would be on CPUs."""
-    if config.model.device == "cpu" or (config.model.device == "auto" and config.model.dtype == "float32"):
+    if not _may_use_gpus(config):
         return ""
     peak = plan_memory(Situation(config, shape, num_ranks, num_ranks, "cuda")).peak
-    return f"{size(peak.num_bytes)} at the peak ({peak.name}) of each GPU, predicted; tlt plan has the parts"
+    return (
+        f"{size(peak.num_bytes)} at the peak ({peak.name}) of each GPU, if it runs on GPUs; "
+        f"tlt plan --gpus-per-node {num_ranks} has the parts"
+    )
+
+
+def _may_use_gpus(config: Config) -> bool:
+    return config.model.device == "cuda" or (config.model.device == "auto" and config.model.dtype == "bfloat16")
 
 
 def _situation(config: Config, options: argparse.Namespace) -> Situation:

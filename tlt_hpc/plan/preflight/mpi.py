@@ -81,6 +81,8 @@ def check_talk(job: PlannedJob) -> Finding:
 
 def _check_srun(library: str) -> Finding:
     asked, known, fitting = _srun_mpi(library), launch_types(), launch_types_of(library)
+    if not known:
+        return failure("`srun --mpi=list` names no kind of MPI", "call this on a login node, where Slurm answers")
     if asked not in known:
         others = "put mpich in the place of openmpi in environment.yml, or export TLT_LAUNCH=mpirun"
         remedy = others if asked == "pmix" and fitting[:1] == ("pmix",) else "export TLT_SRUN_MPI=one of these"

@@ -28,7 +28,8 @@ def check_memory(job: PlannedJob) -> Finding:
     plan, limits = job.plan, MemoryLimits(job.gpu_bytes if job.uses_gpu else None, _host_bytes(job))
     said = verdict(plan, limits)
     if not limits.hold(plan):
-        return failure(said.rstrip("."), f"{way_out(plan, limits)} See tlt plan")
+        remedy = way_out(plan, limits)
+        return failure(said.rstrip("."), f"{remedy[0].lower()}{remedy[1:]} See tlt plan")
     if job.uses_gpu and limits.device is None:
         return warning(f"{said} How much a GPU has is not known here", "give --gpu-memory GB")
     return ok(said)

@@ -1,1 +1,1 @@
-"""``tlt rehearse``: interrupts a short run of a user's job in every way that ends runs, and resumes it each time."""
+"""``tlt rehearse``: interrupts a short run of a user's job by four kinds of faults, and resumes it each time."""
