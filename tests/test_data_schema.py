@@ -74,7 +74,9 @@ def chat(*messages: object) -> dict[str, object]:
         (verl_row(6) | {"reward_model": {"ground_truth": None}}, f"'reward_model.ground_truth' is null; {FIX}"),
         ('{"prompt": "1\\ud800", "answer": 2}', SURROGATE),
         ('{"prompt": "1", "answer": 1, "extra_info": {"\\udc00": 1}}', SURROGATE),
-        (chat(), "the prompt is no text and no list of messages but '[]'; fix the row"),
+        (chat(), "the prompt is empty; fix or remove the row"),
+        ({"prompt": "", "answer": 2}, "the prompt is empty; fix or remove the row"),
+        ({"prompt": 3, "answer": 2}, "the prompt is no text and no list of messages but '3'; fix the row"),
         (chat({"role": "user"}), "message 0: \"{'role': 'user'}\" needs 'role' and 'content', both texts; "),
         (chat({"role": "user", "content": "1"}, {"role": "user", "content": 3}), "message 1: "),
         (

@@ -145,6 +145,27 @@ def test_prompts_that_the_tokenizer_does_not_know_are_warned_of(place: Place) ->
     assert_found(place.check(), "data", r"does not know some characters in 1 of 41 prompts", set(), "warning")
 
 
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("return solution_str.split('####')[1]", r"failed for an empty response: IndexError: .* \(mine.py, line 2\)$"),
+        (
+            "return {'acc': 1.0}",
+            r"failed for an empty response: the function returned .*, which is a dict without 'score'",
+        ),
+        ("import time; time.sleep(30)", r"took more than 6 s for an empty response$"),
+    ],
+)
+def test_a_function_that_fails_for_an_empty_response_is_warned_of(place: Place, body: str, said: str) -> None:
+    place.monkeypatch.setattr(job_checks, "JUDGE_SECONDS", 6.0)
+    arguments = "data_source, solution_str, ground_truth, extra_info"
+    file = place.write("mine.py", f"def score({arguments}):\n    {body}\n")
+    place.set("reward.default=function", f"reward.function={file}:score")
+    found = place.check()["rewards"]
+    assert found.level == "warning" and re.search(said, found.found), found
+    assert "has reward 0" in found.remedy
+
+
 def test_a_job_on_gpus_without_a_compiler_here_is_warned_of(place: Place) -> None:
     place.set("model.device=cuda")
     place.torch_for("12.8")

@@ -91,7 +91,9 @@ def _value(row: Row, what: str, paths: tuple[str, ...], where: str) -> Any:
 
 
 def _as_prompt(value: Any, where: str) -> str | Messages:
-    if not isinstance(value, str | list) or not value:
+    if value in ("", []):
+        raise RowError(where, "the prompt is empty; fix or remove the row")
+    if not isinstance(value, str | list):
         raise RowError(where, f"the prompt is no text and no list of messages but {str(value)[:40]!r}; fix the row")
     if isinstance(value, str):
         return value

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
+import time
 from contextlib import redirect_stderr
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tlt_hpc.config import (
     EMBEDDED_MODEL,
@@ -22,10 +24,13 @@ from tlt_hpc.plan.preflight.planned_job import PlannedJob
 from tlt_hpc.plan.preflight.results import Finding, failure, failure_of, ok, warning
 from tlt_hpc.storage.folder import RunFolder
 
+if TYPE_CHECKING:
+    from tlt_hpc.rewards.client import RewardClient
+
 _PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.jinja", "tokenizer*", "LICENSE*"]
 """Files of a repository that a run reads, without copies of the weights in other formats."""
 JUDGE_SECONDS = 60.0
-"""Time limit for the reward server to start: importing math-verify and the user's own function takes a few seconds."""
+"""Time limit for the reward server to start and for one response: math-verify and a user's imports take seconds."""
 
 
 def check_run(job: PlannedJob) -> Finding:
@@ -117,7 +122,7 @@ def check_evaluation(job: PlannedJob) -> Finding:
 
 
 def check_rewards(job: PlannedJob) -> Finding:
-    """The reward server starts here as it does in a job: it imports the user's function and makes the sandbox."""
+    """The reward server starts here as it does in a job: it imports the user's function, which judges one response."""
     from tlt_hpc.rewards.client import RewardClient
     from tlt_hpc.rewards.judge import WORKER_KINDS
 
@@ -128,10 +133,35 @@ def check_rewards(job: PlannedJob) -> Finding:
     client = RewardClient(reward)
     try:
         client.wait_until_ready(JUDGE_SECONDS)
+        failed = _failure_of_function(job, client)
     finally:
         client.close()
+    if failed:
+        return warning(failed, "let it return a number for every text; a response that it fails on has reward 0")
     sandbox = f"; the sandbox works on this machine (by {client.sandbox})" if client.sandbox else ""
     return ok(f"{kinds}: the server starts{sandbox}")
+
+
+def _failure_of_function(job: PlannedJob, client: RewardClient) -> str:
+    """What is wrong with the user's function on an empty response to a prompt of the first step; empty: nothing."""
+    from tlt_hpc.data.prompts import open_prompts
+    from tlt_hpc.models.tokenizer import load_tokenizer, read_chat_format
+    from tlt_hpc.rewards.scorer import Judge
+
+    judge, folder = Judge(job.config.reward, client), job.model_folder
+    try:
+        prompts = open_prompts(job.config, load_tokenizer(folder), read_chat_format(folder)).batch(0)
+    except ValueError:
+        return ""  # the check of the data says so
+    prompt = next((prompt for prompt in prompts if judge.kind_of(prompt) == "function"), None)
+    if prompt is None:
+        return ""
+    number, end = client.submit(judge.answer(prompt, "")), time.monotonic() + JUDGE_SECONDS
+    while (verdict := client.take_ready().get(number)) is None:
+        if time.monotonic() > end:
+            return f"reward.function took more than {JUDGE_SECONDS:g} s for an empty response"
+        time.sleep(0.02)
+    return f"reward.function failed for an empty response: {verdict.detail}" if verdict.failure else ""
 
 
 def check_drafter(job: PlannedJob) -> Finding:
