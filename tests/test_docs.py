@@ -14,8 +14,9 @@ from typing import NamedTuple
 
 import pytest
 
-from tlt_hpc.cli.main import make_parser, parse
+from tlt_hpc.cli.main import main, make_parser, parse
 from tlt_hpc.config import Config, load_config
+from tlt_hpc.rewards.functions import load_function
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
@@ -105,6 +106,27 @@ def after(words: list[str], pattern: str) -> list[str] | None:
 def commands_with(pattern: str) -> list[Command]:
     found = ((command.page, after(command.words, pattern)) for command in COMMANDS)
     return [Command(page, words) for page, words in found if words]
+
+
+# -- a job of one's own -----------------------------------------------------------------------------------------------
+
+
+def test_the_job_of_the_training_page_fits_and_its_files_can_be_used(tmp_path, monkeypatch, capsys) -> None:
+    page = text_of(ROOT / "docs" / "train.md")
+    blocks = dict(_FENCE.findall(page[: page.index("## Configuration")]))
+    files = {"data/own.jsonl": blocks["json"], "judge.py": blocks["python"], "own.toml": blocks["toml"]}
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.chdir(tmp_path)
+    assert main(["plan", "own.toml", "--gpus-per-node", "4", "--gpu-memory", "h100-80"]) == 0
+    predicted = re.search(r"Fits. Peak ([\d.]+ GB) a GPU", capsys.readouterr().out)
+    assert predicted and f"`tlt plan` predicts {predicted[1]} of each GPU" in page
+    tiny = ["model.path=embedded:tiny", "model.dtype=float32", "data.text_prompts=raw", "rollout.max_new_tokens=100"]
+    limits = ["data.max_prompt_tokens=200", "drafter.init=random"]
+    assert main(["train", "own.toml", "--dry-run", *tiny, *limits]) == 0
+    judged = load_function("judge.py:score")
+    assert [judged("own", f"It is {n}.", "42") for n in (42, 43)] == [1.0, 0.0]
 
 
 # -- links ----------------------------------------------------------------------------------------------------------
