@@ -22,13 +22,14 @@ from tlt_hpc.cli.main import main
 from tlt_hpc.cli.submissions import LATER, rows_of
 from tlt_hpc.cluster import executor, status
 from tlt_hpc.cluster.local import given_job
-from tlt_hpc.cluster.slurm import parse_queue
+from tlt_hpc.cluster.slurm import Allocation, parse_queue, read_queue
 from tlt_hpc.cluster.stopping import AGAIN
 from tlt_hpc.cluster.submission import Resources, Submission, expand, load, make_members, parameters, save
 from tlt_hpc.config import ConfigError, UserError, load_config
 from tlt_hpc.config.reading import to_toml
 from tlt_hpc.look.collect import RunRow, as_csv, as_table
 from tlt_hpc.plan.preflight import job_checks
+from tlt_hpc.plan.preflight.program import ask
 from tlt_hpc.plan.preflight.results import failure
 from tlt_hpc.storage.records import CurvePoint, DrafterFacts, write_json
 from tlt_hpc.storage.step_lines import add_line
@@ -166,6 +167,19 @@ def fake_program(folder: Path, name: str, body: str) -> None:
     path.parent.mkdir(exist_ok=True)
     path.write_text(f"#!/usr/bin/env bash\n{body}\n")
     path.chmod(0o755)
+
+
+def test_slurms_answers_do_not_depend_on_the_users_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SQUEUE_PARTITION would hide jobs; SLURM_TIME_FORMAT, or a name that is no UTF-8, would end a preempted run."""
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.setenv("SQUEUE_PARTITION", "cpu")
+    monkeypatch.setenv("SLURM_TIME_FORMAT", "%a %H:%M")
+    fake_program(tmp_path, "squeue", '[[ -v SQUEUE_PARTITION ]] || echo "5|RUNNING|None"')
+    shown = r"JobId=5 JobName=l\344uft PreemptTime=${SLURM_TIME_FORMAT:-2026-11-27T10:00:00}\n"
+    fake_program(tmp_path, "scontrol", f'printf "{shown}"')
+    assert read_queue()["5"].is_live
+    assert Allocation("5", 0).is_preempted()
+    assert ask(["scontrol"], 10).out.startswith("JobId=5 JobName=l\ufffduft")
 
 
 def fake_slurm(folder: Path, monkeypatch: pytest.MonkeyPatch, sbatch: str) -> None:
