@@ -287,6 +287,28 @@ def test_a_script_is_read_as_sbatch_reads_it(place: Place) -> None:
     options.nodes, options.account = 3, "given"
     found = request.make_request(options, {"SBATCH_PARTITION": "other", "SBATCH_ACCOUNT": "mine"})
     assert (found.nodes, found.partition, found.account) == (3, "other", "given")
+    found = request.make_request(
+        options, {"SBATCH_TIMELIMIT": "5:00", "SBATCH_GRES": "gpu:2", "SBATCH_NO_REQUEUE": "1"}
+    )
+    assert (found.time, found.gpus_per_node, found.requeue) == ("5:00", 2, False)
+
+
+@pytest.mark.parametrize(
+    ("lines", "read"),
+    [
+        ("\n# a comment\n  # another\n#SBATCH --nodes=2 # 'quoted\n", ["--nodes=2"]),
+        ("#SBATCH --nodes=2\ncat <<'X'\n#SBATCH --nodes=4\nX\n", ["--nodes=2"]),
+        ("#SBATCH --nodes=2\n#SBATCH --comment=don't\n", "a quote in an #SBATCH line has no end; close or remove it"),
+        ("#SBATCH --exclusive\n#SBATCH hetjob\n#SBATCH -N4\n", "the script asks for a heterogeneous job"),
+    ],
+)
+def test_lines_count_up_to_the_first_command(lines: str, read: list[str] | str, tmp_path: Path) -> None:
+    (tmp_path / "job.sh").write_text("#!/bin/bash\n" + lines)
+    if isinstance(read, list):
+        assert request.sbatch_words(tmp_path / "job.sh") == read
+        return
+    with pytest.raises(ConfigError, match=read):
+        request.sbatch_options(request.sbatch_words(tmp_path / "job.sh"))
 
 
 def test_sbatch_is_asked_about_the_script_itself(place: Place) -> None:
@@ -330,10 +352,14 @@ def test_the_last_word_on_requeue_counts() -> None:
     assert [request.request_of(words[:end]).requeue for end in range(4)] == [None, True, False, True]
 
 
-@pytest.mark.parametrize("asked", ["-n 8", "-G 8", "--gpus-per-task=1", "--mem-per-cpu=1G", "--mem-per-gpu=1G"])
+@pytest.mark.parametrize(
+    "asked",
+    ["-n 8", "-G 8", "--gpus-per-task=1", "--mem-per-cpu=1G", "--mem-per-gpu=1G", "--tres-per-node=gres/gpu:4"],
+)
 def test_options_by_another_measure_than_the_node_are_refused(asked: str) -> None:
     with pytest.raises(
-        ConfigError, match=r"^the script asks for --(ntasks|gpus|mem).*; preflight reads --(ntasks-per|gpus-per|mem)"
+        ConfigError,
+        match=r"^the script asks for --(ntasks|gpus|mem|tres).*; preflight reads --(ntasks-per|gpus-per|mem)",
     ):
         request.request_of(shlex.split(asked))
 
