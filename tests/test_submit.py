@@ -242,6 +242,20 @@ def test_what_the_options_leave_open_comes_from_a_batch_script(
     assert "#SBATCH --ntasks-per-node=2\n" in (tmp_path / "submitted.sh").read_text()
 
 
+def test_what_is_asked_for_is_not_overruled_by_variables_of_sbatch(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """They go before a script's lines, also of what ``--test-only`` is asked about; what is left open they decide."""
+    values = {"PARTITION": "cpu", "TIMELIMIT": "1", "ARRAY_INX": "0-99", "NO_REQUEUE": "1", "OUTPUT": "x"}
+    for name, value in {**values, "ACCOUNT": "mine"}.items():
+        monkeypatch.setenv(f"SBATCH_{name}", value)
+    fake_slurm(tmp_path, monkeypatch, f"env >{tmp_path}/seen; echo Submitted batch job 4321")
+    asked = parameters(make(tmp_path, ["run.seed=0,1"], partition="gpu"))
+    assert executor.send(tmp_path / "jobs", asked, [["train"], ["train"]]) == ["4321_0", "4321_1"]
+    seen = [line for line in (tmp_path / "seen").read_text().splitlines() if line.startswith("SBATCH_")]
+    assert seen == ["SBATCH_ACCOUNT=mine"]
+
+
 def test_a_submission_waits_for_another(
     submit: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
