@@ -95,7 +95,8 @@ def _learned(found: RunFindings) -> KeyFigure | None:
     if change is None:
         return None
     over = "step" if change.quarter == 1 else f"{change.quarter} steps"
-    doubt = "" if change.is_clear else "; within what steps vary by" if change.error else "; too few steps to tell"
+    doubt = "; too few steps to tell" if change.error is None else "; within what steps vary by"
+    doubt = "" if change.is_clear else doubt
     tone = "plain" if not change.is_clear else "good" if change.last > change.first else "bad"
     value = f"{change.first:.2f} \u2192 {change.last:.2f}"
     return KeyFigure("Score", value, f"mean score, first and last {over}{doubt}", tone)
