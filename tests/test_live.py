@@ -116,6 +116,8 @@ def test_of_many_ranks_those_that_hold_up_the_others_are_shown(run: RunFolder) -
     assert "64 ranks on 16 nodes" in text and "60 of 128 responses to go, 1 of 64 ranks decoding" in text
     assert any(row.split()[:1] == ["41"] and "60 sequences left" in row for row in lines)
     assert "+57" in text and "others, none of them further behind" in text
+    low = screen(run, height=14)
+    assert "+63" in "\n".join(low) and len(low) <= 19, "a terminal of 14 lines does not get all 64"
 
 
 def end_all(status: Path, ending: str) -> None:
