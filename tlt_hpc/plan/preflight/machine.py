@@ -51,7 +51,7 @@ def memory_bytes() -> int:
 
 def nearest_folder(path: Path) -> Path:
     """The path if it is a folder, else the nearest folder above it."""
-    path = path.expanduser().absolute()
+    path = path.absolute()
     return next(folder for folder in (path, *path.parents) if folder.is_dir())
 
 
