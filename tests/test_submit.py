@@ -125,7 +125,7 @@ def test_ranks_receive_their_job_file_and_the_command_that_resumes_it(tmp_path: 
     program = "\n".join([f"read_job() {{{function}\n}}", "TLT_SRUN_MPI=pmi2", *shell, "env -0"])
     out = subprocess.run(["bash", "-c", program], capture_output=True, check=True, env={}).stdout.decode()
     found = dict(line.partition("=")[::2] for line in out.split("\0"))
-    assert found[AGAIN] == f"tlt submit resubmit {tmp_path}/my sub"
+    assert found[AGAIN] == f"tlt submit resubmit '{tmp_path}/my sub'", "as it can be typed"
     assert found["SLURM_MPI_TYPE"] == "pmi2" and found["PWD"] == str(tmp_path)
     assert given_job({**found, "PMI_RANK": "0"}, config) == Path(config).read_bytes().rstrip()
 
@@ -240,6 +240,19 @@ def test_what_the_options_leave_open_comes_from_a_batch_script(
     script.write_text(lines)
     assert submit([TINY, *job, "--gpus-per-node=2", "--nodes=1", "--folder=other"]) == 0
     assert "#SBATCH --ntasks-per-node=2\n" in (tmp_path / "submitted.sh").read_text()
+
+
+def test_commands_that_are_printed_can_be_typed(
+    submit: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Names with blanks, and values with brackets."""
+    fake_slurm(tmp_path, monkeypatch, "echo Submitted batch job 4321")
+    assert submit([TINY, 'speculation.strategies=["ngram-4"]', "--folder", "my sub"]) == 0
+    out = capsys.readouterr().out
+    assert """ 'speculation.strategies=["ngram-4"]'\n""" in out and "tlt submit status 'my sub'\n" in out
+    (tmp_path / "my run" / "training").mkdir(parents=True)
+    assert main(["report", "my run"]) == 2
+    assert "see `tlt watch 'my run'`" in capsys.readouterr().err
 
 
 def test_what_is_asked_for_is_not_overruled_by_variables_of_sbatch(

@@ -7,6 +7,7 @@ Relative paths in a configuration are read from where this is called.
 from __future__ import annotations
 
 import argparse
+import shlex
 import shutil
 import sys
 import tempfile
@@ -78,7 +79,7 @@ def run_submit(options: argparse.Namespace) -> int:
     print(f"asks Slurm for {count(submission.resources.num_ranks, 'rank')}:", " ".join(words))
     for member in submission.members:
         there = f"   (is there with {count(member.first_step, 'step')}, and resumes)" * bool(member.first_step)
-        print(f"{member.run}: tlt {' '.join(member.arguments)}{there}", flush=True)
+        print(f"{member.run}: {shlex.join(('tlt', *member.arguments))}{there}", flush=True)
     if not options.no_preflight:
         preflight(options, submission, before)
     if options.dry_run:
@@ -88,8 +89,9 @@ def run_submit(options: argparse.Namespace) -> int:
     save(submission)
     submit(submission, {member.name for member in submission.members}, before)
     if options.command_of_job == "warmup":
-        print("for the runs after it:", *(f"drafter.init={member.run}/drafter" for member in submission.members))
-    print(f"how it stands: tlt submit status {short(submission.folder)}")
+        made = (f"drafter.init={member.run}/drafter" for member in submission.members)
+        print("for the runs after it:", *map(shlex.quote, made))
+    print(f"how it stands: tlt submit status {shlex.quote(str(short(submission.folder)))}")
     return 0
 
 
@@ -103,7 +105,9 @@ def make_submission(options: argparse.Namespace) -> Submission:
     name = loaded.run.name
     folder = options.folder or SUBMITTED / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
     if (folder / FILE).exists():
-        raise ConfigError(f"--folder {folder} has a submission; give another, or `tlt submit resubmit {folder}`")
+        raise ConfigError(
+            f"--folder {folder} has a submission; give another, or `tlt submit resubmit {shlex.quote(str(folder))}`"
+        )
     config = str(folder.resolve() / Path(options.config).name)  # a copy: the file may be edited while jobs wait
     members = make_members(options.command_of_job, options.config, config, options.overrides, options.sweep)
     if options.command_of_job == "warmup":

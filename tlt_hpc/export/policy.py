@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import shlex
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -76,7 +77,7 @@ def run(options: argparse.Namespace) -> None:
     print(
         f"wrote {output}: the policy after {checkpoint.step} steps, {count / 1e6:,.1f} M parameters in {options.dtype}"
     )
-    print(f"next: vllm serve {output}\n  or: AutoModelForCausalLM.from_pretrained({str(output)!r})")
+    print(f"next: vllm serve {shlex.quote(str(output))}\n  or: AutoModelForCausalLM.from_pretrained({str(output)!r})")
 
 
 def base_of(place: str) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -157,7 +158,7 @@ def last_word(state: RunState, is_alive: bool | None) -> Text:
     """Whether the run is active, has ended or hangs, and what to do."""
     if state.ending == "finished" or (state.is_finished and not is_alive):
         folder, form = state.log.folder.path / "drafter", state.log.setting("drafter", "form")
-        drafter = f"finished; train with drafter.form={form} drafter.init={folder}"
+        drafter = f"finished; train with drafter.form={form} {shlex.quote(f'drafter.init={folder}')}"
         report = "finished; tlt report on this folder says what it learned and gained"
         return Text(printable(drafter) if state.log.folder.is_warmup else report, "bold green")
     resume = "the same command resumes it"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import time
 from pathlib import Path
 
@@ -22,7 +23,8 @@ def run(options: argparse.Namespace) -> int:
     if out.suffix != ".html" or out.is_dir():  # no file of the run is overwritten
         raise UserError(f"--output {out}: give a file that ends in .html")
     if RunFolder(options.run).is_warmup:
-        raise UserError(f"{options.run} holds a warm-up, which has no steps to report; see `tlt watch {options.run}`")
+        see = shlex.join(("tlt", "watch", str(options.run)))
+        raise UserError(f"{options.run} holds a warm-up, which has no steps to report; see `{see}`")
     print(f"reading    {options.run}", flush=True)
     from tlt_hpc.look.report.findings import find
     from tlt_hpc.look.report.verdict import cards, gain_of
