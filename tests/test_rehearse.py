@@ -120,6 +120,17 @@ def test_a_run_that_ends_before_its_fault_is_an_error(
     assert capsys.readouterr().err == said
 
 
+def test_ctrl_c_does_not_deny_what_was_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def start_ranks(rehearsal: Rehearsal, fault: str, number: int) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(rehearse, "start_ranks", start_ranks)
+    assert main(["rehearse", str(ROOT / "jobs" / "tiny.toml"), f"run.folder={tmp_path}"]) == 130
+    assert (tmp_path / "tiny-rehearsal").is_dir() and capsys.readouterr().err == "tlt: stopped before its end\n"
+
+
 @pytest.mark.slow
 @pytest.mark.slurm
 @pytest.mark.timeout(1500)
