@@ -19,8 +19,8 @@ from safetensors.torch import save_file
 from tlt_hpc.checkpoint.policy_weights import PolicyWeights, open_policy
 from tlt_hpc.config import UserError, load_saved_config
 from tlt_hpc.export.export_options import output_of
-from tlt_hpc.export.model_card import policy_card
-from tlt_hpc.export.writer import CARD, CONFIG, WEIGHTS, check_output, checkpoint_at, write_folder
+from tlt_hpc.export.model_card import escaped, policy_card
+from tlt_hpc.export.writer import CARD, CONFIG, MARK, WEIGHTS, check_output, checkpoint_at, write_folder
 from tlt_hpc.look.run_log import RunLog
 from tlt_hpc.models.folder import DTYPES
 from tlt_hpc.models.lora import ADAPTER, ADAPTER_CONFIG, peft_name, peft_settings
@@ -162,7 +162,8 @@ def export_adapter(options: argparse.Namespace, policy: PolicyWeights) -> None:
     if not policy.config.lora.rank:
         raise UserError(f"{options.place} trains all weights, so there is no adapter; leave --adapter out")
     output, dtype = output_of(options, "adapter"), DTYPES[options.dtype]
-    check_output(output, {ADAPTER, ADAPTER_CONFIG}.__contains__)
+    check_output(output, {ADAPTER, ADAPTER_CONFIG, CARD}.__contains__)
+    what = f"the adapter after {policy.checkpoint.step} steps"
 
     def fill(part: Path) -> Iterator[Path]:
         with policy.reading_adapters() as read:
@@ -170,14 +171,14 @@ def export_adapter(options: argparse.Namespace, policy: PolicyWeights) -> None:
         save_file(tensors, part / ADAPTER, metadata={"format": "pt"})
         settings = peft_settings(policy.config.lora, str(policy.model))
         (part / ADAPTER_CONFIG).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
-        yield from (part / ADAPTER, part / ADAPTER_CONFIG)
+        # by its card a later export knows that it may replace this one
+        words = f"{what} of {escaped(policy.config.run.name)}, for {escaped(str(policy.model))}"
+        (part / CARD).write_text(f"{MARK}-adapter -->\n\nLoRA: {words}.\n", encoding="utf-8")
+        yield from (part / ADAPTER, part / ADAPTER_CONFIG, part / CARD)
 
     write_folder(output, fill)
     count = sum(math.prod(shape) for shape in policy.adapters.values())
-    print(
-        f"wrote {output}: the adapter after {policy.checkpoint.step} steps, {count / 1e6:,.1f} M parameters in "
-        f"{options.dtype}"
-    )
+    print(f"wrote {output}: {what}, {count / 1e6:,.1f} M parameters in {options.dtype}")
     print(
         f"next: PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained({str(policy.model)!r}), {str(output)!r})"
     )
