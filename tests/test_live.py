@@ -165,10 +165,14 @@ def test_only_the_end_of_a_long_metrics_file_is_read(run: RunFolder) -> None:
 
 
 def test_a_mistake_is_one_line(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
-    for value, words in (("0", "give 1 or more"), ("3", "no committed step")):
-        assert main(["watch", str(run.path), "--sample", value]) == 2
+    assert main(["watch", str(run.path), "--sample", "3"]) == 2
+    err = capsys.readouterr().err
+    assert "no committed step" in err and err.startswith("tlt: ") and err.count("\n") == 1
+    for words in (["watch", "a", "--sample=0"], ["report", "a", "--last=0"], ["ablate", "a.toml", "--steps=0"]):
+        with pytest.raises(SystemExit, match="2"):
+            main(words)
         err = capsys.readouterr().err
-        assert words in err and err.startswith("tlt: ") and err.count("\n") == 1
+        assert "'0': use whole numbers of 1 or more" in err and err.count("\n") == 1
 
 
 # --- samples ---

@@ -18,8 +18,6 @@ def run(options: argparse.Namespace) -> int:
         UserError: there is no such run, an option is invalid, or the page cannot be written.
     """
     out: Path = options.output or options.run / "report.html"
-    if options.last is not None and options.last < 1:
-        raise UserError(f"--last {options.last}: give 1 or more")
     if out.suffix != ".html" or out.is_dir():  # no file of the run is overwritten
         raise UserError(f"--output {out}: give a file that ends in .html")
     if RunFolder(options.run).is_warmup:
