@@ -133,7 +133,7 @@ def parse_cores(text: str) -> frozenset[int]:
 
 
 def format_cores(cores: Iterable[int]) -> str:
-    """The list as the kernel writes it."""
+    """The list as the kernel writes it; of other numbers, too."""
     spans: list[list[int]] = []
     for core in sorted(cores):
         if spans and core == spans[-1][1] + 1:
