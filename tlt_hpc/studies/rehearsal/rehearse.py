@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from tlt_hpc.cluster.local import find_mpiexec, launch_environment
+from tlt_hpc.cluster.stopping import STOPPED_EARLY
 from tlt_hpc.common.words import count, table
 from tlt_hpc.config import ConfigError, UserError, load_config
 from tlt_hpc.storage.folder import RunFolder
@@ -38,7 +39,6 @@ LAST_STEPS = 2
 SLOW_SECONDS = 60.0
 """For the other ranks to end once one was killed."""
 STATE = "rehearsal.json"
-STOPPED_EARLY = 75
 _RUN_RANKS = "BASH_FUNC_run_ranks%%"
 """In the environment of a program that a batch script starts after ``export -f run_ranks``."""
 _OVER_TIME = r"^stopped early|is (not )?queued again"
