@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tlt_hpc.common.words import count
-from tlt_hpc.look.analysis.comparison import Speed
+from tlt_hpc.look.analysis.comparison import Speed, speed_of
 from tlt_hpc.look.analysis.learning import change_of
 from tlt_hpc.look.columns import SCORE
 from tlt_hpc.look.cost import cost_of
@@ -50,7 +50,7 @@ def gain_of(found: RunFindings) -> RunGain | None:
     if found.other is None or found.comparison is None:
         return None
     other, own = found.comparison.runs
-    speed = found.comparison.speed(own)
+    speed = speed_of(other, own)
     if speed is None:
         return None
     unlike = []
