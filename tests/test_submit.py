@@ -240,6 +240,10 @@ def test_what_the_options_leave_open_comes_from_a_batch_script(
     script.write_text(lines)
     assert submit([TINY, *job, "--gpus-per-node=2", "--nodes=1", "--folder=other"]) == 0
     assert "#SBATCH --ntasks-per-node=2\n" in (tmp_path / "submitted.sh").read_text()
+    script.write_text(lines.replace("gpus-per-node=8", "gres=lscratch:200,gpu:a100:8"))
+    assert submit([TINY, *job, "--gpus-per-node=2", "--ranks-per-node=4", "--folder=both"]) == 0
+    text = (tmp_path / "submitted.sh").read_text()
+    assert "#SBATCH --gres=lscratch:200\n" in text and "#SBATCH --gpus-per-node=2\n" in text
 
 
 def test_commands_that_are_printed_can_be_typed(
@@ -588,7 +592,7 @@ def test_the_table_shows_the_state_of_each_member(tmp_path: Path) -> None:
         add_line(made(tmp_path / submission.members[0].run) / "metrics.jsonl", line_of(step))
     for job in range(6):
         (submission.jobs_folder / f"100_{job}_0_log.out").touch()
-    queue = "100_2|RUNNING|None\n100_3|PENDING|Resources\n100_5|TIMEOUT|TimeLimit\n100_6|FAILED|x\n"
+    queue = "100_2|RUNNING|None\n100_3|PENDING|Resources|more\n100_5|TIMEOUT|TimeLimit\n100_6|FAILED|x\n"
     found = status.read_statuses(submission, parse_queue(queue))
     head, *rows = as_table(rows_of(submission, found), [str(each.log or "") for each in found]).splitlines()
     assert head.split()[:4] == ["run", "state", "steps", "score"] and head.split()[-1] == "log"
@@ -597,7 +601,7 @@ def test_the_table_shows_the_state_of_each_member(tmp_path: Path) -> None:
         ["tiny-seed0", "finished", "3/30", "0.000", "->", "0.500", f"{jobs}/100_0_0_log.out"],
         ["tiny-seed1", "failed", "(status", "1)", "0/30", f"{jobs}/100_1_0_log.out"],
         ["tiny-seed2", "running", "0/30", f"{jobs}/100_2_0_log.out"],
-        ["tiny-seed3", "pending", "(Resources)", "0/30", f"{jobs}/100_3_0_log.out"],
+        ["tiny-seed3", "pending", "(Resources|more)", "0/30", f"{jobs}/100_3_0_log.out"],
         ["tiny-seed4", "stopped", "early", "0/30", f"{jobs}/100_4_0_log.out"],
         ["tiny-seed5", "timeout", "0/30", f"{jobs}/100_5_0_log.out"],
         ["tiny-seed6", "failed", "(no", "exit", "status)", "0/30"],

@@ -182,9 +182,12 @@ def resources_of(options: argparse.Namespace, num_ranks: int) -> Resources:
         elif name not in (*known, *_OWN_OPTIONS):
             further.append(f"--{name}={value}" if value else f"--{name}")
     given |= {field.name: vars(options)[field.name] for field in fields(Resources) if field.name in options}
+    if "gpus_per_node" in options:  # and not those of the script beside them
+        others = ",".join(part for part in words.get("gres", "").split(",") if part and not num_gpus(part))
+        further = [word for word in further if not word.startswith(("--gpus-per-node=", "--gres="))]
+        further += [f"--gres={others}"] * bool(others)
     if "gpus_per_node" in options and "ranks_per_node" not in options:
         given.pop("ranks_per_node", None)
-        further = [word for word in further if not word.startswith(("--gpus-per-node=", "--gres=gpu"))]
     if options.script is None and not given.keys() & {"nodes", "gpus_per_node", "ranks_per_node"}:
         given["ranks_per_node"] = num_ranks
     return Resources(**given | {"sbatch": (*further, *options.sbatch)})  # type: ignore[arg-type]

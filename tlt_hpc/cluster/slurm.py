@@ -122,7 +122,7 @@ def read_queue() -> Mapping[str, QueuedJob]:
 
 def parse_queue(text: str) -> dict[str, QueuedJob]:
     """What ``squeue`` printed, in the format that ``read_queue`` asks for; ``17_[0-3]`` counts as the array's own."""
-    rows = (line.strip().split("|") for line in text.splitlines() if line.strip())
+    rows = (line.strip().split("|", 2) for line in text.splitlines() if line.strip())  # a reason may be any text
     return {job.partition("_[")[0]: QueuedJob(state, reason) for job, state, reason in rows}
 
 
