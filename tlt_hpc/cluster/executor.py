@@ -70,9 +70,14 @@ def _executor(folder: Path, parameters: Mapping[str, Any]) -> Any:
 
 
 def drop_overruling(environment: MutableMapping[str, str], options: Iterable[str]) -> None:
-    """Remove sbatch's variables for these options: they would overrule the lines of the script that it is given."""
+    """Remove sbatch's variables for these options: they would overrule the lines of the script that it is given.
+
+    And the number of the array's member that this may run in: the job would inherit it, and take itself for that.
+    """
     for option in options:
         environment.pop(f"SBATCH_{_VARIABLES.get(option, option.upper().replace('-', '_'))}", None)
+    for name in [name for name in environment if name.startswith("SLURM_ARRAY_")]:
+        del environment[name]
 
 
 def read_status(folder: Path, job: str) -> int | None:
