@@ -156,7 +156,11 @@ def test_options_of_a_script_are_read_however_they_are_written(
         "asks Slurm for 8 ranks: --nodes=2 --ranks-per-node=4 --cpus-per-rank=1 --partition=gpu --account=acc "
         "--time=1:00:00 --gres=gpu:4 --exclusive --constraint=a100"
     )
-    for line, word in (("--nodes=1-2", "--nodes=1-2 is no whole number"), ("-Z 3", "'-Z' in an #SBATCH line")):
+    for line, word in (
+        ("--nodes=1-2", "--nodes=1-2 is no whole number"),
+        ("-Z 3", "'-Z' in an #SBATCH line"),
+        ("-n 8", "the script asks for --ntasks=8"),
+    ):
         script.write_text(f"#SBATCH {line}\n")
         assert submit([TINY, "--script", str(script), "--dry-run"]) == 2
         assert word in capsys.readouterr().err

@@ -26,7 +26,7 @@ from tlt_hpc.common.words import count
 from tlt_hpc.config import Config, ConfigError, load_config
 from tlt_hpc.look.collect import row_of
 from tlt_hpc.plan.preflight.checklist import all_results
-from tlt_hpc.plan.preflight.request import num_gpus, sbatch_options, sbatch_words
+from tlt_hpc.plan.preflight.request import num_gpus, request_of, sbatch_options, sbatch_words
 from tlt_hpc.plan.preflight.results import Level
 from tlt_hpc.resume.finished import finished_message
 
@@ -159,9 +159,11 @@ def resources_of(options: argparse.Namespace, num_ranks: int) -> Resources:
         num_ranks: those of a node, if neither says anything of nodes, GPUs or ranks.
 
     Raises:
-        ConfigError: no such script.
+        ConfigError: no such script, or one that asks by another measure than the node.
     """
-    words = sbatch_options(sbatch_words(options.script))
+    asked = sbatch_words(options.script)
+    request_of(asked)  # refuses --ntasks and the like, which would start other ranks than are checked
+    words = sbatch_options(asked)
     known = {
         "nodes": "nodes", "ntasks-per-node": "ranks_per_node", "gpus-per-node": "gpus_per_node",
         "cpus-per-task": "cpus_per_rank", "partition": "partition", "account": "account", "time": "time", "mem": "mem",
