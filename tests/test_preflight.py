@@ -163,6 +163,21 @@ def test_an_existing_run_is_resumed_unless_a_start_of_it_is_at_work(place: Place
     assert_found(place.check(), "run", r"a start of this run is at work there \(job 17, status\)", set(), "warning")
 
 
+def test_files_that_a_run_at_work_removes_are_no_failure(place: Place) -> None:
+    old = place.path / "runs" / "tiny" / "checkpoints" / "old"
+    old.parent.mkdir(parents=True)
+    old.write_text("x")
+    lstat = Path.lstat
+
+    def removed_meanwhile(path: Path) -> os.stat_result:
+        if path == old:
+            path.unlink()
+        return lstat(path)
+
+    place.monkeypatch.setattr(Path, "lstat", removed_meanwhile)
+    assert place.check()["disk"].level == "ok"
+
+
 @pytest.mark.ci
 @pytest.mark.skipif(os.geteuid() != 0, reason="makes a user namespace in which none may be made: needs root")
 def test_the_sandbox_is_named_also_on_a_system_without_user_namespaces(place: Place) -> None:
