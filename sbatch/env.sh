@@ -191,7 +191,8 @@ read_job() {
 
 # Caches on the node's own disk: on a shared one compiled kernels are slow and ranks race for them. A folder for each
 # user, job and start, since a killed job leaves locks in it; every rank makes it on its node (cluster/caches.py).
-TLT_NODE_CACHE="$TLT_LOCAL_DISK/tlt-$(id -un)-${SLURM_JOB_ID:-0}-${SLURM_RESTART_COUNT:-0}"
+# A node that cannot ask who the user is prints a number, and status 1.
+TLT_NODE_CACHE="$TLT_LOCAL_DISK/tlt-$(id -un 2>/dev/null || true)-${SLURM_JOB_ID:-0}-${SLURM_RESTART_COUNT:-0}"
 export TLT_NODE_CACHE
 export TRITON_CACHE_DIR="$TLT_NODE_CACHE/triton"
 export TORCH_EXTENSIONS_DIR="$TLT_NODE_CACHE/torch_extensions"

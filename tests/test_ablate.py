@@ -83,7 +83,6 @@ def test_default_arms_leave_out_those_that_change_nothing(tmp_path, override, mi
     [
         (["--arms", "plain,tial"], "no arm 'tial'; use plain, ngram"),
         (["--arms", "frozen", "drafter.init=random"], "leaves nothing to freeze"),
-        (["--steps", "0"], "--steps 0 compares nothing"),
     ],
 )
 def test_mistakes_are_one_line(capsys, tmp_path, arguments, said):

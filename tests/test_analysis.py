@@ -14,7 +14,7 @@ from small_run import NAMES, START, set_lines, small_record, small_run
 
 from tlt_hpc.common.records import NO_SPANS, RolloutTiming
 from tlt_hpc.look.analysis.acceptance import ACCEPTANCE
-from tlt_hpc.look.analysis.comparison import analyse_comparison
+from tlt_hpc.look.analysis.comparison import analyse_comparison, speed_of
 from tlt_hpc.look.analysis.kinds import KINDS, Kind, Pieces
 from tlt_hpc.look.analysis.learning import analyse_learning, moving_mean
 from tlt_hpc.look.analysis.lengths import LENGTHS
@@ -154,7 +154,7 @@ def test_the_same_tokens_on_another_number_of_ranks(tmp_path: Path) -> None:
     set_lines(b, *[{"rollout/seconds": 13.0}] * 3)
     found = analyse_comparison([RunLog(b.path), RunLog(a.path)])
     assert found.first_difference == {"a": None} and found.compared_steps.tolist() == [0, 1, 2]
-    speed = found.speed(found.runs[1])
+    speed = speed_of(*found.runs)
     assert speed is not None and speed.rollout == 2.0 and speed.step == pytest.approx((13 + 3.1) / 9.6)
     assert "its rollouts are 2.00 times as fast on 2 ranks instead of 1." in found.verdict
 

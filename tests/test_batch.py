@@ -92,6 +92,12 @@ def test_caches_are_on_a_local_disk_that_every_node_has(variables: dict[str, str
     assert f"\nHF_HOME={disk}/tlt-" in run_script(tmp_path, "smoke", **variables).stdout
 
 
+def test_a_user_without_a_name_on_the_node_has_caches(tmp_path: Path) -> None:
+    program(tmp_path / "bin", "id", "echo 1234; echo 'id: cannot find name for user ID 1234' >&2; exit 1")
+    done = run_script(tmp_path, "smoke")
+    assert done.returncode == 0 and not done.stderr and "\nHF_HOME=/tmp/tlt-1234-7-0/huggingface\n" in done.stdout
+
+
 def test_the_mpi_library_decides_how_srun_starts_ranks(tmp_path: Path) -> None:
     program(tmp_path / "bin", "python", "printf 'MPICH Version:      5.0.2\\nMPICH ABI: 1'")
     assert "\n--mpi=pmi2\n" in run_script(tmp_path, "smoke").stdout

@@ -109,6 +109,8 @@ def test_wrong_values_are_named(override: str, message: str) -> None:
         ("reward.default=format", "reward.format_tags = []", "set format_tags"),
         ("reward.format_weight=0.1", "reward.format_tags = []", "set format_tags"),
         ("reward.format_tags=['a']", "reward.format_tags = ['a']", "format_weight above 0"),
+        ("run.folder=~/runs", "run.folder = '~/runs'", "give the path itself"),
+        ("run.folder=/a/${USER}/runs", "run.folder = '/a/${USER}/runs'", "give the path itself"),
         ("reward.format_tags=['a','a'] reward.default=format", "reward.format_tags = ['a', 'a'] names a", "once"),
     ],
 )

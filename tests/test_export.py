@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+from argparse import Namespace
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -371,6 +373,18 @@ def test_the_newest_policy_replaces_an_earlier_export_and_nothing_else(run, caps
     assert main(["export-policy", str(run)]) == 2
     assert "has 'notes.txt' in it and is no earlier export" in capsys.readouterr().err
     assert {path.name: path.stat().st_ino for path in out.iterdir()} == before
+
+
+def test_an_adapter_replaces_an_earlier_one(tmp_path: Path) -> None:
+    config = load_config("jobs/tiny.toml", ["lora.rank=2", f"run.folder={tmp_path}"])
+    weights = Mock(config=config, model=tmp_path, adapters={"model.layers.0.self_attn.q_proj.weight.lora_A": (2, 4)})
+    weights.checkpoint.step = 3
+    weights.reading_adapters.return_value = nullcontext(lambda name: torch.ones(2, 4))
+    options = Namespace(place="run", output=tmp_path / "out", dtype="float32", step=None)
+    for _ in range(2):
+        policy.export_adapter(options, weights)
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert card.startswith("<!-- written by tlt export-adapter -->") and "the adapter after 3 steps of tiny" in card
 
 
 # --- the model card ---

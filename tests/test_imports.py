@@ -45,7 +45,7 @@ HOME_OF = {
     "deepspeed": {"rl"},
     "transformers": {"models", "data"},
     "submitit": {"cluster"},
-    "matplotlib": {"look", "plan"},
+    "matplotlib": {"look"},
     "triton": {"kernels"},
     "pyarrow": {"data"},
     "jinja2": {"data", "look"},

@@ -12,6 +12,7 @@ import pytest
 
 from tlt_hpc.cli.main import main
 from tlt_hpc.cluster.watch.record import Record, write_record
+from tlt_hpc.look.live import list_runs
 from tlt_hpc.storage.records import CurvePoint, DrafterFacts, write_json
 from tlt_hpc.storage.step_lines import add_line
 
@@ -43,6 +44,24 @@ def test_runs_at_any_depth_are_listed_the_newest_last(
     assert first.split()[8:12] == ["4", "0.000", "->", "0.750"]
     assert second.split()[:3] == ["runs/done", "finished", "2"] and written == "written to all.csv"
     assert Path("all.csv").read_text().splitlines()[2].startswith("runs/done,finished,2,,0.0,0.25,")
+
+
+def test_a_folder_that_is_no_run_is_named_and_the_others_are_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Other programs write a metrics.jsonl, too; and a run may be removed while it is looked at."""
+    monkeypatch.chdir(tmp_path)
+    a_run(Path("runs/own"), 2, 60)
+    foreign = Path("runs/theirs/metrics.jsonl")
+    foreign.parent.mkdir()
+    foreign.write_text('{"loss": 1.0}\n')
+    assert main(["runs"]) == 0
+    out, err = capsys.readouterr()
+    assert [line.split()[0] for line in out.splitlines()] == ["run", "runs/own"]
+    assert err.startswith("tlt: left out: runs/theirs is no run's folder") and len(err.splitlines()) == 1
+    monkeypatch.setattr(list_runs, "find_runs", lambda folder: [Path("runs/own"), Path("runs/gone")])
+    assert main(["runs"]) == 0
+    assert "left out: runs/gone does not exist" in capsys.readouterr().err
 
 
 def test_runs_at_work_keep_their_order_and_a_job_may_be_queued_again(

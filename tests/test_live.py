@@ -116,6 +116,8 @@ def test_of_many_ranks_those_that_hold_up_the_others_are_shown(run: RunFolder) -
     assert "64 ranks on 16 nodes" in text and "60 of 128 responses to go, 1 of 64 ranks decoding" in text
     assert any(row.split()[:1] == ["41"] and "60 sequences left" in row for row in lines)
     assert "+57" in text and "others, none of them further behind" in text
+    low = screen(run, height=14)
+    assert "+63" in "\n".join(low) and len(low) <= 19, "a terminal of 14 lines does not get all 64"
 
 
 def end_all(status: Path, ending: str) -> None:
@@ -163,10 +165,14 @@ def test_only_the_end_of_a_long_metrics_file_is_read(run: RunFolder) -> None:
 
 
 def test_a_mistake_is_one_line(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
-    for value, words in (("0", "give 1 or more"), ("3", "no committed step")):
-        assert main(["watch", str(run.path), "--sample", value]) == 2
+    assert main(["watch", str(run.path), "--sample", "3"]) == 2
+    err = capsys.readouterr().err
+    assert "no committed step" in err and err.startswith("tlt: ") and err.count("\n") == 1
+    for words in (["watch", "a", "--sample=0"], ["report", "a", "--last=0"], ["ablate", "a.toml", "--steps=0"]):
+        with pytest.raises(SystemExit, match="2"):
+            main(words)
         err = capsys.readouterr().err
-        assert words in err and err.startswith("tlt: ") and err.count("\n") == 1
+        assert "'0': use whole numbers of 1 or more" in err and err.count("\n") == 1
 
 
 # --- samples ---

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from pydantic import TypeAdapter
 
 from tlt_hpc.common.records import Prompt
 from tlt_hpc.config import ConfigError, UserError, WarmupSection
@@ -148,7 +149,7 @@ def test_progress_counts_and_comes_back_equal_from_json():
     progress = Progress().learned(0.25, 100, 1.5).learned(0.35, 60, 0.5).validated(3.3, 0.25).learned(1 / 3, 70, 0.5)
     assert progress.curve == (CurvePoint(2, 160, 2.25, 0.3, 3.3),)
     assert (progress.updates, progress.tokens, progress.seconds, progress.losses) == (3, 230, 2.75, (1 / 3,))
-    assert Progress.from_json(json.loads(json.dumps(asdict(progress)))) == progress
+    assert TypeAdapter(Progress).validate_python(json.loads(json.dumps(asdict(progress)))) == progress
 
 
 def test_facts_come_back_equal_and_broken_ones_are_named(tmp_path):

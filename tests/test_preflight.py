@@ -184,6 +184,21 @@ def test_an_existing_run_is_resumed_unless_a_start_of_it_is_at_work(place: Place
     assert_found(place.check(), "run", r"a start of this run is at work there \(job 17, status\)", set(), "warning")
 
 
+def test_files_that_a_run_at_work_removes_are_no_failure(place: Place) -> None:
+    old = place.path / "runs" / "tiny" / "checkpoints" / "old"
+    old.parent.mkdir(parents=True)
+    old.write_text("x")
+    lstat = Path.lstat
+
+    def removed_meanwhile(path: Path) -> os.stat_result:
+        if path == old:
+            path.unlink()
+        return lstat(path)
+
+    place.monkeypatch.setattr(Path, "lstat", removed_meanwhile)
+    assert place.check()["disk"].level == "ok"
+
+
 @pytest.mark.ci
 @pytest.mark.skipif(os.geteuid() != 0, reason="makes a user namespace in which none may be made: needs root")
 def test_the_sandbox_is_named_also_on_a_system_without_user_namespaces(place: Place) -> None:
@@ -310,6 +325,28 @@ def test_a_script_is_read_as_sbatch_reads_it(place: Place) -> None:
     options.nodes, options.account = 3, "given"
     found = request.make_request(options, {"SBATCH_PARTITION": "other", "SBATCH_ACCOUNT": "mine"})
     assert (found.nodes, found.partition, found.account) == (3, "other", "given")
+    found = request.make_request(
+        options, {"SBATCH_TIMELIMIT": "5:00", "SBATCH_GRES": "gpu:2", "SBATCH_NO_REQUEUE": "1"}
+    )
+    assert (found.time, found.gpus_per_node, found.requeue) == ("5:00", 2, False)
+
+
+@pytest.mark.parametrize(
+    ("lines", "read"),
+    [
+        ("\n# a comment\n  # another\n#SBATCH --nodes=2 # 'quoted\n", ["--nodes=2"]),
+        ("#SBATCH --nodes=2\ncat <<'X'\n#SBATCH --nodes=4\nX\n", ["--nodes=2"]),
+        ("#SBATCH --nodes=2\n#SBATCH --comment=don't\n", "a quote in an #SBATCH line has no end; close or remove it"),
+        ("#SBATCH --exclusive\n#SBATCH hetjob\n#SBATCH -N4\n", "the script asks for a heterogeneous job"),
+    ],
+)
+def test_lines_count_up_to_the_first_command(lines: str, read: list[str] | str, tmp_path: Path) -> None:
+    (tmp_path / "job.sh").write_text("#!/bin/bash\n" + lines)
+    if isinstance(read, list):
+        assert request.sbatch_words(tmp_path / "job.sh") == read
+        return
+    with pytest.raises(ConfigError, match=read):
+        request.sbatch_options(request.sbatch_words(tmp_path / "job.sh"))
 
 
 def test_sbatch_is_asked_about_the_script_itself(place: Place) -> None:
@@ -353,10 +390,14 @@ def test_the_last_word_on_requeue_counts() -> None:
     assert [request.request_of(words[:end]).requeue for end in range(4)] == [None, True, False, True]
 
 
-@pytest.mark.parametrize("asked", ["-n 8", "-G 8", "--gpus-per-task=1", "--mem-per-cpu=1G", "--mem-per-gpu=1G"])
+@pytest.mark.parametrize(
+    "asked",
+    ["-n 8", "-G 8", "--gpus-per-task=1", "--mem-per-cpu=1G", "--mem-per-gpu=1G", "--tres-per-node=gres/gpu:4"],
+)
 def test_options_by_another_measure_than_the_node_are_refused(asked: str) -> None:
     with pytest.raises(
-        ConfigError, match=r"^the script asks for --(ntasks|gpus|mem).*; preflight reads --(ntasks-per|gpus-per|mem)"
+        ConfigError,
+        match=r"^the script asks for --(ntasks|gpus|mem|tres).*; preflight reads --(ntasks-per|gpus-per|mem)",
     ):
         request.request_of(shlex.split(asked))
 

@@ -98,6 +98,15 @@ def test_what_a_site_does_otherwise_is_said(
     assert said in "\n".join(rehearse.differences(rehearsal, state))
 
 
+def test_ranks_of_a_job_need_no_mpiexec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where srun starts Cray MPICH, there is none."""
+    monkeypatch.setattr(rehearse, "find_mpiexec", lambda: pytest.fail("it is looked for"))
+    monkeypatch.setenv("BASH_FUNC_run_ranks%%", '() { echo "started $*"; }')
+    rehearsal = Rehearsal(tmp_path, str(ROOT / "jobs" / "tiny.toml"), [], 2)
+    assert rehearse.start_ranks(rehearsal, "kill", 0) == 0
+    assert rehearsal.lines(0)[0].startswith(f"started {sys.executable} -m mpi4py -m tlt_hpc.cli.rehearsed_rank train")
+
+
 def test_a_run_that_ends_before_its_fault_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -109,6 +118,17 @@ def test_a_run_that_ends_before_its_fault_is_an_error(
     assert main(["rehearse", str(ROOT / "jobs" / "tiny.toml"), f"run.folder={tmp_path}"]) == 2
     said = f"tlt: the run ended before its fault; see the end of {tmp_path}/tiny-rehearsal/start-0.log\n"
     assert capsys.readouterr().err == said
+
+
+def test_ctrl_c_does_not_deny_what_was_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def start_ranks(rehearsal: Rehearsal, fault: str, number: int) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(rehearse, "start_ranks", start_ranks)
+    assert main(["rehearse", str(ROOT / "jobs" / "tiny.toml"), f"run.folder={tmp_path}"]) == 130
+    assert (tmp_path / "tiny-rehearsal").is_dir() and capsys.readouterr().err == "tlt: stopped before its end\n"
 
 
 @pytest.mark.slow

@@ -122,6 +122,8 @@ def test_cards_are_what_the_files_say(run: RunFolder, plain: RunFolder) -> None:
     what = "token for token, with and without speculation (3 steps compared)"
     assert told["Text"] == KeyFigure("Text", "the same", what, "good")
     assert told["Score"].value == "0.50 \u2192 0.52" and "too few steps" in told["Score"].words
+    set_lines(run, *[{"critic/score/mean": 0.0}] * 8)
+    assert "within what steps vary by" in cards_of(run)["Score"].words, "a score that never changes, in enough steps"
     run.rollout_log(1, 1).unlink()
     assert cards_of(run)["Harvested"].value == "36 %", "idle and harvested time are of the same steps"
 

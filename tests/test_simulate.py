@@ -358,3 +358,12 @@ def test_mistakes_end_as_one_line(capsys: pytest.CaptureFixture[str], arguments:
     status = main(["simulate", *arguments])
     out, err = capsys.readouterr()
     assert status == 2 and not out and words in err and err.startswith("tlt: ") and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("arguments", [["--from=a", "--shape=Qwen2.5-7B"], [QWEN, "--median=100", "--lengths=a"]])
+def test_of_two_options_of_which_one_would_count_none_is_ignored(
+    capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["simulate", *arguments])
+    assert "not allowed with argument --" in capsys.readouterr().err

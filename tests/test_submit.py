@@ -22,13 +22,14 @@ from tlt_hpc.cli.main import main
 from tlt_hpc.cli.submissions import LATER, rows_of
 from tlt_hpc.cluster import executor, status
 from tlt_hpc.cluster.local import given_job
-from tlt_hpc.cluster.slurm import parse_queue
+from tlt_hpc.cluster.slurm import Allocation, parse_queue, read_queue
 from tlt_hpc.cluster.stopping import AGAIN
 from tlt_hpc.cluster.submission import Resources, Submission, expand, load, make_members, parameters, save
 from tlt_hpc.config import ConfigError, UserError, load_config
 from tlt_hpc.config.reading import to_toml
 from tlt_hpc.look.collect import RunRow, as_csv, as_table
 from tlt_hpc.plan.preflight import job_checks
+from tlt_hpc.plan.preflight.program import ask
 from tlt_hpc.plan.preflight.results import failure
 from tlt_hpc.storage.records import CurvePoint, DrafterFacts, write_json
 from tlt_hpc.storage.step_lines import add_line
@@ -124,7 +125,7 @@ def test_ranks_receive_their_job_file_and_the_command_that_resumes_it(tmp_path: 
     program = "\n".join([f"read_job() {{{function}\n}}", "TLT_SRUN_MPI=pmi2", *shell, "env -0"])
     out = subprocess.run(["bash", "-c", program], capture_output=True, check=True, env={}).stdout.decode()
     found = dict(line.partition("=")[::2] for line in out.split("\0"))
-    assert found[AGAIN] == f"tlt submit resubmit {tmp_path}/my sub"
+    assert found[AGAIN] == f"tlt submit resubmit '{tmp_path}/my sub'", "as it can be typed"
     assert found["SLURM_MPI_TYPE"] == "pmi2" and found["PWD"] == str(tmp_path)
     assert given_job({**found, "PMI_RANK": "0"}, config) == Path(config).read_bytes().rstrip()
 
@@ -155,7 +156,11 @@ def test_options_of_a_script_are_read_however_they_are_written(
         "asks Slurm for 8 ranks: --nodes=2 --ranks-per-node=4 --cpus-per-rank=1 --partition=gpu --account=acc "
         "--time=1:00:00 --gres=gpu:4 --exclusive --constraint=a100"
     )
-    for line, word in (("--nodes=1-2", "--nodes=1-2 is no whole number"), ("-Z 3", "'-Z' in an #SBATCH line")):
+    for line, word in (
+        ("--nodes=1-2", "--nodes=1-2 is no whole number"),
+        ("-Z 3", "'-Z' in an #SBATCH line"),
+        ("-n 8", "the script asks for --ntasks=8"),
+    ):
         script.write_text(f"#SBATCH {line}\n")
         assert submit([TINY, "--script", str(script), "--dry-run"]) == 2
         assert word in capsys.readouterr().err
@@ -166,6 +171,19 @@ def fake_program(folder: Path, name: str, body: str) -> None:
     path.parent.mkdir(exist_ok=True)
     path.write_text(f"#!/usr/bin/env bash\n{body}\n")
     path.chmod(0o755)
+
+
+def test_slurms_answers_do_not_depend_on_the_users_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SQUEUE_PARTITION would hide jobs; SLURM_TIME_FORMAT, or a name that is no UTF-8, would end a preempted run."""
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.setenv("SQUEUE_PARTITION", "cpu")
+    monkeypatch.setenv("SLURM_TIME_FORMAT", "%a %H:%M")
+    fake_program(tmp_path, "squeue", '[[ -v SQUEUE_PARTITION ]] || echo "5|RUNNING|None"')
+    shown = r"JobId=5 JobName=l\344uft PreemptTime=${SLURM_TIME_FORMAT:-2026-11-27T10:00:00}\n"
+    fake_program(tmp_path, "scontrol", f'printf "{shown}"')
+    assert read_queue()["5"].is_live
+    assert Allocation("5", 0).is_preempted()
+    assert ask(["scontrol"], 10).out.startswith("JobId=5 JobName=l\ufffduft")
 
 
 def fake_slurm(folder: Path, monkeypatch: pytest.MonkeyPatch, sbatch: str) -> None:
@@ -226,6 +244,38 @@ def test_what_the_options_leave_open_comes_from_a_batch_script(
     script.write_text(lines)
     assert submit([TINY, *job, "--gpus-per-node=2", "--nodes=1", "--folder=other"]) == 0
     assert "#SBATCH --ntasks-per-node=2\n" in (tmp_path / "submitted.sh").read_text()
+    script.write_text(lines.replace("gpus-per-node=8", "gres=lscratch:200,gpu:a100:8"))
+    assert submit([TINY, *job, "--gpus-per-node=2", "--ranks-per-node=4", "--folder=both"]) == 0
+    text = (tmp_path / "submitted.sh").read_text()
+    assert "#SBATCH --gres=lscratch:200\n" in text and "#SBATCH --gpus-per-node=2\n" in text
+
+
+def test_commands_that_are_printed_can_be_typed(
+    submit: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Names with blanks, and values with brackets."""
+    fake_slurm(tmp_path, monkeypatch, "echo Submitted batch job 4321")
+    assert submit([TINY, 'speculation.strategies=["ngram-4"]', "--folder", "my sub"]) == 0
+    out = capsys.readouterr().out
+    assert """ 'speculation.strategies=["ngram-4"]'\n""" in out and "tlt submit status 'my sub'\n" in out
+    (tmp_path / "my run" / "training").mkdir(parents=True)
+    assert main(["report", "my run"]) == 2
+    assert "see `tlt watch 'my run'`" in capsys.readouterr().err
+
+
+def test_what_is_asked_for_is_not_overruled_by_variables_of_sbatch(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """They go before a script's lines, also of what ``--test-only`` is asked about; what is left open they decide."""
+    values = {"PARTITION": "cpu", "TIMELIMIT": "1", "ARRAY_INX": "0-99", "NO_REQUEUE": "1", "OUTPUT": "x"}
+    for name, value in {**values, "ACCOUNT": "mine"}.items():
+        monkeypatch.setenv(f"SBATCH_{name}", value)
+    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "17")  # as in a job of an array, which submits the next one
+    fake_slurm(tmp_path, monkeypatch, f"env >{tmp_path}/seen; echo Submitted batch job 4321")
+    asked = parameters(make(tmp_path, ["run.seed=0,1"], partition="gpu"))
+    assert executor.send(tmp_path / "jobs", asked, [["train"], ["train"]]) == ["4321_0", "4321_1"]
+    seen = [line for line in (tmp_path / "seen").read_text().splitlines() if re.match("SBATCH_|SLURM_ARRAY", line)]
+    assert seen == ["SBATCH_ACCOUNT=mine"]
 
 
 def test_a_submission_waits_for_another(
@@ -547,7 +597,7 @@ def test_the_table_shows_the_state_of_each_member(tmp_path: Path) -> None:
         add_line(made(tmp_path / submission.members[0].run) / "metrics.jsonl", line_of(step))
     for job in range(6):
         (submission.jobs_folder / f"100_{job}_0_log.out").touch()
-    queue = "100_2|RUNNING|None\n100_3|PENDING|Resources\n100_5|TIMEOUT|TimeLimit\n100_6|FAILED|x\n"
+    queue = "100_2|RUNNING|None\n100_3|PENDING|Resources|more\n100_5|TIMEOUT|TimeLimit\n100_6|FAILED|x\n"
     found = status.read_statuses(submission, parse_queue(queue))
     head, *rows = as_table(rows_of(submission, found), [str(each.log or "") for each in found]).splitlines()
     assert head.split()[:4] == ["run", "state", "steps", "score"] and head.split()[-1] == "log"
@@ -556,7 +606,7 @@ def test_the_table_shows_the_state_of_each_member(tmp_path: Path) -> None:
         ["tiny-seed0", "finished", "3/30", "0.000", "->", "0.500", f"{jobs}/100_0_0_log.out"],
         ["tiny-seed1", "failed", "(status", "1)", "0/30", f"{jobs}/100_1_0_log.out"],
         ["tiny-seed2", "running", "0/30", f"{jobs}/100_2_0_log.out"],
-        ["tiny-seed3", "pending", "(Resources)", "0/30", f"{jobs}/100_3_0_log.out"],
+        ["tiny-seed3", "pending", "(Resources|more)", "0/30", f"{jobs}/100_3_0_log.out"],
         ["tiny-seed4", "stopped", "early", "0/30", f"{jobs}/100_4_0_log.out"],
         ["tiny-seed5", "timeout", "0/30", f"{jobs}/100_5_0_log.out"],
         ["tiny-seed6", "failed", "(no", "exit", "status)", "0/30"],

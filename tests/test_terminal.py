@@ -192,3 +192,14 @@ def test_pages_and_figures_escape_control_characters(tmp_path: Path) -> None:
     for text in texts[1:]:
         ElementTree.fromstring(text)
     assert r"a\x1b[31m$x$\u202e" in texts[0] and any(r"\x1b[31m\x01$x$" in text for text in texts[1:])
+
+
+def test_a_locale_without_utf_8_ends_nothing() -> None:
+    """What its encoding lacks is shown escaped, by prints and by rich."""
+    program = (
+        "from tlt_hpc.common.printable import escape_streams; escape_streams()\n"
+        "from tlt_hpc.common.console import TextConsole\n"
+        "print('0.74 \u2192 0.92'); TextConsole(width=80).print('\u00b1')"
+    )
+    done = run_script("-c", program, PYTHONUTF8="0", PYTHONIOENCODING="ascii")
+    assert (done.returncode, done.stdout) == (0, "0.74 \\u2192 0.92\n\\xb1\n"), done.stderr

@@ -34,6 +34,7 @@ from tlt_hpc.look.analysis.survey import Survey, take
 from tlt_hpc.look.analysis.throughput import THROUGHPUT
 from tlt_hpc.look.analysis.timeline import analyse_timeline
 from tlt_hpc.look.run_log import RunLog
+from tlt_hpc.plan.plan_options import at_least_one
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -50,13 +51,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("what", choices=NAMES)
     parser.add_argument("run", metavar="RUN", type=Path, nargs="+", help="a run's folder; to compare: two or more")
     parser.add_argument("--step", metavar="N", type=int, help="of the timeline (default: the last whole one)")
-    parser.add_argument("--last", metavar="N", type=int, help="look at the last N steps alone (default: all)")
+    parser.add_argument("--last", metavar="N", type=at_least_one, help="look at the last N steps alone (default: all)")
     parser.add_argument("--output", metavar="FOLDER", type=Path, help="where to write (default: RUN/figures)")
     parser.add_argument("--json", metavar="FILE", help="write the figures as JSON, too; - for standard output")
     parser.add_argument("--theme", choices=("light", "dark"), default="light", help="default: light")
     options = parser.parse_args(arguments)
-    if options.last is not None and options.last < 1:
-        raise UserError(f"--last {options.last}: give 1 or more")
     if options.what != "compare" and len(options.run) > 1:
         raise UserError(f"{options.what} takes one run; `compare` takes several")
     found = analyse(options.what, [RunLog(path, options.last) for path in options.run], options.step)

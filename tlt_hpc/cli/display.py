@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -205,8 +206,9 @@ def print_warmup(result: WarmupResult, config_path: str, form: str) -> None:
         assert best is not None
         done = "already finished" if result.was_finished else "finished"
         drafter = result.folder / "drafter"
+        following = ("tlt", "train", config_path, f"drafter.form={form}", f"drafter.init={drafter}")
         text = (
             f"{done} ({result.reason}): accept length {best.accept_length:.3f} after {count(best.updates, 'update')}, "
-            f"kept in {drafter}\nnext: tlt train {config_path} drafter.form={form} drafter.init={drafter}"
+            f"kept in {drafter}\nnext: {shlex.join(following)}"
         )
     make_console().print(text, soft_wrap=True)

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tlt_hpc.cluster.stopping import Stop, await_preemption, queue_again
+from tlt_hpc.cluster.stopping import STOPPED_EARLY, Stop, await_preemption, queue_again
 from tlt_hpc.cluster.watch.beat import BEAT
 from tlt_hpc.common.words import count
 from tlt_hpc.config import Config
@@ -25,8 +25,6 @@ from tlt_hpc.studies import ablation_plan
 if TYPE_CHECKING:
     from tlt_hpc.mpi.world import World
 
-STOPPED_EARLY = 75
-"""Exit status of a run that a signal stopped: the same command resumes from there."""
 _LEAVING_SECONDS = 3.0
 """What the ranks take to end together, once nothing else is to be done."""
 

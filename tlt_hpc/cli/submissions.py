@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -135,7 +136,7 @@ def run_resubmit(
     for member in submission.chosen(again):
         later, _ = submission.continued_by(member, known)
         if later:
-            folder = short(later.folder)
+            folder = shlex.quote(str(short(later.folder)))
             raise ConfigError(f"{member.run}: {folder} has continued it since; `tlt submit resubmit {folder}`")
     if not again:
         print("nothing has failed; nothing was submitted")

@@ -7,6 +7,7 @@ Relative paths in a configuration are read from where this is called.
 from __future__ import annotations
 
 import argparse
+import shlex
 import shutil
 import sys
 import tempfile
@@ -25,7 +26,7 @@ from tlt_hpc.common.words import count
 from tlt_hpc.config import Config, ConfigError, load_config
 from tlt_hpc.look.collect import row_of
 from tlt_hpc.plan.preflight.checklist import all_results
-from tlt_hpc.plan.preflight.request import num_gpus, sbatch_options, sbatch_words
+from tlt_hpc.plan.preflight.request import num_gpus, request_of, sbatch_options, sbatch_words
 from tlt_hpc.plan.preflight.results import Level
 from tlt_hpc.resume.finished import finished_message
 
@@ -78,7 +79,7 @@ def run_submit(options: argparse.Namespace) -> int:
     print(f"asks Slurm for {count(submission.resources.num_ranks, 'rank')}:", " ".join(words))
     for member in submission.members:
         there = f"   (is there with {count(member.first_step, 'step')}, and resumes)" * bool(member.first_step)
-        print(f"{member.run}: tlt {' '.join(member.arguments)}{there}", flush=True)
+        print(f"{member.run}: {shlex.join(('tlt', *member.arguments))}{there}", flush=True)
     if not options.no_preflight:
         preflight(options, submission, before)
     if options.dry_run:
@@ -88,8 +89,9 @@ def run_submit(options: argparse.Namespace) -> int:
     save(submission)
     submit(submission, {member.name for member in submission.members}, before)
     if options.command_of_job == "warmup":
-        print("for the runs after it:", *(f"drafter.init={member.run}/drafter" for member in submission.members))
-    print(f"how it stands: tlt submit status {short(submission.folder)}")
+        made = (f"drafter.init={member.run}/drafter" for member in submission.members)
+        print("for the runs after it:", *map(shlex.quote, made))
+    print(f"how it stands: tlt submit status {shlex.quote(str(short(submission.folder)))}")
     return 0
 
 
@@ -103,7 +105,9 @@ def make_submission(options: argparse.Namespace) -> Submission:
     name = loaded.run.name
     folder = options.folder or SUBMITTED / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
     if (folder / FILE).exists():
-        raise ConfigError(f"--folder {folder} has a submission; give another, or `tlt submit resubmit {folder}`")
+        raise ConfigError(
+            f"--folder {folder} has a submission; give another, or `tlt submit resubmit {shlex.quote(str(folder))}`"
+        )
     config = str(folder.resolve() / Path(options.config).name)  # a copy: the file may be edited while jobs wait
     members = make_members(options.command_of_job, options.config, config, options.overrides, options.sweep)
     if options.command_of_job == "warmup":
@@ -155,9 +159,11 @@ def resources_of(options: argparse.Namespace, num_ranks: int) -> Resources:
         num_ranks: those of a node, if neither says anything of nodes, GPUs or ranks.
 
     Raises:
-        ConfigError: no such script.
+        ConfigError: no such script, or one that asks by another measure than the node.
     """
-    words = sbatch_options(sbatch_words(options.script))
+    asked = sbatch_words(options.script)
+    request_of(asked)  # refuses --ntasks and the like, which would start other ranks than are checked
+    words = sbatch_options(asked)
     known = {
         "nodes": "nodes", "ntasks-per-node": "ranks_per_node", "gpus-per-node": "gpus_per_node",
         "cpus-per-task": "cpus_per_rank", "partition": "partition", "account": "account", "time": "time", "mem": "mem",
@@ -178,9 +184,12 @@ def resources_of(options: argparse.Namespace, num_ranks: int) -> Resources:
         elif name not in (*known, *_OWN_OPTIONS):
             further.append(f"--{name}={value}" if value else f"--{name}")
     given |= {field.name: vars(options)[field.name] for field in fields(Resources) if field.name in options}
+    if "gpus_per_node" in options:  # and not those of the script beside them
+        others = ",".join(part for part in words.get("gres", "").split(",") if part and not num_gpus(part))
+        further = [word for word in further if not word.startswith(("--gpus-per-node=", "--gres="))]
+        further += [f"--gres={others}"] * bool(others)
     if "gpus_per_node" in options and "ranks_per_node" not in options:
         given.pop("ranks_per_node", None)
-        further = [word for word in further if not word.startswith(("--gpus-per-node=", "--gres=gpu"))]
     if options.script is None and not given.keys() & {"nodes", "gpus_per_node", "ranks_per_node"}:
         given["ranks_per_node"] = num_ranks
     return Resources(**given | {"sbatch": (*further, *options.sbatch)})  # type: ignore[arg-type]

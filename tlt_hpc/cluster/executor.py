@@ -11,7 +11,7 @@ import re
 import runpy
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from contextlib import redirect_stderr, suppress
 from io import StringIO
 from pathlib import Path
@@ -22,6 +22,11 @@ from submitit.core.utils import FailedJobError
 
 from tlt_hpc.common.errors import UserError
 from tlt_hpc.common.files import read_text, told
+
+_VARIABLES = {"time": "TIMELIMIT", "mem": "MEM_PER_NODE", "array": "ARRAY_INX", "requeue": "NO_REQUEUE"}
+"""sbatch's variables (``SBATCH_...``) that are not called after their option, or that undo it."""
+_OWN = ("array", "job-name", "open-mode", "output")
+"""Options that submitit sets by itself."""
 
 
 def send(folder: Path, parameters: Mapping[str, Any], commands: Sequence[Sequence[str]]) -> list[str]:
@@ -60,7 +65,19 @@ def _executor(folder: Path, parameters: Mapping[str, Any]) -> Any:
     except RuntimeError:
         raise UserError("no srun on PATH, so there is no Slurm here; call this on the cluster") from None
     executor.update_parameters(**parameters)
+    drop_overruling(os.environ, (*_OWN, *parameters["additional_parameters"]))
     return executor
+
+
+def drop_overruling(environment: MutableMapping[str, str], options: Iterable[str]) -> None:
+    """Remove sbatch's variables for these options: they would overrule the lines of the script that it is given.
+
+    And the number of the array's member that this may run in: the job would inherit it, and take itself for that.
+    """
+    for option in options:
+        environment.pop(f"SBATCH_{_VARIABLES.get(option, option.upper().replace('-', '_'))}", None)
+    for name in [name for name in environment if name.startswith("SLURM_ARRAY_")]:
+        del environment[name]
 
 
 def read_status(folder: Path, job: str) -> int | None:

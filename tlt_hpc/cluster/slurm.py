@@ -22,6 +22,8 @@ ENDED = (
 _TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
 _RESTARTS = re.compile(r"\bRestarts=(\d+)")
 _PREEMPTED = re.compile(r"\bPreemptTime=\d")
+_OF_THE_USER = ("SQUEUE_", "SINFO_", "SCONTROL_", "SLURM_TIME_FORMAT")
+"""Variables with which users have Slurm's commands print less, or times otherwise: not what is read here."""
 
 
 class SlurmError(UserError):
@@ -120,7 +122,7 @@ def read_queue() -> Mapping[str, QueuedJob]:
 
 def parse_queue(text: str) -> dict[str, QueuedJob]:
     """What ``squeue`` printed, in the format that ``read_queue`` asks for; ``17_[0-3]`` counts as the array's own."""
-    rows = (line.strip().split("|") for line in text.splitlines() if line.strip())
+    rows = (line.strip().split("|", 2) for line in text.splitlines() if line.strip())  # a reason may be any text
     return {job.partition("_[")[0]: QueuedJob(state, reason) for job, state, reason in rows}
 
 
@@ -151,8 +153,11 @@ def ask_slurm(command: str, *arguments: str, within: float = ANSWER_SECONDS) -> 
     if path is None:
         raise SlurmError(f"there is no {command} on PATH")
     line = " ".join((command, *arguments))
+    own = {name: value for name, value in os.environ.items() if not name.startswith(_OF_THE_USER)}
     try:
-        done = subprocess.run([path, *arguments], capture_output=True, text=True, timeout=within, check=False)
+        done = subprocess.run(  # names of jobs and folders need not be valid text
+            [path, *arguments], capture_output=True, text=True, errors="replace", timeout=within, check=False, env=own
+        )
     except subprocess.TimeoutExpired:
         raise SlurmError(f"`{line}` did not answer within {within:.0f} s") from None
     if done.returncode:

@@ -8,13 +8,12 @@ from pathlib import Path
 
 from tlt_hpc.cluster.executor import read_status
 from tlt_hpc.cluster.slurm import QueuedJob
+from tlt_hpc.cluster.stopping import STOPPED_EARLY
 from tlt_hpc.cluster.submission import Submission, SubmittedRun
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.records import read_finished
 
 FINISHED, CANCELLED, UNKNOWN = "finished", "cancelled", "not known"
-STOPPED_EARLY = 75
-"""Exit status of a command that was stopped and can continue."""
 
 
 @dataclass(frozen=True)

@@ -41,6 +41,8 @@ T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
+STOPPED_EARLY = 75
+"""Exit status of a command that a signal stopped: the same command resumes from there."""
 SAME_KEYSTROKE_SECONDS = 1.0
 """Within this time two SIGINT count as one Ctrl-C: the terminal sends one and the launcher forwards one."""
 KILL_SECONDS = 10.0

@@ -207,7 +207,7 @@ def parameters(submission: Submission, jobs_before: Sequence[str] = ()) -> dict[
         jobs_before: that must have finished before the members start.
     """
     asked = submission.resources
-    folder = shlex.quote(str(submission.folder))
+    again = shlex.join(("tlt", "submit", "resubmit", str(submission.folder)))
     setup = [
         f"PROJECT={shlex.quote(str(submission.project))}",
         f"STORE={shlex.quote(str(submission.store))}",
@@ -221,7 +221,7 @@ def parameters(submission: Submission, jobs_before: Sequence[str] = ()) -> dict[
         'source "$PROJECT/sbatch/env.sh"',
         '[[ ${TLT_LAUNCH:-srun} == srun ]] || die "tlt submit starts ranks by srun, and TLT_LAUNCH=$TLT_LAUNCH"',
         'cd "$STORE"',
-        f'export {AGAIN}="tlt submit resubmit "{folder}',
+        f"export {AGAIN}={shlex.quote(again)}",
         f"read_job {shlex.quote(submission.config)}",
         'export SUBMITIT_LOG_LEVEL=WARNING SLURM_MPI_TYPE="$TLT_SRUN_MPI"',
         'export SLURM_CPU_BIND="${TLT_CPU_BIND:-cores}" SLURM_DISTRIBUTION=block:block',  # as run_ranks does

@@ -95,6 +95,7 @@ class System:
         path, best = path.resolve(), ("", "")
         for line in _text(self.root / "proc/mounts").splitlines():
             _, point, kind, *_ = [*line.split(), "", "", ""]
+            point = re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), point)  # a blank is \040
             if path.is_relative_to(point) and len(point) >= len(best[0]):  # a later mount hides an earlier one
                 best = point, kind
         return best
@@ -133,7 +134,7 @@ def parse_cores(text: str) -> frozenset[int]:
 
 
 def format_cores(cores: Iterable[int]) -> str:
-    """The list as the kernel writes it."""
+    """The list as the kernel writes it; of other numbers, too."""
     spans: list[list[int]] = []
     for core in sorted(cores):
         if spans and core == spans[-1][1] + 1:

@@ -87,7 +87,13 @@ def reader_gone(stream: TextIO) -> None:
 
 
 def escape_streams() -> None:
-    """Escape all that this process prints from here on, tracebacks included; every entry point begins with it."""
+    """Escape all that this process prints from here on, tracebacks included; every entry point begins with it.
+
+    So is what the encoding lacks, as in a locale without UTF-8: no run ends by an arrow or a name in its log.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     if not isinstance(sys.stdout, PrintableStream):
         sys.stdout = cast(TextIO, PrintableStream(sys.stdout))
         atexit.unregister(_leave)

@@ -50,6 +50,10 @@ class RunSection(Section):
     stall_factor: Annotated[float, Field(ge=0.0, le=1e5), zero_or_from(0.01, 1e5)] = 1.0
     """Factor on the times after which a rank without progress ends the job (docs/cluster.md). 0: never."""
 
+    def problems(self) -> Iterator[str]:
+        if re.match(r"~|.*\$[A-Za-z_{]", self.folder):  # a shell expands neither behind ``run.folder=``
+            yield f"run.folder = {self.folder!r}: ~ and variables are not expanded in it; give the path itself"
+
 
 class ModelSection(Section):
     """The policy."""

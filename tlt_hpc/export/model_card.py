@@ -12,14 +12,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from tlt_hpc.common.printable import printable
 from tlt_hpc.common.words import count
 from tlt_hpc.config import Config, UserError
 from tlt_hpc.data.known import known_by_output
 from tlt_hpc.export.writer import CARD, MARK
-from tlt_hpc.look.analysis.comparison import paired_ratio
+from tlt_hpc.look.analysis.comparison import series_of, speed_of
 from tlt_hpc.look.analysis.learning import change_of
 from tlt_hpc.look.columns import COLUMNS, SCORE
 from tlt_hpc.look.cost import cost_of
@@ -122,13 +120,6 @@ def _speed_up(log: RunLog) -> str | None:
         return None
     if plain.mode != "plain" or log.mode in ("plain", "") or other_settings(plain.config, log.config):
         return None
-    steps = [step for step in log.lines if step in plain.lines]
-    theirs, ours = (
-        np.where(each.metric("rollout/kept_tokens", steps) > 0, np.nan, each.metric("rollout/seconds", steps))
-        for each in (plain, log)
-    )
-    timed = (theirs > 0) & (ours > 0)
-    if not timed.any():
+    if (speed := speed_of(series_of(plain, plain.name), series_of(log, log.name))) is None:
         return None
-    ratio = paired_ratio(theirs[timed], ours[timed]).median
-    return f"{ratio:.2f} times as fast in rollouts (median of {count(int(timed.sum()), 'step')})"
+    return f"{speed.rollout:.2f} times as fast in rollouts (median of {count(len(speed.steps), 'step')})"

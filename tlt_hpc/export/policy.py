@@ -8,18 +8,20 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import shlex
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors.torch import save_file
 
 from tlt_hpc.checkpoint.policy_weights import PolicyWeights, open_policy
 from tlt_hpc.config import UserError, load_saved_config
 from tlt_hpc.export.export_options import output_of
-from tlt_hpc.export.model_card import policy_card
-from tlt_hpc.export.writer import CARD, CONFIG, WEIGHTS, check_output, checkpoint_at, write_folder
+from tlt_hpc.export.model_card import escaped, policy_card
+from tlt_hpc.export.writer import CARD, CONFIG, MARK, check_output, checkpoint_at, write_folder
 from tlt_hpc.look.run_log import RunLog
 from tlt_hpc.models.folder import DTYPES
 from tlt_hpc.models.lora import ADAPTER, ADAPTER_CONFIG, peft_name, peft_settings
@@ -76,7 +78,7 @@ def run(options: argparse.Namespace) -> None:
     print(
         f"wrote {output}: the policy after {checkpoint.step} steps, {count / 1e6:,.1f} M parameters in {options.dtype}"
     )
-    print(f"next: vllm serve {output}\n  or: AutoModelForCausalLM.from_pretrained({str(output)!r})")
+    print(f"next: vllm serve {shlex.quote(str(output))}\n  or: AutoModelForCausalLM.from_pretrained({str(output)!r})")
 
 
 def base_of(place: str) -> Path:
@@ -104,38 +106,24 @@ def check_model(policy: PolicyWeights) -> None:
         )
 
 
-def plan_shards(shapes: Mapping[str, Sequence[int]], dtype: torch.dtype) -> dict[str, list[str]]:
-    """File -> the weights in it: at most ``SHARD_BYTES`` each, or a single larger tensor; named as in transformers."""
-    groups: list[list[str]] = [[]]
-    size = 0
-    for name, shape in shapes.items():
-        num_bytes = math.prod(shape) * dtype.itemsize
-        if groups[-1] and size + num_bytes > SHARD_BYTES:
-            groups.append([])
-            size = 0
-        groups[-1].append(name)
-        size += num_bytes
-    if len(groups) == 1:
-        return {WEIGHTS: groups[0]}
-    total = len(groups)
-    return {f"model-{number:05d}-of-{total:05d}.safetensors": names for number, names in enumerate(groups, 1)}
-
-
 def write_weights(folder: Path, policy: PolicyWeights, dtype: torch.dtype) -> Iterator[Path]:
     """Write the files of weights, and their index if there are several; yields each file when it is written.
 
     Weights are rounded from the fp32 masters that the optimiser keeps; adapters are merged in the run's own precision.
     """
-    shards = plan_shards(policy.shapes, dtype)
-    for file, names in shards.items():
+    shards = split_state_dict_into_shards_factory(
+        policy.shapes,
+        get_storage_size=lambda shape: math.prod(shape) * dtype.itemsize,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=SHARD_BYTES,
+    )
+    for file, names in shards.filename_to_tensors.items():
         with policy.reading() as read:
             tensors = {name: read(name).to(dtype).contiguous() for name in names}
         save_file(tensors, folder / file, metadata={"format": "pt"})
         yield folder / file
-    if len(shards) > 1:
-        total = sum(math.prod(shape) for shape in policy.shapes.values()) * dtype.itemsize
-        weight_map = {name: file for file, names in shards.items() for name in names}
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    if shards.is_sharded:
+        index = {"metadata": shards.metadata, "weight_map": shards.tensor_to_filename}
         (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
         yield folder / _INDEX
 
@@ -161,7 +149,8 @@ def export_adapter(options: argparse.Namespace, policy: PolicyWeights) -> None:
     if not policy.config.lora.rank:
         raise UserError(f"{options.place} trains all weights, so there is no adapter; leave --adapter out")
     output, dtype = output_of(options, "adapter"), DTYPES[options.dtype]
-    check_output(output, {ADAPTER, ADAPTER_CONFIG}.__contains__)
+    check_output(output, {ADAPTER, ADAPTER_CONFIG, CARD}.__contains__)
+    what = f"the adapter after {policy.checkpoint.step} steps"
 
     def fill(part: Path) -> Iterator[Path]:
         with policy.reading_adapters() as read:
@@ -169,14 +158,14 @@ def export_adapter(options: argparse.Namespace, policy: PolicyWeights) -> None:
         save_file(tensors, part / ADAPTER, metadata={"format": "pt"})
         settings = peft_settings(policy.config.lora, str(policy.model))
         (part / ADAPTER_CONFIG).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
-        yield from (part / ADAPTER, part / ADAPTER_CONFIG)
+        # by its card a later export knows that it may replace this one
+        words = f"{what} of {escaped(policy.config.run.name)}, for {escaped(str(policy.model))}"
+        (part / CARD).write_text(f"{MARK}-adapter -->\n\nLoRA: {words}.\n", encoding="utf-8")
+        yield from (part / ADAPTER, part / ADAPTER_CONFIG, part / CARD)
 
     write_folder(output, fill)
     count = sum(math.prod(shape) for shape in policy.adapters.values())
-    print(
-        f"wrote {output}: the adapter after {policy.checkpoint.step} steps, {count / 1e6:,.1f} M parameters in "
-        f"{options.dtype}"
-    )
+    print(f"wrote {output}: {what}, {count / 1e6:,.1f} M parameters in {options.dtype}")
     print(
         f"next: PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained({str(policy.model)!r}), {str(output)!r})"
     )

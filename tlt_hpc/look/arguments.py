@@ -5,27 +5,26 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from tlt_hpc.plan.plan_options import at_least_one
+
 
 def add_report_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``tlt report`` to a parser."""
-    parser.add_argument("run", type=Path, metavar="RUN", help="the run's folder, e.g. runs/tiny, or a copy of it")
-    parser.add_argument(
-        "--against",
-        type=Path,
-        metavar="RUN",
-        help="another run of the same seed, such as one without speculation: measures the gain, compares tokens",
-    )
-    parser.add_argument("--output", type=Path, metavar="FILE", help="the page (default: RUN/report.html)")
-    parser.add_argument("--last", type=int, metavar="N", help="look at the last N steps alone (default: all)")
+    add = parser.add_argument
+    add("run", type=Path, metavar="RUN", help="the run's folder, e.g. runs/tiny, or a copy of it")
+    words = "another run of the same seed, such as one without speculation: measures the gain, compares tokens"
+    add("--against", type=Path, metavar="RUN", help=words)
+    add("--output", type=Path, metavar="FILE", help="the page (default: RUN/report.html)")
+    add("--last", type=at_least_one, metavar="N", help="look at the last N steps alone (default: all)")
 
 
 def add_watch_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``tlt watch`` to a parser."""
-    parser.add_argument("run", type=Path, metavar="RUN", help="the run's folder, e.g. runs/tiny")
-    parser.add_argument("--once", action="store_true", help="print it once, after two looks, and end")
-    parser.add_argument(
-        "--sample", type=int, metavar="N", help="print N responses of the newest step instead, drafted tokens coloured"
-    )
+    add = parser.add_argument
+    add("run", type=Path, metavar="RUN", help="the run's folder, e.g. runs/tiny")
+    add("--once", action="store_true", help="print it once, after two looks, and end")
+    words = "print N responses of the newest step instead, drafted tokens coloured"
+    add("--sample", type=at_least_one, metavar="N", help=words)
 
 
 def add_runs_arguments(parser: argparse.ArgumentParser) -> None:

@@ -10,6 +10,7 @@ import math
 import os
 import platform
 import re
+import shlex
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -176,7 +177,7 @@ class WeightsAndBiases(Tracker):
                 finish_timeout_raises=True,
             ),
         )
-        self.remedy = f"; `wandb sync {Path(self._run.dir).parent}` sends what it has"
+        self.remedy = f"; `wandb sync {shlex.quote(str(Path(self._run.dir).parent))}` sends what it has"
 
     @staticmethod
     def start_early() -> None:

@@ -87,10 +87,13 @@ def add_simulate_options(command: argparse.ArgumentParser) -> None:
     add("overrides", nargs="*", metavar="section.key=value", help="e.g. rollout.max_live=8")
     add("--nodes", type=at_least_one_each, default=[1, 2, 4, 8], metavar="N,N", help="nodes (default 1,2,4,8)")
     add("--gpus-per-node", type=at_least_one, metavar="N", help="one rank each (default 8, or --from's ranks)")
-    add("--from", dest="source", type=Path, metavar="RUN", help="lengths, rounds and phases of this run's log")
-    add("--median", type=above_zero, metavar="TOKENS", help="of the log-normal law (default a sixth of the cap)")
     add("--steps", type=at_least_one, default=20, metavar="N", help="steps that are simulated (default 20)")
-    add("--lengths", type=Path, metavar="RUN", help="lengths alone of this run's log")
+    # of each two the second would have no effect
+    costs = command.add_mutually_exclusive_group().add_argument
+    costs("--from", dest="source", type=Path, metavar="RUN", help="lengths, rounds and phases of this run's log")
+    costs("--shape", metavar="CONFIG.json", help="the model's config.json, or a name such as Qwen2.5-7B")
+    lengths = command.add_mutually_exclusive_group().add_argument
+    lengths("--median", type=above_zero, metavar="TOKENS", help="of the log-normal law (default a sixth of the cap)")
+    lengths("--lengths", type=Path, metavar="RUN", help="lengths alone of this run's log")
     add("--ahead", type=chance, metavar="CHANCE", help="with draft-ahead; a stored token is accepted with this chance")
-    add("--shape", metavar="CONFIG.json", help="the model's config.json, or a name such as Qwen2.5-7B")
     add("--json", type=Path, metavar="PATH", help="write all figures there as well")

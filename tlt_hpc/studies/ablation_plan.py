@@ -17,6 +17,7 @@ from tlt_hpc.config import (
     to_toml,
     without_side_effects,
 )
+from tlt_hpc.plan.plan_options import at_least_one
 from tlt_hpc.rollout.strategy import strategies_of
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.records import read_environments
@@ -68,7 +69,7 @@ class Ablation:
 
 def add_ablate_options(command: argparse.ArgumentParser) -> None:
     """Add the options beside the configuration and its overrides."""
-    command.add_argument("--steps", type=int, default=30, metavar="N", help="steps of each arm (default 30)")
+    command.add_argument("--steps", type=at_least_one, default=30, metavar="N", help="steps of each arm (default 30)")
     arms = f"of {','.join(ARMS)} (default: all that the job can have)"
     command.add_argument("--arms", metavar="ARM,...", help=arms)
 
@@ -85,8 +86,6 @@ def plan_ablation(config: Config, options: argparse.Namespace) -> Ablation:
             f"rollout.tensor_parallel = {config.rollout.tensor_parallel}: tlt ablate decodes with a whole model on "
             "every rank; if it fits, give rollout.tensor_parallel=1"
         )
-    if options.steps < 1:
-        raise UserError(f"--steps {options.steps} compares nothing; use 1 or more")
     if options.arms is None:
         arms = tuple(arm for arm in ARMS if not _obstacle(config, arm))
     else:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from tlt_hpc.cluster.topology import format_cores
 from tlt_hpc.cluster.watch.beat import Phase
 from tlt_hpc.cluster.watch.record import Record
 
@@ -123,11 +124,5 @@ def _at(record: Record) -> str:
 
 def _ranks(numbers: Iterable[int]) -> str:
     """``ranks 0-3, 7`` in words."""
-    spans: list[list[int]] = []
-    for number in sorted(numbers):
-        if spans and spans[-1][1] == number - 1:
-            spans[-1][1] = number
-        else:
-            spans.append([number, number])
-    text = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
-    return f"rank{'s' * (len(spans) > 1 or spans[0][0] != spans[0][1])} {text}"
+    text = format_cores(numbers).replace(",", ", ")
+    return f"rank{'s' * (not text.isdecimal())} {text}"

@@ -78,20 +78,6 @@ class RunComparison(Analysis):
     def has_data(self) -> bool:
         return any(len(run.steps) for run in self.runs)
 
-    def speed(self, other: RunSeries) -> Speed | None:
-        """How much faster a run is than the first one; None if no step was timed in both."""
-        runs = self.runs[0], other
-        times = [
-            np.where(run.series["rollout"] > 0, run.series["rollout"] * run.series["step"], np.nan) for run in runs
-        ]
-        timed = [run.steps[np.isfinite(each) & (each > 0)] for run, each in zip(runs, times, strict=True)]
-        if not len(steps := np.intersect1d(timed[0], timed[1])):
-            return None
-        theirs, ours = (run.values("rollout", steps) for run in runs)
-        whole = other.values("step", steps)
-        rollout, step = paired_ratio(theirs, ours), paired_ratio(theirs + whole - ours, whole)
-        return Speed(rollout.median, step.median, rollout.low, rollout.high, steps)
-
     @property
     def tokens_in_words(self) -> str:
         """Whether the tokens are the same."""
@@ -123,7 +109,7 @@ class RunComparison(Analysis):
         return " ".join([*parts, f"Harvested of the idle time: {listed(shares)}." if shares else ""]).strip()
 
     def _faster(self, other: RunSeries) -> str:
-        if (speed := self.speed(other)) is None:
+        if (speed := speed_of(self.runs[0], other)) is None:
             return ""
         ranks = other.num_ranks, self.runs[0].num_ranks
         on = f" on {count(ranks[0], 'rank')} instead of {ranks[1]}" if ranks[0] != ranks[1] and min(ranks) else ""
@@ -153,6 +139,19 @@ def paired_ratio(theirs: ArrayLike, ours: ArrayLike) -> PairedRatio:
     return PairedRatio(median, float(low), float(high))
 
 
+def speed_of(first: RunSeries, other: RunSeries) -> Speed | None:
+    """How much faster another run is than the first one; None if no step was timed in both."""
+    runs = first, other
+    times = [np.where(run.series["rollout"] > 0, run.series["rollout"] * run.series["step"], np.nan) for run in runs]
+    timed = [run.steps[np.isfinite(each) & (each > 0)] for run, each in zip(runs, times, strict=True)]
+    if not len(steps := np.intersect1d(timed[0], timed[1])):
+        return None
+    theirs, ours = (run.values("rollout", steps) for run in runs)
+    whole = other.values("step", steps)
+    rollout, step = paired_ratio(theirs, ours), paired_ratio(theirs + whole - ours, whole)
+    return Speed(rollout.median, step.median, rollout.low, rollout.high, steps)
+
+
 def analyse_comparison(runs: Sequence[RunLog]) -> RunComparison:
     """Compare two runs or more.
 
@@ -165,7 +164,7 @@ def analyse_comparison(runs: Sequence[RunLog]) -> RunComparison:
     compared, differences = _compare_tokens(runs, names)
     return RunComparison(
         run=", ".join(names),
-        runs=tuple(_series(run, name) for run, name in zip(runs, names, strict=True)),
+        runs=tuple(series_of(run, name) for run, name in zip(runs, names, strict=True)),
         common_steps=np.array(sorted(set.intersection(*(set(run.lines) for run in runs))), np.int64),
         compared_steps=np.array(compared, np.int64),
         first_difference=differences,
@@ -179,7 +178,8 @@ def _names(runs: Sequence[RunLog]) -> list[str]:
     return [f"{name} ({i})" if names.count(name) > 1 else name for i, name in enumerate(names, 1)]
 
 
-def _series(run: RunLog, name: str) -> RunSeries:
+def series_of(run: RunLog, name: str) -> RunSeries:
+    """A run's metrics as they are compared, under this name."""
     series = {each: run.metric(COLUMNS[each].metric) for each in COMPARED}
     for each in _TIMED:
         series[each][run.metric("rollout/kept_tokens") > 0] = np.nan

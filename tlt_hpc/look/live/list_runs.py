@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from tlt_hpc.cluster.watch.record import HEARTBEAT_SECONDS
 from tlt_hpc.common.errors import UserError
-from tlt_hpc.look.collect import as_table, row_of, write_csv
+from tlt_hpc.look.collect import RunRow, as_table, row_of, write_csv
 from tlt_hpc.look.live.state import RunState, read_state
 from tlt_hpc.look.words import seconds
 from tlt_hpc.storage.folder import RunFolder
@@ -31,9 +33,14 @@ def run(options: argparse.Namespace) -> int:
         raise UserError(f"no folder {folder}; give the folder of your runs, or call this where runs/ is")
     quiet_since = time.time() - _QUIET_SECONDS  # those at work keep their order from call to call, by name
     found = sorted(find_runs(folder), key=lambda path: min(_changed_at(path), quiet_since))
-    if not found:
+    rows = list[RunRow]()
+    for path in found:
+        try:
+            rows.append(row_of(str(path), state_of(path), path))
+        except UserError as error:  # another program's metrics.jsonl, or a run that has just been removed
+            print(f"tlt: left out: {error}", file=sys.stderr, flush=True)
+    if not rows:
         raise UserError(f"no run in {folder}; `tlt train jobs/tiny.toml` makes one")
-    rows = [row_of(str(path), state_of(path), path) for path in found]
     print(as_table(rows))
     if options.output is not None:
         write_csv(options.output, rows)
@@ -88,7 +95,9 @@ def _running(state: RunState) -> str:
 
 
 def _changed_at(path: Path) -> float:
-    """When a file of the run last changed: its metrics or the ranks' status."""
-    folder = RunFolder(path)
-    places = [folder.metrics, *(folder.status.iterdir() if folder.status.is_dir() else ()), path]
-    return max(float(place.stat().st_mtime) for place in places if place.exists())
+    """When a file of the run last changed: its metrics or the ranks' status; 0 where all of them are gone."""
+    folder, times = RunFolder(path), [0.0]
+    for place in (folder.metrics, *folder.status.glob("*"), path):
+        with suppress(OSError):  # a run at work replaces its files, and a user removes whole runs
+            times.append(place.stat().st_mtime)
+    return max(times)

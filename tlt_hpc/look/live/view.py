@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,7 +20,7 @@ from tlt_hpc.look.live.state import RunState
 from tlt_hpc.look.words import seconds
 from tlt_hpc.storage.step_lines import Line
 
-_MAX_RANKS = 8
+_MIN_RANKS, _MAX_RANKS = 2, 8
 _MIN_STEPS = 3
 _OTHER_LINES = 12
 """Lines for the head, bars, cost, time limit, table headings, blank lines, and a final message of two lines."""
@@ -28,7 +29,7 @@ _MAX_PROBLEMS = 2
 
 def render(state: RunState, is_alive: bool | None, height: int = 24) -> Group:
     """The whole screen, at most ``height`` lines; ``is_alive`` is None after only one look."""
-    ranks = rank_rows(state.records, min(_MAX_RANKS, height - _OTHER_LINES - _MIN_STEPS))
+    ranks = rank_rows(state.records, min(_MAX_RANKS, max(_MIN_RANKS, height - _OTHER_LINES - _MIN_STEPS)))
     num_steps = max(_MIN_STEPS, height - _OTHER_LINES - len(ranks))
     parts: list[RenderableType] = [head(state), whole_bar(state), step_line(state), *cost_lines(state)]
     parts += [limit_line(state), Text()]
@@ -157,7 +158,7 @@ def last_word(state: RunState, is_alive: bool | None) -> Text:
     """Whether the run is active, has ended or hangs, and what to do."""
     if state.ending == "finished" or (state.is_finished and not is_alive):
         folder, form = state.log.folder.path / "drafter", state.log.setting("drafter", "form")
-        drafter = f"finished; train with drafter.form={form} drafter.init={folder}"
+        drafter = f"finished; train with drafter.form={form} {shlex.quote(f'drafter.init={folder}')}"
         report = "finished; tlt report on this folder says what it learned and gained"
         return Text(printable(drafter) if state.log.folder.is_warmup else report, "bold green")
     resume = "the same command resumes it"

@@ -10,7 +10,6 @@ from rich.live import Live
 
 from tlt_hpc.cluster.watch.record import HEARTBEAT_SECONDS
 from tlt_hpc.common.console import TextConsole
-from tlt_hpc.common.errors import UserError
 from tlt_hpc.look.live.samples import show_samples
 from tlt_hpc.look.live.state import RunState, read_state
 from tlt_hpc.look.live.view import render
@@ -35,8 +34,6 @@ def run(options: argparse.Namespace) -> int:
 
 def sample(console: Console, options: argparse.Namespace) -> int:
     """Print some responses of the newest step (``--sample``)."""
-    if options.sample < 1:
-        raise UserError(f"--sample {options.sample}: give 1 or more")
     for text in show_samples(RunLog(options.run), options.sample):
         console.print(text, soft_wrap=not console.is_terminal)
         console.print()

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tlt_hpc.common.words import count
-from tlt_hpc.look.analysis.comparison import Speed
+from tlt_hpc.look.analysis.comparison import Speed, speed_of
 from tlt_hpc.look.analysis.learning import change_of
 from tlt_hpc.look.columns import SCORE
 from tlt_hpc.look.cost import cost_of
@@ -50,7 +50,7 @@ def gain_of(found: RunFindings) -> RunGain | None:
     if found.other is None or found.comparison is None:
         return None
     other, own = found.comparison.runs
-    speed = found.comparison.speed(own)
+    speed = speed_of(other, own)
     if speed is None:
         return None
     unlike = []
@@ -95,7 +95,8 @@ def _learned(found: RunFindings) -> KeyFigure | None:
     if change is None:
         return None
     over = "step" if change.quarter == 1 else f"{change.quarter} steps"
-    doubt = "" if change.is_clear else "; within what steps vary by" if change.error else "; too few steps to tell"
+    doubt = "; too few steps to tell" if change.error is None else "; within what steps vary by"
+    doubt = "" if change.is_clear else doubt
     tone = "plain" if not change.is_clear else "good" if change.last > change.first else "bad"
     value = f"{change.first:.2f} \u2192 {change.last:.2f}"
     return KeyFigure("Score", value, f"mean score, first and last {over}{doubt}", tone)

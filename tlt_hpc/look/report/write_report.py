@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import time
 from pathlib import Path
 
@@ -17,12 +18,11 @@ def run(options: argparse.Namespace) -> int:
         UserError: there is no such run, an option is invalid, or the page cannot be written.
     """
     out: Path = options.output or options.run / "report.html"
-    if options.last is not None and options.last < 1:
-        raise UserError(f"--last {options.last}: give 1 or more")
     if out.suffix != ".html" or out.is_dir():  # no file of the run is overwritten
         raise UserError(f"--output {out}: give a file that ends in .html")
     if RunFolder(options.run).is_warmup:
-        raise UserError(f"{options.run} holds a warm-up, which has no steps to report; see `tlt watch {options.run}`")
+        see = shlex.join(("tlt", "watch", str(options.run)))
+        raise UserError(f"{options.run} holds a warm-up, which has no steps to report; see `{see}`")
     print(f"reading    {options.run}", flush=True)
     from tlt_hpc.look.report.findings import find
     from tlt_hpc.look.report.verdict import cards, gain_of

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 import time
 from contextlib import redirect_stderr
@@ -224,7 +225,7 @@ def get_model(config: Config, model_id: str) -> Finding:
         return failure(
             f"could not fetch {model_id!r}: {_first_line(error)}",
             f"give --model-id as OWNER/NAME; else fetch it where there is internet: hf download {model_id} --local-dir "
-            f"{folder}; for a model with terms accept them and set HF_TOKEN, and unset HF_HUB_OFFLINE",
+            f"{shlex.quote(str(folder))}; for a model with terms accept them, set HF_TOKEN and unset HF_HUB_OFFLINE",
         )
     return ok(f"fetched {model_id} to {folder}")
 

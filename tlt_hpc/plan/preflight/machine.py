@@ -9,11 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from tlt_hpc.plan.preflight.program import ask
+from tlt_hpc.cluster.topology import System
 
 GPUS = Path("/proc/driver/nvidia/gpus")
 """A folder if NVIDIA's driver has found GPUs."""
-_SECONDS = 30.0
 _SHARED = (
     "nfs", "lustre", "gpfs", "beegfs", "ceph", "panfs", "cifs", "smb", "fuse.", "afs", "9p", "orangefs", "wekafs"
 )  # fmt: skip
@@ -38,10 +37,9 @@ class Mount:
 
 
 def mount_of(path: Path) -> Mount:
-    """The mount that an existing path is on."""
-    answer = ask(["df", "--output=fstype,target", str(path)], _SECONDS)
-    words = answer.last_line.split(maxsplit=1)
-    return Mount(words[1], words[0]) if answer.status == 0 and len(words) == 2 else Mount("/", "unknown")
+    """The mount that a path is on."""
+    point, kind = System().mount(path)
+    return Mount(point or "/", kind or "unknown")
 
 
 def memory_bytes() -> int:
@@ -51,7 +49,7 @@ def memory_bytes() -> int:
 
 def nearest_folder(path: Path) -> Path:
     """The path if it is a folder, else the nearest folder above it."""
-    path = path.expanduser().absolute()
+    path = path.absolute()
     return next(folder for folder in (path, *path.parents) if folder.is_dir())
 
 

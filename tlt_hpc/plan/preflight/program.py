@@ -44,7 +44,11 @@ def ask(command: Sequence[str], seconds: float, environment: Mapping[str, str] |
         NoAnswer: it could not be started, or took longer than ``seconds``; it and what it started have been killed.
     """
     # files instead of pipes: a process that outlives the program must not keep us waiting for the end of its output
-    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+    # what it prints need not be valid text
+    with (
+        tempfile.TemporaryFile("w+", errors="replace") as out,
+        tempfile.TemporaryFile("w+", errors="replace") as err,
+    ):
         try:
             process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=environment, start_new_session=True

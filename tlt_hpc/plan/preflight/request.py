@@ -8,6 +8,7 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from pathlib import Path
 
 from tlt_hpc.config import ConfigError
@@ -34,11 +35,19 @@ class SlurmRequest:
 
 
 _OPTIONS = ("nodes", "partition", "account", "time")
-_VARIABLES = {"SBATCH_PARTITION": "partition", "SBATCH_ACCOUNT": "account"}
+_VARIABLES = {
+    "SBATCH_PARTITION": "partition", "SBATCH_ACCOUNT": "account", "SBATCH_TIMELIMIT": "time", "SBATCH_SIGNAL": "signal",
+    "SBATCH_GRES": "gres", "SBATCH_GPUS_PER_NODE": "gpus-per-node", "SBATCH_MEM_PER_NODE": "mem",
+    "SBATCH_REQUEUE": "requeue", "SBATCH_NO_REQUEUE": "no-requeue",
+}  # fmt: skip
 _NOT_READ = {
     "ntasks": "--ntasks-per-node",
+    "ntasks-per-gpu": "--ntasks-per-node",
     "gpus": "--gpus-per-node",
     "gpus-per-task": "--gpus-per-node",
+    "gpus-per-socket": "--gpus-per-node",
+    "tres-per-node": "--gpus-per-node",
+    "tres-per-task": "--gpus-per-node and --cpus-per-task",
     "mem-per-cpu": "--mem, of a node",
     "mem-per-gpu": "--mem, of a node",
 }
@@ -62,10 +71,10 @@ def make_request(options: argparse.Namespace, environment: Mapping[str, str] = o
 
 
 def sbatch_words(script: Path | None) -> list[str]:
-    """The options in the ``#SBATCH`` lines of a batch script; none without a script.
+    """The options in the ``#SBATCH`` lines of a batch script before its first command; none without a script.
 
     Raises:
-        ConfigError: the file cannot be read.
+        ConfigError: the file cannot be read, or a line of it.
     """
     if script is None:
         return []
@@ -75,7 +84,12 @@ def sbatch_words(script: Path | None) -> list[str]:
         raise ConfigError(f"--script {script}: {error.strerror}; give one such as sbatch/train_qwen7b.sh") from None
     except UnicodeDecodeError:
         raise ConfigError(f"--script {script} is not a text; give one such as sbatch/train_qwen7b.sh") from None
-    return [word for line in lines if line.startswith("#SBATCH") for word in shlex.split(line[7:], comments=True)]
+    head = takewhile(lambda line: not line.strip() or line.lstrip().startswith("#"), lines)
+    asked = [line[7:] for line in head if line.startswith("#SBATCH")]
+    try:
+        return [word for line in asked for word in shlex.split(line, comments=True)]
+    except ValueError:
+        raise ConfigError(f"--script {script}: a quote in an #SBATCH line has no end; close or remove it") from None
 
 
 _LONG = {
@@ -92,10 +106,14 @@ def sbatch_options(words: Sequence[str]) -> dict[str, str]:
     """Options of sbatch by their long names, the last of each name; an empty text for one without a value.
 
     Raises:
-        ConfigError: a word belongs to no option.
+        ConfigError: a word belongs to no option, or begins the second part of a heterogeneous job.
     """
     found, last = dict[str, str](), ""
     for word in words:
+        if word in ("hetjob", "packjob"):
+            raise ConfigError(
+                f"the script asks for a heterogeneous job ({word}); a run has nodes of one kind: leave it out"
+            )
         short = re.fullmatch(r"-(\w)=?(.*)", word)
         if word.startswith("--"):
             last, _, value = word[2:].partition("=")

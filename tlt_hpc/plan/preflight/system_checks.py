@@ -8,6 +8,7 @@ import runpy
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from tlt_hpc.cluster.slurm import SlurmError
@@ -56,7 +57,10 @@ def check_disk(job: PlannedJob) -> Finding:
     }
     # checkpoints are written whatever the responses are; the other parts are upper bounds
     sure = sum(disk.get(name, 0) for name in ("checkpoints", "the drafter's between them"))
-    there = sum(path.lstat().st_size for path in config.folder.rglob("*") if path.is_file())
+    there = 0
+    for path in config.folder.rglob("*"):
+        with suppress(FileNotFoundError):  # a run at work removes old checkpoints
+            there += path.lstat().st_size if path.is_file() else 0
     sure, most = max(0, sure - there), max(0, sum(disk.values()) - there)
     saves = config.checkpoint.keep + 1 + (3 if "the drafter's between them" in disk else 0)
     files = config.run.num_steps * (ranks + 1) + 3 * ranks * (saves + 1)

@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from tlt_hpc.cluster.local import find_mpiexec, launch_environment
+from tlt_hpc.cluster.stopping import STOPPED_EARLY
 from tlt_hpc.common.words import count, table
 from tlt_hpc.config import ConfigError, UserError, load_config
 from tlt_hpc.storage.folder import RunFolder
@@ -38,7 +39,6 @@ LAST_STEPS = 2
 SLOW_SECONDS = 60.0
 """For the other ranks to end once one was killed."""
 STATE = "rehearsal.json"
-STOPPED_EARLY = 75
 _RUN_RANKS = "BASH_FUNC_run_ranks%%"
 """In the environment of a program that a batch script starts after ``export -f run_ranks``."""
 _OVER_TIME = r"^stopped early|is (not )?queued again"
@@ -209,9 +209,9 @@ def start_ranks(rehearsal: Rehearsal, fault: str, number: int) -> int:
     steps = [] if fault else [f"run.num_steps={len(read_lines(rehearsal.folder.metrics)) + LAST_STEPS}"]
     words = ["train", rehearsal.job, *rehearsal.overrides, *steps]
     ranks = [sys.executable, "-m", "mpi4py", "-m", "tlt_hpc.cli.rehearsed_rank", *words]
-    launcher = [find_mpiexec(), "-n", str(rehearsal.num_ranks)]
-    if rehearsal.in_job:
-        launcher = ["bash", "-c", 'run_ranks "$@"', "run_ranks"]
+    # in a job srun starts them, and a site may have no mpiexec
+    by_srun = ["bash", "-c", 'run_ranks "$@"', "run_ranks"]
+    launcher = by_srun if rehearsal.in_job else [find_mpiexec(), "-n", str(rehearsal.num_ranks)]
     environment = launch_environment(rehearsal.num_ranks, os.environ, rehearsal.job) | {VARIABLE: str(order)}
     if not rehearsal.in_job:  # a job that this runs in by chance must not be queued again
         environment = {name: value for name, value in environment.items() if not name.startswith("SLURM_")}

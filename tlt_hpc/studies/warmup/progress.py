@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from tlt_hpc.config import WarmupSection
 from tlt_hpc.storage.records import CurvePoint
@@ -25,12 +23,6 @@ class Progress:
     is_finished: bool = False
     documents: int = 0
     """How many responses are trained on; 0 in files of earlier versions."""
-
-    @classmethod
-    def from_json(cls, tree: Mapping[str, Any]) -> Progress:
-        """The inverse of ``dataclasses.asdict``."""
-        curve = tuple(CurvePoint(**point) for point in tree["curve"])
-        return cls(**{**tree, "losses": tuple(tree["losses"]), "curve": curve})
 
     @property
     def best(self) -> CurvePoint | None:

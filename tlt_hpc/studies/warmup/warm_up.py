@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Protocol
 
 import numpy as np
+from pydantic import TypeAdapter
 
 from tlt_hpc.cluster.watch.beat import BEAT, Phase
 from tlt_hpc.config import Config, UserError
@@ -281,4 +282,4 @@ def resume(warmup: Warmup) -> Progress:
     node, names = warmup.world.node_group, saved.names("drafter")
     with saved.reading("drafter") as read:
         warmup.trainer.load_state(dict(read_each_once(node, names, read)))
-    return Progress.from_json(saved.state["progress"])
+    return TypeAdapter(Progress).validate_python(saved.state["progress"])
