@@ -239,6 +239,12 @@ def changed(old: str, new: str) -> Plant:
     return lambda place: place.slurm(script=SCRIPT.replace(old, new))
 
 
+def default_memory(place: Place) -> None:
+    place.slurm(script=SCRIPT.replace("#SBATCH --mem=16G\n", ""))
+    partition, config = "DefMemPerNode=UNLIMITED MaxMemPerNode=UNLIMITED", "JobRequeue = 1\\nDefMemPerCPU = 4000"
+    place.command("scontrol", f'[ "$2" = partition ] && echo {partition} || printf "{config}\\n"')
+
+
 SLURM_PLANTED: list[tuple[str, Plant, str, str, str]] = [
     ("no such partition", changed("=main", "=gpu"), "partition", "failure", r"no partition gpu is up.*sinfo"),
     ("time over the limit", lambda p: p.slurm(NODES.replace("1-00", "04")), "partition", "failure",
@@ -260,6 +266,8 @@ SLURM_PLANTED: list[tuple[str, Plant, str, str, str]] = [
     ("no requeue", changed("--requeue", "--no-requeue"), "requeue", "warning", r"says --no-requeue"),
     ("a run folder in memory", lambda p: (p.slurm(), p.monkeypatch.setattr(
         machine, "mount_of", lambda path: machine.Mount("/", "tmpfs"))), "run folder", "warning", r"in memory"),
+    ("no memory asked for", default_memory, "memory", "warning", r"counts \(DefMemPerCPU = 4000 MB\).*give --mem"),
+    ("no time limit asked for", changed("=10:00:00", "=0"), "partition", "failure", r"time 0 .*at most 1-00:00:00"),
     ("no signal", changed("USR2@120", "USR1@120"), "requeue", "warning", r"no USR2.*--signal=USR2@120"),
 ]  # fmt: skip
 
@@ -363,7 +371,9 @@ def test_sbatch_is_asked_about_the_script_itself(place: Place) -> None:
     ("asked", "read"),
     [
         ("--ntasks-per-node=2 --gpus-per-node=a100:4 --mem=7G", (4, 2, 7168)),
-        ("--gpus-per-node=a100:4 --gres=gpu:h100:2", (4, 4, 0)),
+        ("--gpus-per-node=a100:4 --gres=gpu:h100:2", (4, 4, None)),
+        ("--gpus-per-node=a100:4,h100:2 --mem=0", (6, 6, 0)),
+        ("--gres=gres/gpu:a100:4", (4, 4, None)),
         ("--gres=craynetwork:1,gpu,lscratch:200 -N 2-4 --mem=100", (1, 1, 100)),
         ("-J tiny --mem 2G -s --gpus-per-node 3 -H --ntasks-per-node=5 --gpus-per-node=1", (1, 5, 2048)),
     ],
@@ -383,6 +393,14 @@ def test_gpus_memory_and_ranks_of_a_node_are_read(asked: str, read: tuple[object
 def test_options_that_sbatch_would_not_take_are_named(asked: str, message: str) -> None:
     with pytest.raises(ConfigError, match=f"^{message}"):
         request.request_of(shlex.split(asked))
+
+
+@pytest.mark.parametrize(
+    ("signal", "level"), [("USR2@120", "ok"), ("R:SIGUSR2@60", "ok"), ("12@90", "ok"), ("B:USR2@120", "warning")]
+)
+def test_a_signal_may_be_written_as_sbatch_takes_it(place: Place, signal: str, level: str) -> None:
+    place.slurm(script=SCRIPT.replace("USR2@120", signal))
+    assert place.check()["requeue"].level == level
 
 
 def test_the_last_word_on_requeue_counts() -> None:

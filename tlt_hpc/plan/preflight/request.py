@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tlt_hpc.config import ConfigError
 
-_GPU_RESOURCE = re.compile(r"(?:^|,)gpu(?::(?!\d+(?:$|[,(]))[^:,()]+)?(?::(\d+))?(?=$|[,(])")
+_GPU_RESOURCE = re.compile(r"(?:^|,)(?:gres/)?gpu(?::(?!\d+(?:$|[,(]))[^:,()]+)?(?::(\d+))?(?=$|[,(])")
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,8 @@ class SlurmRequest:
     nodes: int = 1
     ranks_per_node: int = 0
     gpus_per_node: int = 0
-    memory_mb: int = 0
+    memory_mb: int | None = None
+    """Of a node; 0: all of it, None: the cluster's default."""
     partition: str = ""
     account: str = ""
     time: str = ""
@@ -139,13 +140,14 @@ def request_of(words: Sequence[str]) -> SlurmRequest:
     for name, instead in _NOT_READ.items():
         if value := asked.get(name):
             raise ConfigError(f"the script asks for --{name}={value}; preflight reads {instead}")
-    gpus = num_gpus(f"gpu:{asked['gpus-per-node']}" if asked.get("gpus-per-node") else asked.get("gres", ""))
+    kinds = asked["gpus-per-node"].split(",") if asked.get("gpus-per-node") else []
+    gpus = num_gpus(",".join(f"gpu:{kind}" for kind in kinds) or asked.get("gres", ""))
     requeue = [name == "requeue" for name in asked if name in ("requeue", "no-requeue")]
     return SlurmRequest(
         nodes=_number(asked, "nodes", "1"),
         ranks_per_node=_number(asked, "ntasks-per-node", "0") or gpus,
         gpus_per_node=gpus,
-        memory_mb=megabytes(asked.get("mem", "")),
+        memory_mb=megabytes(asked["mem"]) if "mem" in asked else None,
         partition=asked.get("partition", ""),
         account=asked.get("account", ""),
         time=asked.get("time", ""),

@@ -6,6 +6,7 @@ suffers from.
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from functools import partial
@@ -65,6 +66,18 @@ def smallest_node_mb(job: PlannedJob) -> int:
     return min(sizes, default=0)
 
 
+def default_memory(partition: str) -> str:
+    """What jobs get that request no memory, such as ``DefMemPerCPU = 4000`` (megabytes); empty: all of a node.
+
+    Raises:
+        SlurmError: Slurm does not answer.
+    """
+    name = partition.partition(",")[0] or next((n[:-1] for n, *_ in _node_lines() if n.endswith("*")), "")
+    asked = [("show", "partition", name), ("show", "config")]
+    found = (re.search(r"(DefMemPer\w+)\s*=\s*(\d+)", ask_slurm("scontrol", *words)) for words in asked)
+    return next((f"{match[1]} = {match[2]}" for match in found if match), "")
+
+
 def check_partition(job: PlannedJob) -> Finding:
     """A partition starts jobs and allows the requested time: Slurm may accept another job and never start it."""
     asked = job.request.time
@@ -77,7 +90,8 @@ def check_partition(job: PlannedJob) -> Finding:
         )
     if not asked:
         return warning("no time is asked for, so the partition's default counts", "give --time")
-    if all(seconds_of(asked) > seconds_of(limit) for limit in limits.values()):
+    wanted = math.inf if asked == "0" else seconds_of(asked)  # 0 requests no limit
+    if all(wanted > seconds_of(limit) for limit in limits.values()):
         most = ", ".join(f"{name!r} at most {limit}" for name, limit in limits.items())
         longest = max(limits.values(), key=seconds_of)
         remedy = f"give --time {longest}, or less; the next job resumes the run"
@@ -103,7 +117,7 @@ def check_requeue(job: PlannedJob) -> Finding:
             f"requeue is off ({why}): a job that is preempted or reaches its time limit is not resumed by itself",
             "add #SBATCH --requeue, or submit the same script again: it resumes from the last step",
         )
-    if not request.signal.startswith("USR2@"):
+    if not re.match(r"(R:)?((SIG)?USR2|12)(@|$)", request.signal):
         return warning(
             "the script requests no USR2 before its time limit, so the step in progress may be lost then",
             "add #SBATCH --signal=USR2@120",

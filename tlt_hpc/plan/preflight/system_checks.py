@@ -31,9 +31,18 @@ def check_memory(job: PlannedJob) -> Finding:
     if not limits.hold(plan):
         remedy = way_out(plan, limits)
         return failure(said.rstrip("."), f"{remedy[0].lower()}{remedy[1:]} See tlt plan")
+    if job.asks_slurm and job.request.memory_mb is None and (default := _default_memory(job)):
+        return warning(f"{said} No memory is asked for, so the cluster's default counts ({default} MB)", "give --mem")
     if job.uses_gpu and limits.device is None:
         return warning(f"{said} How much a GPU has is not known here", "give --gpu-memory GB")
     return ok(said)
+
+
+def _default_memory(job: PlannedJob) -> str:
+    try:
+        return slurm_checks.default_memory(job.request.partition)
+    except SlurmError:  # the check of the partition reports it
+        return ""
 
 
 def _host_bytes(job: PlannedJob) -> int | None:
