@@ -44,7 +44,12 @@ class Policy:
         weights = torch.full((NUM_WEIGHTS,), float(self.updates))
         return dict(own_pieces([("weights", weights)], self._rank, self._size))
 
-    def load_state(self, read: Callable[[list[str]], Iterator[tuple[str, torch.Tensor]]], steps: int) -> None:
+    def load_state(
+        self,
+        read: Callable[[list[str]], Iterator[tuple[str, torch.Tensor]]],
+        read_span: Callable[[str, int, int], torch.Tensor],
+        steps: int,
+    ) -> None:
         weights = dict(read(["weights"]))["weights"].tolist()
         if weights != [float(steps)] * NUM_WEIGHTS:
             raise ScheduleError(f"the checkpoint of step {steps} holds {weights}")

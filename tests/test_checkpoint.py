@@ -473,6 +473,13 @@ def test_many_files_that_each_have_a_piece_of_every_tensor_are_not_opened_again_
     with checkpoint.reading("policy") as read:
         assert all(torch.equal(read(name), each) for name, each in tensors.items())
     assert size <= len(opened) <= 3 * size
+    flat = tensors["layer7"].flatten()
+    # a rank's own share, and one of twice as many ranks or of fewer
+    for first, last, num_files in ((128, 192, 1), (160, 192, 1), (100, 300, 4), (0, 512, 8)):
+        opened.clear()
+        with checkpoint.reading("policy") as read:
+            assert torch.equal(read("layer7", span=(first, last)), flat[first:last])
+        assert len(set(opened)) == num_files
 
 
 @pytest.mark.parametrize("bounds", [[(0, 4), (5, 6)], [(0, 4), (3, 6)], [(0, 4)], [(0, 6), (0, 6)]])

@@ -99,7 +99,10 @@ class Checkpoint:
 
     @contextmanager
     def reading(self, part: str) -> Iterator[Callable[..., Tensor]]:
-        """A function that reads one tensor of a part, whole or a block of it; files stay open until the end.
+        """A function that reads one tensor of a part; files stay open until the end.
+
+        It reads all of the tensor, a block of it (``cut``), or the elements from ``span[0]`` to before ``span[1]``,
+        counted flat, for which it opens only the files that have some of them.
 
         Raises:
             CheckpointError: there is no such tensor, or its file cannot be read.
@@ -107,17 +110,24 @@ class Checkpoint:
         """
         remedy = f"start again once its disk works, or remove {self.folder} if it is damaged"
 
-        def read(name: str, cut: Cut | None = None) -> Tensor:
+        def read(name: str, cut: Cut | None = None, span: tuple[int, int] | None = None) -> Tensor:
             if name not in self.tensors.get(part, {}):
                 raise CheckpointError(
                     f"checkpoint {self.folder} has no tensor {name!r} in its part {part!r}: it was saved from another "
                     "model or drafter; resume with the configuration that wrote it, or choose another run.name"
                 )
             pieces = self.tensors[part][name]
+            if span is not None:
+                first, last = span
+                pieces = [(file, stored) for file, stored in pieces if stored.start < last and stored.stop > first]
             try:
                 values = [read_piece(self.folder / file, stored.key) for file, stored in pieces]
             except UserError as error:
                 raise CheckpointError(f"{name!r}: {error}") from None
+            if span is not None:
+                starts = [stored.start for _, stored in pieces]
+                parts = zip(values, starts, strict=True)
+                return torch.cat([part.flatten()[max(first - start, 0) : last - start] for part, start in parts])
             tensor = values[0] if len(values) == 1 else torch.cat(values).view(pieces[0][1].shape)
             return tensor if cut is None else cut.take(name, tensor)
 

@@ -90,7 +90,7 @@ def save_drafter_if_due(job: Job, step: int) -> None:
             logger.warning(
                 "step %d: the drafter of an earlier step is still being written to %s, so this step's is not saved; "
                 "a kill would cost it what it learned since",
-                step + 1, job.folder.drafter_checkpoints,
+                step, job.folder.drafter_checkpoints,
             )  # fmt: skip
         return
     store.begin(
@@ -173,7 +173,8 @@ def resume(job: Job, shown: Callable[[int], None]) -> tuple[int, int]:
         job.world.say(f"loading the checkpoint of step {saved}")
         node = job.world.node_group
         with checkpoint.reading("policy") as read:
-            job.policy.load_state(partial(read_each_once, node, read=read), checkpoint.state["optimizer_steps"])
+            whole, steps = partial(read_each_once, node, read=read), checkpoint.state["optimizer_steps"]
+            job.policy.load_state(whole, lambda name, start, stop: read(name, span=(start, stop)), steps)
         if job.drafting:
             job.drafting.load(checkpoint, node)
     step, alone = replay(job, saved, shown) if job.config.checkpoint.replay else (saved, None)

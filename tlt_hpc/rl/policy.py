@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, groupby
 from typing import TYPE_CHECKING, Any
 
@@ -285,21 +286,42 @@ class Policy:
         masters_only = (self._own_piece(parameter, "master") for parameter in self._parameters.values())
         return 3 * sum(piece.num_bytes for piece in masters_only if piece is not None)
 
-    def load_state(self, read: Callable[[Iterable[str]], Iterator[tuple[str, torch.Tensor]]], num_steps: int) -> None:
+    def load_state(
+        self,
+        read: Callable[[Iterable[str]], Iterator[tuple[str, torch.Tensor]]],
+        read_span: Callable[[str, int, int], torch.Tensor],
+        num_steps: int,
+    ) -> None:
         """Take over a state that ``state_shard`` gave on all ranks, on any number of ranks and at any ZeRO stage.
+
+        At stage 3 a rank reads its own share of the large tensors alone: all of a 70B model's state is 850 GB.
 
         Args:
             read: the full tensors of names such as ``lm_head.weight.exp_avg``, in their order; called on every rank.
+            read_span: the elements from the first to before the second index of one of them, counted flat.
             num_steps: ``optimizer_step_count`` of that state.
+
+        Raises:
+            UserError: on all ranks, if a tensor cannot be read on one.
         """
         self._make_state()
-        for full_name, tensor in read(f"{name}.{kind}" for name in self._parameters for kind in ("master", *MOMENTS)):
+        kinds = ("master", *MOMENTS)
+        spread = {name: parameter for name, parameter in self._parameters.items() if _is_spread(parameter)}
+        whole = (f"{name}.{kind}" for name in self._parameters if name not in spread for kind in kinds)
+        for full_name, tensor in read(whole):
             name, _, kind = full_name.rpartition(".")
             parameter = self._parameters[name]
             if kind == "master":  # the next forward pass reads the parameter, which only the next step would write
                 with self._gathered(parameter, modifier_rank=0), torch.no_grad():
                     parameter.copy_(tensor)
             self._set_full_state(parameter, kind, tensor.to(self.engine.device))
+
+        def read_own() -> None:
+            for name, parameter in spread.items():
+                for kind in kinds:
+                    self._load_own(parameter, kind, partial(read_span, f"{name}.{kind}"))
+
+        self._world.all_or_none(read_own)
         self._set_step_count(num_steps)
 
     def sha256(self) -> str:
@@ -550,10 +572,31 @@ class Policy:
         else:
             state.safe_set_full_optimizer_state(parameter, value, kind)
 
+    def _load_own(self, parameter: Any, kind: str, read: Callable[[int, int], torch.Tensor]) -> None:
+        """Read this rank's share of a parameter's state at stage 3, and of the parameter itself from its master."""
+        import deepspeed.utils as state
+
+        BEAT.tick()
+        piece = self._own_piece(parameter, kind)
+        own = torch.zeros(parameter.ds_tensor.numel(), dtype=torch.float32)  # the last rank's may end in padding
+        if piece is not None:
+            own[: piece.values.numel()] = read(piece.start, piece.stop)
+        if kind == "master":
+            state.safe_set_local_fp32_param(parameter, own)
+            with torch.no_grad():
+                parameter.ds_tensor.copy_(own)
+        else:
+            state.safe_set_local_optimizer_state(parameter, own, kind)
+
     def _set_step_count(self, num_steps: int) -> None:
         self._num_steps = num_steps
         for state in self.engine.basic_optimizer.state.values():
             state["step"].fill_(num_steps)
+
+
+def _is_spread(parameter: Any) -> bool:
+    """Whether each rank holds a part of a parameter and no rank all of it, as at ZeRO stage 3 of all but small ones."""
+    return hasattr(parameter, "ds_tensor") and not parameter.ds_persist
 
 
 def _not_finite(batches: Sequence[_Batch], is_finite: Sequence[torch.Tensor]) -> list[int]:
