@@ -47,7 +47,7 @@ class Policy:
     def load_state(
         self,
         read: Callable[[list[str]], Iterator[tuple[str, torch.Tensor]]],
-        read_span: Callable[[str, int, int], torch.Tensor],
+        read_span: Callable[[str, int, int, tuple[int, ...]], torch.Tensor],
         steps: int,
     ) -> None:
         weights = dict(read(["weights"]))["weights"].tolist()

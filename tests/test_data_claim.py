@@ -74,7 +74,7 @@ def test_the_reference_of_a_divergence_stays_the_model_that_the_run_began_with(t
     claim(tmp_path, path, f"model.path={model}", *given)
     claim(tmp_path, path, f"model.path={moved}", *given)
     (moved / name).write_bytes(bytes(999) + b"1")
-    with pytest.raises(ConfigError, match=r"whose model\.path was another"):
+    with pytest.raises(ConfigError, match=r"began with other files of its model"):
         claim(tmp_path, path, f"model.path={moved}", *given)
 
 

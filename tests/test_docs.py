@@ -126,7 +126,7 @@ def test_the_job_of_the_training_page_fits_and_its_files_can_be_used(tmp_path, m
     limits = ["data.max_prompt_tokens=200", "drafter.init=random"]
     assert main(["train", "own.toml", "--dry-run", *tiny, *limits]) == 0
     judged = load_function("judge.py:score")
-    assert [judged("own", f"It is {n}.", "42") for n in (42, 43)] == [1.0, 0.0]
+    assert [judged("own", text, "42") for text in ("It is 42.", "It is 142.", "It is 43.", "")] == [1.0, 0.0, 0.0, 0.0]
 
 
 # -- links ----------------------------------------------------------------------------------------------------------

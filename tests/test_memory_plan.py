@@ -247,11 +247,9 @@ def test_it_fits_or_it_does_not(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, _ = command(capsys, QWEN, "--gpus-per-node=8", "--gpu-memory", "40")
     assert status == 1 and re.search(r"\nFits with (.+): ([\d.]+ GB a GPU) in the phase '\w+'\.$", out.rstrip())
     status, out, _ = command(capsys, QWEN, "--gpus-per-node=8", "--gpu-memory", "16")
-    assert status == 1 and out.rstrip().endswith(
-        "more than the 16.0 GB of each GPU. With more ranks each one needs less."
-    )
+    assert status == 1 and out.rstrip().endswith("more than the 16.0 GB of each GPU. Use more nodes.")
     status, out, _ = command(capsys, str(JOBS / "tiny.toml"), "--host-memory", "2")
-    assert status == 1 and out.rstrip().endswith("host memory. With fewer ranks on it a node needs less.")
+    assert status == 1 and out.rstrip().endswith("host memory. Use fewer ranks per node, or nodes with more memory.")
 
 
 @pytest.mark.parametrize(("job", "is_said"), [("qwen7b_lora", True), ("tiny", False)])

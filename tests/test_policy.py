@@ -595,14 +595,16 @@ def load_and_go_on(pairs: list[tuple[int, int]], folder: str, is_offloaded: bool
         def read(names: Any, saved: Any = saved, whole: list[str] = whole) -> Any:
             return ((name, saved[name]) for name in names if not whole.append(name))
 
-        def read_span(name: str, start: int, stop: int, saved: Any = saved, spans: list[str] = spans) -> torch.Tensor:
+        def read_span(name: str, start: int, stop: int, shape: Any, saved: Any = saved, spans: Any = spans) -> Any:
             spans.append(name)
-            assert stop - start <= -(-saved[name].numel() // world.size)
+            assert stop - start <= -(-saved[name].numel() // world.size) and shape == saved[name].shape
             return saved[name].flatten()[start:stop]
 
         policy.load_state(read, read_span, 2 * NUM_UPDATES)
         assert {*whole, *spans} == saved.keys() and (len(spans) > len(whole) if stage == 3 else not spans)
         loaded = policy.sha256()
+        masters = {name: saved[f"{name}.master"] for name in weights_of(policy)}
+        assert all(torch.equal(weight, masters[name]) for name, weight in weights_of(policy).items())
         again = gathered_state(policy, world)
         roundtrip = again.keys() == saved.keys() and all(torch.equal(saved[name], again[name]) for name in saved)
         policy.update(make_rollouts(2), make_advantages(2))

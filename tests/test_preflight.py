@@ -163,7 +163,14 @@ def test_a_function_that_fails_for_an_empty_response_is_warned_of(place: Place, 
     place.set("reward.default=function", f"reward.function={file}:score")
     found = place.check()["rewards"]
     assert found.level == "warning" and re.search(said, found.found), found
-    assert "has reward 0" in found.remedy
+    assert ("has reward 0" if "failed" in said else "make it faster; a run waits up to 300 s") in found.remedy
+
+
+def test_the_server_of_rewards_is_tried_also_before_the_model_is_there(place: Place) -> None:
+    file = place.write("mine.py", "def score(**given): return 1.0\n")
+    place.set("reward.default=function", f"reward.function={file}:score")
+    shutil.rmtree(place.model)
+    assert place.check()["rewards"].level == "ok"
 
 
 def test_a_job_on_gpus_without_a_compiler_here_is_warned_of(place: Place) -> None:
@@ -266,7 +273,8 @@ SLURM_PLANTED: list[tuple[str, Plant, str, str, str]] = [
     ("no requeue", changed("--requeue", "--no-requeue"), "requeue", "warning", r"says --no-requeue"),
     ("a run folder in memory", lambda p: (p.slurm(), p.monkeypatch.setattr(
         machine, "mount_of", lambda path: machine.Mount("/", "tmpfs"))), "run folder", "warning", r"in memory"),
-    ("no memory asked for", default_memory, "memory", "warning", r"counts \(DefMemPerCPU = 4000 MB\).*give --mem"),
+    ("no memory asked for", default_memory, "memory", "warning",
+     r"counts \(DefMemPerCPU = 4000 MB\).*add #SBATCH --mem=0"),
     ("no time limit asked for", changed("=10:00:00", "=0"), "partition", "failure", r"time 0 .*at most 1-00:00:00"),
     ("no signal", changed("USR2@120", "USR1@120"), "requeue", "warning", r"no USR2.*--signal=USR2@120"),
 ]  # fmt: skip
@@ -415,7 +423,7 @@ def test_the_last_word_on_requeue_counts() -> None:
 def test_options_by_another_measure_than_the_node_are_refused(asked: str) -> None:
     with pytest.raises(
         ConfigError,
-        match=r"^the script asks for --(ntasks|gpus|mem|tres).*; preflight reads --(ntasks-per|gpus-per|mem)",
+        match=r"^the script asks for --(ntasks|gpus|mem|tres).*; write --(ntasks-per|gpus-per|mem)",
     ):
         request.request_of(shlex.split(asked))
 

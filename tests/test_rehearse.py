@@ -128,7 +128,7 @@ def test_ctrl_c_does_not_deny_what_was_written(
 
     monkeypatch.setattr(rehearse, "start_ranks", start_ranks)
     assert main(["rehearse", str(ROOT / "jobs" / "tiny.toml"), f"run.folder={tmp_path}"]) == 130
-    assert (tmp_path / "tiny-rehearsal").is_dir() and capsys.readouterr().err == "tlt: stopped before its end\n"
+    assert (tmp_path / "tiny-rehearsal").is_dir() and capsys.readouterr().err == "tlt: interrupted before it finished\n"
 
 
 @pytest.mark.slow

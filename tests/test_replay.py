@@ -91,7 +91,7 @@ def test_another_runs_update_is_refused_with_both_values() -> None:
         ({"num_tokens": 99}, REWARDS, "actor/num_tokens 99"),
         ({}, np.array([1, 1], np.float32), "critic/score/mean 1"),
     ):
-        with pytest.raises(ReplayError, match=f"step 7, repeated from run/rollouts, has {re.escape(found)}"):
+        with pytest.raises(ReplayError, match=f"step 8, repeated from run/rollouts, has {re.escape(found)}"):
             check(rewards, replace(STATS, **changes), LINE)
 
 

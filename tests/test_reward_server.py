@@ -121,14 +121,14 @@ def test_a_function_is_called_as_verl_calls_its(client: RewardClient) -> None:
 @pytest.mark.parametrize(
     ("text", "failure", "detail"),
     [
-        ("raise", Failure.ERROR, "KeyError: 'planted' (own.py, line 10)"),
+        ("raise", Failure.ERROR, "KeyError: 'planted' (own.py, line 11)"),
         ("unscored", Failure.ERROR, "the function returned \"{'acc': 1}\", which is a dict without 'score'"),
-        ("nan", Failure.ERROR, "the function returned 'nan', which is no number within 1e+06 of 0"),
-        ("arrays", Failure.ERROR, "ValueError: can only convert an array of size 1 to a Python scalar"),
+        ("nan", Failure.ERROR, "the function returned 'nan', which is not a number between -1e+06 and 1e+06"),
+        ("arrays", Failure.ERROR, "the function returned '[0. 0.]', which is not a number between -1e+06 and 1e+06"),
         ("end", Failure.CRASH, "its process ended with status 3"),
         ("segv", Failure.CRASH, "its process was killed by SIGSEGV"),
         ("spin", Failure.CPU, "more than 1.0 s of CPU time"),
-        ("memory", Failure.MEMORY, "MemoryError (own.py, line 16)"),
+        ("memory", Failure.MEMORY, "MemoryError (own.py, line 17)"),
         ("x" * 4_000_001, Failure.SIZE, "a response of 4000001 characters"),
     ],
 )

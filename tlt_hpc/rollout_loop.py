@@ -118,7 +118,7 @@ def still_to_do(requests: list[Request], kept: Mapping[SampleKey, Rollout], sour
         rollout = kept.get(request.key)
         if rollout is not None and not np.array_equal(rollout.prompt_tokens, request.prompt_tokens):
             raise UserError(
-                f"a response of step {request.key.step} that an earlier start has kept is to another prompt than "
+                f"a response of step {request.key.step + 1} that an earlier start has kept is to another prompt than "
                 f"data.source = {source!r} gives; restore that, or remove the run's folder kept/"
             )
     return [request for request in requests if request.key not in kept]

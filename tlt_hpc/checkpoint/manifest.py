@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -52,6 +52,14 @@ class Stored(_Record):
     def key(self) -> str:
         """Its name in the safetensors file."""
         return self.name if self.is_whole else f"{self.name}[{self.start}:{self.stop}]"
+
+
+class Span(NamedTuple):
+    """The elements ``start`` to ``stop`` of a tensor that must have this shape, counted flat."""
+
+    start: int
+    stop: int
+    shape: tuple[int, ...]
 
 
 class File(_Record):
@@ -101,8 +109,8 @@ class Checkpoint:
     def reading(self, part: str) -> Iterator[Callable[..., Tensor]]:
         """A function that reads one tensor of a part; files stay open until the end.
 
-        It reads all of the tensor, a block of it (``cut``), or the elements from ``span[0]`` to before ``span[1]``,
-        counted flat, for which it opens only the files that have some of them.
+        It reads all of the tensor, a block of it (``cut``), or the elements of a ``Span``, for which it opens only the
+        files that have some of them.
 
         Raises:
             CheckpointError: there is no such tensor, or its file cannot be read.
@@ -110,7 +118,7 @@ class Checkpoint:
         """
         remedy = f"start again once its disk works, or remove {self.folder} if it is damaged"
 
-        def read(name: str, cut: Cut | None = None, span: tuple[int, int] | None = None) -> Tensor:
+        def read(name: str, cut: Cut | None = None, span: Span | None = None) -> Tensor:
             if name not in self.tensors.get(part, {}):
                 raise CheckpointError(
                     f"checkpoint {self.folder} has no tensor {name!r} in its part {part!r}: it was saved from another "
@@ -118,8 +126,12 @@ class Checkpoint:
                 )
             pieces = self.tensors[part][name]
             if span is not None:
-                first, last = span
-                pieces = [(file, stored) for file, stored in pieces if stored.start < last and stored.stop > first]
+                if tuple(pieces[0][1].shape) != span.shape:
+                    raise CheckpointError(
+                        f"checkpoint {self.folder} has {name!r} with shape {pieces[0][1].shape}, the model with "
+                        f"{list(span.shape)}: resume with the model that wrote it, or choose another run.name"
+                    )
+                pieces = [(file, each) for file, each in pieces if each.start < span.stop and each.stop > span.start]
             try:
                 values = [read_piece(self.folder / file, stored.key) for file, stored in pieces]
             except UserError as error:
@@ -127,7 +139,7 @@ class Checkpoint:
             if span is not None:
                 starts = [stored.start for _, stored in pieces]
                 parts = zip(values, starts, strict=True)
-                return torch.cat([part.flatten()[max(first - start, 0) : last - start] for part, start in parts])
+                return torch.cat([part.flatten()[max(span.start - at, 0) : span.stop - at] for part, at in parts])
             tensor = values[0] if len(values) == 1 else torch.cat(values).view(pieces[0][1].shape)
             return tensor if cut is None else cut.take(name, tensor)
 

@@ -211,7 +211,7 @@ def run_alone(module: str, options: argparse.Namespace) -> int:
         print(f"tlt: {one_line(as_error(error))}", file=sys.stderr)
         return USER_ERROR
     except KeyboardInterrupt:
-        print("tlt: stopped before its end", file=sys.stderr)  # a rehearsal or a submission may have written
+        print("tlt: interrupted before it finished", file=sys.stderr)  # a rehearsal or a submission may have written
         return INTERRUPTED
 
 

@@ -50,7 +50,7 @@ def starting(num_ranks: int | None) -> str:
 
 def crowding(num_ranks: int, num_cores: int) -> str:
     """What is added to that line if ranks of this machine outnumber the cores that they may run on."""
-    return f" on {count(num_cores, 'core')}, more than run well" if num_ranks > num_cores else ""
+    return f" on {count(num_cores, 'core')}, which will be slow" if num_ranks > num_cores else ""
 
 
 def started_at(environment: Mapping[str, str]) -> float | None:

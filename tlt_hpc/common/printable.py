@@ -9,6 +9,7 @@ is escaped where it leaves the process, not where it enters. Plain text leaves t
 from __future__ import annotations
 
 import atexit
+import codecs
 import io
 import os
 import re
@@ -92,7 +93,7 @@ def escape_streams() -> None:
     So is what the encoding lacks, as in a locale without UTF-8: no run ends by an arrow or a name in its log.
     """
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
+        if isinstance(stream, io.TextIOWrapper) and codecs.lookup(stream.encoding).name != "utf-8":
             stream.reconfigure(errors="backslashreplace")
     if not isinstance(sys.stdout, PrintableStream):
         sys.stdout = cast(TextIO, PrintableStream(sys.stdout))

@@ -22,6 +22,11 @@ def claim_data(folder: Path, facts: Mapping[str, str]) -> None:
     for key in sorted(set(old) & set(facts)):
         # Once prompts were left out, they stay left out: otherwise draws would shift. The other way nothing shifts.
         if old[key] != facts[key] and (key, facts[key]) != ("data.overlong", "drop"):
+            if key == "model.path":
+                raise ConfigError(
+                    f"{folder} holds a run that began with other files of its model, which it still needs (as the "
+                    "reference, or below its adapters); restore them or give another run.name"
+                )
             why = "prompts that it left out would shift all draws: " if key == "data.overlong" else ""
             raise ConfigError(
                 f"{folder} holds a run whose {key} was another ({old[key][:12]} then, {facts[key][:12]} now); "

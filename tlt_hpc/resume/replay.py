@@ -189,7 +189,7 @@ def check_update(folder: RunFolder, step: int, rewards: NDArray[np.float32], sta
     ):
         if not abs(found - line[name]) <= tolerance:
             raise ReplayError(
-                f"step {step}, repeated from {folder.rollouts}, has {name} {found:.6g} where {folder.metrics} has "
+                f"step {step + 1}, repeated from {folder.rollouts}, has {name} {found:.6g} where {folder.metrics} has "
                 f"{line[name]:.6g}: log and checkpoint are not of one run; set checkpoint.replay = false to generate "
                 "the steps again"
             )

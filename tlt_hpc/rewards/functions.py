@@ -79,12 +79,12 @@ def call_function(function: RewardFunction, answer: Answer) -> Verdict:
     """
     extra = json.loads(answer.extra).get("extra_info") if answer.extra else None
     result = function(**dict(zip(ARGUMENTS, (answer.source, answer.text, answer.truth, extra), strict=True)))
-    score = result.get("score") if isinstance(result, dict) else result
-    if callable(item := getattr(score, "item", None)):  # numpy's truth values and torch's numbers are no Real
-        score = item()
+    score: Any = result.get("score") if isinstance(result, dict) else result
+    if getattr(score, "shape", None) == ():  # numpy's truth values and torch's numbers are no Real
+        score = score.item()
     if not isinstance(score, Real) or not abs(float(score)) <= MAX_REWARD:
         lacks = isinstance(result, dict) and "score" not in result
-        what = "a dict without 'score'" if lacks else f"no number within {MAX_REWARD:g} of 0"
+        what = "a dict without 'score'" if lacks else f"not a number between -{MAX_REWARD:g} and {MAX_REWARD:g}"
         detail = f"the function returned {str(result)[:80]!r}, which is {what}"
         return Verdict(0.0, Failure.ERROR, detail)
     return Verdict(float(score))

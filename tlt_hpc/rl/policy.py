@@ -289,7 +289,7 @@ class Policy:
     def load_state(
         self,
         read: Callable[[Iterable[str]], Iterator[tuple[str, torch.Tensor]]],
-        read_span: Callable[[str, int, int], torch.Tensor],
+        read_span: Callable[[str, int, int, tuple[int, ...]], torch.Tensor],
         num_steps: int,
     ) -> None:
         """Take over a state that ``state_shard`` gave on all ranks, on any number of ranks and at any ZeRO stage.
@@ -298,7 +298,8 @@ class Policy:
 
         Args:
             read: the full tensors of names such as ``lm_head.weight.exp_avg``, in their order; called on every rank.
-            read_span: the elements from the first to before the second index of one of them, counted flat.
+            read_span: the elements from the first to before the second index of one of them, which must have the given
+                shape, counted flat.
             num_steps: ``optimizer_step_count`` of that state.
 
         Raises:
@@ -572,16 +573,17 @@ class Policy:
         else:
             state.safe_set_full_optimizer_state(parameter, value, kind)
 
-    def _load_own(self, parameter: Any, kind: str, read: Callable[[int, int], torch.Tensor]) -> None:
+    def _load_own(self, parameter: Any, kind: str, read: Callable[[int, int, tuple[int, ...]], torch.Tensor]) -> None:
         """Read this rank's share of a parameter's state at stage 3, and of the parameter itself from its master."""
         import deepspeed.utils as state
 
         BEAT.tick()
-        piece = self._own_piece(parameter, kind)
-        own = torch.zeros(parameter.ds_tensor.numel(), dtype=torch.float32)  # the last rank's may end in padding
-        if piece is not None:
-            own[: piece.values.numel()] = read(piece.start, piece.stop)
+        own = torch.zeros(parameter.ds_tensor.numel(), dtype=torch.float32)  # the last ranks' may end in padding
+        start = own.numel() * self._world.rank
+        if (count := min(own.numel(), parameter.ds_numel - start)) > 0:
+            own[:count] = read(start, start + count, tuple(parameter.ds_shape))
         if kind == "master":
+            assert parameter.ds_status.name == "NOT_AVAILABLE", "a gathered parameter would keep its old values"
             state.safe_set_local_fp32_param(parameter, own)
             with torch.no_grad():
                 parameter.ds_tensor.copy_(own)
@@ -595,7 +597,7 @@ class Policy:
 
 
 def _is_spread(parameter: Any) -> bool:
-    """Whether each rank holds a part of a parameter and no rank all of it, as at ZeRO stage 3 of all but small ones."""
+    """True at ZeRO stage 3 for all parameters but small ones, which every rank holds whole."""
     return hasattr(parameter, "ds_tensor") and not parameter.ds_persist
 
 

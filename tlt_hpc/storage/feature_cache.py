@@ -124,7 +124,7 @@ class FeatureCache:
             "%s; step %d continues without this rank's features for the drafter; make room there, lower "
             "drafter.cache_bytes = %d, or set drafter.cache_folder to another file system"
         )
-        _log.warning(text, error.fact, self._step, self._max_bytes)
+        _log.warning(text, error.fact, self._step + 1, self._max_bytes)
 
     def own_documents(self) -> OpenDocuments:
         """This step's documents so far, from the own open file; none if it was given up."""

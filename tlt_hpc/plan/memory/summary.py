@@ -79,10 +79,10 @@ def way_out(plan: MemoryPlan, limits: MemoryLimits) -> str:
     takes = f"{size(peak.num_bytes)} a {_place(plan)} in the phase {peak.name!r}"
     if limits.hold(found.plan):
         return f"Fits with {found.what}: {takes}."
-    if limits.device is not None and peak.num_bytes > limits.device:
-        advice = " With more ranks each one needs less."
-    else:
-        advice = " With fewer ranks on it a node needs less." if plan.situation.ranks_per_node > 1 else ""
+    lacks_device = limits.device is not None and peak.num_bytes > limits.device
+    lacks_host = limits.host is not None and found.plan.node_bytes > limits.host
+    fewer = "fewer ranks per node, or " if plan.situation.ranks_per_node > 1 else ""
+    advice = " Use more nodes." * lacks_device + f" Use {fewer}nodes with more memory." * lacks_host
     return (
         f"No settings make this job fit without changing what is learned. Even with {found.what or 'none changed'} it "
         f"takes {takes} and {size(found.plan.node_bytes)} of a node's host memory: "

@@ -22,7 +22,7 @@ from tlt_hpc.config import (
 from tlt_hpc.mpi.owner import find_at_work
 from tlt_hpc.plan.memory.plan import size
 from tlt_hpc.plan.preflight.planned_job import PlannedJob
-from tlt_hpc.plan.preflight.results import Finding, failure, failure_of, ok, warning
+from tlt_hpc.plan.preflight.results import Finding, Skip, failure, failure_of, ok, warning
 from tlt_hpc.storage.folder import RunFolder
 
 if TYPE_CHECKING:
@@ -134,35 +134,40 @@ def check_rewards(job: PlannedJob) -> Finding:
     client = RewardClient(reward)
     try:
         client.wait_until_ready(JUDGE_SECONDS)
-        failed = _failure_of_function(job, client)
+        found = _try_function(job, client) if "function" in reward.kinds else None
     finally:
         client.close()
-    if failed:
-        return warning(failed, "let it return a number for every text; a response that it fails on has reward 0")
+    if found:
+        return found
     sandbox = f"; the sandbox works on this machine (by {client.sandbox})" if client.sandbox else ""
     return ok(f"{kinds}: the server starts{sandbox}")
 
 
-def _failure_of_function(job: PlannedJob, client: RewardClient) -> str:
-    """What is wrong with the user's function on an empty response to a prompt of the first step; empty: nothing."""
+def _try_function(job: PlannedJob, client: RewardClient) -> Finding | None:
+    """What is wrong with the user's function on an empty response to a prompt of the first step; None: nothing."""
     from tlt_hpc.data.prompts import open_prompts
     from tlt_hpc.models.tokenizer import load_tokenizer, read_chat_format
     from tlt_hpc.rewards.scorer import Judge
 
-    judge, folder = Judge(job.config.reward, client), job.model_folder
+    judge = Judge(job.config.reward, client)
     try:
-        prompts = open_prompts(job.config, load_tokenizer(folder), read_chat_format(folder)).batch(0)
-    except ValueError:
-        return ""  # the check of the data says so
+        tokenizer, chat = load_tokenizer(job.model_folder), read_chat_format(job.model_folder)
+        prompts = open_prompts(job.config, tokenizer, chat).batch(0)
+    except (ValueError, Skip):  # the checks of model and data say so
+        return None
     prompt = next((prompt for prompt in prompts if judge.kind_of(prompt) == "function"), None)
     if prompt is None:
-        return ""
+        return None
     number, end = client.submit(judge.answer(prompt, "")), time.monotonic() + JUDGE_SECONDS
     while (verdict := client.take_ready().get(number)) is None:
         if time.monotonic() > end:
-            return f"reward.function took more than {JUDGE_SECONDS:g} s for an empty response"
+            limit = f"make it faster; a run waits up to {job.config.reward.wall_seconds:g} s for a response"
+            return warning(f"reward.function took more than {JUDGE_SECONDS:g} s for an empty response", limit)
         time.sleep(0.02)
-    return f"reward.function failed for an empty response: {verdict.detail}" if verdict.failure else ""
+    if not verdict.failure:
+        return None
+    remedy = "let it return a number for every text; a response that it fails on has reward 0"
+    return warning(f"reward.function failed for an empty response: {verdict.detail}", remedy)
 
 
 def check_drafter(job: PlannedJob) -> Finding:

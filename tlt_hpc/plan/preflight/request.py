@@ -139,7 +139,7 @@ def request_of(words: Sequence[str]) -> SlurmRequest:
     asked = sbatch_options(words)
     for name, instead in _NOT_READ.items():
         if value := asked.get(name):
-            raise ConfigError(f"the script asks for --{name}={value}; preflight reads {instead}")
+            raise ConfigError(f"the script asks for --{name}={value}; write {instead} in its place")
     kinds = asked["gpus-per-node"].split(",") if asked.get("gpus-per-node") else []
     gpus = num_gpus(",".join(f"gpu:{kind}" for kind in kinds) or asked.get("gres", ""))
     requeue = [name == "requeue" for name in asked if name in ("requeue", "no-requeue")]

@@ -72,8 +72,8 @@ def default_memory(partition: str) -> str:
     Raises:
         SlurmError: Slurm does not answer.
     """
-    name = partition.partition(",")[0] or next((n[:-1] for n, *_ in _node_lines() if n.endswith("*")), "")
-    asked = [("show", "partition", name), ("show", "config")]
+    names = partition.split(",") if partition else [n[:-1] for n, *_ in _node_lines() if n.endswith("*")]
+    asked = [*(("show", "partition", name) for name in dict.fromkeys(names)), ("show", "config")]
     found = (re.search(r"(DefMemPer\w+)\s*=\s*(\d+)", ask_slurm("scontrol", *words)) for words in asked)
     return next((f"{match[1]} = {match[2]}" for match in found if match), "")
 

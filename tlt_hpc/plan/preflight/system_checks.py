@@ -32,7 +32,10 @@ def check_memory(job: PlannedJob) -> Finding:
         remedy = way_out(plan, limits)
         return failure(said.rstrip("."), f"{remedy[0].lower()}{remedy[1:]} See tlt plan")
     if job.asks_slurm and job.request.memory_mb is None and (default := _default_memory(job)):
-        return warning(f"{said} No memory is asked for, so the cluster's default counts ({default} MB)", "give --mem")
+        return warning(
+            f"{said} No memory is asked for, so the cluster's default counts ({default} MB)",
+            "add #SBATCH --mem=0 for all of a node",
+        )
     if job.uses_gpu and limits.device is None:
         return warning(f"{said} How much a GPU has is not known here", "give --gpu-memory GB")
     return ok(said)
