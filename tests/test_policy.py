@@ -580,6 +580,24 @@ def save_after_two_steps(stages: list[int], folder: str, is_offloaded: bool = Fa
     return digests
 
 
+def load_in_halves(folder: str, changes: dict[str, bool]) -> list[bool]:
+    """In bfloat16 at stage 3: whether each weight that was loaded is its master rounded, before any update."""
+    world = connect()
+    if changes:
+        offload()
+    spread()
+    saved = load_file(Path(folder) / "stage-3.safetensors")
+    config = make_config(optimizer__zero_stage=3, model__dtype="bfloat16", **changes)
+    policy = make_policy(config, world)
+    whole, span = (lambda names: ((name, saved[name]) for name in names)), (lambda name: saved[name].flatten())
+    policy.load_state(whole, lambda name, start, stop, shape: span(name)[start:stop], 2 * NUM_UPDATES)
+    weights = weights_of(policy)
+    same = [torch.equal(weight, saved[f"{name}.master"].to(weight.dtype)) for name, weight in weights.items()]
+    policy.close()
+    leave_process_group()
+    return same
+
+
 def load_and_go_on(pairs: list[tuple[int, int]], folder: str, is_offloaded: bool = False) -> list[dict[str, Any]]:
     """Per (stage saved at, stage loaded at): what came back, and where the next step leads."""
     world = connect()
@@ -627,6 +645,13 @@ def test_state_goes_on_at_another_rank_count_and_stage(tmp_path: Path) -> None:
                 assert result["after"] < 2e-6, where
                 if num_ranks == 2 and saved_stage == stage:
                     assert result["end"] == end, "not bit-equal at the same rank count and stage"
+
+
+def test_a_state_in_half_precision_is_its_masters_rounded(tmp_path: Path) -> None:
+    run_on_ranks(2, save_after_two_steps, [3], str(tmp_path))
+    for changes in ({}, {"optimizer__offload": True, "optimizer__offload_parameters": True}):
+        for same in run_on_ranks(2, load_in_halves, str(tmp_path), changes):
+            assert len(same) > 20 and all(same)
 
 
 def test_offloaded_state_resumes_bit_for_bit_and_as_without_offload(tmp_path: Path) -> None:

@@ -268,11 +268,12 @@ def test_what_is_asked_for_is_not_overruled_by_variables_of_sbatch(
 ) -> None:
     """They go before a script's lines, also of what ``--test-only`` is asked about; what is left open they decide."""
     values = {"PARTITION": "cpu", "TIMELIMIT": "1", "ARRAY_INX": "0-99", "NO_REQUEUE": "1", "OUTPUT": "x"}
+    values |= {"MEM_PER_CPU": "1G", "GRES": "gpu:8"}  # beside what is asked for by another option
     for name, value in {**values, "ACCOUNT": "mine"}.items():
         monkeypatch.setenv(f"SBATCH_{name}", value)
     monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "17")  # as in a job of an array, which submits the next one
     fake_slurm(tmp_path, monkeypatch, f"env >{tmp_path}/seen; echo Submitted batch job 4321")
-    asked = parameters(make(tmp_path, ["run.seed=0,1"], partition="gpu"))
+    asked = parameters(make(tmp_path, ["run.seed=0,1"], partition="gpu", mem="64G", gpus_per_node=4))
     assert executor.send(tmp_path / "jobs", asked, [["train"], ["train"]]) == ["4321_0", "4321_1"]
     seen = [line for line in (tmp_path / "seen").read_text().splitlines() if re.match("SBATCH_|SLURM_ARRAY", line)]
     assert seen == ["SBATCH_ACCOUNT=mine"]

@@ -25,6 +25,8 @@ from tlt_hpc.common.files import read_text, told
 
 _VARIABLES = {"time": "TIMELIMIT", "mem": "MEM_PER_NODE", "array": "ARRAY_INX", "requeue": "NO_REQUEUE"}
 """sbatch's variables (``SBATCH_...``) that are not called after their option, or that undo it."""
+_INSTEAD = {"mem": ("mem-per-cpu", "mem-per-gpu"), "gres": ("gpus-per-node", "gpus"), "gpus-per-node": ("gres", "gpus")}
+"""Options that sbatch takes instead of, or beside, one of these, and that ask for something else."""
 _OWN = ("array", "job-name", "open-mode", "output")
 """Options that submitit sets by itself."""
 
@@ -74,7 +76,8 @@ def drop_overruling(environment: MutableMapping[str, str], options: Iterable[str
 
     And the number of the array's member that this may run in: the job would inherit it, and take itself for that.
     """
-    for option in options:
+    asked = set(options)
+    for option in asked | {other for one in asked for other in _INSTEAD.get(one, ())}:
         environment.pop(f"SBATCH_{_VARIABLES.get(option, option.upper().replace('-', '_'))}", None)
     for name in [name for name in environment if name.startswith("SLURM_ARRAY_")]:
         del environment[name]
