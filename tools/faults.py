@@ -329,6 +329,8 @@ def find_wrong(fault: Fault, struck: bool, status: int, seconds: float, log: str
         # before a run's first step, and after its last, Python handles signals by default
         is_running = re.search(r"\): \d+ steps", log) is not None and not is_over
         early = set() if is_running else {signal.SIGUSR2, signal.SIGTERM, 128 + signal.SIGTERM}
+        # MPICH ends the other ranks then, and combines the bits of all their statuses
+        early |= {number | signal.SIGKILL for number in early}
         wanted = {signal.SIGKILL} if fault.kills else {75, *early}
         if fault.kind == "cancel" and seconds >= KILL_AFTER_SECONDS:  # on a busy machine
             wanted.add(signal.SIGKILL)
