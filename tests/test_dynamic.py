@@ -166,7 +166,7 @@ def test_a_log_that_lacks_own_responses_is_not_made_up_for_by_refills() -> None:
     own, more = draws.requests(), draws.refill(np.zeros(8, np.float32))
     job: Any = SimpleNamespace(config=draws.config, prompts=draws.source, folder=RunFolder(Path("run")))
     whole = logged([*own, *more])
-    lacks = "run/rollouts lacks {} responses of step 7"
+    lacks = "run/rollouts lacks {} responses of step 8"
     for parts, told in (
         (whole, ""),
         (whole[:4] + whole[8:12], lacks.format("4 of the 8")),

@@ -152,7 +152,7 @@ def test_a_kept_response_to_another_prompt_ends_the_run():
     other = Request(response(2).key, np.arange(2, dtype=np.int32))
     assert [request.key for request in still_to_do([same_prompt, other], kept, "d.jsonl")] == [other.key]
     foreign = Request(response(1).key, np.arange(3, dtype=np.int32))
-    with pytest.raises(UserError, match=r"a response of step 5 .* data.source = 'd.jsonl' gives; .*remove .* kept/"):
+    with pytest.raises(UserError, match=r"a response of step 6 .* data.source = 'd.jsonl' gives; .*remove .* kept/"):
         still_to_do([foreign], kept, "d.jsonl")
 
 
