@@ -46,8 +46,7 @@ def test_the_commands_of_a_gpu_are_accepted_by_their_tools(tmp_path):
         assert done.returncode and "no CUDA device" in done.stderr, (part.name, done.stderr)
 
 
-@pytest.mark.ci
-@pytest.mark.mpi
+@pytest.mark.slow  # each part is tested by itself
 def test_all_of_it_on_a_cpu(tmp_path):
     command = [sys.executable, str(ROOT / "tools" / "gpu_first.py"), "--device", "cpu", "--output", str(tmp_path / "f")]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=900)
