@@ -27,7 +27,7 @@ from tlt_hpc.checkpoint import host_buffer, host_room
 from tlt_hpc.checkpoint import manifest as manifest_module
 from tlt_hpc.checkpoint import save as save_module
 from tlt_hpc.checkpoint.host_buffer import HostBuffer
-from tlt_hpc.checkpoint.manifest import Checkpoint, CheckpointError, Span
+from tlt_hpc.checkpoint.manifest import Checkpoint, CheckpointError, FlatRange
 from tlt_hpc.checkpoint.store import CheckpointStore
 from tlt_hpc.common import files
 from tlt_hpc.models import weight_files
@@ -478,11 +478,11 @@ def test_many_files_that_each_have_a_piece_of_every_tensor_are_not_opened_again_
     for first, last, num_files in ((128, 192, 1), (160, 192, 1), (100, 300, 4), (0, 512, 8)):
         opened.clear()
         with checkpoint.reading("policy") as read:
-            assert torch.equal(read("layer7", span=Span(first, last, (8, 64))), flat[first:last])
+            assert torch.equal(read("layer7", span=FlatRange(first, last, (8, 64))), flat[first:last])
         assert len(set(opened)) == num_files
     for shape in ((8, 63), (9, 64), (64, 8)):  # of another model, whose elements it would take for its own
         with checkpoint.reading("policy") as read, pytest.raises(CheckpointError, match=r"\[8, 64\], the model with"):
-            read("layer7", span=Span(0, 8, shape))
+            read("layer7", span=FlatRange(0, 8, shape))
 
 
 @pytest.mark.parametrize("bounds", [[(0, 4), (5, 6)], [(0, 4), (3, 6)], [(0, 4)], [(0, 6), (0, 6)]])

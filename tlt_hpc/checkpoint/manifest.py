@@ -54,7 +54,7 @@ class Stored(_Record):
         return self.name if self.is_whole else f"{self.name}[{self.start}:{self.stop}]"
 
 
-class Span(NamedTuple):
+class FlatRange(NamedTuple):
     """The elements ``start`` to ``stop`` of a tensor that must have this shape, counted flat."""
 
     start: int
@@ -109,8 +109,8 @@ class Checkpoint:
     def reading(self, part: str) -> Iterator[Callable[..., Tensor]]:
         """A function that reads one tensor of a part; files stay open until the end.
 
-        It reads all of the tensor, a block of it (``cut``), or the elements of a ``Span``, for which it opens only the
-        files that have some of them.
+        It reads all of the tensor, a block of it (``cut``), or the elements of a ``FlatRange``, for which it opens only
+        the files that have some of them.
 
         Raises:
             CheckpointError: there is no such tensor, or its file cannot be read.
@@ -118,7 +118,7 @@ class Checkpoint:
         """
         remedy = f"start again once its disk works, or remove {self.folder} if it is damaged"
 
-        def read(name: str, cut: Cut | None = None, span: Span | None = None) -> Tensor:
+        def read(name: str, cut: Cut | None = None, span: FlatRange | None = None) -> Tensor:
             if name not in self.tensors.get(part, {}):
                 raise CheckpointError(
                     f"checkpoint {self.folder} has no tensor {name!r} in its part {part!r}: it was saved from another "

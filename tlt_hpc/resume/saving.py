@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from tlt_hpc.checkpoint.manifest import Span
+from tlt_hpc.checkpoint.manifest import FlatRange
 from tlt_hpc.checkpoint.store import ASK_EVERY_SECONDS, CheckpointStore, Shard
 from tlt_hpc.cluster.stopping import Stop
 from tlt_hpc.cluster.watch.beat import BEAT, Phase
@@ -175,7 +175,7 @@ def resume(job: Job, shown: Callable[[int], None]) -> tuple[int, int]:
         node = job.world.node_group
         with checkpoint.reading("policy") as read:
             whole, steps = partial(read_each_once, node, read=read), checkpoint.state["optimizer_steps"]
-            job.policy.load_state(whole, lambda name, *span: read(name, span=Span(*span)), steps)
+            job.policy.load_state(whole, lambda name, *span: read(name, span=FlatRange(*span)), steps)
         if job.drafting:
             job.drafting.load(checkpoint, node)
     step, alone = replay(job, saved, shown) if job.config.checkpoint.replay else (saved, None)
