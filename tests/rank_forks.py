@@ -35,6 +35,7 @@ import torch  # noqa: E402
 import torch._inductor.compile_fx  # noqa: E402
 import torch.distributed.tensor  # noqa: E402
 import transformers.models.qwen2.modeling_qwen2  # noqa: E402, F401
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping  # noqa: E402
 
 import tlt_hpc.evaluate.evaluate  # noqa: E402
 import tlt_hpc.studies.warmup.warm_up  # noqa: E402
@@ -44,6 +45,11 @@ from tlt_hpc.rl.distributed import load_deepspeed  # noqa: E402
 
 if torch.version.cuda is None:  # elsewhere DeepSpeed looks, as it is imported, which device a rank has chosen
     load_deepspeed()
+    import deepspeed
+
+    # What each rank would find out for itself: what DeepSpeed can compile, and how transformers renames tensors.
+    deepspeed.ops.__compatible_ops__  # noqa: B018
+get_checkpoint_conversion_mapping("")
 
 LIBC = ctypes.CDLL(None)
 PR_SET_PDEATHSIG = 1

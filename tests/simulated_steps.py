@@ -194,7 +194,7 @@ def parts() -> Iterator[None]:
     with ExitStack() as stack:
         for module, changes in {
             train: {
-                "prepare": nothing, "reserve_copy": nothing, "settle_heap": nothing, "check_judged": nothing,
+                "prepare": nothing, "reserve_copy": nothing, "check_judged": nothing,
                 "save_drafter": nothing,
                 "roll_out": roll_out, "resume": resume, "sums_on_gpus": lambda: False, "update_policy": update,
                 "gather_step": lambda job, rollouts, rewards: (job.world.allgather(rollouts), rewards),

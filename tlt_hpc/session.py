@@ -354,7 +354,7 @@ def assemble(config: Config, world: World) -> Job:
         world.say("joining the process group")
         join_process_group(world, "cuda" if device.type == "cuda" else "cpu")
         world.say("importing transformers")
-        import_transformers()
+        import_transformers(config.lora.rank > 0)
         world.say("loading the policy")
         is_sharded = config.optimizer.zero_stage == 3
         start = partial(start_model, assets.folder, config.model.dtype, device, is_sharded, world.rank, node)

@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 from tlt_hpc.cluster.stopping import Stop
 from tlt_hpc.cluster.watch.beat import BEAT
-from tlt_hpc.common.heap import settle_heap
 from tlt_hpc.common.records import PREFILL, PhaseSpan, Rollout
 from tlt_hpc.config import Config, UserError
 from tlt_hpc.drafting.acceptance import JUDGED_DEPTH, DraftCounts
@@ -120,7 +119,6 @@ def take_steps(job: Job, tracking: Tracking | None, reporter: Reporter) -> Itera
         job.folder.finished.unlink(missing_ok=True)  # of fewer steps
     judged = judge_and_track(job, evaluation, tracking, step, reporter)
     timer = PhaseTimer()
-    settle_heap()
     while step < config.run.num_steps:
         yield None
         if not should_continue(job):

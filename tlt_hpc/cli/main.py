@@ -114,8 +114,7 @@ def be_rank(config: Config, options: argparse.Namespace, flag: StopFlag, rank: i
             settle(config, rank)
         progress = COMMANDS[options.command].progress
         PrintableStream.outlives_reader = True  # what is trained is not lost with a terminal
-        is_first = rank is not None and not local_rank(os.environ)  # of its node, as far as is known
-        witness = Witness.fork() if is_first else Witness()  # before there are threads
+        witness = None if rank is None else Witness() if local_rank(os.environ) else Witness.fork()  # before threads
         know_limits(flag, os.environ, rank or 0, config.folder, progress and partial(progress, config))
         with Watch(config.run.stall_factor, rank, witness) as watch:
             return watch.ended(work_together(config, options, flag))

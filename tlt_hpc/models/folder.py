@@ -73,10 +73,13 @@ def naming_folder(folder: Path) -> Iterator[None]:
         raise UserError(f"cannot read the model in {folder}: {refusal(error)}; {UNREADABLE}") from None
 
 
-def import_transformers() -> None:
-    """Import what transformers' models are built on: this takes seconds, which are spent before any rank waits."""
+def import_transformers(with_adapters: bool) -> None:
+    """Import what transformers' models are built on, and peft: this takes seconds, spent before any rank waits."""
     with importing():
         from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel  # noqa: F401
+
+        if with_adapters:
+            import peft  # noqa: F401
 
 
 def start_model(

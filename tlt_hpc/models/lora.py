@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from tlt_hpc.common.heap import importing
-
 if TYPE_CHECKING:
     from tlt_hpc.config import LoraSection
 
@@ -29,8 +27,7 @@ def add_adapters(model: torch.nn.Module, settings: LoraSection, seed: int) -> No
 
     A is drawn on the host, from the seed and the adapter's number, so it is the same on all ranks and devices.
     """
-    with importing():
-        from peft import LoraConfig, inject_adapter_in_model
+    from peft import LoraConfig, inject_adapter_in_model
 
     wanted = LoraConfig(r=settings.rank, lora_alpha=settings.alpha, target_modules=list(settings.targets))
     inject_adapter_in_model(wanted, model)

@@ -147,7 +147,6 @@ def leave_process_group() -> None:
         return
     import deepspeed.comm.comm as deepspeed_comm
 
-    gc.unfreeze()  # what a run has excluded from collection
     gc.collect()  # engines are full of cycles; a group that outlives this call has threads that Python's exit kills
     deepspeed_comm.destroy_process_group()
     deepspeed_comm.cdb = None  # else the next join would take the destroyed group for a live one

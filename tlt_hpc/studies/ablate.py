@@ -155,7 +155,7 @@ def remove(folder: Path, world: World) -> None:
 def run_once(config: Config, world: World, reporter: Reporter) -> str | None:
     """Run one arm; returns the digest of its last policy, or None if a signal ended it."""
     result = run(config, world, reporter)
-    gc.unfreeze()  # the run excluded itself from collection
+    gc.unfreeze()  # the first run also imported libraries, which excludes what exists then
     gc.collect()  # DeepSpeed's engines are full of cycles
     return result.policy_sha256 if result.finished else None
 

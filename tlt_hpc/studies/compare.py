@@ -115,7 +115,7 @@ def compare(
     parent = Path(config.run.folder) / f"{config.run.name}-compare-{stamp}"
     if not run(config_of(config, modes[-1], 1, parent / WARM_UP), world, reporter_of(WARM_UP)).finished:
         return None
-    gc.unfreeze()  # the warm-up run excluded itself from collection
+    gc.unfreeze()  # the first run also imported libraries, which excludes what exists then
     gc.collect()  # DeepSpeed's engines are full of cycles
     with ExitStack() as opened:
         jobs = {
