@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -43,6 +44,8 @@ _WARNING = re.compile(r"^\[rank \d+\] WARNING (?!tlt_hpc.cluster.watch.last)|^tl
 _TRACE = re.compile(r"Traceback \(most recent|^Exception (ignored )?in|Fatal Python error", re.MULTILINE)
 _REMADE = re.compile(r"^(cache/|kept|status/|shared-|environment)")
 """What a run may lack or have more of at its end after a fault."""
+_TIMED = re.compile(r"(cache|kept|rollouts|status)/|metrics|environment")
+"""Files whose bytes tell times, which differ from run to run."""
 _DAMAGE = re.compile(r"(?!.*cluster\.watch\.last: ).*(damaged|skipping checkpoint|(is|are) generated again)")
 """A line of a start: an earlier one has left a file under its final name that was not whole; not its last words."""
 
@@ -98,6 +101,8 @@ class Campaign:
         self._references: dict[int, dict[str, Any]] = {}
         self._files: dict[str, set[str]] = {}
         """State of a folder before a run -> the files that it has after a run without a fault."""
+        self._resumed: set[tuple[Any, ...]] = set()
+        """What runs ended from that were resumed, and ended as they must."""
         self._calls: dict[str, dict[str, list[str]]] = {}
         """The same -> the files of the calls of that run, by part and kind of call."""
 
@@ -142,16 +147,22 @@ class Campaign:
         return {call: calls.get(f"{WINDOWS.get(part, part)} {call}", []) for call in CALLS}
 
     def judge(self, case: Case) -> Result:
-        """Run a case, resume it, and check both ends; its folder is kept if anything is wrong."""
+        """Run a case, resume it, and check both ends; its folder is kept if anything is wrong.
+
+        A folder in the same state as that of an earlier case is not resumed again; its files are checked all the same.
+        """
         place = self.folder / "places" / case.name
         status, text, report = self._attempt(place, case.ranks, STARTS[case.part], case.fault)
         wrong = self.wrong_end(case, place, status, text) if report.struck else []
         if report.struck and status:
-            again, told = self.run(case.ranks, place, "-m tlt_hpc")
-            wrong += [f"resume: {each}" for each in self.wrong_end(case, place, again, told, text)]
-            wrong += [f"resume ended with status {again}"] if again else []
-            wrong += [f"resume: {line}" for line in told.splitlines() if _DAMAGE.match(line)]
-            (self.folder / "logs" / f"{case.name}.resumed").write_text(told)
+            alike = case.ranks, STARTS[case.part], _WARNING.search(text) is None, state_of(place)
+            if alike not in self._resumed:
+                again, told = self.run(case.ranks, place, "-m tlt_hpc")
+                wrong += [f"resume: {each}" for each in self.wrong_end(case, place, again, told, text)]
+                wrong += [f"resume ended with status {again}"] if again else []
+                wrong += [f"resume: {line}" for line in told.splitlines() if _DAMAGE.match(line)]
+                (self.folder / "logs" / f"{case.name}.resumed").write_text(told)
+                self._resumed |= set() if wrong else {alike}
         said = next((line for line in text.splitlines() if _WARNING.match(line)), "")
         if report.struck and not said and case.must_tell:
             wrong.append("untold")
@@ -185,10 +196,15 @@ class Campaign:
             return [*wrong, "hung"]
         if (place / "run" / "rollouts").exists():
             wrong += [f"not sound: {fault}" for fault in faults_of_files(RunLog(place / "run"))]
+        wanted, found = self._references[case.ranks], self._found(place)
         if status:
             lines = len(_END.findall(text))
+            wrong += [
+                f"differs in {name}"
+                for name in wanted
+                if name.startswith("texts") and found[name] not in ({}, wanted[name])
+            ]
             return wrong if lines == 1 else [*wrong, f"{lines} lines"]
-        wanted, found = self._references[case.ranks], self._found(place)
         wrong += [f"differs in {name}" for name in wanted if found.get(name) != wanted[name]]
         other = {name for name in self._files[STARTS[case.part]] ^ files_of(place) if not _REMADE.match(name)}
         other |= {name for name in files_of(place) if name.endswith(".part")}
@@ -236,6 +252,22 @@ class Campaign:
 def files_of(place: Path) -> set[str]:
     """The names of a run's files."""
     return {str(path.relative_to(place / "run")) for path in (place / "run").rglob("*") if path.is_file()}
+
+
+def state_of(place: Path) -> frozenset[tuple[str, str]]:
+    """What a run's folder holds: all names; what is in them, except where that tells times: then how many lines."""
+    state: set[tuple[str, str]] = set()
+    for path in (place / "run").rglob("*"):
+        name = str(path.relative_to(place / "run"))
+        data = path.read_bytes() if path.is_file() else b""
+        if not _TIMED.match(name):
+            state.add((name, hashlib.sha256(data).hexdigest()))
+        elif path.suffix == ".jsonl":
+            *lines, rest = data.split(b"\n")
+            state.add((name, f"{len(lines)} lines, {len(rest)} bytes of another"))
+        else:
+            state.add((name, "something" if data else "nothing"))
+    return frozenset(state)
 
 
 def texts(run: RunFolder, step: int) -> dict[object, tuple[list[int], float]] | str:
