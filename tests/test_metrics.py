@@ -17,7 +17,7 @@ from tlt_hpc.drafting.spot import MergeReport
 from tlt_hpc.look.columns import step_cells
 from tlt_hpc.look.metrics import part_of, summarise
 from tlt_hpc.look.timing import PhaseTimer
-from tlt_hpc.rl.policy import PolicyStats, RolloutMismatch, Update
+from tlt_hpc.rl.stats import PolicyStats, RolloutMismatch, Update
 from tlt_hpc.storage.rollout_log import StepRecord
 
 MISMATCH = RolloutMismatch(0.01, 0.04, 0.001, 0.002, 1.0, 0.0)

@@ -684,7 +684,7 @@ def hold_and_gather(stages: list[int]) -> list[list[Any]]:
         policy.update(make_rollouts(), make_advantages())
         held = sum(piece.num_bytes for _, piece in policy.state_shard())
         same = all(
-            torch.equal(tensor + 0.0, policy._full_state(policy._parameters[name.rpartition(".")[0]], kind) + 0.0)
+            torch.equal(tensor + 0.0, policy._state._full(policy._parameters[name.rpartition(".")[0]], kind) + 0.0)
             for name, tensor in gathered_state(policy, world).items()
             for kind in [name.rpartition(".")[2]]
         )

@@ -24,7 +24,7 @@ from tlt_hpc.common.records import Prompt
 from tlt_hpc.config import UserError, load_config
 from tlt_hpc.resume.replay import ReplayError, check_update, is_committed, read_ranks
 from tlt_hpc.rl.draws import StepDraws
-from tlt_hpc.rl.policy import PolicyStats, RolloutMismatch
+from tlt_hpc.rl.stats import PolicyStats, RolloutMismatch
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.rollout_log import StepRecord, read_step, write_step
 from tlt_hpc.storage.step_lines import add_line, drop_lines, read_lines

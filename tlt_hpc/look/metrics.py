@@ -13,7 +13,7 @@ from tlt_hpc.drafting.acceptance import DraftCounts
 from tlt_hpc.drafting.spot import MergeReport
 from tlt_hpc.look.energy import PREFIX as ENERGY
 from tlt_hpc.mpi.world import World
-from tlt_hpc.rl.policy import Update
+from tlt_hpc.rl.stats import Update
 from tlt_hpc.storage.rollout_log import StepRecord
 
 SCORE, TOKENS, TRAINED_TOKENS = "critic/score/mean", "perf/total_num_tokens", "actor/num_tokens"

@@ -24,7 +24,7 @@ from tlt_hpc.common.records import Rollout, SampleKey, Stream
 from tlt_hpc.config import UserError
 from tlt_hpc.look.metrics import PROBS_DIFF, SCORE, TRAINED_TOKENS, mean_of
 from tlt_hpc.rl.draws import StepDraws, gather
-from tlt_hpc.rl.policy import PolicyStats
+from tlt_hpc.rl.stats import PolicyStats
 from tlt_hpc.rl.update import update_policy
 from tlt_hpc.session import Job
 from tlt_hpc.storage.folder import RunFolder

@@ -11,9 +11,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain, groupby
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +25,7 @@ from tlt_hpc.config import Config
 from tlt_hpc.kernels.deterministic import deterministic
 from tlt_hpc.models.expert_names import is_expert
 from tlt_hpc.models.lora import add_adapters, merged, named_adapters, without_adapters
-from tlt_hpc.models.piece import Piece, own_pieces
+from tlt_hpc.models.piece import Piece
 from tlt_hpc.models.policy_model import PolicyModel
 from tlt_hpc.rl.advantage import token_weights
 from tlt_hpc.rl.batches import Indices, pack, plan_updates
@@ -36,69 +34,11 @@ from tlt_hpc.rl.distributed import join_sequence_group
 from tlt_hpc.rl.engine import start_engine, start_frozen_engine
 from tlt_hpc.rl.finite import gradient_error
 from tlt_hpc.rl.loss import kl_estimate, policy_loss
+from tlt_hpc.rl.stats import PolicyStats, RolloutMismatch, TokenSums
+from tlt_hpc.rl.train_state import TrainState, gathered
 
 if TYPE_CHECKING:
     from tlt_hpc.mpi.world import World
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
-
-
-@dataclass(frozen=True)
-class RolloutMismatch:
-    """How far the probabilities recorded in one step's rollout are from the trainer's before the update."""
-
-    rollout_probs_diff_mean: float
-    """Mean distance of a token's probability."""
-    rollout_probs_diff_max: float
-    rollout_kl: float
-    """Distance of the distributions, by k1."""
-    rollout_k3: float
-    """The same by k3, which no token makes negative."""
-    rollout_is_mean: float
-    """Mean of the weights that the correction gave the tokens; 1 without one."""
-    rollout_is_outside: float
-    """Share of tokens at which one of its bounds took effect."""
-
-
-@dataclass(frozen=True)
-class PolicyStats:
-    """One step's update, the same on all ranks: token means over all of the step's updates."""
-
-    pg_loss: float
-    """As the algorithm aggregates it, mean over the updates."""
-    entropy: float
-    ppo_kl: float
-    """Mean of old minus new log-probability."""
-    pg_clipfrac: float
-    kl_loss: float
-    """Estimate of the distance from the reference; 0 where it is no part of the loss."""
-    grad_norm: float
-    """Before clipping, mean over the updates."""
-    lr: float
-    """Of the last update."""
-    num_tokens: int
-    """Response tokens trained on."""
-    old_log_prob_seconds: float
-    update_seconds: float
-    """Both of the slowest rank; ``update_seconds`` does not include the other."""
-    mismatch: RolloutMismatch
-
-
-@dataclass(frozen=True)
-class Update:
-    """What an update was made from, of all ranks' responses ordered by key, and how it went."""
-
-    trained: NDArray[np.int64]
-    """[M], ascending: which of the step's responses it was made from."""
-    informative_share: float
-    """Of all groups that were drawn, those whose scores differ."""
-    rewards: NDArray[np.float32]
-    """[M]: scores less what the algorithm takes for length and distance from the reference."""
-    advantages: NDArray[np.float32]
-    """[M]."""
-    reward_kl: float
-    """Mean over tokens of the distance that was taken from the rewards; 0 where it is no part of them."""
-    stats: PolicyStats
 
 
 @dataclass(frozen=True)
@@ -119,27 +59,6 @@ class _Batch:
     weights: torch.Tensor
     advantages: torch.Tensor
     rollout_log_probs: torch.Tensor
-
-
-class _Sums:
-    """What the figures of an update are made from: sums over tokens, and the largest distance."""
-
-    def __init__(self) -> None:
-        self.sums = np.zeros(10)
-        self.largest = 0.0
-
-    def add(self, per_token: Sequence[torch.Tensor], distance: torch.Tensor) -> None:
-        """Count a micro-batch's tokens, [T] each."""
-        self.sums += torch.stack([values.double().sum() for values in per_token]).cpu().numpy()
-        if distance.numel():
-            self.largest = max(self.largest, float(distance.max()))
-
-    def over_ranks(self, world: World, num_alike: int) -> _Sums:
-        """All ranks' together, of whom ``num_alike`` have the same each; collective."""
-        total = _Sums()
-        total.sums = world.sum(self.sums / num_alike)
-        total.largest = max(world.allgather(self.largest))
-        return total
 
 
 class Policy:
@@ -181,6 +100,7 @@ class Policy:
         repeats_layers = config.optimizer.repeats_layers(deepspeed.get_accelerator().device_name())
         self._sequence = join_sequence_group(world, config.optimizer.sequence_parallel)
         self.engine = start_engine(PolicyModel(model, repeats_layers, self._sequence), config, world.size)
+        self._state = TrainState(self.engine, self._parameters, self._stage, world)
         self._recipe = config.algorithm.recipe
         self._reference: Any = None
         if reference is not None:
@@ -215,7 +135,7 @@ class Policy:
         started = time.perf_counter()
         old = self._old_log_probs(own)
         updating = time.perf_counter()
-        sums, norms = _Sums(), []
+        sums, norms = TokenSums(), []
         for batches, old_log_probs in zip(own, old, strict=True):
             is_finite = self._accumulate(batches, old_log_probs, sums)
             norms.append(self._step())
@@ -254,7 +174,7 @@ class Policy:
         for _, layer in groupby(self._weights_of_model.items(), lambda named: _layer_of(named[0])):
             weights = dict(layer)
             BEAT.tick()
-            with self._gathered(*weights.values()):
+            with gathered(weights.values(), self._stage):
                 held = {name: parameter.detach() for name, parameter in weights.items()}
                 yield from merged(held, self._config.lora)
 
@@ -266,25 +186,12 @@ class Policy:
         piece is good only until the next is asked for; ask for all of them.
         """
         self._make_state()
-        kinds = ("master", *MOMENTS)
-        if self._stage == 0:
-            every = [(f"{n}.{kind}", self._full_state(p, kind)) for n, p in self._parameters.items() for kind in kinds]
-            yield from own_pieces(every, self._world.rank, self._world.size)
-            return
-        for name, parameter in self._parameters.items():
-            for kind in kinds:
-                piece = self._own_piece(parameter, kind)
-                if piece is not None:
-                    yield f"{name}.{kind}", piece
+        yield from self._state.shard()
 
     @property
     def num_shard_bytes(self) -> int:
         """Bytes of ``state_shard``, known before there are moments."""
-        if self._stage == 0:
-            masters = [(name, parameter) for name, parameter in self._parameters.items() for _ in range(3)]
-            return sum(piece.num_bytes for _, piece in own_pieces(masters, self._world.rank, self._world.size))
-        masters_only = (self._own_piece(parameter, "master") for parameter in self._parameters.values())
-        return 3 * sum(piece.num_bytes for piece in masters_only if piece is not None)
+        return self._state.num_shard_bytes
 
     def load_state(
         self,
@@ -306,30 +213,14 @@ class Policy:
             UserError: on all ranks, if a tensor cannot be read on one.
         """
         self._make_state()
-        kinds = ("master", *MOMENTS)
-        spread = {name: parameter for name, parameter in self._parameters.items() if _is_spread(parameter)}
-        whole = (f"{name}.{kind}" for name in self._parameters if name not in spread for kind in kinds)
-        for full_name, tensor in read(whole):
-            name, _, kind = full_name.rpartition(".")
-            parameter = self._parameters[name]
-            if kind == "master":  # the next forward pass reads the parameter, which only the next step would write
-                with self._gathered(parameter, modifier_rank=0), torch.no_grad():
-                    parameter.copy_(tensor)
-            self._set_full_state(parameter, kind, tensor.to(self.engine.device))
-
-        def read_own() -> None:
-            for name, parameter in spread.items():
-                for kind in kinds:
-                    self._load_own(parameter, kind, partial(read_span, f"{name}.{kind}"))
-
-        self._world.all_or_none(read_own)
-        self._set_step_count(num_steps)
+        self._state.load(read, read_span, num_steps)
+        self._num_steps = num_steps
 
     def sha256(self) -> str:
         """Hash of all fp32 weights that are trained in the order of their names, equal on all ranks."""
         digest = hashlib.sha256()
         for name in sorted(self._parameters):
-            weights = self._full_state(self._parameters[name], "master").to("cpu", torch.float32)
+            weights = self._state.master(name).to("cpu", torch.float32)
             digest.update(name.encode())
             # Gathering adds zeros, which turns -0 into +0; so that the stage does not matter, always.
             digest.update((weights + 0.0).contiguous().numpy().data)
@@ -341,6 +232,7 @@ class Policy:
             self._reference.destroy()
         self._reference = None
         self.engine.destroy()
+        del self._state
         self.engine = None  # the last reference to DeepSpeed's groups, whose threads must end before Python does
         self._parameters.clear()
         self._weights_of_model.clear()
@@ -410,7 +302,7 @@ class Policy:
         return [[None] * len(first), *([self._log_probs(self.engine, batch) for batch in batches] for batches in later)]
 
     def _accumulate(
-        self, batches: Sequence[_Batch], old: Sequence[torch.Tensor | None], sums: _Sums
+        self, batches: Sequence[_Batch], old: Sequence[torch.Tensor | None], sums: TokenSums
     ) -> list[torch.Tensor]:
         """Gradient of one update's loss over all micro-batches and ranks; adds to this rank's sums for the stats.
 
@@ -426,7 +318,7 @@ class Policy:
             self.engine.backward(losses.sum() * self._world.size, scale_wrt_gas=False)
         return is_finite
 
-    def _losses(self, batch: _Batch, old: torch.Tensor | None, sums: _Sums) -> torch.Tensor:
+    def _losses(self, batch: _Batch, old: torch.Tensor | None, sums: TokenSums) -> torch.Tensor:
         """What each token adds to the loss [T]; adds to the sums for the stats."""
         algorithm, recipe = self._config.algorithm, self._recipe
         log_probs, entropy = self._forward(self.engine, batch)
@@ -474,7 +366,7 @@ class Policy:
             group["lr"] = value
 
     def _stats(
-        self, totals: _Sums, norms: Sequence[float], num_tokens: int, seconds: tuple[float, float]
+        self, totals: TokenSums, norms: Sequence[float], num_tokens: int, seconds: tuple[float, float]
     ) -> PolicyStats:
         entropy, ppo_kl, clipped, kl, probs_diff, k1, k3, weight, outside = (totals.sums[1:] / num_tokens).tolist()
         old_seconds, update_seconds = np.max(self._world.allgather(seconds), axis=0).tolist()
@@ -496,19 +388,6 @@ class Policy:
     def _stage(self) -> int:
         return self._config.optimizer.zero_stage
 
-    def _gathered(
-        self, *parameters: torch.nn.Parameter, modifier_rank: int | None = None
-    ) -> AbstractContextManager[Any]:
-        """Within it the parameters are whole; what rank ``modifier_rank`` writes there is kept on all ranks."""
-        if self._stage < 3:
-            return nullcontext()
-        import deepspeed
-
-        gathered: AbstractContextManager[Any] = deepspeed.zero.GatheredParameters(
-            list(parameters), modifier_rank=modifier_rank
-        )
-        return gathered
-
     def _make_state(self) -> None:
         """Have the optimiser's moments exist, which only a first step makes: all zero, the weights untouched."""
         if self._has_state:
@@ -520,85 +399,7 @@ class Policy:
         self.engine.backward(self._forward(self.engine, nothing)[0].sum(), scale_wrt_gas=False)
         self.engine.step()
         self._has_state = True
-        self._set_step_count(self._num_steps)
-
-    def _full_state(self, parameter: torch.nn.Parameter, kind: str) -> torch.Tensor:
-        from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
-
-        state: torch.Tensor
-        BEAT.tick()
-        if self._stage == 0:
-            state = parameter.detach() if kind == "master" else self.engine.basic_optimizer.state[parameter][kind]
-        elif kind == "master":
-            state = safe_get_full_fp32_param(parameter)
-        else:
-            state = safe_get_full_optimizer_state(parameter, kind)
-        return state
-
-    def _own_piece(self, parameter: Any, kind: str) -> Piece | None:
-        """What ZeRO keeps of a parameter's state on this rank; None where that is nothing."""
-        if self._stage == 3:
-            import deepspeed.utils as state
-
-            if kind == "master":
-                own = state.safe_get_local_fp32_param(parameter)
-            else:
-                own = state.safe_get_local_optimizer_state(parameter, kind)
-            start = own.numel() * self._world.rank
-            rest = max(parameter.ds_numel - start, 0)  # beyond it is padding
-            return Piece(own.detach()[:rest], start, tuple(parameter.ds_shape)) if rest else None
-        mapping = parameter._hp_mapping
-        if mapping is None:
-            return None
-        fragment = mapping.get_hp_fragment(None if kind == "master" else kind)
-        return Piece(fragment.detach(), mapping.lp_fragment_address.start, tuple(parameter.shape))
-
-    def _set_full_state(self, parameter: torch.nn.Parameter, kind: str, value: torch.Tensor) -> None:
-        import deepspeed.utils as state
-
-        BEAT.tick()
-        if self._stage == 0:
-            self._full_state(parameter, kind).copy_(value)
-        elif self._stage == 3:
-            # DeepSpeed's own setter of whole values fails on ranks whose number does not divide them.
-            size = parameter.ds_tensor.numel()  # type: ignore[attr-defined]
-            padded = torch.nn.functional.pad(value.flatten(), (0, size * self._world.size - value.numel()))
-            own = padded.narrow(0, size * self._world.rank, size)
-            if kind == "master":
-                state.safe_set_local_fp32_param(parameter, own)
-            else:
-                state.safe_set_local_optimizer_state(parameter, own, kind)
-        elif kind == "master":
-            state.safe_set_full_fp32_param(parameter, value)
-        else:
-            state.safe_set_full_optimizer_state(parameter, value, kind)
-
-    def _load_own(self, parameter: Any, kind: str, read: Callable[[int, int, tuple[int, ...]], torch.Tensor]) -> None:
-        """Read this rank's share of a parameter's state at stage 3, and of the parameter itself from its master."""
-        import deepspeed.utils as state
-
-        BEAT.tick()
-        own = torch.zeros(parameter.ds_tensor.numel(), dtype=torch.float32)  # the last ranks' may end in padding
-        start = own.numel() * self._world.rank
-        if (count := min(own.numel(), parameter.ds_numel - start)) > 0:
-            own[:count] = read(start, start + count, tuple(parameter.ds_shape))
-        if kind == "master":
-            assert parameter.ds_status.name == "NOT_AVAILABLE", "a gathered parameter would keep its old values"
-            state.safe_set_local_fp32_param(parameter, own)
-            with torch.no_grad():
-                parameter.ds_tensor.copy_(own)
-        else:
-            state.safe_set_local_optimizer_state(parameter, own, kind)
-
-    def _set_step_count(self, num_steps: int) -> None:
-        self._num_steps = num_steps
-        for state in self.engine.basic_optimizer.state.values():
-            state["step"].fill_(num_steps)
-
-
-def _is_spread(parameter: Any) -> bool:
-    """True at ZeRO stage 3 for all parameters but small ones, which every rank holds whole."""
-    return hasattr(parameter, "ds_tensor") and not parameter.ds_persist
+        self._state.set_step_count(self._num_steps)
 
 
 def _not_finite(batches: Sequence[_Batch], is_finite: Sequence[torch.Tensor]) -> list[int]:

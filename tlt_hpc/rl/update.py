@@ -16,7 +16,8 @@ from tlt_hpc.config import Config
 from tlt_hpc.rl.advantage import advantages_of, overlong_penalties
 from tlt_hpc.rl.draws import informative, trained_on
 from tlt_hpc.rl.finite import check_step
-from tlt_hpc.rl.policy import Policy, Update
+from tlt_hpc.rl.policy import Policy
+from tlt_hpc.rl.stats import Update
 
 
 def update_policy(config: Config, policy: Policy, rollouts: Sequence[Rollout], scores: NDArray[np.float32]) -> Update:
