@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
+from contextlib import nullcontext
 from itertools import permutations
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from fake_world import on_threads
 from logged import make_rollout, step_record
 
+from tlt_hpc import session as job
 from tlt_hpc.common.records import MicroStepRecord, SampleKey
-from tlt_hpc.config import load_config
+from tlt_hpc.config import UserError, load_config
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.rollout_log import write_step
 from tlt_hpc.storage.step_lines import add_line
@@ -123,6 +127,33 @@ def test_one_difference_is_seen_and_written(tmp_path, change, unequal, mismatche
     equal = to_tree(compared(tmp_path, **change))["equal"]
     assert equal.pop("mismatched_tokens") == mismatched
     assert [name for name, is_equal in equal.items() if not is_equal] == [unequal]
+
+
+def test_a_log_that_is_missing_in_all_runs_does_not_pass_for_equal(tmp_path, monkeypatch):
+    """It is waited for first, since NFS may show it late."""
+    monkeypatch.setattr(job, "NFS_SECONDS", 0.5)
+    compared(tmp_path, ("plain", "full"))
+    logs = [RunFolder(tmp_path / name).rollout_log(0, 1) for name in ("plain", "full")]
+    for log in logs:
+        log.rename(log.with_suffix(".away"))
+    digests = dict.fromkeys(("plain", "full"), "same")
+    with pytest.raises(UserError, match=r"plain/rollouts/step-000000 lacks rank-0001\.h5, so .*plain cannot be"):
+        read_comparison(CONFIG, tmp_path, 1, 2, digests)
+    for log in logs:
+        threading.Timer(0.1, log.with_suffix(".away").rename, [log]).start()
+    assert read_comparison(CONFIG, tmp_path, 1, 2, digests).runs["full"].tokens == 8
+
+
+def test_one_rank_reads_the_logs_for_all(tmp_path, monkeypatch):
+    """Others may see them later: they would count differences, and end the command with another status."""
+    readers = list[Path]()
+    monkeypatch.setattr(study, "run", lambda *of: RunResult(0, 1, True, "", ""))
+    monkeypatch.setattr(study, "assemble", lambda *of: nullcontext())
+    monkeypatch.setattr(study, "closing", lambda job: job)
+    monkeypatch.setattr(study, "take_turns", lambda *of: {"plain": "same"})
+    monkeypatch.setattr(study, "read_comparison", lambda config, parent, *of: readers.append(parent) or parent)
+    found = on_threads(3, lambda world: study.compare(CONFIG, ("plain",), 1, world, nullcontext))
+    assert len(readers) == 1 and found == readers * 3
 
 
 def test_mismatches_count_missing_tokens_and_samples():

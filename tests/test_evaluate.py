@@ -19,24 +19,24 @@ from tiny import embedded_folder
 from tlt_hpc.checkpoint.store import CheckpointStore
 from tlt_hpc.cli.main import main
 from tlt_hpc.cluster.stopping import Stop
-from tlt_hpc.common.records import Prompt, SamplingParams, Stream
+from tlt_hpc.common.records import FinishReason, Prompt, SamplingParams, Stream
 from tlt_hpc.config import ConfigError, RewardSection, UserError, load_config, to_toml
 from tlt_hpc.data.evaluation_sets import EvaluationSet
 from tlt_hpc.evaluate import answering
 from tlt_hpc.evaluate.answering import share_of
 from tlt_hpc.evaluate.evaluate import EvaluationResult, evaluate
-from tlt_hpc.evaluate.exam import wanted_responses
+from tlt_hpc.evaluate.exam import Exam, wanted_responses
 from tlt_hpc.evaluate.figures import RIGHT
 from tlt_hpc.evaluate.folder import EvaluationFolder
 from tlt_hpc.evaluate.subject import evaluation_config, find_subject
-from tlt_hpc.evaluate.tally import votes_of
+from tlt_hpc.evaluate.tally import tally, votes_of
 from tlt_hpc.models.eagle import Eagle
 from tlt_hpc.models.folder import folder_weights
 from tlt_hpc.models.tokenizer import embedded, load_tokenizer
 from tlt_hpc.mpi.world import World
-from tlt_hpc.rewards.scorer import standing_judge
+from tlt_hpc.rewards.scorer import Judge, standing_judge
 from tlt_hpc.rl.distributed import leave_process_group
-from tlt_hpc.storage.evaluation_log import read_responses
+from tlt_hpc.storage.evaluation_log import JudgedResponse, read_responses
 from tlt_hpc.storage.folder import RunFolder
 
 ROOT = Path(__file__).parent.parent
@@ -183,6 +183,7 @@ def test_another_evaluation_in_the_folder_is_refused(plain):
     for override, what in (
         ("evaluation.max_new_tokens=50", "evaluation.max_new_tokens = 160, now 50"),
         ("reward.default=numeric", "reward.default = 'boxed', now 'numeric'"),
+        ("data.answer_key=other", "data.answer_key = '', now 'other'"),
     ):
         with pytest.raises(UserError, match=re.escape(f"holds an evaluation with {what}; use what it was, or give")):
             start(plain[0], override)
@@ -318,6 +319,17 @@ def test_mathematics_votes_by_meaning():
     votes = votes_of(judge, "math", texts, [False] * 5 + [True])
     assert votes is not None and votes[0] == votes[1] != votes[2] == votes[3] and None not in votes[:4]
     assert votes[4:] == [None, RIGHT]
+
+
+def test_a_program_that_fails_is_a_wrong_answer_and_not_one_that_was_not_judged():
+    section = RewardSection(default="function", function="own.py:f", by_source={"programs": "code"})
+    prompts = tuple(Prompt(np.array([2], np.int32), "", "", source) for source in ("programs", "others"))
+    sets = (EvaluationSet("a", (0, 1), prompts, ""),)
+    exam = Exam(sets, wanted_responses(load_config(TINY, ["evaluation.samples=0"]), sets), Judge(section, None))
+    keys = [request.key for each in exam.wanted for request in each.requests]
+    failed = {key: JudgedResponse(key, np.array([2], np.int32), FinishReason.EOS, 1, 0.0, "cpu") for key in keys}
+    results = tally(exam, failed, load_tokenizer(embedded("tiny")), ())
+    assert results.figures["a/programs"].greedy.value == 0.0 and results.failures == {"cpu": 1}
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3, 64])

@@ -42,6 +42,7 @@ def source_of(folder: Path | str, rank: int) -> str:
 
 def test_ranks_of_a_replica_load_their_parts_and_agree_on_the_fingerprint(monkeypatch):
     shape, subject = read_shape(embedded_folder()), Subject(str(embedded_folder()), None, None, None)
+    config = load_config(TINY)
     reads, true_readers = list[str](), subject_module._readers
 
     def counted(name, read, cut):
@@ -54,7 +55,7 @@ def test_ranks_of_a_replica_load_their_parts_and_agree_on_the_fingerprint(monkey
 
     def load(world):
         decoder = Decoder(shape, torch.float32, CPU, Sharding(world.rank, 2))
-        return load_weights(decoder, subject, None, "", world), decoder
+        return load_weights(decoder, subject, None, config, world), decoder
 
     (first, one), (second, other) = on_threads(2, load)
     weights = dict(folder_weights(embedded_folder()))
@@ -65,6 +66,18 @@ def test_ranks_of_a_replica_load_their_parts_and_agree_on_the_fingerprint(monkey
     for number, layer in enumerate(embedded_decoder().layers):
         halves = [decoder.layers[number].mlp.down.weight for decoder in (one, other)]
         assert torch.equal(torch.cat(halves, 1), layer.mlp.down.weight)
+
+
+def test_weights_are_rounded_as_in_training_where_a_cpu_computes_with_more_digits(monkeypatch):
+    """Or the evaluation of a run's own checkpoint would be one of other weights."""
+    shape, subject = read_shape(embedded_folder()), Subject(str(embedded_folder()), None, None, None)
+    weights = {name: weight.float() * 1.001 for name, weight in folder_weights(embedded_folder())}
+    monkeypatch.setattr(subject_module, "_readers", lambda *of: ((n, lambda cut, n=n: weights[n]) for n in weights))
+    decoder, config = Decoder(shape, torch.float32, CPU), load_config(TINY, ["model.dtype=bfloat16"])
+    (found,) = on_threads(1, lambda world: load_weights(decoder, subject, None, config, world))
+    rounded = {name: weight.bfloat16() for name, weight in weights.items()}
+    assert found == fingerprint_of(rounded.items(), shape.tied_head) != fingerprint_of(weights.items(), shape.tied_head)
+    assert torch.equal(decoder.final_norm.weight, rounded["model.norm.weight"].float())
 
 
 def test_other_files_on_another_node_are_refused_on_all_ranks(tmp_path):

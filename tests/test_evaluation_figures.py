@@ -115,6 +115,7 @@ def test_kinds_without_answers_have_no_majority():
     ("kind", "texts", "rights", "votes"),
     [
         ("boxed", [r"\boxed{4}", r"so \boxed{5}", r"\boxed{5}", "5", r"\boxed{5} ."], "10000", [0, 1, 1, None, None]),
+        ("boxed", [r"\boxed{}", "5", "no box"], "000", [1, None, None]),  # an empty box is an answer, no box is none
         ("numeric", ["it is 0.5", "1/2", "#### 3", "three"], "0000", [1, 1, 2, None]),
         ("numeric", ["3000000", "3000002", "3000004"], "000", [1, 1, 2]),  # the tolerance is relative
         ("choice", ["The answer is B", r"\boxed{(B)}", "A", "none of them"], "0010", [1, 1, 0, None]),

@@ -357,6 +357,21 @@ def test_a_policy_in_several_files_is_the_checkpoints(run, capsys, monkeypatch):
     assert json.loads((out / "model.safetensors.index.json").read_text())["metadata"]["total_size"] == sum(sizes)
 
 
+def test_the_runs_own_chat_template_goes_with_its_policy(run, tmp_path, capsys):
+    """Else a server would write chats in a format that the policy was not trained on."""
+    template = tmp_path / "own.jinja"
+    template.write_text("{{ messages[0]['content'] }}!")
+    config = run / "config.toml"
+    config.write_text(config.read_text().replace('chat_template = "auto"', f'chat_template = "{template}"'))
+    for _ in range(2):
+        assert main(["export-policy", str(run)]) == 0
+    tokenizer = AutoTokenizer.from_pretrained(run / "export" / "policy")
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False) == "a!"
+    template.unlink()
+    assert main(["export-policy", str(run)]) == 2
+    assert f"data.chat_template = '{template}': No such file or directory; restore the file" in capsys.readouterr().err
+
+
 def test_the_newest_policy_replaces_an_earlier_export_and_nothing_else(run, capsys, monkeypatch):
     out = run / "export" / "policy"
     with monkeypatch.context() as patch:

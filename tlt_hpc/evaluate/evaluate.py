@@ -98,7 +98,7 @@ def evaluate(config: Config, subject: Subject, world: World, reporter: Evaluatio
     subject, checkpoint = open_checkpoint(subject, world)
     folder = EvaluationFolder(subject.folder(config))
     with closing(open_session(config, world, assets)) as session:
-        facts = facts_of(config, sets, load_weights(session.decoder, subject, checkpoint, config.model.path, world))
+        facts = facts_of(config, sets, load_weights(session.decoder, subject, checkpoint, config, world))
         done = world.once(lambda: claim(folder, facts))
         BEAT.folder = folder.status
         num_missing, total = len(exam.missing(done)), len(exam.missing(()))
@@ -251,6 +251,8 @@ def facts_of(config: Config, sets: Sequence[EvaluationSet], fingerprint: str) ->
     return {
         WEIGHTS: fingerprint,
         "model.dtype": config.model.dtype,
+        "data.prompt_key": config.data.prompt_key,
+        "data.answer_key": config.data.answer_key,
         "evaluation.seed": evaluation.seed,
         "evaluation.temperature": evaluation.temperature,
         "evaluation.top_p": evaluation.top_p,

@@ -20,7 +20,7 @@ from tlt_hpc.checkpoint.store import CheckpointStore
 from tlt_hpc.config import EMBEDDED_MODEL, Config, UserError, load_saved_config
 from tlt_hpc.data.evaluation_sets import longest_response
 from tlt_hpc.models.decoder import Decoder
-from tlt_hpc.models.folder import folder_readers
+from tlt_hpc.models.folder import DTYPES, folder_readers
 from tlt_hpc.models.once import ReadCut, readers_once
 from tlt_hpc.models.tokenizer import find_model
 from tlt_hpc.mpi.world import World
@@ -123,16 +123,21 @@ def open_checkpoint(subject: Subject, world: World) -> tuple[Subject, Checkpoint
     return replace(subject, step=found.step), found
 
 
-def load_weights(decoder: Decoder, subject: Subject, checkpoint: Checkpoint | None, model: str, world: World) -> str:
+def load_weights(
+    decoder: Decoder, subject: Subject, checkpoint: Checkpoint | None, config: Config, world: World
+) -> str:
     """Have the decoder read its part of each of the policy's weights; returns their fingerprint. Collective.
+
+    They are rounded as training rounds them, though a decoder on a CPU computes with more digits.
 
     The first rank of each node reads each weight once. The fingerprint is one of whole weights, of which every rank
     takes an equal share: a rank that is alone on its node reads those whole, one at a time.
 
     Raises:
-        UserError: they cannot be read, or are not those of the folder ``model``, by which the decoder was made.
+        UserError: they cannot be read, or are not those of ``config``'s folder, by which the decoder was made.
     """
-    samples, cuts, dtype = dict[str, str](), decoder.weight_cuts(), decoder.dtype
+    model = config.model.path
+    samples, cuts, dtype = dict[str, str](), decoder.weight_cuts(), DTYPES[config.model.dtype]
 
     def parts() -> Iterator[tuple[str, Tensor]]:
         for number, (name, read) in enumerate(readers_once(world.node_group, _readers(subject, checkpoint, model))):

@@ -57,10 +57,12 @@ def tally(
         UserError: the server of rewards cannot be started again.
     """
     groups: dict[str, list[PromptAnswers]] = {}
+    failures = Counter[str]()
     for each in exam.wanted:
         own = [responses[request.key] for request in each.requests]
         texts = [text_of(tokenizer, response.tokens) for response in own]
         votes = votes_of(exam.judge, exam.judge.kind_of(each.prompt), texts, list(map(is_right, own)))
+        failures.update(r.failure for r in own if r.failure and exam.judge.leaves_open(each.prompt, r.failure))
         name, answers = each.of_set.name, PromptAnswers(own, votes)
         groups.setdefault(name, []).append(answers)
         if len({prompt.source for prompt in each.of_set.prompts}) > 1:
@@ -72,7 +74,7 @@ def tally(
         num_responses=len(everything),
         num_tokens=num_tokens,
         accept_length=num_tokens / max(1, sum(response.num_target_passes for response in everything)),
-        failures=dict(Counter(response.failure for response in everything if response.failure)),
+        failures=dict(failures),
     )
 
 
@@ -81,9 +83,11 @@ def votes_of(judge: Judge, kind: str, texts: Sequence[str], rights: Sequence[boo
     if kind not in _COMPARE:
         return None
     compare = partial(_COMPARE[kind], judge)
-    wrong = {text: answer_of(kind, text) for text, is_right in zip(texts, rights, strict=True) if not is_right}
-    numbers = number_answers({answer for answer in wrong.values() if answer is not None}, compare)
-    return [RIGHT if is_right else numbers.get(wrong[text] or "") for text, is_right in zip(texts, rights, strict=True)]
+    wrong = {text for text, is_right in zip(texts, rights, strict=True) if not is_right}
+    answers = {text: answer for text in wrong if (answer := answer_of(kind, text)) is not None}
+    numbers = number_answers(set(answers.values()), compare)
+    votes = {text: numbers.get(answer) for text, answer in answers.items()}
+    return [RIGHT if is_right else votes.get(text) for text, is_right in zip(texts, rights, strict=True)]
 
 
 def number_answers(answers: set[str], compare: Compare) -> dict[str, int]:

@@ -1,6 +1,7 @@
 """``tlt export-policy``: writes a run's policy as a Hugging Face folder, with one file of weights in memory at a time.
 
-Everything but the weights is the start model's: configuration (with the new type of the weights), tokenizer, template.
+Everything but the weights is the start model's: configuration (with the new type of the weights), tokenizer, template
+(unless the run has one of its own).
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors.torch import save_file
 
 from tlt_hpc.checkpoint.policy_weights import PolicyWeights, open_policy
-from tlt_hpc.config import UserError, load_saved_config
+from tlt_hpc.common.records import ChatFormat
+from tlt_hpc.config import Config, ConfigError, UserError, load_saved_config
+from tlt_hpc.data.chat import read_template
 from tlt_hpc.export.export_options import output_of
 from tlt_hpc.export.model_card import escaped, policy_card
 from tlt_hpc.export.writer import CARD, CONFIG, MARK, check_output, checkpoint_at, write_folder
@@ -32,6 +35,8 @@ from tlt_hpc.storage.folder import RunFolder, no_run
 SHARD_BYTES = 5_000_000_000
 """Maximum size of one file of weights, as in transformers."""
 _INDEX = "model.safetensors.index.json"
+_TEMPLATE = "chat_template.jinja"
+"""It goes before a template in the tokenizer's configuration."""
 _WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
 _LARGEST_COMPANION = 64 * 2**20
 """Largest file that is copied from the model's folder; a tokenizer is far smaller."""
@@ -56,8 +61,8 @@ def run(options: argparse.Namespace) -> None:
     model = find_model(options.model or config.model.path)
     policy = open_policy(folder, config, checkpoint, model)
     check_model(policy)
-    companions = companions_of(model)
-    ours = {CONFIG, CARD, _INDEX, *(path.name for path in companions)}
+    companions, template = companions_of(model), own_template(config)
+    ours = {CONFIG, CARD, _INDEX, _TEMPLATE, *(path.name for path in companions)}
     output = output_of(options, "policy")
     check_output(output, lambda name: name in ours or name.endswith(".safetensors"))
 
@@ -65,6 +70,9 @@ def run(options: argparse.Namespace) -> None:
         for path in companions:
             shutil.copyfile(path, part / path.name)
             yield part / path.name
+        if template:
+            (part / _TEMPLATE).write_text(template, encoding="utf-8")
+            yield part / _TEMPLATE
         yield from write_weights(part, policy, DTYPES[options.dtype])
         settings = json.loads((model / CONFIG).read_text(encoding="utf-8"))
         settings.pop("torch_dtype", None)
@@ -126,6 +134,20 @@ def write_weights(folder: Path, policy: PolicyWeights, dtype: torch.dtype) -> It
         index = {"metadata": shards.metadata, "weight_map": shards.tensor_to_filename}
         (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
         yield folder / _INDEX
+
+
+def own_template(config: Config) -> str:
+    """The chat template that a run has in place of its model's; empty: it has none.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    try:
+        found = read_template(config.data, ChatFormat())
+    except ConfigError as error:
+        fact = str(error).partition(";")[0]
+        raise UserError(f"{fact}; restore the file, for the policy was trained on prompts in its format") from None
+    return found.text if found else ""
 
 
 def companions_of(model: Path) -> list[Path]:

@@ -75,6 +75,10 @@ class Judge:
         """Whether responses to the prompt go to the server."""
         return self.kind_of(prompt) in kinds.WORKER_KINDS
 
+    def leaves_open(self, prompt: Prompt, failure: str) -> bool:
+        """Whether a failure leaves a response to the prompt unjudged; a program that fails is judged by that."""
+        return not (failure in _OF_PROGRAMS and self.kind_of(prompt) == "code")
+
     def answer(self, prompt: Prompt, text: str) -> Answer:
         """A response to the prompt as it is judged."""
         return Answer(self.kind_of(prompt), prompt.source, text, prompt.answer, prompt.extra)
@@ -163,7 +167,7 @@ class Scorer:
             (verdict.failure, verdict.detail)
             for rollout in rollouts
             if (verdict := self._verdicts[rollout.key]).failure is not None
-            and not (verdict.failure in _OF_PROGRAMS and self._judge.kind_of(self._prompt_of(rollout)) == "code")
+            and self._judge.leaves_open(self._prompt_of(rollout), verdict.failure)
         ]
         return Unjudged(len(rollouts), tuple(failures))
 

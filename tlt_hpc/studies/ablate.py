@@ -174,7 +174,7 @@ def measure(ablation: Ablation, world: World) -> dict[str, Passes] | None:
         return {}
     config = ablation.config_of(arms[0])
     assets = read_assets_once(config, world.size, world.node_group)
-    # prompts of the warm-up's draws, which no step uses
+    # prompts of the warm-up's draws, which are no step's; but data that has an end comes again
     requests = from_prompts(config, assets.prompts).validation_requests(config.run.seed)
     measured: dict[str, Passes] = {}
     with closing(open_session(config, world, assets)) as session:

@@ -19,12 +19,12 @@ from typing import Any
 import numpy as np
 
 from tlt_hpc.common.records import SampleKey
-from tlt_hpc.config import Config, without_side_effects
+from tlt_hpc.config import Config, UserError, without_side_effects
 from tlt_hpc.look.analysis.comparison import PairedRatio, paired_ratio
 from tlt_hpc.look.metrics import DECODE_CPU
 from tlt_hpc.mpi.world import World
 from tlt_hpc.resume.saving import finish_saves
-from tlt_hpc.session import Job, assemble
+from tlt_hpc.session import Job, assemble, hidden_files
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.rollout_log import StepRecord, read_step
 from tlt_hpc.storage.step_lines import read_lines
@@ -123,7 +123,9 @@ def compare(
             for mode in modes
         }
         digests = take_turns(jobs, num_steps, reporter_of)
-    return read_comparison(config, parent, num_steps, world.size, digests) if digests else None
+    if not digests:
+        return None
+    return world.once(lambda: read_comparison(config, parent, num_steps, world.size, digests))
 
 
 def take_turns(jobs: Mapping[str, Job], num_steps: int, reporter_of: Callable[[str], Reporter]) -> dict[str, str]:
@@ -159,20 +161,24 @@ def config_of(config: Config, mode: str, num_steps: int, parent: Path) -> Config
 def read_comparison(
     config: Config, parent: Path, num_steps: int, num_ranks: int, digests: Mapping[str, str]
 ) -> Comparison:
-    """Read the logs of the runs in ``parent``; ``digests`` are those of their last policies, by the run's name."""
+    """Read the logs of the runs in ``parent``; ``digests`` are those of their last policies, by the run's name.
+
+    Raises:
+        UserError: a rank's log is not there.
+    """
     folders = {name: RunFolder(parent / name) for name in digests}
     first = next(iter(folders.values()))
-    runs = {name: read_run(folder, first, num_steps, digests[name]) for name, folder in folders.items()}
+    runs = {name: read_run(folder, first, num_steps, num_ranks, digests[name]) for name, folder in folders.items()}
     return Comparison(parent, num_steps, num_ranks, config.is_exact, runs)
 
 
-def read_run(folder: RunFolder, first: RunFolder, num_steps: int, digest: str) -> RunFigures:
+def read_run(folder: RunFolder, first: RunFolder, num_steps: int, num_ranks: int, digest: str) -> RunFigures:
     """One run's figures, compared step by step with the run in ``first``."""
     totals = dict.fromkeys(("tokens", "passes", "idle", "harvested", "updates", "guarded", "mismatched"), 0.0)
     rewards: list[float] = []
     rewards_equal = True
     for step in range(num_steps):
-        records, reference = ([read_step(path) for path in run.rollout_logs(step)] for run in (folder, first))
+        records, reference = (read_ranks(run, step, num_ranks) for run in (folder, first))
         scores = rewards_by_key(records)
         rewards += scores.values()
         rewards_equal &= scores == rewards_by_key(reference)
@@ -205,6 +211,18 @@ def read_run(folder: RunFolder, first: RunFolder, num_steps: int, digest: str) -
         rewards_equal=rewards_equal,
         by_step=by_step,
     )
+
+
+def read_ranks(run: RunFolder, step: int, num_ranks: int) -> list[StepRecord]:
+    """What all ranks have logged of a step: of fewer, the rest would pass for the whole.
+
+    Raises:
+        UserError: a log is not there, nor comes within the time that NFS may take.
+    """
+    paths = [run.rollout_log(step, rank) for rank in range(num_ranks)]
+    for name in hidden_files(paths[0].parent, {path.name for path in paths}):
+        raise UserError(f"{paths[0].parent} lacks {name}, so {run.path} cannot be compared; delete it and start again")
+    return [read_step(path) for path in paths]
 
 
 def tokens_by_key(records: list[StepRecord]) -> dict[SampleKey, np.ndarray]:
