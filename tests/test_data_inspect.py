@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from data_sets import config_of, gcd_row, reader_of, verl_row, write_jsonl, write_parquet
+from data_sets import RAW, config_of, gcd_row, reader_of, verl_row, write_jsonl, write_parquet
+from tiny import embedded_tokenizer
+from tokenizers import Tokenizer, processors
 
 from tlt_hpc.cli.main import main
+from tlt_hpc.common.records import ChatFormat
 from tlt_hpc.data.inspect import inspect
+from tlt_hpc.data.prompts import open_prompts
 from tlt_hpc.data.rows import RowError
 from tlt_hpc.plan.inputs import read_assets
 
@@ -41,6 +45,16 @@ def test_prompts_that_the_tokenizer_does_not_know_are_counted_and_warned_of(tmp_
     said = read_assets(config_of(path), 1).prompts.warning
     assert f"does not know some characters in 2 of 3 prompts, the first {path}:2, and" in said
     assert read_assets(config_of(write_jsonl(tmp_path / "b.jsonl", rows[:1])), 1).prompts.warning == ""
+
+
+def test_prompts_without_the_token_that_begins_every_text_are_warned_of(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", [gcd_row(1)])
+    tokenizer = Tokenizer.from_str(embedded_tokenizer().to_str())
+    tokenizer.post_processor = processors.TemplateProcessing(single="<eos> $A", special_tokens=[("<eos>", 1)])
+    raw = open_prompts(config_of(path), tokenizer)
+    assert raw.warning.startswith(f"data.source = '{path}': prompts do not begin with '<eos>', which the model's ")
+    chat = ChatFormat(f"<eos>{RAW.template}")
+    assert open_prompts(config_of(path, "data.text_prompts=chat"), tokenizer, chat).warning == ""
 
 
 def test_broken_rows_are_named_and_status_is_1(tmp_path, capsys):

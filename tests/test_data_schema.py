@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from decimal import Decimal
 
 import pytest
 from data_sets import TINY, all_prompts, gcd_row, open_data, reader_of, texts, verl_row, write_jsonl, write_parquet
@@ -32,6 +33,11 @@ def test_verls_schema(write, tmp_path):
 def test_answers_that_are_no_texts(answer, text, tmp_path):
     (prompt,) = all_prompts(write_jsonl(tmp_path / "a.jsonl", [{"prompt": "1=", "answer": answer}]))
     assert prompt.answer == text
+
+
+def test_an_answer_of_a_decimal_column(tmp_path):
+    (prompt,) = all_prompts(write_parquet(tmp_path / "a.parquet", [{"prompt": "1=", "answer": Decimal("4.5")}]))
+    assert prompt.answer == "4.5"
 
 
 def test_columns_by_name(tmp_path):

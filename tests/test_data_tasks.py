@@ -8,9 +8,11 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from data_sets import open_data, reader_of, texts
+from data_sets import RAW, config_of, open_data, reader_of, texts
+from tiny import embedded_tokenizer
 
 from tlt_hpc.config import UserError
+from tlt_hpc.data.evaluation_sets import open_sets
 
 
 class Sums:
@@ -55,6 +57,14 @@ def test_arguments_and_seed_make_other_problems(gym: None) -> None:
 
     assert fingerprint() == fingerprint()
     assert len({fingerprint(), fingerprint(seed=1), fingerprint("largest = 2")}) == 3
+
+
+def test_an_evaluation_has_other_problems_than_any_run(gym: None) -> None:
+    """Problem n is made from seed + n: runs with seeds from 0 on share most problems with an evaluation with seed 0."""
+    task = "reasoning-gym:sums"
+    config = config_of(task, "data.task_args={size = 3}", f"evaluation.sources=['{task}']")
+    (found,) = open_sets(config, embedded_tokenizer(), RAW)
+    assert texts(found.prompts) == [f"{2**31},{b}=" for b in range(3)]
 
 
 @pytest.mark.parametrize(

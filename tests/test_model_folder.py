@@ -13,6 +13,7 @@ from tiny import embedded_folder
 from tlt_hpc.cli.main import main
 from tlt_hpc.config import UserError
 from tlt_hpc.models import families
+from tlt_hpc.models.folder import load_policy_model
 from tlt_hpc.models.json_file import read_json
 
 TINY = Path(__file__).resolve().parent.parent / "jobs" / "tiny.toml"
@@ -79,6 +80,7 @@ FAMILIES = f"use one of {', '.join(families.FAMILIES)}"
         ),
         ({"model_type": "gemma3_text", "final_logit_softcapping": 30.0}, "final_logit_softcapping" + UNKNOWN),
         ({"mlp_bias": True}, "mlp_bias = true" + UNKNOWN),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization (quantization_config)" + UNKNOWN),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu'" + UNKNOWN),
         ({"hidden_size": None}, "hidden_size is missing" + TAKE),
         ({"hidden_size": "128"}, f"hidden_size = '128' {COUNT}"),
@@ -155,6 +157,32 @@ def test_ends_that_are_no_tokens(token, message, folder, capsys):
     for file in (CONFIG, "generation_config.json"):
         change(folder / file, eos_token_id=token)
     assert f"{message} generation_config.json" in said(capsys)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tie_word_embeddings": False}, "'lm_head.weight' and 0 more weights"),
+        ({"intermediate_size": 192}, "'model.layers.0.mlp.down_proj.weight' and 23 more weights"),
+    ],
+)
+def test_weights_that_would_be_random(changes, message, folder):
+    change(folder / CONFIG, **changes)
+    with pytest.raises(UserError, match=f"^model folder mine does not hold {message} in the shapes that config.json "):
+        load_policy_model(Path("mine"), "float32")
+
+
+def test_a_prompt_of_tokens_that_the_model_does_not_have(folder, capsys):
+    """The tokenizer has got more tokens, and the model has not."""
+    raw = json.loads((folder / "tokenizer.json").read_text())
+    names = ("a", "b", "c", "d", "e")
+    raw["added_tokens"] += [{**raw["added_tokens"][0], "id": 20 + i, "content": name} for i, name in enumerate(names)]
+    (folder / "tokenizer.json").write_text(json.dumps(raw))
+    Path("data.jsonl").write_text('{"prompt": "1d", "answer": "1"}\n{"prompt": "1e", "answer": "1"}\n')
+    assert said(capsys, "train", str(TINY), "model.path=mine", "data.source=data.jsonl") == (
+        "data.jsonl:2: the tokenizer makes a token 24 of it, and the model has 0 to 23 (is tokenizer.json the model's "
+        "own?); fix or remove the row"
+    )
 
 
 OTHER_WEIGHTS = (

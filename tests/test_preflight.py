@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from huggingface_hub.utils import filter_repo_objects
 from preflight_place import NODES, ROOT, SCRIPT, Place, make_place
 
 from tlt_hpc.cli.main import main
@@ -330,6 +331,12 @@ def test_fix_fetches_the_model(place: Place) -> None:
     found = place.check()
     assert found["model"].level == "ok" and asked == ["Someone/Tiny"]
     assert place.check()["fix model"].found.endswith("is there") and len(asked) == 1
+
+
+def test_weights_are_fetched_once() -> None:
+    """Mistral's repositories hold them a second time."""
+    files = ["config.json", "model-00001-of-00001.safetensors", "consolidated.safetensors", "tokenizer.json"]
+    assert set(filter_repo_objects(files, allow_patterns=job_checks._PATTERNS)) == {*files} - {files[2]}
 
 
 def test_a_script_is_read_as_sbatch_reads_it(place: Place) -> None:

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 from hypothesis import example, given
 from hypothesis import strategies as st
-from tiny import byte_tokenizer, embedded_tokenizer
+from launch_ranks import ROOT
+from tiny import EOS, byte_tokenizer, embedded_decoder, embedded_tokenizer
 from tokenizers import Tokenizer, decoders, models
 
+from tlt_hpc.config import load_config
 from tlt_hpc.rollout.stops import StopStrings
+from tlt_hpc.session import Session
 
 LINES = [
     "the answer is 42.\n\nQuestion: how many?\n\n",
@@ -69,6 +74,17 @@ def test_one_that_was_complete_before_does_not_count_again() -> None:
     stops = stops_of(["1,2", "1"], embedded_tokenizer())
     assert [stops.first_stop(ids, start) for start in range(len(ids) + 1)] == [0, 2, 2, 6, 6, 6, 6, 8, 8, None]
     assert stops_of(["1", "999"], embedded_tokenizer()).first_stop(ids[:1] + ids[5:7], 1) == 2  # 1,1
+
+
+def test_special_tokens_have_their_text_in_a_run() -> None:
+    """A chat's turn ends with one, and a base model's end token is another."""
+    config = load_config(ROOT / "jobs" / "tiny.toml", ["rollout.stop_strings=['<eos>']"])
+    assets = SimpleNamespace(tokenizer=embedded_tokenizer(), shape=embedded_decoder().shape, eos_token_ids=(0,))
+    session = SimpleNamespace(config=config, assets=assets, decoder=SimpleNamespace(dtype=None), world=Mock(rank=0))
+    settings = Session.settings(session)  # type: ignore[arg-type]
+    assert settings.detokenize is not None
+    stops = StopStrings(settings.params.stop_strings, settings.detokenize)
+    assert stops.first_stop([3, 0, 4, EOS, 5]) == 3
 
 
 def test_work_is_bounded() -> None:

@@ -141,7 +141,8 @@ class Session:
             prefill_tokens=rollout.prefill_tokens,
             strategies=strategies_of(speculation.mode, speculation.strategies, ahead),
             seed=self.world.rank,
-            detokenize=assets.tokenizer.decode if rollout.stop_strings else None,
+            # with special tokens, whose text a stop string may be: those that end a chat's turn are such
+            detokenize=partial(assets.tokenizer.decode, skip_special_tokens=False) if rollout.stop_strings else None,
         )
 
     def make_engine(self, settings: EngineSettings, drafter: Drafter | None = None) -> RolloutEngine:

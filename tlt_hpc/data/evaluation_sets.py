@@ -19,6 +19,8 @@ from tlt_hpc.data.order import shuffled
 from tlt_hpc.data.prompts import kept_rows, make_prompt
 from tlt_hpc.data.reader import PromptReader
 
+_TASK_SEED = 2**31
+"""Of a task's problems: problem n is made from seed + n, so that with a seed near a run's it would be trained on."""
 _EMBEDDED_PROMPTS = 256
 """Number of problems of the embedded task, which has no end, without ``evaluation.limit``."""
 _MAX_EMBEDDED = 2048
@@ -84,7 +86,7 @@ def _open(config: Config, name: str, source: str, tokenizer: Tokenizer, chat: Ch
         changed["task_args"] = {}
     data = config.data.model_copy(update=changed)
     try:
-        reader = PromptReader(data, config.evaluation.seed, tokenizer, chat)
+        reader = PromptReader(data, _TASK_SEED, tokenizer, chat)
         is_kept, warning = kept_rows(data, reader)
         good = np.flatnonzero(is_kept)
         limit = config.evaluation.limit or len(good)

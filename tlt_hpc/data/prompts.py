@@ -44,8 +44,8 @@ class PromptSource(Protocol):
 
     @property
     def warning(self) -> str:
-        """A line about rows that are left out or not fully read; empty: none. Reads all rows if too long ones are
-        dropped."""
+        """A line about rows that are left out, not fully read or without their first token; empty: none. Reads all rows
+        if too long ones are dropped."""
         ...
 
 
@@ -121,7 +121,13 @@ class FilePrompts:
                 f"{len(self._unknown):,} of {len(self._checked):,} prompts, the first "
                 f"{self._reader.rows.where(self._unknown[0])}, and the model does not see them"
             )
-        return "; ".join(filter(None, (unknown, self._kept[1])))
+        unbegun = ""
+        if start := self._reader.left_out_start(self._checked[0]):
+            unbegun = (
+                f"data.source = {self._data.source_name!r}: prompts do not begin with {start!r}, which the model's "
+                "tokenizer puts before every text (docs/data.md)"
+            )
+        return "; ".join(filter(None, (unknown, unbegun, self._kept[1])))
 
     def batch(self, step: int) -> list[Prompt]:
         return list(map(self._reader.read, self._rows(step)))

@@ -97,6 +97,13 @@ class PromptReader:
         """Whether the tokenizer reads some of the prompt's characters as its token for unknown text."""
         return self._unknown is not None and bool((prompt.tokens == self._unknown).any())
 
+    def left_out_start(self, index: int) -> str:
+        """The token that the tokenizer puts before every text, if a row's prompt does not begin with it; else empty."""
+        assert self._tokenizer is not None, "prompts have no tokens"
+        prompt = self.read_unlimited(index)
+        first = self._tokenizer.encode(prompt.text).ids[0]
+        return "" if first == prompt.tokens[0] else str(self._tokenizer.id_to_token(first))
+
     def _text_of(self, prompt: str | Messages, where: str) -> str:
         """The text that the model is fed."""
         if self._tokenizer is None:

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any
 
 from tlt_hpc.config import DataSection
@@ -50,7 +51,7 @@ def split_row(row: Row, data: DataSection, kind: str, where: str) -> RowText:
     try:
         found = RowText(
             prompt=prompt,
-            answer=answer if isinstance(answer, str) else json.dumps(answer, default=str),
+            answer=str(answer) if isinstance(answer, str | Decimal) else json.dumps(answer, default=str),
             source=kind if source is None else str(source),
             extra=json.dumps(kept, default=str, ensure_ascii=False) if kept else "",
         )

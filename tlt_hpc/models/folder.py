@@ -16,7 +16,7 @@ from tlt_hpc.common.heap import importing
 from tlt_hpc.config import UserError
 from tlt_hpc.models.once import ReadCut, readers_once, share
 from tlt_hpc.models.piece import Cut
-from tlt_hpc.models.shape import ModelShape
+from tlt_hpc.models.shape import TAKE_CONFIG, ModelShape
 from tlt_hpc.models.weight_files import INDEX, UNREADABLE, opened, refusal, weight_files
 
 if TYPE_CHECKING:
@@ -47,15 +47,28 @@ def load_policy_model(folder: Path, dtype: str) -> PreTrainedModel:
     """The trainable transformers model of a folder, from local files only.
 
     Raises:
-        UserError: a file cannot be read.
+        UserError: a file cannot be read, or a weight that config.json asks for is not there in its shape.
     """
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     with naming_folder(folder):
-        config = read_config(folder)
-        return AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=DTYPES[dtype], local_files_only=True)
+        model, found = AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=read_config(folder),
+            dtype=DTYPES[dtype],
+            local_files_only=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are named below
+        )
+    # transformers warns of these, and begins with random numbers
+    if random := sorted({*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])}):
+        raise UserError(
+            f"model folder {folder} does not hold {random[0]!r} and {len(random) - 1} more weights in the shapes that "
+            f"config.json asks for; {TAKE_CONFIG}, or download the weights again"
+        )
+    return model  # type: ignore[no-any-return]
 
 
 @contextmanager

@@ -277,6 +277,7 @@ def _refuse_features(raw: dict[str, Any], family: Family, origin: str) -> None:
     act = raw.get("hidden_activation") or raw.get("hidden_act") or family.activation
     for found, what in (
         (raw.get("use_sliding_window") and family.windows == "none", "a sliding window in this family"),
+        (raw.get("quantization_config"), "quantization (quantization_config)"),
         (raw.get("mlp_bias"), "mlp_bias = true"),
         (raw.get("partial_rotary_factor") not in (None, 1), "partial_rotary_factor"),
         (_scalings_differ(raw), "rope_scaling beside other rope_parameters"),

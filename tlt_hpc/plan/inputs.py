@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from tokenizers import Tokenizer
 
+from tlt_hpc.common.records import Prompt
 from tlt_hpc.common.words import count
 from tlt_hpc.config import Config, ConfigError, check_ranks, to_toml
 from tlt_hpc.data.evaluation_sets import EvaluationSet, longest_prompt, longest_response, open_sets
@@ -59,8 +60,22 @@ def read_assets(config: Config, num_ranks: int) -> Assets:
     if config.lora.rank:
         weight_files(folder)  # adapters are merged into files of this kind
     tokenizer = load_tokenizer(folder)
-    prompts = open_prompts(config, tokenizer, read_chat_format(folder), partial(check_answer, config.reward))
+    prompts = open_prompts(config, tokenizer, read_chat_format(folder), partial(check_prompt, config, shape))
     return Assets(folder, shape, tokenizer, check_files(folder, shape), prompts)
+
+
+def check_prompt(config: Config, shape: ModelShape, prompt: Prompt) -> None:
+    """Check that the model has the prompt's tokens, and that the reward can use its answer.
+
+    Raises:
+        ValueError: with what is wrong.
+    """
+    if (token := int(prompt.tokens.max())) >= shape.vocab_size:
+        raise ValueError(
+            f"the tokenizer makes a token {token} of it, and the model has 0 to "
+            f"{shape.vocab_size - 1} (is tokenizer.json the model's own?)"
+        )
+    check_answer(config.reward, prompt)
 
 
 def check_files(folder: Path, shape: ModelShape) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ class StopStrings:
     """Finds where a response ends by its text; one object serves all responses with the same stop strings."""
 
     def __init__(self, strings: Sequence[str], decode: Callable[[list[int]], str]) -> None:
-        """``decode`` turns token ids into text, special tokens into nothing; no string is empty."""
+        """``decode`` turns token ids into text, some of them perhaps into nothing; no string is empty."""
         self._strings = tuple(strings)
         self._decode = decode
         # every token that shows has at least one byte; one token more keeps what a decoder strips from its first

@@ -28,8 +28,8 @@ from tlt_hpc.storage.folder import RunFolder
 if TYPE_CHECKING:
     from tlt_hpc.rewards.client import RewardClient
 
-_PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.jinja", "tokenizer*", "LICENSE*"]
-"""Files of a repository that a run reads, without copies of the weights in other formats."""
+_PATTERNS = ["*.json", "model*.safetensors", "*.txt", "*.jinja", "tokenizer*", "LICENSE*"]
+"""Files of a repository that a run reads, without copies of the weights in other formats (Mistral's consolidated.*)."""
 JUDGE_SECONDS = 60.0
 """Time limit for the reward server to start and for one response: math-verify and a user's imports take seconds."""
 
@@ -69,6 +69,7 @@ def check_model(job: PlannedJob) -> Finding:
     """The folder, its sizes, and every file of weights, which is opened but not read."""
     from tlt_hpc.models.shape import read_shape
     from tlt_hpc.models.tokenizer import find_model, hub_name
+    from tlt_hpc.models.weight_files import torch_files, weight_files
     from tlt_hpc.plan.inputs import check_files
     from tlt_hpc.plan.shape_checks import check_experts, check_shape
 
@@ -83,7 +84,7 @@ def check_model(job: PlannedJob) -> Finding:
     check_files(folder, shape)
     check_shape(config, shape, job.num_ranks)
     check_experts(config, shape, "cuda" if job.uses_gpu else "cpu")
-    files = [path for pattern in ("*.safetensors", "pytorch_model*.bin") for path in folder.glob(pattern)]
+    files = torch_files(folder) or list(weight_files(folder))
     num_bytes = sum(path.stat().st_size for path in files)
     return ok(f"{config.model.path}: {shape.family}, {shape.num_parameters / 1e6:,.1f} M parameters, "
               f"{len(files)} file{'s' * (len(files) != 1)} of weights, {size(num_bytes)}")  # fmt: skip
@@ -93,19 +94,13 @@ def check_data(job: PlannedJob) -> Finding:
     """Tokenizer and chat template can be read, and the first 10,000 rows drawn can be used."""
     from tlt_hpc.data.prompts import open_prompts
     from tlt_hpc.models.tokenizer import load_tokenizer, read_chat_format
-    from tlt_hpc.rewards.judge import check_answer
+    from tlt_hpc.plan.inputs import check_prompt
 
     tokenizer = load_tokenizer(job.model_folder)
-    check = partial(check_answer, job.config.reward)
+    check = partial(check_prompt, job.config, job.shape)
     prompts = open_prompts(job.config, tokenizer, read_chat_format(job.model_folder), check)
     if prompts.warning:
         return warning(prompts.warning, "see tlt data inspect")
-    most = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
-    if most > job.shape.vocab_size:
-        return warning(
-            f"the tokenizer has {most} tokens and the model {job.shape.vocab_size}: it may be another model's",
-            "take the model's own tokenizer.json",
-        )
     if job.config.data.source == EMBEDDED_TASK:
         return ok(f"{EMBEDDED_TASK}, generated during the run")
     return ok(f"{job.config.data.source_name}: the first rows drawn can be used")
