@@ -111,6 +111,7 @@ def test_wrong_values_are_named(override: str, message: str) -> None:
         ("reward.format_tags=['a']", "reward.format_tags = ['a']", "format_weight above 0"),
         ("run.folder=~/runs", "run.folder = '~/runs'", "give the path itself"),
         ("run.folder=/a/${USER}/runs", "run.folder = '/a/${USER}/runs'", "give the path itself"),
+        ("model.path=~/models/Qwen", "model.path = '~/models/Qwen'", "give the path itself"),
         ("reward.format_tags=['a','a'] reward.default=format", "reward.format_tags = ['a', 'a'] names a", "once"),
     ],
 )

@@ -34,6 +34,12 @@ EMBEDDED_TASK = "embedded:gcd"
 TASK_PREFIX = "reasoning-gym:"
 
 
+def _expected_to_expand(key: str, path: str) -> Iterator[str]:
+    """What is wrong with a path that a shell would expand, but not behind ``run.folder=``."""
+    if re.match(r"~|.*\$[A-Za-z_{]", path):
+        yield f"{key} = {path!r}: ~ and variables are not expanded in it; give the path itself"
+
+
 class RunSection(Section):
     """Name, place and length of a run."""
 
@@ -51,8 +57,7 @@ class RunSection(Section):
     """Factor on the times after which a rank without progress ends the job (docs/cluster.md). 0: never."""
 
     def problems(self) -> Iterator[str]:
-        if re.match(r"~|.*\$[A-Za-z_{]", self.folder):  # a shell expands neither behind ``run.folder=``
-            yield f"run.folder = {self.folder!r}: ~ and variables are not expanded in it; give the path itself"
+        yield from _expected_to_expand("run.folder", self.folder)
 
 
 class ModelSection(Section):
@@ -68,6 +73,9 @@ class ModelSection(Section):
     rounding decides between nearly equal tokens."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the model runs. ``auto``: on CUDA if there is a GPU."""
+
+    def problems(self) -> Iterator[str]:
+        yield from _expected_to_expand("model.path", self.path)
 
 
 def _as_source(value: object) -> object:
