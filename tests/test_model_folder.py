@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -194,6 +195,16 @@ OTHER_WEIGHTS = (
 def test_the_weights_of_another_model(command, folder, capsys):
     change(folder / CONFIG, vocab_size=32)
     assert said(capsys, *command) == OTHER_WEIGHTS
+
+
+def test_fewer_weights_than_the_configuration_has(folder, capsys):
+    """No rank is started that would find it."""
+    change(folder / CONFIG, intermediate_size=512)
+    line = said(capsys, "train", str(TINY), "model.path=mine")
+    assert re.fullmatch(
+        rf"the weights in mine are 1,186,944 numbers, config.json asks for [\d,]+{TAKE}, or download the weights again",
+        line,
+    )
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import resource
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,7 +27,7 @@ stage 3 each of a checkpoint's hundreds of files has a piece of every tensor, so
 SINGLE, TORCH_FILE = "model.safetensors", "pytorch_model.bin"
 DRAFTER_FILE = "drafter.safetensors"
 TAKE_DRAFTER = "give the drafter folder of a run with this model"
-EMBEDDING = "model.embed_tokens.weight"
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 @contextmanager
@@ -107,11 +108,16 @@ def check_weights(folder: Path, shape: ModelShape) -> None:
     """
     if torch_files(folder):
         return  # transformers reads these, which say nothing before they are read as a whole
-    for file in weight_files(folder):
-        with opened(file, UNREADABLE, "numpy") as reader:
-            found = reader.get_slice(EMBEDDING).get_shape() if EMBEDDING in reader.keys() else None  # noqa: SIM118
-        if found not in (None, wanted := [shape.vocab_size, shape.hidden_size]):
-            raise UserError(f"{file}: {EMBEDDING!r} has shape {found}, config.json asks for {wanted}; {TAKE_CONFIG}")
+    stored, wanted = weight_shapes(folder), [shape.vocab_size, shape.hidden_size]
+    file, found = stored.get(EMBEDDING, (folder, wanted))
+    if list(found) != wanted:
+        raise UserError(f"{file}: {EMBEDDING!r} has shape {found}, config.json asks for {wanted}; {TAKE_CONFIG}")
+    own = [sizes for name, (_, sizes) in stored.items() if not (shape.tied_head and name == HEAD)]
+    if (total := sum(map(math.prod, own))) < shape.num_parameters:  # more of them may be of parts that are not used
+        raise UserError(
+            f"the weights in {folder} are {total:,} numbers, config.json asks for {shape.num_parameters:,}; {TAKE_CONFIG}"
+            ", or download the weights again"
+        )
 
 
 def torch_files(folder: Path) -> list[Path]:
