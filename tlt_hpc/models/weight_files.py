@@ -113,10 +113,11 @@ def check_weights(folder: Path, shape: ModelShape) -> None:
     if list(found) != wanted:
         raise UserError(f"{file}: {EMBEDDING!r} has shape {found}, config.json asks for {wanted}; {TAKE_CONFIG}")
     own = [sizes for name, (_, sizes) in stored.items() if not (shape.tied_head and name == HEAD)]
-    if (total := sum(map(math.prod, own))) < shape.num_parameters:  # more of them may be of parts that are not used
+    total, asked = sum(map(math.prod, own)), shape.num_parameters
+    if total < asked:  # more of them may be of parts that are not used
         raise UserError(
-            f"the weights in {folder} are {total:,} numbers, config.json asks for {shape.num_parameters:,}; {TAKE_CONFIG}"
-            ", or download the weights again"
+            f"the weights in {folder} are {total:,} numbers, config.json asks for {asked:,}; {TAKE_CONFIG}, or download "
+            "the weights again"
         )
 
 
