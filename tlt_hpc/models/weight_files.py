@@ -116,8 +116,8 @@ def check_weights(folder: Path, shape: ModelShape) -> None:
     total, asked = sum(map(math.prod, own)), shape.num_parameters
     if total < asked:  # more of them may be of parts that are not used
         raise UserError(
-            f"the weights in {folder} are {total:,} numbers, config.json asks for {asked:,}; {TAKE_CONFIG}, or download "
-            "the weights again"
+            f"the weights in {folder} are {total:,} numbers, config.json asks for {asked:,}; {TAKE_CONFIG}, or "
+            "download the weights again"
         )
 
 
