@@ -81,6 +81,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _all_tensors() -> Iterator[Tensor]:
+    gc.unfreeze()  # what existed when libraries were imported is not listed otherwise
     for thing in gc.get_objects():
         if issubclass(type(thing), Tensor):  # isinstance would ask objects that load themselves when they are asked
             yield thing
