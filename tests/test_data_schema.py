@@ -28,7 +28,16 @@ def test_verls_schema(write, tmp_path):
 
 @pytest.mark.parametrize(
     ("answer", "text"),
-    [("2", "2"), (2, "2"), (2.5, "2.5"), (True, "true"), (["1", 2], '["1", 2]'), ({"a": 1}, '{"a": 1}'), ("", "")],
+    [
+        ("2", "2"),
+        (2, "2"),
+        (2.5, "2.5"),
+        (3.0, "3"),
+        (True, "true"),
+        (["1", 2], '["1", 2]'),
+        ({"a": 1}, '{"a": 1}'),
+        ("", ""),
+    ],
 )
 def test_answers_that_are_no_texts(answer, text, tmp_path):
     (prompt,) = all_prompts(write_jsonl(tmp_path / "a.jsonl", [{"prompt": "1=", "answer": answer}]))

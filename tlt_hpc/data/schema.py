@@ -47,6 +47,8 @@ def split_row(row: Row, data: DataSection, kind: str, where: str) -> RowText:
     """
     prompt = _as_prompt(_value(row, "prompt", _paths(data.prompt_key, _PROMPT_COLUMNS), where), where)
     answer = _value(row, "answer", _paths(data.answer_key, _ANSWER_COLUMNS), where)
+    if isinstance(answer, float) and answer.is_integer():  # pandas makes floats of whole numbers if one is missing
+        answer = int(answer)
     source, kept = row.get("data_source"), {name: row[name] for name in _KEPT if row.get(name) is not None}
     try:
         found = RowText(
