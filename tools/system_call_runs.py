@@ -162,7 +162,8 @@ class Campaign:
                 wrong += [f"resume ended with status {again}"] if again else []
                 wrong += [f"resume: {line}" for line in told.splitlines() if _DAMAGE.match(line)]
                 (self.folder / "logs" / f"{case.name}.resumed").write_text(told)
-                self._resumed |= set() if wrong else {alike}
+                if not wrong:
+                    self._resumed.add(alike)
         said = next((line for line in text.splitlines() if _WARNING.match(line)), "")
         if report.struck and not said and case.must_tell:
             wrong.append("untold")
@@ -199,11 +200,8 @@ class Campaign:
         wanted, found = self._references[case.ranks], self._found(place)
         if status:
             lines = len(_END.findall(text))
-            wrong += [
-                f"differs in {name}"
-                for name in wanted
-                if name.startswith("texts") and found[name] not in ({}, wanted[name])
-            ]
+            logged = {name: found[name] for name in wanted if name.startswith("texts") and found[name]}
+            wrong += [f"differs in {name}" for name, each in logged.items() if each != wanted[name]]
             return wrong if lines == 1 else [*wrong, f"{lines} lines"]
         wrong += [f"differs in {name}" for name in wanted if found.get(name) != wanted[name]]
         other = {name for name in self._files[STARTS[case.part]] ^ files_of(place) if not _REMADE.match(name)}
@@ -255,7 +253,7 @@ def files_of(place: Path) -> set[str]:
 
 
 def state_of(place: Path) -> frozenset[tuple[str, str]]:
-    """What a run's folder holds: all names; what is in them, except where that tells times: then how many lines."""
+    """What a run's folder holds: all names, and of each file the bytes, or the number of lines if it tells times."""
     state: set[tuple[str, str]] = set()
     for path in (place / "run").rglob("*"):
         name = str(path.relative_to(place / "run"))

@@ -12,9 +12,9 @@ from contextlib import contextmanager
 def importing() -> Iterator[None]:
     """Inside, nothing is collected, and what is imported is excluded from all later collections.
 
-    Almost all that an import makes stays. A search through it would take a fifth of the import's time, and a third of a
-    second later on, when a rank in the middle of a rollout lets all others wait. To be used before there is a model: an
-    engine that is reachable from an excluded object would never be collected. Not to be nested.
+    Almost all that an import makes stays. Collections would take a fifth of the import's time, and each later one a
+    third of a second: in the middle of a rollout all ranks would wait for it. Use it before there is a model: an engine
+    that is reachable from an excluded object would never be collected. Not to be nested.
     """
     before = len(sys.modules)
     gc.disable()

@@ -30,6 +30,7 @@ from tlt_hpc.models.folder import DTYPES
 from tlt_hpc.models.lora import ADAPTER, ADAPTER_CONFIG, peft_name, peft_settings
 from tlt_hpc.models.shape import read_shape
 from tlt_hpc.models.tokenizer import find_model
+from tlt_hpc.models.weight_files import count_weights
 from tlt_hpc.storage.folder import RunFolder, no_run
 
 SHARD_BYTES = 5_000_000_000
@@ -104,9 +105,7 @@ def check_model(policy: PolicyWeights) -> None:
         ValueError: the number of weights is not that of the folder's configuration.
     """
     shape = read_shape(policy.model)
-    count = sum(
-        math.prod(sizes) for name, sizes in policy.shapes.items() if not (shape.tied_head and name == "lm_head.weight")
-    )
+    count = count_weights(policy.shapes, shape)
     if count != shape.num_parameters:
         raise UserError(
             f"{policy.model / CONFIG} asks for {shape.num_parameters:,} weights, the checkpoint has {count:,}; give "

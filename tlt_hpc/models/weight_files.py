@@ -27,7 +27,7 @@ stage 3 each of a checkpoint's hundreds of files has a piece of every tensor, so
 SINGLE, TORCH_FILE = "model.safetensors", "pytorch_model.bin"
 DRAFTER_FILE = "drafter.safetensors"
 TAKE_DRAFTER = "give the drafter folder of a run with this model"
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+EMBEDDING = "model.embed_tokens.weight"
 
 
 @contextmanager
@@ -112,13 +112,17 @@ def check_weights(folder: Path, shape: ModelShape) -> None:
     file, found = stored.get(EMBEDDING, (folder, wanted))
     if list(found) != wanted:
         raise UserError(f"{file}: {EMBEDDING!r} has shape {found}, config.json asks for {wanted}; {TAKE_CONFIG}")
-    own = [sizes for name, (_, sizes) in stored.items() if not (shape.tied_head and name == HEAD)]
-    total, asked = sum(map(math.prod, own)), shape.num_parameters
+    total, asked = count_weights({name: sizes for name, (_, sizes) in stored.items()}, shape), shape.num_parameters
     if total < asked:  # more of them may be of parts that are not used
         raise UserError(
             f"the weights in {folder} are {total:,} numbers, config.json asks for {asked:,}; {TAKE_CONFIG}, or "
             "download the weights again"
         )
+
+
+def count_weights(sizes: Mapping[str, Sequence[int]], shape: ModelShape) -> int:
+    """How many numbers a model's weights of these sizes are, to compare with ``shape.num_parameters``."""
+    return sum(math.prod(each) for name, each in sizes.items() if not (shape.tied_head and name == "lm_head.weight"))
 
 
 def torch_files(folder: Path) -> list[Path]:
