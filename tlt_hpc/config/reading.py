@@ -124,7 +124,7 @@ def _read_tree(path: Path, overrides: Sequence[str], content: bytes | None = Non
     try:
         tree = read_toml(path) if content is None else parse_toml(content)
     except OSError as error:
-        if error.errno in (errno.EIO, errno.ESTALE):
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EINVAL, errno.ELOOP):
             raise ConfigError(f"config file {told(error)}") from None
         near = difflib.get_close_matches(path.stem, {each.stem: each for each in _jobs()}, n=1)
         raise ConfigError(
