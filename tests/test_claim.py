@@ -8,9 +8,10 @@ from typing import Any
 
 from fake_world import on_threads
 
-from tlt_hpc import session as job
+from tlt_hpc.checkpoint.claim import claim_folder
 from tlt_hpc.config import Config, load_config
-from tlt_hpc.storage.folder import RunFolder
+from tlt_hpc.storage import folder
+from tlt_hpc.storage.folder import RunFolder, hidden_files
 
 TINY = Path(__file__).parents[1] / "jobs" / "tiny.toml"
 
@@ -20,13 +21,13 @@ def claim(*places: Path) -> list[str]:
 
     def on_rank(world: Any) -> None:
         config: Config = load_config(TINY, [f"run.folder={places[world.rank]}"])
-        job.claim_folder(RunFolder(config.folder), config, world)
+        claim_folder(RunFolder(config.folder), config, world)
 
     return [str(error or "") for error in on_threads(2, on_rank)]
 
 
 def test_a_folder_that_a_node_does_not_share_is_refused_on_all_ranks(tmp_path, monkeypatch):
-    monkeypatch.setattr(job, "NFS_SECONDS", 0.2)
+    monkeypatch.setattr(folder, "NFS_SECONDS", 0.2)
     for message in claim(tmp_path / "a", tmp_path / "b"):
         assert "rank 1 on node1 does not see what rank 0 on node0 wrote there; use a folder that all" in message
         assert message.startswith("run.folder = ") and "\n" not in message
@@ -41,7 +42,7 @@ def test_a_shared_folder_is_claimed_and_nothing_of_the_check_stays(tmp_path):
 
 def test_a_file_that_nfs_shows_late_is_waited_for(tmp_path):
     threading.Timer(0.3, (tmp_path / "late").touch).start()
-    assert not job.hidden_files(tmp_path, {"late"})
+    assert not hidden_files(tmp_path, {"late"})
 
 
 def test_a_folder_that_cannot_be_is_one_error_on_all_ranks(tmp_path):

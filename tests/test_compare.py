@@ -14,9 +14,9 @@ import pytest
 from fake_world import on_threads
 from logged import make_rollout, step_record
 
-from tlt_hpc import session as job
 from tlt_hpc.common.records import MicroStepRecord, SampleKey
 from tlt_hpc.config import UserError, load_config
+from tlt_hpc.storage import folder as storage_folder
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.rollout_log import write_step
 from tlt_hpc.storage.step_lines import add_line
@@ -131,7 +131,7 @@ def test_one_difference_is_seen_and_written(tmp_path, change, unequal, mismatche
 
 def test_a_log_that_is_missing_in_all_runs_does_not_pass_for_equal(tmp_path, monkeypatch):
     """It is waited for first, since NFS may show it late."""
-    monkeypatch.setattr(job, "NFS_SECONDS", 0.5)
+    monkeypatch.setattr(storage_folder, "NFS_SECONDS", 0.5)
     compared(tmp_path, ("plain", "full"))
     logs = [RunFolder(tmp_path / name).rollout_log(0, 1) for name in ("plain", "full")]
     for log in logs:

@@ -17,10 +17,10 @@ from fake_world import OneRank
 from launch_ranks import ROOT
 
 import tlt_hpc
+from tlt_hpc.checkpoint.claim import claim_folder
 from tlt_hpc.common.source import git_commit
 from tlt_hpc.config import ConfigError, UserError, load_config
 from tlt_hpc.look.environment import RankPlace, find_environment, hosts_of
-from tlt_hpc.session import claim_folder
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.records import Environment, Host, add_environment, read_environments
 

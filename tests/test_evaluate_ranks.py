@@ -14,7 +14,6 @@ from data_sets import gcd_row, write_parquet
 from fake_world import on_threads
 from tiny import CPU, embedded_decoder, embedded_folder, embedded_tokenizer
 
-from tlt_hpc import session as job
 from tlt_hpc.config import ConfigError, UserError, load_config
 from tlt_hpc.evaluate import subject as subject_module
 from tlt_hpc.evaluate.answering import first_number, see_all
@@ -25,6 +24,7 @@ from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.folder import folder_weights
 from tlt_hpc.models.shape import read_shape
 from tlt_hpc.models.sharding import Sharding
+from tlt_hpc.storage import folder as storage_folder
 
 TINY = Path(__file__).parent.parent / "jobs" / "tiny.toml"
 
@@ -107,7 +107,7 @@ def test_files_that_nfs_shows_late_are_waited_for(tmp_path):
 
 
 def test_files_that_rank_0_never_sees_end_all_ranks(tmp_path, monkeypatch):
-    monkeypatch.setattr(job, "NFS_SECONDS", 0.2)
+    monkeypatch.setattr(storage_folder, "NFS_SECONDS", 0.2)
 
     def see(world) -> str:
         with pytest.raises(UserError) as caught:

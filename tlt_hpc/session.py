@@ -7,31 +7,24 @@ from __future__ import annotations
 
 import logging
 import os
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from hashlib import sha256
 from itertools import chain
-from pathlib import Path
-from uuid import uuid4
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
+from tlt_hpc.checkpoint.claim import claim_folder
 from tlt_hpc.checkpoint.manifest import Checkpoint
-from tlt_hpc.checkpoint.policy_weights import start_facts
 from tlt_hpc.checkpoint.store import CheckpointStore
 from tlt_hpc.cluster.device import GIVEN as GIVEN_GPU
 from tlt_hpc.cluster.device import fix_workspaces
-from tlt_hpc.cluster.watch.beat import BEAT
-from tlt_hpc.cluster.watch.last import warn_of_last
 from tlt_hpc.common.records import Prompt, Request, SampleKey, SamplingParams, Stream
-from tlt_hpc.config import Config, ConfigError, UserError, check_resumable, to_toml
-from tlt_hpc.data.claim import claim_data
+from tlt_hpc.config import Config, ConfigError, UserError
 from tlt_hpc.data.prompts import PromptSource
 from tlt_hpc.drafting.spot import SpotTrainer
 from tlt_hpc.drafting.tail_plan import TailPlan
@@ -49,7 +42,6 @@ from tlt_hpc.models.shape import ModelShape
 from tlt_hpc.models.sharding import WHOLE, Sharding
 from tlt_hpc.models.tokenizer import find_model
 from tlt_hpc.mpi.node import NodeGroup
-from tlt_hpc.mpi.owner import claim_owner
 from tlt_hpc.mpi.pulse import BUSY_SECONDS, Pulse
 from tlt_hpc.mpi.replica import Replica, ReplicaPulse, check_nodes
 from tlt_hpc.mpi.roster import Roster, State, Status
@@ -64,8 +56,8 @@ from tlt_hpc.rollout.engine import RolloutEngine
 from tlt_hpc.rollout.settings import EngineSettings
 from tlt_hpc.rollout.strategy import strategies_of
 from tlt_hpc.storage.feature_cache import FeatureCache
-from tlt_hpc.storage.folder import RunFolder, node_folder, writing_beside
-from tlt_hpc.storage.records import Environment, add_environment
+from tlt_hpc.storage.folder import RunFolder, node_folder
+from tlt_hpc.storage.records import Environment
 
 logger = logging.getLogger(__name__)
 
@@ -73,8 +65,6 @@ _COUNTED_STEPS = 64
 """Steps whose prompts are counted for a draft vocabulary."""
 CALIBRATION_RESPONSES = 8
 """Responses that the engine is calibrated with, at most."""
-NFS_SECONDS = 60.0
-"""How long an NFS client may by default use an old listing of a folder."""
 
 
 @dataclass(frozen=True)
@@ -435,80 +425,6 @@ def open_bench(config: Config, world: World) -> Judge:
     if client.sandbox:
         world.say(f"programs of responses run in a sandbox (by {client.sandbox})")
     return bench
-
-
-def claim_folder(
-    folder: RunFolder,
-    config: Config,
-    world: World,
-    prompts: PromptSource | None = None,
-    environment: Environment | None = None,
-) -> None:
-    """Save configuration and fingerprints of the data with the run, or check them against what is there; collective.
-
-    ``environment``: on rank 0, what is to be noted of this start.
-
-    Raises:
-        UserError: on all ranks, where the folder holds a run of another configuration, cannot be written, or is not
-            seen by all of them.
-    """
-    probe = folder.path / f"shared-{uuid4().hex}"
-
-    def write_claim() -> tuple[str, str]:
-        check_resumable(folder.config, config)
-        folder.create()
-        claim_owner(folder.status, BEAT.start)
-        warn_of_last(folder.status, BEAT.start)
-        with writing_beside(folder.config) as path:
-            path.write_text(to_toml(config), encoding="utf-8")
-        if prompts is not None:
-            claim_data(folder.path, {**prompts.fingerprints(), **start_facts(config, find_model(config.model.path))})
-        if environment is not None:
-            add_environment(folder.environment, environment)
-        probe.touch()
-        return probe.name, world.hostname
-
-    name, writer = world.once(write_claim)
-    try:
-        _check_ranks_agree(config, name, writer, prompts, world)
-    finally:
-        if world.rank == 0:
-            probe.unlink(missing_ok=True)
-    BEAT.folder = folder.status
-
-
-def _check_ranks_agree(config: Config, name: str, writer: str, prompts: PromptSource | None, world: World) -> None:
-    """Refuse a folder in which a rank does not find the file that rank 0 wrote, and data that differs between nodes.
-
-    A save would otherwise wait for ever, and ranks would generate, and score, different prompts as one.
-    """
-    drawn = [] if prompts is None else prompts.batch(0)
-    digest = sha256(b"".join(prompt.tokens.tobytes() + prompt.answer.encode() for prompt in drawn)).digest()
-    seen = world.allgather((world.hostname, not hidden_files(config.folder, {name}), digest))
-    for rank, (hostname, is_there, found) in enumerate(seen):
-        if not is_there:
-            raise ConfigError(
-                f"run.folder = {config.run.folder!r}: rank {rank} on {hostname} does not see what rank 0 on "
-                f"{writer} wrote there; use a folder that all nodes share"
-            )
-        if found != seen[0][2]:
-            raise ConfigError(
-                f"data.source: rank {rank} on {hostname} draws other prompts than rank 0 on {seen[0][0]}; "
-                "give all nodes the same files"
-            )
-
-
-def hidden_files(folder: Path, names: Set[str]) -> Set[str]:
-    """Which of these files a folder still does not list after the time that NFS may take; returns once it lists all.
-
-    It is listed, not asked for the names: a client keeps for a while that a name was not there.
-    """
-    end = time.monotonic() + NFS_SECONDS
-    while hidden := names - ({entry.name for entry in folder.iterdir()} if folder.is_dir() else set()):
-        if time.monotonic() >= end:
-            break
-        time.sleep(0.1)
-    return hidden
 
 
 def choose_device(config: Config, world: World) -> torch.device:

@@ -15,8 +15,9 @@ from tlt_hpc.mpi.world import World
 from tlt_hpc.rewards.answer import Verdict
 from tlt_hpc.rewards.judge import judge
 from tlt_hpc.rollout.engine import RolloutEngine
-from tlt_hpc.session import Session, hidden_files, text_of
+from tlt_hpc.session import Session, text_of
 from tlt_hpc.storage.evaluation_log import JudgedResponse
+from tlt_hpc.storage.folder import hidden_files
 
 T = TypeVar("T")
 

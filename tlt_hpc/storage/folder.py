@@ -6,7 +6,8 @@ import errno
 import hashlib
 import os
 import re
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Set
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -17,6 +18,8 @@ PART_SUFFIX = ".part"
 _STEP_NAME = re.compile(r"step-([0-9]{6,9})")
 _RANK_NAME = re.compile(r"rank-([0-9]{4,9})\.h5")
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+NFS_SECONDS = 60.0
+"""How long an NFS client may by default use an old listing of a folder."""
 
 
 class WriteError(OSError):
@@ -229,6 +232,19 @@ def sync(path: Path) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+def hidden_files(folder: Path, names: Set[str]) -> Set[str]:
+    """Which of these files a folder still does not list after the time that NFS may take; returns once it lists all.
+
+    It is listed, not asked for the names: a client keeps for a while that a name was not there.
+    """
+    end = time.monotonic() + NFS_SECONDS
+    while hidden := names - set(_names(folder)):
+        if time.monotonic() >= end:
+            break
+        time.sleep(0.1)
+    return hidden
 
 
 def _folder_of(folder: Path, step: int) -> Path:

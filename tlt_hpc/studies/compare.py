@@ -24,8 +24,8 @@ from tlt_hpc.look.analysis.comparison import PairedRatio, paired_ratio
 from tlt_hpc.look.metrics import DECODE_CPU
 from tlt_hpc.mpi.world import World
 from tlt_hpc.resume.saving import finish_saves
-from tlt_hpc.session import Job, assemble, hidden_files
-from tlt_hpc.storage.folder import RunFolder
+from tlt_hpc.session import Job, assemble
+from tlt_hpc.storage.folder import RunFolder, hidden_files
 from tlt_hpc.storage.rollout_log import StepRecord, read_step
 from tlt_hpc.storage.step_lines import read_lines
 from tlt_hpc.train import Reporter, run, take_steps

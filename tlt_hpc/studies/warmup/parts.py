@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from tlt_hpc.checkpoint.claim import claim_folder
 from tlt_hpc.checkpoint.store import CheckpointStore
 from tlt_hpc.config import Config, ConfigError, load_saved_config
 from tlt_hpc.drafting.spot import SpotTrainer
@@ -21,7 +22,7 @@ from tlt_hpc.models.folder import num_used_tokens
 from tlt_hpc.models.once import read_all_once
 from tlt_hpc.mpi.world import World
 from tlt_hpc.plan.inputs import read_assets_once
-from tlt_hpc.session import Session, claim_folder, closed_on_error, load_folder, make_drafting, open_session
+from tlt_hpc.session import Session, closed_on_error, load_folder, make_drafting, open_session
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.studies.warmup.texts import Texts, from_logs, from_prompts
 
