@@ -187,7 +187,9 @@ class Interceptor:
         self._tell()
 
     def _tell(self) -> None:
-        self._report.write_text(json.dumps(asdict(self.report)))
+        part = self._report.with_suffix(".part")  # the launcher may kill this process at any moment
+        part.write_text(json.dumps(asdict(self.report)))
+        part.replace(self._report)
 
     def _answer(self, call: Call) -> tuple[int, int, int]:
         """What the call returns, its errno, and flags."""

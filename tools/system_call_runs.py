@@ -66,9 +66,13 @@ class Case:
 
     @property
     def must_tell(self) -> bool:
-        """Whether no run may continue without a word; of a node's status files one rank alone warns."""
+        """Whether no run may continue without a word; of a node's status files one rank alone warns.
+
+        Of several ranks another may have made the folder.
+        """
         is_lost = self.fault.error != "short" or self.fault.stays
-        return is_lost and self.part != "watch" and self.fault.call in ("write", "fsync", "rename", "mkdir")
+        calls = ("write", "fsync", "rename", *(["mkdir"] if self.ranks == 1 else []))
+        return is_lost and self.part != "watch" and self.fault.call in calls
 
 
 @dataclass(frozen=True)
