@@ -15,7 +15,7 @@ from unittest.mock import patch
 from simulated_mpi import Library
 from simulated_processes import RUNNING, Clock, Event, Exit, Lock, Thread, Timer
 
-from tlt_hpc import rollout_loop, session
+from tlt_hpc import rollout_loop
 from tlt_hpc.checkpoint import manifest, save, shard_file
 from tlt_hpc.cli import main, rank_commands
 from tlt_hpc.cluster import slurm, stopping
@@ -101,7 +101,7 @@ def simulated() -> Iterator[None]:
         silence = stack.enter_context(Path(os.devnull).open("w"))
         stack.enter_context(redirect_stdout(silence))
         stack.enter_context(redirect_stderr(silence))
-        for module in (pulse, progress, owner, stopping, saving, session, rollout_loop, ahead, ending):
+        for module in (pulse, progress, owner, stopping, saving, rollout_loop, ahead, ending):
             stack.enter_context(patch.object(module, "time", CLOCK))
         for module in (progress, stopping, save, ending):
             stack.enter_context(patch.object(module, "threading", THREADS))

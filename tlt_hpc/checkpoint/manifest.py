@@ -26,6 +26,7 @@ JSON = Any
 """What ``json`` writes: dicts with string keys, lists, strings, numbers, booleans and None."""
 
 STATE_FILE = "state.json"
+VERSION: Literal[3] = 3
 
 
 class CheckpointError(UserError):
@@ -36,11 +37,11 @@ class _Record(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
-class Stored(_Record):
+class Stored(NamedTuple):
     """A piece of a tensor in a file: the elements ``start`` to ``stop`` of ``shape``, counted flat."""
 
     name: str
-    shape: list[int]
+    shape: tuple[int, ...]
     start: int
     stop: int
 
@@ -63,20 +64,45 @@ class FlatRange(NamedTuple):
 
 
 class File(_Record):
-    """A file of a checkpoint and what it holds."""
+    """A file of a checkpoint."""
 
     part: str
     name: str
     size: int
     digest: str
-    tensors: list[Stored]
+
+
+class ListedFile(File):
+    """A file and what it holds, as the rank that wrote it tells rank 0."""
+
+    tensors: list[tuple[str, tuple[int, ...], int, int]]
+    """The values of each ``Stored``: pydantic reads plain tuples in half the time."""
+
+
+class Placed(_Record):
+    """Where a tensor's elements are: those up to ``stops[i]``, counted flat, are in the file with number ``files[i]``.
+
+    Every rank may hold a piece of every tensor: a record of each piece would take 190 MB for a 70B model on 512 ranks.
+    """
+
+    shape: tuple[int, ...]
+    files: list[int]
+    stops: list[int]
+
+    def pieces(self, span: FlatRange | None = None) -> Iterator[tuple[int, int, int]]:
+        """File, start and stop of each piece, in order; of a range, those that have some of its elements."""
+        for file, start, stop in zip(self.files, [0, *self.stops], self.stops, strict=False):
+            if span is None or (start < span.stop and stop > span.start):
+                yield file, start, stop
 
 
 class _Manifest(_Record):
     format: Literal["tlt_hpc checkpoint"] = "tlt_hpc checkpoint"
-    version: Literal[2] = 2
+    version: Literal[3] = VERSION
     step: int
     files: list[File]
+    tensors: dict[str, dict[str, Placed]]
+    """part -> name of a tensor -> where it is."""
     state: dict[str, JSON]
     digest: str = ""
     """Of all the rest."""
@@ -89,8 +115,9 @@ class Checkpoint:
     folder: Path
     step: int
     state: dict[str, JSON]
-    tensors: Mapping[str, Mapping[str, Sequence[tuple[str, Stored]]]]
-    """part -> tensor name -> its pieces in order, each with the file that holds it, whichever rank wrote that."""
+    files: Sequence[str]
+    tensors: Mapping[str, Mapping[str, Placed]]
+    """part -> name of a tensor -> which of the files have it, whichever ranks wrote them."""
 
     def names(self, part: str) -> list[str]:
         """The names of a part's tensors, sorted; none where the part was not saved."""
@@ -124,35 +151,40 @@ class Checkpoint:
                     f"checkpoint {self.folder} has no tensor {name!r} in its part {part!r}: it was saved from another "
                     "model or drafter; resume with the configuration that wrote it, or choose another run.name"
                 )
-            pieces = self.tensors[part][name]
+            placed = self.tensors[part][name]
+            if span is not None and placed.shape != span.shape:
+                raise CheckpointError(
+                    f"checkpoint {self.folder} has {name!r} with shape {list(placed.shape)}, the model with "
+                    f"{list(span.shape)}: resume with the model that wrote it, or choose another run.name"
+                )
+            values, starts = list[Tensor](), list[int]()
+            for file, start, stop in placed.pieces(span):
+                key = Stored(name, placed.shape, start, stop).key
+                try:
+                    values.append(read_piece(self.folder / self.files[file], key))
+                except UserError as error:
+                    raise CheckpointError(f"{name!r}: {error}") from None
+                starts.append(start)
             if span is not None:
-                if tuple(pieces[0][1].shape) != span.shape:
-                    raise CheckpointError(
-                        f"checkpoint {self.folder} has {name!r} with shape {pieces[0][1].shape}, the model with "
-                        f"{list(span.shape)}: resume with the model that wrote it, or choose another run.name"
-                    )
-                pieces = [(file, each) for file, each in pieces if each.start < span.stop and each.stop > span.start]
-            try:
-                values = [read_piece(self.folder / file, stored.key) for file, stored in pieces]
-            except UserError as error:
-                raise CheckpointError(f"{name!r}: {error}") from None
-            if span is not None:
-                starts = [stored.start for _, stored in pieces]
                 parts = zip(values, starts, strict=True)
                 return torch.cat([part.flatten()[max(span.start - at, 0) : span.stop - at] for part, at in parts])
-            tensor = values[0] if len(values) == 1 else torch.cat(values).view(pieces[0][1].shape)
+            tensor = values[0] if len(values) == 1 else torch.cat(values).view(placed.shape)
             return tensor if cut is None else cut.take(name, tensor)
 
         with reading_files(remedy) as read_piece:
             yield read
 
 
-def write_manifest(path: Path, step: int, files: Sequence[File], state: Mapping[str, JSON]) -> None:
-    """Write the list of a checkpoint's files, durably."""
-    _index(files)  # raises if they are not whole
-    manifest = _Manifest(step=step, files=list(files), state=dict(state))
+def write_manifest(path: Path, step: int, listed: Sequence[ListedFile], state: Mapping[str, JSON]) -> None:
+    """Write the list of a checkpoint's files, durably.
+
+    Raises:
+        CheckpointError: they do not hold each element of each tensor once.
+    """
+    files = [File(**file.model_dump(exclude={"tensors"})) for file in listed]
+    manifest = _Manifest(step=step, files=files, tensors=_placed(listed), state=dict(state))
     sealed = manifest.model_copy(update={"digest": _manifest_digest(manifest)})
-    path.write_text(json.dumps(sealed.model_dump(), indent=1), encoding="utf-8")
+    path.write_text(json.dumps(sealed.model_dump()), encoding="utf-8")
     sync(path)
 
 
@@ -167,26 +199,24 @@ def open_checkpoint(folder: Path, step: int) -> Checkpoint:
         raise CheckpointError(f"its {STATE_FILE} is of step {manifest.step}")
     for file in manifest.files:
         _check_file(folder / file.name, file)
-    return Checkpoint(folder, step, manifest.state, _index(manifest.files))
+    return Checkpoint(folder, step, manifest.state, [file.name for file in manifest.files], manifest.tensors)
 
 
-def _index(files: Sequence[File]) -> dict[str, dict[str, list[tuple[str, Stored]]]]:
-    """Where every piece of every tensor is."""
-    index: dict[str, dict[str, list[tuple[str, Stored]]]] = {}
-    for file in files:
-        tensors = index.setdefault(file.part, defaultdict(list))
-        for stored in file.tensors:
-            tensors[stored.name].append((file.name, stored))
-    return {part: {name: _in_order(name, pieces) for name, pieces in found.items()} for part, found in index.items()}
+def _placed(listed: Sequence[ListedFile]) -> dict[str, dict[str, Placed]]:
+    """Where every tensor is."""
+    found: dict[str, dict[str, list[tuple[int, int, int, tuple[int, ...]]]]] = {}
+    for number, file in enumerate(listed):
+        pieces = found.setdefault(file.part, defaultdict(list))
+        for name, shape, start, stop in file.tensors:
+            pieces[name].append((start, stop, number, shape))
+    return {part: {name: _in_order(name, each) for name, each in pieces.items()} for part, pieces in found.items()}
 
 
-def _in_order(name: str, pieces: Sequence[tuple[str, Stored]]) -> list[tuple[str, Stored]]:
-    ordered = sorted(pieces, key=lambda piece: (piece[1].start, piece[1].stop))
-    ends = [0, *(stored.stop for _, stored in ordered)]
-    starts = [*(stored.start for _, stored in ordered), math.prod(ordered[0][1].shape)]
-    if starts != ends:
-        raise CheckpointError(f"the ranks together hold other elements of {name} than each once: {starts}, {ends}")
-    return ordered
+def _in_order(name: str, pieces: list[tuple[int, int, int, tuple[int, ...]]]) -> Placed:
+    starts, stops, files, shapes = zip(*sorted(pieces), strict=True)
+    if [*starts, math.prod(shapes[0])] != [0, *stops]:
+        raise CheckpointError(f"the ranks together hold other elements of {name} than each once: {starts}, {stops}")
+    return Placed(shape=shapes[0], files=list(files), stops=list(stops))
 
 
 def _manifest_digest(manifest: _Manifest) -> str:
@@ -200,7 +230,13 @@ def _read_manifest(path: Path) -> _Manifest:
     except OSError as error:
         raise CheckpointError(f"{path.name}: {error.strerror}") from None
     except ValidationError as error:
-        raise CheckpointError(f"{path.name}: {error.errors()[0]['msg'].lower()}") from None
+        first = error.errors()[0]
+        if first["loc"] == ("version",):
+            raise CheckpointError(
+                f"{path.name}: of version {first['input']}, where this program reads {VERSION}; resume with the commit "
+                "that wrote it"
+            ) from None
+        raise CheckpointError(f"{path.name}: {first['msg'].lower()}") from None
     if manifest.digest != _manifest_digest(manifest):
         raise CheckpointError(f"{path.name}: changed since it was written")
     return manifest

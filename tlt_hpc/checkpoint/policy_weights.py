@@ -86,7 +86,7 @@ class PolicyWeights:
     def adapters(self) -> dict[str, Sequence[int]]:
         """The shape of each tensor that was trained, by its name in the checkpoint, sorted."""
         parts = self.checkpoint.tensors.get("policy", {})
-        return {n.removesuffix(_MASTER): parts[n][0][1].shape for n in sorted(parts) if n.endswith(_MASTER)}
+        return {n.removesuffix(_MASTER): parts[n].shape for n in sorted(parts) if n.endswith(_MASTER)}
 
     @cached_property
     def shapes(self) -> dict[str, Sequence[int]]:

@@ -7,7 +7,6 @@ threads are, and no thread calls MPI.
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 import shutil
@@ -17,13 +16,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pydantic import TypeAdapter
+
 from tlt_hpc.checkpoint.host_buffer import HostBuffer
 from tlt_hpc.checkpoint.manifest import (
     JSON,
     STATE_FILE,
     Checkpoint,
     CheckpointError,
-    File,
+    ListedFile,
     open_checkpoint,
     write_manifest,
 )
@@ -39,6 +40,7 @@ logger = logging.getLogger(__name__)
 NAME = re.compile(r"step-(\d{6,})")
 FIRST_PAUSE_SECONDS = 1e-3
 LONGEST_PAUSE_SECONDS = 0.25
+_LIST = TypeAdapter(list[ListedFile])
 
 
 @dataclass(frozen=True)
@@ -104,25 +106,24 @@ class Save(threading.Thread):
         files = [self._write_part(part, [each for each in self._held if each.part == part]) for part in parts]
         self._list(files)
         if self._rank == 0:
-            listed = (file for path in self._await_lists() for file in json.loads(path.read_bytes()))
-            self._seal([File.model_validate(file) for file in listed])
+            self._seal([file for path in self._await_lists() for file in _LIST.validate_json(path.read_bytes())])
 
-    def _write_part(self, part: str, held: Sequence[Held]) -> File:
+    def _write_part(self, part: str, held: Sequence[Held]) -> ListedFile:
         path = self._part / f"{part}-{self._suffix(self._rank)}.safetensors"
         with naming(path):
             write_file(path, held)
-            tensors = sorted((each.stored for each in held), key=lambda stored: stored.name)
-            return File(
+            tensors: list[tuple[str, tuple[int, ...], int, int]] = sorted(each.stored for each in held)
+            return ListedFile(
                 part=part, name=path.name, size=path.stat().st_size, digest=sampled_digest(path), tensors=tensors
             )
 
     def _suffix(self, rank: int) -> str:
         return f"{rank:05d}-of-{self._num_ranks:05d}"
 
-    def _list(self, files: list[File]) -> None:
+    def _list(self, files: list[ListedFile]) -> None:
         path = self._part / f"{self._suffix(self._rank)}.list"
         beside = part_of(path)
-        beside.write_text(json.dumps([file.model_dump() for file in files]), encoding="utf-8")
+        beside.write_bytes(_LIST.dump_json(files))
         beside.rename(path)
 
     def _await_lists(self) -> list[Path]:
@@ -135,7 +136,7 @@ class Save(threading.Thread):
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
         return wanted
 
-    def _seal(self, files: Sequence[File]) -> None:
+    def _seal(self, files: Sequence[ListedFile]) -> None:
         """Make a checkpoint of all ranks' files, and remove those beyond ``keep``."""
         if self.final.exists() and try_open(self.final, self._step, "replacing"):
             shutil.rmtree(self._part)

@@ -44,7 +44,7 @@ class Held:
 
     @property
     def stored(self) -> Stored:
-        return Stored(name=self.name, shape=list(self.shape), start=self.start, stop=self.stop)
+        return Stored(self.name, self.shape, self.start, self.stop)
 
 
 def write_file(path: Path, pieces: Sequence[Held]) -> None:
