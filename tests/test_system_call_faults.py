@@ -151,6 +151,19 @@ def test_a_call_fails_and_the_run_ends_as_if_it_had_not(
     assert (result.status == 2) == result.said.startswith("tlt: ") == (outcome == "ended")
 
 
+@needs_interception
+@pytest.mark.mpi
+@pytest.mark.ci
+def test_what_rank_0_alone_writes_at_the_end_ends_all_ranks_with_one_line(tmp_path: Path) -> None:
+    """The others had begun to sum the policy with torch, and ended with a traceback of a closed connection."""
+    campaign = Campaign(tmp_path, forked())
+    campaign.prepare(2, 0, ["saved"])
+    calls = campaign.count("checkpoint")["rename"]
+    number = next(number for number, path in enumerate(calls, 1) if "/run/drafter/" in path)
+    result = campaign.judge(Case("checkpoint", 2, Fault("checkpoint", "rename", number, "EIO")))
+    assert result.file.startswith("drafter/") and result.outcome == "ended", result
+
+
 @pytest.mark.mpi
 def test_what_a_run_has_lost_is_seen(campaign: Campaign) -> None:
     case, start = Case("step", 1, Fault("step")), campaign.folder / "starts" / "1-whole"

@@ -114,9 +114,7 @@ def take_steps(job: Job, tracking: Tracking | None, reporter: Reporter) -> Itera
     if saved < step:  # so that nothing is replayed twice
         saved = save_checkpoint(job, step, saved)
     agree_on_owner(world, job.folder.status, BEAT.start)
-    if world.rank == 0 and step < config.run.num_steps and not world.stop_requested:
-        drop_steps_after(job, step)  # logs that are about to be replaced are no committed step's
-        job.folder.finished.unlink(missing_ok=True)  # of fewer steps
+    world.once(lambda: drop_replaced(job, step))
     judged = judge_and_track(job, evaluation, tracking, step, reporter)
     timer = PhaseTimer()
     while step < config.run.num_steps:
@@ -135,11 +133,11 @@ def take_steps(job: Job, tracking: Tracking | None, reporter: Reporter) -> Itera
             judged = judge_and_track(job, evaluation, tracking, step, reporter)
     stop, is_saved = save_at_end(job, saved, step)
     finished = step >= config.run.num_steps and judged and is_saved
+    digest = ""
     if finished:
-        save_drafter(job)
-    digest = job.policy.sha256() if finished else ""  # gathers the whole policy
-    if finished and world.rank == 0:
-        record_finished(config, step, digest)
+        world.once(lambda: save_drafter(job))
+        digest = job.policy.sha256()  # gathers the whole policy
+        world.once(lambda: record_finished(config, step, digest))
     yield RunResult(first, step, finished, digest, world.flag.reason if stop and not finished else "")
 
 
@@ -208,6 +206,13 @@ def take_step(job: Job, step: int, reporter: Reporter, is_saved: bool = False, t
         if warning := job.mismatch.look(line[PROBS_DIFF], line[K3]):
             logger.warning("step %d: %s", step + 1, warning)
     return True
+
+
+def drop_replaced(job: Job, step: int) -> None:
+    """Remove what steps from ``step`` on are about to write again, unless none is to be done; on rank 0."""
+    if step < job.config.run.num_steps and not job.world.stop_requested:
+        drop_steps_after(job, step)  # logs that are about to be replaced are no committed step's
+        job.folder.finished.unlink(missing_ok=True)  # of fewer steps
 
 
 def log_step(job: Job, step: int, record: StepRecord, line: Line) -> None:
@@ -307,11 +312,22 @@ def evaluate_if_due(job: Job, evaluation: Exam | None, step: int, reporter: Repo
         reporter.phase(step - 1, "evaluation")
     metrics = evaluate_policy(job, evaluation, step, lambda roster: reporter.rolling(step - 1, roster))
     if metrics is not None:
-        agree_on_owner(job.world, job.folder.status, BEAT.start)
-    if metrics is not None and job.world.rank == 0:
-        add_line(job.folder.metrics, {**line, **metrics}, partial(check_owner, job.folder.status, BEAT.start))
-        reporter.evaluated(step, metrics)
+        with_figures = {**line, **metrics}
+        job.world.once(lambda: add_figures(job, with_figures))
+        if job.world.rank == 0:
+            reporter.evaluated(step, metrics)
     return metrics is not None
+
+
+def add_figures(job: Job, line: Line) -> None:
+    """Replace a step's line by one with an evaluation's figures; on rank 0.
+
+    Raises:
+        UserError, WriteError: as ``commit``.
+    """
+    confirm = partial(check_owner, job.folder.status, BEAT.start)
+    confirm()
+    add_line(job.folder.metrics, line, confirm)
 
 
 # -- records --------------------------------------------------------------------------------------------------------

@@ -209,7 +209,10 @@ def drop_steps_after(job: Job, step: int) -> None:
 
 
 def save_drafter(job: Job) -> None:
-    """Write the drafter to the run's folder, for ``drafter.init`` of another run."""
-    if job.drafting is None or job.world.rank != 0:
-        return
-    write_drafter(job.folder.path / "drafter", job.drafting.spot.state())
+    """Write the drafter to the run's folder, for ``drafter.init`` of another run; for rank 0.
+
+    Raises:
+        WriteError: no room or no permission.
+    """
+    if job.drafting is not None:
+        write_drafter(job.folder.path / "drafter", job.drafting.spot.state())

@@ -216,11 +216,15 @@ def validate(
     tokens, passes = world.sum(np.array([counts.num_tokens, counts.num_row_passes], np.int64))
     accept_length = float(tokens / passes)
     progress = progress.validated(accept_length, world.broadcast(time.perf_counter() - start))
-    if world.rank == 0:
-        is_best = progress.best == progress.curve[-1]
+    is_best = progress.best == progress.curve[-1]
+
+    def keep() -> None:
         if is_best:
             keep_drafter(warmup)
         keep_facts(warmup, shelf, progress)
+
+    world.once(keep)
+    if world.rank == 0:
         reporter.validated(progress.curve[-1], is_best)
     return replace(progress, is_finished=bool(progress.end_reason(warmup.config.warmup))), False
 
