@@ -333,6 +333,7 @@ def test_mathematics_compares_values() -> None:
         ("\\boxed{22\\sqrt{2}/2}", "11\\sqrt2", 1.0),
         ("\\boxed{11}", "11\\sqrt2", 0.0),
         ("\\boxed{x+1}", "1+x", 1.0),
+        ("\\boxed{32348}", "\\$32,\\!348", 1.0),  # as MATH has amounts of money
         ("no idea", "3", 0.0),
         ("\\boxed{9^{9^{9^{9}}}}", "3", Failure.CPU),
         ("\\boxed{3}", "$$", Failure.UNREADABLE),
