@@ -18,7 +18,7 @@ _NUMBER = re.compile(
     r"(?:(?<![\w)])[-+])?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?(?:[eE][-+]?\d{1,3}(?!\d))?(?:/\d+)?"
     r"|(?:(?<![\w)])[-+])?\.\d+"
 )
-_FRACTION = re.compile(r"\\[dt]?frac\{(-?\d+)\}\{(\d+)\}")
+_FRACTION = re.compile(r"\\[dt]?frac\s*(?:\{(-?\d+)\}|(\d))\s*(?:\{(\d+)\}|(\d))")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 """What opens or closes a group of LaTeX, or a command: ``\\{`` and ``\\}`` are characters to it."""
 # possessive: blanks that both of the first two parts could have would otherwise be shared out in every way
@@ -122,7 +122,7 @@ def letter_of(text: str) -> str | None:
 
 def _plain(text: str) -> str:
     """The text without LaTeX's decoration of numbers."""
-    text = _FRACTION.sub(r"\1/\2", text.replace("\u2212", "-"))
+    text = _FRACTION.sub(r"\1\2/\3\4", text.replace("\u2212", "-").replace("{,}", ","))
     return re.sub(r"\\[,!;$% ]|[$%]", "", text)
 
 
