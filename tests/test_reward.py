@@ -115,6 +115,8 @@ def test_the_tolerance_is_relative_above_one() -> None:
         ("\\boxed{C}", 1.0),
         ("\\boxed{\\text{C}}", 1.0),
         ("\\boxed{C. Paris}", 1.0),
+        ("\\boxed{\\textbf{(C)}\\ 12}", 1.0),
+        ("\\boxed{\\mathrm{C}}", 1.0),
         ("\\boxed{Cat}", 0.0),
         ("\\boxed{B} but answer: C", 0.0),
         ("The answer is (C).", 1.0),

@@ -22,7 +22,9 @@ _FRACTION = re.compile(r"\\[dt]?frac\s*(?:\{(-?\d+)\}|(\d))\s*(?:\{(\d+)\}|(\d))
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 """What opens or closes a group of LaTeX, or a command: ``\\{`` and ``\\}`` are characters to it."""
 # possessive: blanks that both of the first two parts could have would otherwise be shared out in every way
-_LETTER = re.compile(r"[\s(\[{*]*+(?:\\text(?:bf)?\{)?[\s(]*+([A-Za-z])(?:[\s)\]}*.:,]*|[).:]\s.*)", re.DOTALL)
+_LETTER = re.compile(
+    r"[\s(\[{*]*+(?:\\(?:text|math)(?:bf|rm)?\{)?[\s(]*+([A-Za-z])(?:[\s)\]}*.:,]*|[).:]\}?\\?\s.*)", re.DOTALL
+)
 _SAID_LETTER = re.compile(r"(?i:answer|option|choice)[^A-Za-z]{0,20}(?:(?i:is)\b[^A-Za-z]{0,20})?([A-Z])(?![A-Za-z'])")
 
 
