@@ -161,6 +161,15 @@ def test_the_form_is_mixed_into_every_other_kind() -> None:
     assert unread == Verdict(0.0, Failure.UNREADABLE, "answer 'three' has no number"), "a form earns nothing then"
 
 
+def test_a_form_may_begin_in_the_prompt() -> None:
+    """Some chat templates end with the tag of the reasoning; what is judged otherwise is what was generated."""
+    response = "a</think><answer>b</answer>"
+    bench = Judge(RewardSection(default="format", format_tags=("think", "answer")), None)
+    for prompt, wanted in (("<user>1<assistant><think>\n", 1.0), ("<think> is how to begin", 0.0)):
+        answer = bench.answer(Prompt(np.zeros(1, np.int32), prompt, "", "a"), response)
+        assert judge(answer, bench.settings).reward == wanted and answer.text == response, prompt
+
+
 # --- which kind ---
 
 
