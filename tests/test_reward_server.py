@@ -406,6 +406,8 @@ def template() -> Iterator[Template]:
         ("def f(a): return a", {"inputs": [[5]], "outputs": [[5]], "fn_name": "f"}, 1.0),
         ("def f(a): return {a: 1.0}", {"inputs": [[5]], "outputs": [{"5": 1}], "fn_name": "f"}, 1.0),
         ("print(1)", [{"input": "", "output": "1"}], 1.0),
+        ("class Solution:\n    def f(self, a, b): return a + [b]",
+         [{"input": "[1]\n2", "output": "[1, 2]", "testtype": "functional", "metadata": {"func_name": "f"}}], 1.0),
         ("import sys, threading\nsys.setrecursionlimit(10**6)\nthreading.stack_size(2**26)\n"
          "def main():\n    def f(n): return n and 1 + f(n - 1)\n    print(f(20000))\n"
          "threading.Thread(target=main).start()",
@@ -479,6 +481,7 @@ def test_cpu_time_is_counted_over_all_tests_of_an_answer(template: Template) -> 
         ("[1]", "neither a table with 'inputs' and 'outputs' nor a list of such nor assertions"),
         ("assert f(", "'assert f(' is neither JSON nor Python: '(' was never closed (<unknown>, line 1)"),
         ('["f(1)"]', "'f(1)' asserts nothing"),
+        ('[{"input": "1", "output": "1", "testtype": "functional"}]', "a function's tests without metadata.func_name"),
     ],
 )
 def test_tests_that_cannot_be_read(template: Template, truth: str, trouble: str) -> None:
