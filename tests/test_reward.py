@@ -86,6 +86,7 @@ def test_braces_that_latex_shows_open_and_close_nothing(answer: str) -> None:
         ("\\boxed{x = -2.50}", "-2.5", 1.0),
         ("\\boxed{10{,}000}", "10000", 1.0),
         ("\\boxed{\\frac12}", "0.5", 1.0),
+        ("\\boxed{-3\\frac{1}{2}}", "-3.5", 1.0),
         ("\\boxed{1.5 \\times 10^{-3} \\text{ m}}", "0.0015", 1.0),
         ("15", "1.5 \\cdot 10^1", 1.0),
         ("it is \u22125", "-5", 1.0),
