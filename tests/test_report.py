@@ -268,6 +268,12 @@ def test_advice_follows_from_logs_and_settings(run: RunFolder) -> None:
         assert re.search(expected, told)
 
 
+def test_what_learns_from_equal_rewards_is_not_told_to_replace_them(tmp_path: Path) -> None:
+    folder = make(tmp_path / "run", **{"rollout/teaching_share": 0.25})
+    folder.config.write_text(CONFIG.replace('"dapo"', '"reinforce++"'))
+    assert "max_refills" not in advice_of(folder)
+
+
 def test_the_typical_step_is_drawn(run: RunFolder) -> None:
     """The step whose waiting is nearest to the run's mean, not the one with the most or the least."""
     for step, lasts in {0: (6.4, 6.4), 1: (2.0, 6.0), 2: (6.0, 6.0)}.items():

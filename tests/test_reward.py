@@ -84,6 +84,11 @@ def test_braces_that_latex_shows_open_and_close_nothing(answer: str) -> None:
         ("\\boxed{0.333333}", "1/3", 1.0),
         ("\\boxed{0.3333}", "1/3", 0.0),
         ("\\boxed{x = -2.50}", "-2.5", 1.0),
+        ("\\boxed{10{,}000}", "10000", 1.0),
+        ("\\boxed{\\frac12}", "0.5", 1.0),
+        ("\\boxed{-3\\frac{1}{2}}", "-3.5", 1.0),
+        ("\\boxed{1.5 \\times 10^{-3} \\text{ m}}", "0.0015", 1.0),
+        ("15", "1.5 \\cdot 10^1", 1.0),
         ("it is \u22125", "-5", 1.0),
         ("costs \\$18.00", "18", 1.0),
         ("\\boxed{1/0}", "1", 0.0),
@@ -113,6 +118,8 @@ def test_the_tolerance_is_relative_above_one() -> None:
         ("\\boxed{C}", 1.0),
         ("\\boxed{\\text{C}}", 1.0),
         ("\\boxed{C. Paris}", 1.0),
+        ("\\boxed{\\textbf{(C)}\\ 12}", 1.0),
+        ("\\boxed{\\mathrm{C}}", 1.0),
         ("\\boxed{Cat}", 0.0),
         ("\\boxed{B} but answer: C", 0.0),
         ("The answer is (C).", 1.0),
@@ -155,6 +162,15 @@ def test_the_form_is_mixed_into_every_other_kind() -> None:
     assert reward("numeric", "\\boxed{3}", "3", settings) == 0.75
     unread = judge(Answer("numeric", "a", right, "three"), settings)
     assert unread == Verdict(0.0, Failure.UNREADABLE, "answer 'three' has no number"), "a form earns nothing then"
+
+
+def test_a_form_may_begin_in_the_prompt() -> None:
+    """Some chat templates end with the tag of the reasoning; what is judged otherwise is what was generated."""
+    response = "a</think><answer>b</answer>"
+    bench = Judge(RewardSection(default="format", format_tags=("think", "answer")), None)
+    for prompt, wanted in (("<user>1<assistant><think>\n", 1.0), ("<think> is how to begin", 0.0)):
+        answer = bench.answer(Prompt(np.zeros(1, np.int32), prompt, "", "a"), response)
+        assert judge(answer, bench.settings).reward == wanted and answer.text == response, prompt
 
 
 # --- which kind ---

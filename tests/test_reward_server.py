@@ -27,7 +27,7 @@ from tlt_hpc.rewards.answer import Answer, Failure, Verdict
 from tlt_hpc.rewards.client import RewardClient, server_environment
 from tlt_hpc.rewards.code import extract_program, passes_tests, same_output
 from tlt_hpc.rewards.frames import FrameBuffer, pack
-from tlt_hpc.rewards.functions import load_function
+from tlt_hpc.rewards.functions import call_function, load_function
 from tlt_hpc.rewards.sandbox.assertions import literal
 from tlt_hpc.rewards.sandbox.outside import Template, working_template
 
@@ -324,6 +324,14 @@ def test_the_server_gets_the_variables_that_python_needs_and_no_other(
         assert "swordfish" not in Path(f"/proc/{client._process.pid}/environ").read_text()
 
 
+def test_a_function_gets_verls_tables_and_lists_as_they_are() -> None:
+    given = []
+    extra = json.dumps({"reward_model": {"ground_truth": {"target": 98, "numbers": [44, 19, 35]}}})
+    for truth in ('{"target": 98, "numbers": [44, 19, 35]}', "98"):  # the second is of another column
+        call_function(lambda **each: given.append(each["ground_truth"]), Answer("function", "own", "", truth, extra))
+    assert given == [{"target": 98, "numbers": [44, 19, 35]}, "98"]
+
+
 # --- mathematics ---
 
 
@@ -333,6 +341,7 @@ def test_mathematics_compares_values() -> None:
         ("\\boxed{22\\sqrt{2}/2}", "11\\sqrt2", 1.0),
         ("\\boxed{11}", "11\\sqrt2", 0.0),
         ("\\boxed{x+1}", "1+x", 1.0),
+        ("\\boxed{32348}", "\\$32,\\!348", 1.0),  # as MATH has amounts of money
         ("no idea", "3", 0.0),
         ("\\boxed{9^{9^{9^{9}}}}", "3", Failure.CPU),
         ("\\boxed{3}", "$$", Failure.UNREADABLE),
@@ -397,6 +406,8 @@ def template() -> Iterator[Template]:
         ("def f(a): return a", {"inputs": [[5]], "outputs": [[5]], "fn_name": "f"}, 1.0),
         ("def f(a): return {a: 1.0}", {"inputs": [[5]], "outputs": [{"5": 1}], "fn_name": "f"}, 1.0),
         ("print(1)", [{"input": "", "output": "1"}], 1.0),
+        ("class Solution:\n    def f(self, a, b): return a + [b]",
+         [{"input": "[1]\n2", "output": "[1, 2]", "testtype": "functional", "metadata": {"func_name": "f"}}], 1.0),
         ("import sys, threading\nsys.setrecursionlimit(10**6)\nthreading.stack_size(2**26)\n"
          "def main():\n    def f(n): return n and 1 + f(n - 1)\n    print(f(20000))\n"
          "threading.Thread(target=main).start()",
@@ -470,6 +481,7 @@ def test_cpu_time_is_counted_over_all_tests_of_an_answer(template: Template) -> 
         ("[1]", "neither a table with 'inputs' and 'outputs' nor a list of such nor assertions"),
         ("assert f(", "'assert f(' is neither JSON nor Python: '(' was never closed (<unknown>, line 1)"),
         ('["f(1)"]', "'f(1)' asserts nothing"),
+        ('[{"input": "1", "output": "1", "testtype": "functional"}]', "a function's tests without metadata.func_name"),
     ],
 )
 def test_tests_that_cannot_be_read(template: Template, truth: str, trouble: str) -> None:

@@ -48,6 +48,8 @@ class Answer:
     text: str
     truth: str
     extra: str = ""
+    opening: str = ""
+    """The first tag of the form, where the prompt ends with it: chat templates may begin the reasoning."""
 
 
 @dataclass(frozen=True)

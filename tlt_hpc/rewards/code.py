@@ -1,7 +1,8 @@
 """Judges a program by its unit tests. Programs run in the sandbox; their results are compared here.
 
 The data's answer is verl's: JSON with ``inputs`` and ``outputs``, and ``fn_name`` where they are a function's arguments
-and results rather than standard input and output; or assertions: Python text, or a JSON list of such.
+and results rather than standard input and output; or LiveCodeBench's list of tests; or assertions: Python text, or a
+JSON list of such.
 """
 
 from __future__ import annotations
@@ -82,7 +83,11 @@ def read_tests(truth: str) -> tuple[str, list[Any]]:
     if isinstance(tree, str) or (isinstance(tree, list) and tree and all(isinstance(each, str) for each in tree)):
         return ASSERTIONS, _assertions([tree] if isinstance(tree, str) else tree)
     if isinstance(tree, list) and all(isinstance(each, dict) for each in tree):  # as LiveCodeBench has them
-        tree = {"inputs": [each.get("input") for each in tree], "outputs": [each.get("output") for each in tree]}
+        tree = {
+            "inputs": [each.get("input") for each in tree],
+            "outputs": [each.get("output") for each in tree],
+            "fn_name": _function_of(tree[0]) if tree else None,
+        }
     if not isinstance(tree, dict):
         raise ValueError("neither a table with 'inputs' and 'outputs' nor a list of such nor assertions")
     inputs, outputs, name = tree.get("inputs"), tree.get("outputs"), tree.get("fn_name")
@@ -97,6 +102,17 @@ def same_output(given: str, expected: str) -> bool:
     """Whether a program wrote what it should: line by line, without the space at their ends, numbers by value."""
     lines, wanted = given.rstrip().split("\n"), expected.rstrip().split("\n")
     return len(lines) == len(wanted) and all(map(_same_line, lines, wanted))
+
+
+def _function_of(test: dict[str, Any]) -> str | None:
+    """The function that a test of LiveCodeBench calls; None if it is one of standard input and output."""
+    if test.get("testtype") != "functional":
+        return None
+    metadata = test.get("metadata")
+    name = metadata.get("func_name") if isinstance(metadata, dict) else None
+    if not isinstance(name, str):
+        raise ValueError("a function's tests without metadata.func_name")
+    return name
 
 
 def _assertions(texts: list[str]) -> list[str]:

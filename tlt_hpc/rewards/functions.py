@@ -7,7 +7,7 @@ import inspect
 import json
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -77,8 +77,9 @@ def call_function(function: RewardFunction, answer: Answer) -> Verdict:
     Raises:
         Exception: whatever the function raises.
     """
-    extra = json.loads(answer.extra).get("extra_info") if answer.extra else None
-    result = function(**dict(zip(ARGUMENTS, (answer.source, answer.text, answer.truth, extra), strict=True)))
+    columns = json.loads(answer.extra) if answer.extra else {}
+    given = answer.source, answer.text, _truth(answer, columns), columns.get("extra_info")
+    result = function(**dict(zip(ARGUMENTS, given, strict=True)))
     score: Any = result.get("score") if isinstance(result, dict) else result
     if getattr(score, "shape", None) == ():  # numpy's truth values and torch's numbers are no Real
         score = score.item()
@@ -88,3 +89,9 @@ def call_function(function: RewardFunction, answer: Answer) -> Verdict:
         detail = f"the function returned {str(result)[:80]!r}, which is {what}"
         return Verdict(0.0, Failure.ERROR, detail)
     return Verdict(float(score))
+
+
+def _truth(answer: Answer, columns: Mapping[str, Any]) -> Any:
+    """The answer's text, or the table or list in verl's column that it was written from."""
+    found = columns["reward_model"].get("ground_truth") if isinstance(columns.get("reward_model"), dict) else None
+    return found if isinstance(found, dict | list) and json.dumps(found) == answer.truth else answer.truth

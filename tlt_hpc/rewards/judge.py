@@ -51,7 +51,11 @@ def judge(
     if verdict.failure or answer.kind in ("format", SAME_MATH) or not settings.format_weight:
         return verdict
     weight = settings.format_weight
-    return Verdict((1 - weight) * verdict.reward + weight * text.tags(answer.text, settings.format_tags))
+    return Verdict((1 - weight) * verdict.reward + weight * _form(answer, settings))
+
+
+def _form(answer: Answer, settings: RewardSection) -> float:
+    return text.tags(answer.opening + answer.text, settings.format_tags)
 
 
 def _judge(
@@ -65,7 +69,7 @@ def _judge(
         case "choice":
             return text.choice(answer.text, answer.truth)
         case "format":
-            return Verdict(text.tags(answer.text, settings.format_tags))
+            return Verdict(_form(answer, settings))
         case "math":
             from tlt_hpc.rewards.mathematics import equal_as_mathematics  # 0.5 s and sympy: only in workers
 

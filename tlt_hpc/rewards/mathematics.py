@@ -28,7 +28,8 @@ _USUAL = (
 def equal_as_mathematics(text: str, truth: str) -> Verdict:
     """1.0 if the response's answer is mathematically equal to the data's."""
     # Bare LaTeX is read as plain text, and "11\\sqrt2" then means 11.
-    marked = truth if "$" in truth or BOX in truth else f"{BOX}{truth}}}"
+    has_marks = "$" in truth.replace("\\$", "") or BOX in truth  # an escaped one is an amount of money
+    marked = truth if has_marks else f"{BOX}{truth}}}"
     wanted = parse(marked, parsing_timeout=None)
     if not wanted:
         return Verdict(0.0, Failure.UNREADABLE, f"answer {truth[:80]!r} cannot be read as mathematics")

@@ -81,7 +81,10 @@ class Judge:
 
     def answer(self, prompt: Prompt, text: str) -> Answer:
         """A response to the prompt as it is judged."""
-        return Answer(self.kind_of(prompt), prompt.source, text, prompt.answer, prompt.extra)
+        tags = self.settings.format_tags
+        first = f"<{tags[0]}>" if tags else ""
+        opening = first if prompt.text.rstrip().endswith(first) else ""
+        return Answer(self.kind_of(prompt), prompt.source, text, prompt.answer, prompt.extra, opening)
 
 
 class Scorer:

@@ -18,11 +18,15 @@ _NUMBER = re.compile(
     r"(?:(?<![\w)])[-+])?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?(?:[eE][-+]?\d{1,3}(?!\d))?(?:/\d+)?"
     r"|(?:(?<![\w)])[-+])?\.\d+"
 )
-_FRACTION = re.compile(r"\\[dt]?frac\{(-?\d+)\}\{(\d+)\}")
+_FRACTION = re.compile(r"\\[dt]?frac\s*(?:\{(-?\d+)\}|(\d))\s*(?:\{(\d+)\}|(\d))")
+_MIXED = re.compile(r"(?<![\d.,}])(\d{1,9})\s*\\[dt]?frac\{(\d{1,9})\}\{(\d{1,9})\}")
+_POWER_OF_TEN = re.compile(r"(?<=\d)\s*(?:\\times|\\cdot|\u00d7)\s*10\^(?:\{([-+]?\d+)\}|(\d))")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 """What opens or closes a group of LaTeX, or a command: ``\\{`` and ``\\}`` are characters to it."""
 # possessive: blanks that both of the first two parts could have would otherwise be shared out in every way
-_LETTER = re.compile(r"[\s(\[{*]*+(?:\\text(?:bf)?\{)?[\s(]*+([A-Za-z])(?:[\s)\]}*.:,]*|[).:]\s.*)", re.DOTALL)
+_LETTER = re.compile(
+    r"[\s(\[{*]*+(?:\\(?:text|math)(?:bf|rm)?\{)?[\s(]*+([A-Za-z])(?:[\s)\]}*.:,]*|[).:]\}?\\?\s.*)", re.DOTALL
+)
 _SAID_LETTER = re.compile(r"(?i:answer|option|choice)[^A-Za-z]{0,20}(?:(?i:is)\b[^A-Za-z]{0,20})?([A-Z])(?![A-Za-z'])")
 
 
@@ -122,8 +126,9 @@ def letter_of(text: str) -> str | None:
 
 def _plain(text: str) -> str:
     """The text without LaTeX's decoration of numbers."""
-    text = _FRACTION.sub(r"\1/\2", text.replace("\u2212", "-"))
-    return re.sub(r"\\[,!;$% ]|[$%]", "", text)
+    text = _MIXED.sub(lambda m: f"{int(m[1]) * int(m[3]) + int(m[2])}/{m[3]}", text.replace("\u2212", "-"))
+    text = _FRACTION.sub(r"\1\2/\3\4", text.replace("{,}", ","))
+    return re.sub(r"\\[,!;$% ]|[$%]", "", _POWER_OF_TEN.sub(r"e\1\2", text))
 
 
 def _value(number: str) -> Fraction | None:
