@@ -300,6 +300,11 @@ def test_open_mpi_without_pmix_has_another_remedy(place: Place) -> None:
     assert place.check()["mpi"].level == "ok"
 
 
+def test_the_list_of_an_older_srun_is_read(place: Place) -> None:
+    place.slurm(kinds="srun: MPI types are...\nsrun: none\nsrun: pmix_v3\nsrun: pmi2\n")
+    assert place.check()["mpi"].level == "ok"
+
+
 # --- the rest of the command ---
 
 

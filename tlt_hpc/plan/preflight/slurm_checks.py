@@ -54,7 +54,8 @@ def launch_types() -> list[str]:
     Raises:
         SlurmError: Slurm does not answer.
     """
-    lines = [line.strip() for line in ask(["srun", "--mpi=list"], ANSWER_SECONDS).text.splitlines()]
+    told = ask(["srun", "--mpi=list"], ANSWER_SECONDS).text
+    lines = [line.removeprefix("srun: ").strip() for line in told.splitlines()]  # which Slurm 20.11 and older have
     named = [word.strip() for line in lines if "versions available:" in line for word in line.split(":")[1].split(",")]
     return sorted({line for line in lines if re.fullmatch(r"\w+", line)} | set(named))
 
