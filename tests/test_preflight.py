@@ -269,6 +269,9 @@ SLURM_PLANTED: list[tuple[str, Plant, str, str, str]] = [
      r"--mpi=pmix does not start MPICH.*TLT_SRUN_MPI=pmi2"),
     ("sbatch refuses", lambda p: (p.slurm(), p.prints("sbatch", "sbatch: error: Batch job submission failed", 1)),
      "sbatch", "failure", r"would refuse the job: sbatch: error: Batch job"),
+    ("a rule of the site", lambda p: (p.slurm(), p.command(
+        "sbatch", "printf 'sbatch: error: %s\\n' 'Give a QOS' 'Batch job submission failed' >&2; exit 1")),
+     "sbatch", "failure", r"would refuse the job: sbatch: error: Give a QOS sbatch: error: Batch job"),
     ("requeue off", lambda p: p.slurm(script=SCRIPT.replace("#SBATCH --requeue\n", ""), requeue=0), "requeue",
      "warning", r"requeue is off \(JobRequeue = 0.*add #SBATCH --requeue"),
     ("no requeue", changed("--requeue", "--no-requeue"), "requeue", "warning", r"says --no-requeue"),

@@ -135,6 +135,7 @@ def check_acceptance(job: PlannedJob) -> Finding:
     if judge(partial(check_partition, job)).level is Level.FAILURE:  # which says it more clearly
         raise Skip("not asked while the partition is wrong")
     answer = ask(["sbatch", "--test-only", *job.request.arguments], ANSWER_SECONDS)
-    if answer.status:
-        return failure(f"sbatch would refuse the job: {answer.last_line}", "correct what it asks for")
+    if answer.status:  # a site's own rule is in the lines before the last
+        said = " ".join(answer.err.split()) or answer.last_line
+        return failure(f"sbatch would refuse the job: {said}", "correct what it asks for")
     return ok(f"would take it: {answer.last_line.removeprefix('sbatch: ')}")
