@@ -182,6 +182,12 @@ run_ranks() {
 # The clone's own package, whatever is installed.
 export PYTHONPATH="$PROJECT${PYTHONPATH:+:$PYTHONPATH}"
 
+# The job file of an argument: in the store, where relative paths are, else in the clone.
+find_job() {
+    [[ -f $1 || ! -f $PROJECT/$1 ]] || set -- "$PROJECT/$1"
+    echo "$1"
+}
+
 # What the ranks are given of their job file, so that not each of them opens it: read_job FILE, before srun.
 read_job() {
     [[ -f $1 && $(wc -c <"$1") -le 65536 ]] || return 0 # a file that is not there the ranks complain of

@@ -79,6 +79,28 @@ def test_every_rank_gets_its_command_and_its_environment(tmp_path: Path) -> None
     ]
 
 
+@pytest.mark.parametrize(("script", "arguments"), [("warmup_drafter", ()), ("evaluate", ("runs/a",)), ("rehearse", ())])
+def test_a_job_file_of_the_clone_is_found_where_the_store_is_elsewhere(
+    script: str, arguments: tuple[str, ...], tmp_path: Path
+) -> None:
+    store, job = tmp_path / "a store", tmp_path / "clone" / "jobs" / "mine.toml"
+    store.mkdir()
+    job.parent.mkdir(parents=True)
+    job.touch()
+    edited = (ROOT / "sbatch" / f"{script}.sh").read_text().replace('STORE="$PROJECT"', f'STORE="{store}"')
+    (tmp_path / "edited.sh").write_text(edited)
+    program(tmp_path / "bin", "python", f'[[ $1 == -c ]] || printf "%s\\n" "$@"; {SAYS_MPI}')
+
+    def found() -> list[str]:
+        words = run_script(tmp_path, f"{tmp_path}/edited", *arguments, "jobs/mine.toml", "run.seed=3").stdout
+        return words.splitlines()[1:]
+
+    assert (words := found())[words.index(str(job)) + 1] == "run.seed=3"
+    (store / "jobs").mkdir()
+    (store / "jobs" / "mine.toml").touch()
+    assert "jobs/mine.toml" in found() and str(job) not in found()
+
+
 @pytest.mark.parametrize(
     ("variables", "disk"),
     [
