@@ -166,6 +166,22 @@ def test_options_of_a_script_are_read_however_they_are_written(
         assert word in capsys.readouterr().err
 
 
+def test_further_options_of_sbatch_count_however_they_are_written(
+    submit: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for given, shown in (
+        (["--sbatch=-q long", "--sbatch=-Ca100", "--sbatch=exclusive"], "--qos=long --constraint=a100 --exclusive"),
+        (["--sbatch=--comment=for a friend"], "--comment=for a friend"),
+    ):
+        assert submit([TINY, "--dry-run", "--nodes=2", *given]) == 0
+        assert capsys.readouterr().out.splitlines()[0].endswith(f" --time=24:00:00 {shown}")
+    for gpus in ("--gres=gpu:a100:4", "--gpus-per-node=4", "--gpus-per-node=a100:4"):
+        assert submit([TINY, "--dry-run", f"--sbatch={gpus}"]) == 0
+        assert capsys.readouterr().out.startswith("asks Slurm for 4 ranks: --nodes=1 --ranks-per-node=4 ")
+    assert submit([TINY, "--dry-run", "--ranks-per-node=2", "--sbatch=--gres=gpu:4"]) == 0
+    assert capsys.readouterr().out.startswith("asks Slurm for 2 ranks: ")
+
+
 def fake_program(folder: Path, name: str, body: str) -> None:
     path = folder / "bin" / name
     path.parent.mkdir(exist_ok=True)
