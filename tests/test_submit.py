@@ -288,10 +288,11 @@ def test_what_is_asked_for_is_not_overruled_by_variables_of_sbatch(
     for name, value in {**values, "ACCOUNT": "mine"}.items():
         monkeypatch.setenv(f"SBATCH_{name}", value)
     monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "17")  # as in a job of an array, which submits the next one
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "2")  # after it was queued again
     fake_slurm(tmp_path, monkeypatch, f"env >{tmp_path}/seen; echo Submitted batch job 4321")
     asked = parameters(make(tmp_path, ["run.seed=0,1"], partition="gpu", mem="64G", gpus_per_node=4))
     assert executor.send(tmp_path / "jobs", asked, [["train"], ["train"]]) == ["4321_0", "4321_1"]
-    seen = [line for line in (tmp_path / "seen").read_text().splitlines() if re.match("SBATCH_|SLURM_ARRAY", line)]
+    seen = [line for line in (tmp_path / "seen").read_text().splitlines() if re.match("SBATCH_|SLURM_[AR]", line)]
     assert seen == ["SBATCH_ACCOUNT=mine"]
 
 
