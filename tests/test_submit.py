@@ -83,6 +83,7 @@ def test_commas_within_brackets_and_quotes_do_not_separate(text: str, values: li
         (["--sweep", "run.seed=0,x"], "run.seed = 'x'"),
         (["--sweep", "run.seed=0,0"], "two members have run.name = 'tiny-seed0'"),
         (["--sweep", "run.seed=1,,2"], "section.key=A,B"),
+        (["--sweep", "run.seed=0", "--sweep", "run.seed=1"], "run.seed is given twice; give all its values in one"),
         (["--sweep", "rollout.prompts_per_step=16,15", "--ranks-per-node", "4"], "not divisible by 4"),
         (["rollout.temprature=1"], "did you mean"),
     ],
