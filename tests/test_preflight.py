@@ -255,6 +255,9 @@ def default_memory(place: Place) -> None:
 
 SLURM_PLANTED: list[tuple[str, Plant, str, str, str]] = [
     ("no such partition", changed("=main", "=gpu"), "partition", "failure", r"no partition gpu is up.*sinfo"),
+    ("no partition, and no default one", lambda p: p.slurm(
+        NODES.replace("*", ""), script=SCRIPT.replace("#SBATCH --partition=main  # a comment\n", "")), "partition",
+     "warning", r"no partition is asked for, and none is the default.*give --partition"),
     ("time over the limit", lambda p: p.slurm(NODES.replace("1-00", "04")), "partition", "failure",
      r"10:00:00 .*'main' at most 04:00:00"),
     ("no time", changed("--time", "--mail-user"), "partition", "warning", r"give --time"),

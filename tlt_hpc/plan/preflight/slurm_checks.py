@@ -81,8 +81,13 @@ def default_memory(partition: str) -> str:
 
 def check_partition(job: PlannedJob) -> Finding:
     """A partition starts jobs and allows the requested time: Slurm may accept another job and never start it."""
-    asked = job.request.time
-    limits = {node.partition: node.time_limit for node in read_nodes(job.request.partition) if node.state == "up"}
+    asked, nodes = job.request.time, read_nodes(job.request.partition)
+    limits = {node.partition: node.time_limit for node in nodes if node.state == "up"}
+    if not nodes and not job.request.partition:
+        return warning(
+            "no partition is asked for, and none is the default; some sites choose one by QOS or features",
+            "give --partition where sbatch refuses the job",
+        )
     if not limits:
         known = ", ".join(sorted({name.rstrip("*") for name, state, *_ in _node_lines() if state == "up"}))
         return failure(
