@@ -44,6 +44,9 @@ def test_runs_at_any_depth_are_listed_the_newest_last(
     assert first.split()[8:12] == ["4", "0.000", "->", "0.750"]
     assert second.split()[:3] == ["runs/done", "finished", "2"] and written == "written to all.csv"
     assert Path("all.csv").read_text().splitlines()[2].startswith("runs/done,finished,2,,0.0,0.25,")
+    assert main(["runs", "--output", "runs"]) == 2
+    said = "tlt: cannot write runs: Is a directory; make room there or give another --output\n"
+    assert capsys.readouterr().err == said
 
 
 def test_a_folder_that_is_no_run_is_named_and_the_others_are_listed(
