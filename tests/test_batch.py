@@ -23,7 +23,7 @@ def program(folder: Path, name: str, body: str) -> None:
 
 SAYS_MPI = 'echo "$0" >>"$CALLED"; echo "${MPI_SAYS:-Open MPI v5.0.8, package: site}"'
 LISTS_MPI = '[[ $1 != --mpi=list ]] || { echo "MPI plugin types are..."; echo "${SRUN_HAS-none pmix}"; exit; }'
-SHOWN = "^(HF|HDF5|OMP|DS|TRITON|(PY)?TORCH|CUDA_CACHE|TRANSF|PYTHONNO|SLURM_(EXPORT|MEM|GPU|TRES|CPU_B)|APPT|SING)"
+SHOWN = "^(HF|HDF5|OMP|DS|TRITON|(PY)?TORCH|CUDA_CACHE|TRANSF|PYTHONNO|SLURM_(EXP|STEP|MEM|GPU|TRES|CPU_B)|APPT|SING)"
 
 
 def run_script(folder: Path, name: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -204,6 +204,7 @@ def test_an_error_names_the_places_that_have_been_searched(tmp_path: Path) -> No
 
 INHERITED = {
     "SLURM_EXPORT_ENV": "NONE",
+    "SLURM_STEP_ID": "0",
     "SLURM_MEM_PER_CPU": "100",
     "SLURM_GPUS_PER_NODE": "a100:1",
     "SLURM_TRES_PER_TASK": "gres/gpu:1",
