@@ -67,6 +67,18 @@ def test_a_folder_that_is_no_run_is_named_and_the_others_are_listed(
     assert "left out: runs/gone does not exist" in capsys.readouterr().err
 
 
+def test_a_run_that_a_link_leads_to_is_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As where the disk of ``runs/`` is small; a link to a folder above is not followed."""
+    monkeypatch.chdir(tmp_path)
+    Path("runs").mkdir()
+    Path("runs/far").symlink_to(a_run(tmp_path / "scratch" / "far", 2, 60))
+    Path("runs/up").symlink_to(tmp_path)
+    assert main(["runs"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["run", "runs/far"]
+
+
 def test_runs_at_work_keep_their_order_and_a_job_may_be_queued_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
