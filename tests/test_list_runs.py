@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import time
@@ -77,6 +78,27 @@ def test_a_run_that_a_link_leads_to_is_listed(
     Path("runs/up").symlink_to(tmp_path)
     assert main(["runs"]) == 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["run", "runs/far"]
+
+
+def test_a_folder_that_may_not_be_looked_into_hides_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its names may be read, and nothing else, as after ``chmod -R 744``. Root may do all: the answer is made here."""
+    monkeypatch.chdir(tmp_path)
+    a_run(Path("runs/own"), 2, 60)
+    a_run(Path("runs/theirs"), 2, 60)
+    Path("runs/theirs/below").mkdir()
+    stat = Path.stat
+
+    def refuse(path: Path, **how: bool) -> os.stat_result:
+        if path.parent == Path("runs/theirs"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return stat(path, **how)
+
+    monkeypatch.setattr(Path, "stat", refuse)
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != Path("runs/theirs"))
+    assert main(["runs"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["run", "runs/own"]
 
 
 def test_runs_at_work_keep_their_order_and_a_job_may_be_queued_again(

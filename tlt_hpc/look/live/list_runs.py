@@ -54,13 +54,15 @@ def find_runs(folder: Path) -> Iterator[Path]:
         if _is_run(Path(place)):
             names.clear()
             yield Path(place)
+        if not os.access(place, os.X_OK):  # another user's, whose names may be read, and nothing else
+            names.clear()
         names.sort()
         yield from (path for name in names if (path := Path(place, name)).is_symlink() and _is_run(path))
 
 
 def _is_run(folder: Path) -> bool:
     path = RunFolder(folder)
-    return path.metrics.is_file() or path.rollouts.is_dir()
+    return os.access(folder, os.X_OK) and (path.metrics.is_file() or path.rollouts.is_dir())
 
 
 def state_of(path: Path) -> str:
