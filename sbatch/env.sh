@@ -28,11 +28,11 @@ export TLT_NETWORK="${TLT_NETWORK:-}"
 # ---
 
 # sbatch hands on the variables of where it was called. After --export=NONE the ranks would not get this environment; in
-# an interactive job its memory, GPUs and cores would be asked for once more, which this job may not have. A step that
-# asks for nothing has all that its job has.
+# an interactive job its memory, GPUs and cores would be asked for once more, which this job may not have, and a program
+# that this script starts would pass for a rank. A step that asks for nothing has all that its job has.
 unset SLURM_EXPORT_ENV SLURM_GPUS SLURM_GPUS_PER_NODE SLURM_GPUS_PER_SOCKET SLURM_GPUS_PER_TASK SLURM_GPU_BIND
 unset SLURM_TRES_PER_TASK SLURM_TRES_BIND "${!SLURM_CPU_BIND@}" "${!SLURM_MEM_BIND@}"
-unset SLURM_MEM_PER_CPU SLURM_MEM_PER_GPU SLURM_MEM_PER_NODE
+unset SLURM_MEM_PER_CPU SLURM_MEM_PER_GPU SLURM_MEM_PER_NODE SLURM_STEP_ID
 
 die() {
     echo "sbatch/env.sh: $*" >&2
@@ -181,6 +181,12 @@ run_ranks() {
 
 # The clone's own package, whatever is installed.
 export PYTHONPATH="$PROJECT${PYTHONPATH:+:$PYTHONPATH}"
+
+# The job file of an argument: in the store, where relative paths are, else in the clone.
+find_job() {
+    [[ -f $1 || ! -f $PROJECT/$1 ]] || set -- "$PROJECT/$1"
+    echo "$1"
+}
 
 # What the ranks are given of their job file, so that not each of them opens it: read_job FILE, before srun.
 read_job() {

@@ -26,5 +26,6 @@ set -euo pipefail
 source "$PROJECT/sbatch/env.sh"
 cd "$STORE"
 : "${2:?give a run and its TOML, such as runs/qwen7b runs/qwen7b/config.toml}"
+set -- "$1" "$(find_job "$2")" "${@:3}"
 read_job "$2"
 run_ranks python -m mpi4py -m tlt_hpc evaluate "$@"

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Interrupts a short run of a job in every way that ends runs, with the nodes and ranks that are asked for here, and
-# resumes it:   sbatch -N 2 --gpus-per-node=8 --ntasks-per-node=8 sbatch/rehearse.sh jobs/qwen7b.toml [key=value ...]
+# resumes it, with what its script asks of a node:
+#   sbatch -N 2 --gpus-per-node=8 --ntasks-per-node=8 --cpus-per-task=8 --mem=0 sbatch/rehearse.sh jobs/qwen7b.toml
 # The last fault is this job's own time limit: Slurm then queues it again, and its log ends with what was lost.
 # Edit the account and the partition and, where they differ, the two paths. The environment: sbatch/env.sh.
 #SBATCH --account=YOUR_ACCOUNT
@@ -26,4 +27,4 @@ source "$PROJECT/sbatch/env.sh"
 cd "$STORE"
 export mpi_library TLT_LAUNCH
 export -f run_ranks # python starts the ranks again and again
-exec python -m tlt_hpc rehearse "$@"
+exec python -m tlt_hpc rehearse "$(find_job "$1")" "${@:2}"

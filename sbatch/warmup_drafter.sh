@@ -25,5 +25,6 @@ set -euo pipefail
     { echo "$PROJECT has no sbatch/env.sh; call sbatch in the clone (SLURM_SUBMIT_DIR)" >&2; exit 1; }
 source "$PROJECT/sbatch/env.sh"
 cd "$STORE"
-read_job "${1:-$PROJECT/jobs/qwen7b.toml}"
-run_ranks python -m mpi4py -m tlt_hpc warmup "${@:-$PROJECT/jobs/qwen7b.toml}"
+set -- "$(find_job "${1:-$PROJECT/jobs/qwen7b.toml}")" "${@:2}"
+read_job "$1"
+run_ranks python -m mpi4py -m tlt_hpc warmup "$@"

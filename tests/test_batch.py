@@ -23,7 +23,7 @@ def program(folder: Path, name: str, body: str) -> None:
 
 SAYS_MPI = 'echo "$0" >>"$CALLED"; echo "${MPI_SAYS:-Open MPI v5.0.8, package: site}"'
 LISTS_MPI = '[[ $1 != --mpi=list ]] || { echo "MPI plugin types are..."; echo "${SRUN_HAS-none pmix}"; exit; }'
-SHOWN = "^(HF|HDF5|OMP|DS|TRITON|(PY)?TORCH|CUDA_CACHE|TRANSF|PYTHONNO|SLURM_(EXPORT|MEM|GPU|TRES|CPU_B)|APPT|SING)"
+SHOWN = "^(HF|HDF5|OMP|DS|TRITON|(PY)?TORCH|CUDA_CACHE|TRANSF|PYTHONNO|SLURM_(EXP|STEP|MEM|GPU|TRES|CPU_B)|APPT|SING)"
 
 
 def run_script(folder: Path, name: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -77,6 +77,28 @@ def test_every_rank_gets_its_command_and_its_environment(tmp_path: Path) -> None
         "TRANSFORMERS_OFFLINE=1",
         f"TRITON_CACHE_DIR={cache}/triton",
     ]
+
+
+@pytest.mark.parametrize(("script", "arguments"), [("warmup_drafter", ()), ("evaluate", ("runs/a",)), ("rehearse", ())])
+def test_a_job_file_of_the_clone_is_found_where_the_store_is_elsewhere(
+    script: str, arguments: tuple[str, ...], tmp_path: Path
+) -> None:
+    store, job = tmp_path / "a store", tmp_path / "clone" / "jobs" / "mine.toml"
+    store.mkdir()
+    job.parent.mkdir(parents=True)
+    job.touch()
+    edited = (ROOT / "sbatch" / f"{script}.sh").read_text().replace('STORE="$PROJECT"', f'STORE="{store}"')
+    (tmp_path / "edited.sh").write_text(edited)
+    program(tmp_path / "bin", "python", f'[[ $1 == -c ]] || printf "%s\\n" "$@"; {SAYS_MPI}')
+
+    def found() -> list[str]:
+        words = run_script(tmp_path, f"{tmp_path}/edited", *arguments, "jobs/mine.toml", "run.seed=3").stdout
+        return words.splitlines()[1:]
+
+    assert (words := found())[words.index(str(job)) + 1] == "run.seed=3"
+    (store / "jobs").mkdir()
+    (store / "jobs" / "mine.toml").touch()
+    assert "jobs/mine.toml" in found() and str(job) not in found()
 
 
 @pytest.mark.parametrize(
@@ -182,6 +204,7 @@ def test_an_error_names_the_places_that_have_been_searched(tmp_path: Path) -> No
 
 INHERITED = {
     "SLURM_EXPORT_ENV": "NONE",
+    "SLURM_STEP_ID": "0",
     "SLURM_MEM_PER_CPU": "100",
     "SLURM_GPUS_PER_NODE": "a100:1",
     "SLURM_TRES_PER_TASK": "gres/gpu:1",

@@ -46,6 +46,7 @@ def test_a_rank_is_left_with_one_gpu(environment, own):
         {"CUDA_VISIBLE_DEVICES": "NoDevFiles", **STEP, "SLURM_LOCALID": "0"},
         {"CUDA_VISIBLE_DEVICES": "0,1"},
         {"CUDA_VISIBLE_DEVICES": "0,1", "SLURM_LOCALID": "0"},  # a batch script, outside any step
+        {"CUDA_VISIBLE_DEVICES": "0,1", "SLURM_STEP_ID": "4294967290", "SLURM_LOCALID": "0"},  # a shell of salloc
     ],
 )
 def test_where_nothing_is_said_nothing_is_changed(environment):

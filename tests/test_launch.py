@@ -23,6 +23,8 @@ from tlt_hpc.cluster import local
         ({"SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_NTASKS": "4"}, 1, 4),
         # a batch script, outside any step, has SLURM_PROCID too, and is no rank
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, None, None),
+        # nor is the shell that salloc opens on a node, which is a step of one task
+        ({"SLURM_STEP_ID": "4294967290", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}, None, None),
     ],
 )
 def test_who_was_launched(environment, rank, count):

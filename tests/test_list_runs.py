@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import time
@@ -44,6 +45,9 @@ def test_runs_at_any_depth_are_listed_the_newest_last(
     assert first.split()[8:12] == ["4", "0.000", "->", "0.750"]
     assert second.split()[:3] == ["runs/done", "finished", "2"] and written == "written to all.csv"
     assert Path("all.csv").read_text().splitlines()[2].startswith("runs/done,finished,2,,0.0,0.25,")
+    assert main(["runs", "--output", "runs"]) == 2
+    said = "tlt: cannot write runs: Is a directory; make room there or give another --output\n"
+    assert capsys.readouterr().err == said
 
 
 def test_a_folder_that_is_no_run_is_named_and_the_others_are_listed(
@@ -62,6 +66,39 @@ def test_a_folder_that_is_no_run_is_named_and_the_others_are_listed(
     monkeypatch.setattr(list_runs, "find_runs", lambda folder: [Path("runs/own"), Path("runs/gone")])
     assert main(["runs"]) == 0
     assert "left out: runs/gone does not exist" in capsys.readouterr().err
+
+
+def test_a_run_that_a_link_leads_to_is_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As where the disk of ``runs/`` is small; a link to a folder above is not followed."""
+    monkeypatch.chdir(tmp_path)
+    Path("runs").mkdir()
+    Path("runs/far").symlink_to(a_run(tmp_path / "scratch" / "far", 2, 60))
+    Path("runs/up").symlink_to(tmp_path)
+    assert main(["runs"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["run", "runs/far"]
+
+
+def test_a_folder_that_may_not_be_looked_into_hides_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its names may be read, and nothing else, as after ``chmod -R 744``. Root may do all: the answer is made here."""
+    monkeypatch.chdir(tmp_path)
+    a_run(Path("runs/own"), 2, 60)
+    a_run(Path("runs/theirs"), 2, 60)
+    Path("runs/theirs/below").mkdir()
+    stat = Path.stat
+
+    def refuse(path: Path, **how: bool) -> os.stat_result:
+        if path.parent == Path("runs/theirs"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return stat(path, **how)
+
+    monkeypatch.setattr(Path, "stat", refuse)
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != Path("runs/theirs"))
+    assert main(["runs"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["run", "runs/own"]
 
 
 def test_runs_at_work_keep_their_order_and_a_job_may_be_queued_again(

@@ -255,6 +255,9 @@ def default_memory(place: Place) -> None:
 
 SLURM_PLANTED: list[tuple[str, Plant, str, str, str]] = [
     ("no such partition", changed("=main", "=gpu"), "partition", "failure", r"no partition gpu is up.*sinfo"),
+    ("no partition, and no default one", lambda p: p.slurm(
+        NODES.replace("*", ""), script=SCRIPT.replace("#SBATCH --partition=main  # a comment\n", "")), "partition",
+     "warning", r"no partition is asked for, and none is the default.*give --partition"),
     ("time over the limit", lambda p: p.slurm(NODES.replace("1-00", "04")), "partition", "failure",
      r"10:00:00 .*'main' at most 04:00:00"),
     ("no time", changed("--time", "--mail-user"), "partition", "warning", r"give --time"),
@@ -269,6 +272,9 @@ SLURM_PLANTED: list[tuple[str, Plant, str, str, str]] = [
      r"--mpi=pmix does not start MPICH.*TLT_SRUN_MPI=pmi2"),
     ("sbatch refuses", lambda p: (p.slurm(), p.prints("sbatch", "sbatch: error: Batch job submission failed", 1)),
      "sbatch", "failure", r"would refuse the job: sbatch: error: Batch job"),
+    ("a rule of the site", lambda p: (p.slurm(), p.command(
+        "sbatch", "printf 'sbatch: error: %s\\n' 'Give a QOS' 'Batch job submission failed' >&2; exit 1")),
+     "sbatch", "failure", r"would refuse the job: sbatch: error: Give a QOS sbatch: error: Batch job"),
     ("requeue off", lambda p: p.slurm(script=SCRIPT.replace("#SBATCH --requeue\n", ""), requeue=0), "requeue",
      "warning", r"requeue is off \(JobRequeue = 0.*add #SBATCH --requeue"),
     ("no requeue", changed("--requeue", "--no-requeue"), "requeue", "warning", r"says --no-requeue"),
@@ -297,6 +303,11 @@ def test_open_mpi_without_pmix_has_another_remedy(place: Place) -> None:
     said = r"no --mpi=pmix, only none, pmi2.*mpich in the place of openmpi.*TLT_LAUNCH=mpirun"
     assert_found(found, "mpi", said, set())
     place.monkeypatch.setenv("TLT_LAUNCH", "mpirun")
+    assert place.check()["mpi"].level == "ok"
+
+
+def test_the_list_of_an_older_srun_is_read(place: Place) -> None:
+    place.slurm(kinds="srun: MPI types are...\nsrun: none\nsrun: pmix_v3\nsrun: pmi2\n")
     assert place.check()["mpi"].level == "ok"
 
 

@@ -321,7 +321,9 @@ def simulated(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
         return json.loads(Path(place, "figures.json").read_text())
 
 
-def test_the_table_and_the_json(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_table_and_the_json(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     assert main(["simulate", QWEN, "--nodes", "1,8", "--steps", "3", "--ahead", "0.97"]) == 0
     out = capsys.readouterr().out
@@ -329,6 +331,8 @@ def test_the_table_and_the_json(capsys: pytest.CaptureFixture[str], monkeypatch:
     assert "above 32 responses at a time they are extrapolated" in " ".join(out.split())
     assert main(["simulate", QWEN, "--nodes", "1", "--steps", "1", "speculation.mode=plain"]) == 0
     assert "speed-ups" not in capsys.readouterr().out
+    assert main(["simulate", QWEN, "--nodes", "1", "--steps", "1", "--json", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.endswith("; make room there or give another --json\n")
     one, two = simulated(capsys, QWEN, "--nodes", "2,1", "--steps", "3")["rows"]
     assert (one["nodes"], two["nodes"], one["ranks"]) == (1, 2, 8) and one["gain"] > 1
     assert two["rollout_seconds"] < one["rollout_seconds"] and one["ahead_rollout_seconds"] is None

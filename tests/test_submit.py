@@ -83,6 +83,7 @@ def test_commas_within_brackets_and_quotes_do_not_separate(text: str, values: li
         (["--sweep", "run.seed=0,x"], "run.seed = 'x'"),
         (["--sweep", "run.seed=0,0"], "two members have run.name = 'tiny-seed0'"),
         (["--sweep", "run.seed=1,,2"], "section.key=A,B"),
+        (["--sweep", "run.seed=0", "--sweep", "run.seed=1"], "run.seed is given twice; give all its values in one"),
         (["--sweep", "rollout.prompts_per_step=16,15", "--ranks-per-node", "4"], "not divisible by 4"),
         (["rollout.temprature=1"], "did you mean"),
     ],
@@ -164,6 +165,22 @@ def test_options_of_a_script_are_read_however_they_are_written(
         script.write_text(f"#SBATCH {line}\n")
         assert submit([TINY, "--script", str(script), "--dry-run"]) == 2
         assert word in capsys.readouterr().err
+
+
+def test_further_options_of_sbatch_count_however_they_are_written(
+    submit: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for given, shown in (
+        (["--sbatch=-q long", "--sbatch=-Ca100", "--sbatch=exclusive"], "--qos=long --constraint=a100 --exclusive"),
+        (["--sbatch=--comment=for a friend"], "--comment=for a friend"),
+    ):
+        assert submit([TINY, "--dry-run", "--nodes=2", *given]) == 0
+        assert capsys.readouterr().out.splitlines()[0].endswith(f" --time=24:00:00 {shown}")
+    for gpus in ("--gres=gpu:a100:4", "--gpus-per-node=4", "--gpus-per-node=a100:4"):
+        assert submit([TINY, "--dry-run", f"--sbatch={gpus}"]) == 0
+        assert capsys.readouterr().out.startswith("asks Slurm for 4 ranks: --nodes=1 --ranks-per-node=4 ")
+    assert submit([TINY, "--dry-run", "--ranks-per-node=2", "--sbatch=--gres=gpu:4"]) == 0
+    assert capsys.readouterr().out.startswith("asks Slurm for 2 ranks: ")
 
 
 def fake_program(folder: Path, name: str, body: str) -> None:
@@ -272,10 +289,11 @@ def test_what_is_asked_for_is_not_overruled_by_variables_of_sbatch(
     for name, value in {**values, "ACCOUNT": "mine"}.items():
         monkeypatch.setenv(f"SBATCH_{name}", value)
     monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "17")  # as in a job of an array, which submits the next one
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "2")  # after it was queued again
     fake_slurm(tmp_path, monkeypatch, f"env >{tmp_path}/seen; echo Submitted batch job 4321")
     asked = parameters(make(tmp_path, ["run.seed=0,1"], partition="gpu", mem="64G", gpus_per_node=4))
     assert executor.send(tmp_path / "jobs", asked, [["train"], ["train"]]) == ["4321_0", "4321_1"]
-    seen = [line for line in (tmp_path / "seen").read_text().splitlines() if re.match("SBATCH_|SLURM_ARRAY", line)]
+    seen = [line for line in (tmp_path / "seen").read_text().splitlines() if re.match("SBATCH_|SLURM_[AR]", line)]
     assert seen == ["SBATCH_ACCOUNT=mine"]
 
 

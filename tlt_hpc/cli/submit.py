@@ -12,7 +12,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Collection, Sequence, Set
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import fields, replace
 from datetime import datetime
 from pathlib import Path
@@ -164,6 +164,7 @@ def resources_of(options: argparse.Namespace, num_ranks: int) -> Resources:
     asked = sbatch_words(options.script)
     request_of(asked)  # refuses --ntasks and the like, which would start other ranks than are checked
     words = sbatch_options(asked)
+    own = sbatch_options([word if word.startswith("-") else f"--{word}" for word in options.sbatch])
     known = {
         "nodes": "nodes", "ntasks-per-node": "ranks_per_node", "gpus-per-node": "gpus_per_node",
         "cpus-per-task": "cpus_per_rank", "partition": "partition", "account": "account", "time": "time", "mem": "mem",
@@ -171,11 +172,10 @@ def resources_of(options: argparse.Namespace, num_ranks: int) -> Resources:
     counts = ("nodes", "ntasks-per-node", "gpus-per-node", "cpus-per-task")
     given: dict[str, object] = {}
     further = []
-    gpus = {"gpus-per-node": "gpu:" + words.get("gpus-per-node", ""), "gres": words.get("gres", "")}
     for name, value in words.items():
         if name == "gres" or (name == "gpus-per-node" and not value.isdecimal()):  # of a kind as well, such as a100:4
-            if num_gpus(gpus[name]):
-                given.setdefault("ranks_per_node", num_gpus(gpus[name]))
+            if number := _gpus_of(words, name):
+                given.setdefault("ranks_per_node", number)
             further.append(f"--{name}={value}")
         elif name in counts and not value.isdecimal():
             raise ConfigError(f"--script {options.script}: --{name}={value} is no whole number; give it as an option")
@@ -190,9 +190,18 @@ def resources_of(options: argparse.Namespace, num_ranks: int) -> Resources:
         further += [f"--gres={others}"] * bool(others)
     if "gpus_per_node" in options and "ranks_per_node" not in options:
         given.pop("ranks_per_node", None)
+    if number := _gpus_of(own, "gres") or _gpus_of(own, "gpus-per-node"):
+        given.setdefault("ranks_per_node", given.get("gpus_per_node", number))
     if options.script is None and not given.keys() & {"nodes", "gpus_per_node", "ranks_per_node"}:
         given["ranks_per_node"] = num_ranks
-    return Resources(**given | {"sbatch": (*further, *options.sbatch)})  # type: ignore[arg-type]
+    further += [f"--{name}={value}" if value else f"--{name}" for name, value in own.items()]
+    return Resources(**given | {"sbatch": tuple(further)})  # type: ignore[arg-type]
+
+
+def _gpus_of(words: Mapping[str, str], name: str) -> int:
+    """GPUs of a node by the option ``gres``, or ``gpus-per-node``; 0 if it is not given."""
+    value = words.get(name, "")
+    return num_gpus(f"gpu:{value}" if value and name != "gres" else value)
 
 
 def refuse_second_starts(submission: Submission, before: Set[str]) -> None:

@@ -8,6 +8,7 @@ import logging
 import socket
 from collections.abc import Mapping, MutableMapping
 
+from tlt_hpc.cluster.slurm import is_task
 from tlt_hpc.config import UserError
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -36,8 +37,7 @@ def local_rank(environment: Mapping[str, str]) -> int | None:
     for name in _LOCAL_RANK_VARIABLES:
         if name in environment:
             return int(environment[name])
-    # a batch script has it too, but only a step (srun) has ranks
-    return int(environment["SLURM_LOCALID"]) if "SLURM_STEP_ID" in environment else None
+    return int(environment["SLURM_LOCALID"]) if is_task(environment) else None
 
 
 def visible_devices(environment: Mapping[str, str]) -> list[str]:

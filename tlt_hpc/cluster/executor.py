@@ -74,12 +74,13 @@ def _executor(folder: Path, parameters: Mapping[str, Any]) -> Any:
 def drop_overruling(environment: MutableMapping[str, str], options: Iterable[str]) -> None:
     """Remove sbatch's variables for these options: they would overrule the lines of the script that it is given.
 
-    And the number of the array's member that this may run in: the job would inherit it, and take itself for that.
+    And what tells which member of an array, and which start, of a job this may run in: the job would inherit it, and
+    take itself for that.
     """
     asked = set(options)
     for option in asked | {other for one in asked for other in _INSTEAD.get(one, ())}:
         environment.pop(f"SBATCH_{_VARIABLES.get(option, option.upper().replace('-', '_'))}", None)
-    for name in [name for name in environment if name.startswith("SLURM_ARRAY_")]:
+    for name in [name for name in environment if name.startswith(("SLURM_ARRAY_", "SLURM_RESTART_"))]:
         del environment[name]
 
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from tlt_hpc.cluster.slurm import is_task
 from tlt_hpc.common.words import count
 
 _RANK_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")
@@ -29,8 +30,7 @@ def launched_rank(environment: Mapping[str, str]) -> int | None:
     for name in _RANK_VARIABLES:
         if name in environment:
             return int(environment[name])
-    # a batch script has SLURM_PROCID as well, but only a step (srun) has ranks
-    if "SLURM_STEP_ID" in environment and "SLURM_PROCID" in environment:
+    if is_task(environment) and "SLURM_PROCID" in environment:
         return int(environment["SLURM_PROCID"])
     return None
 

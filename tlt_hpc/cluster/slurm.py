@@ -22,6 +22,8 @@ ENDED = (
 _TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
 _RESTARTS = re.compile(r"\bRestarts=(\d+)")
 _PREEMPTED = re.compile(r"\bPreemptTime=\d")
+_SHELL_OF_SALLOC = "4294967290"
+"""Number of the step that is the shell which ``salloc`` opens on a node, where a site has it do so."""
 _OF_THE_USER = ("SQUEUE_", "SINFO_", "SCONTROL_", "SLURM_TIME_FORMAT")
 """Variables with which users have Slurm's commands print less, or times otherwise: not what is read here."""
 
@@ -86,6 +88,11 @@ def job_number(environment: Mapping[str, str]) -> str:
     # by its own number alone the first member of an array stands for all of them
     is_member = all(name in environment for name in names)
     return "_".join(environment[name] for name in names) if is_member else environment.get("SLURM_JOB_ID", "")
+
+
+def is_task(environment: Mapping[str, str]) -> bool:
+    """Whether srun started this process as a rank: batch scripts and shells of ``salloc`` have ranks' variables, too."""
+    return environment.get("SLURM_STEP_ID", _SHELL_OF_SALLOC) != _SHELL_OF_SALLOC
 
 
 @dataclass(frozen=True)

@@ -161,8 +161,11 @@ def make_members(
     Each is named after its own overrides unless it sets ``run.name``, and reads the ``copy`` of ``config``.
 
     Raises:
-        ConfigError: a member's configuration is wrong, or two members would write to one folder.
+        ConfigError: a member's configuration is wrong, a key is swept twice, or two members would write to one folder.
     """
+    keys = [sweep.partition("=")[0] for sweep in sweeps]
+    if twice := next((key for key in keys if keys.count(key) > 1), None):
+        raise ConfigError(f"--sweep {twice} is given twice; give all its values in one: {twice}=A,B")
     base = load_config(config, shared).run.name
     members = []
     for own in itertools.product(*map(expand, sweeps)):

@@ -15,7 +15,7 @@ from tlt_hpc.look.analysis.learning import change_of
 from tlt_hpc.look.columns import COLUMNS, SCORE
 from tlt_hpc.look.cost import Cost, cost_of
 from tlt_hpc.look.run_log import RunLog
-from tlt_hpc.storage.folder import writing_beside
+from tlt_hpc.storage.folder import WriteError, writing_beside
 
 _OPTIONAL = ("restarts", "MJ", "log")
 """Columns that are left out where no run has a value."""
@@ -92,10 +92,13 @@ def write_csv(path: Path, rows: Sequence[RunRow], settings: Sequence[Mapping[str
     """Write ``as_csv`` to a file.
 
     Raises:
-        WriteError: no room, no permission or no such folder.
+        UserError: no room or no permission.
     """
-    with writing_beside(path) as part:
-        part.write_text(as_csv(rows, settings), encoding="utf-8")
+    try:
+        with writing_beside(path) as part:
+            part.write_text(as_csv(rows, settings), encoding="utf-8")
+    except WriteError as error:
+        raise UserError(f"{error.fact}; make room there or give another --output") from None
 
 
 def _hours_name(rows: Sequence[RunRow]) -> str:

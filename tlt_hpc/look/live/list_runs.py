@@ -49,13 +49,20 @@ def run(options: argparse.Namespace) -> int:
 
 
 def find_runs(folder: Path) -> Iterator[Path]:
-    """Folders of runs at any depth; a run's own folders are not searched."""
-    for place, names, _ in os.walk(folder):
-        path = RunFolder(Path(place))
-        if path.metrics.is_file() or path.rollouts.is_dir():
+    """Folders of runs at any depth, and links to them; a run's own folders are not searched."""
+    for place, names, _ in os.walk(folder):  # follows no links, which may lead back
+        if _is_run(Path(place)):
             names.clear()
-            yield path.path
+            yield Path(place)
+        if not os.access(place, os.X_OK):  # another user's, whose names may be read, and nothing else
+            names.clear()
         names.sort()
+        yield from (path for name in names if (path := Path(place, name)).is_symlink() and _is_run(path))
+
+
+def _is_run(folder: Path) -> bool:
+    path = RunFolder(folder)
+    return os.access(folder, os.X_OK) and (path.metrics.is_file() or path.rollouts.is_dir())
 
 
 def state_of(path: Path) -> str:

@@ -122,7 +122,7 @@ def sbatch_options(words: Sequence[str]) -> dict[str, str]:
             found[last] = value
         elif short and short[1] in _LONG:
             last = _LONG[short[1]]
-            found[last] = short[2]
+            found[last] = short[2].strip()
         elif last and not word.startswith("-") and not found[last]:
             found[last] = word
         else:

@@ -54,7 +54,8 @@ def launch_types() -> list[str]:
     Raises:
         SlurmError: Slurm does not answer.
     """
-    lines = [line.strip() for line in ask(["srun", "--mpi=list"], ANSWER_SECONDS).text.splitlines()]
+    told = ask(["srun", "--mpi=list"], ANSWER_SECONDS).text
+    lines = [line.removeprefix("srun: ").strip() for line in told.splitlines()]  # which Slurm 20.11 and older have
     named = [word.strip() for line in lines if "versions available:" in line for word in line.split(":")[1].split(",")]
     return sorted({line for line in lines if re.fullmatch(r"\w+", line)} | set(named))
 
@@ -80,8 +81,13 @@ def default_memory(partition: str) -> str:
 
 def check_partition(job: PlannedJob) -> Finding:
     """A partition starts jobs and allows the requested time: Slurm may accept another job and never start it."""
-    asked = job.request.time
-    limits = {node.partition: node.time_limit for node in read_nodes(job.request.partition) if node.state == "up"}
+    asked, nodes = job.request.time, read_nodes(job.request.partition)
+    limits = {node.partition: node.time_limit for node in nodes if node.state == "up"}
+    if not nodes and not job.request.partition:
+        return warning(
+            "no partition is asked for, and none is the default; some sites choose one by QOS or features",
+            "give --partition where sbatch refuses the job",
+        )
     if not limits:
         known = ", ".join(sorted({name.rstrip("*") for name, state, *_ in _node_lines() if state == "up"}))
         return failure(
@@ -134,6 +140,7 @@ def check_acceptance(job: PlannedJob) -> Finding:
     if judge(partial(check_partition, job)).level is Level.FAILURE:  # which says it more clearly
         raise Skip("not asked while the partition is wrong")
     answer = ask(["sbatch", "--test-only", *job.request.arguments], ANSWER_SECONDS)
-    if answer.status:
-        return failure(f"sbatch would refuse the job: {answer.last_line}", "correct what it asks for")
+    if answer.status:  # a site's own rule is in the lines before the last
+        said = " ".join(answer.err.split()) or answer.last_line
+        return failure(f"sbatch would refuse the job: {said}", "correct what it asks for")
     return ok(f"would take it: {answer.last_line.removeprefix('sbatch: ')}")

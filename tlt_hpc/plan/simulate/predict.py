@@ -21,7 +21,7 @@ from tlt_hpc.plan.simulate.costs import TokenCosts
 from tlt_hpc.plan.simulate.lengths import MEDIAN_SHARE, PROMPT_SHARE, SPREAD, Ints, log_normal, resampled, shard_lengths
 from tlt_hpc.plan.simulate.recorded import RecordedRun, costs_by_strategy, groups_of, passes_of, phases_of, read_run
 from tlt_hpc.plan.simulate.step import Setting, StepPhases, Steps, setting_from, simulate
-from tlt_hpc.storage.folder import RunFolder
+from tlt_hpc.storage.folder import RunFolder, WriteError
 from tlt_hpc.storage.records import write_json
 
 _GPUS = 8
@@ -74,7 +74,10 @@ def run(options: argparse.Namespace) -> int:
     rows = [row(job, count, ranks_per_node, options) for count in sorted(set(options.nodes))]
     show(job, rows, TextConsole())
     if options.json is not None:
-        write_json(options.json, {"origin": job.origin, "rows": rows})
+        try:
+            write_json(options.json, {"origin": job.origin, "rows": rows})
+        except WriteError as error:
+            raise ConfigError(f"{error.fact}; make room there or give another --json") from None
     return 0
 
 
