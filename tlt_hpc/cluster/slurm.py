@@ -91,7 +91,7 @@ def job_number(environment: Mapping[str, str]) -> str:
 
 
 def is_task(environment: Mapping[str, str]) -> bool:
-    """Whether srun started this process as a rank: batch scripts and shells of ``salloc`` have ranks' variables, too."""
+    """Whether srun started this process as a rank: batch scripts and shells of ``salloc`` have those variables, too."""
     return environment.get("SLURM_STEP_ID", _SHELL_OF_SALLOC) != _SHELL_OF_SALLOC
 
 
