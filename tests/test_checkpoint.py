@@ -518,6 +518,17 @@ def test_the_list_of_many_ranks_is_short_and_finds_every_piece(tmp_path):
         ]  # fmt: skip
 
 
+@pytest.mark.parametrize("wrong", [{"files": [2]}, {"files": [-1]}, {"files": []}, {"stops": [5]}, {"stops": []}])
+def test_a_list_that_was_made_by_hand_and_names_no_file_is_damaged(tmp_path, wrong):
+    placed = manifest_module.Placed(**{"shape": (2, 3), "files": [1], "stops": [6]} | wrong)
+    files = [manifest_module.File(part="p", name=name, size=1, digest="") for name in "ab"]
+    manifest = manifest_module._Manifest(step=1, files=files, tensors={"p": {"w": placed}}, state={})
+    manifest = manifest.model_copy(update={"digest": manifest_module._manifest_digest(manifest)})
+    (tmp_path / "state.json").write_text(manifest.model_dump_json())
+    with pytest.raises(CheckpointError, match=r"state.json: does not say where w is"):
+        manifest_module.open_checkpoint(tmp_path, 1)
+
+
 @pytest.mark.parametrize("bounds", [[(0, 4), (5, 6)], [(0, 4), (3, 6)], [(0, 4)], [(0, 6), (0, 6)]])
 def test_ranks_that_hold_too_little_or_too_much_are_found(tmp_path, bounds):
     values = torch.arange(6.0)

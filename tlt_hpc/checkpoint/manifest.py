@@ -89,9 +89,14 @@ class Placed(_Record):
     files: list[int]
     stops: list[int]
 
+    def is_sound(self, num_files: int) -> bool:
+        """Whether the pieces are in files that there are, and together have all elements."""
+        ordered = self.stops == sorted(self.stops) and self.stops[-1:] == [math.prod(self.shape)]
+        return ordered and len(self.files) == len(self.stops) and {*self.files} <= {*range(num_files)}
+
     def pieces(self, span: FlatRange | None = None) -> Iterator[tuple[int, int, int]]:
         """File, start and stop of each piece, in order; of a range, those that have some of its elements."""
-        for file, start, stop in zip(self.files, [0, *self.stops], self.stops, strict=False):
+        for file, start, stop in zip(self.files, [0, *self.stops[:-1]], self.stops, strict=True):
             if span is None or (start < span.stop and stop > span.start):
                 yield file, start, stop
 
@@ -239,6 +244,9 @@ def _read_manifest(path: Path) -> _Manifest:
         raise CheckpointError(f"{path.name}: {first['msg'].lower()}") from None
     if manifest.digest != _manifest_digest(manifest):
         raise CheckpointError(f"{path.name}: changed since it was written")
+    for name, placed in ((name, each) for part in manifest.tensors.values() for name, each in part.items()):
+        if not placed.is_sound(len(manifest.files)):
+            raise CheckpointError(f"{path.name}: does not say where {name} is")
     return manifest
 
 
