@@ -114,15 +114,15 @@ class QueuedJob:
 
 
 def read_queue() -> Mapping[str, QueuedJob]:
-    """This user's jobs by number, each member of an array on its own (``17_3``); empty where there is no Slurm.
+    """This user's jobs by number, each member of an array on its own (``17_3``).
 
     Those that ended a short while ago are included; no accounting database (``sacct``) is needed.
 
     Raises:
-        SlurmError: Slurm does not answer.
+        SlurmError: Slurm does not answer, or is not here.
     """
     if shutil.which("squeue") is None:
-        return {}
+        raise SlurmError("there is no squeue on PATH; call this where Slurm's commands are")
     given = ("--noheader", "--array", "--states=all", f"--user={os.geteuid()}", "--format=%i|%T|%r")
     return parse_queue(ask_slurm("squeue", *given))
 
