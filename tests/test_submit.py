@@ -545,6 +545,24 @@ def test_where_squeue_does_not_answer_the_files_are_shown(
     assert submit(["cancel", "sub"]) == 2
 
 
+def test_jobs_of_another_users_submission_are_asked_for(
+    submit: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """As where a group shares a clone; squeue names the jobs of the users that it is asked for alone."""
+    fake_slurm(tmp_path, monkeypatch, "echo Submitted batch job 4321")
+    fake_program(tmp_path, "squeue", "exit 0")
+    assert submit([TINY, "--folder=sub"]) == 0
+    monkeypatch.setattr(Submission, "user", 2**32 - 2)
+    asked = f"--user={os.geteuid()},{2**32 - 2}"
+    fake_program(tmp_path, "squeue", f"[[ $* != *{asked}* ]] || echo '4321|RUNNING|None'")
+    capsys.readouterr()
+    assert submit(["status", "sub"]) == submit(["collect", "sub"]) == 0
+    assert capsys.readouterr().out.count("tiny  running") == 2
+    assert submit(["resubmit", "sub"]) == 0 and "nothing has failed" in capsys.readouterr().out
+    assert submit([TINY, "--folder=again"]) == 2 and "job 4321 of sub is running" in capsys.readouterr().err
+    assert submit([TINY, "--folder=next", "--after=sub"]) == 0
+
+
 def test_status_shows_what_a_warm_up_has_reached_and_how_often_a_job_was_queued_again(
     submit: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

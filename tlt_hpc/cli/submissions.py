@@ -6,7 +6,7 @@ import argparse
 import shlex
 import sys
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 
@@ -85,10 +85,10 @@ def the_one_to_cancel(known: Sequence[Submission]) -> Submission:
     return (live or known)[-1]
 
 
-def queue_or_nothing() -> Mapping[str, QueuedJob] | None:
-    """What waits and runs; None, with a line, if Slurm does not answer."""
+def queue_or_nothing(submissions: Iterable[Submission]) -> Mapping[str, QueuedJob] | None:
+    """What waits and runs of the users of these submissions; None, with a line, if Slurm does not answer."""
     try:
-        return read_queue()
+        return read_queue(each.user for each in submissions)
     except SlurmError as error:
         print(f"tlt: {error}; what follows is what the files say", file=sys.stderr, flush=True)
         return None
@@ -98,7 +98,7 @@ def run_list(known: Sequence[Submission]) -> int:
     """Print all submissions, the newest last, with their time, number of runs and states."""
     if not known:
         raise ConfigError(f"no submission in {SUBMITTED}; give the folder that has those of another place")
-    queue, rows = queue_or_nothing(), [("submission", "submitted", "runs", "states")]
+    queue, rows = queue_or_nothing(known), [("submission", "submitted", "runs", "states")]
     for each in known:
         states = Counter(status.state for status in read_statuses(each, queue))
         words = ", ".join(f"{number} {state}" for state, number in states.items())
@@ -114,8 +114,9 @@ def run_status(
     submission: Submission, names: Collection[str], known: Sequence[Submission], options: argparse.Namespace
 ) -> int:
     """Print how each member stands, after those of the submissions waited for; status 1 if one has failed."""
-    queue, failed = queue_or_nothing(), set[str]()
-    for each in submission.chain(known):
+    chain = submission.chain(known)
+    queue, failed = queue_or_nothing(chain), set[str]()
+    for each in chain:
         statuses = [one for one in read_statuses(each, queue) if each != submission or one.member.name in names]
         print(f"submission  {each.folder}")
         print(as_table(rows_of(each, statuses, known), [str(short(one.log)) if one.log else "" for one in statuses]))
@@ -131,7 +132,8 @@ def run_resubmit(
     Raises:
         ConfigError: a later submission has continued one of these runs, or a job that they wait for has failed.
     """
-    statuses = [one for one in read_statuses(submission, read_queue()) if one.member.name in names]
+    queue = read_queue([submission.user])
+    statuses = [one for one in read_statuses(submission, queue) if one.member.name in names]
     again = unfinished(statuses)
     for member in submission.chosen(again):
         later, _ = submission.continued_by(member, known)
@@ -153,7 +155,8 @@ def run_cancel(
     submission: Submission, names: Collection[str], known: Sequence[Submission], options: argparse.Namespace
 ) -> int:
     """End what waits or runs; the runs keep what they have committed, and can be resubmitted."""
-    statuses = [one for one in read_statuses(submission, read_queue()) if one.member.name in names]
+    queue = read_queue([submission.user])
+    statuses = [one for one in read_statuses(submission, queue) if one.member.name in names]
     jobs = [status.member.jobs[-1] for status in statuses if status.is_live or status.is_blocked]
     if jobs:
         ask_slurm("scancel", *jobs)
@@ -167,7 +170,8 @@ def run_collect(
     submission: Submission, names: Collection[str], known: Sequence[Submission], options: argparse.Namespace
 ) -> int:
     """Print what each member has reached and what it took; with ``--output``, write it as CSV as well."""
-    statuses = [one for one in read_statuses(submission, queue_or_nothing()) if one.member.name in names]
+    queue = queue_or_nothing([submission])
+    statuses = [one for one in read_statuses(submission, queue) if one.member.name in names]
     rows = rows_of(submission, statuses, known)
     print(as_table(rows))
     if options.output is not None:

@@ -214,9 +214,10 @@ def refuse_second_starts(submission: Submission, before: Set[str]) -> None:
         ConfigError: with the job.
     """
     runs, queue = set(map(submission.place, submission.members)), None
-    for earlier in known_submissions(submission.folder.parent):
+    known = known_submissions(submission.folder.parent)
+    for earlier in known:
         same = [member for member in earlier.members if earlier.place(member) in runs and member.jobs]
-        queue = read_queue() if same and queue is None else queue
+        queue = read_queue(each.user for each in known) if same and queue is None else queue
         for member in same:
             job = member.jobs[-1]
             if queue and job in queue and queue[job].is_live and before.isdisjoint((job, job.partition("_")[0])):
@@ -246,7 +247,8 @@ def jobs_before(after: Sequence[str], is_first: bool) -> list[str]:
     Raises:
         ConfigError: a member has failed, there is no such submission or, the first time, no such job.
     """
-    jobs, queue = [], read_queue() if after else {}
+    jobs, users = [], [load(Path(word)).user for word in after if not is_job(word)]
+    queue = read_queue(users) if after else {}
     for word in after:
         if is_job(word):
             known = word in queue or any(job.startswith(f"{word}_") for job in queue)

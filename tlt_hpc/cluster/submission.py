@@ -103,6 +103,11 @@ class Submission:
     """Jobs, or whole paths of submissions, that must have finished before a member starts."""
 
     @property
+    def user(self) -> int:
+        """Number of the user whose it is."""
+        return self.folder.stat().st_uid
+
+    @property
     def jobs_folder(self) -> Path:
         """Logs, batch scripts, exit statuses, and what submitit keeps of each job."""
         return self.folder / "jobs"
