@@ -200,9 +200,12 @@ def test_prompts_and_responses_over_the_models_positions() -> None:
     config = load_config(TINY)
     check_model_limits(config, 528)
     start = "data.max_prompt_tokens + rollout.max_new_tokens = 528 exceeds the model's"
-    for positions, remedy in ((527, "rollout.max_new_tokens to 511"), (16, "data.max_prompt_tokens to 15")):
+    for positions, remedy in ((527, "rollout.max_new_tokens to 511 or less"), (16, "both")):
         message = refused(lambda positions=positions: check_model_limits(config, positions))
-        assert message == f"{start} {positions} positions; lower {remedy} or less"
+        assert message == f"{start} {positions} positions; lower {remedy}"
+    config = load_config(TINY, ["data.max_prompt_tokens=1024", "rollout.max_new_tokens=256"])
+    message = refused(lambda: check_model_limits(config, 1024))
+    assert message.endswith("lower data.max_prompt_tokens to 768 or less"), "the default with a small model"
 
 
 def test_responses_that_are_all_alike_teach_nothing() -> None:

@@ -15,6 +15,7 @@ from tiny import NUM_TOKENS, KeptFeatures, embedded_decoder, embedded_folder, gc
 
 from tlt_hpc.config import DrafterSection, UserError
 from tlt_hpc.drafting.spot import SpotTrainer
+from tlt_hpc.kernels.dispatch import has_triton
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.drafter_file import make_drafter
 from tlt_hpc.models.folder import folder_weights
@@ -35,6 +36,8 @@ from tlt_hpc.storage.folder import RunFolder
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
 # isort: split
 from fake_gpu import GPU, SMALL, FakeGpu, GraphError, host_seconds, kernels_of, load_guard, update_work
+
+pytestmark = pytest.mark.skipif(not has_triton(), reason="needs triton, whose launches it counts")
 
 CHAIN, TREE, NGRAM = Strategy("drafter", 4), Strategy("drafter", 4, 2, 9), Strategy("ngram", 3)
 STRATEGIES = [CHAIN, TREE, NGRAM, OFF, *STORED]

@@ -14,6 +14,8 @@ sys.path.insert(0, str(ROOT / "tools"))
 import gpu_first  # noqa: E402
 from gpu_first import Outcome, Part, page_of, run  # noqa: E402
 
+from tlt_hpc.kernels.dispatch import has_triton  # noqa: E402
+
 PYTHON = [sys.executable, "-c"]
 
 
@@ -37,6 +39,7 @@ def test_what_is_left_of_the_minutes_ends_a_part(tmp_path):
     assert run(part, part.command, tmp_path, 0.5).verdict.startswith("ended after")
 
 
+@pytest.mark.skipif(not has_triton(), reason="needs triton, which a tool asks for first")
 def test_the_commands_of_a_gpu_are_accepted_by_their_tools(tmp_path):
     """As far as arguments go: without a GPU each of them ends with its one line about that, or asks for its help."""
     for part in gpu_first.parts_of(tmp_path):

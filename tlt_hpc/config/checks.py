@@ -106,12 +106,13 @@ def check_model_limits(config: Config, max_positions: int) -> None:
     """
     prompt, response = config.data.max_prompt_tokens, config.rollout.max_new_tokens
     if prompt + response > max_positions:
-        key, most = "rollout.max_new_tokens", max_positions - prompt
-        if most < 1:
-            key, most = "data.max_prompt_tokens", max_positions - 1
+        remedy = f"lower rollout.max_new_tokens to {max_positions - prompt} or less"
+        if prompt >= max_positions:
+            remedy = f"lower data.max_prompt_tokens to {max_positions - response} or less"
+            remedy = "lower both" if response >= max_positions else remedy
         raise ConfigError(
             f"data.max_prompt_tokens + rollout.max_new_tokens = {prompt + response} exceeds the model's "
-            f"{max_positions} positions; lower {key} to {most} or less"
+            f"{max_positions} positions; {remedy}"
         )
 
 
