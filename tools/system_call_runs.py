@@ -19,12 +19,15 @@ from typing import Any
 from inspect_run import faults as faults_of_files
 from system_call_rank import CALLS, Fault, Report
 
+from tlt_hpc.checkpoint.manifest import CheckpointError, open_checkpoint
+from tlt_hpc.checkpoint.save import found_in
 from tlt_hpc.cluster.local import find_mpiexec
 from tlt_hpc.common.errors import UserError
 from tlt_hpc.look.run_log import RunLog
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.hdf5 import DamagedFile
 from tlt_hpc.storage.rollout_log import read_step
+from tlt_hpc.storage.step_lines import read_lines
 
 ROOT = Path(__file__).resolve().parent.parent
 STARTS = {"start": "empty", "resume": "killed", "step": "saved", "checkpoint": "saved", "watch": "saved"}
@@ -157,7 +160,8 @@ class Campaign:
         """
         place = self.folder / "places" / case.name
         status, text, report = self._attempt(place, case.ranks, STARTS[case.part], case.fault)
-        wrong = self.wrong_end(case, place, status, text) if report.struck else []
+        wrong = self.wrong_end(case, place, status, text) if report.struck or status else []
+        wrong += ["ended, though no call had failed"] if status and not report.struck else []
         if report.struck and status:
             alike = case.ranks, STARTS[case.part], _WARNING.search(text) is None, state_of(place)
             if alike not in self._resumed:
@@ -201,6 +205,17 @@ class Campaign:
             return [*wrong, "hung"]
         if (place / "run" / "rollouts").exists():
             wrong += [f"not sound: {fault}" for fault in faults_of_files(RunLog(place / "run"))]
+        run = RunFolder(place / "run")
+        for step, folder in [*found_in(run.checkpoints), *found_in(run.drafter_checkpoints)]:
+            try:
+                open_checkpoint(folder, step)
+            except CheckpointError as error:
+                wrong.append(f"damaged under its final name: {folder.name}: {error}")
+        wrong += (
+            ["lost a committed step"]
+            if not committed(self._start(case.ranks, STARTS[case.part])) <= committed(place)
+            else []
+        )
         wanted, found = self._references[case.ranks], self._found(place)
         if status:
             lines = len(_END.findall(text))
@@ -220,6 +235,7 @@ class Campaign:
         """What two runs of the same job have in common at their ends."""
         run = RunFolder(place / "run")
         found: dict[str, Any] = {f"texts of step {step}": texts(run, step) for step in range(STEPS)}
+        found["committed steps"] = committed(place)
         found["policy"] = run.finished.exists() and json.loads(run.finished.read_text())["policy_sha256"]
         saved = run.checkpoints / f"step-{STEPS:06d}"
         return found | {path.name: path.read_bytes() for path in saved.glob("policy-*")}
@@ -252,6 +268,14 @@ class Campaign:
             process.wait()
             output.seek(0)
             return process.returncode, output.read().decode(errors="replace")
+
+
+def committed(place: Path) -> set[int]:
+    """The steps whose lines a run has; none if it has a line that cannot be read."""
+    try:
+        return set(read_lines(RunFolder(place / "run").metrics))
+    except UserError:
+        return set()
 
 
 def files_of(place: Path) -> set[str]:

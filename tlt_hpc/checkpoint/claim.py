@@ -65,7 +65,8 @@ def _check_ranks_agree(config: Config, name: str, writer: str, prompts: PromptSo
     """
     drawn = [] if prompts is None else prompts.batch(0)
     digest = sha256(b"".join(prompt.tokens.tobytes() + prompt.answer.encode() for prompt in drawn)).digest()
-    seen = world.allgather((world.hostname, not hidden_files(config.folder, {name}), digest))
+    hidden = world.all_or_none(lambda: hidden_files(config.folder, {name}))
+    seen = world.allgather((world.hostname, not hidden, digest))
     for rank, (hostname, is_there, found) in enumerate(seen):
         if not is_there:
             raise ConfigError(

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
 from tlt_hpc.common.files import LINES_BYTES, read_bytes, sampled_digest
@@ -31,6 +31,10 @@ VERSION: Literal[3] = 3
 
 class CheckpointError(UserError):
     """A checkpoint that cannot be written or read; its text is one line with the remedy."""
+
+
+class OtherVersionError(CheckpointError):
+    """A checkpoint that another version of this program can read: it is not damaged."""
 
 
 class _Record(BaseModel):
@@ -67,7 +71,7 @@ class File(_Record):
     """A file of a checkpoint."""
 
     part: str
-    name: str
+    name: Annotated[str, Field(pattern=r"^[\w-]+\.safetensors$")]
     size: int
     digest: str
 
@@ -91,8 +95,11 @@ class Placed(_Record):
 
     def is_sound(self, num_files: int) -> bool:
         """Whether the pieces are in files that there are, and together have all elements."""
-        ordered = self.stops == sorted(self.stops) and self.stops[-1:] == [math.prod(self.shape)]
-        return ordered and len(self.files) == len(self.stops) and {*self.files} <= {*range(num_files)}
+        bounds, are_there = [0, *self.stops], all(0 <= file < num_files for file in self.files)
+        whole = (
+            bounds == sorted(bounds) and self.stops[-1:] == [math.prod(self.shape)] and min(self.shape, default=0) >= 0
+        )
+        return whole and are_there and len(self.files) == len(self.stops)
 
     def pieces(self, span: FlatRange | None = None) -> Iterator[tuple[int, int, int]]:
         """File, start and stop of each piece, in order; of a range, those that have some of its elements."""
@@ -164,11 +171,17 @@ class Checkpoint:
                 )
             values, starts = list[Tensor](), list[int]()
             for file, start, stop in placed.pieces(span):
-                key = Stored(name, placed.shape, start, stop).key
+                stored = Stored(name, placed.shape, start, stop)
                 try:
-                    values.append(read_piece(self.folder / self.files[file], key))
+                    value = read_piece(self.folder / self.files[file], stored.key)
                 except UserError as error:
                     raise CheckpointError(f"{name!r}: {error}") from None
+                wanted = placed.shape if stored.is_whole else (stop - start,)
+                if tuple(value.shape) != wanted or (values and value.dtype != values[0].dtype):
+                    raise CheckpointError(
+                        f"{self.folder / self.files[file]} has another {stored.key!r} than {STATE_FILE} says; {remedy}"
+                    )
+                values.append(value)
                 starts.append(start)
             if span is not None:
                 parts = zip(values, starts, strict=True)
@@ -198,6 +211,7 @@ def open_checkpoint(folder: Path, step: int) -> Checkpoint:
 
     Raises:
         CheckpointError: what is wrong with it.
+        OtherVersionError: another version of this program wrote it.
     """
     manifest = _read_manifest(folder / STATE_FILE)
     if manifest.step != step:
@@ -219,7 +233,7 @@ def _placed(listed: Sequence[ListedFile]) -> dict[str, dict[str, Placed]]:
 
 def _in_order(name: str, pieces: list[tuple[int, int, int, tuple[int, ...]]]) -> Placed:
     starts, stops, files, shapes = zip(*sorted(pieces), strict=True)
-    if [*starts, math.prod(shapes[0])] != [0, *stops]:
+    if [*starts, math.prod(shapes[0])] != [0, *stops] or len({*shapes}) > 1:
         raise CheckpointError(f"the ranks together hold other elements of {name} than each once: {starts}, {stops}")
     return Placed(shape=shapes[0], files=list(files), stops=list(stops))
 
@@ -237,9 +251,9 @@ def _read_manifest(path: Path) -> _Manifest:
     except ValidationError as error:
         first = error.errors()[0]
         if first["loc"] == ("version",):
-            raise CheckpointError(
-                f"{path.name}: of version {first['input']}, where this program reads {VERSION}; resume with the commit "
-                "that wrote it"
+            raise OtherVersionError(
+                f"checkpoint {path.parent} is of version {str(first['input'])[:9]!r}, this program reads {VERSION}: "
+                "use the commit that wrote it, which the run's environment.jsonl names"
             ) from None
         raise CheckpointError(f"{path.name}: {first['msg'].lower()}") from None
     if manifest.digest != _manifest_digest(manifest):

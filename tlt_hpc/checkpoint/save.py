@@ -25,6 +25,7 @@ from tlt_hpc.checkpoint.manifest import (
     Checkpoint,
     CheckpointError,
     ListedFile,
+    OtherVersionError,
     open_checkpoint,
     write_manifest,
 )
@@ -173,9 +174,15 @@ def found_in(folder: Path) -> list[tuple[int, Path]]:
 
 
 def try_open(folder: Path, step: int, verb: str) -> Checkpoint | None:
-    """A checkpoint; None, with a warning, if it is damaged. ``verb``: what becomes of it."""
+    """A checkpoint; None, with a warning, if it is damaged. ``verb``: what becomes of it.
+
+    Raises:
+        OtherVersionError: another version of this program wrote it.
+    """
     try:
         return open_checkpoint(folder, step)
+    except OtherVersionError:
+        raise
     except CheckpointError as error:
         logger.warning("%s checkpoint %s: %s", verb, folder, error)
         return None

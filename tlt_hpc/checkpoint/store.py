@@ -21,7 +21,7 @@ from torch import Tensor
 
 from tlt_hpc.checkpoint.host_buffer import HostBuffer
 from tlt_hpc.checkpoint.host_room import check_room
-from tlt_hpc.checkpoint.manifest import JSON, Checkpoint, CheckpointError, open_checkpoint
+from tlt_hpc.checkpoint.manifest import JSON, Checkpoint, CheckpointError, OtherVersionError, open_checkpoint
 from tlt_hpc.checkpoint.save import Report, Save, clear_leftovers, found_in, try_open
 from tlt_hpc.checkpoint.shard_file import Held
 from tlt_hpc.cluster.watch.beat import BEAT
@@ -178,7 +178,7 @@ class CheckpointStore:
         Reads up to 32 MiB of each file, so call it on one rank and broadcast what it returns.
 
         Raises:
-            CheckpointError: there are checkpoints, but all are damaged.
+            CheckpointError: there are checkpoints, but all are damaged, or another version of this program wrote one.
         """
         found = found_in(self._folder)
         for step, folder in reversed(found):
@@ -223,5 +223,7 @@ class CheckpointStore:
             raise CheckpointError(f"no such checkpoint in {self._folder}, which has {there}; use one that is there")
         try:
             return open_checkpoint(folders[step], step)
+        except OtherVersionError:
+            raise
         except CheckpointError as error:
             raise CheckpointError(f"checkpoint {folders[step]} is damaged ({error}); use another one") from None

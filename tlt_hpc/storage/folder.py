@@ -240,7 +240,7 @@ def hidden_files(folder: Path, names: Set[str]) -> Set[str]:
     It is listed, not asked for the names: a client keeps for a while that a name was not there.
     """
     end = time.monotonic() + NFS_SECONDS
-    while hidden := names - set(_names(folder)):
+    while hidden := names - set(_names(folder) if folder.is_dir() else []):
         if time.monotonic() >= end:
             break
         time.sleep(0.1)
