@@ -50,11 +50,13 @@ def test_committed_and_dropped_lines_take_back_those_after_them(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("text", ["{", '{"no": 1}', "[1]", '{"training/global_step": "x"}'])
-def test_a_line_that_no_run_wrote_is_named(tmp_path: Path, text: str) -> None:
+def test_a_line_that_no_run_wrote_is_named_and_none_is_lost(tmp_path: Path, text: str) -> None:
     path = tmp_path / "metrics.jsonl"
-    path.write_text(json.dumps(line(0)) + "\n" + text + "\n" + json.dumps(line(1)) + "\n")
-    with pytest.raises(UserError, match=r"metrics\.jsonl:2 is no line that a run writes .*; restore it, or remove it"):
-        read_lines(path)
+    path.write_text(before := json.dumps(line(0)) + "\n" + text + "\n" + json.dumps(line(1)) + "\n")
+    for attempt in (read_lines, partial(drop_lines, step=1), partial(add_line, line=line(2))):
+        with pytest.raises(UserError, match=r"metrics\.jsonl:2 is no line that a run writes .*; restore it, or remove"):
+            attempt(path)
+    assert path.read_text() == before
 
 
 def test_a_last_line_that_was_cut_off_commits_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

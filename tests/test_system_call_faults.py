@@ -137,6 +137,7 @@ def campaign(tmp_path_factory: pytest.TempPathFactory) -> Campaign:
     ("part", "call", "error", "stays", "file", "outcome"),
     [
         ("step", "write", "short", False, "rollouts/", "continued"),
+        ("checkpoint", "write", "short", False, "checkpoints/step-000004.part/state.json", "continued"),
         ("checkpoint", "fsync", "EIO", False, "checkpoints/step-000004.part/policy", "ended"),
         ("checkpoint", "rename", "ENOSPC", True, "checkpoints/step-000004.part", "ended"),
     ],

@@ -110,6 +110,7 @@ def add_line(path: Path, line: Line, confirm: Callable[[], None] = lambda: None)
         confirm: raises if the step is not to be committed after all; called last, when the line is on the disk.
 
     Raises:
+        UserError: as ``read_lines``; the file is unchanged.
         WriteError: no room or no permission; the file is unchanged.
     """
     _write(path, [*_before(path, int(line[STEP])), line], confirm)
