@@ -157,7 +157,8 @@ def run(options: argparse.Namespace) -> int:
         write_json(path, asdict(state))
     while not state.is_over:
         fault, number = state.next_fault(rehearsal.num_ranks), len(state.starts)
-        print(f"start {number + 1}: {KINDS[fault].words if fault else 'to its end'}", flush=True)
+        wait = "; the watch finds it after one to two minutes" if fault == "hang" else ""
+        print(f"start {number + 1}: {KINDS[fault].words if fault else 'to its end'}{wait}", flush=True)
         state = see_end(rehearsal, state, start_ranks(rehearsal, fault, number))
         write_json(path, asdict(state))
         if fault and not state.starts[-1].struck and rehearsal.is_over_time(number):
