@@ -7,6 +7,7 @@ import re
 import shutil
 from dataclasses import replace
 from functools import partial
+from io import FileIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +27,7 @@ from tlt_hpc.resume.replay import ReplayError, check_update, is_committed, read_
 from tlt_hpc.rl.draws import StepDraws
 from tlt_hpc.rl.stats import PolicyStats, RolloutMismatch
 from tlt_hpc.storage.folder import RunFolder
-from tlt_hpc.storage.rollout_log import StepRecord, read_step, write_step
+from tlt_hpc.storage.rollout_log import read_step, write_step
 from tlt_hpc.storage.step_lines import add_line, drop_lines, read_lines
 
 # -- the lines that commit a step ----------------------------------------------------------------------------------
@@ -144,16 +145,35 @@ def test_responses_to_other_prompts_end_the_run(tmp_path: Path) -> None:
         read_ranks(make_job(tmp_path, [[3, 5]]), 2)
 
 
-def test_a_file_that_cannot_be_read_now_is_no_damaged_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("num_reads", [None, 0, 1, 5])
+def test_a_file_that_cannot_be_read_now_is_no_damaged_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_reads: int | None
+) -> None:
+    """At its opening, or after so many reads."""
     job = make_job(tmp_path, [[3, 4]])
     path = log_step(job, 2, weights=2)
+    left = num_reads
 
-    def stale(_: Path) -> StepRecord:
-        raise OSError(116, "Stale file handle", str(path))
+    class Stale(FileIO):
+        def readinto(self, buffer: Any) -> int:
+            nonlocal left
+            if not left:
+                raise OSError(116, "Stale file handle")
+            left -= 1
+            return super().readinto(buffer)
 
-    monkeypatch.setattr("tlt_hpc.resume.replay.read_step", stale)
-    with pytest.raises(UserError, match=rf"{path}: Stale file handle; .* start again; nothing was changed$"):
+        def detach(self) -> FileIO:
+            return self
+
+    def open_stale(path: Path) -> FileIO:
+        if num_reads is None:
+            raise OSError(116, "Stale file handle", str(path))
+        return Stale(path)
+
+    monkeypatch.setattr("tlt_hpc.storage.hdf5.open_regular", open_stale)
+    with pytest.raises(UserError, match=rf"^{path}: Stale file handle; .* start again; nothing was changed$"):
         read_ranks(job, 2)
+    assert left in (None, 0)
 
 
 def test_a_line_of_an_earlier_version_commits_nothing() -> None:

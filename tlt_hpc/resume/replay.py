@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 
 from tlt_hpc.checkpoint.manifest import Checkpoint
 from tlt_hpc.cluster.watch.beat import BEAT, Phase
-from tlt_hpc.common.files import told
 from tlt_hpc.common.records import Rollout, SampleKey, Stream
 from tlt_hpc.config import UserError
 from tlt_hpc.look.metrics import PROBS_DIFF, SCORE, TRAINED_TOKENS, mean_of
@@ -28,7 +27,7 @@ from tlt_hpc.rl.stats import PolicyStats
 from tlt_hpc.rl.update import update_policy
 from tlt_hpc.session import Job
 from tlt_hpc.storage.folder import RunFolder
-from tlt_hpc.storage.hdf5 import DamagedFile
+from tlt_hpc.storage.hdf5 import DamagedFile, UnreadableFile
 from tlt_hpc.storage.rollout_log import StepRecord, read_step
 from tlt_hpc.storage.step_lines import Line, read_lines
 
@@ -138,10 +137,10 @@ def _read_log(path: Path) -> StepRecord | str:
     """
     try:
         return read_step(path)
+    except UnreadableFile as error:
+        raise UserError(f"{error}; nothing was changed") from None
     except (DamagedFile, FileNotFoundError) as error:
         return str(error)
-    except OSError as error:
-        raise UserError(f"{told(error)}; nothing was changed") from None
 
 
 def missing_responses(rollouts: Sequence[Rollout], rewards: NDArray[np.float32], job: Job, step: int) -> str:

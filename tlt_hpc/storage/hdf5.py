@@ -10,6 +10,7 @@ carries one per chunk (fletcher32: about 6 % of the writing speed).
 
 from __future__ import annotations
 
+import errno
 import io
 import math
 import os
@@ -48,6 +49,10 @@ _DAMAGE = (OSError, KeyError, IndexError, RuntimeError, TypeError, ValueError, M
 
 class DamagedFile(ValueError):  # noqa: N818
     """A file that is truncated, corrupted, half-written or of another kind or schema; its text is one line."""
+
+
+class UnreadableFile(DamagedFile):
+    """A file that the system refuses to read now; its bytes may be whole."""
 
 
 @dataclass(frozen=True)
@@ -121,6 +126,7 @@ class CommittedFile:
     Raises:
         DamagedFile: anything else than such a file.
         FileNotFoundError: no file there.
+        UnreadableFile: the system refuses to read it, now or later.
     """
 
     def __init__(self, path: Path, kind: FileKind) -> None:
@@ -130,7 +136,7 @@ class CommittedFile:
         except FileNotFoundError:
             raise
         except OSError as error:
-            raise DamagedFile(told(error)) from None
+            raise UnreadableFile(told(error)) from None
         try:
             with self.naming_damage():
                 self._file = File(self._bytes, "r", rdcc_nbytes=CHUNK_CACHE_BYTES)
@@ -184,10 +190,13 @@ class CommittedFile:
 
     @contextmanager
     def naming_damage(self) -> Iterator[None]:
-        """Turn what h5py raises on damaged data into one ``DamagedFile`` line."""
+        """Turn what h5py raises on damaged data, or on a read that the system refuses, into one line."""
         try:
             yield
         except _DAMAGE as error:
+            # h5py's own errors have no number, and one of its seeks to a damaged place has EINVAL
+            if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
+                raise UnreadableFile(told(OSError(error.errno, error.strerror, str(self._path)))) from None
             lines = str(error).splitlines() or [type(error).__name__]
             reason = lines[0].strip("'\" ")
             raise DamagedFile(f"{self._path}: damaged {self._kind.name}: {reason}; {self._kind.remedy}") from error
