@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 from tiny import embedded_folder
 
 from tlt_hpc.cli.main import main
 from tlt_hpc.config import UserError
 from tlt_hpc.models import families
-from tlt_hpc.models.folder import load_policy_model
+from tlt_hpc.models.folder import folder_weights, load_policy_model
 from tlt_hpc.models.json_file import read_json
 
 TINY = Path(__file__).resolve().parent.parent / "jobs" / "tiny.toml"
@@ -171,6 +173,13 @@ def test_weights_that_would_be_random(changes, message, folder):
     change(folder / CONFIG, **changes)
     with pytest.raises(UserError, match=f"^model folder mine does not hold {message} in the shapes that config.json "):
         load_policy_model(Path("mine"), "float32")
+
+
+def test_the_rotary_frequencies_of_older_files_are_no_weights(folder):
+    """Llama 2 has them; transformers ignores them, and no decoder has a place for them."""
+    path, wanted = folder / "model.safetensors", dict(folder_weights(embedded_folder()))
+    save_file({**wanted, "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(16)}, path)
+    assert dict(folder_weights(folder)).keys() == wanted.keys()
 
 
 def test_a_prompt_of_tokens_that_the_model_does_not_have(folder, capsys):

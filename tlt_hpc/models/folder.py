@@ -140,7 +140,7 @@ def empty_policy_model(config: PretrainedConfig, dtype: str) -> PreTrainedModel:
 def folder_weights(
     folder: Path, cuts: Mapping[str, Cut] | None = None, node: NodeGroup | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor of a folder's model.safetensors or of its shards, one at a time, under its Hugging Face name.
+    """Every weight of a folder's model.safetensors or of its shards, one at a time, under its Hugging Face name.
 
     Collective over the ``node``, whose first rank reads.
 
@@ -162,7 +162,8 @@ def folder_readers(folder: Path) -> Iterator[tuple[str, ReadCut]]:
             if lacking := sorted((names or set()) - set(stored)):
                 raise ValueError(f"{file} lacks {lacking[0]!r}, which {INDEX} places there; download that file again")
             for name in stored:
-                if names is None or name in names:
+                # files of older transformers also hold the rotary frequencies, which config.json gives
+                if (names is None or name in names) and not name.endswith(".inv_freq"):
                     yield name, partial(_read_cut, reader, name)
 
 
