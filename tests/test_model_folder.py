@@ -182,6 +182,13 @@ def test_the_rotary_frequencies_of_older_files_are_no_weights(folder):
     assert dict(folder_weights(folder)).keys() == wanted.keys()
 
 
+@pytest.mark.parametrize("command", [("train", str(TINY), "model.path=mine"), ("evaluate", "mine", str(TINY))])
+def test_an_adapter_beside_the_weights(command, folder, capsys):
+    """The trained model would have it, the decoder would not."""
+    (folder / "adapter_config.json").write_text("{}")
+    assert said(capsys, *command).startswith("model folder mine has an adapter (adapter_config.json), which ")
+
+
 def test_a_prompt_of_tokens_that_the_model_does_not_have(folder, capsys):
     """The tokenizer has got more tokens, and the model has not."""
     raw = json.loads((folder / "tokenizer.json").read_text())

@@ -16,8 +16,6 @@ from torch import Tensor
 if TYPE_CHECKING:
     from tlt_hpc.config import LoraSection
 
-ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
-"""The files that peft loads adapters from."""
 _BASE, _DOWN, _UP = ".base_layer", ".lora_A.default", ".lora_B.default"
 """What peft puts into the names of an adapted layer's tensors: those that it had, A and B."""
 
