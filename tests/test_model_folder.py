@@ -182,6 +182,18 @@ def test_the_rotary_frequencies_of_older_files_are_no_weights(folder):
     assert dict(folder_weights(folder)).keys() == wanted.keys()
 
 
+@pytest.mark.parametrize("factor", [1.0, 1.05])
+def test_a_tied_head_that_is_in_the_file_too_is_the_embedding(factor, folder):
+    weights = dict(folder_weights(embedded_folder()))
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"] * factor
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    if factor == 1.0:
+        assert "lm_head.weight" not in dict(load_policy_model(folder, "float32").named_parameters())
+        return
+    with pytest.raises(UserError, match=r"^model folder .* is not the embedding; set it to false there "):
+        load_policy_model(folder, "float32")
+
+
 @pytest.mark.parametrize("command", [("train", str(TINY), "model.path=mine"), ("evaluate", "mine", str(TINY))])
 def test_an_adapter_beside_the_weights(command, folder, capsys):
     """The trained model would have it, the decoder would not."""
