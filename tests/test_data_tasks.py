@@ -73,6 +73,7 @@ def test_an_evaluation_has_other_problems_than_any_run(gym: None) -> None:
         ("sums", "{largest = 0}", "data.task_args = {'largest': 0}: 'reasoning-gym:sums' refuses them (largest must "),
         ("sums", "{nix = 1}", "data.task_args = {'nix': 1}: 'reasoning-gym:sums' refuses them (Sums.__init__() got "),
         ("sums", "{largest = 'a'}", "data.task_args = {'largest': 'a'}: 'reasoning-gym:sums' refuses them ('>' not "),
+        ("sums", "{seed = 3}", "data.task_args = {'seed': 3}: 'reasoning-gym:sums' refuses them ("),  # run.seed is it
         ("sum", "{}", "data.source = 'reasoning-gym:sum': reasoning-gym has no such task; its gallery lists the names"),
     ],
 )

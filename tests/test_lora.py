@@ -155,8 +155,9 @@ def test_the_adapters_depend_on_the_seed_alone() -> None:
         return [parameter.detach().clone() for _, parameter in named_adapters(model)]
 
     weights = dict(make_model().named_parameters())
-    one, same, other = drawn(0), drawn(0), drawn(1)
-    assert all(map(torch.equal, one, same)) and not all(map(torch.equal, one, other))
+    one, same, other, last = drawn(0), drawn(0), drawn(1), drawn(2**63 - 1)
+    assert all(map(torch.equal, one, same))
+    assert not all(map(torch.equal, one, other)) and not all(map(torch.equal, one, last))
     halves = make_model(torch.bfloat16)
     add_adapters(halves, LORA, 0)
     assert {parameter.dtype for parameter in halves.parameters()} == {torch.bfloat16}

@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 from tiny import embedded_folder
 
 from tlt_hpc.cli.main import main
 from tlt_hpc.config import UserError
 from tlt_hpc.models import families
-from tlt_hpc.models.folder import load_policy_model
+from tlt_hpc.models.folder import folder_weights, load_policy_model
 from tlt_hpc.models.json_file import read_json
 
 TINY = Path(__file__).resolve().parent.parent / "jobs" / "tiny.toml"
@@ -171,6 +173,32 @@ def test_weights_that_would_be_random(changes, message, folder):
     change(folder / CONFIG, **changes)
     with pytest.raises(UserError, match=f"^model folder mine does not hold {message} in the shapes that config.json "):
         load_policy_model(Path("mine"), "float32")
+
+
+def test_the_rotary_frequencies_of_older_files_are_no_weights(folder):
+    """Llama 2 has them; transformers ignores them, and no decoder has a place for them."""
+    path, wanted = folder / "model.safetensors", dict(folder_weights(embedded_folder()))
+    save_file({**wanted, "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(16)}, path)
+    assert dict(folder_weights(folder)).keys() == wanted.keys()
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.05])
+def test_a_tied_head_that_is_in_the_file_too_is_the_embedding(factor, folder):
+    weights = dict(folder_weights(embedded_folder()))
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"] * factor
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    if factor == 1.0:
+        assert "lm_head.weight" not in dict(load_policy_model(folder, "float32").named_parameters())
+        return
+    with pytest.raises(UserError, match=r"^model folder .* is not the embedding; set it to false there "):
+        load_policy_model(folder, "float32")
+
+
+@pytest.mark.parametrize("command", [("train", str(TINY), "model.path=mine"), ("evaluate", "mine", str(TINY))])
+def test_an_adapter_beside_the_weights(command, folder, capsys):
+    """The trained model would have it, the decoder would not."""
+    (folder / "adapter_config.json").write_text("{}")
+    assert said(capsys, *command).startswith("model folder mine has an adapter (adapter_config.json), which ")
 
 
 def test_a_prompt_of_tokens_that_the_model_does_not_have(folder, capsys):

@@ -39,7 +39,7 @@ class TaskRows:
         others = {key: value for key, value in arguments.items() if key != "size"}
         self._made_from = json.dumps([name, self._size, seed, others], sort_keys=True)
         try:
-            self._task = reasoning_gym.create_dataset(name, **{**others, "size": self._size, "seed": seed})
+            self._task = reasoning_gym.create_dataset(name, **others, size=self._size, seed=seed)
         except (AssertionError, TypeError, ValueError) as error:
             raise ConfigError(
                 f"data.task_args = {dict(arguments)!r}: {self.name!r} refuses them ({first_line(error)}); "

@@ -27,10 +27,10 @@ from tlt_hpc.export.model_card import escaped, policy_card
 from tlt_hpc.export.writer import CARD, CONFIG, MARK, check_output, checkpoint_at, write_folder
 from tlt_hpc.look.run_log import RunLog
 from tlt_hpc.models.folder import DTYPES
-from tlt_hpc.models.lora import ADAPTER, ADAPTER_CONFIG, peft_name, peft_settings
+from tlt_hpc.models.lora import peft_name, peft_settings
 from tlt_hpc.models.shape import read_shape
 from tlt_hpc.models.tokenizer import find_model
-from tlt_hpc.models.weight_files import count_weights
+from tlt_hpc.models.weight_files import ADAPTER, ADAPTER_CONFIG, count_weights
 from tlt_hpc.storage.folder import RunFolder, no_run
 
 SHARD_BYTES = 5_000_000_000

@@ -47,7 +47,8 @@ def load_policy_model(folder: Path, dtype: str) -> PreTrainedModel:
     """The trainable transformers model of a folder, from local files only.
 
     Raises:
-        UserError: a file cannot be read, or a weight that config.json asks for is not there in its shape.
+        UserError: a file cannot be read, a weight that config.json asks for is not there in its shape, or a tied head
+            is not the embedding.
     """
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
@@ -67,6 +68,13 @@ def load_policy_model(folder: Path, dtype: str) -> PreTrainedModel:
         raise UserError(
             f"model folder {folder} does not hold {random[0]!r} and {len(random) - 1} more weights in the shapes that "
             f"config.json asks for; {TAKE_CONFIG}, or download the weights again"
+        )
+    # transformers leaves two that differ apart, and the decoder would still have one
+    head, embedding = model.get_output_embeddings().weight, model.get_input_embeddings().weight
+    if model.config.tie_word_embeddings and head is not embedding:
+        raise UserError(
+            f"model folder {folder}: config.json has tie_word_embeddings = true, and 'lm_head.weight' is not the "
+            "embedding; set it to false there if the head was trained apart, or remove that tensor"
         )
     return model  # type: ignore[no-any-return]
 
@@ -140,7 +148,7 @@ def empty_policy_model(config: PretrainedConfig, dtype: str) -> PreTrainedModel:
 def folder_weights(
     folder: Path, cuts: Mapping[str, Cut] | None = None, node: NodeGroup | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor of a folder's model.safetensors or of its shards, one at a time, under its Hugging Face name.
+    """Every weight of a folder's model.safetensors or of its shards, one at a time, under its Hugging Face name.
 
     Collective over the ``node``, whose first rank reads.
 
@@ -162,7 +170,8 @@ def folder_readers(folder: Path) -> Iterator[tuple[str, ReadCut]]:
             if lacking := sorted((names or set()) - set(stored)):
                 raise ValueError(f"{file} lacks {lacking[0]!r}, which {INDEX} places there; download that file again")
             for name in stored:
-                if names is None or name in names:
+                # files of older transformers also hold the rotary frequencies, which config.json gives
+                if (names is None or name in names) and not name.endswith(".inv_freq"):
                     yield name, partial(_read_cut, reader, name)
 
 

@@ -16,8 +16,6 @@ from torch import Tensor
 if TYPE_CHECKING:
     from tlt_hpc.config import LoraSection
 
-ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
-"""The files that peft loads adapters from."""
 _BASE, _DOWN, _UP = ".base_layer", ".lora_A.default", ".lora_B.default"
 """What peft puts into the names of an adapted layer's tensors: those that it had, A and B."""
 
@@ -35,7 +33,8 @@ def add_adapters(model: torch.nn.Module, settings: LoraSection, seed: int) -> No
         if _DOWN in name:
             bound = 1 / math.sqrt(parameter.shape[1])  # as torch's linear layers and peft
             drawn = torch.empty(parameter.shape, dtype=torch.float32)
-            drawn.uniform_(-bound, bound, generator=torch.Generator().manual_seed(seed * 2**20 + number))
+            own_seed = (seed * 2**20 + number) % 2**64  # torch takes no larger one, and a run's has up to 63 bits
+            drawn.uniform_(-bound, bound, generator=torch.Generator().manual_seed(own_seed))
             parameter.data.copy_(drawn)
         else:
             parameter.data.zero_()

@@ -25,6 +25,8 @@ _MOST_MAPPED, _MAPPED_A_FILE = 2**30, 2**26
 """Bytes that ``reading_files`` reads until it opens its files again: what was read stays mapped until then. At ZeRO
 stage 3 each of a checkpoint's hundreds of files has a piece of every tensor, so more is read of more files."""
 SINGLE, TORCH_FILE = "model.safetensors", "pytorch_model.bin"
+ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+"""The files that peft loads adapters from."""
 DRAFTER_FILE = "drafter.safetensors"
 TAKE_DRAFTER = "give the drafter folder of a run with this model"
 EMBEDDING = "model.embed_tokens.weight"
@@ -104,8 +106,13 @@ def check_weights(folder: Path, shape: ModelShape) -> None:
     """Refuse a folder whose weights cannot be read, before anything is started; reads the files' heads alone.
 
     Raises:
-        ValueError: no weights, a file of them is missing or cut short, or they are another model's.
+        ValueError: no weights, a file of them is missing or cut short, they are another model's, or beside an adapter.
     """
+    if (folder / ADAPTER_CONFIG).is_file():
+        raise UserError(
+            f"model folder {folder} has an adapter ({ADAPTER_CONFIG}), which transformers would add to the weights; "
+            "move it out of the folder if it is merged into them already, or merge it first (peft's merge_and_unload)"
+        )
     if torch_files(folder):
         return  # transformers reads these, which say nothing before they are read as a whole
     stored, wanted = weight_shapes(folder), [shape.vocab_size, shape.hidden_size]
