@@ -372,6 +372,12 @@ def test_the_runs_own_chat_template_goes_with_its_policy(run, tmp_path, capsys):
     assert f"data.chat_template = '{template}': No such file or directory; restore the file" in capsys.readouterr().err
 
 
+def test_a_weight_that_float16_cannot_hold_is_not_exported_as_infinity():
+    with pytest.raises(UserError, match=r"^weight 'w' has values beyond torch\.float16; take --dtype bfloat16$"):
+        policy.rounded("w", torch.tensor([1.0, 7e4]), torch.float16)
+    assert policy.rounded("w", torch.tensor([1.0, 7e4]), torch.bfloat16).isfinite().all()
+
+
 def test_the_newest_policy_replaces_an_earlier_export_and_nothing_else(run, capsys, monkeypatch):
     out = run / "export" / "policy"
     with monkeypatch.context() as patch:

@@ -126,13 +126,25 @@ def write_weights(folder: Path, policy: PolicyWeights, dtype: torch.dtype) -> It
     )
     for file, names in shards.filename_to_tensors.items():
         with policy.reading() as read:
-            tensors = {name: read(name).to(dtype).contiguous() for name in names}
+            tensors = {name: rounded(name, read(name), dtype) for name in names}
         save_file(tensors, folder / file, metadata={"format": "pt"})
         yield folder / file
     if shards.is_sharded:
         index = {"metadata": shards.metadata, "weight_map": shards.tensor_to_filename}
         (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
         yield folder / _INDEX
+
+
+def rounded(name: str, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A weight as the file holds it.
+
+    Raises:
+        UserError: it has values that the type cannot hold.
+    """
+    cast = weight.to(dtype).contiguous()
+    if not torch.isfinite(cast).all():
+        raise UserError(f"weight {name!r} has values beyond {dtype}; take --dtype bfloat16")
+    return cast
 
 
 def own_template(config: Config) -> str:
@@ -175,7 +187,7 @@ def export_adapter(options: argparse.Namespace, policy: PolicyWeights) -> None:
 
     def fill(part: Path) -> Iterator[Path]:
         with policy.reading_adapters() as read:
-            tensors = {peft_name(name): read(name).to(dtype).contiguous() for name in policy.adapters}
+            tensors = {peft_name(name): rounded(name, read(name), dtype) for name in policy.adapters}
         save_file(tensors, part / ADAPTER, metadata={"format": "pt"})
         settings = peft_settings(policy.config.lora, str(policy.model))
         (part / ADAPTER_CONFIG).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
