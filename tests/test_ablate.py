@@ -14,13 +14,19 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from test_compare import CONFIG, compared, write_run
 from test_environment import ENVIRONMENT
+from tiny import CPU, EOS, NUM_TOKENS, embedded_decoder, gcd_requests
 
 from tlt_hpc.cli.main import main
+from tlt_hpc.common.records import Request, SamplingParams
 from tlt_hpc.config import ConfigError, load_config, to_toml
+from tlt_hpc.models.eagle import Eagle
 from tlt_hpc.mpi.world import World
 from tlt_hpc.resume.finished import record_finished
+from tlt_hpc.rollout.engine import RolloutEngine
+from tlt_hpc.rollout.settings import EngineSettings
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.records import add_environment
 from tlt_hpc.studies import ablate as study
@@ -145,6 +151,34 @@ def figures_of(tmp_path, held_out: dict[str, Passes], *, is_exact: bool = True, 
     """Figures of the arms ``frozen`` and ``tail``; the changes apply to ``tail``."""
     comparison = compared(tmp_path, ("frozen", "tail"), is_exact=is_exact, **changes)
     return AblationFigures(comparison, held_out)
+
+
+def test_a_rank_without_a_held_out_prompt_has_nothing_to_measure(tmp_path, monkeypatch):
+    """Ranks outnumber the prompts: the engine of each takes no requests before its near-ties are measured."""
+    settings = EngineSettings(SamplingParams(8), NUM_TOKENS, (EOS,), max_live=2, max_prompt_tokens=16, tie_guard=True)
+
+    def generate(engine: RolloutEngine, requests: list[Request]) -> SimpleNamespace:
+        engine.submit(requests)
+        assert not engine.has_work
+        return SimpleNamespace(stopping=False)
+
+    (request,) = gcd_requests(1, 1)
+    other_rank = (request.key, 6, 2)
+    world = SimpleNamespace(rank=1, size=2, node_group=None, allgather=lambda own: [[other_rank], own])
+    session = SimpleNamespace(
+        world=world,
+        decoder=embedded_decoder(),
+        settings=lambda: settings,
+        make_engine=lambda settings, drafter: RolloutEngine(embedded_decoder(), settings, drafter),
+        generate=generate,
+        close=lambda: None,
+    )
+    monkeypatch.setattr(study, "read_assets_once", lambda *_: SimpleNamespace(prompts=None))
+    monkeypatch.setattr(study, "from_prompts", lambda *_: SimpleNamespace(validation_requests=lambda seed: [request]))
+    monkeypatch.setattr(study, "open_session", lambda *_: session)
+    monkeypatch.setattr(study, "load_policy", lambda *_: None)
+    monkeypatch.setattr(study, "load_drafter", lambda *_: Eagle(embedded_decoder().shape, 0, torch.float32, CPU))
+    assert study.measure(plan(tmp_path, arms="frozen"), world) == {"frozen": Passes((6,), (2,))}
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from argparse import Namespace
 from collections.abc import Sequence
 from contextlib import nullcontext
 from itertools import permutations
@@ -14,6 +15,7 @@ import pytest
 from fake_world import on_threads
 from logged import make_rollout, step_record
 
+from tlt_hpc.cli import rank_commands
 from tlt_hpc.common.records import MicroStepRecord, SampleKey
 from tlt_hpc.config import UserError, load_config
 from tlt_hpc.storage import folder as storage_folder
@@ -127,6 +129,15 @@ def test_one_difference_is_seen_and_written(tmp_path, change, unequal, mismatche
     equal = to_tree(compared(tmp_path, **change))["equal"]
     assert equal.pop("mismatched_tokens") == mismatched
     assert [name for name, is_equal in equal.items() if not is_equal] == [unequal]
+
+
+def test_a_table_is_printed_though_its_json_cannot_be_written(tmp_path, monkeypatch, capsys):
+    comparison = compared(tmp_path)
+    monkeypatch.setattr(study, "compare", lambda *_: comparison)
+    options, world = Namespace(without=[], steps=1, json=tmp_path), SimpleNamespace(rank=0)
+    with pytest.raises(UserError, match=f"^cannot write {tmp_path}: Is a directory; the figures are above"):
+        rank_commands.compare(CONFIG, options, world)
+    assert "tokens equal: yes (0 mismatched)" in capsys.readouterr().out
 
 
 def test_a_log_that_is_missing_in_all_runs_does_not_pass_for_equal(tmp_path, monkeypatch):

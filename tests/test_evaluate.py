@@ -189,6 +189,16 @@ def test_another_evaluation_in_the_folder_is_refused(plain):
             start(plain[0], override)
 
 
+def test_other_end_tokens_are_another_evaluation(tmp_path):
+    """A user whose responses never ended, and who has mended generation_config.json, gets no old results."""
+    model = shutil.copytree(embedded("tiny"), tmp_path / "model")
+    few = "evaluation.limit=1", "evaluation.samples=0", "evaluation.max_new_tokens=4"
+    start(tmp_path, *few, place=str(model))
+    (model / "generation_config.json").write_text('{"eos_token_id": [2, 1]}')
+    with pytest.raises(UserError, match=re.escape("the model's end tokens = [1], now [1, 2]; use what it was, or")):
+        start(tmp_path, *few, place=str(model))
+
+
 def test_sets_and_the_sources_within_them(tmp_path):
     """Two sources in one file, and a file of mathematics."""
     rows = [gcd_row(n, data_source=f"part{n % 2}") for n in range(2, 8)]

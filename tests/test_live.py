@@ -14,12 +14,13 @@ import numpy as np
 import pytest
 from logged import step_record
 from rich.console import Console
+from tiny import byte_tokenizer
 
 from tlt_hpc.cli.main import main
 from tlt_hpc.cluster.watch.record import Record, claim_verdict, status_file, write_record
 from tlt_hpc.common.records import FinishReason, Rollout, SampleKey
 from tlt_hpc.look.live import watch_run
-from tlt_hpc.look.live.samples import DRAFTED, show_samples
+from tlt_hpc.look.live.samples import DRAFTED, sample_text, show_samples
 from tlt_hpc.look.live.state import read_state
 from tlt_hpc.look.live.view import render
 from tlt_hpc.look.run_log import RunLog
@@ -196,3 +197,13 @@ def test_drafted_tokens_are_the_coloured_ones(run: RunFolder) -> None:
     assert text.plain.endswith("gcd(4,6)=\n12345")
     coloured = "".join(text.plain[span.start : span.end] for span in text.spans if span.style == DRAFTED)
     assert coloured == "23", "the last token of a pass is the policy's own"
+
+
+@pytest.mark.parametrize("pass_lengths", [[1] * 15, [5, 5, 5]])
+def test_a_character_of_several_tokens_is_shown_whole(pass_lengths: list[int]) -> None:
+    tokenizer = byte_tokenizer(["a"], 256, [])
+    tokens = np.array(tokenizer.encode("a\u4f60\u597db\U0001f600c\xf6").ids, np.int32)
+    rollout = replace(response("1", []), prompt_tokens=tokens[:1], pass_lengths=np.array(pass_lengths, np.uint8))
+    for end in (15, 14):  # the latter within a character
+        text = sample_text(0, 0, replace(rollout, response_tokens=tokens[:end]), 1.0, tokenizer)
+        assert text.plain.splitlines()[2] == tokenizer.decode(tokens[:end].tolist())

@@ -86,6 +86,8 @@ compare jobs/tiny.toml --without drafter
     tlt compare: --without has no 'drafter'; choose from ngram, full, ahead (see tlt compare --help)
 compare jobs/tiny.toml --json none/x.json
     tlt compare: --json none/x.json: its folder does not exist; make it first (see tlt compare --help)
+compare jobs/tiny.toml --json jobs
+    tlt compare: --json jobs is a folder; give a file (see tlt compare --help)
 evaluate jobs/tiny.toml
     tlt evaluate: the following arguments are required: CONFIG.toml (see tlt evaluate --help)
 plan jobs/qwen7b.toml --gpus-per-node eight

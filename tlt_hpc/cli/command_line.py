@@ -144,9 +144,8 @@ def _unknown(word: str, command: Parser) -> str:
 def add_evaluate_options(command: argparse.ArgumentParser) -> None:
     """The options of ``tlt evaluate``."""
     command.add_argument(
-        "checkpoint", metavar="CHECKPOINT", help="a run's folder, one of its checkpoints, a Hugging Face folder, or "
-        "embedded:tiny",
-    )  # fmt: skip
+        "checkpoint", metavar="CHECKPOINT", help="a run's folder, a Hugging Face folder, or embedded:tiny"
+    )
     command.add_argument("--step", type=int, metavar="N", help="the checkpoint of that step instead of the newest")
     command.add_argument("--output", type=Path, metavar="FOLDER", help="write there instead of beside the run")
 

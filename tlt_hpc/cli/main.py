@@ -193,10 +193,12 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     options = command_line.parse(parser, arguments)
     if options.command == "warmup" and options.sources:
         options.overrides.append(f"warmup.sources={json.dumps(options.sources)}")
-    if options.command == "compare" and options.json is not None and not options.json.parent.is_dir():
-        command_line.parser_of(parser, "compare").error(
-            f"--json {options.json}: its folder does not exist; make it first"
-        )
+    if options.command == "compare" and options.json is not None:
+        error = command_line.parser_of(parser, "compare").error
+        if not options.json.parent.is_dir():
+            error(f"--json {options.json}: its folder does not exist; make it first")
+        if options.json.is_dir():
+            error(f"--json {options.json} is a folder; give a file")
     return options
 
 

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 from tlt_hpc.cluster.stopping import STOPPED_EARLY, Stop, await_preemption, queue_again
 from tlt_hpc.cluster.watch.beat import BEAT
 from tlt_hpc.common.words import count
-from tlt_hpc.config import Config
+from tlt_hpc.config import Config, UserError
 from tlt_hpc.resume.finished import finished_message
-from tlt_hpc.storage.folder import RunFolder
+from tlt_hpc.storage.folder import RunFolder, WriteError
 from tlt_hpc.studies import ablation_plan
 
 if TYPE_CHECKING:
@@ -64,13 +64,18 @@ def compare(config: Config, options: argparse.Namespace, world: World) -> int:
             print("tlt: the comparison was stopped; a new one starts over", file=sys.stderr, flush=True)
         return 1
     if world.rank == 0:
+        print_comparison(comparison, rows_of(comparison) | speed_rows(comparison))
         if options.json is not None:
             ratios = {
                 name: {what: ratio._asdict() for what, ratio in found.items()}
                 for name, found in comparison.speedups().items()
             }
-            write_json(options.json, {**to_tree(comparison), "speedup": plain(ratios)})
-        print_comparison(comparison, rows_of(comparison) | speed_rows(comparison))
+            try:
+                write_json(options.json, {**to_tree(comparison), "speedup": plain(ratios)})
+            except WriteError as error:
+                raise UserError(
+                    f"{error.fact}; the figures are above, and the runs' own in {comparison.folder}"
+                ) from None
     return 0 if all(comparison.equal.values()) else 1
 
 
@@ -116,8 +121,8 @@ def ablate(config: Config, options: argparse.Namespace, world: World) -> int:
             print(f"stopped early ({reason}); the same command resumes", flush=True)
         return STOPPED_EARLY
     if world.rank == 0:
-        write_figures(figures)
         print_comparison(figures.comparison, figures.rows(), figures.verdict())
+        write_figures(figures)
     return 0 if figures.as_promised else 1
 
 

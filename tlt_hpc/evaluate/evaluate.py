@@ -98,7 +98,7 @@ def evaluate(config: Config, subject: Subject, world: World, reporter: Evaluatio
     subject, checkpoint = open_checkpoint(subject, world)
     folder = EvaluationFolder(subject.folder(config))
     with closing(open_session(config, world, assets)) as session:
-        facts = facts_of(config, sets, load_weights(session.decoder, subject, checkpoint, config, world))
+        facts = facts_of(session, sets, load_weights(session.decoder, subject, checkpoint, config, world))
         done = world.once(lambda: claim(folder, facts))
         BEAT.folder = folder.status
         num_missing, total = len(exam.missing(done)), len(exam.missing(()))
@@ -224,7 +224,7 @@ def evaluate_policy(job: Job, exam: Exam, step: int, shown: Callable[[Roster], N
     start = time.perf_counter()
     folder, log = EvaluationFolder(step_folder(job.folder, step)), job.folder.path / "evaluations.jsonl"
     fingerprint = fingerprint_of(job.policy.named_weights(), job.engine.decoder.shape.tied_head)
-    facts = facts_of(job.config, exam.sets, fingerprint)
+    facts = facts_of(job, exam.sets, fingerprint)
     # a run that steps were taken back from, or whose settings have changed, comes by the same step again
     done = job.world.once(lambda: folder.claim(facts, replaces=True))
     if exam.missing(done):
@@ -244,12 +244,13 @@ def evaluate_policy(job: Job, exam: Exam, step: int, shown: Callable[[Roster], N
 # -- both -------------------------------------------------------------------------------------------------------------
 
 
-def facts_of(config: Config, sets: Sequence[EvaluationSet], fingerprint: str) -> dict[str, object]:
+def facts_of(session: Session, sets: Sequence[EvaluationSet], fingerprint: str) -> dict[str, object]:
     """What responses and verdicts depend on, by name."""
-    evaluation = config.evaluation
+    config, evaluation = session.config, session.config.evaluation
     function = config.reward.function.rpartition(":")[0]
     return {
         WEIGHTS: fingerprint,
+        "the model's end tokens": sorted(session.assets.eos_token_ids),
         "model.dtype": config.model.dtype,
         "data.prompt_key": config.data.prompt_key,
         "data.answer_key": config.data.answer_key,

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-_BROKEN = "\ufffd"
+BROKEN = "\ufffd"
 """What decoders put for bytes that are no whole character (yet)."""
-_LONGEST_CHARACTER = 4
+LONGEST_CHARACTER = 4
 """Bytes of the longest UTF-8 character."""
 
 
@@ -23,7 +23,7 @@ class StopStrings:
         self._decode = decode
         # every token that shows has at least one byte; one token more keeps what a decoder strips from its first
         self._window = max((len(string.encode()) for string in strings), default=0) + 1
-        self._reach = self._window + _LONGEST_CHARACTER - 1
+        self._reach = self._window + LONGEST_CHARACTER - 1
         self._is_silent: dict[int, bool] = {}
 
     def first_stop(self, tokens: Sequence[int], unchecked: int = 0, start: int = 0) -> int | None:
@@ -76,9 +76,9 @@ class StopStrings:
         """
         latest = max(0, len(shown) - self._window)
         text = ""
-        for start in range(latest, max(0, latest - _LONGEST_CHARACTER + 1) - 1, -1):
+        for start in range(latest, max(0, latest - LONGEST_CHARACTER + 1) - 1, -1):
             text = self._decode(shown[start:])
-            if not text.startswith(_BROKEN):
+            if not text.startswith(BROKEN):
                 break
         return start, text
 

@@ -180,7 +180,7 @@ def measure(ablation: Ablation, world: World) -> dict[str, Passes] | None:
     with closing(open_session(config, world, assets)) as session:
         for arm in arms:
             load_policy(ablation, arm, session)
-            own = answer(session, ablation, arm, requests[world.rank :: world.size])
+            own = answer(session, ablation, arm, requests)
             if own is None:
                 return None
             rows = sorted(chain.from_iterable(world.allgather(own)))
@@ -201,15 +201,14 @@ def load_policy(ablation: Ablation, arm: str, session: Session) -> None:
 def answer(
     session: Session, ablation: Ablation, arm: str, requests: list[Request]
 ) -> list[tuple[SampleKey, int, int]] | None:
-    """Tokens and target passes of this rank's responses with an arm's drafter; None after a stop request."""
+    """Tokens and passes of this rank's share of the responses with an arm's drafter; None after a stop request."""
     folder = str(ablation.folder / arm / "drafter")
     drafter = load_drafter(folder, session.decoder, f"arm {arm!r}", session.world.node_group)
     settings = replace(session.settings(), strategies=(Strategy("drafter", JUDGED_DEPTH),))
     engine = session.make_engine(settings, drafter)
     engine.drafter_ready = True
-    if requests:
-        engine.calibrate(requests[:1])
-    if session.generate(engine, requests).stopping:
+    engine.calibrate(requests[:1])  # on every rank: of few prompts some ranks have none
+    if session.generate(engine, requests[session.world.rank :: session.world.size]).stopping:
         return None
     return [(r.key, len(r.response_tokens), r.num_target_passes) for r in engine.collect()]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 
 from rich.text import Text
 from tokenizers import Tokenizer
@@ -14,10 +15,11 @@ from tlt_hpc.common.records import FinishReason, Rollout
 from tlt_hpc.common.words import count
 from tlt_hpc.look.run_log import RunLog
 from tlt_hpc.models.tokenizer import find_model, load_tokenizer
+from tlt_hpc.rollout.stops import BROKEN, LONGEST_CHARACTER
 from tlt_hpc.storage.rollout_log import read_step
 
 _CONTEXT = 8
-"""Tokens before a piece that are decoded with it, because its text may depend on them (leading spaces, for example)."""
+"""Tokens before one that are decoded with it, because its text may depend on them (leading spaces, for example)."""
 DRAFTED = "black on bright_cyan"
 """Style of accepted draft tokens."""
 
@@ -59,16 +61,20 @@ def sample_text(step: int, rank: int, rollout: Rollout, reward: float, tokenizer
     )
     text.append(_words(rollout.prompt_tokens.tolist(), tokenizer), "dim")
     text.append("\n")
-    before: list[int] = []
-    for piece, is_draft in pieces_of(rollout):
-        words = _words([*before, *piece], tokenizer)[len(_words(before, tokenizer)) :]
+    before, held = list[int](), list[int]()
+    for token, is_draft in tokens_of(rollout):
+        held.append(token)
+        words = _words([*before, *held], tokenizer)[len(_words(before, tokenizer)) :]
+        if words.endswith(BROKEN) and len(held) < LONGEST_CHARACTER:
+            continue  # a character may have its other bytes in the next tokens
         text.append(words, DRAFTED if is_draft else "")
-        before = [*before, *piece][-_CONTEXT:]
+        before, held = [*before, *held][-_CONTEXT:], []
+    text.append(_words([*before, *held], tokenizer)[len(_words(before, tokenizer)) :])
     return text
 
 
-def pieces_of(rollout: Rollout) -> Iterator[tuple[list[int], bool]]:
-    """The response's tokens in pieces, each with whether they were accepted drafts.
+def tokens_of(rollout: Rollout) -> Iterator[tuple[int, bool]]:
+    """The response's tokens, each with whether it was an accepted draft.
 
     A pass emits the accepted drafts and then one token of the policy's own, except a response's last pass, which may be
     cut before it. If the passes were not logged, all tokens count as the policy's own.
@@ -77,13 +83,8 @@ def pieces_of(rollout: Rollout) -> Iterator[tuple[list[int], bool]]:
     lengths = rollout.pass_lengths.tolist()
     if sum(lengths) != len(tokens):
         lengths = [1] * len(tokens)
-    start = 0
-    for length in lengths:
-        if length > 1:
-            yield list(tokens[start : start + length - 1]), True
-        if length:
-            yield list(tokens[start + length - 1 : start + length]), False
-        start += length
+    ends = set(accumulate(lengths))
+    yield from ((token, number not in ends) for number, token in enumerate(tokens, 1))
 
 
 def _words(tokens: Sequence[int], tokenizer: Tokenizer | None) -> str:
