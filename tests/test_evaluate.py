@@ -190,7 +190,7 @@ def test_another_evaluation_in_the_folder_is_refused(plain):
 
 
 def test_other_end_tokens_are_another_evaluation(tmp_path):
-    """A user whose responses never ended, and who has mended generation_config.json, gets no old results."""
+    """A user whose responses never ended, and who has corrected generation_config.json, gets no old results."""
     model = shutil.copytree(embedded("tiny"), tmp_path / "model")
     few = "evaluation.limit=1", "evaluation.samples=0", "evaluation.max_new_tokens=4"
     start(tmp_path, *few, place=str(model))
