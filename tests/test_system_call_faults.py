@@ -188,6 +188,8 @@ def test_what_a_run_has_lost_is_seen(campaign: Campaign) -> None:
     assert any(each.startswith(f"damaged under its final name: {state}: state.json") for each in torn)
     fewer = wrong_after(lambda run: run.metrics.write_text(run.metrics.read_text().splitlines(keepends=True)[-1]))
     assert {"differs in committed steps", "lost a committed step"} <= set(fewer)
+    again = wrong_after(lambda run: run.metrics.with_name("metrics.dropped-000002.jsonl").touch())
+    assert "generated a committed step again" in again
     lost = wrong_after(lambda run: run.rollout_log(1, 0).unlink())
     assert "differs in texts of step 1" in lost and any(each.startswith("not sound") for each in lost)
     assert "other files" in wrong_after(lambda run: (run.checkpoints / "x.part").write_text(""))[0]

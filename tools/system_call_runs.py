@@ -211,11 +211,10 @@ class Campaign:
                 open_checkpoint(folder, step)
             except CheckpointError as error:
                 wrong.append(f"damaged under its final name: {folder.name}: {error}")
-        wrong += (
-            ["lost a committed step"]
-            if not committed(self._start(case.ranks, STARTS[case.part])) <= committed(place)
-            else []
-        )
+        if not committed(self._start(case.ranks, STARTS[case.part])) <= committed(place):
+            wrong.append("lost a committed step")
+        if any(run.path.glob("metrics.dropped-*")):
+            wrong.append("generated a committed step again")  # no case damages a file that was whole
         wanted, found = self._references[case.ranks], self._found(place)
         if status:
             lines = len(_END.findall(text))
