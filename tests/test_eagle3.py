@@ -269,4 +269,5 @@ def test_a_vocabulary_is_made_of_the_most_frequent_tokens():
     assert most_frequent_tokens(counts, 3).tolist() == [1, 3, 7]
     assert most_frequent_tokens(counts, 5).tolist() == [0, 1, 2, 3, 7], "then the lowest ids"
     assert most_frequent_tokens(counts, 3, always=[8]).tolist() == [1, 3, 8]
+    assert most_frequent_tokens(counts, 3, always=[8, 9]).tolist() == [1, 3, 8], "9 is no token of the tokenizer"
     assert most_frequent_tokens(counts, 99).tolist() == list(range(9))

@@ -342,6 +342,24 @@ def test_a_program_that_fails_is_a_wrong_answer_and_not_one_that_was_not_judged(
     assert results.figures["a/programs"].greedy.value == 0.0 and results.failures == {"cpu": 1}
 
 
+def test_a_tally_looks_at_the_prompts_of_a_set_once_and_not_once_for_each():
+    looks = []
+
+    class Watched(tuple):
+        def __iter__(self):
+            looks.append(self)
+            return super().__iter__()
+
+    prompts = Watched(Prompt(np.array([2], np.int32), "", "", "gcd") for _ in range(9))
+    sets = (EvaluationSet("a", tuple(range(9)), prompts, ""),)
+    wanted = wanted_responses(load_config(TINY, ["evaluation.samples=0"]), sets)
+    keys = [request.key for each in wanted for request in each.requests]
+    done = {key: JudgedResponse(key, np.array([2], np.int32), FinishReason.EOS, 1, 0.0, "") for key in keys}
+    looks.clear()
+    tally(Exam(sets, wanted, Judge(RewardSection(), None)), done, load_tokenizer(embedded("tiny")), ())
+    assert len(looks) == 1
+
+
 @pytest.mark.parametrize("num_ranks", [1, 3, 64])
 def test_the_replicas_share_what_is_missing_evenly(num_ranks):
     missing = list(range(957))

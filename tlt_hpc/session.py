@@ -524,8 +524,7 @@ def choose_vocabulary(config: Config, assets: ModelAssets, prompts: Sequence[Pro
     answers = (assets.tokenizer.encode(prompt.answer, add_special_tokens=False).ids for prompt in prompts)
     texts = chain((prompt.tokens for prompt in prompts), (np.array(answer, np.int32) for answer in answers))
     counted = count_tokens(texts, num_used_tokens(assets.tokenizer, assets.shape))
-    added = (token for token in assets.tokenizer.get_added_tokens_decoder() if token < len(counted))
-    always = [*assets.eos_token_ids, *added]
+    always = [*assets.eos_token_ids, *assets.tokenizer.get_added_tokens_decoder()]
     return torch.from_numpy(most_frequent_tokens(counted, config.drafter.vocabulary, always))
 
 

@@ -19,10 +19,11 @@ def count_tokens(texts: Iterable[NDArray[np.int32]], num_tokens: int) -> NDArray
 def most_frequent_tokens(counts: NDArray[np.int64], num: int, always: Sequence[int] = ()) -> NDArray[np.int64]:
     """The ``num`` most frequent ids (all where there are fewer) and those of ``always`` among them, ascending.
 
+    An id of ``always`` that is not counted is none of the tokenizer's: a model may name such an end token.
     Where counts are equal, as of all that never occurred, lower ids come first: in a vocabulary of merged pairs these
     are the merges made first, of what is frequent in text at large.
     """
-    ranked = counts.astype(np.float64)
-    ranked[list(always)] = np.inf
+    ranked, first = counts.astype(np.float64), [token for token in set(always) if token < len(counts)]
+    ranked[first] = np.inf
     order = np.argsort(-ranked, kind="stable")
-    return np.sort(order[: max(num, len(set(always)))])
+    return np.sort(order[: max(num, len(first))])

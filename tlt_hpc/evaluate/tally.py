@@ -58,6 +58,7 @@ def tally(
     """
     groups: dict[str, list[PromptAnswers]] = {}
     failures = Counter[str]()
+    mixed = {each.name for each in exam.sets if len({prompt.source for prompt in each.prompts}) > 1}
     for each in exam.wanted:
         own = [responses[request.key] for request in each.requests]
         texts = [text_of(tokenizer, response.tokens) for response in own]
@@ -65,7 +66,7 @@ def tally(
         failures.update(r.failure for r in own if r.failure and exam.judge.leaves_open(each.prompt, r.failure))
         name, answers = each.of_set.name, PromptAnswers(own, votes)
         groups.setdefault(name, []).append(answers)
-        if len({prompt.source for prompt in each.of_set.prompts}) > 1:
+        if name in mixed:
             groups.setdefault(f"{name}/{each.prompt.source}", []).append(answers)
     everything = [responses[request.key] for each in exam.wanted for request in each.requests]
     num_tokens = sum(len(response.tokens) for response in everything)
