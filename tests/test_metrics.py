@@ -6,6 +6,7 @@ import math
 import time
 from dataclasses import replace
 from threading import Thread
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,7 +19,11 @@ from tlt_hpc.look.columns import step_cells
 from tlt_hpc.look.metrics import part_of, summarise
 from tlt_hpc.look.timing import PhaseTimer
 from tlt_hpc.rl.stats import PolicyStats, RolloutMismatch, Update
+from tlt_hpc.rollout.chooser import DraftTally
+from tlt_hpc.rollout.engine import EngineCounts
+from tlt_hpc.rollout.strategy import strategies_of
 from tlt_hpc.storage.rollout_log import StepRecord
+from tlt_hpc.train import own_drafts
 
 MISMATCH = RolloutMismatch(0.01, 0.04, 0.001, 0.002, 1.0, 0.0)
 STATS = PolicyStats(0.1, 0.2, 0.3, 0.0, 0.0, 0.5, 1e-4, 60, 0.1, 0.9, MISMATCH)
@@ -116,6 +121,20 @@ def test_figures_are_sums_over_the_ranks(summary):
     }
     for name, value in wanted.items():
         assert summary[name] == pytest.approx(value), name
+
+
+def test_drafts_of_all_the_drafters_strategies_count_and_no_others() -> None:
+    strategies = strategies_of("full", ["ngram-4", "drafter-5x3v16", "drafter-4", "drafter-2a1.5"])
+    tallies = [DraftTally() for _ in strategies]
+    for place, tally in enumerate(tallies):
+        tally.add(2, [1] * 10**place)
+    drafts = {strategy.family: tally for strategy, tally in zip(strategies, tallies, strict=True)}
+    job = SimpleNamespace(engine=SimpleNamespace(settings=SimpleNamespace(strategies=strategies)))
+    found = own_drafts(job, EngineCounts(drafts=drafts))
+    names = [strategy.name for strategy in strategies]
+    used = sum(10**place for place, name in enumerate(names) if name.startswith("drafter"))
+    assert found == DraftCounts((used, used, 0, 0), (used, 0, 0, 0)) and found.reached[0] > 1000
+    assert own_drafts(job, EngineCounts()) == DraftCounts()
 
 
 def test_an_energy_counter_that_one_rank_lost_leaves_the_sum_out() -> None:

@@ -403,11 +403,11 @@ def drafter_metrics(job: Job, tail: Tail, counts: EngineCounts, merged: MergeRep
 
 
 def own_drafts(job: Job, counts: EngineCounts) -> DraftCounts:
-    """How many of the learned drafter's drafts were accepted, in the first family of its strategies."""
-    family = next((strategy.family for strategy in job.engine.settings.strategies if strategy.has_drafter), "")
-    tally = counts.drafts.get(family, DraftTally())
-    columns = (tuple(map(float, column[:JUDGED_DEPTH])) for column in (tally.reached, tally.accepted))
-    return DraftCounts(*columns)
+    """How many of the learned drafter's drafts were accepted, by all its strategies together."""
+    families = {strategy.family for strategy in job.engine.settings.strategies if strategy.has_drafter}
+    tallies = [DraftTally(), *(counts.drafts[family] for family in sorted(families & counts.drafts.keys()))]
+    sums = np.sum([(tally.reached, tally.accepted) for tally in tallies], axis=0, dtype=float)
+    return DraftCounts(*(tuple(column[:JUDGED_DEPTH]) for column in sums.tolist()))
 
 
 def decisions_of(counts: EngineCounts) -> NDArray[np.int32]:
