@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,10 +22,15 @@ from simulated_processes import RUNNING, Cluster, Process, ScheduleError
 
 from tlt_hpc import train
 from tlt_hpc.checkpoint.save import Save
+from tlt_hpc.cli import rank_commands
 from tlt_hpc.cluster.stopping import Stop, StopFlag
 from tlt_hpc.mpi import owner
+from tlt_hpc.mpi.progress import ProgressThread
 from tlt_hpc.mpi.pulse import Pulse
+from tlt_hpc.mpi.replica import ReplicaPulse
 from tlt_hpc.mpi.roster import Roster
+from tlt_hpc.mpi.world import World
+from tlt_hpc.session import Session
 
 SLICE, BIG_SLICE = 2400, 100_000
 
@@ -144,6 +151,79 @@ def test_a_line_that_is_written_before_the_logs_is_found(modules: None, monkeypa
 def test_a_clock_that_jumps_is_found(modules: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(owner, "time", SimpleNamespace(monotonic=CLOCK.time, sleep=CLOCK.sleep))
     assert "in which its owner is at work" in first_error("owners", 300)
+
+
+CHANGED = {
+    "a rank leaves by its own request": (
+        Session,
+        "generate",
+        ".over:",
+        ".over and not self.world.stop_requested:",
+        0,
+        "leaves with 0",
+    ),
+    "a step takes the rank's own request for the roster's": (
+        train,
+        "take_step",
+        "if tail.stopped:",
+        "if job.world.stop_requested:",
+        502,
+        "not enough values to unpack",
+    ),
+    "an agreed stop does not reach the others' flags": (
+        World,
+        "exchange",
+        "if agreed:",
+        "if False:",
+        7,
+        "and the flag of",
+    ),
+    "nobody waits for the progress thread": (
+        ProgressThread,
+        "running",
+        "with self._lock:",
+        "if True:",
+        309,
+        "progress thread has failed",
+    ),
+    "a roster is read from the buffer of the next round": (
+        Pulse,
+        "_exchange",
+        "self._received.copy()",
+        "self._received",
+        3,
+        "ScheduleError: (0, 1): b",
+    ),
+    "a rank of a replica leaves by its own roster": (
+        ReplicaPulse,
+        "poll",
+        "is_leaving = bool(self._replica.heard)",
+        "is_leaving = roster.over",
+        262,
+        "no end after",
+    ),
+    "a job is queued again after SIGTERM, and not at its time limit": (
+        rank_commands,
+        "stop_early",
+        "if stop is Stop.TIME and",
+        "if stop is Stop.KILL and",
+        61,
+        "asks 1 times to be",
+    ),
+}
+"""The function, what of it is replaced by what, the first seed that finds it, and as what."""
+
+
+@pytest.mark.parametrize("what", CHANGED)
+def test_a_changed_line_is_found(what: str, modules: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    place, name, old, new, seed, told = CHANGED[what]
+    source = textwrap.dedent(inspect.getsource(getattr(place, name)))
+    assert source.count(old) == 1 and not error_of(plan_of(seed))
+    scope: dict[str, Any] = {}
+    changed = source.replace(old, new).replace("super()", f"super({place.__name__}, self)")  # outside of its class
+    exec(changed, inspect.unwrap(getattr(place, name)).__globals__, scope)
+    monkeypatch.setattr(place, name, scope[name])
+    assert told in error_of(plan_of(seed))
 
 
 # -- the simulated MPI ----------------------------------------------------------------------------------------------
