@@ -155,62 +155,27 @@ def test_a_clock_that_jumps_is_found(modules: None, monkeypatch: pytest.MonkeyPa
 
 CHANGED = {
     "a rank leaves by its own request": (
-        Session,
-        "generate",
-        ".over:",
-        ".over and not self.world.stop_requested:",
-        0,
-        "leaves with 0",
+        Session, "generate", ".over:", ".over and not self.world.stop_requested:", 0, "leaves with 0",
     ),
     "a step takes the rank's own request for the roster's": (
-        train,
-        "take_step",
-        "if tail.stopped:",
-        "if job.world.stop_requested:",
-        502,
-        "not enough values to unpack",
+        train, "take_step", "if tail.stopped:", "if job.world.stop_requested:", 502, "not enough values to unpack",
     ),
     "an agreed stop does not reach the others' flags": (
-        World,
-        "exchange",
-        "if agreed:",
-        "if False:",
-        7,
-        "and the flag of",
+        World, "exchange", "if agreed:", "if False:", 7, "and the flag of",
     ),
     "nobody waits for the progress thread": (
-        ProgressThread,
-        "running",
-        "with self._lock:",
-        "if True:",
-        309,
-        "progress thread has failed",
+        ProgressThread, "running", "with self._lock:", "if True:", 309, "progress thread has failed",
     ),
     "a roster is read from the buffer of the next round": (
-        Pulse,
-        "_exchange",
-        "self._received.copy()",
-        "self._received",
-        3,
-        "ScheduleError: (0, 1): b",
+        Pulse, "_exchange", "self._received.copy()", "self._received", 3, "ScheduleError: (0, 1): b",
     ),
     "a rank of a replica leaves by its own roster": (
-        ReplicaPulse,
-        "poll",
-        "is_leaving = bool(self._replica.heard)",
-        "is_leaving = roster.over",
-        262,
-        "no end after",
+        ReplicaPulse, "poll", "is_leaving = bool(self._replica.heard)", "is_leaving = roster.over", 262, "no end after",
     ),
     "a job is queued again after SIGTERM, and not at its time limit": (
-        rank_commands,
-        "stop_early",
-        "if stop is Stop.TIME and",
-        "if stop is Stop.KILL and",
-        61,
-        "asks 1 times to be",
+        rank_commands, "stop_early", "if stop is Stop.TIME and", "if stop is Stop.KILL and", 61, "asks 1 times to be",
     ),
-}
+}  # fmt: skip
 """The function, what of it is replaced by what, the first seed that finds it, and as what."""
 
 
