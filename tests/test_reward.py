@@ -122,6 +122,8 @@ def test_the_tolerance_is_relative_above_one() -> None:
         ("\\boxed{\\mathrm{C}}", 1.0),
         ("\\boxed{Cat}", 0.0),
         ("\\boxed{B} but answer: C", 0.0),
+        ("The answer I would choose is C", 1.0),
+        ("I chose C. The choice I would take: D", 0.0),
         ("The answer is (C).", 1.0),
         ("Answer: A\nno. Answer: **C**", 1.0),
         ("the answer is a cat", 0.0),

@@ -27,7 +27,10 @@ _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _LETTER = re.compile(
     r"[\s(\[{*]*+(?:\\(?:text|math)(?:bf|rm)?\{)?[\s(]*+([A-Za-z])(?:[\s)\]}*.:,]*|[).:]\}?\\?\s.*)", re.DOTALL
 )
-_SAID_LETTER = re.compile(r"(?i:answer|option|choice)[^A-Za-z]{0,20}(?:(?i:is)\b[^A-Za-z]{0,20})?([A-Z])(?![A-Za-z'])")
+_SAID_LETTER = re.compile(
+    r"(?i:answer|option|choice)(?: I(?: (?!is\b)[a-z]{2,12}){1,3})?+"  # "the answer I would choose is C"
+    r"[^A-Za-z]{0,20}(?:(?i:is)\b[^A-Za-z]{0,20})?([A-Z])(?![A-Za-z'])"
+)
 
 
 def boxed(text: str, truth: str) -> Verdict:
