@@ -169,6 +169,9 @@ def test_a_mistake_is_one_line(run: RunFolder, capsys: pytest.CaptureFixture[str
     assert main(["watch", str(run.path), "--sample", "3"]) == 2
     err = capsys.readouterr().err
     assert "no committed step" in err and err.startswith("tlt: ") and err.count("\n") == 1
+    run.training.mkdir()
+    assert main(["watch", str(run.path), "--sample", "3"]) == 2
+    assert "warm-up" in capsys.readouterr().err, "it has no steps to wait for"
     for words in (["watch", "a", "--sample=0"], ["report", "a", "--last=0"], ["ablate", "a.toml", "--steps=0"]):
         with pytest.raises(SystemExit, match="2"):
             main(words)

@@ -32,6 +32,8 @@ def show_samples(log: RunLog, num_samples: int) -> list[Text]:
     Raises:
         UserError: there is no committed step, or its logs are damaged.
     """
+    if log.folder.is_warmup:
+        raise UserError(f"{log.folder.path} is a drafter's warm-up, which has no rewards; show those of a training run")
     try:
         tokenizer = load_tokenizer(find_model(str(log.setting("model", "path") or "")))
     except ValueError:
