@@ -585,7 +585,7 @@ def test_the_checkpoint_of_a_step(store, folder):
     save(store, 4)
     save(store, 6)
     assert store.of_rank[0].at(4).step == 4
-    with pytest.raises(CheckpointError, match="which has those of steps 4, 6; use one that is there"):
+    with pytest.raises(CheckpointError, match="which has steps 4, 6; use one that is there"):
         store.of_rank[0].at(5)
     flip_last_byte(folder / "step-000006" / "policy-00000-of-00002.safetensors")
     with pytest.raises(CheckpointError, match=r"step-000006 is damaged \(policy-00000.*changed.*use another one"):

@@ -67,7 +67,7 @@ LARGE = "an integer of thousands of digits; use a smaller one"
             "tracking.trackio",
         ),
         ("reward.by_source=math", "reward.by_source = 'math': give a table, such as {name = \"value\"}"),
-        ("rollout.group_size=eight", "rollout.group_size = 'eight': input should be a valid integer"),
+        ("rollout.group_size=eight", "rollout.group_size = 'eight': give a whole number"),
         ('run.folder="a\\u0000b"', f"run.folder = 'a\\x00b': {NUL}"),
         ('data.split="a\\u001b"', "data.split = 'a\\x1b': control characters cannot be shown; leave them out"),
         ("rollout.temperature=1e-308", "rollout.temperature = 1e-308: use 0, or a number from 0.001 to 100"),

@@ -254,7 +254,7 @@ def refused(tmp_path: Path, run: RunFolder, step: int | None = None) -> str:
 
 
 def test_checkpoints_that_are_not_there(run, tmp_path):
-    said = f"no such checkpoint in {run.checkpoints}, which has those of steps 2; use one that is there"
+    said = f"no such checkpoint in {run.checkpoints}, which has step 2; use one that is there"
     assert refused(tmp_path, run, 0) == refused(tmp_path, run, 7) == said
     (damaged,) = run.checkpoints.glob("step-000002/*.safetensors")
     damaged.write_bytes(damaged.read_bytes()[:100])

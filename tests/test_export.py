@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from argparse import Namespace
 from contextlib import nullcontext
@@ -166,6 +167,21 @@ def run(tmp_path: Path) -> Path:
     return folder.path
 
 
+def test_what_writes_into_a_run_that_is_anothers_asks_for_another_place(run, monkeypatch, capsys):
+    there = os.access
+    monkeypatch.setattr(os, "access", lambda place, mode: not str(place).startswith(str(run)) and there(place, mode))
+    job = str(Path(__file__).parent.parent / "jobs" / "tiny.toml")
+    for words in (
+        ["evaluate", str(run), job], ["report", str(run)],
+        ["export-policy", str(run)], ["export-drafter", str(run), "--format=sglang"],
+    ):  # fmt: skip
+        before = sorted(run.rglob("*"))
+        assert main(words) == 2
+        said = capsys.readouterr().err
+        assert "cannot write" in said and "no permission" in said and "--output" in said and said.count("\n") == 1
+        assert sorted(run.rglob("*")) == before
+
+
 # --- the exact files ---
 
 
@@ -299,7 +315,7 @@ def test_an_export_that_fails_keeps_the_one_before(run, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("command", "words"),
     [
-        ("export-drafter {run} --format sglang --step 15", "has those of steps 10, 20; use one that is there"),
+        ("export-drafter {run} --format sglang --step 15", "has steps 10, 20; use one that is there"),
         ("export-drafter {here}/alone --format sglang", "--model FOLDER"),
         ("export-drafter embedded:tiny --format sglang --output {here}/other", "is no earlier export; give a new or"),
         ("export-policy {run} --step 7", "no such checkpoint in"),

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tlt_hpc.cli.main import main
-from tlt_hpc.cluster.watch.record import Record, write_record
+from tlt_hpc.cluster.watch.record import Record, claim_verdict, write_record
 from tlt_hpc.look.live import list_runs
 from tlt_hpc.storage.records import CurvePoint, DrafterFacts, write_json
 from tlt_hpc.storage.step_lines import add_line
@@ -119,6 +119,21 @@ def test_runs_at_work_keep_their_order_and_a_job_may_be_queued_again(
     rows = capsys.readouterr().out.splitlines()[1:]
     assert [row.split()[0] for row in rows] == ["runs/c", "runs/a", "runs/b"]
     assert rows[0].endswith("stopped early (job 4_1 may be queued again)  1")
+
+
+def test_a_run_whose_rank_was_killed_is_not_said_to_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From the moment that another process has said so, whatever the other ranks' last words were."""
+    monkeypatch.chdir(tmp_path)
+    status = a_run(Path("runs/own"), 1, 0.0) / "status"
+    status.mkdir()
+    write_record(status, Record("now", 0, "h", 1, 5, "rollout", 1, "", 0, "", 0, 9, 0, 9, 0.0))
+    assert main(["runs"]) == 0 and "running (rollout)" in capsys.readouterr().out
+    claim_verdict(status, "now", "rank 1 on h was killed or crashed, last seen in a rollout")
+    assert main(["runs"]) == 0
+    out = capsys.readouterr().out
+    assert "rank 1 on h was killed or crashed" in out and "running" not in out
 
 
 def test_a_warm_up_is_told_from_a_run(

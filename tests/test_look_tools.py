@@ -126,7 +126,8 @@ def test_inspect_names_what_is_wrong(folder: RunFolder) -> None:
     done = start("inspect_run", folder.path)
     assert done.returncode == 0
     assert f"half written: {part}" in done.stdout and "not committed yet: step 3" in done.stdout
-    assert start("look", "timeline", folder.path).stdout.startswith("Step 2,"), "the last with the logs of all ranks"
+    told = start("look", "timeline", folder.path).stdout
+    assert told.startswith("Step 2 (counted from 0),"), "the last with the logs of all ranks"
     path = folder.rollout_log(0, 0)
     path.write_bytes(path.read_bytes()[:-50])
     folder.rollout_log(1, 0).unlink()

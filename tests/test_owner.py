@@ -80,9 +80,9 @@ def test_a_start_that_lives_is_not_run_over(tmp_path, caplog, clock):
     assert clock.now == 0, "an empty folder is claimed at once"
     with Living(tmp_path, clock), pytest.raises(UserError) as caught:
         claim_owner(tmp_path, "second")
-    said = r"another start of this \(process \d+ on \S+\) is at work in \S+; wait for it or end it first"
+    said = r"this run is already running \(process \d+ on \S+\) in \S+; wait for it or end it first"
     assert re.search(said, str(caught.value)) and "\n" not in str(caught.value)
-    assert caplog.text.count("waiting for its end") == 1 and clock.now == owner.MAX_WAIT_SECONDS
+    assert caplog.text.count("waiting up to 60 s for its end") == 1 and clock.now == owner.MAX_WAIT_SECONDS
     check_owner(tmp_path, "first")
 
 
@@ -124,7 +124,7 @@ def test_slurm_has_ended_what_the_same_job_began(tmp_path, monkeypatch, clock):
         monkeypatch.setenv(name, value)
     claim_owner(tmp_path, "first")
     with Living(tmp_path, clock):
-        with pytest.raises(UserError, match=r"another start of this \(job 76_0, process"):
+        with pytest.raises(UserError, match=r"this run is already running \(job 76_0, process"):
             claim_owner(tmp_path, "beside it, in one allocation")
         monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
         claim_owner(tmp_path, "second")  # its node was lost, and comes back

@@ -238,6 +238,8 @@ def test_what_could_not_be_checked_says_why(place: Place) -> None:
     assert (found["data"].level, found["data"].found) == ("skipped", f"there is no model in {place.model}")
     for name in ("memory", "disk"):
         assert (found[name].level, found[name].found) == ("skipped", f"the sizes of {place.model} are not known")
+    place.data.unlink()
+    assert_found(place.check(), "data", "data.source = .* does not exist", {"model"})
 
 
 # --- Slurm's limits ---

@@ -31,6 +31,7 @@ from tlt_hpc.common.errors import UserError
 from tlt_hpc.common.printable import as_text
 from tlt_hpc.common.records import MicroStepRecord, PhaseSpan
 from tlt_hpc.look.run_log import RunLog
+from tlt_hpc.storage.folder import GIVE_OUTPUT, check_writable
 from tlt_hpc.storage.rollout_log import StepRecord, StepSummary
 
 if TYPE_CHECKING:
@@ -81,11 +82,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("run", metavar="RUN", type=Path, help="the run's folder, e.g. runs/tiny, or a copy of it")
     parser.add_argument("--output", metavar="FOLDER", type=Path, help="where to write (default: RUN/export-tables)")
     parser.add_argument("--format", choices=("csv", "parquet"), default="csv", help="of the tables; default csv")
-    parser.add_argument("--steps", metavar="FIRST:LAST", help="these steps alone (default: all; the trace: the last)")
+    parser.add_argument(
+        "--steps", metavar="FIRST:LAST", help="these steps alone, from 0 (default: all; the trace: the last)"
+    )
     options = parser.parse_args(arguments)
     run = RunLog(options.run)
     chosen = steps_of(run, options.steps)
     folder: Path = options.output or options.run / "export-tables"
+    check_writable(folder, GIVE_OUTPUT)
     put_table = put_csv if options.format == "csv" else parquet_writer()
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("steps", *TABLES):

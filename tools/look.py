@@ -35,6 +35,7 @@ from tlt_hpc.look.analysis.throughput import THROUGHPUT
 from tlt_hpc.look.analysis.timeline import analyse_timeline
 from tlt_hpc.look.run_log import RunLog
 from tlt_hpc.plan.plan_options import at_least_one
+from tlt_hpc.storage.folder import GIVE_OUTPUT, check_writable
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -50,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
     parser.add_argument("what", choices=NAMES)
     parser.add_argument("run", metavar="RUN", type=Path, nargs="+", help="a run's folder; to compare: two or more")
-    parser.add_argument("--step", metavar="N", type=int, help="of the timeline (default: the last whole one)")
+    parser.add_argument("--step", metavar="N", type=int, help="of the timeline, from 0 (default: the last whole one)")
     parser.add_argument("--last", metavar="N", type=at_least_one, help="look at the last N steps alone (default: all)")
     parser.add_argument("--output", metavar="FOLDER", type=Path, help="where to write (default: RUN/figures)")
     parser.add_argument("--json", metavar="FILE", help="write the figures as JSON, too; - for standard output")
@@ -65,6 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         say(f"left out: {problem}")
     if found.has_data:
         folder = options.output or options.run[0] / "figures"
+        check_writable(folder, GIVE_OUTPUT)
         for path in draw(options.what, found, folder, options.theme):
             say(f"wrote {path}")
     else:

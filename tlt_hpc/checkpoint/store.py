@@ -219,7 +219,7 @@ class CheckpointStore:
         """
         folders = dict(found_in(self._folder))
         if step not in folders:
-            there = f"those of steps {', '.join(map(str, folders))}" if folders else "none"
+            there = f"step{'s' * (len(folders) > 1)} {', '.join(map(str, folders))}" if folders else "none"
             raise CheckpointError(f"no such checkpoint in {self._folder}, which has {there}; use one that is there")
         try:
             return open_checkpoint(folders[step], step)

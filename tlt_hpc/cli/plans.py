@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import os
 from typing import TYPE_CHECKING
 
 from tlt_hpc.config import Config, ConfigError, UserError, check_learns, check_resumable, without_side_effects
 from tlt_hpc.resume.finished import finished_message
-from tlt_hpc.storage.folder import RunFolder
+from tlt_hpc.storage.folder import GIVE_OUTPUT, RunFolder, check_writable
 from tlt_hpc.storage.step_lines import read_lines
 from tlt_hpc.studies import ablation_plan
 
@@ -115,6 +114,7 @@ def plan_evaluation(config: Config, options: argparse.Namespace, num_ranks: int)
     from tlt_hpc.models.weight_files import check_weights
 
     subject = find_subject(options.checkpoint, options.step, options.output)
+    check_writable(subject.run.path if subject.run and not subject.out else subject.folder(config), GIVE_OUTPUT)
     assets, sets = read_assets(config, num_ranks)
     if subject.run is None:
         check_weights(assets.folder, assets.shape)
@@ -131,10 +131,6 @@ def check_folder(config: Config) -> str:
     check_resumable(folder.config, config)
     if folder.path.exists() and not folder.path.is_dir():
         raise UserError(f"run.folder and run.name give {folder.path}, which is a file; move it away or give another")
-    there = next(place for place in (folder.path, *folder.path.absolute().parents) if place.exists())
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise UserError(
-            f"run.folder gives {folder.path}, and {there} cannot be written; set run.folder to another place"
-        )
+    check_writable(folder.path, "set run.folder to another place")
     read_lines(folder.metrics)
     return finished_message(config)

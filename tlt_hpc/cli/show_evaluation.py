@@ -45,10 +45,9 @@ def print_evaluation(result: EvaluationResult) -> None:
         )
         return
     console.print(table_of(result.name, result.results))
-    made = f"finished: {count(result.num_generated, 'response')} made"
-    done = made if result.num_generated else "already finished"
+    done = "finished" if result.num_generated else "already finished"
     console.print(
-        f"{done}; {count(result.results.num_responses, 'response')}, {count(result.results.num_tokens, 'token')}, "
+        f"{done}: {count(result.results.num_responses, 'response')}, {count(result.results.num_tokens, 'token')}, "
         f"accept length {result.results.accept_length:.2f}; written to {result.folder}",
         soft_wrap=True,
     )

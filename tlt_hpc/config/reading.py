@@ -30,6 +30,9 @@ from tlt_hpc.config.fields import ConfigError
 from tlt_hpc.config.sections import SECTIONS, Config
 
 _REMEDIES = {
+    "int_parsing": "give a whole number",
+    "int_type": "give a whole number",
+    "int_from_float": "give a whole number",
     "too_short": "give a list of one or more",
     "tuple_type": 'give a list, such as ["a", "b"]',
     "dict_type": 'give a table, such as {name = "value"}',

@@ -30,15 +30,28 @@ def open_rows(data: DataSection, seed: int, wanted: frozenset[str]) -> Rows:
         from tlt_hpc.data.tasks import TaskRows
 
         return TaskRows(data.source.removeprefix(TASK_PREFIX), seed, data.task_args)
+    rows = JoinedRows(
+        [JsonlRows(path) if path.suffix in _JSONL else ArrowRows(path, wanted) for path in data_files(data)]
+    )
+    if not len(rows):
+        raise ConfigError(f"data.source = {data.source_name!r} has no rows; give a file with prompts and answers")
+    return rows
+
+
+def data_files(data: DataSection) -> list[Path]:
+    """The files that a configuration names; none if it names a task.
+
+    Raises:
+        ConfigError: no such file, or one of an unknown kind.
+    """
     sources = (data.source,) if isinstance(data.source, str) else data.source
+    if isinstance(data.source, str) and (data.source == EMBEDDED_TASK or data.source.startswith(TASK_PREFIX)):
+        return []
     files = [path for source in sources for path in _files_of(source, data.split)]
     for path in files:
         if path.suffix not in (*_JSONL, *_IN_FOLDERS):
             raise ConfigError(f"data.source: {path} is of an unknown kind; give {_CHOICE}")
-    rows = JoinedRows([JsonlRows(path) if path.suffix in _JSONL else ArrowRows(path, wanted) for path in files])
-    if not len(rows):
-        raise ConfigError(f"data.source = {data.source_name!r} has no rows; give a file with prompts and answers")
-    return rows
+    return files
 
 
 def _files_of(source: str, split: str) -> list[Path]:

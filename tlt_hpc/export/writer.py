@@ -11,7 +11,16 @@ from safetensors import SafetensorError
 from tlt_hpc.checkpoint.manifest import Checkpoint, CheckpointError
 from tlt_hpc.checkpoint.store import CheckpointStore
 from tlt_hpc.config import UserError
-from tlt_hpc.storage.folder import PART_SUFFIX, RunFolder, make_folder, share, sync
+from tlt_hpc.storage.folder import (
+    GIVE_OUTPUT,
+    PART_SUFFIX,
+    RunFolder,
+    WriteError,
+    check_writable,
+    make_folder,
+    share,
+    sync,
+)
 
 WEIGHTS, CONFIG, CARD = "model.safetensors", "config.json", "README.md"
 MARK = "<!-- written by tlt export"
@@ -45,6 +54,7 @@ def check_output(folder: Path, is_ours: Callable[[str], bool]) -> None:
     if folder.exists() and not folder.is_dir():
         raise UserError(f"--output {folder} is a file; give a folder")
     names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    check_writable(folder, GIVE_OUTPUT)
     strange = [name for name in names if not is_ours(name)]
     is_marked = (folder / CARD).is_file() and MARK in (folder / CARD).read_text(errors="replace")
     if names and (strange or not is_marked):
@@ -72,6 +82,7 @@ def write_folder(folder: Path, fill: Callable[[Path], Iterable[Path]]) -> None:
         part.rename(final)
         sync(final.parent)
     except (OSError, SafetensorError) as error:
-        raise UserError(f"cannot write {folder}: {error}; make room there or choose another --output") from None
+        said = error.fact if isinstance(error, WriteError) else f"cannot write {folder}: {error}"
+        raise UserError(f"{said}; make room there or choose another --output") from None
     finally:
         shutil.rmtree(part, ignore_errors=True)

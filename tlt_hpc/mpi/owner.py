@@ -74,8 +74,8 @@ def claim_owner(status: Path, start: str) -> None:
     if not is_over and _is_alive(status, start, QUIET_SECONDS, MAX_WAIT_SECONDS):
         named = "" if before is None else f" ({before.name})"
         raise UserError(
-            f"another start of this{named} is at work in {status.parent}; wait for it or end it first, or give "
-            "this one another run.name"
+            f"this run is already running{named} in {status.parent}; wait for it or end it first, or give this one "
+            "another run.name"
         )
     own = Owner(start, socket.gethostname(), os.getpid(), job, restarts, BEAT.ends_at)
     claim = status / f"owner-{start}"  # two starts that claim at the same moment write different files
@@ -136,7 +136,9 @@ def _is_alive(status: Path, start: str, quiet_seconds: float, max_wait_seconds: 
         latest = _last_sign(status, start)
         if latest is not None and latest != seen:
             if start and moved == began:
-                logger.warning("another start is at work in %s: waiting for its end", status.parent)
+                logger.warning(
+                    "another start is at work in %s: waiting up to %g s for its end", status.parent, max_wait_seconds
+                )
             moved = time.monotonic()
         seen = latest
     return False

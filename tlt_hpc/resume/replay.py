@@ -60,6 +60,8 @@ def replay(job: Job, step: int, shown: Callable[[int], None]) -> tuple[int, Chec
     saves: dict[int, Checkpoint] = {}
     if job.drafting:
         saves = job.world.once(partial(job.drafting.checkpoints.within, step + 1, end))
+    if step < end:
+        job.world.say("repeating updates from the rollout logs")
     while True:
         if job.drafting and step in saves:
             loaded = saves.pop(step)

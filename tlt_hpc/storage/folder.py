@@ -17,6 +17,9 @@ from tlt_hpc.common.files import naming
 PART_SUFFIX = ".part"
 _STEP_NAME = re.compile(r"step-([0-9]{6,9})")
 _RANK_NAME = re.compile(r"rank-([0-9]{4,9})\.h5")
+COMPARISON = "-compare-"
+"""In the name of a folder that ``tlt compare`` has made, which has a run's folder for each mode."""
+GIVE_OUTPUT = "give another place with --output"
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 NFS_SECONDS = 60.0
 """How long an NFS client may by default use an old listing of a folder."""
@@ -186,6 +189,19 @@ def writing_beside(path: Path, durable: bool = True) -> Iterator[Path]:
         if isinstance(error, OSError) and not isinstance(error, WriteError):
             raise WriteError(path, error) from error
         raise
+
+
+def check_writable(folder: Path, remedy: str) -> None:
+    """Refuse a folder that this user cannot make or write to; it is left as it is.
+
+    Raises:
+        UserError: with the remedy.
+    """
+    there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    if not there.is_dir():
+        raise UserError(f"cannot write {folder}: {there} is a file; {remedy}")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise UserError(f"cannot write {folder}: no permission to write to {there}; {remedy}")
 
 
 def make_folder(folder: Path) -> None:

@@ -25,7 +25,7 @@ from tlt_hpc.look.metrics import DECODE_CPU
 from tlt_hpc.mpi.world import World
 from tlt_hpc.resume.saving import finish_saves
 from tlt_hpc.session import Job, assemble
-from tlt_hpc.storage.folder import RunFolder, hidden_files
+from tlt_hpc.storage.folder import COMPARISON, RunFolder, hidden_files
 from tlt_hpc.storage.rollout_log import StepRecord, read_step
 from tlt_hpc.storage.step_lines import read_lines
 from tlt_hpc.train import Reporter, run, take_steps
@@ -112,7 +112,7 @@ def compare(
         reporter_of: what shows the run of this name.
     """
     stamp = world.broadcast(time.strftime("%Y%m%d-%H%M%S"))
-    parent = Path(config.run.folder) / f"{config.run.name}-compare-{stamp}"
+    parent = Path(config.run.folder) / f"{config.run.name}{COMPARISON}{stamp}"
     if not run(config_of(config, modes[-1], 1, parent / WARM_UP), world, reporter_of(WARM_UP)).finished:
         return None
     gc.unfreeze()  # the first run also imported libraries, which excludes what exists then
@@ -275,7 +275,7 @@ def speed_rows(comparison: Comparison) -> dict[str, list[str]]:
     for name, ratios in comparison.speedups().items():
         for what, (median, low, high) in ratios.items():
             interval = f" ({low:.2f} to {high:.2f})" if name != "plain" and math.isfinite(high) else ""
-            rows.setdefault(f"{what.replace('_', ' ')} speed, plain = 1", []).append(f"{median:.2f}x{interval}")
+            rows.setdefault(f"median {what.replace('_', ' ')} speed, plain = 1", []).append(f"{median:.2f}x{interval}")
     return rows
 
 

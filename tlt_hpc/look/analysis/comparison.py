@@ -83,7 +83,8 @@ class RunComparison(Analysis):
         """Whether the tokens are the same."""
         if not len(self.compared_steps):
             return "No common step has the logs of all ranks: tokens not compared."
-        span = f"{count(len(self.compared_steps), 'step')} compared, up to step {self.compared_steps[-1]}"
+        num_steps = count(len(self.compared_steps), "step")
+        span = f"{num_steps} compared, up to step {self.compared_steps[-1]} (counted from 0)"
         parts = [
             f"{name} differs from step {step} on" if step is not None else f"{name} has the same tokens"
             for name, step in self.first_difference.items()

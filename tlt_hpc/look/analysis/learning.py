@@ -36,7 +36,7 @@ class Learning(StepAnalysis):
         if len(self.steps) == 1:
             return f"One step is committed; its mean score is {score[0]:.3f}. Nothing can be said of learning yet."
         parts = [
-            f"{len(self.steps)} steps, {self.steps[0]} to {self.steps[-1]}.",
+            f"{len(self.steps)} steps, {self.steps[0]} to {self.steps[-1]} (counted from 0).",
             _change("The mean score", score, ".3f"),
             _noise(score),
             _change("The entropy", self.series["entropy"], ".3f", " nats"),

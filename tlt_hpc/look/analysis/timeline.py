@@ -81,7 +81,7 @@ class Timeline(Analysis):
         plain, drafted = self.kind_seconds(Kind.DECODE), self.kind_seconds(Kind.SPECULATE)
         outside = [f"{seconds(value)} {kind}" for kind in _OUTSIDE if (value := self.kind_seconds(kind)) >= 0.001]
         return (
-            f"Step {self.step}, {of}: its rollout{again} took {seconds(self.rollout_seconds)}. "
+            f"Step {self.step} (counted from 0), {of}: its rollout{again} took {seconds(self.rollout_seconds)}. "
             f"{share(drafted, plain + drafted)} of the decoding time was speculative. {self._tail()}"
             + (f" Outside of the rollout: {listed(outside)} (mean of the ranks)." if outside else "")
         )

@@ -88,6 +88,8 @@ def _ending_of(state: RunState, path: Path) -> str:
         return "finished"
     if state.ending:
         return state.ending + f" (job {state.job} may be queued again)" * state.may_be_queued
+    if state.verdict:
+        return state.verdict.partition(",")[0]
     if state.is_starting:
         return "starting"
     silent = time.time() - _changed_at(path)

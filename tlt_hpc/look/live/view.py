@@ -58,7 +58,7 @@ def whole_bar(state: RunState) -> Table:
         return warmup_bar(state)
     total, done = state.num_steps, state.num_done
     words = f"{done} of {count(total, 'step')}"
-    if (left := state.seconds_to_go) is not None and done < total:
+    if (left := state.seconds_to_go) is not None and done < total and not state.ending:
         words += f", about {_about(left)} to go"
     return bar(total, done, words)
 

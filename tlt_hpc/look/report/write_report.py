@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from tlt_hpc.common.errors import UserError
-from tlt_hpc.storage.folder import RunFolder, WriteError, writing_beside
+from tlt_hpc.storage.folder import COMPARISON, RunFolder, WriteError, check_writable, writing_beside
 
 
 def run(options: argparse.Namespace) -> int:
@@ -20,6 +20,7 @@ def run(options: argparse.Namespace) -> int:
     out: Path = options.output or options.run / "report.html"
     if out.suffix != ".html" or out.is_dir():  # no file of the run is overwritten
         raise UserError(f"--output {out}: give a file that ends in .html")
+    check_writable(out.parent, "give another place, such as --output report.html")
     if RunFolder(options.run).is_warmup:
         see = shlex.join(("tlt", "watch", str(options.run)))
         raise UserError(f"{options.run} holds a warm-up, which has no steps to report; see `{see}`")
@@ -27,7 +28,8 @@ def run(options: argparse.Namespace) -> int:
     from tlt_hpc.look.report.findings import find
     from tlt_hpc.look.report.verdict import cards, gain_of
 
-    found = find(options.run, options.against, options.last)
+    against = options.against or plain_beside(options.run)
+    found = find(options.run, against, options.last)
     gain = gain_of(found)
     for card in cards(found, gain):
         print(f"{card.label.lower():<10} {card.value:<14} {card.words}")
@@ -42,3 +44,9 @@ def run(options: argparse.Namespace) -> int:
         raise UserError(f"{error.fact}; give another place, such as --output report.html") from None
     print(f"report     {out}")
     return 0
+
+
+def plain_beside(run: Path) -> Path | None:
+    """The run without speculation in the same folder of ``tlt compare``; None if there is none."""
+    plain = run.absolute().parent / "plain"
+    return plain if COMPARISON in plain.parent.name and run.name != plain.name and plain.is_dir() else None

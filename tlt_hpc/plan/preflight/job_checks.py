@@ -92,10 +92,12 @@ def check_model(job: PlannedJob) -> Finding:
 
 def check_data(job: PlannedJob) -> Finding:
     """Tokenizer and chat template can be read, and the first 10,000 rows drawn can be used."""
+    from tlt_hpc.data.files import data_files
     from tlt_hpc.data.prompts import open_prompts
     from tlt_hpc.models.tokenizer import load_tokenizer, read_chat_format
     from tlt_hpc.plan.inputs import check_prompt
 
+    data_files(job.config.data)  # a missing one is reported even if the model is missing, too
     tokenizer = load_tokenizer(job.model_folder)
     check = partial(check_prompt, job.config, job.shape)
     prompts = open_prompts(job.config, tokenizer, read_chat_format(job.model_folder), check)

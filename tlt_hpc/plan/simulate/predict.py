@@ -27,8 +27,9 @@ from tlt_hpc.storage.records import write_json
 _GPUS = 8
 NOTE = (
     "GPU-h: of the run, a rank a GPU; idle: of all rank-seconds; harvested: of the idle ones; gain: plain step over "
-    "this one; ahead: rollout with draft-ahead over this one. What training the drafter brings to accept lengths is "
-    "not modelled. To compare settings, give other values: rollout.max_live=32. tlt plan says whether they fit."
+    "this one; ahead (with --ahead): rollout with draft-ahead over this one. What training the drafter brings to "
+    "accept lengths is not modelled. To compare settings, give other values: rollout.max_live=32. tlt plan says "
+    "whether they fit."
 )
 
 
