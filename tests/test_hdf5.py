@@ -119,6 +119,20 @@ def test_where_one_may_not_write_room_is_no_remedy(tmp_path: Path) -> None:
         assert "nothing was changed: make sure that you can write there or set run.folder to another" in str(error)
 
 
+def test_a_file_gets_the_umask_permissions_and_other_threads_keep_theirs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``os.umask`` reads it only by changing it, for the whole process."""
+    before = os.umask(0o027)
+    try:
+        with monkeypatch.context() as patched, writing_beside(tmp_path / "file") as part:
+            patched.setattr(os, "umask", None)
+            part.touch(0o600)
+    finally:
+        os.umask(before)
+    assert (tmp_path / "file").stat().st_mode & 0o777 == 0o640
+
+
 def test_files_are_listed_by_number_not_by_letters(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     paths = [folder.rollout_log(step, rank) for step in (999_999, 1_000_000) for rank in (9_999, 10_000)]

@@ -12,10 +12,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from tlt_hpc.common.errors import UserError
-from tlt_hpc.common.files import naming
+from tlt_hpc.common.files import naming, read_text
 
 PART_SUFFIX = ".part"
 _STEP_NAME = re.compile(r"step-([0-9]{6,9})")
+_UMASK = re.compile(r"^Umask:\s+([0-7]+)", re.MULTILINE)
 _RANK_NAME = re.compile(r"rank-([0-9]{4,9})\.h5")
 COMPARISON = "-compare-"
 """In the name of a folder that ``tlt compare`` has made, which has a run's folder for each mode."""
@@ -230,10 +231,13 @@ def make_synced(folder: Path) -> None:
 
 
 def share(path: Path) -> None:
-    """Give a file the permissions that the user's umask asks for; some writers make theirs private."""
-    mask = os.umask(0)
-    os.umask(mask)
-    path.chmod(0o666 & ~mask)
+    """Give a file the permissions that the user's umask asks for; some writers make theirs private.
+
+    The umask is read from /proc: ``os.umask`` would change it for all threads for a moment.
+    """
+    found = _UMASK.search(read_text(Path("/proc/self/status")))
+    assert found is not None, "Linux 4.7 or newer tells the umask"
+    path.chmod(0o666 & ~int(found[1], 8))
 
 
 def sync(path: Path) -> None:
