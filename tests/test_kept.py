@@ -14,25 +14,28 @@ import pytest
 from fake_world import OneRank
 from launch_ranks import ROOT, run_on_ranks
 from logged import make_rollout
+from small_run import small_record
 from test_resume import Silent
 from test_rollout_log import same
 
 from tlt_hpc import session
 from tlt_hpc import train as run
 from tlt_hpc.cluster.stopping import Stop
+from tlt_hpc.cluster.watch.beat import BEAT
 from tlt_hpc.common.records import Request, Rollout, SampleKey
 from tlt_hpc.config import UserError, load_config
+from tlt_hpc.mpi.owner import claim_owner
 from tlt_hpc.mpi.world import World
 from tlt_hpc.resume import kept as kept_module
 from tlt_hpc.resume import saving
 from tlt_hpc.resume.kept import Keeper, describe_progress, drop_kept, open_keeper, origin_of, origin_of_start
 from tlt_hpc.rl.distributed import leave_process_group
 from tlt_hpc.rollout_loop import still_to_do
-from tlt_hpc.storage.folder import RunFolder, WriteError
+from tlt_hpc.storage.folder import RunFolder, WriteError, make_folder, part_of
 from tlt_hpc.storage.hdf5 import DamagedFile
 from tlt_hpc.storage.kept_responses import read_kept, write_kept
-from tlt_hpc.storage.rollout_log import read_step
-from tlt_hpc.storage.step_lines import add_line, read_lines
+from tlt_hpc.storage.rollout_log import read_step, write_step
+from tlt_hpc.storage.step_lines import STEP, add_line, drop_lines, read_lines
 
 OVERRIDES = [
     "rollout.prompts_per_step=8", "rollout.group_size=4", "rollout.max_new_tokens=200", "rollout.max_live=2",
@@ -112,6 +115,37 @@ def test_new_responses_are_written_every_so_often_each_once(tmp_path, clock):
     assert not off.is_due([response(1)])
     off.keep([response(1)])
     assert len(folder.kept_parts(5)) == 1, "at the end, and at a stop"
+
+
+def test_responses_of_a_step_are_kept_until_its_line_is_there(tmp_path):
+    """A start that ends at the line generates only what is missing."""
+    folder = RunFolder(tmp_path)
+    write_step(folder.rollout_log(5, 0), small_record(5, 0))
+    Keeper(folder, 5, 0, "here", 60.0).keep([response(1)])
+    make_folder(folder.status)
+    claim_owner(folder.status, BEAT.start)
+    job: Any = SimpleNamespace(folder=folder, world=OneRank())
+    blocked = part_of(folder.metrics)
+    blocked.mkdir()
+    with pytest.raises(WriteError):
+        run.commit(job, 5, {STEP: 5})
+    assert len(folder.kept_parts(5)) == 1
+    blocked.rmdir()
+    run.commit(job, 5, {STEP: 5})
+    assert not folder.kept.exists() and list(read_lines(folder.metrics)) == [5]
+
+
+def test_lines_that_are_taken_back_are_copied_first(tmp_path):
+    metrics = tmp_path / "metrics.jsonl"
+    for step in range(3):
+        add_line(metrics, {STEP: step})
+    copy = tmp_path / "metrics.dropped-000001.jsonl"
+    part_of(copy).mkdir()
+    with pytest.raises(WriteError):
+        drop_lines(metrics, 1)
+    assert list(read_lines(metrics)) == [0, 1, 2]
+    part_of(copy).rmdir()
+    assert drop_lines(metrics, 1) == [1, 2] and list(read_lines(metrics)) == [0] and list(read_lines(copy)) == [1, 2]
 
 
 def test_all_that_can_be_removed_is_removed(tmp_path, monkeypatch, caplog):

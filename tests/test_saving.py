@@ -89,6 +89,16 @@ def test_at_the_end_nothing_is_begun_once_it_is_late(tmp_path, disk):
     assert not (tmp_path / "step-000002").exists() and not job.checkpoints.is_saving
 
 
+def test_after_sigterm_nothing_is_begun_though_seconds_are_left(tmp_path, disk):
+    """SIGKILL comes at a time that nobody tells; the next start repeats the step from its log."""
+    job = job_in(tmp_path)
+    disk.set()
+    job.world.flag.request(Stop.KILL, "SIGTERM")
+    assert not job.world.flag.is_late
+    assert saving.save_at_end(job, saved=0, step=1) == (Stop.KILL, False)
+    assert not any(tmp_path.glob("step-*")) and not job.checkpoints.is_saving
+
+
 def test_a_start_that_has_lost_its_folder_saves_nothing(tmp_path, disk):
     job = job_in(tmp_path)
     disk.set()
