@@ -139,6 +139,16 @@ def test_what_a_step_lacks_is_generated_again(
     assert "step 3 and those after it are generated again" in caplog.text and why in caplog.text
 
 
+def test_a_damaged_log_has_nothing_that_can_be_repeated(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    job = make_job(tmp_path, [[3, 4]])
+    path = log_step(job, 2, weights=2)
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 0x10
+    path.write_bytes(data)
+    assert read_ranks(job, 2) is None
+    assert f"generated again: {path}" in caplog.text
+
+
 def test_responses_to_other_prompts_end_the_run(tmp_path: Path) -> None:
     log_step(make_job(tmp_path, [[3, 4]]), 2, weights=2)
     with pytest.raises(ReplayError, match=r"another prompt than data\.source = 'embedded:gcd' gives; restore that, or"):
