@@ -123,7 +123,7 @@ export PYTHONNOUSERSITE="${PYTHONNOUSERSITE-1}"
 # The MPI library that mpi4py will load, which also shows that this is the right Python.
 ask_mpi='import mpi4py; mpi4py.rc.initialize = False; import mpi4py.MPI as m; print(m.Get_library_version().strip("\0 \n"))'
 # shellcheck disable=SC2086 # the words of a command, or none
-mpi_library="$($TLT_CONTAINER python -c "$ask_mpi")" || {
+mpi_library="$($TLT_CONTAINER python -P -c "$ask_mpi")" || {
     [[ -z $TLT_CONTAINER ]] || die "$TLT_CONTAINER python: mpi4py and its MPI library do not load in it (see above)"
     die "$(type -P python || echo "no python"): mpi4py and its MPI library do not load (see above). Looked for:" \
         "TLT_ENVIRONMENT=$TLT_ENVIRONMENT, an active environment (${active:-none}), the conda environment tlt_hpc" \
@@ -153,7 +153,7 @@ if [[ -z $TLT_SRUN_MPI ]]; then
 fi
 export TLT_SRUN_MPI TLT_CPU_BIND
 
-# Start the job's ranks: run_ranks python -m mpi4py -m tlt_hpc ...
+# Start the job's ranks: run_ranks python -P -m mpi4py -m tlt_hpc ...
 # Consecutive ranks are on one node, on neighbouring cores (block:block): a tensor-parallel replica is of consecutive
 # ranks, and communicates in every layer.
 run_ranks() {

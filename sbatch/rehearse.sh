@@ -27,4 +27,4 @@ source "$PROJECT/sbatch/env.sh"
 cd "$STORE"
 export mpi_library TLT_LAUNCH
 export -f run_ranks # python starts the ranks again and again
-exec python -m tlt_hpc rehearse "$(find_job "$1")" "${@:2}"
+exec python -P -m tlt_hpc rehearse "$(find_job "$1")" "${@:2}"

@@ -25,4 +25,4 @@ set -euo pipefail
 source "$PROJECT/sbatch/env.sh"
 cd "$STORE"
 read_job "$PROJECT/jobs/qwen7b_4gpus.toml"
-run_ranks python -m mpi4py -m tlt_hpc train "$PROJECT/jobs/qwen7b_4gpus.toml" "$@"
+run_ranks python -P -m mpi4py -m tlt_hpc train "$PROJECT/jobs/qwen7b_4gpus.toml" "$@"

@@ -27,7 +27,7 @@ SCRIPT = """#!/usr/bin/env bash
 #SBATCH --mem=16G
 #SBATCH --signal=USR2@120
 #SBATCH --requeue
-srun --mpi="$TLT_SRUN_MPI" python -m mpi4py -m tlt_hpc train jobs/tiny.toml
+srun --mpi="$TLT_SRUN_MPI" python -P -m mpi4py -m tlt_hpc train jobs/tiny.toml
 """
 
 

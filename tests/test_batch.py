@@ -62,7 +62,7 @@ def test_every_rank_gets_its_command_and_its_environment(tmp_path: Path) -> None
         "--distribution=block:block",
         "--cpu-bind=cores",
         "--cpus-per-task=12",
-        *("python", "-m", "mpi4py", "-m", "tlt_hpc", "train", f"{clone}/jobs/qwen7b.toml", "run.seed=3"),
+        *("python", "-P", "-m", "mpi4py", "-m", "tlt_hpc", "train", f"{clone}/jobs/qwen7b.toml", "run.seed=3"),
         str(clone),
         f"CUDA_CACHE_PATH={cache}/cuda",
         "HDF5_USE_FILE_LOCKING=FALSE",
@@ -89,7 +89,7 @@ def test_a_job_file_of_the_clone_is_found_where_the_store_is_elsewhere(
     job.touch()
     edited = (ROOT / "sbatch" / f"{script}.sh").read_text().replace('STORE="$PROJECT"', f'STORE="{store}"')
     (tmp_path / "edited.sh").write_text(edited)
-    program(tmp_path / "bin", "python", f'[[ $1 == -c ]] || printf "%s\\n" "$@"; {SAYS_MPI}')
+    program(tmp_path / "bin", "python", f'[[ $2 == -c ]] || printf "%s\\n" "$@"; {SAYS_MPI}')
 
     def found() -> list[str]:
         words = run_script(tmp_path, f"{tmp_path}/edited", *arguments, "jobs/mine.toml", "run.seed=3").stdout
@@ -154,7 +154,7 @@ def test_all_scripts_start_their_ranks_alike(script: str) -> None:
     """What ``run_ranks`` gives srun, none forgets; smoke_gpu.sh and rehearse.sh leave that to what they start."""
     text = (ROOT / "sbatch" / script).read_text()
     if script not in ("env.sh", "smoke_gpu.sh", "rehearse.sh"):
-        assert text.count("\nrun_ranks python -m mpi4py -m tlt_hpc ") == 1 and "srun" not in text
+        assert text.count("\nrun_ranks python -P -m mpi4py -m tlt_hpc ") == 1 and "srun" not in text
 
 
 def test_the_cores_of_ranks_are_the_site_s_to_choose(tmp_path: Path) -> None:
@@ -232,7 +232,7 @@ def test_a_container_provides_python_to_the_script_and_the_ranks(tmp_path: Path)
     container = "apptainer exec --nv /shared/tlt.sif"
     done = run_script(tmp_path, "smoke", TLT_CONTAINER=container, TLT_ENVIRONMENT="/none", TLT_LOCAL_DISK="/nvme")
     assert done.returncode == 0, done.stderr
-    assert "\n".join(["", *container.split(), "python", "-m", "mpi4py", ""]) in done.stdout
+    assert "\n".join(["", *container.split(), "python", "-P", "-m", "mpi4py", ""]) in done.stdout
     assert f"\nAPPTAINER_BIND={tmp_path}/clone,/nvme\n" in done.stdout
     assert "no squeue and scontrol in the container" in done.stderr
     program(inside, "python", "exit 1")

@@ -8,7 +8,7 @@ import sys
 import time
 
 import pytest
-from launch_ranks import ROOT
+from launch_ranks import LAUNCH_ENVIRONMENT, ROOT
 
 from tlt_hpc.cli.display import start_times
 from tlt_hpc.cluster import local
@@ -73,8 +73,23 @@ def test_one_line_is_out_before_anything_heavy_is_imported(environment, given, s
 def test_the_command_ends_all_ranks_when_one_raises(monkeypatch):
     monkeypatch.setattr(local, "find_mpiexec", lambda: "/opt/mpi/bin/mpiexec")
     command = local.launch_command(3, ["train", "jobs/tiny.toml"])
-    runner = [sys.executable, "-m", "mpi4py", "-m", "tlt_hpc"]
+    runner = [sys.executable, "-P", "-m", "mpi4py", "-m", "tlt_hpc"]
     assert command == ["/opt/mpi/bin/mpiexec", "-n", "3", *runner, "train", "jobs/tiny.toml"]
+
+
+@pytest.mark.mpi
+def test_modules_of_the_folder_that_one_is_in_are_not_run(tmp_path):
+    """It may be the folder of another user's run: neither ranks nor their reward servers take modules from there."""
+    for name in ("annotated_types", "h5py", "math_verify", "mpi4py", "numpy", "torch", "tlt_hpc"):
+        (tmp_path / f"{name}.py").write_text("import os; os.write(2, b'taken from here'); os._exit(77)")
+    small = ["rollout.prompts_per_step=2", "rollout.max_new_tokens=20", "run.num_steps=1"]
+    program = "import sys; from tlt_hpc.__main__ import main; sys.exit(main())"
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", program, "train", str(TINY), f"run.folder={tmp_path}", "reward.default=math", *small],
+        cwd=tmp_path, env={**os.environ, **LAUNCH_ENVIRONMENT, "PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, check=False, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0 and "finished: 1 step" in done.stdout and "taken" not in done.stderr, done.stderr
 
 
 def test_one_thread_a_rank_unless_the_user_says_otherwise():

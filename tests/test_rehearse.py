@@ -104,7 +104,9 @@ def test_ranks_of_a_job_need_no_mpiexec(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("BASH_FUNC_run_ranks%%", '() { echo "started $*"; }')
     rehearsal = Rehearsal(tmp_path, str(ROOT / "jobs" / "tiny.toml"), [], 2)
     assert rehearse.start_ranks(rehearsal, "kill", 0) == 0
-    assert rehearsal.lines(0)[0].startswith(f"started {sys.executable} -m mpi4py -m tlt_hpc.cli.rehearsed_rank train")
+    assert rehearsal.lines(0)[0].startswith(
+        f"started {sys.executable} -P -m mpi4py -m tlt_hpc.cli.rehearsed_rank train"
+    )
 
 
 def test_a_run_that_ends_before_its_fault_is_an_error(

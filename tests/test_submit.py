@@ -221,7 +221,7 @@ def test_members_are_an_array_and_those_that_failed_are_submitted_again(
         assert f"#SBATCH --{line}\n" in text
     assert "--wckey" not in text and "--mem" not in text
     run = next(line for line in text.splitlines() if line.startswith("srun "))
-    assert "--kill-on-bad-exit=1 --cpus-per-task=1 --output=all $TLT_CONTAINER python -u -m submitit" in run
+    assert "--kill-on-bad-exit=1 --cpus-per-task=1 --output=all $TLT_CONTAINER python -P -u -m submitit" in run
     assert "job 4321_2: tiny-seed2" in capsys.readouterr().out
     assert [member.jobs for member in load(tmp_path / "sub").members] == [("4321_0",), ("4321_1",), ("4321_2",)]
     assert submit([TINY, "--folder", "sub"]) == 2

@@ -63,7 +63,7 @@ def batch_script(folder: Path, parameters: Mapping[str, Any]) -> str:
 
 def _executor(folder: Path, parameters: Mapping[str, Any]) -> Any:
     try:
-        executor = submitit.SlurmExecutor(folder=folder, python="$TLT_CONTAINER python")
+        executor = submitit.SlurmExecutor(folder=folder, python="$TLT_CONTAINER python -P")
     except RuntimeError:
         raise UserError("no srun on PATH, so there is no Slurm here; call this on the cluster") from None
     executor.update_parameters(**parameters)

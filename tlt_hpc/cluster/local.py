@@ -14,6 +14,8 @@ from pathlib import Path
 from tlt_hpc.cluster.slurm import is_task
 from tlt_hpc.common.words import count
 
+PYTHON = (sys.executable, "-P", "-m")
+"""Starts a module; not one of the folder that the user is in (``-P``), which may be another user's run."""
 _RANK_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")
 _SIZE_VARIABLES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "TLT_RANKS", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
 STARTED = "TLT_STARTED"
@@ -86,7 +88,7 @@ def find_mpiexec() -> str:
 
 def launch_command(num_ranks: int, arguments: Sequence[str]) -> list[str]:
     """The command that runs ``tlt ARGUMENTS`` on ``num_ranks`` ranks; a rank that raises ends all (mpi4py's runner)."""
-    return [find_mpiexec(), "-n", str(num_ranks), sys.executable, "-m", "mpi4py", "-m", "tlt_hpc", *arguments]
+    return [find_mpiexec(), "-n", str(num_ranks), *PYTHON, "mpi4py", "-m", "tlt_hpc", *arguments]
 
 
 def launch_environment(num_ranks: int, environment: Mapping[str, str], job: str = "") -> dict[str, str]:

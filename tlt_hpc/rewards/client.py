@@ -12,12 +12,12 @@ import select
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from tlt_hpc.cluster.local import PYTHON
 from tlt_hpc.cluster.watch.beat import BEAT
 from tlt_hpc.config import RewardSection, UserError
 from tlt_hpc.rewards.answer import MAX_CHARACTERS, Answer, Failure, Verdict
@@ -148,7 +148,7 @@ class RewardClient:
         """Start the server: by exec, in a session of its own, without a descriptor of the launcher's."""
         self._socket, theirs = socket.socketpair()
         self._socket.setblocking(False)
-        command = [sys.executable, "-m", "tlt_hpc.rewards.server", str(theirs.fileno())]
+        command = [*PYTHON, "tlt_hpc.rewards.server", str(theirs.fileno())]
         with theirs:
             self._process = subprocess.Popen(
                 command,

@@ -9,10 +9,9 @@ import json
 import os
 import re
 import shutil
-import sys
 from typing import Any
 
-from tlt_hpc.cluster.local import find_mpiexec, launch_environment
+from tlt_hpc.cluster.local import PYTHON, find_mpiexec, launch_environment
 from tlt_hpc.config import UserError
 from tlt_hpc.plan.preflight.planned_job import PlannedJob
 from tlt_hpc.plan.preflight.program import ProgramOutput, ask
@@ -40,7 +39,7 @@ def read_library() -> str:
     Raises:
         UserError: mpi4py does not load, or not in time.
     """
-    answer = ask([sys.executable, "-m", _PROBE], LOAD_SECONDS)
+    answer = ask([*PYTHON, _PROBE], LOAD_SECONDS)
     if answer.status:
         raise UserError(f"mpi4py does not load: {answer.last_line}; {_LOAD_REMEDY}")
     return str(json.loads(_last(answer))["version"])
@@ -107,7 +106,7 @@ def _first_line(library: str) -> str:
 
 def _talk(launcher: list[str], num_nodes: int) -> Finding:
     num_ranks = max(2, num_nodes)
-    command = [*launcher, "-n", str(num_ranks), sys.executable, "-m", "mpi4py", "-m", _PROBE, "--talk"]
+    command = [*launcher, "-n", str(num_ranks), *PYTHON, "mpi4py", "-m", _PROBE, "--talk"]
     answer = ask(command, TALK_SECONDS, launch_environment(num_ranks, os.environ))
     if answer.status:
         return failure(f"{num_ranks} ranks do not talk: {_cause(answer)}", f"try by hand: {' '.join(command)}")

@@ -12,13 +12,12 @@ import os
 import re
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from tlt_hpc.cluster.local import find_mpiexec, launch_environment
+from tlt_hpc.cluster.local import PYTHON, find_mpiexec, launch_environment
 from tlt_hpc.cluster.stopping import STOPPED_EARLY
 from tlt_hpc.common.words import count, table
 from tlt_hpc.config import ConfigError, UserError, load_config
@@ -209,7 +208,7 @@ def start_ranks(rehearsal: Rehearsal, fault: str, number: int) -> int:
     order = Order(asked, min(1, rehearsal.num_ranks - 1), marks)
     steps = [] if fault else [f"run.num_steps={len(read_lines(rehearsal.folder.metrics)) + LAST_STEPS}"]
     words = ["train", rehearsal.job, *rehearsal.overrides, *steps]
-    ranks = [sys.executable, "-m", "mpi4py", "-m", "tlt_hpc.cli.rehearsed_rank", *words]
+    ranks = [*PYTHON, "mpi4py", "-m", "tlt_hpc.cli.rehearsed_rank", *words]
     # in a job srun starts them, and a site may have no mpiexec
     by_srun = ["bash", "-c", 'run_ranks "$@"', "run_ranks"]
     launcher = by_srun if rehearsal.in_job else [find_mpiexec(), "-n", str(rehearsal.num_ranks)]
