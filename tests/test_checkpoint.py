@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import pickle
 import shutil
 import sys
@@ -32,6 +33,7 @@ from tlt_hpc.checkpoint.host_buffer import HostBuffer
 from tlt_hpc.checkpoint.manifest import Checkpoint, CheckpointError, FlatRange
 from tlt_hpc.checkpoint.store import CheckpointStore
 from tlt_hpc.common import files
+from tlt_hpc.common.errors import UserError
 from tlt_hpc.models import weight_files
 from tlt_hpc.models.piece import Cut, Piece, own_pieces
 from tlt_hpc.resume.saving import save_drafter_if_due
@@ -170,6 +172,27 @@ def test_a_damaged_checkpoint_is_skipped_with_one_warning(store, folder, caplog,
         truncate(folder / f"step-{step:06d}" / "state.json")
     with pytest.raises(CheckpointError, match=r"none of the 2 checkpoints in .* remove them all to start afresh"):
         store.of_rank[0].newest()
+
+
+@pytest.mark.parametrize("name", ["state.json", "policy-00001-of-00002.safetensors"])
+def test_one_that_the_disk_refuses_to_read_is_not_called_damaged(store, folder, monkeypatch, caplog, name):
+    """Nor is an earlier one taken in its place: its steps would be generated again."""
+    for step in (4, 6):
+        save(store, step)
+    refused, true_open = folder / "step-000006" / name, os.open
+
+    def refuse(path: Any, *how: int) -> int:
+        if Path(path) == refused:
+            raise OSError(116, "Stale file handle", str(path))
+        return true_open(path, *how)
+
+    monkeypatch.setattr(os, "open", refuse)
+    for look in (store.of_rank[0].newest, partial(store.of_rank[0].at, 6), partial(store.of_rank[0].within, 1, 9)):
+        with pytest.raises(UserError, match=rf"^{refused}: Stale file handle; .* start again; nothing was changed$"):
+            look()
+    assert not caplog.records
+    monkeypatch.undo()
+    assert newest(store).step == 6
 
 
 def test_a_renamed_one_is_skipped_and_what_killed_saves_left_is_removed(store, folder):

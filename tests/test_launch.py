@@ -84,8 +84,9 @@ def test_modules_of_the_folder_that_one_is_in_are_not_run(tmp_path):
         (tmp_path / f"{name}.py").write_text("import os; os.write(2, b'taken from here'); os._exit(77)")
     small = ["rollout.prompts_per_step=2", "rollout.max_new_tokens=20", "run.num_steps=1"]
     program = "import sys; from tlt_hpc.__main__ import main; sys.exit(main())"
+    words = ["train", str(TINY), f"run.folder={tmp_path}", "reward.default=math", *small]
     done = subprocess.run(
-        [sys.executable, "-P", "-c", program, "train", str(TINY), f"run.folder={tmp_path}", "reward.default=math", *small],
+        [sys.executable, "-P", "-c", program, *words],
         cwd=tmp_path, env={**os.environ, **LAUNCH_ENVIRONMENT, "PYTHONPATH": str(ROOT)},
         capture_output=True, text=True, check=False, timeout=120,
     )  # fmt: skip

@@ -28,7 +28,7 @@ from tlt_hpc.rl.draws import StepDraws
 from tlt_hpc.rl.stats import PolicyStats, RolloutMismatch
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.rollout_log import read_step, write_step
-from tlt_hpc.storage.step_lines import add_line, drop_lines, read_lines
+from tlt_hpc.storage.step_lines import add_line, drop_lines, read_lines, replace_line
 
 # -- the lines that commit a step ----------------------------------------------------------------------------------
 
@@ -37,17 +37,27 @@ def line(step: int, value: float = 0.0) -> dict[str, float]:
     return {"training/global_step": float(step), "value": value}
 
 
-def test_committed_and_dropped_lines_take_back_those_after_them(tmp_path: Path) -> None:
+def test_no_line_is_lost_but_those_that_are_taken_back(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     assert drop_lines(path, 0) == [] and read_lines(path) == {}
-    for step in (0, 1, 2, 3, 4, 3):
+    for step in (0, 1, 2, 3, 3):
         add_line(path, line(step, 0.5 * step))
-    assert read_lines(path) == {step: line(step, 0.5 * step) for step in range(4)}
+    whole = {step: line(step, 0.5 * step) for step in range(4)}
+    assert read_lines(path) == whole
+    with pytest.raises(UserError, match=r"lines of steps after 2, .* another one has; start again"):
+        add_line(path, line(1, 9.0))
+    replace_line(path, line(1, 9.0))
+    assert read_lines(path) == whole | {1: line(1, 9.0)}, "figures of an evaluation, of a step before others"
     before = path.stat().st_ino
     assert drop_lines(path, 4) == [] and path.stat().st_ino == before, "nothing to drop, yet written again"
     assert drop_lines(path, 2) == [2, 3] and list(read_lines(path)) == [0, 1]
     beside = tmp_path / "metrics.dropped-000002.jsonl"
     assert list(read_lines(beside)) == [2, 3] and set(tmp_path.iterdir()) == {path, beside}, "nothing is lost"
+    for number in (2, 3):
+        add_line(path, line(2, float(number)))
+        assert drop_lines(path, 2) == [2]
+        assert read_lines(tmp_path / f"metrics.dropped-000002-{number}.jsonl") == {2: line(2, float(number))}
+    assert list(read_lines(beside)) == [2, 3]
 
 
 @pytest.mark.parametrize("text", ["{", '{"no": 1}', "[1]", '{"training/global_step": "x"}'])

@@ -51,7 +51,7 @@ from tlt_hpc.rollout_loop import RollingReporter, Tail, end_features, roll_out
 from tlt_hpc.session import Job, assemble
 from tlt_hpc.storage.folder import rank_of, sync
 from tlt_hpc.storage.rollout_log import StepRecord, write_step
-from tlt_hpc.storage.step_lines import Line, add_line, read_lines
+from tlt_hpc.storage.step_lines import Line, add_line, read_lines, replace_line
 
 logger = logging.getLogger(__name__)
 
@@ -327,7 +327,7 @@ def add_figures(job: Job, line: Line) -> None:
     """
     confirm = partial(check_owner, job.folder.status, BEAT.start)
     confirm()
-    add_line(job.folder.metrics, line, confirm)
+    replace_line(job.folder.metrics, line, confirm)
 
 
 # -- records --------------------------------------------------------------------------------------------------------

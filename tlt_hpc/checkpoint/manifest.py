@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import math
@@ -17,7 +18,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
-from tlt_hpc.common.files import LINES_BYTES, read_bytes, sampled_digest
+from tlt_hpc.common.files import LINES_BYTES, naming, read_bytes, sampled_digest, told
 from tlt_hpc.config import UserError
 from tlt_hpc.models.piece import Cut
 from tlt_hpc.models.weight_files import reading_files
@@ -38,6 +39,10 @@ class CheckpointError(UserError):
 
 class OtherVersionError(CheckpointError):
     """A checkpoint that another version of this program can read: it is not damaged."""
+
+
+class UnreadableCheckpointError(UserError):
+    """A checkpoint that the disk refuses to read now: it need not be damaged."""
 
 
 class _Record(BaseModel):
@@ -215,6 +220,7 @@ def open_checkpoint(folder: Path, step: int) -> Checkpoint:
     Raises:
         CheckpointError: what is wrong with it.
         OtherVersionError: another version of this program wrote it.
+        UnreadableCheckpointError: the disk refuses to read a file that is there.
     """
     manifest = _read_manifest(folder / STATE_FILE)
     if manifest.step != step:
@@ -251,7 +257,7 @@ def _read_manifest(path: Path) -> _Manifest:
     try:
         manifest = _Manifest.model_validate_json(read_bytes(path, LINES_BYTES))
     except OSError as error:
-        raise CheckpointError(f"{path.name}: {error.strerror}") from None
+        raise _refused(path, error) from None
     except ValidationError as error:
         first = error.errors()[0]
         if first["loc"] == ("version",):
@@ -273,7 +279,16 @@ def _check_file(path: Path, listed: File) -> None:
         size = path.stat().st_size
         if size != listed.size:
             raise CheckpointError(f"{path.name}: {size} bytes, of {listed.size} written")
-        if sampled_digest(path) != listed.digest:
+        with naming(path):
+            digest = sampled_digest(path)
+        if digest != listed.digest:
             raise CheckpointError(f"{path.name}: changed since it was written")
     except OSError as error:
-        raise CheckpointError(f"{path.name}: {error.strerror}") from None
+        raise _refused(path, error) from None
+
+
+def _refused(path: Path, error: OSError) -> UserError:
+    """The error of a file that cannot be read: it is missing or something else, or the disk fails now."""
+    if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EINVAL, errno.EFBIG, errno.ELOOP):
+        return CheckpointError(f"{path.name}: {error.strerror}")
+    return UnreadableCheckpointError(f"{told(error)}; nothing was changed")

@@ -26,6 +26,7 @@ from tlt_hpc.checkpoint.manifest import (
     CheckpointError,
     ListedFile,
     OtherVersionError,
+    UnreadableCheckpointError,
     open_checkpoint,
     write_manifest,
 )
@@ -84,6 +85,8 @@ class Save(threading.Thread):
             self._failure = f"{self._who}: {name}{error.strerror or error}; {remedy}"
         except CheckpointError as error:
             self._failure = f"{self._who}: {error}; start again"
+        except UnreadableCheckpointError as error:
+            self._failure = f"{self._who}: {error}"
         except BaseException as error:  # noqa: BLE001 (whatever it is, ``report`` raises it)
             self._error = error
 
@@ -178,6 +181,7 @@ def try_open(folder: Path, step: int, verb: str) -> Checkpoint | None:
 
     Raises:
         OtherVersionError: another version of this program wrote it.
+        UnreadableCheckpointError: the disk refuses to read it now.
     """
     try:
         return open_checkpoint(folder, step)

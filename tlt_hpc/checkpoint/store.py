@@ -179,6 +179,7 @@ class CheckpointStore:
 
         Raises:
             CheckpointError: there are checkpoints, but all are damaged, or another version of this program wrote one.
+            UnreadableCheckpointError: the disk refuses to read one now.
         """
         found = found_in(self._folder)
         for step, folder in reversed(found):

@@ -7,6 +7,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -104,36 +105,51 @@ def read_lines(path: Path) -> dict[int, Line]:
 
 
 def add_line(path: Path, line: Line, confirm: Callable[[], None] = lambda: None) -> None:
-    """Commit a step; lines of it and of later ones give way.
+    """Commit a step, the one after the last; its line takes the place of one that it has already.
 
     Args:
         confirm: raises if the step is not to be committed after all; called last, when the line is on the disk.
 
     Raises:
-        UserError: as ``read_lines``; the file is unchanged.
+        UserError: as ``read_lines``, or later steps are committed; the file is unchanged.
         WriteError: no room or no permission; the file is unchanged.
     """
-    _write(path, [*_before(path, int(line[STEP])), line], confirm)
+    lines, step = read_lines(path), int(line[STEP])
+    if any(number > step for number in lines):
+        raise UserError(
+            f"{path} has lines of steps after {step + 1}, which this start has not committed: another one has; start "
+            "again to resume from them"
+        )
+    _write(path, (lines | {step: line}).values(), confirm)
+
+
+def replace_line(path: Path, line: Line, confirm: Callable[[], None] = lambda: None) -> None:
+    """Put a line in the place of its step's; those of other steps stay.
+
+    Raises:
+        UserError, WriteError: as ``add_line``.
+    """
+    _write(path, (read_lines(path) | {int(line[STEP]): line}).values(), confirm)
 
 
 def drop_lines(path: Path, step: int) -> list[int]:
     """Take back the lines from ``step`` on; they are kept in a file beside, ``metrics.dropped-000007.jsonl``.
+
+    If there is one already, the next has a number: ``metrics.dropped-000007-2.jsonl``.
 
     Returns their steps.
 
     Raises:
         WriteError: as ``add_line``.
     """
-    kept = _before(path, step)
-    dropped = [line for number, line in read_lines(path).items() if number >= step]
+    lines = read_lines(path)
+    dropped = {number: line for number, line in lines.items() if number >= step}
     if dropped:
-        _write(path.with_name(f"{path.stem}.dropped-{step:06d}{path.suffix}"), dropped)
-        _write(path, kept)
-    return [int(line[STEP]) for line in dropped]
-
-
-def _before(path: Path, step: int) -> list[Line]:
-    return [line for number, line in read_lines(path).items() if number < step]
+        ends = chain([""], (f"-{number}" for number in count(2)))
+        places = (path.with_name(f"{path.stem}.dropped-{step:06d}{end}{path.suffix}") for end in ends)
+        _write(next(place for place in places if not place.exists()), dropped.values())
+        _write(path, [line for number, line in lines.items() if number < step])
+    return list(dropped)
 
 
 def _write(path: Path, lines: Iterable[Line], confirm: Callable[[], None] = lambda: None) -> None:
