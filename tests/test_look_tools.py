@@ -67,9 +67,9 @@ def test_verdict_figure_and_json(tmp_path: Path, folder: RunFolder, what: str) -
 def test_no_text_of_a_csv_is_a_formula(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(TOOLS))
     export_run = importlib.import_module("export_run")
-    part = {"text": ["=1+1", "-x", "a=b"], "score": [-1.0, 2.0, 3.0]}
+    part = {"text": ["=1+1", "-x", "a=b"], "=score": [-1.0, 2.0, 3.0]}
     assert export_run.put_csv(tmp_path / "a.csv", iter([part])) == 3
-    assert (tmp_path / "a.csv").read_text().split() == ["text,score", "'=1+1,-1.0", "'-x,2.0", "a=b,3.0"]
+    assert (tmp_path / "a.csv").read_text().split() == ["text,'=score", "'=1+1,-1.0", "'-x,2.0", "a=b,3.0"]
 
 
 def test_mistakes_are_one_line(tmp_path: Path, folder: RunFolder) -> None:

@@ -78,6 +78,29 @@ def test_a_line_or_a_log_that_is_not_as_it_was_is_lost(tmp_path: Path, capsys: p
 
 
 @pytest.mark.parametrize(
+    ("status", "log", "exit_status", "said"),
+    [
+        (
+            9,
+            "tlt: rank 1 on h was killed or crashed, last seen in a rollout",
+            0,
+            "(SIGKILL): tlt: rank 1 on h was killed",
+        ),
+        (9, "Traceback (most recent call last):", 1, "(SIGKILL): the run did not report it (exit status 9)"),
+        (0, "tlt: rank 1 on h was killed or crashed", 1, "was killed or crashed (exit status 0)"),
+    ],
+)
+def test_a_fault_that_the_run_does_not_report_fails(
+    status: int, log: str, exit_status: int, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rehearsal = a_start(tmp_path, "kill", faults.BEGUN, faults.STRUCK, log=log)
+    state = see_end(rehearsal, Rehearsed(), status)
+    ended = Rehearsed([*state.starts, Start("", False, 0, 0.0, 3.0, [])])
+    assert rehearse.report(rehearsal, ended) == exit_status
+    assert said in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
     ("log", "said"),
     [
         ("stopped early (SIGUSR2) after 3\ntlt: job 5 is queued again and will resume", "nothing was otherwise"),

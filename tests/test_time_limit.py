@@ -204,6 +204,7 @@ def test_without_an_answer_of_slurm_the_run_continues_with_a_warning(command, ca
 
 def test_a_job_that_comes_no_further_is_not_queued_for_ever(command, tmp_path):
     command("scontrol", f'echo "$@" >> {tmp_path}/asked')
+    (tmp_path / "requeues.jsonl").write_text('{"job": "17", "restarts": 0, "prog')  # as a full disk leaves it
     queue_again(JOB, tmp_path, "step 1")
     for _ in range(2):
         assert "is queued again" in queue_again(JOB, tmp_path, "step 2")

@@ -194,7 +194,7 @@ def put_csv(path: Path, parts: Iterator[Part]) -> int:
         writer = csv.writer(file)
         for part in parts:
             if not has_head:
-                writer.writerow(part)
+                writer.writerow(map(as_text, part))
                 has_head = True
             columns = (column.tolist() if isinstance(column, np.ndarray) else column for column in part.values())
             texts = [[as_text(cell) if isinstance(cell, str) else cell for cell in column] for column in columns]

@@ -17,7 +17,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import os
@@ -36,6 +35,7 @@ from tlt_hpc.cluster.local import launched_rank
 from tlt_hpc.cluster.slurm import Allocation, SlurmError, allocation
 from tlt_hpc.cluster.watch.beat import BEAT
 from tlt_hpc.common.files import LINES_BYTES, DamagedText, parse_json, read_bytes
+from tlt_hpc.storage.records import add_json_line
 
 T = TypeVar("T")
 
@@ -268,8 +268,7 @@ def queue_again(environment: Mapping[str, str], folder: Path, progress: str) -> 
             f"{progress}; give it more time (sbatch --time), or make a step shorter"
         )
     try:
-        with (folder / HISTORY).open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"job": job.job_id, "restarts": job.restarts, "progress": progress}) + "\n")
+        add_json_line(folder / HISTORY, {"job": job.job_id, "restarts": job.restarts, "progress": progress})
         _requeue(job)
     except (SlurmError, OSError) as error:
         return f"job {job.job_id} is not queued again ({error}): {how_to_resume(environment)}"
@@ -332,12 +331,19 @@ def await_preemption(environment: Mapping[str, str]) -> None:
 
 
 def read_history(path: Path) -> list[dict[str, object]]:
-    """The starts of a folder's jobs that ended at their time limit; a file that cannot be read has none."""
+    """The starts of a folder's jobs that ended at their time limit; none if the file cannot be read.
+
+    A line that is damaged, such as one that was cut off on a full disk, is left out.
+    """
     try:
-        entries = [parse_json(line, dict[str, object]) for line in read_bytes(path, LINES_BYTES).splitlines()]
-        return [entry for entry in entries if {"job", "progress"} <= set(entry)]
+        lines = read_bytes(path, LINES_BYTES).splitlines()
     except FileNotFoundError:
         return []
-    except (DamagedText, OSError) as error:
-        logger.warning("%s is damaged and counts for nothing: %s", path, error)
+    except OSError as error:
+        logger.warning("%s counts for nothing: %s", path, error)
         return []
+    entries = list[dict[str, object]]()
+    for line in lines:
+        with suppress(DamagedText):
+            entries.append(parse_json(line, dict[str, object]))
+    return [entry for entry in entries if {"job", "progress"} <= set(entry)]

@@ -78,7 +78,7 @@ def as_csv(rows: Sequence[RunRow], settings: Sequence[Mapping[str, str]] = ()) -
     writer = csv.writer(out, lineterminator="\n")
     keys = list(dict.fromkeys(key for each in settings for key in each))
     figures: tuple[object, ...] = ("tokens", _hours_name(rows), "tokens_an_hour", "joules")
-    writer.writerow(("run", *keys, "state", "steps", "num_steps", "score_first", "score_last", *figures))
+    writer.writerow(("run", *map(as_text, keys), "state", "steps", "num_steps", "score_first", "score_last", *figures))
     for row, own in zip(rows, settings or [{}] * len(rows), strict=True):
         cost = row.cost
         figures = (cost.tokens, cost.hours, round(cost.tokens_per_hour), cost.joules) if cost else (None,) * 4

@@ -263,20 +263,26 @@ def committed(folder: RunFolder) -> dict[str, str]:
 
 
 def report(rehearsal: Rehearsal, state: Rehearsed) -> int:
-    """Print what each fault cost, what the run said of it, and what the site did otherwise; the exit status."""
+    """Print what each fault cost, what the run said of it, and what the site did otherwise; the exit status.
+
+    1 if anything was lost, or if a run that a fault struck did not report it or ended as if it had succeeded.
+    """
     rows = [("fault", "ended after", "generates again after", "resumed from step", "lost")]
-    told = []
+    told, is_unsaid = [], False
     for number, (start, after) in enumerate(zip(state.starts, state.starts[1:], strict=False)):
         logs = sorted([*rehearsal.lines(number), *rehearsal.lines(number + 1)], key=lambda line: line[:4] != "tlt:")
         resumed = next((match[1] for line in rehearsal.lines(number + 1) if (match := _RESUMING.search(line))), "1")
         lost = f"steps {', '.join(str(step + 1) for step in after.lost)}" if after.lost else "nothing"
         times = f"{start.seconds:.1f} s", f"{after.until_rollout:.1f} s"
         rows.append((KINDS[start.fault].words, *times, resumed, lost))
-        said = next((line for line in logs if re.search(KINDS[start.fault].said, line)), "nothing")
-        told.append(f"{KINDS[start.fault].words}: {said}")
+        said = next((line for line in logs if re.search(KINDS[start.fault].said, line)), "")
+        by_slurm = rehearsal.in_job and start.fault == "limit"  # which may come in the middle of an update
+        is_unsaid |= start.struck and not by_slurm and not (said and start.status)
+        status = f" (exit status {start.status})" if not said or not start.status else ""
+        told.append(f"{KINDS[start.fault].words}: {said or 'the run did not report it'}{status}")
     print(table(rows), "", *told, "", *differences(rehearsal, state), sep="\n")
     print(f"everything is in {rehearsal.place}; remove it when you have read it")
-    return int(any(start.lost for start in state.starts))
+    return int(is_unsaid or any(start.lost for start in state.starts))
 
 
 def differences(rehearsal: Rehearsal, state: Rehearsed) -> Iterator[str]:
