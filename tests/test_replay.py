@@ -26,6 +26,7 @@ from tlt_hpc.config import UserError, load_config
 from tlt_hpc.resume.replay import ReplayError, check_update, is_committed, read_ranks
 from tlt_hpc.rl.draws import StepDraws
 from tlt_hpc.rl.stats import PolicyStats, RolloutMismatch
+from tlt_hpc.storage import folder as storage_folder
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.rollout_log import read_step, write_step
 from tlt_hpc.storage.step_lines import add_line, drop_lines, read_lines, replace_line
@@ -147,6 +148,32 @@ def test_what_a_step_lacks_is_generated_again(
     log_step(job, 2, weights, lacking)
     assert read_ranks(job, 2) is None
     assert "step 3 and those after it are generated again" in caplog.text and why in caplog.text
+
+
+def test_logs_that_a_client_of_nfs_does_not_list_yet_are_awaited(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A committed step has the logs of all its ranks; without one its steps would be generated again."""
+    job = make_job(tmp_path, [[3, 4], [5]])
+    first, second = log_step(job, 2, weights=2), job.folder.rollout_log(2, 1)
+    whole = read_step(first)
+    for rank, path in enumerate((first, second)):
+        mine = slice(rank, None, 2)
+        rollouts, rewards, advantages = whole.rollouts[mine], whole.rewards[mine], whole.advantages[mine]
+        own = {"rollouts": rollouts, "rewards": rewards, "advantages": advantages}
+        write_step(path, replace(whole, rank=rank, num_ranks=2, **own))
+    looks, true_names = [[], [first.name], [first.name]], storage_folder._names
+
+    def names(folder: Path) -> list[str]:
+        return looks.pop(0) if folder == first.parent and looks else true_names(folder)
+
+    monkeypatch.setattr(storage_folder, "_names", names)
+    monkeypatch.setattr(storage_folder.time, "sleep", lambda seconds: None)
+    logged = read_ranks(job, 2)
+    assert logged is not None and len(logged[0]) == 4 and not looks and not caplog.records
+    second.unlink()
+    monkeypatch.setattr(storage_folder, "NFS_SECONDS", 0.0)
+    assert read_ranks(job, 2) is None and "lacks 2 of the 4 responses" in caplog.text, "one that is not there"
 
 
 def test_a_damaged_log_has_nothing_that_can_be_repeated(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -26,9 +27,9 @@ from tlt_hpc.rl.draws import StepDraws, gather
 from tlt_hpc.rl.stats import PolicyStats
 from tlt_hpc.rl.update import update_policy
 from tlt_hpc.session import Job
-from tlt_hpc.storage.folder import RunFolder
+from tlt_hpc.storage.folder import RunFolder, hidden_files
 from tlt_hpc.storage.hdf5 import DamagedFile, UnreadableFile
-from tlt_hpc.storage.rollout_log import StepRecord, read_step
+from tlt_hpc.storage.rollout_log import StepRecord, read_step, read_summary
 from tlt_hpc.storage.step_lines import Line, read_lines
 
 logger = logging.getLogger(__name__)
@@ -114,8 +115,8 @@ def read_ranks(job: Job, step: int) -> tuple[list[Rollout], NDArray[np.float32],
     Raises:
         UserError: on all ranks, if a file exists and cannot be read now, or the responses are to other prompts.
     """
-    world, paths = job.world, job.world.once(lambda: job.folder.rollout_logs(step))
-    found = world.all_or_none(lambda: [_read_log(path) for path in paths[world.rank :: world.size]])
+    world, paths = job.world, job.world.once(lambda: find_logs(job.folder, step))
+    found = world.all_or_none(lambda: _read_logs(paths[world.rank :: world.size]))
     records = [record for record in found if isinstance(record, StepRecord)]
     damage = "".join(error for error in found if isinstance(error, str))
     reports = world.allgather((damage, sum(len(record.micro_steps) for record in records)))
@@ -129,6 +130,22 @@ def read_ranks(job: Job, step: int) -> tuple[list[Rollout], NDArray[np.float32],
             logger.warning("step %d and those after it are generated again: %s", step + 1, lacking)
         return None
     return gathered.rollouts, gathered.rewards, sum(count for _, count in reports)
+
+
+def find_logs(folder: RunFolder, step: int) -> list[Path]:
+    """All ranks' logs of a committed step, which a client of NFS may not list yet; each tells how many there are."""
+    first = folder.rollout_log(step, 0)
+    if not hidden_files(first.parent, {first.name}):
+        with suppress(DamagedFile, FileNotFoundError):  # as is reported when it is read
+            num_ranks = read_summary(first).num_ranks
+            hidden_files(first.parent, {folder.rollout_log(step, rank).name for rank in range(num_ranks)})
+    return folder.rollout_logs(step)
+
+
+def _read_logs(paths: Sequence[Path]) -> list[StepRecord | str]:
+    if paths:
+        hidden_files(paths[0].parent, {path.name for path in paths})  # rank 0 may have listed them on another node
+    return [_read_log(path) for path in paths]
 
 
 def _read_log(path: Path) -> StepRecord | str:
