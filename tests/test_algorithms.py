@@ -384,11 +384,19 @@ def test_what_is_not_finite_ends_the_step_and_is_named(value: float, monkeypatch
     monkeypatch.setattr(Policy, "update", lambda *_: pytest.fail("the policy was updated"))
     with pytest.raises(NotFiniteError, match=r"^step 1: the reward of 1 response \(draw 1 sample 0\) is not finite; "):
         learned(scores=np.array([1, 0, value, 1], np.float32))
-    make = partial(make_rollout, log_probs=np.array([-1.0, value], np.float32))
+    make, make_true = partial(make_rollout, log_probs=np.array([-1.0, value], np.float32)), make_rollout
     monkeypatch.setitem(globals(), "make_rollout", make)
     words = r"^step 1: log-probabilities of 4 responses \(draw 0 sample 0, .* and 1 more\) are not finite; a resume "
     with pytest.raises(NotFiniteError, match=words):
         learned()
+
+    def make_second(key: SampleKey, **given: Any) -> Rollout:
+        return (make if key.draw == 1 else make_true)(key, **given)
+
+    monkeypatch.setitem(globals(), "make_rollout", make_second)
+    left_out = "rollout.prompts_per_step=1", "algorithm.updates_per_step=1", "algorithm.max_refills=1"
+    with pytest.raises(NotFiniteError, match=r"log-probabilities of 2 responses \(draw 1 sample 0, draw 1 sample 1\)"):
+        learned(*left_out, scores=np.array([1, 0, 1, 1], np.float32))
 
 
 def test_without_penalties_rewards_are_scores() -> None:
