@@ -133,6 +133,9 @@ def test_responses_of_a_step_are_kept_until_its_line_is_there(tmp_path):
     blocked.rmdir()
     run.commit(job, 5, {STEP: 5})
     assert not folder.kept.exists() and list(read_lines(folder.metrics)) == [5]
+    add_line(folder.metrics, {STEP: 6})
+    run.add_figures(job, {STEP: 5, "val": 0.5})  # as where run.num_steps was lowered
+    assert list(read_lines(folder.metrics).values()) == [{STEP: 5, "val": 0.5}, {STEP: 6}]
 
 
 def test_lines_that_are_taken_back_are_copied_first(tmp_path):
