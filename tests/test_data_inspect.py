@@ -87,7 +87,7 @@ def test_tests_of_programs_are_read_before_a_run_and_by_the_inspection(tmp_path,
     [
         (["none.jsonl"], "data.source = 'none.jsonl' does not exist; give "),
         (["a.jsonl", "data.prompt_kye=text"], "unknown key 'data.prompt_kye'; did you mean 'data.prompt_key'?"),
-        (["a.jsonl", "--model", "none"], "model.path = 'none': no config.json in that folder; "),
+        (["a.jsonl", "--model", "none"], "model.path = 'none' does not exist; "),
         (["embedded:gcd"], "'embedded:gcd' makes its problems again at every step; give a file, folder or task"),
         (["chat.jsonl", "--model", "embedded:tiny"], "chat.jsonl:1: the prompt is a list of messages, and the model "),
     ],

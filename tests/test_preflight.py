@@ -102,7 +102,7 @@ def launcher(script: str, seconds: float) -> Plant:
 PLANTED: list[tuple[str, Plant, str, str, set[str]]] = [
     ("unknown key", lambda p: p.set("rollout.temprature=0.5"), "config",
      r"unknown key 'rollout.temprature'.*did you mean 'rollout.temperature'", set()),
-    ("no model", lambda p: shutil.rmtree(p.model), "model", r"no config.json.*--model-id", set()),
+    ("no model", lambda p: shutil.rmtree(p.model), "model", r"does not exist.*--model-id", set()),
     ("short weights", lambda p: os.truncate(p.model / "model.safetensors", 100_000), "model",
      r"model.safetensors is no whole safetensors file.*download it again", set()),
     ("no data", lambda p: p.data.unlink(), "data", r"data.jsonl' does not exist.*give a .jsonl", set()),

@@ -28,8 +28,9 @@ def find_model(path: str) -> Path:
     """
     folder = embedded("tiny") if path == EMBEDDED_MODEL else Path(path)
     if not (folder / "config.json").is_file():
+        wrong = "has no config.json" if folder.is_dir() else "does not exist"
         raise ValueError(
-            f"model.path = {path!r}: no config.json in that folder; on the login node: hf download {hub_name(folder)} "
+            f"model.path = {path!r} {wrong}; on the login node: hf download {hub_name(folder)} "
             f"--local-dir {shlex.quote(path)}"
         )
     return folder
