@@ -55,16 +55,21 @@ def cancel(training: Training) -> None:
 
 def kill(training: Training) -> None:
     """kill -9 of a rank: the job fails, and the user submits it again."""
-    ranks = [int(path.parent.name) for path in Path("/proc").glob("[0-9]*/environ") if is_rank_of(path, training.job)]
-    assert ranks
+    found = {int(path.parent.name) for path in Path("/proc").glob("[0-9]*/environ") if is_of_rank(path, training.job)}
+    ranks = [pid for pid in found if parent_of(pid) not in found]  # the process that watches a node's ranks is a fork
+    assert len(ranks) == 2
     os.kill(random.choice(ranks), signal.SIGKILL)
     training.until_ended("FAILED")
     assert re.search(r"^srun: error: node\d: task \d: Killed$", training.said(), re.MULTILINE)
     training.submit()
 
 
-def is_rank_of(path: Path, job: str) -> bool:
-    """Whether a process, by its environment's file, is a rank of a job."""
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def is_of_rank(path: Path, job: str) -> bool:
+    """Whether a process, by its environment's file, is a rank of a job, or a fork of one."""
     try:
         environment, command = path.read_bytes(), (path.parent / "cmdline").read_bytes()
     except OSError:  # gone, or its zombie
