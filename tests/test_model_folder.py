@@ -112,8 +112,7 @@ def test_shapes_that_no_decoder_has(changes, message, folder, capsys):
         (
             CONFIG,
             None,
-            "model.path = 'mine' has no config.json; on the login node: hf download ORG/NAME "
-            "--local-dir mine",
+            "model.path = 'mine' has no config.json; on the login node: hf download ORG/NAME --local-dir mine",
         ),
         ("generation_config.json", b"{", "mine/generation_config.json is no JSON object ("),
         ("tokenizer_config.json", b"{", "mine/tokenizer_config.json is no JSON object ("),
