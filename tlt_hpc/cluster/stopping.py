@@ -344,6 +344,8 @@ def read_history(path: Path) -> list[dict[str, object]]:
         return []
     entries = list[dict[str, object]]()
     for line in lines:
-        with suppress(DamagedText):
+        try:
             entries.append(parse_json(line, dict[str, object]))
+        except DamagedText as error:
+            logger.warning("%s has a damaged line, which counts for nothing: %s", path, error)
     return [entry for entry in entries if {"job", "progress"} <= set(entry)]
