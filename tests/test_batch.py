@@ -101,6 +101,16 @@ def test_a_job_file_of_the_clone_is_found_where_the_store_is_elsewhere(
     assert "jobs/mine.toml" in found() and str(job) not in found()
 
 
+def test_a_run_is_evaluated_by_its_own_configuration_if_none_is_given(tmp_path: Path) -> None:
+    run = tmp_path / "clone" / "runs" / "a=b"
+    run.mkdir(parents=True)
+    (run / "config.toml").write_text("[run]")
+    for overrides in ((), ("evaluation.samples=32",)):
+        words = run_script(tmp_path, "evaluate", "runs/a=b", *overrides).stdout.splitlines()
+        at = words.index("evaluate")
+        assert words[at + 1 :][: 2 + len(overrides)] == ["runs/a=b", "runs/a=b/config.toml", *overrides]
+
+
 @pytest.mark.parametrize(
     ("variables", "disk"),
     [

@@ -74,9 +74,9 @@ def compared(
 def test_equal_runs_are_equal_and_their_figures_are_the_logs(tmp_path):
     comparison = compared(tmp_path)
     assert all(comparison.equal.values()) and comparison.mismatched_tokens == 0
-    assert comparison.speedups()["full"]["rollout"].median == 2.0
+    assert comparison.speedups()["tail"]["rollout"].median == 2.0
     assert comparison.speedups()["ngram"]["step"].median == pytest.approx(10 / 6)
-    plain, full = comparison.runs["plain"], comparison.runs["full"]
+    plain, full = comparison.runs["plain"], comparison.runs["tail"]
     assert (plain.accept_length, full.accept_length, full.tokens, full.reward_mean) == (1.0, 2.0, 8, 0.5)
     assert (full.idle_rank_seconds, full.harvested_rank_seconds, full.drafter_steps) == (2.0, 1.0, 4)
     assert (full.rollout_seconds, full.step_seconds, full.update_seconds) == (4.0, 6.0, 1.0)
@@ -90,10 +90,10 @@ def test_speed_is_the_median_over_steps_and_no_slow_step_decides_it(tmp_path):
     plain, full = [2.0**k for k in range(1, 8)], [2.0**k for k in range(7)]
     full[3] += 60
     full[5] += 60
-    for name, seconds in (("plain", plain), ("full", full)):
+    for name, seconds in (("plain", plain), ("tail", full)):
         write_run(tmp_path / name, 7, seconds)
-    comparison = read_comparison(CONFIG, tmp_path, 7, 2, {"plain": "same", "full": "same"})
-    median, low, high = comparison.speedups()["full"]["rollout"]
+    comparison = read_comparison(CONFIG, tmp_path, 7, 2, {"plain": "same", "tail": "same"})
+    median, low, high = comparison.speedups()["tail"]["rollout"]
     assert median == high == 2.0 and 0.2 < low < 1.0
     assert speed_rows(comparison)["median rollout speed, plain = 1"] == ["1.00x", f"2.00x ({low:.2f} to 2.00)"]
 
@@ -118,7 +118,7 @@ def test_modes_take_each_step_in_turn_and_in_every_order(monkeypatch):
     taken.clear()
     jobs["ngram"].steps = 2  # a signal
     assert study.take_turns(jobs, 6, lambda mode: None) == {}
-    assert taken.count("ngram") == 2 and max(taken.count("plain"), taken.count("full")) <= 3
+    assert taken.count("ngram") == 2 and max(taken.count("plain"), taken.count("tail")) <= 3
 
 
 @pytest.mark.parametrize(
@@ -143,16 +143,16 @@ def test_a_table_is_printed_though_its_json_cannot_be_written(tmp_path, monkeypa
 def test_a_log_that_is_missing_in_all_runs_does_not_pass_for_equal(tmp_path, monkeypatch):
     """It is waited for first, since NFS may show it late."""
     monkeypatch.setattr(storage_folder, "NFS_SECONDS", 0.5)
-    compared(tmp_path, ("plain", "full"))
-    logs = [RunFolder(tmp_path / name).rollout_log(0, 1) for name in ("plain", "full")]
+    compared(tmp_path, ("plain", "tail"))
+    logs = [RunFolder(tmp_path / name).rollout_log(0, 1) for name in ("plain", "tail")]
     for log in logs:
         log.rename(log.with_suffix(".away"))
-    digests = dict.fromkeys(("plain", "full"), "same")
+    digests = dict.fromkeys(("plain", "tail"), "same")
     with pytest.raises(UserError, match=r"plain/rollouts/step-000000 lacks rank-0001\.h5, so .*plain cannot be"):
         read_comparison(CONFIG, tmp_path, 1, 2, digests)
     for log in logs:
         threading.Timer(0.1, log.with_suffix(".away").rename, [log]).start()
-    assert read_comparison(CONFIG, tmp_path, 1, 2, digests).runs["full"].tokens == 8
+    assert read_comparison(CONFIG, tmp_path, 1, 2, digests).runs["tail"].tokens == 8
 
 
 def test_one_rank_reads_the_logs_for_all(tmp_path, monkeypatch):

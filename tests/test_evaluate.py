@@ -17,7 +17,7 @@ from launch_ranks import run_on_ranks
 from tiny import embedded_folder
 
 from tlt_hpc.checkpoint.store import CheckpointStore
-from tlt_hpc.cli.main import main
+from tlt_hpc.cli.main import main, parse
 from tlt_hpc.cluster.stopping import Stop
 from tlt_hpc.common.records import FinishReason, Prompt, SamplingParams, Stream
 from tlt_hpc.config import ConfigError, RewardSection, UserError, load_config, to_toml
@@ -280,6 +280,22 @@ def test_the_dry_run_prints_the_plan(tmp_path, capsys):
     assert "data        gcd (10 prompts)" in said
     assert "answers     greedily and 3 times at temperature 0.6, top-p 0.95, at most 160 tokens" in said
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("words", "overrides"),
+    [
+        ((), []),
+        (("--step", "2"), []),
+        (("evaluation.limit=3", "--step", "2", "run.seed=4"), ["evaluation.limit=3", "run.seed=4"]),
+    ],
+)
+def test_a_run_is_evaluated_by_its_own_configuration_if_none_is_given(run, words, overrides):
+    options = parse(["evaluate", str(run.path), *words])
+    assert (options.config, options.overrides) == (str(run.config), overrides)
+    other = parse(["evaluate", str(run.path), *words, "jobs/other=1.toml"])
+    assert (other.config, other.overrides) == ("jobs/other=1.toml", overrides)
+    assert main(["evaluate", str(run.path), *words, "--dry-run"]) == 0
 
 
 def test_a_stopped_one_keeps_what_it_has_and_more_samples_are_added(tmp_path, monkeypatch):

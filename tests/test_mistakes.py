@@ -83,13 +83,13 @@ compare jobs/tiny.toml --steps 0
 compare jobs/tiny.toml --step 3
     tlt compare: unknown option --step; did you mean --steps? (see tlt compare --help)
 compare jobs/tiny.toml --without drafter
-    tlt compare: --without has no 'drafter'; choose from ngram, full, ahead (see tlt compare --help)
+    tlt compare: --without has no 'drafter'; choose from ngram, tail, ahead-tail (see tlt compare --help)
 compare jobs/tiny.toml --json none/x.json
     tlt compare: --json none/x.json: its folder does not exist; make it first (see tlt compare --help)
 compare jobs/tiny.toml --json jobs
     tlt compare: --json jobs is a folder; give a file (see tlt compare --help)
 evaluate jobs/tiny.toml
-    tlt evaluate: the following arguments are required: CONFIG.toml (see tlt evaluate --help)
+    tlt: jobs/tiny.toml is not a run's folder (it has no config.toml); to evaluate a model, give the job's file too, such as jobs/tiny.toml
 plan jobs/qwen7b.toml --gpus-per-node eight
     tlt plan: argument --gpus-per-node: 'eight': use whole numbers of 1 or more (see tlt plan --help)
 plan jobs/qwen7b.toml --gpu-memory b200

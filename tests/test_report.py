@@ -312,10 +312,10 @@ def report(*arguments: Any) -> int:
 
 def test_a_run_of_a_comparison_is_compared_with_the_plain_one_beside_it(tmp_path: Path) -> None:
     for folder, expected in (("job-compare-20261127-101500", "2.00\u00d7"), ("runs", "not measured")):
-        make(tmp_path / folder / "ahead")
+        make(tmp_path / folder / "ahead-tail")
         make_plain(tmp_path / folder / "plain")
-        assert report(tmp_path / folder / "ahead") == 0 and report(tmp_path / folder / "plain") == 0
-        assert expected in Page((tmp_path / folder / "ahead" / "report.html").read_text()).shown.lower()
+        assert report(tmp_path / folder / "ahead-tail") == 0 and report(tmp_path / folder / "plain") == 0
+        assert expected in Page((tmp_path / folder / "ahead-tail" / "report.html").read_text()).shown.lower()
 
 
 def test_the_page_is_one_file_in_two_themes(run: RunFolder, plain: RunFolder) -> None:

@@ -36,8 +36,8 @@ def test_a_long_comparison_is_equal(tmp_path):
     found = json.loads(path.read_text())
     print(json.dumps(found["speedup"]))
     assert found["equal"] == {"tokens": True, "rewards": True, "policy": True, "mismatched_tokens": 0}
-    full = found["runs"]["full"]
+    full = found["runs"]["tail"]
     assert full["harvested_rank_seconds"] > 0.3 * full["idle_rank_seconds"]
     accept_length = {mode: run["accept_length"] for mode, run in found["runs"].items()}
-    assert accept_length["full"] > 2 and accept_length["full"] > accept_length["ngram"] > accept_length["plain"] == 1
-    assert found["speedup"]["full"]["decode_cpu"]["low"] > 1
+    assert accept_length["tail"] > 2 and accept_length["tail"] > accept_length["ngram"] > accept_length["plain"] == 1
+    assert found["speedup"]["tail"]["decode_cpu"]["low"] > 1

@@ -94,7 +94,8 @@ def make_parser(commands: Mapping[str, Command]) -> Parser:
         )
         each = command.add_options(each) or each
         if not isinstance(command.work, str):
-            each.add_argument("config", metavar="CONFIG.toml", help="the run, e.g. jobs/tiny.toml")
+            nargs, words = ("?", "; a run has its own") if name == "evaluate" else (None, "")
+            each.add_argument("config", metavar="CONFIG.toml", nargs=nargs, help=f"the job, e.g. jobs/tiny.toml{words}")
             each.add_argument("overrides", nargs="*", metavar="section.key=value", help="e.g. rollout.temperature=0.9")
             each.add_argument("--dry-run", action="store_true", help="check, and print the plan; write nothing")
     return parser
@@ -119,7 +120,20 @@ def parse(parser: Parser, arguments: Sequence[str]) -> argparse.Namespace:
             command.error(_unknown(word, command))
     if rest:
         options.overrides = [*options.overrides, *rest]
+    if options.command == "evaluate":
+        find_evaluation_config(options)
     return options
+
+
+def find_evaluation_config(options: argparse.Namespace) -> None:
+    """Of ``tlt evaluate``: take the run's own configuration if none is given.
+
+    argparse cannot distinguish an optional configuration from the overrides, which may stand before it.
+    """
+    words = [*filter(None, [options.config]), *options.overrides]
+    given = next((word for word in words if not re.match(r"\w+\.\w+=", word)), None)
+    options.config = given or str(Path(options.checkpoint, "config.toml"))
+    options.overrides = [word for word in words if word is not given]
 
 
 def parser_of(parser: Parser, command: str) -> Parser:
@@ -154,7 +168,7 @@ def add_compare_options(command: argparse.ArgumentParser) -> None:
     """The options of ``tlt compare``."""
     command.add_argument("--steps", type=at_least_one, default=6, help="steps of each mode (default 6)")
     words = "leave this mode out, as all modes are in memory at once; may be given several times"
-    command.add_argument("--without", choices=("ngram", "full", "ahead"), action="append", default=[], help=words)
+    command.add_argument("--without", choices=("ngram", "tail", "ahead-tail"), action="append", default=[], help=words)
     command.add_argument("--json", type=Path, metavar="PATH", help="write the figures there as well")
 
 

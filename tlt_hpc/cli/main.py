@@ -14,6 +14,7 @@ import socket
 import sys
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tlt_hpc.cli import command_line
@@ -72,6 +73,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if rank is None:
         say_soon(f"checking {options.config}", is_result=not options.dry_run)
     try:
+        if options.command == "evaluate":
+            check_is_run(options)
         config = load_config(options.config, options.overrides, given_job(os.environ, options.config))
         num_ranks = launched_count(os.environ) or config.run.ranks
         config = config_of(config, options)
@@ -95,6 +98,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"tlt: {one_line(error)}", file=sys.stderr)
         return USER_ERROR
     return be_rank(config, options, flag, rank)
+
+
+def check_is_run(options: argparse.Namespace) -> None:
+    """Refuse to evaluate a model without a configuration, since only a run has its own.
+
+    Raises:
+        UserError: there is no run.
+    """
+    own = Path(options.checkpoint, "config.toml")
+    if options.config == str(own) and not own.is_file():
+        raise UserError(
+            f"{options.checkpoint} is not a run's folder (it has no config.toml); to evaluate a model, give the job's "
+            "file too, such as jobs/tiny.toml"
+        )
 
 
 def say_soon(words: str, is_result: bool) -> None:

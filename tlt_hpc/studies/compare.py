@@ -30,10 +30,8 @@ from tlt_hpc.storage.rollout_log import StepRecord, read_step
 from tlt_hpc.storage.step_lines import read_lines
 from tlt_hpc.train import Reporter, run, take_steps
 
-MODES = ("plain", "ngram", "full", "ahead")
-"""Values of ``speculation.mode``, each compared with the first, and "ahead": as full, with ``speculation.ahead`` as in
-the job, which the others do without.
-"""
+MODES = ("plain", "ngram", "tail", "ahead-tail")
+"""What is compared, each with the first; these names mean the same as those of the runs of ``tlt ablate``."""
 TIMED = {"rollout": "rollout/seconds", "decode_cpu": DECODE_CPU, "step": "timing_s/step"}
 """What speeds are printed of -> its name in a step's line."""
 WARM_UP = "warm-up"
@@ -149,7 +147,9 @@ def take_turns(jobs: Mapping[str, Job], num_steps: int, reporter_of: Callable[[s
 
 def config_of(config: Config, mode: str, num_steps: int, parent: Path) -> Config:
     """The configuration of one mode's run: only the mode, the length and the folder differ."""
-    speculation = {"mode": "full"} if mode == "ahead" else {"mode": mode, "ahead": "off"}
+    speculation = {"mode": mode if mode in ("plain", "ngram") else "full"}
+    if mode != "ahead-tail":
+        speculation["ahead"] = "off"
     return without_side_effects(config).model_copy(
         update={
             "run": config.run.model_copy(update={"name": mode, "folder": str(parent), "num_steps": num_steps}),
