@@ -149,9 +149,11 @@ def check_counts(counts, rollouts, on_host):
 def test_neither_stored_texts_nor_work_ahead_change_a_text(way, world):
     (own, following, refill), (plain, of_next, of_refill), stored, _ = world
     engine = ahead_engine(**WAYS[way])
+    graphs = getattr(engine._rounds, "_graphs", ())
     if "late" in way:  # a round in which a graph is captured is not counted, and there are many graphs here
         for is_simple in (True, False):
             engine._rounds.capture(is_simple)
+        num_graphs = len(graphs)
     engine.outbox.sink = kept = KeptFeatures()
     engine.draft_from(stored)
     engine.submit_ahead(following)
@@ -184,6 +186,7 @@ def test_neither_stored_texts_nor_work_ahead_change_a_text(way, world):
     assert {key: text.tolist() for key, text in generated.items()} == texts(of_next.values())
     assert num_ahead >= sum(map(len, generated.values()))
     assert not engine.finished and not engine.ahead.take() and engine._scheduler.pool.num_used == 0
+    assert "late" not in way or len(graphs) == num_graphs, "a graph was captured during the rollout"
     whole = {(*r.prompt_tokens.tolist(), *r.response_tokens.tolist()) for r in rollouts}
     assert set(kept.whole) == whole, "features of the step's own responses alone"
 

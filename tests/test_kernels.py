@@ -311,6 +311,38 @@ def test_paged_attention_in_tall_tiles(tall, sizes, window, kind, by_span):
     assert_close(attention.paged_attention(**case, by_span=by_span, window=window), wanted, DOT_DTYPES[1], scale=2.0)
 
 
+@pytest.mark.parametrize("window", [0, 33, 300])
+@pytest.mark.parametrize("kind", ["chain", "tree"])
+@pytest.mark.parametrize(("N", "B"), [(3, 9), (20, 2), (1, 1)])
+def test_programs_share_the_spans_of_all_sequences(triton, N, B, kind, window, monkeypatch):
+    """Few programs take many spans of sequences of any length, in tables with room for more, each span once."""
+    from tlt_hpc.kernels.programs import attention as programs
+
+    case = attention_case(B, N, 8, 1, 32, 48, 1100, torch.float32, kind)
+    case["page_table"] = F.pad(case["page_table"], (0, 40))
+    whole = attention.paged_attention(**case, by_span=False, window=window)
+    with monkeypatch.context() as patched:
+        patched.setattr(programs.torch, "empty", lambda size, **kinds: torch.full(size, torch.nan, **kinds))
+        for num_processors in (1, 2, 66):
+            patched.setattr(programs, "num_multiprocessors", lambda x, number=num_processors: number)
+            assert torch.equal(attention.paged_attention(**case, by_span=True, window=window), whole)
+
+
+def test_programs_share_spans_where_that_is_needed_or_cheap(triton):
+    from tlt_hpc.kernels.programs.attention import HALF, HOPPER, shares_spans
+
+    def shares(B: int, N: int, h: int, g: int, num_spans: int = 128, tile=HOPPER) -> bool:
+        return shares_spans(B, N, h, g, 128, num_spans, tile, 264)
+
+    assert shares(1, 1, 28, 4) and shares(64, 9, 28, 4), "otherwise the GPU has too little to do"
+    assert shares(128, 1, 28, 4) and shares(64, 4, 32, 8), "a long sequence among short ones"
+    assert not shares(66, 9, 28, 4), "the partial results of many drafts are as large as keys and values"
+    assert not shares(128, 4, 32, 8), "they would take too much memory"
+    assert not shares(4096 // 64, 64, 28, 4), "a prompt"
+    assert not shares(1, 1, 28, 4, num_spans=1) and not shares(257, 1, 8, 1)
+    assert shares(16, 9, 28, 4, tile=HALF) and not shares(17, 9, 28, 4, tile=HALF)
+
+
 @pytest.mark.parametrize("dtype", DOT_DTYPES)
 @pytest.mark.parametrize("by_span", [False, True])
 @pytest.mark.parametrize("kind", ["chain", "tree"])

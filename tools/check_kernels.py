@@ -486,14 +486,16 @@ def arithmetic_of(compiled: Any) -> tuple[str, int, str]:
     return " ".join(sorted(kinds)), len(re.findall(r"\bfma\.", code)), " ".join(sorted({*sums, *layouts}))
 
 
-def num_unlike(programs: Sequence[Any]) -> int:
-    """Programs whose forms for half precision do not all compute alike; prints what each computes with."""
+def num_unlike(groups: Sequence[Sequence[Any]]) -> int:
+    """Groups of programs whose forms for half precision do not all compute alike; prints what each computes with."""
     unlike = 0
-    for program in programs:
-        forms = [arithmetic_of(one) for cache in program.device_caches.values() for one in cache[0].values()]
+    for programs in groups:
+        caches = [cache for program in programs for cache in program.device_caches.values()]
+        forms = [arithmetic_of(one) for cache in caches for one in cache[0].values()]
         alike = {form for form in forms if form[0]}  # float32 has no matrix instruction, and tiles of its own
         unlike += len(alike) != 1
-        print(f"{program.__name__}: {len(forms)} forms, {'; '.join(sorted(form[0] for form in alike))}")
+        names = ", ".join(program.__name__ for program in programs)
+        print(f"{names}: {len(forms)} forms, {'; '.join(sorted(form[0] for form in alike))}")
     return unlike
 
 
@@ -516,11 +518,11 @@ def compile_all(architecture: str) -> int:
                 print(f"{case.name:44} {name:20} shared {shared:6}  {usage}")
                 spilled += "STACK:0" not in usage
     print(f"{len(driver.rows)} programs for {architecture}, {spilled} with spilled registers")
-    from tlt_hpc.kernels.programs.attention import _attend
+    from tlt_hpc.kernels.programs.attention import _attend, _attend_spans
     from tlt_hpc.kernels.programs.experts import _multiply_experts
     from tlt_hpc.kernels.programs.linear import _multiply
 
-    unlike = num_unlike([_attend, _multiply, _multiply_experts])
+    unlike = num_unlike([(_attend, _attend_spans), (_multiply,), (_multiply_experts,)])
     print("NOT batch-invariant" if unlike else "batch-invariant: all forms of a program compute alike")
     return 1 if unlike else 0
 

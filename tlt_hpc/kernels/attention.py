@@ -34,8 +34,9 @@ def paged_attention(
     int32, seen [B, N] int32, paths [B, N, W] int32: in a tree, query i sees the slots ``committed + paths[i, t]`` for
     t < seen[i]; without paths ``committed + t`` -> [B, N, h * d].
     With a ``window`` above 0 a query sees the last so many of these alone. A query that sees nothing gives zeros.
-    ``by_span`` divides long sequences among programs; None chooses by shape. On
-    a GPU nothing is read back, so it can be captured in a graph.
+    A query of a chain sees at most N slots beyond the committed ones, one of a tree at most W.
+    ``by_span`` divides the work evenly among programs, however different the sequences' lengths; None chooses by shape.
+    On a GPU nothing is read back, so it can be captured in a graph.
     """
     B, N, h, d = query.shape
     assert N <= MAX_QUERIES and key_pages.shape == value_pages.shape and key_pages.shape[3] == d

@@ -89,11 +89,22 @@ class GraphRound:
                     continue  # the engine does not choose it for so many
                 if strategy.has_drafter:
                     self.draft(count, strategy)
-                tokens = torch.zeros(count, strategy.widest_pass, dtype=torch.int64, device=self.tolerance.device)
-                is_tree = strategy.branching > 1
-                self.verify(DraftTree(tokens, torch.zeros_like(tokens) if is_tree else None), is_simple)
+                for width, is_tree in self._passes(strategy):
+                    tokens = torch.zeros(count, width, dtype=torch.int64, device=self.tolerance.device)
+                    self.verify(DraftTree(tokens, torch.zeros_like(tokens) if is_tree else None), is_simple)
         seconds = time.perf_counter() - start
         logger.info("%d graphs captured in %.1f s: %d MiB of device memory", len(self), seconds, self.num_bytes >> 20)
+
+    def _passes(self, strategy: Strategy) -> list[tuple[int, bool]]:
+        """Widths of the passes that verify a strategy's drafts, and whether they are trees.
+
+        A round with stored texts is a pass over trees if the rows without such a text have trees.
+        """
+        width, is_tree = strategy.widest_pass, strategy.branching > 1
+        if strategy.source != "stored":
+            return [(width, is_tree)]
+        trees = (one for one in self._strategies if one.branching > 1 and one.depth <= strategy.depth)
+        return [(width, False), *((max(width, one.widest_pass), True) for one in trees)]
 
     @property
     def num_bytes(self) -> int:

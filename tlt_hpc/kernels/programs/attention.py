@@ -3,7 +3,7 @@
 All query heads that share a key-value head, of several queries, form the rows of one tile, so that no key is read twice
 for them. Slots are read in tiles of KEYS that begin at multiples of it, tiles are folded in order into one partial
 result for every SPAN slots, and the partial results are joined in order. So a row adds the same numbers in the same
-order in any pass, whether one program takes all its spans or each its own.
+order in any pass, whether one program takes all its spans or many take one at a time.
 All tiles have the same shape, so that sums within a tile are alike too, and the compiler fuses no multiplication with
 an addition, which it would do differently from program to program.
 Shapes: ``B`` sequences, ``N`` queries of each, ``h`` query heads, ``g`` key-value heads, ``G`` = h / g, ``d`` head
@@ -26,6 +26,16 @@ _WAVES = 2
 """Programs wanted per multiprocessor."""
 SPAN = 256
 """Slots of a partial result."""
+_MOST_SEQUENCES = 256
+"""Of a pass whose programs share the spans; each program counts the spans of all sequences."""
+_CHEAP_ROWS = 16
+"""Rows of a sequence and key-value head up to which writing and reading partial results takes at most an eighth of the
+time for keys and values.
+"""
+_PARTIAL_BYTES = 2**29
+"""Most memory for partial results where sharing the spans is not necessary to use all of the GPU."""
+_JOINED_AT_ONCE = 8
+"""Partial results that are loaded before the first of them is used."""
 
 
 class Tile(NamedTuple):
@@ -131,32 +141,69 @@ def _join(top, total, lse):
     return new_top, total * shrink + weight, shrink, weight
 
 
-_VARYING = ["N", "path_width", "num_spans", "table_stride"]
+_VARYING = ["B", "N", "path_width", "num_spans", "table_stride"]
 """Sizes of a pass: each value would otherwise be compiled for itself, while others wait for their tokens."""
 
 
-@triton.jit(do_not_specialize=_VARYING)
-def _attend(
-    query, key_pages, value_pages, page_table, committed, seen, paths, out, partial_lse, scale,
-    query_row_stride, query_stride, table_stride,
-    key_page_stride, key_slot_stride, value_page_stride, value_slot_stride, path_width, num_spans, N,
-    page_size: tl.constexpr, h: tl.constexpr, g: tl.constexpr, d: tl.constexpr, SPAN: tl.constexpr,
-    IS_TREE: tl.constexpr, IS_WHOLE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, WIDE: tl.constexpr,
-    PRECISION: tl.constexpr, WINDOW: tl.constexpr, PATH_STAGES: tl.constexpr,
+@triton.jit
+def _first_span(prefix, SPAN: tl.constexpr, WINDOW: tl.constexpr):
+    """The first span that a query after ``prefix`` committed slots may see."""
+    return tl.maximum(prefix - WINDOW, 0) // SPAN if WINDOW else prefix * 0
+
+
+@triton.jit
+def _fold_span(
+    q, span, tile, prefix, limit, reach, floor, real, at, scale, keys, values, table, seen, paths, path_width,
+    key_page_stride, key_slot_stride, value_page_stride, value_slot_stride, N,
+    page_size: tl.constexpr, G: tl.constexpr, SPAN: tl.constexpr, IS_TREE: tl.constexpr, ROWS: tl.constexpr,
+    KEYS: tl.constexpr, d: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr, WINDOW: tl.constexpr,
+    PATH_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """IS_WHOLE: out [B, N, h, d], by one program for all spans; else partial results [B, N, h, spans, d] in fp32 and
-    partial_lse [B, N, h, spans] in base 2, by a program for each span.
-    """
-    G: tl.constexpr = h // g
-    tile = tl.program_id(0)
-    sequence = (tl.program_id(1) // g).to(tl.int64)
-    group = tl.program_id(1) % g
+    """A tile's partial result of a span: weighted values [ROWS, WIDE] and the logarithm of the weights' sum [ROWS]."""
+    top = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.full((ROWS,), 0.0, tl.float32)
+    mixed = tl.full((ROWS, WIDE), 0.0, tl.float32)
+    last = tl.minimum(span * SPAN + SPAN, reach)
+    first = tl.maximum(span * SPAN, floor // KEYS * KEYS)
+    shared = last
+    if IS_TREE:  # whole tiles of the prefix are the same for all queries of a tree
+        shared = tl.minimum(last, tl.maximum(first, prefix // KEYS * KEYS))
+    for start in range(first, shared, KEYS):
+        slot = start + tl.arange(0, KEYS)
+        visible = slot[None, :] < limit[:, None]
+        if WINDOW:
+            visible = visible & (slot[None, :] >= limit[:, None] - WINDOW)
+        if page_size % KEYS == 0:  # one page number for the tile
+            page = tl.load(table + start // page_size).to(tl.int64)
+            offset = (start % page_size + tl.arange(0, KEYS)).to(tl.int64)
+        else:
+            page = tl.load(table + slot // page_size, mask=slot < reach, other=0).to(tl.int64)
+            offset = (slot % page_size).to(tl.int64)
+        top, total, mixed = _fold(
+            q, top, total, mixed, page, offset, slot < reach, visible, scale, keys, values,
+            key_page_stride, key_slot_stride, value_page_stride, value_slot_stride, d, WIDE, PRECISION,
+        )  # fmt: skip
+    if IS_TREE:
+        top, total, mixed = _fold_paths(
+            q, top, total, mixed, tile, shared, last, prefix, real, at, scale, keys, values, table, seen, paths,
+            path_width, key_page_stride, key_slot_stride, value_page_stride, value_slot_stride, N, page_size, G, ROWS,
+            KEYS, d, WIDE, PRECISION, WINDOW, PATH_STAGES,
+        )  # fmt: skip
+    part = mixed / tl.where(total > 0, total, 1.0)[:, None]
+    return part, tl.where(total > 0, top + tl.log2(total), float("-inf"))
+
+
+@triton.jit
+def _tile_rows(
+    query, committed, seen, sequence, tile, group, query_row_stride, query_stride, N,
+    G: tl.constexpr, d: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
+    """The rows of a tile: which there are, query and head of each, their queries, and which slots they see."""
     row = tile * ROWS + tl.arange(0, ROWS)
     real = row < N * G
     at = row // G
     head = group * G + row % G
     column = tl.arange(0, WIDE)
-
     address = sequence * query_row_stride + at.to(tl.int64) * query_stride + head * d
     q = tl.load(query + address[:, None] + column[None, :], mask=real[:, None] & (column[None, :] < d), other=0.0)
     prefix = tl.load(committed + sequence)
@@ -165,79 +212,101 @@ def _attend(
     floor = 0  # slots below it no row of the tile sees; a tile that nobody sees would change no bit
     if WINDOW:
         floor = tl.maximum(tl.min(tl.where(real, limit, reach), 0) - WINDOW, 0)
+    return real, at, head, q, prefix, limit, reach, floor
 
-    keys = key_pages + group * d
-    values = value_pages + group * d
-    table = page_table + sequence * table_stride
+
+@triton.jit(do_not_specialize=_VARYING)
+def _attend(
+    query, key_pages, value_pages, page_table, committed, seen, paths, out, scale,
+    query_row_stride, query_stride, table_stride,
+    key_page_stride, key_slot_stride, value_page_stride, value_slot_stride, path_width, N,
+    page_size: tl.constexpr, h: tl.constexpr, g: tl.constexpr, d: tl.constexpr, SPAN: tl.constexpr,
+    IS_TREE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+    WINDOW: tl.constexpr, PATH_STAGES: tl.constexpr,
+):  # fmt: skip
+    """out [B, N, h, d], of a sequence, key-value head and tile by one program."""
+    G: tl.constexpr = h // g
+    tile, group = tl.program_id(0), tl.program_id(1)
+    sequence = tl.program_id(2).to(tl.int64)
+    real, at, head, q, prefix, limit, reach, floor = _tile_rows(
+        query, committed, seen, sequence, tile, group, query_row_stride, query_stride, N, G, d, ROWS, WIDE, WINDOW
+    )
     whole_top = tl.full((ROWS,), float("-inf"), tl.float32)
     whole_total = tl.full((ROWS,), 0.0, tl.float32)
     whole = tl.full((ROWS, WIDE), 0.0, tl.float32)
-    first_span = floor // SPAN if IS_WHOLE else tl.program_id(2)
-    last_span = tl.cdiv(reach, SPAN) if IS_WHOLE else tl.minimum(tl.program_id(2) + 1, tl.cdiv(reach, SPAN))
-    for span in range(first_span, last_span):
-        top = tl.full((ROWS,), float("-inf"), tl.float32)
-        total = tl.full((ROWS,), 0.0, tl.float32)
-        mixed = tl.full((ROWS, WIDE), 0.0, tl.float32)
-        last = tl.minimum(span * SPAN + SPAN, reach)
-        first = tl.maximum(span * SPAN, floor // KEYS * KEYS)
-        shared = last
-        if IS_TREE:  # whole tiles of the prefix are the same for all queries of a tree
-            shared = tl.minimum(last, tl.maximum(first, prefix // KEYS * KEYS))
-        for start in range(first, shared, KEYS):
-            slot = start + tl.arange(0, KEYS)
-            visible = slot[None, :] < limit[:, None]
-            if WINDOW:
-                visible = visible & (slot[None, :] >= limit[:, None] - WINDOW)
-            if page_size % KEYS == 0:  # one page number for the tile
-                page = tl.load(table + start // page_size).to(tl.int64)
-                offset = (start % page_size + tl.arange(0, KEYS)).to(tl.int64)
-            else:
-                page = tl.load(table + slot // page_size, mask=slot < reach, other=0).to(tl.int64)
-                offset = (slot % page_size).to(tl.int64)
-            top, total, mixed = _fold(
-                q, top, total, mixed, page, offset, slot < reach, visible, scale, keys, values,
-                key_page_stride, key_slot_stride, value_page_stride, value_slot_stride, d, WIDE, PRECISION,
-            )  # fmt: skip
-        if IS_TREE:
-            top, total, mixed = _fold_paths(
-                q, top, total, mixed, tile, shared, last, prefix, real, at, scale, keys, values, table,
-                seen + sequence * N, paths + sequence * N * path_width, path_width,
-                key_page_stride, key_slot_stride, value_page_stride, value_slot_stride, N, page_size, G, ROWS, KEYS, d,
-                WIDE, PRECISION, WINDOW, PATH_STAGES,
-            )  # fmt: skip
-        part = mixed / tl.where(total > 0, total, 1.0)[:, None]
-        lse = tl.where(total > 0, top + tl.log2(total), float("-inf"))
-        if IS_WHOLE:
-            whole_top, whole_total, shrink, weight = _join(whole_top, whole_total, lse)
-            whole = whole * shrink[:, None] + part * weight[:, None]
-        else:
-            place = ((sequence * N + at) * h + head) * num_spans + span
-            tl.store(out + place[:, None] * d + column[None, :], part, mask=real[:, None] & (column[None, :] < d))
-            tl.store(partial_lse + place, lse, mask=real)
-    if IS_WHOLE:
-        whole = whole / tl.where(whole_total > 0, whole_total, 1.0)[:, None]
-        place = (sequence * N + at) * h + head
-        tl.store(
-            out + place[:, None] * d + column[None, :],
-            whole.to(out.dtype.element_ty),
-            mask=real[:, None] & (column[None, :] < d),
+    for span in range(floor // SPAN, tl.cdiv(reach, SPAN)):
+        part, lse = _fold_span(
+            q, span, tile, prefix, limit, reach, floor, real, at, scale, key_pages + group * d, value_pages + group * d,
+            page_table + sequence * table_stride, seen + sequence * N, paths + sequence * N * path_width, path_width,
+            key_page_stride, key_slot_stride, value_page_stride, value_slot_stride, N, page_size, G, SPAN, IS_TREE,
+            ROWS, KEYS, d, WIDE, PRECISION, WINDOW, PATH_STAGES,
+        )  # fmt: skip
+        whole_top, whole_total, shrink, weight = _join(whole_top, whole_total, lse)
+        whole = whole * shrink[:, None] + part * weight[:, None]
+    whole = whole / tl.where(whole_total > 0, whole_total, 1.0)[:, None]
+    column = tl.arange(0, WIDE)
+    place = (sequence * N + at) * h + head
+    tl.store(
+        out + place[:, None] * d + column[None, :],
+        whole.to(out.dtype.element_ty),
+        mask=real[:, None] & (column[None, :] < d),
+    )
+
+
+@triton.jit(do_not_specialize=_VARYING)
+def _attend_spans(
+    query, key_pages, value_pages, page_table, committed, seen, paths, partial, partial_lse, scale,
+    query_row_stride, query_stride, table_stride,
+    key_page_stride, key_slot_stride, value_page_stride, value_slot_stride, path_width, num_spans, B, N,
+    page_size: tl.constexpr, h: tl.constexpr, g: tl.constexpr, d: tl.constexpr, SPAN: tl.constexpr,
+    SEQUENCES: tl.constexpr, IS_TREE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, WIDE: tl.constexpr,
+    PRECISION: tl.constexpr, WINDOW: tl.constexpr, PATH_STAGES: tl.constexpr,
+):  # fmt: skip
+    """partial [B, N, h, spans, d] in fp32 and partial_lse [B, N, h, spans] in base 2, by programs that share the spans
+    of all sequences evenly.
+    """
+    G: tl.constexpr = h // g
+    tiles = tl.cdiv(N * G, ROWS)
+    # a query sees no more of its own slots than a path has, in a chain than there are queries
+    every = tl.arange(0, SEQUENCES)
+    each = tl.load(committed + every, mask=every < B, other=0)
+    end = tl.minimum(tl.cdiv(each + (path_width if IS_TREE else N), SPAN), num_spans)
+    ends = tl.cumsum(tl.where(every < B, end - _first_span(each, SPAN, WINDOW), 0), 0)
+    for item in range(tl.program_id(0), tl.max(ends, 0) * g * tiles, tl.num_programs(0)):
+        tile, group, number = item % tiles, item // tiles % g, item // tiles // g
+        sequence = tl.sum((ends <= number).to(tl.int32), 0).to(tl.int64)
+        real, at, head, q, prefix, limit, reach, floor = _tile_rows(
+            query, committed, seen, sequence, tile, group, query_row_stride, query_stride, N, G, d, ROWS, WIDE, WINDOW
         )
+        span = _first_span(prefix, SPAN, WINDOW) + number - tl.max(tl.where(ends <= number, ends, 0), 0)
+        part, lse = _fold_span(
+            q, span, tile, prefix, limit, reach, floor, real, at, scale, key_pages + group * d, value_pages + group * d,
+            page_table + sequence * table_stride, seen + sequence * N, paths + sequence * N * path_width, path_width,
+            key_page_stride, key_slot_stride, value_page_stride, value_slot_stride, N, page_size, G, SPAN, IS_TREE,
+            ROWS, KEYS, d, WIDE, PRECISION, WINDOW, PATH_STAGES,
+        )  # fmt: skip
+        column = tl.arange(0, WIDE)
+        place = ((sequence * N + at) * h + head) * num_spans + span
+        tl.store(partial + place[:, None] * d + column[None, :], part, mask=real[:, None] & (column[None, :] < d))
+        tl.store(partial_lse + place, lse, mask=real)
 
 
 @triton.jit(do_not_specialize=_VARYING)
 def _join_spans(
     partial, partial_lse, committed, seen, out, num_spans, N,
-    h: tl.constexpr, d: tl.constexpr, SPAN: tl.constexpr, WIDE: tl.constexpr,
+    h: tl.constexpr, d: tl.constexpr, SPAN: tl.constexpr, WIDE: tl.constexpr, WINDOW: tl.constexpr,
+    AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """Joins partial results as ``_attend`` does where it takes all spans."""
     place = tl.program_id(0).to(tl.int64)
     query = place // h
     column = tl.arange(0, WIDE)
-    limit = tl.load(committed + query // N) + tl.load(seen + query)
+    prefix = tl.load(committed + query // N)
+    limit = prefix + tl.load(seen + query)
     whole_top = float("-inf")
     whole_total = 0.0
     whole = tl.full((WIDE,), 0.0, tl.float32)
-    for span in range(0, tl.cdiv(limit, SPAN)):
+    for span in tl.range(_first_span(prefix, SPAN, WINDOW), tl.cdiv(limit, SPAN), loop_unroll_factor=AT_ONCE):
         at = place * num_spans + span
         lse = tl.load(partial_lse + at)
         part = tl.load(partial + at * d + column, mask=column < d, other=0.0)
@@ -257,6 +326,18 @@ def num_multiprocessors(x: Tensor) -> int:
     return _num_multiprocessors(x.device.index or 0) if x.is_cuda else 2
 
 
+def shares_spans(B: int, N: int, h: int, g: int, d: int, num_spans: int, tile: Tile, num_programs: int) -> bool:
+    """Whether programs share the spans of all sequences, rather than each taking a sequence.
+
+    They must where there would be fewer than ``num_programs``. Otherwise it saves waiting for the longest sequence.
+    """
+    if num_spans == 1 or B > _MOST_SEQUENCES:
+        return False
+    rows = N * (h // g)
+    is_cheap = rows <= _CHEAP_ROWS and 4 * B * N * h * num_spans * d <= _PARTIAL_BYTES
+    return is_cheap or triton.cdiv(rows, tile.rows) * B * g < num_programs
+
+
 def paged_attention(
     query: Tensor,
     key_pages: Tensor,
@@ -268,7 +349,7 @@ def paged_attention(
     by_span: bool | None,
     window: int,
 ) -> Tensor:
-    """Arguments as the public function's -> [B, N, h * d]; ``by_span``: a program for each span; None: by shape."""
+    """Arguments as the public function's -> [B, N, h * d]; ``by_span``: programs share all spans; None: by shape."""
     B, N, h, d = query.shape
     page_size, g = key_pages.shape[1], key_pages.shape[2]
     out = torch.empty((B, N, h * d), dtype=query.dtype, device=query.device)
@@ -276,24 +357,31 @@ def paged_attention(
         return out
     tile = tile_of(query)
     tiles, num_spans = triton.cdiv(N * (h // g), tile.rows), triton.cdiv(page_table.shape[1] * page_size, SPAN)
+    wanted = _WAVES * num_multiprocessors(query)
     if by_span is None:
-        by_span = num_spans > 1 and tiles * B * g < _WAVES * num_multiprocessors(query)
-    target, lse = out, out  # without spans of their own, nobody writes the latter
-    if by_span:
-        target = torch.empty((B, N, h, num_spans, d), dtype=torch.float32, device=query.device)
-        lse = torch.empty((B, N, h, num_spans), dtype=torch.float32, device=query.device)
+        by_span = shares_spans(B, N, h, g, d, num_spans, tile, wanted)
     wide = max(16, triton.next_power_of_2(d))
-    _attend[(tiles, B * g, num_spans if by_span else 1)](
-        query, key_pages, value_pages, page_table, committed, seen, seen if paths is None else paths, target, lse,
+    given = query, key_pages, value_pages, page_table, committed, seen, seen if paths is None else paths
+    strides = (
         _LOG2_E * d**-0.5, query.stride(0), query.stride(1), page_table.stride(0),
         key_pages.stride(0), key_pages.stride(1), value_pages.stride(0), value_pages.stride(1),
-        0 if paths is None else paths.shape[2], num_spans, N,
-        page_size, h, g, d, SPAN, paths is not None, not by_span, tile.rows, tile.keys, wide,
-        "ieee" if tile is EXACT else "tf32", window, tile.path_stages, num_warps=tile.num_warps,
-        num_stages=tile.num_stages, enable_fp_fusion=False,
+        0 if paths is None else paths.shape[2],
     )  # fmt: skip
-    if by_span:
-        _join_spans[(B * N * h,)](
-            target, lse, committed, seen, out, num_spans, N, h, d, SPAN, wide, num_warps=1, enable_fp_fusion=False
-        )
+    form = (
+        paths is not None, tile.rows, tile.keys, wide, "ieee" if tile is EXACT else "tf32", window, tile.path_stages
+    )  # fmt: skip
+    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "enable_fp_fusion": False}
+    if not by_span:
+        _attend[(tiles, g, B)](*given, out, *strides, N, page_size, h, g, d, SPAN, *form, **options)
+        return out
+    assert B <= _MOST_SEQUENCES, f"{B} sequences, of which {_MOST_SEQUENCES} may share their spans"
+    partial = torch.empty((B, N, h, num_spans, d), dtype=torch.float32, device=query.device)
+    lse = torch.empty((B, N, h, num_spans), dtype=torch.float32, device=query.device)
+    _attend_spans[(min(tiles * g * B * num_spans, wanted),)](
+        *given, partial, lse, *strides, num_spans, B, N, page_size, h, g, d, SPAN, _MOST_SEQUENCES, *form, **options
+    )
+    _join_spans[(B * N * h,)](
+        partial, lse, committed, seen, out, num_spans, N, h, d, SPAN, wide, window, _JOINED_AT_ONCE, num_warps=1,
+        enable_fp_fusion=False,
+    )  # fmt: skip
     return out
