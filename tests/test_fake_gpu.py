@@ -13,6 +13,7 @@ import torch
 from fake_world import RanksInTurn
 from tiny import NUM_TOKENS, KeptFeatures, embedded_decoder, embedded_folder, gcd_requests, make_engine, random_document
 
+from tlt_hpc.common.records import SamplingParams
 from tlt_hpc.config import DrafterSection, UserError
 from tlt_hpc.drafting.spot import SpotTrainer
 from tlt_hpc.kernels.dispatch import has_triton
@@ -99,14 +100,19 @@ OPTIONS = {
     "preempted": {"kv_bytes": 9 * PAGES},
     "prefilled in chunks": {"prefill_tokens": 3},
     "truncated": {"rule": SamplingRule(0.7, NUM_TOKENS, top_k=9, top_p=0.9, min_p=0.01)},
+    "a least length": {"params": SamplingParams(40, 1.0, min_tokens=9)},
 }
 
 
 @pytest.mark.ci
 @pytest.mark.parametrize("name", OPTIONS)
 def test_a_rollout_never_waits_for_the_gpu(gpu, name):
-    """With every kind of draft, rows that come and go, features handed over, and new weights in between."""
+    """With every kind of draft, rows that come and go, features handed over, and new weights in between.
+
+    Nor for a graph: all are captured before the first rollout.
+    """
     engine = gpu_engine(**OPTIONS[name])
+    num_graphs = len(engine._rounds._graphs)
     texts = {request.key: np.arange(2, 20, dtype=np.int32) for request in REQUESTS[::3]}
     for version in (1, 2):
         engine.outbox.sink = kept = KeptFeatures()
@@ -122,6 +128,7 @@ def test_a_rollout_never_waits_for_the_gpu(gpu, name):
     assert (counts.num_preempted > 0) == (name == "preempted")
     generate(gpu, engine, num_steps=3)
     assert engine.abort()
+    assert len(engine._rounds._graphs) == num_graphs > 0
 
 
 @pytest.mark.ci

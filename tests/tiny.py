@@ -91,13 +91,11 @@ def make_engine(
 ) -> RolloutEngine:
     """Of the embedded model, which ``decoder`` may compute otherwise; ``options`` of its settings."""
     rule = rule or SamplingRule(1.0, NUM_TOKENS)
-    defaults = {"eos_token_ids": (EOS,), "max_live": 16, "max_prompt_tokens": 16, "tie_guard": True}
-    settings = EngineSettings(
-        params=SamplingParams(max_new_tokens, rule.temperature, rule.top_k, rule.top_p, rule.min_p),
-        num_tokens=NUM_TOKENS,
-        strategies=tuple(strategies),
-        **defaults | options,
-    )
+    params = SamplingParams(max_new_tokens, rule.temperature, rule.top_k, rule.top_p, rule.min_p)
+    defaults = {
+        "params": params, "eos_token_ids": (EOS,), "max_live": 16, "max_prompt_tokens": 16, "tie_guard": True
+    }  # fmt: skip
+    settings = EngineSettings(num_tokens=NUM_TOKENS, strategies=tuple(strategies), **defaults | options)
     engine = RolloutEngine(decoder or embedded_decoder(), settings, drafter, agree)
     engine.load_policy(folder_weights(embedded_folder()), 0)
     engine.calibrate(gcd_requests(4, 1, seed=99))

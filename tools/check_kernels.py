@@ -43,6 +43,9 @@ from tlt_hpc.rollout.pool_memory import PoolMemory
 
 HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 3584, 18944, 28, 4, 128, 152_064  # Qwen2.5-7B
 SMALL_PASSES = [(1, 1, 300, 64), (1, 4, 300, 64), (1, 64, 300, 256)]  # sequences, queries, slots, page size
+LONG_TAIL = (16, 5, 2048, 256)
+LONGEST = 32_768
+"""Slots of one of LONG_TAIL's sequences, and of all its page tables."""
 PASSES = [
     (1, 1, 8192, 256),
     (32, 1, 2048, 256),
@@ -167,12 +170,21 @@ def attention_case(
     kind: str = "chain",
     by_span: bool | None = None,
     window: int = 0,
+    longest: int = 0,
 ) -> Case:
-    """N queries of each of B sequences, of ``length`` committed slots the longest and fewer the others."""
-    M = -(-(length + N) // page_size)
-    pages = [draw(B * M, page_size, KV_HEADS, HEAD_DIM, dtype=dtype, device=device) for _ in range(2)]
-    table = torch.randperm(B * M, device=device).view(B, M).int()
-    committed = torch.linspace(length, length // 2, B, device=device).int()
+    """N queries of each of B sequences, of ``length`` committed slots the longest and fewer the others.
+
+    ``longest`` above 0: the slots of the last sequence instead, and of all tables.
+    """
+    M = -(-(max(length, longest) + N) // page_size)
+    lengths = torch.linspace(length, length // 2, B).int()
+    if longest:
+        lengths[-1] = longest
+    num_pages = (lengths + N + page_size - 1) // page_size
+    pages = [draw(int(num_pages.sum()), page_size, KV_HEADS, HEAD_DIM, dtype=dtype, device=device) for _ in range(2)]
+    table = torch.zeros(B, M, dtype=torch.int32)
+    table[torch.arange(M) < num_pages.unsqueeze(1)] = torch.randperm(int(num_pages.sum())).int()
+    table, committed = table.to(device), lengths.to(device)
     query = draw(B, N, HEADS, HEAD_DIM, dtype=dtype, device=device)
     seen, paths = torch.arange(1, N + 1, device=device).expand(B, -1).int().contiguous(), None
     if kind == "tree":  # of two branches
@@ -183,6 +195,7 @@ def attention_case(
     arguments = (query, pages[0], pages[1], table, committed, seen, paths)
     form = "" if by_span is None else " by span" if by_span else " whole"
     form += f" window={window}" if window else ""
+    form += f" longest={longest}" if longest else ""
     return Case(
         f"{kind} B={B} N={N} slots={length} page={page_size}{form} {str(dtype)[6:]}",
         partial(attention.paged_attention, *arguments, by_span=by_span, window=window),
@@ -237,6 +250,8 @@ def all_cases(device: torch.device, small: bool) -> Iterator[Case]:
                 yield from (attention_case(B, N, length, page_size, dtype, device, kind, form) for form in forms)
                 if small:
                     yield attention_case(B, N, length, page_size, dtype, device, kind, None, 64)
+        if not small:
+            yield attention_case(*LONG_TAIL, dtype, device, longest=LONGEST)
         for T in (1, 65) if small else (1, 16, 512):
             yield expert_case(T, dtype, device)
     for T in (1, 17, 33, 65) if small else (1, 5, 16, 64, 320, 4096):

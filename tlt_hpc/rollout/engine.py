@@ -372,7 +372,9 @@ class RolloutEngine:
         """
         assert not self.has_work and not self._probed and requests
         if self.decoder.device.type == "cuda":
-            self._rounds.capture(is_simple=not self._rule(self.settings.params).truncates)
+            truncates = self._rule(self.settings.params).truncates
+            for is_simple in {not truncates, not (truncates or self.settings.params.min_tokens)}:
+                self._rounds.capture(is_simple)
         if not self.settings.tie_guard:
             return
         uses_ngram, self._ngram.active, self._guard.active = self._ngram.active, False, False
