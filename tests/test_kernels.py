@@ -311,36 +311,48 @@ def test_paged_attention_in_tall_tiles(tall, sizes, window, kind, by_span):
     assert_close(attention.paged_attention(**case, by_span=by_span, window=window), wanted, DOT_DTYPES[1], scale=2.0)
 
 
-@pytest.mark.parametrize("window", [0, 33, 300])
+@pytest.mark.parametrize("window", [0, 100])
 @pytest.mark.parametrize("kind", ["chain", "tree"])
-@pytest.mark.parametrize(("N", "B"), [(3, 9), (20, 2), (1, 1)])
+@pytest.mark.parametrize(("N", "B"), [(3, 5), (9, 2)])
 def test_programs_share_the_spans_of_all_sequences(triton, N, B, kind, window, monkeypatch):
-    """Few programs take many spans of sequences of any length, in tables with room for more, each span once."""
+    """Few programs take many spans of sequences of any length, in tables with room for more, each span once.
+
+    Or groups of spans, in several launches where there is no memory for all.
+    """
     from tlt_hpc.kernels.programs import attention as programs
 
-    case = attention_case(B, N, 8, 1, 32, 48, 1100, torch.float32, kind)
-    case["page_table"] = F.pad(case["page_table"], (0, 40))
-    whole = attention.paged_attention(**case, by_span=False, window=window)
+    case = attention_case(B, N, 4, 2, 16, 48, 450, torch.float32, kind)
+    case["page_table"] = F.pad(case["page_table"], (0, 9))
+    monkeypatch.setattr(programs, "SPAN", 64)
+    monkeypatch.setattr(programs, "GROUP", 3)
+    wanted, found = by_definition(case, window).float(), []
     with monkeypatch.context() as patched:
         patched.setattr(programs.torch, "empty", lambda size, **kinds: torch.full(size, torch.nan, **kinds))
-        for num_processors in (1, 2, 66):
+        for num_processors, by_span, num_bytes in (
+            (1, True, 2**29),
+            (66, True, 2**29),
+            (2, False, 2**29),
+            (2, False, 9),
+        ):
             patched.setattr(programs, "num_multiprocessors", lambda x, number=num_processors: number)
-            assert torch.equal(attention.paged_attention(**case, by_span=True, window=window), whole)
+            patched.setattr(programs, "_PARTIAL_BYTES", num_bytes)
+            found.append(attention.paged_attention(**case, by_span=by_span, window=window))
+    assert_close(found[0], wanted, torch.float32, scale=2.0)
+    assert all(torch.equal(other, found[0]) for other in found[1:])
 
 
-def test_programs_share_spans_where_that_is_needed_or_cheap(triton):
-    from tlt_hpc.kernels.programs.attention import HALF, HOPPER, shares_spans
+def test_programs_take_groups_of_spans_where_single_ones_are_costly(triton):
+    from tlt_hpc.kernels.programs.attention import GROUP, HALF, HOPPER, spans_of_a_part
 
-    def shares(B: int, N: int, h: int, g: int, num_spans: int = 128, tile=HOPPER) -> bool:
-        return shares_spans(B, N, h, g, 128, num_spans, tile, 264)
+    def spans(B: int, N: int, h: int, g: int, tile=HOPPER) -> int:
+        return spans_of_a_part(B, N, h, g, 128, 128, tile, 264)
 
-    assert shares(1, 1, 28, 4) and shares(64, 9, 28, 4), "otherwise the GPU has too little to do"
-    assert shares(128, 1, 28, 4) and shares(64, 4, 32, 8), "a long sequence among short ones"
-    assert not shares(66, 9, 28, 4), "the partial results of many drafts are as large as keys and values"
-    assert not shares(128, 4, 32, 8), "they would take too much memory"
-    assert not shares(4096 // 64, 64, 28, 4), "a prompt"
-    assert not shares(1, 1, 28, 4, num_spans=1) and not shares(257, 1, 8, 1)
-    assert shares(16, 9, 28, 4, tile=HALF) and not shares(17, 9, 28, 4, tile=HALF)
+    assert spans(1, 1, 28, 4) == spans(8, 17, 28, 4) == spans(32, 9, 28, 4) == 1, "the GPU has too little to do"
+    assert spans(128, 1, 28, 4) == spans(64, 4, 32, 8) == 1, "a long sequence among short ones"
+    assert spans(34, 5, 32, 8) == GROUP, "partial results of many drafts are nearly as large as keys and values"
+    assert spans(128, 4, 32, 8) == spans(64, 9, 28, 4) == GROUP, "they would take too much memory"
+    assert spans(64, 64, 28, 4) == GROUP, "a prompt"
+    assert spans(16, 9, 28, 4, tile=HALF) == 1 and spans(17, 9, 28, 4, tile=HALF) == GROUP
 
 
 @pytest.mark.parametrize("dtype", DOT_DTYPES)
@@ -406,7 +418,7 @@ def test_programs_compile_for_a_gpu_that_is_not_there(tmp_path, target):
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     used = re.findall(r"STACK:(\d+)", done.stdout)
     assert len(used) >= 30, done.stderr
-    assert max(map(int, used)) <= 64, "registers are spilled"
+    assert max(map(int, used)) <= 96, "more registers are spilled than a few, once for a part of a sequence"
     assert max(map(int, re.findall(r"shared +(\d+)", done.stdout))) <= 100_000, "two programs must fit on a processor"
     alike = target != "gfx942"  # there the height of the instruction follows from the number of rows
     assert done.returncode == (not alike), done.stderr

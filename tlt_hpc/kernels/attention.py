@@ -35,7 +35,7 @@ def paged_attention(
     t < seen[i]; without paths ``committed + t`` -> [B, N, h * d].
     With a ``window`` above 0 a query sees the last so many of these alone. A query that sees nothing gives zeros.
     A query of a chain sees at most N slots beyond the committed ones, one of a tree at most W.
-    ``by_span`` divides the work evenly among programs, however different the sequences' lengths; None chooses by shape.
+    ``by_span``: the programs share single spans of slots rather than groups of spans; None chooses by shape.
     On a GPU nothing is read back, so it can be captured in a graph.
     """
     B, N, h, d = query.shape

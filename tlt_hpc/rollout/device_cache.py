@@ -26,9 +26,6 @@ from tlt_hpc.rollout.kv_cache import HostPagedCache, Layout, PagedCache, PoolSiz
 AttentionKind = Literal["auto", "pages", "paged-kernel"]
 """Page by page in PyTorch, or by a kernel that follows the page table; "auto": the kernel on CUDA alone."""
 
-_MOST_PROGRAMS = 65_535
-"""CUDA's limit on the second dimension of a grid, where the kernel has a block's key-value head."""
-
 
 def make_cache(
     shape: ModelShape,
@@ -140,18 +137,9 @@ class Blocks:
         missing = num_blocks * width // self.num_rows - self.num_queries
         if missing:
             by_row = F.pad(by_row, (0, 0, 0, 0, 0, missing))
-        out = self._attention(by_row.view(num_blocks, width, *query.shape[1:]), keys, values, window)
+        blocks = by_row.view(num_blocks, width, *query.shape[1:])
+        out = paged_attention(blocks, keys, values, self.table, self.committed, self.seen, self.paths, window=window)
         return out.view(self.num_rows, -1, out.shape[2])[:, : self.num_queries].reshape(len(query), -1)
-
-    def _attention(self, query: Tensor, keys: Tensor, values: Tensor, window: int) -> Tensor:
-        most = _MOST_PROGRAMS // keys.shape[2]
-        if len(query) <= most:
-            return paged_attention(
-                query, keys, values, self.table, self.committed, self.seen, self.paths, window=window
-            )
-        assert self.paths is None, "a batch of trees is small"
-        parts = zip(*(torch.split(x, most) for x in (query, self.table, self.committed, self.seen)), strict=True)
-        return torch.cat([paged_attention(q, keys, values, t, c, s, window=window) for q, t, c, s in parts])
 
 
 def chain_blocks(positions: Tensor, table: Tensor) -> Blocks:
