@@ -89,7 +89,11 @@ compare jobs/tiny.toml --json none/x.json
 compare jobs/tiny.toml --json jobs
     tlt compare: --json jobs is a folder; give a file (see tlt compare --help)
 evaluate jobs/tiny.toml
-    tlt: jobs/tiny.toml is not a run's folder (it has no config.toml); to evaluate a model, give the job's file too, such as jobs/tiny.toml
+    tlt: jobs/tiny.toml is a file; give a run's folder, with its rollouts/ and metrics.jsonl
+evaluate embedded:tiny
+    tlt: embedded:tiny is a model; give the job's file too, such as jobs/tiny.toml
+evaluate none --step 3
+    tlt: none does not exist; give a run's folder
 plan jobs/qwen7b.toml --gpus-per-node eight
     tlt plan: argument --gpus-per-node: 'eight': use whole numbers of 1 or more (see tlt plan --help)
 plan jobs/qwen7b.toml --gpu-memory b200

@@ -39,8 +39,8 @@ from tlt_hpc.cluster.watch.witness import Witness
 from tlt_hpc.common.files import has_remedy, told
 from tlt_hpc.common.heap import importing
 from tlt_hpc.common.printable import PrintableStream, escape_streams, one_line
-from tlt_hpc.config import Config, UserError, load_config
-from tlt_hpc.storage.folder import WriteError
+from tlt_hpc.config import EMBEDDED_MODEL, Config, UserError, load_config
+from tlt_hpc.storage.folder import WriteError, no_run
 
 if TYPE_CHECKING:
     from tlt_hpc.mpi.world import World
@@ -106,12 +106,13 @@ def check_is_run(options: argparse.Namespace) -> None:
     Raises:
         UserError: there is no run.
     """
-    own = Path(options.checkpoint, "config.toml")
-    if options.config == str(own) and not own.is_file():
-        raise UserError(
-            f"{options.checkpoint} is not a run's folder (it has no config.toml); to evaluate a model, give the job's "
-            "file too, such as jobs/tiny.toml"
-        )
+    place = Path(options.checkpoint)
+    own = place / "config.toml"
+    if options.config != str(own) or own.is_file():
+        return
+    if options.checkpoint == EMBEDDED_MODEL or (place / "config.json").is_file():
+        raise UserError(f"{options.checkpoint} is a model; give the job's file too, such as jobs/tiny.toml")
+    raise UserError(no_run(place, own.name))
 
 
 def say_soon(words: str, is_result: bool) -> None:
