@@ -47,6 +47,8 @@ def test_the_majority_is_right_and_of_a_draw_the_first() -> None:
     assert find_difference(cluster(**most)).startswith(line)
     draw = {name: {"python": "3.12.1"} for name in ("n3", "n4")}
     assert "nodes n3, n4: python 3.12.1, where 2 other nodes have 3.11.7;" in find_difference(cluster(**draw))
+    two = {"n1": FACTS, "n2": FACTS | {"python": "3.12.1"}}
+    assert "node n2: python 3.12.1, where 1 other node has 3.11.7;" in find_difference(two)
 
 
 def test_an_error_of_one_rank_has_its_node_and_one_of_all_stands_as_it_is() -> None:

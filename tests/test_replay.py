@@ -27,9 +27,10 @@ from tlt_hpc.resume.replay import ReplayError, check_update, is_committed, read_
 from tlt_hpc.rl.draws import StepDraws
 from tlt_hpc.rl.stats import PolicyStats, RolloutMismatch
 from tlt_hpc.storage import folder as storage_folder
+from tlt_hpc.storage import step_lines
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.rollout_log import read_step, write_step
-from tlt_hpc.storage.step_lines import add_line, drop_lines, read_lines, replace_line
+from tlt_hpc.storage.step_lines import add_line, drop_lines, parse_line, read_lines, replace_line
 
 # -- the lines that commit a step ----------------------------------------------------------------------------------
 
@@ -65,10 +66,27 @@ def test_no_line_is_lost_but_those_that_are_taken_back(tmp_path: Path) -> None:
 def test_a_line_that_no_run_wrote_is_named_and_none_is_lost(tmp_path: Path, text: str) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text(before := json.dumps(line(0)) + "\n" + text + "\n" + json.dumps(line(1)) + "\n")
-    for attempt in (read_lines, partial(drop_lines, step=1), partial(add_line, line=line(2))):
+    replaces = partial(replace_line, line=line(1, 5.0))
+    for attempt in (read_lines, partial(drop_lines, step=1), replaces, partial(add_line, line=line(1, 5.0))):
         with pytest.raises(UserError, match=r"metrics\.jsonl:2 is no line that a run writes .*; restore it, or remove"):
             attempt(path)
     assert path.read_text() == before
+    add_line(path, line(2))
+    before += json.dumps(line(2)) + "\n"
+    assert path.read_text() == before, "a later step is committed meanwhile"
+    path.write_text(before + text + "\n")
+    with pytest.raises(UserError, match=r"metrics\.jsonl:2 is no line"):
+        add_line(path, line(3))
+
+
+def test_a_commit_looks_at_the_last_line_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run of thousands of steps would otherwise read all its lines in each of them."""
+    path, read = tmp_path / "metrics.jsonl", list[bytes]()
+    monkeypatch.setattr(step_lines, "parse_line", lambda text: read.append(text) or parse_line(text))
+    for step in range(4):
+        add_line(path, line(step))
+    texts = [json.dumps(line(step)).encode() + b"\n" for step in range(4)]
+    assert path.read_bytes() == b"".join(texts) and [text for text in read if text.strip()] == texts[:3]
 
 
 def test_a_last_line_that_was_cut_off_commits_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

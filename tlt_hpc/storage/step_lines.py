@@ -107,6 +107,8 @@ def read_lines(path: Path) -> dict[int, Line]:
 def add_line(path: Path, line: Line, confirm: Callable[[], None] = lambda: None) -> None:
     """Commit a step, the one after the last; its line takes the place of one that it has already.
 
+    Of the lines before, only the last is looked at: thousands of them would take longer than the step's other files.
+
     Args:
         confirm: raises if the step is not to be committed after all; called last, when the line is on the disk.
 
@@ -114,7 +116,11 @@ def add_line(path: Path, line: Line, confirm: Callable[[], None] = lambda: None)
         UserError: as ``read_lines``, or later steps are committed; the file is unchanged.
         WriteError: no room or no permission; the file is unchanged.
     """
-    lines, step = read_lines(path), int(line[STEP])
+    step = int(line[STEP])
+    if (before := _bytes_before(path, step)) is not None:
+        _write_bytes(path, before + _text_of(line), confirm)
+        return
+    lines = read_lines(path)
     if any(number > step for number in lines):
         raise UserError(
             f"{path} has lines of steps after {step + 1}, which this start has not committed: another one has; start "
@@ -152,8 +158,32 @@ def drop_lines(path: Path, step: int) -> list[int]:
     return list(dropped)
 
 
+def _bytes_before(path: Path, step: int) -> bytes | None:
+    """The whole file if its last line is one of a step before ``step``; None if all lines must be looked at.
+
+    Raises:
+        UserError: the file cannot be read.
+    """
+    try:
+        data = read_bytes(path, LINES_BYTES)
+        last, _ = parse_line(data[data.rfind(b"\n", 0, -1) + 1 :])
+    except (FileNotFoundError, DamagedText):
+        return None
+    except OSError as error:
+        raise UserError(told(error)) from None
+    return data if data.endswith(b"\n") and last < step else None
+
+
+def _text_of(line: Line) -> bytes:
+    return f"{json.dumps(line)}\n".encode()
+
+
 def _write(path: Path, lines: Iterable[Line], confirm: Callable[[], None] = lambda: None) -> None:
+    _write_bytes(path, b"".join(map(_text_of, lines)), confirm)
+
+
+def _write_bytes(path: Path, data: bytes, confirm: Callable[[], None]) -> None:
     with writing_beside(path) as part:
-        part.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+        part.write_bytes(data)
         sync(part)
         confirm()

@@ -120,9 +120,10 @@ def find_difference(nodes: Mapping[str, NodeFacts]) -> str:
         if odd is not None:
             hosts = [hostname for hostname, value in values.items() if value == odd]
             where = f"node{'s' * (len(hosts) > 1)} {', '.join(hosts[:4])}{' ...' * (len(hosts) > 4)}"
+            others = f"{count} other nodes have" if count > 1 else "1 other node has"
             theirs, ours = _where_they_differ(odd, usual)
             remedy = _REMEDIES.get(name, _REMEDY)
-            return f"{where}: {name} {theirs}, where {count} other node{'s' * (count > 1)} have {ours}; {remedy}"
+            return f"{where}: {name} {theirs}, where {others} {ours}; {remedy}"
     return ""
 
 
