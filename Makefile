@@ -43,7 +43,7 @@ demo: $(INSTALLED)
 	folder=$$(ls -d runs/demo-compare-* | tail -n 1); \
 	echo; \
 	echo "now the run with speculation continues to step 30"; \
-	$(VENV)/bin/tlt train jobs/tiny.toml run.folder=$$folder run.name=ahead; \
+	$(VENV)/bin/tlt train jobs/tiny.toml run.folder=$$folder run.name=ahead-tail; \
 	echo; \
 	$(VENV)/bin/tlt report $$folder/ahead-tail --against $$folder/plain
 

@@ -26,7 +26,7 @@ set -euo pipefail
 source "$PROJECT/sbatch/env.sh"
 cd "$STORE"
 : "${1:?give a run, such as runs/qwen7b, or a model and a job file}"
-[[ ! ${2:-a.b=} =~ ^[a-z_]+\.[a-z0-9_]+= ]] || set -- "$1" "$1/config.toml" "${@:2}"
+[[ ! ${2:--} =~ ^(-|[a-z_]+\.[a-z0-9_]+=) ]] || set -- "$1" "$1/config.toml" "${@:2}"
 set -- "$1" "$(find_job "$2")" "${@:3}"
 read_job "$2"
 run_ranks python -P -m mpi4py -m tlt_hpc evaluate "$@"

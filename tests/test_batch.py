@@ -105,7 +105,7 @@ def test_a_run_is_evaluated_by_its_own_configuration_if_none_is_given(tmp_path: 
     run = tmp_path / "clone" / "runs" / "a=b"
     run.mkdir(parents=True)
     (run / "config.toml").write_text("[run]")
-    for overrides in ((), ("evaluation.samples=32",)):
+    for overrides in ((), ("evaluation.samples=32",), ("--step", "20")):
         words = run_script(tmp_path, "evaluate", "runs/a=b", *overrides).stdout.splitlines()
         at = words.index("evaluate")
         assert words[at + 1 :][: 2 + len(overrides)] == ["runs/a=b", "runs/a=b/config.toml", *overrides]

@@ -296,6 +296,8 @@ def test_a_run_is_evaluated_by_its_own_configuration_if_none_is_given(run, words
     other = parse(["evaluate", str(run.path), *words, "jobs/other=1.toml"])
     assert (other.config, other.overrides) == ("jobs/other=1.toml", overrides)
     assert main(["evaluate", str(run.path), *words, "--dry-run"]) == 0
+    for mistyped in ("evaluation.samples", "samples=3"):
+        assert parse(["evaluate", str(run.path), *words, mistyped]).overrides[-1] == mistyped
 
 
 def test_a_stopped_one_keeps_what_it_has_and_more_samples_are_added(tmp_path, monkeypatch):

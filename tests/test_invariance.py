@@ -147,9 +147,8 @@ def test_a_row_does_not_depend_on_its_pass(programs, monkeypatch, case, seed):
     from tlt_hpc.kernels.programs import attention as attention_programs
 
     monkeypatch.setattr(attention_programs, "is_hopper", lambda x: seed % 2 == 1)  # tiles of 16 or of 64 rows
-    if seed > 1:  # several groups of spans, though texts are short
+    if seed > 1:  # several spans, though texts are short
         monkeypatch.setattr(attention_programs, "SPAN", 64)
-        monkeypatch.setattr(attention_programs, "GROUP", 2)
     for number in range(20):
         case(random.Random(f"{seed} {number}"))
 

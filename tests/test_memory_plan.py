@@ -14,6 +14,7 @@ from launch_ranks import launch
 
 from tlt_hpc.cli.main import main
 from tlt_hpc.config import load_config
+from tlt_hpc.kernels import attention
 from tlt_hpc.plan.memory import engine as engine_plan
 from tlt_hpc.plan.memory.phases import plan_memory
 from tlt_hpc.plan.memory.plan import MemoryLimits, MemoryPlan, Situation, total
@@ -95,6 +96,7 @@ def test_a_rank_of_a_replica_has_its_part_of_every_layer(form: str, dtype: str) 
 
 
 def test_constants_are_those_of_the_code() -> None:
+    assert engine_plan.PARTIAL_BYTES == attention.PARTIAL_BYTES
     from tlt_hpc.checkpoint.host_buffer import CHUNK_BYTES
     from tlt_hpc.drafting import loss
     from tlt_hpc.models import documents, policy_model

@@ -193,7 +193,7 @@ def attention_case(
             paths[:, i, : i // 2 + 1] = torch.arange(i % 2, i + 1, 2, device=device)
         seen = (torch.arange(N, device=device) // 2 + 1).expand(B, -1).int().contiguous()
     arguments = (query, pages[0], pages[1], table, committed, seen, paths)
-    form = "" if by_span is None else " by span" if by_span else " by group"
+    form = "" if by_span is None else " by span" if by_span else " whole"
     form += f" window={window}" if window else ""
     form += f" longest={longest}" if longest else ""
     return Case(
@@ -533,11 +533,11 @@ def compile_all(architecture: str) -> int:
                 print(f"{case.name:44} {name:20} shared {shared:6}  {usage}")
                 spilled += "STACK:0" not in usage
     print(f"{len(driver.rows)} programs for {architecture}, {spilled} with spilled registers")
-    from tlt_hpc.kernels.programs.attention import _attend
+    from tlt_hpc.kernels.programs.attention import _attend, _attend_spans
     from tlt_hpc.kernels.programs.experts import _multiply_experts
     from tlt_hpc.kernels.programs.linear import _multiply
 
-    unlike = num_unlike([(_attend,), (_multiply,), (_multiply_experts,)])
+    unlike = num_unlike([(_attend, _attend_spans), (_multiply,), (_multiply_experts,)])
     print("NOT batch-invariant" if unlike else "batch-invariant: all forms of a program compute alike")
     return 1 if unlike else 0
 

@@ -131,9 +131,14 @@ def find_evaluation_config(options: argparse.Namespace) -> None:
     argparse cannot distinguish an optional configuration from the overrides, which may stand before it.
     """
     words = [*filter(None, [options.config]), *options.overrides]
-    given = next((word for word in words if not re.match(r"\w+\.\w+=", word)), None)
+    given = next((word for word in words if not _is_override(word)), None)
     options.config = given or str(Path(options.checkpoint, "config.toml"))
     options.overrides = [word for word in words if word is not given]
+
+
+def _is_override(word: str) -> bool:
+    """Whether a word is an override, perhaps a mistyped one, rather than a file."""
+    return bool(re.match(r"[\w.]+(=|$)", word)) and not word.endswith(".toml") and not Path(word).is_file()
 
 
 def parser_of(parser: Parser, command: str) -> Parser:

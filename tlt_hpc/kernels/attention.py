@@ -15,6 +15,8 @@ from tlt_hpc.kernels.dispatch import runs_triton
 
 MAX_QUERIES = 64
 """Queries that a call takes of a sequence, so that few programs are compiled."""
+PARTIAL_BYTES = 2**29
+"""Most memory that a call takes on a GPU, for partial results of spans; with more sequences it takes some at a time."""
 
 
 def paged_attention(
@@ -35,7 +37,7 @@ def paged_attention(
     t < seen[i]; without paths ``committed + t`` -> [B, N, h * d].
     With a ``window`` above 0 a query sees the last so many of these alone. A query that sees nothing gives zeros.
     A query of a chain sees at most N slots beyond the committed ones, one of a tree at most W.
-    ``by_span``: the programs share single spans of slots rather than groups of spans; None chooses by shape.
+    ``by_span``: programs share the spans of all sequences rather than each reading a sequence; None chooses by shape.
     On a GPU nothing is read back, so it can be captured in a graph.
     """
     B, N, h, d = query.shape

@@ -31,7 +31,9 @@ from tlt_hpc.storage.step_lines import read_lines
 from tlt_hpc.train import Reporter, run, take_steps
 
 MODES = ("plain", "ngram", "tail", "ahead-tail")
-"""What is compared, each with the first; these names mean the same as those of the runs of ``tlt ablate``."""
+"""What is compared, each with the first; named as the arms of ``tlt ablate``, which also set whether the drafter is
+trained.
+"""
 TIMED = {"rollout": "rollout/seconds", "decode_cpu": DECODE_CPU, "step": "timing_s/step"}
 """What speeds are printed of -> its name in a step's line."""
 WARM_UP = "warm-up"

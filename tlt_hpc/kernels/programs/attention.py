@@ -2,8 +2,8 @@
 
 All query heads that share a key-value head, of several queries, form the rows of one tile, so that no key is read twice
 for them. Slots are read in tiles of KEYS that begin at multiples of it, tiles are folded in order into one partial
-result for every SPAN slots, these are joined in order into one for every GROUP of spans, and those in order into the
-whole. So a row adds the same numbers in the same order in any pass, whether a program takes a span or a group at once.
+result for every SPAN slots, and the partial results are joined in order. So a row adds the same numbers in the same
+order in any pass, whether one program takes all its spans or many take one at a time.
 All tiles have the same shape, so that sums within a tile are alike too, and the compiler fuses no multiplication with
 an addition, which it would do differently from program to program.
 Shapes: ``B`` sequences, ``N`` queries of each, ``h`` query heads, ``g`` key-value heads, ``G`` = h / g, ``d`` head
@@ -21,19 +21,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tlt_hpc.kernels.attention import PARTIAL_BYTES
+
 _LOG2_E = 1.4426950408889634
 _WAVES = 2
 """Programs wanted per multiprocessor."""
-SPAN, GROUP = 256, 8
-"""Slots of a span, and spans of a group."""
-_SEQUENCES, _MOST_SEQUENCES = 256, 1024
-"""For how many sequences a program is compiled at least, and at most: each program counts the parts of all of them."""
-_CHEAP_ROWS = 16
-"""Rows of a sequence and key-value head up to which the partial results of single spans are at most an eighth of what
-is read and written.
-"""
-_PARTIAL_BYTES = 2**29
-"""Most memory for partial results."""
+SPAN = 256
+"""Slots of a partial result."""
+_MOST_SEQUENCES, _MOST_PROGRAMS = 256, 65_532
+"""Sequences whose spans programs share, as each counts those of all; CUDA's limit on the third dimension of a grid."""
+_CHEAP_ROWS = 64
+"""Rows of a sequence and key-value head up to which partial results are at most a third of what is read and written."""
+_JOINED_AT_ONCE = 8
+"""Partial results that are loaded before the first of them is used."""
 
 
 class Tile(NamedTuple):
@@ -139,20 +139,14 @@ def _join(top, total, lse):
     return new_top, total * shrink + weight, shrink, weight
 
 
-_VARYING = ["B", "N", "path_width", "num_parts", "table_stride"]
+_VARYING = ["B", "N", "path_width", "num_spans", "table_stride"]
 """Sizes of a pass: each value would otherwise be compiled for itself, while others wait for their tokens."""
 
 
 @triton.jit
-def _log_sum(top, total):
-    """The logarithm, in base 2, of a sum of weights with its maximum taken out."""
-    return tl.where(total > 0, top + tl.log2(total), float("-inf"))
-
-
-@triton.jit
-def _first_part(prefix, SLOTS: tl.constexpr, WINDOW: tl.constexpr):
-    """The first part of so many slots of which a query after ``prefix`` committed ones may see any."""
-    return tl.maximum(prefix - WINDOW, 0) // SLOTS if WINDOW else prefix * 0
+def _first_span(prefix, SPAN: tl.constexpr, WINDOW: tl.constexpr):
+    """The first span that a query after ``prefix`` committed slots may see."""
+    return tl.maximum(prefix - WINDOW, 0) // SPAN if WINDOW else prefix * 0
 
 
 @triton.jit
@@ -194,104 +188,128 @@ def _fold_span(
             KEYS, d, WIDE, PRECISION, WINDOW, PATH_STAGES,
         )  # fmt: skip
     part = mixed / tl.where(total > 0, total, 1.0)[:, None]
-    return part, _log_sum(top, total)
+    return part, tl.where(total > 0, top + tl.log2(total), float("-inf"))
+
+
+@triton.jit
+def _tile_rows(
+    query, committed, seen, sequence, tile, group, query_row_stride, query_stride, N,
+    G: tl.constexpr, d: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
+    """The rows of a tile: which there are, query and head of each, their queries, and which slots they see."""
+    row = tile * ROWS + tl.arange(0, ROWS)
+    real = row < N * G
+    at = row // G
+    head = group * G + row % G
+    column = tl.arange(0, WIDE)
+    address = sequence * query_row_stride + at.to(tl.int64) * query_stride + head * d
+    q = tl.load(query + address[:, None] + column[None, :], mask=real[:, None] & (column[None, :] < d), other=0.0)
+    prefix = tl.load(committed + sequence)
+    limit = tl.where(real, prefix + tl.load(seen + sequence * N + at, mask=real, other=0), 0)
+    reach = tl.max(limit, 0)
+    floor = 0  # slots below it no row of the tile sees; a tile that nobody sees would change no bit
+    if WINDOW:
+        floor = tl.maximum(tl.min(tl.where(real, limit, reach), 0) - WINDOW, 0)
+    return real, at, head, q, prefix, limit, reach, floor
 
 
 @triton.jit(do_not_specialize=_VARYING)
 def _attend(
+    query, key_pages, value_pages, page_table, committed, seen, paths, out, scale,
+    query_row_stride, query_stride, table_stride,
+    key_page_stride, key_slot_stride, value_page_stride, value_slot_stride, path_width, N,
+    page_size: tl.constexpr, h: tl.constexpr, g: tl.constexpr, d: tl.constexpr, SPAN: tl.constexpr,
+    IS_TREE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+    WINDOW: tl.constexpr, PATH_STAGES: tl.constexpr,
+):  # fmt: skip
+    """out [B, N, h, d], of a sequence, key-value head and tile by one program."""
+    G: tl.constexpr = h // g
+    tile, group = tl.program_id(0), tl.program_id(1)
+    sequence = tl.program_id(2).to(tl.int64)
+    real, at, head, q, prefix, limit, reach, floor = _tile_rows(
+        query, committed, seen, sequence, tile, group, query_row_stride, query_stride, N, G, d, ROWS, WIDE, WINDOW
+    )
+    whole_top = tl.full((ROWS,), float("-inf"), tl.float32)
+    whole_total = tl.full((ROWS,), 0.0, tl.float32)
+    whole = tl.full((ROWS, WIDE), 0.0, tl.float32)
+    for span in range(floor // SPAN, tl.cdiv(reach, SPAN)):
+        part, lse = _fold_span(
+            q, span, tile, prefix, limit, reach, floor, real, at, scale, key_pages + group * d, value_pages + group * d,
+            page_table + sequence * table_stride, seen + sequence * N, paths + sequence * N * path_width, path_width,
+            key_page_stride, key_slot_stride, value_page_stride, value_slot_stride, N, page_size, G, SPAN, IS_TREE,
+            ROWS, KEYS, d, WIDE, PRECISION, WINDOW, PATH_STAGES,
+        )  # fmt: skip
+        whole_top, whole_total, shrink, weight = _join(whole_top, whole_total, lse)
+        whole = whole * shrink[:, None] + part * weight[:, None]
+    whole = whole / tl.where(whole_total > 0, whole_total, 1.0)[:, None]
+    column = tl.arange(0, WIDE)
+    place = (sequence * N + at) * h + head
+    tl.store(
+        out + place[:, None] * d + column[None, :],
+        whole.to(out.dtype.element_ty),
+        mask=real[:, None] & (column[None, :] < d),
+    )
+
+
+@triton.jit(do_not_specialize=_VARYING)
+def _attend_spans(
     query, key_pages, value_pages, page_table, committed, seen, paths, partial, partial_lse, scale,
     query_row_stride, query_stride, table_stride,
-    key_page_stride, key_slot_stride, value_page_stride, value_slot_stride, path_width, num_parts, B, N,
-    page_size: tl.constexpr, h: tl.constexpr, g: tl.constexpr, d: tl.constexpr, SPAN: tl.constexpr, EACH: tl.constexpr,
+    key_page_stride, key_slot_stride, value_page_stride, value_slot_stride, path_width, num_spans, B, N,
+    page_size: tl.constexpr, h: tl.constexpr, g: tl.constexpr, d: tl.constexpr, SPAN: tl.constexpr,
     SEQUENCES: tl.constexpr, IS_TREE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, WIDE: tl.constexpr,
     PRECISION: tl.constexpr, WINDOW: tl.constexpr, PATH_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """partial [B, N, h, parts, d] and partial_lse [B, N, h, parts] in base 2, a part being EACH spans.
-
-    Programs share the parts of all sequences evenly. Where a sequence has a single part, that is its result.
+    """partial [B, N, h, spans, d] in fp32 and partial_lse [B, N, h, spans] in base 2, by programs that share the spans
+    of all sequences evenly.
     """
     G: tl.constexpr = h // g
     tiles = tl.cdiv(N * G, ROWS)
     # a query sees no more of its own slots than a path has, in a chain than there are queries
     every = tl.arange(0, SEQUENCES)
     each = tl.load(committed + every, mask=every < B, other=0)
-    end = tl.minimum(tl.cdiv(each + (path_width if IS_TREE else N), SPAN * EACH), num_parts)
-    ends = tl.cumsum(tl.where(every < B, end - _first_part(each, SPAN * EACH, WINDOW), 0), 0)
+    end = tl.minimum(tl.cdiv(each + (path_width if IS_TREE else N), SPAN), num_spans)
+    ends = tl.cumsum(tl.where(every < B, end - _first_span(each, SPAN, WINDOW), 0), 0)
     for item in range(tl.program_id(0), tl.max(ends, 0) * g * tiles, tl.num_programs(0)):
         tile, group, number = item % tiles, item // tiles % g, item // tiles // g
         sequence = tl.sum((ends <= number).to(tl.int32), 0).to(tl.int64)
-        row = tile * ROWS + tl.arange(0, ROWS)
-        real = row < N * G
-        at = row // G
-        head = group * G + row % G
+        real, at, head, q, prefix, limit, reach, floor = _tile_rows(
+            query, committed, seen, sequence, tile, group, query_row_stride, query_stride, N, G, d, ROWS, WIDE, WINDOW
+        )
+        span = _first_span(prefix, SPAN, WINDOW) + number - tl.max(tl.where(ends <= number, ends, 0), 0)
+        part, lse = _fold_span(
+            q, span, tile, prefix, limit, reach, floor, real, at, scale, key_pages + group * d, value_pages + group * d,
+            page_table + sequence * table_stride, seen + sequence * N, paths + sequence * N * path_width, path_width,
+            key_page_stride, key_slot_stride, value_page_stride, value_slot_stride, N, page_size, G, SPAN, IS_TREE,
+            ROWS, KEYS, d, WIDE, PRECISION, WINDOW, PATH_STAGES,
+        )  # fmt: skip
         column = tl.arange(0, WIDE)
-        inside = real[:, None] & (column[None, :] < d)
-        address = sequence * query_row_stride + at.to(tl.int64) * query_stride + head * d
-        q = tl.load(query + address[:, None] + column[None, :], mask=inside, other=0.0)
-        prefix = tl.load(committed + sequence)
-        limit = tl.where(real, prefix + tl.load(seen + sequence * N + at, mask=real, other=0), 0)
-        reach = tl.max(limit, 0)
-        floor = 0  # slots below it no row of the tile sees; a tile that nobody sees would change no bit
-        if WINDOW:
-            floor = tl.maximum(tl.min(tl.where(real, limit, reach), 0) - WINDOW, 0)
-        number = _first_part(prefix, SPAN * EACH, WINDOW) + number - tl.max(tl.where(ends <= number, ends, 0), 0)
-
-        top = tl.full((ROWS,), float("-inf"), tl.float32)
-        total = tl.full((ROWS,), 0.0, tl.float32)
-        mixed = tl.full((ROWS, WIDE), 0.0, tl.float32)
-        first_span = tl.maximum(number * EACH, floor // SPAN)
-        for span in range(first_span, tl.minimum(number * EACH + EACH, tl.cdiv(reach, SPAN))):
-            part, lse = _fold_span(
-                q, span, tile, prefix, limit, reach, floor, real, at, scale,
-                key_pages + group * d, value_pages + group * d, page_table + sequence * table_stride,
-                seen + sequence * N, paths + sequence * N * path_width, path_width,
-                key_page_stride, key_slot_stride, value_page_stride, value_slot_stride, N, page_size, G, SPAN, IS_TREE,
-                ROWS, KEYS, d, WIDE, PRECISION, WINDOW, PATH_STAGES,
-            )  # fmt: skip
-            if EACH == 1:  # what joining it alone gives
-                top, total, mixed = lse, tl.where(lse > float("-inf"), 1.0, 0.0), part
-            else:
-                top, total, shrink, weight = _join(top, total, lse)
-                mixed = mixed * shrink[:, None] + part * weight[:, None]
-        part = mixed / tl.where(total > 0, total, 1.0)[:, None]
-        place = ((sequence * N + at) * h + head) * num_parts + number
-        tl.store(partial + place[:, None] * d + column[None, :], part.to(partial.dtype.element_ty), mask=inside)
-        if partial_lse is not None:
-            tl.store(partial_lse + place, _log_sum(top, total), mask=real)
+        place = ((sequence * N + at) * h + head) * num_spans + span
+        tl.store(partial + place[:, None] * d + column[None, :], part, mask=real[:, None] & (column[None, :] < d))
+        tl.store(partial_lse + place, lse, mask=real)
 
 
 @triton.jit(do_not_specialize=_VARYING)
-def _join_parts(
-    partial, partial_lse, committed, seen, out, num_parts, N,
-    h: tl.constexpr, d: tl.constexpr, SPAN: tl.constexpr, EACH: tl.constexpr, GROUP: tl.constexpr, WIDE: tl.constexpr,
-    WINDOW: tl.constexpr,
+def _join_spans(
+    partial, partial_lse, committed, seen, out, num_spans, N,
+    h: tl.constexpr, d: tl.constexpr, SPAN: tl.constexpr, WIDE: tl.constexpr, WINDOW: tl.constexpr,
+    AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Joins GROUP spans at a time, which ``_attend`` has done where EACH is GROUP, and these results in order."""
+    """Joins partial results as ``_attend`` does where it takes all spans."""
     place = tl.program_id(0).to(tl.int64)
     query = place // h
     column = tl.arange(0, WIDE)
     prefix = tl.load(committed + query // N)
-    last = tl.cdiv(prefix + tl.load(seen + query), SPAN * EACH)
-    first = _first_part(prefix, SPAN * EACH, WINDOW)
+    limit = prefix + tl.load(seen + query)
     whole_top = float("-inf")
     whole_total = 0.0
     whole = tl.full((WIDE,), 0.0, tl.float32)
-    for number in range(first * EACH // GROUP, tl.cdiv(last * EACH, GROUP)):
-        top = float("-inf")
-        total = 0.0
-        mixed = tl.full((WIDE,), 0.0, tl.float32)
-        for i in tl.static_range(GROUP // EACH):  # all are loaded before the first is used
-            at = number * (GROUP // EACH) + i
-            inside = (at >= first) & (at < last)
-            lse = tl.load(partial_lse + place * num_parts + at, mask=inside, other=float("-inf"))
-            part = tl.load(partial + (place * num_parts + at) * d + column, mask=inside & (column < d), other=0.0)
-            top, total, shrink, weight = _join(top, total, lse)
-            mixed = mixed * shrink + part * weight
-        if EACH < GROUP:
-            mixed = mixed / tl.where(total > 0, total, 1.0)
-            top = _log_sum(top, total)
-        whole_top, whole_total, shrink, weight = _join(whole_top, whole_total, top)
-        whole = whole * shrink + mixed * weight
+    for span in tl.range(_first_span(prefix, SPAN, WINDOW), tl.cdiv(limit, SPAN), loop_unroll_factor=AT_ONCE):
+        at = place * num_spans + span
+        lse = tl.load(partial_lse + at)
+        part = tl.load(partial + at * d + column, mask=column < d, other=0.0)
+        whole_top, whole_total, shrink, weight = _join(whole_top, whole_total, lse)
+        whole = whole * shrink + part * weight
     whole = whole / tl.where(whole_total > 0, whole_total, 1.0)
     tl.store(out + place * d + column, whole.to(out.dtype.element_ty), mask=column < d)
 
@@ -306,15 +324,13 @@ def num_multiprocessors(x: Tensor) -> int:
     return _num_multiprocessors(x.device.index or 0) if x.is_cuda else 2
 
 
-def spans_of_a_part(B: int, N: int, h: int, g: int, d: int, num_spans: int, tile: Tile, num_programs: int) -> int:
-    """How many spans a program takes at once: GROUP, or one if the partial results are small enough.
+def shares_spans(B: int, N: int, h: int, g: int, num_spans: int, tile: Tile, num_programs: int) -> bool:
+    """Whether programs share the spans of all sequences, rather than each taking a sequence.
 
-    Single spans share the work more evenly, which matters if there are fewer sequences than ``num_programs``.
+    They must where there would be fewer than ``num_programs``. Otherwise it saves waiting for the longest sequence.
     """
     rows = N * (h // g)
-    is_even = triton.cdiv(rows, tile.rows) * B * g >= num_programs
-    is_large = 4 * B * N * h * num_spans * d > _PARTIAL_BYTES
-    return GROUP if is_large or (is_even and rows > _CHEAP_ROWS) else 1
+    return num_spans > 1 and (rows <= _CHEAP_ROWS or triton.cdiv(rows, tile.rows) * B * g < num_programs)
 
 
 def paged_attention(
@@ -336,33 +352,37 @@ def paged_attention(
         return out
     tile, num_spans = tile_of(query), triton.cdiv(page_table.shape[1] * page_size, SPAN)
     num_programs = _WAVES * num_multiprocessors(query)
-    each = 1 if by_span else GROUP
     if by_span is None:
-        each = spans_of_a_part(B, N, h, g, d, num_spans, tile, num_programs)
-    num_parts = triton.cdiv(num_spans, each)
-    most = min(_MOST_SEQUENCES, max(1, _PARTIAL_BYTES // (4 * N * h * num_parts * d)))
-    if most < B:  # as in a long prompt, whose blocks of queries are sequences here
-        given = query, page_table, committed, seen, *(() if paths is None else (paths,))
-        for q, table, c, s, *p, into in zip(*(torch.split(x, most) for x in (*given, out)), strict=True):
-            into.copy_(paged_attention(q, key_pages, value_pages, table, c, s, p[0] if p else None, each == 1, window))
+        by_span = shares_spans(B, N, h, g, num_spans, tile, num_programs)
+    most = min(_MOST_SEQUENCES, PARTIAL_BYTES // (4 * N * h * num_spans * d)) if by_span else _MOST_PROGRAMS
+    most = max(4, most // 4 * 4)  # Triton compiles again for an address that is no multiple of 16
+    if most < B:
+        size = triton.cdiv(triton.cdiv(B, triton.cdiv(B, most)), 4) * 4  # of parts that are nearly equal
+        whole = query, page_table, committed, seen, *(() if paths is None else (paths,)), out
+        for q, table, c, s, *p, into in zip(*(torch.split(x, size) for x in whole), strict=True):
+            into.copy_(paged_attention(q, key_pages, value_pages, table, c, s, p[0] if p else None, by_span, window))
         return out
-    wide, partial, lse = max(16, triton.next_power_of_2(d)), out, None
-    if num_parts > 1:
-        partial = torch.empty((B, N, h, num_parts, d), dtype=torch.float32, device=query.device)
-        lse = torch.empty((B, N, h, num_parts), dtype=torch.float32, device=query.device)
-    num_items = triton.cdiv(N * (h // g), tile.rows) * g * B * num_parts
-    _attend[(min(num_items, num_programs),)](
-        query, key_pages, value_pages, page_table, committed, seen, seen if paths is None else paths, partial, lse,
+    tiles, wide = triton.cdiv(N * (h // g), tile.rows), max(16, triton.next_power_of_2(d))
+    given = query, key_pages, value_pages, page_table, committed, seen, seen if paths is None else paths
+    strides = (
         _LOG2_E * d**-0.5, query.stride(0), query.stride(1), page_table.stride(0),
         key_pages.stride(0), key_pages.stride(1), value_pages.stride(0), value_pages.stride(1),
-        0 if paths is None else paths.shape[2], num_parts, B, N,
-        page_size, h, g, d, SPAN, each, max(_SEQUENCES, triton.next_power_of_2(B)), paths is not None, tile.rows,
-        tile.keys, wide, "ieee" if tile is EXACT else "tf32", window, tile.path_stages, num_warps=tile.num_warps,
-        num_stages=tile.num_stages, enable_fp_fusion=False,
+        0 if paths is None else paths.shape[2],
     )  # fmt: skip
-    if num_parts > 1:
-        _join_parts[(B * N * h,)](
-            partial, lse, committed, seen, out, num_parts, N, h, d, SPAN, each, GROUP, wide, window, num_warps=1,
-            enable_fp_fusion=False,
-        )  # fmt: skip
+    form = (
+        paths is not None, tile.rows, tile.keys, wide, "ieee" if tile is EXACT else "tf32", window, tile.path_stages
+    )  # fmt: skip
+    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "enable_fp_fusion": False}
+    if not by_span:
+        _attend[(tiles, g, B)](*given, out, *strides, N, page_size, h, g, d, SPAN, *form, **options)
+        return out
+    partial = torch.empty((B, N, h, num_spans, d), dtype=torch.float32, device=query.device)
+    lse = torch.empty((B, N, h, num_spans), dtype=torch.float32, device=query.device)
+    _attend_spans[(min(tiles * g * B * num_spans, num_programs),)](
+        *given, partial, lse, *strides, num_spans, B, N, page_size, h, g, d, SPAN, _MOST_SEQUENCES, *form, **options
+    )
+    _join_spans[(B * N * h,)](
+        partial, lse, committed, seen, out, num_spans, N, h, d, SPAN, wide, window, _JOINED_AT_ONCE, num_warps=1,
+        enable_fp_fusion=False,
+    )  # fmt: skip
     return out

@@ -13,6 +13,8 @@ from tlt_hpc.rollout.strategy import Strategy, strategies_of
 
 GRAPHS_BYTES = 1_500_000_000
 """Assumed for captured graphs on a GPU: their intermediates, and what the driver keeps of each."""
+PARTIAL_BYTES, SPAN = 2**29, 256
+"""Those of attention's partial results, and positions of each."""
 _SPARE_POSITIONS = 64
 _MIN_PACKED = 1 << 18
 PAGES = "keys, values, features"
@@ -108,6 +110,7 @@ def rollout_workspace(situation: Situation) -> NamedBytes:
             "logits and scores": rows * vocab_size * 16,
             "nucleus (top_p)": rows * vocab_size * _nucleus(situation),
             "pages read": _pages_read(situation),
+            "attention": _partial_results(situation),
             "tie guard": _guard(situation),
         }
     )
@@ -120,6 +123,17 @@ def _nucleus(situation: Situation) -> int:
     if rollout.top_p == 1.0 and not judged:
         return 0
     return _GUARDED_NUCLEUS_BYTES if situation.is_guarded else _NUCLEUS_BYTES
+
+
+def _partial_results(situation: Situation) -> int:
+    """What attention on a GPU keeps of spans of sequences until they are joined, in a pass over drafts."""
+    if situation.device != "cuda":
+        return 0
+    rollout, shape = situation.config.rollout, situation.part
+    positions = situation.config.data.max_prompt_tokens + rollout.max_new_tokens
+    widest = max(strategy.widest_pass for strategy in strategies(situation))
+    queries = rollout.max_live * widest * shape.num_heads
+    return min(PARTIAL_BYTES, 4 * queries * shape.head_dim * -(-positions // SPAN))
 
 
 def _pages_read(situation: Situation) -> int:
