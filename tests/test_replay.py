@@ -86,7 +86,14 @@ def test_a_commit_looks_at_the_last_line_alone(tmp_path: Path, monkeypatch: pyte
     for step in range(4):
         add_line(path, line(step))
     texts = [json.dumps(line(step)).encode() + b"\n" for step in range(4)]
-    assert path.read_bytes() == b"".join(texts) and [text for text in read if text.strip()] == texts[:3]
+    assert path.read_bytes() == b"".join(texts) and read == texts[:3]
+    read.clear()
+    assert read_lines(path, 2) == {2: line(2), 3: line(3)} and texts[0] not in read
+    assert read_lines(path, 4) == {} and list(read_lines(path, 0)) == [0, 1, 2, 3]
+    path.write_bytes(path.read_bytes()[:-1])
+    read.clear()
+    add_line(path, line(4))
+    assert path.read_bytes() == b"".join(texts) + json.dumps(line(4)).encode() + b"\n", "without its last line break"
 
 
 def test_a_last_line_that_was_cut_off_commits_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -305,7 +305,7 @@ def evaluate_if_due(job: Job, evaluation: Exam | None, step: int, reporter: Repo
     every = job.config.evaluation.every_steps
     if evaluation is None or not step or (step % every and step < job.config.run.num_steps):
         return True
-    line = job.world.once(lambda: read_lines(job.folder.metrics).get(step - 1))
+    line = job.world.once(lambda: read_lines(job.folder.metrics, step - 1).get(step - 1))
     if line is None or TESTING in line:
         return True
     if job.world.rank == 0:

@@ -62,7 +62,7 @@ class Tracking:
         """
         if not self._waiting and not any(worker.is_waited_for() for worker in self._workers.values()):
             return
-        lines = read_lines(self._folder.metrics)
+        lines = read_lines(self._folder.metrics, 0 if self._waiting else self._num_told)
         if self._waiting:
             self._state = self._read_state()
             for name in self._waiting:

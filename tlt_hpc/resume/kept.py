@@ -114,7 +114,7 @@ def find_origin(config: Config, folder: RunFolder, step: int) -> str:
     """Names the weights that a step's responses are made with; a new name if their line is lost."""
     if step == 0:
         return origin_of_start(find_model(config.model.path))
-    line = read_lines(folder.metrics).get(step - 1)
+    line = read_lines(folder.metrics, step - 1).get(step - 1)
     return uuid4().hex if line is None else origin_of(line)
 
 

@@ -82,14 +82,17 @@ def parse_lines(data: bytes) -> StepLines:
     return StepLines(tuple(numbered), tuple(faults), torn)
 
 
-def read_lines(path: Path) -> dict[int, Line]:
+def read_lines(path: Path, first: int = 0) -> dict[int, Line]:
     """The lines by step, ascending; none where there is no file. A last line that was cut off does not count.
+
+    Args:
+        first: lines of earlier steps are not looked at, which takes long for thousands.
 
     Raises:
         UserError: the file cannot be read, or a line is not what a run writes.
     """
     try:
-        found = parse_lines(read_bytes(path, LINES_BYTES))
+        found = parse_lines(_from_step(read_bytes(path, LINES_BYTES), first))
     except FileNotFoundError:
         return {}
     except OSError as error:
@@ -159,19 +162,33 @@ def drop_lines(path: Path, step: int) -> list[int]:
 
 
 def _bytes_before(path: Path, step: int) -> bytes | None:
-    """The whole file if its last line is one of a step before ``step``; None if all lines must be looked at.
+    """The whole file if its last line is of a step before ``step``; None if all lines must be looked at.
 
     Raises:
         UserError: the file cannot be read.
     """
     try:
         data = read_bytes(path, LINES_BYTES)
-        last, _ = parse_line(data[data.rfind(b"\n", 0, -1) + 1 :])
-    except (FileNotFoundError, DamagedText):
-        return None
+    except FileNotFoundError:
+        return b""
     except OSError as error:
         raise UserError(told(error)) from None
-    return data if data.endswith(b"\n") and last < step else None
+    return None if _from_step(data, step) else data
+
+
+def _from_step(data: bytes, first: int) -> bytes:
+    """The end of a file, from the line of step ``first`` on; all of it if a line there is not what a run writes."""
+    end = len(data) if first and data.endswith(b"\n") else 0
+    while end:
+        begin = data.rfind(b"\n", 0, end - 1) + 1
+        try:
+            step, _ = parse_line(data[begin:end])
+        except DamagedText:
+            break
+        if step < first:
+            return data[end:]
+        end = begin
+    return data
 
 
 def _text_of(line: Line) -> bytes:
