@@ -31,6 +31,7 @@ from tlt_hpc.resume import saving
 from tlt_hpc.resume.kept import Keeper, describe_progress, drop_kept, open_keeper, origin_of, origin_of_start
 from tlt_hpc.rl.distributed import leave_process_group
 from tlt_hpc.rollout_loop import still_to_do
+from tlt_hpc.storage import step_lines
 from tlt_hpc.storage.folder import RunFolder, WriteError, make_folder, part_of
 from tlt_hpc.storage.hdf5 import DamagedFile
 from tlt_hpc.storage.kept_responses import read_kept, write_kept
@@ -136,6 +137,20 @@ def test_responses_of_a_step_are_kept_until_its_line_is_there(tmp_path):
     add_line(folder.metrics, {STEP: 6})
     run.add_figures(job, {STEP: 5, "val": 0.5})  # as where run.num_steps was lowered
     assert list(read_lines(folder.metrics).values()) == [{STEP: 5, "val": 0.5}, {STEP: 6}]
+
+
+def test_a_step_reads_the_newest_lines_alone(tmp_path, monkeypatch):
+    """Of the thousands that a long run has, when a step begins and when it is committed."""
+    config, folder = load_config(ROOT / "jobs" / "tiny.toml"), RunFolder(tmp_path)
+    make_folder(folder.status)
+    claim_owner(folder.status, BEAT.start)
+    for step in range(40):
+        add_line(folder.metrics, {STEP: step, "actor/loss": float(step)})
+    read, parse_line = [], step_lines.parse_line
+    monkeypatch.setattr(step_lines, "parse_line", lambda text: read.append(text) or parse_line(text))
+    assert kept_module.find_origin(config, folder, 40) == origin_of({STEP: 39, "actor/loss": 39.0})
+    run.commit(SimpleNamespace(folder=folder, world=OneRank()), 40, {STEP: 40})
+    assert 0 < len(read) <= 4
 
 
 def test_lines_that_are_taken_back_are_copied_first(tmp_path):
