@@ -328,7 +328,7 @@ def test_programs_share_the_spans_of_all_sequences(triton, N, B, kind, window, m
     monkeypatch.setattr(programs.torch, "empty", lambda size, **kinds: torch.full(size, torch.nan, **kinds))
     for num_processors, by_span, num_bytes in ((1, True, 2**29), (66, True, 2**29), (2, False, 2**29), (2, True, 9)):
         monkeypatch.setattr(programs, "num_multiprocessors", lambda x, number=num_processors: number)
-        monkeypatch.setattr(programs, "PARTIAL_BYTES", num_bytes)
+        monkeypatch.setattr(attention, "PARTIAL_BYTES", num_bytes)
         found.append(attention.paged_attention(**case, by_span=by_span, window=window).view(torch.int32))
     assert_close(found[0].view(torch.float32), wanted, torch.float32, scale=2.0)
     assert all(torch.equal(other, found[0]) for other in found[1:])

@@ -52,7 +52,7 @@ def paged_attention(
     from tlt_hpc.kernels.programs import attention
 
     given = query, key_pages, value_pages, page_table, committed, seen, paths
-    return attention.paged_attention(*given, by_span, window)
+    return attention.paged_attention(*given, by_span, window, PARTIAL_BYTES)
 
 
 def paged_attention_reference(

@@ -21,8 +21,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tlt_hpc.kernels.attention import PARTIAL_BYTES
-
 _LOG2_E = 1.4426950408889634
 _WAVES = 2
 """Programs wanted per multiprocessor."""
@@ -343,8 +341,9 @@ def paged_attention(
     paths: Tensor | None,
     by_span: bool | None,
     window: int,
+    most_bytes: int,
 ) -> Tensor:
-    """Arguments as the public function's -> [B, N, h * d]."""
+    """Arguments as the public function's, and the most memory for partial results -> [B, N, h * d]."""
     B, N, h, d = query.shape
     page_size, g = key_pages.shape[1], key_pages.shape[2]
     out = torch.empty((B, N, h * d), dtype=query.dtype, device=query.device)
@@ -354,16 +353,17 @@ def paged_attention(
     num_programs = _WAVES * num_multiprocessors(query)
     if by_span is None:
         by_span = shares_spans(B, N, h, g, num_spans, tile, num_programs)
-    most = min(_MOST_SEQUENCES, PARTIAL_BYTES // (4 * N * h * num_spans * d)) if by_span else _MOST_PROGRAMS
+    most = min(_MOST_SEQUENCES, most_bytes // (4 * N * h * num_spans * d)) if by_span else _MOST_PROGRAMS
     most = max(4, most // 4 * 4)  # Triton compiles again for an address that is no multiple of 16
     if most < B:
         size = triton.cdiv(triton.cdiv(B, triton.cdiv(B, most)), 4) * 4  # of parts that are nearly equal
         whole = query, page_table, committed, seen, *(() if paths is None else (paths,)), out
         for q, table, c, s, *p, into in zip(*(torch.split(x, size) for x in whole), strict=True):
-            into.copy_(paged_attention(q, key_pages, value_pages, table, c, s, p[0] if p else None, by_span, window))
+            given = q, key_pages, value_pages, table, c, s, p[0] if p else None
+            into.copy_(paged_attention(*given, by_span, window, most_bytes))
         return out
     tiles, wide = triton.cdiv(N * (h // g), tile.rows), max(16, triton.next_power_of_2(d))
-    given = query, key_pages, value_pages, page_table, committed, seen, seen if paths is None else paths
+    tensors = query, key_pages, value_pages, page_table, committed, seen, seen if paths is None else paths
     strides = (
         _LOG2_E * d**-0.5, query.stride(0), query.stride(1), page_table.stride(0),
         key_pages.stride(0), key_pages.stride(1), value_pages.stride(0), value_pages.stride(1),
@@ -374,12 +374,12 @@ def paged_attention(
     )  # fmt: skip
     options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "enable_fp_fusion": False}
     if not by_span:
-        _attend[(tiles, g, B)](*given, out, *strides, N, page_size, h, g, d, SPAN, *form, **options)
+        _attend[(tiles, g, B)](*tensors, out, *strides, N, page_size, h, g, d, SPAN, *form, **options)
         return out
     partial = torch.empty((B, N, h, num_spans, d), dtype=torch.float32, device=query.device)
     lse = torch.empty((B, N, h, num_spans), dtype=torch.float32, device=query.device)
     _attend_spans[(min(tiles * g * B * num_spans, num_programs),)](
-        *given, partial, lse, *strides, num_spans, B, N, page_size, h, g, d, SPAN, _MOST_SEQUENCES, *form, **options
+        *tensors, partial, lse, *strides, num_spans, B, N, page_size, h, g, d, SPAN, _MOST_SEQUENCES, *form, **options
     )
     _join_spans[(B * N * h,)](
         partial, lse, committed, seen, out, num_spans, N, h, d, SPAN, wide, window, _JOINED_AT_ONCE, num_warps=1,
