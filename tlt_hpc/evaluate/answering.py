@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Container, Sequence
 from typing import TypeVar
 
-from tlt_hpc.common.records import Prompt, Rollout, SampleKey
+from tlt_hpc.common.records import FinishReason, Prompt, Rollout, SampleKey
 from tlt_hpc.config import UserError
 from tlt_hpc.evaluate.exam import Exam
 from tlt_hpc.evaluate.folder import EvaluationFolder
@@ -136,7 +136,8 @@ class _Answers:
 
     def _hand_in(self, rollout: Rollout) -> None:
         prompt = self._prompts[rollout.key]
-        asked = self._judge.answer(prompt, text_of(self._session.tokenizer, rollout.response_tokens))
+        text = text_of(self._session.tokenizer, rollout.response_tokens)
+        asked = self._judge.answer(prompt, text, rollout.finish_reason is not FinishReason.LENGTH)
         if self._judge.client is not None and self._judge.needs_worker(prompt):
             self._at_server[self._judge.client.submit(asked)] = rollout
         else:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
@@ -50,6 +51,8 @@ class Answer:
     extra: str = ""
     opening: str = ""
     """The first tag of the form, where the prompt ends with it: chat templates may begin the reasoning."""
+    is_finished: bool = True
+    """Whether the response ended by itself, not at its largest length."""
 
 
 @dataclass(frozen=True)
@@ -59,9 +62,15 @@ class Verdict:
     reward: float
     failure: Failure | None = None
     detail: str = ""
+    read: str = field(default="", compare=False)
+    """What was read as the response's answer; empty: nothing, or the kind reads none."""
+    is_disputed: bool = field(default=False, compare=False)
+    """Whether one comparison said "equal" and the other did not, so that the reward is 0."""
+    parts: Mapping[str, float] = field(default_factory=dict, compare=False)
+    """The terms that the reward was made from, by name, where there are several."""
 
     @classmethod
     def from_json(cls, tree: dict[str, Any]) -> Verdict:
         """The verdict of a dict that ``asdict`` made."""
         failure = Failure(tree["failure"]) if tree["failure"] is not None else None
-        return cls(float(tree["reward"]), failure, str(tree["detail"]))
+        return cls(**{**tree, "reward": float(tree["reward"]), "failure": failure})

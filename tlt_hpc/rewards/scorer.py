@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from tlt_hpc.common.records import Prompt, Rollout, SampleKey
+from tlt_hpc.common.records import FinishReason, Prompt, Rollout, SampleKey
 from tlt_hpc.config import RewardSection
 from tlt_hpc.rewards import judge as kinds
 from tlt_hpc.rewards.answer import MAX_CHARACTERS, Answer, Failure, Verdict
@@ -79,12 +79,12 @@ class Judge:
         """Whether a failure leaves a response to the prompt unjudged; a program that fails is judged by that."""
         return not (failure in _OF_PROGRAMS and self.kind_of(prompt) == "code")
 
-    def answer(self, prompt: Prompt, text: str) -> Answer:
-        """A response to the prompt as it is judged."""
+    def answer(self, prompt: Prompt, text: str, is_finished: bool = True) -> Answer:
+        """A response to the prompt as it is judged; ``is_finished``: it ended by itself."""
         tags = self.settings.format_tags
         first = f"<{tags[0]}>" if tags else ""
         opening = first if prompt.text.rstrip().endswith(first) else ""
-        return Answer(self.kind_of(prompt), prompt.source, text, prompt.answer, prompt.extra, opening)
+        return Answer(self.kind_of(prompt), prompt.source, text, prompt.answer, prompt.extra, opening, is_finished)
 
 
 class Scorer:
@@ -184,7 +184,8 @@ class Scorer:
             self._verdicts[rollout.key] = kinds.judge(self._answer(rollout), self._judge.settings)
 
     def _answer(self, rollout: Rollout) -> Answer:
-        return self._judge.answer(self._prompt_of(rollout), self._text_of(rollout))
+        is_finished = rollout.finish_reason is not FinishReason.LENGTH
+        return self._judge.answer(self._prompt_of(rollout), self._text_of(rollout), is_finished)
 
 
 def without_form(section: RewardSection) -> RewardSection:

@@ -103,7 +103,8 @@ def _enter(parent: int, settings: RewardSection) -> None:
 
 
 def _report(fd: int, verdict: Verdict) -> None:
-    os.write(fd, json.dumps({**asdict(verdict), "detail": verdict.detail[:_MAX_DETAIL]}).encode())
+    cut = {"detail": verdict.detail[:_MAX_DETAIL], "read": verdict.read[:_MAX_DETAIL]}
+    os.write(fd, json.dumps({**asdict(verdict), **cut}).encode())
 
 
 def _too_slow(settings: RewardSection) -> Verdict:
