@@ -1,7 +1,7 @@
 """From judged responses to figures: every data set's, and those of the sources within it. Reads no file.
 
 For the majority, correct responses are one answer whatever their words. Wrong ones are told apart by what they say:
-boxes to the letter, numbers within the tolerance, letters, and mathematics by math-verify. For code, forms and
+boxes to the letter, numbers within the tolerance, letters, and mathematics by its value. For code, forms and
 functions it is undecidable.
 """
 
@@ -19,9 +19,10 @@ from tlt_hpc.common.records import SampleKey
 from tlt_hpc.evaluate.exam import Exam
 from tlt_hpc.evaluate.figures import RIGHT, PromptAnswers, SetFigures, figures_of, is_right, metrics_of
 from tlt_hpc.rewards.answer import Answer
+from tlt_hpc.rewards.final_answer import answer_in, ending_box, find_answer
 from tlt_hpc.rewards.judge import SAME_MATH
 from tlt_hpc.rewards.scorer import Judge
-from tlt_hpc.rewards.text import BOX, TAIL_CHARACTERS, boxed_answer, last_box, letter_of, number_of
+from tlt_hpc.rewards.text import letter_of, number_of
 from tlt_hpc.session import text_of
 from tlt_hpc.storage.evaluation_log import JudgedResponse
 
@@ -105,17 +106,17 @@ def number_answers(answers: set[str], compare: Compare) -> dict[str, int]:
 
 
 def answer_of(kind: str, text: str) -> str | None:
-    """What a response says as its answer; None if it gives none. Mathematics is left to be parsed."""
+    """What a response says as its answer; None if it gives none. Mathematics is left to be parsed, in a box."""
     if kind == "boxed":
-        return boxed_answer(text)
+        return ending_box(text)
     if kind == "numeric":
         number = number_of(text)
         # in hexadecimal, since Python writes no decimal of more than 4300 digits, and 1e999 may follow 4000 of them
         return None if number is None else f"{number.numerator:x}/{number.denominator:x}"
     if kind == "choice":
         return letter_of(text)
-    box = last_box(text)
-    return text[-TAIL_CHARACTERS:] if box is None else f"{BOX}{box}}}"
+    found = find_answer(text)
+    return f"\\boxed{{{answer_in(found)}}}" if found else None
 
 
 def _are_equal(judge: Judge, answers: Sequence[str], other: str) -> list[bool | None]:

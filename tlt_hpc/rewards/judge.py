@@ -65,7 +65,7 @@ def _judge(
         case "boxed":
             return text.boxed(answer.text, answer.truth)
         case "numeric":
-            return text.numeric(answer.text, answer.truth, settings.tolerance)
+            return text.numeric(answer.text, answer.truth, settings.tolerance, answer.is_finished)
         case "choice":
             return text.choice(answer.text, answer.truth)
         case "format":
@@ -73,7 +73,7 @@ def _judge(
         case "math":
             from tlt_hpc.rewards.mathematics import equal_as_mathematics  # 0.5 s and sympy: only in workers
 
-            return equal_as_mathematics(answer.text, answer.truth)
+            return equal_as_mathematics(answer.text, answer.truth, answer.is_finished)
         case "same-math":
             from tlt_hpc.rewards.mathematics import same_answer
 

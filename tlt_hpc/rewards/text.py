@@ -10,66 +10,66 @@ from collections.abc import Sequence
 from fractions import Fraction
 
 from tlt_hpc.rewards.answer import Failure, Verdict
+from tlt_hpc.rewards.exact import exact_value
+from tlt_hpc.rewards.expression import Node, UnreadableError, read_expression
+from tlt_hpc.rewards.final_answer import TAIL_CHARACTERS, FoundAnswer, answer_in, ending_box, find_answer
+from tlt_hpc.rewards.notation import tidy
 
-BOX = "\\boxed{"
-TAIL_CHARACTERS = 4096
-"""Characters at the end of a response in which ``numeric`` and ``choice`` look for the answer."""
-_NUMBER = re.compile(
-    r"(?:(?<![\w)])[-+])?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?(?:[eE][-+]?\d{1,3}(?!\d))?(?:/\d+)?"
-    r"|(?:(?<![\w)])[-+])?\.\d+"
+_NUMERAL = re.compile(
+    r"(?<![\w.^])(?:[-+] ?)?(?:\\frac\{-?\d+\}\{-?\d+\}|(?:\d+(?:\.\d+)?|\.\d+)(?:/\d+)?)"
+    r"(?: ?(?:\\times|\\cdot|\*) ?10\^(?:\{-?\d+\}|\d))?"
 )
-_FRACTION = re.compile(r"\\[dt]?frac\s*(?:\{(-?\d+)\}|(\d))\s*(?:\{(\d+)\}|(\d))")
-_MIXED = re.compile(r"(?<![\d.,}])(\d{1,9})\s*\\[dt]?frac\{(\d{1,9})\}\{(\d{1,9})\}")
-_POWER_OF_TEN = re.compile(r"(?<=\d)\s*(?:\\times|\\cdot|\u00d7)\s*10\^(?:\{([-+]?\d+)\}|(\d))")
-_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
-"""What opens or closes a group of LaTeX, or a command: ``\\{`` and ``\\}`` are characters to it."""
-# possessive: blanks that both of the first two parts could have would otherwise be shared out in every way
 _LETTER = re.compile(
-    r"[\s(\[{*]*+(?:\\(?:text|math)(?:bf|rm)?\{)?[\s(]*+([A-Za-z])(?:[\s)\]}*.:,]*|[).:]\}?\\?\s.*)", re.DOTALL
+    r"[\s(\[]*+(?:(?:option|choice|answer)[\s:]*+)?[(\[]*+([A-Za-z])(?:[\s)\].:,]*|[).:]\s.*)",
+    re.DOTALL | re.IGNORECASE,
 )
-_SAID_LETTER = re.compile(
-    r"(?i:answer|option|choice)(?: I(?: (?!is\b)[a-z]{2,12}){1,3})?+"  # "the answer I would choose is C"
-    r"[^A-Za-z]{0,20}(?:(?i:is)\b[^A-Za-z]{0,20})?([A-Z])(?![A-Za-z'])"
+_MARKUP = re.compile(r"\\(?:text|math)(?:bf|rm|it|sf|tt)?(?![A-Za-z])|\\(?=\s)|[{}$*_`]")
+_CHOSEN = re.compile(
+    r"(?:(?:answer|option|choice)(?: I(?: (?!is\b)[a-z]{2,12}){1,3})?+"  # "the answer I would choose is C"
+    r"[^A-Za-z]{0,20}(?:(?:is|be)\b[^A-Za-z]{0,20})?(?:(?:option|choice)\b[^A-Za-z]{0,5})?"
+    r"|\u7b54\u6848[\s:\uff1a\u662f]*)([A-Za-z])(?![A-Za-z'\u2019])(?! [a-z]{2,})"
+    r"|(?<![A-Za-z'])(?-i:([A-Z]))\)? is (?:the )?(?:correct|right|answer|best|true)",
+    re.IGNORECASE,
 )
 
 
 def boxed(text: str, truth: str) -> Verdict:
-    """1.0 if the response ends with ``\\boxed{...}`` whose stripped content equals the answer as text."""
-    return Verdict(float(boxed_answer(text) == truth.strip()))
+    """1.0 if the response ends with ``\\boxed{...}`` whose stripped content equals the answer as text.
 
-
-def boxed_answer(text: str) -> str | None:
-    """The content of the box that the response ends with; None if it ends otherwise."""
-    text = text.rstrip()
-    content, end = _find_box(text)
-    return content if end == len(text) else None
-
-
-def numeric(text: str, truth: str, tolerance: float) -> Verdict:
-    """1.0 if the response's last number equals the answer's, within ``tolerance`` x max(1, answer).
-
-    The response's is the one in its last box, else after its last ``####`` (GSM8K), else the last of all. Decimals and
-    fractions are compared exactly, so the verdict is the same everywhere.
+    Closing tags may follow the box.
     """
-    wanted = number_of(truth)
+    given = ending_box(text)
+    return Verdict(float(given == truth.strip()), read=given or "")
+
+
+def numeric(text: str, truth: str, tolerance: float, is_finished: bool = True) -> Verdict:
+    """1.0 if the number that the response gives equals the answer's, within ``tolerance`` x max(1, answer).
+
+    Decimals and fractions are compared exactly, so the verdict is the same everywhere.
+    """
+    wanted = number_in(FoundAnswer(truth))
     if wanted is None:
         return Verdict(0.0, Failure.UNREADABLE, f"answer {truth[:80]!r} has no number")
-    given = number_of(text)
+    given = number_of(text, is_finished)
     if given is None:
-        return Verdict(0.0)
-    return Verdict(float(abs(given - wanted) <= Fraction(tolerance) * max(Fraction(1), abs(wanted))))
+        return Verdict(0.0, detail="the response gives no number")
+    is_near = abs(given - wanted) <= Fraction(tolerance) * max(Fraction(1), abs(wanted))
+    return Verdict(float(is_near), detail="" if is_near else f"not {truth[:80]!r}", read=shown(given))
+
+
+def shown(number: Fraction) -> str:
+    """A number for a person to read: an integer or fraction of few digits as it is."""
+    is_short = number.numerator.bit_length() + number.denominator.bit_length() < 1000
+    return str(number) if is_short else "a number of more than 300 digits"
 
 
 def choice(text: str, truth: str) -> Verdict:
-    """1.0 if the response gives the answer's letter.
-
-    The response's is the one in its last box, else the last that follows "answer", "option" or "choice", else the one
-    that its last line consists of.
-    """
-    wanted = _LETTER.fullmatch(truth.strip())
+    """1.0 if the response gives the answer's letter."""
+    wanted = _letter(truth)
     if wanted is None:
         return Verdict(0.0, Failure.UNREADABLE, f"answer {truth[:80]!r} is no letter of a choice")
-    return Verdict(float(letter_of(text) == wanted[1].upper()))
+    given = letter_of(text)
+    return Verdict(float(given == wanted), detail="" if given else "the response gives no letter", read=given or "")
 
 
 def tags(text: str, names: Sequence[str]) -> float:
@@ -86,56 +86,53 @@ def tags(text: str, names: Sequence[str]) -> float:
     return float(position == len(text))
 
 
-def number_of(text: str) -> Fraction | None:
-    """The number that a text gives as its answer; None if there is none."""
-    tail = text[-TAIL_CHARACTERS:]
-    marked = last_box(tail)
-    if marked is None and "####" in tail:
-        marked = tail.rpartition("####")[2]
-    if marked is None:
-        found = _NUMBER.findall(_plain(tail))
-        return _value(found[-1]) if found else None
-    match = _NUMBER.search(_plain(marked.rpartition("=")[2]))
-    return _value(match[0]) if match else None
+def number_of(text: str, is_finished: bool = True) -> Fraction | None:
+    """The number that a response gives as its answer; None if it gives none."""
+    found = find_answer(text, is_finished)
+    return number_in(found) if found else None
 
 
-def last_box(text: str) -> str | None:
-    """The content of the last box that is closed before the text ends; None if there is none."""
-    return _find_box(text)[0]
+def number_in(found: FoundAnswer) -> Fraction | None:
+    """The number that an answer is, or the one that stands in it."""
+    answer = tidy(answer_in(found)[:TAIL_CHARACTERS])
+    value = _value(answer)
+    if value is not None:
+        return value
+    numerals = [match[0] for match in _NUMERAL.finditer(answer.rpartition("=")[2])]
+    if not numerals:
+        return None
+    return _value(numerals[-1 if found.place == "last" else 0])
 
 
-def _find_box(text: str) -> tuple[str | None, int]:
-    """The content of the last box, if it is closed, and the index behind it; otherwise -1."""
-    start, depth = text.rfind(BOX), 1
-    for mark in _BRACE.finditer(text, start + len(BOX)) if start >= 0 else ():
-        depth += (mark[0] == "{") - (mark[0] == "}")
-        if depth == 0:
-            return text[start + len(BOX) : mark.start()].strip(), mark.end()
-    return None, -1
+def _value(answer: str) -> Fraction | None:
+    """The exact value of an answer, of its last side if it is an equation."""
+    try:
+        node = read_expression(answer)
+    except UnreadableError:
+        return None
+    while node.kind in ("relation", "percent", "unit", "degree", "neg") and exact_value(node) is None:
+        if node.kind == "relation" and node.name != "=":
+            return None
+        inner = node.parts[-1]
+        node = Node("neg", inner.parts) if node.kind == "neg" and inner.kind == "percent" else inner
+    return exact_value(node)
 
 
 def letter_of(text: str) -> str | None:
-    """The letter that a response chooses, in upper case; None if there is none."""
-    tail = text[-TAIL_CHARACTERS:].rstrip()
-    box = last_box(tail)
-    if box is not None:
-        match = _LETTER.fullmatch(box)
-        return match[1].upper() if match else None
-    if said := _SAID_LETTER.findall(tail):
-        return str(said[-1])
-    match = _LETTER.fullmatch(tail.rpartition("\n")[2])
+    """The letter that a response chooses, in upper case; None if there is none.
+
+    It is the one in its last box or ``<answer>``, else the last that follows "answer", "option" or "choice" or precedes
+    "is the answer", else the one that its last line consists of.
+    """
+    found = find_answer(text)
+    if found is not None and found.place == "all":
+        return _letter(found.text)
+    tail = _MARKUP.sub("", text[-TAIL_CHARACTERS:]).rstrip()
+    if said := list(_CHOSEN.finditer(tail)):
+        return said[-1][said[-1].lastindex or 0].upper()
+    return _letter(tail.rpartition("\n")[2])
+
+
+def _letter(answer: str) -> str | None:
+    match = _LETTER.fullmatch(_MARKUP.sub("", answer[:TAIL_CHARACTERS]))
     return match[1].upper() if match else None
-
-
-def _plain(text: str) -> str:
-    """The text without LaTeX's decoration of numbers."""
-    text = _MIXED.sub(lambda m: f"{int(m[1]) * int(m[3]) + int(m[2])}/{m[3]}", text.replace("\u2212", "-"))
-    text = _FRACTION.sub(r"\1\2/\3\4", text.replace("{,}", ","))
-    return re.sub(r"\\[,!;$% ]|[$%]", "", _POWER_OF_TEN.sub(r"e\1\2", text))
-
-
-def _value(number: str) -> Fraction | None:
-    whole, _, divisor = number.replace(",", "").partition("/")
-    if not divisor:
-        return Fraction(whole)
-    return Fraction(whole) / int(divisor) if int(divisor) else None

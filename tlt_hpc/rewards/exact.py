@@ -1,0 +1,124 @@
+"""Exact rational values of expressions, and decimals with the digits they show."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+from math import comb, factorial, gcd, isqrt, lcm
+from typing import Any
+
+from tlt_hpc.rewards.expression import Node
+
+_MAX_BITS = 100_000
+"""Of an exact number; a larger one is computed as a floating-point number with an exponent of any size."""
+_MAX_FACTORIAL = 10_000
+
+
+@dataclass(frozen=True)
+class Decimal:
+    """A number that is written with a decimal point: its value, the unit of its last digit, its significant digits."""
+
+    value: Fraction
+    unit: Fraction
+    digits: int
+
+    def scaled(self, factor: Fraction) -> Decimal:
+        """The same digits times a power of ten."""
+        return Decimal(self.value * factor, abs(self.unit * factor), self.digits)
+
+
+def exact_value(node: Node) -> Fraction | None:
+    """The value of an expression of rational numbers; None if it has others, or is too large to be exact."""
+    if node.kind == "number":
+        return node.value
+    rule = _EXACT.get(node.kind)
+    if rule is None:
+        return None
+    parts = [exact_value(part) for part in node.parts]
+    known = [part for part in parts if part is not None]
+    if len(known) < len(parts) or any(_bits(part) > _MAX_BITS for part in known):
+        return None
+    try:
+        found: Fraction | None = rule(*known)
+        return found
+    except (ZeroDivisionError, ValueError):
+        return None
+
+
+def _bits(value: Fraction) -> int:
+    return value.numerator.bit_length() + value.denominator.bit_length()
+
+
+def _power(base: Fraction, exponent: Fraction) -> Fraction | None:
+    if exponent.denominator != 1:
+        return _exact_root(base**exponent.numerator, exponent.denominator) if _fits(base, exponent.numerator) else None
+    return base**exponent.numerator if _fits(base, exponent.numerator) else None
+
+
+def _fits(base: Fraction, exponent: int) -> bool:
+    return _bits(base) * abs(exponent) <= _MAX_BITS
+
+
+def _exact_root(value: Fraction, degree: int) -> Fraction | None:
+    """The root, where it is rational."""
+    if value < 0 or degree > 64:
+        return None
+    roots = [_whole_root(part, degree) for part in (value.numerator, value.denominator)]
+    return None if None in roots else Fraction(*roots)  # type: ignore[arg-type]
+
+
+def _whole_root(number: int, degree: int) -> int | None:
+    if degree == 2:
+        root = isqrt(number)
+        return root if root * root == number else None
+    low, high = 0, 1 << (number.bit_length() // degree + 1)
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (middle + 1, high) if middle**degree < number else (low, middle)
+    return low if low**degree == number else None
+
+
+def _whole(value: Fraction) -> int:
+    if value.denominator != 1:
+        raise ValueError(value)
+    return value.numerator
+
+
+def _factorial(value: Fraction) -> Fraction | None:
+    return Fraction(factorial(_whole(value))) if 0 <= value <= _MAX_FACTORIAL else None
+
+
+def _binomial(above: Fraction, below: Fraction) -> Fraction | None:
+    return Fraction(comb(_whole(above), _whole(below))) if 0 <= below <= _MAX_FACTORIAL >= above >= 0 else None
+
+
+def _sqrt(value: Fraction, degree: Fraction = Fraction(2)) -> Fraction | None:
+    return _exact_root(value, _whole(degree)) if degree >= 1 else None
+
+
+_EXACT: dict[str, Any] = {
+    "+": lambda a, b: a + b, "*": lambda a, b: a * b, "/": lambda a, b: a / b, "neg": lambda a: -a, "^": _power,
+    "!": _factorial, "binom": _binomial, "sqrt": _sqrt, "abs": abs, "floor": lambda a: Fraction(a // 1),
+    "ceil": lambda a: Fraction(-(-a // 1)), "max": lambda *a: max(a), "min": lambda *a: min(a),
+    "gcd": lambda *a: Fraction(gcd(*map(_whole, a))), "lcm": lambda *a: Fraction(lcm(*map(_whole, a))),
+    "degree": lambda a: a, "unit": lambda a: a,
+}  # fmt: skip
+
+
+def decimal_of(node: Node) -> Decimal | None:
+    """A number with a decimal point, also with a sign or times a power of ten; None if it is written otherwise."""
+    match node.kind, node.parts:
+        case "number", _:
+            if "." not in node.source:
+                return None
+            places = len(node.source.partition(".")[2])
+            return Decimal(node.value, Fraction(1, 10**places), len(node.source.replace(".", "").lstrip("0")))
+        case "neg", (part,):
+            found = decimal_of(part)
+            return found.scaled(Fraction(-1)) if found else None
+        case "percent" | "degree" | "unit", (part,):
+            return decimal_of(part)
+        case "*", (left, right) if right.kind == "^" and exact_value(right.parts[0]) == 10:
+            found, power = decimal_of(left), exact_value(right)
+            return found.scaled(power) if found and power is not None else None
+    return None

@@ -1,0 +1,613 @@
+r"""Reads one answer as mathematics: a tree of what is written, from tidied LaTeX or plain text.
+
+What the grammar does not have is refused: nothing is skipped, so no part of an answer is left out of a comparison.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import NamedTuple
+
+MAX_CHARACTERS = 5000
+_MAX_DEPTH = 40
+_MAX_TREE_DEPTH = 150
+
+
+class UnreadableError(ValueError):
+    """The text is no mathematics that this grammar has."""
+
+
+@dataclass(frozen=True)
+class Node:
+    """A part of an answer: ``kind`` with ``parts``, and the ``source`` that it was read from.
+
+    Kinds: ``number`` (``value``), ``symbol`` and ``text`` (``name``); operations by name, ``+ * / ^ neg pm ! sqrt``
+    and functions; ``percent`` and ``degree``; ``group`` (``name``: its two brackets, empty for a list without),
+    ``relation`` (``name``: its signs, separated by blanks), ``cup cap setminus``, ``or`` and ``and`` of relations,
+    ``builder`` (variable and condition), ``ratio``, ``matrix`` of ``row``, and ``based`` (digits and base in ``name``).
+    """
+
+    kind: str
+    parts: tuple[Node, ...] = ()
+    name: str = ""
+    value: Fraction = Fraction(0)
+    source: str = ""
+    depth: int = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "depth", 1 + max((part.depth for part in self.parts), default=0))
+        if self.depth > _MAX_TREE_DEPTH:
+            raise UnreadableError("too many operations")
+
+
+class _Token(NamedTuple):
+    kind: str
+    text: str
+    start: int
+    end: int
+    after_space: bool
+
+
+_TOKEN = re.compile(
+    r"\s*(?:(?P<number>\d+(?:\.\d+)?|\.\d+)|\\text\s*\{(?P<text>[^{}]*)\}|\\begin\{(?P<begin>[a-z]+\*?)\}"
+    r"|\\end\{(?P<end>[a-z]+\*?)\}|\\(?P<row>\\)(?:\[[^\]]*\])?|\\(?P<command>[A-Za-z]+|[{}|%&#_])|(?P<word>[A-Za-z]+)"
+    r"|(?P<sign><=|>=|!=|=>|[-+*/^_=<>(){}\[\],;:|!%&']))"
+)
+_FUNCTIONS = frozenset({
+    "sin", "cos", "tan", "cot", "sec", "csc", "arcsin", "arccos", "arctan", "arccot", "sinh", "cosh", "tanh", "coth",
+    "ln", "log", "lg", "exp", "gcd", "lcm", "max", "min",
+})  # fmt: skip
+_RELATIONS = {
+    "=": "=", "<": "<", ">": ">", "<=": "<=", ">=": ">=", "!=": "!=", "le": "<=", "leq": "<=", "leqslant": "<=",
+    "ge": ">=", "geq": ">=", "geqslant": ">=", "lt": "<", "gt": ">", "ne": "!=", "neq": "!=", "in": "in",
+    "approx": "~", "equiv": "==", "sim": "~", "simeq": "~",
+}  # fmt: skip
+_SETS = {"cup": "cup", "cap": "cap", "setminus": "setminus", "backslash": "setminus", "bigcup": "cup"}
+_TIMES = frozenset({"*", "cdot", "times", "ast", "cdotp"})
+_JUNCTIONS = {"and": "and", "or": "or", "lor": "or", "vee": "or", "land": "and", "wedge": "and"}
+_ACCENTS = frozenset({
+    "vec", "hat", "bar", "overline", "tilde", "widehat", "overrightarrow", "overleftrightarrow", "dot",
+})  # fmt: skip
+_GREEK = frozenset({
+    "alpha", "beta", "gamma", "delta", "epsilon", "varepsilon", "zeta", "eta", "theta", "vartheta", "iota", "kappa",
+    "lambda", "mu", "nu", "xi", "rho", "sigma", "tau", "upsilon", "phi", "varphi", "chi", "psi", "omega", "Gamma",
+    "Delta", "Theta", "Lambda", "Xi", "Pi", "Sigma", "Phi", "Psi", "Omega", "ell",
+})  # fmt: skip
+UNITS = {
+    word: unit
+    for unit, words in {
+        "mm": "mm millimeter millimeters millimetre millimetres",
+        "cm": "cm centimeter centimeters centimetre centimetres",
+        "m": "m meter meters metre metres", "km": "km kilometer kilometers kilometre kilometres",
+        "in": "in inch inches", "ft": "ft foot feet", "yd": "yd yard yards", "mi": "mi mile miles",
+        "mg": "mg milligram milligrams", "g": "g gram grams", "kg": "kg kilogram kilograms",
+        "lb": "lb lbs pound pounds",
+        "ms": "ms millisecond milliseconds", "s": "s sec second seconds", "min": "min minute minutes",
+        "h": "h hr hrs hour hours", "day": "day days", "week": "week weeks", "month": "month months",
+        "year": "year years", "ml": "ml mL milliliter milliliters", "l": "L l liter liters litre litres",
+        "rad": "rad radian radians",
+    }.items()
+    for word in words.split()
+}  # fmt: skip
+"""Units that are told apart by name; with all others a number is read as it is without them."""
+_MIN_WORD = 3
+"""Letters of a word that is a unit behind a blank; fewer are a product, unless the unit is known."""
+_MAX_PRODUCT = 4
+"""Letters that are read as a product of variables; a longer word is none."""
+_CLOSING = {"(": ")", "[": "]", "{": "}", "langle": "rangle", "lfloor": "rfloor", "lceil": "rceil"}
+
+
+def read_expression(tidied: str) -> Node:
+    """The tree of an answer in the notation of ``tidy``.
+
+    Raises:
+        UnreadableError: it is no mathematics that the grammar has.
+    """
+    if len(tidied) > MAX_CHARACTERS:
+        raise UnreadableError("too long")
+    return _Parser(tidied).whole()
+
+
+def _tokens(text: str) -> list[_Token]:
+    tokens, place = list[_Token](), 0
+    text = text.rstrip()
+    while place < len(text):
+        match = _TOKEN.match(text, place)
+        if match is None:
+            raise UnreadableError(f"{text[place : place + 10]!r}")
+        kind = str(match.lastgroup)
+        tokens.append(_Token(kind, match[kind].strip(), match.start(kind), match.end(), text[place] == " "))
+        place = match.end()
+    return tokens
+
+
+class _Parser:
+    """One pass from left to right; each method reads what its name says from the next token on."""
+
+    def __init__(self, text: str) -> None:
+        self._text, self._tokens, self._place, self._depth = text, _tokens(text), 0, 0
+        self._bars = 0
+        """Bars of absolute values that are open."""
+        self._in_builder = False
+
+    def whole(self) -> Node:
+        node = self._list()
+        if self._place < len(self._tokens):
+            raise UnreadableError(self._next().text)
+        return node
+
+    # --- tokens ---
+
+    def _next(self, ahead: int = 0) -> _Token:
+        place = self._place + ahead
+        return (
+            self._tokens[place]
+            if place < len(self._tokens)
+            else _Token("end", "", len(self._text), len(self._text), False)
+        )
+
+    def _is(self, *texts: str, kinds: tuple[str, ...] = ("sign", "command")) -> bool:
+        token = self._next()
+        return token.kind in kinds and token.text in texts
+
+    def _take(self, *texts: str) -> bool:
+        if self._is(*texts):
+            self._place += 1
+            return True
+        return False
+
+    def _expect(self, text: str) -> None:
+        if not self._take(text):
+            raise UnreadableError(f"no {text}")
+
+    def _from(self, start: int, kind: str, *parts: Node, name: str = "", value: Fraction = Fraction(0)) -> Node:
+        """A node of what was read since the token ``start``."""
+        source = self._text[self._tokens[start].start : self._tokens[self._place - 1].end]
+        return Node(
+            kind, parts, name, value, source.replace("\\text{", "{") if kind == "number" else self._begun(start, source)
+        )
+
+    def _begun(self, start: int, source: str) -> str:
+        return ("\\" if self._tokens[start].kind in ("command", "row") else "") + source
+
+    def _junction(self) -> str:
+        token = self._next()
+        if token.kind in ("word", "text", "command"):
+            return _JUNCTIONS.get(token.text.lower(), "")
+        return ""
+
+    # --- from the loosest binding to the tightest ---
+
+    def _list(self) -> Node:
+        """Relations separated by commas, semicolons, "and" or "or"."""
+        start, items, words = self._place, [self._relation()], set[str]()
+        while True:
+            is_comma = self._take(",", ";")
+            word = self._junction()
+            if word:
+                self._place += 1
+                words.add(word)
+            elif not is_comma:
+                break
+            items.append(self._relation())
+        if len(items) == 1:
+            return items[0]
+        is_claim = all(item.kind == "relation" and item.name != "=" for item in items)
+        if is_claim and len(words) == 1:
+            return self._from(start, words.pop(), *items)
+        return self._from(start, "group", *items)
+
+    def _relation(self) -> Node:
+        start, sides, signs = self._place, [self._sets()], list[str]()
+        if self._is(":") and not self._in_builder:
+            while self._take(":"):
+                sides.append(self._sum())
+            return self._from(start, "ratio", *sides)
+        while (token := self._next()).kind in ("sign", "command") and token.text in _RELATIONS:
+            self._place += 1
+            if token.text == "in" and self._take("("):  # \in( is no sign of its own: give the bracket back
+                self._place -= 1
+            signs.append(_RELATIONS[token.text])
+            sides.append(self._sets())
+        return self._from(start, "relation", *sides, name=" ".join(signs)) if signs else sides[0]
+
+    def _sets(self) -> Node:
+        start, node = self._place, self._sum()
+        while (token := self._next()).kind == "command" and token.text in _SETS:
+            self._place += 1
+            node = self._from(start, _SETS[token.text], node, self._sum())
+        return node
+
+    def _sum(self) -> Node:
+        start = self._place
+        node = self._signed()
+        while self._is("+", "-", "pm", "mp"):
+            sign = self._next().text
+            self._place += 1
+            term = self._product()
+            if sign == "-":
+                term = Node("neg", (term,))
+            node = self._from(start, "pm" if sign in ("pm", "mp") else "+", node, term)
+        return node
+
+    def _signed(self) -> Node:
+        start, signs = self._place, 0
+        if self._take("pm", "mp"):
+            return self._from(start, "pm", self._product())
+        while self._is("-", "+"):
+            signs += self._next().text == "-"
+            self._place += 1
+        node = self._product()
+        return self._from(start, "neg", node) if signs % 2 else node
+
+    def _product(self) -> Node:
+        start = self._place
+        node = self._power()
+        while True:
+            token = self._next()
+            if token.kind in ("sign", "command") and token.text in _TIMES:
+                self._place += 1
+                node = self._from(start, "*", node, self._factor())
+            elif self._is("/", "div"):
+                self._place += 1
+                node = self._from(start, "/", node, self._factor())
+            elif self._starts_unit():
+                node = self._with_unit(start, node)
+            elif self._starts_factor():
+                node = self._juxtaposed(start, node)
+            else:
+                return node
+
+    def _factor(self) -> Node:
+        """A factor behind a sign of multiplication, which may have a sign of its own."""
+        start = self._place
+        if self._take("-"):
+            return self._from(start, "neg", self._power())
+        return self._power()
+
+    def _juxtaposed(self, start: int, left: Node) -> Node:
+        """A product without a sign, or a mixed number."""
+        token = self._next()
+        right = self._power()
+        is_whole = left.kind == "number" and left.value.denominator == 1 and "." not in left.source
+        behind, fraction = ("", right) if right.kind == "/" else (right.kind, right.parts[0] if right.parts else right)
+        is_fraction = token.text == "frac" and fraction.kind == "/" and _are_numbers(fraction.parts)
+        if is_whole and is_fraction and behind in ("", "percent", "degree"):
+            mixed = self._from(start, "+", left, fraction)
+            return Node(behind, (mixed,), source=mixed.source) if behind else mixed
+        if token.kind == "number":
+            if is_whole and token.after_space and self._is("/") and self._next(1).kind == "number":
+                self._place += 1
+                below = self._power()
+                return self._from(start, "+", left, Node("/", (right, below)))
+            raise UnreadableError("two numbers side by side")
+        return self._from(start, "*", left, right)
+
+    def _starts_factor(self) -> bool:
+        token = self._next()
+        if token.kind == "sign":
+            return token.text in ("(", "{", "[") or (token.text == "|" and not self._bars and not self._in_builder)
+        if token.kind == "command":
+            known = token.text in _FUNCTIONS or token.text in _GREEK or token.text in _ACCENTS
+            return known or token.text in (
+                "frac",
+                "sqrt",
+                "pi",
+                "binom",
+                "dbinom",
+                "tbinom",
+                "lfloor",
+                "lceil",
+                "infty",
+                "lvert",
+            )
+        return token.kind in ("number", "begin") or (token.kind == "word" and not self._junction())
+
+    # --- units ---
+
+    def _starts_unit(self) -> bool:
+        token = self._next()
+        if self._junction():
+            return False
+        if token.kind == "text":
+            return True
+        known = token.text in UNITS and len(token.text) > 1
+        is_word = token.kind == "word"
+        return is_word and (known or (token.after_space and len(token.text) >= _MIN_WORD and not token.text.isupper()))
+
+    def _with_unit(self, start: int, node: Node) -> Node:
+        """The value with the words behind it, up to the end of this part of the answer."""
+        first = self._place
+        while (token := self._next()).kind in ("word", "text") and not self._junction():
+            self._place += 1
+            if self._take("^"):
+                self._signed_argument()
+            if self._is("/", "cdot") and self._next(1).kind in ("word", "text"):
+                self._place += 1
+        token = self._next()
+        if token.kind != "end" and not self._junction() and token.text not in (*_RELATIONS, ",", ";", ")", "]", "}"):
+            raise UnreadableError("words within an expression")
+        words = self._text[self._tokens[first].start : self._tokens[self._place - 1].end]
+        return Node("unit", (node,), re.sub(r"\\text\s*|[{}\s]", "", words), source=node.source)
+
+    # --- powers and what stands behind a value ---
+
+    def _power(self) -> Node:
+        self._depth += 1
+        if self._depth > _MAX_DEPTH:
+            raise UnreadableError("nested too deep")
+        start = self._place
+        node = self._atom()
+        while True:
+            if self._take("^"):
+                node = self._from(start, "^", node, self._signed_argument())
+            elif self._take("!"):
+                node = self._from(start, "!", node)
+            elif self._take("%"):
+                node = self._from(start, "percent", node)
+            elif self._take("degree"):
+                if self._next().kind == "word" and self._next().text in ("C", "F"):
+                    self._place += 1
+                node = self._from(start, "degree", node)
+            else:
+                self._depth -= 1
+                return node
+
+    def _signed_argument(self) -> Node:
+        start = self._place
+        if self._take("-"):
+            return self._from(start, "neg", self._argument())
+        return self._argument()
+
+    def _argument(self) -> Node:
+        """What a command takes: a group, or one digit, letter or command."""
+        token = self._next()
+        if self._is("{"):
+            return self._braces()
+        if (
+            token.kind in ("number", "word")
+            and len(token.text) > 1
+            and not (token.kind == "number" and self._is_plain())
+        ):
+            self._split(1)
+        return self._atom()
+
+    def _is_plain(self) -> bool:
+        """Whether the whole text is no LaTeX, where 2^10 has an exponent of two digits."""
+        return "\\" not in self._text
+
+    def _split(self, length: int) -> None:
+        """Cut the next token behind its first characters."""
+        token = self._next()
+        middle = token.start + length
+        parts = (
+            token._replace(text=token.text[:length], end=middle),
+            token._replace(text=token.text[length:], start=middle, after_space=False),
+        )
+        self._tokens[self._place : self._place + 1] = parts
+
+    # --- single things ---
+
+    def _atom(self) -> Node:
+        token, start = self._next(), self._place
+        if token.kind == "number":
+            self._place += 1
+            if self._is("_"):
+                return self._based(start, token.text)
+            return self._from(start, "number", value=Fraction(token.text))
+        if token.kind == "word":
+            return self._word()
+        if token.kind == "begin":
+            return self._matrix()
+        if token.kind == "sign":
+            return self._bracket()
+        if token.kind == "command":
+            return self._command()
+        raise UnreadableError(token.text or "an end")
+
+    def _word(self) -> Node:
+        token, start = self._next(), self._place
+        name = token.text
+        if name in ("abs", "floor", "ceil", "gcd", "lcm", "max", "min") and self._next(1).text == "(":
+            self._place += 1
+            return self._applied(start, name)
+        if len(name) > 1 and not name.isupper():
+            if len(name) > _MAX_PRODUCT:
+                raise UnreadableError(f"the word {name}")
+            self._split(1)
+            return self._atom()
+        self._place += 1
+        return self._subscripted(start, name)
+
+    def _subscripted(self, start: int, name: str) -> Node:
+        if self._take("_"):
+            index = self._argument_text()
+            name = f"{name}_{index}"
+        while self._take("'"):
+            name += "'"
+        return self._from(start, "symbol", name=name)
+
+    def _argument_text(self) -> str:
+        """The text of a subscript."""
+        start = self._place
+        if self._take("{"):
+            while not self._take("}"):
+                if self._next().kind == "end":
+                    raise UnreadableError("no }")
+                self._place += 1
+            return "".join(token.text for token in self._tokens[start + 1 : self._place - 1])
+        if self._next().kind in ("number", "word") and len(self._next().text) > 1:
+            self._split(1) if "\\" in self._text else None
+        self._place += 1
+        return self._tokens[start].text if start < len(self._tokens) else ""
+
+    def _based(self, start: int, digits: str) -> Node:
+        self._expect("_")
+        base = {"two": "2", "three": "3", "five": "5", "eight": "8", "ten": "10", "sixteen": "16"}
+        index = self._argument_text()
+        return self._from(start, "based", name=f"{digits} {base.get(index, index)}")
+
+    def _command(self) -> Node:
+        token, start = self._next(), self._place
+        self._place += 1
+        match token.text:
+            case "frac":
+                return self._from(start, "/", self._argument(), self._argument())
+            case "sqrt":
+                return self._applied(start, "sqrt")
+            case "binom" | "dbinom" | "tbinom":
+                return self._from(start, "binom", self._argument(), self._argument())
+            case "pi":
+                return self._from(start, "symbol", name="pi")
+            case "infty":
+                return self._from(start, "symbol", name="oo")
+            case "emptyset" | "varnothing":
+                return self._from(start, "group", name="{}")
+            case "mathbb" | "R":
+                name = self._argument_text() if token.text == "mathbb" else "R"
+                return self._from(start, "symbol", name=f"set {name}")
+            case "{" | "langle" | "lfloor" | "lceil" | "lvert" | "|":
+                self._place = start
+                return self._bracket()
+        if token.text in _FUNCTIONS:
+            return self._applied(start, token.text)
+        if token.text in _ACCENTS:
+            return self._from(start, "symbol", name=f"{token.text} {self._argument_text()}")
+        if token.text in _GREEK:
+            return self._subscripted(start, token.text)
+        raise UnreadableError(f"\\{token.text}")
+
+    def _applied(self, start: int, name: str) -> Node:
+        """A function with its argument, which without brackets is the product behind it."""
+        parts, exponent = list[Node](), None
+        if name == "sqrt" and self._take("["):
+            parts.append(self._sum())
+            self._expect("]")
+        if name == "log" and self._take("_"):
+            parts.append(self._argument())
+        if name != "sqrt" and self._take("^"):
+            exponent = self._signed_argument()
+        if name == "sqrt" and not self._is("("):
+            parts.insert(0, self._argument())
+        elif self._is("(", "{", "["):
+            group = self._bracket() if not self._is("{") else self._braces()
+            parts[:0] = group.parts if group.kind == "group" else [group]
+        else:
+            parts.insert(0, self._bare_argument())
+        if (
+            exponent is not None
+            and exponent.kind == "neg"
+            and exponent.source.replace(" ", "") == "-1"
+            and name in ("sin", "cos", "tan")
+        ):
+            return self._from(start, f"arc{name}", *parts)
+        node = self._from(start, name, *parts)
+        return node if exponent is None else self._from(start, "^", node, exponent)
+
+    def _bare_argument(self) -> Node:
+        start = self._place
+        node = self._power()
+        while self._starts_factor() and not self._starts_unit() and not self._is(*_FUNCTIONS) and not self._is("("):
+            node = self._juxtaposed(start, node)
+        return node
+
+    # --- brackets ---
+
+    def _braces(self) -> Node:
+        """A group of LaTeX, which has no meaning of its own, but that of a set where it holds a list."""
+        start = self._place
+        self._expect("{")
+        if self._take("}"):
+            return self._from(start, "group", name="{}")
+        node = self._list()
+        if self._take("choose"):
+            node = self._from(start, "binom", node, self._list())
+        elif self._take("over"):
+            node = self._from(start, "/", node, self._list())
+        self._expect("}")
+        is_set = node.kind == "group" and not node.name
+        return self._from(start, "group", *node.parts, name="{}") if is_set else node
+
+    def _bracket(self) -> Node:
+        start, token = self._place, self._next()
+        if token.kind == "sign" and token.text == "{":
+            return self._braces()
+        self._place += 1
+        if token.text in ("|", "lvert"):
+            return self._absolute(start, "|" if token.text == "|" else "rvert")
+        if token.text not in _CLOSING:
+            raise UnreadableError(token.text)
+        if token.text in ("lfloor", "lceil"):
+            node = self._sum()
+            self._expect(_CLOSING[token.text])
+            return self._from(start, "floor" if token.text == "lfloor" else "ceil", node)
+        return self._items(start, token.text)
+
+    def _absolute(self, start: int, right: str) -> Node:
+        self._bars += 1
+        node = self._sum()
+        self._expect(right)
+        self._bars -= 1
+        return self._from(start, "abs", node)
+
+    def _items(self, start: int, left: str) -> Node:
+        """What stands in brackets: a list, one value, or a set by its condition."""
+        wanted = ("]", ")") if left in ("(", "[") else (_CLOSING[left],)
+        bars, self._bars = self._bars, 0
+        if self._is(*wanted):
+            inner = Node("group")
+        elif left == "{":
+            inner = self._set_content()
+        else:
+            inner = self._list()
+        self._bars = bars
+        right = self._next().text
+        if not self._take(*wanted):
+            raise UnreadableError(f"no {wanted[0]}")
+        if inner.kind == "builder":
+            return inner
+        name = {"langle": "()"}.get(left, left + right)
+        is_list = inner.kind == "group" and not inner.name
+        if is_list:
+            return self._from(start, "group", *inner.parts, name=name)
+        if left == "{" or name in ("(]", "[)"):
+            return self._from(start, "group", inner, name=name)
+        return Node(inner.kind, inner.parts, inner.name, inner.value, self._from(start, "").source)
+
+    def _set_content(self) -> Node:
+        start = self._place
+        self._in_builder = True
+        first = self._relation()
+        self._in_builder = False
+        if self._take("|", ":", "mid"):
+            return self._from(start, "builder", first, self._list())
+        self._place = start
+        return self._list()
+
+    def _matrix(self) -> Node:
+        start, name = self._place, self._next().text
+        if name not in ("pmatrix", "bmatrix", "matrix", "Bmatrix", "smallmatrix"):
+            raise UnreadableError(name)
+        self._place += 1
+        rows, cells = list[Node](), [self._relation()]
+        while True:
+            token = self._next()
+            self._place += 1
+            if token.text == "&":
+                cells.append(self._relation())
+            elif (token.kind in ("row", "end") and token.kind != "end") or (token.kind == "end" and token.text == name):
+                rows.append(Node("row", tuple(cells)))
+                if token.kind == "end":
+                    return self._from(start, "matrix", *rows)
+                if self._next().kind == "end" and self._next().text == name:
+                    self._place += 1
+                    return self._from(start, "matrix", *rows)
+                cells = [self._relation()]
+            else:
+                raise UnreadableError(token.text)
+
+
+def _are_numbers(parts: tuple[Node, ...]) -> bool:
+    return all(part.kind == "number" and part.value.denominator == 1 for part in parts)

@@ -1,0 +1,153 @@
+"""Finds the part of a response that is its answer: one rule for every kind that reads answers (docs/rewards.md).
+
+All of it takes time linear in the response.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from itertools import pairwise
+
+TAIL_CHARACTERS = 4096
+"""Characters at the end of a response in which an answer without a box is looked for."""
+_MARK = re.compile(
+    r"\\(?:boxed|fbox|framebox)\s*(?:\{|(-?\d[\d.,/]*\d|-?\d|[A-Za-z])(?=[\s$.,;)]|\Z))|\\.|[{}]", re.DOTALL
+)
+_BETWEEN = re.compile(r"\\(?:[()\[\],;:! ]|q?quad(?![a-zA-Z])|text\s*\{(\s*and\s*)\})|[$*]")
+_JOINED = re.compile(r"\s*(?:,|and|,\s*and|&)\s*")
+_TO_FILL_IN = re.compile(
+    r"(?:[.?~\s]|\\[lc]?dots|\\ |\\text\{\s*\}|(?:\\text\{)?\b(?:your |the |final )*+answer\}?)*+", re.IGNORECASE
+)
+"""The content of a box that repeats the instruction."""
+_MAX_INSTRUCTION = 100
+_ANSWER_TAG = re.compile(r"<answer>(.*?)(?:</answer>|\Z)", re.DOTALL | re.IGNORECASE)
+_SAID = re.compile(
+    r"(?:\banswer\b[^\n.:=]{0,60}?(?:\b(?:is|are|equals)\b|[:=\uff1a])"
+    r"|\u7b54\u6848\s*[:=\uff1a\u662f\u4e3a]+)[\s:*_\uff1a]*",
+    re.IGNORECASE,
+)
+_SENTENCE_END = re.compile(r"(?:(?<![.!?])[.!?]++[*_)\"']*(?=\s)|\u3002)\s*|\n+")
+_WORD = re.compile(r"(?<![\\A-Za-z])(?!(?:and|or)\b)[A-Za-z]{2,}")
+_MATHS = re.compile(r"(?<!\\)\$\$?([^$]+?)(?<!\\)\$\$?|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
+_NUMBER = re.compile(
+    r"(?:(?<![\w)}])[-+\u2212]\s?)?(?:\\[dt]?frac\{-?\d+\}\{\d+\}|\d{1,3}(?:(?:,|\{,\}|\\,)\d{3})+(?:\.\d+)?|(?<![\w^])\d*\.?\d+)"
+    r"(?:\s?(?:\\times|\\cdot|\u00d7)\s?10\^(?:\{-?\d+\}|\d)|[eE][-+]?\d+|/\d+)?(?:\s?\\?%)?"
+)
+_CLOSING = re.compile(r"(?:\s|</[A-Za-z][\w-]*>)*+")
+"""What may follow a box that a response ends with."""
+
+
+@dataclass(frozen=True)
+class FoundAnswer:
+    """A response's answer as it stands there."""
+
+    text: str
+    place: str = "all"
+    """Which mathematics of the text is the answer: ``all``; the ``first`` or ``last`` where words may surround it."""
+
+
+def find_answer(text: str, is_finished: bool = True) -> FoundAnswer | None:
+    """The answer that a response gives, None if there is none.
+
+    It is the last complete ``<answer>`` if it follows the last box, else the content of the last complete box, with the
+    boxes that only commas or "and" join to it. A response whose last box is cut off gives none. In one without box and
+    tag that ended by itself it is the line after the last ``####``, else what follows the last "answer is" or "answer:"
+    in its sentence, else the last sentence.
+    """
+    boxes, is_cut_off = _boxes(text)
+    if is_cut_off:
+        return None
+    tag = _last_tag(text[boxes[-1].end if boxes else 0 :], is_finished)
+    if tag is not None:
+        return FoundAnswer(tag)
+    if boxes:
+        return FoundAnswer(", ".join(box.content for box in _joined(text, boxes)))
+    if not is_finished:
+        return None
+    tail = text[-TAIL_CHARACTERS:].strip()
+    if "####" in tail:
+        return FoundAnswer(tail.rpartition("####")[2].strip().partition("\n")[0])
+    said = [match.end() for match in _SAID.finditer(tail)]
+    if said and (rest := _SENTENCE_END.split(tail[said[-1] :], maxsplit=1)[0].strip()):
+        return FoundAnswer(rest, "first")
+    sentences = [part for part in _SENTENCE_END.split(tail) if part.strip()]
+    return FoundAnswer(sentences[-1].strip(), "last") if sentences else None
+
+
+def answer_in(found: FoundAnswer) -> str:
+    """The mathematics of an answer that words may surround."""
+    if found.place == "all":
+        return found.text
+    parts = [match[match.lastindex or 0] for match in _MATHS.finditer(found.text)]
+    if not parts and _WORD.search(found.text) is None:
+        return found.text
+    numbers = parts or [match[0] for match in _NUMBER.finditer(found.text)]
+    if not numbers:
+        return found.text if found.place == "first" else ""
+    return numbers[0] if found.place == "first" else numbers[-1]
+
+
+def ending_box(text: str) -> str | None:
+    """The content of the box that the response ends with, closing tags and punctuation aside; None if there is none."""
+    boxes, is_cut_off = _boxes(text)
+    if is_cut_off or not boxes or not _CLOSING.fullmatch(text, boxes[-1].end):
+        return None
+    return boxes[-1].content
+
+
+@dataclass(frozen=True)
+class _Box:
+    start: int
+    end: int
+    content: str
+
+
+def _boxes(text: str) -> tuple[list[_Box], bool]:
+    """The complete boxes in the order of their ends, and whether the last one that was opened is cut off.
+
+    Of boxes within each other the innermost counts; those that repeat the instruction are left out.
+    """
+    if "\\boxed" not in text and "\\f" not in text:
+        return [], False
+    found, opened = list[_Box](), list[tuple[int, int]]()  # places of braces, and -1 or the start of their box
+    last_opened, last_closed = -1, -1
+    for mark in _MARK.finditer(text):
+        if mark[0] == "{":
+            opened.append((mark.end(), -1))
+        elif mark[0] == "}":
+            if opened and (place := opened.pop())[1] >= 0:
+                _add(found, _Box(place[1], mark.end(), text[place[0] : mark.start()].strip()))
+                last_closed = max(last_closed, place[1])
+        elif mark[0].endswith("{") and len(mark[0]) > 2:
+            opened.append((mark.end(), mark.start()))
+            last_opened = mark.start()
+        elif mark[1]:
+            _add(found, _Box(mark.start(), mark.end(), mark[1]))
+    return found, last_opened > last_closed
+
+
+def _add(found: list[_Box], box: _Box) -> None:
+    is_empty = len(box.content) < _MAX_INSTRUCTION and _TO_FILL_IN.fullmatch(box.content)
+    if not is_empty and not (found and found[-1].start > box.start):
+        found.append(box)
+
+
+def _joined(text: str, boxes: list[_Box]) -> list[_Box]:
+    """The last box with those before it that only commas or "and" join to it."""
+    first = len(boxes) - 1
+    for before, after in reversed(list(pairwise(boxes))):
+        between = text[before.end : after.start]
+        if len(between) > 80 or not _JOINED.fullmatch(_BETWEEN.sub(r"\1", between)):
+            break
+        first -= 1
+    return boxes[first:]
+
+
+def _last_tag(text: str, is_finished: bool) -> str | None:
+    """The content of the last ``<answer>``, without the end tag only where the response ended by itself."""
+    start = text.rfind("<answer>")
+    match = _ANSWER_TAG.match(text, start) if start >= 0 else None
+    if match is None or not (is_finished or match[0].endswith("</answer>")):
+        return None
+    return match[1].strip()

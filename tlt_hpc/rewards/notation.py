@@ -1,0 +1,208 @@
+r"""Brings an answer's notation to one form: what Unicode, Markdown and LaTeX write in several ways is written in one.
+
+Nothing here knows what an expression means. ``tidy`` returns LaTeX without layout: no ``$``, no spacing commands, no
+``\left``, braces around the arguments of fractions and roots.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+
+_SIGNS = {
+    **dict.fromkeys("\u2212\u2013\u2014\u2010\u2011\u2012\ufe63\ufe58", "-"),
+    **dict.fromkeys("\u00d7\u2a2f", "\\times "), **dict.fromkeys("\u00b7\u22c5\u2219\u2022", "\\cdot "),
+    "\u00f7": "/", "\u2215": "/", "\u2044": "/", "\u2217": "*", "\u2264": "\\le ", "\u2265": "\\ge ",
+    "\u2a7d": "\\le ", "\u2a7e": "\\ge ", "\u2260": "\\ne ", "\u2248": "\\approx ", "\u221e": "\\infty ",
+    "\u00b1": "\\pm ", "\u2213": "\\mp ", "\u222a": "\\cup ", "\u2229": "\\cap ", "\u2208": "\\in ",
+    "\u2205": "\\emptyset ", "\u00d8": "\\emptyset ", "\u2216": "\\setminus ", "\u211d": "\\mathbb{R}",
+    "\u2124": "\\mathbb{Z}", "\u2115": "\\mathbb{N}", "\u211a": "\\mathbb{Q}", "\u00b0": "\\degree ",
+    "\u00ba": "\\degree ", "\u2103": "\\degree C", "\u2109": "\\degree F",
+    "\u2032": "'", "\u2019": "'", "\u3001": ",", "\u3002": ".", "\u2061": "", "\u2062": "",
+    "\u200b": "", "\ufeff": "", "\u2227": "\\land ", "\u2228": "\\lor ", "\u27e8": "\\langle ",
+    "\u27e9": "\\rangle ", "\u230a": "\\lfloor ", "\u230b": "\\rfloor ", "\u2308": "\\lceil ", "\u2309": "\\rceil ",
+    "\u2223": "|", "\u2236": ":", "\u00ac": "\\neg ",
+}  # fmt: skip
+_GREEK = (
+    "alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta", "iota", "kappa", "lambda", "mu", "nu",
+    "xi", "omicron", "pi", "rho", "varsigma", "sigma", "tau", "upsilon", "phi", "chi", "psi", "omega",
+)  # fmt: skip
+_ABOVE_LINE = "\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079\u207a\u207b\u207f"
+_SUPERSCRIPTS = dict(zip(_ABOVE_LINE, "0123456789+-n", strict=True))
+_SUBSCRIPTS = dict(zip("\u2080\u2081\u2082\u2083\u2084\u2085\u2086\u2087\u2088\u2089", "0123456789", strict=True))
+_TABLE = str.maketrans({
+    **_SIGNS,
+    **{chr(0x3B1 + number): f"\\{name} " for number, name in enumerate(_GREEK)},
+    "\u03a9": "\\Omega ", "\u0394": "\\Delta ", "\u0393": "\\Gamma ", "\u03a3": "\\Sigma ", "\u03a6": "\\Phi ",
+})  # fmt: skip
+_ABOVE = re.compile(f"[{''.join(_SUPERSCRIPTS)}]+")
+_BELOW = re.compile(f"[{''.join(_SUBSCRIPTS)}]+")
+_VULGAR = re.compile("[\u00bc-\u00be\u2150-\u215e]")
+_ROOT = re.compile(r"([\u221a\u221b\u221c])\s*(\d+(?:\.\d+)?|[A-Za-z]|(?=[({\\]))")
+_LAYOUT = re.compile(
+    r"\\(?:left|right|big|Big|bigg|Bigg|bigl|bigr|Bigl|Bigr|biggl|biggr|displaystyle|textstyle|limits|nolimits|middle)"
+    r"(?![A-Za-z])|(?<!\\)\\[()\[\]]|(?<!\\)\$|\\(?:phantom|hspace|vspace)\*?\{[^{}]*\}"
+)
+_CURRENCY = re.compile(
+    r"\\\$|\\pounds?(?![A-Za-z])|\\euro(?![A-Za-z])|[\u20ac\u00a3\u00a5]|(?<![A-Za-z])(?:US|USD)\s*(?=\$)"
+)
+_THOUSANDS = re.compile(r"(?<![\d.,])(\d{1,3})((?:(?:\\[,!;: ]|\{,\}|,\\!|\{\\,\}|~|,)\d{3})+)(?![\d])(?!,\d)")
+_PLAIN_COMMA = re.compile(r",\d")
+_SPACED_THOUSANDS = re.compile(
+    r"(?<![\d.,] )(?<![\d.,/])([1-9]\d{0,2})((?:[ \u00a0\u2009\u202f]\d{3})+)(?![\d])(?! \d)"
+)
+_SPACING = re.compile(r"(?<!\\)\\[,;:!> ]|\\(?:quad|qquad|enspace|thinspace|nobreakspace)(?![A-Za-z])|~|\s+")
+_STYLE = re.compile(r"\\(?:mathbf|mathsf|mathit|mathcal|boldsymbol|bm|bf|it|rm|pmb|ensuremath)(?![A-Za-z])\s*")
+_TEXT = re.compile(r"\\(?:text(?:bf|it|rm|sf|tt|normal|up|sc)?|mathrm|mbox|hbox|operatorname\*?|emph|underline)\s*\{")
+_NAMES = re.compile(
+    r"\\text\{\s*(sqrt|sin|cos|tan|cot|sec|csc|ln|log|exp|arcsin|arccos|arctan|gcd|lcm|max|min|e|i|pi)\s*\}"
+)
+_DEGREES = re.compile(
+    r"\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![A-Za-z]))|\\(?:textdegree|degrees?)(?![A-Za-z])|(?<=\d)\s*degrees?\b"
+)
+_REPEATING = re.compile(
+    r"(\d*)\.(\d*)\s*(?:\\(?:overline|bar)\s*(?:\{\s*(\d+)\s*\}|(\d))|\\dot\s*\{?(\d)\}?(?:(\d*)\s*\\dot\s*\{?(\d)\}?)?)"
+)
+_TAKES_ARGUMENTS = re.compile(r"\\[dtc]?(frac|binom|sqrt|pmod)(?![A-Za-z])\s*((?<=sqrt)\[[^\]]*\])?")
+_FUNCTION = re.compile(
+    r"(?<![\\A-Za-z])(arcsin|arccos|arctan|asin|acos|atan|sinh|cosh|tanh|sqrt|sin|cos|tan|cot|sec|csc|ln|log|exp|pi|infinity|inf|oo)"
+    r"(?![A-Za-z])"
+)
+_COMMANDS = {"asin": "arcsin", "acos": "arccos", "atan": "arctan", "infinity": "infty", "inf": "infty", "oo": "infty"}
+_PLAIN_ROOT = re.compile(r"\\sqrt\s*\(")
+_EMPHASIS = re.compile(r"^(\*\*|__|\*|_|`)(.+)\1$", re.DOTALL)
+_SCIENTIFIC = re.compile(r"(?<![A-Za-z\d])(\d+(?:\.\d*)?|\.\d+)[eE]([-+]?\d{1,4})(?![\d.A-Za-z])")
+
+
+def tidy(answer: str, commas_separate: bool = False) -> str:
+    """The answer in one notation, at most a few times as long; ``commas_separate``: no comma stands in a number."""
+    text = _from_unicode(answer.strip())
+    while (match := _EMPHASIS.match(text)) is not None:
+        text = match[2].strip()
+    text = _CURRENCY.sub("", text)
+    text = _LAYOUT.sub(
+        " ", text.replace("\\left.", "").replace("\\right.", "").replace("\\lbrace", "\\{").replace("\\rbrace", "\\}")
+    )
+    text = _TEXT.sub(r"\\text{", _STYLE.sub("", text)).replace("\\text{ %}", "\\%")
+    text = _NAMES.sub(lambda match: f"\\{match[1]} " if len(match[1]) > 1 else match[1], text)
+    text = _DEGREES.sub(r"\\degree ", text)
+    text = _REPEATING.sub(_repeating, text)
+    text = _SCIENTIFIC.sub(r"\1\\cdot 10^{\2}", text)
+    text = _SPACING.sub(" ", text if commas_separate else _thousands(text)).strip()
+    text = text.rstrip(" .,;:\\")
+    return _braced(_commands(text.replace("**", "^")))
+
+
+def _commands(text: str) -> str:
+    """The text with LaTeX's commands for functions and constants that are written as words."""
+    text = _FUNCTION.sub(lambda match: f"\\{_COMMANDS.get(match[1], match[1])} ", text)
+    while (match := _PLAIN_ROOT.search(text)) is not None:
+        end = _closing_bracket(text, match.end())
+        if end < 0:
+            break
+        text = f"{text[: match.start()]}\\sqrt{{{text[match.end() : end]}}}{text[end + 1 :]}"
+    return text
+
+
+def _closing_bracket(text: str, start: int) -> int:
+    depth = 1
+    for index in range(start, len(text)):
+        depth += (text[index] == "(") - (text[index] == ")")
+        if depth == 0:
+            return index
+    return -1
+
+
+def plain_words(tidied: str) -> str:
+    """A tidied answer as words, for answers that are no mathematics: without commands of style and capitals."""
+    text = re.sub(r"\\text\s*\{([^{}]*)\}", r" \1 ", tidied)
+    text = re.sub(r"(?<=[a-z])\.(?=[a-z])", "", re.sub(r"(?<![0-9])\{(\w)\}", r" \1", text))
+    words = re.sub(r"[*`\"]", " ", text).strip(" .,;:!'").split()
+    words = [word.lower() if len(word) > 1 and word[1:] == word[1:].lower() else word for word in words]
+    return re.sub(r"^\((\w+)\)$", r"\1", " ".join(words))
+
+
+def closing_brace(text: str, start: int) -> int:
+    """The index of the brace that closes the one before ``start``; -1 if there is none."""
+    depth, index = 1, start
+    while index < len(text):
+        if text[index] == "\\":
+            index += 1
+        elif text[index] in "{}":
+            depth += 1 if text[index] == "{" else -1
+            if depth == 0:
+                return index
+        index += 1
+    return -1
+
+
+def _from_unicode(text: str) -> str:
+    if text.isascii():
+        return text
+    text = "".join(unicodedata.normalize("NFKC", char) if 0xFF00 <= ord(char) <= 0xFFEF else char for char in text)
+    text = _VULGAR.sub(_vulgar, text)
+    text = _ABOVE.sub(lambda match: "^{" + "".join(_SUPERSCRIPTS[char] for char in match[0]) + "}", text)
+    text = _BELOW.sub(lambda match: "_{" + "".join(_SUBSCRIPTS[char] for char in match[0]) + "}", text)
+    text = _ROOT.sub(_root, text)
+    return text.replace("\u03c0", "\\pi ").translate(_TABLE)
+
+
+def _vulgar(match: re.Match[str]) -> str:
+    above, _, below = unicodedata.normalize("NFKC", match[0]).partition("\u2044")
+    return f"\\frac{{{above}}}{{{below}}}"
+
+
+def _root(match: re.Match[str]) -> str:
+    degree = {"\u221a": "", "\u221b": "[3]", "\u221c": "[4]"}[match[1]]
+    return f"\\sqrt{degree}{{{match[2]}}}" if match[2] else f"\\sqrt{degree}"
+
+
+def _thousands(text: str) -> str:
+    """Numbers without marks between their thousands; in brackets a comma separates."""
+
+    def joined(match: re.Match[str]) -> str:
+        before = text[: match.start()]
+        depth = sum(map(before.count, ("(", "[", "\\{"))) - sum(map(before.count, (")", "]", "\\}")))
+        is_list = depth > 0 and _PLAIN_COMMA.search(match[2])
+        return match[0] if is_list else match[1] + re.sub(r"\D", "", match[2])
+
+    return _SPACED_THOUSANDS.sub(lambda match: match[1] + re.sub(r"\D", "", match[2]), _THOUSANDS.sub(joined, text))
+
+
+def _repeating(match: re.Match[str]) -> str:
+    whole, fixed, block = match[1] or "0", match[2], "".join(filter(None, match.groups()[2:]))
+    if len(whole + fixed + block) > 200:
+        return match[0]
+    nines = (10 ** len(block) - 1) * 10 ** len(fixed)
+    return f"\\frac{{{int(whole + fixed + block) - int(whole + fixed)}}}{{{nines}}}"
+
+
+def _braced(text: str) -> str:
+    r"""The text with ``\frac`` for all its forms, and braces around the arguments of fractions and roots."""
+    parts, end = list[str](), 0
+    for match in _TAKES_ARGUMENTS.finditer(text):
+        if match.start() < end:
+            continue
+        parts.append(text[end : match.start()])
+        arguments, end = list[str](), match.end()
+        for _ in range(2 if match[1] in ("frac", "binom") else 1):
+            argument, end = _argument(text, end)
+            arguments.append(f"{{{_braced(argument)}}}")
+        parts.append(f"\\{match[1]}{match[2] or ''}{''.join(arguments)}")
+    return "".join(parts) + text[end:]
+
+
+def _argument(text: str, start: int) -> tuple[str, int]:
+    """An argument as TeX takes it, a group or one character or command, and the index behind it."""
+    while start < len(text) and text[start] == " ":
+        start += 1
+    if text[start : start + 1] == "{":
+        end = closing_brace(text, start + 1)
+        return (text[start + 1 : end], end + 1) if end >= 0 else (text[start + 1 :], len(text))
+    command = re.compile(r"\\[A-Za-z]+").match(text, start)
+    if command is None:
+        return text[start : start + 1], start + 1
+    if command[0] == "\\sqrt":
+        inner, end = _argument(text, command.end())
+        return f"\\sqrt{{{inner}}}", end
+    return command[0], command.end()
