@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 import statistics
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from rich.table import Table
 
-from tlt_hpc.cli.display import make_console
 from tlt_hpc.cli.given_responses import Given
+from tlt_hpc.common.console import TextConsole
 from tlt_hpc.common.words import count
 from tlt_hpc.config.data_sections import ANSWER
 from tlt_hpc.data.rows import RowError
@@ -159,12 +160,12 @@ def print_rows(shown: Sequence[Judged], file: str) -> None:
             f"{each.verdict.seconds:.3f}",
             style="" if each.is_right else "yellow" if each.is_judged else "red",
         )
-    make_console().print(table, "")
+    _console().print(table, "")
 
 
 def print_summary(summary: Summary, file: str) -> None:
     """Sums by kind and source, what was not judged, broken rows, and the first disagreement with the file."""
-    console = make_console()
+    console = _console()
     if summary.groups:
         console.print(_table_of(summary.groups))
     if summary.failures:
@@ -189,6 +190,10 @@ def print_summary(summary: Summary, file: str) -> None:
             console.print(f"  {name:9} " + text.strip().replace("\n", "\n" + 12 * " "), soft_wrap=True)
     elif summary.num_expected:
         console.print(f"{count(summary.num_expected, 'verdict')} as expected")
+
+
+def _console() -> TextConsole:
+    return TextConsole(width=None if sys.stdout.isatty() else 120)
 
 
 def _table_of(groups: dict[tuple[str, str], Group]) -> Table:
