@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -165,6 +166,26 @@ def test_a_prompt_that_is_text_and_a_response_that_was_cut_are_judged_as_in_trai
     tags = ["reward.default=format", "reward.format_tags=['think']"]
     rows = [{"prompt": prompt, "response": "a</think>", "answer": ""} for prompt in ("1+1 <think>\n", "1+1", [])]
     assert words(judge(write_jsonl(tmp_path / "a.jsonl", rows), *tags)) == ["right", "wrong", "wrong"]
+
+
+def columns(text: str) -> list[list[str]]:
+    """The first words of lines with figures: rows without what was read and why, sums without seconds."""
+    lines = [line.replace("not judged", "not-judged").split() for line in text.splitlines()]
+    return [line[:3] if line[0].isdigit() else line[:8] for line in lines if len(line) > 2 and line[2].isdigit()]
+
+
+def test_the_example_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+    page = (TINY.parent.parent / "docs" / "rewards.md").read_text().partition("## Judge given responses")[2]
+    rows, said = re.findall(r"^```\w*\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)[:2]
+    command, _, wanted = said.partition("\n")
+    monkeypatch.chdir(tmp_path)
+    Path("responses.jsonl").write_text(rows)
+    Path("jobs").symlink_to(TINY.parent)
+    assert main(command.split()[2:]) == 1
+    printed = capsys.readouterr().out
+    assert len(columns(wanted)) == 7 and columns(wanted) == columns(printed)
+    first = re.compile(r"^.* differ from .*\n  expected.*\n  found .*reward 0|^  response.*", re.MULTILINE)
+    assert len(first.findall(wanted)) == 2 and first.findall(wanted) == first.findall(printed)
 
 
 def test_neither_torch_nor_mpi_nor_the_model_is_loaded(tmp_path: Path) -> None:

@@ -55,8 +55,7 @@ class Judged:
     @property
     def why(self) -> str:
         """The reason of the verdict, as far as there is one."""
-        words = ("disputed" if self.verdict.is_disputed else "", self.verdict.failure or "", self.verdict.detail)
-        return ": ".join(filter(None, words))
+        return ": ".join(filter(None, (self.verdict.failure, self.verdict.detail)))
 
     @property
     def disagrees(self) -> bool:
