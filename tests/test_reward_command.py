@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 from data_sets import TINY, write_jsonl, write_parquet
 
+from tlt_hpc.cli.given_responses import Given, GivenResponses
 from tlt_hpc.cli.main import main
+from tlt_hpc.config import load_config
 
 Captured = pytest.CaptureFixture[str]
 
@@ -186,6 +188,18 @@ def test_the_example_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert len(columns(wanted)) == 7 and columns(wanted) == columns(printed)
     first = re.compile(r"^.* differ from .*\n  expected.*\n  found .*reward 0|^  response.*", re.MULTILINE)
     assert len(first.findall(wanted)) == 2 and first.findall(wanted) == first.findall(printed)
+
+
+def test_a_response_that_was_cut_and_one_that_is_no_utf8_are_read(tmp_path: Path) -> None:
+    rows = [{"response": "4", "answer": "4", "finish_reason": reason} for reason in ("stop", "length", None)]
+    given = GivenResponses(load_config(TINY), str(write_jsonl(tmp_path / "a.jsonl", rows)), "", "")
+    assert [each.is_finished for each in given if isinstance(each, Given)] == [True, False, True]
+    (tmp_path / "judge.py").write_text(
+        "def score(solution_str, **given): return solution_str  # quoted in the reason\n"
+    )
+    path = write_jsonl(tmp_path / "a.jsonl", [{"response": "\ud800", "answer": "4"}])
+    (found,) = judge(path, "reward.default=function", f"reward.function={tmp_path / 'judge.py'}:score", status=1)
+    assert found["verdict"] == "not judged" and "the function returned" in found["why"]
 
 
 def test_neither_torch_nor_mpi_nor_the_model_is_loaded(tmp_path: Path) -> None:

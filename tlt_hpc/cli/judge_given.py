@@ -59,7 +59,7 @@ def _writing(path: Path | None) -> Iterator[Callable[[str], object]]:
     if path is None:
         yield lambda _: None
         return
-    with writing_beside(path) as part, part.open("w", encoding="utf-8") as output:
+    with writing_beside(path) as part, part.open("w", encoding="utf-8", errors="backslashreplace") as output:
         yield output.write
 
 
