@@ -100,13 +100,13 @@ def test_an_own_function_and_the_parts_of_a_reward(tmp_path: Path, capsys: Captu
     (tmp_path / "judge.py").write_text(OWN)
     rows = [
         {"response": text, "answer": "abcd", "extra_info": {"index": 3}, "expected": number}
-        for text, number in (("abcd", 1), ("ab", 0.25), ("", 0))
+        for text, number in (("abcd", 1), ("ab", 1), ("", 0))
     ]
     path, file = write_jsonl(tmp_path / "a.jsonl", rows), tmp_path / "judge.py"
-    weights = f'reward.weights={{"{file}:brevity" = 0.5}}'
+    weights = f'reward.weights={{"{file}:brevity" = 2}}'
     found = judge(path, "reward.default=function", f"reward.function={file}:score", weights)
     assert [(each["reward"], each["parts"]) for each in found] == [
-        (1.125, {"answer": 1.0, "brevity": 0.25}), (0.25, {"answer": 0.0, "brevity": 0.5}), (0.0, {}),
+        (1.5, {"answer": 1.0, "brevity": 0.25}), (1.0, {"answer": 0.0, "brevity": 0.5}), (0.0, {}),
     ]  # fmt: skip
     assert all(each["seconds"] > 0 for each in found)
     assert words(found) == ["right", "wrong", "not judged"]
@@ -116,7 +116,7 @@ def test_an_own_function_and_the_parts_of_a_reward(tmp_path: Path, capsys: Captu
     assert header[2:] == ["rows", "right", "wrong", "not", "judged", "disputed", "reward", "answer", "brevity",
                           "median", "s", "max", "s"]  # fmt: skip
     (sums,) = (line for line in lines if line[:2] == ["function", "jsonl"])
-    assert sums[2:10] == ["3", "1", "1", "1", "0", "0.458", "0.500", "0.375"]
+    assert sums[2:10] == ["3", "1", "1", "1", "0", "0.833", "0.500", "0.375"]
 
 
 def test_rows_are_shown_as_asked_and_lines_fit(tmp_path: Path, capsys: Captured) -> None:
