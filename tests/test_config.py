@@ -108,7 +108,16 @@ def test_wrong_values_are_named(override: str, message: str) -> None:
         ("reward.default=function reward.function=rewards.f", "reward.function = 'rewards.f'", "'path.py:name'"),
         ("reward.default=format", "reward.format_tags = []", "set format_tags"),
         ("reward.format_weight=0.1", "reward.format_tags = []", "set format_tags"),
-        ("reward.format_tags=['a']", "reward.format_tags = ['a']", "format_weight above 0"),
+        ("reward.format_tags=['a']", "reward.format_tags = ['a']", "'format' in reward.weights or as a kind"),
+        ("reward.weights={answer=0,'a.py:f'=0}", "reward.weights = {'answer': 0.0, 'a.py:f': 0.0} makes", "another"),
+        ("reward.weights={'rewards.f'=1}", "reward.weights names 'rewards.f'", "as 'path.py:name'"),
+        ("reward.weights={'a.py:f'=1,'b.py:f'=1}", "reward.weights names 'b.py:f', and another part", "rename"),
+        ("reward.weights={'a.py:answer'=1}", "reward.weights names 'a.py:answer', and another part", "rename"),
+        (
+            "reward.by_source={'[ab]'='code','a*'='math','ab?*'='code'}",
+            "reward.by_source: 'ab?*' matches no source that the earlier 'a*' does not",
+            "move it before that",
+        ),
         ("run.folder=~/runs", "run.folder = '~/runs'", "give the path itself"),
         ("run.folder=/a/${USER}/runs", "run.folder = '/a/${USER}/runs'", "give the path itself"),
         ("model.path=~/models/Qwen", "model.path = '~/models/Qwen'", "give the path itself"),
@@ -130,7 +139,9 @@ def test_contradicting_values_are_refused_with_a_remedy(overrides: str, start: s
         "evaluation.temperature=0 evaluation.samples=0",
         "algorithm.kl_estimator=k1 algorithm.kl_coefficient=0.1 algorithm.name=dr-grpo",
         "algorithm.clip_low=1.0 algorithm.updates_per_step=128",
-        "reward.format_tags=['a'] reward.format_weight=0.1",
+        "reward.format_tags=['a'] reward.weights={'format'=0.1}",
+        "reward.weights={'answer'=0,'a.py:f'=-1,'a.py:g'=0}",
+        "reward.by_source={'a?'='math','a*'='code','*]'='math','x[ab]'='code','ab'='code'}",
     ],
 )
 def test_values_at_the_bounds_of_the_checks_are_accepted(overrides: str) -> None:
@@ -400,3 +411,18 @@ def test_a_function_that_another_users_file_names_is_run_only_if_the_command_nam
     assert load_config(path, named[1:]).reward.function == load_saved_config(path).reward.function
     path.write_text(to_toml(load_config(path, ["reward.default=boxed", "reward.function="])))
     load_config(path)
+    further = 'reward.weights={"a.py:f" = 0.5}'
+    path.write_text(to_toml(load_config(path, [*named, further])))
+    with pytest.raises(ConfigError, match=said + " the command$"):
+        load_config(path, [further])
+    with pytest.raises(ConfigError, match=r"""add 'reward.weights=\{"a.py:f" = 0.5\}' to the command$"""):
+        load_config(path, named[1:])
+    assert load_config(path, [named[1], further]).reward.functions == ("judge me.py:score", "a.py:f")
+
+
+def test_the_share_of_the_format_in_earlier_job_files_becomes_weights() -> None:
+    tags = "reward.format_tags=['a']"
+    assert load_config(TINY, [tags, "reward.format_weight=0.25"]).reward.weights == {"answer": 0.75, "format": 0.25}
+    assert load_config(TINY, ["reward.format_weight=0"]).reward == load_config(TINY).reward
+    for twice in (["reward.format_weight=2"], ["reward.format_weight=0.1", "reward.weights={answer=1}"]):
+        assert refusal(tags, *twice).startswith("unknown key 'reward.format_weight'")

@@ -16,7 +16,7 @@ import pytest
 
 from tlt_hpc.cli.main import main, make_parser, parse
 from tlt_hpc.config import Config, load_config
-from tlt_hpc.rewards.functions import load_function
+from tlt_hpc.rewards.functions import load_functions
 from tlt_hpc.studies.compare import MODES
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -126,7 +126,7 @@ def test_the_job_of_the_training_page_fits_and_its_files_can_be_used(tmp_path, m
     tiny = ["model.path=embedded:tiny", "model.dtype=float32", "data.text_prompts=raw", "rollout.max_new_tokens=100"]
     limits = ["data.max_prompt_tokens=200", "drafter.init=random"]
     assert main(["train", "own.toml", "--dry-run", *tiny, *limits]) == 0
-    judged = load_function("judge.py:score")
+    judged = load_functions(["judge.py:score"])["judge.py:score"]
     assert [judged("own", text, "42") for text in ("It is 42.", "It is 142.", "It is 43.", "")] == [1.0, 0.0, 0.0, 0.0]
 
 

@@ -120,7 +120,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One step of everything that leaves a figure or a file: evaluation, rewards by workers, a drafter."""
     folder = tmp_path_factory.mktemp("page")
     small = ["run.num_steps=1", "run.ranks=1", "rollout.prompts_per_step=2", "rollout.group_size=4"]
-    small += ["rollout.max_new_tokens=64", "reward.default=math"]
+    small += ["rollout.max_new_tokens=64", "reward.default=math", "reward.weights={answer=1}"]
     small += ["evaluation.every_steps=1", "evaluation.limit=2", "evaluation.samples=2", f"run.folder={folder}"]
     tlt(1, "train", "jobs/tiny.toml", *small)
     return folder / "tiny"

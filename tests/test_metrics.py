@@ -60,6 +60,8 @@ def record(rank: int, lengths: list[int], last_token: float, micro_steps: tuple[
             "rollout/preemptions": 2.0 + rank,
             "rollout/kept_tokens": 8.0 * rank,
             "rollout/late_seconds": 0.25 / (1 + rank),
+            "reward/part/brevity/mean": 0.5 - rank,
+            "reward/with_parts": 3.0 - 2 * rank,
             "drafter/merge_exposed_seconds": 0.5 + rank,
             **DraftCounts((10.0, 8.0, 0.0, 0.0), (8.0, 4.0, 0.0, 0.0)).to_metrics(),
         },
@@ -118,6 +120,8 @@ def test_figures_are_sums_over_the_ranks(summary):
         "drafter/own_first_draft_share": 0.8,
         "drafter/own_accept_length": 1 + 0.8 * sum((9.6 / 18) ** i for i in range(4)),
         "drafter/version": 7,
+        "reward/part/brevity/mean": (3 * 0.5 - 0.5) / 4,
+        "reward/with_parts": 4,
     }
     for name, value in wanted.items():
         assert summary[name] == pytest.approx(value), name

@@ -167,6 +167,13 @@ def test_a_function_that_fails_for_an_empty_response_is_warned_of(place: Place, 
     assert ("has reward 0" if "failed" in said else "make it faster; a run waits up to 300 s") in found.remedy
 
 
+def test_a_function_that_is_added_to_another_kind_is_tried_too(place: Place) -> None:
+    file = place.write("mine.py", "def brevity(solution_str, **given):\n    return 1 / len(solution_str)\n")
+    place.set(f"reward.weights={{'{file}:brevity'=0.1}}")
+    found = place.check()["rewards"]
+    assert found.level == "warning" and found.found.endswith("ZeroDivisionError: division by zero (mine.py, line 2)")
+
+
 def test_the_server_of_rewards_is_tried_also_before_the_model_is_there(place: Place) -> None:
     file = place.write("mine.py", "def score(**given): return 1.0\n")
     place.set("reward.default=function", f"reward.function={file}:score")

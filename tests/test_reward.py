@@ -18,7 +18,7 @@ from tlt_hpc.plan.inputs import read_assets
 from tlt_hpc.rewards import text as texts
 from tlt_hpc.rewards.answer import Answer, Failure, Verdict
 from tlt_hpc.rewards.judge import judge, kind_for
-from tlt_hpc.rewards.scorer import Judge, Scorer, Unjudged, joined, standing_judge
+from tlt_hpc.rewards.scorer import Judge, Scorer, Unjudged, joined, standing_judge, without_form
 
 TINY = Path(__file__).resolve().parent.parent / "jobs" / "tiny.toml"
 BOXED = RewardSection()
@@ -157,13 +157,32 @@ def test_tags_in_order_each_once(text: str, wanted: float) -> None:
 
 
 def test_the_form_is_mixed_into_every_other_kind() -> None:
-    settings = RewardSection(format_tags=("think",), format_weight=0.25)
+    settings = RewardSection(format_tags=("think",), weights={"answer": 0.75, "format": 0.25})
     right, wrong = "<think>\\boxed{3}</think>", "<think>\\boxed{4}</think>"
     assert reward("numeric", right, "3", settings) == 1.0
     assert reward("numeric", wrong, "3", settings) == 0.25
     assert reward("numeric", "\\boxed{3}", "3", settings) == 0.75
     unread = judge(Answer("numeric", "a", right, "three"), settings)
     assert unread == Verdict(0.0, Failure.UNREADABLE, "answer 'three' has no number"), "a form earns nothing then"
+
+
+@pytest.mark.parametrize(
+    ("kind", "failure", "wanted"),
+    [("code", Failure.CPU, 0.25), ("code", Failure.UNREADABLE, 0.0), ("math", Failure.CPU, 0.0)],
+)
+def test_a_program_that_fails_has_the_other_parts_of_a_wrong_answer(
+    kind: str, failure: Failure, wanted: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a program that fails could have more than one that is wrong, where a part is negative."""
+    monkeypatch.setattr("tlt_hpc.rewards.judge._judge", lambda *_: Verdict(0.0, failure))
+    settings = RewardSection(default="code", format_tags=("think",), weights={"format": 0.25})
+    found = judge(Answer(kind, "a", "<think></think>", ""), settings)
+    assert (found.reward, found.failure) == (wanted, failure)
+
+
+def test_an_evaluation_measures_the_answer_alone() -> None:
+    section = RewardSection(format_tags=("think",), weights={"answer": 0.5, "format": 1, "a.py:f": 1})
+    assert without_form(section).functions == () and reward("boxed", "\\boxed{3}", "3", without_form(section)) == 1.0
 
 
 def test_a_form_may_begin_in_the_prompt() -> None:
@@ -200,10 +219,13 @@ def test_a_function_that_is_not_there_is_named_before_anything_starts(
     path = tmp_path / "own.py"
     if content is not None:
         path.write_text(content)
-    config = load_config(TINY, ["reward.default=function", f"reward.function={path}:{name}"])
-    with pytest.raises(ConfigError) as caught:
-        read_assets(config, 1)
-    assert str(caught.value) == f"reward.function = '{path}:{name}': " + message.format(path=path)
+    for key, overrides in (
+        ("reward.function =", ["reward.default=function", f"reward.function={path}:{name}"]),
+        ("reward.weights:", [f"reward.weights={{'{path}:{name}'=1}}"]),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            read_assets(load_config(TINY, overrides), 1)
+        assert str(caught.value) == f"{key} '{path}:{name}': " + message.format(path=path)
 
 
 # --- the scorer ---
@@ -289,6 +311,25 @@ def test_what_needs_a_worker_goes_out_as_it_ends_and_the_rest_stays_here() -> No
     assert server.num_forgotten == 1
 
 
+def test_parts_and_disputes_are_counted_over_what_was_judged() -> None:
+    server = SlowServer()
+    server.may_wait, server.verdicts = True, {
+        1: Verdict(0.5, parts={"answer": 1.0, "f": -0.5}),
+        2: Verdict(0.0, parts={"answer": 0.0, "f": 0.25}, is_disputed=True),
+        3: Verdict(0.0, Failure.ERROR),
+    }  # fmt: skip
+    section = RewardSection(weights={"a.py:f": 1})
+    scorer = Scorer(Judge(section, server), lambda _: prompts()[0], lambda _: "")  # type: ignore[arg-type]
+    names = set(scorer.metrics())
+    assert scorer.rewards(rollouts(3)).tolist() == [0.5, 0.0, 0.0], "a function is called in a worker"
+    figures = scorer.metrics()
+    assert set(figures) == names, "on a rank without responses, too"
+    told = {name: figures[name] for name in figures if "part" in name or "disputed" in name}
+    assert told == {
+        "reward/part/answer/mean": 0.5, "reward/part/f/mean": -0.125, "reward/with_parts": 2.0, "reward/disputed": 1.0,
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize("failure", list(Failure))
 def test_a_program_that_fails_is_judged_and_all_else_that_fails_is_not(failure: Failure) -> None:
     server = SlowServer()
@@ -302,4 +343,5 @@ def test_a_program_that_fails_is_judged_and_all_else_that_fails_is_not(failure: 
     assert (found.total, found.num_responses) == (3 if of_a_program else 4, 5)
     assert f"(for example: {failure}); " in found.explain()
     if failure != "error":
-        assert found.explain().startswith(f"({found.total - 1}) ") and "; (1) reward.function failed" in found.explain()
+        told = found.explain()
+        assert told.startswith(f"({found.total - 1}) ") and "; (1) a reward function failed" in told

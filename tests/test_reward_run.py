@@ -94,7 +94,7 @@ def test_a_function_that_judges_no_response_ends_the_run(tmp_path: Path) -> None
     assert "Traceback" not in done.stderr, done.stderr
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("tlt: ")]
     assert line == (
-        "tlt: none of the 16 responses of step 1 could be judged: reward.function failed (for example: "
+        "tlt: none of the 16 responses of step 1 could be judged: a reward function failed (for example: "
         "ZeroDivisionError: division by zero (own.py, line 1)); fix it; then start again"
     )
     assert not (tmp_path / "tiny" / "metrics.jsonl").exists()

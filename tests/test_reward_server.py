@@ -6,6 +6,7 @@ import ast
 import fcntl
 import json
 import os
+import re
 import resource
 import signal
 import socket
@@ -27,7 +28,7 @@ from tlt_hpc.rewards.answer import Answer, Failure, Verdict
 from tlt_hpc.rewards.client import RewardClient, server_environment
 from tlt_hpc.rewards.code import extract_program, passes_tests, same_output
 from tlt_hpc.rewards.frames import FrameBuffer, pack
-from tlt_hpc.rewards.functions import call_function, load_function
+from tlt_hpc.rewards.functions import call_function, load_functions
 from tlt_hpc.rewards.sandbox.assertions import literal
 from tlt_hpc.rewards.sandbox.outside import Template, working_template
 
@@ -162,6 +163,71 @@ def group_members(server: int) -> list[int]:
         except ProcessLookupError:
             continue
     return found
+
+
+# --- several functions ---
+
+
+PARTS = """
+from elsewhere import fails
+runs = []
+
+def score(solution_str, ground_truth, **given):
+    runs.append("score")
+    return float(solution_str.startswith(ground_truth))
+
+def brevity(data_source, solution_str, ground_truth, extra_info=None):
+    match solution_str:
+        case "raise": raise KeyError("planted")
+        case "nan": return float("nan")
+        case "spin":
+            while True: pass
+    return -len(solution_str) / 10
+
+def is_second(**given): return runs == ["score"]
+"""
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A file with several functions, one of them from another file."""
+    folder = tmp_path_factory.mktemp("parts")
+    (folder / "elsewhere.py").write_text("def fails(solution_str, **given): return 1 / len(solution_str)\n")
+    (folder / "parts.py").write_text(PARTS)
+    return str(folder / "parts.py")
+
+
+def test_a_reward_is_the_weighted_sum_of_its_parts(parts: str) -> None:
+    weights = {"answer": 2, "format": 0.25, f"{parts}:brevity": 0.5, f"{parts}:is_second": 0}
+    own = {"default": "function", "function": f"{parts}:score"}
+    with closing(make_client(**own, format_tags=["a"], weights=weights)) as client:
+        (found,) = ask(client, "<a>1</a>", truth="<a>1")
+    assert found == Verdict(2 + 0.25 - 0.4) and found.seconds > 0
+    assert found.parts == {"answer": 1.0, "format": 1.0, "brevity": -0.8, "is_second": 1.0}
+
+
+def test_what_a_part_fails_on_is_not_judged(parts: str) -> None:
+    """As for the only function; also where the function is another file's, so that no line of the named file raises."""
+    failures = {
+        "raise": (Failure.ERROR, "KeyError: 'planted' (parts.py, line 11)"),
+        "nan": (Failure.ERROR, "brevity: the function returned 'nan', which is not a number between -1e+06 and 1e+06"),
+        "spin": (Failure.CPU, "more than 1.0 s of CPU time"),
+        "": (Failure.ERROR, "ZeroDivisionError: division by zero"),
+    }
+    weights = {f"{parts}:brevity": 0.5, f"{parts}:fails": 1}
+    with closing(make_client(default="choice", weights=weights)) as client:
+        right, *failed = ask(client, "answer: A", *failures, kind="choice", truth="A")
+    assert right.parts == {"answer": 1.0, "brevity": -0.9, "fails": 1 / 9}
+    assert failed == [Verdict(0.0, *each) for each in failures.values()]
+    assert [each.parts for each in failed] == [{}] * 4 and failed[2].seconds > 0.9
+
+
+def test_a_further_function_that_cannot_be_loaded_is_named(parts: str) -> None:
+    told = (
+        f"reward.weights: '{parts}:brev' cannot be loaded: TypeError: {parts} has no function 'brev' at its top level"
+    )
+    with pytest.raises(UserError, match=re.escape(told)):
+        make_client(weights={f"{parts}:brevity": 1, f"{parts}:brev": 1})
 
 
 # --- the server ---
@@ -305,7 +371,8 @@ def test_an_adapter_and_a_compiled_function_can_be_loaded(tmp_path: Path, monkey
     adapter = "import functools\ndef inner(text): ...\n@functools.wraps(inner)\ndef compute_score(**given): ..."
     for content in (adapter, "compute_score = max  # has no signature"):
         (tmp_path / "own.py").write_text(content)
-        assert callable(load_function(f"{tmp_path / 'own.py'}:compute_score"))
+        (function,) = load_functions([f"{tmp_path / 'own.py'}:compute_score"]).values()
+        assert callable(function)
 
 
 SECRETS = dict.fromkeys(("HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "https_proxy", "MY_KEY"), "swordfish")

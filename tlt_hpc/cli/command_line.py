@@ -227,6 +227,21 @@ def add_submit_options(command: argparse.ArgumentParser) -> None:
     add("--sbatch", action="append", default=[], metavar="--OPTION=VALUE", help=words)
 
 
+def add_reward_options(command: argparse.ArgumentParser) -> None:
+    """The options of ``tlt reward``."""
+    add = command.add_argument
+    add("config", metavar="CONFIG.toml", help="the job whose [reward] and data.answer_key count, e.g. jobs/tiny.toml")
+    add("file", metavar="FILE", help=".jsonl, .parquet or .arrow with responses, and the answers as in training data")
+    add("overrides", nargs="*", metavar="section.key=value", help="e.g. reward.default=math")
+    words = "column of the response (default: response, responses, completion, solution_str or output)"
+    add("--response", default="", metavar="COLUMN", help=words)
+    words = "column of the expected reward, or true for right (default: expected, reward, score or label)"
+    add("--expected", default="", metavar="COLUMN", help=words)
+    add("--rows", type=int, default=20, metavar="N", help="show the first N (default 20); the sums are of all")
+    add("--wrong", action="store_true", help="show only responses that are not right")
+    add("--output", type=Path, metavar="FILE.jsonl", help="write all verdicts there as well, a line each")
+
+
 def add_keys_options(command: argparse.ArgumentParser) -> None:
     """The options of ``tlt keys``."""
     command.add_argument("section", nargs="?", metavar="SECTION[.KEY]", help="e.g. rollout; without it all")

@@ -29,6 +29,7 @@ _KEYS = "print every key of the configuration: values, default, unit, meaning"
 _DRAFTER = "write a run's drafter as other engines load it"
 _POLICY = "write a run's policy as a Hugging Face folder"
 _DATA = "inspect what a run would train on, or prepare a data set of the hub for it"
+_REWARD = "judge the responses of a file by a job's rules: what was read, why; status 1: another verdict was expected"
 COMMANDS = {
     "train": Command("run", _TRAIN, lambda command: None, train, run_progress),
     "evaluate": Command("run", _EVALUATE, command_line.add_evaluate_options, evaluate, written_files),
@@ -36,6 +37,7 @@ COMMANDS = {
     "compare": Command("run", _COMPARE, command_line.add_compare_options, compare),
     "ablate": Command("run", _ABLATE, ablation_plan.add_ablate_options, ablate),
     "data": Command("prepare and check", _DATA, command_line.add_data_options, "tlt_hpc.cli.inspect_data"),
+    "reward": Command("prepare and check", _REWARD, command_line.add_reward_options, "tlt_hpc.cli.judge_given"),
     "keys": Command("prepare and check", _KEYS, command_line.add_keys_options, "tlt_hpc.cli.show_keys"),
     "plan": Command("prepare and check", _PLAN, plan_options.add_plan_options, "tlt_hpc.plan.memory.summary"),
     "simulate": Command(

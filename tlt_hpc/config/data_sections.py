@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from fnmatch import fnmatchcase
+from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, JsonValue
+from pydantic import BeforeValidator, Field, JsonValue, model_validator
 from pydantic_core import PydanticCustomError
 
 from tlt_hpc.config.fields import (
     MAX_ITEMS,
     MAX_SECONDS,
+    MAX_WEIGHT,
     ColumnName,
     FilePath,
-    Fraction,
     NumRanks,
     NumSteps,
     NumTokens,
@@ -133,6 +134,15 @@ class DataSection(Section):
 
 TagName = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_-]*$", max_length=64)]
 RewardKind = Literal["boxed", "math", "numeric", "choice", "format", "code", "function"]
+RewardWeight = Annotated[float, Field(ge=-MAX_WEIGHT, le=MAX_WEIGHT)]
+ANSWER, FORMAT = "answer", "format"
+"""Terms of ``reward.weights`` that are no functions: the reward by the kind, and whether the tags are there."""
+_FUNCTION = re.compile(r".+\.py:[A-Za-z_]\w*")
+
+
+def part_name(term: str) -> str:
+    """The name of a term of ``reward.weights`` in figures: ``brevity`` of ``judge.py:brevity``."""
+    return term.rpartition(":")[2]
 
 
 class RewardSection(Section):
@@ -153,8 +163,10 @@ class RewardSection(Section):
     format_tags: Annotated[tuple[TagName, ...], Field(strict=False, max_length=64)] = ()
     """Required format: the response consists of these tags, each once and in this order, as in
     ``<a>...</a><b>...</b>``."""
-    format_weight: Fraction = 0.0
-    """Share of the format in rewards of the other kinds: (1 - weight) x reward + weight x format."""
+    weights: Annotated[dict[FilePath, RewardWeight], Field(max_length=64)] = Field(default_factory=dict)
+    """A reward is the sum of weight x part. Parts: ``answer``, the reward of the kind, has weight 1 if left out;
+    ``format`` is 1 if the response has the tags; ``"path.py:name"`` is a function like ``function``. A part of weight 0
+    is only logged."""
     workers: Annotated[int, Field(ge=1, le=1024), Unit("processes")] = 2
     """Responses that a rank scores at the same time, each in a process of its own. ``boxed``, ``numeric``, ``choice``
     and tags are scored in the rank itself."""
@@ -168,6 +180,31 @@ class RewardSection(Section):
         """All kinds that responses may be scored by, sorted."""
         return tuple(sorted({self.default, *self.by_source.values()}))
 
+    @model_validator(mode="before")
+    @classmethod
+    def _read_format_weight(cls, given: Any) -> Any:
+        """Read ``format_weight = w``, as earlier job files have it: ``weights = {answer = 1 - w, format = w}``."""
+        share = given.get("format_weight") if isinstance(given, dict) and "weights" not in given else None
+        if not isinstance(share, int | float) or not 0 <= share <= 1:
+            return given
+        rest = {name: value for name, value in given.items() if name != "format_weight"}
+        return {**rest, "weights": {ANSWER: 1 - share, FORMAT: share}} if share else rest
+
+    @property
+    def terms(self) -> dict[str, float]:
+        """The weights of all terms that a reward consists of."""
+        return {ANSWER: 1.0, **self.weights}
+
+    @property
+    def added_functions(self) -> tuple[str, ...]:
+        """The functions in ``weights``, which take part in every reward, each as ``path.py:name``."""
+        return tuple(term for term in self.weights if term not in (ANSWER, FORMAT))
+
+    @property
+    def functions(self) -> tuple[str, ...]:
+        """All functions of the user, each once."""
+        return tuple(dict.fromkeys(filter(None, (self.function, *self.added_functions))))
+
     @property
     def wall_seconds(self) -> float:
         """Limit for what uses no CPU time, such as a function that waits; far out, so that load decides no verdict."""
@@ -177,17 +214,41 @@ class RewardSection(Section):
         if self.function and "function" not in self.kinds:
             yield (
                 f"reward.function = {self.function!r} judges nothing; set reward.default = 'function', or name "
-                "sources in reward.by_source"
+                "sources in reward.by_source, or name it in reward.weights instead"
             )
-        if "function" in self.kinds and not re.fullmatch(r".+\.py:[A-Za-z_]\w*", self.function):
+        if "function" in self.kinds and not _FUNCTION.fullmatch(self.function):
             yield (
                 f"reward.function = {self.function!r} names no function for the kind 'function'; "
                 "give one as 'path.py:name'"
             )
         if len(set(self.format_tags)) < len(self.format_tags):
             yield f"reward.format_tags = {list(self.format_tags)} names a tag twice; name each tag once"
-        if bool(self.format_tags) != ("format" in self.kinds or self.format_weight > 0):
+        if bool(self.format_tags) != ("format" in self.kinds or FORMAT in self.weights):
             yield (
-                f"reward.format_tags = {list(self.format_tags)} with reward.format_weight = {self.format_weight}: tags "
-                "and their use need each other; set format_tags, and format_weight above 0 or the kind 'format'"
+                f"reward.format_tags = {list(self.format_tags)} with reward.weights = {self.weights}: tags and their "
+                "use need each other; set format_tags, and 'format' in reward.weights or as a kind"
             )
+        yield from self._problems_of_weights()
+        yield from self._problems_of_patterns()
+
+    def _problems_of_weights(self) -> Iterator[str]:
+        if not any(self.terms.values()):
+            yield f"reward.weights = {self.weights} makes every reward 0; give a part another weight than 0"
+        names = {ANSWER, FORMAT}
+        for term in self.added_functions:
+            if not _FUNCTION.fullmatch(term):
+                yield f"reward.weights names {term!r}; use 'answer', 'format', or a function as 'path.py:name'"
+            elif part_name(term) in names:
+                yield f"reward.weights names {term!r}, and another part has the same name; rename the function"
+            names.add(part_name(term))
+
+    def _problems_of_patterns(self) -> Iterator[str]:
+        """Patterns of which all matches are matches of an earlier one; decided where that has no wildcard but ``*``."""
+        patterns = [each for each in self.by_source if set("*?") & set(each) and "[" not in each]
+        for number, late in enumerate(patterns):
+            early = next((each for each in patterns[:number] if "?" not in each and fnmatchcase(late, each)), None)
+            if early is not None:
+                yield (
+                    f"reward.by_source: {late!r} matches no source that the earlier {early!r} does not; "
+                    "move it before that, or remove it"
+                )

@@ -60,18 +60,21 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), content: bytes 
 
 
 def refuse_foreign_function(path: Path, overrides: Sequence[str], config: Config) -> None:
-    """Run a function that another user's file names only if the command names it, too.
+    """Run functions that another user's file names only if the command names them, too.
 
     Raises:
         ConfigError: with the words to add to the command.
     """
-    is_named = any(override.startswith("reward.function=") for override in overrides)
-    if not config.reward.function or is_named or path.stat().st_uid in (0, os.getuid()):
-        return
-    raise ConfigError(
-        f"{path} belongs to another user and names code to run; if you trust it, add "
-        f"{shlex.quote(f'reward.function={config.reward.function}')} to the command"
-    )
+    reward, named = config.reward, {override.partition("=")[0] for override in overrides}
+    code = {"reward.function": reward.function} if reward.function else {}
+    if reward.added_functions:
+        code["reward.weights"] = toml_value(reward.weights)
+    words = [shlex.quote(f"{key}={value}") for key, value in code.items() if key not in named]
+    if words and path.stat().st_uid not in (0, os.getuid()):
+        raise ConfigError(
+            f"{path} belongs to another user and names code to run; if you trust it, add {' '.join(words)} to the "
+            "command"
+        )
 
 
 def find_problems(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Config | None, list[ConfigError]]:

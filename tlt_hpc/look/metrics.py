@@ -13,6 +13,7 @@ from tlt_hpc.drafting.acceptance import DraftCounts
 from tlt_hpc.drafting.spot import MergeReport
 from tlt_hpc.look.energy import PREFIX as ENERGY
 from tlt_hpc.mpi.world import World
+from tlt_hpc.rewards.answer import PART, WITH_PARTS
 from tlt_hpc.rl.stats import Update
 from tlt_hpc.storage.rollout_log import StepRecord
 
@@ -111,6 +112,9 @@ def summarise(
     for name, value in own.items():
         if name.startswith(_STRATEGY):
             metrics[name] = value / max(generated, 1)
+        elif name.startswith(PART):
+            total = sum(rank.own[name] * rank.own[WITH_PARTS] for rank in ranks)
+            metrics[name] = total / max(own[WITH_PARTS], 1)
         elif not (name.startswith(ENERGY) and np.isnan(value)):  # a counter was lost: the rest is not the whole
             metrics[name] = value
     if merge:

@@ -21,7 +21,7 @@ from tlt_hpc.models.shape import ModelShape, read_shape
 from tlt_hpc.models.tokenizer import find_model, load_tokenizer, read_chat_format
 from tlt_hpc.models.weight_files import check_weights, end_token_ids, weight_files
 from tlt_hpc.plan.shape_checks import check_shape, check_strategies
-from tlt_hpc.rewards.functions import check_function
+from tlt_hpc.rewards.functions import check_functions
 from tlt_hpc.rewards.judge import check_answer
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def read_assets(config: Config, num_ranks: int) -> Assets:
     shape = read_shape(folder)
     check_shape(config, shape, num_ranks)
     check_strategies(config)
-    check_reward_function(config)
+    check_reward_functions(config)
     if config.lora.rank:
         weight_files(folder)  # adapters are merged into files of this kind
     tokenizer = load_tokenizer(folder)
@@ -110,15 +110,14 @@ def read_assets_once(config: Config, num_ranks: int, node: NodeGroup) -> Assets:
     return Assets(given.folder, given.shape, given.tokenizer, given.eos_token_ids, prompts)
 
 
-def check_reward_function(config: Config) -> None:
-    """Check the file of the user's reward function, if there is one, without running it.
+def check_reward_functions(config: Config) -> None:
+    """Check the files of the user's reward functions, if there are any, without running them.
 
     Raises:
         ConfigError: with the key and the remedy.
     """
     try:
-        if config.reward.function:
-            check_function(config.reward.function)
+        check_functions(config.reward)
     except ValueError as error:
         raise ConfigError(str(error)) from None
 
@@ -131,7 +130,7 @@ def open_checked_sets(
     Raises:
         ValueError: as ``open_sets``, or a response of full length would not fit the model.
     """
-    check_reward_function(config)
+    check_reward_functions(config)
     sets = open_sets(config, tokenizer, read_chat_format(folder))
     total = longest_prompt(sets) + longest_response(config)
     if total > shape.max_positions:

@@ -9,6 +9,8 @@ from typing import Any
 
 MAX_CHARACTERS = 4_000_000
 """Of a response that a worker judges: a longer one has reward 0. 32,768 tokens make a thirtieth of it."""
+PART, WITH_PARTS = "reward/part/", "reward/with_parts"
+"""Of a rank's figures: what begins the means of the parts of its rewards, and the number of rewards in these."""
 
 
 class Failure(StrEnum):
@@ -34,6 +36,10 @@ class Failure(StrEnum):
     """The data's answer cannot be read as its kind demands."""
     SERVER = "server"
     """The server of rewards died twice while it had nothing but this answer."""
+
+
+OF_PROGRAMS = frozenset({Failure.CPU, Failure.MEMORY, Failure.ASLEEP, Failure.OUTPUT, Failure.CRASH})
+"""Failures of a program that a model wrote: it is a wrong answer, and reward 0 is its judgement."""
 
 
 class JudgeError(Exception):
@@ -67,7 +73,9 @@ class Verdict:
     is_disputed: bool = field(default=False, compare=False)
     """Whether one comparison said "equal" and the other did not, so that the reward is 0."""
     parts: Mapping[str, float] = field(default_factory=dict, compare=False)
-    """The terms that the reward was made from, by name, where there are several."""
+    """The terms that the reward was made from, by name, where ``reward.weights`` are given."""
+    seconds: float = field(default=0.0, compare=False)
+    """Wall-clock time that it took to judge."""
 
     @classmethod
     def from_json(cls, tree: dict[str, Any]) -> Verdict:

@@ -1,4 +1,4 @@
-"""The user's own reward function: found in a file, called as verl calls its."""
+"""The user's own reward functions: found in files, called as verl calls its."""
 
 from __future__ import annotations
 
@@ -7,54 +7,62 @@ import inspect
 import json
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from numbers import Real
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from tlt_hpc.common.files import read_bytes
+from tlt_hpc.config import RewardSection
 from tlt_hpc.rewards.answer import Answer, Failure, Verdict
 
 RewardFunction = Callable[..., Any]
 MODULE = "tlt_reward_function"
+"""Begins the names of the modules that the user's files become."""
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 """verl's, by name."""
 MAX_REWARD = 1e6
 """Either way: the sums and squares of a step's rewards stay finite in float32."""
 
 
-def check_function(spec: str) -> None:
-    """Look for the function of ``path.py:name`` in the file, without running it.
+def key_of(spec: str, settings: RewardSection) -> str:
+    """What a message says of a function before its name."""
+    return "reward.function =" if spec == settings.function else "reward.weights:"
+
+
+def check_functions(settings: RewardSection) -> None:
+    """Look for each function in its file, without running it.
 
     Raises:
         ValueError: no such file, or it does not mention the name.
     """
-    path, _, name = spec.rpartition(":")
-    try:
-        source = read_bytes(Path(path))
-    except OSError as error:
-        raise ValueError(f"reward.function = {spec!r}: {path}: {error.strerror}; give a file that is there") from None
-    if name.encode() not in source:
-        raise ValueError(f"reward.function = {spec!r}: {path} has no {name!r}; name a function that it has")
+    for spec in settings.functions:
+        path, _, name = spec.rpartition(":")
+        told = f"{key_of(spec, settings)} {spec!r}"
+        try:
+            source = read_bytes(Path(path))
+        except OSError as error:
+            raise ValueError(f"{told}: {path}: {error.strerror}; give a file that is there") from None
+        if name.encode() not in source:
+            raise ValueError(f"{told}: {path} has no {name!r}; name a function that it has")
 
 
-def load_function(spec: str) -> RewardFunction:
-    """Run the file and take the function from it; the file's folder can be imported from.
+def load_functions(specs: Iterable[str]) -> dict[str, RewardFunction]:
+    """Run each file once and take the functions from it, by ``path.py:name``; its folder can be imported from.
 
     Raises:
-        Exception: whatever the file raises; TypeError, if the function does not take verl's arguments.
+        Exception: whatever a file raises; TypeError, if a function does not take verl's arguments.
     """
+    modules: dict[str, ModuleType] = {}
+    return {spec: _load(spec, modules) for spec in specs}
+
+
+def _load(spec: str, modules: dict[str, ModuleType]) -> RewardFunction:
     path, _, name = spec.rpartition(":")
-    sys.path.insert(0, str(Path(path).resolve().parent))
-    found = importlib.util.spec_from_file_location(MODULE, path)
-    assert found is not None and found.loader is not None
-    module = importlib.util.module_from_spec(found)
-    sys.modules[MODULE] = module
-    try:
-        found.loader.exec_module(module)
-    except SystemExit as error:
-        raise RuntimeError(f"it calls sys.exit({error.code!r})") from None
-    if not callable(function := vars(module).get(name)):
+    if path not in modules:
+        modules[path] = _run(path, f"{MODULE}_{len(modules)}")
+    if not callable(function := vars(modules[path]).get(name)):
         raise TypeError(f"{path} has no function {name!r} at its top level")
     try:
         inspect.signature(function, follow_wrapped=False).bind(**dict.fromkeys(ARGUMENTS))
@@ -65,9 +73,34 @@ def load_function(spec: str) -> RewardFunction:
     return function  # type: ignore[no-any-return]
 
 
+def _run(path: str, name: str) -> ModuleType:
+    sys.path.insert(0, str(Path(path).resolve().parent))
+    found = importlib.util.spec_from_file_location(name, path)
+    assert found is not None and found.loader is not None
+    module = importlib.util.module_from_spec(found)
+    sys.modules[name] = module
+    try:
+        found.loader.exec_module(module)
+    except SystemExit as error:
+        raise RuntimeError(f"it calls sys.exit({error.code!r})") from None
+    return module
+
+
+def loaded_at(error: BaseException) -> str:
+    """The function that was being loaded when an error was raised; empty if none was."""
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code is _load.__code__)
+    return next((str(frame.f_locals["spec"]) for frame in frames), "")
+
+
+def comes_from_function(error: BaseException) -> bool:
+    """Whether an error was raised while a user's function was called."""
+    return any(frame.f_code is call_function.__code__ for frame, _ in traceback.walk_tb(error.__traceback__))
+
+
 def place_of(error: BaseException) -> str:
     """The line of the user's file that an error passed through last, in words; empty if there is none."""
-    frames = [found for found in traceback.walk_tb(error.__traceback__) if found[0].f_globals.get("__name__") == MODULE]
+    walked = traceback.walk_tb(error.__traceback__)
+    frames = [found for found in walked if str(found[0].f_globals.get("__name__")).startswith(MODULE)]
     return f" ({Path(frames[-1][0].f_code.co_filename).name}, line {frames[-1][1]})" if frames else ""
 
 

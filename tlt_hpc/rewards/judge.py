@@ -1,14 +1,18 @@
-"""Chooses the judge of an answer, and adds the reward of its format."""
+"""Chooses the judge of an answer, and adds the other parts of its reward."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
+from dataclasses import replace
 from fnmatch import fnmatchcase
+from types import MappingProxyType
 
 from tlt_hpc.common.records import Prompt
 from tlt_hpc.config import RewardSection
+from tlt_hpc.config.data_sections import ANSWER, FORMAT, part_name
 from tlt_hpc.rewards import text
-from tlt_hpc.rewards.answer import Answer, Verdict
+from tlt_hpc.rewards.answer import OF_PROGRAMS, Answer, Verdict
 from tlt_hpc.rewards.functions import RewardFunction, call_function
 from tlt_hpc.rewards.sandbox.outside import Template
 
@@ -16,6 +20,12 @@ SAME_MATH = "same-math"
 """No reward: whether a response and another, given as the truth, answer alike as mathematics."""
 WORKER_KINDS = frozenset({"math", "code", "function"})
 """Kinds that parse or run what others wrote; they run only in a process that can be killed."""
+_NO_FUNCTIONS: Mapping[str, RewardFunction] = MappingProxyType({})
+
+
+def needs_server(settings: RewardSection) -> bool:
+    """Whether some answers are judged in processes that can be killed."""
+    return bool(settings.functions) or not WORKER_KINDS.isdisjoint(settings.kinds)
 
 
 def kind_for(source: str, default: str, by_source: Mapping[str, str]) -> str:
@@ -40,18 +50,42 @@ def check_answer(settings: RewardSection, prompt: Prompt) -> None:
             raise ValueError(f"reward kind 'code' cannot read the tests {prompt.answer[:80]!r}: {error}") from None
 
 
-def judge(
-    answer: Answer, settings: RewardSection, function: RewardFunction | None = None, template: Template | None = None
-) -> Verdict:
-    """An answer's reward, its form mixed in; if it could not be judged its form does not count either.
+def is_judged(kind: str, failure: str | None) -> bool:
+    """Whether a verdict with this failure, or with none, is a judgement: a program that fails is a wrong answer."""
+    return failure is None or (kind == "code" and failure in OF_PROGRAMS)
 
-    ``function`` and ``template`` are what only a server has, for the kinds that need them.
+
+def judge(
+    answer: Answer,
+    settings: RewardSection,
+    functions: Mapping[str, RewardFunction] = _NO_FUNCTIONS,
+    template: Template | None = None,
+) -> Verdict:
+    """An answer's reward, the weighted sum of its parts; if it could not be judged no other part counts.
+
+    ``functions``, by the name that the settings give them, and ``template`` are what only a server has.
     """
-    verdict = _judge(answer, settings, function, template)
-    if verdict.failure or answer.kind in ("format", SAME_MATH) or not settings.format_weight:
-        return verdict
-    weight = settings.format_weight
-    return Verdict((1 - weight) * verdict.reward + weight * _form(answer, settings))
+    start = time.perf_counter()
+    verdict = _judge(answer, settings, functions, template)
+    if settings.weights and answer.kind != SAME_MATH and is_judged(answer.kind, verdict.failure):
+        verdict = _with_parts(verdict, answer, settings, functions)
+    return replace(verdict, seconds=time.perf_counter() - start)
+
+
+def _with_parts(
+    verdict: Verdict, answer: Answer, settings: RewardSection, functions: Mapping[str, RewardFunction]
+) -> Verdict:
+    parts = {ANSWER: verdict.reward}
+    for term in settings.weights:
+        if term == FORMAT:
+            parts[FORMAT] = _form(answer, settings)
+        elif term != ANSWER:
+            found = call_function(functions[term], answer)
+            if found.failure:
+                return replace(found, detail=f"{part_name(term)}: {found.detail}")
+            parts[part_name(term)] = found.reward
+    reward = sum(weight * parts[part_name(term)] for term, weight in settings.terms.items())
+    return replace(verdict, reward=reward, parts=parts)
 
 
 def _form(answer: Answer, settings: RewardSection) -> float:
@@ -59,7 +93,7 @@ def _form(answer: Answer, settings: RewardSection) -> float:
 
 
 def _judge(
-    answer: Answer, settings: RewardSection, function: RewardFunction | None, template: Template | None
+    answer: Answer, settings: RewardSection, functions: Mapping[str, RewardFunction], template: Template | None
 ) -> Verdict:
     match answer.kind:
         case "boxed":
@@ -84,6 +118,5 @@ def _judge(
             assert template is not None
             return passes_tests(answer.text, answer.truth, settings, template)
         case "function":
-            assert function is not None
-            return call_function(function, answer)
+            return call_function(functions[settings.function], answer)
     raise AssertionError(f"no judge for {answer.kind!r}")

@@ -13,19 +13,18 @@ from numpy.typing import NDArray
 
 from tlt_hpc.common.records import FinishReason, Prompt, Rollout, SampleKey
 from tlt_hpc.config import RewardSection
+from tlt_hpc.config.data_sections import part_name
 from tlt_hpc.rewards import judge as kinds
-from tlt_hpc.rewards.answer import MAX_CHARACTERS, Answer, Failure, Verdict
+from tlt_hpc.rewards.answer import MAX_CHARACTERS, PART, WITH_PARTS, Answer, Failure, Verdict
 from tlt_hpc.rewards.client import RewardClient
 
-_OF_PROGRAMS = frozenset({Failure.CPU, Failure.MEMORY, Failure.ASLEEP, Failure.OUTPUT, Failure.CRASH})
-"""Failures of a program that a model wrote: it is a wrong answer, and reward 0 is its judgement."""
 _CAUSES = {
-    Failure.CPU: "judging them took more CPU time than reward.cpu_seconds; make reward.function faster or raise it",
-    Failure.MEMORY: "judging them took more memory than reward.memory_mb; have reward.function use less or raise it",
-    Failure.WALL: "judging them took 60 times reward.cpu_seconds; see what reward.function waits for or raise it",
+    Failure.CPU: "judging them took more CPU time than reward.cpu_seconds; make the reward function faster or raise it",
+    Failure.MEMORY: "judging them took more memory than reward.memory_mb; let the reward function use less or raise it",
+    Failure.WALL: "judging them took 60 times reward.cpu_seconds; see what the reward function waits for or raise it",
     Failure.SIZE: f"they are longer than {MAX_CHARACTERS} characters; lower rollout.max_new_tokens",
-    Failure.CRASH: "the process that judged them ended; see whether reward.function crashes or calls os._exit",
-    Failure.ERROR: "reward.function failed; fix it",
+    Failure.CRASH: "the process that judged them ended; see whether the reward function crashes or calls os._exit",
+    Failure.ERROR: "a reward function failed; fix it",
     Failure.UNREADABLE: "their data's answers cannot be read; fix the data",
     Failure.SERVER: "the server of rewards ended on them; see what it printed",
     Failure.ASLEEP: "judging them stopped using the CPU; start again",
@@ -73,11 +72,11 @@ class Judge:
 
     def needs_worker(self, prompt: Prompt) -> bool:
         """Whether responses to the prompt go to the server."""
-        return self.kind_of(prompt) in kinds.WORKER_KINDS
+        return bool(self.settings.added_functions) or self.kind_of(prompt) in kinds.WORKER_KINDS
 
     def leaves_open(self, prompt: Prompt, failure: str) -> bool:
         """Whether a failure leaves a response to the prompt unjudged; a program that fails is judged by that."""
-        return not (failure in _OF_PROGRAMS and self.kind_of(prompt) == "code")
+        return not kinds.is_judged(self.kind_of(prompt), failure)
 
     def answer(self, prompt: Prompt, text: str, is_finished: bool = True) -> Answer:
         """A response to the prompt as it is judged; ``is_finished``: it ended by itself."""
@@ -157,12 +156,24 @@ class Scorer:
         figures = {
             "rollout/rewards_in_tail": float(self.num_ahead),
             "rollout/rewards_in_tail_seconds": self.seconds_ahead,
+            **self._means_of_parts(),
         }
         if self._judge.client is None:
             return figures
         counted = Counter(verdict.failure for verdict in self._verdicts.values())
         failed = {f"reward/failed/{failure}": float(counted[failure]) for failure in Failure}
-        return {**figures, **failed, "reward/waited_seconds": self.seconds_waited}
+        disputed = sum(verdict.is_disputed for verdict in self._verdicts.values())
+        waited = {"reward/disputed": float(disputed), "reward/waited_seconds": self.seconds_waited}
+        return {**figures, **failed, **waited}
+
+    def _means_of_parts(self) -> dict[str, float]:
+        """Of the verdicts that have parts, and how many these are; empty without ``reward.weights``."""
+        if not self._judge.settings.weights:
+            return {}
+        parts = [verdict.parts for verdict in self._verdicts.values() if verdict.parts]
+        names = map(part_name, self._judge.settings.terms)
+        means = {f"{PART}{name}/mean": sum(each[name] for each in parts) / max(len(parts), 1) for name in names}
+        return {**means, WITH_PARTS: float(len(parts))}
 
     def unjudged(self, rollouts: Sequence[Rollout]) -> Unjudged:
         """Those of the responses that were not judged; all have their rewards."""
@@ -189,8 +200,8 @@ class Scorer:
 
 
 def without_form(section: RewardSection) -> RewardSection:
-    """The same rules without the weight of the format: an evaluation measures whether the answer is right."""
-    return section.model_copy(update={"format_weight": 0.0})
+    """The same rules with the answer as the only part: an evaluation measures whether it is right."""
+    return section.model_copy(update={"weights": {}})
 
 
 def standing_judge(section: RewardSection) -> Judge:
@@ -198,8 +209,8 @@ def standing_judge(section: RewardSection) -> Judge:
 
     The first call belongs before MPI starts: a process that MPI has initialised should start no other.
     """
-    needs = not kinds.WORKER_KINDS.isdisjoint(section.kinds)
-    return Judge(section, _standing_client(section.model_dump_json()) if needs else None)
+    client = _standing_client(section.model_dump_json()) if kinds.needs_server(section) else None
+    return Judge(section, client)
 
 
 @functools.cache

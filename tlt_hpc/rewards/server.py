@@ -22,14 +22,22 @@ import sys
 import time
 import traceback
 from collections import deque
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from tlt_hpc.config import RewardSection
 from tlt_hpc.rewards.answer import Answer, Failure, JudgeError, Verdict
 from tlt_hpc.rewards.frames import FrameBuffer, pack
-from tlt_hpc.rewards.functions import RewardFunction, load_function, place_of
+from tlt_hpc.rewards.functions import (
+    RewardFunction,
+    comes_from_function,
+    key_of,
+    load_functions,
+    loaded_at,
+    place_of,
+)
 from tlt_hpc.rewards.judge import judge
 from tlt_hpc.rewards.sandbox.outside import Template, working_template
 
@@ -46,10 +54,15 @@ class Worker:
     number: int
     pid: int
     verdict_fd: int
-    deadline: float
-    """The far limit, by the monotonic clock."""
+    started: float
+    """By the monotonic clock."""
     settings: RewardSection
     is_late: bool = False
+
+    @property
+    def deadline(self) -> float:
+        """The far limit, by the monotonic clock."""
+        return self.started + self.settings.wall_seconds
 
     def kill(self) -> None:
         """End it and all that it started; its process id stays taken until ``finish``."""
@@ -126,10 +139,10 @@ class Server:
         self,
         channel: socket.socket,
         settings: RewardSection,
-        function: RewardFunction | None,
+        functions: Mapping[str, RewardFunction],
         template: Template | None,
     ) -> None:
-        self._channel, self._settings, self._function, self._template = channel, settings, function, template
+        self._channel, self._settings, self._functions, self._template = channel, settings, functions, template
         self._waiting: deque[tuple[int, Answer]] = deque()
         self._workers: dict[int, Worker] = {}
         self._woken, wakes = os.pipe()
@@ -189,19 +202,19 @@ class Server:
                 _enter(parent, settings)
                 for fd in self._own_fds:
                     os.close(fd)
-                verdict = judge(answer, settings, self._function, self._template)
+                verdict = judge(answer, settings, self._functions, self._template)
                 is_late = time.process_time() > settings.cpu_seconds
                 _report(theirs, _too_slow(settings) if is_late else verdict)
                 status = 0
             finally:  # nothing of the server's may run in the child, whatever was raised
                 if (error := sys.exc_info()[1]) is not None:
-                    failure = Failure.ERROR if answer.kind == "function" else Failure.CRASH
+                    failure = Failure.ERROR if comes_from_function(error) else Failure.CRASH
                     failure = Failure.MEMORY if isinstance(error, MemoryError) else failure
                     _report(theirs, Verdict(0.0, failure, _one_line(error) + place_of(error)))
                 os._exit(status)
         os.close(theirs)
         os.setpgid(pid, pid)  # here and in the child: whichever comes first
-        return Worker(number, pid, ours, time.monotonic() + settings.wall_seconds, settings)
+        return Worker(number, pid, ours, time.monotonic(), settings)
 
     def _reap(self) -> None:
         if self._template and not self._template.is_alive:
@@ -209,7 +222,9 @@ class Server:
         for worker in list(self._workers.values()):
             if worker.has_ended():
                 del self._workers[worker.pid]
-                frame = {"number": worker.number, "verdict": asdict(worker.finish())}
+                verdict = worker.finish()
+                seconds = verdict.seconds or time.monotonic() - worker.started  # its process may have been killed
+                frame = {"number": worker.number, "verdict": asdict(replace(verdict, seconds=seconds))}
                 self._channel.sendall(pack(frame))
 
     def _kill_late(self) -> None:
@@ -224,8 +239,8 @@ class Server:
         return max(0.0, min(deadlines) - time.monotonic() + 0.01) if deadlines else None
 
 
-def load_kinds(settings: RewardSection) -> tuple[RewardFunction | None, Template | None]:
-    """Import all that the kinds need, and try the sandbox; returns the user's function and the sandboxes' template.
+def load_kinds(settings: RewardSection) -> tuple[dict[str, RewardFunction], Template | None]:
+    """Import all that the kinds need, and try the sandbox; returns the user's functions and the sandboxes' template.
 
     Raises:
         SandboxError: this machine has none, and the kind ``code`` is asked for.
@@ -238,15 +253,15 @@ def load_kinds(settings: RewardSection) -> tuple[RewardFunction | None, Template
     if "code" in settings.kinds:
         from tlt_hpc.rewards import code  # noqa: F401
 
-    function = load_function(settings.function) if "function" in settings.kinds else None
-    return function, working_template() if "code" in settings.kinds else None
+    functions = load_functions(settings.functions)
+    return functions, working_template() if "code" in settings.kinds else None
 
 
-def tell_error(channel: socket.socket, function: str, error: BaseException) -> None:
+def tell_error(channel: socket.socket, settings: RewardSection, error: BaseException) -> None:
     """Send the rank one line about why the server could not start."""
     told = str(error) if isinstance(error, JudgeError) else _one_line(error)
-    if function and not isinstance(error, JudgeError):
-        told = f"reward.function = {function!r} cannot be loaded: {told}; fix the file"
+    if spec := loaded_at(error):
+        told = f"{key_of(spec, settings)} {spec!r} cannot be loaded: {told}; fix the file"
     channel.sendall(pack({"error": told}))
 
 
@@ -259,13 +274,13 @@ def main() -> None:
     os.dup2(2, 1)  # what a user's function prints is no output of the rank's
     frames = FrameBuffer()
     settings = RewardSection.model_validate_json(_first(channel, frames))
-    sys.excepthook = lambda _kind, error, _trace: tell_error(channel, settings.function, error)
-    function, template = load_kinds(settings)
+    sys.excepthook = lambda _kind, error, _trace: tell_error(channel, settings, error)
+    functions, template = load_kinds(settings)
     sys.excepthook = sys.__excepthook__
     channel.sendall(pack({"ready": True, "sandbox": template.kind if template else ""}))
     gc.collect()
     gc.freeze()  # children share these pages: none of them is to touch them only to count
-    server = Server(channel, settings, function, template)
+    server = Server(channel, settings, functions, template)
     try:
         server.serve(frames)
     except (BrokenPipeError, ConnectionResetError):

@@ -122,16 +122,16 @@ def check_evaluation(job: PlannedJob) -> Finding:
 def check_rewards(job: PlannedJob) -> Finding:
     """The reward server starts here as it does in a job: it imports the user's function, which judges one response."""
     from tlt_hpc.rewards.client import RewardClient
-    from tlt_hpc.rewards.judge import WORKER_KINDS
+    from tlt_hpc.rewards.judge import needs_server
 
     reward = job.config.reward
     kinds = ", ".join(reward.kinds)
-    if WORKER_KINDS.isdisjoint(reward.kinds):
+    if not needs_server(reward):
         return ok(f"{kinds}; judged in the ranks")
     client = RewardClient(reward)
     try:
         client.wait_until_ready(JUDGE_SECONDS)
-        found = _try_function(job, client) if "function" in reward.kinds else None
+        found = _try_functions(job, client) if reward.functions else None
     finally:
         client.close()
     if found:
@@ -140,10 +140,11 @@ def check_rewards(job: PlannedJob) -> Finding:
     return ok(f"{kinds}: the server starts{sandbox}")
 
 
-def _try_function(job: PlannedJob, client: RewardClient) -> Finding | None:
-    """What is wrong with the user's function on an empty response to a prompt of the first step; None: nothing."""
+def _try_functions(job: PlannedJob, client: RewardClient) -> Finding | None:
+    """What is wrong with the user's functions on an empty response to a prompt of the first step; None: nothing."""
     from tlt_hpc.data.prompts import open_prompts
     from tlt_hpc.models.tokenizer import load_tokenizer, read_chat_format
+    from tlt_hpc.rewards.answer import Failure
     from tlt_hpc.rewards.scorer import Judge
 
     judge = Judge(job.config.reward, client)
@@ -152,19 +153,19 @@ def _try_function(job: PlannedJob, client: RewardClient) -> Finding | None:
         prompts = open_prompts(job.config, tokenizer, chat).batch(0)
     except (ValueError, Skip):  # the checks of model and data say so
         return None
-    prompt = next((prompt for prompt in prompts if judge.kind_of(prompt) == "function"), None)
-    if prompt is None:
+    prompt = min(prompts, key=lambda prompt: judge.kind_of(prompt) != "function")  # for which all are called
+    if judge.kind_of(prompt) != "function" and not job.config.reward.added_functions:
         return None
     number, end = client.submit(judge.answer(prompt, "")), time.monotonic() + JUDGE_SECONDS
     while (verdict := client.take_ready().get(number)) is None:
         if time.monotonic() > end:
             limit = f"make it faster; a run waits up to {job.config.reward.wall_seconds:g} s for a response"
-            return warning(f"reward.function took more than {JUDGE_SECONDS:g} s for an empty response", limit)
+            return warning(f"a reward function took more than {JUDGE_SECONDS:g} s for an empty response", limit)
         time.sleep(0.02)
-    if not verdict.failure:
+    if not verdict.failure or verdict.failure is Failure.UNREADABLE:  # the check of the data says so
         return None
     remedy = "let it return a number for every text; a response that it fails on has reward 0"
-    return warning(f"reward.function failed for an empty response: {verdict.detail}", remedy)
+    return warning(f"a reward function failed for an empty response: {verdict.detail}", remedy)
 
 
 def check_drafter(job: PlannedJob) -> Finding:

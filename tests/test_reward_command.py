@@ -1,0 +1,214 @@
+"""``tlt reward``: what it reads of a file of responses, what it prints, and its exit status."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from data_sets import TINY, write_jsonl, write_parquet
+
+from tlt_hpc.cli.given_responses import Given, GivenResponses
+from tlt_hpc.cli.main import main
+from tlt_hpc.config import load_config
+
+Captured = pytest.CaptureFixture[str]
+
+
+def judge(path: Path, *options: str, status: int = 0) -> list[dict[str, Any]]:
+    """The lines of ``--output``, after the exit status was checked."""
+    output = path.with_name("verdicts.jsonl")
+    assert main(["reward", str(TINY), str(path), "--output", str(output), *options]) == status
+    return [json.loads(line) for line in output.read_text().splitlines()]
+
+
+def words(verdicts: list[dict[str, Any]]) -> list[str]:
+    return [verdict["verdict"] for verdict in verdicts]
+
+
+def test_the_files_of_other_programs_can_be_read(tmp_path: Path) -> None:
+    """verl's generations and dumps, TRL's completions, and rows of training data with a response."""
+    box = "\\boxed{4}"
+    reward_model = {"style": "rule", "ground_truth": "4"}
+    generated = {"prompt": [{"role": "user", "content": "2+2"}], "responses": [box, "4"], "reward_model": reward_model}
+    path = write_parquet(tmp_path / "verl.parquet", [{**generated, "data_source": "sums"}])
+    found = judge(path)
+    assert words(found) == ["right", "wrong"]
+    assert [(each["row"], each["data_source"]) for each in found] == [
+        (f"{path} row 0 (1)", "sums"),
+        (f"{path} row 0 (2)", "sums"),
+    ]
+    dumped = {"input": "2+2", "output": box, "gts": "4", "score": 1.0}
+    assert words(judge(write_jsonl(tmp_path / "dump.jsonl", [dumped]), "data.answer_key=gts")) == ["right"]
+    for completion in (box, [{"role": "assistant", "content": box}]):
+        row = {"completion": completion, "answer": "4", "reward": 1}
+        assert words(judge(write_jsonl(tmp_path / "trl.jsonl", [row]))) == ["right"]
+    row = {"a": {"b": box}, "answer": "4", "response": "5"}
+    assert words(judge(write_jsonl(tmp_path / "own.jsonl", [row]), "--response", "a.b")) == ["right"]
+
+
+def test_broken_rows_are_named_and_the_others_judged(tmp_path: Path, capsys: Captured) -> None:
+    rows = [{"response": "\\boxed{4}", "answer": "4"}, "{", {"answer": "4"}, {"response": 4, "answer": "4"}]
+    path = write_jsonl(tmp_path / "a.jsonl", [*rows, {"response": "4"}])
+    assert words(judge(path, status=1)) == ["right"]
+    told = [line for line in capsys.readouterr().out.splitlines() if line.startswith(str(path))]
+    assert [line.removeprefix(str(path)).split(";")[0] for line in told] == [
+        ":2: no JSON object (Expecting property name enclosed in double quotes: line 1 column 2 (char 1))",
+        ":3: has no 'response' or 'responses' or 'completion' or 'solution_str' or 'output', but answer",
+        ":4: the response is no text and no list of texts but '4'",
+        ":5: has no 'reward_model.ground_truth' or 'answer' or 'ground_truth', but prompt, response",
+    ]
+
+
+def test_the_first_verdict_that_was_not_expected_is_shown(tmp_path: Path, capsys: Captured) -> None:
+    rows = [
+        {"response": "\\boxed{4}", "answer": "4", "expected": 1},
+        {"response": "\\boxed{5}", "answer": "4", "expected": False},
+        {"response": "no:\n\\boxed{5}", "answer": "4", "expected": True},
+        {"response": "\\boxed{5}", "answer": "4", "expected": None},
+        {"response": "\\boxed{5}", "answer": "4", "expected": 0.5},
+    ]
+    path = write_jsonl(tmp_path / "a.jsonl", rows)
+    judge(path, status=1)
+    out = capsys.readouterr().out
+    assert f"2 of 4 verdicts differ from the expected one; the first is {path}:3:\n  expected  true\n" in out
+    assert "\n  found     wrong, reward 0\n" in out and "\n  response  no:\n            \\boxed{5}\n" in out
+    judge(write_jsonl(tmp_path / "a.jsonl", rows[:2]))
+    assert "2 verdicts as expected" in capsys.readouterr().out
+    named = [{"response": "\\boxed{4}", "answer": "4", "label": "4", "human": 0}]
+    judge(write_jsonl(tmp_path / "a.jsonl", named))
+    judge(write_jsonl(tmp_path / "a.jsonl", named), "--expected", "human", status=1)
+    judge(write_jsonl(tmp_path / "a.jsonl", named), "--expected", "label", status=1)
+    assert "'label' is '4', not a number or true or false; fix it" in capsys.readouterr().out
+
+
+OWN = """
+def score(data_source, solution_str, ground_truth, extra_info):
+    assert extra_info == {"index": 3}
+    return float(solution_str == ground_truth)
+
+def brevity(solution_str, **given):
+    return 1 / len(solution_str)
+"""
+
+
+def test_an_own_function_and_the_parts_of_a_reward(tmp_path: Path, capsys: Captured) -> None:
+    (tmp_path / "judge.py").write_text(OWN)
+    rows = [
+        {"response": text, "answer": "abcd", "extra_info": {"index": 3}, "expected": number}
+        for text, number in (("abcd", 1), ("ab", 1), ("", 0))
+    ]
+    path, file = write_jsonl(tmp_path / "a.jsonl", rows), tmp_path / "judge.py"
+    weights = f'reward.weights={{"{file}:brevity" = 2}}'
+    found = judge(path, "reward.default=function", f"reward.function={file}:score", weights)
+    assert [(each["reward"], each["parts"]) for each in found] == [
+        (1.5, {"answer": 1.0, "brevity": 0.25}), (1.0, {"answer": 0.0, "brevity": 0.5}), (0.0, {}),
+    ]  # fmt: skip
+    assert all(each["seconds"] > 0 for each in found)
+    assert words(found) == ["right", "wrong", "not judged"]
+    assert found[2]["why"] == "error: ZeroDivisionError: division by zero (judge.py, line 7)"
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    header = next(line for line in lines if line[:2] == ["kind", "data_source"])
+    assert header[2:] == ["rows", "right", "wrong", "not", "judged", "disputed", "reward", "answer", "brevity",
+                          "median", "s", "max", "s"]  # fmt: skip
+    (sums,) = (line for line in lines if line[:2] == ["function", "jsonl"])
+    assert sums[2:10] == ["3", "1", "1", "1", "0", "0.833", "0.500", "0.375"]
+
+
+def test_rows_are_shown_as_asked_and_lines_fit(tmp_path: Path, capsys: Captured) -> None:
+    rows = [{"response": f"\\boxed{{{i % 2}}}", "answer": "0 " * 1000 if i == 3 else "0"} for i in range(30)]
+    path = write_jsonl(tmp_path / "a.jsonl", rows)
+
+    def shown(*options: str) -> list[str]:
+        assert main(["reward", str(TINY), str(path), *options]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert max(map(len, lines)) <= 120
+        return [line.split()[0] for line in lines if "wrong  " in line[:14] or "right  " in line[:14]]
+
+    assert shown() == [str(i) for i in range(1, 21)]
+    assert shown("--rows", "3", "--wrong") == ["2", "4", "6"]
+    assert shown("--rows", "0") == []
+
+
+def test_what_cannot_be_judged_at_all_is_status_1(tmp_path: Path, capsys: Captured) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"response": "3", "answer": "three"}])
+    assert words(judge(path, "reward.default=numeric", status=1)) == ["not judged"]
+    assert f"not judged: 1, their data's answers cannot be read (for example: {path}:1: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["a.jsonl", "reward.defalt=math"], "unknown key 'reward.defalt'"),
+        (["no.jsonl"], "FILE = 'no.jsonl' does not exist; give a .jsonl"),
+        (["embedded:gcd"], "FILE = 'embedded:gcd' is a task, which has no responses; give a file"),
+        (["a.jsonl", "--output", "./a.jsonl"], "--output a.jsonl is the file of the responses; give another"),
+        (["a.jsonl", "reward.weights={'no.py:f'=1}"], "reward.weights: 'no.py:f': no.py: No such file"),
+        (["a.jsonl", "--response"], "expected one argument"),
+    ],
+)
+def test_a_mistake_is_one_line(
+    words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    write_jsonl(tmp_path / "a.jsonl", [{"response": "3", "answer": "3"}])
+    monkeypatch.chdir(tmp_path)
+    try:
+        status = main(["reward", str(TINY), *words])
+    except SystemExit as ended:
+        status = int(str(ended.code))
+    said = capsys.readouterr().err
+    assert status == 2 and message in said and said.count("\n") == 1
+
+
+def test_a_prompt_that_is_text_and_a_response_that_was_cut_are_judged_as_in_training(tmp_path: Path) -> None:
+    tags = ["reward.default=format", "reward.format_tags=['think']"]
+    rows = [{"prompt": prompt, "response": "a</think>", "answer": ""} for prompt in ("1+1 <think>\n", "1+1", [])]
+    assert words(judge(write_jsonl(tmp_path / "a.jsonl", rows), *tags)) == ["right", "wrong", "wrong"]
+
+
+def columns(text: str) -> list[list[str]]:
+    """The first words of lines with figures: rows without what was read and why, sums without seconds."""
+    lines = [line.replace("not judged", "not-judged").split() for line in text.splitlines()]
+    return [line[:3] if line[0].isdigit() else line[:8] for line in lines if len(line) > 2 and line[2].isdigit()]
+
+
+def test_the_example_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+    page = (TINY.parent.parent / "docs" / "rewards.md").read_text().partition("## Judge given responses")[2]
+    rows, said = re.findall(r"^```\w*\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)[:2]
+    command, _, wanted = said.partition("\n")
+    monkeypatch.chdir(tmp_path)
+    Path("responses.jsonl").write_text(rows)
+    Path("jobs").symlink_to(TINY.parent)
+    assert main(command.split()[2:]) == 1
+    printed = capsys.readouterr().out
+    assert len(columns(wanted)) == 7 and columns(wanted) == columns(printed)
+    first = re.compile(r"^.* differ from .*\n  expected.*\n  found .*reward 0|^  response.*", re.MULTILINE)
+    assert len(first.findall(wanted)) == 2 and first.findall(wanted) == first.findall(printed)
+
+
+def test_a_response_that_was_cut_and_one_that_is_no_utf8_are_read(tmp_path: Path) -> None:
+    rows = [{"response": "4", "answer": "4", "finish_reason": reason} for reason in ("stop", "length", None)]
+    given = GivenResponses(load_config(TINY), str(write_jsonl(tmp_path / "a.jsonl", rows)), "", "")
+    assert [each.is_finished for each in given if isinstance(each, Given)] == [True, False, True]
+    (tmp_path / "judge.py").write_text(
+        "def score(solution_str, **given): return solution_str  # quoted in the reason\n"
+    )
+    path = write_jsonl(tmp_path / "a.jsonl", [{"response": "\ud800", "answer": "4"}])
+    (found,) = judge(path, "reward.default=function", f"reward.function={tmp_path / 'judge.py'}:score", status=1)
+    assert found["verdict"] == "not judged" and "the function returned" in found["why"]
+
+
+def test_neither_torch_nor_mpi_nor_the_model_is_loaded(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"response": "\\boxed{2/4}", "answer": "1/2"}])
+    code = (
+        "import sys\nfrom tlt_hpc.cli.main import main\n"
+        f"assert main(['reward', {str(TINY)!r}, {str(path)!r}, 'reward.default=math', 'model.path=nowhere']) == 0\n"
+        "print('loaded', *{name.split('.')[0] for name in sys.modules})"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = done.stdout.partition("loaded")[2].split()
+    assert loaded and not {"torch", "mpi4py", "transformers", "sympy", "h5py"} & set(loaded)
