@@ -410,7 +410,7 @@ def test_mathematics_compares_values() -> None:
         ("\\boxed{x+1}", "1+x", 1.0),
         ("\\boxed{32348}", "\\$32,\\!348", 1.0),  # as MATH has amounts of money
         ("no idea", "3", 0.0),
-        ("\\boxed{9^{9^{9^{9}}}}", "3", Failure.CPU),
+        ("\\boxed{9^{9^{9^{9}}}}", "3", 0.0),
         ("\\boxed{3}", "$$", Failure.UNREADABLE),
     ]
     with closing(make_client(default="math")) as client:

@@ -11,6 +11,8 @@ from fractions import Fraction
 from typing import NamedTuple
 
 MAX_CHARACTERS = 5000
+_MAX_DIGITS = 4300
+"""Of a number: Python reads no more."""
 _MAX_DEPTH = 40
 _MAX_TREE_DEPTH = 150
 
@@ -396,6 +398,8 @@ class _Parser:
             self._place += 1
             if self._is("_"):
                 return self._based(start, token.text)
+            if len(token.text) > _MAX_DIGITS:
+                raise UnreadableError("too many digits")
             return self._from(start, "number", value=Fraction(token.text))
         if token.kind == "word":
             return self._word()

@@ -505,7 +505,11 @@ def _confirmed(given: Node, wanted: Node) -> bool:
     num_compared = 0
     for number in range(_SECOND_POINTS if names else 1):
         draw = random.Random(f"second {number}")
-        point = {name: sympy.Rational(draw.randint(10**6, 3 * 10**6), 10**6 + 3) for name in names}
+        # below 1.5, so that no tower of powers is too large to be computed
+        point = {
+            name: sympy.Float(f"0.{draw.randint(5, 9)}{draw.getrandbits(64)}", 60) + draw.randint(0, 5) / 10
+            for name in names
+        }
         if "i" in point:
             point["i"] = sympy.I
         values = [_numeric(each, point) for each in (first, second)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache
 from typing import Any
 
 import mpmath
@@ -96,17 +97,31 @@ def points_for(names: frozenset[str], salt: str = "") -> Iterator[Mapping[str, A
 
 
 def _same(first: Node, second: Node, point: Mapping[str, Any], digits: int) -> bool:
-    one, other = _Evaluation(point), _Evaluation(point)
     try:
-        given, wanted = one.value(first), other.value(second)
+        (given, lost), (wanted, other_lost) = (_evaluated(node, point) for node in (first, second))
     except NoValueError:
         return False
     if mpmath.isinf(given) or mpmath.isinf(wanted):
         return bool(given == wanted)
     size = max(abs(given), abs(wanted))
     # a sum whose terms cancel has an error relative to them, not to its value
-    slack = max(one.cancelled, other.cancelled) * mpf(10) ** -mp.dps
+    slack = max(lost, other_lost) * mpf(10) ** -mp.dps
     return bool(abs(given - wanted) <= size * mpf(10) ** -digits + slack * 1000)
+
+
+def _evaluated(node: Node, point: Mapping[str, Any]) -> tuple[Any, Any]:
+    """The value at a point, and the largest term of a sum in it that lost half of the digits or more."""
+    if not point:
+        return _evaluated_constant(node, mp.dps)
+    evaluation = _Evaluation(point)
+    return evaluation.value(node), evaluation.cancelled
+
+
+@lru_cache(maxsize=1024)
+def _evaluated_constant(node: Node, digits: int) -> tuple[Any, Any]:
+    """As ``_evaluated``; elements of sets are compared with each other."""
+    evaluation = _Evaluation({})
+    return evaluation.value(node), evaluation.cancelled
 
 
 class _Evaluation:
