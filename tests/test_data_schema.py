@@ -12,6 +12,8 @@ from tlt_hpc.config import ConfigError, load_config
 from tlt_hpc.data.inspect import inspect
 from tlt_hpc.data.reader import PromptReader
 from tlt_hpc.data.rows import RowError
+from tlt_hpc.rewards.answer import Answer
+from tlt_hpc.rewards.functions import call_function
 
 
 @pytest.mark.parametrize("write", [write_jsonl, write_parquet])
@@ -34,7 +36,12 @@ def test_verls_schema(write, tmp_path):
         (2.5, "2.5"),
         (3.0, "3"),
         (True, "true"),
-        (["1", 2], '["1", 2]'),
+        (["1", 2, 3.0, 2.5, True], '["1", "2", "3", "2.5", "true"]'),
+        ([1, 2], '["1", "2"]'),
+        ("[1, 2]", "[1, 2]"),
+        (["assert f(1) == 2"], '["assert f(1) == 2"]'),
+        ([[1, 2], 3], "[[1, 2], 3]"),
+        ([{"input": 1}], '[{"input": 1}]'),
         ({"a": 1}, '{"a": 1}'),
         ("", ""),
     ],
@@ -44,9 +51,21 @@ def test_answers_that_are_no_texts(answer, text, tmp_path):
     assert prompt.answer == text
 
 
+@pytest.mark.parametrize("truth", [[1, 2.0, "x"], [[1, 2], 3], {"a": [1]}])
+def test_a_function_gets_the_list_of_the_row(truth, tmp_path):
+    """Although it is written as several accepted answers."""
+    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "1=", "reward_model": {"ground_truth": truth}}])
+    (prompt,), given = all_prompts(path), []
+    answer = Answer("function", prompt.source, "", prompt.answer, prompt.extra)
+    call_function(lambda **each: given.append(each["ground_truth"]), answer)
+    assert given == [truth]
+
+
 def test_an_answer_of_a_decimal_column(tmp_path):
     (prompt,) = all_prompts(write_parquet(tmp_path / "a.parquet", [{"prompt": "1=", "answer": Decimal("4.5")}]))
     assert prompt.answer == "4.5"
+    (prompt,) = all_prompts(write_parquet(tmp_path / "b.parquet", [{"prompt": "1=", "answer": [Decimal("4.5")]}]))
+    assert prompt.answer == '["4.5"]'
 
 
 def test_columns_by_name(tmp_path):

@@ -6,9 +6,9 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from decimal import Decimal
 from typing import Any
 
+from tlt_hpc.common.answers import answer_text
 from tlt_hpc.config import DataSection
 from tlt_hpc.data.rows import Row, RowError
 
@@ -47,13 +47,11 @@ def split_row(row: Row, data: DataSection, kind: str, where: str) -> RowText:
     """
     prompt = _as_prompt(_value(row, "prompt", _paths(data.prompt_key, _PROMPT_COLUMNS), where), where)
     answer = _value(row, "answer", _paths(data.answer_key, _ANSWER_COLUMNS), where)
-    if isinstance(answer, float) and answer.is_integer():  # pandas makes floats of whole numbers if one is missing
-        answer = int(answer)
     source, kept = row.get("data_source"), {name: row[name] for name in _KEPT if row.get(name) is not None}
     try:
         found = RowText(
             prompt=prompt,
-            answer=str(answer) if isinstance(answer, str | Decimal) else json.dumps(answer, default=str),
+            answer=answer_text(answer),
             source=kind if source is None else str(source),
             extra=json.dumps(kept, default=str, ensure_ascii=False) if kept else "",
         )
