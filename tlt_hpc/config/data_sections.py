@@ -88,6 +88,10 @@ def _as_source(value: object) -> object:
     return value if isinstance(value, str) else paths
 
 
+_OF_EVERY_TEMPLATE = frozenset({"messages", "add_generation_prompt", "continue_final_message", "tools", "documents"})
+"""Arguments of chat templates that prompts are rendered with anyway."""
+
+
 class DataSection(Section):
     """The prompts that a run trains on."""
 
@@ -111,6 +115,11 @@ class DataSection(Section):
     """What happens to prompts longer than ``max_prompt_tokens``."""
     chat_template: SomePath = "auto"
     """Jinja file that renders lists of messages. ``auto``: the template of the model folder."""
+    template_args: Annotated[dict[str, JsonValue], Field(max_length=MAX_ITEMS)] = Field(default_factory=dict)
+    """Arguments of the chat template, such as ``{enable_thinking = false}``."""
+    continue_final_message: bool = False
+    """``true``: the response continues the assistant's message that a chat ends with. ``false``: such a chat is
+    refused."""
     system_prompt: Text = ""
     """System message for prompts that are lists of messages without one."""
     text_prompts: Literal["raw", "chat"] = "raw"
@@ -129,6 +138,8 @@ class DataSection(Section):
                 f"data.task_args = {self.task_args!r} has no effect with data.source = {self.source_name!r}; "
                 f"use data.source = '{TASK_PREFIX}NAME' or leave data.task_args out"
             )
+        if given := sorted(_OF_EVERY_TEMPLATE & self.template_args.keys()):
+            yield f"data.template_args has {given[0]!r}, which is not an argument of yours to give; leave it out"
 
 
 TagName = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_-]*$", max_length=64)]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 
-from tlt_hpc.common.records import Prompt
 from tlt_hpc.config import RewardSection
 from tlt_hpc.rewards import text
 from tlt_hpc.rewards.answer import Answer, Verdict
@@ -23,21 +22,6 @@ def kind_for(source: str, default: str, by_source: Mapping[str, str]) -> str:
     if source in by_source:
         return by_source[source]
     return next((kind for pattern, kind in by_source.items() if fnmatchcase(source, pattern)), default)
-
-
-def check_answer(settings: RewardSection, prompt: Prompt) -> None:
-    """Check that the tests of a prompt of the kind ``code`` can be read.
-
-    Raises:
-        ValueError: they cannot.
-    """
-    if kind_for(prompt.source, settings.default, settings.by_source) == "code":
-        from tlt_hpc.rewards.code import read_tests
-
-        try:
-            read_tests(prompt.answer)
-        except ValueError as error:
-            raise ValueError(f"reward kind 'code' cannot read the tests {prompt.answer[:80]!r}: {error}") from None
 
 
 def judge(
