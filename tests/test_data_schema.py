@@ -131,7 +131,7 @@ def chat(*messages: object) -> dict[str, object]:
         (
             chat({"role": "user", "content": "1="}, {"role": "assistant", "content": "1"}),
             "the prompt ends with a message of the assistant, so with an answer; cut it off, or set data."
-            "continue_final_message = true if the response is to continue it",
+            "template_args = {continue_final_message = true} if the response is to continue it",
         ),
         (
             chat({"role": "user", "content": [{"type": "text", "text": "1"}, {"type": "image", "image": "a.png"}]}),

@@ -116,7 +116,7 @@ def test_arguments_that_have_no_effect_are_warned_of(tmp_path: Path) -> None:
     )
     assert open_data(text, args, chat=reads).warning.startswith(ignored)
     assert open_data(text, args, chat=ChatFormat()).warning.startswith(ignored)
-    with pytest.raises(ConfigError, match=r"^data\.template_args has 'messages', which is not an argument of yours"):
+    with pytest.raises(ConfigError, match=r"^data\.template_args has 'messages', which every prompt is rendered with"):
         config_of(text, "data.template_args={messages = []}")
 
 
@@ -154,7 +154,7 @@ def test_a_final_message_is_continued_as_in_transformers(name: str, content: str
     path = write_jsonl(
         tmp_path / "chats.jsonl", [{"prompt": chat, "answer": "1"}, {"prompt": user("2"), "answer": "1"}]
     )
-    data = config_of(path, LONG, "data.continue_final_message=true").data
+    data = config_of(path, LONG, "data.template_args={continue_final_message=true}").data
     reader = PromptReader(data, 0, load_tokenizer(folder), read_chat_format(folder))
     prompts = [(prompt.text, prompt.tokens.tolist()) for prompt in map(reader.read, range(2))]
     assert prompts[0] == by_transformers(folder, chat, continue_final_message=True)
@@ -165,7 +165,7 @@ def test_a_final_message_of_parts_is_continued(tmp_path: Path) -> None:
     folder = folder_of("gemma3", tmp_path / "model", **BOS)
     parts = [{"type": "text", "text": "So "}, {"type": "text", "text": "it is"}]
     chat = [*user("1+1?"), {"role": "assistant", "content": parts}]
-    found = rendered(folder, chat, LONG, "data.continue_final_message=true")
+    found = rendered(folder, chat, LONG, "data.template_args={continue_final_message=true}")
     assert found == by_transformers(folder, chat, continue_final_message=True)
 
 
@@ -173,7 +173,9 @@ def test_a_final_message_that_the_template_leaves_out(tmp_path: Path) -> None:
     chat = [*user("1"), {"role": "assistant", "content": "2"}]
     path = write_jsonl(tmp_path / "chat.jsonl", [{"prompt": chat, "answer": "1"}])
     with pytest.raises(RowError, match="the chat template refuses the messages: it leaves out some of the assistant's"):
-        open_data(path, "data.continue_final_message=true", chat=ChatFormat("{{ messages[0].content }}"))
+        open_data(
+            path, "data.template_args={continue_final_message=true}", chat=ChatFormat("{{ messages[0].content }}")
+        )
 
 
 # --- ends of turns ---

@@ -24,7 +24,7 @@ Said = Callable[[str, str], str]
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
-    """The embedded model, whose tokenizer has an end of turns, and one token more than the model, and data to train on."""
+    """Data to train on and the embedded model, whose tokenizer has an end of turns, and one token that it lacks."""
     found = make_place(tmp_path, monkeypatch)
     path = str(found.model / "tokenizer.json")
     tokenizer = Tokenizer.from_file(path)

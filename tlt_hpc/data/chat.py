@@ -11,7 +11,7 @@ from typing import Any
 
 from tlt_hpc.common.files import read_bytes
 from tlt_hpc.common.records import ChatFormat
-from tlt_hpc.config import ConfigError, DataSection
+from tlt_hpc.config import CONTINUES, ConfigError, DataSection
 from tlt_hpc.data.rows import first_line
 
 Message = Mapping[str, Any]
@@ -45,7 +45,8 @@ class ChatTemplate:
         from jinja2 import TemplateSyntaxError
         from transformers.utils.chat_template_utils import _compile_jinja_template
 
-        self.text, self.args = text, args or {}
+        self.text = text
+        self.args = {name: value for name, value in (args or {}).items() if name != CONTINUES}
         today = datetime.fromisoformat(TEMPLATE_DATE)
         fixed = {"strftime_now": today.strftime, "tools": None, "documents": None}
         self._values = {**special_tokens, **fixed, **self.args}

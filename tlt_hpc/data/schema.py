@@ -51,11 +51,11 @@ def split_row(row: Row, data: DataSection, kind: str, where: str) -> RowText:
     if row.get(_TOOLS) not in (None, "", "[]", "null", [], {}):
         raise RowError(where, f"has {_TOOLS!r}, and a run calls no tools; leave the column out or take other data")
     prompt = _as_prompt(_value(row, "prompt", _paths(data.prompt_key, _PROMPT_COLUMNS), where), where)
-    if not isinstance(prompt, str) and prompt[-1]["role"] == "assistant" and not data.continue_final_message:
+    if not isinstance(prompt, str) and prompt[-1]["role"] == "assistant" and not data.continues_chats:
         raise RowError(  # as in data for supervised training, where it is the answer
             where,
             "the prompt ends with a message of the assistant, so with an answer; cut it off, or set "
-            "data.continue_final_message = true if the response is to continue it",
+            "data.template_args = {continue_final_message = true} if the response is to continue it",
         )
     answer = _value(row, "answer", _paths(data.answer_key, _ANSWER_COLUMNS), where)
     source, kept = row.get("data_source"), {name: row[name] for name in _KEPT if row.get(name) is not None}
