@@ -42,6 +42,7 @@ SPECIAL = [
         "<|message|>",
     ),
     *("<|return|>", "<|channel|>", "<|end|>", "<think>", "</think>"),
+    *("<|END_RESPONSE|>", "<|END_OF_TURN_TOKEN|>"),
 ]
 TOKENIZER = byte_tokenizer(["user assistant system <|im_start|>user\n1+1?<|im_end|>"], 400, SPECIAL)
 
@@ -78,7 +79,7 @@ def user(content: object) -> Chat:
 
 
 BOS = {"bos_token": "<bos>", "eos_token": "</s>"}
-LONG = "data.max_prompt_tokens=1000"
+LONG = "data.max_prompt_tokens=9000"
 
 
 # --- arguments ---
@@ -213,6 +214,11 @@ def test_the_end_of_a_turn_is_an_end_token_or_warned_of(name: str, tmp_path: Pat
         f"the chat template ends a turn with {ENDS[name]!r}, which is no end token of the model, so that responses "
         f"run on to their largest length: add {token} to eos_token_id in generation_config.json of the model folder"
     )
+
+
+def test_a_turn_may_end_with_several_tokens(tmp_path: Path) -> None:
+    assert warned("cohere2", ["<|END_OF_TURN_TOKEN|>"], tmp_path) == ""
+    assert "ends a turn with '<|END_RESPONSE|>'" in warned("cohere2", ["<|endoftext|>"], tmp_path)
 
 
 def test_smollm2_ends_its_turns() -> None:

@@ -162,7 +162,7 @@ class PromptReader:
         control, ends = control_token_ids(self._tokenizer), self._chat.end_token_ids
         after = self._tokenizer.encode(used.turn_end(), add_special_tokens=False).ids
         end = next((token for token in after if token in control), None)
-        if end is None or not ends or end in ends:
+        if end is None or not ends or not set(ends).isdisjoint(after):
             return ""
         return (
             f"the chat template ends a turn with {self._tokenizer.id_to_token(end)!r}, which is no end token of the "
