@@ -116,7 +116,11 @@ def _write_rational(draw: Draw, value: Fraction, is_truth: bool = False) -> str:
         forms += [f"{sign}\\frac{above}{below}", f"{sign}\\frac{{{above}}}{below}", f"{sign}\\frac {above} {below}"]
     if above > below > 1:
         whole, rest = divmod(above, below)
-        forms += [f"{sign}{whole}\\frac{{{rest}}}{{{below}}}", f"{sign}{whole}\\,\\dfrac{{{rest}}}{{{below}}}", f"{sign}{whole} {rest}/{below}"]
+        forms += [
+            f"{sign}{whole}\\frac{{{rest}}}{{{below}}}",
+            f"{sign}{whole}\\,\\dfrac{{{rest}}}{{{below}}}",
+            f"{sign}{whole} {rest}/{below}",
+        ]
     if below in (2, 4, 5, 8, 25, 40):
         decimal = _decimal_text(Fraction(above, below))
         forms += [sign + decimal, f"{sign}{decimal}0", sign + decimal.removeprefix("0")]
@@ -214,7 +218,13 @@ def _root(draw: Draw, is_right: bool) -> Made:
     square_free, factor, below = draw.choice([2, 3, 5, 6, 7, 10, 11]), draw.randint(2, 9), draw.choice([1, 2, 3, 4])
     other = factor if is_right else factor + draw.choice([-1, 1])
     end = f"/{below}" if below > 1 else ""
-    root = draw.choice([f"\\sqrt{{{square_free}}}", f"\u221a{square_free}", f"\\sqrt {square_free}" if square_free < 10 else f"\\sqrt{{{square_free}}}"])
+    root = draw.choice(
+        [
+            f"\\sqrt{{{square_free}}}",
+            f"\u221a{square_free}",
+            f"\\sqrt {square_free}" if square_free < 10 else f"\\sqrt{{{square_free}}}",
+        ]
+    )
     given = draw.choice([
         f"{other}{root}{end}", f"\\frac{{{other}{root}}}{{{below}}}", f"\\frac{{{other}}}{{{below}}}{root}",
         f"\\frac{{\\sqrt{{{square_free * other * other}}}}}{{{below}}}",
@@ -249,7 +259,9 @@ def _polynomial(draw: Draw, is_right: bool) -> Made:
     if not is_right:
         product += draw.choice([-1, 1, 2])
     power = f"{name}^2" if draw.random() < 0.7 else f"{name}^{{2}}"
-    expanded = f"{power}+{total}{name}+{product}" if not name.startswith("\\") else f"{power} + {total}{name} + {product}"
+    expanded = (
+        f"{power}+{total}{name}+{product}" if not name.startswith("\\") else f"{power} + {total}{name} + {product}"
+    )
     factored = draw.choice([f"({name}+{first})({name}+{second})", f"({name} + {second})\\cdot({name} + {first})"])
     given, truth = (expanded, factored) if draw.random() < 0.5 else (factored, expanded)
     if draw.random() < 0.3:
@@ -326,7 +338,12 @@ def _tuple(draw: Draw, is_right: bool) -> Made:
 def _interval(draw: Draw, is_right: bool) -> Made:
     low, high = sorted(draw.sample(range(-20, 30), 2))
     left, right = draw.choice("(["), draw.choice(")]")
-    signs = {"(": "<", "[": draw.choice(["\\le", "\\leq", "\\leqslant", "\u2264"]), ")": "<", "]": draw.choice(["\\le", "\\leq", "\u2264"])}
+    signs = {
+        "(": "<",
+        "[": draw.choice(["\\le", "\\leq", "\\leqslant", "\u2264"]),
+        ")": "<",
+        "]": draw.choice(["\\le", "\\leq", "\u2264"]),
+    }
     truth = f"{left}{low},{high}{right}"
     if not is_right:
         change = draw.randint(0, 2)
@@ -378,7 +395,9 @@ def _matrix(draw: Draw, is_right: bool) -> Made:
     if not is_right:
         other[-1][draw.randint(0, 1)] += 1
     name = draw.choice(["pmatrix", "bmatrix"])
-    write = lambda each, name, sep: f"\\begin{{{name}}}" + sep.join(" & ".join(map(str, row)) for row in each) + f"\\end{{{name}}}"  # noqa: E731
+    write = lambda each, name, sep: (
+        f"\\begin{{{name}}}" + sep.join(" & ".join(map(str, row)) for row in each) + f"\\end{{{name}}}"
+    )  # noqa: E731
     return write(other, name, " \\\\ "), write(rows, "pmatrix", "\\\\"), is_right
 
 
@@ -399,14 +418,31 @@ def _words(draw: Draw, is_right: bool) -> Made:
     words = ["Evelyn", "Monday", "even", "yes", "increasing", "isosceles triangle", "blue", "no solution", "Alice"]
     wanted, other = draw.sample(words, 2)
     given = wanted if is_right else other
-    return draw.choice([f"\\text{{{given}}}", given, f"\\text{{{given}}}.", f"\\textbf{{{given}}}", given.capitalize(), f"**{given}**"]), draw.choice([wanted, f"\\text{{{wanted}}}", f"{wanted}."]), is_right
+    return (
+        draw.choice(
+            [
+                f"\\text{{{given}}}",
+                given,
+                f"\\text{{{given}}}.",
+                f"\\textbf{{{given}}}",
+                given.capitalize(),
+                f"**{given}**",
+            ]
+        ),
+        draw.choice([wanted, f"\\text{{{wanted}}}", f"{wanted}."]),
+        is_right,
+    )
 
 
 def _letters(draw: Draw, is_right: bool) -> Made:
     """An order of letters is no product."""
     letters = draw.sample("ABCDEFGH", draw.randint(2, 5))
     other = letters if is_right else letters[1:] + letters[:1]
-    return draw.choice(["{}", "\\text{{{}}}", "{}.", "\\mathrm{{{}}}"]).format("".join(other)), "".join(letters), is_right
+    return (
+        draw.choice(["{}", "\\text{{{}}}", "{}.", "\\mathrm{{{}}}"]).format("".join(other)),
+        "".join(letters),
+        is_right,
+    )
 
 
 def _percent(draw: Draw, is_right: bool) -> Made:
@@ -429,14 +465,27 @@ def _base(draw: Draw, is_right: bool) -> Made:
 def _ratio(draw: Draw, is_right: bool) -> Made:
     first, second, factor = draw.randint(1, 9), draw.randint(10, 20), draw.randint(2, 4)
     other = first if is_right else first + 1
-    return draw.choice([f"{other}:{second}", f"{other} : {second}", f"{other}\uff1a{second}", f"{other * factor}:{second * factor}"]), f"{first}:{second}", is_right
+    return (
+        draw.choice(
+            [
+                f"{other}:{second}",
+                f"{other} : {second}",
+                f"{other}\uff1a{second}",
+                f"{other * factor}:{second * factor}",
+            ]
+        ),
+        f"{first}:{second}",
+        is_right,
+    )
 
 
 def _unit(draw: Draw, is_right: bool) -> Made:
     number = draw.randint(1, 900)
     unit, other = draw.sample(["cm", "m", "km", "ft", "hours", "minutes", "kg", "g"], 2)
     long = {"cm": "centimeters", "m": "meters", "km": "kilometers", "ft": "feet", "kg": "kilograms", "g": "grams"}
-    write = lambda name: draw.choice([f"{number}\\text{{ {name}}}", f"{number} \\mathrm{{{name}}}", f"{number}\\,\\text{{{long.get(name, name)}}}"])  # noqa: E731
+    write = lambda name: draw.choice(
+        [f"{number}\\text{{ {name}}}", f"{number} \\mathrm{{{name}}}", f"{number}\\,\\text{{{long.get(name, name)}}}"]
+    )  # noqa: E731
     return write(unit if is_right else other), write(unit), is_right
 
 

@@ -32,7 +32,7 @@ from tlt_hpc.config.keys import keys_of
 from tlt_hpc.config.resume import check_resumable
 from tlt_hpc.config.sections import SECTIONS
 
-MAX_KEYS = 106
+MAX_KEYS = 107
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ROOT / "jobs" / "tiny.toml"
 
@@ -102,6 +102,16 @@ def test_wrong_values_are_named(override: str, message: str) -> None:
         ("algorithm.max_refills=1 rollout.temperature=0", "algorithm.max_refills = 1", "a temperature above 0"),
         ("drafter.form=eagle3 drafter.loss=feature", "drafter.loss = 'feature'", "use drafter.loss = 'cross-entropy'"),
         ("data.task_args={a=1}", "data.task_args = {'a': 1} has no effect", "use data.source = 'reasoning-gym:NAME'"),
+        (
+            "data.template_args={tools=[]}",
+            "data.template_args has 'tools', which every prompt is rendered with",
+            "leave",
+        ),
+        (
+            "data.template_args={continue_final_message='yes'}",
+            "data.template_args.continue_final_message = 'yes'",
+            "give true or false",
+        ),
         ("data.task_args={a=2024-07-26}", "data.task_args.a = datetime.date(2024, 7, 26)", "valid JSON value"),
         ("reward.function=a.py:f", "reward.function = 'a.py:f' judges nothing", "set reward.default = 'function'"),
         ("reward.default=function", "reward.function = '' names no function", "give one as 'path.py:name'"),

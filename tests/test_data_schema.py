@@ -6,12 +6,25 @@ import json
 from decimal import Decimal
 
 import pytest
-from data_sets import TINY, all_prompts, gcd_row, open_data, reader_of, texts, verl_row, write_jsonl, write_parquet
+from data_sets import (
+    PLAIN,
+    TINY,
+    all_prompts,
+    gcd_row,
+    open_data,
+    reader_of,
+    texts,
+    verl_row,
+    write_jsonl,
+    write_parquet,
+)
 
 from tlt_hpc.config import ConfigError, load_config
 from tlt_hpc.data.inspect import inspect
 from tlt_hpc.data.reader import PromptReader
 from tlt_hpc.data.rows import RowError
+from tlt_hpc.rewards.answer import Answer
+from tlt_hpc.rewards.functions import call_function
 
 
 @pytest.mark.parametrize("write", [write_jsonl, write_parquet])
@@ -34,7 +47,12 @@ def test_verls_schema(write, tmp_path):
         (2.5, "2.5"),
         (3.0, "3"),
         (True, "true"),
-        (["1", 2], '["1", 2]'),
+        (["1", 2, 3.0, 2.5, True], '["1", "2", "3", "2.5", "true"]'),
+        ([1, 2], '["1", "2"]'),
+        ("[1, 2]", "[1, 2]"),
+        (["assert f(1) == 2"], '["assert f(1) == 2"]'),
+        ([[1, 2], 3], "[[1, 2], 3]"),
+        ([{"input": 1}], '[{"input": 1}]'),
         ({"a": 1}, '{"a": 1}'),
         ("", ""),
     ],
@@ -44,9 +62,21 @@ def test_answers_that_are_no_texts(answer, text, tmp_path):
     assert prompt.answer == text
 
 
+@pytest.mark.parametrize("truth", [[1, 2.0, "x"], [[1, 2], 3], {"a": [1]}])
+def test_a_function_gets_the_list_of_the_row(truth, tmp_path):
+    """Although it is written as several accepted answers."""
+    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "1=", "reward_model": {"ground_truth": truth}}])
+    (prompt,), given = all_prompts(path), []
+    answer = Answer("function", prompt.source, "", prompt.answer, prompt.extra)
+    call_function(lambda **each: given.append(each["ground_truth"]), answer)
+    assert given == [truth]
+
+
 def test_an_answer_of_a_decimal_column(tmp_path):
     (prompt,) = all_prompts(write_parquet(tmp_path / "a.parquet", [{"prompt": "1=", "answer": Decimal("4.5")}]))
     assert prompt.answer == "4.5"
+    (prompt,) = all_prompts(write_parquet(tmp_path / "b.parquet", [{"prompt": "1=", "answer": [Decimal("4.5")]}]))
+    assert prompt.answer == '["4.5"]'
 
 
 def test_columns_by_name(tmp_path):
@@ -100,8 +130,29 @@ def chat(*messages: object) -> dict[str, object]:
         ),
         (
             chat({"role": "user", "content": "1="}, {"role": "assistant", "content": "1"}),
-            "the prompt ends with a message of the assistant, so with an answer; cut it off",
+            "the prompt ends with a message of the assistant, so with an answer; cut it off, or set data."
+            "template_args = {continue_final_message = true} if the response is to continue it",
         ),
+        (
+            chat({"role": "user", "content": [{"type": "text", "text": "1"}, {"type": "image", "image": "a.png"}]}),
+            "message 0: content has a part of type 'image', and only parts of type 'text' with a text are read; fix",
+        ),
+        (
+            chat({"role": "user", "content": [{"type": "text"}]}),
+            "message 0: content has \"{'type': 'text'}\", and only",
+        ),
+        (chat({"role": "user", "content": ["1="]}), "message 0: content has '1=', and only parts of type 'text'"),
+        (chat({"role": "user", "content": []}), "message 0: \"{'role': 'user', 'content': []}\" needs 'role' and "),
+        ({"prompt": "1=", "answer": "1", "tools": [{"name": "f"}]}, "has 'tools', and a run calls no tools; leave the"),
+        (
+            {"prompt": str([{"role": "user", "content": "1="}]), "answer": "1"},
+            "the prompt \"[{'role': 'user', 'content': '1='}]\" is messages as text and no JSON; write a list",
+        ),
+        (
+            {"prompt": '[{"role": "user", "content": "1="}\n {"role": "user", "content": "1="}]', "answer": "1"},
+            'the prompt \'[{"role": "user", "content": "1="}\\n {"ro\' is messages as text and no JSON; write a list',
+        ),
+        ({"prompt": '[{"role": "human", "content": "1="}]', "answer": "1"}, "message 0: role 'human' is none of "),
     ],
 )
 def test_a_broken_row_is_named_by_file_and_line(row, reason, tmp_path):
@@ -111,6 +162,35 @@ def test_a_broken_row_is_named_by_file_and_line(row, reason, tmp_path):
     assert str(caught.value).startswith(f"{path}:3: {reason}") and "\n" not in str(caught.value)
     (error,) = inspect(reader_of(path), 16).broken
     assert str(error) == str(caught.value)
+
+
+@pytest.mark.parametrize("tools", [None, [], "", "[]", {}])
+def test_a_column_of_no_tools_is_none(tools, tmp_path):
+    assert len(all_prompts(write_jsonl(tmp_path / "a.jsonl", [gcd_row(1, tools=tools)]))) == 1
+
+
+def test_tools_in_a_file_of_columns_are_found(tmp_path):
+    path = write_parquet(tmp_path / "a.parquet", [gcd_row(1, tools=[{"name": "f"}], other=1)])
+    with pytest.raises(RowError, match="row 0: has 'tools', and"):
+        all_prompts(path)
+
+
+@pytest.mark.parametrize("prompt", ["[1, 2]", '{"a": {"role": "x", "content": "1"}}', '[{"role": 1}]', '{x} "role": 1'])
+def test_a_text_that_is_no_chat_is_fed_as_it_is(prompt, tmp_path):
+    (found,) = all_prompts(write_jsonl(tmp_path / "a.jsonl", [{"prompt": prompt, "answer": "1"}]))
+    assert found.text == prompt
+
+
+@pytest.mark.parametrize("write", [write_jsonl, write_parquet])
+def test_messages_as_json_text_are_messages(write, tmp_path):
+    chats = [
+        [{"content": "1", "role": "user"}],
+        {"role": "user", "content": "1"},
+        chat({"role": "user", "content": "1"})["prompt"],
+    ]
+    name = "a.jsonl" if write is write_jsonl else "a.parquet"
+    path = write(tmp_path / name, [{"prompt": f" {json.dumps(each)}\n", "answer": "1"} for each in chats])
+    assert texts(all_prompts(path, chat=PLAIN)) == ["1="] * 3
 
 
 def test_a_column_that_is_named_and_not_there(tmp_path):

@@ -40,7 +40,7 @@ from tlt_hpc.models.folder import decoding_dtype, folder_weights, import_transfo
 from tlt_hpc.models.once import read_all_once, read_each_once
 from tlt_hpc.models.shape import ModelShape
 from tlt_hpc.models.sharding import WHOLE, Sharding
-from tlt_hpc.models.tokenizer import find_model
+from tlt_hpc.models.tokenizer import control_token_ids, find_model
 from tlt_hpc.mpi.node import NodeGroup
 from tlt_hpc.mpi.pulse import BUSY_SECONDS, Pulse
 from tlt_hpc.mpi.replica import Replica, ReplicaPulse, check_nodes
@@ -277,8 +277,9 @@ def engine_status(engine: RolloutEngine, world: World) -> Status:
 
 
 def text_of(tokenizer: Tokenizer, tokens: NDArray[np.int32]) -> str:
-    """A response as it is judged."""
-    return str(tokenizer.decode(tokens.tolist(), skip_special_tokens=True))
+    """A response as it is judged: without control tokens, with tags such as ``<think>``, special tokens or not."""
+    control = control_token_ids(tokenizer)
+    return str(tokenizer.decode([id_ for id_ in tokens.tolist() if id_ not in control], skip_special_tokens=False))
 
 
 def decode(engine: RolloutEngine, pulse: Pulse) -> None:

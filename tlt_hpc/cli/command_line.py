@@ -252,7 +252,8 @@ def add_data_options(command: argparse.ArgumentParser) -> None:
     """The options of ``tlt data inspect`` and ``tlt data prepare``."""
     parts = command.add_subparsers(dest="data", required=True)
     inspect = parts.add_parser(
-        "inspect", help="count rows, lengths and duplicates, and name broken rows; status 1: there are"
+        "inspect",
+        help="count rows, lengths and duplicates, and name rows that are broken or never right; status 1: there are",
     )
     inspect.add_argument(
         "file", metavar="FILE", help="a file, folder, pattern or task as data.source has it, or a job's TOML"

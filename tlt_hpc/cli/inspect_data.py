@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from functools import partial
+from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 from rich.console import Console
@@ -13,19 +14,25 @@ from rich.table import Table
 from tlt_hpc.cli import prepare_data
 from tlt_hpc.cli.prepare_data import config_of
 from tlt_hpc.common.console import TextConsole
+from tlt_hpc.common.records import Prompt
 from tlt_hpc.common.words import count
 from tlt_hpc.config import EMBEDDED_TASK, Config, ConfigError, load_config
+from tlt_hpc.data.evaluation_sets import open_reader, told_as_evaluations
 from tlt_hpc.data.inspect import Inspection, SourceCounts, inspect
 from tlt_hpc.data.reader import PromptReader
-from tlt_hpc.models.tokenizer import find_model, load_tokenizer, read_chat_format
-from tlt_hpc.rewards.judge import check_answer
+from tlt_hpc.models.shape import read_shape
+from tlt_hpc.models.tokenizer import find_model, load_tokenizer
+from tlt_hpc.plan.inputs import chat_format, check_tokens
+from tlt_hpc.rewards.truths import check_answer
 
 _SHOWN_ROWS = 20
 _COLUMNS = ("data_source", "rows", "tokens min", "median", "p95", "max", "over limit", "repeated", "no answer")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Read every row of a file and print what there is, or prepare it; returns the exit status, 1 if rows are broken.
+    """Read every row of a file, or of what a job trains on and is evaluated on, and print what there is; or prepare it.
+
+    Returns the exit status: 1 if rows are broken, or no response can be right.
 
     Raises:
         ValueError: no such file, no such column, no such model.
@@ -36,20 +43,40 @@ def run(options: argparse.Namespace) -> int:
     file, model, overrides = options.file, options.model, options.overrides
     is_job = file.endswith(".toml")
     config = load_config(file, overrides) if is_job else config_of(file, overrides)
-    if config.data.source == EMBEDDED_TASK:
-        raise ConfigError(f"{EMBEDDED_TASK!r} makes its problems again at every step; give a file, folder or task")
     folder = find_model(model or config.model.path) if model or is_job else None
-    tokenizer = load_tokenizer(folder) if folder else None
-    chat, check = read_chat_format(folder) if folder else None, partial(check_answer, config.reward)
-    reader = PromptReader(config.data, config.run.seed, tokenizer, chat, check)
-    found = inspect(reader, config.data.max_prompt_tokens)
-    console = TextConsole(width=None if sys.stdout.isatty() else 140)
-    _print(console, config, found, tokenizer is not None)
-    return 1 if found.broken else 0
+    console, all_of_use = TextConsole(width=None if sys.stdout.isatty() else 140), True
+    for reader in _readers(config, folder, is_judged=is_job or bool(config.reward.model_fields_set)):
+        found = inspect(reader, config.data.max_prompt_tokens)
+        _print(console, reader, found, folder is not None)
+        all_of_use &= found.is_of_use
+    return 0 if all_of_use else 1
 
 
-def _print(console: Console, config: Config, found: Inspection, has_tokens: bool) -> None:
-    table = Table(title=f"{config.data.source_name}: {count(found.num_rows, 'row')}, {len(found.broken):,} broken")
+def _readers(config: Config, folder: Path | None, is_judged: bool) -> Iterator[PromptReader]:
+    """What is trained on and evaluated on; ``is_judged``: answers are checked, since the kind of reward is known."""
+    sources = [source for source in config.evaluation.sources if source != EMBEDDED_TASK]
+    if config.data.source == EMBEDDED_TASK and not sources:
+        raise ConfigError(f"{EMBEDDED_TASK!r} makes its problems again at every step; give a file, folder or task")
+    tokenizer = chat = shape = None
+    if folder is not None:
+        tokenizer, shape = load_tokenizer(folder), read_shape(folder)
+        chat = chat_format(config, folder, shape, tokenizer)
+
+    def check(prompt: Prompt) -> str:
+        if shape is not None:
+            check_tokens(shape, prompt)
+        return check_answer(config.reward, prompt) if is_judged else ""
+
+    if config.data.source != EMBEDDED_TASK:
+        yield PromptReader(config.data, config.run.seed, tokenizer, chat, check)
+    with told_as_evaluations():
+        for source in sources:
+            yield open_reader(config, source, tokenizer, chat, check)
+
+
+def _print(console: Console, reader: PromptReader, found: Inspection, has_tokens: bool) -> None:
+    data = reader.data
+    table = Table(title=f"{data.source_name}: {count(found.num_rows, 'row')}, {len(found.broken):,} broken")
     for name in _COLUMNS:
         table.add_column(name, justify="left" if name == "data_source" else "right")
     for counts in found.sources:
@@ -57,12 +84,19 @@ def _print(console: Console, config: Config, found: Inspection, has_tokens: bool
     console.print(table)
     if has_tokens:
         num_overlong = sum(counts.num_overlong for counts in found.sources)
-        console.print(f"prompts over data.max_prompt_tokens = {config.data.max_prompt_tokens}: {num_overlong:,}")
+        console.print(f"prompts over data.max_prompt_tokens = {data.max_prompt_tokens}: {num_overlong:,}")
         if num_unknown := sum(counts.num_unknown for counts in found.sources):
             words = f"prompts with characters that the model's tokenizer does not know: {num_unknown:,}"
             console.print(f"{words}; the model does not see them, so take another model or data set", style="yellow")
+        if reader.warning:
+            console.print(reader.warning, style="yellow", soft_wrap=True)
     else:
         console.print("no tokens counted: give --model FOLDER")
+    for counts in found.sources:
+        if counts.never_right:
+            words = f"{counts.source}: no response can be right for {len(counts.never_right):,} of "
+            words += f"{count(len(counts.lengths), 'row')}, the first {counts.never_right[0]}"
+            console.print(words, style="red", soft_wrap=True)
     for error in found.broken[:_SHOWN_ROWS]:
         console.print(str(error), style="red", soft_wrap=True)
     if len(found.broken) > _SHOWN_ROWS:

@@ -47,6 +47,16 @@ def plan_command(config: Config, options: argparse.Namespace, num_ranks: int) ->
     if options.command == "evaluate":
         return plan_evaluation(config, options, num_ranks)
     assets = read_assets(config, num_ranks)
+    said = assets.prompts.warning if options.dry_run else ""  # it may read all rows, and a start says it itself
+    return _warning(said) + plan_with(config, assets, options, num_ranks)
+
+
+def plan_with(config: Config, assets: ModelAssets, options: argparse.Namespace, num_ranks: int) -> str:
+    """The plan of a command that trains.
+
+    Raises:
+        ValueError: as ``plan_command``.
+    """
     if config.speculation.mode == "full" and config.drafter.init != "random":
         key = "warmup.init" if options.command == "warmup" else "drafter.init"
         check_drafter(config, assets, key, is_read=options.dry_run)
@@ -70,15 +80,17 @@ def plan_run(config: Config, assets: ModelAssets, num_ranks: int) -> str:
     Raises:
         ValueError: as ``plan_command``.
     """
+    from tlt_hpc.data.evaluation_sets import warning_of
     from tlt_hpc.plan.inputs import describe, open_checked_sets
     from tlt_hpc.plan.memory.summary import summarise
 
     config.tracking.check_installed()
     config.lora.check_installed()
-    if config.evaluation.every_steps:
-        open_checked_sets(config, assets.folder, assets.shape, assets.tokenizer)
+    has_sets = config.evaluation.every_steps
+    sets = open_checked_sets(config, assets.folder, assets.shape, assets.tokenizer) if has_sets else ()
     memory = summarise(config, assets.shape, num_ranks)
-    return (f"memory      {memory}\n" if memory else "") + describe(config, assets.shape, num_ranks)
+    said = _warning(warning_of(sets)) + (f"memory      {memory}\n" if memory else "")
+    return said + describe(config, assets.shape, num_ranks)
 
 
 def check_drafter(config: Config, assets: ModelAssets, key: str, is_read: bool) -> None:
@@ -109,6 +121,7 @@ def plan_evaluation(config: Config, options: argparse.Namespace, num_ranks: int)
     Raises:
         ValueError: as ``plan_command``, or no such run or model.
     """
+    from tlt_hpc.data.evaluation_sets import warning_of
     from tlt_hpc.evaluate.evaluate import describe, read_assets
     from tlt_hpc.evaluate.subject import find_subject
     from tlt_hpc.models.weight_files import check_weights
@@ -118,7 +131,11 @@ def plan_evaluation(config: Config, options: argparse.Namespace, num_ranks: int)
     assets, sets = read_assets(config, num_ranks)
     if subject.run is None:
         check_weights(assets.folder, assets.shape)
-    return describe(config, subject, sets, assets.shape, num_ranks)
+    return _warning(warning_of(sets)) + describe(config, subject, sets, assets.shape, num_ranks)
+
+
+def _warning(said: str) -> str:
+    return f"warning     {said}\n" if said else ""
 
 
 def check_folder(config: Config) -> str:

@@ -25,7 +25,7 @@ class EvaluationScreen:
         note = f", {num_done:,} of them there already" if num_done else ""
         self._screen.say(f"{name}: {count(num_responses, 'response')}{note}; {folder}")
         if warning:
-            self._screen.say(f"left out: {warning}")
+            self._screen.say(f"warning: {warning}")
 
     def answering(self, roster: Roster) -> None:
         if roster.round:

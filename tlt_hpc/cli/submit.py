@@ -269,15 +269,18 @@ def jobs_before(after: Sequence[str], is_first: bool) -> list[str]:
 
 
 def check_member(config: str, member: SubmittedRun, num_ranks: int) -> None:
-    """Check a member's model, data and rank count, as ``tlt train --dry-run`` does.
+    """Check a member's model, data, evaluation and rank count, as ``tlt train --dry-run`` does.
 
     Raises:
         ConfigError: in one line.
     """
-    from tlt_hpc.plan.inputs import read_assets
+    from tlt_hpc.plan.inputs import open_checked_sets, read_assets
 
     try:
-        read_assets(load_config(config, member.arguments[2:]), num_ranks)
+        loaded = load_config(config, member.arguments[2:])
+        assets = read_assets(loaded, num_ranks)
+        if loaded.evaluation.every_steps and member.arguments[0] == "train":
+            open_checked_sets(loaded, assets.folder, assets.shape, assets.tokenizer)
     except ValueError as error:
         raise ConfigError(f"{member.name}: {error}") from None
 

@@ -61,6 +61,8 @@ class ChatFormat:
 
     template: str = ""
     special_tokens: tuple[tuple[str, str], ...] = ()
+    end_token_ids: tuple[int, ...] = ()
+    """Those that end a response; empty: not known."""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,14 @@ from tlt_hpc.config.checks import (
     check_sequence_parallel,
     without_side_effects,
 )
-from tlt_hpc.config.data_sections import EMBEDDED_MODEL, EMBEDDED_TASK, TASK_PREFIX, DataSection, RewardSection
+from tlt_hpc.config.data_sections import (
+    CONTINUES,
+    EMBEDDED_MODEL,
+    EMBEDDED_TASK,
+    TASK_PREFIX,
+    DataSection,
+    RewardSection,
+)
 from tlt_hpc.config.fields import ConfigError, Section
 from tlt_hpc.config.reading import apply_override, find_problems, load_config, load_saved_config, parse_config, to_toml
 from tlt_hpc.config.resume import FREE_ON_RESUME, check_resumable

@@ -89,6 +89,11 @@ def _as_source(value: object) -> object:
     return value if isinstance(value, str) else paths
 
 
+CONTINUES = "continue_final_message"
+"""The argument of transformers that is not passed to the template."""
+_OF_EVERY_TEMPLATE = frozenset({"messages", "add_generation_prompt", "tools", "documents"})
+
+
 class DataSection(Section):
     """The prompts that a run trains on."""
 
@@ -112,12 +117,20 @@ class DataSection(Section):
     """What happens to prompts longer than ``max_prompt_tokens``."""
     chat_template: SomePath = "auto"
     """Jinja file that renders lists of messages. ``auto``: the template of the model folder."""
+    template_args: Annotated[dict[str, JsonValue], Field(max_length=MAX_ITEMS)] = Field(default_factory=dict)
+    """Arguments of the chat template, such as ``{enable_thinking = false}``. With ``continue_final_message = true`` the
+    response continues the assistant's message that a chat ends with; otherwise such a chat is refused."""
     system_prompt: Text = ""
     """System message for prompts that are lists of messages without one."""
     text_prompts: Literal["raw", "chat"] = "raw"
     """How a prompt that is a text is passed to the model: ``raw`` unchanged, ``chat`` rendered as a user's message."""
     task_args: dict[str, JsonValue] = Field(default_factory=dict)
     """Settings of a ``reasoning-gym`` task, such as ``{max_digits = 3}``; ``size``: number of problems (10,000)."""
+
+    @property
+    def continues_chats(self) -> bool:
+        """Whether a response continues an assistant's message that a chat ends with."""
+        return bool(self.template_args.get(CONTINUES))
 
     @property
     def source_name(self) -> str:
@@ -130,6 +143,10 @@ class DataSection(Section):
                 f"data.task_args = {self.task_args!r} has no effect with data.source = {self.source_name!r}; "
                 f"use data.source = '{TASK_PREFIX}NAME' or leave data.task_args out"
             )
+        if given := sorted(_OF_EVERY_TEMPLATE & self.template_args.keys()):
+            yield f"data.template_args has {given[0]!r}, which every prompt is rendered with; leave it out"
+        if not isinstance(wanted := self.template_args.get(CONTINUES, False), bool):
+            yield f"data.template_args.{CONTINUES} = {wanted!r}; give true or false"
 
 
 TagName = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_-]*$", max_length=64)]

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from tlt_hpc.common.files import read_bytes
 from tlt_hpc.common.records import ChatFormat
-from tlt_hpc.config import ConfigError, DataSection
+from tlt_hpc.config import CONTINUES, ConfigError, DataSection
 from tlt_hpc.data.rows import first_line
 
 Message = Mapping[str, Any]
@@ -20,6 +21,12 @@ _MAX_BYTES = 2**20
 """Largest template; the longest of known models has 20 KB."""
 
 
+_MARK = "MARK"
+"""A message whose place in the rendered text tells what a template does with it."""
+_CONTINUED = "CONTINUE_FINAL_MESSAGE_TAG "
+"""Marks the end of the text that is continued; its space tells whether the template trims the message."""
+
+
 class ChatError(ValueError):
     """A template refuses these messages; its text is the reason."""
 
@@ -27,8 +34,10 @@ class ChatError(ValueError):
 class ChatTemplate:
     """A model's chat template, compiled by transformers in Jinja's sandbox, but with a fixed date."""
 
-    def __init__(self, text: str, special_tokens: Mapping[str, str], origin: str) -> None:
-        """Compile the template; ``origin`` names it in errors.
+    def __init__(
+        self, text: str, special_tokens: Mapping[str, str], origin: str, args: Mapping[str, Any] | None = None
+    ) -> None:
+        """Compile the template; ``origin`` names it in errors, ``args`` are the user's.
 
         Raises:
             ConfigError: it is no Jinja.
@@ -37,8 +46,10 @@ class ChatTemplate:
         from transformers.utils.chat_template_utils import _compile_jinja_template
 
         self.text = text
+        self.args = {name: value for name, value in (args or {}).items() if name != CONTINUES}
         today = datetime.fromisoformat(TEMPLATE_DATE)
-        self._values = {**special_tokens, "strftime_now": today.strftime, "tools": None, "documents": None}
+        fixed = {"strftime_now": today.strftime, "tools": None, "documents": None}
+        self._values = {**special_tokens, **fixed, **self.args}
         try:
             self._template = _compile_jinja_template(text)
         except (TemplateSyntaxError, SyntaxError, RecursionError, MemoryError, ValueError) as error:
@@ -47,19 +58,62 @@ class ChatTemplate:
                 "data.chat_template"
             ) from None
 
+    @property
+    def unknown_args(self) -> list[str]:
+        """The user's arguments that the template does not read; Jinja says nothing of them."""
+        from jinja2 import meta
+
+        return sorted(self.args.keys() - meta.find_undeclared_variables(self._template.environment.parse(self.text)))
+
     def render(self, messages: Sequence[Message]) -> str:
-        """The messages, and the beginning of the answer.
+        """The messages and the beginning of the answer, or up to the end of the assistant's message that is last.
 
         Raises:
-            ChatError: the template refuses them.
+            ChatError: the template refuses them, or leaves out what is to be continued.
         """
-        from jinja2 import TemplateError
-
         # JSON's types alone: methods of other types could be called from a template
         plain = json.loads(json.dumps(list(messages), default=lambda value: f"<{type(value).__name__}>"))
         chat = [_with_reasoning(message) for message in plain]
+        if any(isinstance(message["content"], list) for message in chat) and not self._reads_parts:
+            chat = [{**message, "content": _joined(message["content"])} for message in chat]
+        return self._continued(chat) if chat[-1]["role"] == "assistant" else self._write(chat, True)
+
+    def turn_end(self) -> str:
+        """What the template writes after the assistant's last message; empty if it does not show the message."""
         try:
-            return str(self._template.render(messages=chat, add_generation_prompt=True, **self._values))
+            text = self._write([*_user("A"), {"role": "assistant", "content": _MARK}], False)
+        except ChatError:
+            return ""
+        _, mark, end = text.rpartition(_MARK)
+        return end if mark else ""
+
+    @cached_property
+    def _reads_parts(self) -> bool:
+        """Whether the template writes the texts of a list of parts; many write it as a list of Python."""
+        try:
+            text = self._write(_user([{"type": "text", "text": _MARK}]), True)
+        except ChatError:
+            return False
+        return _MARK in text and not any(f"{quote}{_MARK}{quote}" in text for quote in "'\"")
+
+    def _continued(self, chat: list[dict[str, Any]]) -> str:
+        """As transformers' ``continue_final_message``: up to where the last message's text ends."""
+        content = chat[-1]["content"]
+        last = content[-1]["text"] if isinstance(content, list) else content
+        marked = f"{last}{_CONTINUED}"
+        content = [*content[:-1], {**content[-1], "text": marked}] if isinstance(content, list) else marked
+        text = self._write([*chat[:-1], {**chat[-1], "content": content}], False)
+        end = text.rfind(_CONTINUED.strip())
+        if end < 0 or last.strip() not in text:
+            raise ChatError("it leaves out some of the assistant's message that is to be continued")
+        # without the mark's own space the template trims messages
+        return text[:end] if text.startswith(_CONTINUED, end) else text[:end].rstrip()
+
+    def _write(self, chat: list[dict[str, Any]], has_prompt: bool) -> str:
+        from jinja2 import TemplateError
+
+        try:
+            return str(self._template.render(messages=chat, add_generation_prompt=has_prompt, **self._values))
         except (TemplateError, TypeError, LookupError, AttributeError, ArithmeticError, ValueError) as error:
             raise ChatError(first_line(error)) from None
         except (RecursionError, MemoryError) as error:
@@ -73,7 +127,8 @@ def read_template(data: DataSection, chat: ChatFormat) -> ChatTemplate | None:
         ConfigError: no such file, or no Jinja.
     """
     if data.chat_template == "auto":
-        return ChatTemplate(chat.template, dict(chat.special_tokens), "the model folder") if chat.template else None
+        names = dict(chat.special_tokens)
+        return ChatTemplate(chat.template, names, "the model folder", data.template_args) if chat.template else None
     origin, remedy = f"data.chat_template = {data.chat_template!r}", "give a file of Jinja or 'auto'"
     try:
         text = read_bytes(Path(data.chat_template), _MAX_BYTES).decode("utf-8")
@@ -83,7 +138,16 @@ def read_template(data: DataSection, chat: ChatFormat) -> ChatTemplate | None:
         raise ConfigError(f"{origin} is not UTF-8; {remedy}") from None
     if not text.strip():
         raise ConfigError(f"{origin} is empty; {remedy}")
-    return ChatTemplate(text, dict(chat.special_tokens), origin)
+    return ChatTemplate(text, dict(chat.special_tokens), origin, data.template_args)
+
+
+def _user(content: object) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": content}]
+
+
+def _joined(content: str | list[dict[str, str]]) -> str:
+    """The text of a message's parts, as templates that read parts write them."""
+    return content if isinstance(content, str) else "".join(part["text"] for part in content)
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,8 +17,8 @@ from tlt_hpc.config import EMBEDDED_TASK, TASK_PREFIX, Config, ConfigError
 from tlt_hpc.data.chat import TEMPLATE_DATE
 from tlt_hpc.data.gcd import draw_from_split
 from tlt_hpc.data.order import shuffled
-from tlt_hpc.data.prompts import kept_rows, make_prompt
-from tlt_hpc.data.reader import PromptReader
+from tlt_hpc.data.prompts import kept_rows, make_prompt, never_right
+from tlt_hpc.data.reader import PromptCheck, PromptReader
 
 _TASK_SEED = 2**31
 """Of a task's problems: problem n is made from seed + n, so that with a seed near a run's it would be trained on."""
@@ -37,7 +38,7 @@ class EvaluationSet:
     digest: str
     """Digest of all that the prompts are made from."""
     warning: str = ""
-    """A line about rows that were left out; empty: none."""
+    """A line as ``PromptSource.warning``; empty: none."""
 
     @property
     def number(self) -> int:
@@ -52,8 +53,10 @@ class EvaluationSet:
         return mark.hexdigest()
 
 
-def open_sets(config: Config, tokenizer: Tokenizer, chat: ChatFormat) -> tuple[EvaluationSet, ...]:
-    """The data sets that the configuration names.
+def open_sets(
+    config: Config, tokenizer: Tokenizer, chat: ChatFormat, check: PromptCheck = lambda _: ""
+) -> tuple[EvaluationSet, ...]:
+    """The data sets that the configuration names; all rows drawn are checked.
 
     Raises:
         ValueError: none is named, two of one name, no such file, or a row that cannot be used.
@@ -67,7 +70,12 @@ def open_sets(config: Config, tokenizer: Tokenizer, chat: ChatFormat) -> tuple[E
     named = {name_of(source): source for source in sources}
     if len(named) < len(sources):
         raise ConfigError(f"two of evaluation.sources = {list(sources)} have the same file name; rename one")
-    return tuple(_open(config, name, source, tokenizer, chat) for name, source in named.items())
+    return tuple(
+        _open_gcd(config, name, tokenizer)
+        if source == EMBEDDED_TASK
+        else _open(config, name, source, tokenizer, chat, check)
+        for name, source in named.items()
+    )
 
 
 def name_of(source: str) -> str:
@@ -78,25 +86,48 @@ def name_of(source: str) -> str:
     return path.parent.name or source if set("*?[") & set(path.name) else path.stem
 
 
-def _open(config: Config, name: str, source: str, tokenizer: Tokenizer, chat: ChatFormat) -> EvaluationSet:
-    if source == EMBEDDED_TASK:
-        return _open_gcd(config, name, tokenizer)
+@contextmanager
+def told_as_evaluations() -> Iterator[None]:
+    """Have mistakes in data name the keys of ``evaluation``, not those of ``data``."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(_of_evaluation(str(error))) from None
+
+
+def open_reader(
+    config: Config, source: str, tokenizer: Tokenizer | None, chat: ChatFormat | None, check: PromptCheck
+) -> PromptReader:
+    """The prompts of a data set that is not the embedded task's.
+
+    Raises:
+        ConfigError: as ``PromptReader``.
+    """
     changed: dict[str, object] = {"source": source, "split": config.evaluation.split}
     if not source.startswith(TASK_PREFIX):
         changed["task_args"] = {}
-    data = config.data.model_copy(update=changed)
-    try:
-        reader = PromptReader(data, _TASK_SEED, tokenizer, chat)
-        is_kept, warning = kept_rows(data, reader)
-        good = np.flatnonzero(is_kept)
-        limit = config.evaluation.limit or len(good)
-        drawn = sorted(good[shuffled(len(good), config.evaluation.seed, 0)[:limit]].tolist())
-        made_from = [reader.rows.digest(), reader.template_digest, data.system_prompt, data.text_prompts, TEMPLATE_DATE]
-        digest = hashlib.sha256("\0".join(made_from).encode()).hexdigest()
-        return EvaluationSet(name, tuple(drawn), tuple(map(reader.read, drawn)), digest, warning)
-    except ConfigError as error:
-        told = str(error).replace("data.source", "evaluation.sources").replace("data.split", "evaluation.split")
-        raise ConfigError(told) from None
+    return PromptReader(config.data.model_copy(update=changed), _TASK_SEED, tokenizer, chat, check)
+
+
+@told_as_evaluations()
+def _open(
+    config: Config, name: str, source: str, tokenizer: Tokenizer, chat: ChatFormat, check: PromptCheck
+) -> EvaluationSet:
+    reader = open_reader(config, source, tokenizer, chat, check)
+    is_kept, dropped = kept_rows(reader.data, reader)
+    good = np.flatnonzero(is_kept)
+    limit = config.evaluation.limit or len(good)
+    drawn = sorted(good[shuffled(len(good), config.evaluation.seed, 0)[:limit]].tolist())
+    prompts = tuple(map(reader.read, drawn))
+    wrong = never_right(source, list(map(reader.check, drawn, prompts)))
+    written = [config.data.system_prompt, config.data.text_prompts, TEMPLATE_DATE]
+    digest = hashlib.sha256("\0".join([reader.rows.digest(), reader.template_digest, *written]).encode()).hexdigest()
+    warning = _of_evaluation("; ".join(filter(None, (wrong, reader.warning, dropped))))
+    return EvaluationSet(name, tuple(drawn), prompts, digest, warning)
+
+
+def _of_evaluation(words: str) -> str:
+    return words.replace("data.source", "evaluation.sources").replace("data.split", "evaluation.split")
 
 
 def _open_gcd(config: Config, name: str, tokenizer: Tokenizer) -> EvaluationSet:
@@ -113,9 +144,9 @@ def _open_gcd(config: Config, name: str, tokenizer: Tokenizer) -> EvaluationSet:
     return EvaluationSet(name, tuple(range(len(prompts))), prompts, f"{EMBEDDED_TASK} {config.evaluation.seed}")
 
 
-def left_out(sets: Sequence[EvaluationSet]) -> str:
-    """A line about rows that were left out; empty: none."""
-    return "; ".join(each.warning for each in sets if each.warning)
+def warning_of(sets: Sequence[EvaluationSet]) -> str:
+    """The lines of all sets in one; empty: none."""
+    return "; ".join(dict.fromkeys(each.warning for each in sets if each.warning))
 
 
 def longest_prompt(sets: Sequence[EvaluationSet]) -> int:

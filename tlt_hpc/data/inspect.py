@@ -23,6 +23,8 @@ class SourceCounts:
     """Rows whose answer is an empty text."""
     num_unknown: int = 0
     """Rows whose prompt has characters that the tokenizer does not know."""
+    never_right: list[str] = field(default_factory=list)
+    """Rows to which no response can be right, each with its place and what is wrong."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,12 @@ class Inspection:
     num_rows: int
     sources: tuple[SourceCounts, ...]
     broken: tuple[RowError, ...]
+
+    @property
+    def is_of_use(self) -> bool:
+        """Whether no row is broken, and a response to some row can be right."""
+        num_right = sum(len(counts.lengths) - len(counts.never_right) for counts in self.sources)
+        return num_right > 0 and not self.broken
 
 
 def inspect(reader: PromptReader, max_prompt_tokens: int) -> Inspection:
@@ -45,7 +53,7 @@ def inspect(reader: PromptReader, max_prompt_tokens: int) -> Inspection:
     for index in range(len(reader)):
         try:
             prompt = reader.read_unlimited(index)
-            reader.check(index, prompt)
+            problem = reader.check(index, prompt)
         except RowError as error:
             broken.append(error)
             continue
@@ -56,5 +64,6 @@ def inspect(reader: PromptReader, max_prompt_tokens: int) -> Inspection:
         counts.num_repeated += digest in seen
         counts.num_unanswered += not prompt.answer
         counts.num_unknown += reader.is_partly_unknown(prompt)
+        counts.never_right += [problem] * bool(problem)
         seen.add(digest)
     return Inspection(len(reader), tuple(sources[source] for source in sorted(sources)), tuple(broken))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from typing import Protocol
@@ -44,13 +44,13 @@ class PromptSource(Protocol):
 
     @property
     def warning(self) -> str:
-        """A line about rows that are left out, not fully read or without their first token; empty: none. Reads all rows
-        if too long ones are dropped."""
+        """A line about rows that are left out, not fully read, without their first token or a right answer, and about
+        the chat template; empty: none. Reads all rows if too long ones are dropped."""
         ...
 
 
 def open_prompts(
-    config: Config, tokenizer: Tokenizer, chat: ChatFormat | None = None, check: PromptCheck = lambda _: None
+    config: Config, tokenizer: Tokenizer, chat: ChatFormat | None = None, check: PromptCheck = lambda _: ""
 ) -> PromptSource:
     """The prompt source that the configuration names; the rows drawn first are checked.
 
@@ -105,12 +105,14 @@ class FilePrompts:
         self._data, self._reader, self._seed, self._count = data, reader, seed, prompts_per_step
         passed_over = (OverlongError,) if data.overlong == "drop" else ()
         self._checked, self._unknown = sorted(shuffled(len(reader), seed, 0)[:CHECKED_ROWS].tolist()), list[int]()
+        problems = list[str]()
         for row in self._checked:
             with suppress(*passed_over):
                 prompt = reader.read(row)
-                reader.check(row, prompt)
+                problems.append(reader.check(row, prompt))
                 if reader.is_partly_unknown(prompt):
                     self._unknown.append(row)
+        self._never_right = never_right(data.source_name, problems)
 
     @property
     def warning(self) -> str:
@@ -127,7 +129,7 @@ class FilePrompts:
                 f"data.source = {self._data.source_name!r}: prompts do not begin with {start!r}, which the model's "
                 "tokenizer puts before every text (docs/data.md)"
             )
-        return "; ".join(filter(None, (unknown, unbegun, self._kept[1])))
+        return "; ".join(filter(None, (unknown, unbegun, self._never_right, self._reader.warning, self._kept[1])))
 
     def batch(self, step: int) -> list[Prompt]:
         return list(map(self._reader.read, self._rows(step)))
@@ -214,6 +216,21 @@ def kept_rows(data: DataSection, reader: PromptReader) -> tuple[NDArray[np.bool_
         f"data.source = {data.source_name!r}: {len(dropped):,} of {len(reader):,} prompts are too long and dropped, "
         f"the first {dropped[0].where}: {dropped[0].reason.partition(';')[0]}"
     )
+
+
+def never_right(name: str, problems: Sequence[str]) -> str:
+    """A line about rows to which no response can be right, by what is wrong with each; empty: there are none.
+
+    Raises:
+        ConfigError: all rows are such.
+    """
+    found = list(filter(None, problems))
+    if not found:
+        return ""
+    line = f"data.source = {name!r}: no response can be right for {len(found):,} of {len(problems):,} rows, the first "
+    if len(found) == len(problems):
+        raise ConfigError(f"{line}{found[0]}; correct the data, reward.default, reward.by_source or data.answer_key")
+    return line + found[0]
 
 
 def make_prompt(tokenizer: Tokenizer, text: str, answer: str, source: str) -> Prompt:

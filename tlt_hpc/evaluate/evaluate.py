@@ -24,7 +24,7 @@ from tlt_hpc.common.files import LINES_BYTES, read_text
 from tlt_hpc.common.records import SampleKey
 from tlt_hpc.common.words import count
 from tlt_hpc.config import Config, UserError, check_replicas, to_toml
-from tlt_hpc.data.evaluation_sets import EvaluationSet, left_out, longest_prompt, longest_response
+from tlt_hpc.data.evaluation_sets import EvaluationSet, longest_prompt, longest_response, warning_of
 from tlt_hpc.data.rows import digest_of
 from tlt_hpc.evaluate.answering import answer
 from tlt_hpc.evaluate.exam import Exam, open_exam, sampling_params
@@ -103,7 +103,7 @@ def evaluate(config: Config, subject: Subject, world: World, reporter: Evaluatio
         BEAT.folder = folder.status
         num_missing, total = len(exam.missing(done)), len(exam.missing(()))
         if world.rank == 0:
-            reporter.started(subject.name, folder.path, total, total - num_missing, left_out(sets))
+            reporter.started(subject.name, folder.path, total, total - num_missing, warning_of(sets))
         if num_missing:
             engine = make_engine(session, exam, checkpoint)
             if not answer(session, engine, exam, folder, done, reporter.answering):
@@ -210,8 +210,8 @@ def prepare(job: Job) -> Exam | None:
     folder, shape = find_model(config.model.path), job.engine.decoder.shape
     sets = job.world.node_group.once(lambda: open_checked_sets(config, folder, shape, job.tokenizer))
     exam = open_exam(config, sets, judge, job.world)
-    if job.world.rank == 0 and left_out(sets):
-        logger.warning("left out of the evaluation: %s", left_out(sets))
+    if job.world.rank == 0 and warning_of(sets):
+        logger.warning("evaluation: %s", warning_of(sets))
     return exam
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Mapping
 from functools import lru_cache
@@ -16,6 +17,7 @@ from tlt_hpc.models.json_file import read_json, read_text
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """Those that transformers hands to a template by name."""
+_TAG = re.compile(r"<[A-Za-z][A-Za-z0-9_-]*>")
 _OWNERS = {"Qwen": "Qwen", "DeepSeek-R1-": "deepseek-ai", "Llama-": "meta-llama", "SmolLM": "HuggingFaceTB"}
 """Beginning of a model's name -> who publishes it on the hub."""
 
@@ -72,6 +74,16 @@ def _read_tokenizer(path: Path, changed: int, size: int) -> Tokenizer:
     tokenizer.no_truncation()  # some files keep how their training cut and padded, which transformers undoes too
     tokenizer.no_padding()
     return tokenizer
+
+
+@lru_cache(maxsize=4)
+def control_token_ids(tokenizer: Tokenizer) -> frozenset[int]:
+    """Special tokens that are no text of a response: all but pairs of tags; ``<s>`` and ``</s>`` are no such pair."""
+    special = {token: added.content for token, added in tokenizer.get_added_tokens_decoder().items() if added.special}
+    closing = {text: f"</{text[1:]}" for text in special.values() if _TAG.fullmatch(text) and text != "<s>"}
+    pairs = {pair for pair in closing.items() if pair[1] in special.values()}
+    tags = {text for pair in pairs for text in pair}
+    return frozenset(token for token, text in special.items() if text not in tags)
 
 
 def read_chat_format(folder: Path) -> ChatFormat:

@@ -5,14 +5,14 @@ A start reads everything with ``read_assets``; preflight calls the same checks o
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tokenizers import Tokenizer
 
-from tlt_hpc.common.records import Prompt
+from tlt_hpc.common.records import ChatFormat, Prompt
 from tlt_hpc.common.words import count
 from tlt_hpc.config import Config, ConfigError, check_ranks, to_toml
 from tlt_hpc.data.evaluation_sets import EvaluationSet, longest_prompt, longest_response, open_sets
@@ -22,7 +22,7 @@ from tlt_hpc.models.tokenizer import find_model, load_tokenizer, read_chat_forma
 from tlt_hpc.models.weight_files import check_weights, end_token_ids, weight_files
 from tlt_hpc.plan.shape_checks import check_shape, check_strategies
 from tlt_hpc.rewards.functions import check_functions
-from tlt_hpc.rewards.judge import check_answer
+from tlt_hpc.rewards.truths import check_answer
 
 if TYPE_CHECKING:
     from tlt_hpc.mpi.node import NodeGroup
@@ -60,22 +60,43 @@ def read_assets(config: Config, num_ranks: int) -> Assets:
     if config.lora.rank:
         weight_files(folder)  # adapters are merged into files of this kind
     tokenizer = load_tokenizer(folder)
-    prompts = open_prompts(config, tokenizer, read_chat_format(folder), partial(check_prompt, config, shape))
+    chat = chat_format(config, folder, shape, tokenizer)
+    prompts = open_prompts(config, tokenizer, chat, partial(check_prompt, config, shape))
     return Assets(folder, shape, tokenizer, check_files(folder, shape), prompts)
 
 
-def check_prompt(config: Config, shape: ModelShape, prompt: Prompt) -> None:
-    """Check that the model has the prompt's tokens, and that the reward can use its answer.
+def chat_format(config: Config, folder: Path, shape: ModelShape, tokenizer: Tokenizer) -> ChatFormat:
+    """How the model's folder has a chat written, with the tokens that end a response, stop strings included.
 
     Raises:
-        ValueError: with what is wrong.
+        ValueError: as ``read_chat_format`` and ``end_token_ids``.
+    """
+    found = map(tokenizer.token_to_id, config.rollout.stop_strings)
+    ends = (*end_token_ids(folder, shape), *(token for token in found if token is not None))
+    return replace(read_chat_format(folder), end_token_ids=ends)
+
+
+def check_prompt(config: Config, shape: ModelShape, prompt: Prompt) -> str:
+    """Why no response to the prompt can be right; empty: one can.
+
+    Raises:
+        ValueError: as ``check_tokens``, or the prompt's tests cannot be read.
+    """
+    check_tokens(shape, prompt)
+    return check_answer(config.reward, prompt)
+
+
+def check_tokens(shape: ModelShape, prompt: Prompt) -> None:
+    """Check that the model has the prompt's tokens.
+
+    Raises:
+        ValueError: it has not.
     """
     if (token := int(prompt.tokens.max())) >= shape.vocab_size:
         raise ValueError(
             f"the tokenizer makes a token {token} of it, and the model has 0 to "
             f"{shape.vocab_size - 1} (is tokenizer.json the model's own?)"
         )
-    check_answer(config.reward, prompt)
 
 
 def check_files(folder: Path, shape: ModelShape) -> tuple[int, ...]:
@@ -131,7 +152,8 @@ def open_checked_sets(
         ValueError: as ``open_sets``, or a response of full length would not fit the model.
     """
     check_reward_functions(config)
-    sets = open_sets(config, tokenizer, read_chat_format(folder))
+    chat = chat_format(config, folder, shape, tokenizer)
+    sets = open_sets(config, tokenizer, chat, partial(check_prompt, config, shape))
     total = longest_prompt(sets) + longest_response(config)
     if total > shape.max_positions:
         raise ConfigError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -82,3 +83,15 @@ class Verdict:
         """The verdict of a dict that ``asdict`` made."""
         failure = Failure(tree["failure"]) if tree["failure"] is not None else None
         return cls(**{**tree, "reward": float(tree["reward"]), "failure": failure})
+
+
+def accepted_answers(truth: str) -> list[str]:
+    """The answers of a row, each of which is right: those of a JSON list of texts, else the text itself."""
+    if truth.startswith('["'):
+        try:
+            tree = json.loads(truth)
+        except (ValueError, RecursionError):
+            return [truth]
+        if isinstance(tree, list) and all(isinstance(each, str) for each in tree):
+            return tree
+    return [truth]

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from tlt_hpc.common.answers import answer_text
 from tlt_hpc.common.files import read_bytes
 from tlt_hpc.config import RewardSection
 from tlt_hpc.rewards.answer import Answer, Failure, Verdict
@@ -127,4 +128,4 @@ def call_function(function: RewardFunction, answer: Answer) -> Verdict:
 def _truth(answer: Answer, columns: Mapping[str, Any]) -> Any:
     """The answer's text, or the table or list in verl's column that it was written from."""
     found = columns["reward_model"].get("ground_truth") if isinstance(columns.get("reward_model"), dict) else None
-    return found if isinstance(found, dict | list) and json.dumps(found) == answer.truth else answer.truth
+    return found if isinstance(found, dict | list) and answer_text(found) == answer.truth else answer.truth

@@ -8,11 +8,10 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from types import MappingProxyType
 
-from tlt_hpc.common.records import Prompt
 from tlt_hpc.config import RewardSection
 from tlt_hpc.config.data_sections import ANSWER, FORMAT, part_name
 from tlt_hpc.rewards import text
-from tlt_hpc.rewards.answer import OF_PROGRAMS, Answer, Verdict
+from tlt_hpc.rewards.answer import OF_PROGRAMS, Answer, Verdict, accepted_answers
 from tlt_hpc.rewards.functions import RewardFunction, call_function
 from tlt_hpc.rewards.sandbox.outside import Template
 
@@ -33,21 +32,6 @@ def kind_for(source: str, default: str, by_source: Mapping[str, str]) -> str:
     if source in by_source:
         return by_source[source]
     return next((kind for pattern, kind in by_source.items() if fnmatchcase(source, pattern)), default)
-
-
-def check_answer(settings: RewardSection, prompt: Prompt) -> None:
-    """Check that the tests of a prompt of the kind ``code`` can be read.
-
-    Raises:
-        ValueError: they cannot.
-    """
-    if kind_for(prompt.source, settings.default, settings.by_source) == "code":
-        from tlt_hpc.rewards.code import read_tests
-
-        try:
-            read_tests(prompt.answer)
-        except ValueError as error:
-            raise ValueError(f"reward kind 'code' cannot read the tests {prompt.answer[:80]!r}: {error}") from None
 
 
 def is_judged(kind: str, failure: str | None) -> bool:
@@ -95,21 +79,12 @@ def _form(answer: Answer, settings: RewardSection) -> float:
 def _judge(
     answer: Answer, settings: RewardSection, functions: Mapping[str, RewardFunction], template: Template | None
 ) -> Verdict:
+    """The verdict on the answer alone; of several accepted answers one is enough."""
     match answer.kind:
-        case "boxed":
-            return text.boxed(answer.text, answer.truth)
-        case "numeric":
-            return text.numeric(answer.text, answer.truth, settings.tolerance, answer.is_finished)
-        case "choice":
-            return text.choice(answer.text, answer.truth)
         case "format":
             return Verdict(_form(answer, settings))
-        case "math":
-            from tlt_hpc.rewards.mathematics import equal_as_mathematics  # 0.5 s and sympy: only in workers
-
-            return equal_as_mathematics(answer.text, answer.truth, answer.is_finished)
         case "same-math":
-            from tlt_hpc.rewards.mathematics import same_answer
+            from tlt_hpc.rewards.mathematics import same_answer  # 0.5 s and sympy: only in workers
 
             return same_answer(answer.text, answer.truth)
         case "code":
@@ -119,4 +94,25 @@ def _judge(
             return passes_tests(answer.text, answer.truth, settings, template)
         case "function":
             return call_function(functions[settings.function], answer)
+    verdict = Verdict(0.0)
+    for truth in accepted_answers(answer.truth):
+        verdict = _compare(answer, truth, settings)
+        if verdict.reward:
+            break
+    return verdict
+
+
+def _compare(answer: Answer, truth: str, settings: RewardSection) -> Verdict:
+    """The verdict of a kind that compares the response's answer with one of the data's."""
+    match answer.kind:
+        case "boxed":
+            return text.boxed(answer.text, truth)
+        case "numeric":
+            return text.numeric(answer.text, truth, settings.tolerance, answer.is_finished)
+        case "choice":
+            return text.choice(answer.text, truth)
+        case "math":
+            from tlt_hpc.rewards.mathematics import equal_as_mathematics
+
+            return equal_as_mathematics(answer.text, truth, answer.is_finished)
     raise AssertionError(f"no judge for {answer.kind!r}")

@@ -94,13 +94,13 @@ def check_data(job: PlannedJob) -> Finding:
     """Tokenizer and chat template can be read, and the first 10,000 rows drawn can be used."""
     from tlt_hpc.data.files import data_files
     from tlt_hpc.data.prompts import open_prompts
-    from tlt_hpc.models.tokenizer import load_tokenizer, read_chat_format
-    from tlt_hpc.plan.inputs import check_prompt
+    from tlt_hpc.models.tokenizer import load_tokenizer
+    from tlt_hpc.plan.inputs import chat_format, check_prompt
 
     data_files(job.config.data)  # a missing one is reported even if the model is missing, too
     tokenizer = load_tokenizer(job.model_folder)
-    check = partial(check_prompt, job.config, job.shape)
-    prompts = open_prompts(job.config, tokenizer, read_chat_format(job.model_folder), check)
+    chat = chat_format(job.config, job.model_folder, job.shape, tokenizer)
+    prompts = open_prompts(job.config, tokenizer, chat, partial(check_prompt, job.config, job.shape))
     if prompts.warning:
         return warning(prompts.warning, "see tlt data inspect")
     if job.config.data.source == EMBEDDED_TASK:
@@ -112,10 +112,13 @@ def check_evaluation(job: PlannedJob) -> Finding:
     """The data sets that are evaluated between steps, if there are any."""
     if not job.config.evaluation.every_steps:
         return ok("none between the steps")
+    from tlt_hpc.data.evaluation_sets import warning_of
     from tlt_hpc.models.tokenizer import load_tokenizer
     from tlt_hpc.plan.inputs import open_checked_sets
 
-    open_checked_sets(job.config, job.model_folder, job.shape, load_tokenizer(job.model_folder))
+    sets = open_checked_sets(job.config, job.model_folder, job.shape, load_tokenizer(job.model_folder))
+    if said := warning_of(sets):
+        return warning(said, "see tlt data inspect with the job's file")
     return ok(f"every {job.config.evaluation.every_steps} steps; its data can be used")
 
 
