@@ -187,7 +187,7 @@ def _scientific(draw: Draw, is_right: bool) -> Made:
     given = exponent if is_right else exponent + draw.choice([-2, -1, 1, 3])
     text = f"{mantissa // 10}.{mantissa % 10}"
     forms = ["{t} \\times 10^{{{e}}}", "{t} \\cdot 10^{{{e}}}", "{t}e{e}", "{t}\u00d710^{{{e}}}", "{t}E{e}"]
-    write = lambda e: draw.choice(forms).format(t=text, e=e)  # noqa: E731
+    write = lambda e: draw.choice(forms).format(t=text, e=e)
     truth = draw.choice([write(exponent), _decimal_text(Fraction(mantissa) * Fraction(10) ** (exponent - 1))])
     return write(given), truth, is_right
 
@@ -308,7 +308,7 @@ def _set(draw: Draw, is_right: bool) -> Made:
     if not is_right:
         given = draw.choice([given[1:], [*given, "77"], [*given[1:], "88"]])
     draw.shuffle(given)
-    braces = lambda items: "\\{" + ", ".join(items) + "\\}"  # noqa: E731
+    braces = lambda items: "\\{" + ", ".join(items) + "\\}"
     forms = [braces(given), ", ".join(given), ",".join(given), "\\left\\{" + ",".join(given) + "\\right\\}"]
     if len(given) > 1:
         forms += [", ".join(given[:-1]) + " and " + given[-1], ", ".join(given[:-1]) + " \\text{ and } " + given[-1]]
@@ -397,7 +397,7 @@ def _matrix(draw: Draw, is_right: bool) -> Made:
     name = draw.choice(["pmatrix", "bmatrix"])
     write = lambda each, name, sep: (
         f"\\begin{{{name}}}" + sep.join(" & ".join(map(str, row)) for row in each) + f"\\end{{{name}}}"
-    )  # noqa: E731
+    )
     return write(other, name, " \\\\ "), write(rows, "pmatrix", "\\\\"), is_right
 
 
@@ -485,7 +485,7 @@ def _unit(draw: Draw, is_right: bool) -> Made:
     long = {"cm": "centimeters", "m": "meters", "km": "kilometers", "ft": "feet", "kg": "kilograms", "g": "grams"}
     write = lambda name: draw.choice(
         [f"{number}\\text{{ {name}}}", f"{number} \\mathrm{{{name}}}", f"{number}\\,\\text{{{long.get(name, name)}}}"]
-    )  # noqa: E731
+    )
     return write(unit if is_right else other), write(unit), is_right
 
 

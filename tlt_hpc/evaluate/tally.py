@@ -116,7 +116,8 @@ def answer_of(kind: str, text: str) -> str | None:
     if kind == "choice":
         return letter_of(text)
     found = find_answer(text)
-    return f"\\boxed{{{answer_in(found)}}}" if found else None
+    answer = answer_in(found) if found else ""
+    return f"\\boxed{{{answer}}}" if answer else None
 
 
 def _are_equal(judge: Judge, answers: Sequence[str], other: str) -> list[bool | None]:

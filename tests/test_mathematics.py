@@ -1,0 +1,159 @@
+"""Answers read and compared as mathematics: pairs known by construction, the page's own table, and hostile text."""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+
+import pytest
+from math_pairs import pairs
+
+from tlt_hpc.rewards import text as texts
+from tlt_hpc.rewards.final_answer import answer_in, find_answer
+from tlt_hpc.rewards.mathematics import equal_as_mathematics, same_answer
+
+PAGE = Path(__file__).parents[1] / "docs" / "rewards.md"
+
+
+def verdict(answer: str, truth: str) -> float:
+    return equal_as_mathematics(f"\\boxed{{{answer}}}", truth).reward
+
+
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.ci), pytest.param(3, marks=pytest.mark.ci)])
+def test_pairs_that_are_known_by_construction(seed: int) -> None:
+    wrong, count = [], 1200
+    for pair in pairs(seed, count):
+        found = equal_as_mathematics(pair.response, pair.truth)
+        if (found.reward == 1.0) != pair.is_right or found.failure:
+            wrong.append((pair, found))
+    assert not wrong, wrong[:5]
+
+
+def test_the_table_of_the_page() -> None:
+    rows = re.findall(r"^\|[^|]*\| `(.+?)` \| `(.+?)` \| ([01]) \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(rows) >= 30
+    assert [(answer, truth, verdict(answer, truth)) for answer, truth, _ in rows] == [
+        (answer, truth, float(reward)) for answer, truth, reward in rows
+    ]
+
+
+@pytest.mark.parametrize(
+    ("response", "answer"),
+    [
+        ("\\boxed{5} no, \\boxed{6}", "6"),
+        ("\\boxed{5}", "5"),
+        ("\\boxed {5}", "5"),
+        ("\\fbox{5}", "5"),
+        ("so \\boxed 5.", "5"),
+        ("\\boxed{\\frac{1}{\\sqrt{2}}}", "\\frac{1}{\\sqrt{2}}"),
+        ("\\boxed{\\{1, 2\\}}", "\\{1, 2\\}"),
+        ("\\boxed{\\text{so }\\boxed{6}}", "6"),
+        ("\\boxed{6} as in \\boxed{}", "6"),
+        ("\\boxed{6}, written as \\boxed{...}", "6"),
+        ("\\boxed{6} in \\boxed{\\text{answer}}", "6"),
+        ("\\boxed{1} and \\boxed{2}", "1, 2"),
+        ("$\\boxed{1}$, $\\boxed{2}$, and $\\boxed{3}$", "1, 2, 3"),
+        ("x=\\boxed{1}, y=\\boxed{2}", "2"),
+        ("\\boxed{1} or \\boxed{2}", "2"),
+        ("\\boxed{1}\n\\boxed{2}", "2"),
+        ("\\boxed{7} or rather \\boxed{8", None),
+        ("7 and \\boxed{", None),
+        ("<answer>5</answer>", "5"),
+        ("<think>\\boxed{4}</think><answer>5</answer>", "5"),
+        ("<answer>4</answer> is wrong: \\boxed{5}", "5"),
+        ("<answer>it is \\boxed{5}</answer>", "5"),
+        ("<answer>5", "5"),
+        ("a\n#### 5\n", "5"),
+        ("The answer is 5. I hope it is correct.", "5"),
+        ("**Answer:** 5", "5"),
+        ("The final answer, at last, is $\\frac{1}{2}$.", "\\frac{1}{2}"),
+        ("the answer is 6 because 3+3=6", "6"),
+        ("\u7b54\u6848\uff1a5", "5"),
+        ("First 4. So she has 5 apples.", "5"),
+        ("First 4. That cannot be.", ""),
+        ("So $x = 4$, and $y = 5$.", "y = 5"),
+        ("no idea", ""),
+        ("", None),
+    ],
+)
+def test_which_part_of_a_response_is_its_answer(response: str, answer: str | None) -> None:
+    found = find_answer(response)
+    assert (answer_in(found) if found else None) == answer
+
+
+@pytest.mark.parametrize("response", ["so it is 5", "the answer is 5", "#### 5", "<answer>5"])
+def test_a_response_that_was_cut_off_has_only_a_marked_answer(response: str) -> None:
+    assert find_answer(response, is_finished=False) is None
+    assert find_answer(response) is not None
+    assert equal_as_mathematics(response, "5", is_finished=False).reward == 0.0
+    assert equal_as_mathematics("\\boxed{5} and so", "5", is_finished=False).reward == 1.0
+
+
+def test_what_only_one_of_two_ways_finds_equal_is_disputed() -> None:
+    found = equal_as_mathematics("\\boxed{1/2x}", "\\frac{x}{2}")
+    assert (found.reward, found.is_disputed) == (0.0, True) and "disputed" in found.detail
+    plain = equal_as_mathematics("\\boxed{1/2}", "0.5")
+    assert (plain.reward, plain.is_disputed) == (1.0, False)
+
+
+def test_each_way_alone_finds_what_the_other_takes_for_equal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second way would reject what a wrong first one accepted, and the first does not ask it about what differs."""
+    monkeypatch.setattr("tlt_hpc.rewards.mathematics.same_at_points", lambda *_: True)
+    assert equal_as_mathematics("\\boxed{x+1}", "x+2").is_disputed
+    monkeypatch.setattr("tlt_hpc.rewards.mathematics.same_constant", lambda *_: True)
+    assert equal_as_mathematics("\\boxed{\\sqrt{2}}", "\\sqrt{3}").is_disputed
+
+
+def test_why_a_verdict_is_wrong() -> None:
+    assert equal_as_mathematics("\\boxed{5}", "6").detail == "not equal to '6'"
+    assert equal_as_mathematics("\\boxed{5", "6").detail == "the response gives no answer"
+    assert equal_as_mathematics("\\boxed{red}", "blue").detail == "other words than 'blue'"
+    assert equal_as_mathematics("\\boxed{ 5. }", "5").read == "5"
+
+
+def test_equal_answers_of_two_responses() -> None:
+    assert same_answer("\\boxed{\\frac{2}{4}}", "so $0.5$").reward == 1.0
+    assert same_answer("\\boxed{2}", "\\boxed{3}").reward == 0.0
+    assert same_answer("\\boxed{2", "\\boxed{3}").failure == "unreadable"
+
+
+HANGING = [
+    ("9^{9^{9}}", "9^{387420489}"), ("9^{9^{9^{9}}}", "9^{9^{9^{8}}}"), ("2^{2^{2^{2^{2^2}}}}", "2^{2^{2^{2^{4}}}}"),
+    ("(10^{10})!", "1"), ("\\binom{10^9}{5\\cdot10^8}", "\\binom{10^9}{500000000}"), ("\\sum_{k=1}^{10^9} k", "1"),
+    ("x^{99999999}", "x^{99999998}\\cdot x"), ("(x+1)^{100000}", "(1+x)^{100000}"), ("\\sqrt[10^9]{2}", "1"),
+    ("\\sqrt[1000000007]{2}", "2^{1/1000000007}"), ("\\gcd(10^{1000000},10^{999999})", "1"),
+    ("\\lfloor e^{e^{e^{e}}}\\rfloor", "1"), ("\\sin(10^{10^{10}})", "0"), ("\\sin(10^{100})", "0.1"), ("0.1^{10^9}", "0"),
+    ("1" * 4500, "1" * 4499 + "2"), ("10^{10^5}!", "1"), ("((((((((3!)!)!)!)!)!)!)!", "2"), ("3!!!!!!", "1"),
+    ("e^{e^{e^{e^{e^{e}}}}}", "1"), ("e^{e^{e^{e}}}", "e^{e^{e^{e}}}+1"), ("10^{-10^{10}}", "10^{-10^{9}}"),
+    ("(1+\\frac{1}{10^{20}})^{10^{20}}", "e"), ("\\cos^{100000} x", "1"), ("x^{x^{x^{x^{x}}}}", "x^{x^{x^{x^{x+0}}}}"),
+    ("9999999!", "1"), ("2^{1000000}", "4^{500000}"), ("3^{200000}", "9^{100000}"), ("\\tan(\\frac{\\pi}{2})", "1"),
+    ("+".join(["x"] * 2000), "2000x"), ("-" * 4000 + "1", "1"), ("(" * 2000 + "1" + ")" * 2000, "1"), ("{" * 2000, "1"),
+    ("\\frac{" * 1500 + "1", "1"), ("\\{" + ",".join(map(str, range(190))) + "\\}", "1"), ("\\pm".join("1" * 500), "1"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("answer", "truth"), HANGING, ids=lambda text: text[:24])
+def test_expressions_that_cannot_be_computed_end_soon(answer: str, truth: str) -> None:
+    start = time.process_time()
+    equal_as_mathematics(f"\\boxed{{{answer}}}", truth)
+    assert time.process_time() - start < 4.0, "reward.cpu_seconds is 5"
+
+
+PIECES = [
+    "(", ")", "[", "{", "}", "\\", "$", " ", "\n", ".", ",", "1", "1,", "a", "a ", "\\boxed{", "\\boxed{}", "\\frac", "\\sqrt(",
+    "\\text{", "|", "-", "^", "_", "\\,", "answer ", "answer is ", "answer:", "A", "and ", "#", "<answer>", "*", "`", "\u221a",
+    "0.\\overline{3", "\\dot{1}", "1e5", "!", "%", "=", "1 000", "000 ", "...", "your ", "\\pm", "$x$", "sqrt(", "I ", "10^",
+    "\\boxed{1} and ", "option ", "B is the answer ", "1/", "\\begin{pmatrix}", "\\\\",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("piece", PIECES)
+def test_text_of_one_piece_is_read_in_linear_time(piece: str) -> None:
+    """Numbers and letters are read in the rank itself, which decodes nothing meanwhile."""
+    for before, after in (("", ""), ("\\boxed{", "1}"), ("the answer is ", "!x")):
+        text = before + piece * (50_000 // len(piece)) + after
+        for read in (find_answer, texts.number_of, texts.letter_of):
+            start = time.process_time()
+            read(text)
+            assert time.process_time() - start < 1.0, (read, before)
