@@ -80,7 +80,7 @@ def test_the_command_ends_all_ranks_when_one_raises(monkeypatch):
 @pytest.mark.mpi
 def test_modules_of_the_folder_that_one_is_in_are_not_run(tmp_path):
     """It may be the folder of another user's run: neither ranks nor their reward servers take modules from there."""
-    for name in ("annotated_types", "h5py", "math_verify", "mpi4py", "numpy", "torch", "tlt_hpc"):
+    for name in ("annotated_types", "h5py", "latex2sympy2_extended", "mpi4py", "numpy", "torch", "tlt_hpc"):
         (tmp_path / f"{name}.py").write_text("import os; os.write(2, b'taken from here'); os._exit(77)")
     small = ["rollout.prompts_per_step=2", "rollout.max_new_tokens=20", "run.num_steps=1"]
     program = "import sys; from tlt_hpc.__main__ import main; sys.exit(main())"

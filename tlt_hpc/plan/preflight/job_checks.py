@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _PATTERNS = ["*.json", "model*.safetensors", "*.txt", "*.jinja", "tokenizer*", "LICENSE*"]
 """Files of a repository that a run reads, without copies of the weights in other formats (Mistral's consolidated.*)."""
 JUDGE_SECONDS = 60.0
-"""Time limit for the reward server to start and for one response: math-verify and a user's imports take seconds."""
+"""Time limit for the reward server to start and for one response: sympy and a user's imports take seconds."""
 
 
 def check_run(job: PlannedJob) -> Finding:
