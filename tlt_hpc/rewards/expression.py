@@ -88,7 +88,7 @@ UNITS = {
         "ms": "ms millisecond milliseconds", "s": "s sec second seconds", "min": "min minute minutes",
         "h": "h hr hrs hour hours", "day": "day days", "week": "week weeks", "month": "month months",
         "year": "year years", "ml": "ml mL milliliter milliliters", "l": "L l liter liters litre litres",
-        "rad": "rad radian radians", "am": "am", "pm": "pm",
+        "rad": "rad radian radians", "am": "am", "pm": "pm", "degC": "degC", "degF": "degF",
     }.items()
     for word in words.split()
 }  # fmt: skip
@@ -192,7 +192,10 @@ class _Parser:
                 words.add(word)
             elif not is_comma:
                 break
-            items.append(self._relation())
+            item = self._relation()
+            if items[-1].kind == "relation" and items[-1].name == "!=" and item.kind != "relation":  # x \ne 1, 2
+                item = Node("relation", (items[-1].parts[0], item), "!=", source=item.source)
+            items.append(item)
         if len(items) == 1:
             return items[0]
         is_claim = all(item.kind == "relation" and item.name != "=" for item in items)
@@ -358,9 +361,10 @@ class _Parser:
             elif self._take("%"):
                 node = self._from(start, "percent", node)
             elif self._take("degree"):
-                if self._next().kind == "word" and self._next().text in ("C", "F"):
-                    self._place += 1
                 node = self._from(start, "degree", node)
+                if (scale := self._next()).kind in ("word", "text") and scale.text in ("C", "F"):
+                    self._place += 1
+                    node = Node("unit", (node,), f"deg{scale.text}", source=node.source)
             else:
                 self._depth -= 1
                 return node

@@ -49,6 +49,8 @@ _BRACKET = re.compile(r"[(\[|^_]|\\(?!text)")
 _LARGE = re.compile(r"(?:thousand|million|billion|trillion)", re.IGNORECASE)
 _LARGE_POWERS = {"thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _DECIMAL = re.compile(r"(\d*)\.(\d+)")
+_BEFORE_BINOMIAL = re.compile(r"(?<=[\d})!])\s*(?=\\binom)")
+"""Where the other reader takes a product for a mixed number."""
 _BARE_ARGUMENT = re.compile(
     r"(\\(?:sin|cos|tan|cot|sec|csc|ln|log)\s*(?:\^\s*(?:\d|\{[^{}]*\}))?)\s*(\d*\s*(?:[A-Za-z]|\\[a-z]+))(?=\s*\\(?:cdot|times))"
 )
@@ -212,7 +214,7 @@ class _Comparison:
             one = _said_value(given)
         if one is not None and other is not None:
             have_names = _is_equation(given) and _is_equation(wanted)
-            if not have_names or given.parts[0].source == wanted.parts[0].source:
+            if not have_names or _spelled(given.parts[0]) == _spelled(wanted.parts[0]):
                 return self.same(one, other)
         is_pair = _is_equation(given) and _is_equation(wanted) and len(given.parts) == len(wanted.parts) == 2
         return is_pair and self._same_condition(given, wanted, either_sign=True)
@@ -377,6 +379,11 @@ def _named_value(node: Node) -> Node | None:
     return None
 
 
+def _spelled(node: Node) -> str:
+    """The source without what may be left out."""
+    return re.sub(r"[{}\s]", "", node.source)
+
+
 def _said_value(node: Node) -> Node | None:
     """The constant that an equation ends with, as 6 in m + n = 6; None if its first side has a number of its own."""
     first, *others = node.parts
@@ -477,6 +484,7 @@ def _known_unit(name: str) -> str:
     """The unit's usual sign; empty if a part of it is not known."""
     if name.startswith("mod "):
         return name
+    name = name.replace(".", "")
     words = re.findall(r"[A-Za-z]+", name)
     return (
         re.sub(r"[A-Za-z]+", lambda match: UNITS[match[0]], name)
@@ -587,6 +595,7 @@ def _by_sympy(source: str) -> sympy.Expr | None:
     source = re.sub(r"(\d+(?:\.\d+)?)\s*\\degree", r"{(\\frac{\1\\cdot\\pi}{180})}", source)
     source = source.replace("\\lg", "\\log_{10}").replace("%", "\\%")
     source = _DECIMAL.sub(lambda each: f"(\\frac{{{int(each[1] + each[2])}}}{{{10 ** len(each[2])}}})", source)
+    source = _BEFORE_BINOMIAL.sub(r"\\cdot ", source)
     source = _BARE_ARGUMENT.sub(r"\1(\2)", source)
     try:
         found = latex2sympy(source, conversion_config=_CONVERSION)

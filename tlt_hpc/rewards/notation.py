@@ -87,6 +87,8 @@ _TO = re.compile(r"(?<=\d)\s*(?:\\text\s*\{\s*to\s*\}|\bto\b)\s*(?=\d)")
 _ARRAY = re.compile(r"[(\[]\s*\\begin\{array\}\s*\{[^{}]*\}(.*?)\\end\{array\}\s*[)\]]", re.DOTALL)
 _BASED = re.compile(r"\((\w+)\)(?=_)|(?<=_)(\{)\((\w+)\)(?=\})")
 _CHOOSE = re.compile(r"\{([^{}]*)\\choose(?![A-Za-z])([^{}]*)\}|^([^{}]*)\\choose(?![A-Za-z])([^{}]*)$")
+_ALL_TEXT = re.compile(r"^\\text\{\s*([-\d.][^{}]*)\}$")
+"""Text that begins with a number."""
 _ALL_REAL = re.compile(r"(?:\\text\s*\{)?\s*all (?:real numbers|reals)\s*\}?", re.IGNORECASE)
 _SCIENTIFIC = re.compile(r"(?<![A-Za-z\d])(\d+(?:\.\d*)?|\.\d+)[eE]([-+]?\d{1,4})(?![\d.A-Za-z])")
 
@@ -103,6 +105,7 @@ def tidy(answer: str, commas_separate: bool = False) -> str:
     )
     text = _TEXT.sub(r"\\text{", _STYLE.sub("", text)).replace("\\text{ %}", "\\%").replace("\\Bbb", "\\mathbb")
     text = text.replace("\\log_e ", "\\ln ").replace("\\log_{e}", "\\ln ")
+    text = _ALL_TEXT.sub(r"\1", re.sub(r"\\text\{\s*\}", " ", text))
     text = _NAMES.sub(lambda match: f"\\{match[1]} " if len(match[1]) > 1 else match[1], text)
     text = _DEGREES.sub(r"\\degree ", text)
     text = text.replace("{:}", ":")

@@ -38,6 +38,8 @@ def same_sets(first: Node, second: Node) -> bool:
         NoValueError: one is no set of reals with constant limits.
     """
     names = [_variables(node) for node in (first, second)]
+    if max(map(len, names)) > 1:
+        raise NoValueError("several variables")
     if all(names) and names[0] != names[1]:
         return False
     with mp.workdps(_DIGITS):
@@ -142,12 +144,17 @@ def _contains(node: Node, x: Any) -> bool:
 def _in_group(node: Node, x: Any) -> bool:
     is_interval = node.name in ("()", "[]", "(]", "[)")
     if not is_interval:
-        if any(part.kind == "relation" for part in node.parts):  # conditions that all hold
+        if any(part.kind == "relation" and part.name != "=" for part in node.parts):  # conditions that all hold
             return all(_contains(part, x) for part in node.parts)
-        return any(_order(x, _real(part)) == 0 for part in node.parts)
+        return any(
+            _contains(part, x) if part.kind == "relation" else _order(x, _real(part)) == 0 for part in node.parts
+        )
     if len(node.parts) != 2:
         raise NoValueError("no interval")
-    low, high = (_order(x, _real(part)) for part in node.parts)
+    low, high = map(_real, node.parts)
+    if _order(low, high) > 0:
+        raise NoValueError("no interval")
+    low, high = _order(x, low), _order(x, high)
     return (low > 0 or (low == 0 and node.name[0] == "[")) and (high < 0 or (high == 0 and node.name[1] == "]"))
 
 
