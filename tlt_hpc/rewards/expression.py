@@ -77,6 +77,7 @@ _GREEK = frozenset({
     "lambda", "mu", "nu", "xi", "rho", "sigma", "tau", "upsilon", "phi", "varphi", "chi", "psi", "omega", "Gamma",
     "Delta", "Theta", "Lambda", "Xi", "Pi", "Sigma", "Phi", "Psi", "Omega", "ell",
 })  # fmt: skip
+_FIGURES = frozenset({"angle", "measuredangle", "triangle"})
 UNITS = {
     word: unit
     for unit, words in {
@@ -89,7 +90,7 @@ UNITS = {
         "ms": "ms millisecond milliseconds", "s": "s sec second seconds", "min": "min minute minutes",
         "h": "h hr hrs hour hours", "day": "day days", "week": "week weeks", "month": "month months",
         "year": "year years", "ml": "ml mL milliliter milliliters", "l": "L l liter liters litre litres",
-        "rad": "rad radian radians",
+        "rad": "rad radian radians", "am": "am", "pm": "pm", "degC": "degC", "degF": "degF",
     }.items()
     for word in words.split()
 }  # fmt: skip
@@ -193,7 +194,10 @@ class _Parser:
                 words.add(word)
             elif not is_comma:
                 break
-            items.append(self._relation())
+            item = self._relation()
+            if items[-1].kind == "relation" and items[-1].name == "!=" and item.kind != "relation":  # x \ne 1, 2
+                item = Node("relation", (items[-1].parts[0], item), "!=", source=item.source)
+            items.append(item)
         if len(items) == 1:
             return items[0]
         is_claim = all(item.kind == "relation" and item.name != "=" for item in items)
@@ -219,7 +223,10 @@ class _Parser:
         start, node = self._place, self._sum()
         while (token := self._next()).kind == "command" and token.text in _SETS:
             self._place += 1
-            node = self._from(start, _SETS[token.text], node, self._sum())
+            right = self._sum()
+            if _SETS[token.text] == "setminus" and right.kind == "number":  # braces without backslashes
+                right = Node("group", (right,), "{}")
+            node = self._from(start, _SETS[token.text], node, right)
         return node
 
     def _sum(self) -> Node:
@@ -229,6 +236,9 @@ class _Parser:
             sign = self._next().text
             self._place += 1
             term = self._product()
+            if sign == "-" and term.kind == "group" and term.name == "{}":
+                node = self._from(start, "setminus", node, term)
+                continue
             if sign == "-":
                 term = Node("neg", (term,))
             node = self._from(start, "pm" if sign in ("pm", "mp") else "+", node, term)
@@ -255,6 +265,9 @@ class _Parser:
             elif self._is("/", "div"):
                 self._place += 1
                 node = self._from(start, "/", node, self._factor())
+            elif self._take("pmod"):
+                modulus = self._argument()
+                node = Node("unit", (node,), f"mod {modulus.source}", source=node.source)
             elif self._starts_unit():
                 node = self._with_unit(start, node)
             elif self._starts_factor():
@@ -279,7 +292,7 @@ class _Parser:
         if is_whole and is_fraction and behind in ("", "percent", "degree"):
             mixed = self._from(start, "+", left, fraction)
             return Node(behind, (mixed,), source=mixed.source) if behind else mixed
-        if token.kind == "number":
+        if token.kind == "number" and left.kind not in ("!", "degree"):
             if is_whole and token.after_space and self._is("/") and self._next(1).kind == "number":
                 self._place += 1
                 below = self._power()
@@ -292,7 +305,7 @@ class _Parser:
         if token.kind == "sign":
             return token.text in ("(", "{", "[") or (token.text == "|" and not self._bars and not self._in_builder)
         if token.kind == "command":
-            known = token.text in _FUNCTIONS or token.text in _GREEK or token.text in _ACCENTS
+            known = token.text in (*_FUNCTIONS, *_GREEK, *_ACCENTS, *_FIGURES)
             return known or token.text in (
                 "frac",
                 "sqrt",
@@ -350,9 +363,10 @@ class _Parser:
             elif self._take("%"):
                 node = self._from(start, "percent", node)
             elif self._take("degree"):
-                if self._next().kind == "word" and self._next().text in ("C", "F"):
-                    self._place += 1
                 node = self._from(start, "degree", node)
+                if (scale := self._next()).kind in ("word", "text") and scale.text in ("C", "F"):
+                    self._place += 1
+                    node = Node("unit", (node,), f"deg{scale.text}", source=node.source)
             else:
                 self._depth -= 1
                 return node
@@ -405,6 +419,9 @@ class _Parser:
             return self._word()
         if token.kind == "begin":
             return self._matrix()
+        if token.kind == "text" and self._next(1).text in ("=", "approx"):
+            self._place += 1
+            return self._from(start, "symbol", name=f"text {token.text}")
         if token.kind == "sign":
             return self._bracket()
         if token.kind == "command":
@@ -481,6 +498,9 @@ class _Parser:
             return self._from(start, "symbol", name=f"{token.text} {self._argument_text()}")
         if token.text in _GREEK:
             return self._subscripted(start, token.text)
+        if token.text in _FIGURES and self._next().kind == "word":
+            self._place += 1
+            return self._from(start, "symbol", name=f"{token.text} {self._tokens[start + 1].text}")
         raise UnreadableError(f"\\{token.text}")
 
     def _applied(self, start: int, name: str) -> Node:

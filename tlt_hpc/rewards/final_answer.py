@@ -28,11 +28,14 @@ _SAID = re.compile(
     re.IGNORECASE,
 )
 _SENTENCE_END = re.compile(r"(?:(?<![.!?])[.!?]++[*_)\"']*(?=\s)|\u3002)\s*|\n+")
-_WORD = re.compile(r"(?<![\\A-Za-z])(?!(?:and|or)\b)[A-Za-z]{2,}")
+_WORD = re.compile(r"(?<![\\A-Za-z])(?!(?:and|or)\b)[A-Za-z]{2,}|[\u4e00-\u9fff]")
+_AND = re.compile(r"\s*(?:,|;|,?\s*(?:and|or)\b)\s*")
 _MATHS = re.compile(r"(?<!\\)\$\$?([^$]+?)(?<!\\)\$\$?|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
 _NUMBER = re.compile(
-    r"(?:(?<![\w)}])[-+\u2212]\s?)?(?:\\[dt]?frac\{-?\d+\}\{\d+\}|\d{1,3}(?:(?:,|\{,\}|\\,)\d{3})+(?:\.\d+)?|(?<![\w^])\d*\.?\d+)"
-    r"(?:\s?(?:\\times|\\cdot|\u00d7)\s?10\^(?:\{-?\d+\}|\d)|[eE][-+]?\d+|/\d+)?(?:\s?\\?%)?"
+    r"(?:(?<![\w)}])[-+\u2212]\s?)?(?:\\[dt]?frac\{-?\d+\}\{\d+\}|\d{1,3}(?:(?:,|\{,\}|\\,)\d{3})+(?:\.\d+)?"
+    r"|(?<![A-Za-z0-9_^])\d*\.?\d+|(?=[\u03c0\u221a]))"
+    r"(?:\s?(?:\\times|\\cdot|\u00d7)\s?10\^(?:\{-?\d+\}|\d)|[eE][-+]?\d+)?(?:\s?(?:\u221a\s?\(?\d+\)?|\u03c0))*"
+    r"(?:/\d+)?(?:\s?\\?%)?"
 )
 _CLOSING = re.compile(r"(?:\s|</[A-Za-z][\w-]*>)*+")
 """What may follow a box that a response ends with."""
@@ -65,7 +68,7 @@ def find_answer(text: str, is_finished: bool = True) -> FoundAnswer | None:
         return FoundAnswer(", ".join(box.content for box in _joined(text, boxes)))
     if not is_finished:
         return None
-    tail = text[-TAIL_CHARACTERS:].strip()
+    tail = conclusion(text)
     if "####" in tail:
         return FoundAnswer(tail.rpartition("####")[2].strip().partition("\n")[0])
     said = [match.end() for match in _SAID.finditer(tail)]
@@ -75,17 +78,33 @@ def find_answer(text: str, is_finished: bool = True) -> FoundAnswer | None:
     return FoundAnswer(sentences[-1].strip(), "last") if sentences else None
 
 
+def conclusion(text: str) -> str:
+    """The end of a response, without its reasoning if that has a tag of its own and something follows it."""
+    tail = text[-TAIL_CHARACTERS:].strip()
+    return tail.rpartition("</think>")[2].strip() or tail
+
+
 def answer_in(found: FoundAnswer) -> str:
     """The mathematics of an answer that words may surround."""
     if found.place == "all":
         return found.text
-    parts = [match[match.lastindex or 0] for match in _MATHS.finditer(found.text)]
+    parts = list(_MATHS.finditer(found.text))
     if not parts and _WORD.search(found.text) is None:
         return found.text
-    numbers = parts or [match[0] for match in _NUMBER.finditer(found.text)]
-    if not numbers:
+    parts = parts or list(_NUMBER.finditer(found.text))
+    if not parts:
         return found.text if found.place == "first" else ""
-    return numbers[0] if found.place == "first" else numbers[-1]
+    first, end = (0, 1) if found.place == "first" else (len(parts) - 1, len(parts))
+    while end < len(parts) and found.place == "first" and _are_joined(found.text, parts[end - 1], parts[end]):
+        end += 1
+    while first > 0 and found.place == "last" and _are_joined(found.text, parts[first - 1], parts[first]):
+        first -= 1
+    return ", ".join(part[part.lastindex or 0] for part in parts[first:end])
+
+
+def _are_joined(text: str, before: re.Match[str], after: re.Match[str]) -> bool:
+    """Whether only a comma, "and" or "or" stands between two parts of an answer."""
+    return _AND.fullmatch(text, before.end(), after.start()) is not None
 
 
 def ending_box(text: str) -> str | None:

@@ -42,7 +42,19 @@ _MIN_DIGITS = 3
 _LETTERS = re.compile(r"[a-z]{3,}")
 """An answer of letters alone is a word, whose letters have an order: no product of variables."""
 _LIST = re.compile(r"[,;]|\\text\{\s*(?:and|or)\s*\}|\b(?:and|or)\b")
+_WORD = re.compile(r"\\text|(?<![\\A-Za-z])[A-Za-z]{2,}")
+_TEXT = re.compile(r"\\text\s*\{([^{}]*)\}")
+_LETTER_IN_BRACKETS = re.compile(r"\(([A-Z])\)")
 _BRACKET = re.compile(r"[(\[|^_]|\\(?!text)")
+_LARGE = re.compile(r"(?:thousand|million|billion|trillion)", re.IGNORECASE)
+_LARGE_POWERS = {"thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+_DECIMAL = re.compile(r"(\d*)\.(\d+)")
+_BEFORE_BINOMIAL = re.compile(r"(?<=[\d})!])\s*(?=\\binom)")
+"""Where the other reader takes a product for a mixed number."""
+_BARE_ARGUMENT = re.compile(
+    r"(\\(?:sin|cos|tan|cot|sec|csc|ln|log)\s*(?:\^\s*(?:\d|\{[^{}]*\}))?)\s*(\d*\s*(?:[A-Za-z]|\\[a-z]+))(?=\s*\\(?:cdot|times))"
+)
+"""A function of one letter before a sign of multiplication, which does not belong to its argument."""
 _COMMA = re.compile(r"\d,\d{3}")
 
 
@@ -113,7 +125,8 @@ def _compare(given: Reading, wanted: Reading) -> Verdict:
     shown = given.text
     if given.text == wanted.text or _bare(given.text) == _bare(wanted.text):
         return Verdict(1.0, read=shown)
-    is_same = _same_words(given.text, wanted.text)
+    has_words = any(_WORD.search(reading.text) or reading.tree is None for reading in (given, wanted))
+    is_same = has_words and _same_words(given.text, wanted.text)
     if is_same or given.tree is None or wanted.tree is None:
         return Verdict(float(is_same), detail="" if is_same else f"other words than {wanted.text[:80]!r}", read=shown)
     comparison = _Comparison()
@@ -138,7 +151,8 @@ def _same_words(given: str, wanted: str) -> bool:
     """Whether two answers that are no mathematics are the same words, or the same list of them in any order."""
     if max(len(given), len(wanted)) > MAX_CHARACTERS:
         return given == wanted
-    lists = [_LIST.split(text) if not _BRACKET.search(text) else [text] for text in (given, wanted)]
+    texts = [_LETTER_IN_BRACKETS.sub(r"\1", _TEXT.sub(r" \1 ", text)) for text in (given, wanted)]
+    lists = [_LIST.split(text) if not _BRACKET.search(text) else [text] for text in texts]
     words = [sorted(filter(None, (_bare(plain_words(part)) for part in each))) for each in lists]
     return words[0] == words[1] != []
 
@@ -187,14 +201,20 @@ class _Comparison:
             names = [_known_unit(node.name) for node in (given, wanted)]
             if all(names) and names[0] != names[1]:
                 return False
-        return self.same(_without_unit(given), _without_unit(wanted))
+        values = [_without_unit(node) for node in (given, wanted)]
+        factors = [_large(node) for node in (given, wanted)]
+        if self.same(*values) and (factors[0] == factors[1] or 1 in factors):
+            return True
+        return factors[0] != factors[1] and self.same(*map(_times, values, factors))
 
     def _same_equation(self, given: Node, wanted: Node) -> bool:
         """Equations that give a name a value are compared by it, others as conditions."""
         one, other = _named_value(given), _named_value(wanted)
+        if one is None and not _is_equation(wanted) and not symbols_of(wanted):
+            one = _said_value(given)
         if one is not None and other is not None:
             have_names = _is_equation(given) and _is_equation(wanted)
-            if not have_names or given.parts[0].source == wanted.parts[0].source:
+            if not have_names or _spelled(given.parts[0]) == _spelled(wanted.parts[0]):
                 return self.same(one, other)
         is_pair = _is_equation(given) and _is_equation(wanted) and len(given.parts) == len(wanted.parts) == 2
         return is_pair and self._same_condition(given, wanted, either_sign=True)
@@ -286,6 +306,8 @@ def _settled(node: Node) -> Node:
         return Node(inner.kind, (Node("neg", inner.parts, source=node.source),), inner.name, source=node.source)
     if node.kind == "relation" and node.name == "in":
         return node.parts[1]
+    if node.kind == "ratio" and (last := node.parts[-1]).kind == "unit":  # of a time of day
+        return Node("unit", (Node("ratio", (*node.parts[:-1], last.parts[0])),), last.name)
     if node.kind == "group" and node.name in _UNORDERED:
         items = [_settled(item) if _has_sign_choice(item) else item for item in node.parts]
         flat = [
@@ -355,6 +377,26 @@ def _named_value(node: Node) -> Node | None:
     if all(same_quietly(sides[0], side) for side in sides[1:]):
         return sides[-1] if "~" not in signs else sides[0]
     return None
+
+
+def _spelled(node: Node) -> str:
+    """The source without what may be left out."""
+    return re.sub(r"[{}\s]", "", node.source)
+
+
+def _said_value(node: Node) -> Node | None:
+    """The constant that an equation ends with, as 6 in m + n = 6; None if its first side has a number of its own."""
+    first, *others = node.parts
+    constants = [side for side in others if not symbols_of(side)]
+    if not others or others[-1] not in constants or not symbols_of(first) or node.name[:1] != "=" or "~" in node.name:
+        return None
+    if any(not symbols_of(term) for term in _terms(first)):
+        return None
+    return others[-1] if all(same_quietly(side, others[-1]) for side in constants) else None
+
+
+def _terms(node: Node) -> list[Node]:
+    return [term for part in node.parts for term in _terms(part)] if node.kind in ("+", "neg") else [node]
 
 
 def same_quietly(first: Node, second: Node) -> bool:
@@ -427,8 +469,22 @@ def _without_unit(node: Node) -> Node:
     return node.parts[0] if node.kind == "unit" else node
 
 
+def _large(node: Node) -> int:
+    """The number that a word behind the value stands for, as in 1.5 million; 1 if there is none."""
+    match = _LARGE.match(node.name) if node.kind == "unit" else None
+    return 10 ** _LARGE_POWERS[match[0].lower()] if match else 1
+
+
+def _times(node: Node, factor: int) -> Node:
+    power = Node("^", (_number(Fraction(10)), _number(Fraction(len(str(factor)) - 1))))
+    return node if factor == 1 else Node("*", (node, power), source=f"{factor} \\cdot ({node.source})")
+
+
 def _known_unit(name: str) -> str:
     """The unit's usual sign; empty if a part of it is not known."""
+    if name.startswith("mod "):
+        return name
+    name = name.replace(".", "")
     words = re.findall(r"[A-Za-z]+", name)
     return (
         re.sub(r"[A-Za-z]+", lambda match: UNITS[match[0]], name)
@@ -542,6 +598,9 @@ def _by_sympy(source: str) -> sympy.Expr | None:
     """An expression of sympy's by latex2sympy2_extended; None if it cannot read the text."""
     source = re.sub(r"(\d+(?:\.\d+)?)\s*\\degree", r"{(\\frac{\1\\cdot\\pi}{180})}", source)
     source = source.replace("\\lg", "\\log_{10}").replace("%", "\\%")
+    source = _DECIMAL.sub(lambda each: f"(\\frac{{{int(each[1] + each[2])}}}{{{10 ** len(each[2])}}})", source)
+    source = _BEFORE_BINOMIAL.sub(r"\\cdot ", source)
+    source = _BARE_ARGUMENT.sub(r"\1(\2)", source)
     try:
         found = latex2sympy(source, conversion_config=_CONVERSION)
     except Exception:  # noqa: BLE001  it raises Exception itself

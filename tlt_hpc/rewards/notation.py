@@ -21,7 +21,7 @@ _SIGNS = {
     "\u2032": "'", "\u2019": "'", "\u3001": ",", "\u3002": ".", "\u2061": "", "\u2062": "",
     "\u200b": "", "\ufeff": "", "\u2227": "\\land ", "\u2228": "\\lor ", "\u27e8": "\\langle ",
     "\u27e9": "\\rangle ", "\u230a": "\\lfloor ", "\u230b": "\\rfloor ", "\u2308": "\\lceil ", "\u2309": "\\rceil ",
-    "\u2223": "|", "\u2236": ":", "\u00ac": "\\neg ",
+    "\u2223": "|", "\u2236": ":", "\u00ac": "\\neg ", "\u2220": "\\angle ", "\u2026": "\\ldots ",
 }  # fmt: skip
 _GREEK = (
     "alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta", "iota", "kappa", "lambda", "mu", "nu",
@@ -41,10 +41,12 @@ _VULGAR = re.compile("[\u00bc-\u00be\u2150-\u215e]")
 _ROOT = re.compile(r"([\u221a\u221b\u221c])\s*(\d+(?:\.\d+)?|[A-Za-z]|(?=[({\\]))")
 _LAYOUT = re.compile(
     r"\\(?:left|right|big|Big|bigg|Bigg|bigl|bigr|Bigl|Bigr|biggl|biggr|displaystyle|textstyle|limits|nolimits|middle)"
-    r"(?![A-Za-z])|(?<!\\)\\[()\[\]]|(?<!\\)\$|\\(?:phantom|hspace|vspace)\*?\{[^{}]*\}"
+    r"(?![A-Za-z])|(?<!\\)\\[()\[\]]|(?<!\\)\$|\\(?:phantom|hspace|vspace|color|textcolor)\*?\{[^{}]*\}"
+    r"|\\(?:tiny|small|normalsize|large|Large|LARGE|huge|Huge|blacksquare|qed|checkmark)(?![A-Za-z])"
 )
 _CURRENCY = re.compile(
-    r"\\\$|\\pounds?(?![A-Za-z])|\\euro(?![A-Za-z])|[\u20ac\u00a3\u00a5]|(?<![A-Za-z])(?:US|USD)\s*(?=\$)"
+    r"\\(?:\$|(?:pounds?|euro|textdollar|textcent)(?![A-Za-z]))|[\u20ac\u00a2\u00a3\u00a5]"
+    r"|(?<![A-Za-z])(?:(?:US|USD)\s*(?=\$)|USD\s*(?=\d))"
 )
 _THOUSANDS = re.compile(r"(?<![\d.,])(\d{1,3})((?:(?:\\[,!;: ]|\{,\}|,\\!|\{\\,\}|~|,)\d{3})+)(?![\d])(?!,\d)")
 _PLAIN_COMMA = re.compile(r",\d")
@@ -69,8 +71,25 @@ _FUNCTION = re.compile(
     r"(?![A-Za-z])"
 )
 _COMMANDS = {"asin": "arcsin", "acos": "arccos", "atan": "arctan", "infinity": "infty", "inf": "infty", "oo": "infty"}
-_PLAIN_ROOT = re.compile(r"\\sqrt\s*\(")
+_PLAIN_ARGUMENT = re.compile(r"(?:\\sqrt|\^)\s*\(")
+"""A root or power whose argument stands in round brackets."""
+_EDGES = re.compile(r"^(?:\*\*|__)++|(?<![*_])(?:\*\*|__)++(?=[\s.,;:!]*+$)")
 _EMPHASIS = re.compile(r"^(\*\*|__|\*|_|`)(.+)\1$", re.DOTALL)
+_LABEL = re.compile(
+    r"^\s*(?:\\text\s*\{(?![^{}]*\b(?:not|except)\b)[^{}]*(?::|\bis|\bare)\s*\}"
+    r"|(?:the )?(?:final )?answer\s*(?:is\b|[:=]))\s*",
+    re.IGNORECASE,
+)
+"""Words that only announce the answer."""
+_CLOCK = re.compile(r"(?<=\d)(?:\\ |[\s~])*(?:\\text\s*\{\s*)?([ap])\.?\s?m\b\.?\s*\}?", re.IGNORECASE)
+_DOTS = re.compile(r"(\.\d+)\s*\\[lc]?dots\s*$")
+_TO = re.compile(r"(?<=\d)\s*(?:\\text\s*\{\s*to\s*\}|\bto\b)\s*(?=\d)")
+_ARRAY = re.compile(r"[(\[]\s*\\begin\{array\}\s*\{[^{}]*\}(.*?)\\end\{array\}\s*[)\]]", re.DOTALL)
+_BASED = re.compile(r"\((\w+)\)(?=_)|(?<=_)(\{)\((\w+)\)(?=\})")
+_CHOOSE = re.compile(r"\{([^{}]*)\\choose(?![A-Za-z])([^{}]*)\}|^([^{}]*)\\choose(?![A-Za-z])([^{}]*)$")
+_ALL_TEXT = re.compile(r"^\\text\{\s*([-\d.][^{}]*)\}$")
+"""Text that begins with a number."""
+_ALL_REAL = re.compile(r"(?:\\text\s*\{)?\s*all (?:real numbers|reals)\s*\}?", re.IGNORECASE)
 _SCIENTIFIC = re.compile(r"(?<![A-Za-z\d])(\d+(?:\.\d*)?|\.\d+)[eE]([-+]?\d{1,4})(?![\d.A-Za-z])")
 
 
@@ -79,46 +98,64 @@ def tidy(answer: str, commas_separate: bool = False) -> str:
     text = _from_unicode(answer.strip())
     while (match := _EMPHASIS.match(text)) is not None:
         text = match[2].strip()
+    text = _LABEL.sub("", _EDGES.sub("", text))
     text = _CURRENCY.sub("", text)
     text = _LAYOUT.sub(
         " ", text.replace("\\left.", "").replace("\\right.", "").replace("\\lbrace", "\\{").replace("\\rbrace", "\\}")
     )
-    text = _TEXT.sub(r"\\text{", _STYLE.sub("", text)).replace("\\text{ %}", "\\%")
+    text = _TEXT.sub(r"\\text{", _STYLE.sub("", text)).replace("\\text{ %}", "\\%").replace("\\Bbb", "\\mathbb")
+    text = text.replace("\\log_e ", "\\ln ").replace("\\log_{e}", "\\ln ")
+    text = _ALL_TEXT.sub(r"\1", re.sub(r"\\text\{\s*\}", " ", text))
     text = _NAMES.sub(lambda match: f"\\{match[1]} " if len(match[1]) > 1 else match[1], text)
     text = _DEGREES.sub(r"\\degree ", text)
+    text = text.replace("{:}", ":")
+    text = _CLOCK.sub(lambda match: f"\\text{{ {match[1].lower()}m}}", text)
+    text = _TO.sub(":", _ARRAY.sub(r"\\begin{pmatrix}\1\\end{pmatrix}", _DOTS.sub(r"\1", text)))
+    text = _CHOOSE.sub(lambda match: f"\\binom{{{match[1] or match[3]}}}{{{match[2] or match[4]}}}", text)
+    text = _BASED.sub(lambda match: f"{match[2] or ''}{match[1] or match[3]}", text)
     text = _REPEATING.sub(_repeating, text)
     text = _SCIENTIFIC.sub(r"\1\\cdot 10^{\2}", text)
-    text = _SPACING.sub(" ", text if commas_separate else _thousands(text)).strip()
+    text = _SPACING.sub(" ", _thousands(text, commas_separate)).strip()
     text = text.rstrip(" .,;:\\")
+    if _ALL_REAL.fullmatch(text):
+        return "\\mathbb{R}"
     return _braced(_commands(text.replace("**", "^")))
 
 
 def _commands(text: str) -> str:
     """The text with LaTeX's commands for functions and constants that are written as words."""
     text = _FUNCTION.sub(lambda match: f"\\{_COMMANDS.get(match[1], match[1])} ", text)
-    while (match := _PLAIN_ROOT.search(text)) is not None:
-        end = _closing_bracket(text, match.end())
-        if end < 0:
-            break
-        text = f"{text[: match.start()]}\\sqrt{{{text[match.end() : end]}}}{text[end + 1 :]}"
-    return text
+    opened = {match.end() - 1 for match in _PLAIN_ARGUMENT.finditer(text)}
+    if not opened:
+        return text
+    characters, open_brackets = list(text), list[int]()
+    for index, character in enumerate(text):
+        if character == "(":
+            open_brackets.append(index)
+        elif character == ")" and open_brackets and (start := open_brackets.pop()) in opened:
+            characters[start], characters[index] = "{", "}"
+    return "".join(characters)
 
 
-def _closing_bracket(text: str, start: int) -> int:
-    depth = 1
-    for index in range(start, len(text)):
-        depth += (text[index] == "(") - (text[index] == ")")
-        if depth == 0:
-            return index
-    return -1
+def _is_any_case(word: str) -> bool:
+    """Whether its capitals say nothing: they begin a sentence, or are no name's."""
+    return len(word) > 1 and (word[1:] == word[1:].lower() or word.lower() in _VERDICTS)
+
+
+_OUTSIDE = re.compile(r"^[ ,;:!'.]+(?!\d)(?<!\.)|^[ ,;:!']+|(?:(?<=[A-Za-z]{2})!)?[ .,;:']+$|(?<=[A-Za-z]{2})!$")
+"""Marks around words that belong to no number."""
+_VERDICTS = frozenset({"yes", "no", "true", "false", "none"})
+"""Words that mean the same in capitals; other capitals may name points or people."""
 
 
 def plain_words(tidied: str) -> str:
     """A tidied answer as words, for answers that are no mathematics: without commands of style and capitals."""
     text = re.sub(r"\\text\s*\{([^{}]*)\}", r" \1 ", tidied)
     text = re.sub(r"(?<=[a-z])\.(?=[a-z])", "", re.sub(r"(?<![0-9])\{(\w)\}", r" \1", text))
-    words = re.sub(r"[*`\"]", " ", text).strip(" .,;:!'").split()
-    words = [word.lower() if len(word) > 1 and word[1:] == word[1:].lower() else word for word in words]
+    words = _OUTSIDE.sub("", re.sub(r"[*`\"]", " ", text)).split()
+    words = [word.lower() if _is_any_case(word) else word for word in words]
+    if len(words) > 1 and words[0].lower() in ("a", "an", "the") and re.match("[a-z]{2}", words[1]):
+        del words[0]
     return re.sub(r"^\((\w+)\)$", r"\1", " ".join(words))
 
 
@@ -157,13 +194,13 @@ def _root(match: re.Match[str]) -> str:
     return f"\\sqrt{degree}{{{match[2]}}}" if match[2] else f"\\sqrt{degree}"
 
 
-def _thousands(text: str) -> str:
+def _thousands(text: str, commas_separate: bool) -> str:
     """Numbers without marks between their thousands; in brackets a comma separates."""
 
     def joined(match: re.Match[str]) -> str:
         before = text[: match.start()]
         depth = sum(map(before.count, ("(", "[", "\\{"))) - sum(map(before.count, (")", "]", "\\}")))
-        is_list = depth > 0 and _PLAIN_COMMA.search(match[2])
+        is_list = (depth > 0 or commas_separate) and _PLAIN_COMMA.search(match[2])
         return match[0] if is_list else match[1] + re.sub(r"\D", "", match[2])
 
     return _SPACED_THOUSANDS.sub(lambda match: match[1] + re.sub(r"\D", "", match[2]), _THOUSANDS.sub(joined, text))

@@ -14,7 +14,7 @@ import mpmath
 from mpmath import mp, mpf
 
 from tlt_hpc.rewards.expression import Node
-from tlt_hpc.rewards.values import NoValueError, constant_value, symbols_of
+from tlt_hpc.rewards.values import NoValueError, constant_value, symbols_of, value_at
 
 _DIGITS = 100
 _COMBINED = frozenset({"cup", "cap", "setminus", "or", "and"})
@@ -38,6 +38,8 @@ def same_sets(first: Node, second: Node) -> bool:
         NoValueError: one is no set of reals with constant limits.
     """
     names = [_variables(node) for node in (first, second)]
+    if max(map(len, names)) > 1:
+        raise NoValueError("several variables")
     if all(names) and names[0] != names[1]:
         return False
     with mp.workdps(_DIGITS):
@@ -60,11 +62,57 @@ def _variables(node: Node) -> frozenset[str]:
 
 def _ends(node: Node) -> Iterator[Any]:
     """The numbers at which the set may change."""
-    if node.kind in ("symbol", "builder", "relation", "group") or node.kind in _COMBINED:
+    if node.kind == "relation" and any(map(_is_expression, node.parts)):
+        for pair in itertools.pairwise(node.parts):
+            yield from _crossings(*pair)
+    elif node.kind in ("symbol", "builder", "relation", "group") or node.kind in _COMBINED:
         for part in node.parts:
             yield from _ends(part)
     else:
         yield _real(node)
+
+
+def _is_expression(node: Node) -> bool:
+    """Whether it has variables, but is none."""
+    return (
+        node.kind != "symbol"
+        and node.kind not in (*_COMBINED, "group", "builder", "relation")
+        and bool(symbols_of(node))
+    )
+
+
+def _crossings(left: Node, right: Node) -> Iterator[Any]:
+    """The numbers at which two sides are equal: polynomials of the second degree, also with one absolute value."""
+    difference = Node("+", (left, Node("neg", (right,))))
+    names = symbols_of(difference)
+    if len(names) != 1:
+        raise NoValueError("not one variable")
+    for sign in ("+", "neg"):
+        branch = _without_bars(difference, sign)
+        values = {x: _real_at(branch, x) for x in (-1, 0, 1, 5, -7, mpf(11) / 4)}
+        square, slope = (values[1] + values[-1]) / 2 - values[0], (values[1] - values[-1]) / 2
+        if any(_order(square * x * x + slope * x + values[0], value) for x, value in values.items()):
+            raise NoValueError("no polynomial of the second degree")
+        if square == 0:
+            roots = [-values[0] / slope] if slope else []
+        else:
+            under = slope * slope - 4 * square * values[0]
+            roots = [(-slope + side * mp.sqrt(under)) / (2 * square) for side in (1, -1)] if under >= 0 else []
+        yield from roots
+
+
+def _without_bars(node: Node, sign: str) -> Node:
+    parts = tuple(_without_bars(part, sign) for part in node.parts)
+    if node.kind == "abs":
+        return parts[0] if sign == "+" else Node("neg", parts)
+    return Node(node.kind, parts, node.name, node.value, node.source)
+
+
+def _real_at(node: Node, x: Any) -> Any:
+    value = value_at(node, dict.fromkeys(symbols_of(node), mpf(x)))
+    if mpmath.im(value) != 0:
+        raise NoValueError("not real")
+    return +mpmath.re(value)
 
 
 def _real(node: Node) -> Any:
@@ -96,12 +144,17 @@ def _contains(node: Node, x: Any) -> bool:
 def _in_group(node: Node, x: Any) -> bool:
     is_interval = node.name in ("()", "[]", "(]", "[)")
     if not is_interval:
-        if any(part.kind == "relation" for part in node.parts):  # conditions that all hold
+        if any(part.kind == "relation" and part.name != "=" for part in node.parts):  # conditions that all hold
             return all(_contains(part, x) for part in node.parts)
-        return any(_order(x, _real(part)) == 0 for part in node.parts)
+        return any(
+            _contains(part, x) if part.kind == "relation" else _order(x, _real(part)) == 0 for part in node.parts
+        )
     if len(node.parts) != 2:
         raise NoValueError("no interval")
-    low, high = (_order(x, _real(part)) for part in node.parts)
+    low, high = map(_real, node.parts)
+    if _order(low, high) > 0:
+        raise NoValueError("no interval")
+    low, high = _order(x, low), _order(x, high)
     return (low > 0 or (low == 0 and node.name[0] == "[")) and (high < 0 or (high == 0 and node.name[1] == "]"))
 
 
@@ -123,6 +176,8 @@ def _hold(left: Node, sign: str, right: Node, x: Any) -> bool:
 
 
 def _side(node: Node, x: Any) -> Any:
+    if _is_expression(node):
+        return _real_at(node, x)
     return x if node.kind == "symbol" and node.name not in ("pi", "e", "i", "oo") else _real(node)
 
 

@@ -12,22 +12,25 @@ from fractions import Fraction
 from tlt_hpc.rewards.answer import Failure, Verdict
 from tlt_hpc.rewards.exact import exact_value
 from tlt_hpc.rewards.expression import Node, UnreadableError, read_expression
-from tlt_hpc.rewards.final_answer import TAIL_CHARACTERS, FoundAnswer, answer_in, ending_box, find_answer
+from tlt_hpc.rewards.final_answer import TAIL_CHARACTERS, FoundAnswer, answer_in, conclusion, ending_box, find_answer
 from tlt_hpc.rewards.notation import tidy
 
 _NUMERAL = re.compile(
-    r"(?<![\w.^])(?:[-+] ?)?(?:\\frac\{-?\d+\}\{-?\d+\}|(?:\d+(?:\.\d+)?|\.\d+)(?:/\d+)?)"
+    r"(?<![A-Za-z0-9_.^])(?:[-+] ?)?(?:\\frac\{-?\d+\}\{-?\d+\}|(?:\d+(?:\.\d+)?|\.\d+)(?:/\d+)?)"
     r"(?: ?(?:\\times|\\cdot|\*) ?10\^(?:\{-?\d+\}|\d))?"
 )
 _LETTER = re.compile(
     r"[\s(\[]*+(?:(?:option|choice|answer)[\s:]*+)?[(\[]*+([A-Za-z])(?:[\s)\].:,]*|[).:]\s.*)",
     re.DOTALL | re.IGNORECASE,
 )
-_MARKUP = re.compile(r"\\(?:text|math)(?:bf|rm|it|sf|tt)?(?![A-Za-z])|\\(?=\s)|[{}$*_`]")
-_CHOSEN = re.compile(
-    r"(?:(?:answer|option|choice)(?: I(?: (?!is\b)[a-z]{2,12}){1,3})?+"  # "the answer I would choose is C"
-    r"[^A-Za-z]{0,20}(?:(?:is|be)\b[^A-Za-z]{0,20})?(?:(?:option|choice)\b[^A-Za-z]{0,5})?"
-    r"|\u7b54\u6848[\s:\uff1a\u662f]*)([A-Za-z])(?![A-Za-z'\u2019])(?! [a-z]{2,})"
+_MARKUP = re.compile(r"\\(?:text|math)?(?:bf|rm|it|sf|tt)?(?![A-Za-z])|[{}$*_`]")
+_CHOSEN = re.compile(  # also "the answer I would choose is C"
+    r"(?:(?:(?:answer|option|choice|letter|\bans\b\.?)(?: I(?: (?!is\b)[a-z]{2,12}){1,3})?+"
+    r"|\b(?:I|we)(?: would|['\u2019]d)? (?:choose|pick|select|go with)\b)"
+    r"[^A-Za-z]{0,20}(?:(?:is|be|should|must|would|will|has to|thus|therefore|clearly|indeed|likely|probably)\b"
+    r"[^A-Za-z]{0,20}){0,4}(?:(?:option|choice)\b[^A-Za-z]{0,5})?"
+    r"|(?<!\u4e0d)(?:\u7b54\u6848|\u9009\u9879|\u9009\u62e9?)[\s:\uff1a(\uff08\u662f\u4e3a\u5e94\u8be5\u9009\u9879\u62e9]{0,8})"
+    r"([A-Za-z])(?!['\u2019]?[A-Za-z])(?! (?!because|since|as\b|which|not\b|rather|but\b)[a-z]{2,})"
     r"|(?<![A-Za-z'])(?-i:([A-Z]))\)? is (?:the )?(?:correct|right|answer|best|true)",
     re.IGNORECASE,
 )
@@ -126,13 +129,22 @@ def letter_of(text: str) -> str | None:
     """
     found = find_answer(text)
     if found is not None and found.place == "all":
-        return _letter(found.text)
-    tail = _MARKUP.sub("", text[-TAIL_CHARACTERS:]).rstrip()
-    if said := list(_CHOSEN.finditer(tail)):
-        return said[-1][said[-1].lastindex or 0].upper()
-    return _letter(tail.rpartition("\n")[2])
+        return _letter(found.text) or _chosen(found.text)
+    tail = conclusion(text)
+    return _chosen(tail) or _letter(tail.rpartition("\n")[2])
+
+
+def _chosen(text: str) -> str | None:
+    """The last letter that the words around it say is chosen."""
+    said = list(_CHOSEN.finditer(_plain(text)))
+    return said[-1][said[-1].lastindex or 0].upper() if said else None
 
 
 def _letter(answer: str) -> str | None:
-    match = _LETTER.fullmatch(_MARKUP.sub("", answer[:TAIL_CHARACTERS]))
+    match = _LETTER.fullmatch(_plain(answer))
     return match[1].upper() if match else None
+
+
+def _plain(text: str) -> str:
+    """The text without marks of style."""
+    return _MARKUP.sub("", text[:TAIL_CHARACTERS].replace("~", " ")).rstrip()

@@ -54,6 +54,15 @@ def constant_value(node: Node) -> Any:
         return _Evaluation({}).value(node)
 
 
+def value_at(node: Node, point: Mapping[str, Any]) -> Any:
+    """The value of an expression at a point, with the precision that is set.
+
+    Raises:
+        NoValueError: it has none.
+    """
+    return _Evaluation(point).value(node)
+
+
 def same_constant(first: Node, second: Node) -> bool:
     """Whether two expressions without variables have equal values, relative to their size."""
     with mp.workdps(CONSTANT_DIGITS + 20):
