@@ -32,7 +32,7 @@ def check_answer(settings: RewardSection, prompt: Prompt) -> None:
         ValueError: they cannot.
     """
     if kind_for(prompt.source, settings.default, settings.by_source) == "code":
-        from tlt_hpc.rewards.code import read_tests
+        from tlt_hpc.rewards.code_tests import read_tests
 
         try:
             read_tests(prompt.answer)
@@ -82,7 +82,7 @@ def _judge(
             from tlt_hpc.rewards.code import passes_tests
 
             assert template is not None
-            return passes_tests(answer.text, answer.truth, settings, template)
+            return passes_tests(answer.text, answer.truth, settings, template, answer.extra)
         case "function":
             assert function is not None
             return call_function(function, answer)

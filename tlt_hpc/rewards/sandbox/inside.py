@@ -23,6 +23,7 @@ from typing import Any, BinaryIO
 
 from tlt_hpc.rewards.frames import read_frame, write_frame
 from tlt_hpc.rewards.sandbox.kinds import KINDS, Walls
+from tlt_hpc.rewards.sandbox.prelude import names_given
 from tlt_hpc.rewards.sandbox.privileges import check, die_with_parent, libc
 from tlt_hpc.rewards.sandbox.program import RESULT_FD, body_of, confine, run_to_the_end
 
@@ -126,6 +127,7 @@ def _import_common() -> None:
     for name in _COMMON:
         with contextlib.suppress(ImportError):  # an interpreter may have been built without some
             __import__(name)
+    names_given()
 
 
 def _add_site_builtins() -> None:
@@ -146,6 +148,7 @@ def main(project: str, channel_fd: int, kind: str) -> None:
     sys.path.remove(project)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # process 1 hears nothing from inside that it has no handler for
     die_with_parent()
+    sys.set_int_max_str_digits(0)  # numbers may have more digits than Python writes by itself
     _import_common()
     _add_site_builtins()
     gc.collect()

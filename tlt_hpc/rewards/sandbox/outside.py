@@ -8,6 +8,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -148,11 +149,16 @@ class Sandbox:
         return frame  # type: ignore[no-any-return]
 
 
-def check(template: Template, code: str, assertions: list[str], limits: ProgramLimits) -> tuple[Outcome, Outcome]:
-    """Run assertions against a program's functions, each in a sandbox of its own.
+def check(
+    template: Template, code: str, tests: Sequence[str], limits: ProgramLimits, entry: str = ""
+) -> tuple[Outcome, Outcome]:
+    """Run Python tests against a program's functions, each in a sandbox of its own.
+
+    Args:
+        entry: the function that a test is called with; empty: the one that no other function calls.
 
     Returns:
-        The outcomes of the program and of the assertions; the output of these is "passed" if all hold.
+        The outcomes of the program and of the tests; the output of these is a report (``assertions.py``) as JSON.
 
     Raises:
         SandboxError: the system does not allow one.
@@ -165,7 +171,7 @@ def check(template: Template, code: str, assertions: list[str], limits: ProgramL
             theirs.close()
             # it waits while the program computes; a program that hangs is ended by its own limits
             patient = replace(limits, asleep_seconds=math.inf)
-            checked = checker._ask({"do": "check", "assertions": assertions}, patient)
+            checked = checker._ask({"do": "check", "tests": list(tests), "entry": entry}, patient)
         return program._outcome(), checked  # without calls to come the program ends
 
 
