@@ -416,7 +416,7 @@ def template() -> Iterator[Template]:
          "def main():\n    def f(n): return n and 1 + f(n - 1)\n    print(f(20000))\n"
          "threading.Thread(target=main).start()",
          {"inputs": [""], "outputs": ["20000"]}, 1.0),
-        ("import numpy", {"inputs": [""], "outputs": [""]}, 0.0),
+        ("import pydantic", {"inputs": [""], "outputs": [""]}, 0.0),
         ("print(1)\nraise ValueError", {"inputs": [""], "outputs": ["1"]}, 0.0),
         ("def f(a): return {1, 2}", {"inputs": [[5]], "outputs": [[1, 2]], "fn_name": "f"}, 0.0),
         ("def f(a): return set(a)", ["assert f([1, 2, 2]) == {1, 2}", "assert math.isclose(len(f([])), 0)"], 1.0),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +15,7 @@ from tlt_hpc.rewards.results import same_output, same_result
 from tlt_hpc.rewards.sandbox.outside import Outcome, ProgramLimits, Sandbox, Template, check
 
 _SPARE_OUTPUT_BYTES = 2**16
+_NUMPY = re.compile(r"\bnumpy\b|\bnp\.")
 _SHOWN = 80
 """Characters of what was expected or given."""
 
@@ -37,7 +39,7 @@ def passes_tests(text: str, truth: str, settings: RewardSection, template: Templ
 
 def _match(code: str, tests: Tests, settings: RewardSection, template: Template) -> Verdict:
     used = 0.0
-    with Sandbox(template) as sandbox:
+    with Sandbox(template, has_numpy=_NUMPY.search(code) is not None) as sandbox:
         for number, (given, wanted) in enumerate(tests.pairs, 1):
             expected = json.dumps(wanted) if tests.function else wanted
             # CPU time is counted over all tests; UTF-8 takes four bytes a character at most
@@ -63,7 +65,9 @@ def _match(code: str, tests: Tests, settings: RewardSection, template: Template)
 
 def _hold(code: str, tests: Tests, settings: RewardSection, template: Template) -> Verdict:
     limits = ProgramLimits(settings.cpu_seconds, settings.memory_mb * 2**20, _SPARE_OUTPUT_BYTES)
-    program, checked = check(template, code, tests.texts, limits, tests.entry)
+    program, checked = check(
+        template, code, tests.texts, limits, tests.entry, any(map(_NUMPY.search, (code, *tests.texts)))
+    )
     for outcome in (program, checked):
         if verdict := _not_judged(outcome, outcome.cpu_seconds, settings):
             return verdict

@@ -83,6 +83,8 @@ def report_of(texts: Sequence[str], entry: str, replies: TextIO, calls: TextIO) 
     """
     link, trees = Link(replies, calls), [ast.parse(text) for text in texts]
     units = tests_to_call(trees)
+    if "numpy" in sys.modules:
+        _SPARE["np"] = sys.modules["numpy"]
     live, _ = reached(trees, [unit.name for unit in units])
     names = _Names(link, programs_names(trees, live))
     with Attempt(Exception, SystemExit) as attempt:

@@ -111,7 +111,7 @@ def fixtures(trees: Sequence[ast.Module]) -> set[str]:
 
 def programs_names(trees: Sequence[ast.Module], live: Iterable[ast.AST]) -> set[str]:
     """Names that tests have from nowhere but the program; one of Python's own functions where they use no other."""
-    used, bound = used_names(live), {*definitions(trees), *MODULES, *dir(typing), *dir(collections)}
+    used, bound = used_names(live), {*definitions(trees), *MODULES, "np", *dir(typing), *dir(collections)}
     for node in _all(trees):
         match node:
             case ast.Name(id=name, ctx=ast.Store() | ast.Del()) | ast.arg(arg=name) | ast.ExceptHandler(name=str(name)):

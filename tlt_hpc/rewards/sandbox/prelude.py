@@ -48,5 +48,6 @@ def names_given() -> dict[str, Any]:
 def give_names() -> None:
     """Add the names in this process, which is a program's; those of ``sys`` as they are now."""
     of_sys = {name: value for name, value in vars(sys).items() if name[0] != "_" and not hasattr(builtins, name)}
-    vars(builtins).update(of_sys | names_given())
+    numpy = {"np": sys.modules["numpy"]} if "numpy" in sys.modules else {}
+    vars(builtins).update(of_sys | names_given() | numpy)
     sys.setrecursionlimit(_RECURSION)

@@ -22,6 +22,7 @@ from tlt_hpc.rewards.sandbox import seccomp
 from tlt_hpc.rewards.sandbox.assertions import report_of
 from tlt_hpc.rewards.sandbox.prelude import give_names
 from tlt_hpc.rewards.sandbox.serving import find, serve
+from tlt_hpc.rewards.sandbox.values import plain
 
 MEMORY_STATUS = 77
 RESULT_FD = 3
@@ -118,7 +119,7 @@ def _run(code: str, name: str) -> types.ModuleType:
 
 def _call(request: dict[str, Any]) -> None:
     function = find(_run(request["code"], "solution"), request["name"])
-    _give(json.dumps(function(*request["arguments"])))
+    _give(json.dumps(function(*request["arguments"]), default=plain))
 
 
 def _serve(code: str) -> None:

@@ -111,7 +111,7 @@ class Remote:
         self._link.ask("set", self, name, value)
 
     def __hash__(self) -> int:
-        return self._number
+        return number_of(self)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Remote) or 0 in (self._level, other._level):

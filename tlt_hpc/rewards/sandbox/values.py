@@ -50,6 +50,18 @@ def literal(value: Any, refer: Refer | None = None) -> str:
     return _literal_of_other(value, refer)
 
 
+def plain(value: Any) -> Any:
+    """A number or an array of numpy's as Python has it.
+
+    Raises:
+        TypeError: it is neither.
+    """
+    numpy = sys.modules.get("numpy")
+    if numpy is None or not isinstance(value, numpy.generic | numpy.ndarray):
+        raise TypeError(f"a {type(value).__name__} is no JSON")
+    return value.tolist()
+
+
 def value_of(line: str, find: Find | None = None) -> Any:
     """The value that ``literal`` wrote.
 
