@@ -24,12 +24,14 @@ from tlt_hpc.rewards.sandbox.forms import (
     is_programs,
     needs_candidate,
     parameters,
+    parsed,
     programs_names,
     reached,
     tests_to_call,
 )
 
 _ENTRY = re.compile(r"(?:\w+(?:\(\))?\.)?([^\W\d]\w*)")
+_OF_ONE_PROCESS = frozenset({"unittest.mock", "contextlib.redirect_stdout", "asyncio"})
 _OFFERED = frozenset({"pytest", "numpy"})
 
 
@@ -139,18 +141,22 @@ def _check_texts(texts: list[str]) -> None:
 
 def _parsed(text: str) -> ast.Module:
     try:
-        tree = ast.parse(text)
-        compile(tree, "tests", "exec", dont_inherit=True)
+        return parsed(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ValueError(f"{text[:40]!r} is neither JSON nor Python: {error}") from None
-    return tree
 
 
 def _check_imports(trees: list[ast.Module]) -> None:
+    """Check that what tests import is there, and that they need not be in the program's process."""
+    for node in (each for tree in trees for each in ast.walk(tree)):
+        match node:
+            case ast.Attribute(attr="stdout" | "stdin" | "input", ctx=ast.Store()):
+                raise ValueError("replaces what a program reads or writes, which cannot reach it in another process")
     for module, names in imports(trees):
         root = module.partition(".")[0]
-        if module == "unittest.mock" or (module == "unittest" and "mock" in names):
-            raise ValueError("needs unittest.mock, which cannot reach the program: it runs in another process")
+        for each in (module, *(f"{module}.{name}" for name in names)):
+            if each in _OF_ONE_PROCESS:
+                raise ValueError(f"needs {each}, which cannot reach the program: it runs in another process")
         if root not in sys.stdlib_module_names | _OFFERED and root and not is_programs(module, names):
             raise ValueError(f"needs {root}, which the sandbox does not have")
 

@@ -31,10 +31,18 @@ def _blocks(text: str) -> list[tuple[str, str]]:
         if opening is None:
             continue
         end = _end_of(lines, at, opening[1])
+        again = next((line for line in range(at, end) if _opens_program(lines[line])), end)
+        if again < end and not _is_python("".join(lines[at:end])):
+            end = again - 1  # a draft was left without a closing fence
         body, language = _content(lines[at:end], opening, is_closed=end < len(lines)), opening[2].lower()
         blocks += _blocks(body) if language in _MARKDOWN else [(language, body)]
         at = end + 1
     return blocks
+
+
+def _opens_program(line: str) -> bool:
+    opening = _OPENING.fullmatch(line.rstrip())
+    return opening is not None and _PYTHON.fullmatch(opening[2].lower()) is not None
 
 
 def _end_of(lines: list[str], start: int, fence: str) -> int:

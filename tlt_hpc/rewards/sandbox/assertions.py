@@ -22,12 +22,14 @@ from tlt_hpc.rewards.sandbox import testing
 from tlt_hpc.rewards.sandbox.attempt import Attempt
 from tlt_hpc.rewards.sandbox.forms import (
     FAILED,
+    GIVEN,
     HELD,
     MODULES,
     Counting,
+    definitions,
     imports,
     is_programs,
-    needs_candidate,
+    parsed,
     programs_names,
     reached,
     tests_to_call,
@@ -44,14 +46,17 @@ _SPARE = {**vars(typing), **vars(collections)}
 class _Names(dict[str, Any]):
     """The names of tests; one that they do not define is the program's, or a module."""
 
-    def __init__(self, link: Link, programs: Container[str]) -> None:
+    def __init__(self, link: Link, programs: Container[str], entry: str) -> None:
         super().__init__({"__name__": "__main__", HELD: self._count, FAILED: _raise_again})
-        self._link, self._programs, self.num_held = link, programs, 0
+        self._link, self._programs, self._entry, self.num_held = link, programs, entry, 0
 
     def __missing__(self, name: str) -> Any:
         if name.startswith("__") or (hasattr(builtins, name) and name not in self._programs):
             raise KeyError(name)
-        self[name] = importlib.import_module(name) if name in MODULES else self._link.named(name, _SPARE)
+        if name in MODULES:
+            self[name] = importlib.import_module(name)
+        else:
+            self[name] = self._link.named(self._entry if name == GIVEN else name, _SPARE)
         return self[name]
 
     def _count(self) -> None:
@@ -81,19 +86,19 @@ def report_of(texts: Sequence[str], entry: str, replies: TextIO, calls: TextIO) 
         failed to answer; ``trouble``: why the tests ended, "" if they are passed; ``is_unreadable``: whether it is
         not the program's fault.
     """
-    link, trees = Link(replies, calls), [ast.parse(text) for text in texts]
+    link, trees = Link(replies, calls), [parsed(text) for text in texts]
     units = tests_to_call(trees)
     if "numpy" in sys.modules:
         _SPARE["np"] = sys.modules["numpy"]
     live, _ = reached(trees, [unit.name for unit in units])
-    names = _Names(link, programs_names(trees, live))
+    names = _Names(link, programs_names(trees, live), entry)
     with Attempt(Exception, SystemExit) as attempt:
         _offer_modules(trees, link)
         for number, tree in enumerate(trees):
+            own = [unit.name for unit in units if unit.name in definitions([tree])]
             _execute(tree, _FILE.format(number), names)
-        candidate = link.named(entry, {}) if any(map(needs_candidate, units)) else None
-        for unit in units:
-            testing.call_test(names[unit.name], names, candidate)
+            for name in own:
+                testing.call_test(names[name], names)
     error = attempt.error
     return {
         "held": names.num_held,

@@ -11,6 +11,7 @@ import collections
 import inspect
 import re
 import typing
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 
 HELD = "__held__"
@@ -27,18 +28,34 @@ _PROGRAM = re.compile(r"((my|your|the)_?)?(solutions?|module|program|answer|subm
 _CATCH_ALL = ("AssertionError", "Exception", "BaseException")
 
 
+def parsed(text: str) -> ast.Module:
+    """The tree of a text of tests; a module beside it is the program.
+
+    Raises:
+        SyntaxError, ValueError, RecursionError, MemoryError: it is no Python.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what the data's author wrote
+        tree = ast.parse(text)
+        compile(tree, "tests", "exec", dont_inherit=True)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            node.module, node.level = "solution", 0
+    return tree
+
+
 def is_programs(module: str, names: Iterable[str] = ()) -> bool:
     """Whether a module that tests import, or import these names from, is the program."""
     return module in names or _PROGRAM.fullmatch(module) is not None
 
 
 def imports(trees: Iterable[ast.AST]) -> Iterator[tuple[str, list[str]]]:
-    """Modules that tests import, with the names that they import from them; "" is a package of the tests' own."""
+    """Modules that tests import, with the names that they import from them."""
     for node in _all(trees):
         if isinstance(node, ast.Import):
             yield from ((alias.name, []) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            yield "" if node.level else node.module or "", [alias.name for alias in node.names]
+            yield node.module or "", [alias.name for alias in node.names]
 
 
 def is_check(node: ast.AST) -> bool:

@@ -7,7 +7,9 @@ methods of ``Solution`` return is a plain value, or can only be called, iterated
 
 from __future__ import annotations
 
+import functools
 import sys
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, TextIO
 
@@ -39,7 +41,8 @@ class Link:
         """
         is_class = name[:1].isupper()
         level, below = 2 if is_class else 0, 1 if is_class and name != "Solution" else 0
-        kind, value = self._exchange("name", (name,), {}, lambda number: Remote(self, number, level, below, is_class))
+        find = functools.partial(Remote, self, level=level, below=below, makes=is_class)
+        kind, value, _ = self._exchange("name", (name,), {}, find)
         if kind == "missing":
             if name not in spare:
                 self._end(f"the program has no {name!r}" if name else "the program has no function")
@@ -55,8 +58,11 @@ class Link:
             NotSentError: an argument cannot be sent.
             SystemExit: it did not answer.
         """
-        kind, value = self._exchange(operation, (of, *given), named, lambda number: self._found(number, of, operation))
+        find = functools.partial(self._found, of, operation)
+        kind, value, changed = self._exchange(operation, (of, *given), named, find)
         self.num_answers += 1
+        for place, content in changed.items():
+            _fill(given[place - 1], content)
         if kind == "raised":
             classes, arguments = value
             raise exception_class(*classes)(*arguments)
@@ -74,7 +80,7 @@ class Link:
             self._end("the program did not answer")
         return value_of(reply, find)
 
-    def _found(self, number: int, of: Remote, operation: str) -> Remote:
+    def _found(self, of: Remote, operation: str, number: int) -> Remote:
         """An object in a result: what a test made itself keeps its rights."""
         if operation == "call" and of._makes:
             return self._made.setdefault(number, Remote(self, number, 2, of._below))
@@ -117,6 +123,13 @@ class Remote:
         if not isinstance(other, Remote) or 0 in (self._level, other._level):
             return self is other
         return bool(self._link.ask("==", self, other))
+
+
+def _fill(collection: Any, content: Any) -> None:
+    """Change a collection as the program has changed its own."""
+    assert type(collection) is type(content)
+    collection.clear()
+    (collection.extend if isinstance(collection, list | deque) else collection.update)(content)
 
 
 def number_of(value: Any) -> int:

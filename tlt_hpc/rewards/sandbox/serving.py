@@ -5,13 +5,16 @@ from __future__ import annotations
 import inspect
 import operator
 import types
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import Any, TextIO
 
 from tlt_hpc.rewards.sandbox.attempt import Attempt
 from tlt_hpc.rewards.sandbox.remote import ENTRY
 from tlt_hpc.rewards.sandbox.values import classes_of, literal, value_of
 
+_Reply = tuple[str, Any, dict[int, Any]]
+"""What kind of answer it is, the answer, and arguments that have changed."""
 _OPERATIONS: dict[str, Callable[..., Any]] = {
     "call": lambda function, *given, **named: function(*given, **named),
     "get": getattr, "set": setattr, "str": str, "repr": repr, "len": len, "bool": bool, "iter": iter, "next": next,
@@ -47,13 +50,14 @@ def serve(module: types.ModuleType, calls: TextIO, replies: TextIO) -> None:
     for line in calls:
         operation, given, named = value_of(line, objects.__getitem__)
         if operation == "name":
-            reply = _reply_of_name(module, given[0], objects)
+            reply = _reply_of_name(module, given[0])
         else:
             value = None
             with Attempt(Exception) as attempt:
                 value = _OPERATIONS[operation](*given, **named)
-            reply = _raised(attempt.error) if attempt.error else f"('value',{literal(value, objects.number_of)})"
-        replies.write(reply + "\n")
+            changed = _changed(given, value_of(line, objects.__getitem__)[1])
+            reply = _raised(attempt.error) if attempt.error else ("value", value, changed)
+        replies.write(literal(reply, objects.number_of) + "\n")
         replies.flush()
 
 
@@ -72,20 +76,32 @@ def find(module: types.ModuleType, name: str) -> Any:
     return names[name]
 
 
-def _reply_of_name(module: types.ModuleType, name: str, objects: Objects) -> str:
+def _reply_of_name(module: types.ModuleType, name: str) -> _Reply:
     try:
-        value = find(module, name)
+        return "value", find(module, name), {}
     except KeyError:
-        return "('missing',None)"
-    return f"('value',{literal(value, objects.number_of)})"
+        return "missing", None, {}
 
 
-def _raised(error: BaseException) -> str:
+def _raised(error: BaseException) -> _Reply:
     try:
-        arguments = literal(error.args)
+        literal(error.args)
     except ValueError:
-        arguments = literal((str(error),))
-    return f"('raised',({classes_of(type(error))!r},{arguments}))"
+        return "raised", (classes_of(type(error)), (str(error),)), {}
+    return "raised", (classes_of(type(error)), error.args), {}
+
+
+def _changed(given: Sequence[Any], before: Sequence[Any]) -> dict[int, Any]:
+    """Collections among the arguments that a call has changed, by place."""
+    changed = {}
+    for place, (now, then) in enumerate(zip(given, before, strict=True)):
+        if type(now) in (list, dict, set, deque):
+            is_same = False
+            with Attempt(ValueError):  # arrays have no truth
+                is_same = bool(now == then)
+            if not is_same:
+                changed[place] = now
+    return changed
 
 
 def _entry(module: types.ModuleType) -> Any:

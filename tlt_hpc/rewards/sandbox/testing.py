@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
+from tlt_hpc.rewards.sandbox.forms import GIVEN
+
 Function = Callable[..., Any]
 
 
@@ -131,14 +133,14 @@ def ignore_main() -> None:
     unittest.main = main  # type: ignore[assignment,misc]
 
 
-def call_test(test: Any, names: Mapping[str, Any], candidate: Any) -> None:
+def call_test(test: Any, names: Mapping[str, Any]) -> None:
     """Run a test function, or all tests of a class.
 
     Raises:
         Exception: one of them fails.
     """
     if not isinstance(test, type):
-        _call(test, names, candidate)
+        _call(test, names)
     elif "unittest" in sys.modules and issubclass(test, sys.modules["unittest"].TestCase):
         _run_case(test)
     else:
@@ -146,15 +148,15 @@ def call_test(test: Any, names: Mapping[str, Any], candidate: Any) -> None:
             instance = test()
             for prepare in ("setup_class", "setup_method", "setup"):
                 if hasattr(instance, prepare):
-                    _call(getattr(instance, prepare), names, None)
-            _call(getattr(instance, name), names, candidate)
+                    _call(getattr(instance, prepare), names)
+            _call(getattr(instance, name), names)
 
 
-def _call(function: Function, names: Mapping[str, Any], candidate: Any) -> Any:
-    """Call a function with what makes its arguments, or the program's function where nothing does."""
+def _call(function: Function, names: Mapping[str, Any]) -> Any:
+    """Call a function with what makes its arguments, or with the program's function where nothing does."""
     needed = [each.name for each in inspect.signature(function).parameters.values() if each.default is each.empty]
-    given = {name: _call(names[name], names, None) if _is_fixture(names.get(name)) else candidate for name in needed}
-    made = function(**given)
+    given = [_call(names[name], names) if _is_fixture(names.get(name)) else names[GIVEN] for name in needed]
+    made = function(**dict(zip(needed, given, strict=True)))
     return next(made) if inspect.isgenerator(made) else made
 
 

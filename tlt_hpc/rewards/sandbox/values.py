@@ -12,6 +12,7 @@ import math
 import sys
 from collections import deque
 from collections.abc import Callable
+from datetime import date, datetime, time, timedelta
 from decimal import Decimal
 from fractions import Fraction
 from functools import cache
@@ -19,6 +20,8 @@ from itertools import takewhile
 from typing import Any
 
 _MARK = "\0"
+_TEXTS: dict[str, Any] = {"Fraction": Fraction, "Decimal": Decimal, "datetime": datetime, "date": date, "time": time}
+"""Classes whose values are read from their texts, before those that they are derived from."""
 Refer = Callable[[Any], int]
 Find = Callable[[int], Any]
 
@@ -76,9 +79,11 @@ def value_of(line: str, find: Find | None = None) -> Any:
 
 
 def _literal_of_other(value: Any, refer: Refer | None) -> str:
-    for kind in (Fraction, Decimal):
+    for name, kind in _TEXTS.items():
         if isinstance(value, kind):
-            return _marked(kind.__name__, repr(kind.__str__(value)))
+            return _marked(name, repr(kind.__str__(value)))
+    if isinstance(value, timedelta):
+        return _marked("timedelta", repr((value.days, value.seconds, value.microseconds)))
     if isinstance(value, deque):
         return _marked("deque", literal((list(value), value.maxlen), refer))
     if isinstance(value, range):
@@ -136,10 +141,12 @@ def _made(kind: str, content: Any, find: Find | None) -> Any:
     match kind:
         case "number":
             return complex(content) if content.endswith(("j", ")")) else math.nan
-        case "Fraction":
-            return Fraction(content)
-        case "Decimal":
-            return Decimal(content)
+        case "Fraction" | "Decimal":
+            return _TEXTS[kind](content)
+        case "datetime" | "date" | "time":
+            return _TEXTS[kind].fromisoformat(content)
+        case "timedelta":
+            return timedelta(*content)
         case "deque":
             return deque(*content)
         case "range":
