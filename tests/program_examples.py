@@ -185,4 +185,7 @@ EXAMPLES: list[tuple[str, Any, bool | None]] = [
     ("print('1_000')", {'inputs': [''], 'outputs': ['1000']}, False),
     ("print('inf')", {'inputs': [''], 'outputs': ['inf']}, True),
     ("print('1/2')", {'inputs': [''], 'outputs': ['0.5']}, False),
+    ("def f(n): return n", "def assert_same(a, b):\n    if a != b: print('differs')\nassert_same(f(1), 2)", UNREADABLE),
+    ("def f(n): return n", "def assert_same(a, b):\n    if a != b: raise ValueError\nassert_same(f(1), 1)", True),
+    ("def f(n): return n", "def assert_same(a, b):\n    assert a == b\nassert_same(f(1), 2)", False),
 ]  # fmt: skip

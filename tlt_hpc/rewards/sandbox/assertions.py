@@ -96,7 +96,8 @@ def report_of(texts: Sequence[str], entry: str, replies: TextIO, calls: TextIO) 
         _offer_modules(trees, link)
         for number, tree in enumerate(trees):
             own = [unit.name for unit in units if unit.name in definitions([tree])]
-            _execute(tree, _FILE.format(number), names)
+            changed = ast.fix_missing_locations(Counting(definitions(trees)).visit(tree))
+            _execute(changed, _FILE.format(number), names)
             for name in own:
                 testing.call_test(names[name], names)
     error = attempt.error
@@ -110,9 +111,8 @@ def report_of(texts: Sequence[str], entry: str, replies: TextIO, calls: TextIO) 
 
 
 def _execute(tree: ast.Module, file: str, names: _Names) -> None:
-    changed = ast.fix_missing_locations(Counting().visit(tree))
     try:
-        exec(compile(changed, file, "exec", dont_inherit=True), names)
+        exec(compile(tree, file, "exec", dont_inherit=True), names)
     except SystemExit as leaving:  # as after unittest.main()
         if leaving.code:
             raise

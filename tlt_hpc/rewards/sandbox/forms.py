@@ -12,7 +12,7 @@ import inspect
 import re
 import typing
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 
 HELD = "__held__"
 """Called after each check that held."""
@@ -25,6 +25,7 @@ MODULES = ("math", "re", "collections", "itertools", "functools", "heapq", "stri
 """Known to tests without an import, as data sets expect."""
 Definition = ast.FunctionDef | ast.ClassDef
 _PROGRAM = re.compile(r"((my|your|the)_?)?(solutions?|module|program|answer|submission|implementation|main)")
+_CHECK = re.compile(r"assert\w*|fail|raises")
 _CATCH_ALL = ("AssertionError", "Exception", "BaseException")
 
 
@@ -37,7 +38,6 @@ def parsed(text: str) -> ast.Module:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of what the data's author wrote
         tree = ast.parse(text)
-        compile(tree, "tests", "exec", dont_inherit=True)
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.level:
             node.module, node.level = "solution", 0
@@ -58,8 +58,12 @@ def imports(trees: Iterable[ast.AST]) -> Iterator[tuple[str, list[str]]]:
             yield node.module or "", [alias.name for alias in node.names]
 
 
-def is_check(node: ast.AST) -> bool:
-    """Whether a statement makes the tests fail where something is not as it should be."""
+def is_check(node: ast.AST, own: Container[str] = ()) -> bool:
+    """Whether a statement makes the tests fail where something is not as it should be.
+
+    Args:
+        own: names of what the tests define: whether these check anything is in their bodies.
+    """
     match node:
         case ast.Assert(test=ast.Constant(value=value)):
             return not value
@@ -68,7 +72,8 @@ def is_check(node: ast.AST) -> bool:
         case ast.Assert() | ast.Raise():
             return True
         case ast.Expr(value=ast.Call(func=function)) | ast.withitem(context_expr=ast.Call(func=function)):
-            return re.match(r"assert|fail|raises", last_name(function)) is not None
+            name = last_name(function)
+            return _CHECK.fullmatch(name) is not None and not (isinstance(function, ast.Name) and name in own)
     return False
 
 
@@ -160,18 +165,21 @@ def last_name(node: ast.AST) -> str:
 class Counting(ast.NodeTransformer):
     """Calls ``HELD`` after every check, and ``FAILED`` where a handler would ignore an assertion that does not hold."""
 
+    def __init__(self, own: Container[str]) -> None:
+        self._own = own
+
     def visit_Assert(self, node: ast.Assert) -> list[ast.stmt]:
         """The assertion and the call."""
         return _counted(node, is_check(node))
 
     def visit_Expr(self, node: ast.Expr) -> list[ast.stmt]:
         """The same for methods of unittest and functions of numpy.testing."""
-        return _counted(node, is_check(node))
+        return _counted(node, is_check(node, self._own))
 
     def visit_With(self, node: ast.With) -> list[ast.stmt]:
         """The same for an exception that is expected."""
         self.generic_visit(node)
-        return _counted(node, any(map(is_check, node.items)))
+        return _counted(node, any(is_check(item, self._own) for item in node.items))
 
     def visit_If(self, node: ast.If) -> list[ast.stmt]:
         """The same where one branch fails."""
