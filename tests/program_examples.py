@@ -188,4 +188,6 @@ EXAMPLES: list[tuple[str, Any, bool | None]] = [
     ("def f(n): return n", "def assert_same(a, b):\n    if a != b: print('differs')\nassert_same(f(1), 2)", UNREADABLE),
     ("def f(n): return n", "def assert_same(a, b):\n    if a != b: raise ValueError\nassert_same(f(1), 1)", True),
     ("def f(n): return n", "def assert_same(a, b):\n    assert a == b\nassert_same(f(1), 2)", False),
+    ("def f(n): return n", "assert f(900) == " + " + ".join(["1"] * 900), True),
+    ("def f(n):\n    import pandas", "assert f(1) == 1", False),
 ]  # fmt: skip

@@ -68,7 +68,7 @@ def read_tests(truth: str, extra: str = "") -> Tests:
         ValueError: the answer has another form, or its tests test nothing.
     """
     tree: Any = truth
-    with contextlib.suppress(json.JSONDecodeError):  # Python tests may stand as they are
+    with contextlib.suppress(json.JSONDecodeError, RecursionError):  # Python tests may stand as they are
         tree = json.loads(tree)
         tree = json.loads(tree) if isinstance(tree, str) else tree
     if isinstance(tree, str) or (isinstance(tree, list) and tree and all(isinstance(each, str) for each in tree)):

@@ -106,7 +106,7 @@ def report_of(texts: Sequence[str], entry: str, replies: TextIO, calls: TextIO) 
         "answers": link.num_answers,
         "is_silent": link.is_silent,
         "trouble": _described(error, texts) if error else "",
-        "is_unreadable": isinstance(error, NotSentError | ImportError),
+        "is_unreadable": isinstance(error, NotSentError),
     }
 
 

@@ -12,7 +12,9 @@ import inspect
 import re
 import typing
 import warnings
+from collections import deque
 from collections.abc import Container, Iterable, Iterator, Sequence
+from typing import Any
 
 HELD = "__held__"
 """Called after each check that held."""
@@ -168,6 +170,10 @@ class Counting(ast.NodeTransformer):
     def __init__(self, own: Container[str]) -> None:
         self._own = own
 
+    def visit(self, node: ast.AST) -> Any:
+        """Leaves expressions as they are: long sums are deep."""
+        return node if isinstance(node, ast.expr) else super().visit(node)
+
     def visit_Assert(self, node: ast.Assert) -> list[ast.stmt]:
         """The assertion and the call."""
         return _counted(node, is_check(node))
@@ -239,9 +245,11 @@ def _all(nodes: Iterable[ast.AST]) -> list[ast.AST]:
 
 def _outside(nodes: Iterable[ast.AST]) -> Iterator[ast.AST]:
     """These and all below them but what is inside definitions."""
-    for node in nodes:
+    left = deque(nodes)
+    while left:
+        node = left.popleft()
         yield node
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
-            yield from _outside(getattr(node, "decorator_list", ()))
-        else:
-            yield from _outside(ast.iter_child_nodes(node))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            left += node.decorator_list
+        elif not isinstance(node, ast.Lambda):
+            left += ast.iter_child_nodes(node)
