@@ -67,6 +67,19 @@ def test_attack(attack: Attack, secret: Path, template: Template) -> None:
     assert (honest.output, honest.status, honest.failure) == ("42\n", 0, None)
 
 
+@pytest.mark.ci
+@pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.name)
+def test_attack_with_numpy(attack: Attack, secret: Path, template: Template) -> None:
+    """Sandboxes with numpy have the same walls, limits and filter."""
+    code = attack.code.replace("{secret}", str(secret)).replace("{pid}", str(os.getpid()))
+    with Sandbox(template, has_numpy=True) as sandbox:
+        limits = replace(LIMITS, asleep_seconds=0.5) if attack.failure == "asleep" else LIMITS
+        outcome = sandbox.run(f"import numpy\n{code}", "3", limits)
+    assert "breached" not in outcome.output
+    assert re.search(rf"({attack.says})\b", outcome.output) or not attack.says, outcome
+    assert outcome.failure == attack.failure
+
+
 def test_a_signal_to_the_process_group_reaches_no_other_sandbox(template: Template) -> None:
     with Sandbox(template) as one, Sandbox(template) as other:
         one.run("import os\nos.kill(0, 9)", "", LIMITS)

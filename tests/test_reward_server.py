@@ -26,11 +26,13 @@ from tlt_hpc.cluster.watch.beat import BEAT
 from tlt_hpc.config import RewardSection, UserError
 from tlt_hpc.rewards.answer import Answer, Failure, Verdict
 from tlt_hpc.rewards.client import RewardClient, server_environment
-from tlt_hpc.rewards.code import extract_program, passes_tests, same_output
+from tlt_hpc.rewards.code import passes_tests
+from tlt_hpc.rewards.fences import extract_program
 from tlt_hpc.rewards.frames import FrameBuffer, pack
 from tlt_hpc.rewards.functions import call_function, load_functions
-from tlt_hpc.rewards.sandbox.assertions import literal
+from tlt_hpc.rewards.results import same_output
 from tlt_hpc.rewards.sandbox.outside import Template, working_template
+from tlt_hpc.rewards.sandbox.values import literal
 
 OWN = """
 import os, signal, sys, time
@@ -437,7 +439,9 @@ def test_programs_go_through_the_server() -> None:
     crash = Verdict(0.0, Failure.CRASH, "the program was killed by signal 6")
     with closing(make_client(default="code", cpu_seconds=2.0, memory_mb=256)) as client:
         verdicts = ask(client, *texts, kind="code", truth=truth)
-    assert verdicts == [Verdict(1.0), Verdict(0.0), crash, Verdict(0.0, Failure.MEMORY)]
+    wrong = Verdict(0.0, detail="test 1: gave '1', expected '2'")
+    assert verdicts == [Verdict(1.0), wrong, crash, Verdict(0.0, Failure.MEMORY)]
+    assert verdicts[0].read == "def f(n): return n + 1"
 
 
 # --- frames ---
@@ -479,20 +483,20 @@ def template() -> Iterator[Template]:
          "def main():\n    def f(n): return n and 1 + f(n - 1)\n    print(f(20000))\n"
          "threading.Thread(target=main).start()",
          {"inputs": [""], "outputs": ["20000"]}, 1.0),
-        ("import numpy", {"inputs": [""], "outputs": [""]}, 0.0),
+        ("import pydantic", {"inputs": [""], "outputs": [""]}, 0.0),
         ("print(1)\nraise ValueError", {"inputs": [""], "outputs": ["1"]}, 0.0),
         ("def f(a): return {1, 2}", {"inputs": [[5]], "outputs": [[1, 2]], "fn_name": "f"}, 0.0),
         ("def f(a): return set(a)", ["assert f([1, 2, 2]) == {1, 2}", "assert math.isclose(len(f([])), 0)"], 1.0),
         ("def f(a): return list(a)", ["assert f((1, 2)) == (1, 2)"], 0.0),
         ("def f(a): return a + 1", "def check(candidate):\n    assert candidate(1) == 2\n\ncheck(f)", 1.0),
         ("def f(a): return a + 1", "def check(candidate):\n    assert candidate(1) == 3\n\ncheck(f)", 0.0),
-        ("def f(a): raise ValueError", "try: f(1)\nexcept Exception: pass\nassert True", 0.0),
         ("print('in')\ndef f(a):\n    print(a)\n    return a", json.dumps("assert f('\u00e9\\n') == '\u00e9\\n'"), 1.0),
     ],
 )  # fmt: skip
 def test_programs_are_judged_by_their_tests(template: Template, program: str, truth: object, wanted: float) -> None:
     given = truth if isinstance(truth, str) else json.dumps(truth)
-    assert passes_tests(f"I think\n```python\n{program}\n```\nis it", given, CODE, template) == Verdict(wanted)
+    verdict = passes_tests(f"I think\n```python\n{program}\n```\nis it", given, CODE, template)
+    assert (verdict.reward, verdict.failure, bool(verdict.detail)) == (wanted, None, not wanted)
 
 
 @pytest.mark.parametrize(
@@ -519,7 +523,7 @@ def test_values_are_of_builtin_types() -> None:
     ("program", "assertion", "failure"),
     [
         ("def f():\n    while True: pass", "assert f()", Failure.CPU),
-        ("def f(): return 1", "f()\nwhile True: assert True", Failure.CPU),
+        ("def f(): return 1", "f()\nwhile True: assert len", Failure.CPU),
         ("def f(): return [0] * 10**9", "assert f()", Failure.MEMORY),
         ("import os\ndef f(): os.abort()", "assert f()", Failure.CRASH),
     ],
@@ -548,6 +552,10 @@ def test_cpu_time_is_counted_over_all_tests_of_an_answer(template: Template) -> 
         ("[1]", "neither a table with 'inputs' and 'outputs' nor a list of such nor assertions"),
         ("assert f(", "'assert f(' is neither JSON nor Python: '(' was never closed (<unknown>, line 1)"),
         ('["f(1)"]', "'f(1)' asserts nothing"),
+        (
+            "try: f(1)\nexcept Exception: pass\nassert True",
+            "'try: f(1)\\nexcept Exception: pass\\nassert ' asserts nothing",
+        ),
         ('[{"input": "1", "output": "1", "testtype": "functional"}]', "a function's tests without metadata.func_name"),
     ],
 )

@@ -21,7 +21,7 @@ def check_answer(settings: RewardSection, prompt: Prompt) -> str:
     """
     kind = kind_for(prompt.source, settings.default, settings.by_source)
     if kind == "code":
-        from tlt_hpc.rewards.code import read_tests
+        from tlt_hpc.rewards.code_tests import read_tests
 
         try:
             read_tests(prompt.answer)

@@ -23,6 +23,7 @@ from typing import Any, BinaryIO
 
 from tlt_hpc.rewards.frames import read_frame, write_frame
 from tlt_hpc.rewards.sandbox.kinds import KINDS, Walls
+from tlt_hpc.rewards.sandbox.prelude import names_given
 from tlt_hpc.rewards.sandbox.privileges import check, die_with_parent, libc
 from tlt_hpc.rewards.sandbox.program import RESULT_FD, body_of, confine, run_to_the_end
 
@@ -30,6 +31,8 @@ _MFD_ALLOW_SEALING, _F_ADD_SEALS, _ALL_SEALS = 2, 1033, 15
 _AWAKE_SHARE = 0.01
 """Share of a core: a process with less waits for something, however loaded the machine is."""
 _LOOK_SECONDS = 0.25
+NUMPY = b"n"
+"""The message that asks for a sandbox with numpy."""
 _COMMON = ("array", "bisect", "cmath", "collections", "copy", "ctypes", "dataclasses", "datetime", "decimal", "enum",
            "fractions", "functools", "hashlib", "heapq", "io", "itertools", "json", "math", "operator", "queue",
            "random", "re", "statistics", "string", "struct", "threading", "typing", "bz2", "lzma", "zlib",
@@ -126,6 +129,16 @@ def _import_common() -> None:
     for name in _COMMON:
         with contextlib.suppress(ImportError):  # an interpreter may have been built without some
             __import__(name)
+    names_given()
+
+
+def _import_numpy(packages: str) -> None:
+    sys.path.append(packages)
+    for name in ("numpy", "numpy.linalg", "numpy.random", "numpy.fft", "numpy.polynomial", "numpy.testing"):
+        with contextlib.suppress(ImportError):  # then programs have none
+            __import__(name)
+    sys.path.remove(packages)
+    gc.freeze()
 
 
 def _add_site_builtins() -> None:
@@ -137,32 +150,54 @@ def _add_site_builtins() -> None:
     builtins.quit = _sitebuiltins.Quitter("quit", "Ctrl-D")  # type: ignore[assignment]
 
 
-def main(project: str, channel_fd: int, kind: str) -> None:
+def main(project: str, channel_fd: int, kind: str, packages: str) -> None:
     """Be the template that sandboxes are forked from; in a program's process, the program.
 
     The template has everything imported and knows no answer. It takes the two ends of the pipes to a judge with each
-    message, and the socket to another sandbox if there is one, and ends with the server.
+    message, and the socket to another sandbox if there is one, and ends with the server. Sandboxes with numpy, which
+    are slower to fork, have a template of their own, forked from this one for the first of them.
     """
     sys.path.remove(project)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # process 1 hears nothing from inside that it has no handler for
     die_with_parent()
+    sys.set_int_max_str_digits(0)  # numbers may have more digits than Python writes by itself
     _import_common()
     _add_site_builtins()
     gc.collect()
     gc.freeze()  # whatever is forked shares these pages
     channel = socket.socket(fileno=channel_fd)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for a sandbox but its judge
+    with_numpy: socket.socket | None = None
     while True:
         message, fds, _, _ = socket.recv_fds(channel, 1, 3)
         if not message:
             return
-        if os.fork() == 0:
-            channel.close()
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        if message == NUMPY and packages:
+            if with_numpy is None:
+                with_numpy, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                if os.fork() == 0:
+                    die_with_parent()
+                    with_numpy.close()
+                    channel.close()
+                    _close_all(fds)
+                    _import_numpy(packages)
+                    channel, packages, with_numpy = theirs, "", None
+                    continue
+                theirs.close()
+            socket.send_fds(with_numpy, [NUMPY], fds)
+        elif os.fork() == 0:
             break
-        for fd in fds:
-            os.close(fd)
+        _close_all(fds)
+    channel.close()
+    if with_numpy is not None:
+        with_numpy.close()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     _sandbox(KINDS[kind](), os.fdopen(fds[0], "rb"), os.fdopen(fds[1], "wb"), fds[2] if len(fds) > 2 else None)
+
+
+def _close_all(fds: list[int]) -> None:
+    for fd in fds:
+        os.close(fd)
 
 
 def _library_folders() -> list[str]:

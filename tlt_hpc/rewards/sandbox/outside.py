@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import math
 import os
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from tlt_hpc.rewards.answer import JudgeError
 from tlt_hpc.rewards.frames import read_frame, write_frame
+from tlt_hpc.rewards.sandbox.inside import NUMPY
 from tlt_hpc.rewards.sandbox.kinds import KINDS
 from tlt_hpc.rewards.sandbox.program import MEMORY_STATUS
 
 _PROJECT = str(Path(__file__).resolve().parents[3])
 _START = (
-    "import sys; _, project, channel, kind = sys.argv; sys.path.append(project); "
-    "from tlt_hpc.rewards.sandbox.inside import main; main(project, int(channel), kind)"
+    "import sys; _, project, channel, kind, packages = sys.argv; sys.path.append(project); "
+    "from tlt_hpc.rewards.sandbox.inside import main; main(project, int(channel), kind, packages)"
 )
+_ENVIRONMENT = {"PYTHONHASHSEED": "0", "LANG": "C.UTF-8", "PATH": "/nowhere", "HOME": "/tmp", "TMPDIR": "/tmp",
+                "OPENBLAS_NUM_THREADS": "1"}  # fmt: skip
 
 
 class SandboxError(JudgeError):
@@ -64,14 +69,16 @@ class Template:
     def __init__(self, kind: str) -> None:
         self.kind = kind
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        command = [sys.executable, "-s", "-S", "-P", "-B", "-c", _START, _PROJECT, str(theirs.fileno()), kind]
+        numpy = importlib.util.find_spec("numpy")
+        packages = str(Path(numpy.origin).parents[1]) if numpy and numpy.origin else ""
+        arguments = [_PROJECT, str(theirs.fileno()), kind, packages]
         with theirs:
             self._process = subprocess.Popen(
-                command,
+                [sys.executable, "-s", "-S", "-P", "-B", "-c", _START, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
-                env={"PYTHONHASHSEED": "0", "LANG": "C.UTF-8", "PATH": "/nowhere", "HOME": "/tmp", "TMPDIR": "/tmp"},
+                env=_ENVIRONMENT,
             )
 
     @property
@@ -79,11 +86,11 @@ class Template:
         """Whether it still runs; for its owner to ask."""
         return self._process.poll() is None
 
-    def open(self, *partner: int) -> tuple[BinaryIO, BinaryIO]:
+    def open(self, *partner: int, has_numpy: bool = False) -> tuple[BinaryIO, BinaryIO]:
         """Start a sandbox, with a socket to another one if given; returns the streams of requests and of outcomes."""
         theirs_in, ours_in = os.pipe()
         ours_out, theirs_out = os.pipe()
-        socket.send_fds(self._socket, [b"."], [theirs_in, theirs_out, *partner])
+        socket.send_fds(self._socket, [NUMPY if has_numpy else b"."], [theirs_in, theirs_out, *partner])
         os.close(theirs_in)
         os.close(theirs_out)
         return os.fdopen(ours_in, "wb"), os.fdopen(ours_out, "rb")
@@ -98,13 +105,17 @@ class Template:
 class Sandbox:
     """A sandbox for the programs of one answer; it ends with all its processes at the end of a ``with`` block.
 
+    Args:
+        partner: a socket to another one.
+        has_numpy: whether its programs can import numpy.
+
     Raises:
         SandboxError: the system does not allow one.
     """
 
-    def __init__(self, template: Template, *partner: int) -> None:
+    def __init__(self, template: Template, *partner: int, has_numpy: bool = False) -> None:
         self._template = template  # it must not go while this is open
-        self._requests, self._outcomes = template.open(*partner)
+        self._requests, self._outcomes = template.open(*partner, has_numpy=has_numpy)
         trouble = self._next().get("trouble")
         if trouble:
             self.close()
@@ -148,24 +159,30 @@ class Sandbox:
         return frame  # type: ignore[no-any-return]
 
 
-def check(template: Template, code: str, assertions: list[str], limits: ProgramLimits) -> tuple[Outcome, Outcome]:
-    """Run assertions against a program's functions, each in a sandbox of its own.
+def check(
+    template: Template, code: str, tests: Sequence[str], limits: ProgramLimits, entry: str = "", has_numpy: bool = False
+) -> tuple[Outcome, Outcome]:
+    """Run Python tests against a program's functions, each in a sandbox of its own.
+
+    Args:
+        entry: the function that a test is called with; empty: the one that no other function calls.
+        has_numpy: whether both can import numpy.
 
     Returns:
-        The outcomes of the program and of the assertions; the output of these is "passed" if all hold.
+        The outcomes of the program and of the tests; the output of these is a report (``assertions.py``) as JSON.
 
     Raises:
         SandboxError: the system does not allow one.
     """
     ours, theirs = socket.socketpair()
-    with ours, Sandbox(template, ours.fileno()) as program:
+    with ours, Sandbox(template, ours.fileno(), has_numpy=has_numpy) as program:
         ours.close()
         program._send({"do": "serve", "code": code}, limits)
-        with theirs, Sandbox(template, theirs.fileno()) as checker:
+        with theirs, Sandbox(template, theirs.fileno(), has_numpy=has_numpy) as checker:
             theirs.close()
             # it waits while the program computes; a program that hangs is ended by its own limits
             patient = replace(limits, asleep_seconds=math.inf)
-            checked = checker._ask({"do": "check", "assertions": assertions}, patient)
+            checked = checker._ask({"do": "check", "tests": list(tests), "entry": entry}, patient)
         return program._outcome(), checked  # without calls to come the program ends
 
 

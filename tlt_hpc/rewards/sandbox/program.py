@@ -6,7 +6,6 @@ the other runs the assertions.
 
 from __future__ import annotations
 
-import ast
 import atexit
 import json
 import math
@@ -20,7 +19,10 @@ from collections.abc import Callable
 from typing import Any, NoReturn, TextIO
 
 from tlt_hpc.rewards.sandbox import seccomp
-from tlt_hpc.rewards.sandbox.assertions import literal, run_assertions
+from tlt_hpc.rewards.sandbox.assertions import report_of
+from tlt_hpc.rewards.sandbox.prelude import give_names
+from tlt_hpc.rewards.sandbox.serving import find, serve
+from tlt_hpc.rewards.sandbox.values import plain
 
 MEMORY_STATUS = 77
 RESULT_FD = 3
@@ -79,7 +81,7 @@ def body_of(request: dict[str, Any]) -> Callable[[], object]:
             return lambda: _call(request)
         case "serve":
             return lambda: _serve(request["code"])
-    return lambda: _check(request["assertions"])
+    return lambda: _check(request["tests"], request["entry"])
 
 
 def run_to_the_end(body: Callable[[], object]) -> NoReturn:
@@ -107,31 +109,26 @@ def run_to_the_end(body: Callable[[], object]) -> NoReturn:
 
 def _run(code: str, name: str) -> types.ModuleType:
     """Run a program as a module of this name."""
+    give_names()
     module = types.ModuleType(name)
     module.__file__ = _NAME
     sys.modules[name] = module
-    exec(compile(code, _NAME, "exec"), vars(module))
+    exec(compile(code, _NAME, "exec", dont_inherit=True), vars(module))
     return module
 
 
 def _call(request: dict[str, Any]) -> None:
-    function = _find(_run(request["code"], "solution"), request["name"])
-    _give(json.dumps(function(*request["arguments"])))
+    function = find(_run(request["code"], "solution"), request["name"])
+    _give(json.dumps(function(*request["arguments"]), default=plain))
 
 
 def _serve(code: str) -> None:
-    """Answer calls, one line each, until there are no more."""
     calls, replies = _partner()
-    module = _run(code, "solution")
-    for line in calls:
-        name, arguments, named = ast.literal_eval(line)
-        replies.write(literal(_find(module, name)(*arguments, **named)) + "\n")
-        replies.flush()
+    serve(_run(code, "solution"), calls, replies)
 
 
-def _check(assertions: list[str]) -> None:
-    run_assertions(assertions, *_partner())
-    _give("passed")
+def _check(texts: list[str], entry: str) -> None:
+    _give(json.dumps(report_of(texts, entry, *_partner())))
 
 
 def _partner() -> tuple[TextIO, TextIO]:
@@ -144,12 +141,3 @@ def _partner() -> tuple[TextIO, TextIO]:
 def _give(result: str) -> None:
     with open(RESULT_FD, "w", encoding="utf-8") as stream:
         stream.write(result)
-
-
-def _find(module: types.ModuleType, name: str) -> Callable[..., Any]:
-    """A function of the program, or a method of its class ``Solution``, as in LeetCode's tests."""
-    names = vars(module)
-    if "Solution" in names and name not in names:
-        # the program's own class: what it has is known only now
-        return getattr(names["Solution"](), name)  # type: ignore[no-any-return]
-    return names[name]  # type: ignore[no-any-return]
