@@ -72,7 +72,7 @@ def test_the_table_of_the_page() -> None:
         ("\u7b54\u6848\uff1a5", "5"),
         ("First 4. So she has 5 apples.", "5"),
         ("First 4. That cannot be.", ""),
-        ("So $x = 4$, and $y = 5$.", "y = 5"),
+        ("So $x = 4$, and $y = 5$.", "x = 4, y = 5"),
         ("no idea", ""),
         ("", None),
     ],

@@ -17,17 +17,14 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from math_verify import parse, verify
 
 from tlt_hpc.rewards.mathematics import equal_as_mathematics
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from math_pairs import pairs
-
-if TYPE_CHECKING:
-    from math_pairs import Pair
+from math_pairs import Pair, pairs  # type: ignore[import-not-found]
 
 Verifier = Callable[[str, str], bool]
 

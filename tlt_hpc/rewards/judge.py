@@ -34,25 +34,9 @@ def kind_for(source: str, default: str, by_source: Mapping[str, str]) -> str:
     return next((kind for pattern, kind in by_source.items() if fnmatchcase(source, pattern)), default)
 
 
-<<<<<<< HEAD
 def is_judged(kind: str, failure: str | None) -> bool:
     """Whether a verdict with this failure, or with none, is a judgement: a program that fails is a wrong answer."""
     return failure is None or (kind == "code" and failure in OF_PROGRAMS)
-=======
-def check_answer(settings: RewardSection, prompt: Prompt) -> None:
-    """Check that the tests of a prompt of the kind ``code`` can be read.
-
-    Raises:
-        ValueError: they cannot.
-    """
-    if kind_for(prompt.source, settings.default, settings.by_source) == "code":
-        from tlt_hpc.rewards.code_tests import read_tests
-
-        try:
-            read_tests(prompt.answer)
-        except ValueError as error:
-            raise ValueError(f"reward kind 'code' cannot read the tests {prompt.answer[:80]!r}: {error}") from None
->>>>>>> programs
 
 
 def judge(
