@@ -32,8 +32,9 @@ _CHOSEN = re.compile(  # also "the answer I would choose is C"
     r"|\b(?:I|we)(?: would| will|['\u2019](?:d|ll))? (?:choose|pick|select|go with)\b)"
     r"[^A-Za-z]{0,20}(?:(?:is|be|should|must|would|will|has to|thus|therefore|clearly|indeed|likely|probably)\b"
     r"[^A-Za-z]{0,20}){0,4}(?:(?:option|choice)\b[^A-Za-z]{0,5})?"
-    r"|(?<!\u4e0d)(?:\u7b54\u6848|\u9009\u9879|\u9009\u62e9?)[\s:\uff1a(\uff08\u662f\u4e3a\u5e94\u8be5\u9009\u9879\u62e9]{0,8})"
-    r"([A-Za-z])(?!['\u2019]?[A-Za-z]|[+#])(?! (?!because|since|as\b|which|not\b|rather|but\b)[a-z]{2,})"
+    r"|(?<!\u4e0d)(?:\u7b54\u6848|\u9009\u9879\s*[:\uff1a\u662f\u4e3a]|\u9009\u62e9?)[\s:\uff1a(\uff08\u662f\u4e3a\u5e94\u8be5\u9009\u9879\u62e9]{0,8})"
+    r"([A-Za-z])(?!['\u2019]?[A-Za-z]|[+#]|\s*[\u4e0d\u9519])"
+    r"(?! (?!because|since|as\b|which|not\b|rather|but\b)[a-z]{2,})"
     r"|(?<![A-Za-z'])(?-i:([A-Z]))\)? is (?:the )?(?:correct|right|answer|best|true)",
     re.IGNORECASE,
 )
