@@ -31,9 +31,13 @@ _SENTENCE_END = re.compile(r"(?:(?<![.!?])[.!?]++[*_)\"']*(?=\s)|\u3002)\s*|\n+"
 _WORD = re.compile(r"(?<![\\A-Za-z])(?!(?:and|or)\b)[A-Za-z]{2,}|[\u4e00-\u9fff]")
 _AND = re.compile(r"\s*(?:,|;|,?\s*(?:and|or)\b)\s*")
 _MATHS = re.compile(r"(?<!\\)\$\$?([^$]+?)(?<!\\)\$\$?|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
+_DISPLAYED = re.compile(r"\\\[.{0,1000}?\\\]|\$\$[^$]{0,1000}\$\$", re.DOTALL)
+"""Mathematics whose lines are one sentence."""
+_BARE_NUMBER = re.compile(r"[-+\u2212$*\s\\]*+\d[\d.,/]*+[%*\s\\]*+(?<!\.)")
+_VERB = re.compile(r"\b(?:is|are|equals)\b")
 _NUMBER = re.compile(
     r"(?:(?<![\w)}])[-+\u2212]\s?)?(?:\\[dt]?frac\{-?\d+\}\{\d+\}|\d{1,3}(?:(?:,|\{,\}|\\,)\d{3})+(?:\.\d+)?"
-    r"|(?<![A-Za-z0-9_^])\d*\.?\d+|(?=[\u03c0\u221a]))"
+    r"|(?<![A-Za-z0-9_^])(?<!\^\{)\d*\.?\d+|(?=[\u03c0\u221a]))"
     r"(?:\s?(?:\\times|\\cdot|\u00d7)\s?10\^(?:\{-?\d+\}|\d)|[eE][-+]?\d+)?(?:\s?(?:\u221a\s?\(?\d+\)?|\u03c0))*"
     r"(?:/\d+)?(?:\s?\\?%)?"
 )
@@ -63,14 +67,17 @@ def find_answer(text: str, is_finished: bool = True) -> FoundAnswer | None:
         return None
     tag = _last_tag(text[boxes[-1].end if boxes else 0 :], is_finished)
     if tag is not None:
-        return FoundAnswer(tag)
+        sentence = find_answer(tag) if _VERB.search(tag) else None
+        return sentence or FoundAnswer(tag)
     if boxes:
         return FoundAnswer(", ".join(box.content for box in _joined(text, boxes)))
     if not is_finished:
         return None
-    tail = conclusion(text)
+    tail = _DISPLAYED.sub(lambda match: " ".join(match[0].split()), conclusion(text))
     if "####" in tail:
-        return FoundAnswer(tail.rpartition("####")[2].strip().partition("\n")[0])
+        line, _, rest = tail.rpartition("####")[2].strip().partition("\n")
+        if not rest.strip() or _BARE_NUMBER.fullmatch(line):  # else the heading of a step
+            return FoundAnswer(line)
     said = [match.end() for match in _SAID.finditer(tail)]
     if said and (rest := _SENTENCE_END.split(tail[said[-1] :], maxsplit=1)[0].strip()):
         return FoundAnswer(rest, "first")
@@ -80,7 +87,7 @@ def find_answer(text: str, is_finished: bool = True) -> FoundAnswer | None:
 
 def conclusion(text: str) -> str:
     """The end of a response, without its reasoning if that has a tag of its own and something follows it."""
-    tail = text[-TAIL_CHARACTERS:].strip()
+    tail = text[-TAIL_CHARACTERS:].strip().removesuffix("```").rstrip()
     return tail.rpartition("</think>")[2].strip() or tail
 
 
@@ -88,7 +95,7 @@ def answer_in(found: FoundAnswer) -> str:
     """The mathematics of an answer that words may surround."""
     if found.place == "all":
         return found.text
-    parts = list(_MATHS.finditer(found.text))
+    parts = [match for match in _MATHS.finditer(found.text) if match[match.lastindex or 0][0] not in "^_"]
     if not parts and _WORD.search(found.text) is None:
         return found.text
     parts = parts or list(_NUMBER.finditer(found.text))

@@ -73,42 +73,50 @@ _FUNCTION = re.compile(
 _COMMANDS = {"asin": "arcsin", "acos": "arccos", "atan": "arctan", "infinity": "infty", "inf": "infty", "oo": "infty"}
 _PLAIN_ARGUMENT = re.compile(r"(?:\\sqrt|\^)\s*\(")
 """A root or power whose argument stands in round brackets."""
+_MAX_WRAPPINGS = 3
+"""Marks of style and labels within each other."""
 _EDGES = re.compile(r"^(?:\*\*|__)++|(?<![*_])(?:\*\*|__)++(?=[\s.,;:!]*+$)")
 _EMPHASIS = re.compile(r"^(\*\*|__|\*|_|`)(.+)\1$", re.DOTALL)
 _LABEL = re.compile(
     r"^\s*(?:\\text\s*\{(?![^{}]*\b(?:not|except)\b)[^{}]*(?::|\bis|\bare)\s*\}"
-    r"|(?:the )?(?:final )?answer\s*(?:is\b|[:=]))\s*",
+    r"|(?:the )?(?:final )?answer\s*(?:is\b|[:=])"
+    r"|(?:=|\\approx(?![A-Za-z]))(?=[^=]*$))\s*",
     re.IGNORECASE,
 )
 """Words that only announce the answer."""
 _CLOCK = re.compile(r"(?<=\d)(?:\\ |[\s~])*(?:\\text\s*\{\s*)?([ap])\.?\s?m\b\.?\s*\}?", re.IGNORECASE)
-_DOTS = re.compile(r"(\.\d+)\s*\\[lc]?dots\s*$")
+_ANY_DOTS = re.compile(r"\\[cd]?dots(?![A-Za-z])")
+_DOTS = re.compile(r"(\.\d+)\s*\\ldots\s*$")
 _TO = re.compile(r"(?<=\d)\s*(?:\\text\s*\{\s*to\s*\}|\bto\b)\s*(?=\d)")
 _ARRAY = re.compile(r"[(\[]\s*\\begin\{array\}\s*\{[^{}]*\}(.*?)\\end\{array\}\s*[)\]]", re.DOTALL)
 _BASED = re.compile(r"\((\w+)\)(?=_)|(?<=_)(\{)\((\w+)\)(?=\})")
 _CHOOSE = re.compile(r"\{([^{}]*)\\choose(?![A-Za-z])([^{}]*)\}|^([^{}]*)\\choose(?![A-Za-z])([^{}]*)$")
-_ALL_TEXT = re.compile(r"^\\text\{\s*([-\d.][^{}]*)\}$")
+_ONE_MEASURE = re.compile(r"^\\text\{\s*(-?[\d.,/]*\d)([^{}\d]*)\}$")
+_ALL_TEXT = re.compile(r"^\\text\{\s*(-?[\d.][^{}]*)\}$")
 """Text that begins with a number."""
 _ALL_REAL = re.compile(r"(?:\\text\s*\{)?\s*all (?:real numbers|reals)\s*\}?", re.IGNORECASE)
+_OUTSIDE = re.compile(r"^[ ,;:!'.]+(?!\d)(?<!\.)|^[ ,;:!']+|(?:(?<=[A-Za-z]{2})!)?[ .,;:']+$|(?<=[A-Za-z]{2})!$")
+"""Marks around words that belong to no number."""
+_VERDICTS = frozenset({"yes", "no", "true", "false", "none"})
+"""Words that mean the same in capitals; other capitals may name points or people."""
 _SCIENTIFIC = re.compile(r"(?<![A-Za-z\d])(\d+(?:\.\d*)?|\.\d+)[eE]([-+]?\d{1,4})(?![\d.A-Za-z])")
 
 
 def tidy(answer: str, commas_separate: bool = False) -> str:
     """The answer in one notation, at most a few times as long; ``commas_separate``: no comma stands in a number."""
     text = _from_unicode(answer.strip())
-    while (match := _EMPHASIS.match(text)) is not None:
-        text = match[2].strip()
-    text = _LABEL.sub("", _EDGES.sub("", text))
+    for _ in range(_MAX_WRAPPINGS):
+        text = _LABEL.sub("", _EDGES.sub("", _EMPHASIS.sub(r"\2", text))).strip()
     text = _CURRENCY.sub("", text)
     text = _LAYOUT.sub(
         " ", text.replace("\\left.", "").replace("\\right.", "").replace("\\lbrace", "\\{").replace("\\rbrace", "\\}")
     )
     text = _TEXT.sub(r"\\text{", _STYLE.sub("", text)).replace("\\text{ %}", "\\%").replace("\\Bbb", "\\mathbb")
     text = text.replace("\\log_e ", "\\ln ").replace("\\log_{e}", "\\ln ")
-    text = _ALL_TEXT.sub(r"\1", re.sub(r"\\text\{\s*\}", " ", text))
+    text = _ALL_TEXT.sub(r"\1", _ONE_MEASURE.sub(r"\1\\text{\2}", re.sub(r"\\text\{\s*\}", " ", text)))
     text = _NAMES.sub(lambda match: f"\\{match[1]} " if len(match[1]) > 1 else match[1], text)
     text = _DEGREES.sub(r"\\degree ", text)
-    text = text.replace("{:}", ":")
+    text = _ANY_DOTS.sub(r"\\ldots", text.replace("{:}", ":"))
     text = _CLOCK.sub(lambda match: f"\\text{{ {match[1].lower()}m}}", text)
     text = _TO.sub(":", _ARRAY.sub(r"\\begin{pmatrix}\1\\end{pmatrix}", _DOTS.sub(r"\1", text)))
     text = _CHOOSE.sub(lambda match: f"\\binom{{{match[1] or match[3]}}}{{{match[2] or match[4]}}}", text)
@@ -142,17 +150,11 @@ def _is_any_case(word: str) -> bool:
     return len(word) > 1 and (word[1:] == word[1:].lower() or word.lower() in _VERDICTS)
 
 
-_OUTSIDE = re.compile(r"^[ ,;:!'.]+(?!\d)(?<!\.)|^[ ,;:!']+|(?:(?<=[A-Za-z]{2})!)?[ .,;:']+$|(?<=[A-Za-z]{2})!$")
-"""Marks around words that belong to no number."""
-_VERDICTS = frozenset({"yes", "no", "true", "false", "none"})
-"""Words that mean the same in capitals; other capitals may name points or people."""
-
-
 def plain_words(tidied: str) -> str:
     """A tidied answer as words, for answers that are no mathematics: without commands of style and capitals."""
     text = re.sub(r"\\text\s*\{([^{}]*)\}", r" \1 ", tidied)
     text = re.sub(r"(?<=[a-z])\.(?=[a-z])", "", re.sub(r"(?<![0-9])\{(\w)\}", r" \1", text))
-    words = _OUTSIDE.sub("", re.sub(r"[*`\"]", " ", text)).split()
+    words = _OUTSIDE.sub("", re.sub(r"[`\"]|\*(?!\s*[\d(\\])", " ", text)).split()
     words = [word.lower() if _is_any_case(word) else word for word in words]
     if len(words) > 1 and words[0].lower() in ("a", "an", "the") and re.match("[a-z]{2}", words[1]):
         del words[0]

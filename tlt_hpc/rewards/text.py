@@ -20,17 +20,21 @@ _NUMERAL = re.compile(
     r"(?: ?(?:\\times|\\cdot|\*) ?10\^(?:\{-?\d+\}|\d))?"
 )
 _LETTER = re.compile(
-    r"[\s(\[]*+(?:(?:option|choice|answer)[\s:]*+)?[(\[]*+([A-Za-z])(?:[\s)\].:,]*|[).:]\s.*)",
+    r"[\s(\[]*+(?:(?:option|choice|answer|(?:so|thus|hence|therefore)(?=[\s,:]))[\s:,]*+)?"
+    r"[(\[]*+([A-Za-z])(?:[\s)\].:,]*|(?:[).:]| -)\s.*)",
     re.DOTALL | re.IGNORECASE,
 )
 _MARKUP = re.compile(r"\\(?:text|math)?(?:bf|rm|it|sf|tt)?(?![A-Za-z])|[{}$*_`]")
+_SPACE = re.compile(r"~|\\[,;:! ]")
 _CHOSEN = re.compile(  # also "the answer I would choose is C"
-    r"(?:(?:(?:answer|option|choice|letter|\bans\b\.?)(?: I(?: (?!is\b)[a-z]{2,12}){1,3})?+"
-    r"|\b(?:I|we)(?: would|['\u2019]d)? (?:choose|pick|select|go with)\b)"
+    r"(?:(?:(?:answer|option|choice|letter|\bans\b\.?)(?: I(?: (?!is\b)[a-z]{2,12}){1,3}"
+    r"|(?: (?!(?:is|not|nor|cannot)\b)[A-Za-z]{1,12}){1,5}(?= (?:is|must|should)\b))?+"
+    r"|\b(?:I|we)(?: would| will|['\u2019](?:d|ll))? (?:choose|pick|select|go with)\b)"
     r"[^A-Za-z]{0,20}(?:(?:is|be|should|must|would|will|has to|thus|therefore|clearly|indeed|likely|probably)\b"
     r"[^A-Za-z]{0,20}){0,4}(?:(?:option|choice)\b[^A-Za-z]{0,5})?"
-    r"|(?<!\u4e0d)(?:\u7b54\u6848|\u9009\u9879|\u9009\u62e9?)[\s:\uff1a(\uff08\u662f\u4e3a\u5e94\u8be5\u9009\u9879\u62e9]{0,8})"
-    r"([A-Za-z])(?!['\u2019]?[A-Za-z])(?! (?!because|since|as\b|which|not\b|rather|but\b)[a-z]{2,})"
+    r"|(?<!\u4e0d)(?:\u7b54\u6848|\u9009\u9879\s*[:\uff1a\u662f\u4e3a]|\u9009\u62e9?)[\s:\uff1a(\uff08\u662f\u4e3a\u5e94\u8be5\u9009\u9879\u62e9]{0,8})"
+    r"([A-Za-z])(?!['\u2019]?[A-Za-z]|[+#]|\s*[\u4e0d\u9519])"
+    r"(?! (?!because|since|as\b|which|not\b|rather|but\b)[a-z]{2,})"
     r"|(?<![A-Za-z'])(?-i:([A-Z]))\)? is (?:the )?(?:correct|right|answer|best|true)",
     re.IGNORECASE,
 )
@@ -147,4 +151,4 @@ def _letter(answer: str) -> str | None:
 
 def _plain(text: str) -> str:
     """The text without marks of style."""
-    return _MARKUP.sub("", text[:TAIL_CHARACTERS].replace("~", " ")).rstrip()
+    return _MARKUP.sub("", _SPACE.sub(" ", text[:TAIL_CHARACTERS])).rstrip()
