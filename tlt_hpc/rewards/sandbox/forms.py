@@ -133,8 +133,17 @@ def fixtures(trees: Sequence[ast.Module]) -> set[str]:
     return {name for name, node in definitions(trees).items() if _is_fixture(node)}
 
 
-def programs_names(trees: Sequence[ast.Module], live: Iterable[ast.AST]) -> set[str]:
-    """Names that tests have from nowhere but the program; one of Python's own functions where they use no other."""
+def has_program(trees: Sequence[ast.Module], units: Iterable[Definition]) -> bool:
+    """Whether tests are called with the program's function, or import the program."""
+    return any(map(needs_candidate, units)) or any(is_programs(*each) for each in imports(trees))
+
+
+def programs_names(trees: Sequence[ast.Module], units: Sequence[Definition], live: Iterable[ast.AST]) -> set[str]:
+    """Names that tests have from nowhere but the program.
+
+    Where they have nothing else of it, and call one of Python's own functions alone, that one: a program may define
+    ``sum``.
+    """
     used, bound = used_names(live), {*definitions(trees), *MODULES, "np", *dir(typing), *dir(collections)}
     for node in _all(trees):
         match node:
@@ -146,7 +155,7 @@ def programs_names(trees: Sequence[ast.Module], live: Iterable[ast.AST]) -> set[
                 bound.add(other or name.partition(".")[0])
     free = used - bound - {*dir(builtins), "__file__"}
     functions = {name for name in used - bound if inspect.isbuiltin(getattr(builtins, name, None))}
-    return free or (functions if len(functions) == 1 else set())
+    return free or (functions if len(functions) == 1 and not has_program(trees, units) else set())
 
 
 def used_names(nodes: Iterable[ast.AST]) -> set[str]:
