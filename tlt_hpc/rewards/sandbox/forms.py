@@ -134,8 +134,9 @@ def fixtures(trees: Sequence[ast.Module]) -> set[str]:
 
 
 def has_program(trees: Sequence[ast.Module], units: Iterable[Definition]) -> bool:
-    """Whether tests are called with the program's function, or import the program."""
-    return any(map(needs_candidate, units)) or any(is_programs(*each) for each in imports(trees))
+    """Whether tests are called with the program's function, or import the program or names of it."""
+    named = (is_programs(module, names) and "*" not in names for module, names in imports(trees))
+    return any(map(needs_candidate, units)) or any(named)
 
 
 def programs_names(trees: Sequence[ast.Module], units: Sequence[Definition], live: Iterable[ast.AST]) -> set[str]:
