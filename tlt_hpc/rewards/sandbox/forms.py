@@ -204,7 +204,7 @@ class Counting(ast.NodeTransformer):
         return _counted(node, fails)
 
     def visit_Try(self, node: ast.Try) -> list[ast.stmt]:
-        """The same where going on without an exception fails."""
+        """The same where it is a failure to continue without an exception."""
         fails = any(map(_fails, (*node.body, *node.orelse)))
         if any(isinstance(each, ast.Assert) and not _fails(each) for each in _all(node.body)):
             for handler in node.handlers:
