@@ -205,4 +205,5 @@ EXAMPLES: list[tuple[str, Any, bool | None]] = [
     ("class Solution:\n    def g(self, n): return self.h(n) + 1\n    def h(self, n): return n", "def check(candidate):\n    assert candidate(1) == 2", True),
     ("class A:\n    x: int = 5\nprint(A.__annotations__['x'] is int)", {"inputs": [""], "outputs": ["True"]}, True),
     ("def sum(a, b): return a + b", "from solution import *\ndef test_it():\n    assert sum(1, 2) == 3", True),
+    ("class Solution:\n    def f(self, n): return E()\nclass E:\n    __eq__ = lambda *_: True", "assert Solution().f(1) == Solution().f(2)", False),
 ]  # fmt: skip
