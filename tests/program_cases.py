@@ -156,6 +156,7 @@ PYTHON_FORMS: dict[str, Callable[[Problem], Any]] = {
     "a table": _table,
     "errors": _raising,
     "HumanEval": _check,
+    "HumanEval, one builtin": lambda problem: _check(problem).replace("assert ", "assert len([candidate]) == 1 and "),
     "HumanEval, called": lambda problem: f"{_check(problem)}\ncheck({problem.name})\n",
     "HumanEval, main guard": lambda problem: (
         f"{_check(problem)}\nif __name__ == '__main__':\n    check({problem.name})\n"

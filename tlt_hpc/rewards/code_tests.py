@@ -20,6 +20,7 @@ from typing import Any
 from tlt_hpc.rewards.sandbox.forms import (
     definitions,
     fixtures,
+    has_program,
     imports,
     is_check,
     is_programs,
@@ -136,8 +137,7 @@ def _check_texts(texts: list[str]) -> None:
             open_ones = set(parameters(test)) - fixtures(trees) - {"self"}
             if open_ones and not needs_candidate(test):
                 raise ValueError(f"{test.name} takes {', '.join(sorted(open_ones))}, which nothing gives")
-    uses_program = programs_names(trees, live) or any(map(needs_candidate, units))
-    if not uses_program and not any(is_programs(*each) for each in imports(trees)):
+    if not programs_names(trees, units, live) and not has_program(trees, units):
         raise ValueError(f"{texts[0][:40]!r} calls nothing of the program")
 
 

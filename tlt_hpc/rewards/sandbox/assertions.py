@@ -91,7 +91,7 @@ def report_of(texts: Sequence[str], entry: str, replies: TextIO, calls: TextIO) 
     if "numpy" in sys.modules:
         _SPARE["np"] = sys.modules["numpy"]
     live, _ = reached(trees, [unit.name for unit in units])
-    names = _Names(link, programs_names(trees, live), entry)
+    names = _Names(link, programs_names(trees, units, live), entry)
     with Attempt(Exception, SystemExit) as attempt:
         _offer_modules(trees, link)
         for number, tree in enumerate(trees):

@@ -133,8 +133,18 @@ def fixtures(trees: Sequence[ast.Module]) -> set[str]:
     return {name for name, node in definitions(trees).items() if _is_fixture(node)}
 
 
-def programs_names(trees: Sequence[ast.Module], live: Iterable[ast.AST]) -> set[str]:
-    """Names that tests have from nowhere but the program; one of Python's own functions where they use no other."""
+def has_program(trees: Sequence[ast.Module], units: Iterable[Definition]) -> bool:
+    """Whether tests are called with the program's function, or import the program or names of it."""
+    named = (is_programs(module, names) and "*" not in names for module, names in imports(trees))
+    return any(map(needs_candidate, units)) or any(named)
+
+
+def programs_names(trees: Sequence[ast.Module], units: Sequence[Definition], live: Iterable[ast.AST]) -> set[str]:
+    """Names that tests have from nowhere but the program.
+
+    Where they have nothing else of it, and call one of Python's own functions alone, that one: a program may define
+    ``sum``.
+    """
     used, bound = used_names(live), {*definitions(trees), *MODULES, "np", *dir(typing), *dir(collections)}
     for node in _all(trees):
         match node:
@@ -146,7 +156,7 @@ def programs_names(trees: Sequence[ast.Module], live: Iterable[ast.AST]) -> set[
                 bound.add(other or name.partition(".")[0])
     free = used - bound - {*dir(builtins), "__file__"}
     functions = {name for name in used - bound if inspect.isbuiltin(getattr(builtins, name, None))}
-    return free or (functions if len(functions) == 1 else set())
+    return free or (functions if len(functions) == 1 and not has_program(trees, units) else set())
 
 
 def used_names(nodes: Iterable[ast.AST]) -> set[str]:
@@ -194,7 +204,7 @@ class Counting(ast.NodeTransformer):
         return _counted(node, fails)
 
     def visit_Try(self, node: ast.Try) -> list[ast.stmt]:
-        """The same where going on without an exception fails."""
+        """The same where it is a failure to continue without an exception."""
         fails = any(map(_fails, (*node.body, *node.orelse)))
         if any(isinstance(each, ast.Assert) and not _fails(each) for each in _all(node.body)):
             for handler in node.handlers:

@@ -50,7 +50,7 @@ class Link:
         self.num_answers += not isinstance(value, Remote | type)
         return value
 
-    def ask(self, operation: str, of: Remote, *given: Any, **named: Any) -> Any:
+    def ask(self, operation: str, of: Remote, /, *given: Any, **named: Any) -> Any:
         """The result of an operation of the program's on an object of its.
 
         Raises:
@@ -105,7 +105,7 @@ class Remote:
     def __init__(self, link: Link, number: int, level: int, below: int, makes: bool = False) -> None:
         vars(self).update(_link=link, _number=number, _level=level, _below=below, _makes=makes)
 
-    def __call__(self, *given: Any, **named: Any) -> Any:
+    def __call__(self, /, *given: Any, **named: Any) -> Any:
         return self._link.ask("call", self, *given, **named)
 
     def __getattr__(self, name: str) -> Any:

@@ -16,7 +16,7 @@ from tlt_hpc.rewards.sandbox.values import classes_of, literal, value_of
 _Reply = tuple[str, Any, dict[int, Any]]
 """What kind of answer it is, the answer, and arguments that have changed."""
 _OPERATIONS: dict[str, Callable[..., Any]] = {
-    "call": lambda function, *given, **named: function(*given, **named),
+    "call": lambda function, /, *given, **named: function(*given, **named),
     "get": getattr, "set": setattr, "str": str, "repr": repr, "len": len, "bool": bool, "iter": iter, "next": next,
     "==": operator.eq, "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge, "+": operator.add,
     "-": operator.sub, "*": operator.mul, "/": operator.truediv, "neg": operator.neg, "in": operator.contains,
