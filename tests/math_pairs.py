@@ -163,7 +163,7 @@ def _rounded(draw: Draw, is_right: bool) -> Made:
     places = draw.randint(3, 8)
     last = round(exact * 10**places)
     if not is_right:
-        last += draw.choice([-5, -3, -2, 2, 3, 4])
+        last += draw.choice([-5, -2, -1, 1, 2, 4])
     if len(str(abs(last))) < 3:
         return "0.123", "\\frac{1}{8}", False
     digits = str(last).rjust(places + 1, "0")

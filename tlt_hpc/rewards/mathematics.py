@@ -529,16 +529,13 @@ def _is_plain(node: Node) -> bool:
 
 
 def _is_rounded(given: Node, wanted: Node) -> bool:
-    """Whether one is the other rounded: the answer to the digits it shows, or to the digits that the data shows."""
+    """Whether one is a decimal, and the other no decimal and no integer, whose value it has to the digits it shows."""
     one, other = decimal_of(given), decimal_of(wanted)
-    exact = exact_value(wanted)
-    if one is not None and other is None:
-        if one.digits < _MIN_DIGITS or (exact is not None and exact.denominator == 1):
-            return False
-        rounded, full = one, wanted
-    elif other is not None and other.digits >= _MIN_DIGITS and (one is None or one.unit < other.unit):
-        rounded, full = other, given
-    else:
+    rounded, full = (one, wanted) if one is not None else (other, given)
+    if rounded is None or rounded.digits < _MIN_DIGITS or (one is not None and other is not None):
+        return False
+    exact = exact_value(full)
+    if exact is not None and exact.denominator == 1:
         return False
     try:
         value = constant_value(full)

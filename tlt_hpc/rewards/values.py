@@ -37,11 +37,9 @@ _CONSTANTS = frozenset({"pi", "e", "i", "oo"})
 
 
 def is_rounded(decimal: Decimal, exact: Any) -> bool:
-    """Whether a decimal is an exact real value rounded to its last digit, or cut off behind it."""
+    """Whether a decimal is an exact real value rounded to its last digit."""
     number, unit = (mpf(part.numerator) / part.denominator for part in (decimal.value, decimal.unit))
-    distance = abs(exact - number)
-    is_cut_off = abs(exact) >= abs(number) and exact * number >= 0 and distance < unit
-    return bool(distance <= unit / 2 or is_cut_off)
+    return bool(abs(exact - number) <= unit / 2)
 
 
 def constant_value(node: Node) -> Any:
