@@ -99,9 +99,9 @@ def test_what_only_one_of_two_ways_finds_equal_is_disputed() -> None:
 
 def test_each_way_alone_finds_what_the_other_takes_for_equal(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second way would reject what a wrong first one accepted, and the first does not ask it about what differs."""
-    monkeypatch.setattr("tlt_hpc.rewards.mathematics.same_at_points", lambda *_: True)
+    monkeypatch.setattr("tlt_hpc.rewards.mathematics.compare.same_at_points", lambda *_: True)
     assert equal_as_mathematics("\\boxed{x+1}", "x+2").is_disputed
-    monkeypatch.setattr("tlt_hpc.rewards.mathematics.same_constant", lambda *_: True)
+    monkeypatch.setattr("tlt_hpc.rewards.mathematics.compare.same_constant", lambda *_: True)
     assert equal_as_mathematics("\\boxed{\\sqrt{2}}", "\\sqrt{3}").is_disputed
 
 

@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from fractions import Fraction
 
 from tlt_hpc.rewards.answer import Failure, Verdict
-from tlt_hpc.rewards.exact import exact_value
-from tlt_hpc.rewards.expression import Node, UnreadableError, read_expression
 from tlt_hpc.rewards.final_answer import TAIL_CHARACTERS, FoundAnswer, answer_in, conclusion, ending_box, find_answer
-from tlt_hpc.rewards.notation import tidy
+from tlt_hpc.rewards.mathematics.exact import exact_value
+from tlt_hpc.rewards.mathematics.expression import read_expression
+from tlt_hpc.rewards.mathematics.node import Node, UnreadableError
+from tlt_hpc.rewards.mathematics.notation import tidy
 
 _NUMERAL = re.compile(
     r"(?<![A-Za-z0-9_.^])(?:[-+] ?)?(?:\\frac\{-?\d+\}\{-?\d+\}|(?:\d+(?:\.\d+)?|\.\d+)(?:/\d+)?)"

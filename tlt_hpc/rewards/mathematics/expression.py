@@ -6,100 +6,30 @@ What the grammar does not have is refused: nothing is skipped, so no part of an 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import NamedTuple
+
+from tlt_hpc.rewards.mathematics.node import Node, UnreadableError
+from tlt_hpc.rewards.mathematics.tokens import (
+    ACCENTS,
+    CLOSING,
+    FIGURES,
+    FUNCTIONS,
+    GREEK,
+    RELATIONS,
+    SETS,
+    TIMES,
+    TokenReader,
+)
+from tlt_hpc.rewards.mathematics.units import UNITS
 
 MAX_CHARACTERS = 5000
 _MAX_DIGITS = 4300
 """Of a number: Python reads no more."""
 _MAX_DEPTH = 40
-_MAX_TREE_DEPTH = 150
-
-
-class UnreadableError(ValueError):
-    """The text is no mathematics that this grammar has."""
-
-
-@dataclass(frozen=True)
-class Node:
-    """A part of an answer: ``kind`` with ``parts``, and the ``source`` that it was read from.
-
-    Kinds: ``number`` (``value``), ``symbol`` and ``text`` (``name``); operations by name, ``+ * / ^ neg pm ! sqrt``
-    and functions; ``percent`` and ``degree``; ``group`` (``name``: its two brackets, empty for a list without),
-    ``relation`` (``name``: its signs, separated by blanks), ``cup cap setminus``, ``or`` and ``and`` of relations,
-    ``builder`` (variable and condition), ``ratio``, ``matrix`` of ``row``, and ``based`` (digits and base in ``name``).
-    """
-
-    kind: str
-    parts: tuple[Node, ...] = ()
-    name: str = ""
-    value: Fraction = Fraction(0)
-    source: str = ""
-    depth: int = field(init=False, compare=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "depth", 1 + max((part.depth for part in self.parts), default=0))
-        if self.depth > _MAX_TREE_DEPTH:
-            raise UnreadableError("too many operations")
-
-
-class _Token(NamedTuple):
-    kind: str
-    text: str
-    start: int
-    end: int
-    after_space: bool
-
-
-_TOKEN = re.compile(
-    r"\s*(?:(?P<number>\d+(?:\.\d+)?|\.\d+)|\\text\s*\{(?P<text>[^{}]*)\}|\\begin\{(?P<begin>[a-z]+\*?)\}"
-    r"|\\end\{(?P<end>[a-z]+\*?)\}|\\(?P<row>\\)(?:\[[^\]]*\])?|\\(?P<command>[A-Za-z]+|[{}|%&#_])|(?P<word>[A-Za-z]+)"
-    r"|(?P<sign><=|>=|!=|=>|[-+*/^_=<>(){}\[\],;:|!%&']))"
-)
-_FUNCTIONS = frozenset({
-    "sin", "cos", "tan", "cot", "sec", "csc", "arcsin", "arccos", "arctan", "arccot", "sinh", "cosh", "tanh", "coth",
-    "ln", "log", "lg", "exp", "gcd", "lcm", "max", "min",
-})  # fmt: skip
-_RELATIONS = {
-    "=": "=", "<": "<", ">": ">", "<=": "<=", ">=": ">=", "!=": "!=", "le": "<=", "leq": "<=", "leqslant": "<=",
-    "ge": ">=", "geq": ">=", "geqslant": ">=", "lt": "<", "gt": ">", "ne": "!=", "neq": "!=", "in": "in",
-    "approx": "~", "equiv": "==", "sim": "~", "simeq": "~",
-}  # fmt: skip
-_SETS = {"cup": "cup", "cap": "cap", "setminus": "setminus", "backslash": "setminus", "bigcup": "cup"}
-_TIMES = frozenset({"*", "cdot", "times", "ast", "cdotp"})
-_JUNCTIONS = {"and": "and", "or": "or", "lor": "or", "vee": "or", "land": "and", "wedge": "and"}
-_ACCENTS = frozenset({
-    "vec", "hat", "bar", "overline", "tilde", "widehat", "overrightarrow", "overleftrightarrow", "dot",
-})  # fmt: skip
-_GREEK = frozenset({
-    "alpha", "beta", "gamma", "delta", "epsilon", "varepsilon", "zeta", "eta", "theta", "vartheta", "iota", "kappa",
-    "lambda", "mu", "nu", "xi", "rho", "sigma", "tau", "upsilon", "phi", "varphi", "chi", "psi", "omega", "Gamma",
-    "Delta", "Theta", "Lambda", "Xi", "Pi", "Sigma", "Phi", "Psi", "Omega", "ell",
-})  # fmt: skip
-_FIGURES = frozenset({"angle", "measuredangle", "triangle"})
-UNITS = {
-    word: unit
-    for unit, words in {
-        "mm": "mm millimeter millimeters millimetre millimetres",
-        "cm": "cm centimeter centimeters centimetre centimetres",
-        "m": "m meter meters metre metres", "km": "km kilometer kilometers kilometre kilometres",
-        "in": "in inch inches", "ft": "ft foot feet", "yd": "yd yard yards", "mi": "mi mile miles",
-        "mg": "mg milligram milligrams", "g": "g gram grams", "kg": "kg kilogram kilograms",
-        "lb": "lb lbs pound pounds",
-        "ms": "ms millisecond milliseconds", "s": "s sec second seconds", "min": "min minute minutes",
-        "h": "h hr hrs hour hours", "day": "day days", "week": "week weeks", "month": "month months",
-        "year": "year years", "ml": "ml mL milliliter milliliters", "l": "L l liter liters litre litres",
-        "rad": "rad radian radians", "am": "am", "pm": "pm", "degC": "degC", "degF": "degF",
-    }.items()
-    for word in words.split()
-}  # fmt: skip
-"""Units that are told apart by name; with all others a number is read as it is without them."""
 _MIN_WORD = 3
 """Letters of a word that is a unit behind a blank; fewer are a product, unless the unit is known."""
 _MAX_PRODUCT = 4
 """Letters that are read as a product of variables; a longer word is none."""
-_CLOSING = {"(": ")", "[": "]", "{": "}", "langle": "rangle", "lfloor": "rfloor", "lceil": "rceil"}
 
 
 def read_expression(tidied: str) -> Node:
@@ -113,24 +43,12 @@ def read_expression(tidied: str) -> Node:
     return _Parser(tidied).whole()
 
 
-def _tokens(text: str) -> list[_Token]:
-    tokens, place = list[_Token](), 0
-    text = text.rstrip()
-    while place < len(text):
-        match = _TOKEN.match(text, place)
-        if match is None:
-            raise UnreadableError(f"{text[place : place + 10]!r}")
-        kind = str(match.lastgroup)
-        tokens.append(_Token(kind, match[kind].strip(), match.start(kind), match.end(), text[place] == " "))
-        place = match.end()
-    return tokens
-
-
-class _Parser:
+class _Parser(TokenReader):
     """One pass from left to right; each method reads what its name says from the next token on."""
 
     def __init__(self, text: str) -> None:
-        self._text, self._tokens, self._place, self._depth = text, _tokens(text), 0, 0
+        super().__init__(text)
+        self._depth = 0
         self._bars = 0
         """Bars of absolute values that are open."""
         self._in_builder = False
@@ -141,30 +59,6 @@ class _Parser:
             raise UnreadableError(self._next().text)
         return node
 
-    # --- tokens ---
-
-    def _next(self, ahead: int = 0) -> _Token:
-        place = self._place + ahead
-        return (
-            self._tokens[place]
-            if place < len(self._tokens)
-            else _Token("end", "", len(self._text), len(self._text), False)
-        )
-
-    def _is(self, *texts: str, kinds: tuple[str, ...] = ("sign", "command")) -> bool:
-        token = self._next()
-        return token.kind in kinds and token.text in texts
-
-    def _take(self, *texts: str) -> bool:
-        if self._is(*texts):
-            self._place += 1
-            return True
-        return False
-
-    def _expect(self, text: str) -> None:
-        if not self._take(text):
-            raise UnreadableError(f"no {text}")
-
     def _from(self, start: int, kind: str, *parts: Node, name: str = "", value: Fraction = Fraction(0)) -> Node:
         """A node of what was read since the token ``start``."""
         source = self._text[self._tokens[start].start : self._tokens[self._place - 1].end]
@@ -174,12 +68,6 @@ class _Parser:
 
     def _begun(self, start: int, source: str) -> str:
         return ("\\" if self._tokens[start].kind in ("command", "row") else "") + source
-
-    def _junction(self) -> str:
-        token = self._next()
-        if token.kind in ("word", "text", "command"):
-            return _JUNCTIONS.get(token.text.lower(), "")
-        return ""
 
     # --- from the loosest binding to the tightest ---
 
@@ -211,22 +99,22 @@ class _Parser:
             while self._take(":"):
                 sides.append(self._sum())
             return self._from(start, "ratio", *sides)
-        while (token := self._next()).kind in ("sign", "command") and token.text in _RELATIONS:
+        while (token := self._next()).kind in ("sign", "command") and token.text in RELATIONS:
             self._place += 1
             if token.text == "in" and self._take("("):  # \in( is no sign of its own: give the bracket back
                 self._place -= 1
-            signs.append(_RELATIONS[token.text])
+            signs.append(RELATIONS[token.text])
             sides.append(self._sets())
         return self._from(start, "relation", *sides, name=" ".join(signs)) if signs else sides[0]
 
     def _sets(self) -> Node:
         start, node = self._place, self._sum()
-        while (token := self._next()).kind == "command" and token.text in _SETS:
+        while (token := self._next()).kind == "command" and token.text in SETS:
             self._place += 1
             right = self._sum()
-            if _SETS[token.text] == "setminus" and right.kind == "number":  # braces without backslashes
+            if SETS[token.text] == "setminus" and right.kind == "number":  # braces without backslashes
                 right = Node("group", (right,), "{}")
-            node = self._from(start, _SETS[token.text], node, right)
+            node = self._from(start, SETS[token.text], node, right)
         return node
 
     def _sum(self) -> Node:
@@ -259,7 +147,7 @@ class _Parser:
         node = self._power()
         while True:
             token = self._next()
-            if token.kind in ("sign", "command") and token.text in _TIMES:
+            if token.kind in ("sign", "command") and token.text in TIMES:
                 self._place += 1
                 node = self._from(start, "*", node, self._factor())
             elif self._is("/", "div"):
@@ -305,7 +193,7 @@ class _Parser:
         if token.kind == "sign":
             return token.text in ("(", "{", "[") or (token.text == "|" and not self._bars and not self._in_builder)
         if token.kind == "command":
-            known = token.text in (*_FUNCTIONS, *_GREEK, *_ACCENTS, *_FIGURES)
+            known = token.text in (*FUNCTIONS, *GREEK, *ACCENTS, *FIGURES)
             return known or token.text in (
                 "frac",
                 "sqrt",
@@ -342,7 +230,7 @@ class _Parser:
             if self._is("/", "cdot") and self._next(1).kind in ("word", "text"):
                 self._place += 1
         token = self._next()
-        if token.kind != "end" and not self._junction() and token.text not in (*_RELATIONS, ",", ";", ")", "]", "}"):
+        if token.kind != "end" and not self._junction() and token.text not in (*RELATIONS, ",", ";", ")", "]", "}"):
             raise UnreadableError("words within an expression")
         words = self._text[self._tokens[first].start : self._tokens[self._place - 1].end]
         return Node("unit", (node,), re.sub(r"\\text\s*|[{}\s]", "", words), source=node.source)
@@ -393,16 +281,6 @@ class _Parser:
     def _is_plain(self) -> bool:
         """Whether the whole text is no LaTeX, where 2^10 has an exponent of two digits."""
         return "\\" not in self._text
-
-    def _split(self, length: int) -> None:
-        """Cut the next token behind its first characters."""
-        token = self._next()
-        middle = token.start + length
-        parts = (
-            token._replace(text=token.text[:length], end=middle),
-            token._replace(text=token.text[length:], start=middle, after_space=False),
-        )
-        self._tokens[self._place : self._place + 1] = parts
 
     # --- single things ---
 
@@ -492,13 +370,13 @@ class _Parser:
             case "{" | "langle" | "lfloor" | "lceil" | "lvert" | "|":
                 self._place = start
                 return self._bracket()
-        if token.text in _FUNCTIONS:
+        if token.text in FUNCTIONS:
             return self._applied(start, token.text)
-        if token.text in _ACCENTS:
+        if token.text in ACCENTS:
             return self._from(start, "symbol", name=f"{token.text} {self._argument_text()}")
-        if token.text in _GREEK:
+        if token.text in GREEK:
             return self._subscripted(start, token.text)
-        if token.text in _FIGURES and self._next().kind == "word":
+        if token.text in FIGURES and self._next().kind == "word":
             self._place += 1
             return self._from(start, "symbol", name=f"{token.text} {self._tokens[start + 1].text}")
         raise UnreadableError(f"\\{token.text}")
@@ -533,7 +411,7 @@ class _Parser:
     def _bare_argument(self) -> Node:
         start = self._place
         node = self._power()
-        while self._starts_factor() and not self._starts_unit() and not self._is(*_FUNCTIONS) and not self._is("("):
+        while self._starts_factor() and not self._starts_unit() and not self._is(*FUNCTIONS) and not self._is("("):
             node = self._juxtaposed(start, node)
         return node
 
@@ -561,11 +439,11 @@ class _Parser:
         self._place += 1
         if token.text in ("|", "lvert"):
             return self._absolute(start, "|" if token.text == "|" else "rvert")
-        if token.text not in _CLOSING:
+        if token.text not in CLOSING:
             raise UnreadableError(token.text)
         if token.text in ("lfloor", "lceil"):
             node = self._sum()
-            self._expect(_CLOSING[token.text])
+            self._expect(CLOSING[token.text])
             return self._from(start, "floor" if token.text == "lfloor" else "ceil", node)
         return self._items(start, token.text)
 
@@ -578,7 +456,7 @@ class _Parser:
 
     def _items(self, start: int, left: str) -> Node:
         """What stands in brackets: a list, one value, or a set by its condition."""
-        wanted = ("]", ")") if left in ("(", "[") else (_CLOSING[left],)
+        wanted = ("]", ")") if left in ("(", "[") else (CLOSING[left],)
         bars, self._bars = self._bars, 0
         if self._is(*wanted):
             inner = Node("group")

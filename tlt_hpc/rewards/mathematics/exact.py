@@ -7,7 +7,7 @@ from fractions import Fraction
 from math import comb, factorial, gcd, isqrt, lcm
 from typing import Any
 
-from tlt_hpc.rewards.expression import Node
+from tlt_hpc.rewards.mathematics.node import Node
 
 _MAX_BITS = 100_000
 """Of an exact number; a larger one is computed as a floating-point number with an exponent of any size."""

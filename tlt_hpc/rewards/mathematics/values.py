@@ -14,8 +14,8 @@ from typing import Any
 import mpmath
 from mpmath import mp, mpc, mpf
 
-from tlt_hpc.rewards.exact import Decimal, exact_value
-from tlt_hpc.rewards.expression import Node
+from tlt_hpc.rewards.mathematics.exact import Decimal, exact_value
+from tlt_hpc.rewards.mathematics.node import Node
 
 _MAX_EXPONENT = 10**9
 """Bits of the largest number that is computed at all."""

@@ -13,8 +13,8 @@ from typing import Any
 import mpmath
 from mpmath import mp, mpf
 
-from tlt_hpc.rewards.expression import Node
-from tlt_hpc.rewards.values import NoValueError, constant_value, symbols_of, value_at
+from tlt_hpc.rewards.mathematics.node import Node
+from tlt_hpc.rewards.mathematics.values import NoValueError, constant_value, symbols_of, value_at
 
 _DIGITS = 100
 _COMBINED = frozenset({"cup", "cap", "setminus", "or", "and"})

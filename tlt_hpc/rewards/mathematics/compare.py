@@ -1,0 +1,245 @@
+"""The first way: two trees are compared part by part, their expressions exactly or by mpmath."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Sequence
+from fractions import Fraction
+
+from tlt_hpc.rewards.mathematics.exact import decimal_of, exact_value
+from tlt_hpc.rewards.mathematics.forms import (
+    UNORDERED,
+    agree,
+    as_group,
+    difference,
+    digits_of,
+    fraction_parts,
+    hundredth,
+    is_equation,
+    is_name,
+    is_plain,
+    may_be_same_list,
+    replaced,
+    settled,
+    spelled,
+    strictness,
+    terms,
+    turned,
+)
+from tlt_hpc.rewards.mathematics.node import Node, number_node
+from tlt_hpc.rewards.mathematics.real_sets import is_set_of_reals, same_sets
+from tlt_hpc.rewards.mathematics.units import known_unit, large, times, without_unit
+from tlt_hpc.rewards.mathematics.values import (
+    NoValueError,
+    constant_value,
+    is_rounded,
+    same_at_points,
+    same_constant,
+    symbols_of,
+)
+
+_MAX_ITEMS = 200
+_MIN_DIGITS = 3
+"""Significant digits that a rounded number must show."""
+
+
+class Comparison:
+    """One comparison; ``pairs`` are the expressions that it took for equal and that are to be confirmed."""
+
+    def __init__(self) -> None:
+        self.pairs: list[tuple[Node, Node]] = []
+
+    def same(self, given: Node, wanted: Node) -> bool:
+        """Whether two answers are equal, but for what ``pairs`` leaves to be confirmed."""
+        given, wanted = settled(given), settled(wanted)
+        if "percent" in (given.kind, wanted.kind):
+            return self._same_percent(given, wanted)
+        if given.kind == "unit" or wanted.kind == "unit":
+            return self._same_unit(given, wanted)
+        if "based" in (given.kind, wanted.kind):
+            return digits_of(given) == digits_of(wanted) and agree(given.name, wanted.name)
+        if is_equation(given) or is_equation(wanted):
+            return self._same_equation(given, wanted)
+        if is_set_of_reals(given) or is_set_of_reals(wanted):
+            return self._same_set(given, wanted)
+        if "group" in (given.kind, wanted.kind):
+            return self._same_group(as_group(given), as_group(wanted))
+        if "matrix" in (given.kind, wanted.kind):
+            return given.kind == wanted.kind and self._same_matrix(given, wanted)
+        if "ratio" in (given.kind, wanted.kind):
+            return self._same_ratio(given, wanted)
+        return self._same_scalar(given, wanted)
+
+    def _same_percent(self, given: Node, wanted: Node) -> bool:
+        """12.5% is 12.5 and 0.125, whichever the data means."""
+        if given.kind == wanted.kind:
+            return self.same(given.parts[0], wanted.parts[0])
+        if given.kind == "percent":
+            return self.same(given.parts[0], wanted) or self.same(hundredth(given.parts[0]), wanted)
+        return self.same(given, wanted.parts[0]) or self.same(given, hundredth(wanted.parts[0]))
+
+    def _same_unit(self, given: Node, wanted: Node) -> bool:
+        """A unit counts only where both sides have one and both are known."""
+        if given.kind == wanted.kind:
+            names = [known_unit(node.name) for node in (given, wanted)]
+            if all(names) and names[0] != names[1]:
+                return False
+        values = [without_unit(node) for node in (given, wanted)]
+        factors = [large(node) for node in (given, wanted)]
+        if self.same(*values) and (factors[0] == factors[1] or 1 in factors):
+            return True
+        return factors[0] != factors[1] and self.same(*map(times, values, factors))
+
+    def _same_equation(self, given: Node, wanted: Node) -> bool:
+        """Equations that give a name a value are compared by it, others as conditions."""
+        one, other = _named_value(given), _named_value(wanted)
+        if one is None and not is_equation(wanted) and not symbols_of(wanted):
+            one = _said_value(given)
+        if one is not None and other is not None:
+            have_names = is_equation(given) and is_equation(wanted)
+            if not have_names or spelled(given.parts[0]) == spelled(wanted.parts[0]):
+                return self.same(one, other)
+        is_pair = is_equation(given) and is_equation(wanted) and len(given.parts) == len(wanted.parts) == 2
+        return is_pair and self._same_condition(given, wanted, either_sign=True)
+
+    def _same_condition(self, given: Node, wanted: Node, either_sign: bool) -> bool:
+        """Whether the differences of the sides are one a constant multiple of the other."""
+        first, second = (difference(node) for node in (given, wanted))
+        names = symbols_of(first) | symbols_of(second)
+        if not names or any(name.startswith("set ") for name in names):
+            return False
+        ratio = Node("/", (first, second))
+        at_one = _at_one_point(ratio, names)
+        if at_one is None or (not either_sign and at_one < 0):
+            return False
+        return same_at_points(first, Node("*", (second, number_node(at_one))), names)
+
+    def _same_set(self, given: Node, wanted: Node) -> bool:
+        try:
+            return same_sets(given, wanted)
+        except NoValueError:
+            pass
+        if given.kind != wanted.kind or len(given.parts) != len(wanted.parts):
+            return False
+        if given.kind == "relation":
+            if self._is_turned(given, wanted):
+                return True
+            is_pair = len(given.parts) == 2 and strictness(given) == strictness(wanted) is not None
+            return is_pair and self._same_condition(turned(given), turned(wanted), either_sign=False)
+        return given.name == wanted.name and self._in_order(given.parts, wanted.parts)
+
+    def _same_group(self, given: Node, wanted: Node) -> bool:
+        if len(given.parts) > _MAX_ITEMS or len(wanted.parts) > _MAX_ITEMS:
+            return False
+        if given.name in UNORDERED and wanted.name in UNORDERED:
+            return self._in_any_order(given.parts, wanted.parts)
+        if not may_be_same_list(given, wanted):
+            return False
+        return self._in_order(given.parts, wanted.parts)
+
+    def _is_turned(self, given: Node, wanted: Node) -> bool:
+        """Whether two chains have the same sides, in one direction or the other."""
+        mirror = {"<": ">", ">": "<", "<=": ">=", ">=": "<="}
+        backwards = " ".join(mirror.get(sign, sign) for sign in reversed(given.name.split()))
+        if given.name == wanted.name and self._in_order(given.parts, wanted.parts):
+            return True
+        return backwards == wanted.name and self._in_order(given.parts[::-1], wanted.parts)
+
+    def _in_order(self, given: Sequence[Node], wanted: Sequence[Node]) -> bool:
+        return len(given) == len(wanted) and all(map(self.same, given, wanted))
+
+    def _in_any_order(self, given: Sequence[Node], wanted: Sequence[Node]) -> bool:
+        """Whether each has an equal one on the other side; repeated elements of a set count once."""
+        return all(any(self.same(each, other) for other in wanted) for each in given) and all(
+            any(self.same(each, other) for each in given) for other in wanted
+        )
+
+    def _same_matrix(self, given: Node, wanted: Node) -> bool:
+        return len(given.parts) == len(wanted.parts) and all(
+            self._in_order(row.parts, other.parts) for row, other in zip(given.parts, wanted.parts, strict=True)
+        )
+
+    def _same_ratio(self, given: Node, wanted: Node) -> bool:
+        sides = [node.parts if node.kind == "ratio" else fraction_parts(node) for node in (given, wanted)]
+        if len(sides[0]) != len(sides[1]):
+            return False
+        quotients = [[Node("/", pair) for pair in itertools.pairwise(parts)] for parts in sides]
+        return all(map(self._same_scalar, *quotients))
+
+    def _same_scalar(self, given: Node, wanted: Node) -> bool:
+        one, other = exact_value(given), exact_value(wanted)
+        if one is not None and other is not None and one == other:
+            if not (is_plain(given) and is_plain(wanted)):
+                self.pairs.append((given, wanted))
+            return True
+        names = symbols_of(given) | symbols_of(wanted)
+        if any(name.startswith("set ") for name in names):
+            return given == wanted
+        if not names and _is_rounded(given, wanted):
+            return True
+        if one is not None and other is not None:
+            return False
+        is_same = same_at_points(given, wanted, names) if names else same_constant(given, wanted)
+        if is_same:
+            self.pairs.append((given, wanted))
+        return is_same
+
+
+def _named_value(node: Node) -> Node | None:
+    """What an equation says that its first side is; the node itself if it is no equation; None: no value."""
+    if not is_equation(node):
+        return node
+    sides, signs = list(node.parts), node.name.split()
+    if is_name(sides[0]) and len(sides) > 1:
+        del sides[0], signs[0]
+    elif is_name(sides[-1]):
+        del sides[-1], signs[-1]
+    if signs and signs[0] == "~":
+        return sides[0]
+    if all(_have_one_value(sides[0], side) for side in sides[1:]):
+        return sides[-1] if "~" not in signs else sides[0]
+    return None
+
+
+def _said_value(node: Node) -> Node | None:
+    """The constant that an equation ends with, as 6 in m + n = 6; None if its first side has a number of its own."""
+    first, *others = node.parts
+    constants = [side for side in others if not symbols_of(side)]
+    if not others or others[-1] not in constants or not symbols_of(first) or node.name[:1] != "=" or "~" in node.name:
+        return None
+    if any(not symbols_of(term) for term in terms(first)):
+        return None
+    return others[-1] if all(_have_one_value(side, others[-1]) for side in constants) else None
+
+
+def _have_one_value(first: Node, second: Node) -> bool:
+    """Whether two sides of an equation have one value."""
+    return Comparison().same(first, second)
+
+
+def _at_one_point(ratio: Node, names: frozenset[str]) -> Fraction | None:
+    """The value of a quotient at a rational point, where it is exact."""
+    draw = random.Random(",".join(sorted(names)))
+    for _ in range(4):
+        point = {name: Fraction(draw.randint(100, 999), draw.randint(100, 999)) for name in sorted(names)}
+        value = exact_value(replaced(ratio, point))
+        if value:
+            return value
+    return None
+
+
+def _is_rounded(given: Node, wanted: Node) -> bool:
+    """Whether one is a decimal, and the other no decimal and no integer, whose value it has to the digits it shows."""
+    one, other = decimal_of(given), decimal_of(wanted)
+    rounded, full = (one, wanted) if one is not None else (other, given)
+    if rounded is None or rounded.digits < _MIN_DIGITS or (one is not None and other is not None):
+        return False
+    exact = exact_value(full)
+    if exact is not None and exact.denominator == 1:
+        return False
+    try:
+        value = constant_value(full)
+        return value.imag == 0 and is_rounded(rounded, value.real)
+    except NoValueError:
+        return False

@@ -1,0 +1,157 @@
+"""What the parts of an answer are, and other forms of the same part, for the comparison."""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+from tlt_hpc.rewards.mathematics.exact import decimal_of, exact_value
+from tlt_hpc.rewards.mathematics.node import Node, number_node
+
+UNORDERED = ("", "{}")
+
+
+def settled(node: Node) -> Node:
+    """The node without degrees, signs and brackets that change nothing, and with both values of a plus-minus."""
+    while node.kind == "degree" or (node.kind == "group" and node.name in ("()", "[]") and len(node.parts) == 1):
+        node = node.parts[0]
+    if node.kind == "neg" and node.parts[0].kind in ("percent", "unit", "degree"):
+        inner = node.parts[0]
+        return Node(inner.kind, (Node("neg", inner.parts, source=node.source),), inner.name, source=node.source)
+    if node.kind == "relation" and node.name == "in":
+        return node.parts[1]
+    if node.kind == "ratio" and (last := node.parts[-1]).kind == "unit":  # of a time of day
+        return Node("unit", (Node("ratio", (*node.parts[:-1], last.parts[0])),), last.name)
+    if node.kind == "group" and node.name in UNORDERED:
+        items = [settled(item) if _has_sign_choice(item) else item for item in node.parts]
+        flat = [
+            part for item in items for part in (item.parts if item.kind == "group" and item.name == "" else (item,))
+        ]
+        return Node("group", tuple(flat), node.name, source=node.source)
+    if node.kind == "relation" and node.name == "=" and _has_sign_choice(node.parts[1]):
+        return settled(node.parts[1])
+    if node.kind not in ("relation", "group") and _has_sign_choice(node):
+        return Node("group", (_with_sign(node, "+"), _with_sign(node, "neg")))
+    return node
+
+
+def _has_sign_choice(node: Node) -> bool:
+    return node.kind == "pm" or any(map(_has_sign_choice, node.parts))
+
+
+def _with_sign(node: Node, sign: str) -> Node:
+    """The expression with one sign for each plus-minus."""
+    parts = tuple(_with_sign(part, sign) for part in node.parts)
+    if node.kind != "pm":
+        return Node(node.kind, parts, node.name, node.value, _signed_source(node.source, sign))
+    last = Node("neg", parts[-1:], source=f"-({parts[-1].source})") if sign == "neg" else parts[-1]
+    source = _signed_source(node.source, sign)
+    return (
+        Node("+", (parts[0], last), source=source)
+        if len(parts) > 1
+        else Node(last.kind, last.parts, last.name, last.value, source)
+    )
+
+
+def _signed_source(source: str, sign: str) -> str:
+    return re.sub(r"\\pm(?![A-Za-z])", "+" if sign == "+" else "-", source)
+
+
+def as_group(node: Node) -> Node:
+    return node if node.kind == "group" else Node("group", (node,))
+
+
+def may_be_same_list(given: Node, wanted: Node) -> bool:
+    """Whether lists with other brackets may be equal in order: "(1,2)" may be an interval, three numbers are none."""
+    if given.name == wanted.name:
+        return True
+    names = {given.name, wanted.name}
+    if "{}" in names or names & {"(]", "[)"}:
+        return False
+    if all(is_equation(part) for part in (*given.parts,)) and len(given.parts) > 1:
+        return True
+    return len(wanted.parts) > 2 or (wanted.name == "" and given.name == "()")
+
+
+def is_equation(node: Node) -> bool:
+    return node.kind == "relation" and set(node.name.split()) <= {"=", "~", "=="}
+
+
+def spelled(node: Node) -> str:
+    """The source without what may be left out."""
+    return re.sub(r"[{}\s]", "", node.source)
+
+
+def terms(node: Node) -> list[Node]:
+    return [term for part in node.parts for term in terms(part)] if node.kind in ("+", "neg") else [node]
+
+
+def is_name(node: Node) -> bool:
+    """Whether it can name a value: x, f(x), (x, y)."""
+    if node.kind == "symbol":
+        return node.name not in ("pi", "e", "oo")
+    if node.kind == "*":
+        return node.parts[0].kind == "symbol" and node.source.rstrip().endswith(")") and all(map(is_name, node.parts))
+    return node.kind == "group" and bool(node.parts) and all(map(is_name, node.parts))
+
+
+def difference(node: Node) -> Node:
+    return Node("+", (node.parts[0], Node("neg", (node.parts[1],))))
+
+
+def turned(node: Node) -> Node:
+    """The relation with its smaller side first."""
+    return Node("relation", node.parts[::-1], node.name.replace(">", "<")) if ">" in node.name else node
+
+
+def strictness(node: Node) -> str | None:
+    return {"<": "<", ">": "<", "<=": "<=", ">=": "<="}.get(node.name)
+
+
+def replaced(node: Node, point: dict[str, Fraction]) -> Node:
+    if node.kind == "symbol" and node.name in point:
+        return number_node(point[node.name])
+    return Node(node.kind, tuple(replaced(part, point) for part in node.parts), node.name, node.value, node.source)
+
+
+def hundredth(node: Node) -> Node:
+    return (
+        Node("*", (node, Node("^", (number_node(Fraction(10)), number_node(Fraction(-2))))))
+        if decimal_of(node)
+        else Node("/", (node, number_node(Fraction(100))), source=f"\\frac{{{node.source}}}{{100}}")
+    )
+
+
+def digits_of(node: Node) -> str:
+    return node.name.partition(" ")[0] if node.kind == "based" else node.source
+
+
+def agree(given: str, wanted: str) -> bool:
+    """Whether the bases of two numbers are the same, or one has none."""
+    bases = [name.partition(" ")[2] for name in (given, wanted)]
+    return bases[0] == bases[1] or not all(bases)
+
+
+def fraction_parts(node: Node) -> tuple[Node, ...]:
+    return node.parts if node.kind == "/" else (node, number_node(Fraction(1)))
+
+
+def is_plain(node: Node) -> bool:
+    """Whether it is a numeral: an integer, decimal, fraction or mixed number, with sign and power of ten."""
+    match node.kind:
+        case "number":
+            return True
+        case "neg" | "unit" | "degree":
+            return is_plain(node.parts[0])
+        case "/":
+            return all(map(is_plain, node.parts))
+        case "+":  # of a mixed number
+            return "+" not in node.source and "-" not in node.source and all(map(is_plain, node.parts))
+        case "*":
+            return decimal_of(node) is not None or (
+                is_plain(node.parts[0])
+                and exact_value(node.parts[1]) is not None
+                and node.parts[1].kind == "^"
+                and exact_value(node.parts[1].parts[0]) == 10
+            )
+    return False

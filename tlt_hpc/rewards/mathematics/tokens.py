@@ -1,0 +1,102 @@
+"""The tokens of tidied answers, and the words of LaTeX that the grammar knows."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from tlt_hpc.rewards.mathematics.node import UnreadableError
+
+_TOKEN = re.compile(
+    r"\s*(?:(?P<number>\d+(?:\.\d+)?|\.\d+)|\\text\s*\{(?P<text>[^{}]*)\}|\\begin\{(?P<begin>[a-z]+\*?)\}"
+    r"|\\end\{(?P<end>[a-z]+\*?)\}|\\(?P<row>\\)(?:\[[^\]]*\])?|\\(?P<command>[A-Za-z]+|[{}|%&#_])|(?P<word>[A-Za-z]+)"
+    r"|(?P<sign><=|>=|!=|=>|[-+*/^_=<>(){}\[\],;:|!%&']))"
+)
+FUNCTIONS = frozenset({
+    "sin", "cos", "tan", "cot", "sec", "csc", "arcsin", "arccos", "arctan", "arccot", "sinh", "cosh", "tanh", "coth",
+    "ln", "log", "lg", "exp", "gcd", "lcm", "max", "min",
+})  # fmt: skip
+RELATIONS = {
+    "=": "=", "<": "<", ">": ">", "<=": "<=", ">=": ">=", "!=": "!=", "le": "<=", "leq": "<=", "leqslant": "<=",
+    "ge": ">=", "geq": ">=", "geqslant": ">=", "lt": "<", "gt": ">", "ne": "!=", "neq": "!=", "in": "in",
+    "approx": "~", "equiv": "==", "sim": "~", "simeq": "~",
+}  # fmt: skip
+SETS = {"cup": "cup", "cap": "cap", "setminus": "setminus", "backslash": "setminus", "bigcup": "cup"}
+TIMES = frozenset({"*", "cdot", "times", "ast", "cdotp"})
+JUNCTIONS = {"and": "and", "or": "or", "lor": "or", "vee": "or", "land": "and", "wedge": "and"}
+ACCENTS = frozenset({
+    "vec", "hat", "bar", "overline", "tilde", "widehat", "overrightarrow", "overleftrightarrow", "dot",
+})  # fmt: skip
+GREEK = frozenset({
+    "alpha", "beta", "gamma", "delta", "epsilon", "varepsilon", "zeta", "eta", "theta", "vartheta", "iota", "kappa",
+    "lambda", "mu", "nu", "xi", "rho", "sigma", "tau", "upsilon", "phi", "varphi", "chi", "psi", "omega", "Gamma",
+    "Delta", "Theta", "Lambda", "Xi", "Pi", "Sigma", "Phi", "Psi", "Omega", "ell",
+})  # fmt: skip
+FIGURES = frozenset({"angle", "measuredangle", "triangle"})
+CLOSING = {"(": ")", "[": "]", "{": "}", "langle": "rangle", "lfloor": "rfloor", "lceil": "rceil"}
+
+
+class Token(NamedTuple):
+    kind: str
+    text: str
+    start: int
+    end: int
+    after_space: bool
+
+
+def tokens_of(text: str) -> list[Token]:
+    tokens, place = list[Token](), 0
+    text = text.rstrip()
+    while place < len(text):
+        match = _TOKEN.match(text, place)
+        if match is None:
+            raise UnreadableError(f"{text[place : place + 10]!r}")
+        kind = str(match.lastgroup)
+        tokens.append(Token(kind, match[kind].strip(), match.start(kind), match.end(), text[place] == " "))
+        place = match.end()
+    return tokens
+
+
+class TokenReader:
+    """A place in the tokens of a text."""
+
+    def __init__(self, text: str) -> None:
+        self._text, self._tokens, self._place = text, tokens_of(text), 0
+
+    def _next(self, ahead: int = 0) -> Token:
+        place = self._place + ahead
+        return (
+            self._tokens[place]
+            if place < len(self._tokens)
+            else Token("end", "", len(self._text), len(self._text), False)
+        )
+
+    def _is(self, *texts: str, kinds: tuple[str, ...] = ("sign", "command")) -> bool:
+        token = self._next()
+        return token.kind in kinds and token.text in texts
+
+    def _take(self, *texts: str) -> bool:
+        if self._is(*texts):
+            self._place += 1
+            return True
+        return False
+
+    def _expect(self, text: str) -> None:
+        if not self._take(text):
+            raise UnreadableError(f"no {text}")
+
+    def _junction(self) -> str:
+        token = self._next()
+        if token.kind in ("word", "text", "command"):
+            return JUNCTIONS.get(token.text.lower(), "")
+        return ""
+
+    def _split(self, length: int) -> None:
+        """Cut the next token behind its first characters."""
+        token = self._next()
+        middle = token.start + length
+        parts = (
+            token._replace(text=token.text[:length], end=middle),
+            token._replace(text=token.text[length:], start=middle, after_space=False),
+        )
+        self._tokens[self._place : self._place + 1] = parts
