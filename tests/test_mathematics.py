@@ -90,6 +90,13 @@ def test_a_response_that_was_cut_off_has_only_a_marked_answer(response: str) -> 
     assert equal_as_mathematics("\\boxed{5} and so", "5", is_finished=False).reward == 1.0
 
 
+def test_a_letter_needs_the_end_of_the_response_as_a_number_does() -> None:
+    assert texts.choice("The answer is B", "B").reward == 1.0
+    assert texts.choice("The answer is B", "B", is_finished=False).reward == 0.0
+    assert texts.choice("\\boxed{B} because", "B", is_finished=False).reward == 1.0
+    assert texts.choice("The answer is B. So \\boxed{B", "B").reward == 0.0
+
+
 def test_what_only_one_of_two_ways_finds_equal_is_disputed() -> None:
     found = equal_as_mathematics("\\boxed{1/2x}", "\\frac{x}{2}")
     assert (found.reward, found.is_disputed) == (0.0, True) and "disputed" in found.detail

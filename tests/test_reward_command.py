@@ -76,7 +76,7 @@ def test_the_first_verdict_that_was_not_expected_is_shown(tmp_path: Path, capsys
     judge(path, status=1)
     out = capsys.readouterr().out
     assert f"2 of 4 verdicts differ from the expected one; the first is {path}:3:\n  expected  true\n" in out
-    assert "\n  found     wrong, reward 0\n" in out and "\n  response  no:\n            \\boxed{5}\n" in out
+    assert "\n  found     wrong, reward 0 (not '4')\n" in out and "\n  response  no:\n            \\boxed{5}\n" in out
     judge(write_jsonl(tmp_path / "a.jsonl", rows[:2]))
     assert "2 verdicts as expected" in capsys.readouterr().out
     named = [{"response": "\\boxed{4}", "answer": "4", "label": "4", "human": 0}]

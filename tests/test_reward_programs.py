@@ -104,7 +104,8 @@ def test_tests_that_turn_out_to_check_nothing_are_unreadable(template: Template)
 def test_the_rows_own_name_of_the_function_comes_first(template: Template) -> None:
     program, truth = "def f(n): return n\ndef g(n): return -n", "def check(candidate):\n    assert candidate(1) == 1"
     for named, wanted in (("f", 1.0), ("g", 0.0), ("", 0.0), ("h", 0.0)):
-        for columns in ({"extra_info": {"entry_point": named}}, {"reward_model": {"entry_point": named}}):
+        named_by = {"entry_point": named}
+        for columns in (named_by, {"extra_info": named_by}, {"reward_model": named_by}):
             assert passes_tests(program, truth, CODE, template, json.dumps(columns)).reward == wanted
 
 

@@ -15,8 +15,8 @@ from tlt_hpc.data.rows import Row, RowError
 
 _PROMPT_COLUMNS = ("prompt", "problem", "question", "messages")
 _ANSWER_COLUMNS = ("reward_model.ground_truth", "answer", "ground_truth")
-_KEPT = ("extra_info", "reward_model", "ability")
-"""Columns of verl's schema that rewards may use."""
+_KEPT = ("extra_info", "reward_model", "ability", "entry_point")
+"""Columns that rewards may use: verl's, and HumanEval's name of the function."""
 _KEYS_OF_A_CHAT = re.compile(r"""["'](role|content)["']\s*:""")
 _ROLES = ("system", "user", "assistant", "tool", "developer")
 _TOOLS = "tools"

@@ -113,7 +113,7 @@ def _function_of(tests: list[dict[str, Any]]) -> str | None:
 def _entry_of(extra: str) -> str:
     """The function that the row names: ``entry_point``, as in HumanEval, or ``Solution().name``."""
     columns = json.loads(extra) if extra else {}
-    for table in (columns.get("extra_info"), columns.get("reward_model")):
+    for table in (columns, columns.get("extra_info"), columns.get("reward_model")):
         named = table.get("entry_point") if isinstance(table, dict) else None
         if isinstance(named, str) and (found := _ENTRY.fullmatch(named.strip())):
             return found[1]

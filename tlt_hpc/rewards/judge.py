@@ -110,7 +110,7 @@ def _compare(answer: Answer, truth: str, settings: RewardSection) -> Verdict:
         case "numeric":
             return text.numeric(answer.text, truth, settings.tolerance, answer.is_finished)
         case "choice":
-            return text.choice(answer.text, truth)
+            return text.choice(answer.text, truth, answer.is_finished)
         case "math":
             from tlt_hpc.rewards.mathematics import equal_as_mathematics
 

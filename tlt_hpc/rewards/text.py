@@ -47,7 +47,10 @@ def boxed(text: str, truth: str) -> Verdict:
     Closing tags may follow the box.
     """
     given = ending_box(text)
-    return Verdict(float(given == truth.strip()), read=given or "")
+    if given is None:
+        return Verdict(0.0, detail="the response does not end with a box")
+    is_same = given == truth.strip()
+    return Verdict(float(is_same), detail="" if is_same else f"not {truth[:80]!r}", read=given)
 
 
 def numeric(text: str, truth: str, tolerance: float, is_finished: bool = True) -> Verdict:
@@ -71,13 +74,15 @@ def shown(number: Fraction) -> str:
     return str(number) if is_short else "a number of more than 300 digits"
 
 
-def choice(text: str, truth: str) -> Verdict:
+def choice(text: str, truth: str, is_finished: bool = True) -> Verdict:
     """1.0 if the response gives the answer's letter."""
     wanted = _letter(truth)
     if wanted is None:
         return Verdict(0.0, Failure.UNREADABLE, f"answer {truth[:80]!r} is no letter of a choice")
-    given = letter_of(text)
-    return Verdict(float(given == wanted), detail="" if given else "the response gives no letter", read=given or "")
+    given = letter_of(text, is_finished)
+    if given is None:
+        return Verdict(0.0, detail="the response gives no letter")
+    return Verdict(float(given == wanted), detail="" if given == wanted else f"not {wanted}", read=given)
 
 
 def tags(text: str, names: Sequence[str]) -> float:
@@ -126,14 +131,16 @@ def _value(answer: str) -> Fraction | None:
     return exact_value(node)
 
 
-def letter_of(text: str) -> str | None:
+def letter_of(text: str, is_finished: bool = True) -> str | None:
     """The letter that a response chooses, in upper case; None if there is none.
 
     It is the one in its last box or ``<answer>``, else the last that follows "answer", "option" or "choice" or precedes
     "is the answer", else the one that its last line consists of.
     """
-    found = find_answer(text)
-    if found is not None and found.place == "all":
+    found = find_answer(text, is_finished)
+    if found is None:
+        return None
+    if found.place == "all":
         return _letter(found.text) or _chosen(found.text)
     tail = conclusion(text)
     return _chosen(tail) or _letter(tail.rpartition("\n")[2])
