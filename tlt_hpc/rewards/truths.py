@@ -38,6 +38,6 @@ def truth_problem(kind: str, truth: str, tolerance: float) -> str:
         text = each if "\\boxed" in each else f"\\boxed{{{each}}}"
         verdict = judge(Answer(kind, "", text, each), settings)
         if not verdict.reward:
-            why = verdict.detail or f"answer {each[:80]!r} is not equal to itself"
+            why = verdict.detail if verdict.failure else f"answer {each[:80]!r} is not equal to itself"
             return f"reward kind {kind!r}: {why}"
     return ""

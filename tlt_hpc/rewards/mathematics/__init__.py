@@ -13,7 +13,7 @@ from functools import lru_cache
 
 from tlt_hpc.rewards.answer import Failure, Verdict
 from tlt_hpc.rewards.final_answer import answer_in, find_answer
-from tlt_hpc.rewards.mathematics.compare import Comparison
+from tlt_hpc.rewards.mathematics.compare import AnswerComparison
 from tlt_hpc.rewards.mathematics.expression import MAX_CHARACTERS, read_expression
 from tlt_hpc.rewards.mathematics.node import Node, UnreadableError
 from tlt_hpc.rewards.mathematics.notation import plain_words, tidy
@@ -99,7 +99,7 @@ def _compare(given: Reading, wanted: Reading) -> Verdict:
     is_same = has_words and _same_words(given.text, wanted.text)
     if is_same or given.tree is None or wanted.tree is None:
         return Verdict(float(is_same), detail="" if is_same else f"other words than {wanted.text[:80]!r}", read=shown)
-    comparison = Comparison()
+    comparison = AnswerComparison()
     if not comparison.same(given.tree, wanted.tree):
         return Verdict(0.0, detail=f"not equal to {wanted.text[:80]!r}", read=shown)
     if comparison.pairs and not _are_confirmed(comparison.pairs):

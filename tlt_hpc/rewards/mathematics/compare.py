@@ -44,7 +44,7 @@ _MIN_DIGITS = 3
 """Significant digits that a rounded number must show."""
 
 
-class Comparison:
+class AnswerComparison:
     """One comparison; ``pairs`` are the expressions that it took for equal and that are to be confirmed."""
 
     def __init__(self) -> None:
@@ -215,7 +215,7 @@ def _said_value(node: Node) -> Node | None:
 
 def _have_one_value(first: Node, second: Node) -> bool:
     """Whether two sides of an equation have one value."""
-    return Comparison().same(first, second)
+    return AnswerComparison().same(first, second)
 
 
 def _at_one_point(ratio: Node, names: frozenset[str]) -> Fraction | None:
