@@ -78,7 +78,7 @@ def find_answer(text: str, is_finished: bool = True) -> FoundAnswer | None:
         line, _, rest = tail.rpartition("####")[2].strip().partition("\n")
         if not rest.strip() or _BARE_NUMBER.fullmatch(line):  # else the heading of a step
             return FoundAnswer(line)
-    said = [match.end() for match in _SAID.finditer(tail)]
+    said = [match.end() for match in _SAID.finditer(tail) if not tail.startswith("not ", match.end())]
     if said and (rest := _SENTENCE_END.split(tail[said[-1] :], maxsplit=1)[0].strip()):
         return FoundAnswer(rest, "first")
     sentences = [part for part in _SENTENCE_END.split(tail) if part.strip()]

@@ -20,6 +20,7 @@ _NUMERAL = re.compile(
     r"(?<![A-Za-z0-9_.^])(?:[-+] ?)?(?:\\frac\{-?\d+\}\{-?\d+\}|(?:\d+(?:\.\d+)?|\.\d+)(?:/\d+)?)"
     r"(?: ?(?:\\times|\\cdot|\*) ?10\^(?:\{-?\d+\}|\d))?"
 )
+_OTHER_MATHS = re.compile(r"\\(?!text|%|,|;| )|[\^_<>*/|]")
 _LETTER = re.compile(
     r"[\s(\[]*+(?:(?:option|choice|answer|(?:so|thus|hence|therefore)(?=[\s,:]))[\s:,]*+)?"
     r"[(\[]*+([A-Za-z])(?:[\s)\].:,]*|(?:[).:]| -)\s.*)",
@@ -34,9 +35,9 @@ _CHOSEN = re.compile(  # also "the answer I would choose is C"
     r"[^A-Za-z]{0,20}(?:(?:is|be|should|must|would|will|has to|thus|therefore|clearly|indeed|likely|probably)\b"
     r"[^A-Za-z]{0,20}){0,4}(?:(?:option|choice)\b[^A-Za-z]{0,5})?"
     r"|(?<!\u4e0d)(?:\u7b54\u6848|\u9009\u9879\s*[:\uff1a\u662f\u4e3a]|\u9009\u62e9?)[\s:\uff1a(\uff08\u662f\u4e3a\u5e94\u8be5\u9009\u9879\u62e9]{0,8})"
-    r"([A-Za-z])(?!['\u2019]?[A-Za-z]|[+#]|\s*[\u4e0d\u9519])"
+    r"([A-Za-z])(?!['\u2019]?[A-Za-z]|[+#]|\s*[\u4e0d\u9519]|\)?,?\s*(?:and|or|&|,)\s*\(?[A-Z]\b)"
     r"(?! (?!because|since|as\b|which|not\b|rather|but\b)[a-z]{2,})"
-    r"|(?<![A-Za-z'])(?-i:([A-Z]))\)? is (?:the )?(?:correct|right|answer|best|true)",
+    r"|(?<![A-Za-z'])(?-i:([A-Z]))\)? is (?:the )?(?:correct|right|answer|true)",
     re.IGNORECASE,
 )
 
@@ -61,10 +62,13 @@ def numeric(text: str, truth: str, tolerance: float, is_finished: bool = True) -
     wanted = number_in(FoundAnswer(truth))
     if wanted is None:
         return Verdict(0.0, Failure.UNREADABLE, f"answer {truth[:80]!r} has no number")
-    given = number_of(text, is_finished)
-    if given is None:
+    found = find_answer(text, is_finished)
+    given = number_in(found) if found else None
+    if found is None or given is None:
         return Verdict(0.0, detail="the response gives no number")
-    is_near = abs(given - wanted) <= Fraction(tolerance) * max(Fraction(1), abs(wanted))
+    is_percentage = answer_in(found).rstrip().endswith("%")
+    meant = (given, given / 100) if is_percentage else (given,)
+    is_near = any(abs(each - wanted) <= Fraction(tolerance) * max(Fraction(1), abs(wanted)) for each in meant)
     return Verdict(float(is_near), detail="" if is_near else f"not {truth[:80]!r}", read=shown(given))
 
 
@@ -108,21 +112,16 @@ def number_of(text: str, is_finished: bool = True) -> Fraction | None:
 def number_in(found: FoundAnswer) -> Fraction | None:
     """The number that an answer is, or the one that stands in it."""
     answer = tidy(answer_in(found)[:TAIL_CHARACTERS])
-    value = _value(answer)
-    if value is not None:
-        return value
-    numerals = [match[0] for match in _NUMERAL.finditer(answer.rpartition("=")[2])]
-    if not numerals:
-        return None
-    return _value(numerals[-1 if found.place == "last" else 0])
-
-
-def _value(answer: str) -> Fraction | None:
-    """The exact value of an answer, of its last side if it is an equation."""
     try:
-        node = read_expression(answer)
-    except UnreadableError:
-        return None
+        return _value(read_expression(answer))
+    except UnreadableError:  # words: the number among them, if it is the only one
+        numerals = [match[0] for match in _NUMERAL.finditer(answer.rpartition("=")[2])]
+        is_prose = len(numerals) == 1 and not _OTHER_MATHS.search(answer.replace(numerals[0], ""))
+        return _value(read_expression(numerals[0])) if is_prose else None
+
+
+def _value(node: Node) -> Fraction | None:
+    """The exact value of an expression, of its last side if it is an equation."""
     while node.kind in ("relation", "percent", "unit", "degree", "neg") and exact_value(node) is None:
         if node.kind == "relation" and node.name != "=":
             return None
@@ -143,7 +142,9 @@ def letter_of(text: str, is_finished: bool = True) -> str | None:
     if found.place == "all":
         return _letter(found.text) or _chosen(found.text)
     tail = conclusion(text)
-    return _chosen(tail) or _letter(tail.rpartition("\n")[2])
+    *before, last = tail.split("\n")
+    repeats_options = len(_plain(last).split()) > 1 and any(map(_letter, before))
+    return _chosen(tail) or (None if repeats_options else _letter(last))
 
 
 def _chosen(text: str) -> str | None:

@@ -21,10 +21,11 @@ from tlt_hpc.rewards.mathematics.notation import plain_words, tidy
 _LETTERS = re.compile(r"[a-z]{3,}")
 """An answer of letters alone is a word, whose letters have an order: no product of variables."""
 _LIST = re.compile(r"[,;]|\\text\{\s*(?:and|or)\s*\}|\b(?:and|or)\b")
-_WORD = re.compile(r"\\text|(?<![\\A-Za-z])[A-Za-z]{2,}")
 _TEXT = re.compile(r"\\text\s*\{([^{}]*)\}")
 _LETTER_IN_BRACKETS = re.compile(r"\(([A-Z])\)")
 _BRACKET = re.compile(r"[(\[|^_]|\\(?!text)")
+_WORD = re.compile(r"\\text|(?<![\\A-Za-z])[A-Za-z]{2,}")
+_JUNCTION = re.compile(r"\b(?:and|or)\b")
 _COMMA = re.compile(r"\d,\d{3}")
 
 
@@ -131,4 +132,5 @@ def _same_words(given: str, wanted: str) -> bool:
     texts = [_LETTER_IN_BRACKETS.sub(r"\1", _TEXT.sub(r" \1 ", text)) for text in (given, wanted)]
     lists = [_LIST.split(text) if not _BRACKET.search(text) else [text] for text in texts]
     words = [sorted(filter(None, (_bare(plain_words(part)) for part in each))) for each in lists]
-    return words[0] == words[1] != []
+    junctions = [set(_JUNCTION.findall(text)) for text in texts]
+    return words[0] == words[1] != [] and (junctions[0] == junctions[1] or not all(junctions))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
 from collections.abc import Sequence
 from fractions import Fraction
 
@@ -40,8 +41,8 @@ from tlt_hpc.rewards.mathematics.values import (
 )
 
 _MAX_ITEMS = 200
-_MIN_DIGITS = 3
-"""Significant digits that a rounded number must show."""
+_MIN_DIGITS, _MIN_DIGITS_OF_DATA = 3, 6
+"""Significant digits that a rounded answer must show, and a rounded number of the data."""
 
 
 class AnswerComparison:
@@ -86,6 +87,8 @@ class AnswerComparison:
             if all(names) and names[0] != names[1]:
                 return False
         values = [without_unit(node) for node in (given, wanted)]
+        if given.kind == wanted.kind and {value.kind for value in values} == {"ratio"}:  # times of day
+            return self._in_order(values[0].parts, values[1].parts)
         factors = [large(node) for node in (given, wanted)]
         if self.same(*values) and (factors[0] == factors[1] or 1 in factors):
             return True
@@ -113,7 +116,11 @@ class AnswerComparison:
         at_one = _at_one_point(ratio, names)
         if at_one is None or (not either_sign and at_one < 0):
             return False
-        return same_at_points(first, Node("*", (second, number_node(at_one))), names)
+        factor = f"\\frac{{{at_one.numerator}}}{{{at_one.denominator}}}"
+        is_same = same_at_points(first, Node("*", (second, number_node(at_one))), names)
+        if is_same:
+            self.pairs.append((first, Node("*", source=f"{factor} \\cdot ({second.source})")))
+        return is_same
 
     def _same_set(self, given: Node, wanted: Node) -> bool:
         try:
@@ -132,6 +139,9 @@ class AnswerComparison:
     def _same_group(self, given: Node, wanted: Node) -> bool:
         if len(given.parts) > _MAX_ITEMS or len(wanted.parts) > _MAX_ITEMS:
             return False
+        named = [_in_order_of_names(node) for node in (given, wanted)]
+        if (named[0] is None) != (named[1] is None):
+            return self._in_order(*(parts or node.parts for parts, node in zip(named, (given, wanted), strict=True)))
         if given.name in UNORDERED and wanted.name in UNORDERED:
             return self._in_any_order(given.parts, wanted.parts)
         if not may_be_same_list(given, wanted):
@@ -186,6 +196,16 @@ class AnswerComparison:
         return is_same
 
 
+def _in_order_of_names(node: Node) -> tuple[Node, ...] | None:
+    """The equations of a list that gives each of several names a value, by name; None if it is no such list."""
+    names = [spelled(part.parts[0]) for part in node.parts if is_equation(part) and len(part.parts) == 2]
+    if len(names) < 2 or len(set(names)) < len(node.parts):
+        return None
+    if not all(re.fullmatch("[A-Za-z]", name) for name in names):
+        return node.parts
+    return tuple(part for _, part in sorted(zip(names, node.parts, strict=True), key=lambda pair: pair[0]))
+
+
 def _named_value(node: Node) -> Node | None:
     """What an equation says that its first side is; the node itself if it is no equation; None: no value."""
     if not is_equation(node):
@@ -233,7 +253,8 @@ def _is_rounded(given: Node, wanted: Node) -> bool:
     """Whether one is a decimal, and the other no decimal and no integer, whose value it has to the digits it shows."""
     one, other = decimal_of(given), decimal_of(wanted)
     rounded, full = (one, wanted) if one is not None else (other, given)
-    if rounded is None or rounded.digits < _MIN_DIGITS or (one is not None and other is not None):
+    least = _MIN_DIGITS if one is not None else _MIN_DIGITS_OF_DATA
+    if rounded is None or rounded.digits < least or (one is not None and other is not None):
         return False
     exact = exact_value(full)
     if exact is not None and exact.denominator == 1:

@@ -9,9 +9,11 @@ from typing import Any
 
 from tlt_hpc.rewards.mathematics.node import Node
 
-_MAX_BITS = 100_000
+_MAX_BITS = 20_000
 """Of an exact number; a larger one is computed as a floating-point number with an exponent of any size."""
-_MAX_FACTORIAL = 10_000
+_MAX_FACTORIAL = 1000
+_MAX_ROOT_BITS = 4000
+"""Of a number whose exact root is looked for."""
 
 
 @dataclass(frozen=True)
@@ -34,10 +36,12 @@ def exact_value(node: Node) -> Fraction | None:
     rule = _EXACT.get(node.kind)
     if rule is None:
         return None
-    parts = [exact_value(part) for part in node.parts]
-    known = [part for part in parts if part is not None]
-    if len(known) < len(parts) or any(_bits(part) > _MAX_BITS for part in known):
-        return None
+    known = list[Fraction]()
+    for part in node.parts:
+        value = exact_value(part)
+        if value is None or _bits(value) > _MAX_BITS:
+            return None
+        known.append(value)
     try:
         found: Fraction | None = rule(*known)
         return found
@@ -68,6 +72,8 @@ def _exact_root(value: Fraction, degree: int) -> Fraction | None:
 
 
 def _whole_root(number: int, degree: int) -> int | None:
+    if number.bit_length() > _MAX_ROOT_BITS:
+        return None
     if degree == 2:
         root = isqrt(number)
         return root if root * root == number else None

@@ -28,6 +28,11 @@ _MAX_DIGITS = 4300
 _MAX_DEPTH = 40
 _MIN_WORD = 3
 """Letters of a word that is a unit behind a blank; fewer are a product, unless the unit is known."""
+_MAX_UNIT_WORDS = 5
+_NO_UNIT = re.compile(
+    r"\b(?:or|less|more|least|most|fewer|greater|not|no|wrong|incorrect|if|unless|than|hundred|dozen|times|other|plus|minus)\b"
+)
+"""Words that change the value before them."""
 _MAX_PRODUCT = 4
 """Letters that are read as a product of variables; a longer word is none."""
 
@@ -233,6 +238,8 @@ class _Parser(TokenReader):
         if token.kind != "end" and not self._junction() and token.text not in (*RELATIONS, ",", ";", ")", "]", "}"):
             raise UnreadableError("words within an expression")
         words = self._text[self._tokens[first].start : self._tokens[self._place - 1].end]
+        if _NO_UNIT.search(words) or len(re.findall(r"[A-Za-z]+", words)) > _MAX_UNIT_WORDS:
+            raise UnreadableError("words that are no unit")
         return Node("unit", (node,), re.sub(r"\\text\s*|[{}\s]", "", words), source=node.source)
 
     # --- powers and what stands behind a value ---
@@ -273,7 +280,7 @@ class _Parser(TokenReader):
         if (
             token.kind in ("number", "word")
             and len(token.text) > 1
-            and not (token.kind == "number" and self._is_plain())
+            and not (token.kind == "number" and (self._is_plain() or token.text[0] == "."))
         ):
             self._split(1)
         return self._atom()
@@ -339,8 +346,10 @@ class _Parser(TokenReader):
             return "".join(token.text for token in self._tokens[start + 1 : self._place - 1])
         if self._next().kind in ("number", "word") and len(self._next().text) > 1:
             self._split(1) if "\\" in self._text else None
+        if self._next().kind == "end":
+            raise UnreadableError("no subscript")
         self._place += 1
-        return self._tokens[start].text if start < len(self._tokens) else ""
+        return self._tokens[start].text
 
     def _based(self, start: int, digits: str) -> Node:
         self._expect("_")

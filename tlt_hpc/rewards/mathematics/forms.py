@@ -22,21 +22,24 @@ def settled(node: Node) -> Node:
         return node.parts[1]
     if node.kind == "ratio" and (last := node.parts[-1]).kind == "unit":  # of a time of day
         return Node("unit", (Node("ratio", (*node.parts[:-1], last.parts[0])),), last.name)
+    if _names_of_tuple(node):
+        pairs = zip(node.parts[0].parts, node.parts[1].parts, strict=True)
+        return Node("group", tuple(Node("relation", pair, "=") for pair in pairs))
     if node.kind == "group" and node.name in UNORDERED:
-        items = [settled(item) if _has_sign_choice(item) else item for item in node.parts]
+        items = [settled(item) if _num_sign_choices(item) else item for item in node.parts]
         flat = [
             part for item in items for part in (item.parts if item.kind == "group" and item.name == "" else (item,))
         ]
         return Node("group", tuple(flat), node.name, source=node.source)
-    if node.kind == "relation" and node.name == "=" and _has_sign_choice(node.parts[1]):
+    if node.kind == "relation" and node.name == "=" and _num_sign_choices(node.parts[1]) == 1:
         return settled(node.parts[1])
-    if node.kind not in ("relation", "group") and _has_sign_choice(node):
+    if node.kind not in ("relation", "group") and _num_sign_choices(node) == 1:  # of several each may have its own
         return Node("group", (_with_sign(node, "+"), _with_sign(node, "neg")))
     return node
 
 
-def _has_sign_choice(node: Node) -> bool:
-    return node.kind == "pm" or any(map(_has_sign_choice, node.parts))
+def _num_sign_choices(node: Node) -> int:
+    return (node.kind == "pm") + sum(map(_num_sign_choices, node.parts))
 
 
 def _with_sign(node: Node, sign: str) -> Node:
@@ -55,6 +58,14 @@ def _with_sign(node: Node, sign: str) -> Node:
 
 def _signed_source(source: str, sign: str) -> str:
     return re.sub(r"\\pm(?![A-Za-z])", "+" if sign == "+" else "-", source)
+
+
+def _names_of_tuple(node: Node) -> bool:
+    """Whether it is (x, y) = (1, 2)."""
+    if not is_equation(node) or len(node.parts) != 2 or {part.kind for part in node.parts} != {"group"}:
+        return False
+    names, values = node.parts
+    return len(names.parts) == len(values.parts) > 1 and all(part.kind == "symbol" for part in names.parts)
 
 
 def as_group(node: Node) -> Node:
@@ -96,7 +107,9 @@ def is_name(node: Node) -> bool:
 
 
 def difference(node: Node) -> Node:
-    return Node("+", (node.parts[0], Node("neg", (node.parts[1],))))
+    """The first side of a relation less the second."""
+    first, second = node.parts
+    return Node("+", (first, Node("neg", (second,))), source=f"({first.source})-({second.source})")
 
 
 def turned(node: Node) -> Node:

@@ -99,7 +99,11 @@ _OUTSIDE = re.compile(r"^[ ,;:!'.]+(?!\d)(?<!\.)|^[ ,;:!']+|(?:(?<=[A-Za-z]{2})!
 """Marks around words that belong to no number."""
 _VERDICTS = frozenset({"yes", "no", "true", "false", "none"})
 """Words that mean the same in capitals; other capitals may name points or people."""
-_SCIENTIFIC = re.compile(r"(?<![A-Za-z\d])(\d+(?:\.\d*)?|\.\d+)[eE]([-+]?\d{1,4})(?![\d.A-Za-z])")
+_SCIENTIFIC = re.compile(
+    r"(?<![A-Za-z\d])(?:(\d*\.\d*)[eE]([-+]?\d{1,4})|(\d+)[eE](\d{1,4}|[-+]\d{2,4}|(?<=1[eE])[-+]\d))(?![\d.A-Za-z])"
+)
+"""With a sign an exponent of one digit needs a point or a 1: 2e-1 is 2 times e, less 1."""
+_MAX_DEPTH = 40
 
 
 def tidy(answer: str, commas_separate: bool = False) -> str:
@@ -122,7 +126,7 @@ def tidy(answer: str, commas_separate: bool = False) -> str:
     text = _CHOOSE.sub(lambda match: f"\\binom{{{match[1] or match[3]}}}{{{match[2] or match[4]}}}", text)
     text = _BASED.sub(lambda match: f"{match[2] or ''}{match[1] or match[3]}", text)
     text = _REPEATING.sub(_repeating, text)
-    text = _SCIENTIFIC.sub(r"\1\\cdot 10^{\2}", text)
+    text = _SCIENTIFIC.sub(lambda each: f"{each[1] or each[3]}\\cdot 10^{{{each[2] or each[4]}}}", text)
     text = _SPACING.sub(" ", _thousands(text, commas_separate)).strip()
     text = text.rstrip(" .,;:\\")
     if _ALL_REAL.fullmatch(text):
@@ -216,8 +220,10 @@ def _repeating(match: re.Match[str]) -> str:
     return f"\\frac{{{int(whole + fixed + block) - int(whole + fixed)}}}{{{nines}}}"
 
 
-def _braced(text: str) -> str:
+def _braced(text: str, depth: int = 0) -> str:
     r"""The text with ``\frac`` for all its forms, and braces around the arguments of fractions and roots."""
+    if depth > _MAX_DEPTH:
+        return text
     parts, end = list[str](), 0
     for match in _TAKES_ARGUMENTS.finditer(text):
         if match.start() < end:
@@ -226,7 +232,7 @@ def _braced(text: str) -> str:
         arguments, end = list[str](), match.end()
         for _ in range(2 if match[1] in ("frac", "binom") else 1):
             argument, end = _argument(text, end)
-            arguments.append(f"{{{_braced(argument)}}}")
+            arguments.append(f"{{{_braced(argument, depth + 1)}}}")
         parts.append(f"\\{match[1]}{match[2] or ''}{''.join(arguments)}")
     return "".join(parts) + text[end:]
 
@@ -241,7 +247,7 @@ def _argument(text: str, start: int) -> tuple[str, int]:
     command = re.compile(r"\\[A-Za-z]+").match(text, start)
     if command is None:
         return text[start : start + 1], start + 1
-    if command[0] == "\\sqrt":
+    if command[0] == "\\sqrt" and text[command.end() : command.end() + 5] != "\\sqrt":
         inner, end = _argument(text, command.end())
         return f"\\sqrt{{{inner}}}", end
     return command[0], command.end()

@@ -85,8 +85,8 @@ def _crossings(left: Node, right: Node) -> Iterator[Any]:
     """The numbers at which two sides are equal: polynomials of the second degree, also with one absolute value."""
     difference = Node("+", (left, Node("neg", (right,))))
     names = symbols_of(difference)
-    if len(names) != 1:
-        raise NoValueError("not one variable")
+    if len(names) != 1 or _num_bars(difference) > 1:
+        raise NoValueError("not one variable, or several absolute values")
     for sign in ("+", "neg"):
         branch = _without_bars(difference, sign)
         values = {x: _real_at(branch, x) for x in (-1, 0, 1, 5, -7, mpf(11) / 4)}
@@ -99,6 +99,10 @@ def _crossings(left: Node, right: Node) -> Iterator[Any]:
             under = slope * slope - 4 * square * values[0]
             roots = [(-slope + side * mp.sqrt(under)) / (2 * square) for side in (1, -1)] if under >= 0 else []
         yield from roots
+
+
+def _num_bars(node: Node) -> int:
+    return (node.kind == "abs") + sum(map(_num_bars, node.parts))
 
 
 def _without_bars(node: Node, sign: str) -> Node:

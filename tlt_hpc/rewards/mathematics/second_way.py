@@ -72,6 +72,7 @@ def _by_sympy(source: str) -> sympy.Expr | None:
     source = re.sub(r"(\d+(?:\.\d+)?)\s*\\degree", r"{(\\frac{\1\\cdot\\pi}{180})}", source)
     source = source.replace("\\lg", "\\log_{10}").replace("%", "\\%")
     source = _DECIMAL.sub(lambda each: f"(\\frac{{{int(each[1] + each[2])}}}{{{10 ** len(each[2])}}})", source)
+    source = re.sub(r"\^\s*(-\s*(?:\d+|[A-Za-z]))", r"^{\1}", source)
     source = _BEFORE_BINOMIAL.sub(r"\\cdot ", source)
     source = _BARE_ARGUMENT.sub(r"\1(\2)", source)
     try:

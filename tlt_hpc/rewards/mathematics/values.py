@@ -38,8 +38,9 @@ _CONSTANTS = frozenset({"pi", "e", "i", "oo"})
 
 def is_rounded(decimal: Decimal, exact: Any) -> bool:
     """Whether a decimal is an exact real value rounded to its last digit."""
-    number, unit = (mpf(part.numerator) / part.denominator for part in (decimal.value, decimal.unit))
-    return bool(abs(exact - number) <= unit / 2)
+    with mp.workdps(CONSTANT_DIGITS + 20):
+        number, unit = (mpf(part.numerator) / part.denominator for part in (decimal.value, decimal.unit))
+        return bool(abs(exact - number) <= unit / 2)
 
 
 def constant_value(node: Node) -> Any:
@@ -64,7 +65,20 @@ def value_at(node: Node, point: Mapping[str, Any]) -> Any:
 def same_constant(first: Node, second: Node) -> bool:
     """Whether two expressions without variables have equal values, relative to their size."""
     with mp.workdps(CONSTANT_DIGITS + 20):
+        if 0 in (exact_value(first), exact_value(second)):
+            return _vanishes(second if exact_value(first) == 0 else first)
         return _same(first, second, {}, CONSTANT_DIGITS)
+
+
+def _vanishes(node: Node) -> bool:
+    """Whether a value is smaller by as many digits as it is computed with; a small one stays as it is."""
+    try:
+        rough, _ = _evaluated_constant(node, mp.dps)
+        with mp.workdps(2 * mp.dps):
+            fine, _ = _evaluated_constant(node, mp.dps)
+    except NoValueError:
+        return False
+    return bool(fine == 0 or (abs(rough) > 0 and abs(fine) < abs(rough) * mpf(10) ** (-CONSTANT_DIGITS // 2)))
 
 
 def same_at_points(first: Node, second: Node, names: frozenset[str]) -> bool:
