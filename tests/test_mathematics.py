@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 import re
 import time
 from pathlib import Path
 
+import mpmath
 import pytest
 from math_pairs import pairs
 
@@ -123,6 +125,127 @@ def test_equal_answers_of_two_responses() -> None:
     assert same_answer("\\boxed{\\frac{2}{4}}", "so $0.5$").reward == 1.0
     assert same_answer("\\boxed{2}", "\\boxed{3}").reward == 0.0
     assert same_answer("\\boxed{2", "\\boxed{3}").failure == "unreadable"
+
+
+@pytest.mark.parametrize(
+    ("answer", "truth", "wanted"),
+    [
+        *(
+            ("3\\sqrt{2}", "3", 0),
+            ("2\\pi", "2", 0),
+            ("5x", "5", 0),
+            ("x<5", "5", 0),
+            ("5 or 6", "5", 0),
+            ("(5,6)", "5", 0),
+        ),
+        *(
+            ("7\\%", "0.07", 1),
+            ("7\\%", "7", 1),
+            ("42 \\text{ red apples}", "42", 1),
+            ("x_", "5", 0),
+            ("16^.25\\cdot 3", "5", 0),
+        ),
+        ("+".join(["(3^{33000}*7^{14000})^{1/64}"] * 100), "5", 0),
+        ("+".join(["1000!"] * 700), "5", 0),
+        ("+".join(["3^{9999}"] * 480), "5", 0),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_a_number_is_the_whole_answer_and_is_found_soon(answer: str, truth: str, wanted: float) -> None:
+    start = time.process_time()
+    assert texts.numeric(f"\\boxed{{{answer}}}", truth, 1e-6).reward == wanted
+    assert time.process_time() - start < 0.5
+
+
+@pytest.mark.parametrize(
+    ("response", "number"),
+    [
+        ("The answer is not 42", None),
+        ("The answer is not 41. It is 42.", 42),
+        ("So she has 5 apples left.", 5),
+        ("He earns $5 * 8 = $40.", 40),
+        ("#### 1,234", 1234),
+    ],
+)
+def test_the_number_of_a_sentence(response: str, number: int | None) -> None:
+    assert texts.number_of(response) == number
+
+
+@pytest.mark.parametrize(
+    ("response", "letter"),
+    [
+        ("A. yes\nB. no", None),
+        ("A. yes\nB. no\n\nC", "C"),
+        ("(A) or (B)", None),
+        ("Answer: A, B", None),
+        ("The answer is B because A is the best", "B"),
+    ],
+)
+def test_options_that_are_repeated_are_not_chosen(response: str, letter: str | None) -> None:
+    assert texts.letter_of(response) == letter
+
+
+@pytest.mark.parametrize(
+    ("answer", "truth", "wanted"),
+    [
+        ("x>1 \\text{ or } x<3", "x>1 \\text{ and } x<3", 0),
+        ("\\text{Tom and Ann}", "\\text{Tom or Ann}", 0),
+        ("2:30 \\text{ p.m.}", "1:15 \\text{ p.m.}", 0),
+        ("2:30 PM", "2:30 \\text{ p.m.}", 1),
+        ("|x|-|x-1|<\\frac12", "\\mathbb{R}", 0),
+        ("\\pm1\\pm2", "3,-3", 0),
+        ("\\frac{22}{7}", "3.14", 0),
+        ("5\\text{ or less}", "5", 0),
+        ("5\\text{ hundred}", "5", 0),
+        ("(y,x)=(1,2)", "(1,2)", 0),
+        ("3,5", "x=5,y=3", 0),
+        ("y=2,x=1", "(x,y)=(1,2)", 1),
+        ("3.14159265358979323846", "\\pi", 1),
+        ("2e - 1", "2e-1", 1),
+        ("1e-9", "10^{-9}", 1),
+        ("\\sin\\pi", "0", 1),
+        ("e^{-1000}", "0", 0),
+        ("2^-1", "1/2", 1),
+    ],
+)
+def test_answers_that_a_reader_might_confuse(answer: str, truth: str, wanted: float) -> None:
+    assert verdict(answer, truth) == wanted
+
+
+def test_a_verdict_does_not_depend_on_the_precision_that_somebody_has_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    for digits in (8, 50):
+        monkeypatch.setattr(mpmath.mp, "dps", digits)
+        assert verdict("3.14159265358979323846", "\\pi") == 1.0
+        assert verdict("\\sqrt{2}+10^{-40}", "\\sqrt{2}") == 0.0
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_text_raises_nothing(seed: int) -> None:
+    draw = random.Random(seed)
+    alphabet = [
+        *PIECES,
+        "_",
+        "^.5",
+        "x_",
+        "5_",
+        "\u221a{",
+        "\\pm",
+        "e^",
+        "10",
+        ":",
+        "\\in",
+        "\\{",
+        "\\text{or}",
+        "!",
+        "}",
+        "\\mid",
+    ]
+    for _ in range(1500):
+        text = "".join(draw.choice(alphabet) for _ in range(draw.randint(1, 12)))
+        for response in (f"\\boxed{{{text}}}", f"the answer is {text}", text):
+            texts.numeric(response, "5", 1e-6)
+            texts.choice(response, "B")
+            equal_as_mathematics(response, "5")
 
 
 HANGING = [

@@ -27,10 +27,11 @@ _SAID = re.compile(
     r"|\u7b54\u6848\s*[:=\uff1a\u662f\u4e3a]+)[\s:*_\uff1a]*",
     re.IGNORECASE,
 )
+_DENIAL = re.compile(r"\b(?:is|are|cannot be|can't be) not\b|\b(?:cannot|can't) be\b|\b(?:isn't|aren't)\b")
 _SENTENCE_END = re.compile(r"(?:(?<![.!?])[.!?]++[*_)\"']*(?=\s)|\u3002)\s*|\n+")
 _WORD = re.compile(r"(?<![\\A-Za-z])(?!(?:and|or)\b)[A-Za-z]{2,}|[\u4e00-\u9fff]")
 _AND = re.compile(r"\s*(?:,|;|,?\s*(?:and|or)\b)\s*")
-_MATHS = re.compile(r"(?<!\\)\$\$?([^$]+?)(?<!\\)\$\$?|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
+_MATHS = re.compile(r"(?<!\\)\$\$?([^$]+?)(?<!\\)\$\$?(?!\d)|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
 _DISPLAYED = re.compile(r"\\\[.{0,1000}?\\\]|\$\$[^$]{0,1000}\$\$", re.DOTALL)
 """Mathematics whose lines are one sentence."""
 _BARE_NUMBER = re.compile(r"[-+\u2212$*\s\\]*+\d[\d.,/]*+[%*\s\\]*+(?<!\.)")
@@ -95,6 +96,8 @@ def answer_in(found: FoundAnswer) -> str:
     """The mathematics of an answer that words may surround."""
     if found.place == "all":
         return found.text
+    if found.place == "last" and _DENIAL.search(found.text):
+        return ""
     parts = [match for match in _MATHS.finditer(found.text) if match[match.lastindex or 0][0] not in "^_"]
     if not parts and _WORD.search(found.text) is None:
         return found.text

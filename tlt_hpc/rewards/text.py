@@ -23,7 +23,7 @@ _NUMERAL = re.compile(
 _OTHER_MATHS = re.compile(r"\\(?!text|%|,|;| )|[\^_<>*/|]")
 _LETTER = re.compile(
     r"[\s(\[]*+(?:(?:option|choice|answer|(?:so|thus|hence|therefore)(?=[\s,:]))[\s:,]*+)?"
-    r"[(\[]*+([A-Za-z])(?:[\s)\].:,]*|(?:[).:]| -)\s.*)",
+    r"[(\[]*+([A-Za-z])(?:[\s)\].:,]*|(?:[).:]| -)\s(?!(?:or|and)\b).*)",
     re.DOTALL | re.IGNORECASE,
 )
 _MARKUP = re.compile(r"\\(?:text|math)?(?:bf|rm|it|sf|tt)?(?![A-Za-z])|[{}$*_`]")
