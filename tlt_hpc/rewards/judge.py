@@ -105,7 +105,7 @@ def _judge(
         case "format":
             return Verdict(_form(answer, settings))
         case "same-math":
-            from tlt_hpc.rewards.mathematics import same_answer  # 0.5 s and sympy: only in workers
+            from tlt_hpc.rewards.mathematics import same_answer  # 0.3 s to import, so only where it is used
 
             return same_answer(answer.text, answer.truth)
         case "code":
