@@ -135,12 +135,12 @@ def _chat_in(text: str, where: str) -> str | list[Any]:
 def _as_message(message: Any, where: str) -> Mapping[str, Any]:
     """A message without its nulls, as transformers drops them before it renders."""
     content = message.get("content") if isinstance(message, Mapping) else None
-    if isinstance(content, list) and content:
-        content = [_as_part(part, where) for part in content]
-    elif not isinstance(content, str) or not isinstance(message.get("role"), str):
+    if not isinstance(content, str | list) or content == [] or not isinstance(message.get("role"), str):
         raise RowError(where, f"{str(message)[:80]!r} needs 'role' and 'content', both texts; fix the row")
     if message["role"] not in _ROLES:
         raise RowError(where, f"role {message['role']!r} is none of {', '.join(_ROLES)}; rename it")
+    if isinstance(content, list):
+        content = [_as_part(part, where) for part in content]
     return {**{key: value for key, value in message.items() if value is not None}, "content": content}
 
 
