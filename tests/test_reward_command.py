@@ -86,6 +86,17 @@ def test_the_first_verdict_that_was_not_expected_is_shown(tmp_path: Path, capsys
     assert "'label' is '4', not a number or true or false; fix it" in capsys.readouterr().out
 
 
+def test_an_expectation_that_is_none_is_said_to_be_ignored(tmp_path: Path, capsys: Captured) -> None:
+    rows = [{"response": "\\boxed{4}", "answer": "4", "expected": each} for each in (None, 1, "right", "wrong")]
+    path = write_jsonl(tmp_path / "a.jsonl", rows)
+    assert words(judge(path)) == ["right"] * 4
+    out = capsys.readouterr().out
+    ignored = f"2 rows expect nothing that can be compared ({path}:3: 'expected' is 'right', not a number or true or "
+    assert ignored + "false)\n" in out and "1 verdict as expected" in out
+    judge(write_jsonl(tmp_path / "a.jsonl", rows[:1]), "--expected", "expected")
+    assert "can be compared" not in capsys.readouterr().out
+
+
 OWN = """
 def score(data_source, solution_str, ground_truth, extra_info):
     assert extra_info == {"index": 3}
@@ -149,12 +160,14 @@ def test_what_cannot_be_judged_at_all_is_status_1(tmp_path: Path, capsys: Captur
         (["a.jsonl", "--output", "./a.jsonl"], "--output a.jsonl is the file of the responses; give another"),
         (["a.jsonl", "reward.weights={'no.py:f'=1}"], "reward.weights: 'no.py:f': no.py: No such file"),
         (["a.jsonl", "--response"], "expected one argument"),
+        (["a.jsonl", "--response", "nope"], "--response 'nope': no row has that column; give one that a row has"),
+        (["a.jsonl", "--expected", "response.nope"], "--expected 'response.nope': no row has that column; give one"),
     ],
 )
 def test_a_mistake_is_one_line(
     words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:
-    write_jsonl(tmp_path / "a.jsonl", [{"response": "3", "answer": "3"}])
+    write_jsonl(tmp_path / "a.jsonl", ["{", {"response": "3", "answer": "3"}])
     monkeypatch.chdir(tmp_path)
     try:
         status = main(["reward", str(TINY), *words])

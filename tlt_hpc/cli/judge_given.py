@@ -12,6 +12,7 @@ from pathlib import Path
 
 from tlt_hpc.cli.given_responses import Given, GivenResponses
 from tlt_hpc.cli.show_verdicts import Judged, Summary, print_rows, print_summary
+from tlt_hpc.common.printable import one_line
 from tlt_hpc.common.words import count
 from tlt_hpc.config import RewardSection, UserError, load_config
 from tlt_hpc.data.rows import RowError
@@ -50,6 +51,9 @@ def run(options: argparse.Namespace) -> int:
                 shown.append(each)
     print_rows(shown, options.file)
     print_summary(summary, options.file)
+    if ignored := given.not_compared:
+        verb = "expects" if len(ignored) == 1 else "expect"
+        print(f"{count(len(ignored), 'row')} {verb} nothing that can be compared ({one_line(ignored[0])})")
     return int(summary.has_trouble)
 
 
