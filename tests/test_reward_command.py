@@ -60,7 +60,7 @@ def test_broken_rows_are_named_and_the_others_judged(tmp_path: Path, capsys: Cap
         ":2: no JSON object (Expecting property name enclosed in double quotes: line 1 column 2 (char 1))",
         ":3: has no 'response' or 'responses' or 'completion' or 'solution_str' or 'output', but answer",
         ":4: the response is no text and no list of texts but '4'",
-        ":5: has no 'reward_model.ground_truth' or 'answer' or 'ground_truth', but prompt, response",
+        ":5: has no 'reward_model.ground_truth' or 'answer' or 'ground_truth', but response",
     ]
 
 
