@@ -12,7 +12,7 @@ import numpy as np
 
 from tlt_hpc.common.records import Prompt
 from tlt_hpc.config import Config, ConfigError, UserError
-from tlt_hpc.data.files import data_files, open_rows
+from tlt_hpc.data.files import TASKS, data_files, open_rows
 from tlt_hpc.data.rows import Row, RowError, Rows
 from tlt_hpc.data.schema import answer_in, split_row, wanted_columns
 
@@ -60,7 +60,8 @@ class GivenResponses:
                 raise UserError(f"FILE = {file!r} is a task, which has no responses; give a file")
             self.rows: Rows = open_rows(self._data, 0, wanted)
         except ConfigError as error:
-            raise UserError(str(error).replace("data.source", "FILE").replace("prompts and", "responses and")) from None
+            told = str(error).replace("data.source", "FILE").replace("prompts and", "responses and")
+            raise UserError(told.replace(TASKS, "")) from None
         for option, name in (("--response", response), ("--expected", expected)):
             if name and self._is_missing(name):
                 raise UserError(f"{option} {name!r}: no row has that column; give one that a row has")
