@@ -21,7 +21,7 @@ from tlt_hpc.rewards.client import RewardClient
 from tlt_hpc.rewards.functions import check_functions
 from tlt_hpc.rewards.judge import judge, needs_server
 from tlt_hpc.rewards.scorer import Judge
-from tlt_hpc.storage.folder import writing_beside
+from tlt_hpc.storage.folder import GIVE_OUTPUT, WriteError, writing_beside
 
 _BATCH = 256
 """Responses that are in memory at a time."""
@@ -38,6 +38,8 @@ def run(options: argparse.Namespace) -> int:
     given = GivenResponses(config, options.file, options.response, options.expected)
     if options.output and options.output.resolve() in map(Path.resolve, given.files):
         raise UserError(f"--output {options.output} is the file of the responses; give another")
+    if options.output and options.output.is_dir():
+        raise UserError(f"cannot write {options.output}: it is a folder; {GIVE_OUTPUT}")
     if sys.stderr.isatty():
         print(f"judging {count(len(given.rows), 'row')}", file=sys.stderr, flush=True)
     summary, shown = Summary(), list[Judged]()
@@ -63,8 +65,11 @@ def _writing(path: Path | None) -> Iterator[Callable[[str], object]]:
     if path is None:
         yield lambda _: None
         return
-    with writing_beside(path) as part, part.open("w", encoding="utf-8", errors="backslashreplace") as output:
-        yield output.write
+    try:
+        with writing_beside(path) as part, part.open("w", encoding="utf-8", errors="backslashreplace") as output:
+            yield output.write
+    except WriteError as error:
+        raise UserError(f"{error.fact}; {GIVE_OUTPUT}") from None
 
 
 def judge_all(section: RewardSection, given: GivenResponses) -> Iterator[Judged | RowError]:
