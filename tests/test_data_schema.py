@@ -141,6 +141,11 @@ def chat(*messages: object) -> dict[str, object]:
             chat({"role": "user", "content": [{"type": "text"}]}),
             "message 0: content has \"{'type': 'text'}\", and only",
         ),
+        (
+            chat({"content": [{"type": "text", "text": "1="}]}),
+            "message 0: \"{'content': [{'type': 'text', 'text': '1='}]}\" needs 'role' and 'content', both ",
+        ),
+        (chat({"role": ["user"], "content": [{"type": "text", "text": "1="}]}), "message 0: "),
         (chat({"role": "user", "content": ["1="]}), "message 0: content has '1=', and only parts of type 'text'"),
         (chat({"role": "user", "content": []}), "message 0: \"{'role': 'user', 'content': []}\" needs 'role' and "),
         ({"prompt": "1=", "answer": "1", "tools": [{"name": "f"}]}, "has 'tools', and a run calls no tools; leave the"),

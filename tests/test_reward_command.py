@@ -60,7 +60,7 @@ def test_broken_rows_are_named_and_the_others_judged(tmp_path: Path, capsys: Cap
         ":2: no JSON object (Expecting property name enclosed in double quotes: line 1 column 2 (char 1))",
         ":3: has no 'response' or 'responses' or 'completion' or 'solution_str' or 'output', but answer",
         ":4: the response is no text and no list of texts but '4'",
-        ":5: has no 'reward_model.ground_truth' or 'answer' or 'ground_truth', but prompt, response",
+        ":5: has no 'reward_model.ground_truth' or 'answer' or 'ground_truth', but response",
     ]
 
 
@@ -84,6 +84,17 @@ def test_the_first_verdict_that_was_not_expected_is_shown(tmp_path: Path, capsys
     judge(write_jsonl(tmp_path / "a.jsonl", named), "--expected", "human", status=1)
     judge(write_jsonl(tmp_path / "a.jsonl", named), "--expected", "label", status=1)
     assert "'label' is '4', not a number or true or false; fix it" in capsys.readouterr().out
+
+
+def test_an_expectation_that_is_none_is_said_to_be_ignored(tmp_path: Path, capsys: Captured) -> None:
+    rows = [{"response": "\\boxed{4}", "answer": "4", "expected": each} for each in (None, 1, "right", "wrong")]
+    path = write_jsonl(tmp_path / "a.jsonl", rows)
+    assert words(judge(path)) == ["right"] * 4
+    out = capsys.readouterr().out
+    ignored = f"2 rows expect nothing that can be compared ({path}:3: 'expected' is 'right', not a number or true or "
+    assert ignored + "false)\n" in out and "1 verdict as expected" in out
+    judge(write_jsonl(tmp_path / "a.jsonl", rows[:1]), "--expected", "expected")
+    assert "can be compared" not in capsys.readouterr().out
 
 
 OWN = """
@@ -144,17 +155,30 @@ def test_what_cannot_be_judged_at_all_is_status_1(tmp_path: Path, capsys: Captur
     ("words", "message"),
     [
         (["a.jsonl", "reward.defalt=math"], "unknown key 'reward.defalt'"),
-        (["no.jsonl"], "FILE = 'no.jsonl' does not exist; give a .jsonl"),
+        (
+            ["no.jsonl"],
+            "FILE = 'no.jsonl' does not exist; give a .jsonl, .parquet or .arrow file, a folder or pattern of them\n",
+        ),
+        (
+            ["a.csv"],
+            "a.csv is of an unknown kind; give a .jsonl, .parquet or .arrow file, a folder or pattern of them\n",
+        ),
+        (["a.jsonl", "--rows", "-3"], "--rows: '-3': use whole numbers of 0 or more"),
+        (["a.jsonl", "--output", "."], "cannot write .: it is a folder; give another place with --output"),
+        (["a.jsonl", "--output", "a.jsonl/b"], "cannot write a.jsonl: File exists; give another"),
         (["embedded:gcd"], "FILE = 'embedded:gcd' is a task, which has no responses; give a file"),
         (["a.jsonl", "--output", "./a.jsonl"], "--output a.jsonl is the file of the responses; give another"),
         (["a.jsonl", "reward.weights={'no.py:f'=1}"], "reward.weights: 'no.py:f': no.py: No such file"),
         (["a.jsonl", "--response"], "expected one argument"),
+        (["a.jsonl", "--response", "nope"], "--response 'nope': no row has that column; give one that a row has"),
+        (["a.jsonl", "--expected", "response.nope"], "--expected 'response.nope': no row has that column; give one"),
     ],
 )
 def test_a_mistake_is_one_line(
     words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:
-    write_jsonl(tmp_path / "a.jsonl", [{"response": "3", "answer": "3"}])
+    write_jsonl(tmp_path / "a.jsonl", ["{", {"response": "3", "answer": "3"}])
+    (tmp_path / "a.csv").touch()
     monkeypatch.chdir(tmp_path)
     try:
         status = main(["reward", str(TINY), *words])

@@ -224,6 +224,31 @@ def test_what_a_part_fails_on_is_not_judged(parts: str) -> None:
     assert [each.parts for each in failed] == [{}] * 4 and failed[2].seconds > 0.9
 
 
+@pytest.mark.parametrize(
+    ("text", "do", "failure"),
+    [
+        ("1", "os._exit(3)", Failure.CRASH),
+        ("1", "os.kill(os.getpid(), signal.SIGSEGV)", Failure.CRASH),
+        ("1", "raise ValueError", Failure.CRASH),
+        ("1", "raise MemoryError", Failure.MEMORY),
+        ("1", "while True: pass", Failure.CPU),
+        ("x" * 4_000_001, "pass", Failure.SIZE),
+    ],
+)
+def test_what_a_response_fails_on_costs_no_more_than_a_wrong_answer_and_no_less(
+    text: str, do: str, failure: Failure, tmp_path: Path
+) -> None:
+    """Its other parts count, although the process that judged it is gone."""
+    (tmp_path / "own.py").write_text(
+        "import os, signal\nfrom tlt_hpc.rewards import judge\n"
+        f"def fail(*_):\n    {do}\njudge._compare = fail\ndef pen(**given): return 1\n"
+    )
+    with closing(make_client(default="boxed", weights={f"{tmp_path}/own.py:pen": -0.5})) as client:
+        (found,) = ask(client, text, kind="boxed")
+    assert (found.reward, found.failure, found.parts) == (-0.5, failure, {"answer": 0.0, "pen": 1.0})
+    assert found.seconds > (0.9 if failure is Failure.CPU else 0)
+
+
 def test_a_further_function_that_cannot_be_loaded_is_named(parts: str) -> None:
     told = (
         f"reward.weights: '{parts}:brev' cannot be loaded: TypeError: {parts} has no function 'brev' at its top level"

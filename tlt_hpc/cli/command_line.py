@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 from tlt_hpc import __version__
 from tlt_hpc.common.printable import one_line
 from tlt_hpc.data.known import KNOWN
-from tlt_hpc.plan.plan_options import GPU_MEMORY, at_least_one, gpu_gb
+from tlt_hpc.plan.plan_options import GPU_MEMORY, at_least_one, at_least_zero, gpu_gb
 
 if TYPE_CHECKING:
     from tlt_hpc.config import Config
@@ -237,7 +237,9 @@ def add_reward_options(command: argparse.ArgumentParser) -> None:
     add("--response", default="", metavar="COLUMN", help=words)
     words = "column of the expected reward, or true for right (default: expected, reward, score or label)"
     add("--expected", default="", metavar="COLUMN", help=words)
-    add("--rows", type=int, default=20, metavar="N", help="show the first N (default 20); the sums are of all")
+    add(
+        "--rows", type=at_least_zero, default=20, metavar="N", help="show the first N (default 20); the sums are of all"
+    )
     add("--wrong", action="store_true", help="show only responses that are not right")
     add("--output", type=Path, metavar="FILE.jsonl", help="write all verdicts there as well, a line each")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,9 +12,9 @@ import numpy as np
 
 from tlt_hpc.common.records import Prompt
 from tlt_hpc.config import Config, ConfigError, UserError
-from tlt_hpc.data.files import data_files, open_rows
+from tlt_hpc.data.files import TASKS, data_files, open_rows
 from tlt_hpc.data.rows import Row, RowError, Rows
-from tlt_hpc.data.schema import split_row, wanted_columns
+from tlt_hpc.data.schema import answer_in, split_row, wanted_columns
 
 _RESPONSES = ("response", "responses", "completion", "solution_str", "output")
 """Columns that have a response, as verl's and TRL's files name them, too; the first that a row has."""
@@ -41,10 +42,12 @@ class GivenResponses:
     ``response`` and ``expected`` name columns; empty: usual names are tried.
 
     Raises:
-        UserError: no such file, or it cannot be read.
+        UserError: no such file, or it cannot be read; no row has a column that the user named.
     """
 
     def __init__(self, config: Config, file: str, response: str, expected: str) -> None:
+        self.not_compared: list[str] = []
+        """Rows so far whose ``expected`` is nothing that a reward can be compared with, each in words."""
         self._data = config.data.model_copy(update={"source": file})
         self._responses = (response,) if response else _RESPONSES
         self._expected = expected
@@ -57,7 +60,11 @@ class GivenResponses:
                 raise UserError(f"FILE = {file!r} is a task, which has no responses; give a file")
             self.rows: Rows = open_rows(self._data, 0, wanted)
         except ConfigError as error:
-            raise UserError(str(error).replace("data.source", "FILE").replace("prompts and", "responses and")) from None
+            told = str(error).replace("data.source", "FILE").replace("prompts and", "responses and")
+            raise UserError(told.replace(TASKS, "")) from None
+        for option, name in (("--response", response), ("--expected", expected)):
+            if name and self._is_missing(name):
+                raise UserError(f"{option} {name!r}: no row has that column; give one that a row has")
 
     def __iter__(self) -> Iterator[Given | RowError]:
         """Every response in order; for a row that cannot be used, what is wrong with it."""
@@ -67,9 +74,20 @@ class GivenResponses:
             except RowError as error:
                 yield error
 
+    def _is_missing(self, path: str) -> bool:
+        """Whether the rows that can be read, if there are any, lack a column."""
+        has_rows = False
+        for index in range(len(self.rows)):
+            with suppress(RowError):
+                if _has(self.rows[index], path):
+                    return False
+                has_rows = True
+        return has_rows
+
     def _of_row(self, row: Row, where: str) -> list[Given]:
         data = self._data.model_copy(update={"prompt_key": "prompt"})
         shown = next((text for name in self._prompts if isinstance(text := value_at(row, name), str)), "")
+        answer_in(row, self._data, where)  # before the row has a prompt, which a message would say that it has
         parts = split_row({**row, "prompt": "-"}, data, self.rows.kind, where)
         prompt = Prompt(np.empty(0, np.int32), shown, parts.answer, parts.source, parts.extra)
         texts, expected = self._texts(row, where), self._expectation(row, where)
@@ -102,7 +120,13 @@ class GivenResponses:
     def _expectation(self, row: Row, where: str) -> Any:
         """The reward or verdict that a row says its response should have, or a list of them; None: nothing."""
         if not self._expected:
-            return next((found for name in _EXPECTED if _is_expectation(found := row.get(name))), None)
+            usual = next((found for name in _EXPECTED if _is_expectation(found := row.get(name))), None)
+            own = value_at(row, _EXPECTED[0])
+            if usual is None and own is not None:
+                self.not_compared.append(
+                    f"{where}: {_EXPECTED[0]!r} is {str(own)[:40]!r}, not a number or true or false"
+                )
+            return usual
         found = value_at(row, self._expected)
         if found is not None and not _is_expectation(found):
             raise RowError(where, f"{self._expected!r} is {str(found)[:40]!r}, not a number or true or false; fix it")
@@ -115,6 +139,13 @@ def value_at(row: Row, path: str) -> Any:
     for name in path.split("."):
         found = found.get(name) if isinstance(found, Mapping) else None
     return None if isinstance(found, float) and math.isnan(found) else found
+
+
+def _has(row: Row, path: str) -> bool:
+    """Whether a row has something at a dotted path, be it null."""
+    parents, _, name = path.rpartition(".")
+    parent = value_at(row, parents) if parents else row
+    return isinstance(parent, Mapping) and name in parent
 
 
 def _is_expectation(value: Any) -> bool:

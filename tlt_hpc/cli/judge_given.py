@@ -12,6 +12,7 @@ from pathlib import Path
 
 from tlt_hpc.cli.given_responses import Given, GivenResponses
 from tlt_hpc.cli.show_verdicts import Judged, Summary, print_rows, print_summary
+from tlt_hpc.common.printable import one_line
 from tlt_hpc.common.words import count
 from tlt_hpc.config import RewardSection, UserError, load_config
 from tlt_hpc.data.rows import RowError
@@ -20,7 +21,7 @@ from tlt_hpc.rewards.client import RewardClient
 from tlt_hpc.rewards.functions import check_functions
 from tlt_hpc.rewards.judge import judge, needs_server
 from tlt_hpc.rewards.scorer import Judge
-from tlt_hpc.storage.folder import writing_beside
+from tlt_hpc.storage.folder import GIVE_OUTPUT, WriteError, writing_beside
 
 _BATCH = 256
 """Responses that are in memory at a time."""
@@ -37,6 +38,8 @@ def run(options: argparse.Namespace) -> int:
     given = GivenResponses(config, options.file, options.response, options.expected)
     if options.output and options.output.resolve() in map(Path.resolve, given.files):
         raise UserError(f"--output {options.output} is the file of the responses; give another")
+    if options.output and options.output.is_dir():
+        raise UserError(f"cannot write {options.output}: it is a folder; {GIVE_OUTPUT}")
     if sys.stderr.isatty():
         print(f"judging {count(len(given.rows), 'row')}", file=sys.stderr, flush=True)
     summary, shown = Summary(), list[Judged]()
@@ -50,6 +53,9 @@ def run(options: argparse.Namespace) -> int:
                 shown.append(each)
     print_rows(shown, options.file)
     print_summary(summary, options.file)
+    if ignored := given.not_compared:
+        verb = "expects" if len(ignored) == 1 else "expect"
+        print(f"{count(len(ignored), 'row')} {verb} nothing that can be compared ({one_line(ignored[0])})")
     return int(summary.has_trouble)
 
 
@@ -59,8 +65,11 @@ def _writing(path: Path | None) -> Iterator[Callable[[str], object]]:
     if path is None:
         yield lambda _: None
         return
-    with writing_beside(path) as part, part.open("w", encoding="utf-8", errors="backslashreplace") as output:
-        yield output.write
+    try:
+        with writing_beside(path) as part, part.open("w", encoding="utf-8", errors="backslashreplace") as output:
+            yield output.write
+    except WriteError as error:
+        raise UserError(f"{error.fact}; {GIVE_OUTPUT}") from None
 
 
 def judge_all(section: RewardSection, given: GivenResponses) -> Iterator[Judged | RowError]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from fnmatch import fnmatchcase
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, JsonValue, model_validator
@@ -246,7 +245,6 @@ class RewardSection(Section):
                 "use need each other; set format_tags, and 'format' in reward.weights or as a kind"
             )
         yield from self._problems_of_weights()
-        yield from self._problems_of_patterns()
 
     def _problems_of_weights(self) -> Iterator[str]:
         if not any(self.terms.values()):
@@ -258,14 +256,3 @@ class RewardSection(Section):
             elif part_name(term) in names:
                 yield f"reward.weights names {term!r}, and another part has the same name; rename the function"
             names.add(part_name(term))
-
-    def _problems_of_patterns(self) -> Iterator[str]:
-        """Patterns of which all matches are matches of an earlier one; decided where that has no wildcard but ``*``."""
-        patterns = [each for each in self.by_source if set("*?") & set(each) and "[" not in each]
-        for number, late in enumerate(patterns):
-            early = next((each for each in patterns[:number] if "?" not in each and fnmatchcase(late, each)), None)
-            if early is not None:
-                yield (
-                    f"reward.by_source: {late!r} matches no source that the earlier {early!r} does not; "
-                    "move it before that, or remove it"
-                )

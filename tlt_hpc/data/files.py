@@ -14,10 +14,9 @@ _JSONL = (".jsonl", ".ndjson", ".json")
 _IN_FOLDERS = (".jsonl", ".ndjson", ".parquet", ".arrow")
 _SPLITS = frozenset({"train", "test", "validation", "valid", "val", "dev", "eval"})
 """Usual names of splits: if a file of a folder has one, the file names of the folder name their splits."""
-_CHOICE = (
-    f"a .jsonl, .parquet or .arrow file, a folder or pattern of them, '{TASK_PREFIX}NAME' or '{EMBEDDED_TASK}' "
-    "(docs/data.md)"
-)
+TASKS = f", '{TASK_PREFIX}NAME' or '{EMBEDDED_TASK}' (docs/data.md)"
+"""Ends a remedy, where a task will do as well as files."""
+_CHOICE = f"a .jsonl, .parquet or .arrow file, a folder or pattern of them{TASKS}"
 
 
 def open_rows(data: DataSection, seed: int, wanted: frozenset[str]) -> Rows:

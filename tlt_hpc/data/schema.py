@@ -57,7 +57,7 @@ def split_row(row: Row, data: DataSection, kind: str, where: str) -> RowText:
             "the prompt ends with a message of the assistant, so with an answer; cut it off, or set "
             "data.template_args = {continue_final_message = true} if the response is to continue it",
         )
-    answer = _value(row, "answer", _paths(data.answer_key, _ANSWER_COLUMNS), where)
+    answer = answer_in(row, data, where)
     source, kept = row.get("data_source"), {name: row[name] for name in _KEPT if row.get(name) is not None}
     try:
         found = RowText(
@@ -73,6 +73,15 @@ def split_row(row: Row, data: DataSection, kind: str, where: str) -> RowText:
     except UnicodeEncodeError:
         raise RowError(where, "has half of a surrogate pair; fix the row") from None
     return found
+
+
+def answer_in(row: Row, data: DataSection, where: str) -> Any:
+    """A row's answer.
+
+    Raises:
+        RowError: there is none.
+    """
+    return _value(row, "answer", _paths(data.answer_key, _ANSWER_COLUMNS), where)
 
 
 def _paths(key: str, usual: tuple[str, ...]) -> tuple[str, ...]:
@@ -135,12 +144,12 @@ def _chat_in(text: str, where: str) -> str | list[Any]:
 def _as_message(message: Any, where: str) -> Mapping[str, Any]:
     """A message without its nulls, as transformers drops them before it renders."""
     content = message.get("content") if isinstance(message, Mapping) else None
-    if isinstance(content, list) and content:
-        content = [_as_part(part, where) for part in content]
-    elif not isinstance(content, str) or not isinstance(message.get("role"), str):
+    if not isinstance(content, str | list) or content == [] or not isinstance(message.get("role"), str):
         raise RowError(where, f"{str(message)[:80]!r} needs 'role' and 'content', both texts; fix the row")
     if message["role"] not in _ROLES:
         raise RowError(where, f"role {message['role']!r} is none of {', '.join(_ROLES)}; rename it")
+    if isinstance(content, list):
+        content = [_as_part(part, where) for part in content]
     return {**{key: value for key, value in message.items() if value is not None}, "content": content}
 
 

@@ -15,8 +15,17 @@ GPU_MEMORY = f"in GB of 10^9 bytes, or {', '.join(GPU_GB)}"
 
 def at_least_one(text: str) -> int:
     """A whole number of 1 or more; argparse names the option of any other."""
-    if not text.strip().isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: use whole numbers of 1 or more")
+    return _at_least(1, text)
+
+
+def at_least_zero(text: str) -> int:
+    """A whole number of 0 or more."""
+    return _at_least(0, text)
+
+
+def _at_least(least: int, text: str) -> int:
+    if not text.strip().isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"{text!r}: use whole numbers of {least} or more")
     return int(text)
 
 

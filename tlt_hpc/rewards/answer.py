@@ -42,6 +42,9 @@ class Failure(StrEnum):
 OF_PROGRAMS = frozenset({Failure.CPU, Failure.MEMORY, Failure.ASLEEP, Failure.OUTPUT, Failure.CRASH})
 """Failures of a program that a model wrote: it is a wrong answer, and reward 0 is its judgement."""
 
+OF_RESPONSES = OF_PROGRAMS | {Failure.SIZE}
+"""Failures that a response can cause, of kinds other than ``function``: its answer counts 0, its other parts count."""
+
 
 class JudgeError(Exception):
     """What keeps answers from being judged and the user can fix; its text is one line with the remedy."""

@@ -20,7 +20,7 @@ from typing import Any
 from tlt_hpc.cluster.local import PYTHON
 from tlt_hpc.cluster.watch.beat import BEAT
 from tlt_hpc.config import RewardSection, UserError
-from tlt_hpc.rewards.answer import MAX_CHARACTERS, Answer, Failure, Verdict
+from tlt_hpc.rewards.answer import Answer, Failure, Verdict
 from tlt_hpc.rewards.frames import FrameBuffer, pack
 
 _PASSED = frozenset({
@@ -82,9 +82,6 @@ class RewardClient:
     def submit(self, answer: Answer) -> int:
         """Have an answer judged; the number that its verdict will have."""
         self._number += 1
-        if len(answer.text) > MAX_CHARACTERS:
-            self._verdicts[self._number] = Verdict(0.0, Failure.SIZE, f"a response of {len(answer.text)} characters")
-            return self._number
         self._answers[self._number] = answer
         self._waiting.append(self._number)
         self.pump()

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from tlt_hpc.config import RewardSection
 from tlt_hpc.config.data_sections import ANSWER, FORMAT, part_name
 from tlt_hpc.rewards import text
-from tlt_hpc.rewards.answer import OF_PROGRAMS, Answer, Verdict, accepted_answers
+from tlt_hpc.rewards.answer import OF_PROGRAMS, OF_RESPONSES, Answer, Failure, Verdict, accepted_answers
 from tlt_hpc.rewards.functions import RewardFunction, call_function
 from tlt_hpc.rewards.sandbox.outside import Template
 
@@ -44,16 +44,37 @@ def judge(
     settings: RewardSection,
     functions: Mapping[str, RewardFunction] = _NO_FUNCTIONS,
     template: Template | None = None,
+    failed: Verdict | None = None,
 ) -> Verdict:
-    """An answer's reward, the weighted sum of its parts; if it could not be judged no other part counts.
+    """An answer's reward, the weighted sum of its parts; if it could not be judged, and not by its own fault, 0.
 
-    ``functions``, by the name that the settings give them, and ``template`` are what only a server has.
+    ``functions``, by the name that the settings give them, and ``template`` are what only a server has; ``failed`` is
+    its verdict on an answer that is not to be judged (again).
     """
     start = time.perf_counter()
-    verdict = _judge(answer, settings, functions, template)
-    if settings.weights and answer.kind != SAME_MATH and is_judged(answer.kind, verdict.failure):
+    verdict = failed or _judge(answer, settings, functions, template)
+    if settings.weights and answer.kind != SAME_MATH and (verdict.failure is None or _is_own(verdict, answer)):
         verdict = _with_parts(verdict, answer, settings, functions)
-    return replace(verdict, seconds=time.perf_counter() - start)
+    return replace(verdict, seconds=verdict.seconds + time.perf_counter() - start)
+
+
+def lacks_parts(verdict: Verdict, answer: Answer, settings: RewardSection) -> bool:
+    """Whether the process that judged an answer ended by the answer's fault before the other parts were found."""
+    is_own = answer.kind not in ("function", SAME_MATH) and verdict.failure in OF_RESPONSES
+    return bool(settings.weights) and not verdict.parts and is_own
+
+
+def _is_own(verdict: Verdict, answer: Answer) -> bool:
+    """Whether a failure is the response's own: one that gains by failing would be learnt."""
+    if answer.kind == "code" and verdict.failure is Failure.UNREADABLE:
+        from tlt_hpc.rewards.code_tests import read_tests
+
+        try:
+            read_tests(answer.truth, answer.extra)
+        except ValueError:
+            return False
+        return True  # by what the program did
+    return answer.kind != "function" and verdict.failure in OF_RESPONSES
 
 
 def _with_parts(
@@ -84,7 +105,7 @@ def _judge(
         case "format":
             return Verdict(_form(answer, settings))
         case "same-math":
-            from tlt_hpc.rewards.mathematics import same_answer  # 0.5 s and sympy: only in workers
+            from tlt_hpc.rewards.mathematics import same_answer  # 0.3 s to import, so only where it is used
 
             return same_answer(answer.text, answer.truth)
         case "code":

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from tlt_hpc.config import RewardSection
-from tlt_hpc.rewards.answer import Answer, Failure, JudgeError, Verdict
+from tlt_hpc.rewards.answer import MAX_CHARACTERS, Answer, Failure, JudgeError, Verdict
 from tlt_hpc.rewards.frames import FrameBuffer, pack
 from tlt_hpc.rewards.functions import (
     RewardFunction,
@@ -38,7 +38,7 @@ from tlt_hpc.rewards.functions import (
     loaded_at,
     place_of,
 )
-from tlt_hpc.rewards.judge import judge
+from tlt_hpc.rewards.judge import judge, lacks_parts
 from tlt_hpc.rewards.sandbox.outside import Template, working_template
 
 _MAX_DETAIL = 300
@@ -52,6 +52,9 @@ class Worker:
     """A child that judges one answer."""
 
     number: int
+    answer: Answer
+    failed: Verdict | None
+    """What is known of the answer: it only has its other parts found."""
     pid: int
     verdict_fd: int
     started: float
@@ -124,6 +127,11 @@ def _too_slow(settings: RewardSection) -> Verdict:
     return Verdict(0.0, Failure.CPU, f"more than {settings.cpu_seconds} s of CPU time")
 
 
+def _too_long(answer: Answer) -> Verdict | None:
+    length = len(answer.text)
+    return Verdict(0.0, Failure.SIZE, f"a response of {length} characters") if length > MAX_CHARACTERS else None
+
+
 def _one_line(error: BaseException) -> str:
     return " ".join("".join(traceback.format_exception_only(error)).split())
 
@@ -143,7 +151,7 @@ class Server:
         template: Template | None,
     ) -> None:
         self._channel, self._settings, self._functions, self._template = channel, settings, functions, template
-        self._waiting: deque[tuple[int, Answer]] = deque()
+        self._waiting: deque[tuple[int, Answer, Verdict | None]] = deque()
         self._workers: dict[int, Worker] = {}
         self._woken, wakes = os.pipe()
         self._own_fds = (channel.fileno(), self._woken, wakes)
@@ -183,15 +191,16 @@ class Server:
             if "forget" in frame:
                 self.kill_all()
             else:
-                self._waiting.append((frame["number"], Answer(**frame["answer"])))
+                answer = Answer(**frame["answer"])
+                self._waiting.append((frame["number"], answer, _too_long(answer)))
 
     def _start(self) -> None:
         while self._waiting and len(self._workers) < self._settings.workers:
             worker = self._start_worker(*self._waiting.popleft())
             self._workers[worker.pid] = worker
 
-    def _start_worker(self, number: int, answer: Answer) -> Worker:
-        """Fork a child that judges an answer, without the descriptors that are the server's own."""
+    def _start_worker(self, number: int, answer: Answer, failed: Verdict | None) -> Worker:
+        """Fork a child that judges an answer, or only its other parts if it has failed; without the server's files."""
         ours, theirs = os.pipe()
         os.set_blocking(ours, False)
         parent, settings = os.getpid(), self._settings
@@ -202,7 +211,7 @@ class Server:
                 _enter(parent, settings)
                 for fd in self._own_fds:
                     os.close(fd)
-                verdict = judge(answer, settings, self._functions, self._template)
+                verdict = judge(answer, settings, self._functions, self._template, failed)
                 is_late = time.process_time() > settings.cpu_seconds
                 _report(theirs, _too_slow(settings) if is_late else verdict)
                 status = 0
@@ -214,7 +223,7 @@ class Server:
                 os._exit(status)
         os.close(theirs)
         os.setpgid(pid, pid)  # here and in the child: whichever comes first
-        return Worker(number, pid, ours, time.monotonic(), settings)
+        return Worker(number, answer, failed, pid, ours, time.monotonic(), settings)
 
     def _reap(self) -> None:
         if self._template and not self._template.is_alive:
@@ -224,8 +233,11 @@ class Server:
                 del self._workers[worker.pid]
                 verdict = worker.finish()
                 seconds = verdict.seconds or time.monotonic() - worker.started  # its process may have been killed
-                frame = {"number": worker.number, "verdict": asdict(replace(verdict, seconds=seconds))}
-                self._channel.sendall(pack(frame))
+                verdict = replace(verdict, seconds=seconds)
+                if worker.failed is None and lacks_parts(verdict, worker.answer, self._settings):
+                    self._waiting.appendleft((worker.number, worker.answer, verdict))
+                else:
+                    self._channel.sendall(pack({"number": worker.number, "verdict": asdict(verdict)}))
 
     def _kill_late(self) -> None:
         now = time.monotonic()
