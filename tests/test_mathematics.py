@@ -206,6 +206,8 @@ def test_options_that_are_repeated_are_not_chosen(response: str, letter: str | N
         ("\\sin\\pi", "0", 1),
         ("e^{-1000}", "0", 0),
         ("2^-1", "1/2", 1),
+        ("x\u2081+x\u2082", "x_2+x_1", 1),
+        ("x\u00b2", "x\u00b3", 0),
     ],
 )
 def test_answers_that_a_reader_might_confuse(answer: str, truth: str, wanted: float) -> None:

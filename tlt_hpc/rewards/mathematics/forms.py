@@ -79,8 +79,6 @@ def may_be_same_list(given: Node, wanted: Node) -> bool:
     names = {given.name, wanted.name}
     if "{}" in names or names & {"(]", "[)"}:
         return False
-    if all(is_equation(part) for part in (*given.parts,)) and len(given.parts) > 1:
-        return True
     return len(wanted.parts) > 2 or (wanted.name == "" and given.name == "()")
 
 
