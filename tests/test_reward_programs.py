@@ -64,6 +64,30 @@ def test_examples_are_judged_right(template: Template) -> None:
             assert verdict.failure == Failure.UNREADABLE, (program, tree, verdict)
 
 
+def test_numpy_has_what_it_imports_late(template: Template) -> None:
+    for call in (
+        "np.unique([1])",
+        "np.percentile([1], 1)",
+        "np.quantile([1], 0.5)",
+        "np.ma.array([1])",
+        "np.char.upper(['a'])",
+        "np.strings.upper(['a'])",
+        "np.rec.array([(1,)])",
+        "np.ctypeslib.ndpointer()",
+        "np.typing.NDArray",
+        "np.fft.fft([1])",
+        "np.polynomial.Polynomial([1])",
+        "np.linalg.inv([[1]])",
+        "np.random.default_rng(0)",
+        "np.median(np.pad([1.0], 1))",
+        "np.einsum('i,i', [1], [1])",
+        "np.savetxt(io.StringIO(), [1])",
+    ):
+        program = f"import numpy as np\n{call}\nprint(1)"
+        verdict = passes_tests(program, '{"inputs": [""], "outputs": ["1"]}', CODE, template)
+        assert verdict.reward == 1.0, (call, verdict)
+
+
 # --- rows that are named before a start ---
 
 
