@@ -206,4 +206,11 @@ EXAMPLES: list[tuple[str, Any, bool | None]] = [
     ("class A:\n    x: int = 5\nprint(A.__annotations__['x'] is int)", {"inputs": [""], "outputs": ["True"]}, True),
     ("def sum(a, b): return a + b", "from solution import *\ndef test_it():\n    assert sum(1, 2) == 3", True),
     ("class Solution:\n    def f(self, n): return E()\nclass E:\n    __eq__ = lambda *_: True", "assert Solution().f(1) == Solution().f(2)", False),
+    ("def f(n): return n + 1", "def check(f):\n    assert f(1) == 2\n\ncheck(f)", True),
+    ("def f(n): return n", "def check(f):\n    assert f(1) == 2\n\ncheck(f)", False),
+    ("def add(a, b): return a + b", "def run_tests(add):\n    assert add(1, 2) == 3\n\nrun_tests(add)", True),
+    ("def f(n): return n", "def g():\n    f = 1\n    return f\nassert f(g()) == 1", True),
+    ("def f(n): return n", "assert [f for f in range(2)] == [f(0), f(1)]", True),
+    ("def f(n): return n", "def g():\n    global h\n    h = 1\ng()\nassert h == 1", UNREADABLE),
+    ("def sum(a, b): return a + b", "def check(sum):\n    assert sum(1, 2) == 3\n\ncheck(sum)", True),
 ]  # fmt: skip

@@ -10,6 +10,7 @@ import builtins
 import collections
 import inspect
 import re
+import symtable
 import typing
 import warnings
 from collections import deque
@@ -28,6 +29,7 @@ MODULES = ("math", "re", "collections", "itertools", "functools", "heapq", "stri
 Definition = ast.FunctionDef | ast.ClassDef
 _PROGRAM = re.compile(r"((my|your|the)_?)?(solutions?|module|program|answer|submission|implementation|main)")
 _CHECK = re.compile(r"assert\w*|fail|raises")
+_UNNAMED = ("lambda", "listcomp", "setcomp", "dictcomp", "genexpr")
 _CATCH_ALL = ("AssertionError", "Exception", "BaseException")
 
 
@@ -139,24 +141,40 @@ def has_program(trees: Sequence[ast.Module], units: Iterable[Definition]) -> boo
     return any(map(needs_candidate, units)) or any(named)
 
 
-def programs_names(trees: Sequence[ast.Module], units: Sequence[Definition], live: Iterable[ast.AST]) -> set[str]:
+def programs_names(
+    texts: Iterable[str], trees: Sequence[ast.Module], units: Sequence[Definition], live: Container[str]
+) -> set[str]:
     """Names that tests have from nowhere but the program.
 
     Where they have nothing else of it, and call one of Python's own functions alone, that one: a program may define
     ``sum``.
+
+    Args:
+        live: names of the definitions that are run.
     """
-    used, bound = used_names(live), {*definitions(trees), *MODULES, "np", *dir(typing), *dir(collections)}
-    for node in _all(trees):
-        match node:
-            case ast.Name(id=name, ctx=ast.Store() | ast.Del()) | ast.arg(arg=name) | ast.ExceptHandler(name=str(name)):
-                bound.add(name)
-            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
-                bound.add(name)
-            case ast.alias(name=name, asname=other):
-                bound.add(other or name.partition(".")[0])
+    used, bound = _global_names(texts, live)
+    bound |= {*MODULES, "np", *dir(typing), *dir(collections)}
     free = used - bound - {*dir(builtins), "__file__"}
     functions = {name for name in used - bound if inspect.isbuiltin(getattr(builtins, name, None))}
     return free or (functions if len(functions) == 1 and not has_program(trees, units) else set())
+
+
+def _global_names(texts: Iterable[str], live: Container[str]) -> tuple[set[str], set[str]]:
+    """Names of no function or class that are read in what is run; and those that tests bind."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what the data's author wrote
+        tables = [symtable.symtable(text, "tests", "exec") for text in texts]
+    used, bound = set[str](), set[str]()
+    while tables:
+        table = tables.pop()
+        is_top = table.get_type() == "module"
+        for symbol in table.get_symbols():
+            if is_top or symbol.is_global():
+                used |= {symbol.get_name()} if symbol.is_referenced() else set()
+                bound |= {symbol.get_name()} if symbol.is_assigned() or symbol.is_imported() else set()
+        inner = table.get_children()
+        tables += [each for each in inner if not is_top or each.get_name() in _UNNAMED or each.get_name() in live]
+    return used, bound
 
 
 def used_names(nodes: Iterable[ast.AST]) -> set[str]:
