@@ -213,4 +213,10 @@ EXAMPLES: list[tuple[str, Any, bool | None]] = [
     ("def f(n): return n", "assert [f for f in range(2)] == [f(0), f(1)]", True),
     ("def f(n): return n", "def g():\n    global h\n    h = 1\ng()\nassert h == 1", UNREADABLE),
     ("def sum(a, b): return a + b", "def check(sum):\n    assert sum(1, 2) == 3\n\ncheck(sum)", True),
+    ("def f(n): return n + 1", "cases = [(1, 2), (2, 3)]\nassert all(map(lambda c: f(c[0]) == c[1], cases))", True),
+    ("def f(n): return n", "cases = [(1, 2), (2, 3)]\nassert all(map(lambda c: f(c[0]) == c[1], cases))", False),
+    ("def f(n): return n + 1", "check = lambda n, wanted: f(n) == wanted\nassert check(1, 2)", True),
+    ("def f(n): return n", "check = lambda n, wanted: f(n) == wanted\nassert check(1, 2)", False),
+    ("def f(n): return n + 1", "def each(n):\n    assert f(n) == n + 1\nrun = lambda: each(1)\nrun()", True),
+    ("def f(n): return n", "def each(n):\n    assert f(n) == n + 1\nrun = lambda: each(1)\nrun()", False),
 ]  # fmt: skip

@@ -279,5 +279,5 @@ def _outside(nodes: Iterable[ast.AST]) -> Iterator[ast.AST]:
         yield node
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             left += node.decorator_list
-        elif not isinstance(node, ast.Lambda):
+        else:
             left += ast.iter_child_nodes(node)
