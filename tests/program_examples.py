@@ -219,4 +219,17 @@ EXAMPLES: list[tuple[str, Any, bool | None]] = [
     ("def f(n): return n", "check = lambda n, wanted: f(n) == wanted\nassert check(1, 2)", False),
     ("def f(n): return n + 1", "def each(n):\n    assert f(n) == n + 1\nrun = lambda: each(1)\nrun()", True),
     ("def f(n): return n", "def each(n):\n    assert f(n) == n + 1\nrun = lambda: each(1)\nrun()", False),
+    ("def f(x): raise StopIteration", "def test():\n    assert all(map(lambda c: f(c[0]) == c[1], [(1, 2), (2, 3)]))", False),
+    ("class E(StopIteration): pass\ndef f(x): raise E", "assert all(map(lambda c: f(c[0]) == c[1], [(1, 2), (2, 3)]))", False),
+    ("class It:\n    def __init__(self): self.n = 0\n    def __iter__(self): return self\n    def __next__(self):\n        self.n += 1\n        if self.n > 2: raise StopIteration\n        return self.n",
+     "assert list(It()) == [1, 2]\nit = It()\nassert next(it) == 1", True),
+    *((program, tests, False) for program in ("def f(n): return n if n == 0 else 1 / 0", "def f(n): return n or None") for tests in (
+        "def t(n, want):\n    try:\n        assert f(n) == want\n        assert f(n) < 9\n    except Exception as e: print(e)\nt(0, 0)\nt(5, 5)",
+        "def t(n, want):\n    assert f(n) < want\nfor n in (0, 5):\n    try:\n        t(n, 9)\n    except Exception as e: print(e)",
+        "import unittest\nclass T(unittest.TestCase):\n    def test_a(self):\n        for n in (0, 5):\n            try:\n                self.assertLess(f(n), 9)\n            except: pass",
+    )),
+    ("def f(n): return n or None", "def t(n):\n    assert f(n) == n\nfor n in (0, 5):\n    try:\n        t(n)\n    except AssertionError as e: print(e)", False),
+    ("def f(n): return 9 / n", "try:\n    assert f(9) == 1\n    f(0)\n    assert False\nexcept Exception: pass\nassert f(3) == 3", True),
+    ("def f(n): return 9 / n", "try:\n    assert f(0) == 1\nexcept Exception as e:\n    assert isinstance(e, ZeroDivisionError)", True),
+    ("def f(n): return n", "def t(n):\n    assert f(n) == n\ntry:\n    t(1)\nexcept Exception as e: print(e)", True),
 ]  # fmt: skip

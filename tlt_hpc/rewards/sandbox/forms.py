@@ -14,7 +14,7 @@ import symtable
 import typing
 import warnings
 from collections import deque
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 HELD = "__held__"
@@ -193,10 +193,14 @@ def last_name(node: ast.AST) -> str:
 
 
 class Counting(ast.NodeTransformer):
-    """Calls ``HELD`` after every check, and ``FAILED`` where a handler would ignore an assertion that does not hold."""
+    """Calls ``HELD`` after every check; lets no handler ignore that one does not hold, or cannot be made.
 
-    def __init__(self, own: Container[str]) -> None:
+    An error in a block of checks is raised again; where the block expects an exception, a failed assertion alone.
+    """
+
+    def __init__(self, own: Mapping[str, Definition]) -> None:
         self._own = own
+        self._checking = {name for name, body in own.items() if self._has_checks([body])}
 
     def visit(self, node: ast.AST) -> Any:
         """Leaves expressions as they are: long sums are deep."""
@@ -224,12 +228,16 @@ class Counting(ast.NodeTransformer):
     def visit_Try(self, node: ast.Try) -> list[ast.stmt]:
         """The same where it is a failure to continue without an exception."""
         fails = any(map(_fails, (*node.body, *node.orelse)))
-        if any(isinstance(each, ast.Assert) and not _fails(each) for each in _all(node.body)):
+        if self._has_checks(node.body) or self._checking & used_names(_all(node.body)):
             for handler in node.handlers:
                 if _catches_all(handler) and not any(map(is_check, _all(handler.body))):
-                    handler.body.insert(0, _call(FAILED))
+                    handler.body.insert(0, _call(FAILED) if fails else ast.Raise())
         self.generic_visit(node)
         return _counted(node, fails)
+
+    def _has_checks(self, nodes: Iterable[ast.AST]) -> bool:
+        """Whether something in them must hold; not only that an exception is raised."""
+        return any(is_check(each, self._own) and not _fails(each) for each in _all(nodes))
 
 
 def _is_test(node: Definition) -> bool:
@@ -243,7 +251,7 @@ def _is_fixture(node: Definition) -> bool:
     return any(last_name(each) == "fixture" for each in node.decorator_list)
 
 
-def _fails(node: ast.stmt) -> bool:
+def _fails(node: ast.AST) -> bool:
     match node:
         case ast.Raise() | ast.Assert(test=ast.Constant(value=False | 0 | None)):
             return True
