@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
@@ -187,6 +188,34 @@ FENCE = "```"
 )
 def test_the_program_of_a_response(text: str, program: str) -> None:
     assert extract_program(text) == program
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"{FENCE}python\n" * 20_000,
+        f'{FENCE}python\n"""\n' * 20_000,
+        f'{FENCE}\n"""\n' * 20_000,
+        f"{FENCE}python\nn\n{FENCE}\n" * 20_000,
+        f"~~~python\nn\n{FENCE}\n" * 20_000,
+        f"{FENCE}md\n" * 20_000,
+        "".join(f"{'`' * n}md\n" for n in range(600, 2, -1)),
+        f'{FENCE}python\nx = """\n' + f"{FENCE}\n" * 20_000,
+        f"{FENCE}\n(\n{FENCE}python\n" * 10 + "n = 1\n" * 20_000,
+        FENCE + "a" * 20_000 + "`",
+        FENCE + " " * 20_000 + "`",
+    ],
+    ids=range(11),
+)
+def test_many_fences_take_no_time(text: str) -> None:
+    before = time.process_time()
+    extract_program(text)
+    assert time.process_time() - before < 0.5
+
+
+def test_the_last_of_many_programs_is_taken() -> None:
+    drafts = f"{FENCE}python\n(\n" * 50 + f'{FENCE}\n"""\n' * 50
+    assert extract_program(f"{drafts}\n{FENCE}python\nn\n{FENCE}\n{FENCE}\nout\n{FENCE}") == "n\n"
 
 
 @pytest.mark.parametrize(
