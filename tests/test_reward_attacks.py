@@ -296,7 +296,10 @@ def test_where_the_system_allows_no_sandbox_nothing_is_run() -> None:
 
 
 def test_a_program_may_wait_while_its_tests_compute(template: Template) -> None:
-    computing = "import time\nassert f(1) == 1\nuntil = time.process_time() + 0.4\nwhile time.process_time() < until: pass\nassert f(2) == 2"
+    computing = (
+        "import time\nassert f(1) == 1\nuntil = time.process_time() + 0.4\n"
+        "while time.process_time() < until: pass\nassert f(2) == 2"
+    )
     limits = replace(LIMITS, cpu_seconds=0.8, asleep_seconds=0.1)
     for code, failure in (("def f(n): return n", None), ("import time\ndef f(n): time.sleep(10**6)", "asleep")):
         program, checked = check(template, code, [computing], limits)
