@@ -293,3 +293,15 @@ def test_where_the_system_allows_no_sandbox_nothing_is_run() -> None:
     assert "this machine allows none (no sandbox by namespaces: unshare(user, mount, process, " in done.stderr
     assert "; no sandbox by Landlock: landlock_create_ruleset: Function not implemented); ask your site " in done.stderr
     assert done.stderr.rstrip().endswith("or use another kind of reward: without a sandbox nothing is run")
+
+
+def test_a_program_may_wait_while_its_tests_compute(template: Template) -> None:
+    computing = (
+        "import time\nassert f(1) == 1\nuntil = time.process_time() + 0.4\n"
+        "while time.process_time() < until: pass\nassert f(2) == 2"
+    )
+    limits = replace(LIMITS, cpu_seconds=0.8, asleep_seconds=0.1)
+    for code, failure in (("def f(n): return n", None), ("import time\ndef f(n): time.sleep(10**6)", "asleep")):
+        program, checked = check(template, code, [computing], limits)
+        assert (program.failure, checked.failure) == (failure, None)
+        assert ('"trouble": ""' in checked.output) == (failure is None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
@@ -62,6 +63,30 @@ def test_examples_are_judged_right(template: Template) -> None:
         assert verdict.reward == bool(wanted), (program, tree, verdict)
         if wanted is UNREADABLE:
             assert verdict.failure == Failure.UNREADABLE, (program, tree, verdict)
+
+
+def test_numpy_has_what_it_imports_late(template: Template) -> None:
+    for call in (
+        "np.unique([1])",
+        "np.percentile([1], 1)",
+        "np.quantile([1], 0.5)",
+        "np.ma.array([1])",
+        "np.char.upper(['a'])",
+        "np.strings.upper(['a'])",
+        "np.rec.array([(1,)])",
+        "np.ctypeslib.ndpointer()",
+        "np.typing.NDArray",
+        "np.fft.fft([1])",
+        "np.polynomial.Polynomial([1])",
+        "np.linalg.inv([[1]])",
+        "np.random.default_rng(0)",
+        "np.median(np.pad([1.0], 1))",
+        "np.einsum('i,i', [1], [1])",
+        "np.savetxt(io.StringIO(), [1])",
+    ):
+        program = f"import numpy as np\n{call}\nprint(1)"
+        verdict = passes_tests(program, '{"inputs": [""], "outputs": ["1"]}', CODE, template)
+        assert verdict.reward == 1.0, (call, verdict)
 
 
 # --- rows that are named before a start ---
@@ -163,6 +188,34 @@ FENCE = "```"
 )
 def test_the_program_of_a_response(text: str, program: str) -> None:
     assert extract_program(text) == program
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"{FENCE}python\n" * 20_000,
+        f'{FENCE}python\n"""\n' * 20_000,
+        f'{FENCE}\n"""\n' * 20_000,
+        f"{FENCE}python\nn\n{FENCE}\n" * 20_000,
+        f"~~~python\nn\n{FENCE}\n" * 20_000,
+        f"{FENCE}md\n" * 20_000,
+        "".join(f"{'`' * n}md\n" for n in range(600, 2, -1)),
+        f'{FENCE}python\nx = """\n' + f"{FENCE}\n" * 20_000,
+        f"{FENCE}\n(\n{FENCE}python\n" * 10 + "n = 1\n" * 20_000,
+        FENCE + "a" * 20_000 + "`",
+        FENCE + " " * 20_000 + "`",
+    ],
+    ids=range(11),
+)
+def test_many_fences_take_no_time(text: str) -> None:
+    before = time.process_time()
+    extract_program(text)
+    assert time.process_time() - before < 0.5
+
+
+def test_the_last_of_many_programs_is_taken() -> None:
+    drafts = f"{FENCE}python\n(\n" * 50 + f'{FENCE}\n"""\n' * 50
+    assert extract_program(f"{drafts}\n{FENCE}python\nn\n{FENCE}\n{FENCE}\nout\n{FENCE}") == "n\n"
 
 
 @pytest.mark.parametrize(

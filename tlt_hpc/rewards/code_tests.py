@@ -125,7 +125,7 @@ def _check_texts(texts: list[str]) -> None:
     trees = list(map(_parsed, texts))
     _check_imports(trees)
     units = tests_to_call(trees)
-    live, _ = reached(trees, [unit.name for unit in units])
+    live, names = reached(trees, [unit.name for unit in units])
     own = definitions(trees)
     if not any(is_check(node, own) for node in live):
         left = [name for name, body in own.items() if any(is_check(node, own) for node in ast.walk(body))]
@@ -137,7 +137,7 @@ def _check_texts(texts: list[str]) -> None:
             open_ones = set(parameters(test)) - fixtures(trees) - {"self"}
             if open_ones and not needs_candidate(test):
                 raise ValueError(f"{test.name} takes {', '.join(sorted(open_ones))}, which nothing gives")
-    if not programs_names(trees, units, live) and not has_program(trees, units):
+    if not programs_names(texts, trees, units, names) and not has_program(trees, units):
         raise ValueError(f"{texts[0][:40]!r} calls nothing of the program")
 
 

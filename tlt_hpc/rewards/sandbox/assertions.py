@@ -90,8 +90,8 @@ def report_of(texts: Sequence[str], entry: str, replies: TextIO, calls: TextIO) 
     units = tests_to_call(trees)
     if "numpy" in sys.modules:
         _SPARE["np"] = sys.modules["numpy"]
-    live, _ = reached(trees, [unit.name for unit in units])
-    names = _Names(link, programs_names(trees, units, live), entry)
+    _, live = reached(trees, [unit.name for unit in units])
+    names = _Names(link, programs_names(texts, trees, units, live), entry)
     with Attempt(Exception, SystemExit) as attempt:
         _offer_modules(trees, link)
         for number, tree in enumerate(trees):

@@ -10,10 +10,11 @@ import builtins
 import collections
 import inspect
 import re
+import symtable
 import typing
 import warnings
 from collections import deque
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 HELD = "__held__"
@@ -28,6 +29,7 @@ MODULES = ("math", "re", "collections", "itertools", "functools", "heapq", "stri
 Definition = ast.FunctionDef | ast.ClassDef
 _PROGRAM = re.compile(r"((my|your|the)_?)?(solutions?|module|program|answer|submission|implementation|main)")
 _CHECK = re.compile(r"assert\w*|fail|raises")
+_UNNAMED = ("lambda", "listcomp", "setcomp", "dictcomp", "genexpr")
 _CATCH_ALL = ("AssertionError", "Exception", "BaseException")
 
 
@@ -139,24 +141,40 @@ def has_program(trees: Sequence[ast.Module], units: Iterable[Definition]) -> boo
     return any(map(needs_candidate, units)) or any(named)
 
 
-def programs_names(trees: Sequence[ast.Module], units: Sequence[Definition], live: Iterable[ast.AST]) -> set[str]:
+def programs_names(
+    texts: Iterable[str], trees: Sequence[ast.Module], units: Sequence[Definition], live: Container[str]
+) -> set[str]:
     """Names that tests have from nowhere but the program.
 
     Where they have nothing else of it, and call one of Python's own functions alone, that one: a program may define
     ``sum``.
+
+    Args:
+        live: names of the definitions that are run.
     """
-    used, bound = used_names(live), {*definitions(trees), *MODULES, "np", *dir(typing), *dir(collections)}
-    for node in _all(trees):
-        match node:
-            case ast.Name(id=name, ctx=ast.Store() | ast.Del()) | ast.arg(arg=name) | ast.ExceptHandler(name=str(name)):
-                bound.add(name)
-            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
-                bound.add(name)
-            case ast.alias(name=name, asname=other):
-                bound.add(other or name.partition(".")[0])
+    used, bound = _global_names(texts, live)
+    bound |= {*MODULES, "np", *dir(typing), *dir(collections)}
     free = used - bound - {*dir(builtins), "__file__"}
     functions = {name for name in used - bound if inspect.isbuiltin(getattr(builtins, name, None))}
     return free or (functions if len(functions) == 1 and not has_program(trees, units) else set())
+
+
+def _global_names(texts: Iterable[str], live: Container[str]) -> tuple[set[str], set[str]]:
+    """Names of no function or class that are read in what is run; and those that tests bind."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what the data's author wrote
+        tables = [symtable.symtable(text, "tests", "exec") for text in texts]
+    used, bound = set[str](), set[str]()
+    while tables:
+        table = tables.pop()
+        is_top = table.get_type() == "module"
+        for symbol in table.get_symbols():
+            if is_top or symbol.is_global():
+                used |= {symbol.get_name()} if symbol.is_referenced() else set()
+                bound |= {symbol.get_name()} if symbol.is_assigned() or symbol.is_imported() else set()
+        inner = table.get_children()
+        tables += [each for each in inner if not is_top or each.get_name() in _UNNAMED or each.get_name() in live]
+    return used, bound
 
 
 def used_names(nodes: Iterable[ast.AST]) -> set[str]:
@@ -175,10 +193,14 @@ def last_name(node: ast.AST) -> str:
 
 
 class Counting(ast.NodeTransformer):
-    """Calls ``HELD`` after every check, and ``FAILED`` where a handler would ignore an assertion that does not hold."""
+    """Calls ``HELD`` after every check; lets no handler ignore that one does not hold, or cannot be made.
 
-    def __init__(self, own: Container[str]) -> None:
+    An error in a block of checks is raised again; where the block expects an exception, a failed assertion alone.
+    """
+
+    def __init__(self, own: Mapping[str, Definition]) -> None:
         self._own = own
+        self._checking = {name for name, body in own.items() if self._has_checks([body])}
 
     def visit(self, node: ast.AST) -> Any:
         """Leaves expressions as they are: long sums are deep."""
@@ -206,12 +228,16 @@ class Counting(ast.NodeTransformer):
     def visit_Try(self, node: ast.Try) -> list[ast.stmt]:
         """The same where it is a failure to continue without an exception."""
         fails = any(map(_fails, (*node.body, *node.orelse)))
-        if any(isinstance(each, ast.Assert) and not _fails(each) for each in _all(node.body)):
+        if self._has_checks(node.body) or self._checking & used_names(_all(node.body)):
             for handler in node.handlers:
                 if _catches_all(handler) and not any(map(is_check, _all(handler.body))):
-                    handler.body.insert(0, _call(FAILED))
+                    handler.body.insert(0, _call(FAILED) if fails else ast.Raise())
         self.generic_visit(node)
         return _counted(node, fails)
+
+    def _has_checks(self, nodes: Iterable[ast.AST]) -> bool:
+        """Whether something in them must hold; not only that an exception is raised."""
+        return any(is_check(each, self._own) and not _fails(each) for each in _all(nodes))
 
 
 def _is_test(node: Definition) -> bool:
@@ -225,7 +251,7 @@ def _is_fixture(node: Definition) -> bool:
     return any(last_name(each) == "fixture" for each in node.decorator_list)
 
 
-def _fails(node: ast.stmt) -> bool:
+def _fails(node: ast.AST) -> bool:
     match node:
         case ast.Raise() | ast.Assert(test=ast.Constant(value=False | 0 | None)):
             return True
@@ -261,5 +287,5 @@ def _outside(nodes: Iterable[ast.AST]) -> Iterator[ast.AST]:
         yield node
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             left += node.decorator_list
-        elif not isinstance(node, ast.Lambda):
+        else:
             left += ast.iter_child_nodes(node)

@@ -31,6 +31,9 @@ _MFD_ALLOW_SEALING, _F_ADD_SEALS, _ALL_SEALS = 2, 1033, 15
 _AWAKE_SHARE = 0.01
 """Share of a core: a process with less waits for something, however loaded the machine is."""
 _LOOK_SECONDS = 0.25
+_NUMPY = ("numpy", "numpy.char", "numpy.ctypeslib", "numpy.fft", "numpy.linalg", "numpy.ma", "numpy.polynomial",
+          "numpy.random", "numpy.rec", "numpy.strings", "numpy.testing", "numpy.typing")  # fmt: skip
+"""With the modules that numpy imports only when something of theirs is used, as ``unique`` does."""
 NUMPY = b"n"
 """The message that asks for a sandbox with numpy."""
 _COMMON = ("array", "bisect", "cmath", "collections", "copy", "ctypes", "dataclasses", "datetime", "decimal", "enum",
@@ -134,7 +137,7 @@ def _import_common() -> None:
 
 def _import_numpy(packages: str) -> None:
     sys.path.append(packages)
-    for name in ("numpy", "numpy.linalg", "numpy.random", "numpy.fft", "numpy.polynomial", "numpy.testing"):
+    for name in _NUMPY:
         with contextlib.suppress(ImportError):  # then programs have none
             __import__(name)
     sys.path.remove(packages)

@@ -65,7 +65,10 @@ class Link:
             _fill(given[place - 1], content)
         if kind == "raised":
             classes, arguments = value
-            raise exception_class(*classes)(*arguments)
+            kind = exception_class(*classes)
+            if issubclass(kind, StopIteration) and operation != "next":
+                kind = RuntimeError  # it would end an iteration of the test's own, such as that of map
+            raise kind(*arguments)
         return value
 
     def _exchange(self, operation: str, given: tuple[Any, ...], named: dict[str, Any], find: Any) -> Any:
