@@ -7,6 +7,7 @@ import re
 from dataclasses import replace
 from typing import Any
 
+from tlt_hpc.common.words import count
 from tlt_hpc.config import RewardSection
 from tlt_hpc.rewards.answer import Failure, Verdict
 from tlt_hpc.rewards.code_tests import Tests, any_number_of_digits, read_tests
@@ -34,7 +35,7 @@ def passes_tests(text: str, truth: str, settings: RewardSection, template: Templ
     code = extract_program(text)
     verdict = _hold(code, tests, settings, template) if tests.texts else _match(code, tests, settings, template)
     first, *others = code.strip().split("\n")
-    return replace(verdict, read=first[:_SHOWN] + (f" (and {len(others)} lines)" if others else ""))
+    return replace(verdict, read=first[:_SHOWN] + (f" (and {count(len(others), 'line')})" if others else ""))
 
 
 def _match(code: str, tests: Tests, settings: RewardSection, template: Template) -> Verdict:
@@ -73,7 +74,9 @@ def _hold(code: str, tests: Tests, settings: RewardSection, template: Template) 
             return verdict
     report: dict[str, Any] = json.loads(checked.output) if checked.output else {"trouble": _gave(checked)}
     if program.status != 0 or report.get("is_silent"):
-        return Verdict(0.0, detail=f"the program {_gave(program)}: {report['trouble']}"[: 3 * _SHOWN])
+        is_over = report["trouble"].startswith(("BrokenPipeError", "ConnectionResetError"))  # before it was asked
+        why = "before a test called it, as by an error of syntax or import" if is_over else report["trouble"]
+        return Verdict(0.0, detail=f"the program {_gave(program)}: {why}"[: 3 * _SHOWN])
     if report["trouble"] and not report.get("is_unreadable"):
         return Verdict(0.0, detail=f"test {report.get('held', 0) + 1}: {report['trouble']}")
     trouble = report["trouble"] or ("" if report["held"] else "no assertion was executed")

@@ -59,7 +59,8 @@ def find_answer(text: str, is_finished: bool = True) -> FoundAnswer | None:
     """The answer that a response gives, None if there is none.
 
     It is the last complete ``<answer>`` if it follows the last box, else the content of the last complete box, with the
-    boxes that only commas or "and" join to it. A response whose last box is cut off gives none. In one without box and
+    boxes that only commas or "and" join to it; a box of the reasoning is none if what follows ``</think>`` says what
+    the answer is. A response whose last box is cut off gives none. In one without box and
     tag that ended by itself it is the line after the last ``####``, else what follows the last "answer is" or "answer:"
     in its sentence, else the last sentence.
     """
@@ -70,7 +71,8 @@ def find_answer(text: str, is_finished: bool = True) -> FoundAnswer | None:
     if tag is not None:
         sentence = find_answer(tag) if _VERB.search(tag) else None
         return sentence or FoundAnswer(tag)
-    if boxes:
+    is_draft = bool(boxes) and is_finished and "</think>" in text[boxes[-1].end :] and _SAID.search(conclusion(text))
+    if boxes and not is_draft:
         return FoundAnswer(", ".join(box.content for box in _joined(text, boxes)))
     if not is_finished:
         return None

@@ -66,10 +66,15 @@ def numeric(text: str, truth: str, tolerance: float, is_finished: bool = True) -
     given = number_in(found) if found else None
     if found is None or given is None:
         return Verdict(0.0, detail="the response gives no number")
-    is_percentage = answer_in(found).rstrip().endswith("%")
-    meant = (given, given / 100) if is_percentage else (given,)
-    is_near = any(abs(each - wanted) <= Fraction(tolerance) * max(Fraction(1), abs(wanted)) for each in meant)
+    pairs = [(given, wanted)]
+    if _is_percentage(answer_in(found)) != _is_percentage(truth):  # its number, or a hundredth of it
+        pairs.append((given / 100, wanted) if _is_percentage(answer_in(found)) else (given, wanted / 100))
+    is_near = any(abs(one - other) <= Fraction(tolerance) * max(Fraction(1), abs(other)) for one, other in pairs)
     return Verdict(float(is_near), detail="" if is_near else f"not {truth[:80]!r}", read=shown(given))
+
+
+def _is_percentage(answer: str) -> bool:
+    return tidy(answer[-TAIL_CHARACTERS:]).endswith("%")
 
 
 def shown(number: Fraction) -> str:

@@ -221,7 +221,8 @@ class _Parser(TokenReader):
             return False
         if token.kind == "text":
             return True
-        known = token.text in UNITS and len(token.text) > 1
+        is_last = self._next(1).kind == "end"
+        known = token.text in UNITS and (len(token.text) > 1 or (token.after_space and is_last))
         is_word = token.kind == "word"
         return is_word and (known or (token.after_space and len(token.text) >= _MIN_WORD and not token.text.isupper()))
 

@@ -57,7 +57,7 @@ _SPACING = re.compile(r"(?<!\\)\\[,;:!> ]|\\(?:quad|qquad|enspace|thinspace|nobr
 _STYLE = re.compile(r"\\(?:mathbf|mathsf|mathit|mathcal|boldsymbol|bm|bf|it|rm|pmb|ensuremath)(?![A-Za-z])\s*")
 _TEXT = re.compile(r"\\(?:text(?:bf|it|rm|sf|tt|normal|up|sc)?|mathrm|mbox|hbox|operatorname\*?|emph|underline)\s*\{")
 _NAMES = re.compile(
-    r"\\text\{\s*(sqrt|sin|cos|tan|cot|sec|csc|ln|log|exp|arcsin|arccos|arctan|gcd|lcm|max|min|e|i|pi)\s*\}"
+    r"\\text\{\s*(?:(sqrt|sin|cos|tan|cot|csc|ln|log|exp|arcsin|arccos|arctan|gcd|lcm|e|i|pi)\s*\}|(sec|max|min)\s*\}(?=\s*[({]))"
 )
 _DEGREES = re.compile(
     r"\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![A-Za-z]))|\\(?:textdegree|degrees?)(?![A-Za-z])|(?<=\d)\s*degrees?\b"
@@ -67,9 +67,10 @@ _REPEATING = re.compile(
 )
 _TAKES_ARGUMENTS = re.compile(r"\\[dtc]?(frac|binom|sqrt|pmod)(?![A-Za-z])\s*((?<=sqrt)\[[^\]]*\])?")
 _FUNCTION = re.compile(
-    r"(?<![\\A-Za-z])(arcsin|arccos|arctan|asin|acos|atan|sinh|cosh|tanh|sqrt|sin|cos|tan|cot|sec|csc|ln|log|exp|pi|infinity|inf|oo)"
-    r"(?![A-Za-z])"
+    r"(?<![\\A-Za-z])(arcsin|arccos|arctan|asin|acos|atan|sinh|cosh|tanh|sqrt|sin|cos|tan|cot"
+    r"|sec(?=\s*[({\\])|csc|ln|log|exp|pi|infinity|inf|oo)(?![A-Za-z])"
 )
+"""``sec`` and, in ``\\text{}``, ``min`` and ``max`` only before an argument: 5 sec and 5 min are times."""
 _COMMANDS = {"asin": "arcsin", "acos": "arccos", "atan": "arctan", "infinity": "infty", "inf": "infty", "oo": "infty"}
 _PLAIN_ARGUMENT = re.compile(r"(?:\\sqrt|\^)\s*\(")
 """A root or power whose argument stands in round brackets."""
@@ -118,7 +119,7 @@ def tidy(answer: str, commas_separate: bool = False) -> str:
     text = _TEXT.sub(r"\\text{", _STYLE.sub("", text)).replace("\\text{ %}", "\\%").replace("\\Bbb", "\\mathbb")
     text = text.replace("\\log_e ", "\\ln ").replace("\\log_{e}", "\\ln ")
     text = _ALL_TEXT.sub(r"\1", _ONE_MEASURE.sub(r"\1\\text{\2}", re.sub(r"\\text\{\s*\}", " ", text)))
-    text = _NAMES.sub(lambda match: f"\\{match[1]} " if len(match[1]) > 1 else match[1], text)
+    text = _NAMES.sub(lambda match: f"\\{name} " if len(name := match[1] or match[2]) > 1 else name, text)
     text = _DEGREES.sub(r"\\degree ", text)
     text = _ANY_DOTS.sub(r"\\ldots", text.replace("{:}", ":"))
     text = _CLOCK.sub(lambda match: f"\\text{{ {match[1].lower()}m}}", text)
