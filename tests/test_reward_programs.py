@@ -149,6 +149,11 @@ def test_the_rows_own_name_of_the_function_comes_first(template: Template) -> No
         ),
         ("def f(): 1 / 0", "assert f()", "test 1: assert f(): ZeroDivisionError: division by zero"),
         ("x = 1", "assert f()", "the program gave '': assert f(): SystemExit: the program has no 'f'"),
+        (
+            "import nothing_like_it",
+            "assert f()",
+            "the program ended with status 1: before a test called it, as by an error of syntax or import",
+        ),
     ],
 )
 def test_a_verdict_says_why(template: Template, program: str, truth: str, detail: str) -> None:

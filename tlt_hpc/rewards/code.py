@@ -74,7 +74,7 @@ def _hold(code: str, tests: Tests, settings: RewardSection, template: Template) 
             return verdict
     report: dict[str, Any] = json.loads(checked.output) if checked.output else {"trouble": _gave(checked)}
     if program.status != 0 or report.get("is_silent"):
-        is_over = report["trouble"].startswith(("BrokenPipeError", "ConnectionResetError"))  # before it was asked
+        is_over = any(error in report["trouble"] for error in ("BrokenPipeError: ", "ConnectionResetError: "))
         why = "before a test called it, as by an error of syntax or import" if is_over else report["trouble"]
         return Verdict(0.0, detail=f"the program {_gave(program)}: {why}"[: 3 * _SHOWN])
     if report["trouble"] and not report.get("is_unreadable"):
