@@ -139,11 +139,12 @@ def _boxes(text: str) -> tuple[list[_Box], bool]:
 
     Of boxes within each other the innermost counts; those that repeat the instruction are left out.
     """
-    if "\\boxed" not in text and "\\f" not in text:
+    starts = [start for name in ("\\boxed", "\\fbox", "\\framebox") if (start := text.find(name)) >= 0]
+    if not starts:
         return [], False
     found, opened = list[_Box](), list[tuple[int, int]]()  # places of braces, and -1 or the start of their box
     last_opened, last_closed = -1, -1
-    for mark in _MARK.finditer(text):
+    for mark in _MARK.finditer(text, min(starts)):
         if mark[0] == "{":
             opened.append((mark.end(), -1))
         elif mark[0] == "}":

@@ -40,6 +40,12 @@ _CHOSEN = re.compile(  # also "the answer I would choose is C"
     r"|(?<![A-Za-z'])(?-i:([A-Z]))\)? is (?:the )?(?:correct|right|answer|true)",
     re.IGNORECASE,
 )
+_HINT = re.compile(
+    r"answer|option|choice|letter|ans\b|choose|pick|select|go with|[\u7b54\u9009]| is (?:the )?(?:correct|right|true)",
+    re.IGNORECASE,
+)
+"""What each choice has in it: the long expression is tried from the first of these on."""
+_BEFORE_HINT = 24
 
 
 def boxed(text: str, truth: str) -> Verdict:
@@ -154,7 +160,9 @@ def letter_of(text: str, is_finished: bool = True) -> str | None:
 
 def _chosen(text: str) -> str | None:
     """The last letter that the words around it say is chosen."""
-    said = list(_CHOSEN.finditer(_plain(text)))
+    plain = _plain(text)
+    hint = _HINT.search(plain)
+    said = list(_CHOSEN.finditer(plain, max(0, hint.start() - _BEFORE_HINT))) if hint else []
     return said[-1][said[-1].lastindex or 0].upper() if said else None
 
 
