@@ -40,10 +40,10 @@ _CHOSEN = re.compile(  # also "the answer I would choose is C"
     r"|(?<![A-Za-z'])(?-i:([A-Z]))\)? is (?:the )?(?:correct|right|answer|true)",
     re.IGNORECASE,
 )
-_HINT = re.compile(
-    r"answer|option|choice|letter|ans\b|choose|pick|select|go with|[\u7b54\u9009]| is (?:the )?(?:correct|right|true)",
-    re.IGNORECASE,
-)
+_HINTS = (
+    "answer", "option", "choice", "letter", "ans", "choose", "pick", "select", "go with", "\u7b54", "\u9009", "correct",
+    "right", "true",
+)  # fmt: skip
 """What each choice has in it: the long expression is tried from the first of these on."""
 _BEFORE_HINT = 24
 
@@ -161,8 +161,12 @@ def letter_of(text: str, is_finished: bool = True) -> str | None:
 def _chosen(text: str) -> str | None:
     """The last letter that the words around it say is chosen."""
     plain = _plain(text)
-    hint = _HINT.search(plain)
-    said = list(_CHOSEN.finditer(plain, max(0, hint.start() - _BEFORE_HINT))) if hint else []
+    small = plain.lower()
+    hints = [place for hint in _HINTS if (place := small.find(hint)) >= 0]
+    if not hints:
+        return None
+    start = min(hints) - _BEFORE_HINT if len(small) == len(plain) else 0
+    said = list(_CHOSEN.finditer(plain, max(0, start)))
     return said[-1][said[-1].lastindex or 0].upper() if said else None
 
 
