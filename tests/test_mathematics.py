@@ -212,6 +212,8 @@ def test_options_that_are_repeated_are_not_chosen(response: str, letter: str | N
         ("\\sin\\pi", "0", 1),
         ("e^{-1000}", "0", 0),
         ("2^-1", "1/2", 1),
+        ("x<3", "y<3", 0),
+        ("**3**", "3", 1),
         ("x\u2081+x\u2082", "x_2+x_1", 1),
         ("x\u00b2", "x\u00b3", 0),
         ("5\\text{ min}", "5", 1),

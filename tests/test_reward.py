@@ -359,3 +359,18 @@ def test_a_program_that_fails_is_judged_and_all_else_that_fails_is_not(failure: 
     if failure != "error":
         told = found.explain()
         assert told.startswith(f"({found.total - 1}) ") and "; (1) a reward function failed" in told
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "truth"), [("math", "It is 5.", "5"), ("numeric", "It is 5.", "5"), ("choice", "Answer: C", "C")]
+)
+def test_a_response_that_was_cut_off_gives_no_answer_outside_a_box(kind: str, text: str, truth: str) -> None:
+    rewards = [
+        judge(Answer(kind, "a", text, truth, is_finished=each), RewardSection()).reward for each in (True, False)
+    ]
+    assert rewards == [1.0, 0.0]
+
+
+def test_one_of_several_numbers_among_words_is_no_answer() -> None:
+    assert reward("numeric", "\\boxed{between 3 red apples and 5 pears}", "3") == 0.0
+    assert reward("numeric", "\\boxed{about 3 red apples of that tree}", "3") == 1.0
