@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import codecs
+import gzip
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -111,3 +113,36 @@ def test_files_without_rows(tmp_path: Path) -> None:
     pa.parquet.write_table(pa.schema([("prompt", pa.string()), ("answer", pa.string())]).empty_table(), none)
     for path in (empty, none):
         assert refusal(path) == f"data.source = {str(path)!r} has no rows; give a file with prompts and answers"
+
+
+ROW = '{"prompt": "Größe 6 und 4", "answer": 2}\n'
+COPIED = "convert it: iconv -t UTF-8 -f"
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (ROW.encode("utf-16"), f"UTF-16 text; {COPIED} UTF-16"),
+        (codecs.BOM_UTF16_BE + ROW.encode("utf-16-be"), f"UTF-16 text; {COPIED} UTF-16"),
+        (ROW.encode("utf-16-le"), f"UTF-16LE text; {COPIED} UTF-16LE"),
+        (ROW.encode("utf-16-be"), f"UTF-16BE text; {COPIED} UTF-16BE"),
+        (ROW.encode("utf-32"), f"UTF-32 text; {COPIED} UTF-32"),
+        (ROW.encode("utf-32-be"), f"UTF-32BE text; {COPIED} UTF-32BE"),
+        (gzip.compress(ROW.encode()), "compressed by gzip; decompress it with gunzip"),
+        (b"PAR1" + bytes(40), "a parquet file; name it .parquet"),
+    ],
+    ids=["utf-16", "big", "le", "be", "utf-32", "32-be", "gzip", "parquet"],
+)
+def test_a_file_that_is_no_utf8_text_is_named_with_what_converts_it(content: bytes, words: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(content)
+    assert refusal(path) == f"data.source: {path} is {words}"
+
+
+def test_a_byte_order_mark_of_utf8_is_no_fault_and_latin_1_is_named_by_its_row(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(codecs.BOM_UTF8 + ROW.encode() * 2)
+    assert texts(all_prompts(path)) == ["Größe 6 und 4"] * 2
+    path.write_bytes(ROW.encode("latin-1"))
+    words = f"byte 0xf6 at position 14 is not UTF-8; if the file is Latin-1, {COPIED} LATIN1"
+    assert f"a.jsonl:1: no JSON object ({words})" in refusal(path)

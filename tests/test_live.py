@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import json
 import os
@@ -9,6 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -210,3 +212,81 @@ def test_a_character_of_several_tokens_is_shown_whole(pass_lengths: list[int]) -
     for end in (15, 14):  # the latter within a character
         text = sample_text(0, 0, replace(rollout, response_tokens=tokens[:end]), 1.0, tokenizer)
         assert text.plain.splitlines()[2] == tokenizer.decode(tokens[:end].tolist())
+
+
+def watched(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch, first: str | None, *changes: Callable[[], object]
+) -> tuple[int, str, int]:
+    """Exit status of ``tlt watch``, what it showed, and how many of the changes, one before each look, came before
+    its end. ``first``: what squeue prints, until a change; None: there is no squeue."""
+    tools = run.path.parent / "bin"
+    tools.mkdir(exist_ok=True)
+    monkeypatch.setenv("PATH", f"{tools}:/usr/bin:/bin")
+    (tools / "squeue").unlink(missing_ok=True)
+    if first is not None:
+        squeue_prints(run, first)
+    for name, value in (("ASK_SECONDS", 0.0), ("DEAD_SECONDS", 0.0)):
+        monkeypatch.setattr(watch_run, name, value)
+    left = list(changes)
+
+    def sleep(_: float) -> None:
+        if not left:
+            raise KeyboardInterrupt
+        left.pop(0)()
+
+    monkeypatch.setattr(watch_run, "time", SimpleNamespace(sleep=sleep))  # subprocess sleeps, too
+    shown = io.StringIO()
+    status = watch_run.follow(
+        Console(file=shown, width=100, height=40, force_terminal=True), argparse.Namespace(run=run.path)
+    )
+    return status, shown.getvalue(), len(changes) - len(left)
+
+
+def squeue_prints(run: RunFolder, text: str) -> None:
+    place = run.path.parent / "bin" / "squeue"
+    place.write_text(f"#!/bin/sh\necho '{text}'\n")
+    place.chmod(0o755)
+
+
+def test_watch_follows_a_job_that_slurm_queues_again_until_it_has_finished(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start_again() -> None:
+        owner = json.loads((run.status / "owner").read_text()) | {"start": "later", "restarts": "1"}
+        (run.status / "owner").write_text(json.dumps(owner))
+        for rank in range(2):
+            write_record(run.status, record(rank, start="later", heartbeat=1))
+
+    def finish() -> None:
+        for rank in range(2):
+            write_record(run.status, record(rank, start="later", heartbeat=2, ending="finished"))
+
+    end_all(run.status, "stopped early")
+    status, shown, looks = watched(
+        run, monkeypatch, "1234567|RUNNING|None",
+        lambda: squeue_prints(run, "1234567|PENDING|BeginTime"), start_again, finish, lambda: None,
+    )  # fmt: skip
+    assert (status, looks) == (0, 3)
+    assert "ended: stopped early; job 1234567 is running, and resumes it" in shown
+    assert "ended: stopped early; job 1234567 is pending (BeginTime), and resumes it" in shown
+
+
+@pytest.mark.parametrize(
+    ("ending", "queue", "status", "looks"),
+    [
+        ("stopped early", "9|RUNNING|None", 0, 0),
+        ("stopped early", "1234567|COMPLETED|None", 0, 0),
+        ("stopped early", None, 0, 2),
+        ("", "1234567|NODE_FAIL|None", 1, 1),
+        ("", "1234567|PENDING|BeginTime", 0, 2),
+        ("error: no memory", "1234567|RUNNING|None", 1, 0),
+    ],
+)
+def test_watch_ends_once_slurm_no_longer_has_the_job(
+    ending: str, queue: str | None, status: int, looks: int, run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C at the third look ends it otherwise; nobody knows where there is no squeue."""
+    end_all(run.status, ending)
+    found, shown, num_looks = watched(run, monkeypatch, queue, lambda: None, lambda: None)
+    assert (found, num_looks) == (status, looks)
+    assert ("is pending" in shown) == (queue is not None and "PENDING" in queue)

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import sqlite3
+import struct
 import subprocess
 import sys
 import threading
@@ -146,6 +147,8 @@ class FakeWandb:
     def __init__(self) -> None:
         self.runs: dict[str, list[tuple[int, float]]] = {}
         self.fails = False
+        self.is_offline = True
+        self.resume: str | None = None
         self.before = lambda call: None
         """Called at the begin of every call, with its name."""
         self.ended: list[int] = []
@@ -153,8 +156,11 @@ class FakeWandb:
         """Called at the end of every run, with the exit code."""
 
     def init(self, **options):
-        assert options["mode"] == "offline" and options["resume"] == "allow" and options["project"] == "tlt"
+        assert options["mode"] == ("offline" if self.is_offline else "online") and options["project"] == "tlt"
+        self.resume = options["resume"]
         kept = self.runs.setdefault(options["id"], [])
+        if self.resume is None:
+            kept.clear()
         library = self
         self.before("init")
         if self.fails:
@@ -393,6 +399,81 @@ def test_wandb_offline_writes_files_and_nothing_else(tmp_path, monkeypatch):
     assert b"critic/score/mean" in file.read_bytes() and b"0.14285714285714285" in file.read_bytes()
 
 
+KILLED = """
+import os, signal, sys, time
+from pathlib import Path
+sys.path.insert(0, "tests")
+from test_tracking import commit, config_for, settle
+from tlt_hpc.look import tracking
+from tlt_hpc.storage.folder import RunFolder
+place, name, old, steps = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+folder = RunFolder(place / "tiny"); commit(folder, *range(old, steps))
+config = config_for(place, f"tracking.{name}")
+tracking.start_early(config.tracking)
+followed = tracking.Tracking(config, folder)
+followed.follow(steps); settle(followed)
+if sys.argv[5] == "kill":
+    os.kill(os.getpid(), signal.SIGKILL)
+followed.close(lambda: 60.0)
+"""
+
+
+def wandb_steps(path: Path) -> list[int]:
+    """The steps in an offline file of W&B: a log of LevelDB, in blocks of 32 KiB, after a head of 7 bytes."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, at, whole, steps = path.read_bytes(), 7, b"", []
+    while at + 7 <= len(data):
+        if 32768 - at % 32768 < 7:
+            at += 32768 - at % 32768
+            continue
+        _, size, kind = struct.unpack("<IHB", data[at : at + 7])
+        whole += data[at + 7 : at + 7 + size]
+        at += 7 + size
+        if kind in (1, 4):  # whole, or the last part
+            record = Record.FromString(whole)
+            if record.WhichOneof("record_type") == "history":
+                found = {"/".join(item.nested_key) or item.key: item.value_json for item in record.history.item}
+                steps.append(int(found["training/global_step"]))
+            whole = b""
+    return steps
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param("wandb=offline", marks=needs_wandb), pytest.param("trackio=true", marks=needs_trackio)]
+)
+def test_a_start_after_a_kill_writes_all_steps_to_a_local_tracker(name, tmp_path):
+    """The libraries hold steps in memory for seconds, which a SIGKILL takes."""
+    folder, environment = tmp_path / "tiny", {**os.environ, "HF_HUB_OFFLINE": "1"}
+    for old, steps, end in ((0, 3, "kill"), (3, 4, "kill"), (4, 5, "close")):
+        command = [sys.executable, "-c", KILLED, str(tmp_path), name, str(old), str(steps), end]
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == (-9 if end == "kill" else 0) and "failed" not in done.stderr, done.stderr
+        if name.startswith("wandb"):
+            ids = {json.loads((folder / "tracking.json").read_text())["wandb_id"]}
+            files = list((folder / "wandb").glob("offline-run-*/run-*.wandb"))
+            assert {file.stem.removeprefix("run-") for file in files} == ids and len(files) == 1, "one id at all starts"
+    if name.startswith("wandb"):
+        assert wandb_steps(files[0]) == [0, 1, 2, 3, 4]
+    else:
+        assert list(trackio_runs(folder).values()) == [[(step, step / 7) for step in range(5)]]
+
+
+def test_wandb_online_after_offline_gets_all_steps_under_the_same_id(tmp_path, library, monkeypatch):
+    """What is online may lack what the offline file had."""
+    folder, modes = RunFolder(tmp_path / "tiny"), []
+    commit(folder, 0, 1, 2)
+    follow(config_for(tmp_path, "tracking.wandb=offline"), folder, 2)
+    (run_id,) = library.runs
+    (folder.path / "wandb" / f"offline-run-1-{run_id}").mkdir(parents=True)
+    library.is_offline = False
+    library.before = lambda call: modes.append(library.resume) if call == "init" else None
+    library.runs.clear()
+    follow(config_for(tmp_path, "tracking.wandb=online"), folder, 3)
+    follow(config_for(tmp_path, "tracking.wandb=online"), folder, 3)
+    assert library.runs == {run_id: [(step, step / 7) for step in range(3)]} and modes == [None, "allow"]
+
+
 STOPPED = """
 import os, signal, sys
 from pathlib import Path
@@ -476,12 +557,16 @@ def test_a_local_tracker_has_each_step_once_and_opens_no_network(name, runs_in, 
     folder = tmp_path / "tiny"
     start(name, tmp_path, "commit(folder, 0, 1, 2); tracking.follow(2)")
     start(name, tmp_path, "tracking.follow(2); tracking.follow(3)")
-    first = json.loads((folder / "tracking.json").read_text())
-    assert runs_in(folder) == {first[f"{name}_id"]: [(step, step / 7) for step in range(3)]} and first[name] == 3
+    state = folder / "tracking.json"
+    first = json.loads(state.read_text()) if name == "mlflow" else {}
+    assert list(runs_in(folder).values()) == [[(step, step / 7) for step in range(3)]]
     start(name, tmp_path, "drop_lines(folder.metrics, 1); commit(folder, 1, factor=2.0); tracking.follow(2)")
-    second = json.loads((folder / "tracking.json").read_text())
     runs = runs_in(folder)
-    assert len(runs) == 2 and runs[second[f"{name}_id"]] == [(0, 0.0), (1, 2 / 7)]
+    if name == "trackio":  # its database is written anew
+        assert list(runs.values()) == [[(0, 0.0), (1, 2 / 7)]] and not state.exists()
+    else:
+        new = json.loads(state.read_text())["mlflow_id"]
+        assert first["mlflow"] == 3 and set(runs) == {first["mlflow_id"], new} and runs[new] == [(0, 0.0), (1, 2 / 7)]
 
 
 @needs_mlflow

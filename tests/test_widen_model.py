@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -122,3 +123,17 @@ def test_the_wide_drafter_computes_the_same_function(tmp_path):
         found.append(drafter(decoder.embedding[tokens], given, torch.arange(20), attend_documents([20])))
     torch.testing.assert_close(found[1][:, :128], found[0], atol=1e-5, rtol=1e-5)
     assert not found[1][:, 128:].any() and found[0].std() > 0.3
+
+
+def test_models_that_the_tools_write_have_the_permissions_of_the_umask(tmp_path):
+    """safetensors makes its files private, so that others could not read a model in a shared folder."""
+    source, wide = tmp_path / "source", tmp_path / "wide"
+    code = (
+        "import sys, random_models, widen_model, torch; from pathlib import Path\n"
+        f"sys.argv[1:] = ['llama', {str(source)!r}]; random_models.main()\n"
+        f"widen_model.widen(Path({str(source)!r}), Path({str(wide)!r}), {WIDE!r}, torch.float32)"
+    )
+    tools = Path(random_models.__file__).parent
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=tools, umask=0o027)
+    files = [path for folder in (source, wide) for path in folder.iterdir()]
+    assert len(files) > 10 and {path.stat().st_mode & 0o777 for path in files} == {0o640}

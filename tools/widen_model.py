@@ -33,6 +33,7 @@ from tlt_hpc.models.json_file import read_json
 from tlt_hpc.models.shape import ModelShape, read_shape, shape_from
 from tlt_hpc.models.tokenizer import embedded
 from tlt_hpc.models.weight_files import EMBEDDING, INDEX, UNREADABLE, reading_files, weight_shapes
+from tlt_hpc.storage.folder import share
 
 EMBEDDED = "embedded:"
 FAMILIES = ("llama", "mistral", "qwen2")
@@ -128,6 +129,7 @@ def save(tensors: dict[str, torch.Tensor], folder: Path, layer: int, num_layers:
     """Write a layer's file; returns the file of each tensor."""
     file = f"model-{layer + 1:05d}-of-{num_layers + 1:05d}.safetensors"
     save_file(tensors, folder / file, metadata={"format": "pt"})
+    share(folder / file)
     return dict.fromkeys(tensors, file)
 
 

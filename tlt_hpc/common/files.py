@@ -6,6 +6,7 @@ and type. Each of these is an error of one line here, and not of the code that u
 
 from __future__ import annotations
 
+import codecs
 import errno
 import hashlib
 import io
@@ -29,6 +30,7 @@ _MAX_BLOCKS = 32
 """Blocks of a file that ``sampled_digest`` covers, a MiB each."""
 LINES_BYTES = 2**29
 """The most that a file may have that grows by a line a step."""
+_CONVERT = "convert it: iconv -t UTF-8 -f"
 _DEEP = "nested too deep; flatten it"
 _LARGE = "an integer of thousands of digits; use a smaller one"
 _REMEDIES = {
@@ -46,6 +48,22 @@ _REMEDIES = {
     errno.ENOSPC: "make room there",
     errno.EDQUOT: "make room there, or ask for a larger quota",
 }
+
+_STARTS = (
+    (b"\x1f\x8b", "compressed by gzip; decompress it with gunzip"),
+    (b"\x28\xb5\x2f\xfd", "compressed by zstd; decompress it with unzstd"),
+    (b"\xfd7zXZ", "compressed by xz; decompress it with unxz"),
+    (b"BZh", "compressed by bzip2; decompress it with bunzip2"),
+    (b"PK\x03\x04", "a zip archive; unpack it"),
+    (b"PAR1", "a parquet file; name it .parquet"),
+    (b"ARROW1", "an Arrow file; name it .arrow"),
+    (codecs.BOM_UTF32_LE, f"UTF-32 text; {_CONVERT} UTF-32"),  # before that of UTF-16, which it begins with
+    (codecs.BOM_UTF32_BE, f"UTF-32 text; {_CONVERT} UTF-32"),
+    (codecs.BOM_UTF16_LE, f"UTF-16 text; {_CONVERT} UTF-16"),
+    (codecs.BOM_UTF16_BE, f"UTF-16 text; {_CONVERT} UTF-16"),
+)
+_ZEROS = {"x0x0": "UTF-16LE", "0x0x": "UTF-16BE", "x000": "UTF-32LE", "000x": "UTF-32BE"}
+"""Encodings by which of the first four bytes are zero, where the text begins with ASCII and has no byte order mark."""
 
 Count = Annotated[int, Ge(0), Le(2**53)]
 """A number of things."""
@@ -166,14 +184,38 @@ def parse_object(data: bytes) -> dict[str, Any]:
         DamagedText: it is no JSON, or no object.
     """
     try:
-        found = json.loads(data)
+        found = json.loads(decoded(data))
     except RecursionError:
         raise DamagedText("it is nested too deep") from None
-    except ValueError as error:  # no JSON, no UTF-8, or a number of thousands of digits
+    except DamagedText:
+        raise
+    except ValueError as error:  # no JSON, or a number of thousands of digits
         raise DamagedText(str(error).splitlines()[0][:200]) from None
     if not isinstance(found, dict):
         raise DamagedText("it is no object")
     return found
+
+
+def other_format(start: bytes) -> str:
+    """The format of a file that begins so and is not UTF-8 text, with what converts it; empty if it may be UTF-8."""
+    found = next((name for first, name in _STARTS if start.startswith(first)), "")
+    encoding = _ZEROS.get("".join("x" if byte else "0" for byte in start[:4]))
+    return found or (f"{encoding} text; {_CONVERT} {encoding}" if encoding else "")
+
+
+def decoded(data: bytes) -> str:
+    """The text of UTF-8, without a byte order mark.
+
+    Raises:
+        DamagedText: it is in another encoding, or no text.
+    """
+    if other := other_format(data):
+        raise DamagedText(f"it is {other}")
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        byte = f"byte 0x{data[error.start]:02x} at position {error.start}"
+        raise DamagedText(f"{byte} is not UTF-8; if the file is Latin-1, {_CONVERT} LATIN1") from None
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -192,10 +234,7 @@ def parse_toml(data: bytes) -> dict[str, Any]:
     Raises:
         DamagedText: as ``toml_of``.
     """
-    try:
-        return toml_of(data.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise DamagedText(str(error)) from None
+    return toml_of(decoded(data))
 
 
 def toml_of(text: str) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from tlt_hpc.common.files import read_bytes
+from tlt_hpc.common.files import DamagedText, decoded, read_bytes
 from tlt_hpc.common.records import ChatFormat
 from tlt_hpc.config import CONTINUES, ConfigError, DataSection
 from tlt_hpc.data.rows import first_line
@@ -131,11 +131,11 @@ def read_template(data: DataSection, chat: ChatFormat) -> ChatTemplate | None:
         return ChatTemplate(chat.template, names, "the model folder", data.template_args) if chat.template else None
     origin, remedy = f"data.chat_template = {data.chat_template!r}", "give a file of Jinja or 'auto'"
     try:
-        text = read_bytes(Path(data.chat_template), _MAX_BYTES).decode("utf-8")
+        text = decoded(read_bytes(Path(data.chat_template), _MAX_BYTES))
     except OSError as error:
         raise ConfigError(f"{origin}: {error.strerror}; {remedy}") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"{origin} is not UTF-8; {remedy}") from None
+    except DamagedText as error:
+        raise ConfigError(f"{origin} is not UTF-8 ({error}); {remedy}") from None
     if not text.strip():
         raise ConfigError(f"{origin} is empty; {remedy}")
     return ChatTemplate(text, dict(chat.special_tokens), origin, data.template_args)

@@ -11,7 +11,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from tlt_hpc.common.files import DamagedText, parse_object
+from tlt_hpc.common.files import DamagedText, other_format, parse_object
 from tlt_hpc.config import ConfigError, UserError
 
 if TYPE_CHECKING:
@@ -61,6 +61,8 @@ class JsonlRows:
         end = 0
         try:
             self._file = path.open("rb")
+            if other := other_format(os.pread(self._file.fileno(), 8, 0)):
+                raise ConfigError(f"data.source: {path} is {other}")
             for number, line in enumerate(iter(lambda: self._file.readline(_MAX_LINE_BYTES + 1), b""), 1):
                 if len(line) > _MAX_LINE_BYTES:
                     raise ConfigError(

@@ -11,6 +11,7 @@ import os
 import platform
 import re
 import shlex
+import shutil
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -107,7 +108,9 @@ class Tracker(ABC):
     """
 
     run_id = ""
-    """Empty if each start writes all steps again."""
+    """Empty if each start makes a new run and gives it all steps."""
+    gets_all = False
+    """Whether it is to be given all steps again although it has a ``run_id``."""
     remedy = ""
     """What to type if it cannot be closed."""
 
@@ -161,11 +164,16 @@ class WeightsAndBiases(Tracker):
         self.run_id = run_id or uuid4().hex[:12]
         mode: Any = config.tracking.wandb
         folder.path.mkdir(parents=True, exist_ok=True)
+        # a killed start's offline file lacks steps that wandb had in memory, and cannot be continued
+        old = list((folder.path / "wandb").glob("offline-run-*"))
+        self.gets_all = mode == "offline" or any(path.name.endswith(f"-{run_id}") for path in old)
+        for path in old:
+            shutil.rmtree(path, ignore_errors=True)  # a file that is still open on NFS goes at the next start
         self._run: Any = wandb.init(
             project=os.environ.get("WANDB_PROJECT") or _PROJECT,
             name=os.environ.get("WANDB_NAME") or config.run.name,
             id=self.run_id,
-            resume="allow",
+            resume=None if self.gets_all else "allow",  # None: what W&B has under this id is replaced
             mode=mode,
             dir=str(folder.path),
             config=config.model_dump(),
@@ -245,13 +253,15 @@ class Mlflow(Tracker):
 
 
 class Trackio(Tracker):
-    """A run of trackio in a local database in the run's folder; nothing is sent anywhere."""
+    """A run of trackio in a local database in the run's folder, written anew; nothing is sent anywhere."""
 
     def __init__(self, config: Config, folder: RunFolder, run_id: str) -> None:
         self.start_early()
         os.environ["TRACKIO_DIR"] = str((folder.path / "trackio").absolute())  # read at the import
         for name in ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL"):
             os.environ.pop(name, None)
+        for path in (folder.path / "trackio").glob(f"{_PROJECT}.db*"):
+            path.unlink()
         import trackio
         from trackio import run, utils
 
@@ -261,14 +271,11 @@ class Trackio(Tracker):
             project=_PROJECT,
             name=config.run.name,
             config=config.model_dump(),
-            resume="allow" if run_id else "never",
+            resume="never",
             auto_log_gpu=False,
             auto_log_cpu=False,
             embed=False,
         )
-        if run_id:  # on network file systems trackio does not find the run again by its name
-            self._run.id = run_id
-        self.run_id = self._run.id
 
     @staticmethod
     def start_early() -> None:

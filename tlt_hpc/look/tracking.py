@@ -2,7 +2,8 @@
 
 Steps that a tracker was given cannot be taken back: for each tracker ``tracking.json`` in the run's folder has the
 first step that it has not been given, and the id of its run. After steps were taken back, all are given to another run.
-TensorBoard's event files are written again from the first step at each start instead.
+What lies in the run's folder is written again from the first step at each start instead, because a kill takes what
+the library had in memory: TensorBoard's event files, W&B's offline file, trackio's database.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ class Tracking:
             self._note(name, 0, "")  # also if it cannot be opened now: its run has steps that no longer exist
         tracker = self._trackers[name] = TRACKERS[name](self._config, self._folder, run_id)
         worker.remedy = tracker.remedy
-        self._note(name, given, tracker.run_id)
+        self._note(name, 0 if tracker.gets_all else given, tracker.run_id)
 
     def _give(self, name: str, step: int, figures: Figures) -> None:
         if step >= self._given[name]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tlt_hpc.common.files import DamagedText, parse_object, read_bytes, told
+from tlt_hpc.common.files import DamagedText, decoded, parse_object, read_bytes, told
 from tlt_hpc.config import UserError
 
 _MOST_BYTES = 2**28
@@ -19,10 +19,10 @@ def read_text(path: Path) -> str:
         UserError: it cannot be read, or is not UTF-8.
     """
     try:
-        return read_bytes(path, _MOST_BYTES).decode("utf-8")
+        return decoded(read_bytes(path, _MOST_BYTES))
     except OSError as error:
         raise UserError(told(error)) from None
-    except UnicodeDecodeError as error:
+    except DamagedText as error:
         raise UserError(f"{path} is not UTF-8 ({error}); download it again") from None
 
 

@@ -230,14 +230,15 @@ def make_synced(folder: Path) -> None:
             sync(each.parent)
 
 
-def share(path: Path) -> None:
-    """Give a file the permissions that the user's umask asks for; some writers make theirs private.
+def share(*paths: Path) -> None:
+    """Give files the permissions that the user's umask asks for; some writers, as of safetensors, make theirs private.
 
     The umask is read from /proc: ``os.umask`` would change it for all threads for a moment.
     """
     found = _UMASK.search(read_text(Path("/proc/self/status")))
     assert found is not None, "Linux 4.7 or newer tells the umask"
-    path.chmod(0o666 & ~int(found[1], 8))
+    for path in paths:
+        path.chmod(0o666 & ~int(found[1], 8))
 
 
 def sync(path: Path) -> None:

@@ -14,6 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+from tlt_hpc.cluster.slurm import SlurmError, read_queue
+from tlt_hpc.cluster.status import job_state
 from tlt_hpc.cluster.watch.record import DamagedRecordError, Record, read_record_at, read_verdict
 from tlt_hpc.common.errors import UserError
 from tlt_hpc.common.files import told
@@ -57,6 +59,8 @@ class RunState:
     """One line for each status file that could not be read."""
     job: str = ""
     """Slurm's number of the job of that start; empty without Slurm."""
+    queued: str | None = None
+    """Slurm's state of that job while it waits or runs, in lower case, empty once it has ended; None: not known."""
     drafter: DrafterFacts | None = None
     """What a warm-up's last validation found; None before it, and in other runs."""
 
@@ -88,8 +92,9 @@ class RunState:
 
     @property
     def may_be_queued(self) -> bool:
-        """Whether Slurm, which is not asked, may have queued the job of a run that has stopped again."""
-        return bool(self.job) and not self.verdict and self.ending in ("", "stopped early")
+        """Whether the job of a run that has stopped waits or runs, or may do so where Slurm has not told."""
+        may_be = bool(self.job) and not self.verdict and self.ending in ("", "stopped early")
+        return may_be and self.queued != ""
 
     @property
     def is_stalled(self) -> bool:
@@ -151,6 +156,16 @@ def read_state(path: Path) -> RunState:
         drafter=_read_drafter(log.folder, problems),
         status_problems=tuple(problems),
     )
+
+
+def queue_state(state: RunState) -> str | None:
+    """Ask Slurm for ``RunState.queued``; None if it does not answer or is not here."""
+    try:
+        queue = read_queue([state.log.folder.path.stat().st_uid])
+    except (SlurmError, OSError):  # a copy of the run on another machine, for instance
+        return None
+    job = queue.get(state.job) or queue.get(state.job.partition("_")[0])
+    return job_state(job, None) if job is not None and job.is_live else ""
 
 
 def _read_drafter(folder: RunFolder, problems: list[str]) -> DrafterFacts | None:

@@ -162,7 +162,9 @@ def last_word(state: RunState, is_alive: bool | None) -> Text:
         report = "finished; tlt report on this folder says what it learned and gained"
         return Text(printable(drafter) if state.log.folder.is_warmup else report, "bold green")
     resume = "the same command resumes it"
-    if state.may_be_queued:
+    if state.queued:
+        resume = f"job {state.job} is {state.queued}, and resumes it"
+    elif state.may_be_queued:
         resume = f"if Slurm has queued it again (job {state.job}), it resumes by itself, else by the same command"
     if state.ending:
         return Text(f"ended: {state.ending}; {resume}", "yellow")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from dataclasses import replace
 
 from rich.console import Console
 from rich.live import Live
@@ -11,12 +12,14 @@ from rich.live import Live
 from tlt_hpc.cluster.watch.record import HEARTBEAT_SECONDS
 from tlt_hpc.common.console import TextConsole
 from tlt_hpc.look.live.samples import show_samples
-from tlt_hpc.look.live.state import RunState, read_state
+from tlt_hpc.look.live.state import RunState, queue_state, read_state
 from tlt_hpc.look.live.view import render
 from tlt_hpc.look.run_log import RunLog
 
 DEAD_SECONDS = 12.0
 """A run without any heartbeat for this long counts as dead; an active rank beats every HEARTBEAT_SECONDS."""
+ASK_SECONDS = 30.0
+"""How often Slurm is asked for the job of a run that has stopped."""
 _INTERVAL_SECONDS, _ONCE_SECONDS, _POLL_SECONDS = 2.0, HEARTBEAT_SECONDS + 3.0, 0.2
 
 
@@ -48,19 +51,28 @@ def look_once(console: Console, options: argparse.Namespace) -> int:
         time.sleep(_POLL_SECONDS)
         state = read_state(options.run)
     is_alive = state.moved_since(before)
+    if not is_alive and state.may_be_queued:
+        state = replace(state, queued=queue_state(state))
     console.print(render(state, is_alive, height=console.height if console.is_terminal else 40))
     return status_of(state, is_alive)
 
 
 def follow(console: Console, options: argparse.Namespace) -> int:
-    """Redraw the screen at each look, until the run ends or Ctrl-C."""
+    """Redraw the screen at each look, until Ctrl-C or the end of the run: not while its job is queued again."""
     state = read_state(options.run)
     moved_at, is_alive = state.seconds, None
+    asked_at, queued = -ASK_SECONDS, None
     try:
         with Live(console=console, auto_refresh=False, screen=False, transient=False) as live:
             while True:
+                if state.may_be_queued and (state.ending or is_alive is False):
+                    if state.seconds - asked_at >= ASK_SECONDS:
+                        asked_at, queued = state.seconds, queue_state(state)
+                    state = replace(state, queued=queued)
+                else:
+                    asked_at = -ASK_SECONDS
                 live.update(render(state, is_alive, console.height - 1), refresh=True)
-                if state.ending or (state.is_finished and is_alive is False):
+                if is_over(state, is_alive):
                     return status_of(state, is_alive)
                 time.sleep(_INTERVAL_SECONDS)
                 before, state = state, read_state(options.run)
@@ -71,6 +83,14 @@ def follow(console: Console, options: argparse.Namespace) -> int:
                     is_alive = False
     except KeyboardInterrupt:  # ends the watcher only, not the job
         return 0
+
+
+def is_over(state: RunState, is_alive: bool | None) -> bool:
+    """Whether nothing more is to come: not while Slurm has the job, or where it may have it and does not answer."""
+    if state.is_finished and is_alive is False:
+        return True
+    has_stopped = bool(state.ending) or (is_alive is False and state.queued == "")
+    return has_stopped and not state.may_be_queued
 
 
 def status_of(state: RunState, is_alive: bool | None) -> int:
