@@ -175,6 +175,63 @@ def test_the_estimates_of_the_distance() -> None:
     assert kl_estimate("k3", policy, reference).tolist() == pytest.approx([np.exp(-0.5) - 0.5, np.exp(1.0) - 2.0])
 
 
+def policies_apart(distance: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits of a policy over nine tokens, and a reference's log-probabilities at this KL(policy || reference)."""
+    generator = torch.Generator().manual_seed(5)
+    logits, other = torch.randn(2, 9, generator=generator, dtype=torch.float64)
+    low, high = 0.0, 100.0
+    for _ in range(200):
+        middle = (low + high) / 2
+        reference = (logits + middle * other).log_softmax(-1)
+        low, high = (low, middle) if exact_distance(logits.log_softmax(-1), reference) > distance else (middle, high)
+    return logits.requires_grad_(), reference
+
+
+def exact_distance(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    return (one.exp() * (one - other)).sum()
+
+
+def mean_over_samples(kind: Any, logits: torch.Tensor, reference: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """An estimate's mean over samples of the policy, and its gradient: every token, weighted by its probability."""
+    log_probs = logits.log_softmax(-1)
+    mean = (log_probs.exp().detach() * kl_estimate(kind, log_probs, reference)).sum()
+    return mean.detach(), torch.autograd.grad(mean, logits)[0]
+
+
+@pytest.mark.parametrize(("distance", "k3_error"), [(0.001, 0.02), (0.02, 0.08), (2.5, 0.4)])
+def test_which_estimate_has_the_gradient_of_which_distance(distance: float, k3_error: float) -> None:
+    """k2 and k3+ that of KL(policy || reference), which k3 estimates; k3 that of KL(reference || policy)."""
+    logits, reference = policies_apart(distance)
+    log_probs = logits.log_softmax(-1)
+    forward, reverse = exact_distance(log_probs, reference), exact_distance(reference, log_probs)
+    assert forward.item() == pytest.approx(distance)
+    (wanted,) = torch.autograd.grad(forward, logits, retain_graph=True)
+    (reversed_one,) = torch.autograd.grad(reverse, logits)
+    values, gradients = {}, {}
+    for kind in ("k1", "k2", "k3", "k3+"):
+        values[kind], gradients[kind] = mean_over_samples(kind, logits, reference)
+    for kind in ("k1", "k3", "k3+"):
+        assert values[kind].item() == pytest.approx(distance), kind
+    for kind in ("k2", "k3+"):
+        torch.testing.assert_close(gradients[kind], wanted, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(gradients["k3"], reversed_one, rtol=1e-9, atol=1e-12)
+    assert gradients["k1"].abs().max() < 1e-12, "k1 has none"
+    assert (gradients["k3"] - wanted).norm() / wanted.norm() > k3_error
+
+
+def test_a_bounded_estimate_gives_up_tokens_that_the_reference_makes_14_times_likelier() -> None:
+    """verl's and slime's low_var_kl: k3 held at 10."""
+    differences = torch.tensor([-19.0, -2.65, -2.55, 0.0, 3.0, 10.9, 11.1], dtype=torch.float64)
+    log_probs = differences.clone().requires_grad_()
+    bounded = kl_estimate("low_var_kl", log_probs, torch.zeros_like(differences))
+    k3 = (-differences).exp() - 1 + differences
+    torch.testing.assert_close(bounded.detach(), k3.clamp(max=10.0))
+    (gradient,) = torch.autograd.grad(bounded.sum(), log_probs)
+    wanted = torch.where(k3 > 10, 0.0, 1 - (-differences).exp())
+    torch.testing.assert_close(gradient, wanted)
+    assert gradient.count_nonzero() == 3
+
+
 def test_gradients_equal_finite_differences() -> None:
     generator = torch.Generator().manual_seed(1)
     log_probs = torch.randn(8, dtype=torch.float64, generator=generator).requires_grad_()

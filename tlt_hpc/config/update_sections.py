@@ -67,8 +67,10 @@ class AlgorithmSection(Section):
     kl_coefficient: Weight = 0.0
     """Weight of the KL divergence from the reference model. 0: no reference model is kept."""
     kl_estimator: KLName = "k3"
-    """Estimator of the KL divergence, and where it is applied. ``k1`` is summed over a response and subtracted from its
-    reward; ``k2`` and ``k3`` are added to each token's loss."""
+    """Estimator of the KL divergence, and where it is applied. ``k1`` is subtracted from the reward, the others are
+    added to each token's loss. ``k2`` has the gradient of KL(policy || reference), ``k3`` that of KL(reference ||
+    policy); ``k3+`` has the value of ``k3`` and the gradient of ``k2``. ``low_var_kl`` is ``k3`` held at 10, so that
+    one token cannot take the whole gradient; tokens beyond (13.6 times likelier in the reference) have none."""
     entropy_coefficient: Weight = 0.0
     """Weight of the entropy bonus, which is subtracted from each token's loss."""
     overlong_buffer: TokenCount = 0
@@ -91,7 +93,12 @@ class AlgorithmSection(Section):
 
     @property
     def kl_in(self) -> Literal["loss", "reward"]:
-        """Where the divergence is applied: k1 has the right gradient only in the reward, k2 and k3 only in the loss."""
+        """Where the divergence is applied.
+
+        In the reward k1 gives the gradient of KL(policy || reference), in the loss none in the mean. There k2 and k3+
+        give this gradient; k3 and low_var_kl give that of KL(reference || policy), which is close only where the two
+        policies are (``rl/loss.py``).
+        """
         return "reward" if self.kl_estimator == "k1" else "loss"
 
     @property

@@ -13,6 +13,8 @@ from tlt_hpc.config.recipes import KLName, LossName
 
 LARGEST_LOG_RATIO = 20.0
 """Log-ratios are clamped here, so that one wild token gives a large loss and not an infinite one (as verl does)."""
+K3_BOUND = 10.0
+"""Bound of ``low_var_kl``; reached where the reference makes a token 13.6 times as likely as the policy does."""
 
 
 # -- policy losses: one value a token, and where a bound took effect --------------------------------------------------
@@ -109,14 +111,26 @@ def _mean_by_row(values: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 def kl_estimate(kind: KLName, log_probs: torch.Tensor, reference_log_probs: torch.Tensor) -> torch.Tensor:
     """Per-token estimate of KL(policy || reference) from the policy's own samples; all tensors have one shape.
 
-    With d = log-prob - reference: ``k1`` = d, unbiased, and as a loss without effect in the mean; ``k2`` = d^2 / 2;
-    ``k3`` = exp(-d) - 1 + d, unbiased and never negative (Schulman, "Approximating KL divergence"; DeepSeekMath eq. 4).
+    With d = log-prob - reference (Schulman, "Approximating KL divergence"; as a loss: 2512.21852):
+
+    - ``k1`` = d: unbiased; as a loss its gradient is zero in the mean.
+    - ``k2`` = d^2 / 2: biased, but in the mean its gradient is that of KL(policy || reference).
+    - ``k3`` = exp(-d) - 1 + d: unbiased and never negative; in the mean its gradient is that of KL(reference || policy)
+      (DeepSeekMath, eq. 4).
+    - ``k3+``: the value of k3 with the gradient of k2 (verl).
+    - ``low_var_kl``: k3 held at ``K3_BOUND`` (verl and slime); tokens beyond have no gradient.
     """
     difference = (log_probs - reference_log_probs).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
     if kind == "k1":
         return difference
+    k2 = 0.5 * difference.square()
     if kind == "k2":
-        return 0.5 * difference.square()
+        return k2
+    k3 = (-difference).exp() - 1.0 + difference
     if kind == "k3":
-        return (-difference).exp() - 1.0 + difference
+        return k3
+    if kind == "k3+":
+        return k3.detach() + (k2 - k2.detach())
+    if kind == "low_var_kl":
+        return k3.clamp(max=K3_BOUND)
     assert_never(kind)
