@@ -99,6 +99,7 @@ def test_whitened_values_have_mean_zero_and_variance_one_over_tokens() -> None:
 
 
 def test_advantages_are_found_by_name() -> None:
+    starts = np.cumsum(LENGTHS) - LENGTHS
     for kind, wanted in {
         "group": group_advantages(REWARDS, 4),
         "group-mean": centred_advantages(REWARDS, 4),
@@ -107,7 +108,33 @@ def test_advantages_are_found_by_name() -> None:
         "group-mean-batch": whiten(centred_advantages(REWARDS, 4).astype(np.float64), LENGTHS),
     }.items():
         found = advantages_of(kind, REWARDS, LENGTHS, 4)  # type: ignore[arg-type]
-        assert found.dtype == np.float32 and found.tolist() == wanted.tolist(), kind
+        assert found.dtype == np.float32 and found[starts].tolist() == wanted.tolist(), kind
+        assert found.tolist() == np.repeat(wanted, LENGTHS).tolist(), kind
+
+
+def test_a_token_is_worth_what_comes_after_it() -> None:
+    """REINFORCE++ (2501.03262), eq. 6 to 8, with the reward at the last token and the divergence at each."""
+    kl = np.array([0.1, 0.2, 0.3, 0.4, 0.4, 0.3, 0.2, 0.1])
+    totals = np.array([1 - 1.0, 0 - 1.0], np.float32)
+    found = advantages_of("batch", totals, np.array([4, 4]), 1, token_rewards=-kl)
+    assert found.dtype == np.float32
+    assert found.tolist() == pytest.approx([0.25, 0.44, 0.84, 1.43, -1.73, -0.94, -0.35, 0.05], abs=0.006)
+    alike = advantages_of("batch", totals, np.array([4, 4]), 1)
+    assert alike.tolist() == pytest.approx([0.935] * 4 + [-0.935] * 4, abs=0.001)
+
+
+@given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=6), seed=st.integers(0, 2**32))
+def test_token_advantages_are_whitened_returns_to_go(lengths: list[int], seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    rewards = [generator.normal(size=length) for length in lengths]
+    totals = np.array([each.sum() for each in rewards], np.float32)
+    returns = [sum(each[place:]) for each in rewards for place in range(len(each))]
+    found = advantages_of("batch", totals, np.array(lengths), 1, token_rewards=np.concatenate(rewards))
+    if len(returns) == 1:
+        assert found.tolist() == [0]
+        return
+    wanted = (np.array(returns) - np.mean(returns)) / math.sqrt(statistics.variance(returns) + 1e-8)
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
 
 
 def test_coming_close_to_the_longest_costs_evenly() -> None:
@@ -417,22 +444,26 @@ class Policy:
     """Keeps what it is given."""
 
     def reference_kl(self, rollouts: list[Rollout]) -> np.ndarray:
-        return np.array([0.5, 1.0, -0.5, 2.0])
+        lengths = [rollout.response_tokens.size for rollout in rollouts]
+        return np.repeat(np.array([0.5, 1.0, -0.5, 2.0]) / lengths, lengths)
 
     def update(self, rollouts: list[Rollout], advantages: np.ndarray) -> str:
-        self.given = advantages.tolist()
+        ends = np.cumsum([rollout.response_tokens.size for rollout in rollouts])
+        assert advantages.size == ends[-1] and advantages.dtype == np.float32
+        self.given = [part.tolist() for part in np.split(advantages, ends[:-1])]
         self.groups = [rollout.key.draw for rollout in rollouts]
         return "stats"
 
 
 def learned(*overrides: str, scores: np.ndarray = SCORES) -> tuple[Any, list[float]]:
-    """What the update says of itself, and the advantages that the policy was given."""
+    """What the update says of itself, and the advantages that the policy was given, one for all of a response."""
     config = load_config(TINY, ["rollout.group_size=2", "rollout.max_new_tokens=100", *overrides])
     policy: Any = Policy()
     rollouts = [make_rollout(SampleKey(0, 0, 0, i // 2, i % 2), response=[0] * n) for i, n in enumerate(TOKENS)]
     update = update_policy(config, policy, rollouts, scores)
     assert policy.groups == [index // 2 for index in update.trained]
-    return update, policy.given
+    assert all(len(set(tokens)) == 1 for tokens in policy.given)
+    return update, [tokens[0] for tokens in policy.given]
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
@@ -486,3 +517,18 @@ def test_whole_batch_advantages_count_tokens() -> None:
     _, given = learned("algorithm.name=reinforce++")
     mean = 205 / 295
     assert given[0] / given[1] == pytest.approx((1 - mean) / -mean, rel=1e-4)
+
+
+@pytest.mark.parametrize(("name", "differ"), [("reinforce++", True), ("reinforce++-baseline", False), ("rloo", False)])
+def test_the_distance_is_of_the_tokens_that_follow(name: str, differ: bool) -> None:
+    """Where a response has one baseline, its whole distance is part of its one reward, as in verl and TRL."""
+    kl = "algorithm.kl_estimator=k1", "algorithm.kl_coefficient=0.1"
+    config = load_config(TINY, ["rollout.group_size=2", "rollout.max_new_tokens=100", f"algorithm.name={name}", *kl])
+    rollouts = [make_rollout(SampleKey(0, 0, 0, i // 2, i % 2), response=[0] * n) for i, n in enumerate(TOKENS)]
+    policy: Any = Policy()
+    update = update_policy(config, policy, rollouts, SCORES)
+    assert update.advantages.tolist() == [tokens[0] for tokens in policy.given]
+    assert update.rewards.tolist() == pytest.approx([0.95, -0.1, 1.05, 0.8])
+    for tokens, kl_sum in zip(policy.given, (0.5, 1.0, -0.5, 2.0), strict=True):
+        steps = np.diff(tokens)
+        assert (steps * kl_sum > 0).all() if differ else not steps.any()

@@ -94,7 +94,9 @@ def random_rollout(key: SampleKey, generator: np.random.Generator) -> Rollout:
 
 
 def make_advantages(step: int = 0) -> np.ndarray:
-    return np.random.default_rng(100 + step).normal(size=NUM_PROMPTS * GROUP_SIZE).astype(np.float32)
+    """One a token, of all responses."""
+    num_tokens = sum(rollout.response_tokens.size for rollout in make_rollouts(step))
+    return np.random.default_rng(100 + step).normal(size=num_tokens).astype(np.float32)
 
 
 def connect() -> Any:
@@ -113,13 +115,13 @@ def make_policy(config: Config, world: Any, **changes: Any) -> Any:
 
 @dataclass
 class Part:
-    """One response: all log-softmax rows, its tokens' log-probs now, before and as recorded, and the advantage."""
+    """One response: all log-softmax rows, its tokens' log-probs now, before and as recorded, and advantages."""
 
     rows: torch.Tensor
     log_probs: torch.Tensor
     old: torch.Tensor
     recorded: torch.Tensor
-    advantage: float
+    advantages: torch.Tensor
 
 
 class Reference:
@@ -149,12 +151,14 @@ class Reference:
         with torch.no_grad():
             old = [self.log_probs(rollout) for rollout in rollouts]
         self.pg_loss = self.clipped = self.entropy = 0.0
+        ends = np.cumsum([rollout.response_tokens.size for rollout in rollouts])
+        own = torch.from_numpy(advantages).tensor_split(ends[:-1].tolist())
         for update in range(num_updates):
             parts = []
             for i in range(update, len(rollouts), num_updates):
                 rows, tokens = self.log_softmax(rollouts[i]), rollouts[i].response_tokens.tolist()
                 recorded = torch.from_numpy(rollouts[i].log_probs)
-                parts.append(Part(rows, rows[range(len(tokens)), tokens], old[i], recorded, float(advantages[i])))
+                parts.append(Part(rows, rows[range(len(tokens)), tokens], old[i], recorded, own[i]))
             loss = objective(self.config, parts)
             self.count(parts, float(loss.detach()) / num_updates)
             self.optimizer.zero_grad()
@@ -169,7 +173,7 @@ class Reference:
         for part in parts:
             ratio = (part.log_probs - part.old).exp()
             self.entropy += float(-(part.rows.exp() * part.rows).sum())
-            self.clipped += int((ratio > 1.28).sum() if part.advantage > 0 else (ratio < 0.8).sum())
+            self.clipped += int(torch.where(part.advantages > 0, ratio > 1.28, ratio < 0.8).sum())
 
 
 def objective(config: Config, parts: list[Part]) -> torch.Tensor:
@@ -177,15 +181,15 @@ def objective(config: Config, parts: list[Part]) -> torch.Tensor:
     algorithm, longest = config.algorithm, config.rollout.max_new_tokens
     losses = []
     for part in parts:
-        advantage, difference = part.advantage, part.log_probs - part.old
+        advantages, difference = part.advantages, part.log_probs - part.old
         ratio = difference.exp()
         if algorithm.name == "gspo":
             ratio = difference.mean().exp().expand(len(difference))
-            loss = -torch.minimum(ratio * advantage, ratio.clamp(1 - 3e-4, 1 + 4e-4) * advantage)
+            loss = -torch.minimum(ratio * advantages, ratio.clamp(1 - 3e-4, 1 + 4e-4) * advantages)
         elif algorithm.name == "cispo":
-            loss = -ratio.detach().clamp(max=5.0) * advantage * part.log_probs
+            loss = -ratio.detach().clamp(max=5.0) * advantages * part.log_probs
         else:
-            loss = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage)
+            loss = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.28) * advantages)
         if algorithm.rollout_correction == "tis":
             loss = loss * (part.old - part.recorded).exp().clamp(max=MAX_WEIGHT)
         entropy = -(part.rows.exp() * part.rows).sum(-1)
@@ -318,7 +322,7 @@ def record_modes() -> dict[str, Any]:
     policy.reference_kl(make_rollouts())
     seen["after the reference"] = [modes()]
     with contextlib.suppress(NotFiniteError):
-        policy.update(make_rollouts(), np.full(NUM_PROMPTS * GROUP_SIZE, np.inf, np.float32))
+        policy.update(make_rollouts(), np.full_like(make_advantages(), np.inf))
         seen["no error"] = []
     seen["after an error"] = [modes()]
     leave_process_group()
@@ -348,9 +352,13 @@ def distances_from_objective(every_change: list[dict[str, Any]]) -> list[list[fl
         config = make_config(**changes)
         policy, reference = make_policy(config, world), Reference(config)
         captured = capture_gradients(policy)
-        policy.update(make_rollouts(), make_advantages())
+        advantages = make_advantages()
+        if config.algorithm.name == "gspo":  # its objective is of whole responses
+            lengths = [rollout.response_tokens.size for rollout in make_rollouts()]
+            advantages = np.repeat(advantages[: len(lengths)], lengths)
+        policy.update(make_rollouts(), advantages)
         policy.close()
-        reference.update(make_rollouts(), make_advantages())
+        reference.update(make_rollouts(), advantages)
         largest = max(float(g.abs().max()) for each in reference.gradients for g in each.values())
         results.append([max(map(distance, captured, reference.gradients)), largest])
     leave_process_group()
@@ -415,7 +423,7 @@ def away(model: Any) -> Any:
 
 
 def distance_from_reference(stage: int, sharing: int) -> list[list[float]]:
-    """Each response's summed estimate of the distance, by the policy's own function and by the formula."""
+    """Each token's estimate of the distance, by the policy's own function and by the formula."""
     world = connect()
     config = make_config(
         algorithm__name="rloo",
@@ -430,15 +438,16 @@ def distance_from_reference(stage: int, sharing: int) -> list[list[float]]:
     plain, other = Reference(config), Reference(config)
     away(other.model)
     with torch.no_grad():
-        wanted = [float((plain.log_probs(r) - other.log_probs(r)).sum()) for r in rollouts]
+        wanted = torch.cat([plain.log_probs(r) - other.log_probs(r) for r in rollouts]).tolist()
     policy.close()
     leave_process_group()
     return [found, wanted]
 
 
-def test_the_distance_from_the_reference_is_summed_over_each_responses_tokens() -> None:
-    for found, wanted in run_on_ranks(2, distance_from_reference, 3, 2):
-        assert found == pytest.approx(wanted, rel=1e-4) and max(map(abs, wanted)) > 1
+def test_the_distance_from_the_reference_is_each_tokens_however_they_are_shared_out() -> None:
+    for sharing in (2, 1):
+        for found, wanted in run_on_ranks(2, distance_from_reference, 3, sharing):
+            assert found == pytest.approx(wanted, rel=1e-4, abs=1e-6) and max(map(abs, wanted)) > 0.5
 
 
 # --- repeatability, padding, the other settings ---
@@ -474,7 +483,7 @@ def vary_settings() -> dict[str, Any]:
     policy.close()
 
     policy = make_policy(make_config(rollout__temperature=0.0, algorithm__updates_per_step=1), world, tied=True)
-    stats = [policy.update(make_rollouts(), np.zeros(NUM_PROMPTS * GROUP_SIZE, np.float32))]
+    stats = [policy.update(make_rollouts(), np.zeros_like(make_advantages()))]
     result["greedy loss"], result["greedy kl"] = stats[0].pg_loss, stats[0].ppo_kl
     result["tied names"] = [name for name, _ in policy.named_weights() if "head" in name or "embed" in name]
     policy.close()
@@ -496,7 +505,8 @@ def overflow() -> str:
     world = connect()
     policy = make_policy(make_config(), world)
     advantages = make_advantages()
-    advantages[3] = np.inf  # belongs to the second of the two updates
+    # the first token of the fourth response, which belongs to the second of the two updates
+    advantages[sum(rollout.response_tokens.size for rollout in make_rollouts()[:3])] = np.inf
     try:
         policy.update(make_rollouts(), advantages)
     except NotFiniteError as error:

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 class _Batch:
     """A micro-batch on the device: see ``batches.MicroBatch``.
 
-    What a token counts in the loss, its response's advantage and its recorded log-probability are [T], as targets;
+    What a token counts in the loss, its advantage and its recorded log-probability are [T], as targets;
     ``indices`` are those of the responses that its rows count.
     """
 
@@ -119,16 +119,17 @@ class Policy:
 
         Args:
             rollouts: all of the step, of all ranks, ordered by key; the same on every rank.
-            advantages: [N], in the order of ``rollouts``.
+            advantages: [T], of all response tokens in the order of ``rollouts``.
 
         Raises:
             NotFiniteError: the gradient is not finite, on all ranks.
         """
         keys = [rollout.key for rollout in rollouts]
-        assert keys == sorted(keys) and len(keys) == advantages.size, "rollouts ordered by key, one advantage each"
+        assert keys == sorted(keys), "rollouts ordered by key"
+        by_response = np.split(advantages, _ends(rollouts)[:-1])
         plans = self._plan(rollouts, self._config.algorithm.updates_per_step)
         own = [
-            [self._load_batch(rollouts, advantages, weights, indices) for indices in plan[self._share]]
+            [self._load_batch(rollouts, by_response, weights, indices) for indices in plan[self._share]]
             for plan, weights in ((plan, self._weights(rollouts, plan)) for plan in plans)
         ]
         self.engine.train()
@@ -149,7 +150,7 @@ class Policy:
 
     @deterministic()
     def reference_kl(self, rollouts: Sequence[Rollout]) -> NDArray[np.float64]:
-        """Each response's distance from the reference before the update, summed over its tokens; [N]. Collective.
+        """Each token's distance from the reference before the update; [T], in the order of ``rollouts``. Collective.
 
         From this policy's own pass, not from the rollout's log-probabilities, whose last bits tell how it was decoded.
 
@@ -158,13 +159,18 @@ class Policy:
         """
         assert self._reference is not None, "there is no reference"
         (plan,) = self._plan(rollouts, 1)
-        sums, nothing = np.zeros(len(rollouts)), np.zeros(len(rollouts))
+        ends = _ends(rollouts)
+        found, nothing = np.zeros(ends[-1]), [np.zeros(0, np.float32)] * len(rollouts)
         for indices in plan[self._share]:
-            batch = self._load_batch(rollouts, nothing, nothing, indices)
+            batch = self._load_batch(rollouts, nothing, np.zeros(len(rollouts)), indices)
             log_probs, reference = self._log_probs(self.engine, batch), self._log_probs(self._reference, batch)
-            kl = kl_estimate(self._config.algorithm.kl_estimator, log_probs, reference)
-            np.add.at(sums, np.array(indices, np.int64)[batch.rows.cpu().numpy()], kl.double().cpu().numpy())
-        return self._world.sum(sums / self._config.optimizer.sequence_parallel)  # its ranks have the same
+            kl = kl_estimate(self._config.algorithm.kl_estimator, log_probs, reference).double().cpu().numpy()
+            for index in indices:
+                size = rollouts[index].response_tokens.size
+                found[ends[index] - size : ends[index]], kl = kl[:size], kl[size:]
+        if self._world.rank % self._config.optimizer.sequence_parallel:  # the ranks of a sequence have the same
+            found[:] = 0.0
+        return self._world.sum(found)
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The full weights under their Hugging Face names, gathered a layer at a time on every rank; a tied one once.
@@ -273,15 +279,18 @@ class Policy:
         return weights
 
     def _load_batch(
-        self, rollouts: Sequence[Rollout], advantages: NDArray[Any], weights: NDArray[np.float64], indices: Indices
+        self,
+        rollouts: Sequence[Rollout],
+        advantages: Sequence[NDArray[np.float32]],
+        weights: NDArray[np.float64],
+        indices: Indices,
     ) -> _Batch:
         micro = pack([rollouts[index] for index in indices])
-        own, counts = (values[list(indices)].astype(np.float32)[micro.rows] for values in (advantages, weights))
-        recorded = [np.zeros(0, np.float32), *(rollouts[index].log_probs for index in indices)]
-        arrays = (
-            *(micro.tokens, micro.positions, micro.where, micro.targets, micro.rows),
-            *(counts, own, np.concatenate(recorded)),
-        )
+        counts = weights[list(indices)].astype(np.float32)[micro.rows]
+        nothing = np.zeros(0, np.float32)
+        own = np.concatenate([nothing, *(advantages[index] for index in indices)])
+        recorded = np.concatenate([nothing, *(rollouts[index].log_probs for index in indices)])
+        arrays = (micro.tokens, micro.positions, micro.where, micro.targets, micro.rows, counts, own, recorded)
         return _Batch(indices, micro.lengths, *(torch.from_numpy(array).to(self.engine.device) for array in arrays))
 
     def _forward(self, model: Callable[..., Any], batch: _Batch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -395,11 +404,16 @@ class Policy:
         self._set_learning_rate(0.0)
         self.engine.train()
         self.engine.set_gradient_accumulation_boundary(True)
-        nothing = self._load_batch([], np.zeros(0), np.zeros(0), ())
+        nothing = self._load_batch([], [], np.zeros(0), ())
         self.engine.backward(self._forward(self.engine, nothing)[0].sum(), scale_wrt_gas=False)
         self.engine.step()
         self._has_state = True
         self._state.set_step_count(self._num_steps)
+
+
+def _ends(rollouts: Sequence[Rollout]) -> NDArray[np.int64]:
+    """Where each response's tokens end among those of all, [N]."""
+    return np.cumsum([rollout.response_tokens.size for rollout in rollouts])
 
 
 def _not_finite(batches: Sequence[_Batch], is_finite: Sequence[torch.Tensor]) -> list[int]:
