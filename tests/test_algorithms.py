@@ -185,6 +185,19 @@ def test_gradients_by_hand(kind, bounds, ratios, advantages, gradients, clipped)
     assert found.nonzero().flatten().tolist() == clipped
 
 
+def test_a_negative_advantage_counts_a_wild_ratio_up_to_a_bound() -> None:
+    """Dual-clip PPO (1912.09729), eq. 5; as TRL's delta and verl's clip_ratio_c."""
+    ratios = torch.tensor([0.5, 1.5, 2.9, 3.1, 400.0, 0.5, 1.1, 3.1], dtype=torch.float64)
+    advantages = torch.tensor([-1.0, -1.0, -1.0, -2.0, -1.0, 1.0, 1.0, 1.0], dtype=torch.float64)
+    for kind, rows in (("clip", torch.arange(8)), ("sequence-clip", torch.arange(8))):
+        log_probs = ratios.log().requires_grad_()
+        losses, clipped = policy_loss(kind, log_probs, torch.zeros_like(ratios), advantages, rows, 0.2, 0.2, 3.0)  # type: ignore[arg-type]
+        assert losses.tolist() == pytest.approx([0.8, 1.5, 2.9, 6.0, 3.0, -0.5, -1.1, -1.2])
+        (gradient,) = torch.autograd.grad(losses.sum(), log_probs)
+        assert gradient.tolist() == pytest.approx([0, 1.5, 2.9, 0, 0, -0.5, -1.1, 0])
+        assert clipped.nonzero().flatten().tolist() == [0, 3, 4, 7]
+
+
 def test_a_wild_ratio_stays_finite_whatever_the_loss() -> None:
     one = torch.tensor([0.0])
     for kind in ("clip", "sequence-clip", "weight-clip"):
@@ -377,6 +390,17 @@ ROLLOUT = torch.tensor([-1.0, -3.0, -0.5, -2.0, -1.2])
 OLD = ROLLOUT + RATIOS.log()
 
 
+def test_bounds_that_are_set_replace_the_corrections() -> None:
+    for name, bounds, wanted in (
+        ("tis", (0.5, 3.0), [1.5, 3, 0.5, 0.8, 1.5]),
+        ("mis", (0.5, 3.0), [1.5, 0, 0, 0.8, 1.5]),
+        ("icepop", (0.2, 1.4), [0, 0, 0.4, 0.8, 0]),
+    ):
+        section = AlgorithmSection(rollout_correction=name, correction_bounds=bounds)
+        weights, _ = correction_weights(section.correction, OLD, ROLLOUT)
+        torch.testing.assert_close(weights, torch.tensor(wanted, dtype=torch.float32), rtol=1e-5, atol=0)
+
+
 @pytest.mark.parametrize(
     ("name", "wanted", "outside"),
     [
@@ -494,7 +518,7 @@ def test_without_penalties_rewards_are_scores() -> None:
 
 
 def test_length_is_punished_before_the_advantage() -> None:
-    update, given = learned("algorithm.name=dr-grpo", "algorithm.overlong_buffer=20")
+    update, given = learned("algorithm.name=dr-grpo", "algorithm.overlong=20")
     assert update.rewards.tolist() == pytest.approx([1, -0.5, 0.25, 0])
     assert given == pytest.approx([0.75, -0.75, 0.125, -0.125])
 

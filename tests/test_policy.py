@@ -6,7 +6,7 @@ import contextlib
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +16,15 @@ import torch
 from launch_ranks import run_on_ranks
 from logged import make_rollout
 from safetensors.torch import load_file, save_file
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import Qwen2Config, Qwen2ForCausalLM, get_scheduler
 
-from tlt_hpc.common.records import Rollout, SampleKey
+from tlt_hpc.common.records import FinishReason, Rollout, SampleKey
 from tlt_hpc.config import Config, load_config, parse_config
 from tlt_hpc.models import policy_model
 from tlt_hpc.mpi.world import World
 from tlt_hpc.rl import engine
 from tlt_hpc.rl.distributed import join_process_group, leave_process_group
-from tlt_hpc.rl.engine import engine_settings, frozen_settings
+from tlt_hpc.rl.engine import engine_settings, frozen_settings, learning_rate
 from tlt_hpc.rl.finite import NotFiniteError
 from tlt_hpc.rl.policy import Policy
 
@@ -501,6 +501,97 @@ def test_repetition_padding_warmup_reference_and_ties() -> None:
     assert result["tied names"] == ["model.embed_tokens.weight"]
 
 
+# --- the learning rate ---
+
+
+@pytest.mark.parametrize(("schedule", "warmup"), [("linear", 0), ("linear", 3), ("cosine", 0), ("cosine", 3)])
+def test_the_learning_rate_falls_as_in_transformers(schedule: str, warmup: int) -> None:
+    """Theirs begins the warm-up at 0, ours at the first step above it."""
+    steps = {"run__num_steps": 5, "algorithm__updates_per_step": 2}
+    config = make_config(optimizer__schedule=schedule, optimizer__warmup_steps=warmup, **steps)
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1e-2)
+    theirs = get_scheduler(schedule, optimizer, num_warmup_steps=warmup, num_training_steps=10)
+    wanted = []
+    for _ in range(10):
+        wanted.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        theirs.step()
+    found = [learning_rate(config, step) for step in range(10)]
+    assert found[warmup:] == pytest.approx(wanted[warmup:]) and 0 < found[-1] < 2e-3
+    assert found[:warmup] == pytest.approx([1e-2 * (step + 1) / 3 for step in range(warmup)])
+    constant = make_config(optimizer__warmup_steps=warmup, **steps)
+    assert {learning_rate(constant, step) for step in range(warmup, 99)} == {1e-2}
+
+
+def resumed_in_the_middle() -> dict[str, Any]:
+    """The learning rates and weights of four steps in one go, and of two policies that share them."""
+    world = connect()
+    config = make_config(run__num_steps=4, optimizer__schedule="cosine", optimizer__warmup_steps=1)
+    whole = make_policy(config, world)
+    rates = [whole.update(make_rollouts(step), make_advantages(step)).lr for step in range(4)]
+    first = make_policy(config, world)
+    again = [first.update(make_rollouts(step), make_advantages(step)).lr for step in range(2)]
+    held = {name: piece.values.clone().reshape(piece.shape) for name, piece in first.state_shard()}
+    second = make_policy(config, world)
+    second.load_state(
+        lambda names: ((name, held[name]) for name in names),
+        lambda name, start, end, shape: held[name].flatten()[start:end],
+        first.optimizer_step_count,
+    )
+    again += [second.update(make_rollouts(step), make_advantages(step)).lr for step in range(2, 4)]
+    result = {"rates": rates, "again": again, "same": whole.sha256() == second.sha256()}
+    for policy in (whole, first, second):
+        policy.close()
+    leave_process_group()
+    return result
+
+
+def test_a_falling_learning_rate_goes_on_where_a_resumed_run_was() -> None:
+    (result,) = run_on_ranks(1, resumed_in_the_middle)
+    assert result["again"] == result["rates"] and result["same"]
+    assert result["rates"] == sorted(result["rates"], reverse=True) and len(set(result["rates"])) == 4
+
+
+# --- responses that were cut ---
+
+
+def with_and_without_cut_responses() -> dict[str, Any]:
+    """Gradients of updates in which responses are cut: all masked, and left out of the objective by hand."""
+    world, result = connect(), dict[str, Any]()
+    cut = {1, 4, 5, 6, 7}
+    rollouts = [
+        replace(rollout, finish_reason=FinishReason.LENGTH if index in cut else rollout.finish_reason)
+        for index, rollout in enumerate(make_rollouts())
+    ]
+    ends = np.cumsum([rollout.response_tokens.size for rollout in rollouts])
+    parts = np.split(make_advantages(), ends[:-1])
+    kept = [index for index in range(len(rollouts)) if index not in cut]
+    once = {"algorithm__updates_per_step": 1, "algorithm__entropy_coefficient": 0.3}
+    for aggregation in ("token-mean", "seq-mean-token-mean"):
+        config = make_config(algorithm__aggregation=aggregation, algorithm__overlong="mask", **once)
+        policy, reference = make_policy(config, world), Reference(config)
+        captured = capture_gradients(policy)
+        policy.update(rollouts, make_advantages())
+        policy.close()
+        reference.update([rollouts[index] for index in kept], np.concatenate([parts[index] for index in kept]))
+        result[aggregation] = distance(captured[0], reference.gradients[0])
+        result[f"{aggregation}, largest"] = max(float(g.abs().max()) for g in reference.gradients[0].values())
+    policy = make_policy(make_config(algorithm__overlong="mask", **once), world)
+    captured = capture_gradients(policy)
+    all_cut = [replace(rollout, finish_reason=FinishReason.LENGTH) for rollout in rollouts]
+    result["norm of nothing"] = policy.update(all_cut, make_advantages()).grad_norm
+    policy.close()
+    leave_process_group()
+    return result
+
+
+def test_masked_responses_are_as_if_the_update_had_none_of_them() -> None:
+    for result in run_on_ranks(2, with_and_without_cut_responses):
+        for aggregation in ("token-mean", "seq-mean-token-mean"):
+            assert result[aggregation] < TOLERANCE < 1e-3 < result[f"{aggregation}, largest"], result
+        assert result["norm of nothing"] == 0
+
+
 def overflow() -> str:
     world = connect()
     policy = make_policy(make_config(), world)
@@ -659,7 +750,7 @@ def test_state_goes_on_at_another_rank_count_and_stage(tmp_path: Path) -> None:
 
 def test_a_state_in_half_precision_is_its_masters_rounded(tmp_path: Path) -> None:
     run_on_ranks(2, save_after_two_steps, [3], str(tmp_path))
-    for changes in ({}, {"optimizer__offload": True, "optimizer__offload_parameters": True}):
+    for changes in ({}, {"optimizer__offload": "parameters"}):
         for same in run_on_ranks(2, load_in_halves, str(tmp_path), changes):
             assert len(same) > 20 and all(same)
 
@@ -721,7 +812,7 @@ def test_a_shard_is_what_the_rank_has_of_the_state_and_no_more() -> None:
 
 @pytest.mark.parametrize(("device", "parts"), [("cuda", {"offload_optimizer", "offload_param"}), ("cpu", set())])
 def test_what_is_offloaded_is_in_host_memory(device: str, parts: set[str]) -> None:
-    asked = ["zero_stage=3", "offload=true", "offload_parameters=true"]
+    asked = ["zero_stage=3", "offload=parameters"]
     job = Path(__file__).parent.parent / "jobs" / "tiny.toml"
     config = load_config(job, [f"optimizer.{key}" for key in asked])
     zero = engine_settings(config, 2, device)["zero_optimization"]

@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 from tlt_hpc.cluster.watch.beat import BEAT
-from tlt_hpc.common.records import Rollout
+from tlt_hpc.common.records import FinishReason, Rollout
 from tlt_hpc.config import Config
 from tlt_hpc.kernels.deterministic import deterministic
 from tlt_hpc.models.expert_names import is_expert
@@ -31,7 +31,7 @@ from tlt_hpc.rl.advantage import token_weights
 from tlt_hpc.rl.batches import Indices, pack, plan_updates
 from tlt_hpc.rl.correction import correction_weights, mismatch_terms
 from tlt_hpc.rl.distributed import join_sequence_group
-from tlt_hpc.rl.engine import start_engine, start_frozen_engine
+from tlt_hpc.rl.engine import learning_rate, start_engine, start_frozen_engine
 from tlt_hpc.rl.finite import gradient_error
 from tlt_hpc.rl.loss import kl_estimate, policy_loss
 from tlt_hpc.rl.stats import PolicyStats, RolloutMismatch, TokenSums
@@ -271,11 +271,17 @@ class Policy:
         return self._world.rank // self._config.optimizer.sequence_parallel
 
     def _weights(self, rollouts: Sequence[Rollout], plan: Sequence[Sequence[Indices]]) -> NDArray[np.float64]:
-        """What a token of each response counts in the loss of one update; [N], zero for those of other updates."""
+        """What a token of each response counts in the loss of one update; [N], zero for those that are not part of it.
+
+        These are the responses of other updates, and those that were cut where ``algorithm.overlong = "mask"``.
+        """
         indices = [index for share in plan for part in share for index in part]
+        if self._config.algorithm.overlong == "mask":
+            indices = [index for index in indices if rollouts[index].finish_reason != FinishReason.LENGTH]
         lengths = [rollouts[index].response_tokens.size for index in indices]
         weights = np.zeros(len(rollouts))
-        weights[indices] = token_weights(lengths, self._recipe.aggregation, self._config.rollout.max_new_tokens)
+        if indices:
+            weights[indices] = token_weights(lengths, self._recipe.aggregation, self._config.rollout.max_new_tokens)
         return weights
 
     def _load_batch(
@@ -332,9 +338,8 @@ class Policy:
         algorithm, recipe = self._config.algorithm, self._recipe
         log_probs, entropy = self._forward(self.engine, batch)
         old = log_probs.detach() if old is None else old
-        pg_losses, clipped = policy_loss(
-            recipe.loss, log_probs, old, batch.advantages, batch.rows, recipe.clip_low, recipe.clip_high
-        )
+        bounds = (recipe.clip_low, recipe.clip_high, algorithm.clip_dual)
+        pg_losses, clipped = policy_loss(recipe.loss, log_probs, old, batch.advantages, batch.rows, *bounds)
         corrections, outside = correction_weights(algorithm.correction, old, batch.rollout_log_probs)
         pg_losses = pg_losses * corrections
         losses, kl = pg_losses, torch.zeros_like(old)
@@ -354,7 +359,7 @@ class Policy:
 
     def _step(self) -> float:
         """One optimiser step; returns the gradient's global norm before clipping, whether it is finite or not."""
-        self._set_learning_rate(self._learning_rate(self._num_steps))
+        self._set_learning_rate(learning_rate(self._config, self._num_steps))
         own_norm = None
         if self._stage == 0:
             gradients = [parameter.grad for parameter in self._parameters.values() if parameter.grad is not None]
@@ -364,11 +369,6 @@ class Policy:
         self._num_steps += 1
         self._has_state = True
         return norm
-
-    def _learning_rate(self, step: int) -> float:
-        """Constant after a linear warm-up; ``step`` counts from 0."""
-        warmup = self._config.optimizer.warmup_steps
-        return self._config.optimizer.learning_rate * (min(1.0, (step + 1) / warmup) if warmup else 1.0)
 
     def _set_learning_rate(self, value: float) -> None:
         for group in self.engine.basic_optimizer.param_groups:
@@ -386,7 +386,7 @@ class Policy:
             pg_clipfrac=clipped,
             kl_loss=kl,
             grad_norm=float(np.mean(norms)),
-            lr=self._learning_rate(self._num_steps - 1),
+            lr=learning_rate(self._config, self._num_steps - 1),
             num_tokens=num_tokens,
             old_log_prob_seconds=old_seconds,
             update_seconds=update_seconds,
