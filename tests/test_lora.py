@@ -115,7 +115,7 @@ def test_gradients_and_weights_equal_pefts(num_ranks: int, stages: list[int], ch
 
 
 def distances_from_base(stage: int) -> list[list[float]]:
-    """Each response's distance from the reference, and from the model that the adapters were added to."""
+    """Each token's distance from the reference, and from the model that the adapters were added to."""
     world = connect()
     config = make_config(
         algorithm__name="rloo", algorithm__kl_coefficient=0.5, algorithm__kl_estimator="k1",
@@ -128,7 +128,7 @@ def distances_from_base(stage: int) -> list[list[float]]:
     now, base = Reference(config), Reference(config)
     now.model.load_state_dict(weights_of(policy))
     with torch.no_grad():
-        wanted = [float((now.log_probs(r) - base.log_probs(r)).sum()) for r in rollouts]
+        wanted = torch.cat([now.log_probs(r) - base.log_probs(r) for r in rollouts]).tolist()
     policy.update(rollouts, make_advantages())  # the adapters are on again, and learn
     policy.close()
     leave_process_group()
