@@ -213,6 +213,15 @@ def test_a_prompt_of_tokens_that_the_model_does_not_have(folder, capsys):
     )
 
 
+@pytest.mark.parametrize("command", ["train", "warmup"])
+def test_a_target_of_too_few_layers_for_the_drafter(command, folder, capsys):
+    change(folder / CONFIG, num_hidden_layers=6, layer_types=None)
+    assert said(capsys, command, str(TINY), "model.path=mine", "drafter.form=eagle3", "drafter.init=random") == (
+        "drafter.form = 'eagle3': an EAGLE-3 drafter reads three layers of its target, and this one has 6, of which no "
+        "three can be told apart; use a target of 7 layers or more, or a drafter of the EAGLE form"
+    )
+
+
 OTHER_WEIGHTS = (
     "mine/model.safetensors: 'model.embed_tokens.weight' has shape [24, 128], config.json asks for [32, 128]" + TAKE
 )

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tlt_hpc.config import ConfigError
+from tlt_hpc.config import ConfigError, UserError
 from tlt_hpc.models.families import FAMILIES, NOT_YET, Family
 from tlt_hpc.models.json_file import read_json
 
@@ -111,6 +111,24 @@ def adapter_parameters(shape: ModelShape, rank: int, targets: Collection[str]) -
     sides = {"q_proj": h + queries, "k_proj": h + keys, "v_proj": h + keys, "o_proj": queries + h}
     sides |= dict.fromkeys(("gate_proj", "up_proj", "down_proj"), h + i)
     return rank * shape.num_layers * sum(sides[target] for target in set(targets))
+
+
+LEAST_LAYERS = 7
+"""Of an EAGLE-3 drafter's target, whose three feature layers are distinct."""
+
+
+def check_layers(shape: ModelShape, asked: str) -> None:
+    """Refuse an EAGLE-3 drafter for a target whose feature layers are not distinct.
+
+    Raises:
+        UserError: it has too few layers.
+    """
+    if shape.num_layers < LEAST_LAYERS:
+        raise UserError(
+            f"{asked}: an EAGLE-3 drafter reads three layers of its target, and this one has {shape.num_layers}, of "
+            f"which no three can be told apart; use a target of {LEAST_LAYERS} layers or more, or a drafter of the "
+            "EAGLE form"
+        )
 
 
 DRAFTER_SHARDING = "the drafter's layer: rollout.tensor_parallel"
