@@ -64,6 +64,28 @@ FAMILIES = f"use one of {', '.join(families.FAMILIES)}"
             "layer_types = ['sliding_attention'] does not give each of 8 layers 'full_attention' or "
             "'sliding_attention'" + TAKE,
         ),
+        (
+            {"max_position_embeddings": None},
+            "max_position_embeddings is missing; add it: the longest text in tokens that the model was trained for, "
+            "which its model card names",
+        ),
+        ({"is_causal": False}, "attention to later positions (is_causal)" + UNKNOWN),
+        ({"hidden_activation": "silu", "hidden_act": "gelu"}, "hidden_act = 'gelu'" + UNKNOWN),
+        ({"attention_bias": "false"}, "attention_bias = 'false' is neither true nor false" + TAKE),
+        ({"head_dim": 33}, "head_dim = 33 is odd, and a rotary embedding turns pairs" + TAKE),
+        (
+            {"rope_parameters": {"full_attention": {}}},
+            "rope_parameters = {'full_attention': {}} are not as this family's; give one for all layers",
+        ),
+        (
+            {
+                "model_type": "gemma3_text",
+                "hidden_act": None,
+                "rope_parameters": {"rope_type": "linear", "factor": 8.0},
+            },
+            "rope_parameters = {'rope_type': 'linear', 'factor': 8.0} are not as this family's; give an object under "
+            '"full_attention" and one under "sliding_attention"',
+        ),
         ({"num_key_value_heads": None}, "num_key_value_heads is missing" + TAKE),
         ({"rope_scaling": {"rope_type": "linear", "factor": 2}}, "rope_scaling beside other rope_parameters" + UNKNOWN),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor" + UNKNOWN),

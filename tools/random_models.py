@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tlt_hpc.common.script import ending
 
 NUM_TOKENS, WINDOW = 96, 32
-_SIZES: dict[str, Any] = {
+SIZES: dict[str, Any] = {
     "vocab_size": NUM_TOKENS,
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -65,10 +65,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 def random_model(family: str, seed: int = 0) -> Any:
     """A model of transformers in float32, whose norms differ from one another and from ones."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
-    config = AutoConfig.for_model(family, **_SIZES, **FAMILIES[family])
+    return model_of(AutoConfig.for_model(family, **SIZES, **FAMILIES[family]), seed)
+
+
+def model_of(config: Any, seed: int = 0) -> Any:
+    """The same of a configuration."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
