@@ -34,7 +34,7 @@ from tlt_hpc.look.environment import RankPlace, find_environment
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.draft_layer import AS_TARGET, TOKEN_IDS, layer_of
 from tlt_hpc.models.drafter import Drafter
-from tlt_hpc.models.drafter_file import check_layers, initial_drafter, make_drafter
+from tlt_hpc.models.drafter_file import initial_drafter, make_drafter
 from tlt_hpc.models.eagle import Eagle
 from tlt_hpc.models.folder import decoding_dtype, folder_weights, import_transformers, num_used_tokens, start_model
 from tlt_hpc.models.once import read_all_once, read_each_once
@@ -483,7 +483,6 @@ def make_drafting(
     token_ids = warm.get(TOKEN_IDS) if warm is not None else None
     own = layer_of(warm) if warm is not None else AS_TARGET
     if warm is None and settings.form == "eagle3":
-        check_layers(assets.shape, "drafter.form = 'eagle3'")
         token_ids = choose_vocabulary(config, assets, drawn_first(config, assets.prompts))
     served = make_drafter(shape, seed, decoder.dtype, decoder.device, token_ids, own)
     if decoder.sharding.size > 1:

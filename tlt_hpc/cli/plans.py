@@ -74,8 +74,10 @@ def plan_with(config: Config, assets: ModelAssets, options: argparse.Namespace, 
         ablation = ablation_plan.plan_ablation(config, options)
         return ablation_plan.describe(ablation, num_ranks)
     if options.command == "warmup":
+        from tlt_hpc.models.weight_files import weight_files
         from tlt_hpc.studies.warmup import plan
 
+        weight_files(assets.folder)  # the decoder reads no others
         return plan.describe(config, assets.shape, num_ranks)
     if options.command == "compare":
         modes = 4 - len(set(options.without))
@@ -134,13 +136,10 @@ def plan_evaluation(config: Config, options: argparse.Namespace, num_ranks: int)
     from tlt_hpc.data.evaluation_sets import warning_of
     from tlt_hpc.evaluate.evaluate import describe, read_assets
     from tlt_hpc.evaluate.subject import find_subject
-    from tlt_hpc.models.weight_files import check_weights
 
     subject = find_subject(options.checkpoint, options.step, options.output)
     check_writable(subject.run.path if subject.run and not subject.out else subject.folder(config), GIVE_OUTPUT)
-    assets, sets = read_assets(config, num_ranks)
-    if subject.run is None:
-        check_weights(assets.folder, assets.shape)
+    assets, sets = read_assets(config, subject, num_ranks)
     return _warning(warning_of(sets)) + describe(config, subject, sets, assets.shape, num_ranks)
 
 

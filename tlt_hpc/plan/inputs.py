@@ -19,7 +19,8 @@ from tlt_hpc.data.evaluation_sets import EvaluationSet, longest_prompt, longest_
 from tlt_hpc.data.prompts import PromptSource, SharedPrompts, open_prompts
 from tlt_hpc.models.shape import ModelShape, read_shape
 from tlt_hpc.models.tokenizer import find_model, load_tokenizer, read_chat_format
-from tlt_hpc.models.weight_files import check_weights, end_token_ids, weight_files
+from tlt_hpc.models.weight_check import check_weights
+from tlt_hpc.models.weight_files import end_token_ids, weight_files
 from tlt_hpc.plan.shape_checks import check_shape, check_strategies
 from tlt_hpc.rewards.functions import check_functions
 from tlt_hpc.rewards.truths import check_answer
@@ -100,10 +101,10 @@ def check_tokens(shape: ModelShape, prompt: Prompt) -> None:
 
 
 def check_files(folder: Path, shape: ModelShape) -> tuple[int, ...]:
-    """Open every file of weights without reading it; returns the ids of the tokens that end a response.
+    """Hold the heads of the files of weights against config.json; returns the ids of the tokens that end a response.
 
     Raises:
-        ValueError: a file is missing or broken.
+        ValueError: as ``check_weights`` and ``end_token_ids``.
     """
     check_weights(folder, shape)
     return end_token_ids(folder, shape)
