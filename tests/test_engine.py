@@ -105,7 +105,7 @@ def test_what_a_rollout_records(plain):
         assert rollout.finish_reason == (FinishReason.EOS if tokens[-1] == EOS else FinishReason.LENGTH)
         assert (rollout.finish_reason == FinishReason.LENGTH) == (len(tokens) == 80 and tokens[-1] != EOS)
         whole = torch.tensor([*rollout.prompt_tokens.tolist(), *tokens])
-        logits = embedded_decoder().reference_logits(whole, len(tokens) + 1)[:-1]
+        logits = exact_model()(whole[None]).logits[0, -len(tokens) - 1 : -1, :NUM_TOKENS].detach()
         wanted = torch.log_softmax(logits, -1)[torch.arange(len(tokens)), torch.tensor(tokens)]
         np.testing.assert_allclose(rollout.log_probs, wanted.numpy(), atol=2e-4)
     assert {r.finish_reason for r in plain.values()} == {FinishReason.EOS, FinishReason.LENGTH}

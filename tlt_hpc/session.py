@@ -247,7 +247,8 @@ def open_session(config: Config, world: World, assets: ModelAssets) -> Session:
     dtype = decoding_dtype(config.model.dtype, device, assets.shape)
     check_experts(config, assets.shape, device.type)
     invariant = config.model.batch_invariant and dtype == torch.bfloat16
-    decoder = Decoder(assets.shape, dtype, device, make_sharding(replica, world, device, invariant), invariant)
+    sharding = make_sharding(replica, world, device, invariant)
+    decoder = Decoder(assets.shape, dtype, device, sharding, invariant, assets.excluded_token_ids)
     comm = world.private_comm()
     pulse = ReplicaPulse(comm, replica) if replica.size > 1 else Pulse(comm, BUSY_SECONDS)
     parts = ExitStack()
@@ -350,7 +351,8 @@ def assemble(config: Config, world: World) -> Job:
         world.say("loading the policy")
         is_sharded = config.optimizer.zero_stage == 3
         start = partial(start_model, assets.folder, config.model.dtype, device, is_sharded, world.rank, node)
-        policy = Policy(start(), config, world, start if config.algorithm.kl_coefficient else None)
+        reference = start if config.algorithm.kl_coefficient else None
+        policy = Policy(start(), config, world, reference, assets.excluded_token_ids)
         parts.callback(policy.close)
         return Job(
             **vars(session),
@@ -525,7 +527,9 @@ def choose_vocabulary(config: Config, assets: ModelAssets, prompts: Sequence[Pro
     answers = (assets.tokenizer.encode(prompt.answer, add_special_tokens=False).ids for prompt in prompts)
     texts = chain((prompt.tokens for prompt in prompts), (np.array(answer, np.int32) for answer in answers))
     counted = count_tokens(texts, num_used_tokens(assets.tokenizer, assets.shape))
-    always = [*assets.eos_token_ids, *assets.tokenizer.get_added_tokens_decoder()]
+    excluded = set(assets.excluded_token_ids)
+    counted[[token for token in excluded if token < len(counted)]] = 0
+    always = [*assets.eos_token_ids, *(assets.tokenizer.get_added_tokens_decoder().keys() - excluded)]
     return torch.from_numpy(most_frequent_tokens(counted, config.drafter.vocabulary, always))
 
 
