@@ -24,7 +24,7 @@ from tlt_hpc.checkpoint.store import CheckpointStore
 from tlt_hpc.cluster.device import GIVEN as GIVEN_GPU
 from tlt_hpc.cluster.device import fix_workspaces
 from tlt_hpc.common.records import Prompt, Request, SampleKey, SamplingParams, Stream
-from tlt_hpc.config import Config, ConfigError, UserError
+from tlt_hpc.config import Config, ConfigError, UserError, truncation_warning
 from tlt_hpc.data.prompts import PromptSource
 from tlt_hpc.drafting.spot import SpotTrainer
 from tlt_hpc.drafting.tail_plan import TailPlan
@@ -324,9 +324,9 @@ def assemble(config: Config, world: World) -> Job:
     node = world.node_group
     world.say("reading the model and the data")
     assets = read_assets_once(config, world.size, node)
-    left_out = node.once(lambda: assets.prompts.warning)
-    if world.rank == 0 and left_out:
-        logger.warning("%s", left_out)
+    for warning in (node.once(lambda: assets.prompts.warning), truncation_warning(config)):
+        if world.rank == 0 and warning:
+            logger.warning("%s", warning)
     has_drafter = config.speculation.mode == "full"
     warm = read_initial_drafter(config, assets.shape, node) if has_drafter else None
     session, folder = open_session(config, world, assets), RunFolder(config.folder)

@@ -5,7 +5,15 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from tlt_hpc.config import Config, ConfigError, UserError, check_learns, check_resumable, without_side_effects
+from tlt_hpc.config import (
+    Config,
+    ConfigError,
+    UserError,
+    check_learns,
+    check_resumable,
+    truncation_warning,
+    without_side_effects,
+)
 from tlt_hpc.resume.finished import finished_message
 from tlt_hpc.storage.folder import GIVE_OUTPUT, RunFolder, check_writable
 from tlt_hpc.storage.step_lines import read_lines
@@ -47,8 +55,11 @@ def plan_command(config: Config, options: argparse.Namespace, num_ranks: int) ->
     if options.command == "evaluate":
         return plan_evaluation(config, options, num_ranks)
     assets = read_assets(config, num_ranks)
-    said = assets.prompts.warning if options.dry_run else ""  # it may read all rows, and a start says it itself
-    return _warning(said) + plan_with(config, assets, options, num_ranks)
+    said = _warning(
+        assets.prompts.warning if options.dry_run else ""
+    )  # it may read all rows, and a start says it itself
+    said += _warning(truncation_warning(config)) if options.command == "train" else ""
+    return said + plan_with(config, assets, options, num_ranks)
 
 
 def plan_with(config: Config, assets: ModelAssets, options: argparse.Namespace, num_ranks: int) -> str:

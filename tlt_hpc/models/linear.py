@@ -22,8 +22,8 @@ _LEAST_PACKED = 2**18
 """Elements from which a blocked copy pays: below, its dearer call (13 us against 3) costs more than it saves."""
 _HAS_ONEDNN = bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
 _NEVER = -(2.0**100)
-"""The logit of a token that is excluded: finite, so that its product with a probability of 0 is 0, and the same number in
-float32 and float64, so that the tie guard sees no difference between them.
+"""The logit of a token that is excluded: finite, so that its product with a probability of 0 is 0, and the same number
+in float32 and float64, so that the tie guard sees no difference between them.
 """
 _FULL_ROWS = 4
 """Rows that the blocked product needs to reach the memory's speed; one or two are padded to it by repetition."""
