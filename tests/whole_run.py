@@ -17,7 +17,8 @@ REFERENCE = [*SMALL, f"run.num_steps={STEPS}"]
 
 @pytest.fixture(scope="session")
 def reference_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of ``output.txt`` and ``tiny``, four steps on two ranks without a break; whoever changes it takes a copy."""
+    """Folder of ``output.txt`` and of ``tiny``,
+    four steps on two ranks without a break. Whoever changes it takes a copy."""
     folder = tmp_path_factory.mktemp("reference")
     done = tlt(2, "train", str(ROOT / "jobs" / "tiny.toml"), f"run.folder={folder}", "run.ranks=2", *REFERENCE)
     (folder / "output.txt").write_text(done.stdout + done.stderr)

@@ -170,6 +170,8 @@ class OptimizerSection(Section):
     gradient_checkpointing: Annotated[bool | Literal["auto"], BeforeValidator(_switch_or_auto)] = "auto"
     """Keep one hidden state per layer and token, and recompute the rest in the backward pass: a third more time for a
     fraction of the memory. ``auto``: on for CUDA."""
+    freeze_router: bool = False
+    """Leave the routers of a mixture of experts as they are, for a policy whose choice of experts drifts."""
 
     def repeats_layers(self, device: str) -> bool:
         """Whether the backward pass computes each layer again, on a device of type ``cpu`` or ``cuda``."""
@@ -178,6 +180,11 @@ class OptimizerSection(Section):
     def problems(self) -> Iterator[str]:
         if self.offload and self.zero_stage == 0:
             yield "optimizer.offload = true needs sharded state; use optimizer.zero_stage = 1, 2 or 3"
+        if self.freeze_router and self.weight_decay:
+            yield (
+                f"optimizer.freeze_router = true with optimizer.weight_decay = {self.weight_decay}, which shrinks all "
+                "weights; use optimizer.weight_decay = 0"
+            )
         if self.offload_parameters and (self.zero_stage < 3 or not self.offload):
             yield (
                 f"optimizer.offload_parameters = true with optimizer.zero_stage = {self.zero_stage} and "

@@ -7,6 +7,7 @@ Shapes: ``T`` tokens of the batch, ``R`` positions whose next token counts, ``V`
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from tlt_hpc.models.documents import attend_documents
 from tlt_hpc.models.linear import exclude
+from tlt_hpc.models.mlp import best_experts
 from tlt_hpc.models.sequence_parallel import SequenceGroup
 
 _ATTENTION = "tlt_documents"
@@ -33,9 +35,11 @@ class PolicyModel(torch.nn.Module):
         repeats_layers: bool = False,
         sequence: SequenceGroup | None = None,
         excluded: Sequence[int] = (),
+        freezes_router: bool = False,
     ) -> None:
         """``sequence``: the ranks that compute each batch together; all of them give and get the whole of it.
-        ``excluded``: ids without a probability, as those of ``Decoder``.
+        ``excluded``: ids without a probability, as those of ``Decoder``. ``freezes_router``: the routers of a mixture
+        of experts have a gradient of zero.
         """
         super().__init__()
         self.inner = model
@@ -45,6 +49,7 @@ class PolicyModel(torch.nn.Module):
             model.activation_checkpointing_enable(activation_checkpointing_kwargs=settings)
         self.head = _Head(model.get_output_embeddings().weight, excluded)
         _attend_by_document(model)
+        _route_as_decoder(model, freezes_router)
 
     def forward(
         self,
@@ -213,6 +218,27 @@ def _attention(
         q, k, v = (sequence.scatter_heads(x) for x in (q, k, v))
     out = attend_documents(documents, [sliding_window or 0])(0, q, torch.cat([k, v], 1)).view(q.shape)
     return (out if sequence is None else sequence.gather_heads(out)).unsqueeze(0), None
+
+
+def _route_as_decoder(model: Any, freezes_router: bool) -> None:
+    """Have the routers of a model of transformers choose experts by the decoder's rule."""
+    for module in model.modules():
+        if type(module).__name__ == "Qwen3MoeTopKRouter":
+            module.forward = partial(_route, module, freezes_router)
+
+
+def _route(router: Any, is_frozen: bool, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """hidden [T, H] -> the router's logits [T, E], the weights of the chosen experts and their numbers [T, k]."""
+    weight = router.weight
+    if is_frozen:  # the same numbers, and a gradient, which every sharded weight must have: zero
+        weight = weight.detach() + 0.0 * (weight - weight.detach())
+    logits = torch.nn.functional.linear(hidden.reshape(-1, router.hidden_dim), weight)
+    weights, experts = best_experts(
+        logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32)), router.top_k
+    )
+    if router.norm_topk_prob:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return logits, weights.to(logits.dtype), experts
 
 
 def _no_mask(*_: Any, **__: Any) -> None:
