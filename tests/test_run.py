@@ -87,6 +87,14 @@ def test_the_log_proves_that_ranks_trained_while_another_still_decoded(straight)
         assert 0 <= row["rollout/stop_latency_seconds"] < row["rollout/seconds"]
 
 
+def test_rollouts_and_trainer_have_the_same_weights_at_every_step(straight):
+    """A part that is not refreshed after a step would show in probabilities, and the tie guard would hide it."""
+    rows = [json.loads(line) for line in (straight / "metrics.jsonl").read_text().splitlines()]
+    assert all(0 < row["training/rollout_probs_diff_mean"] < 1e-5 for row in rows)
+    assert all(row["training/rollout_probs_diff_max"] < 1e-2 for row in rows)
+    assert "tie guard" not in (straight.parent / "output.txt").read_text()
+
+
 def test_the_log_tells_what_each_rank_did_when(straight):
     for step in range(4):
         for record in records(straight, step):

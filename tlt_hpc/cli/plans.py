@@ -7,7 +7,15 @@ import os
 from typing import TYPE_CHECKING
 
 from tlt_hpc.cluster.local import idle_cores
-from tlt_hpc.config import Config, ConfigError, UserError, check_learns, check_resumable, without_side_effects
+from tlt_hpc.config import (
+    Config,
+    ConfigError,
+    UserError,
+    check_learns,
+    check_resumable,
+    truncation_warning,
+    without_side_effects,
+)
 from tlt_hpc.plan.preflight.machine import GPUS
 from tlt_hpc.resume.finished import finished_message
 from tlt_hpc.storage.folder import GIVE_OUTPUT, RunFolder, check_writable
@@ -51,7 +59,10 @@ def plan_command(config: Config, options: argparse.Namespace, num_ranks: int) ->
         return plan_evaluation(config, options, num_ranks)
     assets = read_assets(config, num_ranks)
     said = assets.prompts.warning if options.dry_run else ""  # it may read all rows, and a start says it itself
-    return _warning(said) + _warning(_idle(config, options, num_ranks)) + plan_with(config, assets, options, num_ranks)
+    warnings = [said, _idle(config, options, num_ranks)]
+    if options.command == "train":
+        warnings.append(truncation_warning(config))
+    return "".join(map(_warning, warnings)) + plan_with(config, assets, options, num_ranks)
 
 
 def _idle(config: Config, options: argparse.Namespace, num_ranks: int) -> str:

@@ -58,6 +58,24 @@ def find_contradictions(config: Config) -> Iterator[str]:
         )
 
 
+def truncation_warning(config: Config) -> str:
+    """What to tell who trains on responses that were not sampled from the whole softmax; empty where they were."""
+    rollout = config.rollout
+    named = [
+        f"rollout.{key} = {getattr(rollout, key)}"
+        for key, off in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0), ("min_new_tokens", 0))
+        if getattr(rollout, key) != off
+    ]
+    if not named or not rollout.temperature:
+        return ""
+    return (
+        f"{' and '.join(named)}: responses come from a truncated distribution, but the update scores the whole "
+        "softmax: its gradient is biased, and algorithm.rollout_correction cannot see it (docs/train.md, Truncated "
+        "sampling); "
+        "leave the truncation out, or lower rollout.temperature instead"
+    )
+
+
 def check_ranks(config: Config, num_ranks: int) -> None:
     """Refuse a rank count that does not divide the step's samples, or that makes no whole replicas.
 

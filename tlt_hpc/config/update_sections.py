@@ -235,12 +235,19 @@ class OptimizerSection(Section):
     gradient_checkpointing: Annotated[bool | Literal["auto"], _switch_or("auto")] = "auto"
     """Keep one hidden state per layer and token, and recompute the rest in the backward pass: a third more time for a
     fraction of the memory. ``auto``: on for CUDA."""
+    freeze_router: bool = False
+    """Leave the routers of a mixture of experts as they are, for a policy whose choice of experts drifts."""
 
     def repeats_layers(self, device: str) -> bool:
         """Whether the backward pass computes each layer again, on a device of type ``cpu`` or ``cuda``."""
         return device == "cuda" if self.gradient_checkpointing == "auto" else self.gradient_checkpointing
 
     def problems(self) -> Iterator[str]:
+        if self.freeze_router and self.weight_decay:
+            yield (
+                f"optimizer.freeze_router = true with optimizer.weight_decay = {self.weight_decay}, which shrinks all "
+                "weights; use optimizer.weight_decay = 0"
+            )
         if self.offload == "parameters" and self.zero_stage < 3:
             yield (
                 f"optimizer.offload = 'parameters' with optimizer.zero_stage = {self.zero_stage}: only stage 3 shards "

@@ -18,7 +18,7 @@ from tlt_hpc.config import Config, ConfigError, check_ranks, to_toml
 from tlt_hpc.data.evaluation_sets import EvaluationSet, longest_prompt, longest_response, open_sets
 from tlt_hpc.data.prompts import PromptSource, SharedPrompts, open_prompts
 from tlt_hpc.models.shape import ModelShape, read_shape
-from tlt_hpc.models.tokenizer import find_model, load_tokenizer, read_chat_format
+from tlt_hpc.models.tokenizer import find_model, load_tokenizer, read_chat_format, tokens_without_text
 from tlt_hpc.models.weight_check import check_weights
 from tlt_hpc.models.weight_files import end_token_ids, weight_files
 from tlt_hpc.plan.shape_checks import check_shape, check_strategies
@@ -37,6 +37,11 @@ class ModelAssets:
     shape: ModelShape
     tokenizer: Tokenizer
     eos_token_ids: tuple[int, ...]
+
+    @property
+    def excluded_token_ids(self) -> tuple[int, ...]:
+        """Those that are never sampled."""
+        return tokens_without_text(self.folder, self.tokenizer, self.shape.vocab_size, self.eos_token_ids)
 
 
 @dataclass(frozen=True)

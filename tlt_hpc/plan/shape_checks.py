@@ -33,7 +33,8 @@ def check_shape(config: Config, shape: ModelShape, num_ranks: int) -> None:
 
 
 def check_experts(config: Config, shape: ModelShape, device: str) -> None:
-    """Refuse a mixture of experts in float32 on a GPU, whose text would depend on the batch.
+    """Refuse a mixture of experts in float32 on a GPU, whose text would depend on the batch; and to freeze what has no
+    router.
 
     Args:
         device: "cuda", "cpu", or "auto" where it is not known yet.
@@ -45,6 +46,10 @@ def check_experts(config: Config, shape: ModelShape, device: str) -> None:
         raise ConfigError(
             "model.dtype = 'float32' with a mixture of experts on a GPU: rounding would choose another expert in other "
             "passes, and with it another text; use model.dtype = 'bfloat16'"
+        )
+    if config.optimizer.freeze_router and not shape.num_experts:
+        raise ConfigError(
+            f"optimizer.freeze_router = true with a model of family {shape.family!r}, which has no router; leave it out"
         )
 
 

@@ -68,7 +68,8 @@ class Policy:
     (at ZeRO stage 3 rank 0's counts alone); it belongs to the policy from here on. ``reference`` is needed where
     ``algorithm.kl_coefficient`` is above 0: it makes the model that is the reference, and is called once the policy is
     sharded, so that no rank ever has two whole ones at stage 3. With ``config.lora`` adapters are added, which alone
-    are trained and saved, and the reference is the model without them. All methods are collective.
+    are trained and saved, and the reference is the model without them. ``excluded``: ids without a probability, those
+    that the rollout's decoder excludes. All methods are collective.
 
     Raises:
         ConfigError: a combination of ZeRO stage, dtype and offload that DeepSpeed does not train exactly.
@@ -80,6 +81,7 @@ class Policy:
         config: Config,
         world: World,
         reference: Callable[[], torch.nn.Module] | None = None,
+        excluded: Sequence[int] = (),
     ) -> None:
         assert torch.distributed.is_initialized(), "join_process_group comes first"
         world.say("starting DeepSpeed")
@@ -99,7 +101,9 @@ class Policy:
         self._attention_crossover_tokens = attention_crossover_tokens(model)
         repeats_layers = config.optimizer.repeats_layers(deepspeed.get_accelerator().device_name())
         self._sequence = join_sequence_group(world, config.optimizer.sequence_parallel)
-        self.engine = start_engine(PolicyModel(model, repeats_layers, self._sequence), config, world.size)
+        self._excluded = excluded
+        trained = PolicyModel(model, repeats_layers, self._sequence, excluded, config.optimizer.freeze_router)
+        self.engine = start_engine(trained, config, world.size)
         self._state = TrainState(self.engine, self._parameters, self._stage, world)
         self._recipe = config.algorithm.recipe
         self._reference: Any = None
@@ -250,7 +254,7 @@ class Policy:
 
     def _start_reference(self, model: torch.nn.Module) -> Any:
         """The model that is the reference, sharded at ZeRO stage 3 as the policy is; whole on every rank below."""
-        read = PolicyModel(model.requires_grad_(False).eval(), sequence=self._sequence)
+        read = PolicyModel(model.requires_grad_(False).eval(), sequence=self._sequence, excluded=self._excluded)
         if self._stage == 3:
             return start_frozen_engine(read, self._config, self._world.size)
         return read.to(self.engine.device)
