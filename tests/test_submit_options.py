@@ -335,7 +335,7 @@ def test_a_job_inherits_what_the_user_has_set_and_nothing_that_this_program_sets
     monkeypatch.delenv("HF_HUB_OFFLINE")
     cluster.tlt("submit", TINY, "--folder=sub")
     seen = dict(line.split("=", 1) for line in (cluster.path / "seen").read_text().split("\0") if line)
-    own = {"_", "SHLVL", "PWD", "OLDPWD", "SBATCH_TIMELIMIT"}
+    own = {"_", "SHLVL", "PWD", "OLDPWD", "SBATCH_TIMELIMIT", "COLUMNS", "LINES"}  # the shell's; readline's, of pytest
     kept = {name: value for name, value in given.items() if name not in own}
     assert {name: value for name, value in seen.items() if name not in own} == kept
     assert "SBATCH_TIMELIMIT" not in seen

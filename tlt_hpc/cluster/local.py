@@ -51,8 +51,12 @@ def starting(num_ranks: int | None) -> str:
 
 
 def alone_in_step(environment: Mapping[str, str], num_ranks: int) -> str:
-    """The line for the user where a step of a Slurm job, such as a shell, has one rank, and ``run.ranks`` says more."""
-    if num_ranks == 1 or STARTED in environment or not is_task(environment) or launched_count(environment) != 1:
+    """The line for the user where a step of a Slurm job, such as a shell, has one rank, and ``run.ranks`` says more.
+
+    A batch script of ours, which sets the job file, was asked for its ranks.
+    """
+    is_ours = STARTED in environment or JOB_FILE in environment
+    if num_ranks == 1 or is_ours or not is_task(environment) or launched_count(environment) != 1:
         return ""
     by_srun = f"srun --overlap --overcommit -n {num_ranks} python -P -m mpi4py -m tlt_hpc ..."
     return f"one rank and not run.ranks = {num_ranks}, as srun has started this; all of them: `{by_srun}`"

@@ -154,9 +154,10 @@ def _check_time(job: PlannedJob) -> Finding | None:
         return None
     known = "" if step is None else f" ({step:.0f} s in this run)"
     earlier = f", and ask for --signal=USR2@{seconds_ahead(limit):.0f} if it stays below 8 minutes"
+    left = f"{max(0.0, limit - ahead):.0f} s before {request.signal}"
     return warning(
-        f"the time limit {request.time} leaves {max(0.0, limit - ahead):.0f} s before {request.signal}, in which a "
-        f"start and a step{known} may not fit: the job would train nothing",
+        f"the time limit {request.time} leaves at most {left}, in which a start and a step{known} may not fit: the job "
+        "would train nothing",
         f"give more --time{earlier * (ahead > seconds_ahead(limit))}",
     )
 
