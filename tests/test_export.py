@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import shutil
 from argparse import Namespace
 from contextlib import nullcontext
@@ -517,3 +519,17 @@ def test_a_policy_without_a_log_has_a_card_all_the_same(run):
     RunFolder(run).metrics.unlink()
     assert main(["export-policy", str(run)]) == 0
     assert list(cells_of(run / "export" / "policy" / "README.md")) == ["base model", "data", "algorithm", "steps"]
+
+
+def test_the_serving_command_names_the_folder_that_the_printed_export_of_the_policy_writes(run, capsys):
+    """Both commands can be typed as they are printed."""
+    for options, name in (([], "policy"), (["--step", "10"], "policy-step-000010")):
+        capsys.readouterr()
+        assert main(["export-drafter", str(run), "--format=sglang", *options]) == 0
+        said = capsys.readouterr().out
+        folder = run / "export" / name
+        command = shlex.split(said.partition("next: ")[2].partition("\n")[0])
+        assert command[command.index("--model-path") + 1] == str(folder) and not folder.exists()
+        (typed,) = re.findall(r"`(tlt export-policy .*?)` writes the policy to (\S+)\. ", said)
+        assert main(shlex.split(typed[0])[1:]) == 0 and typed[1] == str(folder)
+        assert (folder / "model.safetensors").is_file()

@@ -82,11 +82,11 @@ def run(options: argparse.Namespace) -> None:
         (part / CARD).write_text(policy_card(config, log, model, output, checkpoint.step), encoding="utf-8")
         yield from (part / CONFIG, part / CARD)
 
-    write_folder(output, fill)
     count = sum(math.prod(shape) for shape in policy.shapes.values())
-    print(
-        f"wrote {output}: the policy after {checkpoint.step} steps, {count / 1e6:,.1f} M parameters in {options.dtype}"
-    )
+    what = f"the policy after {checkpoint.step} steps, {count / 1e6:,.1f} M parameters in {options.dtype}"
+    print(f"writing {output}", flush=True)  # of a large model it takes minutes
+    write_folder(output, fill)
+    print(f"wrote {output}: {what}")
     print(f"next: vllm serve {shlex.quote(str(output))}\n  or: AutoModelForCausalLM.from_pretrained({str(output)!r})")
 
 
