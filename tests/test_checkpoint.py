@@ -34,6 +34,7 @@ from tlt_hpc.checkpoint.manifest import Checkpoint, CheckpointError, FlatRange
 from tlt_hpc.checkpoint.store import CheckpointStore
 from tlt_hpc.common import files
 from tlt_hpc.common.errors import UserError
+from tlt_hpc.common.host_memory import available_bytes
 from tlt_hpc.models import weight_files
 from tlt_hpc.models.piece import Cut, Piece, own_pieces
 from tlt_hpc.resume.saving import save_drafter_if_due
@@ -437,9 +438,9 @@ def test_room_is_what_is_left_of_the_machine_and_of_the_limits_of_cgroups(tmp_pa
     for name, text in {**texts, **{f"sys/fs/cgroup/{name}": text for name, text in (usage | files).items()}}.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    assert host_room.available_bytes(tmp_path) == available
-    assert host_room.available_bytes(tmp_path / "nowhere") == sys.maxsize
-    assert 0 < host_room.available_bytes() < 2**50
+    assert available_bytes(tmp_path) == available
+    assert available_bytes(tmp_path / "nowhere") == sys.maxsize
+    assert 0 < available_bytes() < 2**50
 
 
 def test_a_node_that_is_too_small_for_its_ranks_is_named(store, monkeypatch):
