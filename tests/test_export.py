@@ -29,6 +29,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaC
 from tlt_hpc.checkpoint.store import CheckpointStore
 from tlt_hpc.cli.main import main
 from tlt_hpc.config import EMBEDDED_MODEL, UserError, load_config, to_toml
+from tlt_hpc.evaluate.subject import find_subject
 from tlt_hpc.export import policy
 from tlt_hpc.export.formats import lay_out, read_target
 from tlt_hpc.models.drafter import Drafter
@@ -533,3 +534,21 @@ def test_the_serving_command_names_the_folder_that_the_printed_export_of_the_pol
         (typed,) = re.findall(r"`(tlt export-policy .*?)` writes the policy to (\S+)\. ", said)
         assert main(shlex.split(typed[0])[1:]) == 0 and typed[1] == str(folder)
         assert (folder / "model.safetensors").is_file()
+
+
+def test_the_best_step_is_exported_and_evaluated(run, capsys):
+    assert main(["export-policy", str(run), "--step", "best"]) == 2
+    said = capsys.readouterr().err
+    assert f"--step best: no step of {run} that has a checkpoint was evaluated" in said and said.count("\n") == 1
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for step, score in ((9, 0.7), (14, 0.9), (19, 0.6)):  # after 15 steps there is no checkpoint
+        lines[step]["val-core/gcd/acc/mean@4"] = score
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert main(["export-policy", str(run), "--step", "best"]) == 0
+    assert (run / "export" / "policy-step-000010" / "model.safetensors").is_file()
+    assert main(["export-drafter", str(run), "--format=vllm", "--step", "best"]) == 0
+    assert f"tlt export-policy {run} --step 10" in capsys.readouterr().out
+    assert find_subject(str(run), "best").name == f"{run}, step 10"
+    with pytest.raises(SystemExit):
+        main(["export-policy", str(run), "--step", "last"])
+    assert "argument --step: invalid number_or_best value: 'last'" in capsys.readouterr().err

@@ -59,6 +59,7 @@ from tlt_hpc.rollout.strategy import strategies_of
 from tlt_hpc.storage.feature_cache import FeatureCache
 from tlt_hpc.storage.folder import RunFolder, node_folder
 from tlt_hpc.storage.records import Environment
+from tlt_hpc.storage.step_lines import best_evaluated
 
 logger = logging.getLogger(__name__)
 
@@ -367,7 +368,9 @@ def assemble(config: Config, world: World) -> Job:
             prompts=assets.prompts,
             engine=engine,
             policy=policy,
-            checkpoints=CheckpointStore(folder.checkpoints, config.checkpoint.keep),
+            checkpoints=CheckpointStore(
+                folder.checkpoints, config.checkpoint.keep, partial(best_evaluated, folder.metrics)
+            ),
             drafting=drafting,
             bench=bench,
             mismatch=MismatchWatch(config.model.dtype, config.algorithm.rollout_correction != "none"),

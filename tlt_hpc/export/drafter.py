@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tlt_hpc import __version__
+from tlt_hpc.checkpoint.store import chosen_step
 from tlt_hpc.config import EMBEDDED_MODEL, UserError, load_saved_config
 from tlt_hpc.export.export_options import output_of
 from tlt_hpc.export.formats import SPECULATIVE_TOKENS, Files, Target, lay_out, read_target
@@ -64,6 +65,7 @@ def run(options: argparse.Namespace) -> None:
     Raises:
         ValueError: nothing to export, a format that cannot carry it, or no place to write; nothing was written.
     """
+    options.step = chosen_step(RunFolder(Path(options.place)), options.step)
     output = output_of(options, options.kind)
     check_output(output, {WEIGHTS, CONFIG, CARD}.__contains__)
     source = find_drafter(options)
