@@ -31,13 +31,16 @@ from tlt_hpc.checkpoint import manifest as manifest_module
 from tlt_hpc.checkpoint import save as save_module
 from tlt_hpc.checkpoint.host_buffer import HostBuffer
 from tlt_hpc.checkpoint.manifest import Checkpoint, CheckpointError, FlatRange
+from tlt_hpc.checkpoint.save import Save
 from tlt_hpc.checkpoint.store import CheckpointStore
 from tlt_hpc.common import files
 from tlt_hpc.common.errors import UserError
+from tlt_hpc.common.host_memory import available_bytes
 from tlt_hpc.models import weight_files
 from tlt_hpc.models.piece import Cut, Piece, own_pieces
 from tlt_hpc.resume.saving import save_drafter_if_due
 from tlt_hpc.storage.folder import RunFolder
+from tlt_hpc.storage.step_lines import best_evaluated
 
 STATE = {"cursor": {"epoch": 1, "position": 7}, "tuner": [0.1, 2.5e-17], "name": "ü"}
 
@@ -297,6 +300,54 @@ def test_what_is_saved_is_the_state_at_begin(tmp_path, disk):
     assert checkpoint.read("policy", "steps") == 7 and checkpoint.state == {"tuner": [1.0]}
 
 
+def evaluated(step: int, **figures: float) -> dict[str, float]:
+    """The line of the step that so many steps end with."""
+    return {"training/global_step": float(step - 1)} | {
+        f"val-core/{name}/acc/{what}": value for name_what, value in figures.items()
+        for name, what in [name_what.replace("mean4", "mean@4").split("_")]
+    }  # fmt: skip
+
+
+def test_the_best_evaluated_step_is_by_the_mean_over_data_sets(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    lines = [
+        evaluated(10, gcd_mean4=0.9, gcd_greedy=0.1),  # of other data sets than the newest evaluation
+        evaluated(20, gcd_mean4=0.4, gcd_greedy=0.9, math_mean4=0.6),
+        evaluated(30, gcd_mean4=0.8, gcd_greedy=0.1, math_mean4=0.3),
+        evaluated(40, gcd_mean4=0.3, gcd_greedy=0.1, math_mean4=0.8),
+        evaluated(50),
+        evaluated(60, gcd_mean4=0.3, gcd_greedy=0.9, math_mean4=0.3),
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert best_evaluated(path, range(10, 70, 10)) == 40, "0.55, as after 30 steps, and later"
+    assert best_evaluated(path, [20, 60]) == 20 and best_evaluated(path, [50]) is None
+    path.write_text("".join(json.dumps(evaluated(n, gcd_greedy=n / 7 % 1)) + "\n" for n in (5, 6, 8)))
+    assert best_evaluated(path, [5, 6, 8]) == 6 and best_evaluated(tmp_path / "none", [5]) is None
+
+
+def test_the_best_checkpoint_stays_beside_the_newest_through_kills_and_resumes(tmp_path):
+    """What is best is read from the lines whenever old ones are removed: a kill before that loses nothing."""
+    path, folder = tmp_path / "metrics.jsonl", tmp_path / "checkpoints"
+    scores = {10: 0.2, 20: 0.5, 30: 0.4, 40: 0.3, 50: 0.1, 60: 0.6, 70: 0.0, 80: 0.0}
+    there = {}
+    for step, score in scores.items():
+        store = CheckpointStore(folder, 2, partial(best_evaluated, path))  # another start each time
+        if step == 40:  # killed as the new one is there and the old ones are not removed
+            with pytest.MonkeyPatch.context() as killed:
+                killed.setattr(Save, "_prune", lambda self: None)
+                store.save(step, OneRank(), {"policy": {"weight": torch.ones(2)}}, {})
+        else:
+            store.save(step, OneRank(), {"policy": {"weight": torch.ones(2)}}, {})
+        there[step] = [int(name[5:]) for name in names_in(folder)]
+        with path.open("a") as file:
+            file.write(json.dumps(evaluated(step, gcd_mean4=score)) + "\n")
+    assert there == {
+        10: [10], 20: [10, 20], 30: [20, 30], 40: [20, 30, 40], 50: [20, 40, 50], 60: [20, 50, 60], 70: [60, 70],
+        80: [60, 70, 80],
+    }  # fmt: skip
+    assert CheckpointStore(folder, 2).newest().step == 80
+
+
 def test_no_step_waits_for_the_drafters_own_saves(tmp_path, disk, caplog):
     store = CheckpointStore(tmp_path, keep=1)
     spot = SimpleNamespace(live_state=lambda: {"fc.weight": torch.zeros(3)})
@@ -437,9 +488,9 @@ def test_room_is_what_is_left_of_the_machine_and_of_the_limits_of_cgroups(tmp_pa
     for name, text in {**texts, **{f"sys/fs/cgroup/{name}": text for name, text in (usage | files).items()}}.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    assert host_room.available_bytes(tmp_path) == available
-    assert host_room.available_bytes(tmp_path / "nowhere") == sys.maxsize
-    assert 0 < host_room.available_bytes() < 2**50
+    assert available_bytes(tmp_path) == available
+    assert available_bytes(tmp_path / "nowhere") == sys.maxsize
+    assert 0 < available_bytes() < 2**50
 
 
 def test_a_node_that_is_too_small_for_its_ranks_is_named(store, monkeypatch):

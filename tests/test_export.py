@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import shutil
 from argparse import Namespace
 from contextlib import nullcontext
@@ -27,6 +29,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaC
 from tlt_hpc.checkpoint.store import CheckpointStore
 from tlt_hpc.cli.main import main
 from tlt_hpc.config import EMBEDDED_MODEL, UserError, load_config, to_toml
+from tlt_hpc.evaluate.subject import find_subject
 from tlt_hpc.export import policy
 from tlt_hpc.export.formats import lay_out, read_target
 from tlt_hpc.models.drafter import Drafter
@@ -520,3 +523,35 @@ def test_a_policy_without_a_log_has_a_card_all_the_same(run):
     RunFolder(run).metrics.unlink()
     assert main(["export-policy", str(run)]) == 0
     assert list(cells_of(run / "export" / "policy" / "README.md")) == ["base model", "data", "algorithm", "steps"]
+
+
+def test_the_serving_command_names_the_folder_that_the_printed_export_of_the_policy_writes(run, capsys):
+    """Both commands can be typed as they are printed."""
+    for options, name in (([], "policy"), (["--step", "10"], "policy-step-000010")):
+        capsys.readouterr()
+        assert main(["export-drafter", str(run), "--format=sglang", *options]) == 0
+        said = capsys.readouterr().out
+        folder = run / "export" / name
+        command = shlex.split(said.partition("next: ")[2].partition("\n")[0])
+        assert command[command.index("--model-path") + 1] == str(folder) and not folder.exists()
+        (typed,) = re.findall(r"`(tlt export-policy .*?)` writes the policy to (\S+)\. ", said)
+        assert main(shlex.split(typed[0])[1:]) == 0 and typed[1] == str(folder)
+        assert (folder / "model.safetensors").is_file()
+
+
+def test_the_best_step_is_exported_and_evaluated(run, capsys):
+    assert main(["export-policy", str(run), "--step", "best"]) == 2
+    said = capsys.readouterr().err
+    assert f"--step best: no step of {run} that has a checkpoint was evaluated" in said and said.count("\n") == 1
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for step, score in ((9, 0.7), (14, 0.9), (19, 0.6)):  # after 15 steps there is no checkpoint
+        lines[step]["val-core/gcd/acc/mean@4"] = score
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert main(["export-policy", str(run), "--step", "best"]) == 0
+    assert (run / "export" / "policy-step-000010" / "model.safetensors").is_file()
+    assert main(["export-drafter", str(run), "--format=vllm", "--step", "best"]) == 0
+    assert f"tlt export-policy {run} --step 10" in capsys.readouterr().out
+    assert find_subject(str(run), "best").name == f"{run}, step 10"
+    with pytest.raises(SystemExit):
+        main(["export-policy", str(run), "--step", "last"])
+    assert "argument --step: invalid number_or_best value: 'last'" in capsys.readouterr().err

@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from launch_ranks import launch
+from launch_ranks import LAUNCH_ENVIRONMENT, launch, mpiexec
 
 from tlt_hpc.cli.main import main
 from tlt_hpc.config import load_config
 from tlt_hpc.kernels import attention
 from tlt_hpc.plan.memory import engine as engine_plan
+from tlt_hpc.plan.memory import summary
 from tlt_hpc.plan.memory.phases import plan_memory
 from tlt_hpc.plan.memory.plan import MemoryLimits, MemoryPlan, Situation, total
 from tlt_hpc.plan.memory.savings import save_memory
 from tlt_hpc.plan.memory.shapes import find_shape
 from tlt_hpc.plan.memory.training import BUCKET_ELEMENTS, drafter_parameters, num_drafter_parameters, training_state
+from tlt_hpc.plan.preflight import system_checks
+from tlt_hpc.plan.preflight.planned_job import PlannedJob
+from tlt_hpc.plan.preflight.request import SlurmRequest
 
 ROOT = Path(__file__).resolve().parent.parent
 JOBS = ROOT / "jobs"
@@ -295,3 +302,62 @@ def test_mistakes_end_in_one_line(arguments: list[str], message: str, capsys: py
     status, out, err = command(capsys, QWEN, *arguments)
     assert status == 2 and out == "" and err.count("\n") == 1
     assert err.startswith(f"tlt: {message}")
+
+
+ASKING = """
+import sys
+from tlt_hpc.checkpoint import host_room, store
+from tlt_hpc.cli import main as cli
+true_check = store.check_room
+def check_room(world, num_bytes):
+    print(f"copies {num_bytes}", flush=True)
+    true_check(world, num_bytes)
+store.check_room = check_room
+left = {left}
+if left is not None:
+    host_room.available_bytes = lambda: left
+sys.exit(cli.main())
+"""
+
+
+def run_with(left: int | None, words: list[str]) -> subprocess.CompletedProcess[str]:
+    """``tlt train`` on one rank with so many bytes of host memory left; says what it asks for."""
+    command = [mpiexec(), "-n", "1", sys.executable, "-m", "mpi4py", "-c", ASKING.replace("{left}", str(left)), "train"]
+    environment = {**os.environ, **LAUNCH_ENVIRONMENT, "PYTHONPATH": str(ROOT), "TLT_RANKS": "1"}
+    return subprocess.run([*command, *words], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["optimizer.zero_stage=0"],
+        ["lora.rank=4"],
+        ["optimizer.zero_stage=1", "optimizer.offload=true"],
+        ["optimizer.zero_stage=3", "optimizer.offload=true", "optimizer.offload_parameters=true"],
+    ],
+)
+def test_plan_preflight_and_a_run_on_cpus_count_the_same_host_memory(
+    settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The copies of a run's first step are those of the plan, and all three ask for what this process has left."""
+    words = [str(JOBS / "tiny.toml"), f"run.folder={tmp_path}", "run.ranks=1", "run.num_steps=1", *settings]
+    words += ["rollout.prompts_per_step=1", "rollout.group_size=2", "rollout.max_new_tokens=4"]
+    done = run_with(None, words)
+    assert done.returncode == 0, done.stderr
+    copied = [int(count) for count in re.findall(r"^copies (\d+)$", done.stdout, re.MULTILINE)]
+    config = load_config(words[0], words[1:])
+    job = PlannedJob(config, SlurmRequest())
+    chunk = 1 << 24
+    (planned,) = {phase.parts["copy for checkpoints"] for phase in job.plan.phases if phase.name == "rollout"}
+    assert planned == sum(-(-count // chunk) * chunk for count in copied)
+    needed = job.plan.node_bytes
+    for left, fits in ((needed, True), (needed - 1, False)):
+        for module in (summary, system_checks):
+            monkeypatch.setattr(module, "available_bytes", lambda left=left: left)
+        capsys.readouterr()
+        assert main(["plan", *words]) == (0 if fits else 1)
+        assert ("Does not fit." in capsys.readouterr().out) is not fits
+        assert (system_checks.check_memory(job).level == "ok") is fits
+    done = run_with(max(copied) - 1, [*words, "run.name=small"])
+    assert done.returncode == 2 and "of host memory left, and to save a checkpoint its ranks copy" in done.stderr

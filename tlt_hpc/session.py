@@ -24,6 +24,7 @@ from tlt_hpc.checkpoint.store import CheckpointStore
 from tlt_hpc.cluster.device import GIVEN as GIVEN_GPU
 from tlt_hpc.cluster.device import fix_workspaces
 from tlt_hpc.common.records import Prompt, Request, SampleKey, SamplingParams, Stream
+from tlt_hpc.common.words import count
 from tlt_hpc.config import Config, ConfigError, UserError, truncation_warning
 from tlt_hpc.data.prompts import PromptSource
 from tlt_hpc.drafting.spot import SpotTrainer
@@ -58,6 +59,7 @@ from tlt_hpc.rollout.strategy import strategies_of
 from tlt_hpc.storage.feature_cache import FeatureCache
 from tlt_hpc.storage.folder import RunFolder, node_folder
 from tlt_hpc.storage.records import Environment
+from tlt_hpc.storage.step_lines import best_evaluated
 
 logger = logging.getLogger(__name__)
 
@@ -160,8 +162,16 @@ class Session:
             replace(request, key=replace(request.key, stream=Stream.CALIBRATION))
             for request in requests[:CALIBRATION_RESPONSES]
         ]
-        self.world.say("calibrating the rollout engine")
-        engine.calibrate(some)
+        self.calibrate_on(engine, some)
+
+    def calibrate_on(self, engine: RolloutEngine, requests: Sequence[Request]) -> None:
+        """The same with the requests' own keys, for texts that are not generated again with these."""
+        note = ""
+        if engine.settings.tie_guard:
+            most = count(engine.settings.params.max_tokens, "token")
+            note = f" on {count(len(requests), 'response')} of at most {most}, which are discarded"
+        with self.world.saying("calibrating the rollout engine", note):
+            engine.calibrate(requests)
 
     def keeps(self, key: SampleKey) -> bool:
         """Whether this rank keeps a response that its replica generates."""
@@ -360,7 +370,9 @@ def assemble(config: Config, world: World) -> Job:
             prompts=assets.prompts,
             engine=engine,
             policy=policy,
-            checkpoints=CheckpointStore(folder.checkpoints, config.checkpoint.keep),
+            checkpoints=CheckpointStore(
+                folder.checkpoints, config.checkpoint.keep, partial(best_evaluated, folder.metrics)
+            ),
             drafting=drafting,
             bench=bench,
             mismatch=MismatchWatch(config.model.dtype, config.algorithm.rollout_correction != "none"),

@@ -1,20 +1,15 @@
-"""How much host memory the processes of a node may still take, and whether the copies of its ranks fit."""
+"""Whether the copies that the ranks of a node make for a checkpoint fit into its host memory."""
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
-from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tlt_hpc.checkpoint.manifest import CheckpointError
+from tlt_hpc.common.host_memory import available_bytes
 
 if TYPE_CHECKING:
     from tlt_hpc.mpi.world import World
-
-_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-_V2 = ("memory.max", "memory.current", "inactive_file")
 
 
 def check_room(world: World, num_bytes: int) -> None:
@@ -34,32 +29,3 @@ def check_room(world: World, num_bytes: int) -> None:
                 f"{hostname} has {room / 1e9:.1f} GB of host memory left, and to save a checkpoint its ranks copy "
                 f"{wanted[node] / 1e9:.1f} GB of training state there; ask for more memory per node, or more nodes"
             )
-
-
-def available_bytes(root: Path = Path("/")) -> int:
-    """Bytes that are left of the machine's memory and of its cgroups' limits, with caches that can be freed.
-
-    Unlimited on systems other than Linux, which have no /proc/meminfo.
-    """
-    if not (root / "proc/meminfo").is_file():
-        return sys.maxsize
-    lines = (root / "proc/meminfo").read_text().splitlines()
-    machine = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    return min([machine, *_cgroup_rooms(root)])
-
-
-def _cgroup_rooms(root: Path) -> Iterator[int]:
-    """What is left of each limit on this process's cgroup and those above it, in cgroups of version 1 or 2."""
-    for line in (root / "proc/self/cgroup").read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers not in ("", "memory"):
-            continue
-        top = root / "sys/fs/cgroup" / controllers
-        folder = top / path.lstrip("/")
-        limit_file, usage_file, cached = _V1 if controllers else _V2
-        for group in (folder, *folder.parents):
-            if group.is_relative_to(top) and (group / limit_file).is_file():
-                limit = (group / limit_file).read_text().strip()
-                stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-                if limit != "max":
-                    yield int(limit) - int((group / usage_file).read_text()) + int(stat[cached])

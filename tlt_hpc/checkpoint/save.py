@@ -11,7 +11,7 @@ import logging
 import re
 import shutil
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,6 +31,7 @@ from tlt_hpc.checkpoint.manifest import (
     write_manifest,
 )
 from tlt_hpc.checkpoint.shard_file import Held, write_file
+from tlt_hpc.common.errors import UserError
 from tlt_hpc.common.files import naming, sampled_digest
 from tlt_hpc.storage.folder import NO_ROOM, make_synced, part_of, sync
 
@@ -43,6 +44,8 @@ NAME = re.compile(r"step-(\d{6,})")
 FIRST_PAUSE_SECONDS = 1e-3
 LONGEST_PAUSE_SECONDS = 0.25
 _LIST = TypeAdapter(list[ListedFile])
+Best = Callable[[Sequence[int]], int | None]
+"""Which of these steps' checkpoints is kept however old it is; None: none is."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,7 @@ class Save(threading.Thread):
     """
 
     def __init__(
-        self, folder: Path, step: int, keep: int, world: World, state: Mapping[str, JSON],
+        self, folder: Path, step: int, keep: int, best: Best, world: World, state: Mapping[str, JSON],
         copy: HostBuffer, held: Sequence[Held],
     ) -> None:  # fmt: skip
         super().__init__(name="checkpoint", daemon=True)
@@ -68,7 +71,7 @@ class Save(threading.Thread):
         self.given_up = threading.Event()
         """Set if another rank could not write."""
         self._part = part_of(self.final)
-        self._folder, self._step, self._keep, self._state = folder, step, keep, state
+        self._folder, self._step, self._keep, self._best, self._state = folder, step, keep, best, state
         self._rank, self._num_ranks, self._who = world.rank, world.size, f"rank {world.rank} on {world.hostname}"
         self._copy, self._held = copy, held
         self._failure = ""
@@ -157,15 +160,18 @@ class Save(threading.Thread):
 
     def _prune(self) -> None:
         """Remove leftovers, and the oldest up to this step; a later one is damaged, and is left for the user."""
-        old = [folder for step, folder in found_in(self._folder) if step <= self._step][: -self._keep]
+        found = [(step, folder) for step, folder in found_in(self._folder) if step <= self._step]
         try:
+            best = self._best([step for step, _ in found])
+            old = [folder for step, folder in found[: -self._keep] if step != best]
             for folder in old:  # a removal that is cut off half-way must not leave a damaged one under a final name
                 folder.rename(part_of(folder))
             if old:
                 sync(self._folder)
             clear_leftovers(self._folder)
-        except OSError as error:
-            logger.warning("cannot remove old checkpoints in %s: %s", self._folder, error.strerror or error)
+        except (OSError, UserError) as error:  # lines of metrics that cannot be read
+            why = error.strerror if isinstance(error, OSError) and error.strerror else error
+            logger.warning("cannot remove old checkpoints in %s: %s", self._folder, why)
 
 
 def found_in(folder: Path) -> list[tuple[int, Path]]:

@@ -22,11 +22,13 @@ from torch import Tensor
 from tlt_hpc.checkpoint.host_buffer import HostBuffer
 from tlt_hpc.checkpoint.host_room import check_room
 from tlt_hpc.checkpoint.manifest import JSON, Checkpoint, CheckpointError, OtherVersionError, open_checkpoint
-from tlt_hpc.checkpoint.save import Report, Save, clear_leftovers, found_in, try_open
+from tlt_hpc.checkpoint.save import Best, Report, Save, clear_leftovers, found_in, try_open
 from tlt_hpc.checkpoint.shard_file import Held
 from tlt_hpc.cluster.watch.beat import BEAT
+from tlt_hpc.common.errors import UserError
 from tlt_hpc.models.piece import LOWER_RATE, Piece, is_finite, not_finite
-from tlt_hpc.storage.folder import part_of, sync
+from tlt_hpc.storage.folder import RunFolder, part_of, sync
+from tlt_hpc.storage.step_lines import best_evaluated
 
 if TYPE_CHECKING:
     from tlt_hpc.mpi.world import World
@@ -38,13 +40,30 @@ ASK_EVERY_SECONDS = 0.05
 """How often ranks that wait for a save ask each other."""
 
 
-class CheckpointStore:
-    """The checkpoints in ``folder``, of which the newest ``keep`` are kept."""
+def chosen_step(run: RunFolder, step: int | str | None) -> int | None:
+    """The step that ``--step`` names: ``best`` is that of the best evaluation among those with a checkpoint.
 
-    def __init__(self, folder: Path, keep: int) -> None:
+    Raises:
+        UserError: no step that has a checkpoint was evaluated.
+    """
+    if step is None or isinstance(step, int):
+        return step
+    best = best_evaluated(run.metrics, [found for found, _ in found_in(run.checkpoints)])
+    if best is None:
+        raise UserError(
+            f"--step best: no step of {run.path} that has a checkpoint was evaluated; give a number, or train with "
+            "evaluation.every_steps and checkpoint.every_steps of which one is a multiple of the other"
+        )
+    return best
+
+
+class CheckpointStore:
+    """The checkpoints in ``folder``, of which the newest ``keep`` are kept, and the one that ``best`` names."""
+
+    def __init__(self, folder: Path, keep: int, best: Best = lambda _: None) -> None:
         assert keep >= 1, f"keep = {keep}"
         self._folder = folder
-        self._keep = keep
+        self._keep, self._best = keep, best
         self._copy = HostBuffer()
         self._is_clear = False
         self._is_abandoned = False
@@ -86,7 +105,7 @@ class CheckpointStore:
             self._is_clear = True
         held = world.all_or_none(lambda: self._hold(shards))
         plain = json.loads(json.dumps(state, allow_nan=False))
-        self._save = Save(self._folder, step, self._keep, world, plain, self._copy, held)
+        self._save = Save(self._folder, step, self._keep, self._best, world, plain, self._copy, held)
 
     def _hold(self, shards: Mapping[str, Shard]) -> list[Held]:
         self._copy.clear()

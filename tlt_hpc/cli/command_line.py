@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 from tlt_hpc import __version__
 from tlt_hpc.common.printable import one_line
 from tlt_hpc.data.known import KNOWN
+from tlt_hpc.export.export_options import add_step
 from tlt_hpc.plan.plan_options import GPU_MEMORY, at_least_one, at_least_zero, gpu_gb
 
 if TYPE_CHECKING:
@@ -169,7 +170,7 @@ def add_evaluate_options(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "checkpoint", metavar="CHECKPOINT", help="a run's folder, a Hugging Face folder, or embedded:tiny"
     )
-    command.add_argument("--step", type=int, metavar="N", help="the checkpoint of that step instead of the newest")
+    add_step(command, "the checkpoint of that step instead of the newest")
     command.add_argument("--output", type=Path, metavar="FOLDER", help="write there instead of beside the run")
 
 

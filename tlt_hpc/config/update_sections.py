@@ -263,7 +263,7 @@ class CheckpointSection(Section):
     every_steps: NumSteps = 10
     """Interval of checkpoints of policy, optimizer and drafter. The drafter alone is saved after every step."""
     keep: PositiveInt = 2
-    """Checkpoints that are kept."""
+    """Newest checkpoints that are kept, beside that of the best evaluation."""
     replay: bool = True
     """On resume, repeat the updates of logged steps that are newer than the last checkpoint; otherwise these steps are
     generated again."""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tlt_hpc.checkpoint.manifest import Checkpoint
 from tlt_hpc.checkpoint.policy_weights import policy_readers
-from tlt_hpc.checkpoint.store import CheckpointStore
+from tlt_hpc.checkpoint.store import CheckpointStore, chosen_step
 from tlt_hpc.config import EMBEDDED_MODEL, Config, UserError, load_saved_config
 from tlt_hpc.data.evaluation_sets import longest_response
 from tlt_hpc.models.decoder import Decoder
@@ -73,7 +73,7 @@ def step_folder(run: RunFolder, step: int) -> Path:
     return run.path / FOLDER / f"step-{step:06d}"
 
 
-def find_subject(place: str, step: int | None = None, out: Path | None = None) -> Subject:
+def find_subject(place: str, step: int | str | None = None, out: Path | None = None) -> Subject:
     """What the user names by a place, the step of a checkpoint (None: the newest) and a folder to write to.
 
     A checkpoint is not opened yet.
@@ -85,7 +85,7 @@ def find_subject(place: str, step: int | None = None, out: Path | None = None) -
         raise UserError(f"--output {out} is a file, or the folder of a run; give a folder of its own")
     path = Path(place)
     if (path / "config.toml").is_file():
-        return Subject(str(path), RunFolder(path), step, out)
+        return Subject(str(path), RunFolder(path), chosen_step(RunFolder(path), step), out)
     if step is not None:
         raise UserError(f"--step {step}: {place} is no run's folder; leave --step out")
     if place != EMBEDDED_MODEL and not (path / "config.json").is_file():

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tlt_hpc import __version__
+from tlt_hpc.checkpoint.store import chosen_step
 from tlt_hpc.config import EMBEDDED_MODEL, UserError, load_saved_config
 from tlt_hpc.export.export_options import output_of
 from tlt_hpc.export.formats import SPECULATIVE_TOKENS, Files, Target, lay_out, read_target
@@ -25,9 +26,16 @@ from tlt_hpc.storage.folder import RunFolder, no_run
 from tlt_hpc.storage.records import read_facts
 from tlt_hpc.storage.step_lines import read_lines
 
-POLICY_FOLDER = "POLICY_FOLDER"
 """Placeholder for the trained policy, which ``tlt export-policy`` writes."""
 _ACCEPT_LENGTH = "drafter/spec_decode/mean_acceptance_length"
+
+
+@dataclass(frozen=True)
+class Policy:
+    """The policy of a run, as ``tlt export-policy`` is to write it."""
+
+    folder: Path
+    command: str
 
 
 @dataclass(frozen=True)
@@ -39,8 +47,8 @@ class Source:
     """Tensors by name; with ``token_ids`` it is of the EAGLE-3 form."""
     target: Target
     recorded: dict[str, str]
-    is_trained_in_run: bool
-    """Whether its target is the policy of a run, not the model that the run started from."""
+    policy: Policy | None
+    """Its target, if that is the policy of a run and not the model that the run started from."""
 
     @property
     def is_eagle3(self) -> bool:
@@ -57,6 +65,7 @@ def run(options: argparse.Namespace) -> None:
     Raises:
         ValueError: nothing to export, a format that cannot carry it, or no place to write; nothing was written.
     """
+    options.step = chosen_step(RunFolder(Path(options.place)), options.step)
     output = output_of(options, options.kind)
     check_output(output, {WEIGHTS, CONFIG, CARD}.__contains__)
     source = find_drafter(options)
@@ -80,6 +89,15 @@ def run(options: argparse.Namespace) -> None:
     print(f"next: {command}\n{advice(source)}")
 
 
+def policy_of(options: argparse.Namespace) -> Policy:
+    """The policy of the run and step that the options name."""
+    words = ["tlt", "export-policy", options.place]
+    words += ["--step", str(options.step)] * (options.step is not None)
+    words += ["--model", str(options.model)] * (options.model is not None)
+    policy = argparse.Namespace(place=options.place, step=options.step, output=None)
+    return Policy(output_of(policy, "policy"), shlex.join(words))
+
+
 def find_drafter(options: argparse.Namespace) -> Source:
     """The drafter that the options name.
 
@@ -91,7 +109,7 @@ def find_drafter(options: argparse.Namespace) -> Source:
     run = RunFolder(folder)
     target = find_target(options, run)
     if options.step is None and (folder / DRAFTER_FILE).is_file():
-        return _in_file(folder, target, False)
+        return _in_file(folder, target, None)
     checkpoint = checkpoint_at(run, options.step)
     if checkpoint is not None and checkpoint.names("drafter"):
         with checkpoint.reading("drafter") as read:
@@ -104,9 +122,9 @@ def find_drafter(options: argparse.Namespace) -> Source:
         }
         if _ACCEPT_LENGTH in line:
             recorded["accept length"] = f"{line[_ACCEPT_LENGTH]:.2f} in the run's last rollout, with all strategies"
-        return Source(checkpoint.folder, drafter, target, recorded, True)
+        return Source(checkpoint.folder, drafter, target, recorded, policy_of(options))
     if options.step is None and (folder / "drafter" / DRAFTER_FILE).is_file():
-        return _in_file(folder / "drafter", target, run.metrics.is_file())
+        return _in_file(folder / "drafter", target, policy_of(options) if run.metrics.is_file() else None)
     raise UserError(
         f"{place} has no drafter; give a run with speculation.mode = 'full' that has saved a checkpoint, or a folder "
         f"that has a {DRAFTER_FILE}"
@@ -128,7 +146,7 @@ def find_target(options: argparse.Namespace, run: RunFolder) -> Target:
     return read_target(load_saved_config(run.config).model.path)
 
 
-def _in_file(folder: Path, target: Target, is_trained_in_run: bool) -> Source:
+def _in_file(folder: Path, target: Target, policy: Policy | None) -> Source:
     """A drafter in a file of its own, with the facts of its warm-up if they are there."""
     stored = read_drafter(str(folder), target.shape, str(folder))
     drafter = {name.removesuffix(".weight"): tensor for name, tensor in stored.items()}
@@ -140,7 +158,7 @@ def _in_file(folder: Path, target: Target, is_trained_in_run: bool) -> Source:
             "accept length": f"{facts.accept_length:.2f} at temperature {facts.temperature:g}, by {facts.strategy} on "
             f"{facts.num_validation_prompts} held-out prompts",
         }
-    return Source(folder, drafter, target, recorded, is_trained_in_run)
+    return Source(folder, drafter, target, recorded, policy)
 
 
 def card(source: Source, files: Files, kind: str, command: str) -> str:
@@ -156,7 +174,7 @@ def card(source: Source, files: Files, kind: str, command: str) -> str:
 
 def serving_command(source: Source, kind: str, output: Path) -> str:
     """The command that serves the target with the drafter."""
-    target = shlex.quote(POLICY_FOLDER if source.is_trained_in_run else source.target.path)
+    target = shlex.quote(str(source.policy.folder) if source.policy else source.target.path)
     method = "eagle3" if source.is_eagle3 else "eagle"
     if kind != "sglang":
         settings = {"method": method, "model": str(output), "num_speculative_tokens": SPECULATIVE_TOKENS}
@@ -170,9 +188,9 @@ def serving_command(source: Source, kind: str, output: Path) -> str:
 
 def advice(source: Source) -> str:
     """Which weights to serve the drafter with."""
-    if not source.is_trained_in_run:
+    if source.policy is None:
         return "The target checks every draft: a drafter that fits it badly makes serving slower, not different."
     return (
-        f"{POLICY_FOLDER} stands for the policy that tlt export-policy writes. With the model that the run started "
+        f"`{source.policy.command}` writes the policy to {source.policy.folder}. With the model that the run started "
         f"from ({source.target.path}) the text is as right, but fewer drafts are accepted."
     )

@@ -26,9 +26,19 @@ def add_policy_options(command: argparse.ArgumentParser) -> None:
     _add_common(command, "policy")
 
 
+def add_step(command: argparse.ArgumentParser, words: str) -> None:
+    """Add the option of the commands that read a checkpoint of a run."""
+    command.add_argument("--step", type=number_or_best, metavar="N", help=f"{words}, or best: of the best evaluation")
+
+
+def number_or_best(text: str) -> int | str:
+    """A number, or the word ``best``."""
+    return text if text == "best" else int(text)
+
+
 def _add_common(command: argparse.ArgumentParser, name: str) -> None:
     command.add_argument("--output", type=Path, metavar="FOLDER", help=f"where to write it (default RUN/export/{name})")
-    command.add_argument("--step", type=int, metavar="N", help="take the checkpoint of this step (default: the newest)")
+    add_step(command, "take the checkpoint of this step (default: the newest)")
     command.add_argument("--model", metavar="FOLDER", help="the model, if RUN does not name it or it has moved")
 
 

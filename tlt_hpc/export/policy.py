@@ -19,6 +19,7 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors.torch import save_file
 
 from tlt_hpc.checkpoint.policy_weights import PolicyWeights, open_policy
+from tlt_hpc.checkpoint.store import chosen_step
 from tlt_hpc.common.records import ChatFormat
 from tlt_hpc.config import Config, ConfigError, UserError, load_saved_config
 from tlt_hpc.data.chat import read_template
@@ -54,6 +55,7 @@ def run(options: argparse.Namespace) -> None:
     if not folder.config.is_file():
         raise UserError(no_run(folder.path, "config.toml"))
     config = load_saved_config(folder.config)
+    options.step = chosen_step(folder, options.step)
     checkpoint = checkpoint_at(folder, options.step)
     if checkpoint is None:
         raise UserError(f"{options.place} has no checkpoint yet; train on until it has saved one")
@@ -83,11 +85,11 @@ def run(options: argparse.Namespace) -> None:
         (part / CARD).write_text(policy_card(config, log, model, output, checkpoint.step), encoding="utf-8")
         yield from (part / CONFIG, part / CARD)
 
-    write_folder(output, fill)
     count = sum(math.prod(shape) for shape in policy.shapes.values())
-    print(
-        f"wrote {output}: the policy after {checkpoint.step} steps, {count / 1e6:,.1f} M parameters in {options.dtype}"
-    )
+    what = f"the policy after {checkpoint.step} steps, {count / 1e6:,.1f} M parameters in {options.dtype}"
+    print(f"writing {output}", flush=True)  # of a large model it takes minutes
+    write_folder(output, fill)
+    print(f"wrote {output}: {what}")
     print(f"next: vllm serve {shlex.quote(str(output))}\n  or: AutoModelForCausalLM.from_pretrained({str(output)!r})")
 
 

@@ -253,7 +253,7 @@ class Mlflow(Tracker):
 
 
 class Trackio(Tracker):
-    """A run of trackio in a local database in the run's folder, written anew; nothing is sent anywhere."""
+    """A run of trackio in a local database in the run's folder, written again at each start; nothing is sent."""
 
     def __init__(self, config: Config, folder: RunFolder, run_id: str) -> None:
         self.start_early()

@@ -9,7 +9,8 @@ import os
 import pickle
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 from uuid import uuid4
@@ -27,6 +28,8 @@ from tlt_hpc.mpi.progress import wait
 
 T = TypeVar("T")
 
+_LONG_SECONDS = 5.0
+"""What takes so long says at its end how long it took."""
 MOST_BYTES = 2**30
 """Of one gather or sum: counts and displacements must fit a C int in libraries older than MPI 4."""
 
@@ -93,11 +96,20 @@ class World(NodeGroup):
         )
         return world
 
-    def say(self, words: str) -> None:
+    def say(self, words: str, note: str = "") -> None:
         """Have rank 0 print what a start does, each thing once: further runs of this process start quickly."""
         if self.rank == 0 and words not in self.stages:
-            print(f"  {words}", flush=True)
+            print(f"  {words}{note}", flush=True)
         self.stages.setdefault(words, time.time())
+
+    @contextmanager
+    def saying(self, words: str, note: str) -> Iterator[None]:
+        """As ``say``, of what is done within and may take minutes without a word; at its end, how long it has taken."""
+        began = time.monotonic()
+        self.say(words, note)
+        yield
+        if self.rank == 0 and (seconds := time.monotonic() - began) >= _LONG_SECONDS:
+            print(f"  {words} took {seconds:.0f} s", flush=True)
 
     @property
     def library(self) -> str:

@@ -161,6 +161,25 @@ def drop_lines(path: Path, step: int) -> list[int]:
     return list(dropped)
 
 
+def best_evaluated(path: Path, steps: Iterable[int]) -> int | None:
+    """Of these numbers of steps, that after which the policy's evaluation was best, the later one of equals.
+
+    The figure is the mean over the data sets of mean@N, or of the greedy accuracy if nothing was sampled. Evaluations
+    on other data sets than the newest one's do not count. None: none was evaluated.
+
+    Raises:
+        UserError: as ``read_lines``.
+    """
+    lines, found = read_lines(path), dict[int, dict[str, float]]()
+    for step in steps:
+        figures = {name: value for name, value in lines.get(step - 1, {}).items() if name.startswith("val-core/")}
+        sampled = {name: value for name, value in figures.items() if "/acc/mean@" in name}
+        if judged := sampled or {name: value for name, value in figures.items() if name.endswith("/acc/greedy")}:
+            found[step] = judged
+    alike = [step for step in sorted(found) if found[step].keys() == found[max(found)].keys()]
+    return max(alike, key=lambda step: (sum(found[step].values()), step), default=None)
+
+
 def _bytes_before(path: Path, step: int) -> bytes | None:
     """The whole file if its last line is of a step before ``step``; None if all lines must be looked at.
 

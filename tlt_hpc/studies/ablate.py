@@ -207,7 +207,7 @@ def answer(
     settings = replace(session.settings(), strategies=(Strategy("drafter", JUDGED_DEPTH),))
     engine = session.make_engine(settings, drafter)
     engine.drafter_ready = True
-    engine.calibrate(requests[:1])  # on every rank: of few prompts some ranks have none
+    session.calibrate_on(engine, requests[:1])  # on every rank: of few prompts some ranks have none
     if session.generate(engine, requests[session.world.rank :: session.world.size]).stopping:
         return None
     return [(r.key, len(r.response_tokens), r.num_target_passes) for r in engine.collect()]

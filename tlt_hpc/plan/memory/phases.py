@@ -140,8 +140,8 @@ def _disk(situation: Situation) -> NamedBytes:
     step = config.samples_per_step * (4 * situation.longest + (_LOG_BYTES - 4) * config.rollout.max_new_tokens)
     return present(
         {
-            # the next is written before the oldest is removed
-            "checkpoints": (config.checkpoint.keep + 1) * _saved(situation),
+            # the next is written before the oldest is removed; the best by an evaluation is kept beside the newest
+            "checkpoints": (config.checkpoint.keep + 1 + bool(config.evaluation.every_steps)) * _saved(situation),
             "the drafter's between them": 3 * _saved_alone(situation),
             "features": config.drafter.cache_bytes * situation.num_ranks if situation.learns_drafting else 0,
             "rollout logs": step * config.run.num_steps,

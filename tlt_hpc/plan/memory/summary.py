@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tlt_hpc.common.console import TextConsole
+from tlt_hpc.common.host_memory import available_bytes
 from tlt_hpc.config import Config, ConfigError, check_ranks, check_replicas, load_config
 from tlt_hpc.models.shape import ModelShape
 from tlt_hpc.models.weight_check import check_weights
@@ -108,8 +109,9 @@ def run(options: argparse.Namespace) -> int:
     """
     config = load_config(options.config, options.overrides)
     device, host = (gb and int(gb * GB) for gb in (options.gpu_memory, options.host_memory))
-    limits = MemoryLimits(device, host)
     plan = plan_memory(_situation(config, options))
+    is_here = plan.situation.device == "cpu" and options.nodes == 1 and not _may_use_gpus(config)
+    limits = MemoryLimits(device, available_bytes() if is_here and host is None else host)
     show(plan, limits, TextConsole())
     if plan.situation.device == "cpu" and _may_use_gpus(config):
         print("This is for ranks on CPUs; --gpus-per-node N plans for GPUs.")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import sysconfig
 from collections.abc import Mapping
@@ -40,11 +39,6 @@ def mount_of(path: Path) -> Mount:
     """The mount that a path is on."""
     point, kind = System().mount(path)
     return Mount(point or "/", kind or "unknown")
-
-
-def memory_bytes() -> int:
-    """This machine's memory."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def nearest_folder(path: Path) -> Path:

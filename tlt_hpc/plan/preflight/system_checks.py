@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from tlt_hpc.cluster.slurm import SlurmError
+from tlt_hpc.common.host_memory import available_bytes
 from tlt_hpc.plan.memory.plan import MemoryLimits, size
 from tlt_hpc.plan.preflight import machine, slurm_checks
 from tlt_hpc.plan.preflight.planned_job import PlannedJob
@@ -49,9 +50,9 @@ def _default_memory(job: PlannedJob) -> str:
 
 
 def _host_bytes(job: PlannedJob) -> int | None:
-    """Memory of a node: as requested from Slurm, or of the partition's smallest node; else this machine's."""
+    """Memory of a node: as requested from Slurm, or of the partition's smallest node; else what is left here."""
     if not job.asks_slurm:
-        return machine.memory_bytes()
+        return available_bytes()
     try:
         return (job.request.memory_mb or slurm_checks.smallest_node_mb(job)) * _MB or None
     except SlurmError:  # the check of the partition reports it

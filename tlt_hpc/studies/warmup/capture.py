@@ -57,7 +57,7 @@ def capture(warmup: Warmup, shown: Callable[[int, int], None]) -> bool:
     """
     parts, num_replicas = parts_of(warmup), warmup.replica.count
     engine = warmup.make_engine(settings_of(warmup), warmup.served)
-    engine.calibrate(requests_of(parts[0], warmup.config.run.seed)[:1])
+    warmup.calibrate_on(engine, requests_of(parts[0], warmup.config.run.seed)[:1])
     max_bytes, used, largest = warmup.config.drafter.cache_bytes * warmup.world.size, 0, 0
     for first in range(0, len(parts), num_replicas):
         block = parts[first : first + num_replicas]

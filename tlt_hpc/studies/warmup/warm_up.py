@@ -191,7 +191,7 @@ def make_validation_engine(warmup: Warmup) -> RolloutEngine:
         max_prompt_tokens=max(len(request.prompt_tokens) for request in requests),
     )
     engine = warmup.make_engine(settings, warmup.served)
-    engine.calibrate(requests[:1])
+    warmup.calibrate_on(engine, requests[:1])
     return engine
 
 
