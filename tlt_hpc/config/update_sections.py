@@ -220,8 +220,8 @@ class OptimizerSection(Section):
     warmup_steps: Count = 0
     """Optimizer steps over which the learning rate rises linearly."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """How the learning rate goes on after the warm-up: it stays, or falls to 0 by the end of the run, in a line or as
-    half a cosine. With one that falls ``run.num_steps`` cannot be changed when a run is resumed."""
+    """The learning rate after the warm-up: constant, or falling to 0 by the end of the run, linearly or as half a
+    cosine. If it falls, ``run.num_steps`` cannot be changed when a run is resumed."""
     zero_stage: Annotated[int, Field(ge=0, le=3)] = 1
     """What DeepSpeed ZeRO shards over the ranks: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters."""
     offload: Annotated[bool | Literal["parameters"], _switch_or("parameters")] = False
