@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM
 from tlt_hpc.common.records import FinishReason, SamplingParams
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.eagle import Eagle
+from tlt_hpc.rollout.drafts import perturbed
 from tlt_hpc.rollout.engine import RolloutEngine
 from tlt_hpc.rollout.guard import SAFETY
 from tlt_hpc.rollout.kv_cache import page_bytes
@@ -174,12 +175,19 @@ def test_each_depth_of_a_draft_has_the_noise_of_its_own_position(strategy):
             (path,) = (i for i in range(1, len(tokens)) if parents[i] == path and tokens[i] == token)
     keys = [request.key for request in REQUESTS[:3]]
     words, first = torch.tensor([words_of(key) for key in keys]), torch.tensor([0, 4, 9])
-    pick = engine._learned.picker(words, first, torch.ones(3), 1.0)
+    heats, logits = (
+        torch.tensor([0.5, 1.0, 2.0]),
+        torch.randn(3, 1, NUM_TOKENS, generator=torch.Generator().manual_seed(1)),
+    )
+    pick = engine._learned.picker(words, first, heats, 1.5)
     for d in range(4):
-        rows = [noise_of(key, start + d, NUM_TOKENS) for key, start in zip(keys, first.tolist(), strict=True)]
+        rows = np.array([noise_of(key, start + d, NUM_TOKENS) for key, start in zip(keys, first.tolist(), strict=True)])
+        scores = logits[:, 0].numpy() * 1.5 / heats[:, None].numpy() + rows
         for count in (1, 2):
-            ids = pick(d, torch.zeros(3, 1, NUM_TOKENS), count)[1].view(3, count)
-            assert ids.tolist() == [np.argsort(-row)[:count].tolist() for row in rows]
+            ids = pick(d, logits, count)[1].view(3, count)
+            assert ids.tolist() == np.argsort(-scores, 1)[:, :count].tolist()
+        on_host = perturbed(logits, torch.tensor(rows[:, None]), heats, 1.5)
+        np.testing.assert_allclose(on_host[:, 0].numpy(), scores, rtol=1e-5, atol=1e-5)
 
 
 def test_what_is_generated_ahead_alone_takes_short_steps():
