@@ -6,7 +6,7 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
-from by_definition import choice_of, noise_of
+from by_definition import choice_of, noise_of, words_of
 from tiny import (
     CPU,
     EOS,
@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM
 from tlt_hpc.common.records import FinishReason, SamplingParams
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.eagle import Eagle
+from tlt_hpc.rollout.drafts import perturbed
 from tlt_hpc.rollout.engine import RolloutEngine
 from tlt_hpc.rollout.guard import SAFETY
 from tlt_hpc.rollout.kv_cache import page_bytes
@@ -153,6 +154,40 @@ def test_a_prompt_that_is_being_prefilled_gives_way_to_older_rows(plain):
         assert not waiting & {sequence.order for sequence in [*scheduler.prefilling, *scheduler.rows.responses]}
     assert given_way, "no prompt gave way"
     assert texts(engine.collect()) == texts(plain.values())
+
+
+@pytest.mark.parametrize("strategy", [Strategy("drafter", 4), Strategy("drafter", 4, 2, 8)])
+def test_each_depth_of_a_draft_has_the_noise_of_its_own_position(strategy):
+    """Noise that outweighs all logits: the first path of the drafts is what it says, on the host and on a device."""
+    engine = full_engine([strategy], max_live=3)
+    engine.submit(REQUESTS[:3])
+    engine._fill()
+    engine._fill()
+    said = torch.tensor([[5, 9, 2, 7], [3, 3, 12, 4], [8, 6, 15, 11]])
+    noise = torch.zeros(3, 5, NUM_TOKENS)
+    noise[:, :4].scatter_(2, said.unsqueeze(2), 1e4)
+    drafts = engine._learned.propose(engine._rows, engine._scheduler.layout, noise, strategy).drafts
+    for row, wanted in enumerate(said.tolist()):
+        tokens = drafts.tokens[row].tolist()
+        parents = [0, *range(len(tokens) - 1)] if drafts.parents is None else drafts.parents[row].tolist()
+        path = 0
+        for token in wanted:
+            (path,) = (i for i in range(1, len(tokens)) if parents[i] == path and tokens[i] == token)
+    keys = [request.key for request in REQUESTS[:3]]
+    words, first = torch.tensor([words_of(key) for key in keys]), torch.tensor([0, 4, 9])
+    heats, logits = (
+        torch.tensor([0.5, 1.0, 2.0]),
+        torch.randn(3, 1, NUM_TOKENS, generator=torch.Generator().manual_seed(1)),
+    )
+    pick = engine._learned.picker(words, first, heats, 1.5)
+    for d in range(4):
+        rows = np.array([noise_of(key, start + d, NUM_TOKENS) for key, start in zip(keys, first.tolist(), strict=True)])
+        scores = logits[:, 0].numpy() * 1.5 / heats[:, None].numpy() + rows
+        for count in (1, 2):
+            ids = pick(d, logits, count)[1].view(3, count)
+            assert ids.tolist() == np.argsort(-scores, 1)[:, :count].tolist()
+        on_host = perturbed(logits, torch.tensor(rows[:, None]), heats, 1.5)
+        np.testing.assert_allclose(on_host[:, 0].numpy(), scores, rtol=1e-5, atol=1e-5)
 
 
 def test_what_is_generated_ahead_alone_takes_short_steps():

@@ -113,7 +113,7 @@ class _Head(torch.nn.Module):
 class _Read(torch.autograd.Function):
     """Log-probabilities of the targets [R] and entropy [R] of what a head [V, H] says of hidden states [R, H].
 
-    They are of the softmax of the logits over the temperature, before top-k, top-p and min-p.
+    They are of the softmax of the logits over the temperature, without tokens that are ``excluded``, before truncation.
     Logits are float32 sums, as the decoder's are, and exist for a chunk of rows at a time; the backward pass makes them
     again. The head's gradient is added up over the chunks in float32: in half precision each addition would round it.
     """
