@@ -168,9 +168,9 @@ WRONG: dict[str, tuple[Callable[[], Made], str]] = {
     "a missing file": (lambda: shards(lambda name: ".0." in name, index={"x": "3.safetensors"}), "lacks 3.safetensors"),
     "a tensor not in its file": (
         lambda: shards(lambda name: ".0." in name, index={"x": "2.safetensors"}), "2.safetensors lacks 'x', which mod"),
-    "an index without metadata": (lambda: shards(lambda name: True)._replace(metadata=None), "has no 'metadata', which"),
+    "an index without metadata": (lambda: shards(lambda name: True)._replace(metadata=None), "has no 'metadata', wh"),
     "files that are no names": (
-        lambda: shards(lambda name: False, index={"x": 3}), "no 'weight_map'"),  # type: ignore[dict-item]
+        lambda: shards(lambda name: False, index={"x": 3}), "'weight_map'"),  # type: ignore[dict-item]
 }  # fmt: skip
 
 
