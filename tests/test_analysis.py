@@ -49,7 +49,7 @@ def rows_of(found: Pieces) -> list[tuple[Kind, float, float]]:
 
 def test_the_timeline_of_two_ranks(folder: RunFolder) -> None:
     found = analyse_timeline(RunLog(folder.path))
-    assert found.step == 2 and found.num_ranks == 2 and found.rollout_seconds == pytest.approx(6.5)
+    assert found.step == 3 and found.num_ranks == 2 and found.rollout_seconds == pytest.approx(6.5)
     assert rows_of(found.lanes[0].pieces) == [
         (Kind.SAVE, -1.0, -0.5),
         (Kind.PREFILL, 0.0, 0.5),
@@ -87,7 +87,7 @@ def test_a_refill_has_its_own_tail(tmp_path: Path) -> None:
 
 def test_lengths(folder: RunFolder) -> None:
     found = take(RunLog(folder.path), LENGTHS)
-    assert found.steps.tolist() == [0, 1, 2] and found.cap == 8
+    assert found.steps.tolist() == [1, 2, 3] and found.cap == 8
     assert found.p50.tolist() == [4.5] * 3 and found.longest.tolist() == [8] * 3 and found.mean.tolist() == [5.25] * 3
     assert found.num_cut.tolist() == [1] * 3 and found.num_responses.tolist() == [4] * 3
     assert "no long tail" in found.verdict and "3 responses (25 %) ended at the cap of 8 tokens" in found.verdict
@@ -136,9 +136,9 @@ def test_learning_separates_a_trend_from_chance(tmp_path: Path) -> None:
     assert "clearly up" in verdict(0.01) and "clearly down" in verdict(-0.005)
     flat = verdict(0.0)
     assert moving_mean(np.array([1.0, np.nan, 3.0, 5.0]), 3).tolist() == [1.0, 2.0, 4.0, 4.0]
-    assert "within what steps vary by" in flat and "gsm8k greedy: 0.750 at step 39" in flat
+    assert "within what steps vary by" in flat and "gsm8k greedy: 0.750 at step 40" in flat
     set_lines(folder, {}, {"actor/grad_norm": float("nan")}, {})
-    assert "NOT FINITE: grad_norm from step 1 on" in analyse_learning(RunLog(folder.path)).verdict
+    assert "NOT FINITE: grad_norm from step 2 on" in analyse_learning(RunLog(folder.path)).verdict
 
 
 # --- several runs ---
@@ -153,7 +153,7 @@ def test_the_same_tokens_on_another_number_of_ranks(tmp_path: Path) -> None:
         write_step(b.rollout_log(step, 0), small_record(step, 0, 1, **changes))
     set_lines(b, *[{"rollout/seconds": 13.0}] * 3)
     found = analyse_comparison([RunLog(b.path), RunLog(a.path)])
-    assert found.first_difference == {"a": None} and found.compared_steps.tolist() == [0, 1, 2]
+    assert found.first_difference == {"a": None} and found.compared_steps.tolist() == [1, 2, 3]
     speed = speed_of(*found.runs)
     assert speed is not None and speed.rollout == 2.0 and speed.step == pytest.approx((13 + 3.1) / 9.6)
     assert "its rollouts are 2.00 times as fast on 2 ranks instead of 1." in found.verdict
@@ -165,10 +165,10 @@ def test_the_first_step_with_another_token_is_named(tmp_path: Path) -> None:
     record.rollouts[0].response_tokens[3] += 1
     write_step(runs[2].rollout_log(1, 1), record)
     found = analyse_comparison([RunLog(run.path) for run in runs])
-    assert found.first_difference == {"b": None, "c": 1}
-    assert "b has the same tokens and c differs from step 1 on" in found.tokens_in_words
+    assert found.first_difference == {"b": None, "c": 2}
+    assert "b has the same tokens and c differs from step 2 on" in found.tokens_in_words
     runs[1].rollout_log(2, 1).unlink()
-    assert analyse_comparison([RunLog(run.path) for run in runs[:2]]).compared_steps.tolist() == [0, 1]
+    assert analyse_comparison([RunLog(run.path) for run in runs[:2]]).compared_steps.tolist() == [1, 2]
 
 
 # --- damaged, missing ---
@@ -183,13 +183,13 @@ def test_damage_is_named_and_left_out(folder: RunFolder) -> None:
     folder.config.write_text("[rollout")
     run = RunLog(folder.path)
     found = {name: analyse(run) for name, analyse in ANALYSES.items()}
-    assert found["timeline"].step == 0, "the last step with the logs of all its ranks"
-    assert all(each.steps.tolist() == [0, 1, 2] for name, each in found.items() if name != "timeline")
-    assert "1 of 2 ranks" in analyse_timeline(run, step=2).verdict
+    assert found["timeline"].step == 1, "the last step with the logs of all its ranks"
+    assert all(each.steps.tolist() == [1, 2, 3] for name, each in found.items() if name != "timeline")
+    assert "1 of 2 ranks" in analyse_timeline(run, step=3).verdict
     for each in found.values():
         json.dumps(each.to_json(), allow_nan=False)
     problems = " ".join(run.problems)
-    for words in ("metrics.jsonl:4 is cut off", str(path), "step 1: no log of rank 0 (1 of 2 ranks)", "config.toml"):
+    for words in ("metrics.jsonl:4 is cut off", str(path), "step 2: no log of rank 0 (1 of 2 ranks)", "config.toml"):
         assert words in problems
 
 
@@ -197,9 +197,9 @@ def test_logs_of_uncommitted_steps_are_left_out(folder: RunFolder) -> None:
     folder.metrics.write_text(folder.metrics.read_text().splitlines(keepends=True)[0])
     run = RunLog(folder.path)
     assert run.steps == (0,) and run.logged_steps == (0, 1, 2)
-    assert all(take(run, survey).steps.tolist() == [0] for survey in (LENGTHS, THROUGHPUT))  # type: ignore[attr-defined]
-    assert analyse_timeline(run).step == 0 and "left out: the logs of step 1, 2" in " ".join(run.problems)
-    assert analyse_timeline(run, step=2).step == 2, "unless it is asked for"
+    assert all(take(run, survey).steps.tolist() == [1] for survey in (LENGTHS, THROUGHPUT))  # type: ignore[attr-defined]
+    assert analyse_timeline(run).step == 1 and "left out: the logs of step 2, 3" in " ".join(run.problems)
+    assert analyse_timeline(run, step=3).step == 3, "unless it is asked for"
 
 
 def test_rounds_of_a_replica_count_once(folder: RunFolder) -> None:

@@ -95,18 +95,18 @@ def test_export(tmp_path: Path, folder: RunFolder) -> None:
         with (tmp_path / "csv" / f"{name}.csv").open(newline="") as file:
             return list(csv.DictReader(file))
 
-    assert [row["training/global_step"] for row in table("steps")] == ["0.0", "1.0", "2.0"]
+    assert [row["training/global_step"] for row in table("steps")] == ["1.0", "2.0", "3.0"]
     responses, rounds = table("responses"), table("rounds")
     assert len(responses) == 12 and [row["response_length"] for row in responses[:4]] == ["4", "4", "8", "5"]
-    assert [(row["step"], row["rank"]) for row in responses[::2]] == [(s, r) for s in "012" for r in "01"]
+    assert [(row["step"], row["rank"]) for row in responses[::2]] == [(s, r) for s in "123" for r in "01"]
     assert len(table("micro_steps")) == 6 and len(table("phases")) == 8 + 10 + 10
     assert [row["strategy"] for row in rounds[:3]] == ["prefill", "off", "drafter-4"] and len(rounds) == 18
     events = json.loads((tmp_path / "csv" / "trace.json").read_text())["traceEvents"]
     engine = [e for e in events if e["ph"] == "X" and e["tid"] == "engine" and e["pid"] == 1]
     assert [(e["name"], e["dur"]) for e in engine] == [("prefill", 1e6), ("drafter-4", 3e6), ("drafter-4", 2e6)]
     assert {e["pid"] for e in events} == {0, 1} and min(e["ts"] for e in events if "ts" in e) >= 0
-    few = start("export_run", folder.path, "--output", tmp_path / "few", "--steps", "1")
-    assert "responses.csv (4 rows)" in few.stdout and "step 1;" in few.stdout
+    few = start("export_run", folder.path, "--output", tmp_path / "few", "--steps", "2")
+    assert "responses.csv (4 rows)" in few.stdout and "step 2;" in few.stdout
     done = start("export_run", folder.path, "--output", tmp_path / "parquet", "--format", "parquet", program=None)
     assert done.returncode == 0, done.stderr
     for name in ("steps", "responses", "rounds"):
@@ -125,9 +125,9 @@ def test_inspect_names_what_is_wrong(folder: RunFolder) -> None:
     write_step(folder.rollout_log(3, 0), small_record(3, 0))
     done = start("inspect_run", folder.path)
     assert done.returncode == 0
-    assert f"half written: {part}" in done.stdout and "not committed yet: step 3" in done.stdout
+    assert f"half written: {part}" in done.stdout and "not committed yet: step 4" in done.stdout
     told = start("look", "timeline", folder.path).stdout
-    assert told.startswith("Step 2 (counted from 0),"), "the last with the logs of all ranks"
+    assert told.startswith("Step 3,"), "the last with the logs of all ranks"
     path = folder.rollout_log(0, 0)
     path.write_bytes(path.read_bytes()[:-50])
     folder.rollout_log(1, 0).unlink()
@@ -136,7 +136,7 @@ def test_inspect_names_what_is_wrong(folder: RunFolder) -> None:
     folder.metrics.write_bytes(folder.metrics.read_bytes() + b'{"torn')
     done = start("inspect_run", folder.path, "--check")
     assert done.returncode == 1 and f"{path}: damaged rollout log" in done.stdout
-    for fault in ("step 1: no log of rank 0", "committed steps without logs: 2", "metrics.jsonl:4 is cut off"):
+    for fault in ("step 2: no log of rank 0", "committed steps without logs: 3", "metrics.jsonl:4 is cut off"):
         assert fault in done.stdout
 
 

@@ -130,9 +130,9 @@ def test_cards_are_what_the_files_say(run: RunFolder, plain: RunFolder) -> None:
 
 def test_a_gain_is_of_the_steps_that_both_have_timed(tmp_path: Path, run: RunFolder, plain: RunFolder) -> None:
     few = make_plain(tmp_path / "few", seconds=19.5, num_steps=1)
-    assert (gain(run, few).speed.rollout, gain(run, few).speed.steps.tolist()) == (3.0, [0])
+    assert (gain(run, few).speed.rollout, gain(run, few).speed.steps.tolist()) == (3.0, [1])
     set_lines(run, {"rollout/kept_tokens": 9.0, "rollout/seconds": 0.1}, {}, {"rollout/seconds": float("nan")})
-    assert (gain(run, plain).speed.rollout, gain(run, plain).speed.steps.tolist()) == (2.0, [1])
+    assert (gain(run, plain).speed.rollout, gain(run, plain).speed.steps.tolist()) == (2.0, [2])
     set_lines(run, *[{"rollout/kept_tokens": 9.0}] * 3)
     assert gain_of(find(run.path, plain.path)) is None
 
@@ -179,7 +179,7 @@ def test_different_tokens_are_not_the_same_work(run: RunFolder, plain: RunFolder
     told = cards_of(run, plain)
     assert cards_of(run)["Text"].value == "not compared"
     assert told["Text"].value == "differs" and told["Text"].tone == "bad" and told["Against plain"].tone == "plain"
-    assert "from step 1 on" in told["Text"].words
+    assert "from step 2 on" in told["Text"].words
     assert gain(run, plain).unlike == ("the responses differ, so the work was not the same",)
 
 
@@ -250,7 +250,7 @@ def test_the_end_of_a_run_says_its_cost(run: RunFolder, capsys: pytest.CaptureFi
 ADVICE = {
     "informative": ({"rollout/teaching_share": 0.25}, "25 % of the groups.*algorithm.max_refills"),
     "mismatch": ({"training/rollout_probs_diff_mean": 0.05}, "by 0.050 on average.*rollout_correction"),
-    "not finite": ({"actor/grad_norm": float("nan")}, "grad_norm is not finite from step 0.*before step 0"),
+    "not finite": ({"actor/grad_norm": float("nan")}, "grad_norm is not finite from step 1.*before step 1"),
 }
 
 
@@ -282,7 +282,7 @@ def test_the_typical_step_is_drawn(run: RunFolder) -> None:
             record = small_record(step, rank, timing=RolloutTiming(at, at + last, at + 6.5), micro_steps=())
             write_step(run.rollout_log(step, rank), record)
     found = find(run.path)
-    assert typical_step(found.throughput) == 2 and found.timeline is not None and found.timeline.step == 2
+    assert typical_step(found.throughput) == 3 and found.timeline is not None and found.timeline.step == 3
 
 
 # -- the page -------------------------------------------------------------------------------------------------------

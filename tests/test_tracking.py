@@ -63,12 +63,13 @@ def told(folder: Path) -> dict[str, dict[int, float]]:
 
 
 def logged(folder: RunFolder) -> dict[str, dict[int, float]]:
-    """The same from metrics.jsonl."""
+    """The same from metrics.jsonl; trackers count steps from 1."""
     found: dict[str, dict[int, float]] = {}
     for step, line in read_lines(folder.metrics).items():
         for name, value in line.items():
             if not isinstance(value, str):
-                found.setdefault(name, {})[step] = pytest.approx(value, rel=1e-6)
+                shown = step + 1 if name == "training/global_step" else value
+                found.setdefault(name, {})[step + 1] = pytest.approx(shown, rel=1e-6)
     return found
 
 
@@ -108,7 +109,7 @@ def test_event_files_hold_what_metrics_hold_after_kills_and_steps_taken_back(tmp
     commit(folder, 2, 3, factor=2.0)
     follow(config, folder, 2, 3, 4)
     assert told(events) == logged(folder)
-    assert max(told(events)["critic/score/mean"]) == 3
+    assert max(told(events)["critic/score/mean"]) == 4
 
 
 @pytest.mark.parametrize(
@@ -199,7 +200,7 @@ def test_wandb_has_each_step_once_under_one_id(tmp_path, library, caplog):
     assert json.loads(folder.tracking.read_text()) == {"wandb": 0, "wandb_id": next(iter(library.runs))}
     follow(config, folder, 1, 2)
     follow(config, folder, 2, 3)
-    assert list(library.runs.values()) == [[(step, step / 7) for step in range(3)]]
+    assert list(library.runs.values()) == [[(step + 1, step / 7) for step in range(3)]]
     library.fails = True
     follow(config, folder, 4, 4)
     assert [record.getMessage().partition(":")[0] for record in caplog.records] == ["wandb failed (Error"]
@@ -208,7 +209,7 @@ def test_wandb_has_each_step_once_under_one_id(tmp_path, library, caplog):
     drop_lines(folder.metrics, 1)
     commit(folder, 1, factor=2.0)
     follow(config, folder, 1, 2)
-    assert list(library.runs.values())[1:] == [[(0, 0.0), (1, 2 / 7)]]
+    assert list(library.runs.values())[1:] == [[(1, 0.0), (2, 2 / 7)]]
 
 
 def test_a_run_with_steps_that_were_taken_back_is_not_continued_later(tmp_path, library):
@@ -223,7 +224,7 @@ def test_a_run_with_steps_that_were_taken_back_is_not_continued_later(tmp_path, 
     library.fails = False
     commit(folder, 2, 3, factor=2.0)
     follow(config, folder, 4)
-    assert list(library.runs.values())[-1] == [(0, 0.0), (1, 2 / 7), (2, 4 / 7), (3, 6 / 7)]
+    assert list(library.runs.values())[-1] == [(1, 0.0), (2, 2 / 7), (3, 4 / 7), (4, 6 / 7)]
 
 
 REST = "the run continues without it; metrics.jsonl has every step, and the next start sends the rest"
@@ -251,7 +252,7 @@ def test_a_tracker_that_does_not_answer_is_named_once_and_dropped(call, tmp_path
     library.before = lambda called: None
     with Tracking(config, folder) as tracking:
         tracking.follow(9)
-    assert [step for step, _ in list(library.runs.values())[-1]] == list(range(9)) and len(warnings_in(caplog)) == 1
+    assert [step for step, _ in list(library.runs.values())[-1]] == list(range(1, 10)) and len(warnings_in(caplog)) == 1
 
 
 def test_a_tracker_that_cannot_keep_up_is_dropped_and_has_what_it_was_given(tmp_path, library, caplog, monkeypatch):
@@ -280,7 +281,7 @@ def test_a_slow_tracker_gets_the_steps_in_order(tmp_path, library, caplog):
     with Tracking(config, folder) as tracking:
         for count in range(trackers.MAX_BEHIND + 20, trackers.MAX_BEHIND + 31):
             tracking.follow(count)
-    assert [[step for step, _ in run] for run in library.runs.values()] == [list(range(trackers.MAX_BEHIND + 30))]
+    assert [[step for step, _ in run] for run in library.runs.values()] == [list(range(1, trackers.MAX_BEHIND + 31))]
     assert not warnings_in(caplog) and library.ended == [0]
 
 
@@ -337,7 +338,7 @@ def test_a_damaged_record_of_the_trackers_is_one_line(damaged, reason, tmp_path,
         assert [line.partition(":")[0] for line in warnings_in(caplog)[1:]] == ["wandb failed (WriteError"]
         return
     assert len(warnings_in(caplog)) == 1
-    assert list(library.runs.values()) == [[(0, 0.0)], [(0, 0.0), (1, 1 / 7)]]
+    assert list(library.runs.values()) == [[(1, 0.0)], [(1, 0.0), (2, 1 / 7)]]
     assert json.loads(folder.tracking.read_text()) == {"wandb": 2, "wandb_id": list(library.runs)[1]}
 
 
@@ -454,9 +455,9 @@ def test_a_start_after_a_kill_writes_all_steps_to_a_local_tracker(name, tmp_path
             files = list((folder / "wandb").glob("offline-run-*/run-*.wandb"))
             assert {file.stem.removeprefix("run-") for file in files} == ids and len(files) == 1, "one id at all starts"
     if name.startswith("wandb"):
-        assert wandb_steps(files[0]) == [0, 1, 2, 3, 4]
+        assert wandb_steps(files[0]) == [1, 2, 3, 4, 5]
     else:
-        assert list(trackio_runs(folder).values()) == [[(step, step / 7) for step in range(5)]]
+        assert list(trackio_runs(folder).values()) == [[(step + 1, step / 7) for step in range(5)]]
 
 
 def test_wandb_online_after_offline_gets_all_steps_under_the_same_id(tmp_path, library, monkeypatch):
@@ -471,7 +472,7 @@ def test_wandb_online_after_offline_gets_all_steps_under_the_same_id(tmp_path, l
     library.runs.clear()
     follow(config_for(tmp_path, "tracking.wandb=online"), folder, 3)
     follow(config_for(tmp_path, "tracking.wandb=online"), folder, 3)
-    assert library.runs == {run_id: [(step, step / 7) for step in range(3)]} and modes == [None, "allow"]
+    assert library.runs == {run_id: [(step + 1, step / 7) for step in range(3)]} and modes == [None, "allow"]
 
 
 STOPPED = """
@@ -559,14 +560,14 @@ def test_a_local_tracker_has_each_step_once_and_opens_no_network(name, runs_in, 
     start(name, tmp_path, "tracking.follow(2); tracking.follow(3)")
     state = folder / "tracking.json"
     first = json.loads(state.read_text()) if name == "mlflow" else {}
-    assert list(runs_in(folder).values()) == [[(step, step / 7) for step in range(3)]]
+    assert list(runs_in(folder).values()) == [[(step + 1, step / 7) for step in range(3)]]
     start(name, tmp_path, "drop_lines(folder.metrics, 1); commit(folder, 1, factor=2.0); tracking.follow(2)")
     runs = runs_in(folder)
     if name == "trackio":  # its database is written anew
-        assert list(runs.values()) == [[(0, 0.0), (1, 2 / 7)]] and not state.exists()
+        assert list(runs.values()) == [[(1, 0.0), (2, 2 / 7)]] and not state.exists()
     else:
         new = json.loads(state.read_text())["mlflow_id"]
-        assert first["mlflow"] == 3 and set(runs) == {first["mlflow_id"], new} and runs[new] == [(0, 0.0), (1, 2 / 7)]
+        assert first["mlflow"] == 3 and set(runs) == {first["mlflow_id"], new} and runs[new] == [(1, 0.0), (2, 2 / 7)]
 
 
 @needs_mlflow

@@ -33,6 +33,7 @@ from tlt_hpc.common.records import MicroStepRecord, PhaseSpan
 from tlt_hpc.look.run_log import RunLog
 from tlt_hpc.storage.folder import GIVE_OUTPUT, check_writable
 from tlt_hpc.storage.rollout_log import StepRecord, StepSummary
+from tlt_hpc.storage.step_lines import STEP
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -83,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--output", metavar="FOLDER", type=Path, help="where to write (default: RUN/export-tables)")
     parser.add_argument("--format", choices=("csv", "parquet"), default="csv", help="of the tables; default csv")
     parser.add_argument(
-        "--steps", metavar="FIRST:LAST", help="these steps alone, from 0 (default: all; the trace: the last)"
+        "--steps", metavar="FIRST:LAST", help="these steps alone, from 1 (default: all; the trace: the last)"
     )
     options = parser.parse_args(arguments)
     run = RunLog(options.run)
@@ -99,7 +100,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     traced = chosen if options.steps else [step for step in [run.last_whole_step()] if step is not None]
     path = folder / "trace.json"
     put_trace(path, trace_events(run, traced))
-    print(f"wrote {path} (step {', '.join(map(str, traced)) or 'none'}; open it at https://ui.perfetto.dev)")
+    print(
+        f"wrote {path} (step {', '.join(str(step + 1) for step in traced) or 'none'}; open it at https://ui.perfetto.dev)"
+    )
     for problem in run.problems:
         print(f"left out: {problem}")
 
@@ -116,16 +119,16 @@ def steps_of(run: RunLog, text: str | None) -> list[int]:
     first, _, last = text.partition(":")
     if not (first.isdecimal() and (last or first).isdecimal()):
         raise UserError(f"--steps {text!r} is no range such as 4:8, nor a step")
-    chosen = [step for step in there if int(first) <= step <= int(last or first)]
+    chosen = [step for step in there if int(first) <= step + 1 <= int(last or first)]
     if not chosen:
-        has = f"it has {there[0]} to {there[-1]}" if there else "it has none"
+        has = f"it has {there[0] + 1} to {there[-1] + 1}" if there else "it has none"
         raise UserError(f"{run.folder.path} has no step of {text}; {has}")
     return chosen
 
 
 def line_parts(run: RunLog, steps: list[int]) -> Iterator[Part]:
     """The lines of metrics.jsonl, with every name that any of them has."""
-    lines = [run.lines[step] for step in steps if step in run.lines]
+    lines = [{**run.lines[step], STEP: float(step + 1)} for step in steps if step in run.lines]
     yield {name: [line.get(name) for line in lines] for name in dict.fromkeys(name for line in lines for name in line)}
 
 
@@ -135,7 +138,7 @@ def table_parts(run: RunLog, table: str, steps: list[int]) -> Iterator[Part]:
         for rank in run.records(step):
             part = TABLES[table](rank)
             count = len(next(iter(part.values())))
-            yield {"step": np.full(count, step), "rank": np.full(count, rank.rank), **part}
+            yield {"step": np.full(count, step + 1), "rank": np.full(count, rank.rank), **part}
 
 
 Event = dict[str, Any]
@@ -165,7 +168,7 @@ def _rank_events(summary: StepSummary, zero: float) -> Iterator[Event]:
         return {"ph": "X", "pid": summary.rank, "tid": track, "name": name, **times, "args": more}
 
     for phase in summary.phases:
-        yield event("phases", phase.name, phase.start_seconds, phase.end_seconds, step=summary.step)
+        yield event("phases", phase.name, phase.start_seconds, phase.end_seconds, step=summary.step + 1)
     spans = summary.spans
     columns = (spans.strategy_index, spans.num_live, spans.num_tokens, spans.start_seconds, spans.seconds)
     for index, live, tokens, start, taken in zip(*(each.tolist() for each in columns), strict=True):

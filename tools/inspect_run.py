@@ -64,7 +64,7 @@ def inspect(options: argparse.Namespace) -> int:
         print(f"  {fault}")
     for step in run.logged_steps:
         if step not in run.lines:
-            print(f"  not committed yet: step {step}")
+            print(f"  not committed yet: step {step + 1}")
     for path in sorted(run.folder.path.rglob(f"*{PART_SUFFIX}")):  # a run is writing it, or was killed while it did
         print(f"  half written: {path}")
     return 1 if found else 0
@@ -79,16 +79,16 @@ def faults(run: RunLog, read_whole: bool = True) -> Iterator[str]:
                 log = read_summary(path)
                 num_ranks = max(num_ranks, log.num_ranks)
                 if (log.step, log.rank) != (step, rank):
-                    yield f"{path}: it is of step {log.step} and rank {log.rank}"
+                    yield f"{path}: it is of step {log.step + 1} and rank {log.rank}"
                 elif read_whole:
                     read_step(path)
             except (DamagedFile, FileNotFoundError) as error:
                 yield str(error)
         absent = sorted(set(range(num_ranks)) - set(files))
         if absent and (step in run.lines or step != run.logged_steps[-1]):
-            yield f"step {step}: no log of rank {', '.join(map(str, absent))}"
+            yield f"step {step + 1}: no log of rank {', '.join(map(str, absent))}"
     if without := sorted(run.lines.keys() - set(run.logged_steps)):
-        yield f"committed steps without logs: {', '.join(map(str, without))}"
+        yield f"committed steps without logs: {', '.join(str(step + 1) for step in without)}"
     yield from _faults_of_lines(run)
     yield from _faults_of_documents(run.folder)
 
@@ -107,7 +107,7 @@ def _faults_of_lines(run: RunLog) -> Iterator[str]:
     before: int | None = None
     for number, step, line in found.numbered:
         if before is not None and step != before + 1:
-            yield f"{path}:{number} is of step {step}, and the line before it of step {before}"
+            yield f"{path}:{number} is of step {step + 1}, and the line before it of step {before + 1}"
         before = step
         if missing := [name for name in ALWAYS if name not in line]:
             yield f"{path}:{number} has no {listed(missing)}"

@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
     parser.add_argument("what", choices=NAMES)
     parser.add_argument("run", metavar="RUN", type=Path, nargs="+", help="a run's folder; to compare: two or more")
-    parser.add_argument("--step", metavar="N", type=int, help="of the timeline, from 0 (default: the last whole one)")
+    parser.add_argument("--step", metavar="N", type=int, help="of the timeline, from 1 (default: the last whole one)")
     parser.add_argument("--last", metavar="N", type=at_least_one, help="look at the last N steps alone (default: all)")
     parser.add_argument("--output", metavar="FOLDER", type=Path, help="where to write (default: RUN/figures)")
     parser.add_argument("--json", metavar="FILE", help="write the figures as JSON, too; - for standard output")

@@ -85,7 +85,7 @@ class RunLog:
             return self.logged_steps
         left = [step for step in self.logged_steps if step not in self.lines]
         if left:
-            self.note(f"not committed, and left out: the logs of step {first_few(left)}")
+            self.note(f"not committed, and left out: the logs of step {first_few([step + 1 for step in left])}")
         return tuple(step for step in self.logged_steps if step in self.lines)
 
     def files(self, step: int) -> dict[int, Path]:
@@ -236,5 +236,5 @@ class RunLog:
                 self.note(str(error))
         num_ranks = max((rank.num_ranks for rank in ranks), default=0)
         if missing := sorted(set(range(num_ranks)) - {rank.rank for rank in ranks}):
-            self.note(f"step {step}: no log of rank {first_few(missing)} ({len(missing)} of {num_ranks} ranks)")
+            self.note(f"step {step + 1}: no log of rank {first_few(missing)} ({len(missing)} of {num_ranks} ranks)")
         return ranks

@@ -127,7 +127,7 @@ class Tracker(ABC):
 
     @abstractmethod
     def log(self, step: int, figures: Figures) -> None:
-        """Add a step, each once and in ascending order."""
+        """Add a step, numbered from 1, each once and in ascending order."""
 
     @abstractmethod
     def close(self, failed: bool) -> None:

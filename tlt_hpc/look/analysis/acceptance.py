@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from tlt_hpc.look.analysis.base import StepAnalysis
+from tlt_hpc.look.analysis.base import StepAnalysis, numbered
 from tlt_hpc.look.analysis.kinds import OFF
 from tlt_hpc.look.analysis.survey import Survey
 from tlt_hpc.look.run_log import RunLog
@@ -106,7 +106,7 @@ def _found(run: RunLog, steps: list[int], rows: list[_Row]) -> AcceptLengths:
     return AcceptLengths(
         run=run.name,
         problems=run.problems,
-        steps=np.array(steps, np.int64),
+        steps=numbered(steps),
         accept_length=np.array([row[2] for row in rows], np.float64),
         own_accept_length=np.where(judged, run.metric("drafter/own_accept_length", steps), np.nan),
         strategies=names,

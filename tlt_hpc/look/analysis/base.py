@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
@@ -37,13 +37,18 @@ class Analysis(ABC):
 
 @dataclass(frozen=True)
 class StepAnalysis(Analysis):
-    """The result of an analysis by step, [S]."""
+    """The result of an analysis by step, [S]; steps are numbered from 1, as users count them."""
 
     steps: NDArray[np.int64]
 
     @property
     def has_data(self) -> bool:
         return len(self.steps) > 0
+
+
+def numbered(steps: Iterable[int]) -> NDArray[np.int64]:
+    """The numbers from 1 of steps that a run log counts from 0: all results of analyses have these."""
+    return np.array([step + 1 for step in steps], np.int64)
 
 
 def plain(value: Any) -> Any:

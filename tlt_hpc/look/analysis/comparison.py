@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from tlt_hpc.common.errors import UserError
 from tlt_hpc.common.words import count
-from tlt_hpc.look.analysis.base import Analysis
+from tlt_hpc.look.analysis.base import Analysis, numbered
 from tlt_hpc.look.columns import COLUMNS, COMPARED
 from tlt_hpc.look.run_log import RunLog
 from tlt_hpc.look.words import listed, share
@@ -25,7 +25,7 @@ _RESAMPLES = 2000
 
 @dataclass(frozen=True)
 class RunSeries:
-    """One run's metrics by step, [S] each; NaN where unknown. ``num_ranks``: the most that have a log of a step."""
+    """One run's metrics by step from 1, [S] each; NaN where unknown. ``num_ranks``: the most with a log of a step."""
 
     name: str
     steps: NDArray[np.int64]
@@ -84,7 +84,7 @@ class RunComparison(Analysis):
         if not len(self.compared_steps):
             return "No common step has the logs of all ranks: tokens not compared."
         num_steps = count(len(self.compared_steps), "step")
-        span = f"{num_steps} compared, up to step {self.compared_steps[-1]} (counted from 0)"
+        span = f"{num_steps} compared, up to step {self.compared_steps[-1]}"
         parts = [
             f"{name} differs from step {step} on" if step is not None else f"{name} has the same tokens"
             for name, step in self.first_difference.items()
@@ -166,8 +166,8 @@ def analyse_comparison(runs: Sequence[RunLog]) -> RunComparison:
     return RunComparison(
         run=", ".join(names),
         runs=tuple(series_of(run, name) for run, name in zip(runs, names, strict=True)),
-        common_steps=np.array(sorted(set.intersection(*(set(run.lines) for run in runs))), np.int64),
-        compared_steps=np.array(compared, np.int64),
+        common_steps=numbered(sorted(set.intersection(*(set(run.lines) for run in runs)))),
+        compared_steps=numbered(compared),
         first_difference=differences,
         problems=tuple(f"{name}: {each}" for run, name in zip(runs, names, strict=True) for each in run.problems),
     )
@@ -185,7 +185,7 @@ def series_of(run: RunLog, name: str) -> RunSeries:
     for each in _TIMED:
         series[each][run.metric("rollout/kept_tokens") > 0] = np.nan
     num_ranks = max((len(run.files(step)) for step in run.steps), default=0)
-    return RunSeries(name, np.array(list(run.lines), np.int64), series, num_ranks)
+    return RunSeries(name, numbered(run.lines), series, num_ranks)
 
 
 def _compare_tokens(runs: Sequence[RunLog], names: Sequence[str]) -> tuple[list[int], dict[str, int | None]]:
@@ -199,7 +199,7 @@ def _compare_tokens(runs: Sequence[RunLog], names: Sequence[str]) -> tuple[list[
         if not first or not all(others.values()):  # some rank's log is missing or damaged
             continue
         compared.append(step)
-        differences |= {name: step for name, other in others.items() if other != first}
+        differences |= {name: step + 1 for name, other in others.items() if other != first}
         num_tokens += sum(len(tokens) // 4 for tokens in first.values())
         if num_tokens >= MAX_TOKENS or None not in differences.values():
             break

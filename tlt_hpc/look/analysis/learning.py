@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from tlt_hpc.look.analysis.base import StepAnalysis
+from tlt_hpc.look.analysis.base import StepAnalysis, numbered
 from tlt_hpc.look.columns import COLUMNS, LEARNING, SCORE
 from tlt_hpc.look.run_log import RunLog
 from tlt_hpc.look.words import listed
@@ -36,7 +36,7 @@ class Learning(StepAnalysis):
         if len(self.steps) == 1:
             return f"One step is committed; its mean score is {score[0]:.3f}. Nothing can be said of learning yet."
         parts = [
-            f"{len(self.steps)} steps, {self.steps[0]} to {self.steps[-1]} (counted from 0).",
+            f"{len(self.steps)} steps, {self.steps[0]} to {self.steps[-1]}.",
             _change("The mean score", score, ".3f"),
             _noise(score),
             _change("The entropy", self.series["entropy"], ".3f", " nats"),
@@ -61,11 +61,11 @@ def analyse_learning(run: RunLog) -> Learning:
     for step, line in run.lines.items():
         for name in LEARNING:
             if not np.isfinite(line.get(COLUMNS[name].metric, 0.0)):
-                bad.setdefault(name, step)
+                bad.setdefault(name, step + 1)
     return Learning(
         run=run.name,
         problems=run.problems,
-        steps=np.array(list(run.lines), np.int64),
+        steps=numbered(run.lines),
         series={name: run.metric(COLUMNS[name].metric) for name in LEARNING},
         evaluations={name.removeprefix(_CORE): run.metric(name) for name in names if not name.endswith("/stderr")},
         not_finite=bad,

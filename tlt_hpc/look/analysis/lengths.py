@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from tlt_hpc.common.records import FinishReason
 from tlt_hpc.common.words import count
-from tlt_hpc.look.analysis.base import StepAnalysis
+from tlt_hpc.look.analysis.base import StepAnalysis, numbered
 from tlt_hpc.look.analysis.survey import Survey
 from tlt_hpc.look.run_log import RunLog
 from tlt_hpc.look.words import share, span_of
@@ -66,7 +66,7 @@ def _found(run: RunLog, all_steps: list[int], rows: list[_Row]) -> ResponseLengt
     return ResponseLengths(
         run=run.name,
         problems=run.problems,
-        steps=np.array([step for step, _, _ in pairs], np.int64),
+        steps=numbered(step for step, _, _ in pairs),
         p50=quantiles[:, 0],
         p90=quantiles[:, 1],
         p99=quantiles[:, 2],

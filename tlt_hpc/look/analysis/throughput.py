@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tlt_hpc.common.words import count
-from tlt_hpc.look.analysis.base import StepAnalysis
+from tlt_hpc.look.analysis.base import StepAnalysis, numbered
 from tlt_hpc.look.analysis.kinds import KINDS, OF_PHASE, Kind, engine_kinds
 from tlt_hpc.look.analysis.survey import Survey
 from tlt_hpc.look.run_log import RunLog
@@ -141,7 +141,7 @@ def _found(run: RunLog, steps: list[int], rows: list[dict[str, Any]]) -> Through
     return Throughput(
         run=run.name,
         problems=run.problems,
-        steps=np.array(steps, np.int64),
+        steps=numbered(steps),
         kinds=tuple(KINDS[i] for i in used),
         seconds=table[:, used],
         tokens=(column("tokens") - kept).astype(np.int64),

@@ -81,7 +81,7 @@ class Timeline(Analysis):
         plain, drafted = self.kind_seconds(Kind.DECODE), self.kind_seconds(Kind.SPECULATE)
         outside = [f"{seconds(value)} {kind}" for kind in _OUTSIDE if (value := self.kind_seconds(kind)) >= 0.001]
         return (
-            f"Step {self.step} (counted from 0), {of}: its rollout{again} took {seconds(self.rollout_seconds)}. "
+            f"Step {self.step}, {of}: its rollout{again} took {seconds(self.rollout_seconds)}. "
             f"{share(drafted, plain + drafted)} of the decoding time was speculative. {self._tail()}"
             + (f" Outside of the rollout: {listed(outside)} (mean of the ranks)." if outside else "")
         )
@@ -110,15 +110,16 @@ def analyse_timeline(run: RunLog, step: int | None = None) -> Timeline:
     Raises:
         UserError: there is no such step, or none of its logs can be read.
     """
-    chosen = run.last_whole_step() if step is None else step
+    chosen = run.last_whole_step() if step is None else step - 1
     steps = run.logged_steps
     if not steps:
         raise UserError(f"{run.folder.path} has no step in its rollout log yet")
     if chosen is None or chosen not in steps:
-        raise UserError(f"{run.folder.path} has no step {chosen} in its rollout log; it has {steps[0]} to {steps[-1]}")
+        there = f"{steps[0] + 1} to {steps[-1] + 1}"
+        raise UserError(f"{run.folder.path} has no step {step} in its rollout log; it has {there}")
     ranks = run.ranks(chosen)
     if not ranks:
-        raise UserError(f"no log of step {chosen} can be read; {run.problems[-1]}")
+        raise UserError(f"no log of step {chosen + 1} can be read; {run.problems[-1]}")
     zero = min(rank.timing.start_seconds for rank in ranks)
     lanes = [_lane(rank, zero) for rank in ranks]
     times, live = _live(run.replica_heads(ranks), zero)
@@ -127,7 +128,7 @@ def analyse_timeline(run: RunLog, step: int | None = None) -> Timeline:
     return Timeline(
         run=run.name,
         problems=run.problems,
-        step=chosen,
+        step=chosen + 1,
         num_ranks=ranks[0].num_ranks,
         lanes=tuple(lanes),
         live_seconds=times,
