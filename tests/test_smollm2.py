@@ -13,6 +13,7 @@ from smollm2 import TEXTS, smollm2_decoder, smollm2_folder
 from tiny import CPU, decode_in_pieces
 from transformers import LlamaForCausalLM
 
+from tlt_hpc.cli.main import main
 from tlt_hpc.models import linear
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.folder import folder_weights
@@ -123,17 +124,34 @@ def test_answers_of_the_problems_are_right_and_those_held_out_have_numbers_of_th
     assert {operation for _, operation, _ in kinds} == set(ASKS), "each is measured"
 
 
+def test_the_job_judges_the_answer_alone(problems, tmp_path, capsys):
+    right = (" 8 - 3 = 5\n", " 5\n", " Of 8, he keeps 8 - 3 = 5 cards.\n")
+    wrong = (" 8 + 3 = 11\n", " 8 - 3 = 5. He has 15\n", "\n")
+    rows = [{"response": text, "answer": "5", "expected": float(text in right)} for text in right + wrong]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = f"data.source={problems / 'word_problems.jsonl'}"
+    assert main(["reward", str(JOBS / "smollm2.toml"), str(tmp_path / "rows.jsonl"), data]) == 0, capsys.readouterr()
+
+
+JUDGE = "def score(data_source, solution_str, ground_truth, extra_info=None):\n    return len(solution_str) % 5 / 5\n"
+"""Responses to one prompt differ in it, however few there are."""
+
+
 @pytest.mark.mpi
-def test_the_job_starts_and_trains(problems, tmp_path):
-    settings = [str(JOBS / "smollm2.toml"), f"model.path={smollm2_folder()}", "evaluation.every_steps=0"]
-    settings += [f"data.source={problems / 'word_problems.jsonl'}", f"run.folder={tmp_path}", "run.num_steps=2"]
-    small = [
-        "rollout.prompts_per_step=4",
-        "rollout.group_size=4",
-        "rollout.max_live=8",
-        "optimizer.micro_batch_tokens=128",
+@pytest.mark.ci
+@pytest.mark.timeout(600)  # half a minute a start on two cores of their own, several on busy ones
+def test_the_job_starts_trains_and_resumes_with_a_reward_of_ones_own(problems, tmp_path):
+    (tmp_path / "judge.py").write_text(JUDGE)
+    settings = [str(JOBS / "smollm2.toml"), f"model.path={smollm2_folder()}", f"run.folder={tmp_path}"]
+    settings += [
+        f"data.source={problems / 'word_problems.jsonl'}",
+        "evaluation.every_steps=0",
+        "checkpoint.every_steps=1",
     ]
-    tlt(2, "train", *settings, *small)
+    settings += ["reward.default=function", f"reward.function={tmp_path / 'judge.py'}:score"]
+    settings += ["rollout.prompts_per_step=2", "rollout.max_live=4", "optimizer.micro_batch_tokens=128"]
+    for num_steps in (1, 2):
+        tlt(2, "train", *settings, f"run.num_steps={num_steps}")
     steps = [json.loads(line) for line in (tmp_path / "smollm2" / "metrics.jsonl").read_text().splitlines()]
-    assert len(steps) == 2 and all(step["response_length/mean"] < 24 for step in steps), "responses end by themselves"
-    assert any(step["critic/score/mean"] > 0 and step["actor/grad_norm"] > 0 for step in steps)
+    assert len(steps) == 2 and all(step["actor/grad_norm"] > 0 for step in steps)
+    assert all(step["response_length/mean"] < 24 for step in steps), "responses end with the line"
