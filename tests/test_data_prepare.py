@@ -280,15 +280,18 @@ def test_it_loads_no_torch_and_no_mpi() -> None:
 # --- the commands that errors name ---
 
 
-def test_a_missing_file_of_a_shipped_job_names_the_commands_that_make_it() -> None:
+def test_a_missing_file_of_a_shipped_job_names_the_commands_that_make_it(monkeypatch, tmp_path) -> None:
+    (tmp_path / "jobs").symlink_to(ROOT / "jobs")
+    monkeypatch.chdir(tmp_path)
     sources = set()
     for job in sorted((ROOT / "jobs").glob("*.toml")):
         data = load_config(job, []).data
         if data.source_name.startswith("data/"):
             sources.add(data.source_name)
-            with pytest.raises(UserError, match=r"exist; on the login node: hf download .* && tlt data prep"):
+            makes = r"on the login node: hf download .* && tlt data prep|write it: python jobs/word_problems\.py$"
+            with pytest.raises(UserError, match=f"exist; ({makes})"):
                 open_rows(data, 0, frozenset())
-    assert sources == {str(KNOWN["dapo-math"].output), str(KNOWN["gsm8k"].output)}
+    assert sources == {str(KNOWN["dapo-math"].output), str(KNOWN["gsm8k"].output), "data/word_problems.jsonl"}
 
 
 def test_the_commands_write_the_file_that_is_missing() -> None:

@@ -65,7 +65,9 @@ def _files_of(source: str, split: str) -> list[Path]:
             return files
         raise ConfigError(f"data.source = {source!r}: no file is named like that; fix the pattern")
     known = known_by_output(path)
-    remedy = f"on the login node: {known.commands(source)}" if known else f"give {_CHOICE}"
+    script = Path("jobs") / f"{path.stem.removesuffix('_test')}.py"
+    by_script = f"write it: python {script}" if script.is_file() else f"give {_CHOICE}"
+    remedy = f"on the login node: {known.commands(source)}" if known else by_script
     raise ConfigError(f"data.source = {source!r} does not exist; {remedy}")
 
 
