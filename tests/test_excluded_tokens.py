@@ -153,7 +153,7 @@ def test_they_are_never_sampled_and_log_probs_are_of_the_others(model, rule, att
         exact = rows[where, whole[where + 1]]
         np.testing.assert_allclose(rollout.log_probs, exact.numpy(), atol=1e-4)
         inputs = (whole, torch.arange(len(whole)), (len(whole),), where, whole[where + 1], heat)
-        found, entropy = trained(*inputs)
+        found, entropy, _ = trained(*inputs)
         torch.testing.assert_close(found.double(), exact, atol=1e-4, rtol=0)
         torch.testing.assert_close(entropy.double(), torch.special.entr(rows[where].exp()).sum(1), atol=1e-4, rtol=1e-4)
         with torch.no_grad():
@@ -171,7 +171,7 @@ def test_the_gradient_is_that_of_the_softmax_over_the_others(model) -> None:
     kept = [token for token in range(V) if token not in EXCLUDED]
     rows = (plain(tokens[None]).logits[0, where][:, kept] / 0.7).log_softmax(-1)
     chosen = rows.gather(1, torch.tensor([[kept.index(token)] for token in targets.tolist()]))[:, 0]
-    for log_probs, entropy in (found, (chosen, -(rows.exp() * rows).sum(1))):
+    for log_probs, entropy in (found[:2], (chosen, -(rows.exp() * rows).sum(1))):
         (log_probs.sum() + 0.3 * entropy.sum()).backward()
     for (name, weight), wanted in zip(own.named_parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(weight.grad, wanted.grad, atol=1e-5, rtol=1e-4, msg=name)

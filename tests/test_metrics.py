@@ -26,7 +26,7 @@ from tlt_hpc.storage.rollout_log import StepRecord
 from tlt_hpc.train import own_drafts
 
 MISMATCH = RolloutMismatch(0.01, 0.04, 0.001, 0.002, 1.0, 0.0)
-STATS = PolicyStats(0.1, 0.2, 0.3, 0.0, 0.0, 0.5, 1e-4, 60, 0.1, 0.9, MISMATCH)
+STATS = PolicyStats(0.1, 0.2, 0.3, 0.0, 0.0, 0.0, 0.5, 1e-4, 60, 0.1, 0.9, MISMATCH)
 
 UPDATE = Update(
     np.arange(4), 0.5, np.array([1, 0, 0, 0], np.float32), np.array([1.5, -0.5, -0.5, -0.5], np.float32), 0.125, STATS

@@ -16,7 +16,7 @@ import torch
 from launch_ranks import run_on_ranks
 from logged import make_rollout
 from safetensors.torch import load_file, save_file
-from transformers import Qwen2Config, Qwen2ForCausalLM, get_scheduler
+from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM, get_scheduler
 
 from tlt_hpc.common.records import FinishReason, Rollout, SampleKey
 from tlt_hpc.config import Config, load_config, parse_config
@@ -550,6 +550,71 @@ def test_a_falling_learning_rate_goes_on_where_a_resumed_run_was() -> None:
     (result,) = run_on_ranks(1, resumed_in_the_middle)
     assert result["again"] == result["rates"] and result["same"]
     assert result["rates"] == sorted(result["rates"], reverse=True) and len(set(result["rates"])) == 4
+
+
+# --- the load-balancing loss of a mixture of experts ---
+
+
+def moe_model() -> Any:
+    torch.manual_seed(3)
+    sizes: dict[str, Any] = {
+        "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+        "moe_intermediate_size": 16, "num_experts": 8, "num_experts_per_tok": 2, "initializer_range": 0.2,
+    }  # fmt: skip
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(vocab_size=VOCABULARY, tie_word_embeddings=False, **sizes))
+
+
+def balance_by_transformers(plan: list[list[tuple[int, ...]]]) -> tuple[dict[str, torch.Tensor], float]:
+    """Gradient and mean of transformers' own loss of each micro-batch, by its share of all response tokens."""
+    model, rollouts, mean = moe_model(), make_rollouts(), torch.zeros(())
+    whole = sum(rollout.response_tokens.size for rollout in rollouts)
+    for part in [part for share in plan for part in share if part]:
+        texts = [np.concatenate([rollouts[i].prompt_tokens, rollouts[i].response_tokens]) for i in part]
+        tokens = torch.zeros(len(texts), max(map(len, texts)), dtype=torch.int64)
+        mask = torch.zeros_like(tokens)
+        for row, text in enumerate(texts):
+            tokens[row, : len(text)], mask[row, : len(text)] = torch.from_numpy(text), 1
+        loss = model(input_ids=tokens, attention_mask=mask, output_router_logits=True).aux_loss
+        mean = mean + loss * sum(rollouts[i].response_tokens.size for i in part) / whole
+    mean.backward()
+    weights = model.named_parameters()
+    return {n: torch.zeros_like(w) if w.grad is None else w.grad for n, w in weights}, float(mean)
+
+
+def balanced_and_not(every_change: list[dict[str, Any]]) -> list[dict[str, float]]:
+    """What a coefficient of 0.1 adds to the gradient of an update, against transformers."""
+    world, results = connect(), []
+    for changes in every_change:
+        gradients, losses = [], []
+        for coefficient in (0.0, 0.1):
+            once = {"algorithm__updates_per_step": 1, "algorithm__router_aux_coefficient": coefficient}
+            policy = Policy(moe_model(), make_config(**once, **changes), world)
+            captured = capture_gradients(policy)
+            losses.append(policy.update(make_rollouts(), make_advantages()).router_aux_loss)
+            (plan,) = policy._plan(make_rollouts(), 1)
+            policy.close()
+            gradients += captured
+        wanted, mean = balance_by_transformers(plan)
+        added = {name: (gradients[1][name] - gradients[0][name]) / 0.1 for name in wanted}
+        largest = max(float(g.abs().max()) for n, g in wanted.items() if n.endswith("mlp.gate.weight"))
+        results.append(
+            {"gradient": distance(added, wanted), "largest": largest, "loss": losses[1] - mean, "off": losses[0]}
+        )
+        results[-1] |= {"micro-batches": max(len([part for part in share if part]) for share in plan)}
+    leave_process_group()
+    return results
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_the_load_balancing_loss_is_that_of_transformers_by_micro_batch(num_ranks: int) -> None:
+    changes = [
+        {"optimizer__zero_stage": 1},
+        {"optimizer__zero_stage": 3, "optimizer__gradient_checkpointing": True},
+        {"optimizer__sequence_parallel": num_ranks, "optimizer__micro_batch_tokens": 41},
+    ]
+    for result in run_on_ranks(num_ranks, balanced_and_not, changes)[0]:
+        assert result["gradient"] < 10 * TOLERANCE < 1e-2 < result["largest"] and result["micro-batches"] > 1, result
+        assert abs(result["loss"]) < 1e-5 and result["off"] == 0, result
 
 
 # --- responses that were cut ---

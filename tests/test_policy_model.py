@@ -77,7 +77,7 @@ def test_packed_documents_are_what_they_are_alone(kind: str) -> None:
     model, batch = make_model(kind), make_batch()
     wanted, entropy = by_document(model, batch)
     plain = gradients(model, wanted.sum() + 0.3 * entropy.sum())
-    found, found_entropy = PolicyModel(model)(**batch, entropy_has_gradient=True)
+    found, found_entropy, _ = PolicyModel(model)(**batch, entropy_has_gradient=True)
     torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(found_entropy, entropy, atol=1e-5, rtol=1e-5)
     for name, gradient in gradients(model, found.sum() + 0.3 * found_entropy.sum()).items():
@@ -89,14 +89,14 @@ def test_packed_documents_are_what_they_are_alone(kind: str) -> None:
 def test_logits_in_chunks_have_the_same_values_and_gradients(tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     batch = make_batch()
     policy = PolicyModel(make_model(tie_word_embeddings=tied))
-    whole, _ = policy(**batch)
+    whole, *_ = policy(**batch)
     wanted = gradients(policy.inner, whole.square().sum())
     monkeypatch.setattr(policy_model, "_CHUNK_LOGITS", 50 * 16)
     shapes, product = [], policy_model._product
     monkeypatch.setattr(
         policy_model, "_product", lambda left, right: shapes.append(tuple(left.shape)) or product(left, right)
     )
-    chunked, _ = policy(**batch)
+    chunked, *_ = policy(**batch)
     num_chunks = len(shapes)
     torch.testing.assert_close(chunked, whole, atol=1e-6, rtol=1e-6)
     for name, gradient in gradients(policy.inner, chunked.square().sum()).items():
@@ -144,7 +144,7 @@ def test_checkpointed_layers_are_told_of_the_documents_too() -> None:
 
 def test_no_place_to_read_still_has_a_gradient_of_zero() -> None:
     policy, nothing = PolicyModel(make_model()), torch.zeros(0, dtype=torch.int64)
-    log_probs, entropy = policy(torch.tensor([1, 2]), torch.arange(2), (2,), nothing, nothing, 1.0)
+    log_probs, entropy, _ = policy(torch.tensor([1, 2]), torch.arange(2), (2,), nothing, nothing, 1.0)
     assert log_probs.shape == entropy.shape == (0,)
     assert all(not gradient.any() for gradient in gradients(policy.inner, log_probs.sum()).values())
 
@@ -178,11 +178,32 @@ def test_experts_of_equal_chances_are_chosen_alike_in_rollout_and_update() -> No
     torch.testing.assert_close(found, own, atol=2e-2 * float(own.abs().max()), rtol=0)
 
 
+@pytest.mark.parametrize("repeats_layers", [False, True])
+def test_the_load_balancing_loss_and_its_gradient_are_those_of_transformers(repeats_layers: bool) -> None:
+    """Of documents end to end, against the same ones padded, without their padding."""
+    own, plain, batch = moe_model(torch.float32).train(), moe_model(torch.float32), make_batch()
+    documents = torch.split(batch["tokens"], LENGTHS)
+    padded = torch.nn.utils.rnn.pad_sequence(documents, batch_first=True)
+    mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(each) for each in documents], batch_first=True)
+    wanted = plain(input_ids=padded, attention_mask=mask, output_router_logits=True).aux_loss
+    log_probs, _, found = PolicyModel(own, repeats_layers)(**batch, balances_experts=True)
+    assert 4.1 < float(wanted.detach()) == pytest.approx(float(found.detach()), rel=1e-6), (
+        "4 where the experts are chosen evenly"
+    )
+    wanted.backward()
+    (found + 0.0 * log_probs.sum()).backward()
+    theirs = {name: weight.grad for name, weight in plain.named_parameters() if weight.grad is not None}
+    assert min(float(g.abs().max()) for name, g in theirs.items() if name.endswith("mlp.gate.weight")) > 1e-2
+    for name, weight in own.named_parameters():
+        gradient = theirs.get(name, torch.zeros_like(weight))
+        torch.testing.assert_close(weight.grad, gradient, atol=1e-6, rtol=1e-4, msg=name)
+
+
 def test_a_frozen_router_has_a_gradient_of_zero_and_the_same_numbers() -> None:
     batch, found = make_batch(), []
     for freezes in (False, True):
         policy = PolicyModel(moe_model(torch.float32), freezes_router=freezes)
-        log_probs, _ = policy(**batch)
+        log_probs, *_ = policy(**batch)
         found.append((log_probs.detach(), gradients(policy.inner, log_probs.sum())))
     (free, of_free), (frozen, of_frozen) = found
     assert torch.equal(free, frozen)

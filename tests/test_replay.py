@@ -109,7 +109,7 @@ def test_a_last_line_that_was_cut_off_commits_nothing(tmp_path: Path, caplog: py
 # -- what does not fit -------------------------------------------------------------------------------------------------
 
 STATS = PolicyStats(
-    pg_loss=0.1, entropy=0.5, ppo_kl=0.0, pg_clipfrac=0.0, kl_loss=0.0, grad_norm=2.0,
+    pg_loss=0.1, entropy=0.5, ppo_kl=0.0, pg_clipfrac=0.0, kl_loss=0.0, router_aux_loss=0.0, grad_norm=2.0,
     lr=1e-3, num_tokens=100, old_log_prob_seconds=0.0, update_seconds=1.0,
     mismatch=RolloutMismatch(1e-7, 1e-6, 0.0, 1e-12, 1.0, 0.0),
 )  # fmt: skip

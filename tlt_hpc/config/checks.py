@@ -31,6 +31,12 @@ def find_contradictions(config: Config) -> Iterator[str]:
             f"optimizer.zero_stage = 0 with model.dtype = {config.model.dtype!r} has no fp32 master weights, so small "
             "updates are lost; use optimizer.zero_stage = 1"
         )
+    if algorithm.router_aux_coefficient and (config.optimizer.freeze_router or config.lora.rank):
+        other = f"lora.rank = {config.lora.rank}" if config.lora.rank else "optimizer.freeze_router = true"
+        yield (
+            f"algorithm.router_aux_coefficient = {algorithm.router_aux_coefficient} with {other}, which leaves the "
+            "routers as they are; leave one of them out"
+        )
     warmup, schedule = config.optimizer.warmup_steps, config.optimizer.schedule
     if schedule != "constant" and warmup >= config.num_optimizer_steps:
         yield (

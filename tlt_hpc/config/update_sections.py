@@ -98,6 +98,9 @@ class AlgorithmSection(Section):
     one token cannot take the whole gradient; tokens beyond (13.6 times likelier in the reference) have none."""
     entropy_coefficient: Weight = 0.0
     """Weight of the entropy bonus, which is subtracted from each token's loss."""
+    router_aux_coefficient: Weight = 0.0
+    """Weight of the load-balancing loss of a mixture of experts, which is added to each token's loss. Qwen3's
+    configuration has 0.001. 0: off."""
     overlong: Annotated[TokenCount | Literal["mask"], BeforeValidator(_count_or_mask), Unit("tokens")] = 0
     """Responses near ``rollout.max_new_tokens`` (DAPO). A number is a soft penalty: over the last this many tokens the
     reward falls linearly by up to 1. ``mask``: tokens of responses that were cut add nothing to the loss and are not

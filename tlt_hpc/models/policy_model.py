@@ -60,8 +60,10 @@ class PolicyModel(torch.nn.Module):
         targets: Tensor,
         temperature: float,
         entropy_has_gradient: bool = False,
-    ) -> tuple[Tensor, Tensor]:
-        """Log-probability of each target under the temperature-scaled softmax, and that softmax's entropy in nats.
+        balances_experts: bool = False,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Log-probability of each target under the temperature-scaled softmax, that softmax's entropy in nats, and the
+        load-balancing loss of all tokens, 0 unless asked for.
 
         Args:
             tokens, positions: [T] int64, positions counted from each document's start.
@@ -71,9 +73,9 @@ class PolicyModel(torch.nn.Module):
             temperature: above 0.
 
         Returns:
-            [R] float32 each, computed in float32 whatever the weights are in.
+            [R] float32 twice and a number, computed in float32 whatever the weights are in.
         """
-        group, count, own = self._sequence, len(where), None
+        group, count, num_tokens, own = self._sequence, len(where), len(tokens), None
         if group is not None:  # each of its ranks holds a slice of the tokens
             tokens, positions, lengths = group.pad(tokens, positions, lengths)
             where, own = group.places(where, len(tokens))
@@ -84,12 +86,17 @@ class PolicyModel(torch.nn.Module):
             use_cache=False,
             documents=lengths,
             sequence=group,
+            **({"output_router_logits": True} if balances_experts else {}),
         )
         hidden = output.last_hidden_state[0][where]
         log_probs, entropy = self.head(hidden, targets, temperature, entropy_has_gradient)
+        imbalance = log_probs.new_zeros(())
+        if balances_experts:
+            num_chosen = self.inner.config.num_experts_per_tok
+            imbalance = _router_loss(output.router_logits, num_chosen, num_tokens, group)
         if group is None or own is None:
-            return log_probs, entropy
-        return group.whole(log_probs, own, count), group.whole(entropy, own, count)
+            return log_probs, entropy, imbalance
+        return group.whole(log_probs, own, count), group.whole(entropy, own, count), imbalance
 
 
 class _Head(torch.nn.Module):
@@ -239,6 +246,27 @@ def _route(router: Any, is_frozen: bool, hidden: Tensor) -> tuple[Tensor, Tensor
     if router.norm_topk_prob:
         weights = weights / weights.sum(-1, keepdim=True)
     return logits, weights.to(logits.dtype), experts
+
+
+def _router_loss(logits: Sequence[Tensor], num_chosen: int, num_tokens: int, sequence: SequenceGroup | None) -> Tensor:
+    """How unevenly tokens are spread over E experts; ``num_chosen`` if evenly.
+
+    E times the sum over experts of the share of tokens that choose it, a constant, and its mean probability (Switch
+    Transformer, arXiv 2101.03961, eq. 4 to 6), both over all layers together as in transformers.
+
+    Args:
+        logits: of each layer's router, [T, E], or this rank's slice of them; rows after ``num_tokens`` are padding.
+    """
+    first = 0 if sequence is None else sequence.rank * len(logits[0])
+    chosen = chances = torch.zeros(())
+    for layer in logits:
+        own = layer[: max(0, num_tokens - first)]
+        own = own.softmax(-1, dtype=torch.promote_types(own.dtype, torch.float32))
+        choices = torch.zeros_like(own).scatter_(1, best_experts(own.detach(), num_chosen)[1], 1.0)
+        chosen, chances = chosen + choices.sum(0), chances + own.sum(0)
+    sums = torch.cat([chosen, chances])
+    chosen, chances = (sums if sequence is None else sequence.total(sums)).div(len(logits) * num_tokens).chunk(2)
+    return len(chosen) * (chosen * chances).sum()
 
 
 def _no_mask(*_: Any, **__: Any) -> None:

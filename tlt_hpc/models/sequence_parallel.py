@@ -59,6 +59,10 @@ class SequenceGroup:
         exchanged: Tensor = _Exchange.apply(x, self.group, self.size, False)  # type: ignore[no-untyped-call]
         return exchanged
 
+    def total(self, values: Tensor) -> Tensor:
+        """The sum of all ranks' values [N], of whose gradient each takes that of its own values."""
+        return self.whole(values, torch.arange(len(values), device=values.device), len(values))
+
     def whole(self, values: Tensor, own: Tensor, count: int) -> Tensor:
         """All ranks' values as one [count], of which this rank gives ``values`` at the places ``own``.
 
@@ -86,7 +90,7 @@ class _Whole(torch.autograd.Function):
         ctx.save_for_backward(own)
         placed = values.new_zeros(count)
         placed[own] = values
-        torch.distributed.all_reduce(placed, group=group)  # zero everywhere but on one rank: exact
+        torch.distributed.all_reduce(placed, group=group)  # exact where one rank alone is not zero
         return placed
 
     @staticmethod

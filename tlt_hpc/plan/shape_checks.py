@@ -33,8 +33,8 @@ def check_shape(config: Config, shape: ModelShape, num_ranks: int) -> None:
 
 
 def check_experts(config: Config, shape: ModelShape, device: str) -> None:
-    """Refuse a mixture of experts in float32 on a GPU, whose text would depend on the batch; and to freeze what has no
-    router.
+    """Refuse a mixture of experts in float32 on a GPU, whose text would depend on the batch; and what needs a router
+    where there is none.
 
     Args:
         device: "cuda", "cpu", or "auto" where it is not known yet.
@@ -47,10 +47,13 @@ def check_experts(config: Config, shape: ModelShape, device: str) -> None:
             "model.dtype = 'float32' with a mixture of experts on a GPU: rounding would choose another expert in other "
             "passes, and with it another text; use model.dtype = 'bfloat16'"
         )
-    if config.optimizer.freeze_router and not shape.num_experts:
-        raise ConfigError(
-            f"optimizer.freeze_router = true with a model of family {shape.family!r}, which has no router; leave it out"
-        )
+    coefficient = config.algorithm.router_aux_coefficient
+    for key, value in (
+        ("optimizer.freeze_router = true", config.optimizer.freeze_router),
+        (f"algorithm.router_aux_coefficient = {coefficient}", coefficient),
+    ):
+        if value and not shape.num_experts:
+            raise ConfigError(f"{key} with a model of family {shape.family!r}, which has no router; leave it out")
 
 
 def check_strategies(config: Config) -> None:

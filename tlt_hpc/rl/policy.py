@@ -303,12 +303,13 @@ class Policy:
         arrays = (micro.tokens, micro.positions, micro.where, micro.targets, micro.rows, counts, own, recorded)
         return _Batch(indices, micro.lengths, *(torch.from_numpy(array).to(self.engine.device) for array in arrays))
 
-    def _forward(self, model: Callable[..., Any], batch: _Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probabilities of the response tokens, and the entropy where each was drawn; [R] both."""
-        entropy_counts = self._config.algorithm.entropy_coefficient > 0
-        inputs = (batch.tokens, batch.positions, batch.lengths, batch.where, batch.targets)
-        log_probs, entropy = model(*inputs, self._temperature, entropy_counts)
-        return log_probs, entropy
+    def _forward(self, model: Callable[..., Any], batch: _Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Log-probabilities and entropies of the response tokens, [R] both, and the load-balancing loss."""
+        algorithm = self._config.algorithm
+        inputs = (batch.tokens, batch.positions, batch.lengths, batch.where, batch.targets, self._temperature)
+        balances = algorithm.router_aux_coefficient > 0 and torch.is_grad_enabled()
+        log_probs, entropy, router_loss = model(*inputs, algorithm.entropy_coefficient > 0, balances)
+        return log_probs, entropy, router_loss
 
     @torch.no_grad()
     def _log_probs(self, model: Callable[..., Any], batch: _Batch) -> torch.Tensor:
@@ -340,7 +341,7 @@ class Policy:
     def _losses(self, batch: _Batch, old: torch.Tensor | None, sums: TokenSums) -> torch.Tensor:
         """What each token adds to the loss [T]; adds to the sums for the stats."""
         algorithm, recipe = self._config.algorithm, self._recipe
-        log_probs, entropy = self._forward(self.engine, batch)
+        log_probs, entropy, router_loss = self._forward(self.engine, batch)
         old = log_probs.detach() if old is None else old
         bounds = (recipe.clip_low, recipe.clip_high, algorithm.clip_dual)
         pg_losses, clipped = policy_loss(recipe.loss, log_probs, old, batch.advantages, batch.rows, *bounds)
@@ -352,10 +353,12 @@ class Policy:
             losses = losses + algorithm.kl_coefficient * kl
         if algorithm.entropy_coefficient:
             losses = losses - algorithm.entropy_coefficient * entropy
+        if algorithm.router_aux_coefficient:
+            losses = losses + algorithm.router_aux_coefficient * router_loss
         with torch.no_grad():
             distance, k1, k3 = mismatch_terms(old, batch.rollout_log_probs)
             per_token = (
-                *(pg_losses * batch.weights, entropy, old - log_probs, clipped, kl),
+                *(pg_losses * batch.weights, entropy, old - log_probs, clipped, kl, router_loss.expand_as(old)),
                 *(distance, k1, k3, corrections, outside),
             )
             sums.add(per_token, distance)
@@ -381,7 +384,7 @@ class Policy:
     def _stats(
         self, totals: TokenSums, norms: Sequence[float], num_tokens: int, seconds: tuple[float, float]
     ) -> PolicyStats:
-        entropy, ppo_kl, clipped, kl, probs_diff, k1, k3, weight, outside = (totals.sums[1:] / num_tokens).tolist()
+        entropy, ppo_kl, clipped, kl, router_loss, diff, *others = (totals.sums[1:] / num_tokens).tolist()
         old_seconds, update_seconds = np.max(self._world.allgather(seconds), axis=0).tolist()
         return PolicyStats(
             pg_loss=float(totals.sums[0]) / len(norms),
@@ -389,12 +392,13 @@ class Policy:
             ppo_kl=ppo_kl,
             pg_clipfrac=clipped,
             kl_loss=kl,
+            router_aux_loss=router_loss,
             grad_norm=float(np.mean(norms)),
             lr=learning_rate(self._config, self._num_steps - 1),
             num_tokens=num_tokens,
             old_log_prob_seconds=old_seconds,
             update_seconds=update_seconds,
-            mismatch=RolloutMismatch(probs_diff, totals.largest, k1, k3, weight, outside),
+            mismatch=RolloutMismatch(diff, totals.largest, *others),
         )
 
     @property

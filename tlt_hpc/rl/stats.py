@@ -43,6 +43,8 @@ class PolicyStats:
     pg_clipfrac: float
     kl_loss: float
     """Estimate of the distance from the reference; 0 where it is no part of the loss."""
+    router_aux_loss: float
+    """Load-balancing loss of the micro-batches; 0 where it is no part of the loss."""
     grad_norm: float
     """Before clipping, mean over the updates."""
     lr: float
@@ -76,7 +78,7 @@ class TokenSums:
     """What the figures of an update are made from: sums over tokens, and the largest distance."""
 
     def __init__(self) -> None:
-        self.sums = np.zeros(10)
+        self.sums = np.zeros(11)
         self.largest = 0.0
 
     def add(self, per_token: Sequence[torch.Tensor], distance: torch.Tensor) -> None:

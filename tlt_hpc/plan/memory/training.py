@@ -193,6 +193,8 @@ def update_activations(situation: Situation, num_tokens: int) -> int:
     repeats = situation.config.optimizer.repeats_layers(situation.device)
     kept = num_tokens * item * shape.hidden_size * shape.num_layers if repeats else layer * shape.num_layers
     kept += num_tokens * (3 * item * shape.hidden_size + 2 * item * shape.head_dim)  # the last norm, rotary table
+    if situation.config.algorithm.router_aux_coefficient:  # all routers' logits, and their softmax in float32
+        kept += num_tokens * (item + 4) * shape.num_experts * shape.num_layers
     gradients = num_tokens * item * 3 * max(shape.hidden_size, shape.mlp_width // 2)
     gradients += _query_gradients(situation, num_tokens)
     logits = _LOGIT_BYTES * min(num_tokens * shape.vocab_size, max(CHUNK_LOGITS, shape.vocab_size))
