@@ -278,7 +278,7 @@ def test_a_dry_run_says_whose_memory_it_predicts(capsys: pytest.CaptureFixture[s
     assert f"Peak {peak} a GPU" in out
 
 
-@pytest.mark.parametrize("job", sorted(path.stem for path in JOBS.glob("*.toml") if not path.stem.startswith("tiny")))
+@pytest.mark.parametrize("job", sorted(path.stem for path in JOBS.glob("*.toml") if not path.stem.startswith(("tiny", "smollm2"))))
 def test_jobs_fit_their_gpus_as_their_comments_say(job: str, capsys: pytest.CaptureFixture[str]) -> None:
     text = " ".join((JOBS / f"{job}.toml").read_text().replace("\n#", " ").split())
     found = re.search(r"`tlt plan (jobs/\S+) ([^`]+)`: ([\d.]+) GB of each GPU .*? (\d+) GB of a node's", text)
@@ -334,7 +334,7 @@ def run_with(left: int | None, words: list[str]) -> subprocess.CompletedProcess[
         ["optimizer.zero_stage=0"],
         ["lora.rank=4"],
         ["optimizer.zero_stage=1", "optimizer.offload=true"],
-        ["optimizer.zero_stage=3", "optimizer.offload=true", "optimizer.offload_parameters=true"],
+        ["optimizer.zero_stage=3", "optimizer.offload=parameters"],
     ],
 )
 def test_plan_preflight_and_a_run_on_cpus_count_the_same_host_memory(
