@@ -278,7 +278,9 @@ def test_a_dry_run_says_whose_memory_it_predicts(capsys: pytest.CaptureFixture[s
     assert f"Peak {peak} a GPU" in out
 
 
-@pytest.mark.parametrize("job", sorted(path.stem for path in JOBS.glob("*.toml") if not path.stem.startswith(("tiny", "smollm2"))))
+@pytest.mark.parametrize(
+    "job", sorted(path.stem for path in JOBS.glob("*.toml") if not path.stem.startswith(("tiny", "smollm2")))
+)
 def test_jobs_fit_their_gpus_as_their_comments_say(job: str, capsys: pytest.CaptureFixture[str]) -> None:
     text = " ".join((JOBS / f"{job}.toml").read_text().replace("\n#", " ").split())
     found = re.search(r"`tlt plan (jobs/\S+) ([^`]+)`: ([\d.]+) GB of each GPU .*? (\d+) GB of a node's", text)
