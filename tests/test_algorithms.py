@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from logged import make_rollout
 
 from tlt_hpc.common.records import Rollout, SampleKey
-from tlt_hpc.config import AlgorithmSection, load_config, parse_config, to_toml
+from tlt_hpc.config import AlgorithmSection, ConfigError, load_config, parse_config, to_toml
 from tlt_hpc.config.recipes import RECIPES, Correction, CorrectionName, Recipe
 from tlt_hpc.models.policy_model import _Read
 from tlt_hpc.rl.advantage import (
@@ -72,10 +72,21 @@ def test_bounds_that_are_set_replace_the_algorithms(overrides: list[str], bounds
 
 
 def test_what_a_run_saves_is_resolved() -> None:
-    text = to_toml(load_config(TINY, ["algorithm.name=gspo"]))
+    text = to_toml(load_config(TINY, ["algorithm.name=gspo", "algorithm.rollout_correction=tis"]))
     section = text[text.index("[algorithm]") : text.index("[optimizer]")]
     assert "clip_high = 0.0004" in section and 'kl_estimator = "k3"' in section and "auto" not in section
     assert parse_config(tomllib.loads(text)).algorithm.recipe == RECIPES["gspo"]
+
+
+def test_a_run_saved_without_a_correction_can_be_the_job_of_one_with_it() -> None:
+    saved = tomllib.loads(to_toml(load_config(TINY, [])))
+    saved["algorithm"]["rollout_correction"] = "tis"
+    assert parse_config(saved).algorithm.correction == Correction("tis", 0.0, 2.0)
+
+
+def test_a_key_of_an_earlier_commit_is_named_with_what_replaces_it() -> None:
+    with pytest.raises(ConfigError, match=r"offload_parameters'; use optimizer.offload = 'parameters'"):
+        load_config(TINY, ["optimizer.offload_parameters=true"])
 
 
 # -- advantages -------------------------------------------------------------------------------------------------------

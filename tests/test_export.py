@@ -554,4 +554,4 @@ def test_the_best_step_is_exported_and_evaluated(run, capsys):
     assert find_subject(str(run), "best").name == f"{run}, step 10"
     with pytest.raises(SystemExit):
         main(["export-policy", str(run), "--step", "last"])
-    assert "argument --step: invalid number_or_best value: 'last'" in capsys.readouterr().err
+    assert "argument --step: 'last': use the number of a step, or best" in capsys.readouterr().err

@@ -26,7 +26,7 @@ PROJECT, TOOLS = _PYPROJECT["project"], _PYPROJECT["tool"]
 # What conda calls otherwise than PyPI does.
 PYPI_NAME = {"pytorch": "torch"}
 # The ranks that a job file is written for, and config.json's max_position_embeddings.
-SMALL = dict.fromkeys(("tiny", "tiny_tail"), (2, 1024))
+SMALL = dict.fromkeys(("tiny", "tiny_tail"), (2, 1024)) | {"smollm2": (2, 8192)}
 SMALL |= {"qwen0.5b": (1, 32768), "qwen1.5b": (1, 131072), "qwen7b_4gpus": (4, 131072), "qwen7b_lora": (1, 131072)}
 SIZES = SMALL | dict.fromkeys(("qwen7b", "r1_qwen7b", "qwen32b", "llama70b"), (64, 131072))
 

@@ -39,7 +39,7 @@ IN_STEP = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1
 def test_one_rank_in_a_step_is_named_where_the_job_has_more():
     said = local.alone_in_step({**IN_STEP, "PMI_RANK": "0", "PMI_SIZE": "1"}, 2)
     assert said == (
-        "one rank and not run.ranks = 2, as srun has started this; all of them: "
+        "srun started one rank, but run.ranks = 2; to start all of them: "
         "`srun --overlap --overcommit -n 2 python -P -m mpi4py -m tlt_hpc ...`"
     )
     assert local.alone_in_step(IN_STEP, 2) == said
@@ -62,15 +62,6 @@ def test_mpiexec_is_not_started_where_it_would_wait_for_ever(tmp_path, monkeypat
         assert local.find_mpiexec(environment) == str(tmp_path / "mpiexec")
     with pytest.raises(ValueError, match=r"within a step of Slurm \(SLURM_STEP_ID=0\).*srun --overlap, or leave"):
         local.find_mpiexec(IN_STEP)
-
-
-def test_cores_that_an_offloaded_optimiser_leaves_idle_are_named_before_a_start():
-    assert local.idle_cores(2, 16, {}) == (
-        "the optimiser (optimizer.offload) uses 1 thread on 8 cores of each rank; set OMP_NUM_THREADS=8"
-    )
-    for environment in ({"OMP_NUM_THREADS": "8"}, {"OMP_NUM_THREADS": "9"}, {"OMP_NUM_THREADS": "8,2"}):
-        assert local.idle_cores(2, 16, environment) == ""
-    assert local.idle_cores(2, 3, {}) == local.idle_cores(4, 2, {}) == ""
 
 
 def test_more_ranks_than_cores_are_named():

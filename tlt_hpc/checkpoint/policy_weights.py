@@ -18,7 +18,14 @@ from tlt_hpc.models.folder import DTYPES
 from tlt_hpc.models.lora import adapter_names, merge
 from tlt_hpc.models.once import ReadCut
 from tlt_hpc.models.piece import Cut
-from tlt_hpc.models.weight_files import UNREADABLE, Stored, read_heads, reading_files, weight_files, weights_digest
+from tlt_hpc.models.weight_files import (
+    UNREADABLE,
+    StoredTensor,
+    read_heads,
+    reading_files,
+    weight_files,
+    weights_digest,
+)
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.records import read_record
 
@@ -103,7 +110,7 @@ class PolicyWeights:
         return {own: place for each in fused for own, place in each.items()}
 
     @cached_property
-    def _stored(self) -> dict[str, Stored]:
+    def _stored(self) -> dict[str, StoredTensor]:
         return read_heads(self.model)
 
     @contextmanager

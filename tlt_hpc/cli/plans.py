@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import os
 from typing import TYPE_CHECKING
 
-from tlt_hpc.cluster.local import idle_cores
 from tlt_hpc.config import (
     Config,
     ConfigError,
@@ -16,7 +14,6 @@ from tlt_hpc.config import (
     truncation_warning,
     without_side_effects,
 )
-from tlt_hpc.plan.preflight.machine import GPUS
 from tlt_hpc.resume.finished import finished_message
 from tlt_hpc.storage.folder import GIVE_OUTPUT, RunFolder, check_writable
 from tlt_hpc.storage.step_lines import read_lines
@@ -59,17 +56,8 @@ def plan_command(config: Config, options: argparse.Namespace, num_ranks: int) ->
         return plan_evaluation(config, options, num_ranks)
     assets = read_assets(config, num_ranks)
     said = assets.prompts.warning if options.dry_run else ""  # it may read all rows, and a start says it itself
-    warnings = [said, _idle(config, options, num_ranks)]
-    if options.command == "train":
-        warnings.append(truncation_warning(config))
-    return "".join(map(_warning, warnings)) + plan_with(config, assets, options, num_ranks)
-
-
-def _idle(config: Config, options: argparse.Namespace, num_ranks: int) -> str:
-    """What a dry run says of cores that ranks on this machine's GPUs would leave idle; a start says it by itself."""
-    if not (options.dry_run and config.optimizer.offload and config.model.device != "cpu" and GPUS.is_dir()):
-        return ""
-    return idle_cores(num_ranks, len(os.sched_getaffinity(0)), os.environ)
+    said = _warning(said) + _warning(truncation_warning(config) if options.command == "train" else "")
+    return said + plan_with(config, assets, options, num_ranks)
 
 
 def plan_with(config: Config, assets: ModelAssets, options: argparse.Namespace, num_ranks: int) -> str:

@@ -59,16 +59,7 @@ def alone_in_step(environment: Mapping[str, str], num_ranks: int) -> str:
     if num_ranks == 1 or is_ours or not is_task(environment) or launched_count(environment) != 1:
         return ""
     by_srun = f"srun --overlap --overcommit -n {num_ranks} python -P -m mpi4py -m tlt_hpc ..."
-    return f"one rank and not run.ranks = {num_ranks}, as srun has started this; all of them: `{by_srun}`"
-
-
-def idle_cores(num_ranks: int, num_cores: int, environment: Mapping[str, str]) -> str:
-    """A warning where ranks of this machine would run an offloaded optimiser on fewer threads than there are cores."""
-    own, threads = num_cores // num_ranks, environment.get("OMP_NUM_THREADS", "1")
-    if not threads.isdecimal() or own <= int(threads):
-        return ""
-    what = f"the optimiser (optimizer.offload) uses {count(int(threads), 'thread')} on {own} cores of each rank"
-    return f"{what}; set OMP_NUM_THREADS={own}"
+    return f"srun started one rank, but run.ranks = {num_ranks}; to start all of them: `{by_srun}`"
 
 
 def crowding(num_ranks: int, num_cores: int) -> str:

@@ -53,7 +53,7 @@ _STARTS = (
     (b"\x1f\x8b", "compressed by gzip; decompress it with gunzip"),
     (b"\x28\xb5\x2f\xfd", "compressed by zstd; decompress it with unzstd"),
     (b"\xfd7zXZ", "compressed by xz; decompress it with unxz"),
-    (b"BZh", "compressed by bzip2; decompress it with bunzip2"),
+    (b"BZh91AY&SY", "compressed by bzip2; decompress it with bunzip2"),
     (b"PK\x03\x04", "a zip archive; unpack it"),
     (b"PAR1", "a parquet file; name it .parquet"),
     (b"ARROW1", "an Arrow file; name it .arrow"),

@@ -162,10 +162,11 @@ def check_learns(config: Config) -> None:
 def without_side_effects(config: Config) -> Config:
     """The job without evaluations, trackers and rollout correction, for runs that are compared with each other.
 
-    A correction reads the rollout's own probabilities, whose last bits depend on how the text was decoded.
+    A correction reads the rollout's own probabilities, whose last bits depend on how the text was decoded. The learning
+    rate is constant after its warm-up, because such runs have other numbers of steps than the job.
     """
-    without = {"rollout_correction": "none", "correction_bounds": (0.0, 0.0)}
-    algorithm = config.algorithm.model_copy(update=without)
+    algorithm = config.algorithm.model_copy(update={"rollout_correction": "none", "correction_bounds": "auto"})
+    optimizer = config.optimizer.model_copy(update={"schedule": "constant"})
     evaluation = config.evaluation.model_copy(update={"every_steps": 0})
-    changes = {"algorithm": algorithm, "evaluation": evaluation, "tracking": TrackingSection()}
+    changes = {"algorithm": algorithm, "optimizer": optimizer, "evaluation": evaluation, "tracking": TrackingSection()}
     return config.model_copy(update=changes)

@@ -236,9 +236,20 @@ def _shown(value: Any) -> str:
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}... ({len(text)} characters)"
 
 
+_REPLACED = {
+    "algorithm.overlong_buffer": "it is called algorithm.overlong",
+    "evaluation.split": "evaluation reads the split 'test'; name other files in evaluation.sources by a pattern",
+    "optimizer.offload_parameters": "use optimizer.offload = 'parameters'",
+    "rollout.page_size": "a page holds 128 tokens; leave it out",
+}
+"""Keys that jobs and saved runs of earlier commits have, and what to write instead."""
+
+
 def closest(location: list[str]) -> str:
-    """The hint for an unknown key: the closest key, or all keys."""
+    """The hint for an unknown key: what replaces it, the closest key, or all keys."""
     *section, name = location
+    if instead := _REPLACED.get(".".join(location)):
+        return f"; {instead}"
     valid = list(SECTIONS[section[0]].model_fields if section else SECTIONS)
     prefix = "".join(f"{part}." for part in section)
     near = difflib.get_close_matches(name, valid, n=1, cutoff=0.4)

@@ -142,7 +142,9 @@ class AlgorithmSection(Section):
 
     def resolved(self) -> AlgorithmSection:
         """The same with every ``auto`` replaced, so that a later version's recipes cannot change it."""
-        recipe, bounds = self.recipe, (self.correction.low, self.correction.high)
+        recipe, bounds = self.recipe, self.correction_bounds
+        if self.rollout_correction != "none":
+            bounds = (self.correction.low, self.correction.high)
         parts = {"aggregation": recipe.aggregation, "clip_low": recipe.clip_low, "clip_high": recipe.clip_high}
         return self.model_copy(update={**parts, "correction_bounds": bounds})
 
@@ -180,8 +182,8 @@ class AlgorithmSection(Section):
                 "use a larger ratio, such as 3.0, or 0"
             )
         if low > high or not (high or self.rollout_correction == "none"):
-            yield f"algorithm.correction_bounds = {[low, high]}: give the smallest ratio, then the largest"
-        if high and self.rollout_correction == "none":
+            yield f"algorithm.correction_bounds = {[low, high]}: give the smallest ratio, then a larger one"
+        if self.correction_bounds != "auto" and self.rollout_correction == "none":
             yield (
                 f"algorithm.correction_bounds = {[low, high]} has no effect without a correction; set "
                 "algorithm.rollout_correction, or leave it out"

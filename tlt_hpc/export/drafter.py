@@ -26,12 +26,11 @@ from tlt_hpc.storage.folder import RunFolder, no_run
 from tlt_hpc.storage.records import read_facts
 from tlt_hpc.storage.step_lines import read_lines
 
-"""Placeholder for the trained policy, which ``tlt export-policy`` writes."""
 _ACCEPT_LENGTH = "drafter/spec_decode/mean_acceptance_length"
 
 
 @dataclass(frozen=True)
-class Policy:
+class PolicyExport:
     """The policy of a run, as ``tlt export-policy`` is to write it."""
 
     folder: Path
@@ -47,7 +46,7 @@ class Source:
     """Tensors by name; with ``token_ids`` it is of the EAGLE-3 form."""
     target: Target
     recorded: dict[str, str]
-    policy: Policy | None
+    policy: PolicyExport | None
     """Its target, if that is the policy of a run and not the model that the run started from."""
 
     @property
@@ -89,13 +88,13 @@ def run(options: argparse.Namespace) -> None:
     print(f"next: {command}\n{advice(source)}")
 
 
-def policy_of(options: argparse.Namespace) -> Policy:
+def policy_of(options: argparse.Namespace) -> PolicyExport:
     """The policy of the run and step that the options name."""
     words = ["tlt", "export-policy", options.place]
     words += ["--step", str(options.step)] * (options.step is not None)
     words += ["--model", str(options.model)] * (options.model is not None)
     policy = argparse.Namespace(place=options.place, step=options.step, output=None)
-    return Policy(output_of(policy, "policy"), shlex.join(words))
+    return PolicyExport(output_of(policy, "policy"), shlex.join(words))
 
 
 def find_drafter(options: argparse.Namespace) -> Source:
@@ -146,7 +145,7 @@ def find_target(options: argparse.Namespace, run: RunFolder) -> Target:
     return read_target(load_saved_config(run.config).model.path)
 
 
-def _in_file(folder: Path, target: Target, policy: Policy | None) -> Source:
+def _in_file(folder: Path, target: Target, policy: PolicyExport | None) -> Source:
     """A drafter in a file of its own, with the facts of its warm-up if they are there."""
     stored = read_drafter(str(folder), target.shape, str(folder))
     drafter = {name.removesuffix(".weight"): tensor for name, tensor in stored.items()}

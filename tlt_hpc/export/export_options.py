@@ -33,6 +33,8 @@ def add_step(command: argparse.ArgumentParser, words: str) -> None:
 
 def number_or_best(text: str) -> int | str:
     """A number, or the word ``best``."""
+    if text != "best" and not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r}: use the number of a step, or best")
     return text if text == "best" else int(text)
 
 

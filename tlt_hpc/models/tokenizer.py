@@ -19,8 +19,8 @@ from tlt_hpc.models.json_file import read_json, read_text
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """Those that transformers hands to a template by name."""
 _EMPTY_NAME = re.compile(
-    r"[<\[].*(reserved|unused|placeholder|dummy|image|img|vision|video|audio|object_ref|(box|quad)_(start|end)"
-    r"|\b(control|special|extra|extra_id)_\d+).*[>\]]",
+    r"[<\[].*(?<![a-z])(reserved|unused|place.?holder|dummy|multimodal|image|img|vision|video|audio|object_ref"
+    r"|(box|quad)_(start|end)|(control|special|extra|extra_id)_\d+)(?![a-z]).*[>\]]",
     re.IGNORECASE,
 )
 """Added tokens that stand for nothing yet, or for what is no text."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from tlt_hpc.config import UserError
 from tlt_hpc.models.expert_names import is_expert, places
 from tlt_hpc.models.shape import TAKE_CONFIG, ModelShape
-from tlt_hpc.models.weight_files import ADAPTER_CONFIG, EMBEDDING, Stored, read_heads, torch_files
+from tlt_hpc.models.weight_files import ADAPTER_CONFIG, EMBEDDING, StoredTensor, read_heads, torch_files
 
 HEAD = "lm_head.weight"
 _DTYPES = "F64", "F32", "F16", "BF16"
@@ -142,7 +142,7 @@ def _reason(name: str, wanted: Mapping[str, object], shape: ModelShape) -> tuple
     return "config.json asks for no such tensor", TAKE_CONFIG
 
 
-def _are_same(one: Stored, other: Stored) -> bool:
+def _are_same(one: StoredTensor, other: StoredTensor) -> bool:
     """Whether two tensors have the same bytes, which are read piece by piece."""
     if one.dtype != other.dtype or one.sizes != other.sizes:
         return False

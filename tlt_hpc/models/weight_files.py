@@ -32,7 +32,7 @@ TAKE_DRAFTER = "give the drafter folder of a run with this model"
 EMBEDDING = "model.embed_tokens.weight"
 
 
-class Stored(NamedTuple):
+class StoredTensor(NamedTuple):
     """A tensor of a safetensors file."""
 
     file: Path
@@ -174,13 +174,13 @@ def find_initial_drafter(place: str, asked: str) -> Path:
     return folder / "config.json"
 
 
-def read_heads(folder: Path) -> dict[str, Stored]:
+def read_heads(folder: Path) -> dict[str, StoredTensor]:
     """What the heads of a folder's safetensors files say of each weight, by its name.
 
     Raises:
         ValueError: as ``weight_files``; a file cannot be read or lacks what the index places there; two hold a name.
     """
-    found = dict[str, Stored]()
+    found = dict[str, StoredTensor]()
     for file, names in weight_files(folder).items():
         here = _read_head(file)
         if lacking := sorted((names or set()) - here.keys()):
@@ -194,12 +194,14 @@ def read_heads(folder: Path) -> dict[str, Stored]:
     return found
 
 
-def _read_head(file: Path) -> dict[str, Stored]:
+def _read_head(file: Path) -> dict[str, StoredTensor]:
     with opened(file, UNREADABLE, "numpy"), file.open("rb") as stream:  # the library has seen that it is whole
         size = int.from_bytes(stream.read(8), "little")
         entries = json.loads(stream.read(size))
     return {
-        name: Stored(file, each["dtype"], tuple(each["shape"]), *(8 + size + place for place in each["data_offsets"]))
+        name: StoredTensor(
+            file, each["dtype"], tuple(each["shape"]), *(8 + size + place for place in each["data_offsets"])
+        )
         for name, each in entries.items()
         # files of older transformers also hold the rotary frequencies, which config.json gives
         if name != "__metadata__" and not name.endswith(".inv_freq")

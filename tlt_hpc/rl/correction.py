@@ -16,11 +16,12 @@ def correction_weights(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What the tokens' losses are multiplied with, and as bool where a bound took effect; both [T], without gradient.
 
-    With w = pi_old / pi_rollout of the token:
+    With w = pi_old / pi_rollout of the token; the papers of the first two have no lower bound (low = 0):
 
-    - ``tis``: min(w, high), truncated importance sampling ("Your Efficient RL Framework Secretly Brings You Off-Policy
-      RL Training", Yao et al. 2025; Ionides 2008).
-    - ``mis``: w where w <= high, else 0, masked importance sampling ("When Speed Kills Stability", Liu et al. 2025).
+    - ``tis``: w, at least low and at most high, truncated importance sampling ("Your Efficient RL Framework Secretly
+      Brings You Off-Policy RL Training", Yao et al. 2025; Ionides 2008).
+    - ``mis``: w where low <= w <= high, else 0, masked importance sampling ("When Speed Kills Stability", Liu et al.
+      2025).
     - ``icepop``: w where low <= w <= high, else 0 ("Every Step Evolves", 2510.18855, eq. 4 and 5).
 
     Args:

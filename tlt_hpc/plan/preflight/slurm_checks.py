@@ -135,7 +135,7 @@ def check_requeue(job: PlannedJob) -> Finding:
             f"requeue is off ({why}): a job that is preempted or reaches its time limit is not resumed by itself",
             "add #SBATCH --requeue, or submit the same script again: it resumes from the last step",
         )
-    if not re.match(r"(R:)?((SIG)?USR2|12)(@|$)", request.signal):
+    if not re.match(r"(R:)?((SIG)?USR2|12)(@\d+)?$", request.signal):
         return warning(
             f"{request.source('SBATCH_SIGNAL')} requests no USR2 before the time limit, so the step in progress may be "
             "lost then",
@@ -165,7 +165,10 @@ def _check_time(job: PlannedJob) -> Finding | None:
 def check_cores(job: PlannedJob) -> Finding:
     """With offload, the optimiser runs on all cores of a rank, and on more than one."""
     cores = job.request.cores_per_rank
-    threads = int(os.environ.get("TLT_THREADS") or cores)
+    given = os.environ.get("TLT_THREADS") or str(cores)
+    if not given.isdecimal():
+        return failure(f"TLT_THREADS={given!r} is no number", "set the threads of each rank, or unset it")
+    threads = int(given)
     if not (job.config.optimizer.offload and job.uses_gpu):
         return ok(f"{count(cores, 'core')} a rank")
     if threads < cores:
