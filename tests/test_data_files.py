@@ -85,10 +85,13 @@ def test_an_evaluation_reads_the_split_called_test_and_tells_how_to_read_another
     config, no_check = load_config(TINY), lambda _: ""
     with pytest.raises(ConfigError) as caught, told_as_evaluations():
         open_reader(config, str(folder), None, None, no_check)
-    wanted = f"evaluation.sources = {str(folder)!r} has no split 'test'; give a pattern such as FOLDER/*train* for the "
-    assert str(caught.value) == f"{wanted}files of one of train, validation, or give one of its folders"
-    pattern = open_reader(config, str(folder / "*validation*"), None, None, no_check)
-    assert len(pattern.rows) == len(SECOND)
+    wanted = f"evaluation.sources = {str(folder)!r} has no split 'test'; give a pattern such as "
+    remedy = "FOLDER/**/*validation* for the files of one of train, validation, or give one of its folders"
+    assert str(caught.value) == wanted + remedy
+    write_parquet(tmp_path / "hub" / "data" / "validation-00000-of-00001.parquet", SECOND)
+    for place in (folder, tmp_path / "hub"):
+        pattern = open_reader(config, str(place / "**" / "*validation*"), None, None, no_check)
+        assert len(pattern.rows) == len(SECOND)
     write_parquet(folder / "test.parquet", FIRST)
     assert len(open_reader(config, str(folder), None, None, no_check).rows) == len(FIRST)
 

@@ -466,13 +466,16 @@ def test_wandb_online_after_offline_gets_all_steps_under_the_same_id(tmp_path, l
     commit(folder, 0, 1, 2)
     follow(config_for(tmp_path, "tracking.wandb=offline"), folder, 2)
     (run_id,) = library.runs
-    (folder.path / "wandb" / f"offline-run-1-{run_id}").mkdir(parents=True)
+    offline = [folder.path / "wandb" / f"offline-run-1-{each}" for each in (run_id, "before")]
+    for path in offline:
+        path.mkdir(parents=True)
     library.is_offline = False
     library.before = lambda call: modes.append(library.resume) if call == "init" else None
     library.runs.clear()
     follow(config_for(tmp_path, "tracking.wandb=online"), folder, 3)
     follow(config_for(tmp_path, "tracking.wandb=online"), folder, 3)
     assert library.runs == {run_id: [(step + 1, step / 7) for step in range(3)]} and modes == [None, "allow"]
+    assert [path.exists() for path in offline] == [False, True], "what has another id was never sent"
 
 
 STOPPED = """

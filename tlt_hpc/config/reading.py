@@ -238,7 +238,7 @@ def _shown(value: Any) -> str:
 
 _REPLACED = {
     "algorithm.overlong_buffer": "it is called algorithm.overlong",
-    "evaluation.split": "evaluation reads the split 'test'; name other files in evaluation.sources by a pattern",
+    "evaluation.split": "evaluation reads the split 'test'; give other files by a pattern in evaluation.sources",
     "optimizer.offload_parameters": "use optimizer.offload = 'parameters'",
     "rollout.page_size": "a page holds 128 tokens; leave it out",
 }

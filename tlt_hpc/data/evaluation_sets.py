@@ -127,7 +127,8 @@ def _open(
 
 
 def _of_evaluation(words: str) -> str:
-    words = words.replace("set data.split to one of", "give a pattern such as FOLDER/*train* for the files of one of")
+    pattern = "give a pattern such as FOLDER/**/*validation* for the files of one of"
+    words = words.replace("set data.split to one of", pattern)
     return words.replace("data.source", "evaluation.sources")
 
 

@@ -165,10 +165,8 @@ class WeightsAndBiases(Tracker):
         mode: Any = config.tracking.wandb
         folder.path.mkdir(parents=True, exist_ok=True)
         # a killed start's offline file lacks steps that wandb had in memory, and cannot be continued
-        old = list((folder.path / "wandb").glob("offline-run-*"))
-        self.gets_all = mode == "offline" or any(path.name.endswith(f"-{run_id}") for path in old)
-        for path in old:
-            shutil.rmtree(path, ignore_errors=True)  # a file that is still open on NFS goes at the next start
+        old = list((folder.path / "wandb").glob(f"offline-run-*-{self.run_id}"))
+        self.gets_all = mode == "offline" or bool(old)
         self._run: Any = wandb.init(
             project=os.environ.get("WANDB_PROJECT") or _PROJECT,
             name=os.environ.get("WANDB_NAME") or config.run.name,
@@ -185,7 +183,11 @@ class WeightsAndBiases(Tracker):
                 finish_timeout_raises=True,
             ),
         )
-        self.remedy = f"; `wandb sync {shlex.quote(str(Path(self._run.dir).parent))}` sends what it has"
+        own = Path(self._run.dir).parent
+        for path in old:
+            if path.name != own.name:
+                shutil.rmtree(path, ignore_errors=True)  # a file that is still open on NFS goes at the next start
+        self.remedy = f"; `wandb sync {shlex.quote(str(own))}` sends what it has"
 
     @staticmethod
     def start_early() -> None:
