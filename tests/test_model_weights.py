@@ -130,7 +130,7 @@ RIGHT: dict[str, Callable[[], Made]] = {
 WRONG: dict[str, tuple[Callable[[], Made], str]] = {
     "a tied head of its own": (lambda: head(lambda e: e * 1.5), "is stored and is not the embedding; set tie_word_emb"),
     "one number of a tied head": (lambda: head(lambda e: e.index_fill_(0, torch.tensor([23]), 2.0)), "not the embed"),
-    "a tied head of another type": (lambda: head(lambda e: e.double()), "not the embedding"),
+    "a tied head of another type": (lambda: head(lambda e: e.double()), "in F64, not in the embedding's F16"),
     "a tied head of another size": (lambda: head(lambda e: e[:20].contiguous()), "'lm_head.weight' has shape [20,"),
     "no head": (lambda: one(dict, tie_word_embeddings=False), "no 'lm_head.weight', and config.json does not tie"),
     "no word on the head": (lambda: one(dict, tie_word_embeddings=None), "no 'lm_head.weight', and config.json does"),
@@ -155,6 +155,7 @@ WRONG: dict[str, tuple[Callable[[], Made], str]] = {
     "a bias more": (lambda: one(plus(model__layers__0__self_attn__o_proj__bias=torch.ones(128))), "no such tensor); "),
     "biases less": (lambda: without("k_proj.bias"), "'model.layers.0.self_attn.k_proj.bias' and 7 more weights"),
     "an unknown tensor": (lambda: one(plus(extra=ROWS)), "'extra' is no weight of this model of type qwen2"),
+    "a buffer": (lambda: one(plus(position_ids=torch.arange(4))), "'position_ids' is no weight of this model of type"),
     "a vocabulary": (lambda: one(dict, vocab_size=32), f"'{EMBEDDING}' has shape [24, 128], config.json asks"),
     "a width": (lambda: one(dict, intermediate_size=192), "mlp.down_proj.weight' has shape [128, 256], config"),
     "transposed": (lambda: one(lambda t: t | {LAYER + "mlp.up_proj.weight": torch.ones(128, 256)}), "has shape [128,"),

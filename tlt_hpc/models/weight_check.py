@@ -7,7 +7,7 @@ would read differently is refused.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from tlt_hpc.config import UserError
@@ -52,16 +52,23 @@ def check_weights(folder: Path, shape: ModelShape) -> None:
     if torch_files(folder):
         return  # transformers reads these, which say nothing before they are read as a whole
     stored = read_heads(folder)
-    for name, found in stored.items():
-        if _QUANTISED.search(name) or found.dtype not in _DTYPES:
-            raise UserError(f"{found.file}: {name!r}, stored as {found.dtype}, is of quantised weights; {_UNQUANTISED}")
+    _check_quantised(stored, lambda name, _: _QUANTISED.search(name) is not None)
     origin = str(next((found.file for found in stored.values()), folder))
     check_sizes({name: found.sizes for name, found in stored.items()}, shape, origin)
+    _check_quantised(stored, lambda _, found: found.dtype not in _DTYPES)  # after names that are no weight's
     if shape.tied_head and HEAD in stored and not _are_same(stored[HEAD], stored[EMBEDDING]):
+        head, embedding = stored[HEAD].dtype, stored[EMBEDDING].dtype
+        what = "is not the embedding" if head == embedding else f"in {head}, not in the embedding's {embedding}"
         raise UserError(
-            f"model folder {folder}: config.json ties the head to the embedding, and {HEAD!r} is stored and is not "
-            "the embedding; set tie_word_embeddings = false there if the head was trained apart, or remove that tensor"
+            f"model folder {folder}: config.json ties the head to the embedding, and {HEAD!r} is stored and {what}; "
+            "set tie_word_embeddings = false there if the head was trained apart, or remove that tensor"
         )
+
+
+def _check_quantised(stored: Mapping[str, StoredTensor], is_quantised: Callable[[str, StoredTensor], bool]) -> None:
+    for name, found in stored.items():
+        if is_quantised(name, found):
+            raise UserError(f"{found.file}: {name!r}, stored as {found.dtype}, is of quantised weights; {_UNQUANTISED}")
 
 
 def check_sizes(stored: Mapping[str, Sequence[int]], shape: ModelShape, origin: str) -> None:
