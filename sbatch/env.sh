@@ -15,6 +15,9 @@ TLT_SRUN_MPI="${TLT_SRUN_MPI:-}"
 TLT_LAUNCH="${TLT_LAUNCH:-srun}"
 # The cores of each rank (srun --cpu-bind). Where they are far from its GPU, a run's log says so and gives a value.
 TLT_CPU_BIND="${TLT_CPU_BIND:-cores}"
+# Threads of each rank. Empty: as many as it has cores (--cpus-per-task). OMP_NUM_THREADS and MKL_NUM_THREADS of the shell
+# that calls sbatch do not count: login nodes often have 1.
+TLT_THREADS="${TLT_THREADS:-}"
 # A disk of each node's own, for caches. Empty: what Slurm or the site made for this job, else /tmp.
 TLT_LOCAL_DISK="${TLT_LOCAL_DISK:-}"
 # What starts a program in a container, with the image's whole path, such as "apptainer exec --nv /shared/tlt_hpc.sif"
@@ -33,6 +36,7 @@ export TLT_NETWORK="${TLT_NETWORK:-}"
 unset SLURM_EXPORT_ENV SLURM_GPUS SLURM_GPUS_PER_NODE SLURM_GPUS_PER_SOCKET SLURM_GPUS_PER_TASK SLURM_GPU_BIND
 unset SLURM_TRES_PER_TASK SLURM_TRES_BIND "${!SLURM_CPU_BIND@}" "${!SLURM_MEM_BIND@}"
 unset SLURM_MEM_PER_CPU SLURM_MEM_PER_GPU SLURM_MEM_PER_NODE SLURM_STEP_ID
+unset PMI_RANK PMI_SIZE PMI_FD PMIX_RANK PMIX_NAMESPACE OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_SIZE
 
 die() {
     echo "sbatch/env.sh: $*" >&2
@@ -216,8 +220,9 @@ export HDF5_USE_FILE_LOCKING=FALSE
 # of CUDA graphs support it (torch 2.5 and newer).
 export PYTORCH_CUDA_ALLOC_CONF="${PYTORCH_CUDA_ALLOC_CONF-expandable_segments:True}"
 
-# ZeRO offload runs its optimiser on the rank's cores.
-export OMP_NUM_THREADS="${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}"
+# ZeRO offload runs its optimiser on the rank's cores; torch takes MKL's number before OpenMP's.
+export OMP_NUM_THREADS="${TLT_THREADS:-${SLURM_CPUS_PER_TASK:-1}}"
+unset MKL_NUM_THREADS OMP_THREAD_LIMIT
 
 # Belongs to the installation alone.
 unset DS_BUILD_OPS

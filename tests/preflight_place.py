@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -108,10 +109,8 @@ def make_place(path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
     place.data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     (path / "bin").mkdir()
     monkeypatch.setenv("PATH", f"{path / 'bin'}:/usr/bin:/bin")
-    for name in ("SBATCH_PARTITION", "SBATCH_ACCOUNT", "SBATCH_QOS", "SBATCH_TIMELIMIT"):
-        monkeypatch.delenv(name, raising=False)
-    for name in ("SLURM_JOB_ID", "TLT_SRUN_MPI", "TLT_LOCAL_DISK", "SLURM_TMPDIR"):
-        monkeypatch.delenv(name, raising=False)
+    for name in [name for name in os.environ if name.startswith(("SBATCH_", "SLURM_", "TLT_"))]:
+        monkeypatch.delenv(name)
     monkeypatch.setenv("TMPDIR", str(path))
     monkeypatch.setattr(mpi, "ask", answer_of_mpich)
     place.torch_for("")

@@ -99,6 +99,7 @@ def test_whitened_values_have_mean_zero_and_variance_one_over_tokens() -> None:
 
 
 def test_advantages_are_found_by_name() -> None:
+    starts = np.cumsum(LENGTHS) - LENGTHS
     for kind, wanted in {
         "group": group_advantages(REWARDS, 4),
         "group-mean": centred_advantages(REWARDS, 4),
@@ -107,7 +108,33 @@ def test_advantages_are_found_by_name() -> None:
         "group-mean-batch": whiten(centred_advantages(REWARDS, 4).astype(np.float64), LENGTHS),
     }.items():
         found = advantages_of(kind, REWARDS, LENGTHS, 4)  # type: ignore[arg-type]
-        assert found.dtype == np.float32 and found.tolist() == wanted.tolist(), kind
+        assert found.dtype == np.float32 and found[starts].tolist() == wanted.tolist(), kind
+        assert found.tolist() == np.repeat(wanted, LENGTHS).tolist(), kind
+
+
+def test_a_token_is_worth_what_comes_after_it() -> None:
+    """REINFORCE++ (2501.03262), eq. 6 to 8, with the reward at the last token and the divergence at each."""
+    kl = np.array([0.1, 0.2, 0.3, 0.4, 0.4, 0.3, 0.2, 0.1])
+    totals = np.array([1 - 1.0, 0 - 1.0], np.float32)
+    found = advantages_of("batch", totals, np.array([4, 4]), 1, token_rewards=-kl)
+    assert found.dtype == np.float32
+    assert found.tolist() == pytest.approx([0.25, 0.44, 0.84, 1.43, -1.73, -0.94, -0.35, 0.05], abs=0.006)
+    alike = advantages_of("batch", totals, np.array([4, 4]), 1)
+    assert alike.tolist() == pytest.approx([0.935] * 4 + [-0.935] * 4, abs=0.001)
+
+
+@given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=6), seed=st.integers(0, 2**32))
+def test_token_advantages_are_whitened_returns_to_go(lengths: list[int], seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    rewards = [generator.normal(size=length) for length in lengths]
+    totals = np.array([each.sum() for each in rewards], np.float32)
+    returns = [sum(each[place:]) for each in rewards for place in range(len(each))]
+    found = advantages_of("batch", totals, np.array(lengths), 1, token_rewards=np.concatenate(rewards))
+    if len(returns) == 1:
+        assert found.tolist() == [0]
+        return
+    wanted = (np.array(returns) - np.mean(returns)) / math.sqrt(statistics.variance(returns) + 1e-8)
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
 
 
 def test_coming_close_to_the_longest_costs_evenly() -> None:
@@ -158,6 +185,19 @@ def test_gradients_by_hand(kind, bounds, ratios, advantages, gradients, clipped)
     assert found.nonzero().flatten().tolist() == clipped
 
 
+def test_a_negative_advantage_counts_a_wild_ratio_up_to_a_bound() -> None:
+    """Dual-clip PPO (1912.09729), eq. 5; as TRL's delta and verl's clip_ratio_c."""
+    ratios = torch.tensor([0.5, 1.5, 2.9, 3.1, 400.0, 0.5, 1.1, 3.1], dtype=torch.float64)
+    advantages = torch.tensor([-1.0, -1.0, -1.0, -2.0, -1.0, 1.0, 1.0, 1.0], dtype=torch.float64)
+    for kind, rows in (("clip", torch.arange(8)), ("sequence-clip", torch.arange(8))):
+        log_probs = ratios.log().requires_grad_()
+        losses, clipped = policy_loss(kind, log_probs, torch.zeros_like(ratios), advantages, rows, 0.2, 0.2, 3.0)  # type: ignore[arg-type]
+        assert losses.tolist() == pytest.approx([0.8, 1.5, 2.9, 6.0, 3.0, -0.5, -1.1, -1.2])
+        (gradient,) = torch.autograd.grad(losses.sum(), log_probs)
+        assert gradient.tolist() == pytest.approx([0, 1.5, 2.9, 0, 0, -0.5, -1.1, 0])
+        assert clipped.nonzero().flatten().tolist() == [0, 3, 4, 7]
+
+
 def test_a_wild_ratio_stays_finite_whatever_the_loss() -> None:
     one = torch.tensor([0.0])
     for kind in ("clip", "sequence-clip", "weight-clip"):
@@ -173,6 +213,63 @@ def test_the_estimates_of_the_distance() -> None:
     assert kl_estimate("k1", policy, reference).tolist() == pytest.approx([0.5, -1.0])
     assert kl_estimate("k2", policy, reference).tolist() == pytest.approx([0.125, 0.5])
     assert kl_estimate("k3", policy, reference).tolist() == pytest.approx([np.exp(-0.5) - 0.5, np.exp(1.0) - 2.0])
+
+
+def policies_apart(distance: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits of a policy over nine tokens, and a reference's log-probabilities at this KL(policy || reference)."""
+    generator = torch.Generator().manual_seed(5)
+    logits, other = torch.randn(2, 9, generator=generator, dtype=torch.float64)
+    low, high = 0.0, 100.0
+    for _ in range(200):
+        middle = (low + high) / 2
+        reference = (logits + middle * other).log_softmax(-1)
+        low, high = (low, middle) if exact_distance(logits.log_softmax(-1), reference) > distance else (middle, high)
+    return logits.requires_grad_(), reference
+
+
+def exact_distance(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    return (one.exp() * (one - other)).sum()
+
+
+def mean_over_samples(kind: Any, logits: torch.Tensor, reference: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """An estimate's mean over samples of the policy, and its gradient: every token, weighted by its probability."""
+    log_probs = logits.log_softmax(-1)
+    mean = (log_probs.exp().detach() * kl_estimate(kind, log_probs, reference)).sum()
+    return mean.detach(), torch.autograd.grad(mean, logits)[0]
+
+
+@pytest.mark.parametrize(("distance", "k3_error"), [(0.001, 0.02), (0.02, 0.08), (2.5, 0.4)])
+def test_which_estimate_has_the_gradient_of_which_distance(distance: float, k3_error: float) -> None:
+    """k2 and k3+ that of KL(policy || reference), which k3 estimates; k3 that of KL(reference || policy)."""
+    logits, reference = policies_apart(distance)
+    log_probs = logits.log_softmax(-1)
+    forward, reverse = exact_distance(log_probs, reference), exact_distance(reference, log_probs)
+    assert forward.item() == pytest.approx(distance)
+    (wanted,) = torch.autograd.grad(forward, logits, retain_graph=True)
+    (reversed_one,) = torch.autograd.grad(reverse, logits)
+    values, gradients = {}, {}
+    for kind in ("k1", "k2", "k3", "k3+"):
+        values[kind], gradients[kind] = mean_over_samples(kind, logits, reference)
+    for kind in ("k1", "k3", "k3+"):
+        assert values[kind].item() == pytest.approx(distance), kind
+    for kind in ("k2", "k3+"):
+        torch.testing.assert_close(gradients[kind], wanted, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(gradients["k3"], reversed_one, rtol=1e-9, atol=1e-12)
+    assert gradients["k1"].abs().max() < 1e-12, "k1 has none"
+    assert (gradients["k3"] - wanted).norm() / wanted.norm() > k3_error
+
+
+def test_a_bounded_estimate_gives_up_tokens_that_the_reference_makes_14_times_likelier() -> None:
+    """verl's and slime's low_var_kl: k3 held at 10."""
+    differences = torch.tensor([-19.0, -2.65, -2.55, 0.0, 3.0, 10.9, 11.1], dtype=torch.float64)
+    log_probs = differences.clone().requires_grad_()
+    bounded = kl_estimate("low_var_kl", log_probs, torch.zeros_like(differences))
+    k3 = (-differences).exp() - 1 + differences
+    torch.testing.assert_close(bounded.detach(), k3.clamp(max=10.0))
+    (gradient,) = torch.autograd.grad(bounded.sum(), log_probs)
+    wanted = torch.where(k3 > 10, 0.0, 1 - (-differences).exp())
+    torch.testing.assert_close(gradient, wanted)
+    assert gradient.count_nonzero() == 3
 
 
 def test_gradients_equal_finite_differences() -> None:
@@ -293,6 +390,17 @@ ROLLOUT = torch.tensor([-1.0, -3.0, -0.5, -2.0, -1.2])
 OLD = ROLLOUT + RATIOS.log()
 
 
+def test_bounds_that_are_set_replace_the_corrections() -> None:
+    for name, bounds, wanted in (
+        ("tis", (0.5, 3.0), [1.5, 3, 0.5, 0.8, 1.5]),
+        ("mis", (0.5, 3.0), [1.5, 0, 0, 0.8, 1.5]),
+        ("icepop", (0.2, 1.4), [0, 0, 0.4, 0.8, 0]),
+    ):
+        section = AlgorithmSection(rollout_correction=name, correction_bounds=bounds)
+        weights, _ = correction_weights(section.correction, OLD, ROLLOUT)
+        torch.testing.assert_close(weights, torch.tensor(wanted, dtype=torch.float32), rtol=1e-5, atol=0)
+
+
 @pytest.mark.parametrize(
     ("name", "wanted", "outside"),
     [
@@ -360,22 +468,26 @@ class Policy:
     """Keeps what it is given."""
 
     def reference_kl(self, rollouts: list[Rollout]) -> np.ndarray:
-        return np.array([0.5, 1.0, -0.5, 2.0])
+        lengths = [rollout.response_tokens.size for rollout in rollouts]
+        return np.repeat(np.array([0.5, 1.0, -0.5, 2.0]) / lengths, lengths)
 
     def update(self, rollouts: list[Rollout], advantages: np.ndarray) -> str:
-        self.given = advantages.tolist()
+        ends = np.cumsum([rollout.response_tokens.size for rollout in rollouts])
+        assert advantages.size == ends[-1] and advantages.dtype == np.float32
+        self.given = [part.tolist() for part in np.split(advantages, ends[:-1])]
         self.groups = [rollout.key.draw for rollout in rollouts]
         return "stats"
 
 
 def learned(*overrides: str, scores: np.ndarray = SCORES) -> tuple[Any, list[float]]:
-    """What the update says of itself, and the advantages that the policy was given."""
+    """What the update says of itself, and the advantages that the policy was given, one for all of a response."""
     config = load_config(TINY, ["rollout.group_size=2", "rollout.max_new_tokens=100", *overrides])
     policy: Any = Policy()
     rollouts = [make_rollout(SampleKey(0, 0, 0, i // 2, i % 2), response=[0] * n) for i, n in enumerate(TOKENS)]
     update = update_policy(config, policy, rollouts, scores)
     assert policy.groups == [index // 2 for index in update.trained]
-    return update, policy.given
+    assert all(len(set(tokens)) == 1 for tokens in policy.given)
+    return update, [tokens[0] for tokens in policy.given]
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
@@ -406,7 +518,7 @@ def test_without_penalties_rewards_are_scores() -> None:
 
 
 def test_length_is_punished_before_the_advantage() -> None:
-    update, given = learned("algorithm.name=dr-grpo", "algorithm.overlong_buffer=20")
+    update, given = learned("algorithm.name=dr-grpo", "algorithm.overlong=20")
     assert update.rewards.tolist() == pytest.approx([1, -0.5, 0.25, 0])
     assert given == pytest.approx([0.75, -0.75, 0.125, -0.125])
 
@@ -429,3 +541,18 @@ def test_whole_batch_advantages_count_tokens() -> None:
     _, given = learned("algorithm.name=reinforce++")
     mean = 205 / 295
     assert given[0] / given[1] == pytest.approx((1 - mean) / -mean, rel=1e-4)
+
+
+@pytest.mark.parametrize(("name", "differ"), [("reinforce++", True), ("reinforce++-baseline", False), ("rloo", False)])
+def test_the_distance_is_of_the_tokens_that_follow(name: str, differ: bool) -> None:
+    """Where a response has one baseline, its whole distance is part of its one reward, as in verl and TRL."""
+    kl = "algorithm.kl_estimator=k1", "algorithm.kl_coefficient=0.1"
+    config = load_config(TINY, ["rollout.group_size=2", "rollout.max_new_tokens=100", f"algorithm.name={name}", *kl])
+    rollouts = [make_rollout(SampleKey(0, 0, 0, i // 2, i % 2), response=[0] * n) for i, n in enumerate(TOKENS)]
+    policy: Any = Policy()
+    update = update_policy(config, policy, rollouts, SCORES)
+    assert update.advantages.tolist() == [tokens[0] for tokens in policy.given]
+    assert update.rewards.tolist() == pytest.approx([0.95, -0.1, 1.05, 0.8])
+    for tokens, kl_sum in zip(policy.given, (0.5, 1.0, -0.5, 2.0), strict=True):
+        steps = np.diff(tokens)
+        assert (steps * kl_sum > 0).all() if differ else not steps.any()

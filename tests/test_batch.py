@@ -23,7 +23,7 @@ def program(folder: Path, name: str, body: str) -> None:
 
 SAYS_MPI = 'echo "$0" >>"$CALLED"; echo "${MPI_SAYS:-Open MPI v5.0.8, package: site}"'
 LISTS_MPI = '[[ $1 != --mpi=list ]] || { echo "MPI plugin types are..."; echo "${SRUN_HAS-none pmix}"; exit; }'
-SHOWN = "^(HF|HDF5|OMP|DS|TRITON|(PY)?TORCH|CUDA_CACHE|TRANSF|PYTHONNO|SLURM_(EXP|STEP|MEM|GPU|TRES|CPU_B)|APPT|SING)"
+SHOWN = "^(HF|HDF5|OMP|MKL|PMI|DS|TRITON|(PY)?TORCH|CUDA|TRANSF|PYTHONNO|SLURM_(EXP|STEP|MEM|GPU|TRES|CPU_B)|APPT|SING)"
 
 
 def run_script(folder: Path, name: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -227,6 +227,20 @@ def test_the_step_requests_no_resources_of_another_job(tmp_path: Path) -> None:
     """It requests nothing at all and so receives all resources of its own job."""
     shown = run_script(tmp_path, "smoke", **INHERITED, SLURM_MEM_PER_NODE="3000").stdout.splitlines()
     assert [line for line in shown if line.startswith("SLURM_")] == []
+
+
+LOGIN_NODE = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_THREAD_LIMIT", "PMI_RANK", "PMIX_RANK"), "1")
+"""Variables of a login node's profile, or of a shell that srun has started, where sbatch is called."""
+
+
+@pytest.mark.parametrize(
+    ("given", "threads"), [({}, "12"), ({"TLT_THREADS": "6"}, "6"), ({"SLURM_CPUS_PER_TASK": "1"}, "1")]
+)
+def test_a_rank_has_a_thread_for_each_core_whatever_the_login_node_has(
+    given: dict[str, str], threads: str, tmp_path: Path
+) -> None:
+    shown = run_script(tmp_path, "smoke", **LOGIN_NODE, **given).stdout.splitlines()
+    assert [line for line in shown if line.startswith(("OMP", "MKL", "PMI"))] == [f"OMP_NUM_THREADS={threads}"]
 
 
 def test_a_container_provides_python_to_the_script_and_the_ranks(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ from tlt_hpc.config.keys import keys_of
 from tlt_hpc.config.resume import check_resumable
 from tlt_hpc.config.sections import SECTIONS
 
-MAX_KEYS = 107
+MAX_KEYS = 108
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ROOT / "jobs" / "tiny.toml"
 
@@ -53,6 +53,7 @@ def refusal(*overrides: str) -> str:
 
 
 NAME = "use letters, digits, '_', '-' and '.', and none of the last two in front"
+STEPS = "run.num_steps=9 algorithm.updates_per_step=2"
 NUL = "no file has a NUL character in its name; leave it out"
 LARGE = "an integer of thousands of digits; use a smaller one"
 
@@ -72,7 +73,13 @@ LARGE = "an integer of thousands of digits; use a smaller one"
         ('data.split="a\\u001b"', "data.split = 'a\\x1b': control characters cannot be shown; leave them out"),
         ("rollout.temperature=1e-308", "rollout.temperature = 1e-308: use 0, or a number from 0.001 to 100"),
         ("optimizer.gradient_checkpointing=yes", "optimizer.gradient_checkpointing = 'yes': use true, false or 'auto'"),
+        ("optimizer.offload=all", "optimizer.offload = 'all': use true, false or 'parameters'"),
         ("algorithm.clip_high=1e308", "algorithm.clip_high = 1e+308: use a number from 0 to 1e+06, or 'auto'"),
+        ("algorithm.overlong=-1", "algorithm.overlong = -1: use a number of tokens, or 'mask'"),
+        (
+            "algorithm.correction_bounds=[1]",
+            "algorithm.correction_bounds = [1]: use 'auto', or two numbers from 0 to 1e+06",
+        ),
         ("run.seed=" + "9" * 5000, f"override 'run.seed={'9' * 190}... (5011 characters): {LARGE}"),
     ],
 )
@@ -89,14 +96,36 @@ def test_wrong_values_are_named(override: str, message: str) -> None:
         ("algorithm.updates_per_step=48", "algorithm.updates_per_step = 48 does not divide the step's 128", "use 16"),
         ("optimizer.zero_stage=0 model.dtype=bfloat16", "optimizer.zero_stage = 0", "use optimizer.zero_stage = 1"),
         ("optimizer.offload=true optimizer.zero_stage=0", "optimizer.offload = true", "use optimizer.zero_stage = 1, "),
-        ("optimizer.offload_parameters=true optimizer.zero_stage=3", "optimizer.offload_parameters", "offload = true"),
-        ("optimizer.offload_parameters=true optimizer.offload=true", "optimizer.offload_parameters", "zero_stage = 3 "),
+        (
+            "optimizer.offload=parameters",
+            "optimizer.offload = 'parameters'",
+            "zero_stage = 3, or optimizer.offload = true",
+        ),
+        ("optimizer.offload=parameters optimizer.zero_stage=0", "optimizer.offload = 'parameters'", "zero_stage = 3, "),
+        (f"optimizer.schedule=cosine optimizer.warmup_steps=18 {STEPS}", "optimizer.warmup_steps = 18", "lower it"),
         ("rollout.min_new_tokens=513", "rollout.min_new_tokens = 513 exceeds rollout.max_new_tokens = 512", "lower it"),
-        ("algorithm.overlong_buffer=513", "algorithm.overlong_buffer = 513 exceeds", "lower it"),
+        ("algorithm.overlong=513", "algorithm.overlong = 513 exceeds", "lower it"),
         ("evaluation.max_new_tokens=513 evaluation.every_steps=1", "evaluation.max_new_tokens = 513 ex", "lower it"),
         ("evaluation.temperature=0", "evaluation.temperature = 0", "use evaluation.samples = 0"),
         ("evaluation.every_steps=1 data.source=a.jsonl", "evaluation.every_steps = 1", "name files in evaluation.so"),
         ("algorithm.clip_low=1.5", "algorithm.clip_low = 1.5", "use at most 1.0"),
+        ("algorithm.clip_dual=1.2", "algorithm.clip_dual = 1.2 is within", "use a larger ratio, such as 3.0, or 0"),
+        ("algorithm.clip_dual=3 algorithm.name=cispo", "algorithm.clip_dual = 3", "leave it out"),
+        (
+            "algorithm.correction_bounds=[0,2]",
+            "algorithm.correction_bounds = [0.0, 2.0] has no",
+            "rollout_correction, or",
+        ),
+        (
+            "algorithm.correction_bounds=[3,2] algorithm.rollout_correction=mis",
+            "algorithm.correction_bounds = [3",
+            "the ",
+        ),
+        (
+            "algorithm.correction_bounds=[0,0] algorithm.rollout_correction=mis",
+            "algorithm.correction_bounds = [0",
+            "the ",
+        ),
         ("algorithm.kl_estimator=k1 algorithm.kl_coefficient=0.1", "algorithm.kl_estimator = 'k1'", "'k3', or another"),
         ("algorithm.max_refills=1 algorithm.name=reinforce++", "algorithm.max_refills = 1", "use another algorithm"),
         ("algorithm.max_refills=1 rollout.temperature=0", "algorithm.max_refills = 1", "a temperature above 0"),
@@ -137,9 +166,12 @@ def test_contradicting_values_are_refused_with_a_remedy(overrides: str, start: s
 @pytest.mark.parametrize(
     "overrides",
     [
-        "algorithm.overlong_buffer=512 rollout.min_new_tokens=512 evaluation.max_new_tokens=512",
+        "algorithm.overlong=512 rollout.min_new_tokens=512 evaluation.max_new_tokens=512",
         "rollout.group_size=1 algorithm.name=reinforce++",
-        "optimizer.zero_stage=3 optimizer.offload=true optimizer.offload_parameters=true",
+        "optimizer.zero_stage=3 optimizer.offload=parameters",
+        f"optimizer.schedule=linear optimizer.warmup_steps=17 {STEPS}",
+        "algorithm.overlong=mask algorithm.clip_dual=1.3",
+        "algorithm.rollout_correction=icepop algorithm.correction_bounds=[0.25,8.0]",
         "evaluation.max_new_tokens=513",
         "evaluation.temperature=0 evaluation.samples=0",
         "algorithm.kl_estimator=k1 algorithm.kl_coefficient=0.1 algorithm.name=dr-grpo",
@@ -359,6 +391,14 @@ def test_a_resumed_run_may_change_what_decides_no_token(tmp_path: Path) -> None:
         check_resumable(path, load_config(TINY, ["run.seed=1"]))
     with pytest.raises(ConfigError, match=r"temperature = 1.0, now 0.5: resume with the old values or"):
         check_resumable(path, load_config(TINY, ["run.seed=1", "rollout.temperature=0.5"]))
+
+
+def test_a_run_whose_learning_rate_falls_to_its_end_keeps_its_length(tmp_path: Path) -> None:
+    path = tmp_path / "config.toml"
+    path.write_text(to_toml(load_config(TINY, ["optimizer.schedule=linear", "run.num_steps=50"])))
+    check_resumable(path, load_config(TINY, ["optimizer.schedule=linear", "run.num_steps=50", "rollout.max_live=2"]))
+    with pytest.raises(ConfigError, match=r"a run with run.num_steps = 50, now 60: resume with the old value or"):
+        check_resumable(path, load_config(TINY, ["optimizer.schedule=linear", "run.num_steps=60"]))
 
 
 # --- tlt keys, docs/configuration.md and bounds ---

@@ -13,8 +13,10 @@ import pyarrow as pa
 import pytest
 from data_sets import all_prompts, gcd_row, gcd_rows, texts, write_arrow, write_jsonl, write_parquet
 
-from tlt_hpc.config import UserError
+from tlt_hpc.config import ConfigError, UserError, load_config
+from tlt_hpc.data.evaluation_sets import open_reader, told_as_evaluations
 
+TINY = Path(__file__).parent.parent / "jobs" / "tiny.toml"
 FIRST, SECOND = gcd_rows(4)[:2], gcd_rows(4)[2:]
 ALL = [row["prompt"] for row in gcd_rows(4)]
 
@@ -74,6 +76,21 @@ def test_a_folder_of_splits(train: list[str], test: str, write: Callable[..., Pa
     assert texts(all_prompts(tmp_path, "data.split=test")) == ["gcd(9,19)="]
     start = f"data.source = {str(tmp_path)!r} has no split 'dev'; set data.split to one of test, train"
     assert refusal(tmp_path, "data.split=dev").startswith(start)
+
+
+def test_an_evaluation_reads_the_split_called_test_and_tells_how_to_read_another(tmp_path: Path) -> None:
+    folder = tmp_path / "aime"
+    write_parquet(folder / "train.parquet", FIRST)
+    write_parquet(folder / "validation.parquet", SECOND)
+    config, no_check = load_config(TINY), lambda _: ""
+    with pytest.raises(ConfigError) as caught, told_as_evaluations():
+        open_reader(config, str(folder), None, None, no_check)
+    wanted = f"evaluation.sources = {str(folder)!r} has no split 'test'; give a pattern such as FOLDER/*train* for the "
+    assert str(caught.value) == f"{wanted}files of one of train, validation, or give one of its folders"
+    pattern = open_reader(config, str(folder / "*validation*"), None, None, no_check)
+    assert len(pattern.rows) == len(SECOND)
+    write_parquet(folder / "test.parquet", FIRST)
+    assert len(open_reader(config, str(folder), None, None, no_check).rows) == len(FIRST)
 
 
 def test_a_folder_without_splits(tmp_path: Path) -> None:

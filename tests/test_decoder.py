@@ -11,7 +11,7 @@ from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.documents import attend_documents
 from tlt_hpc.models.eagle import Eagle
 from tlt_hpc.models.folder import folder_weights
-from tlt_hpc.models.shape import read_shape
+from tlt_hpc.models.shape import read_shape, shape_from
 
 SIZES = {
     "vocab_size": 61,
@@ -120,6 +120,33 @@ def test_the_packed_drafter_serves_what_its_parameters_say():
         torch.testing.assert_close(first(embedded, features, positions, attend), wanted[0], atol=1e-5, rtol=0)
         first.load_state_dict(second.state_dict())
         torch.testing.assert_close(first(embedded, features, positions, attend), wanted[1], atol=1e-5, rtol=0)
+
+
+def test_a_second_load_repacks_matrices_that_are_large_enough_to_be_blocked():
+    sizes = {
+        **SIZES,
+        "hidden_size": 512,
+        "intermediate_size": 576,
+        "vocab_size": 520,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 8,
+    }
+    shape = shape_from(LlamaConfig(**sizes, head_dim=64, tie_word_embeddings=False).to_dict(), "wide")
+    source = torch.Generator().manual_seed(0)
+    names = {name: cut.sizes for name, cut in Decoder(shape, torch.float32, CPU).weight_cuts().items()}
+    first, second = (
+        {name: torch.randn(size, generator=source) * size[-1] ** -0.5 for name, size in names.items()} for _ in range(2)
+    )
+    decoder, fresh = (Decoder(shape, torch.float32, CPU) for _ in range(2))
+    decoder.load(first.items(), 0)
+    assert decoder.packed_bytes > 0.5 * decoder.weight_bytes, "hardly any matrix is blocked"
+    tokens = torch.randint(520, (24,), generator=source)
+    found = []
+    for one in (decoder, fresh):
+        one.load(second.items(), 1)
+        found.append(one.logits(one.hidden(tokens, torch.arange(24), attend_documents(None))))
+    assert torch.equal(*found)
+    torch.testing.assert_close(decoder.reference_logits(tokens, 24).float(), found[0], atol=1e-4, rtol=0)
 
 
 def test_weights_load_in_place_and_wrong_ones_are_refused():

@@ -1,31 +1,34 @@
 """The engine's promise: given the weights, a response depends on its key alone. And what a response is."""
 
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
 import torch
+from by_definition import choice_of, noise_of, words_of
 from tiny import (
     CPU,
     EOS,
     NUM_TOKENS,
     embedded_decoder,
+    embedded_folder,
     embedded_tokenizer,
     gcd_requests,
     generate,
-    gumbel_rows,
     make_engine,
     texts,
 )
+from transformers import AutoModelForCausalLM
 
 from tlt_hpc.common.records import FinishReason, SamplingParams
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.eagle import Eagle
+from tlt_hpc.rollout.drafts import perturbed
 from tlt_hpc.rollout.engine import RolloutEngine
 from tlt_hpc.rollout.guard import SAFETY
 from tlt_hpc.rollout.kv_cache import page_bytes
-from tlt_hpc.rollout.noise import noise_key
-from tlt_hpc.rollout.sampling import SamplingRule, choose
+from tlt_hpc.rollout.sampling import SamplingRule
 from tlt_hpc.rollout.stops import StopStrings
 from tlt_hpc.rollout.strategy import OFF, Strategy, strategy_named
 
@@ -47,15 +50,20 @@ def full_engine(strategies, **options) -> RolloutEngine:
     return engine
 
 
-def canonical(request, max_new_tokens, rule):
-    """A response by the definition: float64 logits of the sequence alone, one token at a time."""
-    decoder, tokens = embedded_decoder(), request.prompt_tokens.tolist()
-    words = torch.tensor([noise_key(request.key)])
-    response = []
+@cache
+def exact_model():
+    """The embedded model as transformers computes it, in float64."""
+    return AutoModelForCausalLM.from_pretrained(embedded_folder(), dtype=torch.float64).eval()
+
+
+@torch.inference_mode()
+def canonical(request, max_new_tokens, rule, min_tokens=0):
+    """A response by the definition: float64 logits of the sequence alone, one token at a time; no code under test."""
+    tokens, response = request.prompt_tokens.tolist(), []
     while len(response) < max_new_tokens and response[-1:] != [EOS]:
-        logits = decoder.reference_logits(torch.tensor(tokens + response), 1)[0]
-        noise = gumbel_rows(words, torch.tensor([[len(response)]]), NUM_TOKENS)[0, 0]
-        response.append(int(choose(logits, noise.double(), rule, 0.0).token))
+        logits = exact_model()(torch.tensor([tokens + response])).logits[0, -1]
+        noise = noise_of(request.key, len(response), NUM_TOKENS)
+        response.append(choice_of(logits, noise, rule, [EOS] if len(response) < min_tokens else []))
     return response
 
 
@@ -63,6 +71,30 @@ def canonical(request, max_new_tokens, rule):
 def plain():
     """Each request's response, without speculation."""
     return {rollout.key: rollout for rollout in generate(make_engine(max_new_tokens=80), REQUESTS)}
+
+
+PINNED = {
+    SamplingRule(1.0, NUM_TOKENS): (
+        "<think>135,99;36,99;36,63;36,27;9,27;9,18;9,9</think>",
+        "<think></think>\\boxed{5}<eos>",
+    ),
+    SamplingRule(0.7, NUM_TOKENS, top_p=0.8): (
+        "<think>135,99;36,99;36,63;36,27;9,27;9,18;9,9</think>",
+        "<think>375,130;245,130;115,130;115,15;100,15;8",
+    ),
+    SamplingRule(1.5, NUM_TOKENS, top_k=4, min_p=0.02): (
+        "<think>135,99;36,99;36,17;19,17;2,17;2,1;1,1</think>\\boxed{",
+        "<think></think>\\boxed{5}<eos>",
+    ),
+}
+
+
+@pytest.mark.parametrize("rule", PINNED, ids=str)
+def test_the_text_of_a_seed_stays_what_it_is(rule):
+    """A version that gives other tokens to these keys gives other runs to every seed."""
+    found = texts(generate(make_engine(rule=rule, max_new_tokens=40), REQUESTS[::8]))
+    decode = embedded_tokenizer().decode
+    assert tuple(decode(found[r.key], skip_special_tokens=False) for r in REQUESTS[::8]) == PINNED[rule]
 
 
 def test_what_a_rollout_records(plain):
@@ -74,7 +106,7 @@ def test_what_a_rollout_records(plain):
         assert rollout.finish_reason == (FinishReason.EOS if tokens[-1] == EOS else FinishReason.LENGTH)
         assert (rollout.finish_reason == FinishReason.LENGTH) == (len(tokens) == 80 and tokens[-1] != EOS)
         whole = torch.tensor([*rollout.prompt_tokens.tolist(), *tokens])
-        logits = embedded_decoder().reference_logits(whole, len(tokens) + 1)[:-1]
+        logits = exact_model()(whole[None]).logits[0, -len(tokens) - 1 : -1, :NUM_TOKENS].detach()
         wanted = torch.log_softmax(logits, -1)[torch.arange(len(tokens)), torch.tensor(tokens)]
         np.testing.assert_allclose(rollout.log_probs, wanted.numpy(), atol=2e-4)
     assert {r.finish_reason for r in plain.values()} == {FinishReason.EOS, FinishReason.LENGTH}
@@ -122,6 +154,40 @@ def test_a_prompt_that_is_being_prefilled_gives_way_to_older_rows(plain):
         assert not waiting & {sequence.order for sequence in [*scheduler.prefilling, *scheduler.rows.responses]}
     assert given_way, "no prompt gave way"
     assert texts(engine.collect()) == texts(plain.values())
+
+
+@pytest.mark.parametrize("strategy", [Strategy("drafter", 4), Strategy("drafter", 4, 2, 8)])
+def test_each_depth_of_a_draft_has_the_noise_of_its_own_position(strategy):
+    """Noise that outweighs all logits: the first path of the drafts is what it says, on the host and on a device."""
+    engine = full_engine([strategy], max_live=3)
+    engine.submit(REQUESTS[:3])
+    engine._fill()
+    engine._fill()
+    said = torch.tensor([[5, 9, 2, 7], [3, 3, 12, 4], [8, 6, 15, 11]])
+    noise = torch.zeros(3, 5, NUM_TOKENS)
+    noise[:, :4].scatter_(2, said.unsqueeze(2), 1e4)
+    drafts = engine._learned.propose(engine._rows, engine._scheduler.layout, noise, strategy).drafts
+    for row, wanted in enumerate(said.tolist()):
+        tokens = drafts.tokens[row].tolist()
+        parents = [0, *range(len(tokens) - 1)] if drafts.parents is None else drafts.parents[row].tolist()
+        path = 0
+        for token in wanted:
+            (path,) = (i for i in range(1, len(tokens)) if parents[i] == path and tokens[i] == token)
+    keys = [request.key for request in REQUESTS[:3]]
+    words, first = torch.tensor([words_of(key) for key in keys]), torch.tensor([0, 4, 9])
+    heats, logits = (
+        torch.tensor([0.5, 1.0, 2.0]),
+        torch.randn(3, 1, NUM_TOKENS, generator=torch.Generator().manual_seed(1)),
+    )
+    pick = engine._learned.picker(words, first, heats, 1.5)
+    for d in range(4):
+        rows = np.array([noise_of(key, start + d, NUM_TOKENS) for key, start in zip(keys, first.tolist(), strict=True)])
+        scores = logits[:, 0].numpy() * 1.5 / heats[:, None].numpy() + rows
+        for count in (1, 2):
+            ids = pick(d, logits, count)[1].view(3, count)
+            assert ids.tolist() == np.argsort(-scores, 1)[:, :count].tolist()
+        on_host = perturbed(logits, torch.tensor(rows[:, None]), heats, 1.5)
+        np.testing.assert_allclose(on_host[:, 0].numpy(), scores, rtol=1e-5, atol=1e-5)
 
 
 def test_what_is_generated_ahead_alone_takes_short_steps():
@@ -234,8 +300,10 @@ def test_least_lengths_and_stop_strings(strategy, plain):
     def answer(**changes):
         return generate(engine, [replace(request, params=params(**changes))])[0]
 
-    longer = answer(min_tokens=len(whole) + 3).response_tokens.tolist()
-    assert EOS not in longer[: len(whole) + 3] and len(longer) > len(whole) + 3
+    least = len(whole) + 3
+    longer = answer(min_tokens=least).response_tokens.tolist()
+    assert longer == canonical(request, 80, SamplingRule(1.0, NUM_TOKENS), least)
+    assert EOS not in longer[:least] and len(longer) > least
     assert longer[: len(whole) - 1] == whole[:-1]
     assert answer(min_tokens=len(whole) - 1).response_tokens.tolist() == whole
     assert answer(max_tokens=1).response_tokens.tolist() == whole[:1]

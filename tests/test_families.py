@@ -130,6 +130,25 @@ def test_weights_of_the_model_in_training_load_as_those_of_its_file(family, fold
 
 
 @families
+@torch.inference_mode()
+def test_a_second_load_leaves_nothing_of_the_first(family, folders):
+    """Whatever is derived from weights, as norms and blocked copies are, is derived again at each load."""
+    decoder, other = decoder_of(folders[family]), random_models.random_model(family, seed=1)
+    before = dict(model_of(family).named_parameters())
+    assert all(not torch.equal(weight, before[name]) for name, weight in other.named_parameters())
+    tokens = torch.randint(random_models.NUM_TOKENS, (70,), generator=torch.Generator().manual_seed(1))
+    attend = attend_documents(None, decoder.shape.windows)
+    fresh = Decoder(decoder.shape, decoder.dtype, CPU)
+    found = []
+    for one in (decoder, fresh):
+        one.load(((name, weight.detach()) for name, weight in other.named_parameters()), 1)
+        found.append(one.logits(one.hidden(tokens, torch.arange(70), attend)))
+    assert torch.equal(*found)
+    assert float((found[0] - other(tokens[None]).logits[0]).abs().max()) < 1e-4
+    assert float((decoder.reference_logits(tokens, 70) - found[0]).abs().max()) < 1e-4
+
+
+@families
 def test_the_text_does_not_depend_on_how_it_is_generated(family, folders, monkeypatch):
     monkeypatch.setattr(prove_exactness, "MOST_TOKENS", 90)
     model = prove_exactness.Model(folders[family], random_models.NUM_TOKENS, family)

@@ -58,7 +58,7 @@ HOME_OF = {
     "wandb": {"look"},
     "mlflow": {"look"},
     "trackio": {"look"},
-    "huggingface_hub": {"plan", "export"},
+    "huggingface_hub": {"plan", "export", "models"},  # the last names its errors alone
     "pynvml": {"look"},
     "shtab": {"cli"},
     "pickle": {"mpi"},  # between ranks; a file that is unpickled is run

@@ -32,6 +32,47 @@ def test_who_was_launched(environment, rank, count):
     assert local.launched_count(environment) == count
 
 
+IN_STEP = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_JOB_ID": "4"}
+"""What a shell of ``srun --pty bash`` has."""
+
+
+def test_one_rank_in_a_step_is_named_where_the_job_has_more():
+    said = local.alone_in_step({**IN_STEP, "PMI_RANK": "0", "PMI_SIZE": "1"}, 2)
+    assert said == (
+        "one rank and not run.ranks = 2, as srun has started this; all of them: "
+        "`srun --overlap --overcommit -n 2 python -P -m mpi4py -m tlt_hpc ...`"
+    )
+    assert local.alone_in_step(IN_STEP, 2) == said
+    for environment, num_ranks in (
+        (IN_STEP, 1),
+        ({**IN_STEP, "SLURM_STEP_NUM_TASKS": "2"}, 4),  # the launcher's number counts
+        ({**IN_STEP, "SLURM_STEP_ID": "4294967290"}, 2),  # the shell of salloc, where mpiexec starts
+        ({"SLURM_JOB_ID": "4", "SLURM_PROCID": "0"}, 2),  # a batch script
+        ({**IN_STEP, "TLT_JOB_FILE": "a.toml"}, 2),  # what it starts
+        ({"PMI_RANK": "0", "PMI_SIZE": "1"}, 2),  # mpiexec -n 1
+        ({}, 2),
+    ):
+        assert local.alone_in_step(environment, num_ranks) == ""
+
+
+def test_mpiexec_is_not_started_where_it_would_wait_for_ever(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    (tmp_path / "mpiexec").touch()
+    for environment in ({}, {"SLURM_JOB_ID": "4"}, {**IN_STEP, "SLURM_STEP_ID": "4294967290"}):
+        assert local.find_mpiexec(environment) == str(tmp_path / "mpiexec")
+    with pytest.raises(ValueError, match=r"within a step of Slurm \(SLURM_STEP_ID=0\).*srun --overlap, or leave"):
+        local.find_mpiexec(IN_STEP)
+
+
+def test_cores_that_an_offloaded_optimiser_leaves_idle_are_named_before_a_start():
+    assert local.idle_cores(2, 16, {}) == (
+        "the optimiser (optimizer.offload) uses 1 thread on 8 cores of each rank; set OMP_NUM_THREADS=8"
+    )
+    for environment in ({"OMP_NUM_THREADS": "8"}, {"OMP_NUM_THREADS": "9"}, {"OMP_NUM_THREADS": "8,2"}):
+        assert local.idle_cores(2, 16, environment) == ""
+    assert local.idle_cores(2, 3, {}) == local.idle_cores(4, 2, {}) == ""
+
+
 def test_more_ranks_than_cores_are_named():
     assert local.starting(64) + local.crowding(64, 2) == "starting 64 ranks on 2 cores, which will be slow"
     assert (local.crowding(3, 1), local.crowding(2, 2)) == (" on 1 core, which will be slow", "")

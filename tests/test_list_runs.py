@@ -195,7 +195,12 @@ def test_a_shell_completes_commands_options_files_and_keys(
     for name in ("runs/submitted/b", "runs/submitted/a", "stack/of"):
         Path(name).mkdir(parents=True)
         Path(name, "submission.json").touch()
+    assert completed(script, ["tlt", "sub"]) == {"submit"}
     assert completed(script, ["tlt", "submit", "sta"]) == {"status", "stack"}
+    assert completed(script, ["tlt", "submit", "collect", "--"]) == {"--help", "--output"}
+    assert completed(script, ["tlt", "submit", "resubmit", "--ti"]) == {"--time"}
+    assert completed(script, ["tlt", "submit", "mine.toml", "--sw"]) == {"--sweep"}
+    assert completed(script, ["tlt", "submit", "mine.toml", "rollout.temp"]) == {"rollout.temperature="}
     assert completed(script, ["tlt", "submit", "status", ""]) == {"runs/submitted/a", "runs/submitted/b"}
     assert completed(script, ["tlt", "submit", "mine.toml", "--after", "stack/"]) == {"stack/of"}
     assert completed(script, ["tlt", "submit", "mine.toml", "--sweep", "run.se"]) == {"run.seed="}

@@ -44,6 +44,14 @@ def test_a_folder_of_something_else_is_neither_used_nor_removed(tool: dict[str, 
     assert settings.is_file()
 
 
+def test_nodes_have_the_memory_that_is_asked_for(tool: dict[str, Any], tmp_path: Path) -> None:
+    without = {"check_machine": lambda: None, "start_daemon": lambda *_: None, "wait_until": lambda *_: True}
+    tool["main"].__globals__.update(without)
+    assert tool["main"](["start", "--folder", str(tmp_path), "--memory", "12000"]) == 0
+    (nodes,) = (line for line in (tmp_path / "slurm.conf").read_text().splitlines() if line.startswith("NodeName="))
+    assert "RealMemory=12000" in nodes.split()
+
+
 def test_it_removes_its_own_folder(tool: dict[str, Any], tmp_path: Path) -> None:
     tool["main"].__globals__["check_machine"] = lambda: None
     folder = tmp_path / "slurm"

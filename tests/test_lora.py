@@ -32,7 +32,7 @@ from tlt_hpc.models.folder import load_policy_model
 from tlt_hpc.models.lora import adapter_names, add_adapters, merged, named_adapters
 from tlt_hpc.models.shape import adapter_parameters, read_shape
 from tlt_hpc.models.tokenizer import find_model
-from tlt_hpc.models.weight_files import weight_shapes
+from tlt_hpc.models.weight_files import read_heads
 from tlt_hpc.rl.distributed import leave_process_group
 from tlt_hpc.rl.policy import Policy
 
@@ -115,7 +115,7 @@ def test_gradients_and_weights_equal_pefts(num_ranks: int, stages: list[int], ch
 
 
 def distances_from_base(stage: int) -> list[list[float]]:
-    """Each response's distance from the reference, and from the model that the adapters were added to."""
+    """Each token's distance from the reference, and from the model that the adapters were added to."""
     world = connect()
     config = make_config(
         algorithm__name="rloo", algorithm__kl_coefficient=0.5, algorithm__kl_estimator="k1",
@@ -128,7 +128,7 @@ def distances_from_base(stage: int) -> list[list[float]]:
     now, base = Reference(config), Reference(config)
     now.model.load_state_dict(weights_of(policy))
     with torch.no_grad():
-        wanted = [float((now.log_probs(r) - base.log_probs(r)).sum()) for r in rollouts]
+        wanted = torch.cat([now.log_probs(r) - base.log_probs(r) for r in rollouts]).tolist()
     policy.update(rollouts, make_advantages())  # the adapters are on again, and learn
     policy.close()
     leave_process_group()
@@ -242,7 +242,7 @@ def check_another_base(run: Path, tmp_path: Path) -> None:
     """Weights that the adapters were not trained on are refused by name, in a resume and by an export."""
     other = tmp_path / "other"
     shutil.copytree(find_model("embedded:tiny"), other)
-    (path,) = {file for file, _ in weight_shapes(other).values()}
+    (path,) = {stored.file for stored in read_heads(other).values()}
     tensors = load_file(path)
     tensors["model.norm.weight"][0] += 1
     save_file(tensors, path, metadata={"format": "pt"})

@@ -158,7 +158,7 @@ def test_a_reference_is_sharded_at_stage_3_only() -> None:
     kept = "algorithm.kl_coefficient=0.1"
     none, sharded, offloaded, whole = (
         plan_memory(situation("qwen7b", *settings))
-        for settings in ((), (kept,), (kept, "optimizer.offload_parameters=true"), (kept, "optimizer.zero_stage=2"))
+        for settings in ((), (kept,), (kept, "optimizer.offload=parameters"), (kept, "optimizer.zero_stage=2"))
     )
     share = 2 * named_parameters() / 8
     assert bytes_of(whole, "update", "reference") == 2 * named_parameters()

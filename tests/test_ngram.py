@@ -15,6 +15,7 @@ from tlt_hpc.rollout import ngram_drafts
 from tlt_hpc.rollout.ngram_drafts import NgramDrafts
 from tlt_hpc.rollout.responses import Response
 from tlt_hpc.rollout.sampling import SamplingRule
+from tlt_hpc.rollout.strategy import Strategy
 
 OTHERS = "others"
 
@@ -121,3 +122,15 @@ def test_what_the_table_would_forget_at_once_is_not_learned(monkeypatch: pytest.
     known = {token for row in rows for token in row.text if table._table.continuations(row.prompt, [token])}
     assert known == {token for row in rows for token in row.text[-31:-1]}
     assert [row.num_learned for row in rows] == [101, 101]
+
+
+@pytest.mark.parametrize(("temperature", "wanted"), [(1.0, 6), (0.0, 8)])
+def test_continuations_compete_under_the_noise(temperature: float, wanted: int) -> None:
+    """Noise that outweighs all else picks the token; a greedy response takes the likeliest, here the latest."""
+    drafts, context = NgramDrafts(active=True), [9, 10, 11, 12, 13, 14, 15, 16]
+    request = Request(SampleKey(0, 0, 0, 0, 0), np.array([1], np.int32))
+    text = [1, *(token for end in (5, 6, 8) for token in (*context, end)), *context]
+    response = Response(request, SamplingParams(90, temperature), SamplingRule(temperature, 20), 0, text=text)
+    drafts.learn([response])
+    (chain,) = drafts.chains([response], lambda row, d, token: 100.0 * (token == 6), Strategy("ngram", 1))
+    assert chain == [wanted]

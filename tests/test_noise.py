@@ -5,9 +5,13 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
+from by_definition import noise_of, words_of
+from by_definition import philox as defined_philox
 from tiny import gumbel_rows
 
 from tlt_hpc.common.records import SampleKey
@@ -29,7 +33,40 @@ KNOWN = [
 @pytest.mark.parametrize(("counter", "key", "wanted"), KNOWN)
 def test_philox_gives_the_published_answers(counter, key, wanted):
     words = philox(tuple(torch.tensor(c) for c in counter), tuple(torch.tensor(k) for k in key))
-    assert tuple(int(word) for word in words) == wanted == philox(counter, key)
+    assert tuple(int(word) for word in words) == wanted == philox(counter, key) == tuple(defined_philox(counter, key))
+
+
+WORDS = {
+    SampleKey(0, 0, 0, 0, 0): (0x1DCE342C, 0x8C833BF2, 0x7F2ABF5A, 0xA3CC3764),
+    SampleKey(1, 0, 0, 0, 0): (0x31598FB6, 0xFE9C9641, 0x1601F2DD, 0xA9DCCC67),
+    SampleKey(0, 1, 0, 0, 0): (0xCC344C17, 0x91B6B857, 0x9C80DC9E, 0x15884D43),
+    SampleKey(0, 0, 1, 0, 0): (0x53BD3159, 0x2950456C, 0x6F2C214A, 0xBEC1D3C8),
+    SampleKey(0, 0, 0, 1, 0): (0x37F5D993, 0xF283E534, 0xB25EDF76, 0x50F53A1B),
+    SampleKey(0, 0, 0, 0, 1): (0xBE44EA19, 0x0FCEEE89, 0x8274ECD4, 0x2A479F04),
+    SampleKey(-1, 4, 2**40, 7, 3): (0x1B6D2402, 0xDE179E7C, 0x805119D4, 0xF665975C),
+}
+"""Another version that gives other words gives other responses to the same seed."""
+
+
+@pytest.mark.parametrize(("key", "words"), WORDS.items(), ids=str)
+def test_the_words_of_a_key_stay_what_they_are(key, words):
+    assert noise_key(key) == words == tuple(words_of(key))
+
+
+@pytest.mark.parametrize("field", ["seed", "stream", "step", "draw", "sample"])
+def test_each_field_of_a_key_changes_its_noise(field):
+    key = SampleKey(5, 1, 17, 3, 2)
+    words = [noise_key(replace(key, **{field: number})) for number in (0, 1, 2, 3, 17, 2**31, 2**40)]
+    assert len(set(words)) == len(words)
+    found = [[gumbel_number(each, 0, token) for token in range(8)] for each in words]
+    assert len({number for row in found for number in row}) == 8 * len(words)
+
+
+@pytest.mark.parametrize("key", [SampleKey(0, 0, 0, 0, 0), SampleKey(7, 2, 100, 63, 15)])
+def test_noise_is_what_its_definition_says(key):
+    rows = gumbel_rows(torch.tensor([noise_key(key)]), torch.tensor([[0, 1, 40_000]]), 30)[0]
+    for row, position in zip(rows, (0, 1, 40_000), strict=True):
+        np.testing.assert_allclose(row.numpy(), noise_of(key, position, 30), rtol=1e-6, atol=1e-7)
 
 
 def test_gumbel_is_finite_and_right_at_both_ends():
@@ -55,9 +92,13 @@ def test_maximum_over_a_large_vocabulary_has_the_gumbel_law():
 
 @pytest.mark.parametrize("token", [0, 1, 2, 3, 777, 151_000])
 def test_single_numbers_of_the_noise(token):
-    words = noise_key(SampleKey(1, 2, 3, 4, 5))
-    row = gumbel_rows(torch.tensor([words]), torch.tensor([[29]]), 151_643)[0, 0]
-    assert gumbel_number(words, 29, token) == pytest.approx(float(row[token]), rel=1e-6)
+    key = SampleKey(1, 2, 3, 4, 5)
+    w0, w1, w2, w3 = words_of(key)
+    lane = defined_philox((token // 4, 29, w2, w3), (w0, w1))[token % 4]
+    wanted = -math.log(-math.log1p(-(lane + 0.5) / 2**32))
+    row = gumbel_rows(torch.tensor([noise_key(key)]), torch.tensor([[29]]), 151_643)[0, 0]
+    assert gumbel_number(noise_key(key), 29, token) == pytest.approx(wanted, rel=1e-12)
+    assert float(row[token]) == pytest.approx(wanted, rel=1e-6)
 
 
 def test_the_noise_of_listed_ids_is_that_of_their_columns_and_needs_no_value_of_them():
@@ -80,8 +121,9 @@ def test_window_equals_direct_rows_however_rows_advance_and_move():
     for round_number in range(120):
         width = int(torch.randint(1, 6, (1,), generator=generator))
         got = window.at(positions.tolist(), width)
-        words = torch.tensor([noise_key(keys[owner]) for owner in owners])
-        assert torch.equal(got, gumbel_rows(words, positions.unsqueeze(1) + torch.arange(width), 20))
+        for row, owner, position in zip(got, owners, positions.tolist(), strict=True):
+            wanted = [noise_of(keys[owner], position + i, 20) for i in range(width)]
+            np.testing.assert_allclose(row.numpy(), np.array(wanted), rtol=1e-6, atol=1e-7)
         positions = positions + torch.randint(1, width + 1, (len(owners),), generator=generator)
         if round_number == 40:  # row 0 ends, row 2 takes its place, and a new sample comes to row 2
             window.move_row(2, 0)

@@ -214,6 +214,28 @@ def test_each_mistake_is_named(
     assert [line[: len(start)] for line, start in zip(found, said, strict=True)] == said
 
 
+@pytest.mark.parametrize(
+    ("cores", "threads", "said"),
+    [
+        (["0-7", "8-15"], 1, "ranks 0-1 on n1: the optimiser (optimizer.offload) uses 1 thread on 8 cores; "),
+        (["0-7,32-39", "8-15,40-47"], 8, ""),  # both threads of each of eight cores
+        (["0-31", "0-31"], 4, "ranks 0-1 on n1: the optimiser (optimizer.offload) uses 4 threads on 16 cores; "),
+        (["0-7", "8-15"], 8, ""),
+    ],
+)
+def test_cores_that_an_offloaded_optimiser_leaves_idle_are_named(
+    cores: list[str], threads: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (kind,) = kinds_of(seats_on(hgx(tmp_path), cores, monkeypatch, threads))
+    without, found = warnings_of(kind), warnings_of(kind, offloads=True)
+    assert [line.partition("set ")[0] for line in found] == [
+        *(line.partition("set ")[0] for line in without), *([said] if said else [])
+    ]  # fmt: skip
+    number = said.split()[-2] if said else ""
+    remedy = f"; set OMP_NUM_THREADS={number} (TLT_THREADS={number} with sbatch/env.sh)"
+    assert not said or found[-1].endswith(remedy)
+
+
 def test_a_laptop_has_nothing_to_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for node in (FakeNode(tmp_path / "laptop", {0: "0-7"}), FakeNode(tmp_path / "nothing", {})):
         seats = seats_on(node, ["0-7", "0-7"], monkeypatch)

@@ -6,7 +6,7 @@ import contextlib
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +16,15 @@ import torch
 from launch_ranks import run_on_ranks
 from logged import make_rollout
 from safetensors.torch import load_file, save_file
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import Qwen2Config, Qwen2ForCausalLM, get_scheduler
 
-from tlt_hpc.common.records import Rollout, SampleKey
+from tlt_hpc.common.records import FinishReason, Rollout, SampleKey
 from tlt_hpc.config import Config, load_config, parse_config
 from tlt_hpc.models import policy_model
 from tlt_hpc.mpi.world import World
 from tlt_hpc.rl import engine
 from tlt_hpc.rl.distributed import join_process_group, leave_process_group
-from tlt_hpc.rl.engine import engine_settings, frozen_settings
+from tlt_hpc.rl.engine import engine_settings, frozen_settings, learning_rate
 from tlt_hpc.rl.finite import NotFiniteError
 from tlt_hpc.rl.policy import Policy
 
@@ -94,7 +94,9 @@ def random_rollout(key: SampleKey, generator: np.random.Generator) -> Rollout:
 
 
 def make_advantages(step: int = 0) -> np.ndarray:
-    return np.random.default_rng(100 + step).normal(size=NUM_PROMPTS * GROUP_SIZE).astype(np.float32)
+    """One a token, of all responses."""
+    num_tokens = sum(rollout.response_tokens.size for rollout in make_rollouts(step))
+    return np.random.default_rng(100 + step).normal(size=num_tokens).astype(np.float32)
 
 
 def connect() -> Any:
@@ -113,13 +115,13 @@ def make_policy(config: Config, world: Any, **changes: Any) -> Any:
 
 @dataclass
 class Part:
-    """One response: all log-softmax rows, its tokens' log-probs now, before and as recorded, and the advantage."""
+    """One response: all log-softmax rows, its tokens' log-probs now, before and as recorded, and advantages."""
 
     rows: torch.Tensor
     log_probs: torch.Tensor
     old: torch.Tensor
     recorded: torch.Tensor
-    advantage: float
+    advantages: torch.Tensor
 
 
 class Reference:
@@ -149,12 +151,14 @@ class Reference:
         with torch.no_grad():
             old = [self.log_probs(rollout) for rollout in rollouts]
         self.pg_loss = self.clipped = self.entropy = 0.0
+        ends = np.cumsum([rollout.response_tokens.size for rollout in rollouts])
+        own = torch.from_numpy(advantages).tensor_split(ends[:-1].tolist())
         for update in range(num_updates):
             parts = []
             for i in range(update, len(rollouts), num_updates):
                 rows, tokens = self.log_softmax(rollouts[i]), rollouts[i].response_tokens.tolist()
                 recorded = torch.from_numpy(rollouts[i].log_probs)
-                parts.append(Part(rows, rows[range(len(tokens)), tokens], old[i], recorded, float(advantages[i])))
+                parts.append(Part(rows, rows[range(len(tokens)), tokens], old[i], recorded, own[i]))
             loss = objective(self.config, parts)
             self.count(parts, float(loss.detach()) / num_updates)
             self.optimizer.zero_grad()
@@ -169,7 +173,7 @@ class Reference:
         for part in parts:
             ratio = (part.log_probs - part.old).exp()
             self.entropy += float(-(part.rows.exp() * part.rows).sum())
-            self.clipped += int((ratio > 1.28).sum() if part.advantage > 0 else (ratio < 0.8).sum())
+            self.clipped += int(torch.where(part.advantages > 0, ratio > 1.28, ratio < 0.8).sum())
 
 
 def objective(config: Config, parts: list[Part]) -> torch.Tensor:
@@ -177,15 +181,15 @@ def objective(config: Config, parts: list[Part]) -> torch.Tensor:
     algorithm, longest = config.algorithm, config.rollout.max_new_tokens
     losses = []
     for part in parts:
-        advantage, difference = part.advantage, part.log_probs - part.old
+        advantages, difference = part.advantages, part.log_probs - part.old
         ratio = difference.exp()
         if algorithm.name == "gspo":
             ratio = difference.mean().exp().expand(len(difference))
-            loss = -torch.minimum(ratio * advantage, ratio.clamp(1 - 3e-4, 1 + 4e-4) * advantage)
+            loss = -torch.minimum(ratio * advantages, ratio.clamp(1 - 3e-4, 1 + 4e-4) * advantages)
         elif algorithm.name == "cispo":
-            loss = -ratio.detach().clamp(max=5.0) * advantage * part.log_probs
+            loss = -ratio.detach().clamp(max=5.0) * advantages * part.log_probs
         else:
-            loss = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage)
+            loss = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.28) * advantages)
         if algorithm.rollout_correction == "tis":
             loss = loss * (part.old - part.recorded).exp().clamp(max=MAX_WEIGHT)
         entropy = -(part.rows.exp() * part.rows).sum(-1)
@@ -318,7 +322,7 @@ def record_modes() -> dict[str, Any]:
     policy.reference_kl(make_rollouts())
     seen["after the reference"] = [modes()]
     with contextlib.suppress(NotFiniteError):
-        policy.update(make_rollouts(), np.full(NUM_PROMPTS * GROUP_SIZE, np.inf, np.float32))
+        policy.update(make_rollouts(), np.full_like(make_advantages(), np.inf))
         seen["no error"] = []
     seen["after an error"] = [modes()]
     leave_process_group()
@@ -348,9 +352,13 @@ def distances_from_objective(every_change: list[dict[str, Any]]) -> list[list[fl
         config = make_config(**changes)
         policy, reference = make_policy(config, world), Reference(config)
         captured = capture_gradients(policy)
-        policy.update(make_rollouts(), make_advantages())
+        advantages = make_advantages()
+        if config.algorithm.name == "gspo":  # its objective is of whole responses
+            lengths = [rollout.response_tokens.size for rollout in make_rollouts()]
+            advantages = np.repeat(advantages[: len(lengths)], lengths)
+        policy.update(make_rollouts(), advantages)
         policy.close()
-        reference.update(make_rollouts(), make_advantages())
+        reference.update(make_rollouts(), advantages)
         largest = max(float(g.abs().max()) for each in reference.gradients for g in each.values())
         results.append([max(map(distance, captured, reference.gradients)), largest])
     leave_process_group()
@@ -415,7 +423,7 @@ def away(model: Any) -> Any:
 
 
 def distance_from_reference(stage: int, sharing: int) -> list[list[float]]:
-    """Each response's summed estimate of the distance, by the policy's own function and by the formula."""
+    """Each token's estimate of the distance, by the policy's own function and by the formula."""
     world = connect()
     config = make_config(
         algorithm__name="rloo",
@@ -430,15 +438,16 @@ def distance_from_reference(stage: int, sharing: int) -> list[list[float]]:
     plain, other = Reference(config), Reference(config)
     away(other.model)
     with torch.no_grad():
-        wanted = [float((plain.log_probs(r) - other.log_probs(r)).sum()) for r in rollouts]
+        wanted = torch.cat([plain.log_probs(r) - other.log_probs(r) for r in rollouts]).tolist()
     policy.close()
     leave_process_group()
     return [found, wanted]
 
 
-def test_the_distance_from_the_reference_is_summed_over_each_responses_tokens() -> None:
-    for found, wanted in run_on_ranks(2, distance_from_reference, 3, 2):
-        assert found == pytest.approx(wanted, rel=1e-4) and max(map(abs, wanted)) > 1
+def test_the_distance_from_the_reference_is_each_tokens_however_they_are_shared_out() -> None:
+    for sharing in (2, 1):
+        for found, wanted in run_on_ranks(2, distance_from_reference, 3, sharing):
+            assert found == pytest.approx(wanted, rel=1e-4, abs=1e-6) and max(map(abs, wanted)) > 0.5
 
 
 # --- repeatability, padding, the other settings ---
@@ -474,7 +483,7 @@ def vary_settings() -> dict[str, Any]:
     policy.close()
 
     policy = make_policy(make_config(rollout__temperature=0.0, algorithm__updates_per_step=1), world, tied=True)
-    stats = [policy.update(make_rollouts(), np.zeros(NUM_PROMPTS * GROUP_SIZE, np.float32))]
+    stats = [policy.update(make_rollouts(), np.zeros_like(make_advantages()))]
     result["greedy loss"], result["greedy kl"] = stats[0].pg_loss, stats[0].ppo_kl
     result["tied names"] = [name for name, _ in policy.named_weights() if "head" in name or "embed" in name]
     policy.close()
@@ -492,11 +501,103 @@ def test_repetition_padding_warmup_reference_and_ties() -> None:
     assert result["tied names"] == ["model.embed_tokens.weight"]
 
 
+# --- the learning rate ---
+
+
+@pytest.mark.parametrize(("schedule", "warmup"), [("linear", 0), ("linear", 3), ("cosine", 0), ("cosine", 3)])
+def test_the_learning_rate_falls_as_in_transformers(schedule: str, warmup: int) -> None:
+    """Theirs begins the warm-up at 0, ours at the first step above it."""
+    steps = {"run__num_steps": 5, "algorithm__updates_per_step": 2}
+    config = make_config(optimizer__schedule=schedule, optimizer__warmup_steps=warmup, **steps)
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1e-2)
+    theirs = get_scheduler(schedule, optimizer, num_warmup_steps=warmup, num_training_steps=10)
+    wanted = []
+    for _ in range(10):
+        wanted.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        theirs.step()
+    found = [learning_rate(config, step) for step in range(10)]
+    assert found[warmup:] == pytest.approx(wanted[warmup:]) and 0 < found[-1] < 2e-3
+    assert found[:warmup] == pytest.approx([1e-2 * (step + 1) / 3 for step in range(warmup)])
+    constant = make_config(optimizer__warmup_steps=warmup, **steps)
+    assert {learning_rate(constant, step) for step in range(warmup, 99)} == {1e-2}
+
+
+def resumed_in_the_middle() -> dict[str, Any]:
+    """The learning rates and weights of four steps in one go, and of two policies that share them."""
+    world = connect()
+    config = make_config(run__num_steps=4, optimizer__schedule="cosine", optimizer__warmup_steps=1)
+    whole = make_policy(config, world)
+    rates = [whole.update(make_rollouts(step), make_advantages(step)).lr for step in range(4)]
+    first = make_policy(config, world)
+    again = [first.update(make_rollouts(step), make_advantages(step)).lr for step in range(2)]
+    held = {name: piece.values.clone().reshape(piece.shape) for name, piece in first.state_shard()}
+    second = make_policy(config, world)
+    second.load_state(
+        lambda names: ((name, held[name]) for name in names),
+        lambda name, start, end, shape: held[name].flatten()[start:end],
+        first.optimizer_step_count,
+    )
+    again += [second.update(make_rollouts(step), make_advantages(step)).lr for step in range(2, 4)]
+    result = {"rates": rates, "again": again, "same": whole.sha256() == second.sha256()}
+    for policy in (whole, first, second):
+        policy.close()
+    leave_process_group()
+    return result
+
+
+def test_a_falling_learning_rate_goes_on_where_a_resumed_run_was() -> None:
+    (result,) = run_on_ranks(1, resumed_in_the_middle)
+    assert result["again"] == result["rates"] and result["same"]
+    assert result["rates"] == sorted(result["rates"], reverse=True) and len(set(result["rates"])) == 4
+
+
+# --- responses that were cut ---
+
+
+def with_and_without_cut_responses() -> dict[str, Any]:
+    """Gradients of updates in which responses are cut: all masked, and left out of the objective by hand."""
+    world, result = connect(), dict[str, Any]()
+    cut = {1, 4, 5, 6, 7}
+    rollouts = [
+        replace(rollout, finish_reason=FinishReason.LENGTH if index in cut else rollout.finish_reason)
+        for index, rollout in enumerate(make_rollouts())
+    ]
+    ends = np.cumsum([rollout.response_tokens.size for rollout in rollouts])
+    parts = np.split(make_advantages(), ends[:-1])
+    kept = [index for index in range(len(rollouts)) if index not in cut]
+    once = {"algorithm__updates_per_step": 1, "algorithm__entropy_coefficient": 0.3}
+    for aggregation in ("token-mean", "seq-mean-token-mean"):
+        config = make_config(algorithm__aggregation=aggregation, algorithm__overlong="mask", **once)
+        policy, reference = make_policy(config, world), Reference(config)
+        captured = capture_gradients(policy)
+        policy.update(rollouts, make_advantages())
+        policy.close()
+        reference.update([rollouts[index] for index in kept], np.concatenate([parts[index] for index in kept]))
+        result[aggregation] = distance(captured[0], reference.gradients[0])
+        result[f"{aggregation}, largest"] = max(float(g.abs().max()) for g in reference.gradients[0].values())
+    policy = make_policy(make_config(algorithm__overlong="mask", **once), world)
+    captured = capture_gradients(policy)
+    all_cut = [replace(rollout, finish_reason=FinishReason.LENGTH) for rollout in rollouts]
+    result["norm of nothing"] = policy.update(all_cut, make_advantages()).grad_norm
+    policy.close()
+    leave_process_group()
+    return result
+
+
+def test_masked_responses_are_as_if_the_update_had_none_of_them() -> None:
+    for result in run_on_ranks(2, with_and_without_cut_responses):
+        for aggregation in ("token-mean", "seq-mean-token-mean"):
+            assert result[aggregation] < TOLERANCE < 1e-3 < result[f"{aggregation}, largest"], result
+        assert result["norm of nothing"] == 0
+
+
 def overflow() -> str:
     world = connect()
     policy = make_policy(make_config(), world)
     advantages = make_advantages()
-    advantages[3] = np.inf  # belongs to the second of the two updates
+    # the first token of the fourth response, which belongs to the second of the two updates
+    advantages[sum(rollout.response_tokens.size for rollout in make_rollouts()[:3])] = np.inf
     try:
         policy.update(make_rollouts(), advantages)
     except NotFiniteError as error:
@@ -649,7 +750,7 @@ def test_state_goes_on_at_another_rank_count_and_stage(tmp_path: Path) -> None:
 
 def test_a_state_in_half_precision_is_its_masters_rounded(tmp_path: Path) -> None:
     run_on_ranks(2, save_after_two_steps, [3], str(tmp_path))
-    for changes in ({}, {"optimizer__offload": True, "optimizer__offload_parameters": True}):
+    for changes in ({}, {"optimizer__offload": "parameters"}):
         for same in run_on_ranks(2, load_in_halves, str(tmp_path), changes):
             assert len(same) > 20 and all(same)
 
@@ -711,7 +812,7 @@ def test_a_shard_is_what_the_rank_has_of_the_state_and_no_more() -> None:
 
 @pytest.mark.parametrize(("device", "parts"), [("cuda", {"offload_optimizer", "offload_param"}), ("cpu", set())])
 def test_what_is_offloaded_is_in_host_memory(device: str, parts: set[str]) -> None:
-    asked = ["zero_stage=3", "offload=true", "offload_parameters=true"]
+    asked = ["zero_stage=3", "offload=parameters"]
     job = Path(__file__).parent.parent / "jobs" / "tiny.toml"
     config = load_config(job, [f"optimizer.{key}" for key in asked])
     zero = engine_settings(config, 2, device)["zero_optimization"]

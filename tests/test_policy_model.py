@@ -6,9 +6,20 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from tlt_hpc.models import policy_model
+from tlt_hpc.models.linear import Linear
+from tlt_hpc.models.mlp import Experts, Stack
 from tlt_hpc.models.policy_model import PolicyModel
 
 SIZES: dict[str, Any] = {
@@ -136,3 +147,45 @@ def test_no_place_to_read_still_has_a_gradient_of_zero() -> None:
     log_probs, entropy = policy(torch.tensor([1, 2]), torch.arange(2), (2,), nothing, nothing, 1.0)
     assert log_probs.shape == entropy.shape == (0,)
     assert all(not gradient.any() for gradient in gradients(policy.inner, log_probs.sum()).values())
+
+
+# -- mixtures of experts ----------------------------------------------------------------------------------------------
+
+
+def moe_model(dtype: torch.dtype) -> Any:
+    torch.manual_seed(3)
+    sizes = {"num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 16, "head_dim": 16}
+    config = Qwen3MoeConfig(**SIZES, **sizes, norm_topk_prob=True, tie_word_embeddings=False)
+    return Qwen3MoeForCausalLM(config).to(dtype)
+
+
+def test_experts_of_equal_chances_are_chosen_alike_in_rollout_and_update() -> None:
+    """With a router in bfloat16 several tokens in a hundred have a tie at the cut: the first of equals counts."""
+    block = PolicyModel(moe_model(torch.bfloat16)).inner.model.layers[0].mlp
+    x = torch.randn(3000, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
+    with torch.no_grad():
+        logits, weights, experts = block.gate(x)
+        decoder = Experts(
+            Linear(block.gate.weight), Stack(block.experts.gate_up_proj), Stack(block.experts.down_proj), 4, True
+        )
+        found, own = block(x[None])[0], decoder(x)
+    ranked = [sorted(range(32), key=lambda e: (-row[e], e)) for row in logits.tolist()]
+    assert experts.tolist() == [row[:4] for row in ranked]
+    tied = [float(row[order[3]]) == float(row[order[4]]) for row, order in zip(logits, ranked, strict=True)]
+    assert sum(tied) > 40, "too few ties to test anything"
+    chances = logits.float().softmax(-1).gather(1, experts)
+    torch.testing.assert_close(weights.float(), chances / chances.sum(1, keepdim=True), atol=4e-3, rtol=0)
+    torch.testing.assert_close(found, own, atol=2e-2 * float(own.abs().max()), rtol=0)
+
+
+def test_a_frozen_router_has_a_gradient_of_zero_and_the_same_numbers() -> None:
+    batch, found = make_batch(), []
+    for freezes in (False, True):
+        policy = PolicyModel(moe_model(torch.float32), freezes_router=freezes)
+        log_probs, _ = policy(**batch)
+        found.append((log_probs.detach(), gradients(policy.inner, log_probs.sum())))
+    (free, of_free), (frozen, of_frozen) = found
+    assert torch.equal(free, frozen)
+    routers = [name for name in of_free if name.endswith("mlp.gate.weight")]
+    assert len(routers) == 2 and all(of_free[name].any() and not of_frozen[name].any() for name in routers)
+    assert all(torch.equal(of_free[name], of_frozen[name]) for name in of_free if name not in routers)

@@ -15,15 +15,16 @@ from pathlib import Path
 
 import pytest
 from huggingface_hub.utils import filter_repo_objects
-from preflight_place import NODES, ROOT, SCRIPT, Place, make_place
+from preflight_place import NODES, ROOT, SCRIPT, Place, answer_of_mpich, make_place
 
-from tlt_hpc.cli.main import main
+from tlt_hpc.cli.main import main, parse
 from tlt_hpc.cluster.watch.diagnosis import process_state
 from tlt_hpc.config import ConfigError, load_config, to_toml
 from tlt_hpc.plan.preflight import job_checks, machine, mpi, request, system_checks
-from tlt_hpc.plan.preflight.checklist import CHECKS, SLURM_CHECKS
-from tlt_hpc.plan.preflight.program import NoAnswer, ask
+from tlt_hpc.plan.preflight.checklist import CHECKS, SLURM_CHECKS, all_results
+from tlt_hpc.plan.preflight.program import NoAnswer, ProgramOutput, ask
 from tlt_hpc.plan.preflight.results import Finding
+from tlt_hpc.storage.step_lines import add_line
 
 Plant = Callable[[Place], object]
 
@@ -252,8 +253,26 @@ def test_what_could_not_be_checked_says_why(place: Place) -> None:
 # --- Slurm's limits ---
 
 
-def changed(old: str, new: str) -> Plant:
-    return lambda place: place.slurm(script=SCRIPT.replace(old, new))
+def changed(*words: str) -> Plant:
+    """A script in which each first word of two is replaced by the second."""
+    script = SCRIPT
+    for old, new in zip(words[::2], words[1::2], strict=True):
+        script = script.replace(old, new)
+    return lambda place: place.slurm(script=script)
+
+
+def step_of(place: Place, seconds: float) -> None:
+    """A run is there, whose last step took so long."""
+    run = place.path / "runs" / "tiny"
+    run.mkdir(parents=True)
+    (run / "config.toml").write_text(to_toml(load_config(ROOT / "jobs" / "tiny.toml", place.base())))
+    add_line(run / "metrics.jsonl", {"training/global_step": 0, "timing_s/step": seconds})
+
+
+def offloads(place: Place, cores: int) -> None:
+    place.slurm(script=SCRIPT.replace("#SBATCH --mem=16G", f"#SBATCH --mem=16G --gpus-per-node=1 -c {cores}"))
+    place.set("model.device=cuda", "optimizer.offload=true", "optimizer.zero_stage=1")
+    place.torch_for("12.8")
 
 
 def default_memory(place: Place) -> None:
@@ -292,7 +311,24 @@ SLURM_PLANTED: list[tuple[str, Plant, str, str, str]] = [
     ("no memory asked for", default_memory, "memory", "warning",
      r"counts \(DefMemPerCPU = 4000 MB\).*add #SBATCH --mem=0"),
     ("no time limit asked for", changed("=10:00:00", "=0"), "partition", "failure", r"time 0 .*at most 1-00:00:00"),
-    ("no signal", changed("USR2@120", "USR1@120"), "requeue", "warning", r"no USR2.*--signal=USR2@120"),
+    ("no signal", changed("USR2@120", "USR1@120"), "requeue", "warning",
+     r"^the script requests no USR2.*--signal=USR2@120"),
+    ("no requeue by a variable", lambda p: (p.slurm(), p.monkeypatch.setenv("SBATCH_NO_REQUEUE", "1")), "requeue",
+     "warning", r"^requeue is off \(SBATCH_NO_REQUEUE is set\)"),
+    ("another signal by a variable", lambda p: (p.slurm(), p.monkeypatch.setenv("SBATCH_SIGNAL", "USR1@9")), "requeue",
+     "warning", r"^SBATCH_SIGNAL requests no USR2"),
+    ("too long by a variable", lambda p: (p.slurm(), p.monkeypatch.setenv("SBATCH_TIMELIMIT", "9-0")), "partition",
+     "failure", r"^time 9-0 is in SBATCH_TIMELIMIT, and partition 'main' at most"),
+    ("no time to train", changed("=10:00:00", "=2"), "requeue", "warning",
+     r"limit 2 leaves at most 0 s before USR2@120.*would train nothing; give more --time, and .* --signal=USR2@30"),
+    ("little time to train", changed("=10:00:00", "=10:00", "@120", "@360"), "requeue", "warning",
+     r"limit 10:00 leaves at most 240 s before USR2@360, .*--signal=USR2@120"),
+    ("a step of this run does not fit", lambda p: (changed("=10:00:00", "=8")(p), step_of(p, 250)), "requeue",
+     "warning", r"limit 8 leaves at most 360 s .* and a step \(250 s in this run\) may not fit.*; give more --time$"),
+    ("one core to offload to", lambda p: offloads(p, 1), "cores", "warning",
+     r"^optimizer.offload = true runs the optimiser on the cores, and each rank has one; add .*--cpus-per-rank=N"),
+    ("fewer threads than cores", lambda p: (offloads(p, 8), p.monkeypatch.setenv("TLT_THREADS", "1")), "cores",
+     "warning", r"^TLT_THREADS=1: the optimiser \(optimizer.offload\) uses 1 thread on 8 cores; unset it"),
 ]  # fmt: skip
 
 
@@ -303,6 +339,40 @@ def test_what_slurm_does_not_allow_is_found(place: Place, plant: Plant, name: st
     found = place.check()
     assert_found(found, name, said, set(), level)
     assert list(found) == ["config", *CHECKS, *SLURM_CHECKS]
+
+
+@pytest.mark.parametrize(("plant", "name", "said"), [
+    (changed("=10:00:00", "=8"), "requeue", "on, USR2@120 before the time limit"),
+    (lambda p: (changed("=10:00:00", "=5", "@120", "@75")(p), step_of(p, 9)), "requeue",
+     "on, USR2@75 before the time limit"),
+    (lambda p: offloads(p, 8), "cores", "8 cores a rank, for the optimiser (optimizer.offload)"),
+    (changed("=16G", "=16G -c 1"), "cores", "1 core a rank"),
+])  # fmt: skip
+def test_what_is_enough_is_not_warned_of(place: Place, plant: Plant, name: str, said: str) -> None:
+    plant(place)
+    found = place.check()[name]
+    assert (found.level, found.found) == ("ok", said)
+
+
+@pytest.mark.parametrize("script", [True, False])
+def test_in_a_step_of_a_job_srun_is_tried_and_no_mpiexec(place: Place, script: bool) -> None:
+    """As in a shell of ``srun --pty bash``, where mpiexec would wait for ever."""
+    place.slurm()
+    place.arguments = place.arguments * script
+    asked = list[list[str]]()
+
+    def ask(command: list[str], seconds: float, environment: object = None) -> ProgramOutput:
+        asked.append(command)
+        return answer_of_mpich(command, seconds)
+
+    place.monkeypatch.setattr(mpi, "ask", ask)
+    place.monkeypatch.setenv("SLURM_STEP_ID", "0")
+    found = place.check()["ranks talk"]
+    assert found.level == "ok", found
+    assert asked[-1][:4] == ["srun", "--mpi=pmi2", "--overlap", "--overcommit"] and "mpiexec" not in str(asked)
+    place.monkeypatch.setenv("PATH", "/nowhere")
+    found = dict(all_results(parse([*place.command_line()[:2], *place.base()])))["ranks talk"]
+    assert found.level == "skipped" and "within a step of Slurm (SLURM_STEP_ID=0)" in found.found
 
 
 def test_open_mpi_without_pmix_has_another_remedy(place: Place) -> None:
@@ -421,8 +491,8 @@ def test_gpus_memory_and_ranks_of_a_node_are_read(asked: str, read: tuple[object
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ("--nodes=two", "the script's --nodes=two is no number"),
-        ("-N2 stray", "'stray' in an #SBATCH line is not understood; write --OPTION=VALUE"),
+        ("--nodes=two", "--nodes=two is no number"),
+        ("-N2 stray", "'stray' is not understood as an option of sbatch; write --OPTION=VALUE"),
     ],
 )
 def test_options_that_sbatch_would_not_take_are_named(asked: str, message: str) -> None:
@@ -450,7 +520,7 @@ def test_the_last_word_on_requeue_counts() -> None:
 def test_options_by_another_measure_than_the_node_are_refused(asked: str) -> None:
     with pytest.raises(
         ConfigError,
-        match=r"^the script asks for --(ntasks|gpus|mem|tres).*; write --(ntasks-per|gpus-per|mem)",
+        match=r"^--(ntasks|gpus|mem|tres).* is asked for; write --(ntasks-per|gpus-per|mem)",
     ):
         request.request_of(shlex.split(asked))
 

@@ -47,6 +47,15 @@ def test_a_job_passes_inside_an_allocation_where_ranks_talk_by_srun(slurm: Local
     assert found["partition"] == "ok: main: 10 of at most 1:00:00"
 
 
+@pytest.mark.mpi
+@pytest.mark.ci
+def test_a_job_passes_inside_a_step_where_mpiexec_would_wait_for_ever(slurm: LocalSlurm, tmp_path: Path) -> None:
+    found = preflight(slurm, tmp_path, "-N2 --time=10", "srun", "-n1", "-t5")
+    assert found["ranks talk"].startswith("ok: 2 ranks on this machine, by ")
+    shell = slurm.run("srun", "-n1", sys.executable, "-m", "tlt_hpc", "train", "jobs/tiny.toml", "--dry-run")
+    assert shell.startswith("one rank and not run.ranks = 2, as srun has started this; ")
+
+
 @pytest.mark.ci
 @pytest.mark.parametrize(
     ("asked", "check", "said"),

@@ -1,32 +1,16 @@
 """The sampling rule and its zones of doubt, against plain float64 definitions."""
 
+import numpy as np
 import pytest
 import torch
+from by_definition import choice_of, law_of, noise_of
 
-from tlt_hpc.rollout.sampling import SamplingRule, choose, kept_tokens, lowest_kept, token_log_probs
+from tlt_hpc.common.records import SampleKey
+from tlt_hpc.kernels.gumbel import gumbel_argmax
+from tlt_hpc.rollout.noise import noise_key
+from tlt_hpc.rollout.sampling import SamplingRule, choose, choose_rows, kept_tokens, lowest_kept, token_log_probs
 
 V = 12
-
-
-def kept_by_definition(logits, rule):
-    """One position's kept tokens, written from the definitions with loops."""
-    scaled = (logits / rule.temperature).double()
-    order = sorted(range(V), key=lambda v: -scaled[v])
-    probabilities = torch.softmax(scaled, 0)
-    kept = set(range(V))
-    if rule.top_k:
-        kept &= set(order[: rule.top_k])
-    if rule.top_p < 1:
-        nucleus, mass = set(), 0.0
-        for v in order:
-            if mass >= rule.top_p:
-                break
-            nucleus.add(v)
-            mass += float(probabilities[v])
-        kept &= nucleus
-    if rule.min_p:
-        kept &= {v for v in range(V) if probabilities[v] >= rule.min_p * probabilities.max()}
-    return kept
 
 
 RULES = [
@@ -43,9 +27,36 @@ def test_kept_tokens_follow_the_definitions(rule):
     logits = torch.randn(200, V, generator=torch.Generator().manual_seed(1)) * 2
     surely, perhaps = kept_tokens(logits / rule.temperature, rule, 0.0)
     for row in range(len(logits)):
-        wanted = kept_by_definition(logits[row], rule)
+        wanted = set(law_of(logits[row], rule).nonzero()[0].tolist())
         assert set(surely[row].nonzero().flatten().tolist()) == wanted
         assert set(perhaps[row].nonzero().flatten().tolist()) == wanted
+
+
+TRUNCATIONS = [{}, {"top_k": 3}, {"top_p": 0.8}, {"min_p": 0.15}, {"top_k": 6, "top_p": 0.9, "min_p": 0.05}]
+
+
+@pytest.mark.parametrize("truncation", TRUNCATIONS, ids=str)
+@pytest.mark.parametrize("temperature", [0.0, 0.4, 0.7, 1.0, 1.8])
+def test_choices_follow_the_definition_at_every_temperature(temperature, truncation):
+    """On the host and as a device chooses; with the temperature in the wrong place most rows here differ."""
+    rule = SamplingRule(temperature, V, **truncation)
+    logits = torch.randn(300, V, generator=torch.Generator().manual_seed(6)) * 2
+    keys = [SampleKey(3, 0, 0, 0, row) for row in range(300)]
+    noise = torch.tensor(np.array([noise_of(key, 9, V) for key in keys]), dtype=torch.float32)
+    wanted = [choice_of(*row, rule) for row in zip(logits, noise, strict=True)]
+    assert choose(logits, noise, rule, 0.0).token.tolist() == wanted
+    temperatures, fields = torch.full((300,), temperature), (rule.top_k, rule.top_p, rule.min_p)
+    scaled = logits / (temperature or 1.0)
+    allowed = logits.masked_fill(scaled < lowest_kept(scaled, *(torch.tensor([x] * 300) for x in fields)), -torch.inf)
+    words, positions = torch.tensor([noise_key(key) for key in keys]), torch.full((300,), 9)
+    found = gumbel_argmax(allowed, temperatures, words, positions, V)
+    assert found.token.tolist() == wanted
+    for row in range(0, 300, 7):
+        scores = np.sort(np.where(allowed[row].isfinite(), scaled[row] + noise[row] * (temperature > 0), -np.inf))
+        assert float(found.best[row] - found.second[row]) == pytest.approx(scores[-1] - scores[-2], abs=1e-5)
+        if not truncation and temperature > 0:
+            log_prob = float(found.scaled_logit[row] - found.log_normaliser[row])
+            assert np.exp(log_prob) == pytest.approx(law_of(logits[row], rule)[wanted[row]], rel=1e-5)
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
@@ -64,6 +75,21 @@ def test_outside_doubt_no_small_error_changes_the_choice(rule):
     assert not (changed & ~choice.doubtful).any()
     assert changed.any(), "the shaking was too weak to test anything"
     assert choice.doubtful.float().mean() < 0.35
+
+
+def test_rows_of_several_rules_have_each_its_own_choice_and_zone():
+    rules = [SamplingRule(0.5, V), SamplingRule(2.0, V), SamplingRule(0.5, V), SamplingRule(0.0, V)]
+    generator = torch.Generator().manual_seed(7)
+    logits, noise = torch.randn(4, 400, V, generator=generator), torch.randn(4, 400, V, generator=generator)
+    found = choose_rows(logits, noise, rules, lambda rule: 0.02 / (rule.temperature or 1.0))
+    for row, rule in enumerate(rules):
+        heat, zone = rule.temperature or 1.0, 0.02 / (rule.temperature or 1.0)
+        scores = (logits[row] / heat + noise[row] * (rule.temperature > 0)).double().sort(-1).values
+        gaps = scores[:, -1] - scores[:, -2]
+        clear = (gaps - zone).abs() > 1e-5
+        assert torch.equal(found.doubtful[row][clear], (gaps < zone)[clear]) and found.doubtful[row].sum() > 1
+        wanted = [choice_of(*one, rule) for one in zip(logits[row], noise[row], strict=True)]
+        assert found.token[row].tolist() == wanted
 
 
 def test_temperature_zero_is_argmax_and_reads_no_noise():

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tlt_hpc.rollout import chooser as chooser_module
 from tlt_hpc.rollout.chooser import Chooser, FamilyAcceptance, RandomChooser, TrialBudget
 from tlt_hpc.rollout.costs import RoundCosts
+from tlt_hpc.rollout.stored_text import StoredRow
 from tlt_hpc.rollout.strategy import OFF, Strategy, strategies_of, strategy_named
 
 
@@ -270,6 +271,49 @@ def test_a_checkpoint_keeps_acceptance_and_survives_other_settings():
     shallower = make(chains((2,)))
     shallower.load_state({**saved, "off": [1.0, 1.0], "gone-3": [2.0]})
     assert shallower.state()["drafter:a1"] == saved["drafter:a1"][:5]
+
+
+class KnownCosts:
+    """Seconds that are known from the start: 5 ms a round, 50 us a verified token, 2 ms a step of the drafter."""
+
+    ready = True
+
+    def __init__(self, arms: Sequence[Strategy]) -> None:
+        self._arms = arms
+
+    def is_known(self, index: int) -> bool:
+        return True
+
+    def is_measured(self, index: int, num_live: int) -> bool:
+        return True
+
+    def seconds(self, num_live: int) -> list[float]:
+        return [
+            5e-3 + num_live * 5e-5 * arm.widest_pass + self.drafting_seconds(index, num_live)
+            for index, arm in enumerate(self._arms)
+        ]
+
+    def drafting_seconds(self, index: int, num_live: int) -> float:
+        return 2e-3 * self._arms[index].depth if self._arms[index].has_drafter else 0.0
+
+
+@pytest.mark.parametrize(
+    ("row", "wanted"),
+    [
+        # tokens over seconds: (4 * 8.0 + 4 * 4.7) / (8.6 ms + 8 ms) = 3060 with stored texts, 8 * 4.7 / 15 ms without
+        (StoredRow(8, is_sure=True), Strategy("stored", 8, rest=Strategy("drafter", 4))),
+        # (4 * 2.5 + 4 * 4.7) / (8.6 ms + 8 ms) = 1730 against 2510; without the 8 ms that drafting takes, 3350
+        (StoredRow(3, is_sure=False), Strategy("drafter", 4)),
+    ],
+)
+def test_drafting_for_the_rows_without_a_stored_text_has_its_price(row: StoredRow, wanted: Strategy):
+    arms = (OFF, Strategy("drafter", 4), Strategy("stored", 8))
+    chooser = make(arms, epsilon=0.0)
+    chooser._costs = KnownCosts(arms)
+    for _ in range(200):
+        chooser._add_accepted(arms[1], 8, [4] * 7 + [2])
+    assert chooser._expected_lengths(3)[1] == pytest.approx(4.7, abs=0.1)
+    assert chooser.choose(8, arms, [row] * 4) == wanted
 
 
 @pytest.mark.parametrize("kind", [Chooser, RandomChooser])

@@ -159,8 +159,8 @@ def test_options_of_a_script_are_read_however_they_are_written(
     )
     for line, word in (
         ("--nodes=1-2", "--nodes=1-2 is no whole number"),
-        ("-Z 3", "'-Z' in an #SBATCH line"),
-        ("-n 8", "the script asks for --ntasks=8"),
+        ("-Z 3", "'-Z' is not understood as an option of sbatch"),
+        ("-n 8", "--ntasks=8 is asked for; write --ntasks-per-node"),
     ):
         script.write_text(f"#SBATCH {line}\n")
         assert submit([TINY, "--script", str(script), "--dry-run"]) == 2
@@ -178,7 +178,8 @@ def test_further_options_of_sbatch_count_however_they_are_written(
         assert capsys.readouterr().out.splitlines()[0].endswith(f" --time=24:00:00 {shown}")
     for gpus in ("--gres=gpu:a100:4", "--gpus-per-node=4", "--gpus-per-node=a100:4"):
         assert submit([TINY, "--dry-run", f"--sbatch={gpus}"]) == 0
-        assert capsys.readouterr().out.startswith("asks Slurm for 4 ranks: --nodes=1 --ranks-per-node=4 ")
+        ranks = gpus if gpus == "--gpus-per-node=4" else "--ranks-per-node=4"
+        assert capsys.readouterr().out.startswith(f"asks Slurm for 4 ranks: --nodes=1 {ranks} ")
     assert submit([TINY, "--dry-run", "--ranks-per-node=2", "--sbatch=--gres=gpu:4"]) == 0
     assert capsys.readouterr().out.startswith("asks Slurm for 2 ranks: ")
 
@@ -292,7 +293,7 @@ def test_what_is_asked_for_is_not_overruled_by_variables_of_sbatch(
     monkeypatch.setenv("SLURM_RESTART_COUNT", "2")  # after it was queued again
     fake_slurm(tmp_path, monkeypatch, f"env >{tmp_path}/seen; echo Submitted batch job 4321")
     asked = parameters(make(tmp_path, ["run.seed=0,1"], partition="gpu", mem="64G", gpus_per_node=4))
-    assert executor.send(tmp_path / "jobs", asked, [["train"], ["train"]]) == ["4321_0", "4321_1"]
+    assert executor.send(tmp_path / "jobs", asked, [["train"], ["train"]], os.environ.copy()) == ["4321_0", "4321_1"]
     seen = [line for line in (tmp_path / "seen").read_text().splitlines() if re.match("SBATCH_|SLURM_[AR]", line)]
     assert seen == ["SBATCH_ACCOUNT=mine"]
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import getpass
+import os
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -62,7 +64,8 @@ def test_of_six_members_the_failed_one_is_named_and_submitted_again_alone(
     resources = Resources(partition="main", time="5")
     submission = Submission(tmp_path / "sub", tmp_path, ROOT, "six", TINY, resources, members, 0.0)
     save(submission)
-    jobs = send(submission.jobs_folder, parameters(submission), [member.arguments for member in members])
+    commands = [member.arguments for member in members]
+    jobs = send(submission.jobs_folder, parameters(submission), commands, dict(os.environ))
     save(submission.with_jobs(dict(zip((member.name for member in members), jobs, strict=True))))
     (tmp_path / "runs" / "member0").mkdir(parents=True)
     add_line(tmp_path / "runs" / "member0" / "metrics.jsonl", {"training/global_step": 0})
@@ -117,7 +120,7 @@ def test_a_cancelled_run_is_not_taken_for_a_finished_one(
     slurm: LocalSlurm, submit: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     job = [TINY, "run.num_steps=500", *SMALL, "--partition=main", "--time=10", "--folder=sub", "--no-preflight"]
-    assert submit(*job) == 0
+    assert submit(*job, "--ranks-per-node=1", "--cpus-per-rank=2") == 0
     log = tmp_path / "runs" / "tiny" / "metrics.jsonl"
     wait_for(log.exists, lambda: "\n".join(map(last_line, sorted((tmp_path / "sub").glob("jobs/*.out")))))
     assert submit("cancel", "sub") == 0
@@ -126,6 +129,8 @@ def test_a_cancelled_run_is_not_taken_for_a_finished_one(
     assert submit("status", "sub") == 1
     row = capsys.readouterr().out.splitlines()[2]
     assert row.split()[:2] == ["tiny", "cancelled"], row
+    started = (tmp_path / "runs" / "tiny" / "environment.jsonl").read_text()
+    assert re.findall(r'"threads": "(\d+)"', started) == ["2"], "one for each core, and not as on the login node"
 
 
 def test_an_array_that_is_cancelled_before_it_starts_is_shown_as_cancelled(

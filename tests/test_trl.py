@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from tlt_hpc.config import AlgorithmSection
 from tlt_hpc.config.recipes import RECIPES
 from tlt_hpc.rl.advantage import token_weights
+from tlt_hpc.rl.correction import correction_weights
 from tlt_hpc.rl.loss import kl_estimate, policy_loss
 
 trainers = pytest.importorskip("trl.trainer.grpo_trainer", reason="trl is installed by requirements/cpu.txt")
@@ -20,13 +22,19 @@ MASK = torch.arange(WIDTH) < torch.tensor(LENGTHS)[:, None]
 ROWS = torch.arange(len(LENGTHS))[:, None].expand_as(MASK)[MASK]
 
 
-def make_inputs(spread: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Log-probs now, before the update, of a reference [4, 7], and advantages [4]."""
+ADVANTAGES = torch.tensor([1.2, -0.7, 0.4, -1.1], dtype=torch.float64)
+CHANGES = torch.tensor(
+    [[1, -1, 1, 0.1, 1, -0.1, 1], [1] + 6 * [0], [-1, 1, -1, -0.1, 0, 0, 0], [-1, 1, -1] + 4 * [0]], dtype=torch.float64
+)
+"""Log-ratios, to be scaled: of either advantage tokens above and below the bounds, and whole responses too."""
+
+
+def make_inputs(spread: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Log-probs now, before the update and of a reference, [4, 7]."""
     generator = torch.Generator().manual_seed(3)
     now = -torch.rand(len(LENGTHS), WIDTH, generator=generator, dtype=torch.float64)
-    old = now + spread * torch.randn(now.shape, generator=generator, dtype=torch.float64)
     reference = now + 0.3 * torch.randn(now.shape, generator=generator, dtype=torch.float64)
-    return now.requires_grad_(), old, reference, torch.tensor([1.2, -0.7, 0.4, -1.1], dtype=torch.float64)
+    return now.requires_grad_(), (now - spread * CHANGES).detach(), reference
 
 
 def trl_self(now: torch.Tensor, **settings: Any) -> SimpleNamespace:
@@ -53,62 +61,124 @@ def trl_self(now: torch.Tensor, **settings: Any) -> SimpleNamespace:
     )
 
 
-def trl_inputs(old: torch.Tensor, reference: torch.Tensor, advantages: torch.Tensor) -> dict[str, Any]:
+def trl_inputs(old: torch.Tensor, reference: torch.Tensor, mask: torch.Tensor = MASK, **more: Any) -> dict[str, Any]:
     ids = torch.zeros(len(LENGTHS), 1, dtype=torch.int64)
     return {
         "prompt_ids": ids,
         "prompt_mask": ids + 1,
         "completion_ids": ids.expand(-1, WIDTH),
-        "completion_mask": MASK.long(),
-        "advantages": advantages,
+        "completion_mask": mask.long(),
+        "advantages": ADVANTAGES,
         "old_per_token_logps": old,
-        "old_logps": (old * MASK).sum(1),
+        "old_logps": (old * mask).sum(1),
         "ref_per_token_logps": reference,
-        "num_items_in_batch": MASK.sum().double(),
+        "num_items_in_batch": mask.sum().double(),
+        **more,
     }
 
 
 def our_loss(
-    name: str,
-    now: torch.Tensor,
-    old: torch.Tensor,
-    reference: torch.Tensor,
-    advantages: torch.Tensor,
-    beta: float,
-    aggregation: Any = None,
+    name: Any, now: torch.Tensor, old: torch.Tensor, reference: torch.Tensor, beta: float = 0.0, **changes: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The update's loss, and where a bound took effect."""
-    recipe = RECIPES[name]
-    losses, clipped = policy_loss(
-        recipe.loss, now[MASK], old[MASK], advantages[ROWS], ROWS, recipe.clip_low, recipe.clip_high
-    )  # fmt: skip
+    algorithm = AlgorithmSection(name=name, **changes)
+    recipe = algorithm.recipe
+    bounds = recipe.clip_low, recipe.clip_high, algorithm.clip_dual
+    losses, clipped = policy_loss(recipe.loss, now[MASK], old[MASK], ADVANTAGES[ROWS], ROWS, *bounds)
     losses = losses + beta * kl_estimate("k3", now[MASK], reference[MASK])
-    weights = torch.from_numpy(token_weights(LENGTHS, aggregation or recipe.aggregation, LONGEST))
+    weights = torch.from_numpy(token_weights(LENGTHS, recipe.aggregation, LONGEST))
     return (losses * weights[ROWS]).sum(), clipped
+
+
+def assert_same(found: torch.Tensor, wanted: torch.Tensor, now: torch.Tensor) -> None:
+    assert found.item() == pytest.approx(wanted.item(), rel=1e-9)
+    (theirs,), (ours,) = torch.autograd.grad(wanted, now), torch.autograd.grad(found, now)
+    torch.testing.assert_close(ours, theirs, rtol=1e-7, atol=1e-10)
+    assert theirs.abs().max() > 0
+
+
+TOKEN_BOUNDS = {"epsilon_low": 0.2, "epsilon_high": 0.2}
+UNEQUAL_BOUNDS = {"epsilon_low": 0.2, "epsilon_high": 0.28}
+SEQUENCE_BOUNDS = {"epsilon_low": 3e-4, "epsilon_high": 4e-4, "importance_sampling_level": "sequence"}
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.04])
 @pytest.mark.parametrize(
-    ("name", "aggregation", "settings"),
+    ("name", "changes", "settings"),
     [
-        ("grpo", "seq-mean-token-mean", {"loss_type": "grpo", "epsilon_low": 0.2, "epsilon_high": 0.2}),
-        ("grpo", "token-mean", {"loss_type": "bnpo", "epsilon_low": 0.2, "epsilon_high": 0.2}),
-        ("dapo", None, {"loss_type": "dapo", "epsilon_low": 0.2, "epsilon_high": 0.28}),
-        ("dr-grpo", None, {"loss_type": "dr_grpo", "epsilon_low": 0.2, "epsilon_high": 0.2}),
-        (
-            "gspo",
-            None,
-            {"loss_type": "grpo", "epsilon_low": 3e-4, "epsilon_high": 4e-4, "importance_sampling_level": "sequence"},
-        ),
-        ("cispo", None, {"loss_type": "cispo", "epsilon_high": 5.0}),  # TRL's is the bound of the ratio itself
+        ("grpo", {"aggregation": "seq-mean-token-mean"}, {"loss_type": "grpo", **TOKEN_BOUNDS}),
+        ("grpo", {}, {"loss_type": "bnpo", **TOKEN_BOUNDS}),
+        ("dapo", {}, {"loss_type": "dapo", **UNEQUAL_BOUNDS}),
+        ("dr-grpo", {}, {"loss_type": "dr_grpo", **TOKEN_BOUNDS}),
+        ("gspo", {}, {"loss_type": "grpo", **SEQUENCE_BOUNDS}),
+        ("cispo", {}, {"loss_type": "cispo", "epsilon_high": 5.0}),  # TRL's is the bound of the ratio itself
+        ("dapo", {"clip_dual": 3.0}, {"loss_type": "dapo", **UNEQUAL_BOUNDS}),
+        ("gspo", {"clip_dual": 1.5}, {"loss_type": "grpo", **SEQUENCE_BOUNDS}),
     ],
 )
-def test_losses_and_gradients_are_trls(name: str, aggregation: Any, settings: dict[str, Any], beta: float) -> None:
-    now, old, reference, advantages = make_inputs(spread=2.0 if name == "cispo" else 0.3)
-    compute = trainers.GRPOTrainer._compute_loss
-    wanted = compute(trl_self(now, beta=beta, **settings), None, trl_inputs(old, reference, advantages))
-    found, clipped = our_loss(name, now, old, reference, advantages, beta, aggregation)
-    assert found.item() == pytest.approx(wanted.item(), rel=1e-9)
+def test_losses_and_gradients_are_trls(
+    name: str, changes: dict[str, Any], settings: dict[str, Any], beta: float
+) -> None:
+    now, old, reference = make_inputs(spread=2.0 if name == "cispo" or changes.get("clip_dual") else 0.5)
+    trainer = trl_self(now, beta=beta, **settings)
+    trainer.args.delta = changes.get("clip_dual")
+    wanted = trainers.GRPOTrainer._compute_loss(trainer, None, trl_inputs(old, reference))
+    found, clipped = our_loss(name, now, old, reference, beta, **changes)
+    assert_same(found, wanted, now)
+    assert clipped.any() and not clipped.all()
+
+
+@pytest.mark.parametrize("name", ["grpo", "dapo", "gspo"])
+def test_the_inputs_reach_both_bounds_for_both_signs(name: Any) -> None:
+    now, old, _ = make_inputs(spread=0.5)
+    log_ratio = (now.detach() - old) * MASK
+    if name == "gspo":
+        log_ratio = (log_ratio.sum(1) / MASK.sum(1))[:, None].expand_as(MASK)
+    ratio, signs, recipe = log_ratio.exp()[MASK], ADVANTAGES[ROWS].sign(), RECIPES[name]
+    above, below = ratio > 1 + recipe.clip_high, ratio < 1 - recipe.clip_low
+    for sign in (-1, 1):
+        assert (above & (signs == sign)).any() and (below & (signs == sign)).any(), sign
+    assert name == "gspo" or (~above & ~below).any()
+
+
+def test_cut_responses_are_masked_as_trl_does() -> None:
+    """By the token mean; where TRL takes a mean over responses it counts the masked ones, which are zero."""
+    now, old, reference = make_inputs(spread=0.5)
+    kept = torch.tensor([True, False, True, False])
+    mask = MASK & kept[:, None]
+    settings = {"loss_type": "dapo", **UNEQUAL_BOUNDS}
+    wanted = trainers.GRPOTrainer._compute_loss(trl_self(now, **settings), None, trl_inputs(old, reference, mask))
+    losses, _ = policy_loss("clip", now[MASK], old[MASK], ADVANTAGES[ROWS], ROWS, 0.2, 0.28)
+    weights = torch.zeros(len(LENGTHS), dtype=torch.float64)
+    weights[kept] = torch.from_numpy(token_weights([7, 4], "token-mean", LONGEST))
+    assert_same((losses * weights[ROWS]).sum(), wanted, now)
+
+
+@pytest.mark.parametrize("bounds", [(0.0, 2.0), (0.5, 1.5)])
+@pytest.mark.parametrize("name", ["tis", "mis", "icepop"])
+def test_corrected_losses_are_trls(name: Any, bounds: tuple[float, float]) -> None:
+    """The weights by the formulas of ``vllm_importance_sampling_mode``: token_truncate and token_mask."""
+    now, old, reference = make_inputs(spread=0.5)
+    recorded = old + torch.linspace(-1.2, 1.2, WIDTH, dtype=torch.float64)
+    ratio = (old - recorded).exp()
+    weights = ratio.clamp(*bounds) if name == "tis" else ratio * ((ratio >= bounds[0]) & (ratio <= bounds[1]))
+    settings = {"loss_type": "dapo", **UNEQUAL_BOUNDS, "use_vllm": True, "vllm_importance_sampling_correction": True}
+    inputs = trl_inputs(old, reference, importance_sampling_ratio=weights)
+    trainer = trl_self(now, **settings, vllm_importance_sampling_mode="token_mask")
+    wanted = trainers.GRPOTrainer._compute_loss(trainer, None, inputs)
+    section = AlgorithmSection(rollout_correction=name, correction_bounds=bounds)
+    found, outside = correction_weights(section.correction, old[MASK], recorded[MASK])
+    assert outside.any() and not outside.all()
+    losses, _ = policy_loss("clip", now[MASK], old[MASK], ADVANTAGES[ROWS], ROWS, 0.2, 0.28)
+    assert_same((losses * found).mean(), wanted, now)
+
+
+def test_the_gradient_of_rloo_is_trls_where_the_policy_has_not_changed() -> None:
+    """TRL's ratio is that of whole responses, not of tokens: both are 1 here."""
+    now, _, reference = make_inputs(spread=0.5)
+    rloo = pytest.importorskip("trl.trainer.rloo_trainer").RLOOTrainer
+    wanted = rloo._compute_loss(trl_self(now, epsilon_low=0.2, epsilon_high=0.2), None, trl_inputs(now.detach(), now))
+    found, _ = our_loss("rloo", now, now.detach(), reference)
     (theirs,), (ours,) = torch.autograd.grad(wanted, now), torch.autograd.grad(found, now)
     torch.testing.assert_close(ours, theirs, rtol=1e-7, atol=1e-10)
-    assert theirs.abs().max() > 0 and clipped.any() and not clipped.all(), "no bound was at work"
+    assert theirs.abs().max() > 0

@@ -17,7 +17,9 @@ REFERENCE = [*SMALL, f"run.num_steps={STEPS}"]
 
 @pytest.fixture(scope="session")
 def reference_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of ``tiny``, a run of four steps on two ranks without a break; whoever changes it takes a copy."""
+    """Folder of ``output.txt`` and of ``tiny``,
+    four steps on two ranks without a break. Whoever changes it takes a copy."""
     folder = tmp_path_factory.mktemp("reference")
-    tlt(2, "train", str(ROOT / "jobs" / "tiny.toml"), f"run.folder={folder}", "run.ranks=2", *REFERENCE)
+    done = tlt(2, "train", str(ROOT / "jobs" / "tiny.toml"), f"run.folder={folder}", "run.ranks=2", *REFERENCE)
+    (folder / "output.txt").write_text(done.stdout + done.stderr)
     return folder

@@ -25,7 +25,7 @@ from tlt_hpc.cluster.device import GIVEN as GIVEN_GPU
 from tlt_hpc.cluster.device import fix_workspaces
 from tlt_hpc.common.records import Prompt, Request, SampleKey, SamplingParams, Stream
 from tlt_hpc.common.words import count
-from tlt_hpc.config import Config, ConfigError, UserError
+from tlt_hpc.config import Config, ConfigError, UserError, truncation_warning
 from tlt_hpc.data.prompts import PromptSource
 from tlt_hpc.drafting.spot import SpotTrainer
 from tlt_hpc.drafting.tail_plan import TailPlan
@@ -35,7 +35,7 @@ from tlt_hpc.look.environment import RankPlace, find_environment
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.draft_layer import AS_TARGET, TOKEN_IDS, layer_of
 from tlt_hpc.models.drafter import Drafter
-from tlt_hpc.models.drafter_file import check_layers, initial_drafter, make_drafter
+from tlt_hpc.models.drafter_file import initial_drafter, make_drafter
 from tlt_hpc.models.eagle import Eagle
 from tlt_hpc.models.folder import decoding_dtype, folder_weights, import_transformers, num_used_tokens, start_model
 from tlt_hpc.models.once import read_all_once, read_each_once
@@ -257,7 +257,8 @@ def open_session(config: Config, world: World, assets: ModelAssets) -> Session:
     dtype = decoding_dtype(config.model.dtype, device, assets.shape)
     check_experts(config, assets.shape, device.type)
     invariant = config.model.batch_invariant and dtype == torch.bfloat16
-    decoder = Decoder(assets.shape, dtype, device, make_sharding(replica, world, device, invariant), invariant)
+    sharding = make_sharding(replica, world, device, invariant)
+    decoder = Decoder(assets.shape, dtype, device, sharding, invariant, assets.excluded_token_ids)
     comm = world.private_comm()
     pulse = ReplicaPulse(comm, replica) if replica.size > 1 else Pulse(comm, BUSY_SECONDS)
     parts = ExitStack()
@@ -333,9 +334,9 @@ def assemble(config: Config, world: World) -> Job:
     node = world.node_group
     world.say("reading the model and the data")
     assets = read_assets_once(config, world.size, node)
-    left_out = node.once(lambda: assets.prompts.warning)
-    if world.rank == 0 and left_out:
-        logger.warning("%s", left_out)
+    for warning in (node.once(lambda: assets.prompts.warning), truncation_warning(config)):
+        if world.rank == 0 and warning:
+            logger.warning("%s", warning)
     has_drafter = config.speculation.mode == "full"
     warm = read_initial_drafter(config, assets.shape, node) if has_drafter else None
     session, folder = open_session(config, world, assets), RunFolder(config.folder)
@@ -360,7 +361,8 @@ def assemble(config: Config, world: World) -> Job:
         world.say("loading the policy")
         is_sharded = config.optimizer.zero_stage == 3
         start = partial(start_model, assets.folder, config.model.dtype, device, is_sharded, world.rank, node)
-        policy = Policy(start(), config, world, start if config.algorithm.kl_coefficient else None)
+        reference = start if config.algorithm.kl_coefficient else None
+        policy = Policy(start(), config, world, reference, assets.excluded_token_ids)
         parts.callback(policy.close)
         return Job(
             **vars(session),
@@ -495,7 +497,6 @@ def make_drafting(
     token_ids = warm.get(TOKEN_IDS) if warm is not None else None
     own = layer_of(warm) if warm is not None else AS_TARGET
     if warm is None and settings.form == "eagle3":
-        check_layers(assets.shape, "drafter.form = 'eagle3'")
         token_ids = choose_vocabulary(config, assets, drawn_first(config, assets.prompts))
     served = make_drafter(shape, seed, decoder.dtype, decoder.device, token_ids, own)
     if decoder.sharding.size > 1:
@@ -537,7 +538,9 @@ def choose_vocabulary(config: Config, assets: ModelAssets, prompts: Sequence[Pro
     answers = (assets.tokenizer.encode(prompt.answer, add_special_tokens=False).ids for prompt in prompts)
     texts = chain((prompt.tokens for prompt in prompts), (np.array(answer, np.int32) for answer in answers))
     counted = count_tokens(texts, num_used_tokens(assets.tokenizer, assets.shape))
-    always = [*assets.eos_token_ids, *assets.tokenizer.get_added_tokens_decoder()]
+    excluded = set(assets.excluded_token_ids)
+    counted[[token for token in excluded if token < len(counted)]] = 0
+    always = [*assets.eos_token_ids, *(assets.tokenizer.get_added_tokens_decoder().keys() - excluded)]
     return torch.from_numpy(most_frequent_tokens(counted, config.drafter.vocabulary, always))
 
 

@@ -26,7 +26,8 @@ from tlt_hpc.models.drafter_file import initial_drafter
 from tlt_hpc.models.folder import folder_weights
 from tlt_hpc.models.shape import read_shape
 from tlt_hpc.models.tokenizer import embedded, load_tokenizer
-from tlt_hpc.models.weight_files import check_weights, end_token_ids
+from tlt_hpc.models.weight_check import check_weights
+from tlt_hpc.models.weight_files import end_token_ids
 from tlt_hpc.plan.inputs import read_assets
 from tlt_hpc.resume.finished import finished_message
 from tlt_hpc.storage.feature_file import FeatureCacheReader

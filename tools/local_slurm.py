@@ -4,9 +4,9 @@
     python tools/local_slurm.py stop
 
 For Debian 12 and its Slurm 22.05; needs root, but no systemd, no cgroup and nothing under /etc. Every node is a slurmd
-on the loopback interface with 2 CPUs, 4,000 MB and 2 GPUs that are only names. Jobs in the partition `urgent` preempt
-those in `main`. Ranks start under `srun --mpi=pmi2` with MPICH. Installs nothing; the daemons are stopped by the
-process ids that they wrote.
+on the loopback interface with 2 CPUs, 4,000 MB (or ``--memory``; not limited, so the machine needs what the jobs use)
+and 2 GPUs that are only names. Jobs in the partition `urgent` preempt those in `main`. Ranks start under `srun
+--mpi=pmi2` with MPICH. Installs nothing; the daemons are stopped by the process ids that they wrote.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tlt_hpc.common.script import ending
 
 PACKAGES = {"munged": "munge", "slurmctld": "slurmctld", "slurmd": "slurmd", "sbatch": "slurm-client"}
 """Debian's package for each program that is needed."""
-NODES, GPUS_PER_NODE = 4, 2
+NODES, GPUS_PER_NODE, MEMORY_MB = 4, 2, 4000
 UP_SECONDS = 60.0
 EMPTY_SECONDS = 30.0
 """For jobs to end at ``stop``: Slurm kills what outlives KillWait."""
@@ -89,7 +89,7 @@ InactiveLimit=0
 # several nodes on one host have more CPUs than it
 SlurmdParameters=config_overrides
 GresTypes=gpu
-NodeName=node[1-{nodes}] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{first}-{last}] CPUs=2 RealMemory=4000 \
+NodeName=node[1-{nodes}] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{first}-{last}] CPUs=2 RealMemory={memory} \
 Gres=gpu:{gpus} State=UNKNOWN
 PartitionName=main Nodes=ALL Default=YES MaxTime=01:00:00 DefaultTime=00:05:00 State=UP PriorityTier=1 GraceTime=5
 PartitionName=urgent Nodes=ALL MaxTime=01:00:00 DefaultTime=00:05:00 State=UP PriorityTier=10 PreemptMode=off
@@ -101,11 +101,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="A private Slurm of several nodes on this machine.")
     parser.add_argument("command", choices=("start", "stop"))
     parser.add_argument("--folder", type=Path, default=Path("/tmp/tlt-slurm"), help="of its files (/tmp/tlt-slurm)")
+    parser.add_argument("--memory", type=int, default=MEMORY_MB, help=f"of each node, in MB ({MEMORY_MB})")
     options = parser.parse_args(arguments)
     folder: Path = options.folder.resolve()
     check_machine()
     if options.command == "start":
-        start(folder)
+        start(folder, options.memory)
         print(f"export SLURM_CONF={folder / 'slurm.conf'}")
     elif is_own(folder):
         stop(folder)
@@ -134,8 +135,8 @@ def check_machine() -> None:
 # --- start ---
 
 
-def start(folder: Path) -> None:
-    """Start the daemons and wait until every node takes jobs.
+def start(folder: Path, memory: int = MEMORY_MB) -> None:
+    """Start the daemons of nodes of ``memory`` MB, and wait until every node takes jobs.
 
     Raises:
         UserError: a daemon did not start, one is up already, or the folder is not this tool's.
@@ -146,7 +147,7 @@ def start(folder: Path) -> None:
         shutil.rmtree(folder)
     if folder.exists() and any(folder.iterdir()):
         raise UserError(f"{folder} has files of something else; give another --folder")
-    write_settings(folder)
+    write_settings(folder, memory)
     munge = folder / "munge"
     files = {f"{name}-file": munge / name for name in ("key", "log", "seed")}
     files |= {"socket": munge / "socket", "pid-file": folder / "munged.pid"}
@@ -165,7 +166,7 @@ def node_states(folder: Path) -> list[str]:
     return ask(folder, "sinfo", "-h", "-N", "-p", "main", "-o", "%T").split()
 
 
-def write_settings(folder: Path) -> None:
+def write_settings(folder: Path, memory: int) -> None:
     """Write the files that the daemons read, and make their folders."""
     # munged refuses a key below a folder that others may write to, except sticky ones such as /tmp
     for path in (folder, folder / "munge", folder / "state"):
@@ -174,7 +175,7 @@ def write_settings(folder: Path) -> None:
     port, host = free_ports(NODES + 1), socket.gethostname().partition(".")[0]
     ports = {"port": port, "first": port + 1, "last": port + NODES}
     (folder / "slurm.conf").write_text(
-        SETTINGS.format(mark=MARK, host=host, folder=folder, nodes=NODES, gpus=GPUS_PER_NODE, **ports)
+        SETTINGS.format(mark=MARK, host=host, folder=folder, nodes=NODES, gpus=GPUS_PER_NODE, memory=memory, **ports)
     )
     (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\nConstrainCores=no\nConstrainRAMSpace=no\n")
     for number in range(GPUS_PER_NODE):

@@ -16,7 +16,7 @@ from tlt_hpc.common.script import ending
 from tlt_hpc.storage.folder import share
 
 NUM_TOKENS, WINDOW = 96, 32
-_SIZES: dict[str, Any] = {
+SIZES: dict[str, Any] = {
     "vocab_size": NUM_TOKENS,
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -66,10 +66,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 def random_model(family: str, seed: int = 0) -> Any:
     """A model of transformers in float32, whose norms differ from one another and from ones."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
-    config = AutoConfig.for_model(family, **_SIZES, **FAMILIES[family])
+    return model_of(AutoConfig.for_model(family, **SIZES, **FAMILIES[family]), seed)
+
+
+def model_of(config: Any, seed: int = 0) -> Any:
+    """The same of a configuration."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():

@@ -32,7 +32,7 @@ from tlt_hpc.models.folder import DTYPES
 from tlt_hpc.models.json_file import read_json
 from tlt_hpc.models.shape import ModelShape, read_shape, shape_from
 from tlt_hpc.models.tokenizer import embedded
-from tlt_hpc.models.weight_files import EMBEDDING, INDEX, UNREADABLE, reading_files, weight_shapes
+from tlt_hpc.models.weight_files import EMBEDDING, INDEX, UNREADABLE, read_heads, reading_files
 from tlt_hpc.storage.folder import share
 
 EMBEDDED = "embedded:"
@@ -87,7 +87,7 @@ def widen(source: Path, folder: Path, sizes: dict[str, int], dtype: torch.dtype)
     Raises:
         ValueError: the source cannot be read, is of another family, has other weights or larger sizes.
     """
-    shape, found = read_shape(source), weight_shapes(source)
+    shape, found = read_shape(source), read_heads(source)
     if shape.family not in FAMILIES:
         raise UserError(f"{source} is of the family {shape.family}; use a model of {', '.join(FAMILIES)}")
     share = shape.hidden_size / sizes["hidden_size"]  # what zeros leave of the mean square that a norm divides by
@@ -99,7 +99,7 @@ def widen(source: Path, folder: Path, sizes: dict[str, int], dtype: torch.dtype)
     places, lengths = places_in(wide, shape), lengths_of(wide)
     axes = {name: _AXES.get(name.split(".")[-2], ())[: 1 if name.endswith("bias") else 2] for name in found}
     count = shape.num_layers * (9 + 3 * shape.qkv_bias + shape.output_bias) + (2 if shape.tied_head else 3)
-    wrong = [name for name in found if [len(places[axis]) for axis in axes[name]] != list(found[name][1])]
+    wrong = [name for name in found if [len(places[axis]) for axis in axes[name]] != list(found[name].sizes)]
     if wrong or len(found) != count:
         raise UserError(f"{source}: {len(found)} weights, not {count} as in its config.json; misfits: {wrong[:3]}")
     folder.mkdir(parents=True)
@@ -108,7 +108,7 @@ def widen(source: Path, folder: Path, sizes: dict[str, int], dtype: torch.dtype)
         for layer, names in groupby(sorted(found, key=layer_of), layer_of):
             tensors = {}
             for name in names:
-                weight = read(found[name][0], name) * (share**0.5 if "norm" in name else 1)
+                weight = read(found[name].file, name) * (share**0.5 if "norm" in name else 1)
                 tensors[name] = torch.zeros([lengths[axis] for axis in axes[name]], dtype=dtype)
                 tensors[name][torch.meshgrid(*(places[axis] for axis in axes[name]), indexing="ij")] = weight.to(dtype)
             if shape.tied_head and EMBEDDING in tensors:

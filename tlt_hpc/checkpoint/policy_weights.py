@@ -18,7 +18,7 @@ from tlt_hpc.models.folder import DTYPES
 from tlt_hpc.models.lora import adapter_names, merge
 from tlt_hpc.models.once import ReadCut
 from tlt_hpc.models.piece import Cut
-from tlt_hpc.models.weight_files import UNREADABLE, reading_files, weight_files, weight_shapes, weights_digest
+from tlt_hpc.models.weight_files import UNREADABLE, Stored, read_heads, reading_files, weight_files, weights_digest
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.records import read_record
 
@@ -94,7 +94,7 @@ class PolicyWeights:
         if not self.config.lora.rank:
             experts = {own: shape for own, (_, shape) in self._experts.items()}
             return dict(sorted((experts | {n: s for n, s in self.adapters.items() if not is_expert(n)}).items()))
-        return {name: shape for name, (_, shape) in sorted(self._stored.items())}
+        return {name: stored.sizes for name, stored in sorted(self._stored.items())}
 
     @cached_property
     def _experts(self) -> dict[str, tuple[Place, tuple[int, int]]]:
@@ -103,9 +103,8 @@ class PolicyWeights:
         return {own: place for each in fused for own, place in each.items()}
 
     @cached_property
-    def _stored(self) -> dict[str, tuple[Path, Sequence[int]]]:
-        stored = weight_shapes(self.model)
-        return {name: found for name, found in stored.items() if not name.endswith(".inv_freq")}  # of older files
+    def _stored(self) -> dict[str, Stored]:
+        return read_heads(self.model)
 
     @contextmanager
     def reading(self) -> Iterator[Callable[[str], Tensor]]:
@@ -117,7 +116,7 @@ class PolicyWeights:
                 if not self.config.lora.rank:
                     place = self._experts.get(name, (None,))[0]
                     return trained(name + _MASTER) if place is None else place.take(last_experts(place.name))
-                weight: Tensor = stored(self._stored[name][0], name).to(self.dtype)
+                weight: Tensor = stored(self._stored[name].file, name).to(self.dtype)
                 names = adapter_names(name)
                 if names[0] not in self.adapters:
                     return weight

@@ -46,7 +46,6 @@ examples:
 
 `tlt COMMAND --help` shows a command's options, `tlt keys SECTION` the keys of a job.
 """
-_OF_SUBMIT = ("status", "cancel", "resubmit", "collect", "list")
 _CHOICE = re.compile(r"argument (.+?): invalid choice: (.+) \(choose from (.+)\)", re.DOTALL)
 
 
@@ -60,7 +59,7 @@ class Parser(argparse.ArgumentParser):
         if match := _CHOICE.fullmatch(message):
             name, given, known = match[1], match[2].strip("'\""), re.findall(r"'([^']*)'", match[3])
             what = f"no command {given!r}" if name == "COMMAND" else f"{name} has no {given!r}"
-            submit = f"; did you mean tlt submit {given}?" if name == "COMMAND" and given in _OF_SUBMIT else ""
+            submit = f"; did you mean tlt submit {given}?" if name == "COMMAND" and f"submit {given}" in known else ""
             message = what + (submit or did_you_mean(given, known) or f"; choose from {', '.join(known)}")
         message = re.sub(r", \w+\.key=value$", "", message)  # they may be left out
         self.exit(2, f"{self.prog}: {one_line(ValueError(message))} (see {self.prog} --help)\n")
@@ -110,7 +109,9 @@ def _help_by_group(commands: Mapping[str, Command]) -> str:
 
 
 def parse(parser: Parser, arguments: Sequence[str]) -> argparse.Namespace:
-    """The options; overrides may stand anywhere after the configuration."""
+    """The options; overrides may stand anywhere after the configuration. A command may have two words."""
+    if (both := " ".join(arguments[:2])) in _parsers(parser):
+        arguments = [both, *arguments[2:]]
     options, rest = parser.parse_known_args(arguments)
     if options.command is None:
         parser.print_help()
@@ -144,9 +145,12 @@ def _is_override(word: str) -> bool:
 
 def parser_of(parser: Parser, command: str) -> Parser:
     """The parser of one command."""
-    parsers = next(action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
-    found: Parser = parsers.choices[command]
-    return found
+    return _parsers(parser)[command]
+
+
+def _parsers(parser: Parser) -> Mapping[str, Parser]:
+    action = next(action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    return dict(action.choices)
 
 
 def _unknown(word: str, command: Parser) -> str:
@@ -198,11 +202,11 @@ def add_submit_options(command: argparse.ArgumentParser) -> None:
     """The options of ``tlt submit``."""
     command.usage = (
         "tlt submit JOB.toml [section.key=value ...] [options]\n"
-        "       tlt submit list|status|resubmit|collect|cancel [FOLDER|NAME|JOB] [--output FILE.csv]"
+        "       tlt submit list|status|resubmit|collect|cancel, which have options of their own"
     )
     add = command.add_argument
-    add("config", metavar="JOB.toml", help="the job; or list, status, resubmit, collect, cancel: of what was submitted")
-    add("overrides", nargs="*", metavar="section.key=value", help="for every member; or FOLDER (default: the newest)")
+    add("config", metavar="JOB.toml", help="the job")
+    add("overrides", nargs="*", metavar="section.key=value", help="for every member")
     add("--sweep", action="append", default=[], metavar="section.key=A,B,..", help="a member each; repeat for a grid")
     add("--script", type=Path, metavar="X.sh", help="take what these options leave open from its #SBATCH lines")
     words = "wait until this job, or the submission in this folder, has finished; may be given several times"
@@ -210,19 +214,53 @@ def add_submit_options(command: argparse.ArgumentParser) -> None:
     words = "what the job runs (default train)"
     add("--command", dest="command_of_job", choices=("train", "warmup"), default="train", help=words)
     add("--folder", type=Path, help="of logs and records (default runs/submitted/NAME-TIME)")
+    add("--gpu-memory", type=gpu_gb, metavar="GB", help=f"of each GPU, for preflight: {GPU_MEMORY}")
+    _add_checked_request(command, "default 1", "default 24:00:00")
+
+
+def add_resubmit_options(command: argparse.ArgumentParser) -> None:
+    """The options of ``tlt submit resubmit``."""
+    add_submission(command)
+    _add_checked_request(command, "default: as before", "default: as before")
+
+
+def add_cancel_options(command: argparse.ArgumentParser) -> None:
+    """The options of ``tlt submit cancel``."""
+    add_submission(command)
+    command.add_argument("--dry-run", action="store_true", help="print what would be cancelled; cancel nothing")
+
+
+def add_collect_options(command: argparse.ArgumentParser) -> None:
+    """The options of ``tlt submit collect``."""
+    add_submission(command)
+    command.add_argument("--output", type=Path, metavar="FILE.csv", help="write the table there as well")
+
+
+def add_list_options(command: argparse.ArgumentParser) -> None:
+    """The options of ``tlt submit list``."""
+    words = "also those in this folder, beside those in runs/submitted"
+    command.add_argument("folder", type=Path, nargs="?", metavar="FOLDER", help=words)
+
+
+def add_submission(command: argparse.ArgumentParser) -> None:
+    """The submission that a command is about."""
+    words = "the submission's folder, its name in runs/submitted, or a job's number (default: the newest)"
+    command.add_argument("submission", nargs="?", metavar="SUBMISSION", help=words)
+
+
+def _add_checked_request(command: argparse.ArgumentParser, default: str, default_time: str) -> None:
+    add = command.add_argument
     add("--dry-run", action="store_true", help="check everything and print it; submit nothing")
     add("--no-preflight", action="store_true", help="make only the checks of `tlt train --dry-run`")
-    add("--gpu-memory", type=gpu_gb, metavar="GB", help=f"of each GPU, for preflight: {GPU_MEMORY}")
-    add("--output", type=Path, metavar="FILE.csv", help="of collect: write the table there as well")
     slurm = command.add_argument_group("of Slurm", argument_default=argparse.SUPPRESS)
     add = slurm.add_argument
-    add("--nodes", "-N", type=at_least_one, metavar="N", help="of each member (default 1)")
+    add("--nodes", "-N", type=at_least_one, metavar="N", help=f"of each member ({default})")
     add("--gpus-per-node", type=at_least_one, metavar="N", help="one rank each; without: CPUs")
     add("--ranks-per-node", type=at_least_one, metavar="N", help="where it is not the number of GPUs")
-    add("--cpus-per-rank", type=at_least_one, metavar="N", help="default 1")
+    add("--cpus-per-rank", type=at_least_one, metavar="N", help=f"cores, and threads ({default})")
     add("--partition", "-p", metavar="P")
     add("--account", "-A", metavar="A")
-    add("--time", "-t", metavar="T", help="limit of each job (default 24:00:00)")
+    add("--time", "-t", metavar="T", help=f"limit of each job ({default_time})")
     add("--mem", metavar="M", help="memory of a node; 0: all of it")
     words = "a further option: --sbatch=--qos=long"
     add("--sbatch", action="append", default=[], metavar="--OPTION=VALUE", help=words)

@@ -21,7 +21,12 @@ _PREFLIGHT = "find before a job what would end it; status 1: something would"
 _REHEARSE = "interrupt a short run of a job by four kinds of faults, and resume it; status 1: something is lost"
 _INIT = "copy the shipped job files and batch scripts into a folder"
 _COMPLETION = "print what a shell needs to complete commands, options, files and keys"
-_SUBMIT = "check a run or a sweep, submit it to Slurm, look after it (status, resubmit, collect)"
+_SUBMIT = "check a run or a sweep, and submit it to Slurm"
+_LIST = "list what was submitted"
+_STATUS = "show how the runs of a submission stand; status 1: one has failed"
+_RESUBMIT = "submit again what failed, timed out or stopped early; it resumes"
+_COLLECT = "show what the runs of a submission have reached"
+_CANCEL = "end what waits or runs of a submission"
 _RUNS = "list runs with step, score, state and cost"
 _WATCH = "follow a run by its files alone; status 1: it hangs or is dead"
 _REPORT = "one page of HTML: what a run learned, where its time went, what it gained"
@@ -30,6 +35,7 @@ _DRAFTER = "write a run's drafter as other engines load it"
 _POLICY = "write a run's policy as a Hugging Face folder"
 _DATA = "inspect what a run would train on, or prepare a data set of the hub for it"
 _REWARD = "judge the responses of a file by a job's rules: what was read, why; status 1: another verdict was expected"
+_SUBMISSIONS = "tlt_hpc.cli.submissions"
 COMMANDS = {
     "train": Command("run", _TRAIN, lambda command: None, train, run_progress),
     "evaluate": Command("run", _EVALUATE, command_line.add_evaluate_options, evaluate, written_files),
@@ -49,7 +55,12 @@ COMMANDS = {
     "rehearse": Command(
         "prepare and check", _REHEARSE, plan_options.add_rehearse_options, "tlt_hpc.studies.rehearsal.rehearse"
     ),
-    "submit": Command("on a cluster", _SUBMIT, command_line.add_submit_options, "tlt_hpc.cli.submissions"),
+    "submit": Command("on a cluster", _SUBMIT, command_line.add_submit_options, _SUBMISSIONS),
+    "submit list": Command("on a cluster", _LIST, command_line.add_list_options, _SUBMISSIONS),
+    "submit status": Command("on a cluster", _STATUS, command_line.add_submission, _SUBMISSIONS),
+    "submit resubmit": Command("on a cluster", _RESUBMIT, command_line.add_resubmit_options, _SUBMISSIONS),
+    "submit collect": Command("on a cluster", _COLLECT, command_line.add_collect_options, _SUBMISSIONS),
+    "submit cancel": Command("on a cluster", _CANCEL, command_line.add_cancel_options, _SUBMISSIONS),
     "runs": Command("look at runs", _RUNS, add_runs_arguments, "tlt_hpc.look.live.list_runs"),
     "watch": Command("look at runs", _WATCH, add_watch_arguments, "tlt_hpc.look.live.watch_run"),
     "report": Command("look at runs", _REPORT, add_report_arguments, "tlt_hpc.look.report.write_report"),

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import shtab
 
-from tlt_hpc.cli.main import make_parser
+from tlt_hpc.cli import command_line
+from tlt_hpc.cli.commands import COMMANDS
 from tlt_hpc.cli.submissions import LATER
 from tlt_hpc.cli.submit import SUBMITTED
 from tlt_hpc.cluster.submission import FILE
@@ -16,9 +17,11 @@ from tlt_hpc.config.keys import Key, keys_of
 from tlt_hpc.config.sections import SECTIONS
 
 _FILES = ("CONFIG.toml", "RUN", "FOLDER", "CHECKPOINT", "FILE", "place")
-_KEYS, _JOBS, _WORDS, _AFTER = (
-    dict.fromkeys(("bash", "zsh"), name) for name in ("_tlt_keys", "_tlt_job_files", "_tlt_words", "_tlt_sent_dirs")
+_KEYS, _JOBS, _AFTER = (
+    dict.fromkeys(("bash", "zsh"), name) for name in ("_tlt_keys", "_tlt_job_files", "_tlt_sent_dirs")
 )
+_WORDS = {"bash": "_tlt_keys", "zsh": "_tlt_words"}
+"""After ``tlt submit``; for zsh, a submission's commands have the options of ``tlt submit JOB``."""
 _PREAMBLE = {
     "bash": r"""
 _tlt_keys() {
@@ -28,19 +31,15 @@ _tlt_keys() {
     local key="${COMP_WORDS[at - 1]}="
     for each in $(compgen -W "@values" -- "$key$word"); do echo "${each#"$key"}"; done
 }
-_tlt_job_files() { compgen -W "@later" -- "$1"; compgen -f -- "$1"; }
+_tlt_job_files() { compgen -f -- "$1"; }
+_shtab_tlt_submit_pos_0_COMPGEN=_tlt_job_files
 _tlt_sent_dirs() {
     local path
     for path in @submitted/*/@file "$1"*/@file; do
         [[ ! -e $path || $path != "$1"* ]] || echo "${path%/@file}"
     done | sort -u | grep . || compgen -d -- "$1"
 }
-_tlt_words() {
-    case " ${COMP_WORDS[*]:2:COMP_CWORD-2} " in
-    @cases) _tlt_sent_dirs "$1" ;;
-    *) _tlt_keys "$1" ;;
-    esac
-}""",
+""",
     "zsh": r"""
 _tlt_keys() {
     local key="${PREFIX%%=*}" values=(@values)
@@ -74,12 +73,26 @@ def run(options: argparse.Namespace) -> int:
         "@file": FILE,
     }
     preamble = re.sub("|".join(words), lambda match: words[match[0]], _PREAMBLE[options.shell])
-    parser = make_parser()
+    parser = command_line.make_parser({name: command for name, command in COMMANDS.items() if " " not in name})
+    if options.shell == "bash":
+        _add_later(command_line.parser_of(parser, "submit"))
     _mark(parser)
     print(shtab.complete(parser, options.shell, preamble=preamble))
     if options.shell == "bash":
         print(_NO_BLANK)
     return 0
+
+
+def _add_later(submit: command_line.Parser) -> None:
+    """Let ``list``, ``status`` and the others stand where a job's file may: with options of their own."""
+    later = submit.add_subparsers(dest="config")
+    later.nargs = None
+    for name in LATER:
+        command = COMMANDS[f"submit {name}"]
+        command.add_options(later.add_parser(name, help=command.help))
+    job = next(action for action in submit._actions if action.dest == "config")
+    submit._actions.remove(later)
+    submit._actions[submit._actions.index(job)] = later
 
 
 def _choices(key: Key) -> list[str]:
@@ -99,7 +112,7 @@ def _mark(parser: argparse.ArgumentParser) -> None:
             action.complete = _WORDS if is_for_submit else _KEYS  # type: ignore[attr-defined]
         elif action.metavar == "JOB.toml":
             action.complete = _JOBS  # type: ignore[attr-defined]
-        elif action.dest == "after":
+        elif action.dest in ("after", "submission"):
             action.complete = _AFTER  # type: ignore[attr-defined]
         elif action.dest == "section":
             action.choices = tuple(SECTIONS)

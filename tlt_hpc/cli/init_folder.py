@@ -14,7 +14,7 @@ from tlt_hpc.config import UserError
 
 # sbatch/smoke_gpu.sh runs the tools; the wheel has the same files (pyproject.toml)
 PATTERNS = (
-    "jobs/*.toml", "jobs/*.jsonl", "jobs/submit.py", "sbatch/*.sh",
+    "jobs/*.toml", "jobs/*.jsonl", "jobs/*.py", "sbatch/*.sh",
     *(f"tools/{name}.py" for name in ("bench_shape", "check_kernels", "gpu_first", "prove_exactness")),
 )  # fmt: skip
 

@@ -21,9 +21,10 @@ from tlt_hpc.cli import command_line
 from tlt_hpc.cli.commands import COMMANDS
 from tlt_hpc.cli.plans import check_folder, config_of, plan_command
 from tlt_hpc.cluster.caches import in_memory, make_node_cache
-from tlt_hpc.cluster.device import local_rank, take_device
+from tlt_hpc.cluster.device import GIVEN, local_rank, take_device
 from tlt_hpc.cluster.local import (
     STARTED,
+    alone_in_step,
     become_ranks,
     crowding,
     given_job,
@@ -56,9 +57,10 @@ _FIRST_WORD_SECONDS = 10.0
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit status."""
     escape_streams()
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported: ranks on shared cores would fight
     given = list(sys.argv[1:] if arguments is None else arguments)
     options = parse(given)
+    options.environment = dict(os.environ)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported: ranks on shared cores would fight
     rank = launched_rank(os.environ)
     BEAT.began = started_at(os.environ) or BEAT.began
     flag = StopFlag()
@@ -78,6 +80,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config = load_config(options.config, options.overrides, given_job(os.environ, options.config))
         num_ranks = launched_count(os.environ) or config.run.ranks
         config = config_of(config, options)
+        if not rank and (alone := alone_in_step(os.environ, config.run.ranks)):
+            print(alone, flush=True)
         plan = "" if is_rank else plan_command(config, options, num_ranks)  # ranks look once a node, in connect
         if rank is None and options.command == "train" and (finished := check_folder(config)) and not options.dry_run:
             print(finished)
@@ -263,7 +267,8 @@ def connect(config: Config, options: argparse.Namespace, flag: StopFlag) -> Worl
     world = World.connect(flag)
     plan = partial(plan_command, config, options, world.size)
     check_nodes(world, config, plan)  # before any other collective: a rank with an error of its own waits there
-    place_ranks(world, uses_gpu=config.model.device != "cpu")
+    has_gpu = config.model.device == "cuda" or GIVEN in os.environ
+    place_ranks(world, config.model.device != "cpu", config.optimizer.offload and has_gpu)
     world.answer_signals()
     world.say("loading libraries")
     return world

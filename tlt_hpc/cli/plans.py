@@ -3,9 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import os
 from typing import TYPE_CHECKING
 
-from tlt_hpc.config import Config, ConfigError, UserError, check_learns, check_resumable, without_side_effects
+from tlt_hpc.cluster.local import idle_cores
+from tlt_hpc.config import (
+    Config,
+    ConfigError,
+    UserError,
+    check_learns,
+    check_resumable,
+    truncation_warning,
+    without_side_effects,
+)
+from tlt_hpc.plan.preflight.machine import GPUS
 from tlt_hpc.resume.finished import finished_message
 from tlt_hpc.storage.folder import GIVE_OUTPUT, RunFolder, check_writable
 from tlt_hpc.storage.step_lines import read_lines
@@ -48,7 +59,17 @@ def plan_command(config: Config, options: argparse.Namespace, num_ranks: int) ->
         return plan_evaluation(config, options, num_ranks)
     assets = read_assets(config, num_ranks)
     said = assets.prompts.warning if options.dry_run else ""  # it may read all rows, and a start says it itself
-    return _warning(said) + plan_with(config, assets, options, num_ranks)
+    warnings = [said, _idle(config, options, num_ranks)]
+    if options.command == "train":
+        warnings.append(truncation_warning(config))
+    return "".join(map(_warning, warnings)) + plan_with(config, assets, options, num_ranks)
+
+
+def _idle(config: Config, options: argparse.Namespace, num_ranks: int) -> str:
+    """What a dry run says of cores that ranks on this machine's GPUs would leave idle; a start says it by itself."""
+    if not (options.dry_run and config.optimizer.offload and config.model.device != "cpu" and GPUS.is_dir()):
+        return ""
+    return idle_cores(num_ranks, len(os.sched_getaffinity(0)), os.environ)
 
 
 def plan_with(config: Config, assets: ModelAssets, options: argparse.Namespace, num_ranks: int) -> str:
@@ -64,8 +85,10 @@ def plan_with(config: Config, assets: ModelAssets, options: argparse.Namespace, 
         ablation = ablation_plan.plan_ablation(config, options)
         return ablation_plan.describe(ablation, num_ranks)
     if options.command == "warmup":
+        from tlt_hpc.models.weight_files import weight_files
         from tlt_hpc.studies.warmup import plan
 
+        weight_files(assets.folder)  # the decoder reads no others
         return plan.describe(config, assets.shape, num_ranks)
     if options.command == "compare":
         modes = 4 - len(set(options.without))
@@ -124,13 +147,10 @@ def plan_evaluation(config: Config, options: argparse.Namespace, num_ranks: int)
     from tlt_hpc.data.evaluation_sets import warning_of
     from tlt_hpc.evaluate.evaluate import describe, read_assets
     from tlt_hpc.evaluate.subject import find_subject
-    from tlt_hpc.models.weight_files import check_weights
 
     subject = find_subject(options.checkpoint, options.step, options.output)
     check_writable(subject.run.path if subject.run and not subject.out else subject.folder(config), GIVE_OUTPUT)
-    assets, sets = read_assets(config, num_ranks)
-    if subject.run is None:
-        check_weights(assets.folder, assets.shape)
+    assets, sets = read_assets(config, subject, num_ranks)
     return _warning(warning_of(sets)) + describe(config, subject, sets, assets.shape, num_ranks)
 
 

@@ -7,11 +7,26 @@ import shlex
 import sys
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import chdir
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
 from tlt_hpc.cli.command_line import did_you_mean
-from tlt_hpc.cli.submit import SUBMITTED, folder_of, is_job, jobs_before, known_submissions, run_submit, short, submit
+from tlt_hpc.cli.submit import (
+    SUBMITTED,
+    check_member,
+    describe,
+    folder_of,
+    is_job,
+    jobs_before,
+    known_submissions,
+    preflight,
+    resources_of,
+    run_submit,
+    short,
+    submit,
+)
 from tlt_hpc.cluster.slurm import QueuedJob, SlurmError, ask_slurm, read_queue
 from tlt_hpc.cluster.status import UNKNOWN, MemberStatus, cancelled_file, read_statuses, unfinished
 from tlt_hpc.cluster.submission import FILE, Submission, load
@@ -28,29 +43,28 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         ValueError: in one line; nothing was submitted.
     """
-    if options.config not in LATER:
+    command = options.command.removeprefix("submit").strip()
+    if not command:
+        if options.config in LATER:
+            raise ConfigError(f"{options.config} comes before all options: tlt submit {options.config} ...")
         if near := did_you_mean(options.config, LATER):
             raise ConfigError(f"no job file and no command {options.config!r}{near}")
         return run_submit(options)
-    if options.output is not None and options.config != "collect":
-        raise ConfigError(f"--output {options.output} goes with tlt submit collect")
-    if options.output is not None and not options.output.parent.is_dir():
+    if command == "list":
+        return run_list(known_submissions(*filter(None, [options.folder])))
+    if command == "collect" and options.output is not None and not options.output.parent.is_dir():
         raise ConfigError(f"--output {options.output}: its folder does not exist; make it first")
-    if len(options.overrides) > 1:
-        raise ConfigError(f"tlt submit {options.config} takes one folder; {options.overrides[1]} is one too many")
-    if options.config == "list":
-        return run_list(known_submissions(*map(Path, options.overrides)))
-    if options.overrides:
-        submission, names = find(options.overrides[0])
+    if options.submission:
+        submission, names = find(options.submission)
         known = known_submissions(submission.folder.parent)
     elif known := known_submissions():
-        submission = the_one_to_cancel(known) if options.config == "cancel" else known[-1]
+        submission = the_one_to_cancel(known) if command == "cancel" else known[-1]
         names = {member.name for member in submission.members}
     else:
         raise ConfigError(f"no submission in {SUBMITTED}; give its folder")
-    if options.config != "status":  # which names those that this one waits for as well
+    if command != "status":  # which names those that this one waits for as well
         print(f"submission  {submission.folder}")
-    return COMMANDS[options.config](submission, names, known, options)
+    return COMMANDS[command](submission, names, known, options)
 
 
 def find(word: str) -> tuple[Submission, set[str]]:
@@ -127,10 +141,11 @@ def run_status(
 def run_resubmit(
     submission: Submission, names: Collection[str], known: Sequence[Submission], options: argparse.Namespace
 ) -> int:
-    """Submit again what failed, was cancelled or stopped early; these runs resume.
+    """Submit again what failed, was cancelled or stopped early; these runs resume. It is checked if asked otherwise.
 
     Raises:
-        ConfigError: a later submission has continued one of these runs, or a job that they wait for has failed.
+        ValueError: a later submission has continued one of these runs, a job that they wait for has failed, or what is
+            asked of Slurm now would end them.
     """
     queue = read_queue([submission.user])
     statuses = [one for one in read_statuses(submission, queue) if one.member.name in names]
@@ -144,11 +159,32 @@ def run_resubmit(
         print("nothing has failed; nothing was submitted")
         return 0
     before = jobs_before(submission.after, is_first=False)
+    asked = replace(submission, resources=resources_of(options, submission.resources.words))
+    describe(asked, asked.chosen(again), before)
+    if asked.resources != submission.resources:
+        check_again(asked, again, before, with_preflight=not options.no_preflight)
+    if options.dry_run:
+        print("nothing was submitted (--dry-run)")
+        return 0
     for status in statuses:
         if status.is_blocked:
             ask_slurm("scancel", status.member.jobs[-1])
-    submit(submission, again, before)
+    submit(asked, again, before, options.environment)
     return 0
+
+
+def check_again(asked: Submission, names: Collection[str], before: Sequence[str], with_preflight: bool) -> None:
+    """Check members that get other nodes, ranks or limits than before, where their relative paths are read from.
+
+    Raises:
+        ConfigError: something would end their jobs.
+    """
+    chosen = asked.chosen(names)
+    with chdir(asked.store):
+        for member in chosen:
+            check_member(asked.config, member, asked.resources.num_ranks)
+        if with_preflight:
+            preflight(asked.config, replace(asked, members=tuple(chosen)), before)
 
 
 def run_cancel(
@@ -158,6 +194,9 @@ def run_cancel(
     queue = read_queue([submission.user])
     statuses = [one for one in read_statuses(submission, queue) if one.member.name in names]
     jobs = [status.member.jobs[-1] for status in statuses if status.is_live or status.is_blocked]
+    if jobs and options.dry_run:
+        print(f"would be cancelled: {', '.join(jobs)}; nothing was (--dry-run)")
+        return 0
     if jobs:
         ask_slurm("scancel", *jobs)
     for job in jobs:

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Collection, Mapping, Sequence, Set
-from dataclasses import fields, replace
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
@@ -21,7 +21,17 @@ import tlt_hpc
 from tlt_hpc.cluster.executor import batch_script, send
 from tlt_hpc.cluster.slurm import SlurmError, ask_slurm, read_queue
 from tlt_hpc.cluster.status import FINISHED, read_statuses
-from tlt_hpc.cluster.submission import FILE, Resources, Submission, SubmittedRun, load, make_members, parameters, save
+from tlt_hpc.cluster.submission import (
+    FILE,
+    SBATCH_NAMES,
+    Resources,
+    Submission,
+    SubmittedRun,
+    load,
+    make_members,
+    parameters,
+    save,
+)
 from tlt_hpc.common.words import count
 from tlt_hpc.config import Config, ConfigError, load_config
 from tlt_hpc.look.collect import row_of
@@ -33,8 +43,14 @@ from tlt_hpc.resume.finished import finished_message
 SUBMITTED = Path("runs") / "submitted"
 _OF_THIS_MACHINE = ("rewards", "memory", "disk", "run folder", "torch", "mpi", "ranks talk")
 """Checks of preflight whose failure may mean only that a login node is no compute node."""
-_OWN_OPTIONS = ("job-name", "output", "error", "open-mode", "array")
-"""Of sbatch, that a submission sets itself."""
+_OWN_OPTIONS = (
+    *("job-name", "output", "error", "open-mode", "array"),
+    *("parsable", "quiet", "test-only", "wait", "wrap", "help", "usage", "version"),
+)
+"""Of sbatch, that a submission sets itself, or after which its answer would not name the job."""
+_OPPOSITE = {"requeue": "no-requeue", "no-requeue": "requeue"}
+_SIGNAL = "USR2@120"
+"""What the batch scripts ask for; a submission asks for it by its own time limit."""
 
 
 def known_submissions(beside: Path = SUBMITTED) -> list[Submission]:
@@ -73,26 +89,31 @@ def run_submit(options: argparse.Namespace) -> int:
         refuse_finished(options.config, submission)
     before = jobs_before(options.after, is_first=True)
     refuse_second_starts(submission, set(before))
-    asked = vars(submission.resources) | {"sbatch": ""}
-    words = [f"--{name.replace('_', '-')}={value}" for name, value in asked.items() if value]
-    words += [*submission.resources.sbatch, *([f"--dependency=afterok:{':'.join(before)}"] if before else [])]
-    print(f"asks Slurm for {count(submission.resources.num_ranks, 'rank')}:", " ".join(words))
-    for member in submission.members:
-        there = f"   (is there with {count(member.first_step, 'step')}, and resumes)" * bool(member.first_step)
-        print(f"{member.run}: {shlex.join(('tlt', *member.arguments))}{there}", flush=True)
+    describe(submission, submission.members, before)
     if not options.no_preflight:
-        preflight(options, submission, before)
+        preflight(options.config, submission, before, options.gpu_memory)
     if options.dry_run:
         print("nothing was submitted (--dry-run)")
         return 0
     keep_job_file(Path(options.config), submission.folder)
     save(submission)
-    submit(submission, {member.name for member in submission.members}, before)
+    submit(submission, {member.name for member in submission.members}, before, options.environment)
     if options.command_of_job == "warmup":
         made = (f"drafter.init={member.run}/drafter" for member in submission.members)
         print("for the runs after it:", *map(shlex.quote, made))
     print(f"how it stands: tlt submit status {shlex.quote(str(short(submission.folder)))}")
     return 0
+
+
+def describe(submission: Submission, members: Sequence[SubmittedRun], before: Sequence[str]) -> None:
+    """Print what Slurm is asked for, and the command of each of these members."""
+    asked = vars(submission.resources) | {"sbatch": ""}
+    words = [f"--{name.replace('_', '-')}={value}" for name, value in asked.items() if value]
+    words += [*submission.resources.sbatch, *([f"--dependency=afterok:{':'.join(before)}"] if before else [])]
+    print(f"asks Slurm for {count(submission.resources.num_ranks, 'rank')}:", " ".join(words))
+    for member in members:
+        there = f"   (is there with {count(member.first_step, 'step')}, and resumes)" * bool(member.first_step)
+        print(f"{member.run}: {shlex.join(('tlt', *member.arguments))}{there}", flush=True)
 
 
 def make_submission(options: argparse.Namespace) -> Submission:
@@ -117,7 +138,7 @@ def make_submission(options: argparse.Namespace) -> Submission:
             for member, each in zip(members, own, strict=True)
         )
     members = tuple(replace(member, first_step=row_of("", "", Path(member.run)).steps or 0) for member in members)
-    resources = resources_of(options, loaded.run.ranks)
+    resources = resources_of(options, sbatch_words(options.script), 0 if options.script else loaded.run.ranks)
     after = tuple(word if is_job(word) else str(Path(word).resolve()) for word in options.after)
     place = folder.resolve(), Path.cwd(), find_project()
     return Submission(*place, name, config, resources, members, time.time(), after)
@@ -152,50 +173,55 @@ def find_project() -> Path:
     raise ConfigError("no sbatch/env.sh here; call this in the clone, or in a folder that `tlt init` has made")
 
 
-def resources_of(options: argparse.Namespace, num_ranks: int) -> Resources:
-    """What the options ask of Slurm; what they leave open, the ``#SBATCH`` lines of ``--script`` decide.
+def resources_of(options: argparse.Namespace, asked: Sequence[str], num_ranks: int = 0) -> Resources:
+    """What the options ask of Slurm; what they leave open, earlier options of sbatch decide.
 
     Args:
+        asked: the earlier ones: a script's lines, or what a submission asked for before.
         num_ranks: those of a node, if neither says anything of nodes, GPUs or ranks.
 
     Raises:
-        ConfigError: no such script, or one that asks by another measure than the node.
+        ConfigError: an option is not understood, is not the user's to give, or is of another measure than the node.
     """
-    asked = sbatch_words(options.script)
-    request_of(asked)  # refuses --ntasks and the like, which would start other ranks than are checked
-    words = sbatch_options(asked)
-    own = sbatch_options([word if word.startswith("-") else f"--{word}" for word in options.sbatch])
-    known = {
-        "nodes": "nodes", "ntasks-per-node": "ranks_per_node", "gpus-per-node": "gpus_per_node",
-        "cpus-per-task": "cpus_per_rank", "partition": "partition", "account": "account", "time": "time", "mem": "mem",
-    }  # fmt: skip
-    counts = ("nodes", "ntasks-per-node", "gpus-per-node", "cpus-per-task")
-    given: dict[str, object] = {}
-    further = []
+    further = [word if word.startswith("-") else f"--{word}" for word in options.sbatch]
+    before, own = sbatch_options(asked), sbatch_options(further)
+    if name := next((name for name in own if name in _OWN_OPTIONS), ""):
+        raise ConfigError(f"--sbatch=--{name}: tlt submit decides that itself; leave it out")
+    if "gpus_per_node" in options or any(_gpus_of(own, name) for name in ("gres", "gpus-per-node")):
+        before = _without_gpus(before)
+    undone = {*_OWN_OPTIONS, *(_OPPOSITE.get(name, "") for name in own)}
+    words = {name: value for name, value in before.items() if name not in undone and value != _SIGNAL} | own
+    request_of(_as_words(words))  # refuses --ntasks and the like, which would start other ranks than are checked
+    given, others = dict[str, object](), dict[str, str]()
     for name, value in words.items():
+        is_count = name in ("nodes", "ntasks-per-node", "gpus-per-node", "cpus-per-task")
         if name == "gres" or (name == "gpus-per-node" and not value.isdecimal()):  # of a kind as well, such as a100:4
             if number := _gpus_of(words, name):
                 given.setdefault("ranks_per_node", number)
-            further.append(f"--{name}={value}")
-        elif name in counts and not value.isdecimal():
-            raise ConfigError(f"--script {options.script}: --{name}={value} is no whole number; give it as an option")
-        elif name in known and not value.startswith("YOUR_"):
-            given[known[name]] = int(value) if name in counts else value
-        elif name not in (*known, *_OWN_OPTIONS):
-            further.append(f"--{name}={value}" if value else f"--{name}")
-    given |= {field.name: vars(options)[field.name] for field in fields(Resources) if field.name in options}
-    if "gpus_per_node" in options:  # and not those of the script beside them
-        others = ",".join(part for part in words.get("gres", "").split(",") if part and not num_gpus(part))
-        further = [word for word in further if not word.startswith(("--gpus-per-node=", "--gres="))]
-        further += [f"--gres={others}"] * bool(others)
-    if "gpus_per_node" in options and "ranks_per_node" not in options:
-        given.pop("ranks_per_node", None)
-    if number := _gpus_of(own, "gres") or _gpus_of(own, "gpus-per-node"):
-        given.setdefault("ranks_per_node", given.get("gpus_per_node", number))
-    if options.script is None and not given.keys() & {"nodes", "gpus_per_node", "ranks_per_node"}:
+            others[name] = value
+        elif is_count and not value.isdecimal():
+            raise ConfigError(f"--{name}={value} is no whole number; give it as an option")
+        elif name in SBATCH_NAMES and not value.startswith("YOUR_"):
+            given[SBATCH_NAMES[name]] = int(value) if is_count else value
+        elif name not in SBATCH_NAMES:
+            others[name] = value
+    given |= {name: vars(options)[name] for name in SBATCH_NAMES.values() if name in options}
+    if num_ranks and not given.keys() & {"nodes", "gpus_per_node", "ranks_per_node"}:
         given["ranks_per_node"] = num_ranks
-    further += [f"--{name}={value}" if value else f"--{name}" for name, value in own.items()]
-    return Resources(**given | {"sbatch": tuple(further)})  # type: ignore[arg-type]
+    resources = Resources(**given | {"sbatch": tuple(_as_words(others))})  # type: ignore[arg-type]
+    resources.options()  # refuses a time limit that Slurm does not read
+    return resources
+
+
+def _as_words(options: Mapping[str, str]) -> list[str]:
+    return [f"--{name}={value}" if value else f"--{name}" for name, value in options.items()]
+
+
+def _without_gpus(words: Mapping[str, str]) -> dict[str, str]:
+    """Options of sbatch without those of GPUs, and without the ranks that come with them."""
+    others = ",".join(part for part in words.get("gres", "").split(",") if part and not num_gpus(part))
+    left = {name: words[name] for name in words if name not in ("gpus-per-node", "gres", "ntasks-per-node")}
+    return left | ({"gres": others} if others else {})
 
 
 def _gpus_of(words: Mapping[str, str], name: str) -> int:
@@ -296,7 +322,7 @@ def drafters_before(after: Sequence[str]) -> set[Path]:
     }
 
 
-def preflight(options: argparse.Namespace, submission: Submission, before: Sequence[str]) -> None:
+def preflight(config: str, submission: Submission, before: Sequence[str], gpu_memory: float | None = None) -> None:
     """Make the checks of ``tlt preflight`` with the first member and the very script that Slurm will get.
 
     The member may begin with a drafter that one of the jobs ``before`` it makes.
@@ -310,14 +336,14 @@ def preflight(options: argparse.Namespace, submission: Submission, before: Seque
         raise ConfigError(f"{error}; call this on a login node, where Slurm answers (SLURM_CONF?)") from None
     failures, findings = list[str](), 0
     arguments = submission.members[0].arguments[2:]
-    drafter = Path(load_config(options.config, arguments).drafter.init).resolve()
-    is_made_before = bool(before) and drafter in drafters_before(options.after)
+    drafter = Path(load_config(config, arguments).drafter.init).resolve()
+    is_made_before = bool(before) and drafter in drafters_before(submission.after)
     with tempfile.TemporaryDirectory() as place:
         script = Path(place) / "submission.sh"
         script.write_text(batch_script(submission.jobs_folder, parameters(submission, before)), encoding="utf-8")
         given = argparse.Namespace(
-            config=options.config, overrides=arguments, script=script, model_id=None,
-            fix=False, gpu_memory=options.gpu_memory, nodes=None, partition=None, account=None, time=None,
+            config=config, overrides=arguments, script=script, model_id=None,
+            fix=False, gpu_memory=gpu_memory, nodes=None, partition=None, account=None, time=None,
         )  # fmt: skip
         print("checking the job as `tlt preflight` does", flush=True)
         for name, finding in all_results(given):
@@ -346,10 +372,16 @@ def keep_job_file(config: Path, folder: Path) -> None:
         raise ConfigError(f"--folder {folder}: {error.strerror}; give a folder that can be written") from None
 
 
-def submit(submission: Submission, names: Collection[str], before: Sequence[str]) -> None:
-    """Submit the members of these names as one array after other jobs, and keep the numbers of their jobs."""
+def submit(
+    submission: Submission, names: Collection[str], before: Sequence[str], environment: Mapping[str, str]
+) -> None:
+    """Submit the members of these names as one array after other jobs, and keep the numbers of their jobs.
+
+    ``environment``: the variables that the user gave this process, which sbatch hands on to the jobs.
+    """
     chosen = submission.chosen(names)
-    jobs = send(submission.jobs_folder, parameters(submission, before), [member.arguments for member in chosen])
+    commands = [member.arguments for member in chosen]
+    jobs = send(submission.jobs_folder, parameters(submission, before), commands, environment)
     save(submission.with_jobs(dict(zip((member.name for member in chosen), jobs, strict=True))))
     for member, job in zip(chosen, jobs, strict=True):
         print(f"job {job}: {member.name}")

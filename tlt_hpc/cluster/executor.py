@@ -11,8 +11,8 @@ import re
 import runpy
 import signal
 import sys
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
-from contextlib import redirect_stderr, suppress
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager, redirect_stderr, suppress
 from io import StringIO
 from pathlib import Path
 from typing import Any, NoReturn
@@ -27,23 +27,27 @@ _VARIABLES = {"time": "TIMELIMIT", "mem": "MEM_PER_NODE", "array": "ARRAY_INX", 
 """sbatch's variables (``SBATCH_...``) that are not called after their option, or that undo it."""
 _INSTEAD = {"mem": ("mem-per-cpu", "mem-per-gpu"), "gres": ("gpus-per-node", "gpus"), "gpus-per-node": ("gres", "gpus")}
 """Options that sbatch takes instead of, or beside, one of these, and that ask for something else."""
-_OWN = ("array", "job-name", "open-mode", "output")
-"""Options that submitit sets by itself."""
+_OWN = ("array", "job-name", "open-mode", "output", "wait")
+"""Options that submitit sets by itself, and one with which sbatch would not return."""
 
 
-def send(folder: Path, parameters: Mapping[str, Any], commands: Sequence[Sequence[str]]) -> list[str]:
+def send(
+    folder: Path, parameters: Mapping[str, Any], commands: Sequence[Sequence[str]], environment: Mapping[str, str]
+) -> list[str]:
     """Submit one job for each command, as an array if there are several; returns their job numbers.
 
     Args:
         folder: for scripts, logs and exit statuses.
         parameters: of ``submitit.SlurmExecutor``.
+        environment: what the jobs inherit, as this process was given it.
 
     Raises:
         UserError: Slurm refuses, with its message, or there is no Slurm.
     """
     executor = _executor(folder, parameters)
     try:
-        with redirect_stderr(StringIO()), executor.batch():  # the error has the same text
+        # the error has the same text
+        with redirect_stderr(StringIO()), as_given(os.environ, environment), executor.batch():
             jobs = [executor.submit(run_rank, command) for command in commands]
     except FailedJobError as error:
         raise UserError(f"sbatch refused the job: {' '.join(str(error).split())}") from None
@@ -82,6 +86,22 @@ def drop_overruling(environment: MutableMapping[str, str], options: Iterable[str
         environment.pop(f"SBATCH_{_VARIABLES.get(option, option.upper().replace('-', '_'))}", None)
     for name in [name for name in environment if name.startswith(("SLURM_ARRAY_", "SLURM_RESTART_"))]:
         del environment[name]
+
+
+@contextmanager
+def as_given(own: MutableMapping[str, str], given: Mapping[str, str]) -> Iterator[None]:
+    """Undo for a while what this program and its libraries have set: threads, a device, settings for offline use.
+
+    A variable that was removed stays so.
+    """
+    changed = {name: value for name, value in own.items() if given.get(name) != value}
+    for name in changed:
+        del own[name]
+    own.update((name, given[name]) for name in changed.keys() & given.keys())
+    try:
+        yield
+    finally:
+        own.update(changed)
 
 
 def read_status(folder: Path, job: str) -> int | None:

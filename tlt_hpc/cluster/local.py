@@ -50,6 +50,27 @@ def starting(num_ranks: int | None) -> str:
     return f"starting {'the ranks' if num_ranks is None else count(num_ranks, 'rank')}"
 
 
+def alone_in_step(environment: Mapping[str, str], num_ranks: int) -> str:
+    """The line for the user where a step of a Slurm job, such as a shell, has one rank, and ``run.ranks`` says more.
+
+    A batch script of ours, which sets the job file, was asked for its ranks.
+    """
+    is_ours = STARTED in environment or JOB_FILE in environment
+    if num_ranks == 1 or is_ours or not is_task(environment) or launched_count(environment) != 1:
+        return ""
+    by_srun = f"srun --overlap --overcommit -n {num_ranks} python -P -m mpi4py -m tlt_hpc ..."
+    return f"one rank and not run.ranks = {num_ranks}, as srun has started this; all of them: `{by_srun}`"
+
+
+def idle_cores(num_ranks: int, num_cores: int, environment: Mapping[str, str]) -> str:
+    """A warning where ranks of this machine would run an offloaded optimiser on fewer threads than there are cores."""
+    own, threads = num_cores // num_ranks, environment.get("OMP_NUM_THREADS", "1")
+    if not threads.isdecimal() or own <= int(threads):
+        return ""
+    what = f"the optimiser (optimizer.offload) uses {count(int(threads), 'thread')} on {own} cores of each rank"
+    return f"{what}; set OMP_NUM_THREADS={own}"
+
+
 def crowding(num_ranks: int, num_cores: int) -> str:
     """What is added to that line if ranks of this machine outnumber the cores that they may run on."""
     return f" on {count(num_cores, 'core')}, which will be slow" if num_ranks > num_cores else ""
@@ -71,12 +92,17 @@ def given_job(environment: Mapping[str, str], path: str) -> bytes | None:
     return os.fsencode(environment[JOB_TEXT])
 
 
-def find_mpiexec() -> str:
+def find_mpiexec(environment: Mapping[str, str] = os.environ) -> str:
     """The mpiexec beside this Python, else the one on the path.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is none, or in this environment it would wait forever for cores that its own step has.
     """
+    if is_task(environment):
+        raise ValueError(
+            f"mpiexec starts no ranks within a step of Slurm (SLURM_STEP_ID={environment['SLURM_STEP_ID']}), such as a "
+            "shell of srun; use srun --overlap, or leave the step: salloc, sbatch"
+        )
     beside = Path(sys.executable).parent / "mpiexec"
     found = str(beside) if beside.is_file() else shutil.which("mpiexec")
     if found is None:

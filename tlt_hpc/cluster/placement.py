@@ -41,6 +41,8 @@ class Seat:
     best: frozenset[int] = frozenset()
     """Its part of the node's cores near its GPU (``share_cores``); empty where it cannot be said."""
     is_self_bound: bool = False
+    num_physical: int = 0
+    """Physical cores among its cores; 0: not known."""
 
     @property
     def is_far(self) -> bool:
@@ -67,6 +69,7 @@ def read_seat(system: System, environment: Mapping[str, str], hostname: str, use
         gpu=gpu.name if gpu else "",
         gpu_numa=gpu_numa,
         card=card.name if card else "",
+        num_physical=len({system.siblings(core) for core in cores}),
     )
 
 
@@ -164,8 +167,11 @@ def kinds_of(seats: Sequence[Seat]) -> list[NodeLayout]:
     ]
 
 
-def warnings_of(kind: NodeLayout) -> list[str]:
-    """One line, with the remedy, for each thing that makes the ranks of these nodes slow."""
+def warnings_of(kind: NodeLayout, offloads: bool = False) -> list[str]:
+    """One line, with the remedy, for each thing that makes the ranks of these nodes slow.
+
+    ``offloads``: the optimiser runs on the ranks' cores.
+    """
     seats, where = kind.seats, f"on {kind.name}"
     cores = frozenset[int]().union(*(seat.cores for seat in seats))
     if len(seats) > 1 and len(cores) == 1 and seats[0].num_node_cores > 1:
@@ -186,9 +192,19 @@ def warnings_of(kind: NodeLayout) -> list[str]:
         few, threads = len(seats[ranks[0]].cores), seats[ranks[0]].threads
         found.append(
             f"{_named(kind, ranks)} {where} may use {count(few, 'core')} for {threads} threads (OMP_NUM_THREADS); ask "
-            f"for --cpus-per-task={threads}, or set OMP_NUM_THREADS={few}"
+            f"for --cpus-per-task={threads}, or set {_threads(few)}"
         )
+    together = Counter(seat.cores for seat in seats)
+    own = [seat.num_physical // together[seat.cores] for seat in seats]
+    if ranks := [rank for rank, seat in enumerate(seats) if offloads and own[rank] > seat.threads]:
+        most, few = own[ranks[0]], seats[ranks[0]].threads
+        what = f"the optimiser (optimizer.offload) uses {count(few, 'thread')} on {count(most, 'core')}"
+        found.append(f"{_named(kind, ranks)} {where}: {what}; set {_threads(most)}")
     return found
+
+
+def _threads(number: int) -> str:
+    return f"OMP_NUM_THREADS={number} (TLT_THREADS={number} with sbatch/env.sh)"
 
 
 def _sharing(seats: Sequence[Seat]) -> list[int]:

@@ -48,7 +48,9 @@ SAME_KEYSTROKE_SECONDS = 1.0
 KILL_SECONDS = 10.0
 """Time that SIGTERM leaves; Slurm sends SIGKILL after KillWait, 30 s unless the site has changed it."""
 ASKED_AHEAD_SECONDS = 120.0
-"""How long before the time limit the batch scripts ask for SIGUSR2."""
+"""How long before a time limit of eight minutes or more a run stops; the batch scripts ask for SIGUSR2 then."""
+SHORT_SECONDS = 300.0
+"""What a start and a step may take; a shorter allocation is warned of."""
 RAISED_SECONDS = 60.0
 """An end that is this much later than expected was postponed by an operator; Slurm is exact to a minute."""
 END_SECONDS = 15.0
@@ -61,6 +63,11 @@ AGAIN = "TLT_SUBMIT_AGAIN"
 _INTERRUPTED = b"tlt: Ctrl-C: the run saves and ends as soon as it can; another one ends it without saving\n"
 MAX_IDLE_STARTS = 3
 """So many starts in a row without progress end a job that would otherwise be queued again forever."""
+
+
+def seconds_ahead(limit: float) -> float:
+    """How long before the end of ``limit`` seconds a run is asked to stop: two minutes, or the last quarter."""
+    return min(ASKED_AHEAD_SECONDS, limit / 4)
 
 
 class Stop(IntEnum):
@@ -138,7 +145,7 @@ class StopFlag:
                 seconds left, which are more if an operator has raised the limit. Infinity: no limit any more.
         """
         self._ends_at = time.monotonic() + seconds
-        ahead = min(ASKED_AHEAD_SECONDS, seconds / 4)
+        ahead = seconds_ahead(seconds)
 
         def near_the_end() -> None:
             left = ask_again(ahead / 8)
@@ -230,6 +237,11 @@ def know_limits(
     if left == math.inf:
         return
     BEAT.ends_at = time.time() + left
+    if left - seconds_ahead(left) < SHORT_SECONDS:
+        logger.warning(
+            "the allocation ends in %.0f s, and the run stops %.0f s before that, or at an earlier --signal: if a "
+            "start and a step do not fit, nothing is trained; give more --time", left, seconds_ahead(left)
+        )  # fmt: skip
 
     def at_last() -> None:
         if progress is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import math
 import re
 import shlex
 from collections.abc import Collection, Mapping, Sequence
@@ -12,14 +13,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tlt_hpc.cluster.stopping import AGAIN
+from tlt_hpc.cluster.slurm import seconds_of
+from tlt_hpc.cluster.stopping import AGAIN, seconds_ahead
 from tlt_hpc.common.files import DamagedText, Moment, read_json
 from tlt_hpc.config import ConfigError, load_config
 from tlt_hpc.storage.folder import writing_beside
 
 FILE = "submission.json"
-SIGNAL_SECONDS = 120
-"""How long before its time limit a job gets the signal to save and stop."""
+SBATCH_NAMES = {
+    "nodes": "nodes", "ntasks-per-node": "ranks_per_node", "gpus-per-node": "gpus_per_node",
+    "cpus-per-task": "cpus_per_rank", "partition": "partition", "account": "account", "time": "time", "mem": "mem",
+}  # fmt: skip
+"""sbatch's options that ``Resources`` has fields for, and these fields."""
 _VALUE = re.compile(r"""(?:^|,)((?:"[^"]*"|'[^']*'|\[(?:[^][]|\[[^]]*\])*\]|\{[^}]*\}|[^,])*)""")
 _RANGE = re.compile(r"(\d{1,6})(?:-|:|\.\.)(\d{1,6})")
 
@@ -48,22 +53,25 @@ class Resources:
         """One for each GPU, or one, unless the user gave another number."""
         return self.ranks_per_node or self.gpus_per_node or 1
 
+    @property
+    def words(self) -> list[str]:
+        """As options of sbatch."""
+        own = {name: vars(self)[field] for name, field in SBATCH_NAMES.items()}
+        return [*(f"--{name}={value}" for name, value in own.items() if value), *self.sbatch]
+
     def options(self) -> dict[str, Any]:
-        """The options of sbatch by name, without those that submitit has parameters for."""
-        known = {
-            "account": self.account,
-            "partition": self.partition,
-            "gpus-per-node": self.gpus_per_node,
-            "cpus-per-task": self.cpus_per_rank,
-            "mem": self.mem,
-            "time": self.time,
-            "requeue": True,
-            "signal": f"USR2@{SIGNAL_SECONDS}",
-        }
-        given = (option.removeprefix("--").partition("=") for option in self.sbatch)
-        return {name: value for name, value in known.items() if value} | {
-            name: value if equals else True for name, equals, value in given
-        }
+        """The options of sbatch by name, without those that submitit has parameters for.
+
+        Raises:
+            SlurmError: a time limit is not in Slurm's format.
+        """
+        words = (option.removeprefix("--").partition("=") for option in self.words)
+        asked: dict[str, Any] = {name: value if equals else True for name, equals, value in words}
+        limits = [seconds_of(asked[name]) for name in ("time", "time-min") if name in asked]
+        ahead = seconds_ahead(min((limit for limit in limits if limit), default=math.inf))  # 0 requests no limit
+        requeue = {} if "no-requeue" in asked else {"requeue": True}
+        own = {name: value for name, value in asked.items() if name not in ("nodes", "ntasks-per-node")}
+        return {"signal": f"USR2@{ahead:.0f}"} | requeue | own
 
 
 @dataclass(frozen=True)
@@ -214,7 +222,10 @@ def parameters(submission: Submission, jobs_before: Sequence[str] = ()) -> dict[
     Args:
         jobs_before: that must have finished before the members start.
     """
-    asked = submission.resources
+    asked, options = submission.resources, submission.resources.options()
+    if jobs_before:
+        waits = f"afterok:{':'.join(jobs_before)}"
+        options["dependency"] = f"{options['dependency']},{waits}" if "dependency" in options else waits
     again = shlex.join(("tlt", "submit", "resubmit", str(submission.folder)))
     setup = [
         f"PROJECT={shlex.quote(str(submission.project))}",
@@ -242,8 +253,7 @@ def parameters(submission: Submission, jobs_before: Sequence[str] = ()) -> dict[
         "srun_args": ["--kill-on-bad-exit=1", f"--cpus-per-task={asked.cpus_per_rank}", "--output=all"],
         "stderr_to_stdout": True,
         "wckey": None,
-        "additional_parameters": asked.options()
-        | ({"dependency": f"afterok:{':'.join(jobs_before)}"} if jobs_before else {}),
+        "additional_parameters": options,
     }
 
 

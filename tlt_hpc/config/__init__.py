@@ -10,6 +10,7 @@ from tlt_hpc.config.checks import (
     check_ranks,
     check_replicas,
     check_sequence_parallel,
+    truncation_warning,
     without_side_effects,
 )
 from tlt_hpc.config.data_sections import (

@@ -31,9 +31,15 @@ def find_contradictions(config: Config) -> Iterator[str]:
             f"optimizer.zero_stage = 0 with model.dtype = {config.model.dtype!r} has no fp32 master weights, so small "
             "updates are lost; use optimizer.zero_stage = 1"
         )
+    warmup, schedule = config.optimizer.warmup_steps, config.optimizer.schedule
+    if schedule != "constant" and warmup >= config.num_optimizer_steps:
+        yield (
+            f"optimizer.warmup_steps = {warmup} leaves none of the run's {config.num_optimizer_steps} optimizer steps "
+            f"to optimizer.schedule = {schedule!r}; lower it, or use optimizer.schedule = 'constant'"
+        )
     for key, value in (
         ("rollout.min_new_tokens", rollout.min_new_tokens),
-        ("algorithm.overlong_buffer", algorithm.overlong_buffer),
+        ("algorithm.overlong", algorithm.overlong_buffer),
         # in training the engine has room for rollout.max_new_tokens
         ("evaluation.max_new_tokens", evaluation.max_new_tokens if evaluation.every_steps else 0),
     ):
@@ -50,6 +56,24 @@ def find_contradictions(config: Config) -> Iterator[str]:
             f"evaluation.every_steps = {evaluation.every_steps} without data to evaluate on; name files in "
             "evaluation.sources"
         )
+
+
+def truncation_warning(config: Config) -> str:
+    """What to tell who trains on responses that were not sampled from the whole softmax; empty where they were."""
+    rollout = config.rollout
+    named = [
+        f"rollout.{key} = {getattr(rollout, key)}"
+        for key, off in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0), ("min_new_tokens", 0))
+        if getattr(rollout, key) != off
+    ]
+    if not named or not rollout.temperature:
+        return ""
+    return (
+        f"{' and '.join(named)}: responses come from a truncated distribution, but the update scores the whole "
+        "softmax: its gradient is biased, and algorithm.rollout_correction cannot see it (docs/train.md, Truncated "
+        "sampling); "
+        "leave the truncation out, or lower rollout.temperature instead"
+    )
 
 
 def check_ranks(config: Config, num_ranks: int) -> None:
@@ -134,7 +158,8 @@ def without_side_effects(config: Config) -> Config:
 
     A correction reads the rollout's own probabilities, whose last bits depend on how the text was decoded.
     """
-    algorithm = config.algorithm.model_copy(update={"rollout_correction": "none"})
+    without = {"rollout_correction": "none", "correction_bounds": (0.0, 0.0)}
+    algorithm = config.algorithm.model_copy(update=without)
     evaluation = config.evaluation.model_copy(update={"every_steps": 0})
     changes = {"algorithm": algorithm, "evaluation": evaluation, "tracking": TrackingSection()}
     return config.model_copy(update=changes)

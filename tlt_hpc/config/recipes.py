@@ -9,7 +9,7 @@ AlgorithmName = Literal["grpo", "dr-grpo", "dapo", "rloo", "reinforce++", "reinf
 AdvantageName = Literal["group", "group-mean", "leave-one-out", "batch", "group-mean-batch"]
 LossName = Literal["clip", "sequence-clip", "weight-clip"]
 AggregationName = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
-KLName = Literal["k1", "k2", "k3"]
+KLName = Literal["k1", "k2", "k3", "k3+", "low_var_kl"]
 CorrectionName = Literal["none", "tis", "mis", "icepop"]
 
 

@@ -17,14 +17,14 @@ _FREE = {
     "model": ("path", "device"),
     "data": ("overlong",),  # data/claim.py restricts it
     "reward": ("workers",),
-    "rollout": ("max_live", "kv_bytes", "page_size", "tensor_parallel"),
+    "rollout": ("max_live", "kv_bytes", "tensor_parallel"),
     "speculation": ("strategies",),
     "drafter": (
         *("learning_rate", "average_merges", "micro_step_tokens", "micro_step_seconds", "cache_bytes"),
         "cache_folder",
     ),
     "optimizer": (
-        *("zero_stage", "offload", "offload_parameters", "micro_batch_tokens"),
+        *("zero_stage", "offload", "micro_batch_tokens"),
         *("gradient_checkpointing", "sequence_parallel"),
     ),
     "checkpoint": ("every_steps", "keep", "replay", "keep_responses_seconds"),
@@ -43,12 +43,14 @@ def check_resumable(saved: Path, config: Config) -> None:
     """
     if not os.path.lexists(saved):
         return
-    now = config.model_dump()
+    now, before = config.model_dump(), load_saved_config(saved)
+    # a learning rate that falls to the end of the run depends on where that is
+    free = FREE_ON_RESUME - ({"run.num_steps"} if before.optimizer.schedule != "constant" else set())
     changed = {
         f"{section}.{name}": (value, now[section][name])
-        for section, values in load_saved_config(saved).model_dump().items()
+        for section, values in before.model_dump().items()
         for name, value in values.items()
-        if value != now[section][name] and f"{section}.{name}" not in FREE_ON_RESUME
+        if value != now[section][name] and f"{section}.{name}" not in free
     }
     if changed:
         told = "; ".join(f"{key} = {old!r}, now {new!r}" for key, (old, new) in changed.items())

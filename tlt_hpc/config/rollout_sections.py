@@ -52,13 +52,13 @@ class RolloutSection(Section):
     """Sequences that one rank decodes at the same time."""
     kv_bytes: NumBytes = 0
     """Memory of one rank for keys, values and features. 0: enough for ``max_live`` responses of full length."""
-    page_size: Annotated[int, Field(ge=1, le=2**20), Unit("tokens")] = 128
-    """Page size of that memory."""
     shard: Literal["group", "sample"] = "group"
     """How responses are divided among ranks: by whole groups, or by single samples of all groups."""
     tensor_parallel: NumRanks = 1
     """Consecutive ranks of a node that hold one copy of the model for the rollout, each a part of every layer."""
 
+    page_size: ClassVar[int] = 128
+    """Tokens of a page of that memory."""
     prefill_tokens: ClassVar[int] = 4096
     """Prompt tokens of one pass, which is then bound by arithmetic; longer prompts are read in chunks between
     rounds."""

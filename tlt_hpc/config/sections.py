@@ -19,7 +19,6 @@ from tlt_hpc.config.fields import (
     Count,
     Section,
     Share,
-    SomeLabel,
     SomePath,
     StepCount,
     Temperature,
@@ -34,10 +33,9 @@ class EvaluationSection(Section):
     """``tlt evaluate``, and evaluations between the steps of ``tlt train``."""
 
     sources: Annotated[tuple[SomePath, ...], Field(strict=False, max_length=MAX_ITEMS)] = ()
-    """Data sets: files, patterns, folders or tasks as in ``data.source``, read with the other keys of ``data``. Each is
-    called after its file. Empty: the held-out split of the embedded task, if the run trains on that."""
-    split: SomeLabel = "test"
-    """Split to read from folders that have several."""
+    """Data sets: files, patterns, folders or tasks as in ``data.source``, read with the other keys of ``data``; of a
+    folder with several splits the one called ``test``. Each is called after its file. Empty: the held-out split of the
+    embedded task, if the run trains on that."""
     limit: Annotated[Count, Unit("prompts")] = 0
     """Prompts drawn from each data set. 0: all; 256 of the embedded task."""
     samples: Annotated[int, Field(ge=0, le=10**6)] = 8
@@ -51,6 +49,7 @@ class EvaluationSection(Section):
     every_steps: StepCount = 0
     """Evaluate every this many training steps and at the end. 0: never."""
 
+    split: ClassVar[str] = "test"
     seed: ClassVar[int] = 0
     """Seed of the sampled answers and of ``limit``: the same for all runs, so that their figures can be compared."""
 
@@ -127,6 +126,10 @@ class Config(Section):
     @property
     def samples_per_step(self) -> int:
         return self.rollout.prompts_per_step * self.rollout.group_size
+
+    @property
+    def num_optimizer_steps(self) -> int:
+        return self.run.num_steps * self.algorithm.updates_per_step
 
     @property
     def is_exact(self) -> bool:

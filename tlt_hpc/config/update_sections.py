@@ -9,6 +9,7 @@ from typing import Annotated, Literal, get_args
 from pydantic import BeforeValidator, Field
 
 from tlt_hpc.config.fields import (
+    MAX_COUNT,
     MAX_WEIGHT,
     ConfigError,
     Count,
@@ -20,6 +21,7 @@ from tlt_hpc.config.fields import (
     Seconds,
     Section,
     TokenCount,
+    Unit,
     Weight,
     zero_or_from,
 )
@@ -36,19 +38,39 @@ from tlt_hpc.config.recipes import (
 
 
 def _number_or_auto(value: object) -> object:
-    if value == "auto" or (isinstance(value, int | float) and 0 <= value <= MAX_WEIGHT and not isinstance(value, bool)):
+    if value == "auto" or _is_weight(value):
         return value
     raise ValueError(f"use a number from 0 to {MAX_WEIGHT:g}, or 'auto'")
 
 
-def _switch_or_auto(value: object) -> object:
-    if isinstance(value, bool) or value == "auto":
+def _switch_or(word: str) -> BeforeValidator:
+    def check(value: object) -> object:
+        if isinstance(value, bool) or value == word:
+            return value
+        raise ValueError(f"use true, false or {word!r}")
+
+    return BeforeValidator(check)
+
+
+def _pair_or_auto(value: object) -> object:
+    if value == "auto" or (isinstance(value, list | tuple) and len(value) == 2 and all(map(_is_weight, value))):
         return value
-    raise ValueError("use true, false or 'auto'")
+    raise ValueError(f"use 'auto', or two numbers from 0 to {MAX_WEIGHT:g}")
+
+
+def _is_weight(value: object) -> bool:
+    return isinstance(value, int | float) and 0 <= value <= MAX_WEIGHT and not isinstance(value, bool)
+
+
+def _count_or_mask(value: object) -> object:
+    if value == "mask" or (isinstance(value, int) and 0 <= value <= MAX_COUNT and not isinstance(value, bool)):
+        return value
+    raise ValueError("use a number of tokens, or 'mask'")
 
 
 LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 Bound = Annotated[Weight | Literal["auto"], BeforeValidator(_number_or_auto)]
+Bounds = Annotated[tuple[Weight, ...], Field(strict=False, min_length=2, max_length=2)]
 
 
 class AlgorithmSection(Section):
@@ -64,20 +86,28 @@ class AlgorithmSection(Section):
     """The ratio is clipped below 1 minus this value."""
     clip_high: Bound = "auto"
     """The ratio is clipped above 1 plus this value."""
+    clip_dual: Weight = 0.0
+    """Dual clip: a ratio counts at most this much where the advantage is negative, which no other bound limits. 0: no
+    limit (no cited paper has one; verl's default is 3, its script for DAPO has 10)."""
     kl_coefficient: Weight = 0.0
     """Weight of the KL divergence from the reference model. 0: no reference model is kept."""
     kl_estimator: KLName = "k3"
-    """Estimator of the KL divergence, and where it is applied. ``k1`` is summed over a response and subtracted from its
-    reward; ``k2`` and ``k3`` are added to each token's loss."""
+    """Estimator of the KL divergence, and where it is applied. ``k1`` is subtracted from the reward, the others are
+    added to each token's loss. ``k2`` has the gradient of KL(policy || reference), ``k3`` that of KL(reference ||
+    policy); ``k3+`` has the value of ``k3`` and the gradient of ``k2``. ``low_var_kl`` is ``k3`` held at 10, so that
+    one token cannot take the whole gradient; tokens beyond (13.6 times likelier in the reference) have none."""
     entropy_coefficient: Weight = 0.0
     """Weight of the entropy bonus, which is subtracted from each token's loss."""
-    overlong_buffer: TokenCount = 0
-    """Soft length penalty (DAPO): over the last this many of ``rollout.max_new_tokens`` the reward falls linearly by up
-    to 1. 0: no penalty."""
+    overlong: Annotated[TokenCount | Literal["mask"], BeforeValidator(_count_or_mask), Unit("tokens")] = 0
+    """Responses near ``rollout.max_new_tokens`` (DAPO). A number is a soft penalty: over the last this many tokens the
+    reward falls linearly by up to 1. ``mask``: tokens of responses that were cut add nothing to the loss and are not
+    counted by ``aggregation``; their rewards count in the advantages of others. 0: neither."""
     rollout_correction: CorrectionName = "none"
     """Correction for the ratio between the probabilities of rollout engine and trainer: ``tis`` multiplies a token's
     loss by it, truncated at 2; ``mis`` leaves out tokens above 2, ``icepop`` those below 0.5 or above 5. The policy
     then depends on the last bits of the rollout's probabilities."""
+    correction_bounds: Annotated[Bounds | Literal["auto"], BeforeValidator(_pair_or_auto)] = "auto"
+    """Smallest and largest ratio of that correction. ``auto``: those above, of the papers."""
     max_refills: Count = 0
     """Dynamic sampling (DAPO): groups whose scores are all equal have no gradient, and are replaced by groups of
     further prompts in at most this many additional rollouts of a step. 0: off."""
@@ -91,23 +121,37 @@ class AlgorithmSection(Section):
 
     @property
     def kl_in(self) -> Literal["loss", "reward"]:
-        """Where the divergence is applied: k1 has the right gradient only in the reward, k2 and k3 only in the loss."""
+        """Where the divergence is applied.
+
+        In the reward k1 gives the gradient of KL(policy || reference), in the loss none in the mean. There k2 and k3+
+        give this gradient; k3 and low_var_kl give that of KL(reference || policy), which is close only where the two
+        policies are (``rl/loss.py``).
+        """
         return "reward" if self.kl_estimator == "k1" else "loss"
 
     @property
     def correction(self) -> Correction:
         """The correction of the rollout's probabilities, with its bounds."""
-        return Correction(self.rollout_correction, *CORRECTION_BOUNDS[self.rollout_correction])
+        bounds = (
+            CORRECTION_BOUNDS[self.rollout_correction] if self.correction_bounds == "auto" else self.correction_bounds
+        )
+        return Correction(self.rollout_correction, *bounds)
 
     def resolved(self) -> AlgorithmSection:
         """The same with every ``auto`` replaced, so that a later version's recipes cannot change it."""
-        recipe = self.recipe
+        recipe, bounds = self.recipe, (self.correction.low, self.correction.high)
         parts = {"aggregation": recipe.aggregation, "clip_low": recipe.clip_low, "clip_high": recipe.clip_high}
-        return self.model_copy(update=parts)
+        return self.model_copy(update={**parts, "correction_bounds": bounds})
+
+    @property
+    def overlong_buffer(self) -> int:
+        """Tokens of the soft penalty; 0: there is none."""
+        return 0 if self.overlong == "mask" else self.overlong
 
     def problems(self) -> Iterator[str]:
         if self.recipe.clip_low > 1:
             yield f"algorithm.clip_low = {self.recipe.clip_low}: a ratio is never below 0; use at most 1.0"
+        yield from self._bound_problems()
         if self.kl_coefficient and self.kl_in == "reward" and self.recipe.advantage == "group":
             yield (
                 f"algorithm.kl_estimator = 'k1', a part of the reward, with algorithm.name = {self.name!r}, which "
@@ -118,6 +162,26 @@ class AlgorithmSection(Section):
             yield (
                 f"algorithm.max_refills = {self.max_refills} with algorithm.name = {self.name!r}, which learns from "
                 "groups of equal scores too; use another algorithm, or leave algorithm.max_refills out"
+            )
+
+    def _bound_problems(self) -> Iterator[str]:
+        recipe, (low, high) = self.recipe, (self.correction.low, self.correction.high)
+        if self.clip_dual and recipe.loss == "weight-clip":
+            yield (
+                f"algorithm.clip_dual = {self.clip_dual} has no effect with algorithm.name = {self.name!r}, whose "
+                "clip_high bounds the ratios of all tokens; leave it out"
+            )
+        elif 0 < self.clip_dual <= 1 + recipe.clip_high:
+            yield (
+                f"algorithm.clip_dual = {self.clip_dual} is within the bound 1 + clip_high = {1 + recipe.clip_high:g}; "
+                "use a larger ratio, such as 3.0, or 0"
+            )
+        if low > high or not (high or self.rollout_correction == "none"):
+            yield f"algorithm.correction_bounds = {[low, high]}: give the smallest ratio, then the largest"
+        if high and self.rollout_correction == "none":
+            yield (
+                f"algorithm.correction_bounds = {[low, high]} has no effect without a correction; set "
+                "algorithm.rollout_correction, or leave it out"
             )
 
 
@@ -148,42 +212,49 @@ class OptimizerSection(Section):
     """AdamW of the policy, with betas of 0.9 and 0.999, and how its work is spread over ranks and memory."""
 
     learning_rate: LearningRate = 1e-6
-    """Learning rate, constant after the warm-up."""
+    """Highest learning rate."""
     weight_decay: Annotated[float, Field(ge=0.0, le=100.0)] = 0.0
     """Decoupled weight decay."""
     max_grad_norm: Annotated[float, Field(ge=0.0, le=1e9), zero_or_from(1e-6, 1e9)] = 1.0
     """Gradients are scaled down to this norm. 0: no clipping."""
     warmup_steps: Count = 0
     """Optimizer steps over which the learning rate rises linearly."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """The learning rate after the warm-up: constant, or falling to 0 by the end of the run, linearly or as half a
+    cosine. If it falls, ``run.num_steps`` cannot be changed when a run is resumed."""
     zero_stage: Annotated[int, Field(ge=0, le=3)] = 1
     """What DeepSpeed ZeRO shards over the ranks: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters."""
-    offload: bool = False
-    """Keep the optimizer state in host memory; needs ``zero_stage`` 1 or higher."""
-    offload_parameters: bool = False
-    """Also keep each rank's shard of the parameters in host memory; needs ``zero_stage = 3``, ``offload = true`` and
-    CUDA."""
+    offload: Annotated[bool | Literal["parameters"], _switch_or("parameters")] = False
+    """Keep the optimizer state in host memory; needs ``zero_stage`` 1 or higher. ``parameters``: also each rank's shard
+    of the parameters; needs ``zero_stage = 3`` and CUDA."""
     micro_batch_tokens: NumTokens = 8192
     """Tokens of one forward and backward pass, on one rank or on the ranks that share a sequence. A single longer
     sequence exceeds it."""
     sequence_parallel: NumRanks = 1
     """Consecutive ranks that share a micro-batch (DeepSpeed-Ulysses), if a response's activations do not fit a GPU."""
-    gradient_checkpointing: Annotated[bool | Literal["auto"], BeforeValidator(_switch_or_auto)] = "auto"
+    gradient_checkpointing: Annotated[bool | Literal["auto"], _switch_or("auto")] = "auto"
     """Keep one hidden state per layer and token, and recompute the rest in the backward pass: a third more time for a
     fraction of the memory. ``auto``: on for CUDA."""
+    freeze_router: bool = False
+    """Leave the routers of a mixture of experts as they are, for a policy whose choice of experts drifts."""
 
     def repeats_layers(self, device: str) -> bool:
         """Whether the backward pass computes each layer again, on a device of type ``cpu`` or ``cuda``."""
         return device == "cuda" if self.gradient_checkpointing == "auto" else self.gradient_checkpointing
 
     def problems(self) -> Iterator[str]:
-        if self.offload and self.zero_stage == 0:
-            yield "optimizer.offload = true needs sharded state; use optimizer.zero_stage = 1, 2 or 3"
-        if self.offload_parameters and (self.zero_stage < 3 or not self.offload):
+        if self.freeze_router and self.weight_decay:
             yield (
-                f"optimizer.offload_parameters = true with optimizer.zero_stage = {self.zero_stage} and "
-                f"optimizer.offload = {str(self.offload).lower()}: only stage 3 shards parameters, and they follow the "
-                "optimizer's state; use optimizer.zero_stage = 3 and optimizer.offload = true"
+                f"optimizer.freeze_router = true with optimizer.weight_decay = {self.weight_decay}, which shrinks all "
+                "weights; use optimizer.weight_decay = 0"
             )
+        if self.offload == "parameters" and self.zero_stage < 3:
+            yield (
+                f"optimizer.offload = 'parameters' with optimizer.zero_stage = {self.zero_stage}: only stage 3 shards "
+                "parameters; use optimizer.zero_stage = 3, or optimizer.offload = true"
+            )
+        elif self.offload and self.zero_stage == 0:
+            yield "optimizer.offload = true needs sharded state; use optimizer.zero_stage = 1, 2 or 3"
 
 
 class CheckpointSection(Section):

@@ -127,7 +127,8 @@ def _open(
 
 
 def _of_evaluation(words: str) -> str:
-    return words.replace("data.source", "evaluation.sources").replace("data.split", "evaluation.split")
+    words = words.replace("set data.split to one of", "give a pattern such as FOLDER/*train* for the files of one of")
+    return words.replace("data.source", "evaluation.sources")
 
 
 def _open_gcd(config: Config, name: str, tokenizer: Tokenizer) -> EvaluationSet:

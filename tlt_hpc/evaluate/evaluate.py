@@ -36,7 +36,8 @@ from tlt_hpc.models.eagle import Eagle
 from tlt_hpc.models.once import read_all_once
 from tlt_hpc.models.shape import ModelShape, check_sharding, read_shape
 from tlt_hpc.models.tokenizer import find_model, load_tokenizer
-from tlt_hpc.models.weight_files import end_token_ids
+from tlt_hpc.models.weight_check import check_weights
+from tlt_hpc.models.weight_files import end_token_ids, weight_files
 from tlt_hpc.mpi.owner import claim_owner
 from tlt_hpc.mpi.roster import Roster
 from tlt_hpc.mpi.world import World
@@ -93,7 +94,7 @@ def evaluate(config: Config, subject: Subject, world: World, reporter: Evaluatio
         ValueError: the user's mistake (configuration, checkpoint, data, a folder that holds another evaluation).
     """
     judge = open_bench(config, world)
-    assets, sets = world.node_group.once(lambda: read_assets(config, world.size))
+    assets, sets = world.node_group.once(lambda: read_assets(config, subject, world.size))
     exam = open_exam(config, sets, judge, world)
     subject, checkpoint = open_checkpoint(subject, world)
     folder = EvaluationFolder(subject.folder(config))
@@ -164,7 +165,7 @@ def claim(folder: EvaluationFolder, facts: dict[str, object]) -> set[SampleKey]:
     return done
 
 
-def read_assets(config: Config, num_ranks: int) -> tuple[ModelAssets, tuple[EvaluationSet, ...]]:
+def read_assets(config: Config, subject: Subject, num_ranks: int) -> tuple[ModelAssets, tuple[EvaluationSet, ...]]:
     """The light files of the model, and the data sets; ``config`` is ``evaluation_config``'s.
 
     Raises:
@@ -174,6 +175,9 @@ def read_assets(config: Config, num_ranks: int) -> tuple[ModelAssets, tuple[Eval
     shape = read_shape(folder)
     check_replicas(config, num_ranks)
     check_sharding(shape, config.rollout.tensor_parallel, "rollout.tensor_parallel")
+    if subject.reads_model_weights:
+        weight_files(folder)  # the decoder reads no others
+        check_weights(folder, shape)
     tokenizer = load_tokenizer(folder)
     sets = open_checked_sets(config, folder, shape, tokenizer)
     return ModelAssets(folder, shape, tokenizer, end_token_ids(folder, shape)), sets

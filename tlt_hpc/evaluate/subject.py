@@ -47,6 +47,11 @@ class Subject:
     def name(self) -> str:
         return self.place if self.step is None else f"{self.place}, step {self.step}"
 
+    @property
+    def reads_model_weights(self) -> bool:
+        """Whether the weights of the model's folder count: the policy's, or what its adapters are merged into."""
+        return self.run is None or bool(load_saved_config(self.run.config).lora.rank)
+
     def folder(self, config: Config) -> Path:
         """Where the evaluation is written."""
         if self.out is not None:

@@ -19,10 +19,9 @@ from torch import Tensor
 
 from tlt_hpc.config import EMBEDDED_MODEL, UserError
 from tlt_hpc.models.draft_layer import TOKEN_IDS, DraftLayer, drafter_shape, layer_of
-from tlt_hpc.models.drafter_file import check_layers
 from tlt_hpc.models.eagle3 import feature_layers
 from tlt_hpc.models.json_file import read_json
-from tlt_hpc.models.shape import ModelShape, shape_from
+from tlt_hpc.models.shape import ModelShape, check_layers, shape_from
 from tlt_hpc.models.tokenizer import find_model
 
 SPECULATIVE_TOKENS = 5
@@ -120,11 +119,6 @@ def _eagle3(drafter: Mapping[str, Tensor], target: Target) -> tuple[dict[str, Te
     """The layout of EAGLE-3 that SGLang and vLLM share."""
     shape = target.shape
     check_layers(shape, target.name)
-    if shape.num_heads * shape.head_dim != shape.hidden_size:
-        raise UserError(
-            f"an EAGLE-3 drafter needs heads of hidden_size / num_attention_heads, and {target.name} has "
-            f"{shape.num_heads} of {shape.head_dim} for a width of {shape.hidden_size}; use a drafter of the EAGLE form"
-        )
     ids = drafter[TOKEN_IDS]
     layer = _layer_tensors(drafter, shape)
     layer["hidden_norm.weight"], layer["input_layernorm.weight"] = drafter["hidden_norm"], drafter["input_norm"]

@@ -31,7 +31,8 @@ from tlt_hpc.models.folder import DTYPES
 from tlt_hpc.models.lora import peft_name, peft_settings
 from tlt_hpc.models.shape import read_shape
 from tlt_hpc.models.tokenizer import find_model
-from tlt_hpc.models.weight_files import ADAPTER, ADAPTER_CONFIG, count_weights
+from tlt_hpc.models.weight_check import check_sizes, check_weights
+from tlt_hpc.models.weight_files import ADAPTER, ADAPTER_CONFIG
 from tlt_hpc.storage.folder import RunFolder, no_run
 
 SHARD_BYTES = 5_000_000_000
@@ -104,15 +105,18 @@ def check_model(policy: PolicyWeights) -> None:
     """Refuse the configuration and tokenizer of another model than the checkpoint's.
 
     Raises:
-        ValueError: the number of weights is not that of the folder's configuration.
+        ValueError: the weights are not those that the folder's configuration asks for.
     """
     shape = read_shape(policy.model)
-    count = count_weights(policy.shapes, shape)
-    if count != shape.num_parameters:
+    if policy.config.lora.rank:  # merged into the folder's weights
+        check_weights(policy.model, shape)
+    try:
+        check_sizes(policy.shapes, shape, str(policy.checkpoint.folder))
+    except UserError as error:
+        fact = str(error).rpartition("; ")[0]
         raise UserError(
-            f"{policy.model / CONFIG} asks for {shape.num_parameters:,} weights, the checkpoint has {count:,}; give "
-            "--model the folder that the run began with"
-        )
+            f"{fact} (by {policy.model / CONFIG}); give --model the folder that the run began with"
+        ) from None
 
 
 def write_weights(folder: Path, policy: PolicyWeights, dtype: torch.dtype) -> Iterator[Path]:

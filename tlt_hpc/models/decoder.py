@@ -5,7 +5,7 @@ Shapes: ``T`` tokens flat over sequences, ``H`` hidden, ``V`` vocabulary (paddin
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -17,7 +17,7 @@ from tlt_hpc.config import UserError
 from tlt_hpc.models.documents import attend_documents
 from tlt_hpc.models.expert_names import each_expert, is_expert
 from tlt_hpc.models.layers import Attend, LayerWeights, run_layers, transformer_layer
-from tlt_hpc.models.linear import InvariantLinear, Linear, Norm, refill
+from tlt_hpc.models.linear import InvariantLinear, Linear, Norm, exclude, refill
 from tlt_hpc.models.mlp import Experts, GatedMlp, Mlp, Stack
 from tlt_hpc.models.piece import LOWER_RATE, Cut, is_finite, not_finite
 from tlt_hpc.models.rotary import SPARE_POSITIONS, LayerRotaries
@@ -54,7 +54,9 @@ class Decoder:
         device: torch.device,
         sharding: Sharding = WHOLE,
         is_invariant: bool = False,
+        excluded: Sequence[int] = (),
     ) -> None:
+        """``excluded``: ids whose logits are such that they are never sampled, as ``tokens_without_text`` has them."""
         self._linear = InvariantLinear if is_invariant else Linear
         self.shape, self.dtype, self.device, self.sharding = shape, dtype, device, sharding
         self.part = sharding.part(shape)
@@ -67,6 +69,7 @@ class Decoder:
         self.layers = [self._empty_layer() for _ in range(shape.num_layers)]
         self.rotaries = LayerRotaries(self.part, shape.max_positions + SPARE_POSITIONS, dtype, device)
         self._head = self._linear(self.head)
+        self._excluded = torch.tensor(excluded, device=device) if excluded else None
 
     @property
     def weight_bytes(self) -> int:
@@ -138,6 +141,7 @@ class Decoder:
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits in float32: hidden [..., H] -> [..., V]."""
         flat = self._head.wide(hidden.reshape(-1, hidden.shape[-1])).float()
+        exclude(flat, self._excluded)
         return flat if hidden.dim() == 2 else flat.view(*hidden.shape[:-1], -1)
 
     @torch.inference_mode()
@@ -155,7 +159,8 @@ class Decoder:
         """Float64 logits of float64 hidden states [T, H] -> [T, V]."""
         scratch = torch.empty(_HEAD_ROWS, self.head.shape[1], dtype=torch.float64, device=self.device)
         parts = torch.split(self.head, _HEAD_ROWS)
-        return torch.cat([F.linear(hidden, scratch[: len(part)].copy_(part)) for part in parts], 1)
+        logits = torch.cat([F.linear(hidden, scratch[: len(part)].copy_(part)) for part in parts], 1)
+        return exclude(logits, self._excluded)
 
     @torch.inference_mode()
     def reference_hidden(self, tokens: Tensor) -> Tensor:

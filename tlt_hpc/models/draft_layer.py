@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Annotated, Any
 
 import torch
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
 from torch import Tensor
 
 from tlt_hpc.config import Section, UserError
@@ -26,12 +26,25 @@ _Scale = Annotated[float, Field(gt=0, le=1e12)]
 
 
 class RopeScaling(Section):
-    """Llama 3.1's scaling of the rotary embedding."""
+    """Llama 3.1's scaling of the rotary embedding; with the factor alone it is linear."""
 
     factor: _Scale
-    low_freq_factor: _Scale
-    high_freq_factor: _Scale
-    original_max_position_embeddings: PositiveInt
+    low_freq_factor: _Scale | None = None
+    high_freq_factor: _Scale | None = None
+    original_max_position_embeddings: PositiveInt | None = None
+
+    @model_validator(mode="after")
+    def _is_whole(self) -> RopeScaling:
+        rest = self.low_freq_factor, self.high_freq_factor, self.original_max_position_embeddings
+        if None in rest and any(rest):
+            raise ValueError("Llama 3.1's scaling has all of these fields, a linear one the factor alone")
+        return self
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """As config.json has them."""
+        kind = "linear" if self.low_freq_factor is None else "llama3"
+        return {"rope_type": kind, **self.model_dump(exclude_none=True)}
 
 
 class DraftLayer(Section):
@@ -67,7 +80,7 @@ def drafter_shape(target: ModelShape, layer: DraftLayer) -> ModelShape:
     theta, scaling = target.rope_theta, target.rope_scaling
     if layer.rope_theta is not None:
         own = layer.rope_scaling
-        theta, scaling = layer.rope_theta, {"rope_type": "llama3", **own.model_dump()} if own else None
+        theta, scaling = layer.rope_theta, own.parameters if own else None
     return replace(
         target,
         intermediate_size=layer.intermediate_size or target.intermediate_size,

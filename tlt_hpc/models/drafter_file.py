@@ -19,10 +19,10 @@ from tlt_hpc.models.draft_layer import AS_TARGET, SETTINGS, DraftLayer, drafter_
 from tlt_hpc.models.draft_layer import TOKEN_IDS as TOKEN_IDS
 from tlt_hpc.models.drafter import Drafter, Form
 from tlt_hpc.models.eagle import Eagle
-from tlt_hpc.models.eagle3 import LEAST_LAYERS, Eagle3
+from tlt_hpc.models.eagle3 import Eagle3
 from tlt_hpc.models.once import read_all_once
 from tlt_hpc.models.published_head import read_head
-from tlt_hpc.models.shape import ModelShape
+from tlt_hpc.models.shape import ModelShape, check_layers
 from tlt_hpc.models.weight_files import DRAFTER_FILE as DRAFTER_FILE
 from tlt_hpc.models.weight_files import TAKE_DRAFTER, find_drafter, find_initial_drafter, opened
 from tlt_hpc.storage.folder import writing_beside
@@ -167,20 +167,6 @@ def eagle3_sizes(target: ModelShape, num_drafted: int, own: DraftLayer = AS_TARG
     del sizes["post_norm"]
     sizes |= {"fc": (h, 3 * h), "qkv": (sizes["qkv"][0], 2 * h)}
     return {**sizes, **norms, "head": (num_drafted, h), TOKEN_IDS: (num_drafted,)}
-
-
-def check_layers(shape: ModelShape, asked: str) -> None:
-    """Refuse an EAGLE-3 drafter for a target whose feature layers are not distinct.
-
-    Raises:
-        UserError: it has fewer than 7 layers.
-    """
-    if shape.num_layers < LEAST_LAYERS:
-        raise UserError(
-            f"{asked}: an EAGLE-3 drafter reads three layers of its target, and this one has {shape.num_layers}, of "
-            f"which no three can be told apart; use a target of {LEAST_LAYERS} layers or more, or a drafter of the "
-            "EAGLE form"
-        )
 
 
 def initial_drafter(

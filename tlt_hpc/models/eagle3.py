@@ -12,10 +12,7 @@ from tlt_hpc.models.draft_layer import AS_TARGET, DraftLayer
 from tlt_hpc.models.drafter import Drafter, DrafterParts
 from tlt_hpc.models.layers import Attend
 from tlt_hpc.models.linear import Linear
-from tlt_hpc.models.shape import ModelShape
-
-LEAST_LAYERS = 7
-"""Of a target whose three feature layers are distinct."""
+from tlt_hpc.models.shape import LEAST_LAYERS, ModelShape
 
 
 def feature_layers(num_layers: int) -> tuple[int, int, int]:

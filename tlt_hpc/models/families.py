@@ -21,6 +21,8 @@ class Family:
 
     head_dim: int | None = None
     """None: the width over the heads."""
+    heads_divide_width: bool = False
+    """transformers refuses another width, whatever ``head_dim`` is."""
     qkv_bias: bool | None = None
     """Biases of queries, keys and values, and none of the output; None: both by ``attention_bias``."""
     head_norm: bool = False
@@ -48,10 +50,11 @@ FAMILIES = {
     "qwen2": Family(qkv_bias=True, windows="upper"),
     "qwen3": Family(head_dim=128, head_norm=True, windows="upper"),
     "qwen3_moe": Family(head_norm=True, experts=True),
-    "llama": Family(),
+    "llama": Family(heads_divide_width=True),
     "mistral": Family(qkv_bias=False, windows="all", default_window=4096),
     "seed_oss": Family(head_dim=128, qkv_bias=True),
     "gemma3_text": Family(
+        heads_divide_width=True,
         head_dim=256,
         head_norm=True,
         output_norms=True,

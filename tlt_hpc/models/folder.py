@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from tokenizers import Tokenizer
 
@@ -88,6 +89,9 @@ def naming_folder(folder: Path) -> Iterator[None]:
     """
     try:
         yield
+    except StrictDataclassError as error:
+        said = " ".join(str(error).split())
+        raise UserError(f"transformers cannot read {folder / 'config.json'}: {said:.300}; {TAKE_CONFIG}") from None
     except SafetensorError as error:
         raise UserError(f"a file of {folder} is no whole safetensors file ({error}); {UNREADABLE}") from None
     except (OSError, RuntimeError) as error:
@@ -126,7 +130,7 @@ def read_config(folder: Path) -> PretrainedConfig:
     with naming_folder(folder):
         config: PretrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True)
     for name, value in config.to_dict().items():
-        if "dropout" in name and isinstance(value, float):
+        if "dropout" in name and isinstance(value, (int, float)):
             setattr(config, name, 0.0)
     return config
 

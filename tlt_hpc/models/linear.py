@@ -21,6 +21,10 @@ from tlt_hpc.kernels.pointwise import add_rms_norm, rms_norm
 _LEAST_PACKED = 2**18
 """Elements from which a blocked copy pays: below, its dearer call (13 us against 3) costs more than it saves."""
 _HAS_ONEDNN = bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
+_NEVER = -(2.0**100)
+"""The logit of a token that is excluded: finite, so that its product with a probability of 0 is 0, and the same number
+in float32 and float64, so that the tie guard sees no difference between them.
+"""
 _FULL_ROWS = 4
 """Rows that the blocked product needs to reach the memory's speed; one or two are padded to it by repetition."""
 
@@ -168,6 +172,11 @@ class Norm:
     def to(self, dtype: torch.dtype) -> Norm:
         """A copy in another precision."""
         return Norm(self.weight.to(dtype), self.epsilon)
+
+
+def exclude(logits: Tensor, ids: Tensor | None) -> Tensor:
+    """Logits [R, V], changed in place so that a softmax gives the tokens ``ids`` [N] no probability."""
+    return logits if ids is None else logits.index_fill_(1, ids, _NEVER)
 
 
 def refill(target: Iterable[Linear | Norm], source: Iterable[Linear | Norm]) -> None:

@@ -98,8 +98,7 @@ class Experts(Mlp):
     def __call__(self, x: Tensor) -> Tensor:
         wide = torch.promote_types(x.dtype, torch.float32)
         chances = self.router(x).to(wide).softmax(-1)
-        best = chances.sort(stable=True, dim=-1, descending=True)
-        weights, experts = best.values[:, : self._num_chosen], best.indices[:, : self._num_chosen]
+        weights, experts = best_experts(chances, self._num_chosen)
         if self._norms_weights:
             total = reduce(torch.add, weights.unbind(1))  # in order: a sum over them may depend on T
             weights = weights / total.unsqueeze(1)
@@ -117,6 +116,15 @@ class Experts(Mlp):
     def to(self, dtype: torch.dtype) -> Experts:
         router, gate_up, down = (part.to(dtype) for part in self.parts())
         return Experts(router, gate_up, down, self._num_chosen, self._norms_weights, self._all_reduce)
+
+
+def best_experts(chances: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The highest ``count`` of chances [T, E] and their experts, the first of equals: rollout and update choose alike.
+
+    A router in bfloat16 gives equal chances at the cut to one token in twenty; ``topk`` would take any of these.
+    """
+    best = chances.sort(stable=True, dim=-1, descending=True)
+    return best.values[:, :count], best.indices[:, :count]
 
 
 def gated(gate_up: Tensor, activation: str) -> Tensor:

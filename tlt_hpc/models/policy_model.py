@@ -7,12 +7,15 @@ Shapes: ``T`` tokens of the batch, ``R`` positions whose next token counts, ``V`
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tlt_hpc.models.documents import attend_documents
+from tlt_hpc.models.linear import exclude
+from tlt_hpc.models.mlp import best_experts
 from tlt_hpc.models.sequence_parallel import SequenceGroup
 
 _ATTENTION = "tlt_documents"
@@ -26,16 +29,27 @@ class PolicyModel(torch.nn.Module):
     With ``repeats_layers`` a layer keeps its input alone for the backward pass, which computes the layer again.
     """
 
-    def __init__(self, model: Any, repeats_layers: bool = False, sequence: SequenceGroup | None = None) -> None:
-        """``sequence``: the ranks that compute each batch together; all of them give and get the whole of it."""
+    def __init__(
+        self,
+        model: Any,
+        repeats_layers: bool = False,
+        sequence: SequenceGroup | None = None,
+        excluded: Sequence[int] = (),
+        freezes_router: bool = False,
+    ) -> None:
+        """``sequence``: the ranks that compute each batch together; all of them give and get the whole of it.
+        ``excluded``: ids without a probability, as those of ``Decoder``. ``freezes_router``: the routers of a mixture
+        of experts have a gradient of zero.
+        """
         super().__init__()
         self.inner = model
         self._sequence = sequence
         if repeats_layers:  # no layer draws at random, so there is no state of a generator to keep
             settings = {"use_reentrant": False, "preserve_rng_state": False}
             model.activation_checkpointing_enable(activation_checkpointing_kwargs=settings)
-        self.head = _Head(model.get_output_embeddings().weight)
+        self.head = _Head(model.get_output_embeddings().weight, excluded)
         _attend_by_document(model)
+        _route_as_decoder(model, freezes_router)
 
     def forward(
         self,
@@ -81,14 +95,17 @@ class PolicyModel(torch.nn.Module):
 class _Head(torch.nn.Module):
     """The output layer. One call a pass, however many chunks: ZeRO 3 gathers the weight once for all."""
 
-    def __init__(self, weight: torch.nn.Parameter) -> None:
+    def __init__(self, weight: torch.nn.Parameter, excluded: Sequence[int] = ()) -> None:
         super().__init__()
         self.weight = weight
+        self._excluded = torch.tensor(excluded) if excluded else None
 
     def forward(
         self, hidden: Tensor, targets: Tensor, temperature: float, entropy_has_gradient: bool
     ) -> tuple[Tensor, Tensor]:
-        given = hidden, self.weight, targets, temperature, entropy_has_gradient
+        if self._excluded is not None:
+            self._excluded = self._excluded.to(hidden.device)
+        given = hidden, self.weight, targets, temperature, entropy_has_gradient, self._excluded
         log_probs, entropy = _Read.apply(*given)  # type: ignore[no-untyped-call]
         return log_probs, entropy
 
@@ -96,37 +113,47 @@ class _Head(torch.nn.Module):
 class _Read(torch.autograd.Function):
     """Log-probabilities of the targets [R] and entropy [R] of what a head [V, H] says of hidden states [R, H].
 
-    They are of the softmax of the logits over the temperature, before top-k, top-p and min-p.
+    They are of the softmax of the logits over the temperature, without tokens that are ``excluded``, before truncation.
     Logits are float32 sums, as the decoder's are, and exist for a chunk of rows at a time; the backward pass makes them
     again. The head's gradient is added up over the chunks in float32: in half precision each addition would round it.
     """
 
     @staticmethod
     def forward(
-        context: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, entropy_has_gradient: bool
+        context: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        temperature: float,
+        entropy_has_gradient: bool,
+        excluded: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         wide = torch.promote_types(hidden.dtype, torch.float32)
         log_probs, normalisers, entropies = (hidden.new_empty(len(hidden), dtype=wide) for _ in range(3))
         for rows in _chunks(hidden, weight):
-            scaled = _product(hidden[rows], weight.t()).div_(temperature)
+            scaled = exclude(_product(hidden[rows], weight.t()).div_(temperature), excluded)
             normalisers[rows] = scaled.logsumexp(1)
             scaled -= normalisers[rows].unsqueeze(1)
             log_probs[rows] = scaled.gather(1, targets[rows].unsqueeze(1)).squeeze(1)
             entropies[rows] = -(scaled.exp() * scaled).sum(1)
         context.save_for_backward(hidden, weight, targets, normalisers, entropies)
-        context.temperature, context.entropy_has_gradient = temperature, entropy_has_gradient
+        context.temperature, context.entropy_has_gradient, context.excluded = (
+            temperature,
+            entropy_has_gradient,
+            excluded,
+        )
         if not entropy_has_gradient:
             context.mark_non_differentiable(entropies)
         return log_probs, entropies
 
     @staticmethod
-    def backward(context: Any, *given: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
+    def backward(context: Any, *given: Tensor) -> tuple[Tensor, Tensor | None, None, None, None, None]:
         of_log_probs, of_entropy = given
         hidden, weight, targets, normalisers, entropies = context.saved_tensors
         to_hidden = torch.empty_like(hidden)
         to_weight = torch.zeros_like(weight, dtype=normalisers.dtype) if context.needs_input_grad[1] else None
         for rows in _chunks(hidden, weight):
-            log_probs = _product(hidden[rows], weight.t()).div_(context.temperature)
+            log_probs = exclude(_product(hidden[rows], weight.t()).div_(context.temperature), context.excluded)
             log_probs -= normalisers[rows].unsqueeze(1)
             slopes = log_probs.exp()
             if context.entropy_has_gradient:
@@ -139,7 +166,7 @@ class _Read(torch.autograd.Function):
             to_hidden[rows] = torch.mm(slopes, weight)
             if to_weight is not None:  # else the head is frozen
                 to_weight += _product(slopes.t(), hidden[rows])
-        return to_hidden, None if to_weight is None else to_weight.to(weight.dtype), None, None, None
+        return to_hidden, None if to_weight is None else to_weight.to(weight.dtype), None, None, None, None
 
 
 def _chunks(hidden: Tensor, weight: Tensor) -> list[slice]:
@@ -191,6 +218,27 @@ def _attention(
         q, k, v = (sequence.scatter_heads(x) for x in (q, k, v))
     out = attend_documents(documents, [sliding_window or 0])(0, q, torch.cat([k, v], 1)).view(q.shape)
     return (out if sequence is None else sequence.gather_heads(out)).unsqueeze(0), None
+
+
+def _route_as_decoder(model: Any, freezes_router: bool) -> None:
+    """Have the routers of a model of transformers choose experts by the decoder's rule."""
+    for module in model.modules():
+        if type(module).__name__ == "Qwen3MoeTopKRouter":
+            module.forward = partial(_route, module, freezes_router)
+
+
+def _route(router: Any, is_frozen: bool, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """hidden [T, H] -> the router's logits [T, E], the weights of the chosen experts and their numbers [T, k]."""
+    weight = router.weight
+    if is_frozen:  # the same numbers, and a gradient, which every sharded weight must have: zero
+        weight = weight.detach() + 0.0 * (weight - weight.detach())
+    logits = torch.nn.functional.linear(hidden.reshape(-1, router.hidden_dim), weight)
+    weights, experts = best_experts(
+        logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32)), router.top_k
+    )
+    if router.norm_topk_prob:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return logits, weights.to(logits.dtype), experts
 
 
 def _no_mask(*_: Any, **__: Any) -> None:

@@ -66,8 +66,7 @@ def head_config(config: Mapping[str, Any], target: ModelShape, target_name: str)
     except ValueError as error:
         raise refused(str(error).rpartition("; ")[0]) from None
     plain = replace(shape, activation="silu", norm_offset=0.0, output_norms=False, embedding_scale=1.0, query_gain=1.0)
-    linear = shape.rope_scaling is not None and shape.rope_scaling["rope_type"] != "llama3"
-    if plain != shape or any(shape.windows) or shape.num_experts or linear:
+    if plain != shape or any(shape.windows) or shape.num_experts:
         raise refused(f"model_type = {shape.family!r:.80} with layers that a drafter here does not have")
     _check_target(shape, target, f"{origin_of(config)}, and the target is {target_name}")
     _check_features(config, nested, target)

@@ -22,7 +22,7 @@ from tlt_hpc.models.json_file import read_json
 from tlt_hpc.models.published_config import HeadConfig, head_config, origin_of, refused
 from tlt_hpc.models.shape import ModelShape
 from tlt_hpc.models.tokenizer import load_tokenizer
-from tlt_hpc.models.weight_files import EMBEDDING, TORCH_FILE, UNREADABLE, opened, weight_files, weight_shapes
+from tlt_hpc.models.weight_files import EMBEDDING, TORCH_FILE, UNREADABLE, opened, read_heads, weight_files
 
 _LAYER = "layers.0."
 _QUERY, _KEY, _VALUE = (f"{_LAYER}self_attn.{part}_proj" for part in "qkv")
@@ -205,13 +205,12 @@ def _settings(head: HeadConfig, target: ModelShape, tensors: Mapping[str, Tensor
 
 def _check_embedding(own: Any, model: Path, pair: str) -> None:
     """Compare rows of a head's embedding with the target's, in the head's precision."""
-    shapes = weight_shapes(model) if any(model.glob("*.safetensors")) else {}
-    if EMBEDDING not in shapes:
+    heads = read_heads(model) if any(model.glob("*.safetensors")) else {}
+    if EMBEDDING not in heads:
         return  # the model is a file of torch, which only transformers reads; or it is broken, which its loading tells
-    file, size = shapes[EMBEDDING]
-    with opened(file, UNREADABLE) as reader:
+    with opened(heads[EMBEDDING].file, UNREADABLE) as reader:
         targets = reader.get_slice(EMBEDDING)
-        for row in sorted(set(torch.linspace(0, size[0] - 1, _SAMPLED_ROWS).long().tolist())):
+        for row in sorted(set(torch.linspace(0, heads[EMBEDDING].sizes[0] - 1, _SAMPLED_ROWS).long().tolist())):
             mine, theirs = own[row : row + 1], targets[row : row + 1]
             # once more rounded, where the head was stored in another precision than its target
             if not torch.allclose(theirs.to(mine.dtype).float(), mine.float(), rtol=2**-7, atol=1e-6):

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tlt_hpc.config import ConfigError
+from tlt_hpc.config import ConfigError, UserError
 from tlt_hpc.models.families import FAMILIES, NOT_YET, Family
 from tlt_hpc.models.json_file import read_json
 
@@ -16,6 +16,12 @@ TAKE_CONFIG = "take the config.json that came with the weights"
 """The remedy if weights and configuration are of different models."""
 _MOST = 2**31 - 1
 """Largest size: kernels count in 32 bits."""
+_FLAGS = (
+    *("attention_bias", "attention_out_bias", "mlp_bias", "tie_word_embeddings", "use_sliding_window"),
+    "norm_topk_prob",
+)
+_KINDS_OF_LAYERS = "full_attention", "sliding_attention"
+_KINDS = set(_KINDS_OF_LAYERS)
 _LLAMA3 = "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"
 
 
@@ -113,6 +119,24 @@ def adapter_parameters(shape: ModelShape, rank: int, targets: Collection[str]) -
     return rank * shape.num_layers * sum(sides[target] for target in set(targets))
 
 
+LEAST_LAYERS = 7
+"""Of an EAGLE-3 drafter's target, whose three feature layers are distinct."""
+
+
+def check_layers(shape: ModelShape, asked: str) -> None:
+    """Refuse an EAGLE-3 drafter for a target whose feature layers are not distinct.
+
+    Raises:
+        UserError: it has too few layers.
+    """
+    if shape.num_layers < LEAST_LAYERS:
+        raise UserError(
+            f"{asked}: an EAGLE-3 drafter reads three layers of its target, and this one has {shape.num_layers}, of "
+            f"which no three can be told apart; use a target of {LEAST_LAYERS} layers or more, or a drafter of the "
+            "EAGLE form"
+        )
+
+
 DRAFTER_SHARDING = "the drafter's layer: rollout.tensor_parallel"
 """What ``check_sharding`` names for a drafter."""
 
@@ -178,12 +202,15 @@ def shape_from(raw: dict[str, Any], origin: str) -> ModelShape:
             f"{origin}: num_attention_heads = {num_heads} is not divisible by num_key_value_heads = {num_kv_heads}; "
             f"{TAKE_CONFIG}"
         )
-    if family.head_dim is None and not raw.get("head_dim") and hidden_size % num_heads:
+    is_given = family.head_dim is not None or raw.get("head_dim")
+    if hidden_size % num_heads and (family.heads_divide_width or not is_given):
         raise ValueError(
             f"{origin}: hidden_size = {hidden_size} is not divisible by num_attention_heads = {num_heads}; "
             f"{TAKE_CONFIG}"
         )
     head_dim = count("head_dim", family.head_dim or hidden_size // num_heads)
+    if head_dim % 2:
+        raise ValueError(f"{origin}: head_dim = {head_dim} is odd, and a rotary embedding turns pairs; {TAKE_CONFIG}")
     eos, attention_bias = raw.get("eos_token_id"), bool(raw.get("attention_bias"))
     tied, gain = raw.get("tie_word_embeddings"), 1.0
     if family.query_scalar is not None:
@@ -198,7 +225,7 @@ def shape_from(raw: dict[str, Any], origin: str) -> ModelShape:
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         norm_epsilon=_number(raw, origin, "rms_norm_eps", 1e-6, float),
-        max_positions=count("max_position_embeddings"),
+        max_positions=_max_positions(raw, origin),
         tied_head=family.tied_head if tied is None else bool(tied),
         qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
         output_bias=attention_bias and family.qkv_bias is None,
@@ -215,6 +242,17 @@ def shape_from(raw: dict[str, Any], origin: str) -> ModelShape:
     )
 
 
+def _max_positions(raw: dict[str, Any], origin: str) -> int:
+    if (
+        raw.get("max_position_embeddings") is None
+    ):  # which a file may leave out, if it was written by older transformers
+        raise ValueError(
+            f"{origin}: max_position_embeddings is missing; add it: the longest text in tokens that the model was "
+            "trained for, which its model card names"
+        )
+    return int(_number(raw, origin, "max_position_embeddings"))
+
+
 def _windows(raw: dict[str, Any], family: Family, num_layers: int, origin: str) -> dict[str, Any]:
     """The sliding window, and which layers have it, by the same rules as transformers."""
     window = raw.get("sliding_window", family.default_window)
@@ -227,7 +265,7 @@ def _windows(raw: dict[str, Any], family: Family, num_layers: int, origin: str) 
         every = _number(raw, origin, "sliding_window_pattern", 6) if family.windows == "pattern" else 0
         full = [layer < first or (every > 0 and (layer + 1) % every == 0) for layer in range(num_layers)]
         kinds = ["full_attention" if each else "sliding_attention" for each in full]
-    if (raw.get("layer_types") or kinds) != kinds:  # transformers does not read it here
+    if raw.get("layer_types") not in (None, kinds):  # transformers does not read it here
         raise ValueError(f"{origin}: layer_types with other windows than the family's is not supported; {TAKE_CONFIG}")
     if not isinstance(kinds, list) or len(kinds) != num_layers or set(kinds) - {"sliding_attention", "full_attention"}:
         raise ValueError(
@@ -274,55 +312,88 @@ def _number(raw: dict[str, Any], origin: str, key: str, default: Any = None, kin
 
 
 def _refuse_features(raw: dict[str, Any], family: Family, origin: str) -> None:
-    act = raw.get("hidden_activation") or raw.get("hidden_act") or family.activation
+    given = (raw.get(key) for key in ("hidden_activation", "hidden_act"))
+    act = next((each for each in given if each not in (None, family.activation)), family.activation)
+    for key in _FLAGS:
+        if not isinstance(raw.get(key, False), bool):
+            raise ValueError(f"{origin}: {key} = {raw[key]!r:.80} is neither true nor false; {TAKE_CONFIG}")
     for found, what in (
         (raw.get("use_sliding_window") and family.windows == "none", "a sliding window in this family"),
         (raw.get("quantization_config"), "quantization (quantization_config)"),
         (raw.get("mlp_bias"), "mlp_bias = true"),
         (raw.get("partial_rotary_factor") not in (None, 1), "partial_rotary_factor"),
-        (_scalings_differ(raw), "rope_scaling beside other rope_parameters"),
         (raw.get("attention_out_bias"), "attention_out_bias = true"),
         (family.qkv_bias and raw.get("attention_bias") is False, "attention_bias = false in this family"),
         (family.qkv_bias is False and raw.get("attention_bias"), "attention_bias = true in this family"),
         (raw.get("use_bidirectional_attention"), "use_bidirectional_attention = true"),
         (raw.get("attn_logit_softcapping"), "attn_logit_softcapping"),
         (raw.get("final_logit_softcapping"), "final_logit_softcapping"),
+        (_has_null_head_dim(raw), "head_dim = null in this family"),
+        (raw.get("is_causal", True) is not True, "attention to later positions (is_causal)"),
         (act != family.activation, f"hidden_act = {act!r:.80}"),
     ):
         if found:
             raise ValueError(f"{origin}: {what} is not supported; use a model without it")
 
 
-def _scalings_differ(raw: dict[str, Any]) -> bool:
-    """Whether the older and the newer key are both there and say two things."""
-    given = [one for one in (raw.get("rope_scaling"), raw.get("rope_parameters")) if isinstance(one, dict) and one]
-    if len(given) < 2:
-        return False
-    older, newer = ({key: value for key, value in one.items() if key not in ("rope_theta", "type")} for one in given)
-    return {"rope_type": given[0].get("type"), **older} != newer
+def _has_null_head_dim(raw: dict[str, Any]) -> bool:
+    """Whether it is null where transformers only takes a number or no key."""
+    return raw["model_type"] in ("qwen2", "qwen3_moe") and raw.get("head_dim", 0) is None
 
 
 def _rotation(raw: dict[str, Any], family: Family, origin: str) -> dict[str, Any]:
-    """Base and scaling; newer files have them in ``rope_parameters``, some by the kind of layer, older ones apart."""
-    parameters = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    local = None
-    if family.local_theta is not None:
-        is_split = isinstance(parameters, dict) and {"full_attention", "sliding_attention"} & parameters.keys()
-        parts = parameters if is_split else {}
-        local = parts.get("sliding_attention") or {}
-        parameters = parts.get("full_attention") or {} if parts else parameters
-    if not isinstance(parameters, dict) or not isinstance(local or {}, dict):
-        raise ValueError(f"{origin}: rope_scaling = {parameters!r:.80} is no object; {TAKE_CONFIG}")
-    kind = parameters.get("rope_type", parameters.get("type", "default"))
-    if (local or {}).get("rope_type", "default") != "default":
-        raise ValueError(f"{origin}: a rope_type for layers with a window is not supported; use 'default'")
+    """Base and scaling, by the rules of transformers: in ``rope_parameters``, or apart in older files."""
+    older, newer = raw.get("rope_scaling") or {}, raw.get("rope_parameters") or {}
+    for given in (older, newer):
+        if not isinstance(given, dict):
+            raise ValueError(f"{origin}: rope_scaling = {given!r:.80} is no object; {TAKE_CONFIG}")
+    is_split = family.local_theta is not None
+    if _KINDS & older.keys() or (newer and not (newer.keys() <= _KINDS if is_split else not _KINDS & newer.keys())):
+        wanted = (
+            'an object under "full_attention" and one under "sliding_attention"' if is_split else "one for all layers"
+        )
+        raise ValueError(f"{origin}: rope_parameters = {newer or older!r:.80} are not as this family's; give {wanted}")
+    if is_split and older and "rope_type" not in older:  # transformers would not scale
+        raise ValueError(f"{origin}: rope_scaling = {older!r:.80} has no rope_type; {TAKE_CONFIG}")
+    are_both = is_split and raw.get("rope_scaling") is not None and raw.get("rope_parameters") is not None
+    newer, local = (newer.get(kind) or {} for kind in _KINDS_OF_LAYERS) if is_split else (newer, {})
+    given = [_turning(each, raw, family, origin) for each in (older, newer) if each]
+    if are_both or (len(given) == 2 and given[0] != given[1]):
+        raise ValueError(
+            f"{origin}: rope_scaling beside other rope_parameters is not supported; use a model without it"
+        )
+    full = given[0] if given else _turning({}, raw, family, origin)
+    found = {"rope_theta": full.pop("rope_theta"), "rope_scaling": None if full["rope_type"] == "default" else full}
+    if is_split:
+        theirs = {"rope_theta": raw.get("rope_local_base_freq", family.local_theta)}
+        if (turning := _turning(local, theirs, family, origin))["rope_type"] != "default":
+            raise ValueError(f"{origin}: a rope_type for layers with a window is not supported; use 'default'")
+        found["local_theta"] = turning["rope_theta"]
+    return found
+
+
+def _turning(given: Any, raw: dict[str, Any], family: Family, origin: str) -> dict[str, Any]:
+    """The parameters of one rotary embedding under their names in ``rope_parameters``, of a type that is supported."""
+    if not isinstance(given, dict):
+        raise ValueError(f"{origin}: rope_parameters = {given!r:.80} is no object; {TAKE_CONFIG}")
+    kind = given.get("rope_type", given.get("type", "default"))
     if kind not in ("default", "llama3", "linear"):
         raise ValueError(f"{origin}: rope_type {kind!r:.80} is not supported; use 'default', 'llama3' or 'linear'")
-    for key in {"linear": ("factor",), "llama3": _LLAMA3}.get(kind, ()):
-        _number(parameters, origin, key, kind=float)
-    theta = _number({**raw, **parameters}, origin, "rope_theta", family.theta, float)
-    found = {"rope_theta": theta, "rope_scaling": None if kind == "default" else {**parameters, "rope_type": kind}}
-    if local is not None:
-        theirs = _number(raw, origin, "rope_local_base_freq", family.local_theta, float)
-        found["local_theta"] = _number(local, origin, "rope_theta", theirs, float)
-    return found
+    if given.get("partial_rotary_factor") not in (None, 1):
+        raise ValueError(f"{origin}: partial_rotary_factor is not supported; use a model without it")
+    keys = {"linear": ("factor",), "llama3": _LLAMA3}.get(kind, ())
+    numbers = {key: _number(given, origin, key, kind=float) for key in keys}
+    theta = {"rope_theta": given.get("rope_theta", raw.get("rope_theta", family.theta))}
+    if kind == "llama3":
+        low, high, original = (numbers[key] for key in _LLAMA3[1:])
+        if low >= high:
+            raise ValueError(f"{origin}: high_freq_factor = {high} is not above low_freq_factor = {low}; {TAKE_CONFIG}")
+        if raw.get(_LLAMA3[3], original) != original:  # transformers takes it in place of the other
+            raise ValueError(
+                f"{origin}: {_LLAMA3[3]} is given twice, as {raw[_LLAMA3[3]]} and {original}; {TAKE_CONFIG}"
+            )
+    return {
+        "rope_type": kind,
+        **{key: given[key] for key in keys},
+        "rope_theta": _number(theta, origin, "rope_theta", kind=float),
+    }

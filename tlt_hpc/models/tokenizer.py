@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer
 
@@ -17,6 +18,12 @@ from tlt_hpc.models.json_file import read_json, read_text
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """Those that transformers hands to a template by name."""
+_EMPTY_NAME = re.compile(
+    r"[<\[].*(reserved|unused|placeholder|dummy|image|img|vision|video|audio|object_ref|(box|quad)_(start|end)"
+    r"|\b(control|special|extra|extra_id)_\d+).*[>\]]",
+    re.IGNORECASE,
+)
+"""Added tokens that stand for nothing yet, or for what is no text."""
 _TAG = re.compile(r"<[A-Za-z][A-Za-z0-9_-]*>")
 _OWNERS = {"Qwen": "Qwen", "DeepSeek-R1-": "deepseek-ai", "Llama-": "meta-llama", "SmolLM": "HuggingFaceTB"}
 """Beginning of a model's name -> who publishes it on the hub."""
@@ -86,21 +93,48 @@ def control_token_ids(tokenizer: Tokenizer) -> frozenset[int]:
     return frozenset(token for token, text in special.items() if text not in tags)
 
 
+def tokens_without_text(folder: Path, tokenizer: Tokenizer, num_ids: int, end_ids: Sequence[int]) -> tuple[int, ...]:
+    """Ids below ``num_ids`` that no text of a response has, in ascending order; they are never sampled.
+
+    These are ids without a token (padding of the vocabulary, gaps), special tokens with a role that is none in a
+    response (begin of text, padding, unknown, and those of encoders), and added tokens whose name says that they are
+    reserved or stand for images, video or sound. End tokens are never among them. Other special tokens are not either:
+    models write their thoughts, calls of tools and the like with such.
+    """
+    known = set(tokenizer.get_vocab(with_added_tokens=True).values())
+    in_roles = {text for role, text in _named_tokens(_tokenizer_settings(folder)) if role != "eos_token"}
+    empty = {
+        token
+        for token, added in tokenizer.get_added_tokens_decoder().items()
+        if (added.special and added.content in in_roles) or _EMPTY_NAME.fullmatch(added.content)
+    }
+    return tuple(token for token in range(num_ids) if (token not in known or token in empty) and token not in end_ids)
+
+
+def _tokenizer_settings(folder: Path) -> dict[str, Any]:
+    files = (folder / name for name in ("special_tokens_map.json", "tokenizer_config.json"))
+    return {key: value for file in files if file.is_file() for key, value in read_json(file).items()}
+
+
+def _named_tokens(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """The special tokens that have a role, and their texts."""
+    found = ((name, settings.get(name)) for name in _SPECIAL_TOKENS)
+    texts = ((name, token.get("content") if isinstance(token, dict) else token) for name, token in found)
+    return ((name, text) for name, text in texts if text is not None)
+
+
 def read_chat_format(folder: Path) -> ChatFormat:
     """The chat template of a model folder, found as transformers finds it; empty where it has none.
 
     Raises:
         UserError: a file that is no JSON, or several templates and no default.
     """
-    files = (folder / name for name in ("special_tokens_map.json", "tokenizer_config.json"))
-    settings = {key: value for file in files if file.is_file() for key, value in read_json(file).items()}
+    settings = _tokenizer_settings(folder)
     file = folder / "chat_template.jinja"  # of newer folders; it goes before the configuration's
     template = read_text(file) if file.is_file() else settings.get("chat_template")
     if isinstance(template, list):
         template = _default_of(template, folder)
-    found = ((name, settings.get(name)) for name in _SPECIAL_TOKENS)
-    texts = ((name, token.get("content") if isinstance(token, dict) else token) for name, token in found)
-    return ChatFormat(template or "", tuple((name, text) for name, text in texts if text is not None))
+    return ChatFormat(template or "", tuple(_named_tokens(settings)))
 
 
 def _default_of(templates: list[Mapping[str, str]], folder: Path) -> str:

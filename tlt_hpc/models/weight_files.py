@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-import math
+import json
 import resource
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
 from tlt_hpc.common.files import sampled_digest
 from tlt_hpc.config import EMBEDDED_MODEL, UserError
 from tlt_hpc.models.json_file import read_json
-from tlt_hpc.models.shape import TAKE_CONFIG, ModelShape
+from tlt_hpc.models.shape import ModelShape
 from tlt_hpc.models.tokenizer import embedded
 
 INDEX = "model.safetensors.index.json"
@@ -30,6 +30,18 @@ ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 DRAFTER_FILE = "drafter.safetensors"
 TAKE_DRAFTER = "give the drafter folder of a run with this model"
 EMBEDDING = "model.embed_tokens.weight"
+
+
+class Stored(NamedTuple):
+    """A tensor of a safetensors file."""
+
+    file: Path
+    dtype: str
+    """As the file has it, e.g. ``BF16``."""
+    sizes: tuple[int, ...]
+    start: int
+    """Of its bytes in the file, and of what comes after them."""
+    end: int
 
 
 @contextmanager
@@ -102,36 +114,6 @@ def refusal(error: OSError | RuntimeError) -> str:
     return (error.strerror if isinstance(error, OSError) and error.strerror else str(error)).splitlines()[0]
 
 
-def check_weights(folder: Path, shape: ModelShape) -> None:
-    """Refuse a folder whose weights cannot be read, before anything is started; reads the files' heads alone.
-
-    Raises:
-        ValueError: no weights, a file of them is missing or cut short, they are another model's, or beside an adapter.
-    """
-    if (folder / ADAPTER_CONFIG).is_file():
-        raise UserError(
-            f"model folder {folder} has an adapter ({ADAPTER_CONFIG}), which transformers would add to the weights; "
-            "move it out of the folder if it is merged into them already, or merge it first (peft's merge_and_unload)"
-        )
-    if torch_files(folder):
-        return  # transformers reads these, which say nothing before they are read as a whole
-    stored, wanted = weight_shapes(folder), [shape.vocab_size, shape.hidden_size]
-    file, found = stored.get(EMBEDDING, (folder, wanted))
-    if list(found) != wanted:
-        raise UserError(f"{file}: {EMBEDDING!r} has shape {found}, config.json asks for {wanted}; {TAKE_CONFIG}")
-    total, asked = count_weights({name: sizes for name, (_, sizes) in stored.items()}, shape), shape.num_parameters
-    if total < asked:  # more of them may be of parts that are not used
-        raise UserError(
-            f"the weights in {folder} are {total:,} numbers, config.json asks for {asked:,}; {TAKE_CONFIG}, or "
-            "download the weights again"
-        )
-
-
-def count_weights(sizes: Mapping[str, Sequence[int]], shape: ModelShape) -> int:
-    """How many numbers a model's weights of these sizes are, to compare with ``shape.num_parameters``."""
-    return sum(math.prod(each) for name, each in sizes.items() if not (shape.tied_head and name == "lm_head.weight"))
-
-
 def torch_files(folder: Path) -> list[Path]:
     """The files of weights in torch's format, where a folder has no others."""
     return [] if any(folder.glob("*.safetensors")) else sorted(folder.glob("pytorch_model*.bin"))
@@ -147,8 +129,9 @@ def weight_files(folder: Path) -> Mapping[Path, set[str] | None]:
             f"model folder {folder} has no {SINGLE} and no {INDEX}; convert the weights with save_pretrained"
         )
     files: dict[Path, set[str]] = {}
-    placed = read_json(index).get("weight_map")
-    if not isinstance(placed, dict):
+    content = read_json(index)
+    placed = content.get("weight_map")
+    if not isinstance(placed, dict) or not all(isinstance(file, str) for file in placed.values()):
         raise UserError(f"{index} has no 'weight_map'; download it again")
     for name, file in placed.items():
         files.setdefault(folder / file, set()).add(name)
@@ -157,6 +140,8 @@ def weight_files(folder: Path) -> Mapping[Path, set[str] | None]:
             f"model folder {folder} lacks {missing[0]} and {len(missing) - 1} more shards that {INDEX} names; "
             "download them"
         )
+    if not isinstance(content.get("metadata"), dict):
+        raise UserError(f"{index} has no 'metadata', which transformers reads; download it again, or add it: {{}}")
     return files
 
 
@@ -189,18 +174,36 @@ def find_initial_drafter(place: str, asked: str) -> Path:
     return folder / "config.json"
 
 
-def weight_shapes(folder: Path) -> dict[str, tuple[Path, Sequence[int]]]:
-    """The file and the shape of each of a folder's weights, by its name; reads the files' heads alone.
+def read_heads(folder: Path) -> dict[str, Stored]:
+    """What the heads of a folder's safetensors files say of each weight, by its name.
 
     Raises:
-        ValueError: as ``weight_files``; a file cannot be read.
+        ValueError: as ``weight_files``; a file cannot be read or lacks what the index places there; two hold a name.
     """
-    found: dict[str, tuple[Path, Sequence[int]]] = {}
+    found = dict[str, Stored]()
     for file, names in weight_files(folder).items():
-        with opened(file, UNREADABLE, "numpy") as reader:
-            for name in sorted(names if names is not None else reader.keys()):
-                found[name] = file, reader.get_slice(name).get_shape()
+        here = _read_head(file)
+        if lacking := sorted((names or set()) - here.keys()):
+            raise UserError(f"{file} lacks {lacking[0]!r}, which {INDEX} places there; download that file again")
+        if twice := sorted(here.keys() & found.keys()):
+            raise UserError(
+                f"{found[twice[0]].file} and {file} both hold {twice[0]!r}; download the weights again, into an empty "
+                "folder"
+            )
+        found |= here
     return found
+
+
+def _read_head(file: Path) -> dict[str, Stored]:
+    with opened(file, UNREADABLE, "numpy"), file.open("rb") as stream:  # the library has seen that it is whole
+        size = int.from_bytes(stream.read(8), "little")
+        entries = json.loads(stream.read(size))
+    return {
+        name: Stored(file, each["dtype"], tuple(each["shape"]), *(8 + size + place for place in each["data_offsets"]))
+        for name, each in entries.items()
+        # files of older transformers also hold the rotary frequencies, which config.json gives
+        if name != "__metadata__" and not name.endswith(".inv_freq")
+    }
 
 
 def weights_digest(folder: Path) -> str:

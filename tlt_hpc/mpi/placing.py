@@ -20,10 +20,11 @@ _SHOWN_KINDS = 4
 """Kinds of nodes whose tables are printed; the others' are in environment.jsonl alone."""
 
 
-def place_ranks(world: World, uses_gpu: bool) -> None:
+def place_ranks(world: World, uses_gpu: bool, offloads: bool = False) -> None:
     """Bind ranks that nobody has bound, print the table and the warnings, and keep both in ``world``; collective.
 
-    To be called before torch is imported, whose threads and memory then follow.
+    To be called before torch is imported, whose threads and memory then follow. ``offloads``: on GPUs, the optimiser
+    runs on the ranks' cores.
     """
     system = System.of(os.environ)
     own = read_seat(system, os.environ, world.hostname, uses_gpu)
@@ -45,7 +46,7 @@ def place_ranks(world: World, uses_gpu: bool) -> None:
         return
     kinds = kinds_of(seats)
     tables = [kind.table() for kind in kinds]
-    warnings = [line for kind in kinds for line in warnings_of(kind)]
+    warnings = [line for kind in kinds for line in warnings_of(kind, offloads)]
     world.placement = (*(line for table in tables for line in table), *warnings)
     if len({seat.hostname for seat in seats}) > 1 or any(seat.gpu for seat in seats):
         lines = [line for table in tables[:_SHOWN_KINDS] for line in table]

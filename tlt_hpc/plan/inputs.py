@@ -18,8 +18,9 @@ from tlt_hpc.config import Config, ConfigError, check_ranks, to_toml
 from tlt_hpc.data.evaluation_sets import EvaluationSet, longest_prompt, longest_response, open_sets
 from tlt_hpc.data.prompts import PromptSource, SharedPrompts, open_prompts
 from tlt_hpc.models.shape import ModelShape, read_shape
-from tlt_hpc.models.tokenizer import find_model, load_tokenizer, read_chat_format
-from tlt_hpc.models.weight_files import check_weights, end_token_ids, weight_files
+from tlt_hpc.models.tokenizer import find_model, load_tokenizer, read_chat_format, tokens_without_text
+from tlt_hpc.models.weight_check import check_weights
+from tlt_hpc.models.weight_files import end_token_ids, weight_files
 from tlt_hpc.plan.shape_checks import check_shape, check_strategies
 from tlt_hpc.rewards.functions import check_functions
 from tlt_hpc.rewards.truths import check_answer
@@ -36,6 +37,11 @@ class ModelAssets:
     shape: ModelShape
     tokenizer: Tokenizer
     eos_token_ids: tuple[int, ...]
+
+    @property
+    def excluded_token_ids(self) -> tuple[int, ...]:
+        """Those that are never sampled."""
+        return tokens_without_text(self.folder, self.tokenizer, self.shape.vocab_size, self.eos_token_ids)
 
 
 @dataclass(frozen=True)
@@ -100,10 +106,10 @@ def check_tokens(shape: ModelShape, prompt: Prompt) -> None:
 
 
 def check_files(folder: Path, shape: ModelShape) -> tuple[int, ...]:
-    """Open every file of weights without reading it; returns the ids of the tokens that end a response.
+    """Hold the heads of the files of weights against config.json; returns the ids of the tokens that end a response.
 
     Raises:
-        ValueError: a file is missing or broken.
+        ValueError: as ``check_weights`` and ``end_token_ids``.
     """
     check_weights(folder, shape)
     return end_token_ids(folder, shape)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tlt_hpc.config import Config, ConfigError, check_model_limits, check_sequence_parallel
-from tlt_hpc.models.shape import DRAFTER_SHARDING, ModelShape, check_sharding
+from tlt_hpc.models.shape import DRAFTER_SHARDING, ModelShape, check_layers, check_sharding
 from tlt_hpc.rollout.strategy import strategies_of
 
 _IN_EXPERTS = {"gate_proj", "up_proj", "down_proj"}
@@ -15,12 +15,14 @@ def check_shape(config: Config, shape: ModelShape, num_ranks: int) -> None:
     """Refuse a model whose positions, heads or layers do not suit the job.
 
     Raises:
-        ConfigError: with the key and the remedy.
+        UserError: with the key and the remedy.
     """
     check_model_limits(config, shape.max_positions)
     check_sharding(shape, config.rollout.tensor_parallel, "rollout.tensor_parallel")
     if config.speculation.mode == "full" and config.drafter.init == "random":  # a published one has its own width
         check_sharding(replace(shape, num_experts=0), config.rollout.tensor_parallel, DRAFTER_SHARDING)
+        if config.drafter.form == "eagle3":
+            check_layers(shape, "drafter.form = 'eagle3'")
     check_experts(config, shape, config.model.device)
     check_sequence_parallel(config, shape.num_heads, shape.num_kv_heads, num_ranks)
     if config.lora.rank and shape.num_experts and _IN_EXPERTS.intersection(config.lora.targets):
@@ -31,7 +33,8 @@ def check_shape(config: Config, shape: ModelShape, num_ranks: int) -> None:
 
 
 def check_experts(config: Config, shape: ModelShape, device: str) -> None:
-    """Refuse a mixture of experts in float32 on a GPU, whose text would depend on the batch.
+    """Refuse a mixture of experts in float32 on a GPU, whose text would depend on the batch; and to freeze what has no
+    router.
 
     Args:
         device: "cuda", "cpu", or "auto" where it is not known yet.
@@ -43,6 +46,10 @@ def check_experts(config: Config, shape: ModelShape, device: str) -> None:
         raise ConfigError(
             "model.dtype = 'float32' with a mixture of experts on a GPU: rounding would choose another expert in other "
             "passes, and with it another text; use model.dtype = 'bfloat16'"
+        )
+    if config.optimizer.freeze_router and not shape.num_experts:
+        raise ConfigError(
+            f"optimizer.freeze_router = true with a model of family {shape.family!r}, which has no router; leave it out"
         )
 
 

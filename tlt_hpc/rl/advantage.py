@@ -1,4 +1,4 @@
-"""From a step's rewards to its responses' advantages, and what each token counts in the loss; without tensors.
+"""From a step's rewards to its tokens' advantages, and what each token counts in the loss; without tensors.
 
 Rewards are those of a whole step, ordered by group, so an advantage does not depend on which rank had which response.
 The tokens' weights are of one optimizer step's responses, of all ranks and micro-batches, so that neither how they are
@@ -23,15 +23,33 @@ BATCH_EPSILON = 1e-8
 Floats = NDArray[np.float32]
 
 
-def advantages_of(kind: AdvantageName, rewards: Floats, lengths: NDArray[np.int64], group_size: int) -> Floats:
-    """One advantage a response, [G * S] float32.
+def advantages_of(
+    kind: AdvantageName,
+    rewards: Floats,
+    lengths: NDArray[np.int64],
+    group_size: int,
+    token_rewards: NDArray[np.float64] | None = None,
+) -> Floats:
+    """One advantage a token, [T] float32, by response. The tokens of a response have one, with one exception.
+
+    Where there are ``token_rewards`` the kind ``batch`` gives each token its own, from the rewards that it and the
+    tokens after it get (REINFORCE++, 2501.03262, eq. 6 to 8). The other kinds have one baseline for a whole response
+    and so take its whole reward, as verl and TRL do.
 
     Args:
         kind: see the functions below.
-        rewards: [G * S], ordered by group.
-        lengths: [G * S], response tokens, which those kinds count by that normalise over the batch.
-        group_size: S, at least 2.
+        rewards: [G * S] of whole responses, ordered by group.
+        lengths: [G * S], response tokens, together T.
+        group_size: S, at least 2 but for ``batch``.
+        token_rewards: [T], the part of ``rewards`` that single tokens get; the rest comes with a response's last.
     """
+    if kind == "batch" and token_rewards is not None:
+        return whiten(returns_to_go(rewards, lengths, token_rewards), np.ones_like(token_rewards, np.int64))
+    return np.repeat(_of_responses(kind, rewards, lengths, group_size), lengths)
+
+
+def _of_responses(kind: AdvantageName, rewards: Floats, lengths: NDArray[np.int64], group_size: int) -> Floats:
+    """One advantage a response, [G * S] float32."""
     if kind == "group":
         return group_advantages(rewards, group_size)
     if kind == "group-mean":
@@ -43,6 +61,16 @@ def advantages_of(kind: AdvantageName, rewards: Floats, lengths: NDArray[np.int6
     if kind == "group-mean-batch":
         return whiten(centred_advantages(rewards, group_size).astype(np.float64), lengths)
     assert_never(kind)
+
+
+def returns_to_go(
+    rewards: Floats, lengths: NDArray[np.int64], token_rewards: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """A response's reward less what the tokens before a token were given, [T]. Arguments as ``advantages_of``."""
+    before = np.cumsum(token_rewards) - token_rewards
+    starts = np.cumsum(lengths) - lengths
+    returns: NDArray[np.float64] = np.repeat(rewards + before[starts], lengths) - before
+    return returns
 
 
 def group_advantages(rewards: Floats, group_size: int) -> Floats:
@@ -78,8 +106,8 @@ def leave_one_out_advantages(rewards: Floats, group_size: int) -> Floats:
 def whiten(values: NDArray[np.float64], lengths: NDArray[np.int64]) -> Floats:
     """REINFORCE++: less the batch's mean, over its standard deviation, both over tokens (2501.03262, eq. 8).
 
-    ``values`` and ``lengths`` [N]: every response counts as often as it has tokens. The variance is the unbiased one.
-    A batch of equal values gives zeros.
+    ``values`` and ``lengths`` [N]: every value counts for so many tokens. The variance is the unbiased one. A batch of
+    equal values gives zeros.
     """
     assert values.shape == lengths.shape and lengths.min() >= 1
     total = int(lengths.sum())

@@ -6,6 +6,7 @@ DeepSpeed is imported where it is used: it takes seconds, and commands that trai
 from __future__ import annotations
 
 import io
+import math
 from contextlib import redirect_stdout
 from typing import Any
 
@@ -21,12 +22,28 @@ many, which a smaller model need not pay for."""
 ADAM_EPSILON = 1e-8
 
 
+def learning_rate(config: Config, step: int) -> float:
+    """The learning rate of optimizer step ``step``, counted from 0 over all of the job.
+
+    After a linear warm-up it is constant, or falls to 0 in a straight line or half a cosine, as transformers' schedules
+    of these names do: the last step of the job is one before the end.
+    """
+    settings = config.optimizer
+    peak, warmup = settings.learning_rate, settings.warmup_steps
+    if step < warmup:
+        return peak * ((step + 1) / warmup)
+    if settings.schedule == "constant":
+        return peak
+    past = min(1.0, (step - warmup) / (config.num_optimizer_steps - warmup))
+    return peak * (1.0 - past if settings.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * past)))
+
+
 def engine_settings(config: Config, num_ranks: int, device_type: str) -> dict[str, Any]:
     """DeepSpeed's configuration of the policy engine."""
     zero: dict[str, Any] = {"stage": config.optimizer.zero_stage}
     if config.optimizer.offload and device_type != "cpu":  # on a CPU all state is in host memory already
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
-        if config.optimizer.offload_parameters:
+        if config.optimizer.offload == "parameters":
             zero["offload_param"] = {"device": "cpu", "pin_memory": True}
     return {
         # Micro-batches are cut by tokens and their loss is scaled by us: to DeepSpeed each is one sample of one step.

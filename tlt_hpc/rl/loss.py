@@ -13,6 +13,8 @@ from tlt_hpc.config.recipes import KLName, LossName
 
 LARGEST_LOG_RATIO = 20.0
 """Log-ratios are clamped here, so that one wild token gives a large loss and not an infinite one (as verl does)."""
+K3_BOUND = 10.0
+"""Bound of ``low_var_kl``; reached where the reference makes a token 13.6 times as likely as the policy does."""
 
 
 # -- policy losses: one value a token, and where a bound took effect --------------------------------------------------
@@ -26,35 +28,48 @@ def policy_loss(
     rows: torch.Tensor,
     clip_low: float,
     clip_high: float,
+    clip_dual: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The loss of each token, and as bool where a bound took effect; all [T].
 
     Args:
         kind: see the functions below.
+        clip_dual: largest ratio of tokens with a negative advantage, above ``1 + clip_high``; 0: any. ``weight-clip``
+            has none, for ``clip_high`` bounds its ratios whatever the advantage.
         log_probs: of the policy that is trained; they alone carry a gradient.
         old_log_probs: of the policy that the update began with.
         rows: the response that each token is of, int64; all tokens of a response, standing together.
     """
     if kind == "clip":
-        return clipped_loss(log_probs, old_log_probs, advantages, clip_low, clip_high)
+        return clipped_loss(log_probs, old_log_probs, advantages, clip_low, clip_high, clip_dual)
     if kind == "sequence-clip":
-        return sequence_clipped_loss(log_probs, old_log_probs, advantages, rows, clip_low, clip_high)
+        return sequence_clipped_loss(log_probs, old_log_probs, advantages, rows, clip_low, clip_high, clip_dual)
     if kind == "weight-clip":
         return weight_clipped_loss(log_probs, old_log_probs, advantages, clip_low, clip_high)
     assert_never(kind)
 
 
 def clipped_loss(
-    log_probs: torch.Tensor, old_log_probs: torch.Tensor, advantages: torch.Tensor, clip_low: float, clip_high: float
+    log_probs: torch.Tensor,
+    old_log_probs: torch.Tensor,
+    advantages: torch.Tensor,
+    clip_low: float,
+    clip_high: float,
+    clip_dual: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Minus min(ratio A, clip(ratio, 1 - low, 1 + high) A) (PPO, 1707.06347, eq. 7; two bounds: DAPO, eq. 8).
 
-    Shapes and results as ``policy_loss``.
+    With ``clip_dual`` no more than minus dual A where A is negative (dual-clip PPO, 1912.09729, eq. 5). Shapes and
+    results as ``policy_loss``.
     """
     ratio = _ratio(log_probs - old_log_probs)
     unclipped = -ratio * advantages
     clipped = -ratio.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages
-    return torch.maximum(unclipped, clipped), clipped > unclipped
+    losses, outside = torch.maximum(unclipped, clipped), clipped > unclipped
+    if not clip_dual:
+        return losses, outside
+    wild = (advantages < 0) & (ratio > clip_dual)
+    return torch.where(wild, -clip_dual * advantages, losses), outside | wild
 
 
 def sequence_clipped_loss(
@@ -64,6 +79,7 @@ def sequence_clipped_loss(
     rows: torch.Tensor,
     clip_low: float,
     clip_high: float,
+    clip_dual: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``clipped_loss`` by the whole response's ratio, the geometric mean of its tokens' (GSPO, 2507.18071, eq. 7).
 
@@ -73,9 +89,8 @@ def sequence_clipped_loss(
     difference = log_probs - old_log_probs
     mean = _mean_by_row(difference.detach(), rows)
     # the value of the mean, the gradient of the token's own term
-    return clipped_loss(
-        mean + (log_probs - log_probs.detach()), torch.zeros_like(mean), advantages, clip_low, clip_high
-    )
+    own = mean + (log_probs - log_probs.detach())
+    return clipped_loss(own, torch.zeros_like(mean), advantages, clip_low, clip_high, clip_dual)
 
 
 def weight_clipped_loss(
@@ -109,14 +124,26 @@ def _mean_by_row(values: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 def kl_estimate(kind: KLName, log_probs: torch.Tensor, reference_log_probs: torch.Tensor) -> torch.Tensor:
     """Per-token estimate of KL(policy || reference) from the policy's own samples; all tensors have one shape.
 
-    With d = log-prob - reference: ``k1`` = d, unbiased, and as a loss without effect in the mean; ``k2`` = d^2 / 2;
-    ``k3`` = exp(-d) - 1 + d, unbiased and never negative (Schulman, "Approximating KL divergence"; DeepSeekMath eq. 4).
+    With d = log-prob - reference (Schulman, "Approximating KL divergence"; as a loss: 2512.21852):
+
+    - ``k1`` = d: unbiased; as a loss its gradient is zero in the mean.
+    - ``k2`` = d^2 / 2: biased, but in the mean its gradient is that of KL(policy || reference).
+    - ``k3`` = exp(-d) - 1 + d: unbiased and never negative; in the mean its gradient is that of KL(reference || policy)
+      (DeepSeekMath, eq. 4).
+    - ``k3+``: the value of k3 with the gradient of k2 (verl).
+    - ``low_var_kl``: k3 held at ``K3_BOUND`` (verl and slime); tokens beyond have no gradient.
     """
     difference = (log_probs - reference_log_probs).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
     if kind == "k1":
         return difference
+    k2 = 0.5 * difference.square()
     if kind == "k2":
-        return 0.5 * difference.square()
+        return k2
+    k3 = (-difference).exp() - 1.0 + difference
     if kind == "k3":
-        return (-difference).exp() - 1.0 + difference
+        return k3
+    if kind == "k3+":
+        return k3.detach() + (k2 - k2.detach())
+    if kind == "low_var_kl":
+        return k3.clamp(max=K3_BOUND)
     assert_never(kind)

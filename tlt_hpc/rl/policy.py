@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 from tlt_hpc.cluster.watch.beat import BEAT
-from tlt_hpc.common.records import Rollout
+from tlt_hpc.common.records import FinishReason, Rollout
 from tlt_hpc.config import Config
 from tlt_hpc.kernels.deterministic import deterministic
 from tlt_hpc.models.expert_names import is_expert
@@ -31,7 +31,7 @@ from tlt_hpc.rl.advantage import token_weights
 from tlt_hpc.rl.batches import Indices, pack, plan_updates
 from tlt_hpc.rl.correction import correction_weights, mismatch_terms
 from tlt_hpc.rl.distributed import join_sequence_group
-from tlt_hpc.rl.engine import start_engine, start_frozen_engine
+from tlt_hpc.rl.engine import learning_rate, start_engine, start_frozen_engine
 from tlt_hpc.rl.finite import gradient_error
 from tlt_hpc.rl.loss import kl_estimate, policy_loss
 from tlt_hpc.rl.stats import PolicyStats, RolloutMismatch, TokenSums
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 class _Batch:
     """A micro-batch on the device: see ``batches.MicroBatch``.
 
-    What a token counts in the loss, its response's advantage and its recorded log-probability are [T], as targets;
+    What a token counts in the loss, its advantage and its recorded log-probability are [T], as targets;
     ``indices`` are those of the responses that its rows count.
     """
 
@@ -68,7 +68,8 @@ class Policy:
     (at ZeRO stage 3 rank 0's counts alone); it belongs to the policy from here on. ``reference`` is needed where
     ``algorithm.kl_coefficient`` is above 0: it makes the model that is the reference, and is called once the policy is
     sharded, so that no rank ever has two whole ones at stage 3. With ``config.lora`` adapters are added, which alone
-    are trained and saved, and the reference is the model without them. All methods are collective.
+    are trained and saved, and the reference is the model without them. ``excluded``: ids without a probability, those
+    that the rollout's decoder excludes. All methods are collective.
 
     Raises:
         ConfigError: a combination of ZeRO stage, dtype and offload that DeepSpeed does not train exactly.
@@ -80,6 +81,7 @@ class Policy:
         config: Config,
         world: World,
         reference: Callable[[], torch.nn.Module] | None = None,
+        excluded: Sequence[int] = (),
     ) -> None:
         assert torch.distributed.is_initialized(), "join_process_group comes first"
         world.say("starting DeepSpeed")
@@ -99,7 +101,9 @@ class Policy:
         self._attention_crossover_tokens = attention_crossover_tokens(model)
         repeats_layers = config.optimizer.repeats_layers(deepspeed.get_accelerator().device_name())
         self._sequence = join_sequence_group(world, config.optimizer.sequence_parallel)
-        self.engine = start_engine(PolicyModel(model, repeats_layers, self._sequence), config, world.size)
+        self._excluded = excluded
+        trained = PolicyModel(model, repeats_layers, self._sequence, excluded, config.optimizer.freeze_router)
+        self.engine = start_engine(trained, config, world.size)
         self._state = TrainState(self.engine, self._parameters, self._stage, world)
         self._recipe = config.algorithm.recipe
         self._reference: Any = None
@@ -119,16 +123,17 @@ class Policy:
 
         Args:
             rollouts: all of the step, of all ranks, ordered by key; the same on every rank.
-            advantages: [N], in the order of ``rollouts``.
+            advantages: [T], of all response tokens in the order of ``rollouts``.
 
         Raises:
             NotFiniteError: the gradient is not finite, on all ranks.
         """
         keys = [rollout.key for rollout in rollouts]
-        assert keys == sorted(keys) and len(keys) == advantages.size, "rollouts ordered by key, one advantage each"
+        assert keys == sorted(keys), "rollouts ordered by key"
+        by_response = np.split(advantages, _ends(rollouts)[:-1])
         plans = self._plan(rollouts, self._config.algorithm.updates_per_step)
         own = [
-            [self._load_batch(rollouts, advantages, weights, indices) for indices in plan[self._share]]
+            [self._load_batch(rollouts, by_response, weights, indices) for indices in plan[self._share]]
             for plan, weights in ((plan, self._weights(rollouts, plan)) for plan in plans)
         ]
         self.engine.train()
@@ -149,7 +154,7 @@ class Policy:
 
     @deterministic()
     def reference_kl(self, rollouts: Sequence[Rollout]) -> NDArray[np.float64]:
-        """Each response's distance from the reference before the update, summed over its tokens; [N]. Collective.
+        """Each token's distance from the reference before the update; [T], in the order of ``rollouts``. Collective.
 
         From this policy's own pass, not from the rollout's log-probabilities, whose last bits tell how it was decoded.
 
@@ -158,13 +163,18 @@ class Policy:
         """
         assert self._reference is not None, "there is no reference"
         (plan,) = self._plan(rollouts, 1)
-        sums, nothing = np.zeros(len(rollouts)), np.zeros(len(rollouts))
+        ends = _ends(rollouts)
+        found, nothing = np.zeros(ends[-1]), [np.zeros(0, np.float32)] * len(rollouts)
         for indices in plan[self._share]:
-            batch = self._load_batch(rollouts, nothing, nothing, indices)
+            batch = self._load_batch(rollouts, nothing, np.zeros(len(rollouts)), indices)
             log_probs, reference = self._log_probs(self.engine, batch), self._log_probs(self._reference, batch)
-            kl = kl_estimate(self._config.algorithm.kl_estimator, log_probs, reference)
-            np.add.at(sums, np.array(indices, np.int64)[batch.rows.cpu().numpy()], kl.double().cpu().numpy())
-        return self._world.sum(sums / self._config.optimizer.sequence_parallel)  # its ranks have the same
+            kl = kl_estimate(self._config.algorithm.kl_estimator, log_probs, reference).double().cpu().numpy()
+            for index in indices:
+                size = rollouts[index].response_tokens.size
+                found[ends[index] - size : ends[index]], kl = kl[:size], kl[size:]
+        if self._world.rank % self._config.optimizer.sequence_parallel:  # the ranks of a sequence have the same
+            found[:] = 0.0
+        return self._world.sum(found)
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The full weights under their Hugging Face names, gathered a layer at a time on every rank; a tied one once.
@@ -244,7 +254,7 @@ class Policy:
 
     def _start_reference(self, model: torch.nn.Module) -> Any:
         """The model that is the reference, sharded at ZeRO stage 3 as the policy is; whole on every rank below."""
-        read = PolicyModel(model.requires_grad_(False).eval(), sequence=self._sequence)
+        read = PolicyModel(model.requires_grad_(False).eval(), sequence=self._sequence, excluded=self._excluded)
         if self._stage == 3:
             return start_frozen_engine(read, self._config, self._world.size)
         return read.to(self.engine.device)
@@ -265,23 +275,32 @@ class Policy:
         return self._world.rank // self._config.optimizer.sequence_parallel
 
     def _weights(self, rollouts: Sequence[Rollout], plan: Sequence[Sequence[Indices]]) -> NDArray[np.float64]:
-        """What a token of each response counts in the loss of one update; [N], zero for those of other updates."""
+        """What a token of each response counts in the loss of one update; [N], zero for those that are not part of it.
+
+        These are the responses of other updates, and those that were cut where ``algorithm.overlong = "mask"``.
+        """
         indices = [index for share in plan for part in share for index in part]
+        if self._config.algorithm.overlong == "mask":
+            indices = [index for index in indices if rollouts[index].finish_reason != FinishReason.LENGTH]
         lengths = [rollouts[index].response_tokens.size for index in indices]
         weights = np.zeros(len(rollouts))
-        weights[indices] = token_weights(lengths, self._recipe.aggregation, self._config.rollout.max_new_tokens)
+        if indices:
+            weights[indices] = token_weights(lengths, self._recipe.aggregation, self._config.rollout.max_new_tokens)
         return weights
 
     def _load_batch(
-        self, rollouts: Sequence[Rollout], advantages: NDArray[Any], weights: NDArray[np.float64], indices: Indices
+        self,
+        rollouts: Sequence[Rollout],
+        advantages: Sequence[NDArray[np.float32]],
+        weights: NDArray[np.float64],
+        indices: Indices,
     ) -> _Batch:
         micro = pack([rollouts[index] for index in indices])
-        own, counts = (values[list(indices)].astype(np.float32)[micro.rows] for values in (advantages, weights))
-        recorded = [np.zeros(0, np.float32), *(rollouts[index].log_probs for index in indices)]
-        arrays = (
-            *(micro.tokens, micro.positions, micro.where, micro.targets, micro.rows),
-            *(counts, own, np.concatenate(recorded)),
-        )
+        counts = weights[list(indices)].astype(np.float32)[micro.rows]
+        nothing = np.zeros(0, np.float32)
+        own = np.concatenate([nothing, *(advantages[index] for index in indices)])
+        recorded = np.concatenate([nothing, *(rollouts[index].log_probs for index in indices)])
+        arrays = (micro.tokens, micro.positions, micro.where, micro.targets, micro.rows, counts, own, recorded)
         return _Batch(indices, micro.lengths, *(torch.from_numpy(array).to(self.engine.device) for array in arrays))
 
     def _forward(self, model: Callable[..., Any], batch: _Batch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -323,9 +342,8 @@ class Policy:
         algorithm, recipe = self._config.algorithm, self._recipe
         log_probs, entropy = self._forward(self.engine, batch)
         old = log_probs.detach() if old is None else old
-        pg_losses, clipped = policy_loss(
-            recipe.loss, log_probs, old, batch.advantages, batch.rows, recipe.clip_low, recipe.clip_high
-        )
+        bounds = (recipe.clip_low, recipe.clip_high, algorithm.clip_dual)
+        pg_losses, clipped = policy_loss(recipe.loss, log_probs, old, batch.advantages, batch.rows, *bounds)
         corrections, outside = correction_weights(algorithm.correction, old, batch.rollout_log_probs)
         pg_losses = pg_losses * corrections
         losses, kl = pg_losses, torch.zeros_like(old)
@@ -345,7 +363,7 @@ class Policy:
 
     def _step(self) -> float:
         """One optimiser step; returns the gradient's global norm before clipping, whether it is finite or not."""
-        self._set_learning_rate(self._learning_rate(self._num_steps))
+        self._set_learning_rate(learning_rate(self._config, self._num_steps))
         own_norm = None
         if self._stage == 0:
             gradients = [parameter.grad for parameter in self._parameters.values() if parameter.grad is not None]
@@ -355,11 +373,6 @@ class Policy:
         self._num_steps += 1
         self._has_state = True
         return norm
-
-    def _learning_rate(self, step: int) -> float:
-        """Constant after a linear warm-up; ``step`` counts from 0."""
-        warmup = self._config.optimizer.warmup_steps
-        return self._config.optimizer.learning_rate * (min(1.0, (step + 1) / warmup) if warmup else 1.0)
 
     def _set_learning_rate(self, value: float) -> None:
         for group in self.engine.basic_optimizer.param_groups:
@@ -377,7 +390,7 @@ class Policy:
             pg_clipfrac=clipped,
             kl_loss=kl,
             grad_norm=float(np.mean(norms)),
-            lr=self._learning_rate(self._num_steps - 1),
+            lr=learning_rate(self._config, self._num_steps - 1),
             num_tokens=num_tokens,
             old_log_prob_seconds=old_seconds,
             update_seconds=update_seconds,
@@ -395,11 +408,16 @@ class Policy:
         self._set_learning_rate(0.0)
         self.engine.train()
         self.engine.set_gradient_accumulation_boundary(True)
-        nothing = self._load_batch([], np.zeros(0), np.zeros(0), ())
+        nothing = self._load_batch([], [], np.zeros(0), ())
         self.engine.backward(self._forward(self.engine, nothing)[0].sum(), scale_wrt_gas=False)
         self.engine.step()
         self._has_state = True
         self._state.set_step_count(self._num_steps)
+
+
+def _ends(rollouts: Sequence[Rollout]) -> NDArray[np.int64]:
+    """Where each response's tokens end among those of all, [N]."""
+    return np.cumsum([rollout.response_tokens.size for rollout in rollouts])
 
 
 def _not_finite(batches: Sequence[_Batch], is_finite: Sequence[torch.Tensor]) -> list[int]:

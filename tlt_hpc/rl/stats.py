@@ -66,7 +66,7 @@ class Update:
     rewards: NDArray[np.float32]
     """[M]: scores less what the algorithm takes for length and distance from the reference."""
     advantages: NDArray[np.float32]
-    """[M]."""
+    """[M], of each response's first token; the others have the same one, or less of the reward to come."""
     reward_kl: float
     """Mean over tokens of the distance that was taken from the rewards; 0 where it is no part of them."""
     stats: PolicyStats

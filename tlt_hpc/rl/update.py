@@ -38,12 +38,17 @@ def update_policy(config: Config, policy: Policy, rollouts: Sequence[Rollout], s
     rewards = scores
     if algorithm.overlong_buffer:
         rewards = scores + overlong_penalties(lengths, config.rollout.max_new_tokens, algorithm.overlong_buffer)
-    kl = np.zeros(len(rollouts))
+    token_kl, token_rewards = np.zeros(lengths.sum()), None
     if algorithm.kl_coefficient and algorithm.kl_in == "reward":
-        kl = policy.reference_kl(rollouts)
+        token_kl = policy.reference_kl(rollouts)
+        token_rewards = -algorithm.kl_coefficient * token_kl
+    kl = np.zeros(len(rollouts))
+    np.add.at(kl, np.repeat(np.arange(lengths.size), lengths), token_kl)  # one after another, in every version of numpy
+    if token_rewards is not None:
         rewards = (rewards - algorithm.kl_coefficient * kl).astype(np.float32)
-    kind = algorithm.recipe.advantage
     check_step(config, rollouts, rewards)
-    advantages = advantages_of(kind, rewards, lengths, config.rollout.group_size)
+    kind = algorithm.recipe.advantage
+    advantages = advantages_of(kind, rewards, lengths, config.rollout.group_size, token_rewards)
+    first = advantages[np.cumsum(lengths) - lengths]
     mean_kl, stats = float(kl.sum() / lengths.sum()), policy.update(rollouts, advantages)
-    return Update(trained, informative_share, rewards, advantages, mean_kl, stats)
+    return Update(trained, informative_share, rewards, first, mean_kl, stats)

@@ -243,7 +243,7 @@ class HostRounds:
     def _commit(self, drafts: DraftTree, accepted: AcceptedPath, features: Tensor, logits: Tensor) -> None:
         """Commit what the rows accepted, with its log-probs."""
         rows = self.scheduler.rows
-        at_path = logits if drafts.depths is None else along_path(logits, accepted.path)
+        at_path = (logits if drafts.depths is None else along_path(logits, accepted.path))[..., : self.noise.vocab_size]
         log_probs = token_log_probs(at_path, accepted.chosen, rows.temperatures[: rows.num_live].view(-1, 1, 1))
         columns = self.target.commit(drafts, accepted, features)
         rows.log_probs[torch.arange(len(columns)).unsqueeze(1), columns.cpu()] = log_probs.cpu()

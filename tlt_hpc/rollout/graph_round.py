@@ -201,14 +201,12 @@ class GraphRound:
         )
 
     def _log_probs(self, choice: GumbelChoice, logits: Tensor, is_simple: bool) -> Tensor:
-        """Log-probabilities [B * N] of the choices, over all columns of the logits, as ``token_log_probs`` has them."""
-        if not is_simple:  # the choice knows only what was allowed
-            return token_log_probs(logits.flatten(0, 1), choice.token, self._divisors(*logits.shape[:2]).unsqueeze(1))
-        padding = logits.flatten(0, 1)[:, self._noise.vocab_size :]
-        if padding.shape[1] == 0:
+        """Log-probabilities [B * N] of the choices, before any truncation, as ``token_log_probs`` has them."""
+        if is_simple:
             return choice.scaled_logit - choice.log_normaliser
-        scaled = padding.float() / self._divisors(*logits.shape[:2]).unsqueeze(1)
-        return choice.scaled_logit - torch.logaddexp(choice.log_normaliser, scaled.logsumexp(1))
+        # the choice knows only what was allowed
+        logits = logits[..., : self._noise.vocab_size]
+        return token_log_probs(logits.flatten(0, 1), choice.token, self._divisors(*logits.shape[:2]).unsqueeze(1))
 
     def _near_ties(self, choice: GumbelChoice, count: int, n: int) -> Tensor:
         """Which choices [B * N] the tie guard must decide."""

@@ -157,9 +157,9 @@ class StepRecord(_Step):
     """What one rank writes for one step.
 
     ``rollouts`` [N] are this rank's shard, ordered by key; ``rewards`` and ``advantages`` [N] float32 belong to them;
-    an advantage is NaN if dynamic sampling left the response out of the update. ``strategy_rounds`` [S] int64 say how
-    often each speculation strategy ran. ``decisions`` [D, 2] int32 are the rounds in order: live sequences and index of
-    the strategy (``spans`` has more of each).
+    an advantage is that of the first token, or NaN if dynamic sampling left the response out of the update.
+    ``strategy_rounds`` [S] int64 say how often each speculation strategy ran. ``decisions`` [D, 2] int32 are the rounds
+    in order: live sequences and index of the strategy (``spans`` has more of each).
     """
 
     rollouts: tuple[Rollout, ...]

@@ -89,12 +89,12 @@ class Situation:
     @property
     def offloads(self) -> bool:
         """Whether the optimiser's state is in host memory, on a machine where that is not the device's own."""
-        return self.config.optimizer.offload and self.device == "cuda"
+        return bool(self.config.optimizer.offload) and self.device == "cuda"
 
     @property
     def offloads_parameters(self) -> bool:
         """Whether a rank's parameters are in host memory too."""
-        return self.offloads and self.config.optimizer.offload_parameters
+        return self.offloads and self.config.optimizer.offload == "parameters"
 
 
 @dataclass(frozen=True)

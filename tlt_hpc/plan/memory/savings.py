@@ -99,5 +99,5 @@ def _changes(situation: Situation) -> Iterator[tuple[str, object]]:
         yield "optimizer.gradient_checkpointing", True
     if situation.device == "cuda" and not optimizer.offload:
         yield "optimizer.offload", True
-    if situation.offloads and optimizer.zero_stage == 3 and not optimizer.offload_parameters:
-        yield "optimizer.offload_parameters", True
+    if situation.offloads and optimizer.zero_stage == 3 and optimizer.offload != "parameters":
+        yield "optimizer.offload", "parameters"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from rich import box
 from rich.console import Console
@@ -12,6 +13,7 @@ from tlt_hpc.common.console import TextConsole
 from tlt_hpc.common.host_memory import available_bytes
 from tlt_hpc.config import Config, ConfigError, check_ranks, check_replicas, load_config
 from tlt_hpc.models.shape import ModelShape
+from tlt_hpc.models.weight_check import check_weights
 from tlt_hpc.plan.memory.phases import plan_memory
 from tlt_hpc.plan.memory.plan import GB, MemoryLimits, MemoryPlan, NamedBytes, Situation, few_digits, size, total
 from tlt_hpc.plan.memory.savings import save_memory
@@ -136,7 +138,9 @@ def _situation(config: Config, options: argparse.Namespace) -> Situation:
     ranks_per_node = gpus or config.run.ranks
     num_ranks = options.nodes * ranks_per_node
     check_ranks(config, num_ranks)
-    shape = find_shape(config.model.path, options.shape)
+    shape, folder = find_shape(config.model.path, options.shape), Path(config.model.path)
+    if options.shape is None and any(folder.glob("*.safetensors")):  # the sizes of a model may be there alone
+        check_weights(folder, shape)
     check_shape(config, shape, num_ranks)
     check_replicas(config, ranks_per_node)
     if gpus is None:

@@ -42,6 +42,7 @@ CHECKS: dict[str, Callable[[PlannedJob], Finding]] = {
 SLURM_CHECKS: dict[str, Callable[[PlannedJob], Finding]] = {
     "partition": slurm_checks.check_partition,
     "gpus": slurm_checks.check_gpus,
+    "cores": slurm_checks.check_cores,
     "requeue": slurm_checks.check_requeue,
     "sbatch": slurm_checks.check_acceptance,
 }

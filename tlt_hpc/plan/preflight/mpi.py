@@ -12,6 +12,7 @@ import shutil
 from typing import Any
 
 from tlt_hpc.cluster.local import PYTHON, find_mpiexec, launch_environment
+from tlt_hpc.cluster.slurm import is_task
 from tlt_hpc.config import UserError
 from tlt_hpc.plan.preflight.planned_job import PlannedJob
 from tlt_hpc.plan.preflight.program import ProgramOutput, ask
@@ -60,13 +61,16 @@ def check_launcher(job: PlannedJob) -> Finding:
 
 def check_talk(job: PlannedJob) -> Finding:
     """Two ranks, or in an allocation one on each node, find each other, with the thread level that a run needs."""
-    if job.asks_slurm and "SLURM_JOB_ID" in os.environ:
+    in_step, in_job = is_task(os.environ), job.asks_slurm and "SLURM_JOB_ID" in os.environ
+    if in_job or (in_step and shutil.which("srun")):
         srun = ["srun", f"--mpi={_srun_mpi(read_library())}", "--overlap", "--overcommit"]
         nodes = int(os.environ.get("SLURM_JOB_NUM_NODES", "1"))
-        return _talk([*srun, "--kill-on-bad-exit=1", "--ntasks-per-node=1"], nodes)
+        return _talk([*srun, "--kill-on-bad-exit=1", f"--ntasks-per-node={1 if nodes > 1 else 2}"], nodes)
     try:
         mpiexec = find_mpiexec()
     except ValueError as error:
+        if in_step:
+            raise Skip(str(error)) from None
         if job.asks_slurm:
             raise Skip(
                 "there is no mpiexec here; inside an allocation (salloc --nodes=2) preflight tries srun"

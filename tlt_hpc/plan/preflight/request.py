@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import re
 import shlex
@@ -11,6 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
 
+from tlt_hpc.cluster.slurm import seconds_of
 from tlt_hpc.config import ConfigError
 
 _GPU_RESOURCE = re.compile(r"(?:^|,)(?:gres/)?gpu(?::(?!\d+(?:$|[,(]))[^:,()]+)?(?::(\d+))?(?=$|[,(])")
@@ -31,8 +33,24 @@ class SlurmRequest:
     signal: str = ""
     requeue: bool | None = None
     """None: the cluster's default."""
+    cores_per_rank: int = 1
+    variables: tuple[str, ...] = ()
+    """Those of sbatch that decide something of this."""
     arguments: tuple[str, ...] = ()
     """Of sbatch: the options given here, and the script; empty without a script."""
+
+    @property
+    def limit_seconds(self) -> float:
+        """Seconds until the time limit; infinite if none is known here.
+
+        Raises:
+            SlurmError: it is not in Slurm's format.
+        """
+        return (seconds_of(self.time) if self.time else 0.0) or math.inf  # 0 requests no limit
+
+    def source(self, variable: str) -> str:
+        """What says so, to be named to the user: a variable of sbatch if it is set, else the script."""
+        return variable if variable in self.variables else "the script"
 
 
 _OPTIONS = ("nodes", "partition", "account", "time")
@@ -68,7 +86,10 @@ def make_request(options: argparse.Namespace, environment: Mapping[str, str] = o
         return SlurmRequest()
     words = sbatch_words(options.script)
     named = [f"--{name}={environment[key]}" for key, name in _VARIABLES.items() if environment.get(key)]
-    return replace(request_of([*words, *named, *given]), arguments=(*given, str(options.script)))
+    typed = sbatch_options(given)
+    variables = tuple(key for key, name in _VARIABLES.items() if environment.get(key) and name not in typed)
+    request = request_of([*words, *named, *given])
+    return replace(request, arguments=(*given, str(options.script)), variables=variables)
 
 
 def sbatch_words(script: Path | None) -> list[str]:
@@ -126,7 +147,7 @@ def sbatch_options(words: Sequence[str]) -> dict[str, str]:
         elif last and not word.startswith("-") and not found[last]:
             found[last] = word
         else:
-            raise ConfigError(f"{word!r} in an #SBATCH line is not understood; write --OPTION=VALUE")
+            raise ConfigError(f"{word!r} is not understood as an option of sbatch; write --OPTION=VALUE")
     return found
 
 
@@ -139,7 +160,7 @@ def request_of(words: Sequence[str]) -> SlurmRequest:
     asked = sbatch_options(words)
     for name, instead in _NOT_READ.items():
         if value := asked.get(name):
-            raise ConfigError(f"the script asks for --{name}={value}; write {instead} in its place")
+            raise ConfigError(f"--{name}={value} is asked for; write {instead} in its place")
     kinds = asked["gpus-per-node"].split(",") if asked.get("gpus-per-node") else []
     gpus = num_gpus(",".join(f"gpu:{kind}" for kind in kinds) or asked.get("gres", ""))
     requeue = [name == "requeue" for name in asked if name in ("requeue", "no-requeue")]
@@ -153,6 +174,7 @@ def request_of(words: Sequence[str]) -> SlurmRequest:
         time=asked.get("time", ""),
         signal=asked.get("signal", ""),
         requeue=requeue[-1] if requeue else None,
+        cores_per_rank=_number(asked, "cpus-per-task", "1"),
     )
 
 
@@ -162,7 +184,7 @@ def _number(asked: Mapping[str, str], name: str, default: str) -> int:
     try:
         return int(value.partition("-")[0])
     except ValueError:
-        raise ConfigError(f"the script's --{name}={value} is no number; write it as sbatch takes it") from None
+        raise ConfigError(f"--{name}={value} is no number; write it as sbatch takes it") from None
 
 
 def num_gpus(gres: str) -> int:

@@ -6,16 +6,25 @@ suffers from.
 
 from __future__ import annotations
 
-import math
+import os
 import re
 from dataclasses import dataclass
 from functools import partial
 
 from tlt_hpc.cluster.slurm import ANSWER_SECONDS, ask_slurm, seconds_of
+from tlt_hpc.cluster.stopping import SHORT_SECONDS, seconds_ahead
+from tlt_hpc.common.words import count
 from tlt_hpc.plan.preflight.planned_job import PlannedJob
 from tlt_hpc.plan.preflight.program import ask
 from tlt_hpc.plan.preflight.request import num_gpus
 from tlt_hpc.plan.preflight.results import Finding, Level, Skip, failure, judge, ok, warning
+from tlt_hpc.storage.folder import RunFolder
+from tlt_hpc.storage.step_lines import read_lines
+
+START_SECONDS = 120.0
+"""What a start may take, beside a step whose time is known."""
+DEFAULT_AHEAD_SECONDS = 60.0
+"""sbatch's for ``--signal`` without a time."""
 
 
 @dataclass(frozen=True)
@@ -96,12 +105,13 @@ def check_partition(job: PlannedJob) -> Finding:
         )
     if not asked:
         return warning("no time is asked for, so the partition's default counts", "give --time")
-    wanted = math.inf if asked == "0" else seconds_of(asked)  # 0 requests no limit
+    wanted = job.request.limit_seconds
     if all(wanted > seconds_of(limit) for limit in limits.values()):
         most = ", ".join(f"{name!r} at most {limit}" for name, limit in limits.items())
         longest = max(limits.values(), key=seconds_of)
         remedy = f"give --time {longest}, or less; the next job resumes the run"
-        return failure(f"time {asked} is asked for, and partition {most}", remedy)
+        by = "is asked for" if job.request.source("SBATCH_TIMELIMIT") == "the script" else "is in SBATCH_TIMELIMIT"
+        return failure(f"time {asked} {by}, and partition {most}", remedy)
     return ok(f"{', '.join(limits)}: {asked} of at most {', '.join(limits.values())}")
 
 
@@ -118,17 +128,55 @@ def check_requeue(job: PlannedJob) -> Finding:
     request = job.request
     default = re.search(r"JobRequeue\s*=\s*1", ask_slurm("scontrol", "show", "config"))
     if request.requeue is False or (request.requeue is None and not default):
-        why = "the script says --no-requeue" if request.requeue is False else "JobRequeue = 0 in slurm.conf"
+        by = request.source("SBATCH_NO_REQUEUE")
+        why = f"{by} says --no-requeue" if by == "the script" else f"{by} is set"
+        why = why if request.requeue is False else "JobRequeue = 0 in slurm.conf"
         return warning(
             f"requeue is off ({why}): a job that is preempted or reaches its time limit is not resumed by itself",
             "add #SBATCH --requeue, or submit the same script again: it resumes from the last step",
         )
     if not re.match(r"(R:)?((SIG)?USR2|12)(@|$)", request.signal):
         return warning(
-            "the script requests no USR2 before its time limit, so the step in progress may be lost then",
+            f"{request.source('SBATCH_SIGNAL')} requests no USR2 before the time limit, so the step in progress may be "
+            "lost then",
             "add #SBATCH --signal=USR2@120",
         )
-    return ok(f"on, {request.signal} before the time limit")
+    return _check_time(job) or ok(f"on, {request.signal} before the time limit")
+
+
+def _check_time(job: PlannedJob) -> Finding | None:
+    """What is wrong if a start and a step do not fit in the time before the signal; None: nothing is known to be."""
+    request, limit = job.request, job.request.limit_seconds
+    ahead = float(request.signal.partition("@")[2] or DEFAULT_AHEAD_SECONDS)
+    lines = [] if job.loaded is None else list(read_lines(RunFolder(job.loaded.folder).metrics).values())
+    step = next((float(line["timing_s/step"]) for line in reversed(lines) if "timing_s/step" in line), None)
+    if limit - ahead >= (SHORT_SECONDS if step is None else START_SECONDS + step):
+        return None
+    known = "" if step is None else f" ({step:.0f} s in this run)"
+    earlier = f", and ask for --signal=USR2@{seconds_ahead(limit):.0f} if it stays below 8 minutes"
+    left = f"{max(0.0, limit - ahead):.0f} s before {request.signal}"
+    return warning(
+        f"the time limit {request.time} leaves at most {left}, in which a start and a step{known} may not fit: the job "
+        "would train nothing",
+        f"give more --time{earlier * (ahead > seconds_ahead(limit))}",
+    )
+
+
+def check_cores(job: PlannedJob) -> Finding:
+    """With offload, the optimiser runs on all cores of a rank, and on more than one."""
+    cores = job.request.cores_per_rank
+    threads = int(os.environ.get("TLT_THREADS") or cores)
+    if not (job.config.optimizer.offload and job.uses_gpu):
+        return ok(f"{count(cores, 'core')} a rank")
+    if threads < cores:
+        what = (
+            f"TLT_THREADS={threads}: the optimiser (optimizer.offload) uses {count(threads, 'thread')} on {cores} cores"
+        )
+        return warning(what, "unset it, unless it leaves out only hardware threads")
+    if cores == 1:
+        what = "optimizer.offload = true runs the optimiser on the cores, and each rank has one"
+        return warning(what, "add #SBATCH --cpus-per-task=N (tlt submit: --cpus-per-rank=N), such as 8")
+    return ok(f"{count(cores, 'core')} a rank, for the optimiser (optimizer.offload)")
 
 
 def check_acceptance(job: PlannedJob) -> Finding:

@@ -211,10 +211,10 @@ def start_ranks(rehearsal: Rehearsal, fault: str, number: int) -> int:
     ranks = [*PYTHON, "mpi4py", "-m", "tlt_hpc.cli.rehearsed_rank", *words]
     # in a job srun starts them, and a site may have no mpiexec
     by_srun = ["bash", "-c", 'run_ranks "$@"', "run_ranks"]
-    launcher = by_srun if rehearsal.in_job else [find_mpiexec(), "-n", str(rehearsal.num_ranks)]
     environment = launch_environment(rehearsal.num_ranks, os.environ, rehearsal.job) | {VARIABLE: str(order)}
-    if not rehearsal.in_job:  # a job that this runs in by chance must not be queued again
+    if not rehearsal.in_job:  # a job that this runs in by chance must not be queued again, nor start the ranks
         environment = {name: value for name, value in environment.items() if not name.startswith("SLURM_")}
+    launcher = by_srun if rehearsal.in_job else [find_mpiexec(environment), "-n", str(rehearsal.num_ranks)]
     with log.open("wb") as out:
         process = subprocess.Popen(
             [*launcher, *ranks], env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=out,
