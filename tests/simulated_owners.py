@@ -81,7 +81,7 @@ class Contest:
             process.stopped_until = self.cluster.now + random.uniform(0.0, self.longest_stop)
             self.cluster.sleep(0.0)
         train_add_line(path, line, confirm)
-        self.committed.add(line[STEP])
+        self.committed.add(line[STEP] - 1)
         if not self.committed <= set(read_lines(path)):
             raise ScheduleError(f"of the committed steps {sorted(self.committed)} there are {list(read_lines(path))}")
         if self.owner is not process and self.longest_stop < QUIET_SECONDS and not self.is_at_once(process):

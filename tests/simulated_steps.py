@@ -123,7 +123,7 @@ def read_ranks(job: Any, step: int) -> Any:
 
 
 def line_of(step: int) -> dict[str, float]:
-    return {STEP: step, SCORE: float(step), TRAINED_TOKENS: 1, PROBS_DIFF: 0.0, K3: 0.0}
+    return {STEP: step + 1, SCORE: float(step), TRAINED_TOKENS: 1, PROBS_DIFF: 0.0, K3: 0.0}
 
 
 def repeat_update(config: Any, policy: Policy, rollouts: Any, rewards: Any) -> Any:
@@ -158,11 +158,11 @@ def resume(job: Any, shown: Callable[[int], None]) -> tuple[int, int]:
 
 def add_line(path: Path, line: Any, confirm: Callable[[], None]) -> None:
     cluster = RUNNING[-1]
-    cluster.adding = line[STEP] + 1
+    cluster.adding = line[STEP]
     train_add_line(path, line, confirm)
-    if line[STEP] != cluster.committed:
+    if line[STEP] != cluster.committed + 1:
         raise ScheduleError(f"step {line[STEP]} is committed after {cluster.committed}")
-    cluster.committed = line[STEP] + 1
+    cluster.committed = line[STEP]
 
 
 def drop_lines(path: Path, step: int) -> list[int]:

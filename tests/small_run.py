@@ -80,7 +80,7 @@ def small_record(step: int, rank: int, num_ranks: int = 2, **changes: Any) -> St
 def line_of(step: int, **more: float) -> dict[str, float]:
     """What a run writes of a step, as far as it is read here."""
     return {
-        "training/global_step": float(step),
+        "training/global_step": float(step + 1),
         "critic/score/mean": 0.5 + 0.01 * step,
         "critic/rewards/mean": 0.5 + 0.01 * step,
         "actor/entropy": 1.0,

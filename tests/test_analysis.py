@@ -179,7 +179,7 @@ def test_damage_is_named_and_left_out(folder: RunFolder) -> None:
     path.write_bytes(path.read_bytes()[:-200])
     folder.rollout_log(1, 0).unlink()
     with folder.metrics.open("a") as file:
-        file.write('{"training/global_step": 3.0, "critic/sc')
+        file.write('{"training/global_step": 4.0, "critic/sc')
     folder.config.write_text("[rollout")
     run = RunLog(folder.path)
     found = {name: analyse(run) for name, analyse in ANALYSES.items()}

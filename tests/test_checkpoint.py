@@ -302,7 +302,7 @@ def test_what_is_saved_is_the_state_at_begin(tmp_path, disk):
 
 def evaluated(step: int, **figures: float) -> dict[str, float]:
     """The line of the step that so many steps end with."""
-    return {"training/global_step": float(step - 1)} | {
+    return {"training/global_step": float(step)} | {
         f"val-core/{name}/acc/{what}": value for name_what, value in figures.items()
         for name, what in [name_what.replace("mean4", "mean@4").split("_")]
     }  # fmt: skip

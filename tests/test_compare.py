@@ -56,7 +56,7 @@ def write_run(
         line = {"rollout/seconds": seconds, "timing_s/update_actor": 1.0, "timing_s/step": seconds + 2}
         line |= {"perf/rollout_cpu_seconds": seconds / 2, "perf/cpu_seconds": seconds / 2 + 1}
         line["rollout/decode_cpu_seconds"] = seconds / 4
-        add_line(folder.metrics, {"training/global_step": step, **line})
+        add_line(folder.metrics, {"training/global_step": step + 1, **line})
 
 
 def compared(
@@ -148,7 +148,7 @@ def test_a_log_that_is_missing_in_all_runs_does_not_pass_for_equal(tmp_path, mon
     for log in logs:
         log.rename(log.with_suffix(".away"))
     digests = dict.fromkeys(("plain", "tail"), "same")
-    with pytest.raises(UserError, match=r"plain/rollouts/step-000000 lacks rank-0001\.h5, so .*plain cannot be"):
+    with pytest.raises(UserError, match=r"plain/rollouts/step-000001 lacks rank-0001\.h5, so .*plain cannot be"):
         read_comparison(CONFIG, tmp_path, 1, 2, digests)
     for log in logs:
         threading.Timer(0.1, log.with_suffix(".away").rename, [log]).start()

@@ -164,7 +164,8 @@ def run(tmp_path: Path) -> Path:
         drafter = scaled(embedded_eagle(), factor) | {"num_steps": torch.tensor(step * 7), "fc.exp_avg": torch.ones(2)}
         store.save(step, OneRank(), {"policy": masters(factor), "drafter": drafter}, {})  # type: ignore[arg-type]
     rows = [
-        {"training/global_step": float(i), "drafter/spec_decode/mean_acceptance_length": 2 + i / 100} for i in range(20)
+        {"training/global_step": float(i + 1), "drafter/spec_decode/mean_acceptance_length": 2 + i / 100}
+        for i in range(20)
     ]
     folder.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder.path
@@ -443,7 +444,7 @@ START = {
 
 def figures(step: int, seconds: float) -> dict[str, float]:
     return {
-        "training/global_step": float(step), "critic/score/mean": 0.25 + step / 100, "perf/total_num_tokens": 500.0,
+        "training/global_step": float(step + 1), "critic/score/mean": 0.25 + step / 100, "perf/total_num_tokens": 500.0,
         "timing_s/step": 900.0, "rollout/seconds": seconds,
     }  # fmt: skip
 

@@ -92,12 +92,12 @@ def test_a_lost_line_or_a_changed_log_is_seen(faults, tmp_path):
     run = faults.RunFolder(tmp_path / "run")
     run.rollout_log(0, 0).parent.mkdir(parents=True)
     run.rollout_log(0, 0).write_bytes(b"a log")
-    run.metrics.write_text('{"training/global_step": 0}\n')
+    run.metrics.write_text('{"training/global_step": 1}\n')
     before = faults.committed(tmp_path)
-    assert list(before) == ["step-000000/rank-0000.h5", "line 0"]
+    assert list(before) == ["step-000001/rank-0000.h5", "line 0"]
     run.rollout_log(0, 0).write_bytes(b"another")
     changed = [name for name, content in faults.committed(tmp_path).items() if before[name] != content]
-    assert changed == ["step-000000/rank-0000.h5"]
+    assert changed == ["step-000001/rank-0000.h5"]
     run.metrics.write_text("")
     assert faults.committed(tmp_path) == {}
 

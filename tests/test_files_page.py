@@ -148,7 +148,7 @@ def test_every_figure_of_a_step_is_on_the_page_and_every_figure_on_the_page_is_i
 
 @pytest.mark.mpi
 def test_a_ranks_own_figures_are_those_that_the_page_says(run: Path) -> None:
-    with h5py.File(run / "rollouts" / "step-000000" / "rank-0000.h5") as file:
+    with h5py.File(run / "rollouts" / "step-000001" / "rank-0000.h5") as file:
         own = list(file["metrics"].attrs)
     said = {name: cells[1] for name, cells in figures().items() if "in the log" in cells[1]}
     assert not [key for key in own if not any(pattern(name).fullmatch(key) for name in said)]
@@ -160,9 +160,9 @@ def test_a_ranks_own_figures_are_those_that_the_page_says(run: Path) -> None:
 def test_every_file_of_a_run_is_on_the_page(run: Path) -> None:
     named = {name.partition("/")[0] for cells in rows(section("The folder")) for name in code(cells[0])}
     assert not {path.name for path in run.iterdir()} - named
-    log = run / "rollouts" / "step-000000" / "rank-0000.h5"
+    log = run / "rollouts" / "step-000001" / "rank-0000.h5"
     assert found_in(log) == documented("The rollout log")
-    assert found_in(run / "cache" / "step-000000" / "rank-0000.h5") == documented("The feature cache")
+    assert found_in(run / "cache" / "step-000001" / "rank-0000.h5") == documented("The feature cache")
     evaluation = run / "evaluation" / "step-000001"
     assert found_in(evaluation / "responses" / "000000.h5") == documented("Evaluations")
 

@@ -129,14 +129,14 @@ def test_responses_of_a_step_are_kept_until_its_line_is_there(tmp_path):
     blocked = part_of(folder.metrics)
     blocked.mkdir()
     with pytest.raises(WriteError):
-        run.commit(job, 5, {STEP: 5})
+        run.commit(job, 5, {STEP: 6})
     assert len(folder.kept_parts(5)) == 1
     blocked.rmdir()
-    run.commit(job, 5, {STEP: 5})
+    run.commit(job, 5, {STEP: 6})
     assert not folder.kept.exists() and list(read_lines(folder.metrics)) == [5]
-    add_line(folder.metrics, {STEP: 6})
-    run.add_figures(job, {STEP: 5, "val": 0.5})  # as where run.num_steps was lowered
-    assert list(read_lines(folder.metrics).values()) == [{STEP: 5, "val": 0.5}, {STEP: 6}]
+    add_line(folder.metrics, {STEP: 7})
+    run.add_figures(job, {STEP: 6, "val": 0.5})  # as where run.num_steps was lowered
+    assert list(read_lines(folder.metrics).values()) == [{STEP: 6, "val": 0.5}, {STEP: 7}]
 
 
 def test_a_step_reads_the_newest_lines_alone(tmp_path, monkeypatch):
@@ -145,19 +145,19 @@ def test_a_step_reads_the_newest_lines_alone(tmp_path, monkeypatch):
     make_folder(folder.status)
     claim_owner(folder.status, BEAT.start)
     for step in range(40):
-        add_line(folder.metrics, {STEP: step, "actor/loss": float(step)})
+        add_line(folder.metrics, {STEP: step + 1, "actor/loss": float(step)})
     read, parse_line = [], step_lines.parse_line
     monkeypatch.setattr(step_lines, "parse_line", lambda text: read.append(text) or parse_line(text))
-    assert kept_module.find_origin(config, folder, 40) == origin_of({STEP: 39, "actor/loss": 39.0})
-    run.commit(SimpleNamespace(folder=folder, world=OneRank()), 40, {STEP: 40})
+    assert kept_module.find_origin(config, folder, 40) == origin_of({STEP: 40, "actor/loss": 39.0})
+    run.commit(SimpleNamespace(folder=folder, world=OneRank()), 40, {STEP: 41})
     assert 0 < len(read) <= 4
 
 
 def test_lines_that_are_taken_back_are_copied_first(tmp_path):
     metrics = tmp_path / "metrics.jsonl"
     for step in range(3):
-        add_line(metrics, {STEP: step})
-    copy = tmp_path / "metrics.dropped-000001.jsonl"
+        add_line(metrics, {STEP: step + 1})
+    copy = tmp_path / "metrics.dropped-000002.jsonl"
     part_of(copy).mkdir()
     with pytest.raises(WriteError):
         drop_lines(metrics, 1)
@@ -216,7 +216,7 @@ def test_progress_is_the_steps_and_what_is_kept_of_the_next(tmp_path):
     folder = RunFolder(tmp_path / "tiny")
     assert describe_progress(config) == "step 0 and 0 bytes of the next one's responses"
     for step in range(2):
-        add_line(folder.metrics, {"training/global_step": step})
+        add_line(folder.metrics, {"training/global_step": step + 1})
     for step in (1, 2):
         write_kept(folder.kept_part(step, 0, 0), "here", [response(1)], False)
     size = folder.kept_part(2, 0, 0).stat().st_size
@@ -228,7 +228,7 @@ def test_progress_is_the_steps_and_what_is_kept_of_the_next(tmp_path):
 
 def test_the_next_start_takes_responses_of_its_own_weights_from_whole_files(tmp_path, caplog):
     config, folder = load_config(ROOT / "jobs" / "tiny.toml", [f"run.folder={tmp_path}"]), RunFolder(tmp_path)
-    add_line(folder.metrics, {"training/global_step": 1, "timing_s/gen": 2.5})
+    add_line(folder.metrics, {"training/global_step": 2, "timing_s/gen": 2.5})
     own = origin_of(read_lines(folder.metrics)[1])
     for number, (origin, draws) in enumerate([(own, (3, 1)), ("another", (2,)), (own, (1, 4)), (own, (5,))]):
         write_kept(folder.kept_part(2, 0, number), origin, list(map(response, draws)), False)

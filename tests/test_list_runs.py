@@ -22,7 +22,7 @@ def a_run(folder: Path, num_steps: int, age: float) -> Path:
     """A run's folder with some steps, last written ``age`` seconds ago."""
     folder.mkdir(parents=True)
     for step in range(num_steps):
-        line = {"training/global_step": step, "critic/score/mean": step / 4, "perf/total_num_tokens": 1000}
+        line = {"training/global_step": step + 1, "critic/score/mean": step / 4, "perf/total_num_tokens": 1000}
         add_line(folder / "metrics.jsonl", line)
     for path in (*folder.iterdir(), folder):
         os.utime(path, (time.time() - age,) * 2)

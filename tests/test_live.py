@@ -45,10 +45,10 @@ group_size = 8
 
 
 def record(rank: int = 0, **changes: object) -> Record:
-    """The record of a rank in the rollout of step 12 that has seven responses left."""
+    """The record of a rank in the rollout of step 13 that has seven responses left."""
     usual = Record(
         start="now", rank=rank, host=f"a-long-host-name-{rank // 4}", pid=rank + 1, heartbeat=5, phase="rollout",
-        step=12, part="7 sequences left", part_number=0, waiting="", number=0, progress=9, still=0, limit=600,
+        step=13, part="7 sequences left", part_number=0, waiting="", number=0, progress=9, still=0, limit=600,
         seconds=0.0, sequences_left=7,
     )  # fmt: skip
     return replace(usual, **changes)
@@ -56,7 +56,7 @@ def record(rank: int = 0, **changes: object) -> Record:
 
 def line(step: int, **changes: float) -> dict[str, float]:
     names = {
-        "training/global_step": float(step), "critic/score/mean": 0.5, "response_length/mean": 12_345.0,
+        "training/global_step": float(step + 1), "critic/score/mean": 0.5, "response_length/mean": 12_345.0,
         "response_length/max": 32_768.0, "drafter/spec_decode/mean_acceptance_length": 3.21,
         "rollout/idle_rank_seconds": 12_345.6, "rollout/harvested_rank_seconds": 9_876.5, "rollout/seconds": 2_345.6,
         "timing_s/step": 3_000.0, "perf/total_num_tokens": 1.6e6,

@@ -161,9 +161,9 @@ def test_the_notebook_reads_a_runs_responses(folder: RunFolder, monkeypatch: pyt
     exec(program.replace('Path("runs/demo")', f"Path({str(folder.path)!r})"), names)
     log = RunLog(folder.path)
     table = names["by_step"]
-    assert list(table.index) == list(log.steps) and len(names["responses"]) == sum(
+    assert list(table.index) == [1, 2, 3] and len(names["responses"]) == sum(
         len(record.rollouts) for step in log.steps for record in log.records(step)
     )
     longest = log.metric("response_length/max")
     assert not len(longest) or table["tail"].min() >= 1
-    assert list(names["metrics"].index) == list(log.lines)
+    assert list(names["metrics"].index) == [1, 2, 3]

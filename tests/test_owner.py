@@ -191,5 +191,5 @@ def test_of_a_run_that_was_taken_over_no_rank_writes_anything(tmp_path):
     for told in run_on_ranks(2, lose_the_folder, str(tmp_path)):
         assert all(f"another start has taken over {tmp_path}" in line for line in told["said"]), told
         kept = [path for path in told["left"] if not path.startswith(("cache", "kept"))]
-        assert kept == ["rollouts/step-000000/rank-0000.h5", "rollouts/step-000000/rank-0001.h5"], told
+        assert kept == ["rollouts/step-000001/rank-0000.h5", "rollouts/step-000001/rank-0001.h5"], told
         assert told["lines"] == [0]

@@ -137,8 +137,8 @@ def test_all_that_a_power_failure_can_leave_of_a_run_is_good(run: tuple[Path, li
     [
         ("/recorded$", 0, "run/config.toml is lost"),
         ("/rank-0000.h5.part$", 0, "damaged rollout log"),
-        ("/rollouts/step-000000$", 0, "step 0 has a line, and not its responses"),
-        ("/rollouts$", 0, "step 0 has a line, and not its responses"),
+        ("/rollouts/step-000001$", 0, "step 1 has a line, and not its responses"),
+        ("/rollouts$", 0, "step 1 has a line, and not its responses"),
         ("/metrics.jsonl.part$", 0, "metrics.jsonl:1 is cut off"),
         ("/run$", 0, "run/config.toml is lost"),
         ("/checkpoints/.*safetensors$", 0, "skipping checkpoint"),
@@ -192,7 +192,7 @@ def test_logs_of_ranks_that_are_no_more_do_not_come_back(tmp_path: Path) -> None
     assert opened(tmp_path / "a", act, look) == []
     # the last fsync of the folder alone protects from this
     changes = recorded(tmp_path / "b", act)
-    last = max(n for n, change in enumerate(changes) if change.kind == "fsync" and change.path.endswith("/step-000000"))
+    last = max(n for n, change in enumerate(changes) if change.kind == "fsync" and change.path.endswith("/step-000001"))
     del changes[last]
     trial = Trial(tmp_path / "c", Disk(tmp_path / "b"), changes, lambda place: look(RunFolder(place / "run")), ())
     trial.run(numbers=range(last, len(changes)))
@@ -205,7 +205,7 @@ def test_responses_that_a_stop_has_kept_are_there(tmp_path: Path) -> None:
         write_json(run.finished, {})
 
     assert opened(tmp_path / "a", act, lambda run: ()) == []
-    for number, lost in enumerate(("/run$", "/kept$", "/step-000003$", "h5.part$")):
+    for number, lost in enumerate(("/run$", "/kept$", "/step-000004$", "h5.part$")):
         assert any("kept/step" in line for line in opened(tmp_path / str(number), act, lambda run: (), lost)), lost
 
 

@@ -266,7 +266,7 @@ def step_of(place: Place, seconds: float) -> None:
     run = place.path / "runs" / "tiny"
     run.mkdir(parents=True)
     (run / "config.toml").write_text(to_toml(load_config(ROOT / "jobs" / "tiny.toml", place.base())))
-    add_line(run / "metrics.jsonl", {"training/global_step": 0, "timing_s/step": seconds})
+    add_line(run / "metrics.jsonl", {"training/global_step": 1, "timing_s/step": seconds})
 
 
 def offloads(place: Place, cores: int) -> None:

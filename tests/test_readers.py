@@ -138,7 +138,7 @@ def faults(monkeypatch: pytest.MonkeyPatch) -> Any:
     (
         (lambda lines: [lines[0], lines[2]], ":2 is of step 3, and the line before it of step 1"),
         (lambda lines: [*lines[:2], {**lines[2], "critic/score/mean": "high"}], ":3 .*critic/score/mean is no number"),
-        (lambda lines: [{"training/global_step": 0.0}, *lines[1:]], ":1 has no critic/score/mean, "),
+        (lambda lines: [{"training/global_step": 1.0}, *lines[1:]], ":1 has no critic/score/mean, "),
     ),
 )
 def test_check_looks_at_every_line(run: RunFolder, change: Callable[[list[dict[str, float]]], list[dict[str, float]]],

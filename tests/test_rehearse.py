@@ -65,11 +65,11 @@ def test_a_line_or_a_log_that_is_not_as_it_was_is_lost(tmp_path: Path, capsys: p
     for step in range(3):
         folder.rollout_log(step, 0).parent.mkdir(parents=True)
         folder.rollout_log(step, 0).write_bytes(b"a log")
-        add_line(folder.metrics, {STEP: step, "critic/score/mean": step})
+        add_line(folder.metrics, {STEP: step + 1, "critic/score/mean": step})
     before = committed(folder)
     assert see_end(rehearsal, Rehearsed([], before), 9).starts[0].lost == []
     folder.rollout_log(1, 0).write_bytes(b"another")
-    add_line(folder.metrics, {STEP: 2, "critic/score/mean": 0.5})
+    add_line(folder.metrics, {STEP: 3, "critic/score/mean": 0.5})
     found = see_end(rehearsal, Rehearsed([], before), 9).starts[0]
     assert (found.lost, found.struck, found.status) == ([1, 2], True, 9)
     kill, end = Start("kill", True, 9, 1.0, 2.0, []), Start("", False, 0, 0.0, 3.0, [1, 2])

@@ -36,7 +36,7 @@ from tlt_hpc.storage.step_lines import add_line, drop_lines, parse_line, read_li
 
 
 def line(step: int, value: float = 0.0) -> dict[str, float]:
-    return {"training/global_step": float(step), "value": value}
+    return {"training/global_step": float(step + 1), "value": value}
 
 
 def test_no_line_is_lost_but_those_that_are_taken_back(tmp_path: Path) -> None:
@@ -53,12 +53,12 @@ def test_no_line_is_lost_but_those_that_are_taken_back(tmp_path: Path) -> None:
     before = path.stat().st_ino
     assert drop_lines(path, 4) == [] and path.stat().st_ino == before, "nothing to drop, yet written again"
     assert drop_lines(path, 2) == [2, 3] and list(read_lines(path)) == [0, 1]
-    beside = tmp_path / "metrics.dropped-000002.jsonl"
+    beside = tmp_path / "metrics.dropped-000003.jsonl"
     assert list(read_lines(beside)) == [2, 3] and set(tmp_path.iterdir()) == {path, beside}, "nothing is lost"
     for number in (2, 3):
         add_line(path, line(2, float(number)))
         assert drop_lines(path, 2) == [2]
-        assert read_lines(tmp_path / f"metrics.dropped-000002-{number}.jsonl") == {2: line(2, float(number))}
+        assert read_lines(tmp_path / f"metrics.dropped-000003-{number}.jsonl") == {2: line(2, float(number))}
     assert list(read_lines(beside)) == [2, 3]
 
 

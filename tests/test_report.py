@@ -212,7 +212,7 @@ def test_cost_is_of_all_steps_that_a_line_tells_of(run: RunFolder) -> None:
     assert cards_of(run)["Cost"] == KeyFigure("Cost", "0.016", "rank-hours, 3,940 tokens per rank-hour")
     begin(run, 2, 2)
     set_lines(run, *[{"energy/gpu_joules": 1000.0, "timing_s/testing": 0.4}] * 3)
-    add_line(run.metrics, {**read_lines(run.metrics)[2], "training/global_step": 3.0, "energy/gpu_joules": 500.0})
+    add_line(run.metrics, {**read_lines(run.metrics)[2], "training/global_step": 4.0, "energy/gpu_joules": 500.0})
     drop_lines(run.metrics, 3)
     assert cards_of(run)["Cost"] == KeyFigure(
         "Cost", "0.0222", "GPU-hours (0.00556 in lost steps), 2,840 tokens per GPU-hour, 3.5 kJ"

@@ -73,7 +73,7 @@ def test_the_log_proves_that_ranks_trained_while_another_still_decoded(straight)
                 proofs += micro_step.end_seconds < decoded.timing.last_token_seconds
     assert proofs > 0
     rows = [json.loads(line) for line in (straight / "metrics.jsonl").read_text().splitlines()]
-    assert [row["training/global_step"] for row in rows] == [0, 1, 2, 3]
+    assert [row["training/global_step"] for row in rows] == [1, 2, 3, 4]
     idle = sum(row["rollout/idle_rank_seconds"] for row in rows)
     harvested = sum(row["rollout/harvested_rank_seconds"] for row in rows)
     assert 0 < harvested <= idle

@@ -229,7 +229,11 @@ def write_run(
         for rank, (shard, spans) in enumerate(zip(shards, all_spans, strict=True)):
             write_step(run.rollout_log(step, rank), _record(step, rank, num_ranks, shard, spans))
         seconds = max(took) + STOP_SECONDS
-        line = {"training/global_step": step, "rollout/seconds": seconds, "rollout/stop_latency_seconds": STOP_SECONDS}
+        line = {
+            "training/global_step": step + 1,
+            "rollout/seconds": seconds,
+            "rollout/stop_latency_seconds": STOP_SECONDS,
+        }
         lines.append({**line, "timing_s/step": seconds + 2.0 + 0.1 * sum(map(sum, shards))})
     run.metrics.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     return folder

@@ -68,7 +68,7 @@ def test_of_six_members_the_failed_one_is_named_and_submitted_again_alone(
     jobs = send(submission.jobs_folder, parameters(submission), commands, dict(os.environ))
     save(submission.with_jobs(dict(zip((member.name for member in members), jobs, strict=True))))
     (tmp_path / "runs" / "member0").mkdir(parents=True)
-    add_line(tmp_path / "runs" / "member0" / "metrics.jsonl", {"training/global_step": 0})
+    add_line(tmp_path / "runs" / "member0" / "metrics.jsonl", {"training/global_step": 1})
     wait_for_all(slurm, tmp_path / "sub")
 
     assert submit("status", "sub") == 1

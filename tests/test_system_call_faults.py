@@ -191,7 +191,7 @@ def test_what_a_run_has_lost_is_seen(campaign: Campaign) -> None:
     again = wrong_after(lambda run: run.metrics.with_name("metrics.dropped-000002.jsonl").touch())
     assert "generated a committed step again" in again
     lost = wrong_after(lambda run: run.rollout_log(1, 0).unlink())
-    assert "differs in texts of step 1" in lost and any(each.startswith("not sound") for each in lost)
+    assert "differs in texts of step 2" in lost and any(each.startswith("not sound") for each in lost)
     assert "other files" in wrong_after(lambda run: (run.checkpoints / "x.part").write_text(""))[0]
 
 

@@ -44,7 +44,7 @@ def commit(folder: RunFolder, *steps: int, factor: float = 1.0) -> None:
     for step in steps:
         add_line(
             folder.metrics,
-            {"training/global_step": float(step), "critic/score/mean": factor * step / 7, "drafter/why": "always"},
+            {"training/global_step": float(step + 1), "critic/score/mean": factor * step / 7, "drafter/why": "always"},
         )
 
 
@@ -68,8 +68,7 @@ def logged(folder: RunFolder) -> dict[str, dict[int, float]]:
     for step, line in read_lines(folder.metrics).items():
         for name, value in line.items():
             if not isinstance(value, str):
-                shown = step + 1 if name == "training/global_step" else value
-                found.setdefault(name, {})[step + 1] = pytest.approx(shown, rel=1e-6)
+                found.setdefault(name, {})[step + 1] = pytest.approx(value, rel=1e-6)
     return found
 
 
@@ -577,7 +576,7 @@ def test_a_local_tracker_has_each_step_once_and_opens_no_network(name, runs_in, 
 def test_mlflow_says_how_a_run_stands_and_what_it_is(tmp_path, monkeypatch):
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     config, folder = config_for(tmp_path, "tracking.mlflow=true"), RunFolder(tmp_path / "tiny")
-    add_line(folder.metrics, {"training/global_step": 0.0, "val-core/gcd/acc/mean@8": float("nan")})
+    add_line(folder.metrics, {"training/global_step": 1.0, "val-core/gcd/acc/mean@8": float("nan")})
     with pytest.raises(ZeroDivisionError), Tracking(config, folder) as tracking:
         tracking.follow(1)
         raise ZeroDivisionError

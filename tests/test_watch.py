@@ -127,7 +127,7 @@ def test_the_others_leave_it_to_the_lowest_as_long_as_that_one_lives(tmp_path, c
 
 def plain(rank: int, stalled: bool) -> Record:
     return Record(
-        start="start", rank=rank, host="node1", pid=os.getpid(), heartbeat=0, phase="rollout", step=0, part="",
+        start="start", rank=rank, host="node1", pid=os.getpid(), heartbeat=0, phase="rollout", step=1, part="",
         part_number=0, waiting="", number=0, progress=0, still=300 * stalled, limit=300, seconds=0.0,
     )  # fmt: skip
 

@@ -38,7 +38,7 @@ MEMBER = Member(0, 2, "node1", "start", {0: 1})
 def record(rank: int, **changes: object) -> Record:
     """The record of a rank that decodes and has just made progress, with these changes."""
     plain = Record(
-        start="start", rank=rank, host=f"node{rank + 1}", pid=100 + rank, heartbeat=400, phase="rollout", step=12,
+        start="start", rank=rank, host=f"node{rank + 1}", pid=100 + rank, heartbeat=400, phase="rollout", step=13,
         part="", part_number=0, waiting="", number=0, progress=7, still=0, limit=300, seconds=0.0,
     )  # fmt: skip
     return replace(plain, **changes)
@@ -87,7 +87,7 @@ def test_of_several_at_work_the_least_far_are_named():
     assert str(line_of(stuck(0, **update), behind, stuck(2, **update))) == (
         "rank 1 on node2 is stuck in update of step 13 (micro-batch 2 of 8) for 301 s"
     )
-    assert str(line_of(stuck(0, **update), stuck(1, step=11, **update))).startswith("rank 1")
+    assert str(line_of(stuck(0, **update), stuck(1, step=12, **update))).startswith("rank 1")
 
 
 def test_a_rank_without_a_sign_of_life_is_named_after_one_that_is_seen_to_hang():

@@ -33,7 +33,6 @@ from tlt_hpc.common.records import MicroStepRecord, PhaseSpan
 from tlt_hpc.look.run_log import RunLog
 from tlt_hpc.storage.folder import GIVE_OUTPUT, check_writable
 from tlt_hpc.storage.rollout_log import StepRecord, StepSummary
-from tlt_hpc.storage.step_lines import STEP
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -128,7 +127,7 @@ def steps_of(run: RunLog, text: str | None) -> list[int]:
 
 def line_parts(run: RunLog, steps: list[int]) -> Iterator[Part]:
     """The lines of metrics.jsonl, with every name that any of them has."""
-    lines = [{**run.lines[step], STEP: float(step + 1)} for step in steps if step in run.lines]
+    lines = [run.lines[step] for step in steps if step in run.lines]
     yield {name: [line.get(name) for line in lines] for name in dict.fromkeys(name for line in lines for name in line)}
 
 

@@ -390,7 +390,7 @@ def compare_with_straight(folder: Path) -> list[str]:
             shutil.rmtree(place / "straight", ignore_errors=True)
             straight = finish(place / "straight", variant, steps + 1)
             names = [
-                f"step {step}" for step in range(steps + 1) if texts(place, step) != texts(place / "straight", step)
+                f"step {step + 1}" for step in range(steps + 1) if texts(place, step) != texts(place / "straight", step)
             ]
             names += [str(path.relative_to(place)) for path in (place / "run").rglob("*.part*")]
             names += [] if digest == straight else [f"policy {digest[:12]}, uninterrupted {straight[:12]}"]

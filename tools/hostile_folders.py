@@ -20,8 +20,8 @@ ALL, CHECK, NOBODY = READERS | {"train"}, frozenset({"check"}), frozenset[str]()
 FILES: dict[str, frozenset[str]] = {
     "config.toml": frozenset({"train", "evaluate"}),
     "metrics.jsonl": CHECK | {"train"},
-    "rollouts/step-000001/rank-0000.h5": CHECK,
-    "rollouts/step-000000": CHECK,
+    "rollouts/step-000002/rank-0000.h5": CHECK,
+    "rollouts/step-000001": CHECK,
     "finished.json": CHECK | {"train"},
     "environment.jsonl": CHECK,
     "data.json": CHECK,
@@ -35,7 +35,7 @@ FILES: dict[str, frozenset[str]] = {
     "checkpoints/step-000002/policy-00000-of-00001.safetensors": NOBODY,
     "drafter-checkpoints/step-000002/state.json": NOBODY,
     "cache": NOBODY,
-    "cache/step-000001/rank-0000.h5": NOBODY,
+    "cache/step-000002/rank-0000.h5": NOBODY,
     "report.html": NOBODY,
 }
 """What is damaged -> the commands that cannot do without it, or that report whether it is sound."""
@@ -45,7 +45,7 @@ VALUES = (
 )  # fmt: skip
 """In place of a value of JSON."""
 _DOCUMENTS = ('{"hello": "world"}', "[]", "3", '"text"', "null", "{}", "[[[]]]", "{}\n{}", "\ufeff{}")
-_LOG = "rollouts/step-000001/rank-0000.h5"
+_LOG = "rollouts/step-000002/rank-0000.h5"
 
 
 def make(number: int, folder: Path, base_run: Path, source: random.Random) -> Case:
@@ -116,7 +116,7 @@ def _extreme(lines: list[Any], source: random.Random) -> list[Any]:
 def _other_step(run: Path, source: random.Random) -> str:
     value = source.choice(("1e300", "NaN", "-1", "0.5", "9" * 400, "9" * 6000, '"1"', "true", "[0]", str(2**63)))
     text = (run / "metrics.jsonl").read_text()
-    (run / "metrics.jsonl").write_text(text.replace('"training/global_step": 1.0', f'"training/global_step": {value}'))
+    (run / "metrics.jsonl").write_text(text.replace('"training/global_step": 2.0', f'"training/global_step": {value}'))
     return value[:20]
 
 
@@ -191,7 +191,7 @@ def _strange_entries(run: Path, source: random.Random) -> None:
         for parent in ("rollouts", "cache", "checkpoints"):
             (run / parent / name).mkdir()
     for name in ("rank-x.h5", "rank-.h5", "rank-" + "9" * 200 + ".h5", "rank-0001.h5.bak", "rank-٣٣٣٣.h5"):
-        for parent in ("rollouts/step-000001", "cache/step-000001", "status"):
+        for parent in ("rollouts/step-000002", "cache/step-000002", "status"):
             (run / parent / name).write_bytes(b"")
 
 

@@ -136,7 +136,7 @@ def wrong_of(run: RunFolder, ranks: int, wanted: list[dict[Any, Any]]) -> Iterat
     lines = parse_lines(run.metrics.read_bytes()).by_step if run.metrics.exists() else {}
     for step in lines:
         if texts(run, step) != wanted[step] or len(run.rollout_logs(step)) != ranks:
-            yield f"step {step} has a line, and not its responses"
+            yield f"step {step + 1} has a line, and not its responses"
     for folder in (run.checkpoints, run.drafter_checkpoints):
         CheckpointStore(folder, keep=1).within(0, STEPS)  # warns of each that is damaged
     for path in (*run.kept.glob("step-*/rank-*.h5"), *run.cache.glob("step-*/rank-*.h5")):

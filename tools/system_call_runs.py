@@ -233,7 +233,7 @@ class Campaign:
     def _found(self, place: Path) -> dict[str, Any]:
         """What two runs of the same job have in common at their ends."""
         run = RunFolder(place / "run")
-        found: dict[str, Any] = {f"texts of step {step}": texts(run, step) for step in range(STEPS)}
+        found: dict[str, Any] = {f"texts of step {step + 1}": texts(run, step) for step in range(STEPS)}
         found["committed steps"] = committed(place)
         found["policy"] = run.finished.exists() and json.loads(run.finished.read_text())["policy_sha256"]
         saved = run.checkpoints / f"step-{STEPS:06d}"

@@ -1,8 +1,11 @@
-"""Numbers in sentences."""
+"""Numbers in sentences, names and files."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+
+FIRST_STEP = 1
+"""What steps are counted from in all that a run writes; the code counts them from 0."""
 
 
 def count(number: int | float, noun: str) -> str:

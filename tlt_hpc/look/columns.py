@@ -48,10 +48,10 @@ STEP_TABLE = {
 
 
 def step_cells(line: Mapping[str, Any]) -> tuple[str, ...]:
-    """A step's row of the progress table, empty where a value is missing; steps count from 1."""
+    """A step's row of the progress table, empty where a value is missing."""
     columns = [COLUMNS[name] for name in STEP_TABLE.values()]
     cells = [_figure(line[one.metric], one.form) if one.metric in line else "" for one in columns]
-    return (f"{int(line['training/global_step']) + 1}", *cells)
+    return (f"{int(line['training/global_step'])}", *cells)
 
 
 def _figure(value: float, form: str) -> str:

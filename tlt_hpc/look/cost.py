@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from tlt_hpc.look.run_log import RunLog
 from tlt_hpc.look.words import joules, rounded
 from tlt_hpc.storage.records import Environment
-from tlt_hpc.storage.step_lines import STEP, Line
+from tlt_hpc.storage.step_lines import Line, step_of
 
 _SECONDS = ("timing_s/step", "timing_s/testing")
 _TOKENS, _JOULES = "perf/total_num_tokens", "energy/gpu_joules"
@@ -77,7 +77,7 @@ class _Devices:
 
     def hours(self, line: Line) -> float:
         """Device-hours of a step, by the number of its logs if starts had different numbers of ranks."""
-        ranks = self._ranks if self._is_constant else len(self._log.files(int(line[STEP]))) or self._ranks
+        ranks = self._ranks if self._is_constant else len(self._log.files(step_of(line))) or self._ranks
         return ranks * self._each * sum(_figure(line, name) or 0.0 for name in _SECONDS) / 3600
 
 

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tlt_hpc.common.records import FinishReason, RolloutTiming
+from tlt_hpc.common.words import FIRST_STEP
 from tlt_hpc.drafting.acceptance import DraftCounts
 from tlt_hpc.drafting.spot import MergeReport
 from tlt_hpc.look.energy import PREFIX as ENERGY
@@ -16,6 +17,7 @@ from tlt_hpc.mpi.world import World
 from tlt_hpc.rewards.answer import PART, WITH_PARTS
 from tlt_hpc.rl.stats import Update
 from tlt_hpc.storage.rollout_log import StepRecord
+from tlt_hpc.storage.step_lines import STEP
 
 SCORE, TOKENS, TRAINED_TOKENS = "critic/score/mean", "perf/total_num_tokens", "actor/num_tokens"
 PROBS_DIFF = "training/rollout_probs_diff_mean"
@@ -82,7 +84,7 @@ def summarise(
     tokens = int(lengths.sum())
     generated = tokens - own[KEPT_TOKENS]
     metrics = {
-        "training/global_step": float(record.step),
+        STEP: float(record.step + FIRST_STEP),
         **_spread("critic/score", scores),
         **_spread("critic/rewards", update.rewards),
         **_spread("critic/advantages", update.advantages),

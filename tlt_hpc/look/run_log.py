@@ -14,13 +14,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tlt_hpc.common.errors import UserError
-from tlt_hpc.common.files import LINES_BYTES, DamagedText, read_bytes, read_last_lines, read_toml, told
+from tlt_hpc.common.files import (
+    DOCUMENT_BYTES,
+    LINES_BYTES,
+    DamagedText,
+    open_regular,
+    read_bytes,
+    read_last_lines,
+    read_toml,
+    told,
+)
 from tlt_hpc.look.words import first_few
 from tlt_hpc.storage.folder import RunFolder, no_run, rank_of
 from tlt_hpc.storage.hdf5 import DamagedFile
 from tlt_hpc.storage.records import Environment, FinishedWord, read_environments, read_finished
 from tlt_hpc.storage.rollout_log import StepRecord, StepSummary, read_step, read_summary
-from tlt_hpc.storage.step_lines import Line, StepLines, parse_lines
+from tlt_hpc.storage.step_lines import Line, StepLines, check_counting, parse_lines
 
 RankFile = TypeVar("RankFile", StepRecord, StepSummary)
 
@@ -34,7 +43,7 @@ class RunLog:
         tail_bytes: read only this many last bytes of metrics.jsonl; default all.
 
     Raises:
-        UserError: the folder holds no run.
+        UserError: the folder holds no run, or an earlier version's, which counted steps from 0.
     """
 
     def __init__(
@@ -101,6 +110,8 @@ class RunLog:
         """The lines of metrics.jsonl in file order, and what is wrong with the file."""
         path, tail = self.folder.metrics, self._tail_bytes
         try:
+            with open_regular(path) as file:
+                check_counting(path, file.readline(DOCUMENT_BYTES))
             found = parse_lines(read_last_lines(path, tail) if tail else read_bytes(path, LINES_BYTES))
         except FileNotFoundError:  # no step is committed yet
             return StepLines((), (), None)

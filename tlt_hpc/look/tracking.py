@@ -16,10 +16,11 @@ from collections.abc import Callable, Set
 from functools import partial
 
 from tlt_hpc.common.files import DamagedText, read_json
+from tlt_hpc.common.words import FIRST_STEP
 from tlt_hpc.config import Config, TrackingSection
 from tlt_hpc.look.trackers import ANSWER_SECONDS, TRACKERS, Figures, Tracker, TrackerThread
 from tlt_hpc.storage.folder import RunFolder, writing_beside
-from tlt_hpc.storage.step_lines import STEP, Line, read_lines
+from tlt_hpc.storage.step_lines import Line, read_lines
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +107,7 @@ class Tracking:
         if step >= self._given[name]:
             # before it is given: it cannot be replaced, so rather none than two
             self._note(name, step + 1, self._trackers[name].run_id)
-            self._trackers[name].log(step + 1, {**figures, STEP: float(step + 1)})
+            self._trackers[name].log(step + FIRST_STEP, figures)
 
     def _close(self, name: str, failed: bool) -> None:
         self._trackers[name].close(failed)

@@ -1,6 +1,6 @@
 """One file of the HDF5 rollout cache: tokens and the target's features of one rank's responses of one step.
 
-Independent of other ranks and steps; ``feature_writer`` writes it. Schema 2 (G prompts, N responses, M extents):
+Independent of other ranks and steps; ``feature_writer`` writes it. Schema 3 (G prompts, N responses, M extents):
 
     /                attributes kind, schema, step, weight_version, num_layers, hidden_size, compression, committed
     features         [rows, layer, hidden] uint16, the bits of bf16 (attribute dtype = "bfloat16")
@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from tlt_hpc.storage import hdf5
 from tlt_hpc.storage.retention import Span
 
-KIND = hdf5.FileKind("feature cache", schema=2, remedy="delete it; the drafter trains from the other files")
+KIND = hdf5.FileKind("feature cache", schema=3, remedy="delete it; the drafter trains from the other files")
 
 
 @dataclass(frozen=True)

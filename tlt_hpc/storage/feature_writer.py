@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from tlt_hpc.common.words import FIRST_STEP
 from tlt_hpc.storage import hdf5
 from tlt_hpc.storage.feature_file import KIND, Document, read_document, runs_of
 from tlt_hpc.storage.folder import make_folder, part_of, publish
@@ -109,7 +110,7 @@ class FeatureCacheWriter:
         self._num_pending_bytes = 0
         make_folder(path.parent)
         self._file = hdf5.NewFile(part_of(path), KIND)
-        attributes = {"step": step, "weight_version": weight_version, "num_layers": num_layers}
+        attributes = {"step": step + FIRST_STEP, "weight_version": weight_version, "num_layers": num_layers}
         hdf5.put_attributes(self._file.root, {**attributes, "hidden_size": hidden_size, "compression": "none"})
         # a chunk takes its space whole: a file of few bytes has small ones
         chunk_rows = max(1, capacity // 32)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from tlt_hpc.common.errors import UserError
 from tlt_hpc.common.files import naming, read_text
+from tlt_hpc.common.words import FIRST_STEP
 
 PART_SUFFIX = ".part"
 _STEP_NAME = re.compile(r"step-([0-9]{6,9})")
@@ -269,11 +270,11 @@ def hidden_files(folder: Path, names: Set[str]) -> Set[str]:
 
 
 def _folder_of(folder: Path, step: int) -> Path:
-    return folder / f"step-{step:06d}"
+    return folder / f"step-{step + FIRST_STEP:06d}"
 
 
 def _steps(folder: Path) -> list[int]:
-    return sorted(int(found[1]) for name in _names(folder) if (found := _STEP_NAME.fullmatch(name)))
+    return sorted(int(found[1]) - FIRST_STEP for name in _names(folder) if (found := _STEP_NAME.fullmatch(name)))
 
 
 def _closed_files(folder: Path, step: int) -> list[Path]:

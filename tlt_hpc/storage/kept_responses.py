@@ -1,6 +1,6 @@
 """Responses of a step that is not committed yet, one HDF5 file for each time that a rank wrote what it had finished.
 
-Schema 1: attributes kind, schema, origin, committed; /rollouts/ has the columns of the rollout log, without rewards and
+Schema 2: attributes kind, schema, origin, committed; /rollouts/ has the columns of the rollout log, without rewards and
 advantages. ``origin`` names the weights that the responses are of.
 """
 
@@ -13,7 +13,7 @@ from tlt_hpc.common.records import Rollout
 from tlt_hpc.storage.hdf5 import CommittedFile, FileKind, put_attributes, replacing
 from tlt_hpc.storage.rollout_log import check_counts, put_arrays, read_rollouts, rollout_columns
 
-KIND = FileKind("kept responses", schema=1, remedy="they are generated again")
+KIND = FileKind("kept responses", schema=2, remedy="they are generated again")
 
 
 def write_kept(path: Path, origin: str, rollouts: Sequence[Rollout], durable: bool) -> None:

@@ -1,6 +1,6 @@
 """The permanent record of a run: one HDF5 file per step and rank with all that a policy update consumes.
 
-Schema 2 (any HDF5 reader opens it; N rollouts ordered by key):
+Schema 3 (any HDF5 reader opens it; N rollouts ordered by key):
 
     /            attributes kind, schema, step, rank, num_ranks, harvested_seconds, guarded_near_ties, committed
     /rollouts/   seed, stream, step, draw, sample [N] int64: the key; finish_reason [N] int8 (0 EOS, 1 LENGTH);
@@ -24,7 +24,7 @@ Schema 2 (any HDF5 reader opens it; N rollouts ordered by key):
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,7 @@ from tlt_hpc.common.records import (
     RolloutTiming,
     SampleKey,
 )
+from tlt_hpc.common.words import FIRST_STEP
 from tlt_hpc.storage.hdf5 import CommittedFile, FileKind, Group, put_array, put_attributes, replacing
 
 KEY_COLUMNS = ("seed", "stream", "step", "draw", "sample")
@@ -68,6 +69,7 @@ def flat(arrays: Sequence[NDArray[Any]], dtype: type[np.generic]) -> tuple[NDArr
 def rollout_columns(rollouts: Sequence[Rollout]) -> dict[str, NDArray[Any]]:
     """The columns of a file's rollouts, by name."""
     columns = key_columns([rollout.key for rollout in rollouts])
+    columns["step"] += FIRST_STEP
     columns |= {name: np.array([vars(r)[name] for r in rollouts], kind) for name, kind in _SCALARS.items()}
     for name, (ends, kind) in _FLAT.items():
         columns[name], columns[ends] = flat([vars(rollout)[name] for rollout in rollouts], kind)
@@ -82,7 +84,7 @@ def read_keys(file: CommittedFile, place: str) -> list[SampleKey]:
 
 def read_rollouts(file: CommittedFile) -> tuple[Rollout, ...]:
     """What ``rollout_columns`` was given, from the group ``rollouts``."""
-    keys = read_keys(file, "rollouts")
+    keys = [replace(key, step=key.step - FIRST_STEP) for key in read_keys(file, "rollouts")]
     parts: dict[str, Any] = {
         name: np.split(file.array(f"rollouts/{name}"), file.array(f"rollouts/{ends}"))
         for name, (ends, _) in _FLAT.items()
@@ -123,7 +125,7 @@ def put_arrays(group: Group, arrays: dict[str, NDArray[Any]]) -> None:
 
 KIND = FileKind(
     "rollout log",
-    schema=2,
+    schema=3,
     remedy="if another version wrote it, open it with that commit (environment.jsonl); else delete it and resume the "
     "run from a checkpoint of an earlier step",
 )
@@ -234,7 +236,8 @@ def _read_shared(file: CommittedFile) -> dict[str, Any]:
     micro_steps = [file.array(f"micro_steps/{name}").tolist() for name in _MICRO_STEP_COLUMNS]
     times = [file.array(f"phases/{name}").tolist() for name in ("start_seconds", "end_seconds")]
     return {
-        **{name: int(file.number(name)) for name in ("step", "rank", "num_ranks")},
+        "step": int(file.number("step")) - FIRST_STEP,
+        **{name: int(file.number(name)) for name in ("rank", "num_ranks")},
         "harvested_seconds": file.number("harvested_seconds"),
         "timing": RolloutTiming(*(file.number(f"timing/{name}") for name in _TIMING)),
         "refills": tuple(RolloutTiming(*row) for row in file.array("timing/refills").tolist()),
@@ -256,8 +259,8 @@ def _assert_consistent(record: StepRecord) -> None:
 
 
 def _put_record(root: Group, record: StepRecord) -> None:
-    own = ("step", "rank", "num_ranks", "harvested_seconds", "guarded_near_ties")
-    put_attributes(root, {name: vars(record)[name] for name in own})
+    own = ("rank", "num_ranks", "harvested_seconds", "guarded_near_ties")
+    put_attributes(root, {"step": record.step + FIRST_STEP} | {name: vars(record)[name] for name in own})
     put_arrays(root.create_group("rollouts"), rollout_columns(record.rollouts) | {n: vars(record)[n] for n in _JUDGED})
     micro_steps = {
         n: np.array([vars(m)[n] for m in record.micro_steps], kind) for n, kind in _MICRO_STEP_COLUMNS.items()

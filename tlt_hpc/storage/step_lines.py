@@ -6,6 +6,7 @@ import json
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain, count
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 from tlt_hpc.common.errors import UserError
 from tlt_hpc.common.files import LINES_BYTES, DamagedText, parse_object, read_bytes, told
+from tlt_hpc.common.words import FIRST_STEP
 from tlt_hpc.storage.folder import sync, writing_beside
 
 logger = logging.getLogger(__name__)
@@ -32,7 +34,7 @@ class StepLines:
     """What the lines of a file are, in the file's order."""
 
     numbered: tuple[tuple[int, int, Line], ...]
-    """Number of the line from 1, step, figures."""
+    """Number of the line from 1, step from 0, figures."""
     faults: tuple[tuple[int, str], ...]
     """Number of a line that a run does not write so, and why."""
     torn: tuple[int, bytes] | None
@@ -45,7 +47,7 @@ class StepLines:
 
 
 def parse_line(text: bytes) -> tuple[int, Line]:
-    """A line and its step.
+    """A line and its step, counted from 0 as everywhere in the code.
 
     Raises:
         DamagedText: it is no line that a run writes.
@@ -59,10 +61,29 @@ def parse_line(text: bytes) -> tuple[int, Line]:
             raise DamagedText(f"{ascii(name)[1:-1]} has too many digits")
         if isinstance(value, float) and _MAX_NUMBER < abs(value) < math.inf:
             raise DamagedText(f"{ascii(name)[1:-1]} is {value:g}, which no run measures")
-    step = line.get(STEP, -1)
-    if not 0 <= step < _MAX_STEPS or step != int(step):
+    number = line.get(STEP, -1)
+    if not FIRST_STEP <= number < _MAX_STEPS or number != int(number):
         raise DamagedText(f"{STEP} is {'no step' if STEP in line else 'missing'}")
-    return int(step), line
+    return step_of(line), line
+
+
+def step_of(line: Line) -> int:
+    """The step of a line that a run writes."""
+    return int(line[STEP]) - FIRST_STEP
+
+
+def check_counting(path: Path, data: bytes) -> None:
+    """Refuse a file, of which ``data`` is the beginning, that counts steps from 0, as an earlier version did.
+
+    Raises:
+        UserError: each line would pass for that of the step before.
+    """
+    with suppress(DamagedText):
+        if parse_object(data[: data.find(b"\n") + 1]).get(STEP) == 0:
+            raise UserError(
+                f"{path} is of an earlier version, which counted steps from 0: use that version for this run "
+                "(environment.jsonl has its commit), or give another folder"
+            )
 
 
 def parse_lines(data: bytes) -> StepLines:
@@ -92,11 +113,13 @@ def read_lines(path: Path, first: int = 0) -> dict[int, Line]:
         UserError: the file cannot be read, or a line is not what a run writes.
     """
     try:
-        found = parse_lines(_from_step(read_bytes(path, LINES_BYTES), first))
+        data = read_bytes(path, LINES_BYTES)
     except FileNotFoundError:
         return {}
     except OSError as error:
         raise UserError(told(error)) from None
+    check_counting(path, data)
+    found = parse_lines(_from_step(data, first))
     if found.faults:
         number, why = found.faults[0]
         raise UserError(
@@ -119,7 +142,7 @@ def add_line(path: Path, line: Line, confirm: Callable[[], None] = lambda: None)
         UserError: as ``read_lines``, or later steps are committed; the file is unchanged.
         WriteError: no room or no permission; the file is unchanged.
     """
-    step = int(line[STEP])
+    step = step_of(line)
     if (before := _bytes_before(path, step)) is not None:
         _write_bytes(path, before + _text_of(line), confirm)
         return
@@ -138,11 +161,11 @@ def replace_line(path: Path, line: Line, confirm: Callable[[], None] = lambda: N
     Raises:
         UserError, WriteError: as ``add_line``.
     """
-    _write(path, (read_lines(path) | {int(line[STEP]): line}).values(), confirm)
+    _write(path, (read_lines(path) | {step_of(line): line}).values(), confirm)
 
 
 def drop_lines(path: Path, step: int) -> list[int]:
-    """Take back the lines from ``step`` on; they are kept in a file beside, ``metrics.dropped-000007.jsonl``.
+    """Take back the lines from ``step`` on; they are kept in a file beside: of 6, ``metrics.dropped-000007.jsonl``.
 
     If there is one already, the next has a number: ``metrics.dropped-000007-2.jsonl``.
 
@@ -155,7 +178,7 @@ def drop_lines(path: Path, step: int) -> list[int]:
     dropped = {number: line for number, line in lines.items() if number >= step}
     if dropped:
         ends = chain([""], (f"-{number}" for number in count(2)))
-        places = (path.with_name(f"{path.stem}.dropped-{step:06d}{end}{path.suffix}") for end in ends)
+        places = (path.with_name(f"{path.stem}.dropped-{step + FIRST_STEP:06d}{end}{path.suffix}") for end in ends)
         _write(next(place for place in places if not place.exists()), dropped.values())
         _write(path, [line for number, line in lines.items() if number < step])
     return list(dropped)

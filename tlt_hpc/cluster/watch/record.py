@@ -41,6 +41,7 @@ class Record:
     """Looks of the watch so far; stops if the process is dead or stopped."""
     phase: str
     step: Count | None
+    """From 1."""
     part: str
     part_number: Count
     waiting: str
@@ -67,8 +68,8 @@ class Record:
 
     @property
     def place(self) -> str:
-        """Phase, step (counted from 1, as in the log) and part in words."""
-        step = "" if self.step is None else f" of step {self.step + 1}"
+        """Phase, step and part in words."""
+        step = "" if self.step is None else f" of step {self.step}"
         return f"{self.phase}{step}{f' ({self.part})' if self.part else ''}"
 
     @property

@@ -26,6 +26,7 @@ from tlt_hpc.cluster.watch.record import FINISHED, HEARTBEAT_SECONDS, Record, cl
 from tlt_hpc.cluster.watch.status_writer import StatusWriter
 from tlt_hpc.cluster.watch.verdict import judge_alone
 from tlt_hpc.cluster.watch.witness import Witness
+from tlt_hpc.common.words import FIRST_STEP
 
 STALLED = 71
 """Exit status of a job that hung."""
@@ -271,7 +272,7 @@ class ProgressCounter:
             pid=os.getpid(),
             heartbeat=self._looks,
             phase=beat.phase.value,
-            step=beat.step,
+            step=None if beat.step is None else beat.step + FIRST_STEP,
             part=beat.part or ("" if left is None else f"{left} sequences left"),
             part_number=beat.part_number,
             waiting=waiting[0] if waiting else "",

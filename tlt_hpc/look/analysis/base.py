@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tlt_hpc.common.words import FIRST_STEP
+
 
 @dataclass(frozen=True)
 class Analysis(ABC):
@@ -48,7 +50,7 @@ class StepAnalysis(Analysis):
 
 def numbered(steps: Iterable[int]) -> NDArray[np.int64]:
     """The numbers from 1 of steps that a run log counts from 0: all results of analyses have these."""
-    return np.array([step + 1 for step in steps], np.int64)
+    return np.array([step + FIRST_STEP for step in steps], np.int64)
 
 
 def plain(value: Any) -> Any:

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from tlt_hpc.cluster.watch.record import Record
 from tlt_hpc.common.printable import printable
-from tlt_hpc.common.words import count
+from tlt_hpc.common.words import FIRST_STEP, count
 from tlt_hpc.look.columns import STEP_TABLE, step_cells
 from tlt_hpc.look.live.state import RunState
 from tlt_hpc.look.words import seconds
@@ -104,7 +104,7 @@ def step_line(state: RunState) -> Table | Text:
         return Text(", ".join(f"{name}: {count(num, 'rank')}" for name, num in phases.most_common()))
     total = max(state.num_responses, sum(left))
     of = "rank" if state.tensor_parallel == 1 else "replica"
-    words = f"step {(state.records[0].step or 0) + 1}: {sum(left)} of {count(total, 'response')} to go, "
+    words = f"step {state.records[0].step or FIRST_STEP}: {sum(left)} of {count(total, 'response')} to go, "
     words += f"{sum(one > 0 for one in left)} of {count(len(left), of)} decoding"
     return bar(total, total - sum(left), words)
 
