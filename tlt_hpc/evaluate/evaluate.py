@@ -35,7 +35,7 @@ from tlt_hpc.models.drafter_file import initial_drafter, is_served, serving_draf
 from tlt_hpc.models.eagle import Eagle
 from tlt_hpc.models.once import read_all_once
 from tlt_hpc.models.shape import ModelShape, check_sharding, read_shape
-from tlt_hpc.models.tokenizer import find_model, load_tokenizer
+from tlt_hpc.models.tokenizer import find_model, load_tokenizer, tokens_without_text
 from tlt_hpc.models.weight_check import check_weights
 from tlt_hpc.models.weight_files import end_token_ids, weight_files
 from tlt_hpc.mpi.owner import claim_owner
@@ -180,7 +180,10 @@ def read_assets(config: Config, subject: Subject, num_ranks: int) -> tuple[Model
         check_weights(folder, shape)
     tokenizer = load_tokenizer(folder)
     sets = open_checked_sets(config, folder, shape, tokenizer)
-    return ModelAssets(folder, shape, tokenizer, end_token_ids(folder, shape)), sets
+    ends = end_token_ids(folder, shape)
+    return ModelAssets(
+        folder, shape, tokenizer, ends, tokens_without_text(folder, tokenizer, shape.vocab_size, ends)
+    ), sets
 
 
 def describe(config: Config, subject: Subject, sets: Sequence[EvaluationSet], shape: ModelShape, num_ranks: int) -> str:

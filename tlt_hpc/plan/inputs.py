@@ -37,11 +37,8 @@ class ModelAssets:
     shape: ModelShape
     tokenizer: Tokenizer
     eos_token_ids: tuple[int, ...]
-
-    @property
-    def excluded_token_ids(self) -> tuple[int, ...]:
-        """Those that are never sampled."""
-        return tokens_without_text(self.folder, self.tokenizer, self.shape.vocab_size, self.eos_token_ids)
+    excluded_token_ids: tuple[int, ...]
+    """Those that are never sampled."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +65,9 @@ def read_assets(config: Config, num_ranks: int) -> Assets:
     tokenizer = load_tokenizer(folder)
     chat = chat_format(config, folder, shape, tokenizer)
     prompts = open_prompts(config, tokenizer, chat, partial(check_prompt, config, shape))
-    return Assets(folder, shape, tokenizer, check_files(folder, shape), prompts)
+    ends = check_files(folder, shape)
+    excluded = tokens_without_text(folder, tokenizer, shape.vocab_size, ends)
+    return Assets(folder, shape, tokenizer, ends, excluded, prompts)
 
 
 def chat_format(config: Config, folder: Path, shape: ModelShape, tokenizer: Tokenizer) -> ChatFormat:
@@ -130,11 +129,12 @@ def read_assets_once(config: Config, num_ranks: int, node: NodeGroup) -> Assets:
     def read() -> ModelAssets:
         assets = read_assets(config, num_ranks)
         found.append(assets.prompts)
-        return ModelAssets(assets.folder, assets.shape, assets.tokenizer, assets.eos_token_ids)
+        ids = assets.eos_token_ids, assets.excluded_token_ids
+        return ModelAssets(assets.folder, assets.shape, assets.tokenizer, *ids)
 
     given = node.once(read)
     prompts = SharedPrompts(found[0] if found else None, node.once)
-    return Assets(given.folder, given.shape, given.tokenizer, given.eos_token_ids, prompts)
+    return Assets(given.folder, given.shape, given.tokenizer, given.eos_token_ids, given.excluded_token_ids, prompts)
 
 
 def check_reward_functions(config: Config) -> None:
