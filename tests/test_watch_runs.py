@@ -42,7 +42,7 @@ def take_step(job, step, *rest, **named):
 
 def others_wait():
     other = read_record(BEAT.folder, 0)
-    return (other.step, other.sequences_left) == (1, 0)
+    return (other.step, other.sequences_left) == (2, 0)  # a record counts steps from 1
 
 def step(self):
     while steps[0] == 1:
