@@ -291,7 +291,9 @@ def test_a_runs_newest_checkpoint_or_the_one_asked_for_is_exported_beside_it(run
         assert f"| target | the policy after {step} RL steps from embedded:tiny |" in card
     shutil.rmtree(run / "checkpoints")
     drafter_folder(run / "drafter", scaled(embedded_eagle(), 3.0))
+    capsys.readouterr()
     assert tlt(run, "--format", "vllm") == 0, "the drafter's own file, where there is no checkpoint"
+    assert "export-policy" not in capsys.readouterr().out, "which would find no policy"
     assert torch.equal(fc_of(run / "export" / "vllm"), (3.0 * embedded_eagle()["fc.weight"].float()).half().float())
 
 

@@ -257,6 +257,8 @@ def test_it_fits_or_it_does_not(capsys: pytest.CaptureFixture[str]) -> None:
     assert status == 1 and re.search(r"\nFits with (.+): ([\d.]+ GB a GPU) in the phase '\w+'\.$", out.rstrip())
     status, out, _ = command(capsys, QWEN, "--gpus-per-node=8", "--gpu-memory", "16")
     assert status == 1 and out.rstrip().endswith("more than the 16.0 GB of each GPU. Use more nodes.")
+    status, out, _ = command(capsys, str(JOBS / "tiny.toml"))
+    assert status == 0 and out.rstrip().endswith(" of this machine's available memory left.")
     status, out, _ = command(capsys, str(JOBS / "tiny.toml"), "--host-memory", "2")
     assert status == 1 and out.rstrip().endswith("host memory. Use fewer ranks per node, or nodes with more memory.")
 

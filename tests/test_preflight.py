@@ -309,7 +309,7 @@ SLURM_PLANTED: list[tuple[str, Plant, str, str, str]] = [
     ("a run folder in memory", lambda p: (p.slurm(), p.monkeypatch.setattr(
         machine, "mount_of", lambda path: machine.Mount("/", "tmpfs"))), "run folder", "warning", r"in memory"),
     ("no memory asked for", default_memory, "memory", "warning",
-     r"counts \(DefMemPerCPU = 4000 MB\).*add #SBATCH --mem=0"),
+     r"counts \(DefMemPerCPU = 4000 MB\).*add #SBATCH --mem=\d+G or more"),
     ("no time limit asked for", changed("=10:00:00", "=0"), "partition", "failure", r"time 0 .*at most 1-00:00:00"),
     ("no signal", changed("USR2@120", "USR1@120"), "requeue", "warning",
      r"^the script requests no USR2.*--signal=USR2@120"),
@@ -508,6 +508,14 @@ def test_a_signal_may_be_written_as_sbatch_takes_it(place: Place, signal: str, l
     assert place.check()["requeue"].level == level
 
 
+def test_truncated_sampling_in_training_is_told(place: Place) -> None:
+    assert place.check()["sampling"].level == "ok"
+    place.set("rollout.top_p=0.9")
+    found = place.check()["sampling"]
+    assert found.level == "warning" and found.found.startswith("rollout.top_p = 0.9: responses come from a truncated")
+    assert found.remedy.startswith("leave the truncation out")
+
+
 def test_the_last_word_on_requeue_counts() -> None:
     words = ["--requeue", "--no-requeue", "--requeue"]
     assert [request.request_of(words[:end]).requeue for end in range(4)] == [None, True, False, True]
@@ -520,7 +528,7 @@ def test_the_last_word_on_requeue_counts() -> None:
 def test_options_by_another_measure_than_the_node_are_refused(asked: str) -> None:
     with pytest.raises(
         ConfigError,
-        match=r"^--(ntasks|gpus|mem|tres).* is asked for; write --(ntasks-per|gpus-per|mem)",
+        match=r"^the script asks for --(ntasks|gpus|mem|tres).*; write --(ntasks-per|gpus-per|mem)",
     ):
         request.request_of(shlex.split(asked))
 

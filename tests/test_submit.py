@@ -160,7 +160,7 @@ def test_options_of_a_script_are_read_however_they_are_written(
     for line, word in (
         ("--nodes=1-2", "--nodes=1-2 is no whole number"),
         ("-Z 3", "'-Z' is not understood as an option of sbatch"),
-        ("-n 8", "--ntasks=8 is asked for; write --ntasks-per-node"),
+        ("-n 8", "the script asks for --ntasks=8; write --ntasks-per-node"),
     ):
         script.write_text(f"#SBATCH {line}\n")
         assert submit([TINY, "--script", str(script), "--dry-run"]) == 2

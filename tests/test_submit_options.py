@@ -277,8 +277,9 @@ def test_an_option_of_another_command_is_refused_in_one_line(cluster: Cluster, c
         (["--sbatch=-o x"], "--sbatch=--output: tlt submit decides that itself"),
         (["--sbatch=--wait"], "--sbatch=--wait: tlt submit decides that itself"),
         (["--sbatch=--parsable"], "--sbatch=--parsable: tlt submit decides that itself"),
-        (["--sbatch=--ntasks=4"], "--ntasks=4 is asked for; write --ntasks-per-node in its place"),
-        (["--sbatch=--nodes=1-2"], "--nodes=1-2 is no whole number"),
+        (["--sbatch=--ntasks=4"], "--sbatch asks for --ntasks=4; write --ntasks-per-node in its place"),
+        (["--sbatch=--nodes=1-2"], "--nodes=1-2 is no whole number; give one, as a run has a fixed number of ranks"),
+        (["--time=10", "--sbatch=-t 20"], "--time is given as an option and in --sbatch; leave one of them out"),
         (["--time=soon"], "time 'soon' is not in Slurm's format"),
     ],
 )

@@ -187,11 +187,14 @@ def resources_of(options: argparse.Namespace, asked: Sequence[str], num_ranks: i
     before, own = sbatch_options(asked), sbatch_options(further)
     if name := next((name for name in own if name in _OWN_OPTIONS), ""):
         raise ConfigError(f"--sbatch=--{name}: tlt submit decides that itself; leave it out")
+    if name := next((name for name in own if SBATCH_NAMES.get(name, "") in options), ""):
+        raise ConfigError(f"--{name} is given as an option and in --sbatch; leave one of them out")
     if "gpus_per_node" in options or any(_gpus_of(own, name) for name in ("gres", "gpus-per-node")):
         before = _without_gpus(before)
     undone = {*_OWN_OPTIONS, *(_OPPOSITE.get(name, "") for name in own)}
     words = {name: value for name, value in before.items() if name not in undone and value != _SIGNAL} | own
-    request_of(_as_words(words))  # refuses --ntasks and the like, which would start other ranks than are checked
+    for asks, source in ((own, "--sbatch"), (words, "the script")):
+        request_of(_as_words(asks), source)  # refuses --ntasks and the like: other ranks than are checked would start
     given, others = dict[str, object](), dict[str, str]()
     for name, value in words.items():
         is_count = name in ("nodes", "ntasks-per-node", "gpus-per-node", "cpus-per-task")
@@ -200,7 +203,7 @@ def resources_of(options: argparse.Namespace, asked: Sequence[str], num_ranks: i
                 given.setdefault("ranks_per_node", number)
             others[name] = value
         elif is_count and not value.isdecimal():
-            raise ConfigError(f"--{name}={value} is no whole number; give it as an option")
+            raise ConfigError(f"--{name}={value} is no whole number; give one, as a run has a fixed number of ranks")
         elif name in SBATCH_NAMES and not value.startswith("YOUR_"):
             given[SBATCH_NAMES[name]] = int(value) if is_count else value
         elif name not in SBATCH_NAMES:

@@ -77,8 +77,7 @@ def truncation_warning(config: Config) -> str:
     return (
         f"{' and '.join(named)}: responses come from a truncated distribution, but the update scores the whole "
         "softmax: its gradient is biased, and algorithm.rollout_correction cannot see it (docs/train.md, Truncated "
-        "sampling); "
-        "leave the truncation out, or lower rollout.temperature instead"
+        "sampling); leave the truncation out, or lower rollout.temperature instead"
     )
 
 

@@ -123,7 +123,7 @@ def find_drafter(options: argparse.Namespace) -> Source:
             recorded["accept length"] = f"{line[_ACCEPT_LENGTH]:.2f} in the run's last rollout, with all strategies"
         return Source(checkpoint.folder, drafter, target, recorded, policy_of(options))
     if options.step is None and (folder / "drafter" / DRAFTER_FILE).is_file():
-        return _in_file(folder / "drafter", target, policy_of(options) if run.metrics.is_file() else None)
+        return _in_file(folder / "drafter", target, policy_of(options) if checkpoint else None)
     raise UserError(
         f"{place} has no drafter; give a run with speculation.mode = 'full' that has saved a checkpoint, or a folder "
         f"that has a {DRAFTER_FILE}"

@@ -132,12 +132,17 @@ class MemoryPlan:
         return (total(self.host) + device) * ranks + total(self.first_host)
 
 
+HERE = "this machine's available memory"
+
+
 @dataclass(frozen=True)
 class MemoryLimits:
     """The bytes that are available, of each GPU and of each node's host memory; None: not given."""
 
     device: int | None = None
     host: int | None = None
+    host_is: str = "each node's host memory"
+    """What ``host`` is of, in words."""
 
     def hold(self, plan: MemoryPlan) -> bool:
         """Whether the plan stays within what was given."""

@@ -15,7 +15,7 @@ from tlt_hpc.config import Config, ConfigError, check_ranks, check_replicas, loa
 from tlt_hpc.models.shape import ModelShape
 from tlt_hpc.models.weight_check import check_weights
 from tlt_hpc.plan.memory.phases import plan_memory
-from tlt_hpc.plan.memory.plan import GB, MemoryLimits, MemoryPlan, NamedBytes, Situation, few_digits, size, total
+from tlt_hpc.plan.memory.plan import GB, HERE, MemoryLimits, MemoryPlan, NamedBytes, Situation, few_digits, size, total
 from tlt_hpc.plan.memory.savings import save_memory
 from tlt_hpc.plan.memory.shapes import find_shape
 from tlt_hpc.plan.shape_checks import check_shape
@@ -64,7 +64,7 @@ def _rooms(plan: MemoryPlan, limits: MemoryLimits) -> list[str]:
     """What is left or lacks of each memory that was given, in words."""
     given = [
         (limits.device, plan.peak.num_bytes, f"each {_place(plan)}"),
-        (limits.host, plan.node_bytes, "each node's host memory"),
+        (limits.host, plan.node_bytes, limits.host_is),
     ]
     return [
         f"{size(used - limit)} more than the {size(limit)} of {of}"
@@ -111,7 +111,9 @@ def run(options: argparse.Namespace) -> int:
     device, host = (gb and int(gb * GB) for gb in (options.gpu_memory, options.host_memory))
     plan = plan_memory(_situation(config, options))
     is_here = plan.situation.device == "cpu" and options.nodes == 1 and not _may_use_gpus(config)
-    limits = MemoryLimits(device, available_bytes() if is_here and host is None else host)
+    limits = MemoryLimits(device, host)
+    if is_here and host is None:
+        limits = MemoryLimits(device, available_bytes(), HERE)
     show(plan, limits, TextConsole())
     if plan.situation.device == "cpu" and _may_use_gpus(config):
         print("This is for ranks on CPUs; --gpus-per-node N plans for GPUs.")

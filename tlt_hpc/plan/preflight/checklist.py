@@ -25,6 +25,7 @@ FOUND_FAILURES = 1
 CHECKS: dict[str, Callable[[PlannedJob], Finding]] = {
     "run": job_checks.check_run,
     "ranks": job_checks.check_ranks_fit,
+    "sampling": job_checks.check_sampling,
     "model": job_checks.check_model,
     "data": job_checks.check_data,
     "evaluation": job_checks.check_evaluation,

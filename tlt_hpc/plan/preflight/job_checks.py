@@ -18,6 +18,7 @@ from tlt_hpc.config import (
     check_ranks,
     check_replicas,
     check_resumable,
+    truncation_warning,
 )
 from tlt_hpc.mpi.owner import find_at_work
 from tlt_hpc.plan.memory.plan import size
@@ -63,6 +64,12 @@ def check_ranks_fit(job: PlannedJob) -> Finding:
         )
     nodes = job.request.nodes
     return ok(f"{num_ranks}, {job.ranks_per_node} on each of {nodes} nodes" if nodes > 1 else f"{num_ranks} on a node")
+
+
+def check_sampling(job: PlannedJob) -> Finding:
+    """Responses are sampled from what the update scores."""
+    found, _, remedy = truncation_warning(job.config).rpartition("; ")
+    return warning(found, remedy) if found else ok("from the whole softmax")
 
 
 def check_model(job: PlannedJob) -> Finding:

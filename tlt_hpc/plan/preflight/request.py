@@ -151,8 +151,8 @@ def sbatch_options(words: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def request_of(words: Sequence[str]) -> SlurmRequest:
-    """What options of sbatch request; the last of each name counts.
+def request_of(words: Sequence[str], source: str = "the script") -> SlurmRequest:
+    """What options of sbatch, given by ``source``, request; the last of each name counts.
 
     Raises:
         ConfigError: an invalid value, or an option by another measure than the node.
@@ -160,7 +160,7 @@ def request_of(words: Sequence[str]) -> SlurmRequest:
     asked = sbatch_options(words)
     for name, instead in _NOT_READ.items():
         if value := asked.get(name):
-            raise ConfigError(f"--{name}={value} is asked for; write {instead} in its place")
+            raise ConfigError(f"{source} asks for --{name}={value}; write {instead} in its place")
     kinds = asked["gpus-per-node"].split(",") if asked.get("gpus-per-node") else []
     gpus = num_gpus(",".join(f"gpu:{kind}" for kind in kinds) or asked.get("gres", ""))
     requeue = [name == "requeue" for name in asked if name in ("requeue", "no-requeue")]

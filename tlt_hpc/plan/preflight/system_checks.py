@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 import runpy
 import sys
 import tempfile
 import time
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from tlt_hpc.cluster.slurm import SlurmError
 from tlt_hpc.common.host_memory import available_bytes
-from tlt_hpc.plan.memory.plan import MemoryLimits, size
+from tlt_hpc.plan.memory.plan import HERE, MemoryLimits, size
 from tlt_hpc.plan.preflight import machine, slurm_checks
 from tlt_hpc.plan.preflight.planned_job import PlannedJob
 from tlt_hpc.plan.preflight.results import Finding, Skip, failure, ok, warning
@@ -28,6 +30,7 @@ def check_memory(job: PlannedJob) -> Finding:
     from tlt_hpc.plan.memory.summary import verdict, way_out
 
     plan, limits = job.plan, MemoryLimits(job.gpu_bytes if job.uses_gpu else None, _host_bytes(job))
+    limits = limits if job.asks_slurm else replace(limits, host_is=HERE)
     said = verdict(plan, limits)
     if not limits.hold(plan):
         remedy = way_out(plan, limits)
@@ -35,7 +38,7 @@ def check_memory(job: PlannedJob) -> Finding:
     if job.asks_slurm and job.request.memory_mb is None and (default := _default_memory(job)):
         return warning(
             f"{said} No memory is asked for, so the cluster's default counts ({default} MB)",
-            "add #SBATCH --mem=0 for all of a node",
+            f"add #SBATCH --mem={math.ceil(plan.node_bytes / 2**30)}G or more (--mem=0: all of a node)",
         )
     if job.uses_gpu and limits.device is None:
         return warning(f"{said} How much a GPU has is not known here", "give --gpu-memory GB")
