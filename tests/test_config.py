@@ -233,7 +233,9 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
 )
 def test_ranks_that_do_not_divide(override: str, num_ranks: int, problem: str, remedy: int) -> None:
     message = refused(lambda: check_ranks(load_config(TINY, [override]), num_ranks))
-    assert message.startswith(problem) and message.endswith(f"ranks; use {remedy} or another number of ranks")
+    assert message.startswith(problem) and message.endswith(
+        f"ranks; set it to {remedy}, or use another number of ranks"
+    )
 
 
 def test_ranks_that_cannot_share_a_sequence() -> None:

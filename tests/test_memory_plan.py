@@ -296,7 +296,10 @@ def test_jobs_fit_their_gpus_as_their_comments_say(job: str, capsys: pytest.Capt
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--gpus-per-node=8", "--nodes", "6"], "rollout.prompts_per_step = 128 is not divisible by 48 ranks; use 96"),
+        (
+            ["--gpus-per-node=8", "--nodes", "6"],
+            "rollout.prompts_per_step = 128 is not divisible by 48 ranks; set it to 96",
+        ),
         (["--gpus-per-node=8", "model.device=cpu"], "--gpus-per-node 8 with model.device = 'cpu'; leave one of"),
         (["--gpus-per-node=8", "--shape", "none"], "--shape none is not the folder of a model on this machine, and"),
         (["--gpus-per-node=2", "--nodes=4", "rollout.tensor_parallel=4"], "rollout.tensor_parallel = 4 does not"),

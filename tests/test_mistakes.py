@@ -71,7 +71,7 @@ train jobs/tiny.toml speculation.strategies=["draft-4"]
 train jobs/tiny.toml speculation.mode=fast
     tlt: speculation.mode = 'fast': input should be 'plain', 'ngram' or 'full'
 train jobs/tiny.toml run.ranks=3
-    tlt: rollout.prompts_per_step = 16 is not divisible by 3 ranks; use 15 or another number of ranks
+    tlt: rollout.prompts_per_step = 16 is not divisible by 3 ranks; set it to 15, or use another number of ranks
 train jobs/tiny.toml drafter.init=none/drafter
     tlt: drafter.init = 'none/drafter': no drafter.safetensors there; give the drafter folder of a run with this model or 'random'
 train jobs/tiny.toml --dryrun

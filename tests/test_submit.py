@@ -559,9 +559,37 @@ def test_jobs_of_another_users_submission_are_asked_for(
     capsys.readouterr()
     assert submit(["status", "sub"]) == submit(["collect", "sub"]) == 0
     assert capsys.readouterr().out.count("tiny  running") == 2
-    assert submit(["resubmit", "sub"]) == 0 and "nothing has failed" in capsys.readouterr().out
+    assert submit(["resubmit", "sub"]) == 0
+    assert capsys.readouterr().out.endswith(
+        "nothing has failed; nothing was submitted; 4321 waits or runs: to ask for something else, "
+        "`tlt submit cancel sub` first\n"
+    )
     assert submit([TINY, "--folder=again"]) == 2 and "job 4321 of sub is running" in capsys.readouterr().err
     assert submit([TINY, "--folder=next", "--after=sub"]) == 0
+
+
+def test_a_run_whose_job_has_not_begun_is_no_mistake(
+    submit: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    fake_slurm(tmp_path, monkeypatch, "echo Submitted batch job 4321")
+    assert submit([TINY, "--folder=runs/submitted/sub"]) == 0
+    for queue, said in (
+        (
+            "echo '4321|PENDING|Resources'",
+            "does not exist yet: job 4321 of sub is pending (Resources); it is made once",
+        ),
+        ("exit 0", "does not exist"),
+        ("exit 1", "does not exist"),
+    ):
+        fake_program(tmp_path, "squeue", queue)
+        capsys.readouterr()
+        assert main(["watch", "--once", "runs/tiny"]) == 2
+        told = capsys.readouterr().err
+        assert told.startswith(f"tlt: runs/tiny {said}") and told.count("\n") == 1
+    for each in ("a", "b"):
+        (tmp_path / "runs" / each / "rollouts").mkdir(parents=True)
+    assert main(["watch", "--once", "a"]) == 2
+    assert capsys.readouterr().err == "tlt: a does not exist; runs in runs: a, b\n"
 
 
 def test_status_shows_what_a_warm_up_has_reached_and_how_often_a_job_was_queued_again(

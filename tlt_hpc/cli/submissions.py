@@ -14,13 +14,11 @@ from pathlib import Path
 
 from tlt_hpc.cli.command_line import did_you_mean
 from tlt_hpc.cli.submit import (
-    SUBMITTED,
     check_member,
     describe,
     folder_of,
     is_job,
     jobs_before,
-    known_submissions,
     preflight,
     resources_of,
     run_submit,
@@ -29,7 +27,7 @@ from tlt_hpc.cli.submit import (
 )
 from tlt_hpc.cluster.slurm import QueuedJob, SlurmError, ask_slurm, read_queue
 from tlt_hpc.cluster.status import UNKNOWN, MemberStatus, cancelled_file, read_statuses, unfinished
-from tlt_hpc.cluster.submission import FILE, Submission, load
+from tlt_hpc.cluster.submission import FILE, SUBMITTED, Submission, known_submissions, load
 from tlt_hpc.common.words import table
 from tlt_hpc.config import ConfigError, UserError
 from tlt_hpc.look.collect import RunRow, as_table, row_of, write_csv
@@ -156,7 +154,10 @@ def run_resubmit(
             folder = shlex.quote(str(short(later.folder)))
             raise ConfigError(f"{member.run}: {folder} has continued it since; `tlt submit resubmit {folder}`")
     if not again:
-        print("nothing has failed; nothing was submitted")
+        live = [status.member.jobs[-1] for status in statuses if status.is_live]
+        first = f"tlt submit cancel {shlex.quote(str(short(submission.folder)))}"
+        remedy = f"; {', '.join(live)} waits or runs: to ask for something else, `{first}` first" if live else ""
+        print(f"nothing has failed; nothing was submitted{remedy}")
         return 0
     before = jobs_before(submission.after, is_first=False)
     asked = replace(submission, resources=resources_of(options, submission.resources.words))

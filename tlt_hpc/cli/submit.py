@@ -24,9 +24,11 @@ from tlt_hpc.cluster.status import FINISHED, read_statuses
 from tlt_hpc.cluster.submission import (
     FILE,
     SBATCH_NAMES,
+    SUBMITTED,
     Resources,
     Submission,
     SubmittedRun,
+    known_submissions,
     load,
     make_members,
     parameters,
@@ -40,7 +42,6 @@ from tlt_hpc.plan.preflight.request import num_gpus, request_of, sbatch_options,
 from tlt_hpc.plan.preflight.results import Level
 from tlt_hpc.resume.finished import finished_message
 
-SUBMITTED = Path("runs") / "submitted"
 _OF_THIS_MACHINE = ("rewards", "memory", "disk", "run folder", "torch", "mpi", "ranks talk")
 """Checks of preflight whose failure may mean only that a login node is no compute node."""
 _OWN_OPTIONS = (
@@ -51,17 +52,6 @@ _OWN_OPTIONS = (
 _OPPOSITE = {"requeue": "no-requeue", "no-requeue": "requeue"}
 _SIGNAL = "USR2@120"
 """What the batch scripts ask for; a submission asks for it by its own time limit."""
-
-
-def known_submissions(beside: Path = SUBMITTED) -> list[Submission]:
-    """Those of this folder's ``runs/submitted``, and those ``beside``, the oldest first; damaged ones are named."""
-    found = []
-    for path in sorted({path.resolve() for place in (SUBMITTED, beside) for path in place.glob(f"*/{FILE}")}):
-        try:
-            found.append(load(path.parent))
-        except ConfigError as error:
-            print(f"tlt: left out: {error}", file=sys.stderr)
-    return sorted(found, key=lambda each: each.made)
 
 
 def folder_of(word: str) -> Path:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tlt_hpc.cluster.executor import read_status
-from tlt_hpc.cluster.slurm import QueuedJob
+from tlt_hpc.cluster.slurm import QueuedJob, SlurmError, read_queue
 from tlt_hpc.cluster.stopping import STOPPED_EARLY
-from tlt_hpc.cluster.submission import Submission, SubmittedRun
+from tlt_hpc.cluster.submission import Submission, SubmittedRun, known_submissions
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.records import read_finished
 
@@ -96,3 +96,16 @@ def job_state(queued: QueuedJob | None, status: int | None, was_cancelled: bool 
 def unfinished(statuses: Sequence[MemberStatus]) -> set[str]:
     """The names of those that neither wait nor run nor have finished: what ``resubmit`` submits again."""
     return {status.member.name for status in statuses if not status.is_live and status.state not in (FINISHED, UNKNOWN)}
+
+
+def job_to_come(run: Path) -> str:
+    """The submitted job that will write a run's folder, and its state, in words; empty if none waits or runs."""
+    for submission in reversed(known_submissions()):
+        for member in submission.members:
+            if member.jobs and submission.place(member) == run.resolve():
+                try:
+                    status = member_status(submission, member, read_queue([submission.user]))
+                except SlurmError:
+                    return ""
+                return f"job {member.jobs[-1]} of {submission.folder.name} is {status.state}" * status.is_live
+    return ""

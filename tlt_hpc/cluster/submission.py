@@ -8,6 +8,7 @@ import json
 import math
 import re
 import shlex
+import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from tlt_hpc.config import ConfigError, load_config
 from tlt_hpc.storage.folder import writing_beside
 
 FILE = "submission.json"
+SUBMITTED = Path("runs") / "submitted"
 SBATCH_NAMES = {
     "nodes": "nodes", "ntasks-per-node": "ranks_per_node", "gpus-per-node": "gpus_per_node",
     "cpus-per-task": "cpus_per_rank", "partition": "partition", "account": "account", "time": "time", "mem": "mem",
@@ -281,3 +283,14 @@ def load(folder: Path) -> Submission:
         raise ConfigError(f"{path}: {error.strerror}; give the folder that `tlt submit` has named") from None
     except DamagedText as error:
         raise ConfigError(f"{path} is damaged or of an earlier version ({error}); submit again") from None
+
+
+def known_submissions(beside: Path = SUBMITTED) -> list[Submission]:
+    """Those of this folder's ``runs/submitted``, and those ``beside``, the oldest first; damaged ones are named."""
+    found = []
+    for path in sorted({path.resolve() for place in (SUBMITTED, beside) for path in place.glob(f"*/{FILE}")}):
+        try:
+            found.append(load(path.parent))
+        except ConfigError as error:
+            print(f"tlt: left out: {error}", file=sys.stderr)
+    return sorted(found, key=lambda each: each.made)

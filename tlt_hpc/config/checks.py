@@ -93,7 +93,7 @@ def check_ranks(config: Config, num_ranks: int) -> None:
     if unit % num_ranks:
         raise ConfigError(
             f"{what} = {unit} is not divisible by {num_ranks} ranks; "
-            f"use {max(num_ranks, unit // num_ranks * num_ranks)} or another number of ranks"
+            f"set it to {max(num_ranks, unit // num_ranks * num_ranks)}, or use another number of ranks"
         )
     check_replicas(config, num_ranks)
 
@@ -106,8 +106,8 @@ def check_replicas(config: Config, num_ranks: int) -> None:
     """
     if num_ranks % config.rollout.tensor_parallel:
         raise ConfigError(
-            f"rollout.tensor_parallel = {config.rollout.tensor_parallel} does not divide {num_ranks} ranks; use "
-            f"{math.gcd(num_ranks, config.rollout.tensor_parallel)} or another number of ranks"
+            f"rollout.tensor_parallel = {config.rollout.tensor_parallel} does not divide {num_ranks} ranks; set it "
+            f"to {math.gcd(num_ranks, config.rollout.tensor_parallel)}, or use another number of ranks"
         )
 
 

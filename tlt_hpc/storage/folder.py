@@ -304,7 +304,7 @@ def no_run(path: Path, lacks: str = "rollouts/ and no metrics.jsonl") -> str:
     if path.is_file():
         return f"{path} is a file; give a run's folder, with its rollouts/ and metrics.jsonl"
     why = f"{path} holds no {lacks}" if path.exists() else f"{path} does not exist"
-    for folder in (path, path.parent):
+    for folder in (path, path.parent, Path("runs")):
         if names := sorted({mark.parent.name for name in _RUN_MARKS for mark in folder.glob(f"*/{name}")}):
             return f"{why}; runs in {folder}: {', '.join(names[:_MAX_RUNS])}{', ...' * (len(names) > _MAX_RUNS)}"
     return f"{why}; give a run's folder"

@@ -9,8 +9,10 @@ from dataclasses import replace
 from rich.console import Console
 from rich.live import Live
 
+from tlt_hpc.cluster.status import job_to_come
 from tlt_hpc.cluster.watch.record import HEARTBEAT_SECONDS
 from tlt_hpc.common.console import TextConsole
+from tlt_hpc.common.errors import UserError
 from tlt_hpc.look.live.samples import show_samples
 from tlt_hpc.look.live.state import RunState, queue_state, read_state
 from tlt_hpc.look.live.view import render
@@ -27,8 +29,10 @@ def run(options: argparse.Namespace) -> int:
     """Show a run; returns the exit status.
 
     Raises:
-        UserError: there is no such run, or an option is invalid.
+        UserError: there is no such run, or not yet.
     """
+    if not options.run.exists() and (job := job_to_come(options.run)):
+        raise UserError(f"{options.run} does not exist yet: {job}; it is made once the job's ranks have started")
     console = TextConsole()
     if options.sample is not None:
         return sample(console, options)

@@ -119,7 +119,7 @@ def check_gpus(job: PlannedJob) -> Finding:
     """GPUs are requested if the job needs them; whether all of its nodes have the same, the start of the run checks."""
     asked = job.request.gpus_per_node
     if not asked and job.needs_gpu:
-        return failure("model.device = 'cuda' and no GPUs are asked for", "add #SBATCH --gpus-per-node=N")
+        return failure("model.device = 'cuda' and no GPUs are asked for", "ask Slurm for --gpus-per-node=N")
     return ok(f"{asked} a node" if asked else "none asked for")
 
 
@@ -133,13 +133,13 @@ def check_requeue(job: PlannedJob) -> Finding:
         why = why if request.requeue is False else "JobRequeue = 0 in slurm.conf"
         return warning(
             f"requeue is off ({why}): a job that is preempted or reaches its time limit is not resumed by itself",
-            "add #SBATCH --requeue, or submit the same script again: it resumes from the last step",
+            "ask Slurm for --requeue, or submit the job again: it resumes from the last step",
         )
     if not re.match(r"(R:)?((SIG)?USR2|12)(@\d+)?$", request.signal):
         return warning(
             f"{request.source('SBATCH_SIGNAL')} requests no USR2 before the time limit, so the step in progress may be "
             "lost then",
-            "add #SBATCH --signal=USR2@120",
+            "ask Slurm for --signal=USR2@120",
         )
     return _check_time(job) or ok(f"on, {request.signal} before the time limit")
 
@@ -178,7 +178,7 @@ def check_cores(job: PlannedJob) -> Finding:
         return warning(what, "unset it, unless it leaves out only hardware threads")
     if cores == 1:
         what = "optimizer.offload = true runs the optimiser on the cores, and each rank has one"
-        return warning(what, "add #SBATCH --cpus-per-task=N (tlt submit: --cpus-per-rank=N), such as 8")
+        return warning(what, "ask Slurm for --cpus-per-task=N (tlt submit: --cpus-per-rank=N), such as 8")
     return ok(f"{count(cores, 'core')} a rank, for the optimiser (optimizer.offload)")
 
 

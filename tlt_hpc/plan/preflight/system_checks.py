@@ -29,16 +29,22 @@ def check_memory(job: PlannedJob) -> Finding:
     """The peak of each GPU and of each node's host memory, as ``tlt plan`` predicts them."""
     from tlt_hpc.plan.memory.summary import verdict, way_out
 
-    plan, limits = job.plan, MemoryLimits(job.gpu_bytes if job.uses_gpu else None, _host_bytes(job))
-    limits = limits if job.asks_slurm else replace(limits, host_is=HERE)
+    plan, asked = job.plan, (job.request.memory_mb or 0) * _MB
+    nodes = MemoryLimits(job.gpu_bytes if job.uses_gpu else None, _node_bytes(job))
+    if not job.asks_slurm:
+        nodes = replace(nodes, host_is=HERE)
+    limits = replace(nodes, host=asked, host_is="what --mem asks for on each node") if asked else nodes
     said = verdict(plan, limits)
+    more = f"ask Slurm for --mem={math.ceil(plan.node_bytes / 2**30)}G or more (--mem=0: all of a node)"
     if not limits.hold(plan):
+        if asked and nodes.hold(plan):
+            return failure(said.rstrip("."), more)
         remedy = way_out(plan, limits)
         return failure(said.rstrip("."), f"{remedy[0].lower()}{remedy[1:]} See tlt plan")
     if job.asks_slurm and job.request.memory_mb is None and (default := _default_memory(job)):
         return warning(
             f"{said} No memory is asked for, so the cluster's default counts ({default} MB)",
-            f"add #SBATCH --mem={math.ceil(plan.node_bytes / 2**30)}G or more (--mem=0: all of a node)",
+            more,
         )
     if job.uses_gpu and limits.device is None:
         return warning(f"{said} How much a GPU has is not known here", "give --gpu-memory GB")
@@ -52,12 +58,12 @@ def _default_memory(job: PlannedJob) -> str:
         return ""
 
 
-def _host_bytes(job: PlannedJob) -> int | None:
-    """Memory of a node: as requested from Slurm, or of the partition's smallest node; else what is left here."""
+def _node_bytes(job: PlannedJob) -> int | None:
+    """Memory of the partition's smallest node, or without Slurm what is left here."""
     if not job.asks_slurm:
         return available_bytes()
     try:
-        return (job.request.memory_mb or slurm_checks.smallest_node_mb(job)) * _MB or None
+        return slurm_checks.smallest_node_mb(job) * _MB or None
     except SlurmError:  # the check of the partition reports it
         return None
 
