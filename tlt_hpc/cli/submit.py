@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import shlex
 import shutil
-import sys
 import tempfile
 import time
 from collections.abc import Collection, Mapping, Sequence, Set
