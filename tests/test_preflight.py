@@ -329,7 +329,7 @@ SLURM_PLANTED: list[tuple[str, Plant, str, str, str]] = [
     ("a step of this run does not fit", lambda p: (changed("=10:00:00", "=8")(p), step_of(p, 250)), "requeue",
      "warning", r"limit 8 leaves at most 360 s .* and a step \(250 s in this run\) may not fit.*; give more --time$"),
     ("one core to offload to", lambda p: offloads(p, 1), "cores", "warning",
-     r"^optimizer.offload = true runs the optimiser on the cores, and each rank has one; ask Slurm .*--cpus-per-rank=N"),
+     r"^optimizer.offload = true runs the optimiser on the cores, and each rank has one; ask .*--cpus-per-rank=N"),
     ("fewer threads than cores", lambda p: (offloads(p, 8), p.monkeypatch.setenv("TLT_THREADS", "1")), "cores",
      "warning", r"^TLT_THREADS=1: the optimiser \(optimizer.offload\) uses 1 thread on 8 cores; unset it"),
 ]  # fmt: skip

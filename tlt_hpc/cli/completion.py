@@ -11,8 +11,7 @@ import shtab
 from tlt_hpc.cli import command_line
 from tlt_hpc.cli.commands import COMMANDS
 from tlt_hpc.cli.submissions import LATER
-from tlt_hpc.cli.submit import SUBMITTED
-from tlt_hpc.cluster.submission import FILE
+from tlt_hpc.cluster.submission import FILE, SUBMITTED
 from tlt_hpc.config.keys import Key, keys_of
 from tlt_hpc.config.sections import SECTIONS
 
