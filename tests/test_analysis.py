@@ -13,15 +13,16 @@ import pytest
 from small_run import NAMES, START, set_lines, small_record, small_run
 
 from tlt_hpc.common.records import NO_SPANS, RolloutTiming
-from tlt_hpc.look.analysis.acceptance import ACCEPTANCE
-from tlt_hpc.look.analysis.comparison import analyse_comparison, speed_of
-from tlt_hpc.look.analysis.kinds import KINDS, Kind, Pieces
-from tlt_hpc.look.analysis.learning import analyse_learning, moving_mean
-from tlt_hpc.look.analysis.lengths import LENGTHS
-from tlt_hpc.look.analysis.survey import take
-from tlt_hpc.look.analysis.throughput import THROUGHPUT
-from tlt_hpc.look.analysis.timeline import analyse_timeline
+from tlt_hpc.extras.report.analysis.acceptance import ACCEPTANCE
+from tlt_hpc.extras.report.analysis.comparison import analyse_comparison
+from tlt_hpc.extras.report.analysis.kinds import KINDS, Kind, Pieces
+from tlt_hpc.extras.report.analysis.learning import analyse_learning, moving_mean
+from tlt_hpc.extras.report.analysis.lengths import LENGTHS
+from tlt_hpc.extras.report.analysis.survey import take
+from tlt_hpc.extras.report.analysis.throughput import THROUGHPUT
+from tlt_hpc.extras.report.analysis.timeline import analyse_timeline
 from tlt_hpc.look.run_log import RunLog
+from tlt_hpc.look.series import speed_of
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.rollout_log import write_step
 

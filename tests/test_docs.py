@@ -276,7 +276,7 @@ def test_the_demo_continues_a_run_of_its_comparison() -> None:
     continued = set(re.findall(r"run\.folder=\$\$folder run\.name=([\w-]+)|\$\$folder/([\w-]+) ", recipe + " "))
     left_out = set(re.findall(r"--without ([\w-]+)", recipe))
     assert {name for pair in continued for name in pair if name} | {"plain"} == set(MODES) - left_out
-    assert f"on the folder {MODES[-1]} that" in text_of(ROOT / "tlt_hpc/look/report/page.html.jinja")
+    assert f"on the folder {MODES[-1]} that" in text_of(ROOT / "tlt_hpc/extras/report/page.html.jinja")
 
 
 def options_of(parser: argparse.ArgumentParser) -> set[str]:

@@ -15,8 +15,8 @@ from test_resume import Silent
 
 from tlt_hpc import session
 from tlt_hpc.config import load_config
-from tlt_hpc.look.analysis.comparison import analyse_comparison
-from tlt_hpc.look.analysis.energy_use import energy_in_words
+from tlt_hpc.extras.report.analysis.comparison import analyse_comparison
+from tlt_hpc.extras.report.analysis.energy_use import energy_in_words
 from tlt_hpc.look.energy import EnergyMeter, EnergyReach, NoCounterError, Nvml
 from tlt_hpc.look.run_log import RunLog
 from tlt_hpc.mpi.world import World

@@ -31,7 +31,7 @@ from tlt_hpc.cli.main import main
 from tlt_hpc.config import EMBEDDED_MODEL, UserError, load_config, to_toml
 from tlt_hpc.evaluate.subject import find_subject
 from tlt_hpc.export import policy
-from tlt_hpc.export.formats import lay_out, read_target
+from tlt_hpc.extras.drafter_formats.formats import lay_out, read_target
 from tlt_hpc.models.drafter import Drafter
 from tlt_hpc.models.drafter_file import DRAFTER_FILE, checked_drafter, eagle3_sizes, load_drafter
 from tlt_hpc.models.tokenizer import embedded

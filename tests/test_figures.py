@@ -14,16 +14,22 @@ from matplotlib.transforms import Bbox
 from small_run import START, line_of, small_record, small_run
 
 from tlt_hpc.common.records import PhaseSpan, RolloutTiming
-from tlt_hpc.look.analysis.acceptance import ACCEPTANCE
-from tlt_hpc.look.analysis.comparison import analyse_comparison
-from tlt_hpc.look.analysis.learning import analyse_learning
-from tlt_hpc.look.analysis.lengths import LENGTHS
-from tlt_hpc.look.analysis.survey import take
-from tlt_hpc.look.analysis.throughput import THROUGHPUT
-from tlt_hpc.look.analysis.timeline import analyse_timeline
-from tlt_hpc.look.figures.steps import draw_acceptance, draw_comparison, draw_learning, draw_lengths, draw_throughput
-from tlt_hpc.look.figures.style import THEMES, save, themed
-from tlt_hpc.look.figures.timeline import draw_timeline
+from tlt_hpc.extras.report.analysis.acceptance import ACCEPTANCE
+from tlt_hpc.extras.report.analysis.comparison import analyse_comparison
+from tlt_hpc.extras.report.analysis.learning import analyse_learning
+from tlt_hpc.extras.report.analysis.lengths import LENGTHS
+from tlt_hpc.extras.report.analysis.survey import take
+from tlt_hpc.extras.report.analysis.throughput import THROUGHPUT
+from tlt_hpc.extras.report.analysis.timeline import analyse_timeline
+from tlt_hpc.extras.report.figures.steps import (
+    draw_acceptance,
+    draw_comparison,
+    draw_learning,
+    draw_lengths,
+    draw_throughput,
+)
+from tlt_hpc.extras.report.figures.style import THEMES, save, themed
+from tlt_hpc.extras.report.figures.timeline import draw_timeline
 from tlt_hpc.look.run_log import RunLog
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.rollout_log import write_step

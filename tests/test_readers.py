@@ -22,8 +22,8 @@ from tlt_hpc.cli import main as cli
 from tlt_hpc.cluster.watch.record import Record
 from tlt_hpc.common.files import read_bytes
 from tlt_hpc.config import load_config, to_toml
-from tlt_hpc.look.report.findings import find
-from tlt_hpc.look.report.verdict import cards, gain_of
+from tlt_hpc.extras.report.findings import find
+from tlt_hpc.extras.report.verdict import cards, gain_of
 from tlt_hpc.look.run_log import RunLog
 from tlt_hpc.storage.folder import RunFolder, WriteError, make_folder
 

@@ -13,10 +13,10 @@ import pytest
 from slurm_training import SETTINGS, wait_for
 
 from tlt_hpc.cli.main import main
+from tlt_hpc.extras.rehearse import faults, rehearse
+from tlt_hpc.extras.rehearse.rehearse import Rehearsal, Rehearsed, Start, committed, see_end
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.step_lines import STEP, add_line
-from tlt_hpc.studies.rehearsal import faults, rehearse
-from tlt_hpc.studies.rehearsal.rehearse import Rehearsal, Rehearsed, Start, committed, see_end
 
 ROOT = Path(__file__).resolve().parent.parent
 SHORT = [*SETTINGS, "run.stall_factor=0.05"]
@@ -128,7 +128,7 @@ def test_ranks_of_a_job_need_no_mpiexec(tmp_path: Path, monkeypatch: pytest.Monk
     rehearsal = Rehearsal(tmp_path, str(ROOT / "jobs" / "tiny.toml"), [], 2)
     assert rehearse.start_ranks(rehearsal, "kill", 0) == 0
     assert rehearsal.lines(0)[0].startswith(
-        f"started {sys.executable} -P -m mpi4py -m tlt_hpc.cli.rehearsed_rank train"
+        f"started {sys.executable} -P -m mpi4py -m tlt_hpc.extras.rehearse.rehearsed_rank train"
     )
 
 

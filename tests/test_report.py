@@ -20,13 +20,13 @@ from small_run import set_lines, small_record, small_run
 from tlt_hpc.cli.main import main
 from tlt_hpc.common.records import Rollout, RolloutTiming
 from tlt_hpc.config import load_config
-from tlt_hpc.look.analysis.comparison import paired_ratio
+from tlt_hpc.extras.report.figures.style import THEMES
+from tlt_hpc.extras.report.findings import find, typical_step
+from tlt_hpc.extras.report.page import render
+from tlt_hpc.extras.report.verdict import KeyFigure, RunGain, cards, gain_of
 from tlt_hpc.look.cost import cost_of
-from tlt_hpc.look.figures.style import THEMES
-from tlt_hpc.look.report.findings import find, typical_step
-from tlt_hpc.look.report.page import render
-from tlt_hpc.look.report.verdict import KeyFigure, RunGain, cards, gain_of
 from tlt_hpc.look.run_log import RunLog
+from tlt_hpc.look.series import paired_ratio
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.rollout_log import write_step
 from tlt_hpc.storage.step_lines import add_line, drop_lines, read_lines
@@ -81,7 +81,7 @@ def make_plain(path: Path, seconds: float = 13.0, num_steps: int = 3) -> RunFold
 def draws(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     """Draw figures, which takes seconds, only in the test of the whole page."""
     if "two_themes" not in request.node.name:
-        monkeypatch.setattr("tlt_hpc.look.report.page.inline_svg", lambda *words: "<svg></svg>")
+        monkeypatch.setattr("tlt_hpc.extras.report.page.inline_svg", lambda *words: "<svg></svg>")
 
 
 @pytest.fixture

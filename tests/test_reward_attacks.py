@@ -17,10 +17,10 @@ from attacks import ASSERTED, ATTACKS, CALLED, DOUBLE, FORGERIES, HONEST, Attack
 from test_reward_server import alive, wait_until
 
 from tlt_hpc.config import RewardSection
+from tlt_hpc.extras.code_rewards.code import passes_tests
+from tlt_hpc.extras.code_rewards.sandbox.kinds import KINDS
+from tlt_hpc.extras.code_rewards.sandbox.outside import ProgramLimits, Sandbox, SandboxError, Template, check
 from tlt_hpc.rewards.answer import Verdict
-from tlt_hpc.rewards.code import passes_tests
-from tlt_hpc.rewards.sandbox.kinds import KINDS
-from tlt_hpc.rewards.sandbox.outside import ProgramLimits, Sandbox, SandboxError, Template, check
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMITS = ProgramLimits(cpu_seconds=0.3, memory_bytes=2**28, output_bytes=10**6)
@@ -108,7 +108,7 @@ def test_nothing_outlives_its_answer(template: Template) -> None:
 def test_a_program_ends_with(who: str, template: Template) -> None:
     """Killed by force, so that it can do nothing more itself."""
     program = (
-        "from tlt_hpc.rewards.sandbox.outside import *\n"
+        "from tlt_hpc.extras.code_rewards.sandbox.outside import *\n"
         f"s = Sandbox(Template({template.kind!r})); print('up', flush=True)\n"
         "s.run('while True: pass', '', ProgramLimits(60.0, 2**28, 1000))\n"
     )
@@ -171,7 +171,7 @@ def behind_landlock(program: str) -> str:
     """What a program says that has the walls of Landlock and no filter; ``outside``: the process before."""
     start = (
         "import os, signal, time\n"
-        "from tlt_hpc.rewards.sandbox.landlock import Landlock\n"
+        "from tlt_hpc.extras.code_rewards.sandbox.landlock import Landlock\n"
         "walls, outside = Landlock(), os.getpid()\n"
         "if pid := os.fork():\n    os.waitpid(pid, 0)\n    raise SystemExit\n"
         "walls.build([], [])\n"
@@ -221,7 +221,7 @@ def test_what_a_program_leaves_is_ended() -> None:
 # --- where the system allows less ---
 
 NO_LANDLOCK = (
-    "from tlt_hpc.rewards.sandbox import seccomp\n"
+    "from tlt_hpc.extras.code_rewards.sandbox import seccomp\n"
     "seccomp._filter = lambda _: [(0x20, 0, 0, 0), (0x15, 0, 1, 444), seccomp._refuse(38), seccomp._PASS]\n"
     "seccomp.install()\n"
 )
@@ -230,7 +230,7 @@ NO_LANDLOCK = (
 def sandbox_as(*prefix: str, before: str = "", kind: str = "") -> subprocess.CompletedProcess[str]:
     """Run an attack and an honest program in a sandbox that a process of other rights makes."""
     program = (
-        before + "from tlt_hpc.rewards.sandbox.outside import *\n"
+        before + "from tlt_hpc.extras.code_rewards.sandbox.outside import *\n"
         f"template = Template({kind!r}) if {kind!r} else working_template()\n"
         "print(template.kind)\n"
         "with Sandbox(template) as s:\n"

@@ -13,12 +13,12 @@ from program_cases import Case, cases
 from program_examples import EXAMPLES, UNREADABLE
 
 from tlt_hpc.config import RewardSection
+from tlt_hpc.extras.code_rewards.code import passes_tests
+from tlt_hpc.extras.code_rewards.code_tests import any_number_of_digits, read_tests
+from tlt_hpc.extras.code_rewards.fences import extract_program
+from tlt_hpc.extras.code_rewards.results import same_output
+from tlt_hpc.extras.code_rewards.sandbox.outside import Template, working_template
 from tlt_hpc.rewards.answer import Failure
-from tlt_hpc.rewards.code import passes_tests
-from tlt_hpc.rewards.code_tests import any_number_of_digits, read_tests
-from tlt_hpc.rewards.fences import extract_program
-from tlt_hpc.rewards.results import same_output
-from tlt_hpc.rewards.sandbox.outside import Template, working_template
 
 CODE = RewardSection(default="code", cpu_seconds=4.0, memory_mb=512)
 

@@ -24,15 +24,15 @@ import pytest
 
 from tlt_hpc.cluster.watch.beat import BEAT
 from tlt_hpc.config import RewardSection, UserError
+from tlt_hpc.extras.code_rewards.code import passes_tests
+from tlt_hpc.extras.code_rewards.fences import extract_program
+from tlt_hpc.extras.code_rewards.results import same_output
+from tlt_hpc.extras.code_rewards.sandbox.outside import Template, working_template
+from tlt_hpc.extras.code_rewards.sandbox.values import literal
 from tlt_hpc.rewards.answer import Answer, Failure, Verdict
 from tlt_hpc.rewards.client import RewardClient, server_environment
-from tlt_hpc.rewards.code import passes_tests
-from tlt_hpc.rewards.fences import extract_program
 from tlt_hpc.rewards.frames import FrameBuffer, pack
 from tlt_hpc.rewards.functions import call_function, load_functions
-from tlt_hpc.rewards.results import same_output
-from tlt_hpc.rewards.sandbox.outside import Template, working_template
-from tlt_hpc.rewards.sandbox.values import literal
 
 OWN = """
 import os, signal, sys, time

@@ -18,11 +18,11 @@ from logged import step_record
 from tlt_hpc.cli.main import main
 from tlt_hpc.common.records import EngineSpans, FinishReason, Rollout, RolloutTiming, SampleKey
 from tlt_hpc.config import load_config, to_toml
-from tlt_hpc.plan.simulate.ahead import Ahead, PassCosts, ahead_seconds
-from tlt_hpc.plan.simulate.costs import TokenCosts, with_speed_ups
-from tlt_hpc.plan.simulate.lengths import log_normal, resampled, shard_lengths
-from tlt_hpc.plan.simulate.recorded import costs_by_strategy, passes_of, phases_of, read_run
-from tlt_hpc.plan.simulate.step import Setting, StepPhases, setting_from, simulate, walk
+from tlt_hpc.extras.simulate.ahead import Ahead, PassCosts, ahead_seconds
+from tlt_hpc.extras.simulate.costs import TokenCosts, with_speed_ups
+from tlt_hpc.extras.simulate.lengths import log_normal, resampled, shard_lengths
+from tlt_hpc.extras.simulate.recorded import costs_by_strategy, passes_of, phases_of, read_run
+from tlt_hpc.extras.simulate.step import Setting, StepPhases, setting_from, simulate, walk
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.rollout_log import StepRecord, read_step, write_step
 from tlt_hpc.storage.step_lines import read_lines

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from tlt_hpc.cluster.stopping import Stop
 from tlt_hpc.cluster.watch.beat import BEAT
-from tlt_hpc.common.records import PREFILL, PhaseSpan, Rollout
+from tlt_hpc.common.records import AHEAD, PREFILL, PhaseSpan, Rollout
 from tlt_hpc.config import Config, UserError
 from tlt_hpc.drafting.acceptance import JUDGED_DEPTH, DraftCounts
 from tlt_hpc.drafting.spot import MergeReport
@@ -23,7 +23,6 @@ from tlt_hpc.drafting.sums import sums_on_gpus
 from tlt_hpc.drafting.tail_plan import STORED_ACCEPTED, STORED_TOKENS
 from tlt_hpc.evaluate.evaluate import TESTING, evaluate_policy, prepare
 from tlt_hpc.evaluate.exam import Exam
-from tlt_hpc.look.analysis.kinds import AHEAD
 from tlt_hpc.look.metrics import DECODE_CPU, DUE, K3, KEPT_TOKENS, LATE, MERGE_EXPOSED, PROBS_DIFF, summarise
 from tlt_hpc.look.timing import PhaseTimer
 from tlt_hpc.look.tracking import Tracking

@@ -38,7 +38,7 @@ from fetch_smollm2 import default_folder, packaged_file
 
 from tlt_hpc.common.errors import UserError
 from tlt_hpc.common.records import Request, SampleKey, SamplingParams, Stream
-from tlt_hpc.look.analysis.comparison import paired_ratio
+from tlt_hpc.look.series import paired_ratio
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.folder import folder_weights
 from tlt_hpc.models.shape import read_shape

@@ -32,7 +32,8 @@ ROOT = Path(__file__).resolve().parent.parent
 KINDS = ("inputs", "folders")
 # imported once, before the first child
 _MODULES = (
-    "tlt_hpc.cli.main", "tlt_hpc.look.live.watch_run", "tlt_hpc.look.report.write_report", "tlt_hpc.look.figures.style",
+    "tlt_hpc.cli.main", "tlt_hpc.look.live.watch_run", "tlt_hpc.extras.report.write_report",
+    "tlt_hpc.extras.report.figures.style",
     "tlt_hpc.evaluate.evaluate", "tlt_hpc.plan.memory.summary", "tlt_hpc.plan.inputs", "tlt_hpc.look.tracking",
     "tlt_hpc.models.drafter_file", "tlt_hpc.storage.feature_file",
 )  # fmt: skip

@@ -26,13 +26,13 @@ from tlt_hpc.common.errors import UserError
 from tlt_hpc.common.script import ending
 
 # isort: split
-from tlt_hpc.look.analysis.acceptance import ACCEPTANCE
-from tlt_hpc.look.analysis.comparison import analyse_comparison
-from tlt_hpc.look.analysis.learning import analyse_learning
-from tlt_hpc.look.analysis.lengths import LENGTHS
-from tlt_hpc.look.analysis.survey import Survey, take
-from tlt_hpc.look.analysis.throughput import THROUGHPUT
-from tlt_hpc.look.analysis.timeline import analyse_timeline
+from tlt_hpc.extras.report.analysis.acceptance import ACCEPTANCE
+from tlt_hpc.extras.report.analysis.comparison import analyse_comparison
+from tlt_hpc.extras.report.analysis.learning import analyse_learning
+from tlt_hpc.extras.report.analysis.lengths import LENGTHS
+from tlt_hpc.extras.report.analysis.survey import Survey, take
+from tlt_hpc.extras.report.analysis.throughput import THROUGHPUT
+from tlt_hpc.extras.report.analysis.timeline import analyse_timeline
 from tlt_hpc.look.run_log import RunLog
 from tlt_hpc.plan.plan_options import at_least_one
 from tlt_hpc.storage.folder import GIVE_OUTPUT, check_writable
@@ -40,7 +40,7 @@ from tlt_hpc.storage.folder import GIVE_OUTPUT, check_writable
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from tlt_hpc.look.analysis.base import Analysis
+    from tlt_hpc.extras.report.analysis.base import Analysis
 
 NAMES = ("timeline", "throughput", "acceptance", "lengths", "learning", "compare")
 
@@ -90,7 +90,7 @@ def analyse(what: str, runs: list[RunLog], step: int | None) -> Analysis:
 
 def draw(what: str, found: Any, folder: Path, theme: str) -> list[Path]:
     """Write the figure."""
-    from tlt_hpc.look.figures import steps, style, timeline  # take a second to import: not for --help
+    from tlt_hpc.extras.report.figures import steps, style, timeline  # take a second to import: not for --help
 
     drawings: dict[str, Callable[[Any], Figure]] = {
         "timeline": timeline.draw_timeline,

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from tlt_hpc import __version__
+from tlt_hpc.common.extras import load_extra
 from tlt_hpc.common.printable import one_line
-from tlt_hpc.data.known import KNOWN
 from tlt_hpc.export.export_options import add_step
 from tlt_hpc.plan.plan_options import GPU_MEMORY, at_least_one, at_least_zero, gpu_gb
 
@@ -23,14 +23,18 @@ if TYPE_CHECKING:
     from tlt_hpc.mpi.world import World
 
 
+PREPARE = "tlt_hpc.extras.prepare_data.prepare_data"
+
+
 class Command(NamedTuple):
     """A command of ``tlt``."""
 
     group: str
     """The heading that it stands under in the help."""
     help: str
-    add_options: Callable[[argparse.ArgumentParser], argparse.ArgumentParser | None]
-    """Adds the options to the command's parser; returns the parser that takes the configuration, if it is another."""
+    add_options: str | Callable[[argparse.ArgumentParser], argparse.ArgumentParser | None]
+    """Adds the options to the command's parser; returns the parser that takes the configuration, if it is another. Of
+    an extra, the module whose ``add_options`` does it."""
     work: str | Callable[[Config, argparse.Namespace, World], int]
     """A function that all ranks run, or a module whose ``run`` is called in one process."""
     progress: Callable[[Config], str] | None = None
@@ -77,8 +81,8 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f"; did you mean {close[0]}?" if close else ""
 
 
-def make_parser(commands: Mapping[str, Command]) -> Parser:
-    """The command line of these commands."""
+def make_parser(commands: Mapping[str, Command], given: Sequence[str] | None = None) -> Parser:
+    """The command line of these commands; with the words that were ``given``, only their command has its options."""
     parser = Parser(
         prog="tlt",
         usage="tlt COMMAND ...",
@@ -92,13 +96,23 @@ def make_parser(commands: Mapping[str, Command]) -> Parser:
         each: argparse.ArgumentParser = parsers.add_parser(
             name, help=command.help, description=command.help, prog=f"tlt {name}"
         )
-        each = command.add_options(each) or each
+        if given is not None and name not in (" ".join(given[:1]), " ".join(given[:2])):
+            continue
+        each = add_options(each, command) or each
         if not isinstance(command.work, str):
             nargs, words = ("?", "; a run has its own") if name == "evaluate" else (None, "")
             each.add_argument("config", metavar="CONFIG.toml", nargs=nargs, help=f"the job, e.g. jobs/tiny.toml{words}")
             each.add_argument("overrides", nargs="*", metavar="section.key=value", help="e.g. rollout.temperature=0.9")
             each.add_argument("--dry-run", action="store_true", help="check, and print the plan; write nothing")
     return parser
+
+
+def add_options(parser: argparse.ArgumentParser, command: Command) -> argparse.ArgumentParser | None:
+    """Add a command's own options; returns the parser that takes the configuration, if it is another."""
+    if not isinstance(command.add_options, str):
+        return command.add_options(parser)
+    parser_of_config: argparse.ArgumentParser | None = load_extra(command.add_options).add_options(parser)
+    return parser_of_config
 
 
 def _help_by_group(commands: Mapping[str, Command]) -> str:
@@ -302,6 +316,4 @@ def add_data_options(command: argparse.ArgumentParser) -> None:
     inspect.add_argument("--model", metavar="FOLDER", help="counts tokens, and renders chats by this model's template")
     inspect.add_argument("overrides", nargs="*", metavar="data.key=value", help="e.g. data.prompt_key=problem")
     prepare = parts.add_parser("prepare", help="turn a data set of the hub, downloaded before, into what a job reads")
-    prepare.add_argument("name", metavar="NAME", choices=tuple(KNOWN), help=f"one of {', '.join(KNOWN)}")
-    prepare.add_argument("files", metavar="FILE", nargs="+", help="files, folders or patterns as data.source has them")
-    prepare.add_argument("--output", metavar="PATH", help="a name that ends in .jsonl (default data/NAME.jsonl)")
+    load_extra(PREPARE).add_options(prepare)

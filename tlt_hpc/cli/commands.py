@@ -6,9 +6,8 @@ from tlt_hpc.cli import command_line
 from tlt_hpc.cli.command_line import Command
 from tlt_hpc.cli.rank_commands import ablate, compare, evaluate, run_progress, train, warmup, written_files
 from tlt_hpc.export import export_options
-from tlt_hpc.look.arguments import add_report_arguments, add_runs_arguments, add_watch_arguments
+from tlt_hpc.look.arguments import add_runs_arguments, add_watch_arguments
 from tlt_hpc.plan import plan_options
-from tlt_hpc.studies import ablation_plan
 
 _TRAIN = "train a policy; in a folder that has a checkpoint, resume it"
 _COMPARE = "run the same steps in four modes of speculation, none included; status 1: text, rewards or weights differ"
@@ -36,25 +35,29 @@ _POLICY = "write a run's policy as a Hugging Face folder"
 _DATA = "inspect what a run would train on, or prepare a data set of the hub for it"
 _REWARD = "judge the responses of a file by a job's rules: what was read, why; status 1: another verdict was expected"
 _SUBMISSIONS = "tlt_hpc.cli.submissions"
+_EXTRAS = "tlt_hpc.extras"
+
+
+def of_extra(group: str, words: str, module: str) -> Command:
+    """A command of one process whose options and work are in a module of an extra."""
+    return Command(group, words, f"{_EXTRAS}.{module}", f"{_EXTRAS}.{module}")
+
+
 COMMANDS = {
     "train": Command("run", _TRAIN, lambda command: None, train, run_progress),
     "evaluate": Command("run", _EVALUATE, command_line.add_evaluate_options, evaluate, written_files),
     "warmup": Command("run", _WARMUP, command_line.add_warmup_options, warmup, written_files),
     "compare": Command("run", _COMPARE, command_line.add_compare_options, compare),
-    "ablate": Command("run", _ABLATE, ablation_plan.add_ablate_options, ablate),
+    "ablate": Command("run", _ABLATE, f"{_EXTRAS}.ablate.ablation_plan", ablate),
     "data": Command("prepare and check", _DATA, command_line.add_data_options, "tlt_hpc.cli.inspect_data"),
     "reward": Command("prepare and check", _REWARD, command_line.add_reward_options, "tlt_hpc.cli.judge_given"),
     "keys": Command("prepare and check", _KEYS, command_line.add_keys_options, "tlt_hpc.cli.show_keys"),
     "plan": Command("prepare and check", _PLAN, plan_options.add_plan_options, "tlt_hpc.plan.memory.summary"),
-    "simulate": Command(
-        "prepare and check", _SIMULATE, plan_options.add_simulate_options, "tlt_hpc.plan.simulate.predict"
-    ),
+    "simulate": of_extra("prepare and check", _SIMULATE, "simulate.predict"),
     "preflight": Command(
         "prepare and check", _PREFLIGHT, plan_options.add_preflight_options, "tlt_hpc.plan.preflight.checklist"
     ),
-    "rehearse": Command(
-        "prepare and check", _REHEARSE, plan_options.add_rehearse_options, "tlt_hpc.studies.rehearsal.rehearse"
-    ),
+    "rehearse": of_extra("prepare and check", _REHEARSE, "rehearse.rehearse"),
     "submit": Command("on a cluster", _SUBMIT, command_line.add_submit_options, _SUBMISSIONS),
     "submit list": Command("on a cluster", _LIST, command_line.add_list_options, _SUBMISSIONS),
     "submit status": Command("on a cluster", _STATUS, command_line.add_submission, _SUBMISSIONS),
@@ -63,10 +66,10 @@ COMMANDS = {
     "submit cancel": Command("on a cluster", _CANCEL, command_line.add_cancel_options, _SUBMISSIONS),
     "runs": Command("look at runs", _RUNS, add_runs_arguments, "tlt_hpc.look.live.list_runs"),
     "watch": Command("look at runs", _WATCH, add_watch_arguments, "tlt_hpc.look.live.watch_run"),
-    "report": Command("look at runs", _REPORT, add_report_arguments, "tlt_hpc.look.report.write_report"),
+    "report": of_extra("look at runs", _REPORT, "report.write_report"),
     "export-policy": Command("use the results", _POLICY, export_options.add_policy_options, "tlt_hpc.export.policy"),
     "export-drafter": Command(
-        "use the results", _DRAFTER, export_options.add_drafter_options, "tlt_hpc.export.drafter"
+        "use the results", _DRAFTER, f"{_EXTRAS}.drafter_formats.options", f"{_EXTRAS}.drafter_formats.export_drafter"
     ),
     "init": Command("set up", _INIT, command_line.add_init_options, "tlt_hpc.cli.init_folder"),
     "completion": Command("set up", _COMPLETION, command_line.add_completion_options, "tlt_hpc.cli.completion"),

@@ -88,7 +88,7 @@ def _add_later(submit: command_line.Parser) -> None:
     later.nargs = None
     for name in LATER:
         command = COMMANDS[f"submit {name}"]
-        command.add_options(later.add_parser(name, help=command.help))
+        command_line.add_options(later.add_parser(name, help=command.help), command)
     job = next(action for action in submit._actions if action.dest == "config")
     submit._actions.remove(later)
     submit._actions[submit._actions.index(job)] = later

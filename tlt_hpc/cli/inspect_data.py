@@ -11,13 +11,14 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from tlt_hpc.cli import prepare_data
-from tlt_hpc.cli.prepare_data import config_of
+from tlt_hpc.cli.command_line import PREPARE
 from tlt_hpc.common.console import TextConsole
+from tlt_hpc.common.extras import load_extra
 from tlt_hpc.common.records import Prompt
 from tlt_hpc.common.words import count
 from tlt_hpc.config import EMBEDDED_TASK, Config, ConfigError, load_config
 from tlt_hpc.data.evaluation_sets import open_reader, told_as_evaluations
+from tlt_hpc.data.files import config_of
 from tlt_hpc.data.inspect import Inspection, SourceCounts, inspect
 from tlt_hpc.data.reader import PromptReader
 from tlt_hpc.models.shape import read_shape
@@ -38,7 +39,7 @@ def run(options: argparse.Namespace) -> int:
         ValueError: no such file, no such column, no such model.
     """
     if options.data == "prepare":
-        prepare_data.run(options)
+        load_extra(PREPARE).run(options)
         return 0
     file, model, overrides = options.file, options.model, options.overrides
     is_job = file.endswith(".toml")

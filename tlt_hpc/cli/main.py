@@ -6,7 +6,6 @@ Heavy libraries are imported only once a command needs them.
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import logging
 import os
@@ -37,6 +36,7 @@ from tlt_hpc.cluster.stopping import StopFlag, know_limits
 from tlt_hpc.cluster.watch.beat import BEAT
 from tlt_hpc.cluster.watch.watch import Watch
 from tlt_hpc.cluster.watch.witness import Witness
+from tlt_hpc.common.extras import load_extra
 from tlt_hpc.common.files import has_remedy, told
 from tlt_hpc.common.heap import importing
 from tlt_hpc.common.printable import PrintableStream, escape_streams, one_line
@@ -205,13 +205,13 @@ def fail_together(error: ValueError, rank: int, status: int = USER_ERROR) -> int
 
 
 def make_parser() -> command_line.Parser:
-    """The command line."""
+    """The command line, all commands with their options."""
     return command_line.make_parser(COMMANDS)
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """The options of a command; a mistake ends the process with one line."""
-    parser = make_parser()
+    parser = command_line.make_parser(COMMANDS, arguments)
     options = command_line.parse(parser, arguments)
     if options.command == "warmup" and options.sources:
         options.overrides.append(f"warmup.sources={json.dumps(options.sources)}")
@@ -229,7 +229,7 @@ def run_alone(module: str, options: argparse.Namespace) -> int:
     try:
         if options.command.startswith("export"):
             say_soon(f"reading {options.place}", is_result=False)
-        return importlib.import_module(module).run(options) or 0
+        return load_extra(module).run(options) or 0
     except (ValueError, OSError) as error:
         print(f"tlt: {one_line(as_error(error))}", file=sys.stderr)
         return USER_ERROR

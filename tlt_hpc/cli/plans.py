@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
+from tlt_hpc.common.extras import load_extra
 from tlt_hpc.config import (
     Config,
     ConfigError,
@@ -17,7 +18,6 @@ from tlt_hpc.config import (
 from tlt_hpc.resume.finished import finished_message
 from tlt_hpc.storage.folder import GIVE_OUTPUT, RunFolder, check_writable
 from tlt_hpc.storage.step_lines import read_lines
-from tlt_hpc.studies import ablation_plan
 
 if TYPE_CHECKING:
     from tlt_hpc.plan.inputs import ModelAssets
@@ -70,8 +70,9 @@ def plan_with(config: Config, assets: ModelAssets, options: argparse.Namespace, 
         key = "warmup.init" if options.command == "warmup" else "drafter.init"
         check_drafter(config, assets, key, is_read=options.dry_run)
     if options.command == "ablate":
-        ablation = ablation_plan.plan_ablation(config, options)
-        return ablation_plan.describe(ablation, num_ranks)
+        ablation_plan = load_extra("tlt_hpc.extras.ablate.ablation_plan")
+        words: str = ablation_plan.describe(ablation_plan.plan_ablation(config, options), num_ranks)
+        return words
     if options.command == "warmup":
         from tlt_hpc.models.weight_files import weight_files
         from tlt_hpc.studies.warmup import plan

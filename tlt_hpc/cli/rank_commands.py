@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING
 
 from tlt_hpc.cluster.stopping import STOPPED_EARLY, Stop, await_preemption, queue_again
 from tlt_hpc.cluster.watch.beat import BEAT
+from tlt_hpc.common.extras import load_extra
 from tlt_hpc.common.words import count
 from tlt_hpc.config import Config, UserError
 from tlt_hpc.resume.finished import finished_message
 from tlt_hpc.storage.folder import RunFolder, WriteError
-from tlt_hpc.studies import ablation_plan
 
 if TYPE_CHECKING:
     from tlt_hpc.mpi.world import World
@@ -53,7 +53,7 @@ def train(config: Config, options: argparse.Namespace, world: World) -> int:
 def compare(config: Config, options: argparse.Namespace, world: World) -> int:
     """``tlt compare`` on this rank."""
     from tlt_hpc.cli.display import Screen, StepReporter, print_comparison
-    from tlt_hpc.look.analysis.base import plain
+    from tlt_hpc.look.series import plain
     from tlt_hpc.storage.records import write_json
     from tlt_hpc.studies.compare import MODES, compare, rows_of, speed_rows, to_tree
 
@@ -111,19 +111,8 @@ def evaluate(config: Config, options: argparse.Namespace, world: World) -> int:
 
 def ablate(config: Config, options: argparse.Namespace, world: World) -> int:
     """``tlt ablate`` on this rank."""
-    from tlt_hpc.cli.display import Screen, StepReporter, print_comparison
-    from tlt_hpc.studies.ablate import ablate, write_figures
-
-    figures = ablate(ablation_plan.plan_ablation(config, options), world, StepReporter(Screen(world.rank == 0)))
-    if figures is None:
-        reason = world.first_stop_reason()
-        if world.rank == 0:
-            print(f"stopped early ({reason}); the same command resumes", flush=True)
-        return STOPPED_EARLY
-    if world.rank == 0:
-        print_comparison(figures.comparison, figures.rows(), figures.verdict())
-        write_figures(figures)
-    return 0 if figures.as_promised else 1
+    status: int = load_extra("tlt_hpc.extras.ablate.ablate").run_arms(config, options, world)
+    return status
 
 
 def stop_early(

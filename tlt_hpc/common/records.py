@@ -124,6 +124,8 @@ class MicroStepRecord:
     loss: float
 
 
+AHEAD = "ahead"
+"""The phase in which a rank that waits generates the next step's responses."""
 PREFILL = -1
 """In place of a strategy's index: a pass that reads prompts."""
 

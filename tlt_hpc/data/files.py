@@ -4,9 +4,20 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from tlt_hpc.config import EMBEDDED_TASK, TASK_PREFIX, ConfigError, DataSection
+from tlt_hpc.config import (
+    EMBEDDED_MODEL,
+    EMBEDDED_TASK,
+    TASK_PREFIX,
+    Config,
+    ConfigError,
+    DataSection,
+    apply_override,
+    parse_config,
+)
 from tlt_hpc.data.known import known_by_output
 from tlt_hpc.data.rows import ArrowRows, JoinedRows, JsonlRows, Rows
 
@@ -103,3 +114,20 @@ def _splits(files: list[Path]) -> list[str]:
     """The splits that file names tell; none if they tell none."""
     found = sorted({_split_of(path) for path in files})
     return found if _SPLITS & set(found) else []
+
+
+def config_of(source: str | Sequence[str], overrides: Sequence[str] = ()) -> Config:
+    """A configuration of which only the data matters.
+
+    Raises:
+        ConfigError: an invalid source or override.
+    """
+    tree: dict[str, Any] = {
+        "run": {"name": "data", "num_steps": 1},
+        "model": {"path": EMBEDDED_MODEL},
+        "data": {"source": source},
+        "rollout": {"prompts_per_step": 1, "group_size": 2, "max_new_tokens": 1},
+    }
+    for override in overrides:
+        apply_override(tree, override if "." in override.partition("=")[0] else f"data.{override}")
+    return parse_config(tree)

@@ -7,15 +7,7 @@ from pathlib import Path
 
 from tlt_hpc.config import EMBEDDED_MODEL, UserError
 
-FORMATS = ("sglang", "vllm", "speculators")
 DTYPES = ("bfloat16", "float16", "float32")
-
-
-def add_drafter_options(command: argparse.ArgumentParser) -> None:
-    """Add the options of ``tlt export-drafter``."""
-    command.add_argument("place", metavar="RUN", help="a run's folder, one with drafter.safetensors, or embedded:tiny")
-    command.add_argument("--format", dest="kind", required=True, choices=FORMATS, help="the layout that it is to have")
-    _add_common(command, "FORMAT")
 
 
 def add_policy_options(command: argparse.ArgumentParser) -> None:
@@ -23,7 +15,7 @@ def add_policy_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("place", metavar="RUN", help="a run's folder")
     command.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of the weights (default bfloat16)")
     command.add_argument("--adapter", action="store_true", help="write the adapters of lora.rank alone, for peft")
-    _add_common(command, "policy")
+    add_common(command, "policy")
 
 
 def add_step(command: argparse.ArgumentParser, words: str) -> None:
@@ -38,7 +30,8 @@ def number_or_best(text: str) -> int | str:
     return text if text == "best" else int(text)
 
 
-def _add_common(command: argparse.ArgumentParser, name: str) -> None:
+def add_common(command: argparse.ArgumentParser, name: str) -> None:
+    """Add the options that both exports have; ``name``: of the folder that is written."""
     command.add_argument("--output", type=Path, metavar="FOLDER", help=f"where to write it (default RUN/export/{name})")
     add_step(command, "take the checkpoint of this step (default: the newest)")
     command.add_argument("--model", metavar="FOLDER", help="the model, if RUN does not name it or it has moved")

@@ -17,12 +17,10 @@ from tlt_hpc.common.words import count
 from tlt_hpc.config import Config, UserError
 from tlt_hpc.data.known import known_by_output
 from tlt_hpc.export.writer import CARD, MARK
-from tlt_hpc.look.analysis.comparison import series_of, speed_of
-from tlt_hpc.look.analysis.learning import change_of
 from tlt_hpc.look.columns import COLUMNS, SCORE
 from tlt_hpc.look.cost import cost_of
-from tlt_hpc.look.report.verdict import other_settings
 from tlt_hpc.look.run_log import RunLog
+from tlt_hpc.look.series import change_of, other_settings, series_of, speed_of
 from tlt_hpc.models.tokenizer import hub_name
 
 _UNKNOWN = "ORG/NAME"

@@ -1,4 +1,4 @@
-"""Command-line arguments of ``tlt report`` and ``tlt watch``. Imports nothing heavy: ``tlt --help`` reads it."""
+"""Command-line arguments of ``tlt watch`` and ``tlt runs``. Imports nothing heavy: ``tlt --help`` reads it."""
 
 from __future__ import annotations
 
@@ -6,16 +6,6 @@ import argparse
 from pathlib import Path
 
 from tlt_hpc.plan.plan_options import at_least_one
-
-
-def add_report_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``tlt report`` to a parser."""
-    add = parser.add_argument
-    add("run", type=Path, metavar="RUN", help="the run's folder, e.g. runs/tiny, or a copy of it")
-    words = "another run of the same seed, such as one without speculation: measures the gain, compares tokens"
-    add("--against", type=Path, metavar="RUN", help=words)
-    add("--output", type=Path, metavar="FILE", help="the page (default: RUN/report.html)")
-    add("--last", type=at_least_one, metavar="N", help="look at the last N steps alone (default: all)")
 
 
 def add_watch_arguments(parser: argparse.ArgumentParser) -> None:

@@ -11,10 +11,10 @@ from typing import NamedTuple
 from tlt_hpc.common.errors import UserError
 from tlt_hpc.common.printable import as_text, printable
 from tlt_hpc.common.words import table
-from tlt_hpc.look.analysis.learning import change_of
 from tlt_hpc.look.columns import COLUMNS, SCORE
 from tlt_hpc.look.cost import Cost, cost_of
 from tlt_hpc.look.run_log import RunLog
+from tlt_hpc.look.series import change_of
 from tlt_hpc.storage.folder import WriteError, writing_beside
 
 _OPTIONAL = ("restarts", "MJ", "log")

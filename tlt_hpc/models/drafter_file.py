@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from tlt_hpc.common.extras import load_extra
 from tlt_hpc.config import ConfigError, UserError
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.draft_layer import AS_TARGET, SETTINGS, DraftLayer, drafter_shape, layer_of
@@ -21,7 +22,6 @@ from tlt_hpc.models.drafter import Drafter, Form
 from tlt_hpc.models.eagle import Eagle
 from tlt_hpc.models.eagle3 import Eagle3
 from tlt_hpc.models.once import read_all_once
-from tlt_hpc.models.published_head import read_head
 from tlt_hpc.models.shape import ModelShape, check_layers
 from tlt_hpc.models.weight_files import DRAFTER_FILE as DRAFTER_FILE
 from tlt_hpc.models.weight_files import TAKE_DRAFTER, find_drafter, find_initial_drafter, opened
@@ -185,7 +185,11 @@ def initial_drafter(
     asked = f"{key} = {init!r}"
     try:
         is_own = find_initial_drafter(init, asked).name == DRAFTER_FILE
-        weights = read_drafter(init, shape, asked) if is_own else read_head(Path(init), model, shape, asked)
+        if is_own:
+            weights = read_drafter(init, shape, asked)
+        else:
+            heads = load_extra("tlt_hpc.extras.drafter_formats.published_head")
+            weights = heads.read_head(Path(init), model, shape, asked)
         if TOKEN_IDS in weights:
             check_layers(shape, asked)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""The command lines of ``tlt plan``, ``tlt preflight`` and ``tlt simulate``; imports nothing heavy."""
+"""The command lines of ``tlt plan`` and ``tlt preflight``, and types of options; imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -81,28 +81,3 @@ def add_preflight_options(command: argparse.ArgumentParser) -> None:
     add("--gpu-memory", type=gpu_gb, metavar="GB", help=f"of each GPU of the job: {GPU_MEMORY}")
     add("--fix", action="store_true", help="download the model of --model-id if it does not exist")
     add("--model-id", metavar="OWNER/NAME", help="what --fix downloads to model.path")
-
-
-def add_rehearse_options(command: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``tlt rehearse``."""
-    command.add_argument("config", metavar="CONFIG.toml", help="the run, e.g. jobs/qwen7b.toml")
-    command.add_argument("overrides", nargs="*", metavar="section.key=value", help="the same as for tlt train")
-
-
-def add_simulate_options(command: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``tlt simulate``."""
-    add = command.add_argument
-    add("config", metavar="CONFIG.toml", nargs="?", help="the run, e.g. jobs/qwen7b.toml")
-    add("overrides", nargs="*", metavar="section.key=value", help="e.g. rollout.max_live=8")
-    add("--nodes", type=at_least_one_each, default=[1, 2, 4, 8], metavar="N,N", help="nodes (default 1,2,4,8)")
-    add("--gpus-per-node", type=at_least_one, metavar="N", help="one rank each (default 8, or --from's ranks)")
-    add("--steps", type=at_least_one, default=20, metavar="N", help="steps that are simulated (default 20)")
-    # of each two the second would have no effect
-    costs = command.add_mutually_exclusive_group().add_argument
-    costs("--from", dest="source", type=Path, metavar="RUN", help="lengths, rounds and phases of this run's log")
-    costs("--shape", metavar="CONFIG.json", help="the model's config.json, or a name such as Qwen2.5-7B")
-    lengths = command.add_mutually_exclusive_group().add_argument
-    lengths("--median", type=above_zero, metavar="TOKENS", help="of the log-normal law (default a sixth of the cap)")
-    lengths("--lengths", type=Path, metavar="RUN", help="lengths alone of this run's log")
-    add("--ahead", type=chance, metavar="CHANCE", help="with draft-ahead; a stored token is accepted with this chance")
-    add("--json", type=Path, metavar="PATH", help="write all figures there as well")

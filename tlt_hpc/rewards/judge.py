@@ -3,23 +3,35 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from types import MappingProxyType
+from typing import Any
 
+from tlt_hpc.common.extras import load_extra
 from tlt_hpc.config import RewardSection
 from tlt_hpc.config.data_sections import ANSWER, FORMAT, part_name
 from tlt_hpc.rewards import text
 from tlt_hpc.rewards.answer import OF_PROGRAMS, OF_RESPONSES, Answer, Failure, Verdict, accepted_answers
 from tlt_hpc.rewards.functions import RewardFunction, call_function
-from tlt_hpc.rewards.sandbox.outside import Template
 
+CODE = "tlt_hpc.extras.code_rewards.code"
+"""What judges the kind ``code``."""
 SAME_MATH = "same-math"
 """No reward: whether a response and another, given as the truth, answer alike as mathematics."""
 WORKER_KINDS = frozenset({"math", "code", "function"})
 """Kinds that parse or run what others wrote; they run only in a process that can be killed."""
 _NO_FUNCTIONS: Mapping[str, RewardFunction] = MappingProxyType({})
+
+
+def read_code_tests(truth: str, extra: str = "") -> None:
+    """See whether the tests of a prompt of the kind ``code`` can be read.
+
+    Raises:
+        ValueError: they cannot.
+    """
+    load_extra(CODE).read_tests(truth, extra)
 
 
 def needs_server(settings: RewardSection) -> bool:
@@ -43,7 +55,7 @@ def judge(
     answer: Answer,
     settings: RewardSection,
     functions: Mapping[str, RewardFunction] = _NO_FUNCTIONS,
-    template: Template | None = None,
+    template: Any | None = None,
     failed: Verdict | None = None,
 ) -> Verdict:
     """An answer's reward, the weighted sum of its parts; if it could not be judged, and not by its own fault, 0.
@@ -67,10 +79,8 @@ def lacks_parts(verdict: Verdict, answer: Answer, settings: RewardSection) -> bo
 def _is_own(verdict: Verdict, answer: Answer) -> bool:
     """Whether a failure is the response's own: one that gains by failing would be learnt."""
     if answer.kind == "code" and verdict.failure is Failure.UNREADABLE:
-        from tlt_hpc.rewards.code_tests import read_tests
-
         try:
-            read_tests(answer.truth, answer.extra)
+            read_code_tests(answer.truth, answer.extra)
         except ValueError:
             return False
         return True  # by what the program did
@@ -98,7 +108,7 @@ def _form(answer: Answer, settings: RewardSection) -> float:
 
 
 def _judge(
-    answer: Answer, settings: RewardSection, functions: Mapping[str, RewardFunction], template: Template | None
+    answer: Answer, settings: RewardSection, functions: Mapping[str, RewardFunction], template: Any | None
 ) -> Verdict:
     """The verdict on the answer alone; of several accepted answers one is enough."""
     match answer.kind:
@@ -109,10 +119,9 @@ def _judge(
 
             return same_answer(answer.text, answer.truth)
         case "code":
-            from tlt_hpc.rewards.code import passes_tests
-
             assert template is not None
-            return passes_tests(answer.text, answer.truth, settings, template, answer.extra)
+            judge_program: Callable[..., Verdict] = load_extra(CODE).passes_tests
+            return judge_program(answer.text, answer.truth, settings, template, answer.extra)
         case "function":
             return call_function(functions[settings.function], answer)
     verdict = Verdict(0.0)

@@ -27,6 +27,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from tlt_hpc.common.extras import load_extra
 from tlt_hpc.config import RewardSection
 from tlt_hpc.rewards.answer import MAX_CHARACTERS, Answer, Failure, JudgeError, Verdict
 from tlt_hpc.rewards.frames import FrameBuffer, pack
@@ -38,8 +39,7 @@ from tlt_hpc.rewards.functions import (
     loaded_at,
     place_of,
 )
-from tlt_hpc.rewards.judge import judge, lacks_parts
-from tlt_hpc.rewards.sandbox.outside import Template, working_template
+from tlt_hpc.rewards.judge import CODE, judge, lacks_parts
 
 _MAX_DETAIL = 300
 _PR_SET_PDEATHSIG = 1
@@ -148,7 +148,7 @@ class Server:
         channel: socket.socket,
         settings: RewardSection,
         functions: Mapping[str, RewardFunction],
-        template: Template | None,
+        template: Any | None,
     ) -> None:
         self._channel, self._settings, self._functions, self._template = channel, settings, functions, template
         self._waiting: deque[tuple[int, Answer, Verdict | None]] = deque()
@@ -251,7 +251,7 @@ class Server:
         return max(0.0, min(deadlines) - time.monotonic() + 0.01) if deadlines else None
 
 
-def load_kinds(settings: RewardSection) -> tuple[dict[str, RewardFunction], Template | None]:
+def load_kinds(settings: RewardSection) -> tuple[dict[str, RewardFunction], Any | None]:
     """Import all that the kinds need, and try the sandbox; returns the user's functions and the sandboxes' template.
 
     Raises:
@@ -262,11 +262,8 @@ def load_kinds(settings: RewardSection) -> tuple[dict[str, RewardFunction], Temp
         from tlt_hpc.rewards import mathematics
 
         mathematics.warm_up()
-    if "code" in settings.kinds:
-        from tlt_hpc.rewards import code  # noqa: F401
-
     functions = load_functions(settings.functions)
-    return functions, working_template() if "code" in settings.kinds else None
+    return functions, load_extra(CODE).working_template() if "code" in settings.kinds else None
 
 
 def tell_error(channel: socket.socket, settings: RewardSection, error: BaseException) -> None:

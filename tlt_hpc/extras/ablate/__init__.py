@@ -1,0 +1,1 @@
+"""``tlt ablate``: the drafter left out, frozen and trained in several ways."""

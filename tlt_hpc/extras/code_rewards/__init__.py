@@ -1,0 +1,1 @@
+"""The reward kind ``code``: programs judged by unit tests, run in a sandbox."""

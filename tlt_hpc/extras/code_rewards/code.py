@@ -1,0 +1,105 @@
+"""Judges a program by its unit tests. Programs run in the sandbox; their results are compared here."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from typing import Any
+
+from tlt_hpc.common.words import count
+from tlt_hpc.config import RewardSection
+from tlt_hpc.extras.code_rewards.code_tests import Tests, any_number_of_digits
+from tlt_hpc.extras.code_rewards.code_tests import read_tests as read_tests
+from tlt_hpc.extras.code_rewards.fences import extract_program
+from tlt_hpc.extras.code_rewards.results import same_output, same_result
+from tlt_hpc.extras.code_rewards.sandbox.outside import Outcome, ProgramLimits, Sandbox, Template, check
+from tlt_hpc.extras.code_rewards.sandbox.outside import working_template as working_template
+from tlt_hpc.rewards.answer import Failure, Verdict
+
+_SPARE_OUTPUT_BYTES = 2**16
+_NUMPY = re.compile(r"\bnumpy\b|\bnp\.")
+_SHOWN = 80
+"""Characters of what was expected or given."""
+
+
+@any_number_of_digits()
+def passes_tests(text: str, truth: str, settings: RewardSection, template: Template, extra: str = "") -> Verdict:
+    """1.0 if the response's program passes all tests; ``extra`` are the row's other columns as JSON.
+
+    Raises:
+        SandboxError: this machine has no sandbox (any more).
+    """
+    try:
+        tests = read_tests(truth, extra)
+    except ValueError as error:
+        return Verdict(0.0, Failure.UNREADABLE, f"tests {truth[:80]!r}: {error}")
+    code = extract_program(text)
+    verdict = _hold(code, tests, settings, template) if tests.texts else _match(code, tests, settings, template)
+    first, *others = code.strip().split("\n")
+    return replace(verdict, read=first[:_SHOWN] + (f" (and {count(len(others), 'line')})" if others else ""))
+
+
+def _match(code: str, tests: Tests, settings: RewardSection, template: Template) -> Verdict:
+    used = 0.0
+    with Sandbox(template, has_numpy=_NUMPY.search(code) is not None) as sandbox:
+        for number, (given, wanted) in enumerate(tests.pairs, 1):
+            expected = json.dumps(wanted) if tests.function else wanted
+            # CPU time is counted over all tests; UTF-8 takes four bytes a character at most
+            limits = ProgramLimits(
+                max(0.0, settings.cpu_seconds - used),
+                settings.memory_mb * 2**20,
+                8 * len(expected) + _SPARE_OUTPUT_BYTES,
+            )
+            if tests.function:
+                outcome = sandbox.call(code, tests.function, given, limits)
+                is_right = same_result(outcome.output, wanted)
+            else:
+                outcome = sandbox.run(code, given, limits)
+                is_right = same_output(outcome.output, wanted)
+            used += outcome.cpu_seconds
+            if verdict := _not_judged(outcome, used, settings):
+                return verdict
+            if not is_right or outcome.status != 0:
+                shown = json.dumps(wanted[0]) if tests.function else wanted.strip()
+                return Verdict(0.0, detail=f"test {number}: {_gave(outcome)}, expected {shown[:_SHOWN]!r}")
+    return Verdict(1.0)
+
+
+def _hold(code: str, tests: Tests, settings: RewardSection, template: Template) -> Verdict:
+    limits = ProgramLimits(settings.cpu_seconds, settings.memory_mb * 2**20, _SPARE_OUTPUT_BYTES)
+    program, checked = check(
+        template, code, tests.texts, limits, tests.entry, any(map(_NUMPY.search, (code, *tests.texts)))
+    )
+    for outcome in (program, checked):
+        if verdict := _not_judged(outcome, outcome.cpu_seconds, settings):
+            return verdict
+    report: dict[str, Any] = json.loads(checked.output) if checked.output else {"trouble": _gave(checked)}
+    if program.status != 0 or report.get("is_silent"):
+        is_over = any(error in report["trouble"] for error in ("BrokenPipeError: ", "ConnectionResetError: "))
+        why = "before a test called it, as by an error of syntax or import" if is_over else report["trouble"]
+        return Verdict(0.0, detail=f"the program {_gave(program)}: {why}"[: 3 * _SHOWN])
+    if report["trouble"] and not report.get("is_unreadable"):
+        return Verdict(0.0, detail=f"test {report.get('held', 0) + 1}: {report['trouble']}")
+    trouble = report["trouble"] or ("" if report["held"] else "no assertion was executed")
+    if trouble or not report["answers"]:
+        return Verdict(0.0, Failure.UNREADABLE, f"tests {tests.texts[0][:80]!r}: {trouble or 'nothing was called'}")
+    return Verdict(1.0)
+
+
+def _gave(outcome: Outcome) -> str:
+    """What a program did."""
+    return f"ended with status {outcome.status}" if outcome.status else f"gave {outcome.output.strip()[:_SHOWN]!r}"
+
+
+def _not_judged(outcome: Outcome, used: float, settings: RewardSection) -> Verdict | None:
+    """The verdict of a program that met a limit or was killed; None for others."""
+    if outcome.failure == "cpu" or used > settings.cpu_seconds:
+        return Verdict(0.0, Failure.CPU, f"more than {settings.cpu_seconds} s of CPU time")
+    if outcome.failure:
+        return Verdict(0.0, Failure(outcome.failure))
+    if outcome.is_out_of_memory:
+        return Verdict(0.0, Failure.MEMORY)
+    if outcome.status < 0:
+        return Verdict(0.0, Failure.CRASH, f"the program was killed by signal {-outcome.status}")
+    return None

@@ -1,0 +1,13 @@
+"""A rank of a rehearsed run: ``python -m mpi4py -m tlt_hpc.extras.rehearse.rehearsed_rank train JOB ...``."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from tlt_hpc.cli.main import main
+from tlt_hpc.extras.rehearse.faults import obey
+
+if __name__ == "__main__":
+    obey(os.environ)
+    sys.exit(main())

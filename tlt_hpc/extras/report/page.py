@@ -1,0 +1,84 @@
+"""Renders a report as one self-contained HTML file."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import time
+from typing import Any
+
+import jinja2
+
+from tlt_hpc import __version__
+from tlt_hpc.common.files import read_text, told
+from tlt_hpc.common.printable import printable
+from tlt_hpc.common.words import count
+from tlt_hpc.extras.report.analysis.energy_use import energy_in_words
+from tlt_hpc.extras.report.figures.steps import (
+    draw_acceptance,
+    draw_comparison,
+    draw_learning,
+    draw_lengths,
+    draw_throughput,
+)
+from tlt_hpc.extras.report.figures.style import THEMES, inline_svg, themed
+from tlt_hpc.extras.report.figures.timeline import MAX_LANES, draw_timeline
+from tlt_hpc.extras.report.findings import RunFindings
+from tlt_hpc.extras.report.verdict import RunGain, cards
+from tlt_hpc.look.series import plain
+from tlt_hpc.look.words import seconds, share, span_of
+
+_MAX_STARTS = 20
+
+
+def render(found: RunFindings, gain: RunGain | None, made_at: float) -> str:
+    """The page; ``made_at`` in seconds since the epoch."""
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("tlt_hpc.extras.report", "."),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"seconds": seconds, "count": count, "span": span_of, "share": share}
+    starts = found.log.starts
+    page = environment.get_template("page.html.jinja").render(
+        found=found,
+        gain=gain,
+        themes=THEMES,
+        cards=cards(found, gain),
+        sections=_sections(found),
+        max_lanes=MAX_LANES,
+        energy=energy_in_words(found.log),
+        starts=[(start, json.dumps(plain(start), indent=1)) for start in starts[: -_MAX_STARTS - 1 : -1]],
+        config=_config(found),
+        run=shlex.quote(str(found.log.folder.path)),
+        made_at=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(made_at)),
+        version=__version__,
+    )
+    return printable(page)
+
+
+def _sections(found: RunFindings) -> list[tuple[str, Any, str]]:
+    """Heading, analysis and figure of each section."""
+    parts: dict[str, tuple[Any, Any]] = {
+        "One step, as each rank spent it": (found.timeline, draw_timeline),
+        "Where the seconds go": (found.throughput, draw_throughput),
+        "Against another run": (found.comparison, draw_comparison),
+        "How long the responses are": (found.lengths, draw_lengths),
+        "What speculation gives": (found.acceptance, draw_acceptance),
+        "How the policy learns": (found.learning, draw_learning),
+    }
+    sections = list[tuple[str, Any, str]]()
+    with themed("light"):
+        for heading, (part, draw) in parts.items():
+            if part is not None and part.has_data:
+                svg = inline_svg(draw(part), f"figure-{len(sections)}", part.verdict)
+                sections.append((heading, part, svg))
+    return sections
+
+
+def _config(found: RunFindings) -> str:
+    try:
+        return read_text(found.log.folder.config)
+    except OSError as error:
+        return f"not here: {told(error)}"

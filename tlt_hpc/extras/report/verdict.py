@@ -1,0 +1,135 @@
+"""The top of a report: a few key figures, and how much faster a run is than another one on the same rollouts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tlt_hpc.common.words import count
+from tlt_hpc.extras.report.findings import RunFindings
+from tlt_hpc.look.columns import SCORE
+from tlt_hpc.look.cost import cost_of
+from tlt_hpc.look.run_log import RunLog
+from tlt_hpc.look.series import Speed, change_of, other_settings, speed_of
+from tlt_hpc.look.words import listed, seconds, share
+
+_MAX_NAMED = 4
+
+
+@dataclass(frozen=True)
+class KeyFigure:
+    """A figure with a label and an explanation. ``tone``: good, plain or bad, for the page's colours."""
+
+    label: str
+    value: str
+    words: str
+    tone: str = "plain"
+
+
+@dataclass(frozen=True)
+class RunGain:
+    """How much faster a run is than the run ``against``.
+
+    ``unlike``: what makes the comparison unfair, one phrase each. ``is_of_speculation``: whether the other run decoded
+    without speculation, and is otherwise the same job.
+    """
+
+    against: str
+    speed: Speed
+    unlike: tuple[str, ...]
+    is_of_speculation: bool
+
+
+def gain_of(found: RunFindings) -> RunGain | None:
+    """The gain; None without another run, or if no step was timed in both."""
+    if found.other is None or found.comparison is None:
+        return None
+    other, own = found.comparison.runs
+    speed = speed_of(other, own)
+    if speed is None:
+        return None
+    unlike = []
+    if own.num_ranks != other.num_ranks:
+        unlike.append(f"it ran on {count(other.num_ranks, 'rank')}, this on {own.num_ranks}")
+    if changed := other_settings(found.other.config, found.log.config):
+        unlike.append(f"settings besides speculation differ ({listed(changed[:_MAX_NAMED])})")
+    theirs, ours = _machines(found.other), _machines(found.log)
+    if theirs and ours and theirs != ours:
+        unlike.append(f"it ran on {listed(sorted(theirs))}, this on {listed(sorted(ours))}")
+    if any(step is not None for step in found.comparison.first_difference.values()):
+        unlike.append("the responses differ, so the work was not the same")
+    is_of_speculation = found.other.mode == "plain" and found.log.mode in ("ngram", "full") and not unlike
+    return RunGain(other.name, speed, tuple(unlike), is_of_speculation)
+
+
+def _machines(run: RunLog) -> set[str]:
+    """Names of the processors and GPUs that a run used."""
+    hosts = [host for start in run.starts for host in start.hosts]
+    return {name for host in hosts for name in (host.gpus or {host.processor: 1})}
+
+
+def cards(found: RunFindings, gain: RunGain | None) -> list[KeyFigure]:
+    """The key figures that are known."""
+    known = [_learned(found), *_waiting(found), _gained(gain), _text(found), _spent(found)]
+    return [card for card in known if card is not None]
+
+
+def _learned(found: RunFindings) -> KeyFigure | None:
+    change = change_of(found.learning.series[SCORE])
+    if change is None:
+        return None
+    over = "step" if change.quarter == 1 else f"{change.quarter} steps"
+    doubt = "; too few steps to tell" if change.error is None else "; within what steps vary by"
+    doubt = "" if change.is_clear else doubt
+    tone = "plain" if not change.is_clear else "good" if change.last > change.first else "bad"
+    value = f"{change.first:.2f} \u2192 {change.last:.2f}"
+    return KeyFigure("Score", value, f"mean score, first and last {over}{doubt}", tone)
+
+
+def _waiting(found: RunFindings) -> list[KeyFigure]:
+    idle, whole = found.throughput.idle, found.throughput.rollout
+    if found.num_ranks < 2 or whole <= 0:
+        return []
+    words = f"of the ranks' rollout time was spent waiting for the last rank ({seconds(idle)} together)"
+    known = [KeyFigure("Idle", share(idle, whole), words)]
+    if found.log.mode == "full" and idle > 0:
+        updates = count(found.log.total("drafter/steps"), "update")
+        words = f"of the waiting trained the draft model ({updates}) or generated responses ahead"
+        known.append(KeyFigure("Harvested", share(found.throughput.harvested, idle), words))
+    return known
+
+
+def _spent(found: RunFindings) -> KeyFigure | None:
+    cost = cost_of(found.log)
+    return None if cost is None else KeyFigure("Cost", cost.number, cost.words)
+
+
+def _gained(gain: RunGain | None) -> KeyFigure | None:
+    if gain is None:
+        return None
+    value, steps = f"{gain.speed.rollout:.2f}\u00d7", f"whole steps: {gain.speed.step:.2f}\u00d7"
+    if not gain.is_of_speculation:
+        words = f"its seconds over this run's, in rollouts; {steps}; no measure of speculation"
+        return KeyFigure(f"Against {gain.against}", value, words)
+    tone = {True: "good", False: "bad", None: "plain"}[gain.speed.is_faster]
+    words = f"the speed of the same rollouts without speculation (median of {count(len(gain.speed.steps), 'step')})"
+    return KeyFigure("Gained", value, f"{words}; {steps}", tone)
+
+
+def _text(found: RunFindings) -> KeyFigure | None:
+    """Whether speculation changed any token, and how that is known."""
+    if found.other is not None and found.comparison is not None and len(found.comparison.compared_steps):
+        name, steps = found.comparison.runs[0].name, count(len(found.comparison.compared_steps), "step")
+        first = next((step for step in found.comparison.first_difference.values() if step is not None), None)
+        if first is None:
+            is_proof = found.log.mode != "plain" and found.other.mode == "plain"
+            what = "with and without speculation" if is_proof else f"as in {name}"
+            return KeyFigure("Text", "the same", f"token for token, {what} ({steps} compared)", "good")
+        if other_settings(found.other.config, found.log.config):
+            return None
+        why = "" if found.is_exact else ": in this precision near-ties may be decided either way"
+        return KeyFigure("Text", "differs", f"from that of {name}, from step {first} on{why}", "bad")
+    if found.log.mode in ("plain", ""):
+        return None
+    if found.is_exact:
+        return KeyFigure("Text", "not compared", "the same by construction; --against a plain run proves it")
+    return KeyFigure("Text", "exact samples", "near-ties may be decided either way in this precision")

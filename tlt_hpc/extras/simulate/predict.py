@@ -1,0 +1,231 @@
+"""``tlt simulate``: builds the job to simulate from the options, and shows what comes out."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from tlt_hpc.common.console import TextConsole
+from tlt_hpc.config import Config, ConfigError, check_replicas, load_config
+from tlt_hpc.extras.simulate.ahead import Ahead, PassCosts, ahead_seconds
+from tlt_hpc.extras.simulate.assumed import (
+    GpuFigures,
+    derating_of,
+    gpu_costs,
+    gpu_passes,
+    gpu_phases,
+    speculative_costs,
+)
+from tlt_hpc.extras.simulate.costs import TokenCosts
+from tlt_hpc.extras.simulate.lengths import (
+    MEDIAN_SHARE,
+    PROMPT_SHARE,
+    SPREAD,
+    Ints,
+    log_normal,
+    resampled,
+    shard_lengths,
+)
+from tlt_hpc.extras.simulate.recorded import RecordedRun, costs_by_strategy, groups_of, passes_of, phases_of, read_run
+from tlt_hpc.extras.simulate.step import Setting, StepPhases, Steps, setting_from, simulate
+from tlt_hpc.plan.memory.shapes import find_shape
+from tlt_hpc.plan.plan_options import above_zero, at_least_one, at_least_one_each, chance
+from tlt_hpc.storage.folder import RunFolder, WriteError
+from tlt_hpc.storage.records import write_json
+
+_GPUS = 8
+NOTE = (
+    "GPU-h: of the run, a rank a GPU; idle: of all rank-seconds; harvested: of the idle ones; gain: plain step over "
+    "this one; ahead (with --ahead): rollout with draft-ahead over this one. What training the drafter brings to "
+    "accept lengths is not modelled. To compare settings, give other values: rollout.max_live=32. tlt plan says "
+    "whether they fit."
+)
+
+
+@dataclass(frozen=True)
+class SimulatedJob:
+    """A job without its number of ranks."""
+
+    config: Config
+    setting: Setting
+    costs: TokenCosts
+    phases: StepPhases
+    lengths: Ints
+    passes: PassCosts
+    origin: tuple[str, ...]
+    """Where costs and lengths come from, in words."""
+
+    def run(self, num_ranks: int, costs: TokenCosts) -> Steps:
+        """Simulate the steps; lengths are the same for any number of ranks, with and without speculation."""
+        return simulate(self._shards(num_ranks), costs, self.setting, self.phases)
+
+    def ahead_seconds(self, num_ranks: int, options: argparse.Namespace) -> float:
+        """Mean seconds of a rollout with draft-ahead."""
+        shards = self._shards(num_ranks)
+        ahead = Ahead(self.passes, options.ahead)
+        return float(ahead_seconds(shards, self.costs, ahead, self.setting).mean())
+
+    def _shards(self, num_ranks: int) -> Ints:
+        return shard_lengths(self.lengths, num_ranks // self.setting.ranks_per_replica, self.config.rollout.shard)
+
+
+def add_options(command: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``tlt simulate``."""
+    add = command.add_argument
+    add("config", metavar="CONFIG.toml", nargs="?", help="the run, e.g. jobs/qwen7b.toml")
+    add("overrides", nargs="*", metavar="section.key=value", help="e.g. rollout.max_live=8")
+    add("--nodes", type=at_least_one_each, default=[1, 2, 4, 8], metavar="N,N", help="nodes (default 1,2,4,8)")
+    add("--gpus-per-node", type=at_least_one, metavar="N", help="one rank each (default 8, or --from's ranks)")
+    add("--steps", type=at_least_one, default=20, metavar="N", help="steps that are simulated (default 20)")
+    # of each two the second would have no effect
+    costs = command.add_mutually_exclusive_group().add_argument
+    costs("--from", dest="source", type=Path, metavar="RUN", help="lengths, rounds and phases of this run's log")
+    costs("--shape", metavar="CONFIG.json", help="the model's config.json, or a name such as Qwen2.5-7B")
+    lengths = command.add_mutually_exclusive_group().add_argument
+    lengths("--median", type=above_zero, metavar="TOKENS", help="of the log-normal law (default a sixth of the cap)")
+    lengths("--lengths", type=Path, metavar="RUN", help="lengths alone of this run's log")
+    add("--ahead", type=chance, metavar="CHANCE", help="with draft-ahead; a stored token is accepted with this chance")
+    add("--json", type=Path, metavar="PATH", help="write all figures there as well")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print what the job would take on each number of nodes; returns the exit status.
+
+    Raises:
+        ValueError: an option, the configuration or a file is invalid.
+    """
+    log = read_run(options.source) if options.source else None
+    config = _config(options, log)
+    ranks_per_node = options.gpus_per_node or (log.num_ranks if log else _GPUS)
+    for count in options.nodes:
+        check_replicas(config, count * ranks_per_node)
+    job = simulated_job(config, options, log)
+    rows = [row(job, count, ranks_per_node, options) for count in sorted(set(options.nodes))]
+    show(job, rows, TextConsole())
+    if options.json is not None:
+        try:
+            write_json(options.json, {"origin": job.origin, "rows": rows})
+        except WriteError as error:
+            raise ConfigError(f"{error.fact}; make room there or give another --json") from None
+    return 0
+
+
+def row(job: SimulatedJob, nodes: int, ranks_per_node: int, options: argparse.Namespace) -> dict[str, Any]:
+    """What the job takes on a number of nodes: means of a step, sums of the run, as ``NOTE`` explains them."""
+    ranks = nodes * ranks_per_node
+    steps, plain = job.run(ranks, job.costs), job.run(ranks, job.costs.plain)
+    seconds = float(steps.step_seconds.mean())
+    return {
+        "nodes": nodes,
+        "ranks": ranks,
+        "rollout_seconds": float(steps.rollout_seconds.mean()),
+        "step_seconds": seconds,
+        "gpu_hours": seconds * ranks * job.config.run.num_steps / 3600,
+        "idle_share": steps.idle_share,
+        "harvested_share": steps.harvested_share,
+        "gain": float(plain.step_seconds.mean()) / seconds,
+        "plain_rollout_seconds": float(plain.rollout_seconds.mean()),
+        "ahead_rollout_seconds": job.ahead_seconds(ranks, options) if options.ahead else None,
+    }
+
+
+def simulated_job(config: Config, options: argparse.Namespace, log: RecordedRun | None) -> SimulatedJob:
+    """The job with its costs: of a run, or of an H100-class GPU.
+
+    Raises:
+        ValueError: an option is out of range, or a file cannot be read.
+    """
+    rollout = config.rollout
+    shape, cap = (options.steps, rollout.prompts_per_step, rollout.group_size), rollout.max_new_tokens
+    of = read_run(options.lengths) if options.lengths else log
+    if of is not None and options.median is None:
+        groups = groups_of(of)
+        lengths, said = resampled(groups, shape), f"lengths: the {groups.size:,} of {of.name}, drawn with replacement"
+    else:
+        median = options.median or cap * MEDIAN_SHARE
+        lengths = log_normal(shape, median, cap)
+        said = (
+            f"lengths (assumed): log-normal, median {median:,.0f}, cap {cap:,}, spread {SPREAD:g}, {PROMPT_SHARE:.0%} "
+            "of the variance between prompts"
+        )
+    if log is None:
+        return _on_assumed_gpus(config, options.shape, lengths, said)
+    # prompts are read at the measured seconds, each one token long
+    setting = replace(
+        setting_from(config), prompt_tokens=1.0, read_share=1.0, stop_seconds=float(log.stop_seconds.mean())
+    )
+    costs = costs_by_strategy(log)
+    origin = (
+        f"rounds, phases: measured in {log.name}, {len(log.lengths)} steps on {log.num_ranks} ranks, which took "
+        f"{log.rollout_seconds.mean():.2f} s a rollout and {log.step_seconds.mean():.2f} s a step",
+        said,
+    )
+    costs, passes = (costs if config.speculation.mode != "plain" else costs.plain), passes_of(log)
+    return SimulatedJob(config, setting, costs, phases_of(log), lengths, passes, origin)
+
+
+def _on_assumed_gpus(config: Config, named_shape: str | None, lengths: Ints, said: str) -> SimulatedJob:
+    shape, gpu = find_shape(config.model.path, named_shape), GpuFigures()
+    large = find_shape("Qwen2.5-32B", None)
+    if config.speculation.mode == "ngram":
+        raise ConfigError("speculation.mode = 'ngram': no speed-up of n-grams is known; give --from RUN of such a run")
+    costs = gpu_costs(shape, config.rollout.tensor_parallel, config.rollout.max_live, gpu)
+    speed_ups = list[str]()
+    if config.speculation.mode != "plain":
+        costs = speculative_costs(costs, derating_of(large, shape))
+        speed_ups = [
+            "speed-ups: a trained drafter's, TLT paper, 32B on 4 cards, derated by a draft step's bytes",
+            "above 32 responses at a time they are extrapolated: on few nodes, where ranks often "
+            "generate more, the gain is probably too high",
+        ]
+    origin = (
+        f"rounds (assumed): H100-class card, {gpu.bytes_share:.0%} of 3.35 TB/s, {gpu.decode_flops_share:.0%} of 990 "
+        "TFLOP/s",
+        *speed_ups,
+        f"update (assumed): {gpu.update_flops_share:.0%} of 990 TFLOP/s, and {gpu.fixed_step_seconds:g} s a step",
+        said,
+    )
+    phases = gpu_phases(shape, gpu, config.checkpoint.every_steps)
+    passes = gpu_passes(costs, large, shape)
+    return SimulatedJob(config, setting_from(config), costs, phases, lengths, passes, origin)
+
+
+def _config(options: argparse.Namespace, log: RecordedRun | None) -> Config:
+    if log is not None and (options.config is None or "=" in options.config):
+        overrides = [*filter(None, [options.config]), *options.overrides]
+        return load_config(str(RunFolder(options.source).config), overrides)
+    if options.config is None:
+        raise ConfigError("nothing to simulate; give a CONFIG.toml or --from RUN")
+    if Path(options.config).is_dir():
+        raise ConfigError(f"{options.config} is a folder; for a run give --from {options.config}, else a CONFIG.toml")
+    return load_config(options.config, options.overrides)
+
+
+def show(job: SimulatedJob, rows: Sequence[dict[str, Any]], console: Console) -> None:
+    """Print where the figures come from, and the table by nodes."""
+    run, rollout = job.config.run, job.config.rollout
+    head = f"{run.name}: {rollout.prompts_per_step} x {rollout.group_size} responses a step, {run.num_steps} steps"
+    console.print(f"{head}; simulated, not run", highlight=False, markup=False)
+    for line in job.origin:
+        console.print(f"  {line}", highlight=False, markup=False)
+    table = Table(title="By number of nodes", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD,
+                  pad_edge=False)  # fmt: skip
+    columns = ("nodes", "ranks", "rollout s", "step s", "GPU-h", "idle", "harvested", "gain", "ahead")
+    for column in columns if rows[0]["ahead_rollout_seconds"] else columns[:-1]:
+        table.add_column(column, justify="right")
+    for one in rows:
+        ahead, rollout_seconds = one["ahead_rollout_seconds"], one["rollout_seconds"]
+        table.add_row(
+            str(one["nodes"]), str(one["ranks"]), f"{rollout_seconds:,.1f}", f"{one['step_seconds']:,.1f}",
+            f"{one['gpu_hours']:,.1f}", f"{one['idle_share']:.0%}", f"{one['harvested_share']:.0%}",
+            f"{one['gain']:.2f}", *([f"{ahead / rollout_seconds:.2f}"] if ahead else []),
+        )  # fmt: skip
+    console.print(table)
+    console.print(NOTE, highlight=False, markup=False)
