@@ -18,7 +18,7 @@ from functools import partial
 from tlt_hpc.common.files import DamagedText, read_json
 from tlt_hpc.common.words import FIRST_STEP
 from tlt_hpc.config import Config, TrackingSection
-from tlt_hpc.look.trackers import ANSWER_SECONDS, TRACKERS, Figures, Tracker, TrackerThread
+from tlt_hpc.look.trackers import ANSWER_SECONDS, Figures, Tracker, TrackerThread, tracker_of
 from tlt_hpc.storage.folder import RunFolder, writing_beside
 from tlt_hpc.storage.step_lines import Line, read_lines
 
@@ -89,7 +89,7 @@ class Tracking:
         for name, worker in workers.items():
             worker.drop("had no time left to end")
             if worker.is_dropped:
-                TRACKERS[name].abandon()
+                tracker_of(name).abandon()
         return not any(worker.is_dropped for worker in workers.values())
 
     def _open(self, name: str, worker: TrackerThread, steps: Set[int], num_steps: int) -> None:
@@ -99,7 +99,7 @@ class Tracking:
         if was_taken_back or not run_id:
             run_id, given = "", 0
             self._note(name, 0, "")  # also if it cannot be opened now: its run has steps that no longer exist
-        tracker = self._trackers[name] = TRACKERS[name](self._config, self._folder, run_id)
+        tracker = self._trackers[name] = tracker_of(name)(self._config, self._folder, run_id)
         worker.remedy = tracker.remedy
         self._note(name, 0 if tracker.gets_all else given, tracker.run_id)
 
@@ -147,6 +147,6 @@ def start_early(section: TrackingSection) -> None:
     """Start the processes of the configured trackers: processes must be started before MPI."""
     for name in section.packages:
         try:
-            TRACKERS[name].start_early()
+            tracker_of(name).start_early()
         except Exception as error:  # noqa: BLE001 (wandb's service raises some that are not wandb.Error)
             logger.warning("%s's own process did not start: %s", name, error)

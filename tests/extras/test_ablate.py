@@ -35,7 +35,7 @@ from tlt_hpc.studies import ablate as study
 from tlt_hpc.studies.compare import read_comparison
 from tlt_hpc.train import RunResult
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 TINY = ROOT / "jobs" / "tiny.toml"
 
 

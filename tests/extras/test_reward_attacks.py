@@ -22,7 +22,7 @@ from tlt_hpc.extras.code_rewards.sandbox.kinds import KINDS
 from tlt_hpc.extras.code_rewards.sandbox.outside import ProgramLimits, Sandbox, SandboxError, Template, check
 from tlt_hpc.rewards.answer import Verdict
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 LIMITS = ProgramLimits(cpu_seconds=0.3, memory_bytes=2**28, output_bytes=10**6)
 SETTINGS = RewardSection(default="code", cpu_seconds=2.0, memory_mb=256)
 SYSTEM_PYTHON = "/usr/bin/python3"

@@ -18,7 +18,7 @@ from tlt_hpc.extras.rehearse.rehearse import Rehearsal, Rehearsed, Start, commit
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.step_lines import STEP, add_line
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 SHORT = [*SETTINGS, "run.stall_factor=0.05"]
 
 

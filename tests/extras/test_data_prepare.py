@@ -20,7 +20,7 @@ from tlt_hpc.data.reader import PromptReader
 from tlt_hpc.extras.prepare_data.prepare import INSTRUCTION
 from tlt_hpc.models.tokenizer import find_model
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 BEFORE = (
     "Solve the following math problem step by step. The last line of your response should be of the form Answer: "
     "$Answer (without quotes) where $Answer is the answer to the problem.\n\n"

@@ -31,7 +31,7 @@ from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.rollout_log import write_step
 from tlt_hpc.storage.step_lines import add_line, drop_lines, read_lines
 
-TINY = Path(__file__).parent.parent / "jobs" / "tiny.toml"
+TINY = Path(__file__).parents[2] / "jobs" / "tiny.toml"
 CONFIG = """[run]
 num_steps = 3
 [model]
