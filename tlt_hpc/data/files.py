@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 from pathlib import Path
@@ -66,7 +67,10 @@ def _files_of(source: str, split: str) -> list[Path]:
         raise ConfigError(f"data.source = {source!r}: no file is named like that; fix the pattern")
     known = known_by_output(path)
     script = Path("jobs") / f"{path.stem.removesuffix('_test')}.py"
-    by_script = f"write it: python {script}" if script.is_file() else f"give {_CHOICE}"
+    there = {each.stem: each for each in _data_files(path.parent)}
+    near = difflib.get_close_matches(path.stem, there, n=1, cutoff=0.8)
+    by_script = f"did you mean {there[near[0]]}?" if near else f"give {_CHOICE}"
+    by_script = f"write it: python {script}" if script.is_file() else by_script
     remedy = f"on the login node: {known.commands(source)}" if known else by_script
     raise ConfigError(f"data.source = {source!r} does not exist; {remedy}")
 

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from tlt_hpc.cluster.watch.beat import BEAT
+from tlt_hpc.common import words
 from tlt_hpc.common.records import ChatFormat, Prompt
 from tlt_hpc.config import EMBEDDED_TASK, Config, ConfigError, DataSection
 from tlt_hpc.data.gcd import MAX_NUMBER, draw_from_split
@@ -129,7 +130,13 @@ class FilePrompts:
                 f"data.source = {self._data.source_name!r}: prompts do not begin with {start!r}, which the model's "
                 "tokenizer puts before every text (docs/data.md)"
             )
-        return "; ".join(filter(None, (unknown, unbegun, self._never_right, self._reader.warning, self._kept[1])))
+        few, num_kept = "", int(self._kept[0].sum())
+        if num_kept < self._count:
+            few = (
+                f"data.source = {self._data.source_name!r}: {words.count(num_kept, 'prompt')}, and a step takes "
+                f"rollout.prompts_per_step = {self._count}, so that it has the same prompt more than once"
+            )
+        return "; ".join(filter(None, (few, unknown, unbegun, self._never_right, self._reader.warning, self._kept[1])))
 
     def batch(self, step: int) -> list[Prompt]:
         return list(map(self._reader.read, self._rows(step)))

@@ -191,8 +191,9 @@ def describe(config: Config, subject: Subject, sets: Sequence[EvaluationSet], sh
     evaluation = config.evaluation
     named = ", ".join(f"{each.name} ({count(len(each.prompts), 'prompt')})" for each in sets)
     sampled = f"{evaluation.samples} times at temperature {evaluation.temperature:g}, top-p {evaluation.top_p:g}"
+    newest = ", its newest checkpoint" if subject.run is not None and subject.step is None else ""
     lines = [
-        f"evaluation  {subject.name} on {count(num_ranks, 'rank')}, seed {evaluation.seed}",
+        f"evaluation  {subject.name}{newest} on {count(num_ranks, 'rank')}, seed {evaluation.seed}",
         f"model       {config.model.path}: {shape.num_parameters / 1e6:.1f} M parameters, {config.model.dtype}",
         f"data        {named}",
         f"answers     greedily and {sampled}, at most {count(longest_response(config), 'token')}",

@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 from tlt_hpc.checkpoint.policy_weights import PolicyWeights, open_policy
 from tlt_hpc.checkpoint.store import chosen_step
 from tlt_hpc.common.records import ChatFormat
+from tlt_hpc.common.words import count
 from tlt_hpc.config import Config, ConfigError, UserError, load_saved_config
 from tlt_hpc.data.chat import read_template
 from tlt_hpc.export.export_options import output_of
@@ -85,8 +86,9 @@ def run(options: argparse.Namespace) -> None:
         (part / CARD).write_text(policy_card(config, log, model, output, checkpoint.step), encoding="utf-8")
         yield from (part / CONFIG, part / CARD)
 
-    count = sum(math.prod(shape) for shape in policy.shapes.values())
-    what = f"the policy after {checkpoint.step} steps, {count / 1e6:,.1f} M parameters in {options.dtype}"
+    num_parameters = sum(math.prod(shape) for shape in policy.shapes.values())
+    steps = count(checkpoint.step, "step")
+    what = f"the policy after {steps}, {num_parameters / 1e6:,.1f} M parameters in {options.dtype}"
     print(f"writing {output}", flush=True)  # of a large model it takes minutes
     write_folder(output, fill)
     print(f"wrote {output}: {what}")
@@ -189,7 +191,7 @@ def export_adapter(options: argparse.Namespace, policy: PolicyWeights) -> None:
         raise UserError(f"{options.place} trains all weights, so there is no adapter; leave --adapter out")
     output, dtype = output_of(options, "adapter"), DTYPES[options.dtype]
     check_output(output, {ADAPTER, ADAPTER_CONFIG, CARD}.__contains__)
-    what = f"the adapter after {policy.checkpoint.step} steps"
+    what = f"the adapter after {count(policy.checkpoint.step, 'step')}"
 
     def fill(part: Path) -> Iterator[Path]:
         with policy.reading_adapters() as read:
@@ -203,8 +205,8 @@ def export_adapter(options: argparse.Namespace, policy: PolicyWeights) -> None:
         yield from (part / ADAPTER, part / ADAPTER_CONFIG, part / CARD)
 
     write_folder(output, fill)
-    count = sum(math.prod(shape) for shape in policy.adapters.values())
-    print(f"wrote {output}: {what}, {count / 1e6:,.1f} M parameters in {options.dtype}")
+    num_parameters = sum(math.prod(shape) for shape in policy.adapters.values())
+    print(f"wrote {output}: {what}, {num_parameters / 1e6:,.1f} M parameters in {options.dtype}")
     print(
         f"next: PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained({str(policy.model)!r}), {str(output)!r})"
     )
