@@ -35,6 +35,7 @@ from tlt_hpc.config.recipes import (
     KLName,
     Recipe,
 )
+from tlt_hpc.config.schedule import ScheduleName
 
 
 def _number_or_auto(value: object) -> object:
@@ -225,7 +226,7 @@ class OptimizerSection(Section):
     """Gradients are scaled down to this norm. 0: no clipping."""
     warmup_steps: Count = 0
     """Optimizer steps over which the learning rate rises linearly."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    schedule: ScheduleName = "constant"
     """The learning rate after the warm-up: constant, or falling to 0 by the end of the run, linearly or as half a
     cosine. If it falls, ``run.num_steps`` cannot be changed when a run is resumed."""
     zero_stage: Annotated[int, Field(ge=0, le=3)] = 1
