@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from data_sets import RAW, config_of, gcd_row, open_data, reader_of, verl_row, write_jsonl, write_parquet
 from tiny import embedded_tokenizer

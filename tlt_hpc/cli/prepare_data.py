@@ -11,7 +11,7 @@ from typing import Any
 
 from tlt_hpc.common.words import count
 from tlt_hpc.config import EMBEDDED_MODEL, Config, ConfigError, UserError, apply_override, parse_config
-from tlt_hpc.data.files import open_rows
+from tlt_hpc.data.files import ARGUMENT, open_rows
 from tlt_hpc.data.known import KNOWN, KnownSet
 from tlt_hpc.data.prepare import ColumnError, Prepared, prepare, to_jsonl, top_columns
 from tlt_hpc.data.rows import Rows, digest_of
@@ -70,11 +70,13 @@ def config_of(source: str | Sequence[str], overrides: Sequence[str] = ()) -> Con
 
 
 def _open(files: Sequence[str], known: KnownSet, wanted: frozenset[str]) -> Rows:
+    download = f"on the login node: {known.download}"
+    if not all(files):
+        raise UserError("FILE = '' names no file", download)
     try:
-        return open_rows(config_of(files).data, 0, wanted)
+        return open_rows(config_of(files).data, 0, wanted, ARGUMENT)
     except ConfigError as error:
-        fact = str(error).partition("; ")[0].replace("data.source", "FILE")
-        raise UserError(f"{fact}; on the login node: {known.download}") from None
+        raise UserError(error.fact, download) from None
 
 
 def _print_counts(prepared: Prepared, rows: Rows) -> None:

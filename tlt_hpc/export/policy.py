@@ -115,9 +115,8 @@ def check_model(policy: PolicyWeights) -> None:
     try:
         check_sizes(policy.shapes, shape, str(policy.checkpoint.folder))
     except UserError as error:
-        fact = str(error).rpartition("; ")[0]
         raise UserError(
-            f"{fact} (by {policy.model / CONFIG}); give --model the folder that the run began with"
+            f"{error.fact} (by {policy.model / CONFIG})", "give --model the folder that the run began with"
         ) from None
 
 
@@ -164,8 +163,8 @@ def own_template(config: Config) -> str:
     try:
         found = read_template(config.data, ChatFormat())
     except ConfigError as error:
-        fact = str(error).partition(";")[0]
-        raise UserError(f"{fact}; restore the file, for the policy was trained on prompts in its format") from None
+        remedy = "restore the file, for the policy was trained on prompts in its format"
+        raise UserError(error.fact, remedy) from None
     return found.text if found else ""
 
 
