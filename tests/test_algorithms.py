@@ -249,7 +249,7 @@ def mean_over_samples(kind: Any, logits: torch.Tensor, reference: torch.Tensor) 
     return mean.detach(), torch.autograd.grad(mean, logits)[0]
 
 
-@pytest.mark.parametrize(("distance", "k3_error"), [(0.001, 0.02), (0.02, 0.08), (2.5, 0.4)])
+@pytest.mark.parametrize(("distance", "k3_error"), [(0.001, 0.0220), (0.02, 0.0946), (2.5, 0.4807)])
 def test_which_estimate_has_the_gradient_of_which_distance(distance: float, k3_error: float) -> None:
     """k2 and k3+ that of KL(policy || reference), which k3 estimates; k3 that of KL(reference || policy)."""
     logits, reference = policies_apart(distance)
@@ -267,7 +267,7 @@ def test_which_estimate_has_the_gradient_of_which_distance(distance: float, k3_e
         torch.testing.assert_close(gradients[kind], wanted, rtol=1e-9, atol=1e-12)
     torch.testing.assert_close(gradients["k3"], reversed_one, rtol=1e-9, atol=1e-12)
     assert gradients["k1"].abs().max() < 1e-12, "k1 has none"
-    assert (gradients["k3"] - wanted).norm() / wanted.norm() > k3_error
+    assert ((gradients["k3"] - wanted).norm() / wanted.norm()).item() == pytest.approx(k3_error, rel=0.005)
 
 
 def test_a_bounded_estimate_gives_up_tokens_that_the_reference_makes_14_times_likelier() -> None:

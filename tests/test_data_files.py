@@ -14,7 +14,7 @@ import pytest
 from data_sets import all_prompts, gcd_row, gcd_rows, texts, write_arrow, write_jsonl, write_parquet
 
 from tlt_hpc.config import ConfigError, UserError, load_config
-from tlt_hpc.data.evaluation_sets import open_reader, told_as_evaluations
+from tlt_hpc.data.evaluation_sets import open_reader
 
 TINY = Path(__file__).parent.parent / "jobs" / "tiny.toml"
 FIRST, SECOND = gcd_rows(4)[:2], gcd_rows(4)[2:]
@@ -79,11 +79,11 @@ def test_a_folder_of_splits(train: list[str], test: str, write: Callable[..., Pa
 
 
 def test_an_evaluation_reads_the_split_called_test_and_tells_how_to_read_another(tmp_path: Path) -> None:
-    folder = tmp_path / "aime"
+    folder = tmp_path / "aime; set data.split to one of data.source"  # no text of it is taken for the message's
     write_parquet(folder / "train.parquet", FIRST)
     write_parquet(folder / "validation.parquet", SECOND)
     config, no_check = load_config(TINY), lambda _: ""
-    with pytest.raises(ConfigError) as caught, told_as_evaluations():
+    with pytest.raises(ConfigError) as caught:
         open_reader(config, str(folder), None, None, no_check)
     wanted = f"evaluation.sources = {str(folder)!r} has no split 'test'; give a pattern such as "
     remedy = "FOLDER/**/*validation* for the files of one of train, validation, or give one of its folders"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
-from data_sets import RAW, config_of, gcd_row, reader_of, verl_row, write_jsonl, write_parquet
+from data_sets import RAW, config_of, gcd_row, open_data, reader_of, verl_row, write_jsonl, write_parquet
 from tiny import embedded_tokenizer
 from tokenizers import Tokenizer, processors
 
@@ -99,3 +101,10 @@ def test_mistakes_are_one_line_and_status_2(arguments, message, tmp_path, capsys
     assert main(["data", "inspect", *arguments]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.startswith(f"tlt: {message}") and err.count("\n") == 1
+
+
+def test_fewer_prompts_than_a_step_takes_are_told(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "few.jsonl", [gcd_row(1), gcd_row(2)])
+    told = f"data.source = '{path}': 2 prompts, and a step takes rollout.prompts_per_step = 3, so that it has the same "
+    assert open_data(path, count=3).warning == f"{told}prompt more than once"
+    assert open_data(path, count=2).warning == ""

@@ -110,13 +110,13 @@ def test_arguments_that_have_no_effect_are_warned_of(tmp_path: Path) -> None:
     args = "data.template_args={enable_thinking = false, low = 1}"
     reads = ChatFormat("{% if enable_thinking is defined %}1{% else %}2{% endif %}{{ messages[0].content }}")
     warned = "data.template_args: the chat template does not read 'low', which has no effect"
-    assert open_data(chat, args, chat=reads).warning == warned
-    assert open_data(chat, chat=reads).warning == ""
+    assert open_data(chat, args, chat=reads, count=1).warning == warned
+    assert open_data(chat, chat=reads, count=1).warning == ""
     ignored = (
         "data.template_args = {'enable_thinking': False, 'low': 1} has no effect: no prompt is rendered by a chat "
     )
-    assert open_data(text, args, chat=reads).warning.startswith(ignored)
-    assert open_data(text, args, chat=ChatFormat()).warning.startswith(ignored)
+    assert open_data(text, args, chat=reads, count=1).warning.startswith(ignored)
+    assert open_data(text, args, chat=ChatFormat(), count=1).warning.startswith(ignored)
     with pytest.raises(ConfigError, match=r"^data\.template_args has 'messages', which every prompt is rendered with"):
         config_of(text, "data.template_args={messages = []}")
 
@@ -231,9 +231,9 @@ def test_smollm2_ends_its_turns() -> None:
 def test_texts_and_templates_without_an_end_are_not_warned_of(tmp_path: Path) -> None:
     """A base model that reads plain texts ends with its own token, whatever its template says."""
     path = write_jsonl(tmp_path / "text.jsonl", [gcd_row(1)])
-    assert open_data(path, chat=ChatFormat(template("qwen2_5"), (), (1,))).warning == ""
-    assert open_data(path, "data.text_prompts=chat", chat=ChatFormat(RAW.template, (), (1,))).warning == ""
+    assert open_data(path, chat=ChatFormat(template("qwen2_5"), (), (1,)), count=1).warning == ""
+    assert open_data(path, "data.text_prompts=chat", chat=ChatFormat(RAW.template, (), (1,)), count=1).warning == ""
     refuses = ChatFormat(
         "{{ messages[0].content }}{% if messages[1] %}{{ raise_exception('one') }}{% endif %}", (), (1,)
     )
-    assert open_data(path, "data.text_prompts=chat", chat=refuses).warning == ""
+    assert open_data(path, "data.text_prompts=chat", chat=refuses, count=1).warning == ""

@@ -158,13 +158,15 @@ def test_enough_groups_need_no_refill_and_none_is_allowed_by_default() -> None:
 
 
 def logged(requests: Sequence[Any]) -> list[Any]:
-    return [SimpleNamespace(key=r.key, prompt_tokens=r.prompt_tokens, weight_version=7) for r in requests]
+    tokens = np.array([7], np.int32)
+    return [SimpleNamespace(**vars(r), response_tokens=tokens, weight_version=7) for r in requests]
 
 
 def test_a_log_that_lacks_own_responses_is_not_made_up_for_by_refills() -> None:
     draws = make_draws("algorithm.max_refills=1")
     own, more = draws.requests(), draws.refill(np.zeros(8, np.float32))
-    job: Any = SimpleNamespace(config=draws.config, prompts=draws.source, folder=RunFolder(Path("run")))
+    assets = SimpleNamespace(excluded_token_ids=())
+    job: Any = SimpleNamespace(config=draws.config, prompts=draws.source, folder=RunFolder(Path("run")), assets=assets)
     whole = logged([*own, *more])
     lacks = "run/rollouts lacks {} responses of step 8"
     for parts, told in (

@@ -10,21 +10,27 @@ import numpy as np
 import pytest
 import torch
 from by_definition import choice_of, noise_of
+from launch_ranks import ROOT, tlt
 from tiny import CPU, byte_tokenizer, embedded_folder, embedded_tokenizer, generate
 from tokenizers import AddedToken
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from tlt_hpc.cli.main import main
 from tlt_hpc.common.records import Request, SampleKey, SamplingParams
+from tlt_hpc.config import ConfigError, load_config
+from tlt_hpc.evaluate.folder import EvaluationFolder
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.eagle import Eagle
 from tlt_hpc.models.policy_model import PolicyModel
-from tlt_hpc.models.shape import shape_from
+from tlt_hpc.models.shape import read_shape, shape_from
 from tlt_hpc.models.tokenizer import tokens_without_text
+from tlt_hpc.plan.inputs import ModelAssets, describe_model
 from tlt_hpc.rollout.engine import RolloutEngine
 from tlt_hpc.rollout.sampling import SamplingRule
 from tlt_hpc.rollout.settings import EngineSettings
 from tlt_hpc.rollout.strategy import OFF, STORED, Strategy
 
+TINY = ROOT / "jobs" / "tiny.toml"
 EXCLUDED_TEXTS = {
     "<|begin_of_text|>": True,
     "<pad>": True,
@@ -83,6 +89,50 @@ def test_which_tokens_no_text_has(folder: Path) -> None:
 
 def test_of_the_embedded_model_they_are_its_padding() -> None:
     assert tokens_without_text(embedded_folder(), embedded_tokenizer(), 24, [1]) == (0, 20, 21, 22, 23)
+
+
+# -- what a user sees of them -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "command", [["train"], ["warmup"], ["compare"], ["evaluate", "embedded:tiny"]], ids=lambda words: words[0]
+)
+def test_a_plan_says_which(command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*command, str(TINY), f"run.folder={tmp_path}", "evaluation.limit=4", "--dry-run"]) == 0
+    assert "\ntokens      5 of 24 ids never sampled: 0, 20-23\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("excluded", "told"),
+    [
+        ((), ""),
+        ((7,), "1 of 24 ids never sampled: 7"),
+        ((0, 2, 3, 5, 7, 9, 10), "7 of 24 ids never sampled: 0, 2-3, 5, 7, ..."),
+    ],
+)
+def test_one_line_has_room_for_the_first_of_them(excluded: tuple[int, ...], told: str) -> None:
+    shape = read_shape(embedded_folder())
+    assets = ModelAssets(embedded_folder(), shape, embedded_tokenizer(), (1,), excluded)
+    assert assets.exclusion == told
+    lines = describe_model(load_config(TINY, []), assets)
+    assert lines[0].startswith("model ") and lines[1:] == ([f"tokens      {told}"] if told else [])
+
+
+def test_a_start_says_which_and_its_files_keep_them(tmp_path: Path) -> None:
+    small = "evaluation.limit=1", "evaluation.samples=0", "evaluation.max_new_tokens=4", "speculation.mode=plain"
+    command = "evaluate", "embedded:tiny", str(TINY), *small, "--output", str(tmp_path / "out"), "run.ranks=1"
+    assert "building the decoder; 5 of 24 ids never sampled: 0, 20-23\n" in tlt(1, *command).stdout
+    facts = tmp_path / "out" / "evaluation.json"
+    tree = json.loads(facts.read_text())
+    assert tree["the ids that are never sampled"] == "0, 20-23"
+    folder = EvaluationFolder(facts.parent)
+    assert len(folder.claim(tree)) == 1
+    with pytest.raises(ConfigError, match=r"with the ids that are never sampled = '0, 20-23', now '0'; .* --output"):
+        folder.claim({**tree, "the ids that are never sampled": "0"})
+    facts.write_text(json.dumps({key: value for key, value in tree.items() if "sampled" not in key}))
+    with pytest.raises(ConfigError, match="with the ids that are never sampled = '', now '0, 20-23'; "):
+        folder.claim(tree)
+    assert len(folder.claim({**tree, "the ids that are never sampled": ""})) == 1, "of an earlier version"
 
 
 # -- a model that would write them all the time -----------------------------------------------------------------------

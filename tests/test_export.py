@@ -384,7 +384,7 @@ def test_a_policy_in_several_files_is_the_checkpoints(run, capsys, monkeypatch):
 
 def test_the_runs_own_chat_template_goes_with_its_policy(run, tmp_path, capsys):
     """Else a server would write chats in a format that the policy was not trained on."""
-    template = tmp_path / "own.jinja"
+    template = tmp_path / "own; old.jinja"
     template.write_text("{{ messages[0]['content'] }}!")
     config = run / "config.toml"
     config.write_text(config.read_text().replace('chat_template = "auto"', f'chat_template = "{template}"'))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -202,10 +204,24 @@ def test_a_kept_response_to_another_prompt_ends_the_run():
     kept = {response(1).key: response(1)}
     same_prompt = Request(response(1).key, np.arange(2, dtype=np.int32))
     other = Request(response(2).key, np.arange(2, dtype=np.int32))
-    assert [request.key for request in still_to_do([same_prompt, other], kept, "d.jsonl")] == [other.key]
+    assert [request.key for request in still_to_do([same_prompt, other], kept, "d.jsonl", ())] == [other.key]
     foreign = Request(response(1).key, np.arange(3, dtype=np.int32))
     with pytest.raises(UserError, match=r"a response of step 6 .* data.source = 'd.jsonl' gives; .*remove .* kept/"):
-        still_to_do([foreign], kept, "d.jsonl")
+        still_to_do([foreign], kept, "d.jsonl", ())
+
+
+def test_a_kept_token_that_is_never_sampled_now_ends_the_run():
+    """As one of a version that sampled all ids, unless its request is not the step's any more."""
+    old = replace(response(1), response_tokens=np.array([3, 22, 1], np.int32))
+    request = Request(old.key, old.prompt_tokens)
+    told = (
+        "an earlier start has kept a response of step 6 with the token id 22, which is never sampled now; remove the "
+        "run's folder kept/ to generate it again"
+    )
+    with pytest.raises(UserError, match=f"^{re.escape(told)}$"):
+        still_to_do([request], {old.key: old}, "d.jsonl", (0, 20, 21, 22))
+    assert still_to_do([request], {old.key: old}, "d.jsonl", (0, 20, 21)) == []
+    assert still_to_do([], {old.key: old}, "d.jsonl", (0, 20, 21, 22)) == []
 
 
 # -- how far a run has come ------------------------------------------------------------------------------------------

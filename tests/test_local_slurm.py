@@ -30,7 +30,11 @@ def test_a_second_start_leaves_it_as_it_is(slurm: LocalSlurm) -> None:
     before = {path.name: path.read_text() for path in folder.glob("*.pid")}
     assert len(before) == 6
     again = call("start", "--folder", folder)
-    assert (again.returncode, again.stderr) == (2, f"local_slurm: a Slurm is up in {folder}; stop it first\n")
+    assert (again.returncode, again.stderr) == (
+        2,
+        f"local_slurm: a Slurm is up in {folder}; to use it: "
+        f"export SLURM_CONF={folder / 'slurm.conf'} (`stop` would end its jobs)\n",
+    )
     assert {path.name: path.read_text() for path in folder.glob("*.pid")} == before
 
 

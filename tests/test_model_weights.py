@@ -6,6 +6,7 @@ A folder that is let pass gives the logits of transformers, whose own loading kn
 from __future__ import annotations
 
 import json
+import pickle
 import shutil
 import sys
 from collections.abc import Callable
@@ -26,13 +27,14 @@ import random_models
 
 from tlt_hpc.cli.main import main
 from tlt_hpc.cli.submit import check_member
-from tlt_hpc.config import load_config
+from tlt_hpc.config import UserError, load_config
 from tlt_hpc.export import policy
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.documents import attend_documents
 from tlt_hpc.models.folder import folder_weights, load_policy_model
 from tlt_hpc.models.shape import read_shape
-from tlt_hpc.models.weight_check import weight_sizes
+from tlt_hpc.models.weight_check import check_sizes, weight_sizes
+from tlt_hpc.mpi.node import to_send
 from tlt_hpc.plan.preflight.job_checks import check_model
 
 TINY = str(Path(__file__).resolve().parent.parent / "jobs" / "tiny.toml")
@@ -225,6 +227,21 @@ def verdicts(folder: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, str]
         except ValueError as error:
             said[name] = str(error).removeprefix("m: ")
     return said
+
+
+def test_an_error_keeps_what_is_wrong_apart_from_the_remedy(tmp_path):
+    """A caller that knows another remedy replaces it whole, and nothing of what is wrong."""
+    with pytest.raises(UserError) as caught:
+        check_sizes({"model.norm.weight; its copy": (32,)}, read_shape(embedded_folder()), "a; b")
+    error = caught.value
+    what = "a; b: 'model.norm.weight; its copy' is no weight of this model of type qwen2 (config.json asks for no such "
+    assert (
+        error.fact == what + "tensor)"
+        and str(error) == f"{error.fact}; take the config.json that came with the weights"
+    )
+    for sent in (error, pickle.loads(pickle.dumps(error)), to_send(error)):
+        assert (str(sent), sent.fact) == (str(error), error.fact)
+    assert UserError("one; line").fact == str(UserError("one; line")) == "one; line"
 
 
 @pytest.mark.parametrize("name", WRONG)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from functools import partial
 from itertools import count, islice, pairwise
 from types import SimpleNamespace
 
@@ -14,7 +15,8 @@ from pydantic import TypeAdapter
 
 from tlt_hpc.common.records import Prompt
 from tlt_hpc.config import ConfigError, UserError, WarmupSection
-from tlt_hpc.drafting.offline import balanced_shards, batches_of, learning_rate, passes_of
+from tlt_hpc.config.schedule import scheduled_rate
+from tlt_hpc.drafting.offline import balanced_shards, batches_of, passes_of
 from tlt_hpc.drafting.packing import pack
 from tlt_hpc.storage.feature_file import Document
 from tlt_hpc.storage.records import FACTS_FILE, CurvePoint, DrafterFacts, read_facts, write_json
@@ -90,10 +92,11 @@ def test_passes_predict_each_response_token_once_within_their_size():
 
 
 def test_the_learning_rate_climbs_and_falls_to_nothing():
-    assert learning_rate(1.0, 0, 0.0, 9) == pytest.approx(0.1)
-    assert learning_rate(1.0, 9, 0.0, 9) == learning_rate(1.0, 0, 0.0, 0) == 1.0
-    assert learning_rate(2.0, 500, 0.5, 9) == pytest.approx(1.0)
-    rates = [learning_rate(1.0, update, update / 100, 9) for update in range(101)]
+    rate = partial(scheduled_rate, kind="cosine")
+    assert rate(1.0, 0, 10, 0.0) == pytest.approx(0.1)
+    assert rate(1.0, 9, 10, 0.0) == rate(1.0, 0, 1, 0.0) == rate(1.0, 0, 0, 0.0) == 1.0
+    assert rate(2.0, 500, 10, 0.5) == pytest.approx(1.0) and rate(2.0, 500, 10, 1.5) == pytest.approx(0.0, abs=1e-12)
+    rates = [rate(1.0, update, 10, update / 100) for update in range(101)]
     assert rates[:10] == sorted(rates[:10]) and rates[10:] == sorted(rates[10:], reverse=True)
     assert rates[-1] == pytest.approx(0.0, abs=1e-12)
 

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from launch_ranks import ROOT
+from logged import make_rollout
 from torch import Tensor
 
+from tlt_hpc.common.records import Rollout, SampleKey
+from tlt_hpc.config import load_config
 from tlt_hpc.config.recipes import RECIPES
-from tlt_hpc.rl.advantage import advantages_of, token_weights
+from tlt_hpc.rl.advantage import token_weights
 from tlt_hpc.rl.loss import kl_estimate, policy_loss
+from tlt_hpc.rl.update import update_policy
 
+TINY = ROOT / "jobs" / "tiny.toml"
 LENGTHS, GROUP, WIDTH = [7, 1, 4, 3, 5, 2], 3, 7
 MASK = torch.arange(WIDTH) < torch.tensor(LENGTHS)[:, None]
 ROWS = torch.arange(len(LENGTHS))[:, None].expand_as(MASK)[MASK]
@@ -105,14 +112,29 @@ def verl_mean(name: str, losses: Tensor) -> Tensor:
 # -- ours -------------------------------------------------------------------------------------------------------------
 
 
+class Given:
+    """A policy at a given distance [T] from its reference, which keeps the advantages that it is to learn from."""
+
+    def __init__(self, kl: Tensor | None) -> None:
+        self._kl = kl
+
+    def reference_kl(self, rollouts: Sequence[Rollout]) -> np.ndarray:
+        assert self._kl is not None and [r.response_tokens.size for r in rollouts] == LENGTHS
+        return self._kl[MASK].numpy()
+
+    def update(self, rollouts: Sequence[Rollout], advantages: np.ndarray) -> None:
+        self.advantages = advantages
+
+
 def our_advantages(name: Any, kl: Tensor | None) -> np.ndarray:
-    """[T], as ``update_policy`` makes them."""
-    lengths, kind = np.array(LENGTHS), RECIPES[name].advantage
-    if kl is None:
-        return advantages_of(kind, SCORES, lengths, GROUP)
-    penalties = BETA * kl[MASK].numpy()
-    totals = SCORES - np.array([part.sum() for part in np.split(penalties, np.cumsum(LENGTHS)[:-1])])
-    return advantages_of(kind, totals.astype(np.float32), lengths, GROUP, -penalties)
+    """[T], as ``update_policy`` gives them to the policy."""
+    penalty = [] if kl is None else ["algorithm.kl_estimator=k1", f"algorithm.kl_coefficient={BETA}"]
+    sizes = [f"rollout.prompts_per_step={len(LENGTHS) // GROUP}", f"rollout.group_size={GROUP}"]
+    config = load_config(TINY, [f"algorithm.name={name}", *sizes, "algorithm.updates_per_step=1", *penalty])
+    rollouts = [make_rollout(SampleKey(0, 0, 0, *divmod(i, GROUP)), [2], [3] * n) for i, n in enumerate(LENGTHS)]
+    policy: Any = Given(kl)
+    update_policy(config, policy, rollouts, SCORES)
+    return np.asarray(policy.advantages)
 
 
 CASES = [

@@ -644,8 +644,12 @@ def with_and_without_cut_responses() -> dict[str, Any]:
     policy = make_policy(make_config(algorithm__overlong="mask", **once), world)
     captured = capture_gradients(policy)
     all_cut = [replace(rollout, finish_reason=FinishReason.LENGTH) for rollout in rollouts]
-    result["norm of nothing"] = policy.update(all_cut, make_advantages()).grad_norm
+    stats, reference = policy.update(all_cut, make_advantages()), Reference(make_config(**once))
     policy.close()
+    reference.update(rollouts, make_advantages())
+    result["norm of nothing"], result["loss of nothing"] = stats.grad_norm, stats.pg_loss
+    result["tokens"] = stats.num_tokens - int(ends[-1])
+    result["entropy"] = stats.entropy - float(reference.entropy) / int(ends[-1])
     leave_process_group()
     return result
 
@@ -654,7 +658,8 @@ def test_masked_responses_are_as_if_the_update_had_none_of_them() -> None:
     for result in run_on_ranks(2, with_and_without_cut_responses):
         for aggregation in ("token-mean", "seq-mean-token-mean"):
             assert result[aggregation] < TOLERANCE < 1e-3 < result[f"{aggregation}, largest"], result
-        assert result["norm of nothing"] == 0
+        assert result["norm of nothing"] == result["loss of nothing"] == result["tokens"] == 0
+        assert abs(result["entropy"]) < 1e-5, "means over tokens are of all that were trained on"
 
 
 def overflow() -> str:

@@ -17,6 +17,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from tlt_hpc.config import UserError
 from tlt_hpc.models import policy_model
 from tlt_hpc.models.linear import Linear
 from tlt_hpc.models.mlp import Experts, Stack
@@ -197,6 +198,19 @@ def test_the_load_balancing_loss_and_its_gradient_are_those_of_transformers(repe
     for name, weight in own.named_parameters():
         gradient = theirs.get(name, torch.zeros_like(weight))
         torch.testing.assert_close(weight.grad, gradient, atol=1e-6, rtol=1e-4, msg=name)
+
+
+def test_a_router_that_is_not_known_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after a change of transformers: nothing else would tell that the update chooses experts by another rule."""
+    model = moe_model(torch.float32)
+
+    class Renamed(type(model.model.layers[1].mlp.gate)):  # type: ignore[misc]
+        pass
+
+    model.model.layers[1].mlp.gate.__class__ = Renamed
+    words = r"^transformers 5\S* has a router Qwen3MoeTopKRouter in 1 of the model's 2 layers with experts, .*; install"
+    with pytest.raises(UserError, match=words):
+        PolicyModel(model)
 
 
 def test_a_frozen_router_has_a_gradient_of_zero_and_the_same_numbers() -> None:

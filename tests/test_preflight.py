@@ -277,7 +277,7 @@ def offloads(place: Place, cores: int) -> None:
 
 def default_memory(place: Place) -> None:
     place.slurm(script=SCRIPT.replace("#SBATCH --mem=16G\n", ""))
-    partition, config = "DefMemPerNode=UNLIMITED MaxMemPerNode=UNLIMITED", "JobRequeue = 1\\nDefMemPerCPU = 4000"
+    partition, config = "DefMemPerNode=UNLIMITED MaxMemPerNode=UNLIMITED", "JobRequeue = 1\\nDefMemPerCPU = 400"
     place.command("scontrol", f'[ "$2" = partition ] && echo {partition} || printf "{config}\\n"')
 
 
@@ -312,7 +312,8 @@ SLURM_PLANTED: list[tuple[str, Plant, str, str, str]] = [
      r"^Does not fit\..* more than the 1.07 GB of what --mem asks for on each node; ask Slurm for "
      r"--mem=\d+G or more \(--mem=0: all of a node\)$"),
     ("no memory asked for", default_memory, "memory", "warning",
-     r"counts \(DefMemPerCPU = 4000 MB\).*ask Slurm for --mem=\d+G or more"),
+     r"^Fits\..* But without --mem the job gets \d+ MB of a node \(DefMemPerCPU = 400 MB\): Slurm may end it; "
+     r"ask Slurm for --mem=\d+G or more \(--mem=0: all of a node\)$"),
     ("no time limit asked for", changed("=10:00:00", "=0"), "partition", "failure", r"time 0 .*at most 1-00:00:00"),
     ("no signal", changed("USR2@120", "USR1@120"), "requeue", "warning",
      r"^the script requests no USR2.*--signal=USR2@120"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from io import FileIO
@@ -139,13 +140,17 @@ def make_job(folder: Path, prompts: list[list[int]]) -> Any:
     drawn = [Prompt(np.array(tokens, np.int32), "", "", "test") for tokens in prompts]
     config = load_config(ROOT / "jobs" / "tiny.toml", ["rollout.group_size=2"])
     return SimpleNamespace(
-        world=OneRank(), folder=RunFolder(folder), config=config, prompts=SimpleNamespace(batch=lambda step: drawn)
+        world=OneRank(),
+        folder=RunFolder(folder),
+        config=config,
+        prompts=SimpleNamespace(batch=lambda step: drawn),
+        assets=SimpleNamespace(excluded_token_ids=(0, 20, 21)),
     )
 
 
-def log_step(job: Any, step: int, weights: int, lacking: int = 0) -> Path:
+def log_step(job: Any, step: int, weights: int, lacking: int = 0, response: Sequence[int] = (7,)) -> Path:
     requests = StepDraws(job.config, job.prompts, step).requests()[lacking:]
-    rollouts = [make_rollout(r.key, r.prompt_tokens, [7], weight_version=weights) for r in requests]
+    rollouts = [make_rollout(r.key, r.prompt_tokens, response, weight_version=weights) for r in requests]
     record = step_record(step, rollouts, np.arange(len(rollouts)))
     job.folder.create()
     path: Path = job.folder.rollout_log(step, 0)
@@ -215,6 +220,20 @@ def test_responses_to_other_prompts_end_the_run(tmp_path: Path) -> None:
     log_step(make_job(tmp_path, [[3, 4]]), 2, weights=2)
     with pytest.raises(ReplayError, match=r"another prompt than data\.source = 'embedded:gcd' gives; restore that, or"):
         read_ranks(make_job(tmp_path, [[3, 5]]), 2)
+
+
+def test_a_token_that_is_never_sampled_now_ends_the_run(tmp_path: Path) -> None:
+    """As in a log of a version that sampled all ids: the update gives it no probability."""
+    job = make_job(tmp_path, [[20, 4]])
+    log_step(job, 2, weights=2, response=(19, 21, 1))
+    told = (
+        f"{tmp_path}/rollouts has a response of step 3 with the token id 21, which is never sampled now; restore the "
+        "model's tokenizer files, or set checkpoint.replay = false to generate the steps again"
+    )
+    with pytest.raises(ReplayError, match=f"^{re.escape(told)}$"):
+        read_ranks(job, 2)
+    job.assets.excluded_token_ids = ()
+    assert read_ranks(job, 2) is not None
 
 
 @pytest.mark.parametrize("num_reads", [None, 0, 1, 5])

@@ -191,6 +191,8 @@ def test_what_acts_on_a_router_is_refused_where_none_is_trained() -> None:
             ConfigError, match=rf"^{change.replace('=', ' = ')} with a model of .*, which has no router; "
         ):
             check_shape(load_config(TINY, [change]), wide(), 1)
+    with pytest.raises(ConfigError, match=r"^optimizer.freeze_router = true has no effect with lora.rank = 4, .*out$"):
+        load_config(TINY, [frozen, "lora.rank=4"])
     for other in (frozen, "lora.rank=4"):
         with pytest.raises(ConfigError, match=rf" = 0.001 with {other.replace('=', ' = ')}, which leaves the routers"):
             load_config(TINY, [loss, other])

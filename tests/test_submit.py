@@ -515,7 +515,7 @@ def test_a_submission_is_meant_by_its_folder_its_name_or_a_job(
     ]  # fmt: skip
     assert "--dependency=afterok:4001_0:4001_1" in said(TINY, "run.name=new", "--after=sweep", "--dry-run")[0]
     assert said("cancel", code=2) == [
-        "tlt: jobs of several submissions wait or run; give one of runs/submitted/sweep, runs/submitted/other"
+        "tlt: jobs of an earlier submission wait or run; give one of runs/submitted/sweep, runs/submitted/other"
     ]
     assert not (tmp_path / "cancelled").exists()
     assert said("status", "none", code=2) == [
@@ -524,7 +524,13 @@ def test_a_submission_is_meant_by_its_folder_its_name_or_a_job(
     assert said("cancel", "4001_1") == [first, "cancelled: 4001_1"]
     assert (tmp_path / "cancelled").read_text() == "4001_1\n"
     fake_program(tmp_path, "squeue", "echo '4001_0|RUNNING|None'")
-    assert said("cancel") == [first, "cancelled: 4001_0"], "the only one that has jobs, not the newest"
+    assert said("cancel", code=2) == [
+        "tlt: jobs of an earlier submission wait or run; give one of runs/submitted/sweep"
+    ], "not the newest, which one would mean"
+    fake_program(tmp_path, "squeue", "echo '4002|RUNNING|None'")
+    assert said("cancel")[-1] == "cancelled: 4002"
+    later = load(tmp_path / "runs/submitted/sweep").with_jobs({"tiny-seed0": "5000_0"})
+    assert later.members_of("4001_0") == later.members_of("5000") == {"tiny-seed0"}, "by the number before, too"
 
 
 def test_where_squeue_does_not_answer_the_files_are_shown(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import chain
 from typing import Protocol
@@ -16,7 +16,7 @@ from tlt_hpc.config import UserError
 from tlt_hpc.drafting.tail_plan import TailUse
 from tlt_hpc.mpi.roster import Roster, State, Status
 from tlt_hpc.mpi.world import World
-from tlt_hpc.resume.kept import Keeper, open_keeper
+from tlt_hpc.resume.kept import Keeper, excluded_token, open_keeper
 from tlt_hpc.rewards.scorer import Scorer
 from tlt_hpc.rl.ahead import AheadTail
 from tlt_hpc.rl.draws import StepDraws
@@ -99,20 +99,22 @@ def take_over_kept(
     and logged like any other.
 
     Raises:
-        UserError: on all ranks, if a kept response is to another prompt.
+        UserError: as ``still_to_do``.
     """
-    left = still_to_do(requests, kept, job.config.data.source)
+    left = still_to_do(requests, kept, job.config.data.source, job.assets.excluded_token_ids)
     own = [kept[request.key] for request in requests if request.key in kept and job.is_own(request.key)]
     job.engine.finished += own
     keeper.skip(len(own))
     return left
 
 
-def still_to_do(requests: list[Request], kept: Mapping[SampleKey, Rollout], source: object) -> list[Request]:
+def still_to_do(
+    requests: list[Request], kept: Mapping[SampleKey, Rollout], source: object, excluded: Sequence[int]
+) -> list[Request]:
     """Those of the requests for which nothing was kept.
 
     Raises:
-        UserError: on all ranks, if a kept response is to another prompt.
+        UserError: on all ranks, if a kept response is to another prompt, or has a token of ``excluded``.
     """
     for request in requests:
         rollout = kept.get(request.key)
@@ -121,6 +123,9 @@ def still_to_do(requests: list[Request], kept: Mapping[SampleKey, Rollout], sour
                 f"a response of step {request.key.step + 1} that an earlier start has kept is to another prompt than "
                 f"data.source = {source!r} gives; restore that, or remove the run's folder kept/"
             )
+    used = [kept[request.key] for request in requests if request.key in kept]
+    if told := excluded_token(used, excluded):
+        raise UserError(f"an earlier start has kept {told}; remove the run's folder kept/ to generate it again")
     return [request for request in requests if request.key not in kept]
 
 

@@ -245,6 +245,7 @@ def open_session(config: Config, world: World, assets: ModelAssets) -> Session:
     Raises:
         ConfigError: a replica would span several nodes, or this rank has no usable device.
     """
+    world.say("building the decoder", f"; {assets.exclusion}" if assets.exclusion else "")
     check_nodes(world.allgather(world.hostname), config.rollout.tensor_parallel)
     replica = Replica(world, config.rollout.tensor_parallel)
     device = choose_device(config, world)
@@ -345,7 +346,7 @@ def assemble(config: Config, world: World) -> Job:
         drafting = make_drafting(session, assets, folder, warm) if has_drafter else None
         if drafting:
             parts.callback(drafting.cache.abandon_step)  # still open if the run failed: its thread ends here
-        meter, environment = look_around(world, device)
+        meter, environment = look_around(world, device, assets.excluded_token_ids)
         parts.callback(meter.close)
         # last of what may find a mistake of the user's: nothing is written before
         claim_folder(folder, config, world, assets.prompts, environment)
@@ -405,7 +406,9 @@ def read_initial_drafter(config: Config, shape: ModelShape, node: NodeGroup) -> 
     return read_all_once(node, partial(initial_drafter, config.drafter.init, config.drafter.form, shape, model))
 
 
-def look_around(world: World, device: torch.device) -> tuple[EnergyMeter, Environment | None]:
+def look_around(
+    world: World, device: torch.device, never_sampled: Sequence[int]
+) -> tuple[EnergyMeter, Environment | None]:
     """The meter of energy, and on rank 0 what the run runs on; collective."""
     gpu = uuid = ""
     if device.type == "cuda":
@@ -416,7 +419,8 @@ def look_around(world: World, device: torch.device) -> tuple[EnergyMeter, Enviro
     energy = meter.agree([reach for _, reach in ranks], world.rank)
     if world.rank:
         return meter, None
-    return meter, find_environment(world, [place for place, _ in ranks], torch.version.cuda or "", energy)
+    places = [place for place, _ in ranks]
+    return meter, find_environment(world, places, torch.version.cuda or "", energy, never_sampled)
 
 
 def open_bench(config: Config, world: World) -> Judge:

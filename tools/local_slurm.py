@@ -143,7 +143,10 @@ def start(folder: Path, memory: int = MEMORY_MB) -> None:
     """
     if is_own(folder):
         if pids(folder):
-            raise UserError(f"a Slurm is up in {folder}; stop it first")
+            raise UserError(
+                f"a Slurm is up in {folder}; to use it: export SLURM_CONF={folder / 'slurm.conf'} (`stop` would end "
+                "its jobs)"
+            )
         shutil.rmtree(folder)
     if folder.exists() and any(folder.iterdir()):
         raise UserError(f"{folder} has files of something else; give another --folder")

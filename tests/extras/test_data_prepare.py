@@ -241,7 +241,7 @@ def test_other_columns_are_named_with_those_that_are_expected(capsys: Captured) 
          "download openai/gsm8k --repo-type dataset --local-dir data/gsm8k\n"),
         (["gsm8k", "none.parquet"], "FILE = 'none.parquet' does not exist; on the login node: hf download "),
         (["gsm8k", "reasoning-gym:chain_sum"], "FILE = 'reasoning-gym:chain_sum' does not exist; "),
-        (["gsm8k", ""], "FILE = ['']: give a file, "),
+        (["gsm8k", ""], "FILE = '' names no file; on the login node: hf "),
         (["gsm8k", "broken.parquet"], "FILE: broken.parquet cannot be read as parquet ("),
         (["gsm8k", "empty.jsonl"], "FILE = 'empty.jsonl' has no rows; "),
         (["gsm8k", "bad.jsonl"], "bad.jsonl:2: no JSON object ("),

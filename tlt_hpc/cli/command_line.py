@@ -305,7 +305,7 @@ def add_keys_options(command: argparse.ArgumentParser) -> None:
 
 def add_data_options(command: argparse.ArgumentParser) -> None:
     """The options of ``tlt data inspect`` and ``tlt data prepare``."""
-    parts = command.add_subparsers(dest="data", required=True)
+    parts = command.add_subparsers(dest="data", required=True, metavar="inspect|prepare")
     inspect = parts.add_parser(
         "inspect",
         help="count rows, lengths and duplicates, and name rows that are broken or never right; status 1: there are",

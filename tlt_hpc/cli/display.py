@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 import time
@@ -10,6 +11,7 @@ from itertools import pairwise
 
 from rich.table import Table
 
+from tlt_hpc.cluster.stopping import resume_words
 from tlt_hpc.cluster.watch.beat import BEAT
 from tlt_hpc.common.console import TextConsole
 from tlt_hpc.common.words import count
@@ -141,7 +143,7 @@ def print_result(config: Config, result: RunResult) -> None:
         done = max(result.num_steps, committed)
         text = (
             f"stopped early ({result.stop_reason}) after {done} of {count(config.run.num_steps, 'step')}; "
-            f"the same command resumes from {config.folder}"
+            f"{resume_words(os.environ)} from {config.folder}"
         )
     console.print(text, soft_wrap=True)
 
@@ -201,7 +203,7 @@ def print_warmup(result: WarmupResult, config_path: str, form: str) -> None:
     """How a warm-up ended, and what to type next with a drafter of this form."""
     best, updates = result.progress.best, count(result.progress.updates, "update")
     if not result.progress.is_finished:
-        text = f"stopped early ({result.reason}) after {updates}; the same command resumes from {result.folder}"
+        text = f"stopped early ({result.reason}) after {updates}; {resume_words(os.environ)} from {result.folder}"
     else:
         assert best is not None
         done = "already finished" if result.was_finished else "finished"

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from tlt_hpc.common.records import Prompt
-from tlt_hpc.config import Config, ConfigError, UserError
-from tlt_hpc.data.files import TASKS, data_files, open_rows
+from tlt_hpc.config import Config, UserError
+from tlt_hpc.data.files import ARGUMENT, data_files, open_rows
 from tlt_hpc.data.rows import Row, RowError, Rows
 from tlt_hpc.data.schema import answer_in, split_row, wanted_columns
 
@@ -54,14 +54,10 @@ class GivenResponses:
         self._prompts = (config.data.prompt_key,) if config.data.prompt_key else _PROMPTS
         names = (*self._responses, *self._prompts, *((expected,) if expected else _EXPECTED), _FINISH)
         wanted = wanted_columns(self._data) | {name.partition(".")[0] for name in names}
-        try:
-            self.files = data_files(self._data)
-            if not self.files:
-                raise UserError(f"FILE = {file!r} is a task, which has no responses; give a file")
-            self.rows: Rows = open_rows(self._data, 0, wanted)
-        except ConfigError as error:
-            told = str(error).replace("data.source", "FILE").replace("prompts and", "responses and")
-            raise UserError(told.replace(TASKS, "")) from None
+        self.files = data_files(self._data, ARGUMENT)
+        if not self.files:
+            raise UserError(f"FILE = {file!r} is a task, which has no responses; give a file")
+        self.rows: Rows = open_rows(self._data, 0, wanted, ARGUMENT)
         for option, name in (("--response", response), ("--expected", expected)):
             if name and self._is_missing(name):
                 raise UserError(f"{option} {name!r}: no row has that column; give one that a row has")

@@ -17,7 +17,7 @@ from tlt_hpc.common.extras import load_extra
 from tlt_hpc.common.records import Prompt
 from tlt_hpc.common.words import count
 from tlt_hpc.config import EMBEDDED_TASK, Config, ConfigError, load_config
-from tlt_hpc.data.evaluation_sets import open_reader, told_as_evaluations
+from tlt_hpc.data.evaluation_sets import open_reader
 from tlt_hpc.data.files import config_of
 from tlt_hpc.data.inspect import Inspection, SourceCounts, inspect
 from tlt_hpc.data.reader import PromptReader
@@ -70,9 +70,8 @@ def _readers(config: Config, folder: Path | None, is_judged: bool) -> Iterator[P
 
     if config.data.source != EMBEDDED_TASK:
         yield PromptReader(config.data, config.run.seed, tokenizer, chat, check)
-    with told_as_evaluations():
-        for source in sources:
-            yield open_reader(config, source, tokenizer, chat, check)
+    for source in sources:
+        yield open_reader(config, source, tokenizer, chat, check)
 
 
 def _print(console: Console, reader: PromptReader, found: Inspection, has_tokens: bool) -> None:

@@ -78,7 +78,7 @@ def plan_with(config: Config, assets: ModelAssets, options: argparse.Namespace, 
         from tlt_hpc.studies.warmup import plan
 
         weight_files(assets.folder)  # the decoder reads no others
-        return plan.describe(config, assets.shape, num_ranks)
+        return plan.describe(config, assets, num_ranks)
     if options.command == "compare":
         modes = 4 - len(set(options.without))
         in_turn = f"compare     {modes} modes in turn, all in memory at once: {modes} times what one run needs\n"
@@ -102,7 +102,7 @@ def plan_run(config: Config, assets: ModelAssets, num_ranks: int) -> str:
     sets = open_checked_sets(config, assets.folder, assets.shape, assets.tokenizer) if has_sets else ()
     memory = summarise(config, assets.shape, num_ranks)
     said = _warning(warning_of(sets)) + (f"memory      {memory}\n" if memory else "")
-    return said + describe(config, assets.shape, num_ranks)
+    return said + describe(config, assets, num_ranks)
 
 
 def check_drafter(config: Config, assets: ModelAssets, key: str, is_read: bool) -> None:
@@ -140,7 +140,7 @@ def plan_evaluation(config: Config, options: argparse.Namespace, num_ranks: int)
     subject = find_subject(options.checkpoint, options.step, options.output)
     check_writable(subject.run.path if subject.run and not subject.out else subject.folder(config), GIVE_OUTPUT)
     assets, sets = read_assets(config, subject, num_ranks)
-    return _warning(warning_of(sets)) + describe(config, subject, sets, assets.shape, num_ranks)
+    return _warning(warning_of(sets)) + describe(config, subject, sets, assets, num_ranks)
 
 
 def _warning(said: str) -> str:

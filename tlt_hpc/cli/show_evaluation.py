@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from rich.table import Table
 
 from tlt_hpc.cli.display import Screen, make_console
+from tlt_hpc.cluster.stopping import resume_words
 from tlt_hpc.common.words import count
 from tlt_hpc.evaluate.evaluate import EvaluationResult
 from tlt_hpc.evaluate.figures import Estimate, SetFigures
@@ -39,8 +41,8 @@ def print_evaluation(result: EvaluationResult) -> None:
     console = make_console()
     if result.results is None:
         console.print(
-            f"stopped early ({result.reason}), {count(result.num_left, 'response')} left; the same command resumes "
-            f"from {result.folder}",
+            f"stopped early ({result.reason}), {count(result.num_left, 'response')} left; "
+            f"{resume_words(os.environ)} from {result.folder}",
             soft_wrap=True,
         )
         return

@@ -84,17 +84,17 @@ def find(word: str) -> tuple[Submission, set[str]]:
 
 
 def the_one_to_cancel(known: Sequence[Submission]) -> Submission:
-    """The only submission that has jobs to cancel; the newest if none has.
+    """The newest submission, if it is the only one with jobs to cancel, or none has any.
 
     Raises:
-        ConfigError: several have.
+        ConfigError: another one has.
     """
     queue = read_queue()
     live = [each for each in known if any(one.is_live or one.is_blocked for one in read_statuses(each, queue))]
-    if len(live) > 1:
+    if any(each != known[-1] for each in live):
         folders = ", ".join(str(short(each.folder)) for each in live)
-        raise ConfigError(f"jobs of several submissions wait or run; give one of {folders}")
-    return (live or known)[-1]
+        raise ConfigError(f"jobs of an earlier submission wait or run; give one of {folders}")
+    return known[-1]
 
 
 def queue_or_nothing(submissions: Iterable[Submission]) -> Mapping[str, QueuedJob] | None:

@@ -326,7 +326,7 @@ def preflight(config: str, submission: Submission, before: Sequence[str], gpu_me
         ask_slurm("sinfo", "-h", "-o", "%P")
     except SlurmError as error:
         raise ConfigError(f"{error}; call this on a login node, where Slurm answers (SLURM_CONF?)") from None
-    failures, findings = list[str](), 0
+    failures, findings, warnings = list[str](), 0, 0
     arguments = submission.members[0].arguments[2:]
     drafter = Path(load_config(config, arguments).drafter.init).resolve()
     is_made_before = bool(before) and drafter in drafters_before(submission.after)
@@ -345,10 +345,11 @@ def preflight(config: str, submission: Submission, before: Sequence[str], gpu_me
             elif finding.level in (Level.WARNING, Level.FAILURE):
                 print(f"{finding.level:<8} {name:<12} {finding.found}; {finding.remedy}", flush=True)
                 failures += [name] * (finding.level is Level.FAILURE)
+                warnings += finding.level is Level.WARNING
     if failures:
         skip = ", or add --no-preflight if it is of this machine alone" * set(failures).issubset(_OF_THIS_MACHINE)
         raise ConfigError(f"nothing was submitted: {count(len(failures), 'failure')}; correct it{skip}")
-    print(f"{count(findings, 'check')}: nothing stands in the job's way")
+    print(f"{count(findings, 'check')}, {count(warnings, 'warning')}: nothing stands in the job's way")
 
 
 def keep_job_file(config: Path, folder: Path) -> None:

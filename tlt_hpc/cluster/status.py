@@ -98,14 +98,22 @@ def unfinished(statuses: Sequence[MemberStatus]) -> set[str]:
     return {status.member.name for status in statuses if not status.is_live and status.state not in (FINISHED, UNKNOWN)}
 
 
+def submission_of(run: Path) -> Submission | None:
+    """The newest submission from this folder that has jobs for a run's folder."""
+    for submission in reversed(known_submissions()):
+        if any(member.jobs and submission.place(member) == run.resolve() for member in submission.members):
+            return submission
+    return None
+
+
 def job_to_come(run: Path) -> str:
     """The submitted job that will write a run's folder, and its state, in words; empty if none waits or runs."""
-    for submission in reversed(known_submissions()):
-        for member in submission.members:
-            if member.jobs and submission.place(member) == run.resolve():
-                try:
-                    status = member_status(submission, member, read_queue([submission.user]))
-                except SlurmError:
-                    return ""
-                return f"job {member.jobs[-1]} of {submission.folder.name} is {status.state}" * status.is_live
-    return ""
+    submission = submission_of(run)
+    if submission is None:
+        return ""
+    try:
+        statuses = read_statuses(submission, read_queue([submission.user]))
+    except SlurmError:
+        return ""
+    status = next(each for each in statuses if submission.place(each.member) == run.resolve())
+    return f"job {status.member.jobs[-1]} of {submission.folder.name} is {status.state}" * status.is_live

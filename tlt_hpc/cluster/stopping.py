@@ -317,6 +317,12 @@ def how_to_resume(environment: Mapping[str, str]) -> str:
     return f"`{environment[AGAIN]}` resumes" if AGAIN in environment else "submit the same script, which resumes"
 
 
+def resume_words(environment: Mapping[str, str]) -> str:
+    """How work that was stopped is resumed, in words that end with ``resumes``."""
+    again = environment.get(AGAIN)
+    return f"queued again, or by `{again}`, it resumes" if again else "the same command resumes"
+
+
 def await_preemption(environment: Mapping[str, str]) -> None:
     """Where this job is being preempted, wait to be killed. Else return at once.
 

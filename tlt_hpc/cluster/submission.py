@@ -160,8 +160,8 @@ class Submission:
         return dataclasses.replace(self, members=tuple(members))
 
     def members_of(self, word: str) -> set[str]:
-        """The names of the members whose newest job, or array of jobs, has the number ``word``."""
-        return {m.name for m in self.members for job in m.jobs[-1:] if word in (job, job.partition("_")[0])}
+        """The names of the members that have, or had before a resubmission, a job or array of the number ``word``."""
+        return {m.name for m in self.members for job in m.jobs if word in (job, job.partition("_")[0])}
 
     def chosen(self, names: Collection[str]) -> list[SubmittedRun]:
         """The members of these names."""

@@ -4,4 +4,15 @@ from __future__ import annotations
 
 
 class UserError(ValueError):
-    """A mistake that the user can fix; its text is one line with the remedy, and a command ends with it."""
+    """A mistake that the user can fix; its text is one line with the remedy, and a command ends with it.
+
+    It is made from the whole text, or from what is wrong and the remedy, where a caller may know a better remedy.
+    """
+
+    def __str__(self) -> str:
+        return "; ".join(self.args)
+
+    @property
+    def fact(self) -> str:
+        """What is wrong; with the remedy, if the error was made from the whole text."""
+        return str(self.args[0])

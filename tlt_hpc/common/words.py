@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 FIRST_STEP = 1
 """What steps are counted from in all that a run writes; the code counts them from 0."""
@@ -12,6 +12,17 @@ def count(number: int | float, noun: str) -> str:
     """``1 step``, ``2,000 steps``, ``2 passes``; the number is rounded to a whole one."""
     ending = "es" if noun.endswith("s") else "s"
     return f"{number:,.0f} {noun if round(number) == 1 else noun + ending}"
+
+
+def spans_of(numbers: Iterable[int]) -> list[str]:
+    """Ascending whole numbers with runs of neighbours in one: ``["0", "20-23"]``."""
+    spans: list[list[int]] = []
+    for number in numbers:
+        if spans and number == spans[-1][1] + 1:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    return [f"{first}-{last}" if first < last else str(first) for first, last in spans]
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:

@@ -37,6 +37,11 @@ def find_contradictions(config: Config) -> Iterator[str]:
             f"algorithm.router_aux_coefficient = {algorithm.router_aux_coefficient} with {other}, which leaves the "
             "routers as they are; leave one of them out"
         )
+    if config.optimizer.freeze_router and config.lora.rank:
+        yield (
+            f"optimizer.freeze_router = true has no effect with lora.rank = {config.lora.rank}, which trains adapters "
+            "alone; leave optimizer.freeze_router out"
+        )
     warmup, schedule = config.optimizer.warmup_steps, config.optimizer.schedule
     if schedule != "constant" and warmup >= config.num_optimizer_steps:
         yield (

@@ -35,6 +35,7 @@ from tlt_hpc.config.recipes import (
     KLName,
     Recipe,
 )
+from tlt_hpc.config.schedule import ScheduleName
 
 
 def _number_or_auto(value: object) -> object:
@@ -88,7 +89,8 @@ class AlgorithmSection(Section):
     """The ratio is clipped above 1 plus this value."""
     clip_dual: Weight = 0.0
     """Dual clip: a ratio counts at most this much where the advantage is negative, which no other bound limits. 0: no
-    limit (no cited paper has one; verl's default is 3, its script for DAPO has 10)."""
+    limit (no cited paper has one; verl's default is 3, its script for DAPO has 10). As ``clip_low`` and ``clip_high``,
+    without effect in a step's first update, where all ratios are 1."""
     kl_coefficient: Weight = 0.0
     """Weight of the KL divergence from the reference model. 0: no reference model is kept."""
     kl_estimator: KLName = "k3"
@@ -224,7 +226,7 @@ class OptimizerSection(Section):
     """Gradients are scaled down to this norm. 0: no clipping."""
     warmup_steps: Count = 0
     """Optimizer steps over which the learning rate rises linearly."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    schedule: ScheduleName = "constant"
     """The learning rate after the warm-up: constant, or falling to 0 by the end of the run, linearly or as half a
     cosine. If it falls, ``run.num_steps`` cannot be changed when a run is resumed."""
     zero_stage: Annotated[int, Field(ge=0, le=3)] = 1
@@ -241,7 +243,8 @@ class OptimizerSection(Section):
     """Keep one hidden state per layer and token, and recompute the rest in the backward pass: a third more time for a
     fraction of the memory. ``auto``: on for CUDA."""
     freeze_router: bool = False
-    """Leave the routers of a mixture of experts as they are, for a policy whose choice of experts drifts."""
+    """Leave the routers of a mixture of experts as they are, for a policy whose choice of experts drifts. Adapters
+    (``lora.rank``) leave them as they are without it."""
 
     def repeats_layers(self, device: str) -> bool:
         """Whether the backward pass computes each layer again, on a device of type ``cpu`` or ``cuda``."""

@@ -54,8 +54,8 @@ class ChatTemplate:
             self._template = _compile_jinja_template(text)
         except (TemplateSyntaxError, SyntaxError, RecursionError, MemoryError, ValueError) as error:
             raise ConfigError(
-                f"{origin}: the chat template is no Jinja ({first_line(error)}); fix it or give another in "
-                "data.chat_template"
+                f"{origin}: the chat template is no Jinja ({first_line(error)})",
+                "fix it or give another in data.chat_template",
             ) from None
 
     @property
@@ -133,11 +133,11 @@ def read_template(data: DataSection, chat: ChatFormat) -> ChatTemplate | None:
     try:
         text = decoded(read_bytes(Path(data.chat_template), _MAX_BYTES))
     except OSError as error:
-        raise ConfigError(f"{origin}: {error.strerror}; {remedy}") from None
+        raise ConfigError(f"{origin}: {error.strerror}", remedy) from None
     except DamagedText as error:
-        raise ConfigError(f"{origin} is not UTF-8 ({error}); {remedy}") from None
+        raise ConfigError(f"{origin} is not UTF-8 ({error})", remedy) from None
     if not text.strip():
-        raise ConfigError(f"{origin} is empty; {remedy}")
+        raise ConfigError(f"{origin} is empty", remedy)
     return ChatTemplate(text, dict(chat.special_tokens), origin, data.template_args)
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from tokenizers import Tokenizer
 from tlt_hpc.common.records import ChatFormat, Prompt
 from tlt_hpc.config import EMBEDDED_TASK, TASK_PREFIX, Config, ConfigError
 from tlt_hpc.data.chat import TEMPLATE_DATE
+from tlt_hpc.data.files import EVALUATED
 from tlt_hpc.data.gcd import draw_from_split
 from tlt_hpc.data.order import shuffled
 from tlt_hpc.data.prompts import kept_rows, make_prompt, never_right
@@ -86,15 +86,6 @@ def name_of(source: str) -> str:
     return path.parent.name or source if set("*?[") & set(path.name) else path.stem
 
 
-@contextmanager
-def told_as_evaluations() -> Iterator[None]:
-    """Have mistakes in data name the keys of ``evaluation``, not those of ``data``."""
-    try:
-        yield
-    except ConfigError as error:
-        raise ConfigError(_of_evaluation(str(error))) from None
-
-
 def open_reader(
     config: Config, source: str, tokenizer: Tokenizer | None, chat: ChatFormat | None, check: PromptCheck
 ) -> PromptReader:
@@ -106,10 +97,9 @@ def open_reader(
     changed: dict[str, object] = {"source": source, "split": config.evaluation.split}
     if not source.startswith(TASK_PREFIX):
         changed["task_args"] = {}
-    return PromptReader(config.data.model_copy(update=changed), _TASK_SEED, tokenizer, chat, check)
+    return PromptReader(config.data.model_copy(update=changed), _TASK_SEED, tokenizer, chat, check, EVALUATED)
 
 
-@told_as_evaluations()
 def _open(
     config: Config, name: str, source: str, tokenizer: Tokenizer, chat: ChatFormat, check: PromptCheck
 ) -> EvaluationSet:
@@ -119,17 +109,11 @@ def _open(
     limit = config.evaluation.limit or len(good)
     drawn = sorted(good[shuffled(len(good), config.evaluation.seed, 0)[:limit]].tolist())
     prompts = tuple(map(reader.read, drawn))
-    wrong = never_right(source, list(map(reader.check, drawn, prompts)))
+    wrong = never_right(reader.source, list(map(reader.check, drawn, prompts)))
     written = [config.data.system_prompt, config.data.text_prompts, TEMPLATE_DATE]
     digest = hashlib.sha256("\0".join([reader.rows.digest(), reader.template_digest, *written]).encode()).hexdigest()
-    warning = _of_evaluation("; ".join(filter(None, (wrong, reader.warning, dropped))))
+    warning = "; ".join(filter(None, (wrong, reader.warning, dropped)))
     return EvaluationSet(name, tuple(drawn), prompts, digest, warning)
-
-
-def _of_evaluation(words: str) -> str:
-    pattern = "give a pattern such as FOLDER/**/*validation* for the files of one of"
-    words = words.replace("set data.split to one of", pattern)
-    return words.replace("data.source", "evaluation.sources")
 
 
 def _open_gcd(config: Config, name: str, tokenizer: Tokenizer) -> EvaluationSet:

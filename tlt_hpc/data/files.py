@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 from collections.abc import Sequence
@@ -25,13 +26,21 @@ _JSONL = (".jsonl", ".ndjson", ".json")
 _IN_FOLDERS = (".jsonl", ".ndjson", ".parquet", ".arrow")
 _SPLITS = frozenset({"train", "test", "validation", "valid", "val", "dev", "eval"})
 """Usual names of splits: if a file of a folder has one, the file names of the folder name their splits."""
-TASKS = f", '{TASK_PREFIX}NAME' or '{EMBEDDED_TASK}' (docs/data.md)"
-"""Ends a remedy, where a task will do as well as files."""
-_CHOICE = f"a .jsonl, .parquet or .arrow file, a folder or pattern of them{TASKS}"
+TRAINED, EVALUATED, ARGUMENT = "data.source", "evaluation.sources", "FILE"
+"""What names files: a key of the configuration, or an argument of a command that takes files alone."""
+_TASKS = f", '{TASK_PREFIX}NAME' or '{EMBEDDED_TASK}' (docs/data.md)"
 
 
-def open_rows(data: DataSection, seed: int, wanted: frozenset[str]) -> Rows:
+def _choice(key: str) -> str:
+    tasks = "" if key == ARGUMENT else _TASKS
+    return f"give a .jsonl, .parquet or .arrow file, a folder or pattern of them{tasks}"
+
+
+def open_rows(data: DataSection, seed: int, wanted: frozenset[str], key: str = TRAINED) -> Rows:
     """The rows that a configuration names, with those top-level columns of ``wanted`` that there are.
+
+    Args:
+        key: names the source in errors.
 
     Raises:
         ConfigError: no such file, a file that cannot be read, no rows.
@@ -39,17 +48,18 @@ def open_rows(data: DataSection, seed: int, wanted: frozenset[str]) -> Rows:
     if isinstance(data.source, str) and data.source.startswith(TASK_PREFIX):
         from tlt_hpc.data.tasks import TaskRows
 
-        return TaskRows(data.source.removeprefix(TASK_PREFIX), seed, data.task_args)
+        return TaskRows(data.source.removeprefix(TASK_PREFIX), seed, data.task_args, key)
+    files = data_files(data, key)
     rows = JoinedRows(
-        [JsonlRows(path) if path.suffix in _JSONL else ArrowRows(path, wanted) for path in data_files(data)]
+        [JsonlRows(path, key) if path.suffix in _JSONL else ArrowRows(path, wanted, key) for path in files]
     )
     if not len(rows):
-        raise ConfigError(f"data.source = {data.source_name!r} has no rows; give a file with prompts and answers")
+        raise ConfigError(f"{key} = {data.source_name!r} has no rows", "give a file with prompts and answers")
     return rows
 
 
-def data_files(data: DataSection) -> list[Path]:
-    """The files that a configuration names; none if it names a task.
+def data_files(data: DataSection, key: str = TRAINED) -> list[Path]:
+    """The files that a configuration names; none if it names a task. ``key`` names the source in errors.
 
     Raises:
         ConfigError: no such file, or one of an unknown kind.
@@ -57,32 +67,35 @@ def data_files(data: DataSection) -> list[Path]:
     sources = (data.source,) if isinstance(data.source, str) else data.source
     if isinstance(data.source, str) and (data.source == EMBEDDED_TASK or data.source.startswith(TASK_PREFIX)):
         return []
-    files = [path for source in sources for path in _files_of(source, data.split)]
+    files = [path for source in sources for path in _files_of(source, data.split, key)]
     for path in files:
         if path.suffix not in (*_JSONL, *_IN_FOLDERS):
-            raise ConfigError(f"data.source: {path} is of an unknown kind; give {_CHOICE}")
+            raise ConfigError(f"{key}: {path} is of an unknown kind", _choice(key))
     return files
 
 
-def _files_of(source: str, split: str) -> list[Path]:
+def _files_of(source: str, split: str, key: str) -> list[Path]:
     path = Path(os.path.expandvars(source)).expanduser()
     if path.is_file():
         return [path]
     if path.is_dir():
-        return _files_in(path, split)
+        return _files_in(path, split, key)
     if set("*?[") & set(str(path)):
         matches = Path(path.anchor).glob(str(path.relative_to(path.anchor)))
         if files := sorted(match for match in matches if match.is_file()):
             return files
-        raise ConfigError(f"data.source = {source!r}: no file is named like that; fix the pattern")
+        raise ConfigError(f"{key} = {source!r}: no file is named like that", "fix the pattern")
     known = known_by_output(path)
     script = Path("jobs") / f"{path.stem.removesuffix('_test')}.py"
-    by_script = f"write it: python {script}" if script.is_file() else f"give {_CHOICE}"
+    there = {each.stem: each for each in _data_files(path.parent)}
+    near = difflib.get_close_matches(path.stem, there, n=1, cutoff=0.8)
+    by_script = f"did you mean {there[near[0]]}?" if near else _choice(key)
+    by_script = f"write it: python {script}" if script.is_file() else by_script
     remedy = f"on the login node: {known.commands(source)}" if known else by_script
-    raise ConfigError(f"data.source = {source!r} does not exist; {remedy}")
+    raise ConfigError(f"{key} = {source!r} does not exist", remedy)
 
 
-def _files_in(folder: Path, split: str) -> list[Path]:
+def _files_in(folder: Path, split: str, key: str) -> list[Path]:
     """The files of one split: shards as on the hub or from ``save_to_disk``, or files whose names tell no split."""
     found = _data_files(folder)
     splits = _splits(found)
@@ -93,8 +106,13 @@ def _files_in(folder: Path, split: str) -> list[Path]:
     chosen = chosen or _data_files(folder / split)
     if not chosen:
         splits = splits or sorted(path.name for path in folder.iterdir() if path.is_dir() and _data_files(path))
-        what = f"has no split {split!r}; set data.split to one of {', '.join(splits)}, or give one of its folders"
-        raise ConfigError(f"data.source = {str(folder)!r} {what if splits else f'has no data file; give {_CHOICE}'}")
+        if not splits:
+            raise ConfigError(f"{key} = {str(folder)!r} has no data file", _choice(key))
+        way = "set data.split to"
+        if key == EVALUATED:  # whose split is fixed
+            way = "give a pattern such as FOLDER/**/*validation* for the files of"
+        remedy = f"{way} one of {', '.join(splits)}, or give one of its folders"
+        raise ConfigError(f"{key} = {str(folder)!r} has no split {split!r}", remedy)
     return chosen
 
 

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from tlt_hpc.cluster.watch.beat import BEAT
+from tlt_hpc.common import words
 from tlt_hpc.common.records import ChatFormat, Prompt
 from tlt_hpc.config import EMBEDDED_TASK, Config, ConfigError, DataSection
 from tlt_hpc.data.gcd import MAX_NUMBER, draw_from_split
@@ -112,24 +113,30 @@ class FilePrompts:
                 problems.append(reader.check(row, prompt))
                 if reader.is_partly_unknown(prompt):
                     self._unknown.append(row)
-        self._never_right = never_right(data.source_name, problems)
+        self._never_right = never_right(reader.source, problems)
 
     @property
     def warning(self) -> str:
         unknown = ""
         if self._unknown:
             unknown = (
-                f"data.source = {self._data.source_name!r}: the model's tokenizer does not know some characters in "
+                f"{self._reader.source}: the model's tokenizer does not know some characters in "
                 f"{len(self._unknown):,} of {len(self._checked):,} prompts, the first "
                 f"{self._reader.rows.where(self._unknown[0])}, and the model does not see them"
             )
         unbegun = ""
         if start := self._reader.left_out_start(self._checked[0]):
             unbegun = (
-                f"data.source = {self._data.source_name!r}: prompts do not begin with {start!r}, which the model's "
+                f"{self._reader.source}: prompts do not begin with {start!r}, which the model's "
                 "tokenizer puts before every text (docs/data.md)"
             )
-        return "; ".join(filter(None, (unknown, unbegun, self._never_right, self._reader.warning, self._kept[1])))
+        few, num_kept = "", int(self._kept[0].sum())
+        if num_kept < self._count:
+            few = (
+                f"data.source = {self._data.source_name!r}: {words.count(num_kept, 'prompt')}, and a step takes "
+                f"rollout.prompts_per_step = {self._count}, so that it has the same prompt more than once"
+            )
+        return "; ".join(filter(None, (few, unknown, unbegun, self._never_right, self._reader.warning, self._kept[1])))
 
     def batch(self, step: int) -> list[Prompt]:
         return list(map(self._reader.read, self._rows(step)))
@@ -209,16 +216,16 @@ def kept_rows(data: DataSection, reader: PromptReader) -> tuple[NDArray[np.bool_
             is_kept[row] = False
             dropped.append(error)
     if not is_kept.any():
-        raise ConfigError(f"data.source = {data.source_name!r} has no usable row; raise data.max_prompt_tokens")
+        raise ConfigError(f"{reader.source} has no usable row", "raise data.max_prompt_tokens")
     if not dropped:
         return is_kept, ""
     return is_kept, (
-        f"data.source = {data.source_name!r}: {len(dropped):,} of {len(reader):,} prompts are too long and dropped, "
-        f"the first {dropped[0].where}: {dropped[0].reason.partition(';')[0]}"
+        f"{reader.source}: {len(dropped):,} of {len(reader):,} prompts are too long and dropped, the first "
+        f"{dropped[0].fact}"
     )
 
 
-def never_right(name: str, problems: Sequence[str]) -> str:
+def never_right(source: str, problems: Sequence[str]) -> str:
     """A line about rows to which no response can be right, by what is wrong with each; empty: there are none.
 
     Raises:
@@ -227,7 +234,7 @@ def never_right(name: str, problems: Sequence[str]) -> str:
     found = list(filter(None, problems))
     if not found:
         return ""
-    line = f"data.source = {name!r}: no response can be right for {len(found):,} of {len(problems):,} rows, the first "
+    line = f"{source}: no response can be right for {len(found):,} of {len(problems):,} rows, the first "
     if len(found) == len(problems):
         raise ConfigError(f"{line}{found[0]}; correct the data, reward.default, reward.by_source or data.answer_key")
     return line + found[0]

@@ -13,7 +13,7 @@ from tokenizers.models import BPE, WordLevel, WordPiece
 from tlt_hpc.common.records import ChatFormat, Prompt
 from tlt_hpc.config import ConfigError, DataSection
 from tlt_hpc.data.chat import ChatError, ChatTemplate, read_template
-from tlt_hpc.data.files import open_rows
+from tlt_hpc.data.files import TRAINED, open_rows
 from tlt_hpc.data.rows import RowError
 from tlt_hpc.data.schema import Messages, split_row, wanted_columns
 from tlt_hpc.models.tokenizer import control_token_ids
@@ -28,13 +28,15 @@ class OverlongError(RowError):
     def __init__(self, where: str, num_tokens: int, limit: int) -> None:
         super().__init__(
             where,
-            f"prompt of {num_tokens} tokens, data.max_prompt_tokens = {limit}; raise the limit, remove the row or set "
-            "data.overlong = 'drop'",
+            f"prompt of {num_tokens} tokens, data.max_prompt_tokens = {limit}",
+            "raise the limit, remove the row or set data.overlong = 'drop'",
         )
 
 
 class PromptReader:
     """A data set's prompts by row. Without a tokenizer prompts have no tokens, and messages are not rendered.
+
+    ``key`` names the data set in messages.
 
     Raises:
         ConfigError: no such file, or no such template.
@@ -47,8 +49,11 @@ class PromptReader:
         tokenizer: Tokenizer | None,
         chat: ChatFormat | None = None,
         check: PromptCheck = lambda _: "",
+        key: str = TRAINED,
     ) -> None:
-        self.rows = open_rows(data, seed, wanted_columns(data))
+        self.rows = open_rows(data, seed, wanted_columns(data), key)
+        self.source = f"{key} = {data.source_name!r}"
+        """The data set in messages."""
         self.data, self._tokenizer, self._check = data, tokenizer, check
         self._unknown = unknown_id(tokenizer) if tokenizer else None
         self._chat = chat or ChatFormat()

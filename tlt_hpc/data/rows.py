@@ -26,9 +26,8 @@ _MAX_LINE_BYTES = 2**26
 class RowError(UserError):
     """A row that cannot be used; its text names the row and the reason in one line."""
 
-    def __init__(self, where: str, reason: str) -> None:
-        super().__init__(f"{where}: {reason}")
-        self.where, self.reason = where, reason
+    def __init__(self, where: str, reason: str, *remedy: str) -> None:
+        super().__init__(f"{where}: {reason}", *remedy)
 
 
 class Rows(Protocol):
@@ -51,29 +50,33 @@ class Rows(Protocol):
 
 
 class JsonlRows:
-    """A file of one JSON object a line; blank lines are skipped. Memory: 16 bytes a row."""
+    """A file of one JSON object a line; blank lines are skipped. Memory: 16 bytes a row.
+
+    Raises:
+        ConfigError: it cannot be read; ``key`` is what named it.
+    """
 
     kind = "jsonl"
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, key: str) -> None:
         self._path = path
         self._starts, self._numbers = array("q"), array("q")
         end = 0
         try:
             self._file = path.open("rb")
             if other := other_format(os.pread(self._file.fileno(), 8, 0)):
-                raise ConfigError(f"data.source: {path} is {other}")
+                raise ConfigError(f"{key}: {path} is {other}")
             for number, line in enumerate(iter(lambda: self._file.readline(_MAX_LINE_BYTES + 1), b""), 1):
                 if len(line) > _MAX_LINE_BYTES:
                     raise ConfigError(
-                        f"data.source: {path}:{number}: over {_MAX_LINE_BYTES} bytes; give one JSON object a line"
+                        f"{key}: {path}:{number}: over {_MAX_LINE_BYTES} bytes", "give one JSON object a line"
                     )
                 if line.strip():
                     self._starts.append(end)
                     self._numbers.append(number)
                 end += len(line)
         except OSError as error:
-            raise ConfigError(f"data.source: {path}: {error.strerror}; make sure that you may read it") from None
+            raise ConfigError(f"{key}: {path}: {error.strerror}", "make sure that you may read it") from None
         self._starts.append(end)
 
     def __len__(self) -> int:
@@ -102,10 +105,10 @@ class ArrowRows:
     columns are decoded in memory; an Arrow file is mapped, so the ranks of a node share it.
 
     Raises:
-        ConfigError: it is no such file, or two columns have one name.
+        ConfigError: it is no such file, or two columns have one name; ``key`` is what named it.
     """
 
-    def __init__(self, path: Path, wanted: frozenset[str]) -> None:
+    def __init__(self, path: Path, wanted: frozenset[str], key: str) -> None:
         import pyarrow as pa
 
         self._path, self.kind = path, path.suffix[1:]
@@ -114,7 +117,7 @@ class ArrowRows:
             self._columns = {name: table.column(name) for name in table.column_names}
         except (pa.ArrowException, OSError, KeyError) as error:
             raise ConfigError(
-                f"data.source: {path} cannot be read as {self.kind} ({first_line(error)}); write or download it again"
+                f"{key}: {path} cannot be read as {self.kind} ({first_line(error)})", "write or download it again"
             ) from None
         self._num_rows = table.num_rows
 

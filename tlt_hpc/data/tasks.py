@@ -18,22 +18,23 @@ class TaskRows:
     """The problems of a task, 10,000 unless the arguments have ``size``; each is made on demand from seed and index.
 
     Raises:
-        UserError: the package is not installed, has no such task, or the task refuses the arguments.
+        UserError: the package is not installed, has no such task, or the task refuses the arguments; ``key`` is
+            what named the task.
     """
 
     kind = "reasoning-gym"
 
-    def __init__(self, name: str, seed: int, arguments: Mapping[str, Any]) -> None:
+    def __init__(self, name: str, seed: int, arguments: Mapping[str, Any], key: str) -> None:
         try:
             import reasoning_gym
             from reasoning_gym.factory import DATASETS
         except ModuleNotFoundError as error:
             raise UserError(
-                f"data.source = {TASK_PREFIX + name!r} needs the package {error.name!r}; pip install reasoning-gym"
+                f"{key} = {TASK_PREFIX + name!r} needs the package {error.name!r}; pip install reasoning-gym"
             ) from None
         if name not in DATASETS:
             raise ConfigError(
-                f"data.source = {TASK_PREFIX + name!r}: reasoning-gym has no such task; its gallery lists the names"
+                f"{key} = {TASK_PREFIX + name!r}: reasoning-gym has no such task; its gallery lists the names"
             )
         self.name, self._size = TASK_PREFIX + name, arguments.get("size", _SIZE)
         others = {key: value for key, value in arguments.items() if key != "size"}

@@ -1,11 +1,10 @@
-"""The order in which a warm-up trains on documents, how each batch is sharded and cut, and the learning rate.
+"""The order in which a warm-up trains on documents, how each batch is sharded and cut.
 
 Every document is used once before any is used twice.
 """
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Iterator, Sequence
 from heapq import heapreplace
@@ -73,9 +72,3 @@ def _windows(document: Document, most_pairs: int) -> Iterator[Excerpt]:
         size = min(most_pairs, num_pairs - start)
         if start + size - 1 + 2 >= document.prompt_length:
             yield Excerpt(document, start, size)
-
-
-def learning_rate(peak: float, update: int, progress: float, ramp_updates: int) -> float:
-    """The rate of update ``update`` (from 0): a linear ramp to ``peak``, and a cosine that reaches 0 at progress 1."""
-    ramp = min(1.0, (update + 1) / (ramp_updates + 1))
-    return peak * ramp * 0.5 * (1.0 + math.cos(math.pi * min(progress, 1.0)))

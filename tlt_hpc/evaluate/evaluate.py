@@ -22,13 +22,13 @@ from tlt_hpc.cluster.watch.beat import BEAT, Phase
 from tlt_hpc.cluster.watch.last import warn_of_last
 from tlt_hpc.common.files import LINES_BYTES, read_text
 from tlt_hpc.common.records import SampleKey
-from tlt_hpc.common.words import count
+from tlt_hpc.common.words import count, spans_of
 from tlt_hpc.config import Config, UserError, check_replicas, to_toml
 from tlt_hpc.data.evaluation_sets import EvaluationSet, longest_prompt, longest_response, warning_of
 from tlt_hpc.data.rows import digest_of
 from tlt_hpc.evaluate.answering import answer
 from tlt_hpc.evaluate.exam import Exam, open_exam, sampling_params
-from tlt_hpc.evaluate.folder import WEIGHTS, EvaluationFolder
+from tlt_hpc.evaluate.folder import NEVER_SAMPLED, WEIGHTS, EvaluationFolder
 from tlt_hpc.evaluate.subject import Subject, fingerprint_of, load_weights, open_checkpoint, step_folder
 from tlt_hpc.evaluate.tally import Results, tally
 from tlt_hpc.models.drafter_file import initial_drafter, is_served, serving_drafter
@@ -41,7 +41,7 @@ from tlt_hpc.models.weight_files import end_token_ids, weight_files
 from tlt_hpc.mpi.owner import claim_owner
 from tlt_hpc.mpi.roster import Roster
 from tlt_hpc.mpi.world import World
-from tlt_hpc.plan.inputs import ModelAssets, open_checked_sets
+from tlt_hpc.plan.inputs import ModelAssets, describe_model, open_checked_sets
 from tlt_hpc.rewards.scorer import without_form
 from tlt_hpc.rollout.engine import RolloutEngine
 from tlt_hpc.session import Job, Session, draft_among_frequent, open_bench, open_session
@@ -186,14 +186,17 @@ def read_assets(config: Config, subject: Subject, num_ranks: int) -> tuple[Model
     ), sets
 
 
-def describe(config: Config, subject: Subject, sets: Sequence[EvaluationSet], shape: ModelShape, num_ranks: int) -> str:
+def describe(
+    config: Config, subject: Subject, sets: Sequence[EvaluationSet], assets: ModelAssets, num_ranks: int
+) -> str:
     """The plan in words, then the resolved configuration as TOML."""
     evaluation = config.evaluation
     named = ", ".join(f"{each.name} ({count(len(each.prompts), 'prompt')})" for each in sets)
     sampled = f"{evaluation.samples} times at temperature {evaluation.temperature:g}, top-p {evaluation.top_p:g}"
+    newest = ", its newest checkpoint" if subject.run is not None and subject.step is None else ""
     lines = [
-        f"evaluation  {subject.name} on {count(num_ranks, 'rank')}, seed {evaluation.seed}",
-        f"model       {config.model.path}: {shape.num_parameters / 1e6:.1f} M parameters, {config.model.dtype}",
+        f"evaluation  {subject.name}{newest} on {count(num_ranks, 'rank')}, seed {evaluation.seed}",
+        *describe_model(config, assets),
         f"data        {named}",
         f"answers     greedily and {sampled}, at most {count(longest_response(config), 'token')}",
         f"speculation {config.speculation.mode}",
@@ -258,6 +261,7 @@ def facts_of(session: Session, sets: Sequence[EvaluationSet], fingerprint: str) 
     return {
         WEIGHTS: fingerprint,
         "the model's end tokens": sorted(session.assets.eos_token_ids),
+        NEVER_SAMPLED: ", ".join(spans_of(session.assets.excluded_token_ids)),
         "model.dtype": config.model.dtype,
         "data.prompt_key": config.data.prompt_key,
         "data.answer_key": config.data.answer_key,

@@ -24,6 +24,7 @@ from tlt_hpc.storage.records import write_json
 logger = logging.getLogger(__name__)
 
 WEIGHTS = "weights"
+NEVER_SAMPLED = "the ids that are never sampled"
 
 
 class EvaluationFolder:
@@ -64,7 +65,8 @@ class EvaluationFolder:
 
     def _read_facts(self) -> dict[str, Any]:
         try:
-            return read_json(self.facts, dict[str, Any])
+            # earlier versions, which do not name them, sampled all ids
+            return {NEVER_SAMPLED: "", **read_json(self.facts, dict[str, Any])}
         except FileNotFoundError:
             return {}
         except DamagedText:

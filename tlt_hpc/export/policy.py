@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 from tlt_hpc.checkpoint.policy_weights import PolicyWeights, open_policy
 from tlt_hpc.checkpoint.store import chosen_step
 from tlt_hpc.common.records import ChatFormat
+from tlt_hpc.common.words import count
 from tlt_hpc.config import Config, ConfigError, UserError, load_saved_config
 from tlt_hpc.data.chat import read_template
 from tlt_hpc.export.export_options import output_of
@@ -85,8 +86,9 @@ def run(options: argparse.Namespace) -> None:
         (part / CARD).write_text(policy_card(config, log, model, output, checkpoint.step), encoding="utf-8")
         yield from (part / CONFIG, part / CARD)
 
-    count = sum(math.prod(shape) for shape in policy.shapes.values())
-    what = f"the policy after {checkpoint.step} steps, {count / 1e6:,.1f} M parameters in {options.dtype}"
+    num_parameters = sum(math.prod(shape) for shape in policy.shapes.values())
+    steps = count(checkpoint.step, "step")
+    what = f"the policy after {steps}, {num_parameters / 1e6:,.1f} M parameters in {options.dtype}"
     print(f"writing {output}", flush=True)  # of a large model it takes minutes
     write_folder(output, fill)
     print(f"wrote {output}: {what}")
@@ -113,9 +115,8 @@ def check_model(policy: PolicyWeights) -> None:
     try:
         check_sizes(policy.shapes, shape, str(policy.checkpoint.folder))
     except UserError as error:
-        fact = str(error).rpartition("; ")[0]
         raise UserError(
-            f"{fact} (by {policy.model / CONFIG}); give --model the folder that the run began with"
+            f"{error.fact} (by {policy.model / CONFIG})", "give --model the folder that the run began with"
         ) from None
 
 
@@ -162,8 +163,8 @@ def own_template(config: Config) -> str:
     try:
         found = read_template(config.data, ChatFormat())
     except ConfigError as error:
-        fact = str(error).partition(";")[0]
-        raise UserError(f"{fact}; restore the file, for the policy was trained on prompts in its format") from None
+        remedy = "restore the file, for the policy was trained on prompts in its format"
+        raise UserError(error.fact, remedy) from None
     return found.text if found else ""
 
 
@@ -189,7 +190,7 @@ def export_adapter(options: argparse.Namespace, policy: PolicyWeights) -> None:
         raise UserError(f"{options.place} trains all weights, so there is no adapter; leave --adapter out")
     output, dtype = output_of(options, "adapter"), DTYPES[options.dtype]
     check_output(output, {ADAPTER, ADAPTER_CONFIG, CARD}.__contains__)
-    what = f"the adapter after {policy.checkpoint.step} steps"
+    what = f"the adapter after {count(policy.checkpoint.step, 'step')}"
 
     def fill(part: Path) -> Iterator[Path]:
         with policy.reading_adapters() as read:
@@ -203,8 +204,8 @@ def export_adapter(options: argparse.Namespace, policy: PolicyWeights) -> None:
         yield from (part / ADAPTER, part / ADAPTER_CONFIG, part / CARD)
 
     write_folder(output, fill)
-    count = sum(math.prod(shape) for shape in policy.adapters.values())
-    print(f"wrote {output}: {what}, {count / 1e6:,.1f} M parameters in {options.dtype}")
+    num_parameters = sum(math.prod(shape) for shape in policy.adapters.values())
+    print(f"wrote {output}: {what}, {num_parameters / 1e6:,.1f} M parameters in {options.dtype}")
     print(
         f"next: PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained({str(policy.model)!r}), {str(output)!r})"
     )

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import tlt_hpc
 from tlt_hpc.cluster.slurm import job_number
 from tlt_hpc.common.source import git_commit, installed_version, source_digest
+from tlt_hpc.common.words import spans_of
 from tlt_hpc.storage.records import Environment, Host
 
 if TYPE_CHECKING:
@@ -59,13 +60,20 @@ def processor_name() -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
-def find_environment(world: World, places: Sequence[RankPlace], cuda: str, energy: Mapping[str, str]) -> Environment:
+def find_environment(
+    world: World,
+    places: Sequence[RankPlace],
+    cuda: str,
+    energy: Mapping[str, str],
+    never_sampled: Sequence[int] = (),
+) -> Environment:
     """Describe this start; called on rank 0.
 
     Args:
         places: one for each rank, in order.
         cuda: version that torch is built for; empty without CUDA.
         energy: kind of counter -> empty if it is read, else the reason why not.
+        never_sampled: ids of tokens, ascending.
     """
     return Environment(
         time=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -83,6 +91,7 @@ def find_environment(world: World, places: Sequence[RankPlace], cuda: str, energ
         command=tuple(sys.orig_argv),
         energy=dict(energy),
         placement=world.placement,
+        never_sampled=", ".join(spans_of(never_sampled)),
     )
 
 

@@ -8,17 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from importlib.metadata import version
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tlt_hpc.common.words import count
+from tlt_hpc.config import UserError
 from tlt_hpc.models.documents import attend_documents
 from tlt_hpc.models.linear import exclude
 from tlt_hpc.models.mlp import best_experts
 from tlt_hpc.models.sequence_parallel import SequenceGroup
 
 _ATTENTION = "tlt_documents"
+_ROUTER = "Qwen3MoeTopKRouter"
 _CHUNK_LOGITS = 1 << 26
 """Logits in memory at once, in float32 a quarter of a gigabyte; the backward pass makes them again."""
 
@@ -228,10 +232,21 @@ def _attention(
 
 
 def _route_as_decoder(model: Any, freezes_router: bool) -> None:
-    """Have the routers of a model of transformers choose experts by the decoder's rule."""
-    for module in model.modules():
-        if type(module).__name__ == "Qwen3MoeTopKRouter":
-            module.forward = partial(_route, module, freezes_router)
+    """Have the routers of a model of transformers choose experts by the decoder's rule.
+
+    Raises:
+        UserError: not every layer with experts has one that is known.
+    """
+    routers = [module for module in model.modules() if type(module).__name__ == _ROUTER]
+    num_mixtures = sum(name.endswith(".mlp.gate.weight") for name, _ in model.named_parameters())
+    if len(routers) != num_mixtures:
+        raise UserError(
+            f"transformers {version('transformers')} has a router {_ROUTER} in {len(routers)} of the model's "
+            f"{count(num_mixtures, 'layer')} with experts, so that the update would choose other experts than the "
+            "rollout; install an earlier version, such as 5.23.0"
+        )
+    for router in routers:
+        router.forward = partial(_route, router, freezes_router)
 
 
 def _route(router: Any, is_frozen: bool, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -20,8 +20,9 @@ _FLAGS = (
     *("attention_bias", "attention_out_bias", "mlp_bias", "tie_word_embeddings", "use_sliding_window"),
     "norm_topk_prob",
 )
-_KINDS_OF_LAYERS = "full_attention", "sliding_attention"
-_KINDS = set(_KINDS_OF_LAYERS)
+_FULL, _LOCAL = "full_attention", "sliding_attention"
+_KINDS = {_FULL, _LOCAL}
+"""Kinds of layers, as transformers names them."""
 _LLAMA3 = "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"
 
 
@@ -170,12 +171,12 @@ def read_shape(folder: Path) -> ModelShape:
     """The shape that ``folder/config.json`` describes.
 
     Raises:
-        ValueError: no config.json there, or a family or feature the decoder does not have.
+        UserError: no config.json there, or a family or feature the decoder does not have.
     """
     path = folder / "config.json"
     if not path.is_file():
-        raise ValueError(
-            f"model folder {folder} has no config.json; give a Hugging Face model folder or 'embedded:tiny'"
+        raise UserError(
+            f"model folder {folder} has no config.json", "give a Hugging Face model folder or 'embedded:tiny'"
         )
     return shape_from(read_json(path), str(path))
 
@@ -184,33 +185,32 @@ def shape_from(raw: dict[str, Any], origin: str) -> ModelShape:
     """The shape described by a parsed config.json; ``origin`` names it in errors.
 
     Raises:
-        ValueError: a family or feature the decoder does not have, or a size is missing.
+        UserError: a family or feature the decoder does not have, or a size is missing.
     """
     name = raw.get("model_type", "missing")
     family = FAMILIES.get(name) if isinstance(name, str) else None
     if family is None:
         reason = f" ({NOT_YET[name]})" if name in NOT_YET else ""
-        raise ValueError(
-            f"{origin}: model_type {name!r:.80} is not supported{reason}; use one of {', '.join(FAMILIES)}"
+        raise UserError(
+            f"{origin}: model_type {name!r:.80} is not supported{reason}", f"use one of {', '.join(FAMILIES)}"
         )
     _refuse_features(raw, family, origin)
     count = partial(_number, raw, origin)
     hidden_size, num_heads, num_layers = count("hidden_size"), count("num_attention_heads"), count("num_hidden_layers")
     num_kv_heads = count("num_key_value_heads")
     if num_heads % num_kv_heads:
-        raise ValueError(
-            f"{origin}: num_attention_heads = {num_heads} is not divisible by num_key_value_heads = {num_kv_heads}; "
-            f"{TAKE_CONFIG}"
+        raise UserError(
+            f"{origin}: num_attention_heads = {num_heads} is not divisible by num_key_value_heads = {num_kv_heads}",
+            TAKE_CONFIG,
         )
     is_given = family.head_dim is not None or raw.get("head_dim")
     if hidden_size % num_heads and (family.heads_divide_width or not is_given):
-        raise ValueError(
-            f"{origin}: hidden_size = {hidden_size} is not divisible by num_attention_heads = {num_heads}; "
-            f"{TAKE_CONFIG}"
+        raise UserError(
+            f"{origin}: hidden_size = {hidden_size} is not divisible by num_attention_heads = {num_heads}", TAKE_CONFIG
         )
     head_dim = count("head_dim", family.head_dim or hidden_size // num_heads)
     if head_dim % 2:
-        raise ValueError(f"{origin}: head_dim = {head_dim} is odd, and a rotary embedding turns pairs; {TAKE_CONFIG}")
+        raise UserError(f"{origin}: head_dim = {head_dim} is odd, and a rotary embedding turns pairs", TAKE_CONFIG)
     eos, attention_bias = raw.get("eos_token_id"), bool(raw.get("attention_bias"))
     tied, gain = raw.get("tie_word_embeddings"), 1.0
     if family.query_scalar is not None:
@@ -243,12 +243,10 @@ def shape_from(raw: dict[str, Any], origin: str) -> ModelShape:
 
 
 def _max_positions(raw: dict[str, Any], origin: str) -> int:
-    if (
-        raw.get("max_position_embeddings") is None
-    ):  # which a file may leave out, if it was written by older transformers
-        raise ValueError(
-            f"{origin}: max_position_embeddings is missing; add it: the longest text in tokens that the model was "
-            "trained for, which its model card names"
+    if raw.get("max_position_embeddings") is None:  # files of older transformers may leave it out
+        raise UserError(
+            f"{origin}: max_position_embeddings is missing",
+            "add it: the longest text in tokens that the model was trained for, which its model card names",
         )
     return int(_number(raw, origin, "max_position_embeddings"))
 
@@ -259,20 +257,20 @@ def _windows(raw: dict[str, Any], family: Family, num_layers: int, origin: str) 
     kinds = raw.get("layer_types") if family.windows in ("upper", "pattern") else None
     is_off = family.windows == "none" or (family.windows == "upper" and not raw.get("use_sliding_window"))
     if window is None or is_off:
-        kinds = ["full_attention"] * num_layers
+        kinds = [_FULL] * num_layers
     elif kinds is None:
         first = _number(raw, origin, "max_window_layers", 28, minimum=0) if family.windows == "upper" else 0
         every = _number(raw, origin, "sliding_window_pattern", 6) if family.windows == "pattern" else 0
         full = [layer < first or (every > 0 and (layer + 1) % every == 0) for layer in range(num_layers)]
-        kinds = ["full_attention" if each else "sliding_attention" for each in full]
+        kinds = [_FULL if each else _LOCAL for each in full]
     if raw.get("layer_types") not in (None, kinds):  # transformers does not read it here
-        raise ValueError(f"{origin}: layer_types with other windows than the family's is not supported; {TAKE_CONFIG}")
-    if not isinstance(kinds, list) or len(kinds) != num_layers or set(kinds) - {"sliding_attention", "full_attention"}:
-        raise ValueError(
-            f"{origin}: layer_types = {kinds!r:.80} does not give each of {num_layers} layers 'full_attention' or "
-            f"'sliding_attention'; {TAKE_CONFIG}"
+        raise UserError(f"{origin}: layer_types with other windows than the family's is not supported", TAKE_CONFIG)
+    if not isinstance(kinds, list) or len(kinds) != num_layers or set(kinds) - _KINDS:
+        raise UserError(
+            f"{origin}: layer_types = {kinds!r:.80} does not give each of {num_layers} layers {_FULL!r} or {_LOCAL!r}",
+            TAKE_CONFIG,
         )
-    local = tuple(kind == "sliding_attention" for kind in kinds)
+    local = tuple(kind == _LOCAL for kind in kinds)
     if not any(local):
         return {}
     return {"window": _number(raw, origin, "sliding_window", family.default_window), "local_layers": local}
@@ -281,14 +279,15 @@ def _windows(raw: dict[str, Any], family: Family, num_layers: int, origin: str) 
 def _experts(raw: dict[str, Any], origin: str) -> dict[str, Any]:
     """The sizes of a mixture of experts; all layers have one."""
     if raw.get("mlp_only_layers") or raw.get("decoder_sparse_step", 1) != 1:
-        raise ValueError(
+        raise UserError(
             f"{origin}: layers without experts among those with them (mlp_only_layers, decoder_sparse_step) are not "
-            "supported; use a model whose layers all have experts"
+            "supported",
+            "use a model whose layers all have experts",
         )
     named = "num_local_experts" if raw.get("num_local_experts") else "num_experts"  # transformers 5 writes the former
     num_experts, chosen = _number(raw, origin, named), _number(raw, origin, "num_experts_per_tok")
     if chosen > num_experts:
-        raise ValueError(f"{origin}: num_experts_per_tok = {chosen} of {named} = {num_experts}; {TAKE_CONFIG}")
+        raise UserError(f"{origin}: num_experts_per_tok = {chosen} of {named} = {num_experts}", TAKE_CONFIG)
     return {
         "num_experts": num_experts,
         "experts_per_token": chosen,
@@ -300,14 +299,12 @@ def _experts(raw: dict[str, Any], origin: str) -> dict[str, Any]:
 def _number(raw: dict[str, Any], origin: str, key: str, default: Any = None, kind: type = int, minimum: int = 1) -> Any:
     value = default if raw.get(key) is None else raw[key]
     if value is None:
-        raise ValueError(f"{origin}: {key} is missing; {TAKE_CONFIG}")
+        raise UserError(f"{origin}: {key} is missing", TAKE_CONFIG)
     numeric = int if kind is int else (int, float)
     is_number = isinstance(value, numeric) and not isinstance(value, bool)
     if not is_number or not (value >= minimum if kind is int else value > 0) or value > _MOST:
         what = "whole number" if kind is int else "number"
-        raise ValueError(
-            f"{origin}: {key} = {value!r:.80} is no {what} above {minimum - 1}, up to {_MOST}; {TAKE_CONFIG}"
-        )
+        raise UserError(f"{origin}: {key} = {value!r:.80} is no {what} above {minimum - 1}, up to {_MOST}", TAKE_CONFIG)
     return kind(value)
 
 
@@ -316,7 +313,7 @@ def _refuse_features(raw: dict[str, Any], family: Family, origin: str) -> None:
     act = next((each for each in given if each not in (None, family.activation)), family.activation)
     for key in _FLAGS:
         if not isinstance(raw.get(key, False), bool):
-            raise ValueError(f"{origin}: {key} = {raw[key]!r:.80} is neither true nor false; {TAKE_CONFIG}")
+            raise UserError(f"{origin}: {key} = {raw[key]!r:.80} is neither true nor false", TAKE_CONFIG)
     for found, what in (
         (raw.get("use_sliding_window") and family.windows == "none", "a sliding window in this family"),
         (raw.get("quantization_config"), "quantization (quantization_config)"),
@@ -333,7 +330,7 @@ def _refuse_features(raw: dict[str, Any], family: Family, origin: str) -> None:
         (act != family.activation, f"hidden_act = {act!r:.80}"),
     ):
         if found:
-            raise ValueError(f"{origin}: {what} is not supported; use a model without it")
+            raise UserError(f"{origin}: {what} is not supported", "use a model without it")
 
 
 def _has_null_head_dim(raw: dict[str, Any]) -> bool:
@@ -346,28 +343,28 @@ def _rotation(raw: dict[str, Any], family: Family, origin: str) -> dict[str, Any
     older, newer = raw.get("rope_scaling") or {}, raw.get("rope_parameters") or {}
     for given in (older, newer):
         if not isinstance(given, dict):
-            raise ValueError(f"{origin}: rope_scaling = {given!r:.80} is no object; {TAKE_CONFIG}")
+            raise UserError(f"{origin}: rope_scaling = {given!r:.80} is no object", TAKE_CONFIG)
     is_split = family.local_theta is not None
     if _KINDS & older.keys() or (newer and not (newer.keys() <= _KINDS if is_split else not _KINDS & newer.keys())):
-        wanted = (
-            'an object under "full_attention" and one under "sliding_attention"' if is_split else "one for all layers"
+        wanted = f'an object under "{_FULL}" and one under "{_LOCAL}"' if is_split else "one for all layers"
+        raise UserError(
+            f"{origin}: rope_parameters = {newer or older!r:.80} are not as this family's", f"give {wanted}"
         )
-        raise ValueError(f"{origin}: rope_parameters = {newer or older!r:.80} are not as this family's; give {wanted}")
     if is_split and older and "rope_type" not in older:  # transformers would not scale
-        raise ValueError(f"{origin}: rope_scaling = {older!r:.80} has no rope_type; {TAKE_CONFIG}")
+        raise UserError(f"{origin}: rope_scaling = {older!r:.80} has no rope_type", TAKE_CONFIG)
     are_both = is_split and raw.get("rope_scaling") is not None and raw.get("rope_parameters") is not None
-    newer, local = (newer.get(kind) or {} for kind in _KINDS_OF_LAYERS) if is_split else (newer, {})
+    newer, local = (newer.get(kind) or {} for kind in (_FULL, _LOCAL)) if is_split else (newer, {})
     given = [_turning(each, raw, family, origin) for each in (older, newer) if each]
     if are_both or (len(given) == 2 and given[0] != given[1]):
-        raise ValueError(
-            f"{origin}: rope_scaling beside other rope_parameters is not supported; use a model without it"
+        raise UserError(
+            f"{origin}: rope_scaling beside other rope_parameters is not supported", "use a model without it"
         )
     full = given[0] if given else _turning({}, raw, family, origin)
     found = {"rope_theta": full.pop("rope_theta"), "rope_scaling": None if full["rope_type"] == "default" else full}
     if is_split:
         theirs = {"rope_theta": raw.get("rope_local_base_freq", family.local_theta)}
         if (turning := _turning(local, theirs, family, origin))["rope_type"] != "default":
-            raise ValueError(f"{origin}: a rope_type for layers with a window is not supported; use 'default'")
+            raise UserError(f"{origin}: a rope_type for layers with a window is not supported", "use 'default'")
         found["local_theta"] = turning["rope_theta"]
     return found
 
@@ -375,23 +372,21 @@ def _rotation(raw: dict[str, Any], family: Family, origin: str) -> dict[str, Any
 def _turning(given: Any, raw: dict[str, Any], family: Family, origin: str) -> dict[str, Any]:
     """The parameters of one rotary embedding under their names in ``rope_parameters``, of a type that is supported."""
     if not isinstance(given, dict):
-        raise ValueError(f"{origin}: rope_parameters = {given!r:.80} is no object; {TAKE_CONFIG}")
+        raise UserError(f"{origin}: rope_parameters = {given!r:.80} is no object", TAKE_CONFIG)
     kind = given.get("rope_type", given.get("type", "default"))
     if kind not in ("default", "llama3", "linear"):
-        raise ValueError(f"{origin}: rope_type {kind!r:.80} is not supported; use 'default', 'llama3' or 'linear'")
+        raise UserError(f"{origin}: rope_type {kind!r:.80} is not supported", "use 'default', 'llama3' or 'linear'")
     if given.get("partial_rotary_factor") not in (None, 1):
-        raise ValueError(f"{origin}: partial_rotary_factor is not supported; use a model without it")
+        raise UserError(f"{origin}: partial_rotary_factor is not supported", "use a model without it")
     keys = {"linear": ("factor",), "llama3": _LLAMA3}.get(kind, ())
     numbers = {key: _number(given, origin, key, kind=float) for key in keys}
     theta = {"rope_theta": given.get("rope_theta", raw.get("rope_theta", family.theta))}
     if kind == "llama3":
         low, high, original = (numbers[key] for key in _LLAMA3[1:])
         if low >= high:
-            raise ValueError(f"{origin}: high_freq_factor = {high} is not above low_freq_factor = {low}; {TAKE_CONFIG}")
+            raise UserError(f"{origin}: high_freq_factor = {high} is not above low_freq_factor = {low}", TAKE_CONFIG)
         if raw.get(_LLAMA3[3], original) != original:  # transformers takes it in place of the other
-            raise ValueError(
-                f"{origin}: {_LLAMA3[3]} is given twice, as {raw[_LLAMA3[3]]} and {original}; {TAKE_CONFIG}"
-            )
+            raise UserError(f"{origin}: {_LLAMA3[3]} is given twice, as {raw[_LLAMA3[3]]} and {original}", TAKE_CONFIG)
     return {
         "rope_type": kind,
         **{key: given[key] for key in keys},

@@ -86,22 +86,22 @@ def check_sizes(stored: Mapping[str, Sequence[int]], shape: ModelShape, origin: 
     for name in found:
         if name not in wanted and not (name == HEAD and shape.tied_head):
             why, remedy = _reason(name, wanted, shape)
-            raise UserError(f"{origin}: {name!r} is no weight of this model of type {shape.family} ({why}); {remedy}")
+            raise UserError(f"{origin}: {name!r} is no weight of this model of type {shape.family} ({why})", remedy)
     if HEAD in wanted.keys() - found.keys():
         raise UserError(
-            f"{origin}: there is no {HEAD!r}, and config.json does not tie the head to the embedding; set "
-            "tie_word_embeddings = true there if the model has one for both, or download the weights again"
+            f"{origin}: there is no {HEAD!r}, and config.json does not tie the head to the embedding",
+            "set tie_word_embeddings = true there if the model has one for both, or download the weights again",
         )
     if missing := sorted(wanted.keys() - found.keys()):
         raise UserError(
-            f"{origin}: {missing[0]!r} and {len(missing) - 1} more weights that config.json asks for are missing; "
-            f"{TAKE_CONFIG}, or download the weights again"
+            f"{origin}: {missing[0]!r} and {len(missing) - 1} more weights that config.json asks for are missing",
+            f"{TAKE_CONFIG}, or download the weights again",
         )
     wanted[HEAD] = wanted[EMBEDDING]
     for name, sizes in found.items():
         if sizes != wanted[name]:
             raise UserError(
-                f"{origin}: {name!r} has shape {list(sizes)}, config.json asks for {list(wanted[name])}; {TAKE_CONFIG}"
+                f"{origin}: {name!r} has shape {list(sizes)}, config.json asks for {list(wanted[name])}", TAKE_CONFIG
             )
 
 

@@ -88,5 +88,5 @@ def unpickle(payload: bytes | bytearray | memoryview) -> Any:
 def to_send(error: ValueError | OSError) -> UserError:
     """An error as it is raised on the other ranks: of its own class if that is a UserError made from its text alone."""
     if isinstance(error, UserError) and type(error).__init__ is UserError.__init__:
-        return type(error)(str(error))
+        return type(error)(*error.args)
     return UserError(told(error) if isinstance(error, OSError) else str(error))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from tokenizers import Tokenizer
 
 from tlt_hpc.common.records import ChatFormat, Prompt
-from tlt_hpc.common.words import count
+from tlt_hpc.common.words import count, spans_of
 from tlt_hpc.config import Config, ConfigError, check_ranks, to_toml
 from tlt_hpc.data.evaluation_sets import EvaluationSet, longest_prompt, longest_response, open_sets
 from tlt_hpc.data.prompts import PromptSource, SharedPrompts, open_prompts
@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from tlt_hpc.mpi.node import NodeGroup
 
 
+_SHOWN_SPANS = 4
+
+
 @dataclass(frozen=True)
 class ModelAssets:
     """What the configuration names of a model, as far as it can be read without loading weights."""
@@ -39,6 +42,15 @@ class ModelAssets:
     eos_token_ids: tuple[int, ...]
     excluded_token_ids: tuple[int, ...]
     """Those that are never sampled."""
+
+    @property
+    def exclusion(self) -> str:
+        """How many ids are never sampled, and which, the first of them if there are many; empty: all can be."""
+        if not self.excluded_token_ids:
+            return ""
+        spans, number = spans_of(self.excluded_token_ids), len(self.excluded_token_ids)
+        shown = ", ".join([*spans[:_SHOWN_SPANS], *(["..."] if len(spans) > _SHOWN_SPANS else [])])
+        return f"{number:,} of {count(self.shape.vocab_size, 'id')} never sampled: {shown}"
 
 
 @dataclass(frozen=True)
@@ -170,14 +182,23 @@ def open_checked_sets(
     return sets
 
 
-def describe(config: Config, shape: ModelShape, num_ranks: int) -> str:
+def describe_model(config: Config, assets: ModelAssets) -> list[str]:
+    """The lines of a plan that tell of the model."""
+    shape = assets.shape
+    model = (
+        f"model       {config.model.path}: {shape.family}, {shape.num_layers} layers of width {shape.hidden_size}, "
+        f"{shape.num_parameters / 1e6:.1f} M parameters, {config.model.dtype}"
+    )
+    return [model, f"tokens      {assets.exclusion}"] if assets.exclusion else [model]
+
+
+def describe(config: Config, assets: ModelAssets, num_ranks: int) -> str:
     """What the ranks and the model add to the configuration, in words; then the resolved configuration as TOML."""
     rollout, parallel = config.rollout, config.rollout.tensor_parallel
     lines = [
         f"run         {config.folder}: {count(config.run.num_steps, 'step')} on {count(num_ranks, 'rank')}, "
         f"seed {config.run.seed}",
-        f"model       {config.model.path}: {shape.family}, {shape.num_layers} layers of width {shape.hidden_size}, "
-        f"{shape.num_parameters / 1e6:.1f} M parameters, {config.model.dtype}",
+        *describe_model(config, assets),
         f"rollout     {count(rollout.prompts_per_step, 'prompt')} x {rollout.group_size} samples a step; "
         f"{config.samples_per_step // num_ranks} samples a rank, {rollout.max_live} at a time",
         f"replicas    {num_ranks // parallel}, of {count(parallel, 'rank')} each",

@@ -13,9 +13,11 @@ import json
 import logging
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from uuid import uuid4
+
+import numpy as np
 
 from tlt_hpc.checkpoint.save import found_in
 from tlt_hpc.common.files import sampled_digest
@@ -89,6 +91,18 @@ def open_keeper(config: Config, folder: RunFolder, world: World, step: int) -> t
     files = [file for path in paths[world.rank :: world.size] if (file := _read(path)) is not None]
     every = [file for files in world.allgather(files) for file in files]
     return keeper, {rollout.key: rollout for found, rollouts in every if found == origin for rollout in rollouts}
+
+
+def excluded_token(rollouts: Iterable[Rollout], excluded: Sequence[int]) -> str:
+    """The first token of a stored response that is never sampled now, in words; empty: there is none.
+
+    The update gives such a token no probability: one would make its loss, and the gradient, useless.
+    """
+    for rollout in rollouts:
+        found = rollout.response_tokens[np.isin(rollout.response_tokens, excluded)]
+        if found.size:
+            return f"a response of step {rollout.key.step + 1} with the token id {found[0]}, which is never sampled now"
+    return ""
 
 
 def describe_progress(config: Config) -> str:

@@ -23,6 +23,7 @@ from tlt_hpc.cluster.watch.beat import BEAT, Phase
 from tlt_hpc.common.records import Rollout, SampleKey, Stream
 from tlt_hpc.config import UserError
 from tlt_hpc.look.metrics import PROBS_DIFF, SCORE, TRAINED_TOKENS, mean_of
+from tlt_hpc.resume.kept import excluded_token
 from tlt_hpc.rl.draws import StepDraws, gather
 from tlt_hpc.rl.stats import PolicyStats
 from tlt_hpc.rl.update import update_policy
@@ -166,9 +167,12 @@ def missing_responses(rollouts: Sequence[Rollout], rewards: NDArray[np.float32],
     """What the log lacks of the responses to the step's requests by the step's weights; empty if it has all.
 
     Raises:
-        ReplayError: it has responses to other prompts.
+        ReplayError: it has responses to other prompts, or tokens that are never sampled now.
     """
     scores = dict(zip((rollout.key for rollout in rollouts), rewards, strict=True))
+    again = "set checkpoint.replay = false to generate the steps again"
+    if told := excluded_token(rollouts, job.assets.excluded_token_ids):
+        raise ReplayError(f"{job.folder.rollouts} has {told}; restore the model's tokenizer files, or {again}")
     draws, asked = StepDraws(job.config, job.prompts, step), dict[SampleKey, bytes]()
     requests = draws.requests()
     while requests:
@@ -182,8 +186,7 @@ def missing_responses(rollouts: Sequence[Rollout], rewards: NDArray[np.float32],
         if asked.get(rollout.key) != rollout.prompt_tokens.astype(np.int32).tobytes():
             raise ReplayError(
                 f"{job.folder.rollouts} has a response of step {step + 1} to another prompt than data.source = "
-                f"{job.config.data.source!r} gives; restore that, or set checkpoint.replay = false to generate the "
-                "steps again"
+                f"{job.config.data.source!r} gives; restore that, or {again}"
             )
         if rollout.weight_version != step:
             return f"{job.folder.rollouts} has responses of weights {rollout.weight_version}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import json
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping
@@ -45,7 +46,7 @@ def check_functions(settings: RewardSection) -> None:
             source = read_bytes(Path(path))
         except OSError as error:
             raise ValueError(f"{told}: {path}: {error.strerror}; give a file that is there") from None
-        if name.encode() not in source:
+        if not re.search(rf"\b{re.escape(name)}\b".encode(), source):
             raise ValueError(f"{told}: {path} has no {name!r}; name a function that it has")
 
 

@@ -6,13 +6,13 @@ DeepSpeed is imported where it is used: it takes seconds, and commands that trai
 from __future__ import annotations
 
 import io
-import math
 from contextlib import redirect_stdout
 from typing import Any
 
 import torch
 
 from tlt_hpc.config import Config
+from tlt_hpc.config.schedule import scheduled_rate
 from tlt_hpc.rl.distributed import lengthen_timeouts
 
 REDUCE_BUCKET_ELEMENTS = 50_000_000
@@ -25,17 +25,12 @@ ADAM_EPSILON = 1e-8
 def learning_rate(config: Config, step: int) -> float:
     """The learning rate of optimizer step ``step``, counted from 0 over all of the job.
 
-    After a linear warm-up it is constant, or falls to 0 in a straight line or half a cosine, as transformers' schedules
-    of these names do: the last step of the job is one before the end.
+    As transformers' schedules of these names have it: the last step of the job is one before the end.
     """
     settings = config.optimizer
     peak, warmup = settings.learning_rate, settings.warmup_steps
-    if step < warmup:
-        return peak * ((step + 1) / warmup)
-    if settings.schedule == "constant":
-        return peak
-    past = min(1.0, (step - warmup) / (config.num_optimizer_steps - warmup))
-    return peak * (1.0 - past if settings.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * past)))
+    past = max(0, step - warmup) / max(1, config.num_optimizer_steps - warmup)
+    return scheduled_rate(peak, step, warmup, past, settings.schedule)
 
 
 def engine_settings(config: Config, num_ranks: int, device_type: str) -> dict[str, Any]:

@@ -150,6 +150,8 @@ class Environment:
     """Kind of energy counter -> empty where all nodes let theirs be read, else why not."""
     placement: tuple[str, ...] = ()
     """Tables of ranks, GPUs, cores and network cards, one for each kind of node, and the warnings."""
+    never_sampled: str = ""
+    """Token ids that no response has, as "0, 20-23"."""
 
 
 def add_json_line(path: Path, tree: Any) -> None:

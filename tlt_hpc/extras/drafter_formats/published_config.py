@@ -63,8 +63,8 @@ def head_config(config: Mapping[str, Any], target: ModelShape, target_name: str)
     _refuse_switches({**settings, **nested, **config})
     try:
         shape = shape_from(settings, "config.json")
-    except ValueError as error:
-        raise refused(str(error).rpartition("; ")[0]) from None
+    except UserError as error:
+        raise refused(error.fact) from None
     plain = replace(shape, activation="silu", norm_offset=0.0, output_norms=False, embedding_scale=1.0, query_gain=1.0)
     if plain != shape or any(shape.windows) or shape.num_experts:
         raise refused(f"model_type = {shape.family!r:.80} with layers that a drafter here does not have")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tlt_hpc.common.words import count
 from tlt_hpc.config import ConfigError, UserError
-from tlt_hpc.data.files import config_of, open_rows
+from tlt_hpc.data.files import ARGUMENT, config_of, open_rows
 from tlt_hpc.data.known import KNOWN, KnownSet
 from tlt_hpc.data.rows import Rows, digest_of
 from tlt_hpc.extras.prepare_data.prepare import ColumnError, Prepared, prepare, to_jsonl, top_columns
@@ -59,11 +59,13 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _open(files: Sequence[str], known: KnownSet, wanted: frozenset[str]) -> Rows:
+    download = f"on the login node: {known.download}"
+    if not all(files):
+        raise UserError("FILE = '' names no file", download)
     try:
-        return open_rows(config_of(files).data, 0, wanted)
+        return open_rows(config_of(files).data, 0, wanted, ARGUMENT)
     except ConfigError as error:
-        fact = str(error).partition("; ")[0].replace("data.source", "FILE")
-        raise UserError(f"{fact}; on the login node: {known.download}") from None
+        raise UserError(error.fact, download) from None
 
 
 def _print_counts(prepared: Prepared, rows: Rows) -> None:

@@ -76,16 +76,21 @@ def smallest_node_mb(job: PlannedJob) -> int:
     return min(sizes, default=0)
 
 
-def default_memory(partition: str) -> str:
-    """What jobs get that request no memory, such as ``DefMemPerCPU = 4000`` (megabytes); empty: all of a node.
+def default_memory(job: PlannedJob) -> tuple[str, int]:
+    """What a job gets that requests no memory: ``DefMemPerCPU = 4000 MB``, and megabytes of a node; empty: all of it.
 
     Raises:
         SlurmError: Slurm does not answer.
     """
+    request, partition = job.request, job.request.partition
     names = partition.split(",") if partition else [n[:-1] for n, *_ in _node_lines() if n.endswith("*")]
     asked = [*(("show", "partition", name) for name in dict.fromkeys(names)), ("show", "config")]
     found = (re.search(r"(DefMemPer\w+)\s*=\s*(\d+)", ask_slurm("scontrol", *words)) for words in asked)
-    return next((f"{match[1]} = {match[2]}" for match in found if match), "")
+    match = next(filter(None, found), None)
+    if match is None:
+        return "", 0
+    numbers = {"DefMemPerCPU": job.ranks_per_node * request.cores_per_rank, "DefMemPerGPU": request.gpus_per_node}
+    return f"{match[1]} = {match[2]} MB", int(match[2]) * numbers.get(match[1], 1)
 
 
 def check_partition(job: PlannedJob) -> Finding:

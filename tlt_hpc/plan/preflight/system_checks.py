@@ -41,21 +41,21 @@ def check_memory(job: PlannedJob) -> Finding:
             return failure(said.rstrip("."), more)
         remedy = way_out(plan, limits)
         return failure(said.rstrip("."), f"{remedy[0].lower()}{remedy[1:]} See tlt plan")
-    if job.asks_slurm and job.request.memory_mb is None and (default := _default_memory(job)):
-        return warning(
-            f"{said} No memory is asked for, so the cluster's default counts ({default} MB)",
-            more,
-        )
+    if job.asks_slurm and job.request.memory_mb is None:
+        default, megabytes = _default_memory(job)
+        if default and megabytes * _MB < plan.node_bytes:
+            gets = f"gets {size(megabytes * _MB)} of a node ({default})"
+            return warning(f"{said} But without --mem the job {gets}: Slurm may end it", more)
     if job.uses_gpu and limits.device is None:
         return warning(f"{said} How much a GPU has is not known here", "give --gpu-memory GB")
     return ok(said)
 
 
-def _default_memory(job: PlannedJob) -> str:
+def _default_memory(job: PlannedJob) -> tuple[str, int]:
     try:
-        return slurm_checks.default_memory(job.request.partition)
+        return slurm_checks.default_memory(job)
     except SlurmError:  # the check of the partition reports it
-        return ""
+        return "", 0
 
 
 def _node_bytes(job: PlannedJob) -> int | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tlt_hpc.common.words import count
 from tlt_hpc.config import Config, ConfigError, to_toml
-from tlt_hpc.models.shape import ModelShape
+from tlt_hpc.plan.inputs import ModelAssets, describe_model
 from tlt_hpc.rollout.strategy import strategy_named
 
 SUFFIX = "-warmup"
@@ -28,14 +28,14 @@ def config_of(config: Config) -> Config:
     return config.model_copy(update={"run": run, "drafter": drafter})
 
 
-def describe(config: Config, shape: ModelShape, num_ranks: int) -> str:
+def describe(config: Config, assets: ModelAssets, num_ranks: int) -> str:
     """The plan in words, then the resolved configuration as TOML."""
     warmup = config.warmup
     origin = f"logged in {', '.join(warmup.sources)}" if warmup.sources else f"to prompts of {config.data.source_name}"
     lines = [
         f"warm-up     {config.folder}: on {count(num_ranks, 'rank')}, seed {config.run.seed}; "
         f"drafter from {warmup.init}",
-        f"model       {config.model.path}: {shape.num_parameters / 1e6:.1f} M parameters, {config.model.dtype}",
+        *describe_model(config, assets),
         f"responses   up to {warmup.responses:,} {origin}; features within "
         f"{config.drafter.cache_bytes / 1e9:g} GB a rank",
         f"training    up to {count(warmup.updates, 'update')} of {count(warmup.batch_tokens, 'token')}; "

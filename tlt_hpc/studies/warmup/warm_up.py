@@ -19,7 +19,8 @@ from pydantic import TypeAdapter
 
 from tlt_hpc.cluster.watch.beat import BEAT, Phase
 from tlt_hpc.config import Config, UserError
-from tlt_hpc.drafting.offline import balanced_shards, batches_of, learning_rate, passes_of
+from tlt_hpc.config.schedule import scheduled_rate
+from tlt_hpc.drafting.offline import balanced_shards, batches_of, passes_of
 from tlt_hpc.drafting.packing import pack
 from tlt_hpc.drafting.vocabulary import count_tokens, most_frequent_tokens
 from tlt_hpc.kernels.deterministic import deterministic
@@ -168,7 +169,8 @@ def take_update(warmup: Warmup, shelf: Shelf, batch: Sequence[int], progress: Pr
     own = balanced_shards(batch, shelf.lengths, world.size)[world.rank]
     passes = passes_of([shelf.read(index) for index in own], warmup.config.drafter.micro_step_tokens)
     done = progress.share_done(limits)
-    trainer.learning_rate = learning_rate(limits.learning_rate, progress.updates, done, limits.ramp_updates)
+    rise = limits.ramp_updates + 1
+    trainer.learning_rate = scheduled_rate(limits.learning_rate, progress.updates, rise, done, "cosine")
     loss = trainer.learn((pack(excerpts, warmup.decoder.device) for excerpts in passes), world)
     seconds = world.broadcast(time.perf_counter() - start)
     progress = progress.learned(loss, sum(shelf.lengths[index] for index in batch), seconds)
