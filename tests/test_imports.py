@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import os
+import shutil
 import subprocess
 import sys
 from functools import cache
@@ -20,7 +22,7 @@ LAYERS = (
     ("kernels", "models", "data", "rewards"),
     ("rollout", "drafting", "rl", "checkpoint"),
     ("plan", "look", "session", "evaluate", "resume", "rollout_loop", "train"),
-    ("export", "studies", "cli", "__main__"),
+    ("export", "studies", "cli", "extras", "__main__"),
 )
 ORDER = {package: place for place, package in enumerate(package for layer in LAYERS for package in layer)}
 
@@ -45,20 +47,20 @@ HOME_OF = {
     "deepspeed": {"rl"},
     "transformers": {"models", "data"},
     "submitit": {"cluster"},
-    "matplotlib": {"look"},
+    "matplotlib": {"extras"},
     "triton": {"kernels"},
     "pyarrow": {"data"},
-    "jinja2": {"data", "look"},
+    "jinja2": {"data", "extras"},
     "reasoning_gym": {"data"},
     "flash_attn": {"kernels"},
     "latex2sympy2_extended": {"rewards"},
     "sympy": {"rewards"},
     "mpmath": {"rewards"},
     "tensorboard": {"look"},
-    "wandb": {"look"},
-    "mlflow": {"look"},
-    "trackio": {"look"},
-    "huggingface_hub": {"plan", "export", "models"},  # the last names its errors alone
+    "wandb": {"extras"},
+    "mlflow": {"extras"},
+    "trackio": {"extras"},
+    "huggingface_hub": {"plan", "export", "models", "extras"},  # the last names its errors alone
     "pynvml": {"look"},
     "shtab": {"cli"},
     "pickle": {"mpi"},  # between ranks; a file that is unpickled is run
@@ -131,6 +133,39 @@ def test_packages_import_no_more_than_they_need(package: str) -> None:
     own = [targets for module, targets in ARROWS.items() if package_of(module) == package]
     found = {package_of(target) for targets in own for target in targets}
     assert found - {package, ""} <= MAY_IMPORT[package]
+
+
+def extra_of(module: str) -> str:
+    """The extra that a module belongs to; empty for the core."""
+    parts = module.split(".")
+    return parts[2] if parts[1:2] == ["extras"] and len(parts) > 2 else ""
+
+
+def test_the_core_imports_no_extra_and_no_extra_another() -> None:
+    over = [
+        f"{module} -> {target}"
+        for module, targets in ARROWS.items()
+        for target in targets
+        if extra_of(target) not in ("", extra_of(module))
+    ]
+    assert not over and len({extra_of(module) for module in FILES}) > 5
+
+
+def test_the_core_works_without_the_extras(tmp_path: Path) -> None:
+    """All of its modules are imported from a copy that has none, and a command that needs one says so."""
+    shutil.copytree(ROOT / PACKAGE, tmp_path / PACKAGE, ignore=shutil.ignore_patterns("extras", "__pycache__"))
+    run_once = {"tlt_hpc.__main__", "tlt_hpc.rewards.server"}
+    core = sorted(module for module in FILES if not module.startswith("tlt_hpc.extras") and module not in run_once)
+    core = [module for module in core if not module.startswith("tlt_hpc.kernels.programs")]  # which need Triton
+    code = f"import importlib, sys\nfor name in {core}: importlib.import_module(name)\nsys.exit(len(sys.modules) < 300)"
+    given = {"cwd": tmp_path, "capture_output": True, "text": True, "env": {**os.environ, "PYTHONPATH": str(tmp_path)}}
+    done = subprocess.run([sys.executable, "-c", code], check=False, **given)
+    assert done.returncode == 0, done.stderr
+    done = subprocess.run([sys.executable, "-P", "-m", PACKAGE, "report", "runs/tiny"], check=False, **given)
+    assert (done.returncode, done.stderr) == (
+        2,
+        "tlt: this installation lacks tlt_hpc.extras; install all of tlt_hpc\n",
+    )
 
 
 def test_no_cycles() -> None:

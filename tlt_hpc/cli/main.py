@@ -211,7 +211,11 @@ def make_parser() -> command_line.Parser:
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """The options of a command; a mistake ends the process with one line."""
-    parser = command_line.make_parser(COMMANDS, arguments)
+    try:
+        parser = command_line.make_parser(COMMANDS, arguments)
+    except UserError as error:  # a part of the package is not installed
+        print(f"tlt: {one_line(error)}", file=sys.stderr)
+        sys.exit(USER_ERROR)
     options = command_line.parse(parser, arguments)
     if options.command == "warmup" and options.sources:
         options.overrides.append(f"warmup.sources={json.dumps(options.sources)}")
