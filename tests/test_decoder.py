@@ -12,6 +12,9 @@ from tlt_hpc.models.documents import attend_documents
 from tlt_hpc.models.eagle import Eagle
 from tlt_hpc.models.folder import folder_weights
 from tlt_hpc.models.shape import read_shape, shape_from
+from tlt_hpc.rollout.device_cache import make_cache
+from tlt_hpc.rollout.drafts import LearnedDrafts
+from tlt_hpc.rollout.kv_cache import PoolSizes
 
 SIZES = {
     "vocab_size": 61,
@@ -140,6 +143,11 @@ def test_a_second_load_repacks_matrices_that_are_large_enough_to_be_blocked():
     decoder, fresh = (Decoder(shape, torch.float32, CPU) for _ in range(2))
     decoder.load(first.items(), 0)
     assert decoder.packed_bytes > 0.5 * decoder.weight_bytes, "hardly any matrix is blocked"
+    drafter = Eagle(shape, 0, torch.float32, CPU)
+    drafter.draft_among(torch.arange(4, 520))
+    cache = make_cache(shape, PoolSizes(1, 8, 1, 8, 1), torch.float32, CPU)
+    drafts = LearnedDrafts(drafter, decoder, cache, 1, 520)
+    assert drafts.head_bytes == 2 * 516 * 512 * 4, "the drafts' part of the head is blocked too"
     tokens = torch.randint(520, (24,), generator=source)
     found = []
     for one in (decoder, fresh):
@@ -147,6 +155,9 @@ def test_a_second_load_repacks_matrices_that_are_large_enough_to_be_blocked():
         found.append(one.logits(one.hidden(tokens, torch.arange(24), attend_documents(None))))
     assert torch.equal(*found)
     torch.testing.assert_close(decoder.reference_logits(tokens, 24).float(), found[0], atol=1e-4, rtol=0)
+    drafts.read_head()
+    states = torch.randn(2, 3, 512, generator=source)
+    torch.testing.assert_close(drafts._logits(states), states @ second["lm_head.weight"][4:].T, atol=1e-4, rtol=0)
 
 
 def test_weights_load_in_place_and_wrong_ones_are_refused():

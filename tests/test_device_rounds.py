@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_engine import full_engine, untrained_drafter
+from test_engine import canonical, full_engine, untrained_drafter
 from tiny import (
     CPU,
+    NUM_TOKENS,
     embedded_decoder,
     embedded_folder,
     embedded_tokenizer,
@@ -23,6 +24,7 @@ from tiny import (
 
 from tlt_hpc.common.records import FinishReason
 from tlt_hpc.models.decoder import Decoder
+from tlt_hpc.models.documents import attend_documents
 from tlt_hpc.models.drafter_file import make_drafter
 from tlt_hpc.models.folder import folder_weights
 from tlt_hpc.models.sharding import Sharding
@@ -32,6 +34,7 @@ from tlt_hpc.rollout.device_rounds import DeviceRounds
 from tlt_hpc.rollout.drafts import LearnedDrafts
 from tlt_hpc.rollout.graph_round import batch_buckets
 from tlt_hpc.rollout.kv_cache import page_bytes
+from tlt_hpc.rollout.sampling import SamplingRule
 from tlt_hpc.rollout.strategy import OFF, Strategy
 
 REQUESTS = gcd_requests(4, 4)
@@ -156,12 +159,51 @@ def test_drafts_among_some_tokens_read_a_part_of_the_head(make, plain):
         counts = engine.take_counts()
         accepted.append(counts.num_tokens / counts.num_row_passes)
         if ids is not None:
-            engine.decoder.head.mul_(2.0)
-            assert not torch.equal(engine._learned._head.weight, engine.decoder.head[ids])
+            head = dict(folder_weights(embedded_folder()))["model.embed_tokens.weight"]
+            assert torch.equal(engine._learned._head.weight, head[ids])
+            engine.load_policy(((name, 2.0 * weight) for name, weight in folder_weights(embedded_folder())), 1)
+            assert torch.equal(engine._learned._head.weight, 2.0 * head[ids])
             engine.load_policy(folder_weights(embedded_folder()), 0)
-            assert torch.equal(engine._learned._head.weight, engine.decoder.head[ids])
             assert engine.memory_table()["drafts' part of the head"] == engine._learned._head.weight.nbytes
     assert accepted[1] > 0.9 * accepted[0] > 1.1 * accepted[2] > 1.1
+
+
+@pytest.mark.parametrize("make", [device_engine, full_engine])
+@torch.inference_mode()
+def test_what_the_drafter_has_read_is_one_pass_over_the_text(make):
+    """Of true features alone: what it made of drafts, accepted or not, is read again where they stood."""
+    engine, decoder, drafter = make([CHAIN, TREE, OFF], chooser="random"), embedded_decoder(), untrained_drafter()
+    engine.load_drafter(tiny_drafter_state())
+    drafter.load_state_dict(tiny_drafter_state())
+    attend = attend_documents(None)
+    engine.submit([replace(request, params=replace(engine.settings.params, min_tokens=60)) for request in REQUESTS[:5]])
+    for _ in range(8):
+        for _ in range(3):
+            engine.step()
+        engine._settle()
+        rows, learned = engine._rows, engine._learned
+        states = learned.catch_up(rows, rows.num_live, engine._scheduler.layout)
+        for response, state in zip(rows.responses, states, strict=False):
+            text, positions = torch.tensor(response.text), torch.arange(len(response.text) - 1)
+            features = decoder.hidden(text[:-1], positions, attend)
+            wanted = drafter(decoder.embedding[text[1:]], features, positions, attend)[-1]
+            torch.testing.assert_close(state, wanted, atol=1e-4, rtol=1e-4)
+    counts = engine.take_counts()
+    assert 1.2 * counts.num_row_passes < counts.num_tokens < 4 * counts.num_row_passes, "some drafts were accepted"
+
+
+@pytest.mark.parametrize("strategy", [OFF, CHAIN, TREE])
+def test_least_lengths_hold_in_the_rounds_of_a_device(strategy, plain):
+    """Up to the last token before which no end may come, and not for one longer."""
+    engine = device_engine([strategy], max_live=4)
+    engine.load_drafter(tiny_drafter_state())
+    request = min(REQUESTS, key=lambda request: len(plain[request.key].response_tokens))
+    length = len(plain[request.key].response_tokens)
+    for least in (length - 1, length, length + 3):
+        (found,) = generate(engine, [replace(request, params=replace(engine.settings.params, min_tokens=least))])
+        wanted = canonical(request, 60, SamplingRule(1.0, NUM_TOKENS), least)
+        assert found.response_tokens.tolist() == wanted
+        assert (len(wanted) == length) == (least < length)
 
 
 def test_requests_of_all_kinds_in_one_batch():

@@ -148,6 +148,22 @@ def test_a_second_load_leaves_nothing_of_the_first(family, folders):
     assert float((decoder.reference_logits(tokens, 70) - found[0]).abs().max()) < 1e-4
 
 
+@pytest.mark.parametrize("norms_weights", [False, True])
+@torch.inference_mode()
+def test_the_weights_of_experts_are_normed_where_the_config_says_so(norms_weights):
+    """In the fast pass, and in the float64 pass of a decoder of another precision."""
+    options = {**random_models.FAMILIES["qwen3_moe"], "norm_topk_prob": norms_weights}
+    config = AutoConfig.for_model("qwen3_moe", **random_models.SIZES, **options)
+    model = random_models.model_of(config)
+    decoder = Decoder(shape_from(config.to_dict(), "experts"), torch.float32, CPU)
+    decoder.load(((name, weight.detach()) for name, weight in model.named_parameters()), 0)
+    tokens = torch.randint(random_models.NUM_TOKENS, (40,), generator=torch.Generator().manual_seed(1))
+    wanted = model(tokens[None]).logits[0]
+    found = decoder.logits(decoder.hidden(tokens, torch.arange(40), attend_documents(None, decoder.shape.windows)))
+    assert float((found - wanted).abs().max()) < 1e-4
+    assert float((decoder.reference_logits(tokens, 40) - wanted).abs().max()) < 1e-4
+
+
 @families
 def test_the_text_does_not_depend_on_how_it_is_generated(family, folders, monkeypatch):
     monkeypatch.setattr(prove_exactness, "MOST_TOKENS", 90)

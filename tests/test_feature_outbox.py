@@ -72,9 +72,13 @@ def test_a_prompts_features_are_copied_and_handed_over_once(monkeypatch):
     monkeypatch.setattr(feature_outbox, "PendingHostCopy", Counting)
     monkeypatch.setattr(feature_outbox, "_POSITIONS", 20)
     engine = full_engine([OFF], max_live=6)
-    for version in range(2):
-        engine.load_policy(folder_weights(embedded_folder()), version)
-        engine.outbox.sink = kept = KeptFeatures()
+    engine.outbox.sink = kept = KeptFeatures()
+    for turn in ("first", "other weights", "another sink"):
+        kept.firsts.clear()
+        if turn == "other weights":
+            engine.load_policy(folder_weights(embedded_folder()), 1)
+        if turn == "another sink":
+            engine.outbox.sink = kept = KeptFeatures()
         rollouts = generate(engine, REQUESTS)
         prompts = {tuple(request.prompt_tokens.tolist()) for request in REQUESTS}
         assert sorted(prompt for prompt, first in kept.firsts if first == 0) == sorted(prompts)

@@ -117,7 +117,7 @@ runs
 keys rolout
     tlt: unknown section 'rolout'; did you mean 'rollout'?
 data inspekt x
-    tlt data: data has no 'inspekt'; did you mean inspect? (see tlt data --help)
+    tlt data: no command 'inspekt'; did you mean inspect? (see tlt data --help)
 export-drafter runs/none
     tlt export-drafter: the following arguments are required: --format (see tlt export-drafter --help)
 export-drafter runs/none --format trt

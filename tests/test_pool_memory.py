@@ -45,8 +45,14 @@ def test_texts_after_a_release_are_the_same(attention):
     engine = make_engine(max_new_tokens=60, attention=attention)
     first = texts(generate(engine, requests))
     engine.release_pages()
+    assert engine._cache._memory.is_released
     engine.load_policy(folder_weights(embedded_folder()), 1)
+    assert not engine._cache._memory.is_released
     assert texts(generate(engine, requests)) == first
+    for pool in engine._cache._pools:
+        pool.fill_(torch.nan)
+    engine.load_policy(folder_weights(embedded_folder()), 2)
+    assert not any(pool.any() for pool in engine._cache._pools), "what the weights before had left is gone"
     engine.submit(requests)
     with pytest.raises(AssertionError, match="live sequences"):
         engine.release_pages()

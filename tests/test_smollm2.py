@@ -14,6 +14,7 @@ from tiny import CPU, decode_in_pieces
 from transformers import LlamaForCausalLM
 
 from tlt_hpc.cli.main import main
+from tlt_hpc.config import load_config
 from tlt_hpc.models import linear
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.folder import folder_weights
@@ -122,6 +123,15 @@ def test_answers_of_the_problems_are_right_and_those_held_out_have_numbers_of_th
     kinds = {kind_of(row) for row in held_out}
     assert not kinds & {kind_of(row) for row in trained}
     assert {operation for _, operation, _ in kinds} == set(ASKS), "each is measured"
+
+
+def test_the_job_names_the_files_that_are_written_and_has_room_for_each_prompt(problems):
+    config, tokenizer = load_config(JOBS / "smollm2.toml"), load_tokenizer(smollm2_folder())
+    written = [config.data.source, *config.evaluation.sources]
+    assert written == ["data/word_problems.jsonl", "data/word_problems_test.jsonl"]
+    for path in written:
+        prompts = [json.loads(line)["prompt"] for line in (problems / Path(path).name).read_text().splitlines()]
+        assert max(len(tokenizer.encode(prompt).ids) for prompt in prompts) <= config.data.max_prompt_tokens
 
 
 def test_the_job_judges_the_answer_alone(problems, tmp_path, capsys):

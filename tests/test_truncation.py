@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
-from launch_ranks import ROOT
+from launch_ranks import ROOT, tlt
 from test_laws import PROMPT, V, model, triples_law
 
+from tlt_hpc.cli.main import main
 from tlt_hpc.config import load_config, truncation_warning
 from tlt_hpc.rollout.sampling import SamplingRule
 
@@ -70,3 +73,16 @@ def test_the_bias_that_the_page_states(rule: SamplingRule, distance: float, erro
 def test_a_start_says_that_the_gradient_is_biased(overrides: list[str], said: str) -> None:
     found = truncation_warning(load_config(ROOT / "jobs" / "tiny.toml", overrides))
     assert found.startswith(said) and bool(found) == bool(said) and "\n" not in found
+
+
+@pytest.mark.mpi
+def test_the_warning_is_printed_at_a_start_and_at_a_dry_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = ["train", str(ROOT / "jobs" / "tiny.toml"), f"run.folder={tmp_path}", "run.ranks=1", "run.num_steps=1"]
+    job += ["rollout.prompts_per_step=2", "rollout.group_size=2", "rollout.max_new_tokens=8", "speculation.mode=plain"]
+    said = "rollout.top_p = 0.9: responses come from a truncated distribution"
+    assert main([*job, "rollout.top_p=0.9", "--dry-run"]) == 0
+    assert capsys.readouterr().out.count(f"warning     {said}") == 1
+    assert main([*job, "--dry-run"]) == 0
+    assert "truncated" not in capsys.readouterr().out
+    done = tlt(1, *job, "rollout.top_p=0.9")
+    assert (done.stdout + done.stderr).count(said) == 1

@@ -22,12 +22,14 @@ from tlt_hpc.config import DrafterSection, UserError, WarmupSection, load_config
 from tlt_hpc.drafting.packing import pack, whole
 from tlt_hpc.drafting.spot import SpotTrainer
 from tlt_hpc.models.drafter_file import DRAFTER_FILE, load_drafter, read_drafter
+from tlt_hpc.models.tokenizer import embedded
 from tlt_hpc.mpi.world import World
 from tlt_hpc.rollout.strategy import Strategy
 from tlt_hpc.storage.feature_file import Document
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.records import read_facts
 from tlt_hpc.storage.rollout_log import write_step
+from tlt_hpc.studies.warmup import warm_up as warm_up_module
 from tlt_hpc.studies.warmup.plan import config_of
 from tlt_hpc.studies.warmup.warm_up import Shelf, WarmupResult, warm_up
 
@@ -137,6 +139,22 @@ def test_it_leaves_a_drafter_and_its_facts(straight):
     assert facts.curve[-1].tokens > 0.7 * 9 * 128
     assert int(kept(straight)["num_steps"]) == facts.num_updates
     assert not [name for name in kept(straight) if "exp_avg" in name]
+
+
+def test_each_validation_is_of_the_drafter_as_it_is_then(tmp_path, monkeypatch):
+    """One that knows the model takes the place of the one that has hardly learned, after the first validation."""
+    take_update = warm_up_module.take_update
+
+    def learned(warmup, shelf, batch, progress):
+        taken = take_update(warmup, shelf, batch, progress)
+        if taken[0].updates == 6:
+            warmup.trainer.start_from(load_file(embedded("tiny_drafter") / DRAFTER_FILE))
+        return taken
+
+    monkeypatch.setattr(warm_up_module, "take_update", learned)
+    start(tmp_path)
+    first, second, _ = (accept_length for *_, accept_length in curve(tmp_path))
+    assert first < 1.3 < 1.8 < second
 
 
 def test_train_and_export_take_the_drafter(straight, tmp_path, capsys):

@@ -62,7 +62,7 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         if match := _CHOICE.fullmatch(message):
             name, given, known = match[1], match[2].strip("'\""), re.findall(r"'([^']*)'", match[3])
-            what = f"no command {given!r}" if name == "COMMAND" else f"{name} has no {given!r}"
+            what = f"no command {given!r}" if name == "COMMAND" or "|" in name else f"{name} has no {given!r}"
             submit = f"; did you mean tlt submit {given}?" if name == "COMMAND" and f"submit {given}" in known else ""
             message = what + (submit or did_you_mean(given, known) or f"; choose from {', '.join(known)}")
         message = re.sub(r", \w+\.key=value$", "", message)  # they may be left out
