@@ -482,7 +482,8 @@ import os, signal, sys
 from pathlib import Path
 sys.path.insert(0, "tests")
 from test_tracking import commit, config_for
-from tlt_hpc.look import tracking, trackers
+from tlt_hpc.extras import trackers
+from tlt_hpc.look import tracking
 from tlt_hpc.storage.folder import RunFolder
 tracking.ANSWER_SECONDS = trackers.EXIT_SECONDS = 0.5
 place = Path(sys.argv[1]); folder = RunFolder(place / "tiny"); commit(folder, 0)

@@ -22,6 +22,7 @@ from tiny import CPU, EOS, NUM_TOKENS, embedded_decoder, gcd_requests
 from tlt_hpc.cli.main import main
 from tlt_hpc.common.records import Request, SamplingParams
 from tlt_hpc.config import ConfigError, load_config, to_toml
+from tlt_hpc.extras.ablate import ablate as study
 from tlt_hpc.extras.ablate.ablate import AblationFigures, Passes, gain_of
 from tlt_hpc.extras.ablate.ablation_plan import ARMS, Ablation, check_ranks, describe, plan_ablation
 from tlt_hpc.models.eagle import Eagle
@@ -31,7 +32,6 @@ from tlt_hpc.rollout.engine import RolloutEngine
 from tlt_hpc.rollout.settings import EngineSettings
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.records import add_environment
-from tlt_hpc.studies import ablate as study
 from tlt_hpc.studies.compare import read_comparison
 from tlt_hpc.train import RunResult
 

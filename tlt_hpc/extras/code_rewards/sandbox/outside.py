@@ -20,7 +20,7 @@ from tlt_hpc.extras.code_rewards.sandbox.program import MEMORY_STATUS
 from tlt_hpc.rewards.answer import JudgeError
 from tlt_hpc.rewards.frames import read_frame, write_frame
 
-_PROJECT = str(Path(__file__).resolve().parents[3])
+_PROJECT = str(Path(__file__).resolve().parents[4])
 _START = (
     "import sys; _, project, channel, kind, packages = sys.argv; sys.path.append(project); "
     "from tlt_hpc.extras.code_rewards.sandbox.inside import main; main(project, int(channel), kind, packages)"
