@@ -400,8 +400,14 @@ def test_invariant_linear(triton, T, N, K, by_chunk, dtype):
             assert_close(linear.invariant_linear_reference(x, weight, given, out), wanted, dtype, scale=K**0.5)
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize("target", ["80", "90", "gfx942"])
+@pytest.mark.parametrize(
+    "target",
+    [
+        pytest.param("80", marks=pytest.mark.slow),
+        pytest.param("90", marks=pytest.mark.ci),
+        pytest.param("gfx942", marks=pytest.mark.slow),
+    ],
+)
 def test_programs_compile_for_a_gpu_that_is_not_there(tmp_path, target):
     if not dispatch.has_triton():
         pytest.skip("triton is not installed")

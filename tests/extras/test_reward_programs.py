@@ -48,8 +48,7 @@ def test_some_programs_are_judged_right(template: Template) -> None:
     assert number >= 90 and wrong == []
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [pytest.param(1, marks=pytest.mark.ci), pytest.param(2, marks=pytest.mark.slow)])
 def test_all_programs_are_judged_right(template: Template, seed: int) -> None:
     number, wrong = judged_wrong(seed, template)
     assert number >= 1500 and wrong == []

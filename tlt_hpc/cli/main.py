@@ -213,18 +213,18 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """The options of a command; a mistake ends the process with one line."""
     try:
         parser = command_line.make_parser(COMMANDS, arguments)
-    except UserError as error:  # a part of the package is not installed
-        print(f"tlt: {one_line(error)}", file=sys.stderr)
+    except UserError as missing:  # a part of the package is not installed
+        print(f"tlt: {one_line(missing)}", file=sys.stderr)
         sys.exit(USER_ERROR)
     options = command_line.parse(parser, arguments)
     if options.command == "warmup" and options.sources:
         options.overrides.append(f"warmup.sources={json.dumps(options.sources)}")
     if options.command == "compare" and options.json is not None:
-        error = command_line.parser_of(parser, "compare").error
+        refuse = command_line.parser_of(parser, "compare").error
         if not options.json.parent.is_dir():
-            error(f"--json {options.json}: its folder does not exist; make it first")
+            refuse(f"--json {options.json}: its folder does not exist; make it first")
         if options.json.is_dir():
-            error(f"--json {options.json} is a folder; give a file")
+            refuse(f"--json {options.json} is a folder; give a file")
     return options
 
 
