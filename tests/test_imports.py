@@ -161,10 +161,13 @@ def test_the_core_works_without_the_extras(tmp_path: Path) -> None:
     given = {"cwd": tmp_path, "capture_output": True, "text": True, "env": {**os.environ, "PYTHONPATH": str(tmp_path)}}
     done = subprocess.run([sys.executable, "-c", code], check=False, **given)
     assert done.returncode == 0, done.stderr
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    done = subprocess.run([sys.executable, "-P", "-m", PACKAGE, "data", "inspect", "rows.jsonl"], check=False, **given)
+    assert done.returncode == 0, done.stderr
     done = subprocess.run([sys.executable, "-P", "-m", PACKAGE, "report", "runs/tiny"], check=False, **given)
     assert (done.returncode, done.stderr) == (
         2,
-        "tlt: this installation lacks tlt_hpc.extras; install all of tlt_hpc\n",
+        "tlt: this installation lacks tlt_hpc.extras; install the whole package (docs/install.md)\n",
     )
 
 

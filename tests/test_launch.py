@@ -37,22 +37,22 @@ IN_STEP = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1
 
 
 def test_one_rank_in_a_step_is_named_where_the_job_has_more():
-    said = local.alone_in_step({**IN_STEP, "PMI_RANK": "0", "PMI_SIZE": "1"}, 2)
+    said = local.alone_in_step({**IN_STEP, "PMI_RANK": "0", "PMI_SIZE": "1"}, 2, ["train", "my job.toml"])
     assert said == (
         "srun started one rank, but run.ranks = 2; to start all of them: "
-        "`srun --overlap --overcommit -n 2 python -P -m mpi4py -m tlt_hpc ...`"
+        f"`srun --overlap --overcommit -n 2 {sys.executable} -P -m mpi4py -m tlt_hpc train 'my job.toml'`"
     )
-    assert local.alone_in_step(IN_STEP, 2) == said
+    assert local.alone_in_step(IN_STEP, 2, ["train", "my job.toml"]) == said
     for environment, num_ranks in (
         (IN_STEP, 1),
         ({**IN_STEP, "SLURM_STEP_NUM_TASKS": "2"}, 4),  # the launcher's number counts
         ({**IN_STEP, "SLURM_STEP_ID": "4294967290"}, 2),  # the shell of salloc, where mpiexec starts
         ({"SLURM_JOB_ID": "4", "SLURM_PROCID": "0"}, 2),  # a batch script
         ({**IN_STEP, "TLT_JOB_FILE": "a.toml"}, 2),  # what it starts
-        ({"PMI_RANK": "0", "PMI_SIZE": "1"}, 2),  # mpiexec -n 1
+        ({"PMI_RANK": "0", "PMI_SIZE": "1"}, 2, ["train", "my job.toml"]),  # mpiexec -n 1
         ({}, 2),
     ):
-        assert local.alone_in_step(environment, num_ranks) == ""
+        assert local.alone_in_step(environment, num_ranks, ["train"]) == ""
 
 
 def test_mpiexec_is_not_started_where_it_would_wait_for_ever(tmp_path, monkeypatch):

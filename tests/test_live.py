@@ -19,6 +19,8 @@ from rich.console import Console
 from tiny import byte_tokenizer
 
 from tlt_hpc.cli.main import main
+from tlt_hpc.cluster.status import resubmitted_by
+from tlt_hpc.cluster.submission import Resources, Submission, SubmittedRun, save
 from tlt_hpc.cluster.watch.record import Record, claim_verdict, status_file, write_record
 from tlt_hpc.common.records import FinishReason, Rollout, SampleKey
 from tlt_hpc.look.live import watch_run
@@ -151,6 +153,22 @@ def test_once_says_how_a_run_stands(
         assert main(["watch", str(run.path), "--once"]) == status
         assert words in " ".join(capsys.readouterr().out.split())
         assert {path: path.stat().st_mtime_ns for path in run.path.rglob("*")} == before
+
+
+def test_a_run_of_a_submission_is_resumed_by_its_job(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Not by the submission's name, which would submit other members too, and only while the last job is of it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(watch_run, "_ONCE_SECONDS", 0.3)
+    folder = tmp_path / "runs" / "submitted" / "sweep"
+    end_all(run.status, "stopped early")
+    for job, words in (("1234567", "else by `tlt submit resubmit 1234567`"), ("17", "else by the same command")):
+        member = SubmittedRun("tiny", str(run.path), ("train", "x.toml"), jobs=(job,))
+        save(Submission(folder, tmp_path, tmp_path, "sweep", "x.toml", Resources(), (member,), 0.0))
+        resubmitted_by.cache_clear()
+        assert main(["watch", str(run.path), "--once"]) == 0
+        assert words in " ".join(capsys.readouterr().out.split())
 
 
 def test_damaged_records_and_those_of_an_earlier_start_are_left_out(run: RunFolder) -> None:

@@ -531,6 +531,8 @@ def test_a_submission_is_meant_by_its_folder_its_name_or_a_job(
     assert said("cancel")[-1] == "cancelled: 4002"
     later = load(tmp_path / "runs/submitted/sweep").with_jobs({"tiny-seed0": "5000_0"})
     assert later.members_of("4001_0") == later.members_of("5000") == {"tiny-seed0"}, "by the number before, too"
+    save(later)
+    assert said("cancel", "4001_0", code=2) == ["tlt: job 4001_0 was submitted again since; give the newest: 5000_0"]
 
 
 def test_where_squeue_does_not_answer_the_files_are_shown(
@@ -567,7 +569,7 @@ def test_jobs_of_another_users_submission_are_asked_for(
     assert capsys.readouterr().out.count("tiny  running") == 2
     assert submit(["resubmit", "sub"]) == 0
     assert capsys.readouterr().out.endswith(
-        "nothing has failed; nothing was submitted; 4321 waits or runs: to ask for something else, "
+        "nothing has failed; nothing was submitted; 4321 is in the queue: to ask for something else, "
         "`tlt submit cancel sub` first\n"
     )
     assert submit([TINY, "--folder=again"]) == 2 and "job 4321 of sub is running" in capsys.readouterr().err
@@ -584,8 +586,8 @@ def test_a_run_whose_job_has_not_begun_is_no_mistake(
             "echo '4321|PENDING|Resources'",
             "does not exist yet: job 4321 of sub is pending (Resources); it is made once",
         ),
-        ("exit 0", "does not exist"),
-        ("exit 1", "does not exist"),
+        ("exit 0", "does not exist; give"),
+        ("exit 1", "does not exist; give"),
     ):
         fake_program(tmp_path, "squeue", queue)
         capsys.readouterr()

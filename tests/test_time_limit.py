@@ -71,7 +71,10 @@ def test_a_known_end_leaves_the_time_until_then(clock):
         timer.cancel()
 
 
-def test_work_that_lasts_beyond_the_end_is_queued_again_from_outside_of_it(command, tmp_path, capsys):
+def test_work_that_lasts_beyond_the_end_is_queued_again_from_outside_of_it(command, tmp_path, capsys, monkeypatch):
+    """Its ranks will be killed: the record says that this is in order, or the next start would warn of a fault."""
+    endings = []
+    monkeypatch.setattr(stopping.BEAT, "leave", endings.append)
     command("squeue", "echo 0:01")
     command("scontrol", f'echo "$@" >> {tmp_path}/asked')
     for is_left, wanted in ((True, False), (False, True)):
@@ -82,7 +85,7 @@ def test_work_that_lasts_beyond_the_end_is_queued_again_from_outside_of_it(comma
             timer.join(30)
         assert flag.kind is Stop.TIME
         assert (tmp_path / "asked").exists() is wanted
-    assert (tmp_path / "asked").read_text() == "requeue 17\n"
+    assert (tmp_path / "asked").read_text() == "requeue 17\n" and endings == ["stopped early"]
     assert capsys.readouterr().out == "tlt: job 17 is queued again and will resume\n"
     flag = StopFlag()
     know_limits(flag, JOB, 0, tmp_path, None)  # work that starts over is not

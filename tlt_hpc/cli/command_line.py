@@ -23,9 +23,6 @@ if TYPE_CHECKING:
     from tlt_hpc.mpi.world import World
 
 
-PREPARE = "tlt_hpc.extras.prepare_data.prepare_data"
-
-
 class Command(NamedTuple):
     """A command of ``tlt``."""
 
@@ -304,7 +301,7 @@ def add_keys_options(command: argparse.ArgumentParser) -> None:
 
 
 def add_data_options(command: argparse.ArgumentParser) -> None:
-    """The options of ``tlt data inspect`` and ``tlt data prepare``."""
+    """The options of ``tlt data inspect``; ``tlt data prepare`` is a command of its own."""
     parts = command.add_subparsers(dest="data", required=True, metavar="inspect|prepare")
     inspect = parts.add_parser(
         "inspect",
@@ -315,5 +312,4 @@ def add_data_options(command: argparse.ArgumentParser) -> None:
     )
     inspect.add_argument("--model", metavar="FOLDER", help="counts tokens, and renders chats by this model's template")
     inspect.add_argument("overrides", nargs="*", metavar="data.key=value", help="e.g. data.prompt_key=problem")
-    prepare = parts.add_parser("prepare", help="turn a data set of the hub, downloaded before, into what a job reads")
-    load_extra(PREPARE).add_options(prepare)
+    parts.add_parser("prepare", help="turn a data set of the hub, downloaded before, into what a job reads")

@@ -32,7 +32,8 @@ _REPORT = "one page of HTML: what a run learned, where its time went, what it ga
 _KEYS = "print every key of the configuration: values, default, unit, meaning"
 _DRAFTER = "write a run's drafter as other engines load it"
 _POLICY = "write a run's policy as a Hugging Face folder"
-_DATA = "inspect what a run would train on, or prepare a data set of the hub for it"
+_DATA = "inspect: count and check what a run would train on"
+_PREPARE = "turn a data set of the hub, downloaded before, into what a job reads"
 _REWARD = "judge the responses of a file by a job's rules: what was read, why; status 1: another verdict was expected"
 _SUBMISSIONS = "tlt_hpc.cli.submissions"
 _EXTRAS = "tlt_hpc.extras"
@@ -50,6 +51,7 @@ COMMANDS = {
     "compare": Command("run", _COMPARE, command_line.add_compare_options, compare),
     "ablate": Command("run", _ABLATE, f"{_EXTRAS}.ablate.ablation_plan", ablate),
     "data": Command("prepare and check", _DATA, command_line.add_data_options, "tlt_hpc.cli.inspect_data"),
+    "data prepare": of_extra("prepare and check", _PREPARE, "prepare_data.prepare_data"),
     "reward": Command("prepare and check", _REWARD, command_line.add_reward_options, "tlt_hpc.cli.judge_given"),
     "keys": Command("prepare and check", _KEYS, command_line.add_keys_options, "tlt_hpc.cli.show_keys"),
     "plan": Command("prepare and check", _PLAN, plan_options.add_plan_options, "tlt_hpc.plan.memory.summary"),

@@ -73,6 +73,8 @@ def run(options: argparse.Namespace) -> int:
     }
     preamble = re.sub("|".join(words), lambda match: words[match[0]], _PREAMBLE[options.shell])
     parser = command_line.make_parser({name: command for name, command in COMMANDS.items() if " " not in name})
+    prepare = command_line.parser_of(command_line.parser_of(parser, "data"), "prepare")
+    command_line.add_options(prepare, COMMANDS["data prepare"])
     if options.shell == "bash":
         _add_later(command_line.parser_of(parser, "submit"))
     _mark(parser)

@@ -11,9 +11,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from tlt_hpc.cli.command_line import PREPARE
 from tlt_hpc.common.console import TextConsole
-from tlt_hpc.common.extras import load_extra
 from tlt_hpc.common.records import Prompt
 from tlt_hpc.common.words import count
 from tlt_hpc.config import EMBEDDED_TASK, Config, ConfigError, load_config
@@ -31,16 +29,13 @@ _COLUMNS = ("data_source", "rows", "tokens min", "median", "p95", "max", "over l
 
 
 def run(options: argparse.Namespace) -> int:
-    """Read every row of a file, or of what a job trains on and is evaluated on, and print what there is; or prepare it.
+    """Read every row of a file, or of what a job trains on and is evaluated on, and print what there is.
 
     Returns the exit status: 1 if rows are broken, or no response can be right.
 
     Raises:
         ValueError: no such file, no such column, no such model.
     """
-    if options.data == "prepare":
-        load_extra(PREPARE).run(options)
-        return 0
     file, model, overrides = options.file, options.model, options.overrides
     is_job = file.endswith(".toml")
     config = load_config(file, overrides) if is_job else config_of(file, overrides)

@@ -80,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config = load_config(options.config, options.overrides, given_job(os.environ, options.config))
         num_ranks = launched_count(os.environ) or config.run.ranks
         config = config_of(config, options)
-        if not rank and (alone := alone_in_step(os.environ, config.run.ranks)):
+        if not rank and (alone := alone_in_step(os.environ, config.run.ranks, given)):
             print(alone, flush=True)
         plan = "" if is_rank else plan_command(config, options, num_ranks)  # ranks look once a node, in connect
         if rank is None and options.command == "train" and (finished := check_folder(config)) and not options.dry_run:

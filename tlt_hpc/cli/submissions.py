@@ -54,6 +54,10 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError(f"--output {options.output}: its folder does not exist; make it first")
     if options.submission:
         submission, names = find(options.submission)
+        newest = {job for member in submission.chosen(names) for job in member.jobs[-1:]}
+        word = options.submission
+        if command == "cancel" and is_job(word) and not any(word in (job, job.partition("_")[0]) for job in newest):
+            raise ConfigError(f"job {word} was submitted again since; give the newest: {', '.join(sorted(newest))}")
         known = known_submissions(submission.folder.parent)
     elif known := known_submissions():
         submission = the_one_to_cancel(known) if command == "cancel" else known[-1]
@@ -109,7 +113,7 @@ def queue_or_nothing(submissions: Iterable[Submission]) -> Mapping[str, QueuedJo
 def run_list(known: Sequence[Submission]) -> int:
     """Print all submissions, the newest last, with their time, number of runs and states."""
     if not known:
-        raise ConfigError(f"no submission in {SUBMITTED}; give the folder that has those of another place")
+        raise ConfigError(f"no {SUBMITTED} in {Path.cwd()}; call this where they were submitted, or give the folder")
     queue, rows = queue_or_nothing(known), [("submission", "submitted", "runs", "states")]
     for each in known:
         states = Counter(status.state for status in read_statuses(each, queue))
@@ -156,7 +160,8 @@ def run_resubmit(
     if not again:
         live = [status.member.jobs[-1] for status in statuses if status.is_live]
         first = f"tlt submit cancel {shlex.quote(str(short(submission.folder)))}"
-        remedy = f"; {', '.join(live)} waits or runs: to ask for something else, `{first}` first" if live else ""
+        more = f" and {len(live) - 1} more are" if live[1:] else " is"
+        remedy = f"; {live[0]}{more} in the queue: to ask for something else, `{first}` first" if live else ""
         print(f"nothing has failed; nothing was submitted{remedy}")
         return 0
     before = jobs_before(submission.after, is_first=False)

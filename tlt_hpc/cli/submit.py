@@ -178,6 +178,8 @@ def resources_of(options: argparse.Namespace, asked: Sequence[str], num_ranks: i
         raise ConfigError(f"--sbatch=--{name}: tlt submit decides that itself; leave it out")
     if name := next((name for name in own if SBATCH_NAMES.get(name, "") in options), ""):
         raise ConfigError(f"--{name} is given as an option and in --sbatch; leave one of them out")
+    if "gpus_per_node" in options and any(_gpus_of(own, name) for name in ("gres", "gpus-per-node")):
+        raise ConfigError("GPUs are given as an option and in --sbatch; leave one of them out")
     if "gpus_per_node" in options or any(_gpus_of(own, name) for name in ("gres", "gpus-per-node")):
         before = _without_gpus(before)
     undone = {*_OWN_OPTIONS, *(_OPPOSITE.get(name, "") for name in own)}
@@ -325,7 +327,7 @@ def preflight(config: str, submission: Submission, before: Sequence[str], gpu_me
     try:
         ask_slurm("sinfo", "-h", "-o", "%P")
     except SlurmError as error:
-        raise ConfigError(f"{error}; call this on a login node, where Slurm answers (SLURM_CONF?)") from None
+        raise ConfigError(error.fact, "call this on a login node, where Slurm answers (SLURM_CONF?)") from None
     failures, findings, warnings = list[str](), 0, 0
     arguments = submission.members[0].arguments[2:]
     drafter = Path(load_config(config, arguments).drafter.init).resolve()

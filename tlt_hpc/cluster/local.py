@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import stat
 import subprocess
@@ -50,15 +51,16 @@ def starting(num_ranks: int | None) -> str:
     return f"starting {'the ranks' if num_ranks is None else count(num_ranks, 'rank')}"
 
 
-def alone_in_step(environment: Mapping[str, str], num_ranks: int) -> str:
+def alone_in_step(environment: Mapping[str, str], num_ranks: int, given: Sequence[str]) -> str:
     """The line for the user where a step of a Slurm job, such as a shell, has one rank, and ``run.ranks`` says more.
 
-    A batch script of ours, which sets the job file, was asked for its ranks.
+    A batch script of ours, which sets the job file, was asked for its ranks. ``given``: the words after ``tlt``.
     """
     is_ours = STARTED in environment or JOB_FILE in environment
     if num_ranks == 1 or is_ours or not is_task(environment) or launched_count(environment) != 1:
         return ""
-    by_srun = f"srun --overlap --overcommit -n {num_ranks} python -P -m mpi4py -m tlt_hpc ..."
+    launcher = ("srun", "--overlap", "--overcommit", "-n", str(num_ranks))
+    by_srun = shlex.join((*launcher, sys.executable, *["-P", "-m", "mpi4py", "-m", "tlt_hpc"], *given))
     return f"srun started one rank, but run.ranks = {num_ranks}; to start all of them: `{by_srun}`"
 
 

@@ -169,7 +169,7 @@ def ask_slurm(command: str, *arguments: str, within: float = ANSWER_SECONDS) -> 
     except subprocess.TimeoutExpired:
         raise SlurmError(f"`{line}` did not answer within {within:.0f} s") from None
     if "configuration source" in done.stderr:
-        raise SlurmError(f"{command} finds no slurm.conf; set SLURM_CONF, or call this where Slurm's commands work")
+        raise SlurmError(f"{command} finds no slurm.conf", "set SLURM_CONF, or call this where Slurm's commands work")
     if done.returncode:
         raise SlurmError(f"`{line}` failed: {' '.join(done.stderr.split()) or f'status {done.returncode}'}")
     return done.stdout

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 from tlt_hpc.cluster.executor import read_status
@@ -98,22 +99,29 @@ def unfinished(statuses: Sequence[MemberStatus]) -> set[str]:
     return {status.member.name for status in statuses if not status.is_live and status.state not in (FINISHED, UNKNOWN)}
 
 
-def submission_of(run: Path) -> Submission | None:
-    """The newest submission from this folder that has jobs for a run's folder."""
-    for submission in reversed(known_submissions()):
-        if any(member.jobs and submission.place(member) == run.resolve() for member in submission.members):
-            return submission
-    return None
+@lru_cache(maxsize=16)
+def resubmitted_by(run: Path, job: str) -> str:
+    """The command that submits a job of a run's folder again; empty if no submission from this folder has it.
+
+    Read once: a screen that is redrawn asks again and again.
+    """
+    has_it = any(
+        job in member.jobs and submission.place(member) == run.resolve()
+        for submission in known_submissions()
+        for member in submission.members
+    )
+    return f"tlt submit resubmit {job}" if has_it else ""
 
 
 def job_to_come(run: Path) -> str:
     """The submitted job that will write a run's folder, and its state, in words; empty if none waits or runs."""
-    submission = submission_of(run)
-    if submission is None:
-        return ""
-    try:
-        statuses = read_statuses(submission, read_queue([submission.user]))
-    except SlurmError:
-        return ""
-    status = next(each for each in statuses if submission.place(each.member) == run.resolve())
-    return f"job {status.member.jobs[-1]} of {submission.folder.name} is {status.state}" * status.is_live
+    for submission in reversed(known_submissions()):
+        for member in submission.members:
+            if not member.jobs or submission.place(member) != run.resolve():
+                continue
+            try:
+                status = member_status(submission, member, read_queue([submission.user]))
+            except SlurmError:
+                return ""
+            return f"job {member.jobs[-1]} of {submission.folder.name} is {status.state}" * status.is_live
+    return ""

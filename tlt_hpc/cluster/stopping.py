@@ -246,6 +246,7 @@ def know_limits(
     def at_last() -> None:
         if progress is None:
             return
+        BEAT.leave("stopped early")  # it will be killed, and the next start is not to take that for a fault
         try:
             done = progress()
         except (ValueError, OSError) as error:  # which the next start meets, and reports
@@ -320,7 +321,7 @@ def how_to_resume(environment: Mapping[str, str]) -> str:
 def resume_words(environment: Mapping[str, str]) -> str:
     """How work that was stopped is resumed, in words that end with ``resumes``."""
     again = environment.get(AGAIN)
-    return f"queued again, or by `{again}`, it resumes" if again else "the same command resumes"
+    return f"if Slurm does not queue it again, `{again}` resumes" if again else "the same command resumes"
 
 
 def await_preemption(environment: Mapping[str, str]) -> None:

@@ -19,4 +19,6 @@ def load_extra(module: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name is None or not module.startswith(error.name):  # a library that the extra needs
             raise
-        raise UserError(f"this installation lacks {error.name}; install all of tlt_hpc") from None
+        raise UserError(
+            f"this installation lacks {error.name}", "install the whole package (docs/install.md)"
+        ) from None

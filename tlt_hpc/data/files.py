@@ -54,7 +54,7 @@ def open_rows(data: DataSection, seed: int, wanted: frozenset[str], key: str = T
         [JsonlRows(path, key) if path.suffix in _JSONL else ArrowRows(path, wanted, key) for path in files]
     )
     if not len(rows):
-        raise ConfigError(f"{key} = {data.source_name!r} has no rows", "give a file with prompts and answers")
+        raise ConfigError(f"{key} = {data.source_name!r} has no rows", "give a file that has some")
     return rows
 
 

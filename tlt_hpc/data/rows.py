@@ -65,7 +65,7 @@ class JsonlRows:
         try:
             self._file = path.open("rb")
             if other := other_format(os.pread(self._file.fileno(), 8, 0)):
-                raise ConfigError(f"{key}: {path} is {other}")
+                raise ConfigError(*f"{key}: {path} is {other}".split("; ", 1))
             for number, line in enumerate(iter(lambda: self._file.readline(_MAX_LINE_BYTES + 1), b""), 1):
                 if len(line) > _MAX_LINE_BYTES:
                     raise ConfigError(

@@ -34,11 +34,12 @@ class Tracking:
 
     def __init__(self, config: Config, folder: RunFolder) -> None:
         """Raises:
-        UserError: a required package is not installed.
+        UserError: a required package, or part of this one, is not installed.
         """
         config.tracking.check_installed()
         self._config, self._folder = config, folder
         self._waiting = list(config.tracking.packages)
+        self._kinds = {name: tracker_of(name) for name in self._waiting}
         self._workers: dict[str, TrackerThread] = {}
         self._num_told = 0
         """Of how many steps the workers have been told."""
@@ -89,7 +90,7 @@ class Tracking:
         for name, worker in workers.items():
             worker.drop("had no time left to end")
             if worker.is_dropped:
-                tracker_of(name).abandon()
+                self._kinds[name].abandon()
         return not any(worker.is_dropped for worker in workers.values())
 
     def _open(self, name: str, worker: TrackerThread, steps: Set[int], num_steps: int) -> None:
@@ -99,7 +100,7 @@ class Tracking:
         if was_taken_back or not run_id:
             run_id, given = "", 0
             self._note(name, 0, "")  # also if it cannot be opened now: its run has steps that no longer exist
-        tracker = self._trackers[name] = tracker_of(name)(self._config, self._folder, run_id)
+        tracker = self._trackers[name] = self._kinds[name](self._config, self._folder, run_id)
         worker.remedy = tracker.remedy
         self._note(name, 0 if tracker.gets_all else given, tracker.run_id)
 

@@ -185,11 +185,7 @@ def initial_drafter(
     asked = f"{key} = {init!r}"
     try:
         is_own = find_initial_drafter(init, asked).name == DRAFTER_FILE
-        if is_own:
-            weights = read_drafter(init, shape, asked)
-        else:
-            heads = load_extra("tlt_hpc.extras.drafter_formats.published_head")
-            weights = heads.read_head(Path(init), model, shape, asked)
+        weights = read_drafter(init, shape, asked) if is_own else _read_head(Path(init), model, shape, asked)
         if TOKEN_IDS in weights:
             check_layers(shape, asked)
     except ValueError as error:
@@ -200,4 +196,11 @@ def initial_drafter(
             f"{key} = {init!r} is of the form {found!r}; set drafter.form = {found!r}, or {key} to 'random' or to what "
             f"tlt warmup makes with drafter.form={form}"
         )
+    return weights
+
+
+def _read_head(folder: Path, model: Path, shape: ModelShape, asked: str) -> dict[str, Tensor]:
+    weights: dict[str, Tensor] = load_extra("tlt_hpc.extras.drafter_formats.published_head").read_head(
+        folder, model, shape, asked
+    )
     return weights

@@ -238,7 +238,7 @@ def _route_as_decoder(model: Any, freezes_router: bool) -> None:
         UserError: not every layer with experts has one that is known.
     """
     routers = [module for module in model.modules() if type(module).__name__ == _ROUTER]
-    num_mixtures = sum(name.endswith(".mlp.gate.weight") for name, _ in model.named_parameters())
+    num_mixtures = model.config.num_hidden_layers if getattr(model.config, "num_experts", 0) else 0
     if len(routers) != num_mixtures:
         raise UserError(
             f"transformers {version('transformers')} has a router {_ROUTER} in {len(routers)} of the model's "

@@ -43,10 +43,10 @@ def check_functions(settings: RewardSection) -> None:
         path, _, name = spec.rpartition(":")
         told = f"{key_of(spec, settings)} {spec!r}"
         try:
-            source = read_bytes(Path(path))
+            source = read_bytes(Path(path)).decode("utf-8", "replace")
         except OSError as error:
             raise ValueError(f"{told}: {path}: {error.strerror}; give a file that is there") from None
-        if not re.search(rf"\b{re.escape(name)}\b".encode(), source):
+        if not re.search(rf"\b{re.escape(name)}\b", source):
             raise ValueError(f"{told}: {path} has no {name!r}; name a function that it has")
 
 

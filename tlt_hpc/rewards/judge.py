@@ -25,15 +25,6 @@ WORKER_KINDS = frozenset({"math", "code", "function"})
 _NO_FUNCTIONS: Mapping[str, RewardFunction] = MappingProxyType({})
 
 
-def read_code_tests(truth: str, extra: str = "") -> None:
-    """See whether the tests of a prompt of the kind ``code`` can be read.
-
-    Raises:
-        ValueError: they cannot.
-    """
-    load_extra(CODE).read_tests(truth, extra)
-
-
 def needs_server(settings: RewardSection) -> bool:
     """Whether some answers are judged in processes that can be killed."""
     return bool(settings.functions) or not WORKER_KINDS.isdisjoint(settings.kinds)
@@ -79,8 +70,9 @@ def lacks_parts(verdict: Verdict, answer: Answer, settings: RewardSection) -> bo
 def _is_own(verdict: Verdict, answer: Answer) -> bool:
     """Whether a failure is the response's own: one that gains by failing would be learnt."""
     if answer.kind == "code" and verdict.failure is Failure.UNREADABLE:
+        code = load_extra(CODE)
         try:
-            read_code_tests(answer.truth, answer.extra)
+            code.read_tests(answer.truth, answer.extra)
         except ValueError:
             return False
         return True  # by what the program did

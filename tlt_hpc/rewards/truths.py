@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+from tlt_hpc.common.extras import load_extra
 from tlt_hpc.common.records import Prompt
 from tlt_hpc.config import RewardSection
 from tlt_hpc.rewards.answer import Answer, accepted_answers
-from tlt_hpc.rewards.judge import judge, kind_for, read_code_tests
+from tlt_hpc.rewards.judge import CODE, judge, kind_for
 
 _OF_ANSWERS = frozenset({"boxed", "math", "numeric", "choice"})
 """Kinds that compare a response's answer with the data's."""
@@ -21,8 +22,9 @@ def check_answer(settings: RewardSection, prompt: Prompt) -> str:
     """
     kind = kind_for(prompt.source, settings.default, settings.by_source)
     if kind == "code":
+        code = load_extra(CODE)
         try:
-            read_code_tests(prompt.answer)
+            code.read_tests(prompt.answer)
         except ValueError as error:
             raise ValueError(f"reward kind 'code' cannot read the tests {prompt.answer[:80]!r}: {error}") from None
     return truth_problem(kind, prompt.answer, settings.tolerance) if kind in _OF_ANSWERS else ""

@@ -12,7 +12,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from tlt_hpc.cluster.status import submission_of
+from tlt_hpc.cluster.status import resubmitted_by
 from tlt_hpc.cluster.watch.record import Record
 from tlt_hpc.common.printable import printable
 from tlt_hpc.common.words import FIRST_STEP, count
@@ -162,8 +162,8 @@ def last_word(state: RunState, is_alive: bool | None) -> Text:
         drafter = f"finished; train with drafter.form={form} {shlex.quote(f'drafter.init={folder}')}"
         report = "finished; tlt report on this folder says what it learned and gained"
         return Text(printable(drafter) if state.log.folder.is_warmup else report, "bold green")
-    submission = submission_of(state.log.folder.path)
-    command = f"`tlt submit resubmit {submission.folder.name}`" if submission else "the same command"
+    again = resubmitted_by(state.log.folder.path, state.job) if state.job else ""
+    command = f"`{again}`" if again else "the same command"
     resume = f"{command} resumes it"
     if state.queued:
         resume = f"job {state.job} is {state.queued}, and resumes it"

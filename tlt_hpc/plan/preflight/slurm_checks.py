@@ -86,11 +86,11 @@ def default_memory(job: PlannedJob) -> tuple[str, int]:
     names = partition.split(",") if partition else [n[:-1] for n, *_ in _node_lines() if n.endswith("*")]
     asked = [*(("show", "partition", name) for name in dict.fromkeys(names)), ("show", "config")]
     found = (re.search(r"(DefMemPer\w+)\s*=\s*(\d+)", ask_slurm("scontrol", *words)) for words in asked)
-    match = next(filter(None, found), None)
-    if match is None:
-        return "", 0
     numbers = {"DefMemPerCPU": job.ranks_per_node * request.cores_per_rank, "DefMemPerGPU": request.gpus_per_node}
-    return f"{match[1]} = {match[2]} MB", int(match[2]) * numbers.get(match[1], 1)
+    for match in filter(None, found):
+        if number := numbers.get(match[1], 1):  # what counts by GPUs is nothing to a job without
+            return f"{match[1]} = {match[2]} MB", int(match[2]) * number
+    return "", 0
 
 
 def check_partition(job: PlannedJob) -> Finding:

@@ -39,7 +39,7 @@ def check_memory(job: PlannedJob) -> Finding:
     if not limits.hold(plan):
         if asked and nodes.hold(plan):
             return failure(said.rstrip("."), more)
-        remedy = way_out(plan, limits)
+        remedy = way_out(plan, nodes)
         return failure(said.rstrip("."), f"{remedy[0].lower()}{remedy[1:]} See tlt plan")
     if job.asks_slurm and job.request.memory_mb is None:
         default, megabytes = _default_memory(job)
