@@ -132,7 +132,7 @@ def test_files_without_rows(tmp_path: Path) -> None:
     empty, none = write_jsonl(tmp_path / "a.jsonl", ["", "  "]), tmp_path / "none.parquet"
     pa.parquet.write_table(pa.schema([("prompt", pa.string()), ("answer", pa.string())]).empty_table(), none)
     for path in (empty, none):
-        assert refusal(path) == f"data.source = {str(path)!r} has no rows; give a file with prompts and answers"
+        assert refusal(path) == f"data.source = {str(path)!r} has no rows; give a file that has some"
 
 
 ROW = '{"prompt": "Größe 6 und 4", "answer": 2}\n'
