@@ -112,6 +112,15 @@ def advice_of(folder: RunFolder, against: RunFolder | None = None) -> str:
     return html.unescape(page.partition('<ul class="advice">')[2].partition("</ul>")[0])
 
 
+def test_the_score_on_held_out_data_is_a_card(run: RunFolder) -> None:
+    assert "Evaluated" not in cards_of(run)
+    name = "val-core/test/acc/mean@4"
+    set_lines(run, {}, {name: 0.25}, {}, {name: 0.5, "val-core/test/acc/greedy": 0.9}, {})
+    assert cards_of(run)["Evaluated"] == KeyFigure("Evaluated", "0.25 \u2192 0.50", "test, mean@4, after step 2 and 4")
+    set_lines(run, {name: 0.25}, {})
+    assert cards_of(run)["Evaluated"] == KeyFigure("Evaluated", "0.25", "test, mean@4, after step 1")
+
+
 def test_cards_are_what_the_files_say(run: RunFolder, plain: RunFolder) -> None:
     """Of 2 x 6.5 rank-seconds 5.0 are idle (4.5 and 0.5), of which 1.8 trained; 13 s without are 2 times as many."""
     told = cards_of(run, plain)

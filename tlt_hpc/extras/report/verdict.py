@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from tlt_hpc.common.words import count
 from tlt_hpc.extras.report.findings import RunFindings
 from tlt_hpc.look.columns import SCORE
@@ -69,7 +71,7 @@ def _machines(run: RunLog) -> set[str]:
 
 def cards(found: RunFindings, gain: RunGain | None) -> list[KeyFigure]:
     """The key figures that are known."""
-    known = [_learned(found), *_waiting(found), _gained(gain), _text(found), _spent(found)]
+    known = [_learned(found), _evaluated(found), *_waiting(found), _gained(gain), _text(found), _spent(found)]
     return [card for card in known if card is not None]
 
 
@@ -83,6 +85,19 @@ def _learned(found: RunFindings) -> KeyFigure | None:
     tone = "plain" if not change.is_clear else "good" if change.last > change.first else "bad"
     value = f"{change.first:.2f} \u2192 {change.last:.2f}"
     return KeyFigure("Score", value, f"mean score, first and last {over}{doubt}", tone)
+
+
+def _evaluated(found: RunFindings) -> KeyFigure | None:
+    """The mean score on the first data set that was evaluated between steps."""
+    learning = found.learning
+    name = next((name for name in learning.evaluations if "/acc/mean@" in name), "")
+    scores = [(step, score) for step, score in zip(learning.steps, learning.evaluations.get(name, ()), strict=False)
+              if np.isfinite(score)]  # fmt: skip
+    if not scores:
+        return None
+    value = " \u2192 ".join(f"{score:.2f}" for _, score in dict.fromkeys((scores[0], scores[-1])))
+    steps = " and ".join(f"{step}" for step, _ in dict.fromkeys((scores[0], scores[-1])))
+    return KeyFigure("Evaluated", value, f"{name.replace('/acc/', ', ')}, after step {steps}")
 
 
 def _waiting(found: RunFindings) -> list[KeyFigure]:
