@@ -315,6 +315,8 @@ def test_places_that_cannot_be_evaluated(run, tmp_path):
     file.touch()
     for place_step_out, said in [
         ((str(tmp_path),), "neither a run's folder (config.toml) nor a model's (config.json)"),
+        ((f"{tmp_path}x",), f"no folder {tmp_path}x; did you mean {tmp_path}?"),
+        (("none/x",), "no folder none/x; give a run's or a model's, or embedded:tiny"),
         (("embedded:tiny", 3), "--step 3: embedded:tiny is no run's folder"),
         (("embedded:tiny", None, file), f"--output {file} is a file, or the folder of a run; give a folder of its own"),
         (("embedded:tiny", None, run.path), "or the folder of a run; give a folder of its own"),

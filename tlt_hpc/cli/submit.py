@@ -111,7 +111,13 @@ def make_submission(options: argparse.Namespace) -> Submission:
     Raises:
         ConfigError: a member's configuration is wrong, or the folder has a submission.
     """
-    loaded = own_config(options, options.overrides)
+    try:
+        loaded = own_config(options, options.overrides)
+    except ConfigError as error:
+        keys = {each.partition("=")[0]: each for each in options.overrides if "," in each}
+        if swept := next((each for key, each in keys.items() if str(error).startswith(key)), ""):
+            raise ConfigError(f"{error}, or for a run of each --sweep {swept}") from None
+        raise
     name = loaded.run.name
     folder = options.folder or SUBMITTED / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
     if (folder / FILE).exists():

@@ -10,6 +10,7 @@ import hashlib
 from collections import ChainMap
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from pathlib import Path
 
 from torch import Tensor
@@ -88,6 +89,10 @@ def find_subject(place: str, step: int | str | None = None, out: Path | None = N
         return Subject(str(path), RunFolder(path), chosen_step(RunFolder(path), step), out)
     if step is not None:
         raise UserError(f"--step {step}: {place} is no run's folder; leave --step out")
+    if place != EMBEDDED_MODEL and not path.exists():
+        near = get_close_matches(path.name, [each.name for each in path.parent.glob("*/")], n=1)
+        remedy = f"did you mean {path.parent / near[0]}?" if near else f"give a run's or a model's, or {EMBEDDED_MODEL}"
+        raise UserError(f"no folder {place}", remedy)
     if place != EMBEDDED_MODEL and not (path / "config.json").is_file():
         raise UserError(
             f"{place}: neither a run's folder (config.toml) nor a model's (config.json); give one of them, or "
