@@ -156,12 +156,8 @@ def take_step(job: Job, step: int, reporter: Reporter, is_saved: bool = False, t
         if job.drafting:
             end_features(job.drafting, tail.stopped)
     if tail.stopped:
-        if is_saved or job.world.agree_to_stop() is Stop.KILL:
-            return False
-        if shows:
-            reporter.phase(step, "stopping: saving a checkpoint")
-        if start_merge(job, tail.use.trains):
-            finish_merge(job)  # what was trained so far belongs to the checkpoint, and to all ranks alike
+        if not is_saved:
+            merge_for_checkpoint(job, step, tail, reporter)
         return False
     merged = MergeReport(0, job.drafting.spot.num_steps, "", 0.0) if job.drafting else None
     at_once = sums_on_gpus()  # in milliseconds; through host memory the sum hides behind the update
@@ -205,6 +201,19 @@ def take_step(job: Job, step: int, reporter: Reporter, is_saved: bool = False, t
         if warning := job.mismatch.look(line[PROBS_DIFF], line[K3]):
             logger.warning("step %d: %s", step + 1, warning)
     return True
+
+
+def merge_for_checkpoint(job: Job, step: int, tail: Tail, reporter: Reporter) -> None:
+    """Merge what was trained until a stop: it belongs to the checkpoint, and to all ranks alike. Collective.
+
+    Where the job is killed at once, nothing is merged.
+    """
+    if job.world.agree_to_stop() is Stop.KILL:
+        return
+    if job.world.rank == 0:
+        reporter.phase(step, "stopping: saving a checkpoint")
+    if start_merge(job, tail.use.trains):
+        finish_merge(job)
 
 
 def drop_replaced(job: Job, step: int) -> None:
