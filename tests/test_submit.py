@@ -98,6 +98,16 @@ def test_nothing_is_submitted_if_one_member_is_wrong(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_job_file_of_another_folder_is_told_where_paths_are_read(
+    submit: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert submit([TINY, "model.path=models/none"]) == 2
+    assert capsys.readouterr().err.endswith(f" (relative paths are read from {tmp_path})\n")
+    shutil.copy(TINY, tmp_path / "own.toml")
+    assert submit(["own.toml", "model.path=models/none"]) == 2
+    assert "relative paths" not in capsys.readouterr().err
+
+
 # --- the batch script ---
 
 

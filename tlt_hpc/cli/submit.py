@@ -308,7 +308,9 @@ def check_member(config: str, member: SubmittedRun, num_ranks: int) -> None:
         if loaded.evaluation.every_steps and member.arguments[0] == "train":
             open_checked_sets(loaded, assets.folder, assets.shape, assets.tokenizer)
     except ValueError as error:
-        raise ConfigError(f"{member.name}: {error}") from None
+        is_elsewhere = not Path(config).resolve().is_relative_to(Path.cwd())
+        here = f" (relative paths are read from {Path.cwd()})" * is_elsewhere
+        raise ConfigError(f"{member.name}: {error}{here}") from None
 
 
 def drafters_before(after: Sequence[str]) -> set[Path]:
