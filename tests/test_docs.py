@@ -133,13 +133,13 @@ def test_the_job_of_the_training_page_fits_and_its_files_can_be_used(tmp_path, m
 # -- links ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_memory_plan_of_the_tour_is_what_the_command_prints(monkeypatch, capsys) -> None:
+def test_the_memory_plan_of_the_questions_is_what_the_command_prints(monkeypatch, capsys) -> None:
     monkeypatch.chdir(ROOT)
-    tour = text_of(ROOT / "docs" / "tour.md")
-    (command,) = (line for line in tour.splitlines() if line.startswith("tlt plan "))
+    page = text_of(ROOT / "docs" / "faq.md")
+    (command,) = (line for line in page.splitlines() if line.startswith("tlt plan "))
     assert main(shlex.split(command)[1:]) == 0
     printed = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
-    (block,) = (text for _, text in _FENCE.findall(tour) if " together " in text and "Host memory" in text)
+    (block,) = (text for _, text in _FENCE.findall(page) if " together " in text and "Host memory" in text)
     for line in filter(None, (" ".join(line.split()) for line in block.splitlines())):
         begin, _, end = line.partition("...")
         assert any(each.startswith(begin) and each.endswith(end) for each in printed), line
