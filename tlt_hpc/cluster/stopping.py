@@ -246,7 +246,10 @@ def know_limits(
     def at_last() -> None:
         if progress is None:
             return
-        BEAT.leave("stopped early")  # it will be killed, and the next start is not to take that for a fault
+        # it will be killed, and the next start is not to take that for a fault; a disk that hangs must not delay the rest
+        leaving = threading.Thread(target=BEAT.leave, args=("stopped early",), name="leave", daemon=True)
+        leaving.start()
+        leaving.join(KILL_SECONDS / 5)
         try:
             done = progress()
         except (ValueError, OSError) as error:  # which the next start meets, and reports
