@@ -246,7 +246,7 @@ def know_limits(
     def at_last() -> None:
         if progress is None:
             return
-        # it will be killed, and the next start is not to take that for a fault; a disk that hangs must not delay the rest
+        # it will be killed, and the next start is not to take that for a fault; a disk that hangs delays nothing
         leaving = threading.Thread(target=BEAT.leave, args=("stopped early",), name="leave", daemon=True)
         leaving.start()
         leaving.join(KILL_SECONDS / 5)
