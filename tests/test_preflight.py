@@ -308,6 +308,8 @@ SLURM_PLANTED: list[tuple[str, Plant, str, str, str]] = [
     ("no requeue", changed("--requeue", "--no-requeue"), "requeue", "warning", r"says --no-requeue"),
     ("a run folder in memory", lambda p: (p.slurm(), p.monkeypatch.setattr(
         machine, "mount_of", lambda path: machine.Mount("/", "tmpfs"))), "run folder", "warning", r"in memory"),
+    ("more memory than a node has", changed("--mem=16G", "--mem=900G"), "memory", "failure",
+     r"^--mem asks for 966.* GB of a node, and the partition's largest has .*; ask Slurm for less"),
     ("too little memory asked for", changed("--mem=16G", "--mem=1G"), "memory", "failure",
      r"^Does not fit\..* more than the 1.07 GB of what --mem asks for on each node; ask Slurm for "
      r"--mem=\d+G or more \(--mem=0: all of a node\)$"),

@@ -111,6 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     elif is_own(folder):
         stop(folder)
         shutil.rmtree(folder)
+        print(f"ended, and removed {folder}")
     return 0
 
 

@@ -103,6 +103,8 @@ class StepReporter:
             self._stages = None
         left = sum(status.sequences_left for status in roster.statuses)
         training = sum(status.drafter_steps > 0 for status in roster.statuses)
+        if not left:  # it has not begun, or ends
+            return
         self._screen.progress(f"step {step + 1}: rollout, {left} left, {roster.num_busy} busy, {training} training")
 
     def phase(self, step: int, name: str) -> None:

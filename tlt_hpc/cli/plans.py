@@ -82,7 +82,8 @@ def plan_with(config: Config, assets: ModelAssets, options: argparse.Namespace, 
     if options.command == "compare":
         modes = 4 - len(set(options.without))
         in_turn = f"compare     {modes} modes in turn, all in memory at once: {modes} times what one run needs\n"
-        return in_turn + plan_run(config, assets, num_ranks)
+        run = config.run.model_copy(update={"num_steps": options.steps})
+        return in_turn + plan_run(config.model_copy(update={"run": run}), assets, num_ranks)
     return plan_run(config, assets, num_ranks)
 
 

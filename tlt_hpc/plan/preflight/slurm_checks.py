@@ -69,11 +69,10 @@ def launch_types() -> list[str]:
     return sorted({line for line in lines if re.fullmatch(r"\w+", line)} | set(named))
 
 
-def smallest_node_mb(job: PlannedJob) -> int:
-    """Memory of the partition's smallest node that has the requested GPUs; 0 if there is none."""
-    request = job.request
-    sizes = (node.memory_mb for node in read_nodes(request.partition) if node.num_gpus >= request.gpus_per_node)
-    return min(sizes, default=0)
+def node_megabytes(job: PlannedJob) -> list[int]:
+    """Memory of the partition's nodes that have the requested GPUs, ascending."""
+    nodes = read_nodes(job.request.partition)
+    return sorted(node.memory_mb for node in nodes if node.num_gpus >= job.request.gpus_per_node)
 
 
 def default_memory(job: PlannedJob) -> tuple[str, int]:

@@ -30,12 +30,16 @@ def check_memory(job: PlannedJob) -> Finding:
     from tlt_hpc.plan.memory.summary import verdict, way_out
 
     plan, asked = job.plan, (job.request.memory_mb or 0) * _MB
-    nodes = MemoryLimits(job.gpu_bytes if job.uses_gpu else None, _node_bytes(job))
+    sizes = _node_bytes(job)
+    nodes = MemoryLimits(job.gpu_bytes if job.uses_gpu else None, sizes[0] if sizes else None)
     if not job.asks_slurm:
         nodes = replace(nodes, host_is=HERE)
     limits = replace(nodes, host=asked, host_is="what --mem asks for on each node") if asked else nodes
     said = verdict(plan, limits)
     more = f"ask Slurm for --mem={math.ceil(plan.node_bytes / 2**30)}G or more (--mem=0: all of a node)"
+    if asked and sizes and asked > sizes[-1]:
+        what = f"--mem asks for {size(asked)} of a node, and the partition's largest has {size(sizes[-1])}"
+        return failure(what, "ask Slurm for less, or for another partition")
     if not limits.hold(plan):
         if asked and nodes.hold(plan):
             return failure(said.rstrip("."), more)
@@ -58,14 +62,14 @@ def _default_memory(job: PlannedJob) -> tuple[str, int]:
         return "", 0
 
 
-def _node_bytes(job: PlannedJob) -> int | None:
-    """Memory of the partition's smallest node, or without Slurm what is left here."""
+def _node_bytes(job: PlannedJob) -> list[int]:
+    """Memory of the partition's nodes, ascending, or without Slurm what is left here; empty: not known."""
     if not job.asks_slurm:
-        return available_bytes()
+        return [left] if (left := available_bytes()) else []
     try:
-        return slurm_checks.smallest_node_mb(job) * _MB or None
+        return [megabytes * _MB for megabytes in slurm_checks.node_megabytes(job) if megabytes]
     except SlurmError:  # the check of the partition reports it
-        return None
+        return []
 
 
 # --- disk ---
