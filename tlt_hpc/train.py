@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from tlt_hpc.cluster.stopping import Stop
 from tlt_hpc.cluster.watch.beat import BEAT
 from tlt_hpc.common.records import AHEAD, PREFILL, PhaseSpan, Rollout
+from tlt_hpc.common.words import count
 from tlt_hpc.config import Config, UserError
 from tlt_hpc.drafting.acceptance import JUDGED_DEPTH, DraftCounts
 from tlt_hpc.drafting.spot import MergeReport
@@ -27,6 +28,7 @@ from tlt_hpc.look.metrics import DECODE_CPU, DUE, K3, KEPT_TOKENS, LATE, MERGE_E
 from tlt_hpc.look.timing import PhaseTimer
 from tlt_hpc.look.tracking import Tracking
 from tlt_hpc.mpi.owner import agree_on_owner, check_owner
+from tlt_hpc.mpi.roster import Roster
 from tlt_hpc.mpi.world import World
 from tlt_hpc.resume.finished import record_finished
 from tlt_hpc.resume.kept import drop_kept
@@ -318,7 +320,12 @@ def evaluate_if_due(job: Job, evaluation: Exam | None, step: int, reporter: Repo
         return True
     if job.world.rank == 0:
         reporter.phase(step - 1, "evaluation")
-    metrics = evaluate_policy(job, evaluation, step, lambda roster: reporter.rolling(step - 1, roster))
+
+    def show(roster: Roster) -> None:
+        left = sum(status.sequences_left for status in roster.statuses)
+        reporter.phase(step - 1, f"evaluation, {count(left, 'response')} left")
+
+    metrics = evaluate_policy(job, evaluation, step, show)
     if metrics is not None:
         with_figures = {**line, **metrics}
         job.world.once(lambda: add_figures(job, with_figures))
