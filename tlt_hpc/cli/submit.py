@@ -309,7 +309,8 @@ def check_member(config: str, member: SubmittedRun, num_ranks: int) -> None:
             open_checked_sets(loaded, assets.folder, assets.shape, assets.tokenizer)
     except ValueError as error:
         is_elsewhere = not Path(config).resolve().is_relative_to(Path.cwd())
-        here = f" (relative paths are read from {Path.cwd()})" * is_elsewhere
+        is_path = "does not exist" in str(error)
+        here = f" (relative paths are read from {Path.cwd()})" * (is_elsewhere and is_path)
         raise ConfigError(f"{member.name}: {error}{here}") from None
 
 

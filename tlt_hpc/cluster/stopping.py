@@ -27,6 +27,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from enum import IntEnum
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TypeVar
@@ -247,7 +248,7 @@ def know_limits(
         if progress is None:
             return
         # it will be killed, and the next start is not to take that for a fault; a disk that hangs delays nothing
-        leaving = threading.Thread(target=BEAT.leave, args=("stopped early",), name="leave", daemon=True)
+        leaving = threading.Thread(target=partial(BEAT.leave, "stopped early"), name="leave", daemon=True)
         leaving.start()
         leaving.join(KILL_SECONDS / 5)
         try:
