@@ -190,7 +190,6 @@ def take_step(job: Job, step: int, reporter: Reporter, is_saved: bool = False, t
             job.world.barrier()  # ranks that share a GPU take the pages' memory again when all have left theirs
         job.load_policy(step + 1)
     advantages_of = {rollouts[i].key: a for i, a in zip(update.trained, update.advantages, strict=True)}
-    # NaN: left out by dynamic sampling
     advantages = np.array([advantages_of.get(rollout.key, np.nan) for rollout in tail.rollouts], np.float32)
     record = make_record(job, step, tail, rewards, advantages, merged, timer)
     line: Line = {
@@ -357,7 +356,7 @@ def make_record(
     merged: MergeReport | None,
     timer: PhaseTimer,
 ) -> StepRecord:
-    """What this rank's log keeps of a step."""
+    """What this rank's log keeps of a step; advantages are NaN where dynamic sampling has left a response out."""
     counts = job.engine.take_counts()
     if job.replica.index > 0:
         counts = counts.without_shared_counts()
