@@ -391,6 +391,14 @@ def test_open_mpi_without_pmix_has_another_remedy(place: Place) -> None:
     assert place.check()["mpi"].level == "ok"
 
 
+def test_an_mpich_whose_start_can_fail_under_pmi2_is_named(place: Place) -> None:
+    place.slurm()
+    place.monkeypatch.setattr(mpi, "read_library", lambda: "MPICH Version:      5.0.2")
+    assert_found(place.check(), "mpi", r"MPICH Version: 5\.0\.2 under srun --mpi=pmi2.*mpich 4\.3", set(), "warning")
+    place.monkeypatch.setenv("TLT_LAUNCH", "mpirun")
+    assert place.check()["mpi"].level == "ok"
+
+
 def test_the_list_of_an_older_srun_is_read(place: Place) -> None:
     place.slurm(kinds="srun: MPI types are...\nsrun: none\nsrun: pmix_v3\nsrun: pmi2\n")
     assert place.check()["mpi"].level == "ok"

@@ -93,6 +93,9 @@ def _check_srun(library: str) -> Finding:
     if fitting and not asked.startswith(fitting):
         what = f"srun --mpi={asked} does not start {_first_line(library)}, which mpi4py loads: N jobs of one rank"
         return failure(what, f"export TLT_SRUN_MPI={fitting[0]}")
+    if re.match(r"MPICH Version:\s+5\.0", library) and asked == "pmi2":
+        what = f"{_first_line(library)} under srun --mpi=pmi2: starts on several nodes can fail (docs/cluster.md)"
+        return warning(what, "install mpich 4.3, or export TLT_LAUNCH=mpirun")
     return ok(f"srun --mpi={asked} for {_first_line(library)}")
 
 
