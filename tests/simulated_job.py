@@ -188,7 +188,7 @@ class Driver:
         config = SimpleNamespace(
             folder=folder.path, run=SimpleNamespace(num_steps=plan.rounds, seed=0),
             checkpoint=SimpleNamespace(every_steps=self.every, replay=True),
-            drafter=SimpleNamespace(min_idle=1, train=True), rollout=SimpleNamespace(group_size=1),
+            drafter=SimpleNamespace(train=True), rollout=SimpleNamespace(group_size=1),
             evaluation=SimpleNamespace(every_steps=0),
         )  # fmt: skip
         progress = partial(describe_progress, config)

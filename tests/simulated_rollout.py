@@ -150,7 +150,6 @@ def play(cluster: Cluster, plan: Any) -> None:
     shape = SimpleNamespace(
         tensor_parallel=tensor_parallel, rollouts=plan.rounds, seconds=random.choice((1e-4, 1e-3, 5e-3)),
         busy=random.choice((0.0, 50e-3)), trains=random.random() < 0.4, ahead=random.random() < 0.4,
-        min_idle=random.randint(1, plan.ranks),
         work=[[[random.randint(1, longest) for _ in range(random.choice((0, 1, 1, 3)))]
                for _ in range(plan.ranks // tensor_parallel)] for _ in range(plan.rounds)],
     )  # fmt: skip
@@ -226,7 +225,6 @@ def roll(cluster: Cluster, shape: Any, process: Process) -> int:
     job = SimpleNamespace(
         world=world, replica=replica, pulse=pulse, engine=engine, checkpoints=CheckpointStore(cluster.folder, 1),
         drafting=SimpleNamespace(spot=spot) if shape.trains else None,
-        config=SimpleNamespace(drafter=SimpleNamespace(min_idle=shape.min_idle)),
     )  # fmt: skip
     stop = Stop.NONE
     for epoch in range(shape.rollouts):

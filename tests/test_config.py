@@ -129,7 +129,6 @@ def test_wrong_values_are_named(override: str, message: str) -> None:
         ("algorithm.kl_estimator=k1 algorithm.kl_coefficient=0.1", "algorithm.kl_estimator = 'k1'", "'k3', or another"),
         ("algorithm.max_refills=1 algorithm.name=reinforce++", "algorithm.max_refills = 1", "use another algorithm"),
         ("algorithm.max_refills=1 rollout.temperature=0", "algorithm.max_refills = 1", "a temperature above 0"),
-        ("drafter.form=eagle3 drafter.loss=feature", "drafter.loss = 'feature'", "use drafter.loss = 'cross-entropy'"),
         ("data.task_args={a=1}", "data.task_args = {'a': 1} has no effect", "use data.source = 'reasoning-gym:NAME'"),
         (
             "data.template_args={tools=[]}",

@@ -19,20 +19,21 @@ from tlt_hpc.drafting.acceptance import JUDGED_DEPTH, DraftCounts
 from tlt_hpc.drafting.loss import LossSettings, drafter_loss
 from tlt_hpc.drafting.packing import pack, whole
 from tlt_hpc.drafting.pool import TrainingPool, training_weights
-from tlt_hpc.drafting.spot import SpotTrainer
+from tlt_hpc.drafting.spot import AVERAGE_MERGES, SpotTrainer
 from tlt_hpc.models.eagle import Eagle
 from tlt_hpc.rollout.chooser import DraftTally
 from tlt_hpc.rollout.strategy import OFF, Strategy
 from tlt_hpc.storage.feature_cache import FeatureCache
 from tlt_hpc.storage.folder import RunFolder
 
-WEIGHTS = LossSettings("feature", 1.0, 0.1)
+WEIGHTS = LossSettings(1.0, 0.1)
 
 
-def make_trainer(tmp_path, rank=0, **settings):
+def make_trainer(tmp_path, rank=0, average_merges=AVERAGE_MERGES, **settings):
     cache = FeatureCache(RunFolder(tmp_path), rank, 1, 128, 10**9, num_ranks=16)
     options = DrafterSection(**{"micro_step_seconds": 5.0, "learning_rate": 2e-3, **settings})
-    return SpotTrainer(embedded_decoder(), cache, options, seed=0, rank=rank), cache
+    trainer = SpotTrainer(embedded_decoder(), cache, options, seed=0, rank=rank, average_merges=average_merges)
+    return trainer, cache
 
 
 def merge(trainers):
@@ -456,7 +457,7 @@ def test_a_mean_goes_on_where_it_was_saved(tmp_path):
         train_and_merge(trainer, step)
     state = trainer.state()
     assert torch.equal(state["fc.weight"], trainer.served()["fc"]), "what is served is the file's drafter"
-    again = SpotTrainer(embedded_decoder(), cache, trainer._settings, seed=0, rank=0)
+    again = SpotTrainer(embedded_decoder(), cache, trainer._settings, seed=0, rank=0, average_merges=3)
     again.load_state(state)
     assert (again.fingerprint(), again.num_steps) == (trainer.fingerprint(), 2)
     with pytest.raises(ValueError, match=r"'fc\.weight': \[2, 2\], this model needs \[128, 256\]"):
@@ -468,7 +469,7 @@ def test_a_mean_goes_on_where_it_was_saved(tmp_path):
     assert torch.equal(again.served()["fc"], trainer.served()["fc"])
 
     # continues with a run without a mean
-    old = SpotTrainer(embedded_decoder(), cache, trainer._settings, seed=0, rank=0)
+    old = SpotTrainer(embedded_decoder(), cache, trainer._settings, seed=0, rank=0, average_merges=3)
     old.load_state({name: t for name, t in state.items() if not name.endswith(".trained") and name != "num_averaged"})
     assert torch.equal(old.served()["fc"], state["fc.weight"])
     assert torch.equal(old.drafter.state_dict()["fc"], state["fc.weight"])

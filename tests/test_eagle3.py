@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM
 
 from tlt_hpc.config import DrafterSection
 from tlt_hpc.drafting import loss as loss_module
-from tlt_hpc.drafting.loss import LossSettings, drafter_loss, total_variation
+from tlt_hpc.drafting.loss import LossSettings, drafter_loss
 from tlt_hpc.drafting.packing import pack, whole
 from tlt_hpc.drafting.spot import SpotTrainer
 from tlt_hpc.drafting.vocabulary import count_tokens, most_frequent_tokens
@@ -39,11 +39,9 @@ from tlt_hpc.storage.folder import RunFolder
 REQUESTS = gcd_requests(4, 4)
 IDS = torch.tensor([1, *range(3, 17)])
 SETTINGS = {
-    "features": LossSettings("feature", 0.7, 0.3),
-    "features ahead": LossSettings("feature", 0.7, 0.3, num_steps=4, decay=0.5),
-    "cross-entropy": LossSettings("cross-entropy", num_steps=3, decay=0.8),
-    "total variation": LossSettings("total-variation", num_steps=3, decay=0.8),
-    "past every end": LossSettings("cross-entropy", num_steps=99, decay=0.9),
+    "one step": LossSettings(0.7, 0.3),
+    "ahead": LossSettings(0.7, 0.3, num_steps=4, decay=0.5),
+    "past every end": LossSettings(num_steps=99, decay=0.9),
 }
 
 
@@ -129,10 +127,8 @@ def pair_loss(drafter, state, wanted, settings):
         normed = F.rms_norm(state, (128,), drafter.final_norm, drafter.shape.norm_epsilon)
         q = torch.softmax(drafter.head @ normed, 0)
         p = p[drafter.token_ids]  # what lies outside cannot be drafted, and weighs nothing
-    if settings.kind == "total-variation":
-        return -sum(min(a, b) for a, b in zip(p, q, strict=True))
     cross = -(p * q.log()).sum()
-    if settings.kind == "cross-entropy":
+    if drafter.token_ids is not None:
         return cross
     difference = (state - wanted).abs()
     smooth = torch.where(difference < 1, 0.5 * difference**2, difference - 0.5).mean()
@@ -168,8 +164,6 @@ def by_definition(drafter, documents, settings):
 @pytest.mark.parametrize("name", SETTINGS)
 def test_packed_loss_and_gradient_are_those_of_paths_rolled_out_one_by_one(name, form, chunked, monkeypatch):
     settings = SETTINGS[name]
-    if form == "eagle3" and settings.kind == "feature":
-        pytest.skip("its states are no features")
     if chunked:
         monkeypatch.setattr(loss_module, "_MOST_LOGITS", 24 * 5)
         monkeypatch.setattr(documents_module, "_MOST_SCORES", 4 * 40)
@@ -184,16 +178,6 @@ def test_packed_loss_and_gradient_are_those_of_paths_rolled_out_one_by_one(name,
     alone.backward()
     assert packed.item() == pytest.approx(alone.item(), abs=1e-5)
     torch.testing.assert_close(got, gradients(drafter), atol=1e-5, rtol=1e-4)
-
-
-def test_total_variation_is_the_share_of_accepted_drafts():
-    """Against rejection sampling itself: draft from q, accept with min(1, p / q)."""
-    torch.manual_seed(0)
-    target, drafted, ids = torch.randn(1, 9), torch.randn(1, 5), torch.tensor([0, 2, 3, 5, 8])
-    p, q = target.softmax(-1)[0, ids], drafted.softmax(-1)[0]
-    draws = torch.multinomial(q, 200_000, replacement=True)
-    accepted = (torch.rand(len(draws)) < p[draws] / q[draws]).float().mean().item()
-    assert -total_variation(target, drafted, ids).item() == pytest.approx(accepted, abs=4e-3)
 
 
 # --- training ---

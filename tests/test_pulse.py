@@ -51,7 +51,7 @@ def roll_out(
         if done < num_steps:
             step()
             done += 1
-        elif roster.worth_training(2, rank):
+        elif roster.worth_training(rank):
             step()
             trained += 1
         else:
@@ -103,7 +103,7 @@ def rollouts_with_micro_steps(num_rollouts: int) -> str:
             if done < num_steps:
                 time.sleep(random.uniform(0, 4e-3))
                 done += 1
-            elif roster.worth_training(1, world.rank):
+            elif roster.worth_training(world.rank):
                 with pulse.progressing(status):
                     end = time.monotonic() + 60  # far beyond the rollout: only the release ends the micro-step
                     while not pulse.over and time.monotonic() < end:

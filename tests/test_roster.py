@@ -29,12 +29,12 @@ STATUSES = st.builds(
 def test_before_the_first_round_all_are_busy() -> None:
     first = Roster.before_first_round(epoch=4, num_ranks=3)
     assert (first.epoch, first.round, first.num_busy) == (4, 0, 3)
-    assert not first.over and not first.stopping and not first.worth_training(min_idle=2, rank=0)
-    assert first.worth_training(min_idle=1, rank=0), "this rank has finished, though no roster shows it yet"
+    assert not first.over and not first.stopping
+    assert first.worth_training(rank=0), "this rank has finished, though no roster shows it yet"
 
 
-@given(st.lists(STATUSES, min_size=1, max_size=12), st.integers(1, 12))
-def test_decisions_follow_from_the_statuses(statuses: list[Status], min_idle: int) -> None:
+@given(st.lists(STATUSES, min_size=1, max_size=12))
+def test_decisions_follow_from_the_statuses(statuses: list[Status]) -> None:
     seen = of(statuses)
     assert seen.statuses == statuses
     busy = [s for s in statuses if s.state == State.BUSY]
@@ -43,8 +43,7 @@ def test_decisions_follow_from_the_statuses(statuses: list[Status], min_idle: in
     assert seen.over == (not busy or seen.stopping)
     for rank, status in enumerate(statuses):
         others = len(busy) - (status.state == State.BUSY)
-        worth = others > 0 and not seen.stopping and len(statuses) - others >= min_idle
-        assert seen.worth_training(min_idle, rank) == worth
+        assert seen.worth_training(rank) == (others > 0 and not seen.stopping)
 
 
 def test_roster_needs_no_mpi() -> None:

@@ -208,7 +208,7 @@ def use_wait(job: Job, scorer: Scorer, use: TailUse, ahead: AheadTail, roster: R
     if now.state is State.AHEAD:  # the ranks of a replica do so together, whatever each of them has scored
         ahead.work(roster, now, lambda: is_over(job))
         return True
-    if not (use.trains and roster.worth_training(job.config.drafter.min_idle, job.world.rank)):
+    if not (use.trains and roster.worth_training(job.world.rank)):
         return False
     assert job.drafting is not None
     with job.pulse.progressing(now._replace(state=State.TRAINING)):

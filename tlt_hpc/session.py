@@ -27,7 +27,7 @@ from tlt_hpc.common.records import Prompt, Request, SampleKey, SamplingParams, S
 from tlt_hpc.common.words import count
 from tlt_hpc.config import Config, ConfigError, UserError, truncation_warning
 from tlt_hpc.data.prompts import PromptSource
-from tlt_hpc.drafting.spot import SpotTrainer
+from tlt_hpc.drafting.spot import AVERAGE_MERGES, SpotTrainer
 from tlt_hpc.drafting.tail_plan import TailPlan
 from tlt_hpc.drafting.vocabulary import count_tokens, most_frequent_tokens
 from tlt_hpc.look.energy import EnergyMeter
@@ -493,7 +493,11 @@ def unit_of(config: Config, key: SampleKey) -> int:
 
 
 def make_drafting(
-    session: Session, assets: Assets, folder: RunFolder, warm: dict[str, torch.Tensor] | None
+    session: Session,
+    assets: Assets,
+    folder: RunFolder,
+    warm: dict[str, torch.Tensor] | None,
+    average_merges: int = AVERAGE_MERGES,
 ) -> Drafting:
     """The drafter (from the weights ``warm``, or random), its cache and its trainer; collective."""
     config, world, decoder = session.config, session.world, session.decoder
@@ -508,7 +512,7 @@ def make_drafting(
     place, rank, num_ranks = cache_place(config, world, folder)
     sizes = served.num_features, shape.hidden_size, settings.cache_bytes
     cache = FeatureCache(place, rank, *sizes, num_ranks)
-    spot = SpotTrainer(decoder, cache, settings, seed, world.rank, token_ids, own)
+    spot = SpotTrainer(decoder, cache, settings, seed, world.rank, token_ids, own, average_merges)
     if warm is not None:
         spot.start_from(warm)
     alone = CheckpointStore(folder.drafter_checkpoints, keep=2)

@@ -273,7 +273,11 @@ def test_advice_follows_from_metrics(tmp_path: Path, run: RunFolder, case: str) 
 def test_advice_follows_from_logs_and_settings(run: RunFolder) -> None:
     """38 % waiting is too much, and 36 % of it used too little; a quarter of the responses ended at the cap."""
     told = advice_of(run)
-    for expected in ('38 %.*rollout.shard = "sample"', "36 %.*drafter.min_idle", "25 % of the responses were cut"):
+    for expected in (
+        '38 %.*rollout.shard = "sample"',
+        "36 %.*drafter.micro_step_seconds",
+        "25 % of the responses were cut",
+    ):
         assert re.search(expected, told)
 
 

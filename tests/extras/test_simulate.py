@@ -56,12 +56,10 @@ def test_idle_seconds_of_two_ranks_exactly() -> None:
     assert simulate(lengths_of([7]), costs_of([2.0]), setting, StepPhases(0.5, 3.0)).step_seconds[0] == 14 + 3 + 7 * 0.5
 
 
-@pytest.mark.parametrize(("changes", "harvested"), [
-    ({}, 8 + 5), ({"min_idle": 2}, 5 + 5), ({"min_idle": 3}, 0), ({"trains": False}, 0)
-])  # fmt: skip
-def test_training_starts_when_enough_ranks_are_idle(changes: dict[str, Any], harvested: float) -> None:
-    """Ranks end at 1, 4 and 9: where two must be idle, the first one trains from 4."""
-    setting = replace(Setting(max_live=1, micro_step_seconds=1.0), **changes)
+@pytest.mark.parametrize(("trains", "harvested"), [(True, 8 + 5), (False, 0)])
+def test_a_rank_trains_from_its_last_token_on(trains: bool, harvested: float) -> None:
+    """Ranks end at 1, 4 and 9."""
+    setting = Setting(max_live=1, micro_step_seconds=1.0, trains=trains)
     steps = simulate(lengths_of([1], [4], [9]), costs_of([1.0]), setting, NOTHING)
     assert (steps.harvested_rank_seconds[0], steps.idle_rank_seconds[0]) == (harvested, 13)
 
@@ -80,9 +78,9 @@ LENGTHS = st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=9), min_siz
 
 
 @settings(max_examples=60, deadline=None)
-@given(LENGTHS, st.integers(1, 5), st.integers(1, 5))
-def test_harvested_time_is_idle_time_and_tokens_are_conserved(rows: list[list[int]], live: int, least: int) -> None:
-    setting = Setting(max_live=live, min_idle=least, micro_step_seconds=1.5)
+@given(LENGTHS, st.integers(1, 5))
+def test_harvested_time_is_idle_time_and_tokens_are_conserved(rows: list[list[int]], live: int) -> None:
+    setting = Setting(max_live=live, micro_step_seconds=1.5)
     steps = simulate(lengths_of(*rows), costs_of([1.0, 1.5, 2.0, 2.5, 3.0]), setting, StepPhases(1e-3, 1.0))
     assert 0 <= steps.harvested_rank_seconds[0] <= steps.idle_rank_seconds[0] + 1e-9
     assert steps.tokens[0] == sum(map(sum, rows))

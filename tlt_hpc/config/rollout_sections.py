@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
@@ -64,7 +63,6 @@ class RolloutSection(Section):
     rounds."""
 
 
-LossKind = Literal["feature", "cross-entropy", "total-variation"]
 _StrategyName = Annotated[str, Field(min_length=1, max_length=64)]
 _STRATEGIES = ("ngram-4", "drafter-2", "drafter-4", "drafter-8")
 
@@ -102,19 +100,10 @@ class DrafterSection(Section):
     may be accepted."""
     learning_rate: LearningRate = 1e-3
     """Learning rate of AdamW, constant."""
-    loss: Literal["auto", "feature", "cross-entropy", "total-variation"] = "auto"
-    """``feature``: smooth L1 on features plus 0.1 times the soft cross-entropy (``auto`` for ``eagle``);
-    ``cross-entropy``: soft cross-entropy on the draft vocabulary (``auto`` for ``eagle3``); ``total-variation``: minus
-    the acceptance probability, sum of min(p, q)."""
     micro_step_tokens: NumTokens = 2048
     """Most tokens of one micro-step; the time limit may make it smaller."""
     micro_step_seconds: PositiveSeconds = 0.2
     """Longest micro-step, and so the longest that training may delay the end of a rollout."""
-    average_merges: PositiveInt = 5
-    """The engine drafts with a running average of the drafter's weights over about this many merges, which tolerates a
-    learning rate that is too high. 1: with the last weights."""
-    min_idle: NumRanks = 1
-    """Ranks that must be idle before any of them trains."""
     train: bool = True
     """Train the drafter; otherwise it keeps its initial weights."""
     cache_bytes: Annotated[NumBytes, Field(ge=1)] = 2_000_000_000
@@ -124,24 +113,10 @@ class DrafterSection(Section):
     their own node only. Empty: in the run's folder, where all ranks read all features."""
 
     @property
-    def loss_kind(self) -> LossKind:
-        """The configured loss, or the one that ``auto`` stands for."""
-        if self.loss != "auto":
-            return self.loss
-        return "feature" if self.form == "eagle" else "cross-entropy"
-
-    @property
     def num_unrolled(self) -> int:
         """Steps ahead that the drafter is trained on its own predictions: EAGLE 1, EAGLE-3 7 (its training-time
         test)."""
         return 1 if self.form == "eagle" else 7
-
-    def problems(self) -> Iterator[str]:
-        if self.form == "eagle3" and self.loss == "feature":
-            yield (
-                "drafter.loss = 'feature' with drafter.form = 'eagle3', whose states are no features of the target; "
-                "use drafter.loss = 'cross-entropy' or 'total-variation'"
-            )
 
 
 class WarmupSection(Section):

@@ -18,7 +18,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from tlt_hpc.config import LossKind
 from tlt_hpc.drafting.packing import PackedBatch
 from tlt_hpc.models.documents import PathAttention
 from tlt_hpc.models.drafter import Drafter
@@ -43,9 +42,12 @@ def fast_products() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class LossSettings:
-    """Which loss, how far it looks ahead, and the factors of its terms."""
+    """How far the loss looks ahead, and the factors of its terms.
 
-    kind: LossKind
+    EAGLE's is ``feature_weight`` x smooth L1 on the states + ``token_weight`` x soft cross-entropy, EAGLE-3's the soft
+    cross-entropy alone: its states are no features of the target.
+    """
+
     feature_weight: float = 1.0
     token_weight: float = 0.1
     num_steps: int = 1
@@ -95,30 +97,28 @@ def _unroll(drafter: Drafter, batch: PackedBatch, embedding: Tensor, num_steps: 
 
 def _step_loss(drafter: Drafter, states: Tensor, wanted: Tensor, head: Tensor, settings: LossSettings) -> Tensor:
     """Mean over paths of one step's loss: states [S, H] against the target's last hidden states [S, H]."""
-    token = _token_loss(drafter, states, wanted, head, settings.kind)
-    if settings.kind != "feature":
+    token = _token_loss(drafter, states, wanted, head)
+    if drafter.token_ids is not None:
         return token
     return settings.feature_weight * F.smooth_l1_loss(states, wanted) + settings.token_weight * token
 
 
-def _token_loss(drafter: Drafter, states: Tensor, wanted: Tensor, head: Tensor, kind: LossKind) -> Tensor:
+def _token_loss(drafter: Drafter, states: Tensor, wanted: Tensor, head: Tensor) -> Tensor:
     rows = max(1, _MOST_LOGITS // len(head))
     total = states.new_zeros(())
     for own, true in zip(torch.split(states, rows), torch.split(wanted, rows), strict=True):
         whole = len(states) <= rows
-        inputs = drafter, own, true, head, kind
+        inputs = drafter, own, true, head
         total = total + (_token_sum(*inputs) if whole else checkpoint(_token_sum, *inputs, use_reentrant=False))
     return total / len(states)
 
 
-def _token_sum(drafter: Drafter, states: Tensor, wanted: Tensor, head: Tensor, kind: LossKind) -> Tensor:
-    """Sum over rows of the loss between what the target's head reads of ``wanted`` and what the drafter says."""
+def _token_sum(drafter: Drafter, states: Tensor, wanted: Tensor, head: Tensor) -> Tensor:
+    """Sum over rows of the cross-entropy between the target's head on ``wanted`` and what the drafter says."""
     with torch.no_grad():
         target = F.linear(wanted.to(head.dtype), head).float()
     ids = drafter.token_ids
     drafted = F.linear(states.to(head.dtype), head.detach()).float() if ids is None else drafter.logits(states).float()
-    if kind == "total-variation":
-        return total_variation(target, drafted, ids).sum()
     return soft_cross_entropy(target, drafted, ids).sum()
 
 
@@ -130,14 +130,3 @@ def soft_cross_entropy(target: Tensor, drafted: Tensor, ids: Tensor | None = Non
     """
     p = target.softmax(-1)
     return F.cross_entropy(drafted, p if ids is None else p[:, ids], reduction="none")
-
-
-def total_variation(target: Tensor, drafted: Tensor, ids: Tensor | None = None) -> Tensor:
-    """Minus the most that any draft can be accepted with [T], - sum_v min(p_v, q_v): target [T, V], drafted [T, W].
-
-    One less the total variation distance, at temperature 1: what rejection sampling accepts (Leviathan et al., arXiv
-    2211.17192, section 3.1); shared noise accepts between that and (1 - TV) / (1 + TV) of one candidate. Tokens outside
-    the draft vocabulary ``ids`` [W] are never drafted.
-    """
-    p = target.softmax(-1)
-    return -torch.minimum(p if ids is None else p[:, ids], drafted.softmax(-1)).sum(-1)

@@ -35,6 +35,9 @@ from tlt_hpc.storage.feature_cache import FeatureCache
 
 logger = logging.getLogger(__name__)
 
+AVERAGE_MERGES = 5
+"""The engine drafts with a running average of the drafter's weights over about this many merges, which tolerates a
+learning rate that is too high."""
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _BETAS, _MAX_GRAD_NORM = (0.9, 0.95), 1.0
 _LEAST_TOKENS = 256
@@ -79,6 +82,7 @@ class SpotTrainer:
         rank: int,
         token_ids: Tensor | None = None,
         own: DraftLayer = AS_TARGET,
+        average_merges: int = AVERAGE_MERGES,
     ) -> None:
         """``token_ids`` [W]: the vocabulary of an EAGLE-3 drafter; without it the drafter is of EAGLE's form."""
         self.drafter = make_drafter(decoder.shape, seed, torch.float32, decoder.device, token_ids, own)
@@ -87,11 +91,11 @@ class SpotTrainer:
         self.learning_rate = settings.learning_rate
         self.is_trained = False
         """Whether the weights have ever learned anything; a random drafter is not worth asking."""
-        self._loss = LossSettings(settings.loss_kind, num_steps=settings.num_unrolled)
+        self._loss = LossSettings(num_steps=settings.num_unrolled)
         self._parameters = dict(self.drafter.named_parameters())
         self._moments = {name: (torch.zeros_like(p), torch.zeros_like(p)) for name, p in self._parameters.items()}
         self._average = WeightAverage(
-            {name: p.data for name, p in self._parameters.items()}, settings.average_merges if settings.train else 1
+            {name: p.data for name, p in self._parameters.items()}, average_merges if settings.train else 1
         )
         self.num_steps = 0
         """Optimiser steps that the drafter's weights have seen."""

@@ -78,12 +78,11 @@ class Roster:
         """Whether the rollout ends with this round: no rank is BUSY, or some rank votes to stop."""
         return self.num_busy == 0 or self.stopping
 
-    def worth_training(self, min_idle: int, rank: int) -> bool:
-        """Whether ``rank``, which has finished, should train: ``min_idle`` ranks have finished and another has not.
+    def worth_training(self, rank: int) -> bool:
+        """Whether ``rank``, which has finished, should train: another rank still generates.
 
-        The rank counts itself as idle even where this roster does not show it yet, which takes a round or two. Where
-        it is the only BUSY rank of the roster, the rollout is about to end, and training is not worth it.
+        This roster may still show ``rank`` as BUSY, for a round or two. Where no other rank is, the rollout is about to
+        end, and training is not worth it.
         """
         unreported = bool(self.records[rank, 0] == State.BUSY)
-        num_idle = len(self.records) - self.num_busy + unreported
-        return not self.stopping and self.num_busy > unreported and num_idle >= min_idle
+        return not self.stopping and self.num_busy > unreported

@@ -26,7 +26,6 @@ class Setting:
     prompt_tokens: float = 0.0
     read_share: float = 1.0
     """Share of the responses whose prompt is read: one of each group if groups stay together."""
-    min_idle: int = 1
     micro_step_seconds: float = 0.2
     trains: bool = True
     stop_seconds: float = 0.0
@@ -80,7 +79,6 @@ def setting_from(config: Config) -> Setting:
         max_live=rollout.max_live,
         prompt_tokens=config.data.max_prompt_tokens / 2,
         read_share=1 / rollout.group_size if rollout.shard == "group" else 1.0,
-        min_idle=drafter.min_idle,
         micro_step_seconds=drafter.micro_step_seconds,
         trains=drafter.train and config.speculation.mode == "full",
         stop_seconds=0.005,
@@ -106,15 +104,11 @@ def simulate(lengths: Ints, costs: TokenCosts, setting: Setting, phases: StepPha
 
 
 def _harvested(ended: Floats, release: Floats, setting: Setting) -> Floats:
-    """Seconds [T, R] of whole micro-steps, from when the rank and ``min_idle`` ranks are idle until the release."""
-    number = -(-setting.min_idle // setting.ranks_per_replica)
-    if not setting.trains or number > ended.shape[1]:
+    """Seconds [T, R] of whole micro-steps, from the rank's last token until the release."""
+    if not setting.trains:
         return np.zeros_like(ended)
-    enough = np.sort(ended, axis=1)[:, number - 1 : number]
-    last = ended.max(1, keepdims=True)
-    begin = np.maximum(ended, enough)
-    fitting = np.floor((release[:, None] - begin) / setting.micro_step_seconds + 1e-9)
-    return np.where(begin < last, fitting * setting.micro_step_seconds, 0.0)
+    fitting = np.floor((release[:, None] - ended) / setting.micro_step_seconds + 1e-9)
+    return np.where(ended < ended.max(1, keepdims=True), fitting * setting.micro_step_seconds, 0.0)
 
 
 def walk(

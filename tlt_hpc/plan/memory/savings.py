@@ -85,8 +85,6 @@ def _changes(situation: Situation) -> Iterator[tuple[str, object]]:
     if optimizer.zero_stage < 3:
         yield "optimizer.zero_stage", 3
     yield "optimizer.sequence_parallel", 2 * optimizer.sequence_parallel
-    if situation.learns_drafting and drafter.average_merges > 1:
-        yield "drafter.average_merges", 1
     size = page_bytes(situation)
     pages = pool_bytes(situation) // size // 2
     if rollout.kv_bytes and pages > -(-positions(situation) // rollout.page_size):  # room for one of full length

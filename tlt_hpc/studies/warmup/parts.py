@@ -68,7 +68,7 @@ def assemble(config: Config, world: World) -> Warmup:
         load_folder(session)
         folder = RunFolder(config.folder)
         # the cache that comes with it is a run's; a warm-up keeps its features in parts
-        drafting = make_drafting(session, assets, folder, warm)
+        drafting = make_drafting(session, assets, folder, warm, average_merges=1)  # nothing is merged
         world.once(lambda: _check_same(folder, config))
         claim_folder(folder, config, world, None if config.warmup.sources else assets.prompts)
         saves = CheckpointStore(folder.training, _NUM_SAVES)

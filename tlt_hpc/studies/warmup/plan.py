@@ -24,7 +24,7 @@ def config_of(config: Config) -> Config:
             "use speculation.mode = 'full'"
         )
     run = config.run.model_copy(update={"name": config.run.name + SUFFIX})
-    drafter = config.drafter.model_copy(update={"init": config.warmup.init, "average_merges": 1})  # nothing is merged
+    drafter = config.drafter.model_copy(update={"init": config.warmup.init})
     return config.model_copy(update={"run": run, "drafter": drafter})
 
 
