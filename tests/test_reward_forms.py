@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from tlt_hpc.config import RewardSection
 from tlt_hpc.rewards import text as texts
 from tlt_hpc.rewards.mathematics import equal_as_mathematics
 
@@ -36,7 +35,7 @@ def test_responses_have_their_verdict(line: str) -> None:
     response, is_finished = response.replace("\u23ce", "\n"), not cut
     found = {
         "math": lambda: equal_as_mathematics(response, truth, is_finished),
-        "numeric": lambda: texts.numeric(response, truth, RewardSection().tolerance, is_finished),
+        "numeric": lambda: texts.numeric(response, truth, is_finished),
         "choice": lambda: texts.choice(response, truth),
         "boxed": lambda: texts.boxed(response, truth),
     }[kind]()

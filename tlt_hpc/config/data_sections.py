@@ -166,7 +166,7 @@ class RewardSection(Section):
 
     default: RewardKind = "boxed"
     """How responses are scored (docs/rewards.md) if their ``data_source`` is not in ``by_source``: ``boxed``: answers
-    are equal as text; ``math``: mathematically equal; ``numeric``: within ``tolerance``; ``choice``: the same letter;
+    are equal as text; ``math``: mathematically equal; ``numeric``: equal to a millionth; ``choice``: the same letter;
     ``format``: as required; ``code``: by its unit tests; ``function``: by your own function."""
     by_source: Annotated[dict[ColumnName, RewardKind], Field(max_length=MAX_ITEMS)] = Field(default_factory=dict)
     """Kind of reward by ``data_source``; names may contain ``*``, ``?`` and ``[]``. An exact name takes precedence,
@@ -174,8 +174,6 @@ class RewardSection(Section):
     function: FilePath = ""
     """``path.py:name`` of a function with verl's signature (data_source, solution_str, ground_truth, extra_info) that
     returns a number, or a dict with a number under ``score``."""
-    tolerance: Annotated[float, Field(ge=0.0, le=1000.0)] = 1e-6
-    """Tolerance of ``numeric``: relative to the answer, absolute for answers below 1."""
     format_tags: Annotated[tuple[TagName, ...], Field(strict=False, max_length=64)] = ()
     """Required format: the response consists of these tags, each once and in this order, as in
     ``<a>...</a><b>...</b>``."""

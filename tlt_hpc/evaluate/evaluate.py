@@ -53,7 +53,7 @@ logger = logging.getLogger(__name__)
 TESTING = "timing_s/testing"
 """The figure that every evaluated step's line has, as verl calls it."""
 # of [reward]: what a verdict depends on
-_JUDGING = ("default", "by_source", "function", "tolerance", "format_tags", "cpu_seconds", "memory_mb")
+_JUDGING = ("default", "by_source", "function", "format_tags", "cpu_seconds", "memory_mb")
 
 
 class EvaluationReporter(Protocol):

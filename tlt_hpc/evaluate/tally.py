@@ -22,7 +22,7 @@ from tlt_hpc.rewards.answer import Answer
 from tlt_hpc.rewards.final_answer import answer_in, ending_box, find_answer
 from tlt_hpc.rewards.judge import SAME_MATH
 from tlt_hpc.rewards.scorer import Judge
-from tlt_hpc.rewards.text import letter_of, number_of
+from tlt_hpc.rewards.text import are_near, letter_of, number_of
 from tlt_hpc.session import text_of
 from tlt_hpc.storage.evaluation_log import JudgedResponse
 
@@ -125,9 +125,7 @@ def _are_equal(judge: Judge, answers: Sequence[str], other: str) -> list[bool | 
 
 
 def _are_near(judge: Judge, answers: Sequence[str], other: str) -> list[bool | None]:
-    wanted = _fraction(other)
-    room = Fraction(judge.settings.tolerance) * max(Fraction(1), abs(wanted))
-    return [abs(_fraction(answer) - wanted) <= room for answer in answers]
+    return [are_near(_fraction(answer), _fraction(other)) for answer in answers]
 
 
 def _fraction(answer: str) -> Fraction:

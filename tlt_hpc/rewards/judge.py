@@ -130,7 +130,7 @@ def _compare(answer: Answer, truth: str, settings: RewardSection) -> Verdict:
         case "boxed":
             return text.boxed(answer.text, truth)
         case "numeric":
-            return text.numeric(answer.text, truth, settings.tolerance, answer.is_finished)
+            return text.numeric(answer.text, truth, answer.is_finished)
         case "choice":
             return text.choice(answer.text, truth, answer.is_finished)
         case "math":

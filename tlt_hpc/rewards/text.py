@@ -60,8 +60,13 @@ def boxed(text: str, truth: str) -> Verdict:
     return Verdict(float(is_same), detail="" if is_same else f"not {truth[:80]!r}", read=given)
 
 
-def numeric(text: str, truth: str, tolerance: float, is_finished: bool = True) -> Verdict:
-    """1.0 if the number that the response gives equals the answer's, within ``tolerance`` x max(1, answer).
+def are_near(given: Fraction, wanted: Fraction) -> bool:
+    """Whether a number is within a millionth of the wanted one: relative to it, absolute below 1."""
+    return abs(given - wanted) <= Fraction(1e-6) * max(Fraction(1), abs(wanted))
+
+
+def numeric(text: str, truth: str, is_finished: bool = True) -> Verdict:
+    """1.0 if the number that the response gives is near the answer's.
 
     Decimals and fractions are compared exactly, so the verdict is the same everywhere.
     """
@@ -75,7 +80,7 @@ def numeric(text: str, truth: str, tolerance: float, is_finished: bool = True) -
     pairs = [(given, wanted)]
     if _is_percentage(answer_in(found)) != _is_percentage(truth):  # its number, or a hundredth of it
         pairs.append((given / 100, wanted) if _is_percentage(answer_in(found)) else (given, wanted / 100))
-    is_near = any(abs(one - other) <= Fraction(tolerance) * max(Fraction(1), abs(other)) for one, other in pairs)
+    is_near = any(are_near(one, other) for one, other in pairs)
     return Verdict(float(is_near), detail="" if is_near else f"not {truth[:80]!r}", read=shown(given))
 
 

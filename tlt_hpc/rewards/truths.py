@@ -27,16 +27,15 @@ def check_answer(settings: RewardSection, prompt: Prompt) -> str:
             code.read_tests(prompt.answer)
         except ValueError as error:
             raise ValueError(f"reward kind 'code' cannot read the tests {prompt.answer[:80]!r}: {error}") from None
-    return truth_problem(kind, prompt.answer, settings.tolerance) if kind in _OF_ANSWERS else ""
+    return truth_problem(kind, prompt.answer) if kind in _OF_ANSWERS else ""
 
 
 @lru_cache(maxsize=4096)
-def truth_problem(kind: str, truth: str, tolerance: float) -> str:
+def truth_problem(kind: str, truth: str) -> str:
     """Why this answer, or one of a list of answers, is not right by its own kind of reward; empty: it is."""
-    settings = RewardSection(tolerance=tolerance)
     for each in accepted_answers(truth):
         text = each if "\\boxed" in each else f"\\boxed{{{each}}}"
-        verdict = judge(Answer(kind, "", text, each), settings)
+        verdict = judge(Answer(kind, "", text, each), RewardSection())
         if not verdict.reward:
             why = verdict.detail if verdict.failure else f"answer {each[:80]!r} is not equal to itself"
             return f"reward kind {kind!r}: {why}"
