@@ -54,6 +54,7 @@ def refusal(*overrides: str) -> str:
 
 NAME = "use letters, digits, '_', '-' and '.', and none of the last two in front"
 STEPS = "run.num_steps=9 algorithm.updates_per_step=2"
+LEAVE = "leave it out"
 NUL = "no file has a NUL character in its name; leave it out"
 LARGE = "an integer of thousands of digits; use a smaller one"
 
@@ -62,10 +63,16 @@ LARGE = "an integer of thousands of digits; use a smaller one"
     ("override", "message"),
     [
         ("data.task_size=3", "unknown key 'data.task_size'; did you mean 'data.task_args'?"),
+        ("lora.zzz=1", "unknown key 'lora.zzz'; valid keys: lora.rank, lora.alpha, lora.targets"),
+        ("drafter.min_idle=1", f"unknown key 'drafter.min_idle', which was removed: it is always 1 now; {LEAVE}"),
         (
-            "tracking.zzz=1",
-            "unknown key 'tracking.zzz'; valid keys: tracking.tensorboard, tracking.wandb, tracking.mlflow, "
-            "tracking.trackio",
+            "tracking.wandb=offline",
+            "unknown section 'tracking', which was removed: use run.trackers = ['tensorboard', 'wandb', "
+            "'wandb-offline', 'mlflow', 'trackio'], or some of them",
+        ),
+        (
+            'run.trackers=["wandb", "wandb-offline"]',
+            "run.trackers = ['wandb', 'wandb-offline'] names a tracker twice; name each once",
         ),
         ("reward.by_source=math", "reward.by_source = 'math': give a table, such as {name = \"value\"}"),
         ("rollout.group_size=eight", "rollout.group_size = 'eight': give a whole number"),

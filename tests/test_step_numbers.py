@@ -23,7 +23,7 @@ from tlt_hpc.storage.step_lines import read_lines
 
 ROOT = Path(__file__).parents[1]
 SMALL = ("run.num_steps=2", "run.ranks=1", "rollout.prompts_per_step=2", "rollout.group_size=4",
-         "rollout.max_new_tokens=64", "checkpoint.every_steps=1", "tracking.tensorboard=true")  # fmt: skip
+         "rollout.max_new_tokens=64", "checkpoint.every_steps=1", "run.trackers=tensorboard")  # fmt: skip
 
 
 def tool(name: str, *arguments: object) -> str:

@@ -95,7 +95,7 @@ def warnings_in(caplog) -> list[str]:
 
 @needs_tensorboard
 def test_event_files_hold_what_metrics_hold_after_kills_and_steps_taken_back(tmp_path):
-    config, folder = config_for(tmp_path, "tracking.tensorboard=true"), RunFolder(tmp_path / "tiny")
+    config, folder = config_for(tmp_path, "run.trackers=tensorboard"), RunFolder(tmp_path / "tiny")
     events = folder.path / "tensorboard"
     commit(folder, 0, 1, 2)
     follow(config, folder, 1, 2, 3)
@@ -115,21 +115,21 @@ def test_event_files_hold_what_metrics_hold_after_kills_and_steps_taken_back(tmp
     ("override", "words"),
     [
         (
-            "tracking.wandb=offline",
-            "tracking.wandb = 'offline' needs the package 'wandb', which is not installed; pip install wandb",
+            "run.trackers=wandb-offline",
+            "run.trackers with 'wandb-offline' needs the package 'wandb', which is not installed; pip install wandb",
         ),
         (
-            "tracking.mlflow=true",
-            "tracking.mlflow = true needs the package 'mlflow', which is not installed; pip install mlflow-skinny",
+            "run.trackers=mlflow",
+            "run.trackers with 'mlflow' needs the package 'mlflow', which is not installed; pip install mlflow-skinny",
         ),
         (
-            "tracking.trackio=true",
-            "tracking.trackio = true needs the package 'trackio', which is not installed; pip install trackio",
+            "run.trackers=trackio",
+            "run.trackers with 'trackio' needs the package 'trackio', which is not installed; pip install trackio",
         ),
     ],
 )
 def test_an_absent_package_is_one_line_before_anything_runs(override, words, tmp_path, capsys, monkeypatch):
-    find, absent = importlib.util.find_spec, override.partition("=")[0].removeprefix("tracking.")
+    find, absent = importlib.util.find_spec, override.partition("=")[2].removesuffix("-offline")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == absent else find(name, *a))
     assert main(["train", str(TINY), f"run.folder={tmp_path}", override]) == 2
     assert capsys.readouterr().err == f"tlt: {words}\n" and not list(tmp_path.iterdir())
@@ -193,7 +193,7 @@ def library(monkeypatch) -> FakeWandb:
 
 
 def test_wandb_has_each_step_once_under_one_id(tmp_path, library, caplog):
-    config, folder = config_for(tmp_path, "tracking.wandb=offline"), RunFolder(tmp_path / "tiny")
+    config, folder = config_for(tmp_path, "run.trackers=wandb-offline"), RunFolder(tmp_path / "tiny")
     commit(folder, 0, 1, 2, 3)
     follow(config, folder, 0)
     assert json.loads(folder.tracking.read_text()) == {"wandb": 0, "wandb_id": next(iter(library.runs))}
@@ -213,7 +213,7 @@ def test_wandb_has_each_step_once_under_one_id(tmp_path, library, caplog):
 
 def test_a_run_with_steps_that_were_taken_back_is_not_continued_later(tmp_path, library):
     """Also if the tracker could not be opened before the new steps were as many as the old."""
-    config, folder = config_for(tmp_path, "tracking.wandb=offline"), RunFolder(tmp_path / "tiny")
+    config, folder = config_for(tmp_path, "run.trackers=wandb-offline"), RunFolder(tmp_path / "tiny")
     commit(folder, 0, 1, 2)
     follow(config, folder, 3)
     drop_lines(folder.metrics, 1)
@@ -233,7 +233,7 @@ SYNC = "; `wandb sync /runs/tiny/wandb/run-1` sends what it has"
 @pytest.mark.parametrize("call", ["init", "log", "finish"])
 def test_a_tracker_that_does_not_answer_is_named_once_and_dropped(call, tmp_path, library, caplog, monkeypatch):
     monkeypatch.setattr(trackers, "ANSWER_SECONDS", 0.3)
-    config, folder = config_for(tmp_path, "tracking.wandb=offline"), RunFolder(tmp_path / "tiny")
+    config, folder = config_for(tmp_path, "run.trackers=wandb-offline"), RunFolder(tmp_path / "tiny")
     commit(folder, *range(9))
     released = threading.Event()
     library.before = lambda called: None if called != call else released.wait()
@@ -256,7 +256,7 @@ def test_a_tracker_that_does_not_answer_is_named_once_and_dropped(call, tmp_path
 
 def test_a_tracker_that_cannot_keep_up_is_dropped_and_has_what_it_was_given(tmp_path, library, caplog, monkeypatch):
     monkeypatch.setattr(trackers, "MAX_BEHIND", 2)
-    config, folder = config_for(tmp_path, "tracking.wandb=offline"), RunFolder(tmp_path / "tiny")
+    config, folder = config_for(tmp_path, "run.trackers=wandb-offline"), RunFolder(tmp_path / "tiny")
     commit(folder, *range(9))
     reached, released = threading.Event(), threading.Event()
     library.before = lambda called: None if called != "log" else reached.set() or released.wait()
@@ -274,7 +274,7 @@ def test_a_tracker_that_cannot_keep_up_is_dropped_and_has_what_it_was_given(tmp_
 
 def test_a_slow_tracker_gets_the_steps_in_order(tmp_path, library, caplog):
     """Also as many as no queue holds, if it is switched on late."""
-    config, folder = config_for(tmp_path, "tracking.wandb=offline"), RunFolder(tmp_path / "tiny")
+    config, folder = config_for(tmp_path, "run.trackers=wandb-offline"), RunFolder(tmp_path / "tiny")
     commit(folder, *range(trackers.MAX_BEHIND + 30))
     library.before = lambda called: time.sleep(0.002)
     with Tracking(config, folder) as tracking:
@@ -286,7 +286,7 @@ def test_a_slow_tracker_gets_the_steps_in_order(tmp_path, library, caplog):
 
 @pytest.mark.parametrize("error", [KeyError("a\nb"), SystemExit(3)])
 def test_whatever_a_tracker_raises_is_one_line(error, tmp_path, library, caplog):
-    config, folder = config_for(tmp_path, "tracking.wandb=offline"), RunFolder(tmp_path / "tiny")
+    config, folder = config_for(tmp_path, "run.trackers=wandb-offline"), RunFolder(tmp_path / "tiny")
     commit(folder, 0, 1)
 
     def fail(called):
@@ -307,7 +307,7 @@ def test_a_process_ends_although_a_tracker_does_not_answer(tmp_path):
         "from tlt_hpc.look import tracking, trackers; from tlt_hpc.storage.folder import RunFolder\n"
         "trackers.TensorBoard.__init__ = lambda *_: threading.Event().wait(); tracking.ANSWER_SECONDS = 0.2\n"
         f"place = Path({str(tmp_path)!r}); folder = RunFolder(place / 'tiny'); commit(folder, 0)\n"
-        "config = config_for(place, 'tracking.tensorboard=true')\n"
+        "config = config_for(place, 'run.trackers=tensorboard')\n"
         "with tracking.Tracking(config, folder) as followed: followed.follow(1)\n"
     )
     command = [sys.executable, "-c", code]
@@ -324,7 +324,7 @@ def test_a_process_ends_although_a_tracker_does_not_answer(tmp_path):
     ],
 )
 def test_a_damaged_record_of_the_trackers_is_one_line(damaged, reason, tmp_path, library, caplog):
-    config, folder = config_for(tmp_path, "tracking.wandb=offline"), RunFolder(tmp_path / "tiny")
+    config, folder = config_for(tmp_path, "run.trackers=wandb-offline"), RunFolder(tmp_path / "tiny")
     commit(folder, 0, 1)
     follow(config, folder, 1)
     folder.tracking.unlink()
@@ -347,7 +347,7 @@ def test_closing_waits_only_while_time_is_left(tmp_path, library, caplog, monkey
     folder, never, left = RunFolder(tmp_path / "tiny"), threading.Event(), [9.0, 8.0, 0.0]
     library.finish = lambda exit_code: never.wait()
     commit(folder, 0)
-    config = config_for(tmp_path, "tracking.wandb=offline")
+    config = config_for(tmp_path, "run.trackers=wandb-offline")
     with pytest.raises(ZeroDivisionError), Tracking(config, folder) as tracking:
         tracking.follow(1)
         raise ZeroDivisionError
@@ -387,7 +387,7 @@ def test_wandb_offline_writes_files_and_nothing_else(tmp_path, monkeypatch):
         "from pathlib import Path; from tlt_hpc.config import load_config\n"
         "from tlt_hpc.storage.folder import RunFolder\n"
         "from tlt_hpc.look.tracking import Tracking, start_early\n"
-        f"config = load_config({str(TINY)!r}, ['tracking.wandb=offline']); start_early(config.tracking)\n"
+        f"config = load_config({str(TINY)!r}, ['run.trackers=wandb-offline']); start_early(config.run)\n"
         f"tracking = Tracking(config, RunFolder(Path({str(folder.path)!r})))\n"
         "tracking.follow(2); tracking.close(lambda: 60.0)"
     )
@@ -408,8 +408,8 @@ from tlt_hpc.look import tracking
 from tlt_hpc.storage.folder import RunFolder
 place, name, old, steps = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 folder = RunFolder(place / "tiny"); commit(folder, *range(old, steps))
-config = config_for(place, f"tracking.{name}")
-tracking.start_early(config.tracking)
+config = config_for(place, f"run.trackers={name}")
+tracking.start_early(config.run)
 followed = tracking.Tracking(config, folder)
 followed.follow(steps); settle(followed)
 if sys.argv[5] == "kill":
@@ -440,7 +440,7 @@ def wandb_steps(path: Path) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param("wandb=offline", marks=needs_wandb), pytest.param("trackio=true", marks=needs_trackio)]
+    "name", [pytest.param("wandb-offline", marks=needs_wandb), pytest.param("trackio", marks=needs_trackio)]
 )
 def test_a_start_after_a_kill_writes_all_steps_to_a_local_tracker(name, tmp_path):
     """The libraries hold steps in memory for seconds, which a SIGKILL takes."""
@@ -463,7 +463,7 @@ def test_wandb_online_after_offline_gets_all_steps_under_the_same_id(tmp_path, l
     """What is online may lack what the offline file had."""
     folder, modes = RunFolder(tmp_path / "tiny"), []
     commit(folder, 0, 1, 2)
-    follow(config_for(tmp_path, "tracking.wandb=offline"), folder, 2)
+    follow(config_for(tmp_path, "run.trackers=wandb-offline"), folder, 2)
     (run_id,) = library.runs
     offline = [folder.path / "wandb" / f"offline-run-1-{each}" for each in (run_id, "before")]
     for path in offline:
@@ -471,8 +471,8 @@ def test_wandb_online_after_offline_gets_all_steps_under_the_same_id(tmp_path, l
     library.is_offline = False
     library.before = lambda call: modes.append(library.resume) if call == "init" else None
     library.runs.clear()
-    follow(config_for(tmp_path, "tracking.wandb=online"), folder, 3)
-    follow(config_for(tmp_path, "tracking.wandb=online"), folder, 3)
+    follow(config_for(tmp_path, "run.trackers=wandb"), folder, 3)
+    follow(config_for(tmp_path, "run.trackers=wandb"), folder, 3)
     assert library.runs == {run_id: [(step + 1, step / 7) for step in range(3)]} and modes == [None, "allow"]
     assert [path.exists() for path in offline] == [False, True], "what has another id was never sent"
 
@@ -487,8 +487,8 @@ from tlt_hpc.look import tracking
 from tlt_hpc.storage.folder import RunFolder
 tracking.ANSWER_SECONDS = trackers.EXIT_SECONDS = 0.5
 place = Path(sys.argv[1]); folder = RunFolder(place / "tiny"); commit(folder, 0)
-config = config_for(place, "tracking.wandb=offline")
-tracking.start_early(config.tracking)
+config = config_for(place, "run.trackers=wandb-offline")
+tracking.start_early(config.run)
 with tracking.Tracking(config, folder) as followed:
     os.kill(trackers.WeightsAndBiases._process.pid, signal.SIGSTOP)
     followed.follow(1)
@@ -514,8 +514,8 @@ from test_tracking import commit, config_for
 from tlt_hpc.look.tracking import Tracking, start_early
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.step_lines import drop_lines
-config, folder = config_for(Path({place!r}), "tracking.{name}=true"), RunFolder(Path({place!r}) / "tiny")
-start_early(config.tracking)
+config, folder = config_for(Path({place!r}), "run.trackers={name}"), RunFolder(Path({place!r}) / "tiny")
+start_early(config.run)
 with Tracking(config, folder) as tracking:
     {actions}
 """
@@ -576,7 +576,7 @@ def test_a_local_tracker_has_each_step_once_and_opens_no_network(name, runs_in, 
 @needs_mlflow
 def test_mlflow_says_how_a_run_stands_and_what_it_is(tmp_path, monkeypatch):
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    config, folder = config_for(tmp_path, "tracking.mlflow=true"), RunFolder(tmp_path / "tiny")
+    config, folder = config_for(tmp_path, "run.trackers=mlflow"), RunFolder(tmp_path / "tiny")
     add_line(folder.metrics, {"training/global_step": 1.0, "val-core/gcd/acc/mean@8": float("nan")})
     with pytest.raises(ZeroDivisionError), Tracking(config, folder) as tracking:
         tracking.follow(1)
@@ -600,7 +600,7 @@ def test_mlflow_says_how_a_run_stands_and_what_it_is(tmp_path, monkeypatch):
 def test_an_mlflow_server_that_is_away_ends_no_run(tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-    config, folder = config_for(tmp_path, "tracking.mlflow=true"), RunFolder(tmp_path / "tiny")
+    config, folder = config_for(tmp_path, "run.trackers=mlflow"), RunFolder(tmp_path / "tiny")
     commit(folder, 0)
     follow(config, folder, 1)
     told = warnings_in(caplog)

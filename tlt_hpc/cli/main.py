@@ -252,7 +252,7 @@ def start_processes(config: Config, options: argparse.Namespace) -> None:
         if config.evaluation.every_steps:
             standing_judge(without_form(config.reward))
     if options.command == "train" and not launched_rank(os.environ):
-        start_early(config.tracking)
+        start_early(config.run)
 
 
 def connect(config: Config, options: argparse.Namespace, flag: StopFlag) -> World:

@@ -97,7 +97,7 @@ def plan_run(config: Config, assets: ModelAssets, num_ranks: int) -> str:
     from tlt_hpc.plan.inputs import describe, open_checked_sets
     from tlt_hpc.plan.memory.summary import summarise
 
-    config.tracking.check_installed()
+    config.run.check_trackers()
     config.lora.check_installed()
     has_sets = config.evaluation.every_steps
     sets = open_checked_sets(config, assets.folder, assets.shape, assets.tokenizer) if has_sets else ()

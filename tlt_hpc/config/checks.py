@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from tlt_hpc.config.fields import ConfigError, Section
 from tlt_hpc.config.recipes import GROUP_ADVANTAGES
-from tlt_hpc.config.sections import Config, TrackingSection
+from tlt_hpc.config.sections import Config
 
 
 def find_contradictions(config: Config) -> Iterator[str]:
@@ -172,5 +172,6 @@ def without_side_effects(config: Config) -> Config:
     algorithm = config.algorithm.model_copy(update={"rollout_correction": "none", "correction_bounds": "auto"})
     optimizer = config.optimizer.model_copy(update={"schedule": "constant"})
     evaluation = config.evaluation.model_copy(update={"every_steps": 0})
-    changes = {"algorithm": algorithm, "optimizer": optimizer, "evaluation": evaluation, "tracking": TrackingSection()}
+    run = config.run.model_copy(update={"trackers": ()})
+    changes = {"algorithm": algorithm, "optimizer": optimizer, "evaluation": evaluation, "run": run}
     return config.model_copy(update=changes)

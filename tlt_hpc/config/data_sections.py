@@ -25,10 +25,12 @@ from tlt_hpc.config.fields import (
     SomePath,
     Text,
     Unit,
+    check_package,
     check_path,
     zero_or_from,
 )
 
+TrackerName = Literal["tensorboard", "wandb", "wandb-offline", "mlflow", "trackio"]
 EMBEDDED_MODEL = "embedded:tiny"
 EMBEDDED_TASK = "embedded:gcd"
 TASK_PREFIX = "reasoning-gym:"
@@ -38,6 +40,11 @@ def _expected_to_expand(key: str, path: str) -> Iterator[str]:
     """What is wrong with a path that a shell would expand, but not behind ``run.folder=``."""
     if re.match(r"~|.*\$[A-Za-z_{]", path):
         yield f"{key} = {path!r}: ~ and variables are not expanded in it; give the path itself"
+
+
+def _as_list(value: object) -> object:
+    """A list of names, also where one is given alone."""
+    return (value,) if isinstance(value, str) else value
 
 
 class RunSection(Section):
@@ -55,9 +62,30 @@ class RunSection(Section):
     """MPI ranks that ``tlt`` starts if no launcher (srun, mpiexec) did; a launcher's number takes precedence."""
     stall_factor: Annotated[float, Field(ge=0.0, le=1e5), zero_or_from(0.01, 1e5)] = 1.0
     """Factor on the times after which a rank without progress ends the job (docs/cluster.md). 0: never."""
+    trackers: Annotated[
+        tuple[TrackerName, ...], BeforeValidator(_as_list), Field(strict=False, max_length=MAX_ITEMS)
+    ] = ()
+    """Trackers that receive what ``metrics.jsonl`` holds (docs/monitoring.md), each in a folder of the run.
+    ``wandb-offline`` writes files for ``wandb sync``; ``wandb`` needs a network on the node of rank 0, and a login."""
+
+    @property
+    def tracker_packages(self) -> dict[str, TrackerName]:
+        """The packages of the trackers, each with the tracker's name."""
+        return {name.removesuffix("-offline"): name for name in self.trackers}
+
+    def check_trackers(self) -> None:
+        """Refuse to begin without the package of a tracker; nothing is imported.
+
+        Raises:
+            ConfigError: with the command that installs it.
+        """
+        for package, name in self.tracker_packages.items():
+            check_package(f"run.trackers with {name!r}", package)
 
     def problems(self) -> Iterator[str]:
         yield from _expected_to_expand("run.folder", self.folder)
+        if len(self.tracker_packages) < len(self.trackers):
+            yield f"run.trackers = {list(self.trackers)} names a tracker twice; name each once"
 
 
 class ModelSection(Section):

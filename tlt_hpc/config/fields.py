@@ -5,6 +5,7 @@ Every number is bounded on both sides and every text in length, with room beyond
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated
@@ -90,6 +91,17 @@ Text = Annotated[str, Field(max_length=100_000)]
 
 class ConfigError(UserError):
     """A user's mistake in the configuration; its text is one line with the remedy."""
+
+
+def check_package(what: str, package: str) -> None:
+    """Refuse to begin without a package that ``what`` needs; nothing is imported.
+
+    Raises:
+        ConfigError: with the command that installs it.
+    """
+    if importlib.util.find_spec(package) is None:
+        name = {"mlflow": "mlflow-skinny"}.get(package, package)
+        raise ConfigError(f"{what} needs the package {package!r}, which is not installed; pip install {name}")
 
 
 class Section(BaseModel):

@@ -236,20 +236,25 @@ def _shown(value: Any) -> str:
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}... ({len(text)} characters)"
 
 
-_REPLACED = {
+_REMOVED = {
     "algorithm.overlong_buffer": "it is called algorithm.overlong",
+    "drafter.average_merges": "it is always 5 now; leave it out",
+    "drafter.loss": "it follows from drafter.form now; leave it out",
+    "drafter.min_idle": "it is always 1 now; leave it out",
     "evaluation.split": "evaluation reads the split 'test'; give other files by a pattern in evaluation.sources",
     "optimizer.offload_parameters": "use optimizer.offload = 'parameters'",
+    "reward.tolerance": "it is always 1e-6 now; leave it out, or use a function (reward.function)",
     "rollout.page_size": "a page holds 128 tokens; leave it out",
+    "tracking": "use run.trackers = ['tensorboard', 'wandb', 'wandb-offline', 'mlflow', 'trackio'], or some of them",
 }
-"""Keys that jobs and saved runs of earlier commits have, and what to write instead."""
+"""Keys and sections that jobs and saved runs of earlier commits have, and what to do instead."""
 
 
 def closest(location: list[str]) -> str:
     """The hint for an unknown key: what replaces it, the closest key, or all keys."""
     *section, name = location
-    if instead := _REPLACED.get(".".join(location)):
-        return f"; {instead}"
+    if instead := _REMOVED.get(".".join(location)):
+        return f", which was removed: {instead}"
     valid = list(SECTIONS[section[0]].model_fields if section else SECTIONS)
     prefix = "".join(f"{part}." for part in section)
     near = difflib.get_close_matches(name, valid, n=1, cutoff=0.4)

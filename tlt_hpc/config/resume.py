@@ -8,12 +8,12 @@ from pathlib import Path
 from tlt_hpc.config.fields import ConfigError
 from tlt_hpc.config.reading import load_saved_config
 from tlt_hpc.config.rollout_sections import WarmupSection
-from tlt_hpc.config.sections import Config, EvaluationSection, TrackingSection
+from tlt_hpc.config.sections import Config, EvaluationSection
 
 # What may differ when a run is resumed: how long it continues, where it runs, how often it saves, what it may occupy.
 # None of it changes a token; the rank count and the ZeRO stage change the order of gradient sums, hence last bits.
 _FREE = {
-    "run": ("num_steps", "ranks", "folder", "stall_factor"),
+    "run": ("num_steps", "ranks", "folder", "stall_factor", "trackers"),
     "model": ("path", "device"),
     "data": ("overlong",),  # data/claim.py restricts it
     "reward": ("workers",),
@@ -27,7 +27,6 @@ _FREE = {
     "checkpoint": ("every_steps", "keep", "replay", "keep_responses_seconds"),
     "warmup": tuple(WarmupSection.model_fields),  # a warm-up and an evaluation check their own keys
     "evaluation": tuple(EvaluationSection.model_fields),
-    "tracking": tuple(TrackingSection.model_fields),
 }
 FREE_ON_RESUME = frozenset(f"{section}.{name}" for section, names in _FREE.items() for name in names)
 

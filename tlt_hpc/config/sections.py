@@ -1,18 +1,16 @@
-"""All sections of a run's configuration, in the order of docs/configuration.md, the last two defined here.
+"""All sections of a run's configuration, in the order of docs/configuration.md, the last defined here.
 
 The text below a key is its meaning in ``tlt keys`` and in docs/configuration.md.
 """
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 
-from tlt_hpc.common.errors import UserError
 from tlt_hpc.config.data_sections import EMBEDDED_TASK, DataSection, ModelSection, RewardSection, RunSection
 from tlt_hpc.config.fields import (
     MAX_ITEMS,
@@ -71,40 +69,6 @@ class EvaluationSection(Section):
             )
 
 
-class TrackingSection(Section):
-    """Trackers that receive what ``metrics.jsonl`` holds."""
-
-    tensorboard: bool = False
-    """Write event files to the run's ``tensorboard`` folder."""
-    wandb: Literal["off", "offline", "online"] = "off"
-    """Weights & Biases. ``offline`` writes files to the run's ``wandb`` folder, for ``wandb sync``; ``online`` needs a
-    network on the node of rank 0, and a login. Project, group and name are those of the environment variables
-    ``WANDB_PROJECT`` (default ``tlt``), ``WANDB_RUN_GROUP`` and ``WANDB_NAME`` (default ``run.name``)."""
-
-    mlflow: bool = False
-    """Write an MLflow run to the run's ``mlruns`` folder, or to the server that the environment variable
-    ``MLFLOW_TRACKING_URI`` names. The experiment is ``MLFLOW_EXPERIMENT_NAME`` (default ``tlt``)."""
-    trackio: bool = False
-    """Write a trackio database to the run's ``trackio`` folder, for ``trackio show``; nothing is sent anywhere."""
-
-    @property
-    def packages(self) -> dict[str, str]:
-        """The packages of the configured trackers, each with the key that configures it."""
-        on = {name: value for name, value in self if value not in (False, "off")}
-        return {name: f"tracking.{name} = {'true' if value is True else repr(value)}" for name, value in on.items()}
-
-    def check_installed(self) -> None:
-        """Refuse to begin without a package that is configured; nothing is imported.
-
-        Raises:
-            UserError: with the command that installs it.
-        """
-        for package, key in self.packages.items():
-            if importlib.util.find_spec(package) is None:
-                name = {"mlflow": "mlflow-skinny"}.get(package, package)
-                raise UserError(f"{key} needs the package {package!r}, which is not installed; pip install {name}")
-
-
 class Config(Section):
     """The whole of a run's configuration."""
 
@@ -121,7 +85,6 @@ class Config(Section):
     optimizer: OptimizerSection = OptimizerSection()
     checkpoint: CheckpointSection = CheckpointSection()
     evaluation: EvaluationSection = EvaluationSection()
-    tracking: TrackingSection = TrackingSection()
 
     @property
     def samples_per_step(self) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 from typing import Annotated, Literal, get_args
 
@@ -11,7 +10,6 @@ from pydantic import BeforeValidator, Field
 from tlt_hpc.config.fields import (
     MAX_COUNT,
     MAX_WEIGHT,
-    ConfigError,
     Count,
     LearningRate,
     NumRanks,
@@ -23,6 +21,7 @@ from tlt_hpc.config.fields import (
     TokenCount,
     Unit,
     Weight,
+    check_package,
     zero_or_from,
 )
 from tlt_hpc.config.recipes import (
@@ -209,10 +208,8 @@ class LoraSection(Section):
         Raises:
             ConfigError: with the command that installs it.
         """
-        if self.rank and importlib.util.find_spec("peft") is None:
-            raise ConfigError(
-                f"lora.rank = {self.rank} needs the package 'peft'; pip install peft, or set lora.rank = 0"
-            )
+        if self.rank:
+            check_package(f"lora.rank = {self.rank}", "peft")
 
 
 class OptimizerSection(Section):

@@ -32,7 +32,7 @@ class WeightsAndBiases(Tracker):
         import wandb
 
         self.run_id = run_id or uuid4().hex[:12]
-        mode: Any = config.tracking.wandb
+        mode: Any = "offline" if "wandb-offline" in config.run.trackers else "online"
         folder.path.mkdir(parents=True, exist_ok=True)
         # a killed start's offline file lacks steps that wandb had in memory, and cannot be continued
         old = list((folder.path / "wandb").glob(f"offline-run-*-{self.run_id}"))
@@ -161,4 +161,4 @@ class Trackio(Tracker):
 
 
 TRACKERS: dict[str, type[Tracker]] = {"wandb": WeightsAndBiases, "mlflow": Mlflow, "trackio": Trackio}
-"""By package and key of the section ``tracking``."""
+"""By the package that each needs."""

@@ -17,8 +17,8 @@ from tlt_hpc.look.run_log import RunLog
 _TIMED = ("rollout", "step", "gpu_joules")
 """Not known of a step of which an earlier start generated a part."""
 _RESAMPLES = 2000
-_MAY_DIFFER = {"speculation", "drafter", "checkpoint", "tracking", "evaluation", "warmup"} | {
-    f"run.{key}" for key in ("name", "folder", "num_steps", "stall_factor")
+_MAY_DIFFER = {"speculation", "drafter", "checkpoint", "evaluation", "warmup"} | {
+    f"run.{key}" for key in ("name", "folder", "num_steps", "stall_factor", "trackers")
 }
 """Sections and keys that may differ between two runs that are compared."""
 

@@ -145,6 +145,6 @@ class TensorBoard(Tracker):
 
 
 def tracker_of(name: str) -> type[Tracker]:
-    """The tracker of a package, which is also its key of the section ``tracking``."""
+    """The tracker of a package."""
     found: type[Tracker] = TensorBoard if name == "tensorboard" else load_extra(_OTHERS).TRACKERS[name]
     return found

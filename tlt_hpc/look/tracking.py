@@ -17,7 +17,7 @@ from functools import partial
 
 from tlt_hpc.common.files import DamagedText, read_json
 from tlt_hpc.common.words import FIRST_STEP
-from tlt_hpc.config import Config, TrackingSection
+from tlt_hpc.config import Config, RunSection
 from tlt_hpc.look.trackers import ANSWER_SECONDS, Figures, Tracker, TrackerThread, tracker_of
 from tlt_hpc.storage.folder import RunFolder, writing_beside
 from tlt_hpc.storage.step_lines import Line, read_lines
@@ -36,9 +36,9 @@ class Tracking:
         """Raises:
         UserError: a required package, or part of this one, is not installed.
         """
-        config.tracking.check_installed()
+        config.run.check_trackers()
         self._config, self._folder = config, folder
-        self._waiting = list(config.tracking.packages)
+        self._waiting = list(config.run.tracker_packages)
         self._kinds = {name: tracker_of(name) for name in self._waiting}
         self._workers: dict[str, TrackerThread] = {}
         self._num_told = 0
@@ -144,9 +144,9 @@ def numbers_of(line: Line) -> dict[str, float]:
     return {name: value for name, value in line.items() if isinstance(value, int | float)}
 
 
-def start_early(section: TrackingSection) -> None:
+def start_early(section: RunSection) -> None:
     """Start the processes of the configured trackers: processes must be started before MPI."""
-    for name in section.packages:
+    for name in section.tracker_packages:
         try:
             tracker_of(name).start_early()
         except Exception as error:  # noqa: BLE001 (wandb's service raises some that are not wandb.Error)

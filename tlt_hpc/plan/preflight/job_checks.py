@@ -194,14 +194,14 @@ def check_drafter(job: PlannedJob) -> Finding:
 
 def check_trackers(job: PlannedJob) -> Finding:
     """The packages of the configured trackers are installed."""
-    tracking = job.config.tracking
-    tracking.check_installed()
-    if tracking.wandb == "online":
+    run = job.config.run
+    run.check_trackers()
+    if "wandb" in run.trackers:
         return warning(
-            "tracking.wandb = 'online' needs a network on rank 0's node, which compute nodes usually do not have",
-            "use tracking.wandb = 'offline' and wandb sync",
+            "run.trackers has 'wandb', which needs a network on rank 0's node; compute nodes usually have none",
+            "use 'wandb-offline' and wandb sync",
         )
-    return ok(", ".join(tracking.packages) or "none configured")
+    return ok(", ".join(run.trackers) or "none configured")
 
 
 # --- what --fix does ---
