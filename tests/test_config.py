@@ -54,6 +54,8 @@ def refusal(*overrides: str) -> str:
 
 NAME = "use letters, digits, '_', '-' and '.', and none of the last two in front"
 STEPS = "run.num_steps=9 algorithm.updates_per_step=2"
+KINDS = '"boxed", "math", "numeric", "choice", "format", "code", "function"'
+OR_KINDS = "'boxed', 'math', 'numeric', 'choice', 'format', 'code' or 'function'"
 LEAVE = "leave it out"
 NUL = "no file has a NUL character in its name; leave it out"
 LARGE = "an integer of thousands of digits; use a smaller one"
@@ -74,18 +76,28 @@ LARGE = "an integer of thousands of digits; use a smaller one"
             'run.trackers=["wandb", "wandb-offline"]',
             "run.trackers = ['wandb', 'wandb-offline'] names a tracker twice; name each once",
         ),
-        ("reward.by_source=math", "reward.by_source = 'math': give a table, such as {name = \"value\"}"),
-        ("rollout.group_size=eight", "rollout.group_size = 'eight': give a whole number"),
+        ("reward.by_source=math", f"reward.by_source = 'math': use a table of {KINDS}"),
+        ("rollout.group_size=eight", "rollout.group_size = 'eight': use a whole number from 1 to 1024"),
         ('run.folder="a\\u0000b"', f"run.folder = 'a\\x00b': {NUL}"),
         ('data.split="a\\u001b"', "data.split = 'a\\x1b': control characters cannot be shown; leave them out"),
         ("rollout.temperature=1e-308", "rollout.temperature = 1e-308: use 0, or a number from 0.001 to 100"),
-        ("optimizer.gradient_checkpointing=yes", "optimizer.gradient_checkpointing = 'yes': use true, false or 'auto'"),
-        ("optimizer.offload=all", "optimizer.offload = 'all': use true, false or 'parameters'"),
-        ("algorithm.clip_high=1e308", "algorithm.clip_high = 1e+308: use a number from 0 to 1e+06, or 'auto'"),
-        ("algorithm.overlong=-1", "algorithm.overlong = -1: use a number of tokens, or 'mask'"),
+        (
+            "optimizer.gradient_checkpointing=yes",
+            "optimizer.gradient_checkpointing = 'yes': use true, false or \"auto\"",
+        ),
+        ("optimizer.offload=all", "optimizer.offload = 'all': use true, false or \"parameters\""),
+        ("algorithm.clip_high=1e308", 'algorithm.clip_high = 1e+308: use a number from 0 to 1000000 or "auto"'),
+        ("algorithm.overlong=-1", 'algorithm.overlong = -1: use a whole number from 0 or "mask"'),
         (
             "algorithm.correction_bounds=[1]",
-            "algorithm.correction_bounds = [1]: use 'auto', or two numbers from 0 to 1e+06",
+            'algorithm.correction_bounds = [1]: use a list of 2 numbers from 0 to 1000000 or "auto"',
+        ),
+        ('data.source=["a\\u0000"]', f"data.source = ['a\\x00']: {NUL}"),
+        ("data.source=[]", "data.source = []: use a text or list of texts"),
+        ('rollout.stop_strings=[""]', "rollout.stop_strings.0 = '': string should have at least 1 character"),
+        (
+            "reward.by_source={a='b'}",
+            f"reward.by_source.a = 'b': input should be {OR_KINDS}",
         ),
         ("run.seed=" + "9" * 5000, f"override 'run.seed={'9' * 190}... (5011 characters): {LARGE}"),
     ],
@@ -152,7 +164,8 @@ def test_wrong_values_are_named(override: str, message: str) -> None:
         ("reward.default=function", "reward.function = '' names no function", "give one as 'path.py:name'"),
         ("reward.default=function reward.function=rewards.f", "reward.function = 'rewards.f'", "'path.py:name'"),
         ("reward.default=format", "reward.format_tags = []", "set format_tags"),
-        ("reward.format_weight=0.1", "reward.format_tags = []", "set format_tags"),
+        ("reward.weights={format=0.1}", "reward.format_tags = []", "set format_tags"),
+        ("reward.format_weight=0.1", "unknown key 'reward.format_weight', which was removed", "use reward.weights = {"),
         ("reward.format_tags=['a']", "reward.format_tags = ['a']", "'format' in reward.weights or as a kind"),
         ("reward.weights={answer=0,'a.py:f'=0}", "reward.weights = {'answer': 0.0, 'a.py:f': 0.0} makes", "another"),
         ("reward.weights={'rewards.f'=1}", "reward.weights names 'rewards.f'", "as 'path.py:name'"),
@@ -472,11 +485,3 @@ def test_a_function_that_another_users_file_names_is_run_only_if_the_command_nam
     with pytest.raises(ConfigError, match=r"""add 'reward.weights=\{"a.py:f" = 0.5\}' to the command$"""):
         load_config(path, named[1:])
     assert load_config(path, [named[1], further]).reward.functions == ("judge me.py:score", "a.py:f")
-
-
-def test_the_share_of_the_format_in_earlier_job_files_becomes_weights() -> None:
-    tags = "reward.format_tags=['a']"
-    assert load_config(TINY, [tags, "reward.format_weight=0.25"]).reward.weights == {"answer": 0.75, "format": 0.25}
-    assert load_config(TINY, ["reward.format_weight=0"]).reward == load_config(TINY).reward
-    for twice in (["reward.format_weight=2"], ["reward.format_weight=0.1", "reward.weights={answer=1}"]):
-        assert refusal(tags, *twice).startswith("unknown key 'reward.format_weight'")

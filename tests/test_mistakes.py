@@ -51,15 +51,15 @@ train jobs/tiny.toml --rollout.temperature 0.9
 train jobs/tiny.toml rollout.temperature 0.9
     tlt: override 'rollout.temperature' has no value; write rollout.temperature=VALUE, without blanks
 train jobs/tiny.toml rollout.temperature=hot
-    tlt: rollout.temperature = 'hot': input should be a valid number
+    tlt: rollout.temperature = 'hot': use a number from 0 to 100
 train jobs/tiny.toml rollout.temperature=-1
-    tlt: rollout.temperature = -1: input should be greater than or equal to 0
+    tlt: rollout.temperature = -1: use a number from 0 to 100
 train jobs/tiny.toml rollout.max_new_tokens=1009
     tlt: data.max_prompt_tokens + rollout.max_new_tokens = 1025 exceeds the model's 1024 positions; lower rollout.max_new_tokens to 1008 or less
 train jobs/tiny.toml run.num_steps=ten
-    tlt: run.num_steps = 'ten': give a whole number
+    tlt: run.num_steps = 'ten': use a whole number from 1
 train jobs/tiny.toml run.num_steps=0
-    tlt: run.num_steps = 0: input should be greater than or equal to 1
+    tlt: run.num_steps = 0: use a whole number from 1
 train jobs/tiny.toml run.name=a/b
     tlt: run.name = 'a/b': use letters, digits, '_', '-' and '.', and none of the last two in front
 train jobs/tiny.toml model.path=models/none
@@ -69,7 +69,7 @@ train jobs/tiny.toml data.source=data/none.jsonl
 train jobs/tiny.toml speculation.strategies=["draft-4"]
     tlt: speculation.strategies: strategy 'draft-4': write off, or ngram|drafter-DEPTH such as ngram-4, drafter-6x4v16a2
 train jobs/tiny.toml speculation.mode=fast
-    tlt: speculation.mode = 'fast': input should be 'plain', 'ngram' or 'full'
+    tlt: speculation.mode = 'fast': use "plain", "ngram", "full"
 train jobs/tiny.toml run.ranks=3
     tlt: rollout.prompts_per_step = 16 is not divisible by 3 ranks; set it to 15, or use another number of ranks
 train jobs/tiny.toml drafter.init=none/drafter

@@ -86,7 +86,10 @@ def test_commas_within_brackets_and_quotes_do_not_separate(text: str, values: li
         (["--sweep", "run.seed=0", "--sweep", "run.seed=1"], "run.seed is given twice; give all its values in one"),
         (["--sweep", "rollout.prompts_per_step=16,15", "--ranks-per-node", "4"], "not divisible by 4"),
         (["rollout.temprature=1"], "did you mean"),
-        (["run.seed=0,1"], "run.seed = '0,1': give a whole number, or for a run of each --sweep run.seed=0,1"),
+        (
+            ["run.seed=0,1"],
+            "run.seed = '0,1': use a whole number from 0 to 9223372036854775807, or for a run of each --sweep run.seed=0,1",
+        ),
     ],
 )
 def test_nothing_is_submitted_if_one_member_is_wrong(

@@ -46,7 +46,9 @@ def test_answers_that_can_be_right(kind: str, truth: str) -> None:
 def test_answers_that_no_response_can_match(kind: str, truth: str, wrong: str) -> None:
     said = problem(kind, truth)
     assert said.startswith(f"reward kind {kind!r}: ") and repr(wrong) in said and "\n" not in said
-    assert problem(kind, truth, format_tags=["think"], format_weight=0.5) == said, "the form makes no answer right"
+    assert problem(kind, truth, format_tags=["think"], weights={"format": 0.5}) == said, (
+        "the form makes no answer right"
+    )
 
 
 def test_tests_that_cannot_be_read_are_no_answer_at_all() -> None:

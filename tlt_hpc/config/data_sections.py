@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, JsonValue, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import BeforeValidator, Field, JsonValue
 
 from tlt_hpc.config.fields import (
     MAX_ITEMS,
@@ -26,7 +25,6 @@ from tlt_hpc.config.fields import (
     Text,
     Unit,
     check_package,
-    check_path,
     zero_or_from,
 )
 
@@ -106,16 +104,6 @@ class ModelSection(Section):
         yield from _expected_to_expand("model.path", self.path)
 
 
-def _as_source(value: object) -> object:
-    """A path, or a list of them as TOML has it."""
-    paths = tuple(value) if isinstance(value, list | tuple) else (value,)
-    if not paths or not all(isinstance(path, str) and path for path in paths):
-        raise PydanticCustomError("source", "give a file, a folder, a pattern or a task, or a list of files")
-    for path in paths:  # here, because pydantic would report a mistake once for each member of the union
-        check_path(path)
-    return value if isinstance(value, str) else paths
-
-
 CONTINUES = "continue_final_message"
 """The argument of transformers that is not passed to the template."""
 _OF_EVERY_TEMPLATE = frozenset({"messages", "add_generation_prompt", "tools", "documents"})
@@ -124,9 +112,7 @@ _OF_EVERY_TEMPLATE = frozenset({"messages", "add_generation_prompt", "tools", "d
 class DataSection(Section):
     """The prompts that a run trains on."""
 
-    source: Annotated[
-        SomePath | Annotated[tuple[SomePath, ...], Field(max_length=MAX_ITEMS)], BeforeValidator(_as_source)
-    ]
+    source: SomePath | Annotated[tuple[SomePath, ...], Field(strict=False, min_length=1, max_length=MAX_ITEMS)]
     """Where prompts come from: ``embedded:gcd``; a .jsonl, .parquet or .arrow file, a list of files, or a pattern such
     as ``data/*.parquet``; a folder as the Hugging Face hub or ``datasets`` stores it; or ``reasoning-gym:NAME``. ``~``
     and ``$NAME`` are expanded."""
@@ -221,16 +207,6 @@ class RewardSection(Section):
     def kinds(self) -> tuple[str, ...]:
         """All kinds that responses may be scored by, sorted."""
         return tuple(sorted({self.default, *self.by_source.values()}))
-
-    @model_validator(mode="before")
-    @classmethod
-    def _read_format_weight(cls, given: Any) -> Any:
-        """Read ``format_weight = w``, as earlier job files have it: ``weights = {answer = 1 - w, format = w}``."""
-        share = given.get("format_weight") if isinstance(given, dict) and "weights" not in given else None
-        if not isinstance(share, int | float) or not 0 <= share <= 1:
-            return given
-        rest = {name: value for name, value in given.items() if name != "format_weight"}
-        return {**rest, "weights": {ANSWER: 1 - share, FORMAT: share}} if share else rest
 
     @property
     def terms(self) -> dict[str, float]:

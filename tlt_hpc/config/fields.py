@@ -6,15 +6,18 @@ Every number is bounded on both sides and every text in length, with room beyond
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
 from tlt_hpc.common.errors import UserError
 
+REMEDY = "remedy"
+"""The type of an error whose message is a remedy, in words for a user."""
 MAX_COUNT = 2**31 - 1
 """Largest number of ranks, steps, prompts and tokens: MPI and the logs count them in 32 bits."""
 MAX_ITEMS = 10_000
@@ -39,13 +42,13 @@ class Unit:
 def check_path(path: str) -> str:
     """Return the path; refuse a NUL character, which no file name can have."""
     if "\0" in path:
-        raise PydanticCustomError("path", "no file has a NUL character in its name; leave it out")
+        raise PydanticCustomError(REMEDY, "no file has a NUL character in its name; leave it out")
     return path
 
 
 def _check_label(label: str) -> str:
     if not label.isprintable():
-        raise PydanticCustomError("label", "control characters cannot be shown; leave them out")
+        raise PydanticCustomError(REMEDY, "control characters cannot be shown; leave them out")
     return label
 
 
@@ -54,7 +57,7 @@ def zero_or_from(least: float, most: float) -> AfterValidator:
 
     def check(value: float) -> float:
         if 0 < value < least:
-            raise PydanticCustomError("small", f"use 0, or a number from {least:g} to {most:g}")
+            raise PydanticCustomError(REMEDY, f"use 0, or a number from {least:g} to {most:g}")
         return value
 
     return AfterValidator(check)
@@ -112,3 +115,32 @@ class Section(BaseModel):
     def problems(self) -> Iterator[str]:
         """Values of the section that contradict each other, each as one line with the remedy."""
         return iter(())
+
+
+def values_of(node: Mapping[str, Any]) -> str:
+    """The values of a key in words, from its JSON schema; the upper bound that all counts share is left out."""
+    if "anyOf" in node:
+        return " or ".join(values_of(each) for each in node["anyOf"])
+    if "enum" in node or "const" in node:
+        return ", ".join(json.dumps(each) for each in node.get("enum", [node.get("const")]))
+    match node.get("type"):
+        case "boolean":
+            return "true, false"
+        case "string":
+            return "text"
+        case "array":
+            items, least = values_of(node["items"]), node.get("minItems")
+            number = f"{least} " if least and least == node.get("maxItems") else ""
+            return f"list of {number}" + items.replace("number", "numbers").replace("text", "texts")
+        case "object":
+            inner = node["additionalProperties"]
+            return f"table of {values_of(inner)}" if "enum" in inner else "table"
+        case _:
+            names = {"minimum": "from", "exclusiveMinimum": "above", "maximum": "to", "exclusiveMaximum": "to below"}
+            bounds = [f"{word} {_number(node[name])}" for name, word in names.items() if name in node]
+            kind = "whole number" if node["type"] == "integer" else "number"
+            return " ".join([kind, *bounds]).removesuffix(f" to {MAX_COUNT}")
+
+
+def _number(value: float) -> str:
+    return str(value) if isinstance(value, int) else f"{value:.15g}"

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import ast
 import inspect
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 from pydantic_core import PydanticUndefined
 
-from tlt_hpc.config.fields import MAX_COUNT, ConfigError, Section, Unit
+from tlt_hpc.config.fields import ConfigError, Section, Unit, values_of
 from tlt_hpc.config.reading import closest, toml_value
 from tlt_hpc.config.resume import FREE_ON_RESUME
 from tlt_hpc.config.sections import SECTIONS
@@ -50,7 +48,7 @@ def keys_of(section: str) -> Iterator[Key]:
         default = field.get_default(call_default_factory=True)
         yield Key(
             name,
-            values=_values(properties[name]),
+            values=values_of(properties[name]),
             default="" if default is PydanticUndefined else toml_value(default),
             unit="".join(each.name for each in field.metadata if isinstance(each, Unit)),
             meaning=meanings[name],
@@ -66,31 +64,3 @@ def _meanings(kind: type[Section]) -> dict[str, str]:
         for field, text in pairwise(body)
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, ast.Expr)
     }
-
-
-def _values(node: Mapping[str, Any]) -> str:
-    """The values of a key in words, from its JSON schema; the upper bound that all counts share is left out."""
-    if "anyOf" in node:
-        return " or ".join(_values(each) for each in node["anyOf"])
-    if "enum" in node or "const" in node:
-        return ", ".join(json.dumps(each) for each in node.get("enum", [node.get("const")]))
-    match node.get("type"):
-        case "boolean":
-            return "true, false"
-        case "string":
-            return "text"
-        case "array":
-            items = _values(node["items"])
-            return "list of " + {"text": "texts"}.get(items, items)
-        case "object":
-            inner = node["additionalProperties"]
-            return f"table of {_values(inner)}" if "enum" in inner else "table"
-        case _:
-            names = {"minimum": "from", "exclusiveMinimum": "above", "maximum": "to", "exclusiveMaximum": "to below"}
-            bounds = [f"{word} {_number(node[name])}" for name, word in names.items() if name in node]
-            kind = "whole number" if node["type"] == "integer" else "number"
-            return " ".join([kind, *bounds]).removesuffix(f" to {MAX_COUNT}")
-
-
-def _number(value: float) -> str:
-    return str(value) if isinstance(value, int) else f"{value:.15g}"

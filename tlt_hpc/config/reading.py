@@ -26,20 +26,9 @@ from tlt_hpc.common.files import (
     toml_of,
 )
 from tlt_hpc.config.checks import find_contradictions
-from tlt_hpc.config.fields import ConfigError
+from tlt_hpc.config.fields import REMEDY, ConfigError, values_of
 from tlt_hpc.config.sections import SECTIONS, Config
 
-_REMEDIES = {
-    "int_parsing": "give a whole number",
-    "int_type": "give a whole number",
-    "int_from_float": "give a whole number",
-    "too_short": "give a list of one or more",
-    "tuple_type": 'give a list, such as ["a", "b"]',
-    "dict_type": 'give a table, such as {name = "value"}',
-    "model_type": "write it as a table, with keys of its own",
-    "string_pattern_mismatch": "use letters, digits, '_', '-' and '.', and none of the last two in front",
-}
-"""Replacements for messages of pydantic that mention Python's types or a pattern."""
 _SHOWN_CHARACTERS = 200
 """Longest part of a value that a message shows."""
 
@@ -156,7 +145,11 @@ def _validate(tree: dict[str, Any]) -> tuple[Config | None, list[ConfigError]]:
         found = sorted(
             error.errors(), key=lambda details: details["type"] != "extra_forbidden" or len(details["loc"]) > 1
         )
-        return None, [ConfigError(_one_line(details)) for details in found]
+        by_key: dict[tuple[int | str, ...], ErrorDetails] = {}
+        for details in found:  # a key of several types has an error for each of them
+            if details["loc"][:2] not in by_key or details["type"] == REMEDY:
+                by_key[details["loc"][:2]] = details
+        return None, [ConfigError(_one_line(details, tree)) for details in by_key.values()]
     config = config.model_copy(update={"algorithm": config.algorithm.resolved()})
     problems = list(map(ConfigError, find_contradictions(config)))
     return (None if problems else config), problems
@@ -214,19 +207,33 @@ def toml_value(value: Any) -> str:
     return repr(value)
 
 
-def _one_line(first: ErrorDetails) -> str:
-    location = [str(part)[:_SHOWN_CHARACTERS] for part in first["loc"]]
+def _one_line(details: ErrorDetails, tree: dict[str, Any]) -> str:
+    location, value, kind = (
+        [str(part)[:_SHOWN_CHARACTERS] for part in details["loc"]],
+        details["input"],
+        details["type"],
+    )
     key = ".".join(part if part.isprintable() else repr(part) for part in location)
-    if first["type"] == "extra_forbidden":
+    if kind == "extra_forbidden":
         what = "section" if len(location) == 1 else "key"
         return f"unknown {what} {_shown('.'.join(location))}{closest(location)}"
-    if first["type"] == "missing" and len(location) == 1:
+    if kind == "missing" and len(location) == 1:
         return f"missing section [{key}]; add it to the file (`tlt keys {key}`)"
-    if first["type"] == "missing":
+    if kind == "missing":
         return f"missing key {key!r}; add it to the file or give {key}=VALUE"
-    message = first["msg"].removeprefix("Value error, ")
-    remedy = _REMEDIES.get(first["type"]) or message[0].lower() + message[1:]
-    return f"{key} = {_shown(first['input'])}: {remedy}"
+    message = details["msg"]
+    if len(location) == 1:
+        return f"{key} = {_shown(value)}: write it as a table, with keys of its own"
+    section, name, *inner = location
+    schema = SECTIONS[section].model_json_schema()["properties"][name]
+    if "anyOf" in schema:  # ``inner`` then begins with a type of pydantic's
+        key, value, inner = f"{section}.{name}", tree[section][name], []
+    if kind == "string_pattern_mismatch":
+        message = "use letters, digits, '_', '-' and '.', and none of the last two in front"
+    elif not inner and kind not in (REMEDY, "string_too_short", "string_too_long"):
+        values = values_of(schema)
+        message = "use " + ("" if values.startswith(("true", '"')) else "a ") + values
+    return f"{key} = {_shown(value)}: {message[0].lower()}{message[1:]}"
 
 
 def _shown(value: Any) -> str:
@@ -243,6 +250,7 @@ _REMOVED = {
     "drafter.min_idle": "it is always 1 now; leave it out",
     "evaluation.split": "evaluation reads the split 'test'; give other files by a pattern in evaluation.sources",
     "optimizer.offload_parameters": "use optimizer.offload = 'parameters'",
+    "reward.format_weight": "use reward.weights = {answer = 1 - w, format = w} for format_weight = w",
     "reward.tolerance": "it is always 1e-6 now; leave it out, or use a function (reward.function)",
     "rollout.page_size": "a page holds 128 tokens; leave it out",
     "tracking": "use run.trackers = ['tensorboard', 'wandb', 'wandb-offline', 'mlflow', 'trackio'], or some of them",

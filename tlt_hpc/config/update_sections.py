@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Literal, get_args
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
 from tlt_hpc.config.fields import (
-    MAX_COUNT,
-    MAX_WEIGHT,
     Count,
     LearningRate,
     NumRanks,
@@ -36,40 +34,8 @@ from tlt_hpc.config.recipes import (
 )
 from tlt_hpc.config.schedule import ScheduleName
 
-
-def _number_or_auto(value: object) -> object:
-    if value == "auto" or _is_weight(value):
-        return value
-    raise ValueError(f"use a number from 0 to {MAX_WEIGHT:g}, or 'auto'")
-
-
-def _switch_or(word: str) -> BeforeValidator:
-    def check(value: object) -> object:
-        if isinstance(value, bool) or value == word:
-            return value
-        raise ValueError(f"use true, false or {word!r}")
-
-    return BeforeValidator(check)
-
-
-def _pair_or_auto(value: object) -> object:
-    if value == "auto" or (isinstance(value, list | tuple) and len(value) == 2 and all(map(_is_weight, value))):
-        return value
-    raise ValueError(f"use 'auto', or two numbers from 0 to {MAX_WEIGHT:g}")
-
-
-def _is_weight(value: object) -> bool:
-    return isinstance(value, int | float) and 0 <= value <= MAX_WEIGHT and not isinstance(value, bool)
-
-
-def _count_or_mask(value: object) -> object:
-    if value == "mask" or (isinstance(value, int) and 0 <= value <= MAX_COUNT and not isinstance(value, bool)):
-        return value
-    raise ValueError("use a number of tokens, or 'mask'")
-
-
 LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-Bound = Annotated[Weight | Literal["auto"], BeforeValidator(_number_or_auto)]
+Bound = Weight | Literal["auto"]
 Bounds = Annotated[tuple[Weight, ...], Field(strict=False, min_length=2, max_length=2)]
 
 
@@ -102,7 +68,7 @@ class AlgorithmSection(Section):
     router_aux_coefficient: Weight = 0.0
     """Weight of the load-balancing loss of a mixture of experts, which is added to each token's loss. Qwen3's
     configuration has 0.001. 0: off."""
-    overlong: Annotated[TokenCount | Literal["mask"], BeforeValidator(_count_or_mask), Unit("tokens")] = 0
+    overlong: Annotated[TokenCount | Literal["mask"], Unit("tokens")] = 0
     """Responses near ``rollout.max_new_tokens`` (DAPO). A number is a soft penalty: over the last this many tokens the
     reward falls linearly by up to 1. ``mask``: tokens of responses that were cut add nothing to the loss and are not
     counted by ``aggregation``; their rewards count in the advantages of others. 0: neither."""
@@ -110,7 +76,7 @@ class AlgorithmSection(Section):
     """Correction for the ratio between the probabilities of rollout engine and trainer: ``tis`` multiplies a token's
     loss by it, truncated at 2; ``mis`` leaves out tokens above 2, ``icepop`` those below 0.5 or above 5. The policy
     then depends on the last bits of the rollout's probabilities."""
-    correction_bounds: Annotated[Bounds | Literal["auto"], BeforeValidator(_pair_or_auto)] = "auto"
+    correction_bounds: Bounds | Literal["auto"] = "auto"
     """Smallest and largest ratio of that correction. ``auto``: those above, of the papers."""
     max_refills: Count = 0
     """Dynamic sampling (DAPO): groups whose scores are all equal have no gradient, and are replaced by groups of
@@ -228,7 +194,7 @@ class OptimizerSection(Section):
     cosine. If it falls, ``run.num_steps`` cannot be changed when a run is resumed."""
     zero_stage: Annotated[int, Field(ge=0, le=3)] = 1
     """What DeepSpeed ZeRO shards over the ranks: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters."""
-    offload: Annotated[bool | Literal["parameters"], _switch_or("parameters")] = False
+    offload: bool | Literal["parameters"] = False
     """Keep the optimizer state in host memory; needs ``zero_stage`` 1 or higher. ``parameters``: also each rank's shard
     of the parameters; needs ``zero_stage = 3`` and CUDA."""
     micro_batch_tokens: NumTokens = 8192
@@ -236,7 +202,7 @@ class OptimizerSection(Section):
     sequence exceeds it."""
     sequence_parallel: NumRanks = 1
     """Consecutive ranks that share a micro-batch (DeepSpeed-Ulysses), if a response's activations do not fit a GPU."""
-    gradient_checkpointing: Annotated[bool | Literal["auto"], _switch_or("auto")] = "auto"
+    gradient_checkpointing: bool | Literal["auto"] = "auto"
     """Keep one hidden state per layer and token, and recompute the rest in the backward pass: a third more time for a
     fraction of the memory. ``auto``: on for CUDA."""
     freeze_router: bool = False
