@@ -88,7 +88,7 @@ def test_commas_within_brackets_and_quotes_do_not_separate(text: str, values: li
         (["rollout.temprature=1"], "did you mean"),
         (
             ["run.seed=0,1"],
-            "run.seed = '0,1': use a whole number from 0 to 9223372036854775807, or for a run of each --sweep run.seed=0,1",
+            f"'0,1': use a whole number from 0 to {2**63 - 1}, or for a run of each --sweep run.seed=0,1",
         ),
     ],
 )
