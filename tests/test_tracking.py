@@ -20,7 +20,7 @@ import pytest
 from tlt_hpc.cli import rank_commands
 from tlt_hpc.cli.main import main
 from tlt_hpc.cluster.stopping import Stop, StopFlag
-from tlt_hpc.config import Config, TrackingSection, load_config
+from tlt_hpc.config import Config, RunSection, load_config
 from tlt_hpc.look import trackers
 from tlt_hpc.look import tracking as tracking_module
 from tlt_hpc.look.tracking import Tracking
@@ -188,7 +188,7 @@ def library(monkeypatch) -> FakeWandb:
     """Stands in for wandb."""
     fake = FakeWandb()
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    monkeypatch.setattr(TrackingSection, "check_installed", lambda section: None)
+    monkeypatch.setattr(RunSection, "check_trackers", lambda section: None)
     return fake
 
 
