@@ -49,7 +49,7 @@ class FakeWorld:
 
 def place_of(rank: int, folder: str, run: Path, **world: Any) -> tuple[RunFolder, int, int]:
     config = load_config(TINY, [f"drafter.cache_folder={folder}"] if folder else [])
-    return cache_place(config, FakeWorld(rank, **world), RunFolder(run))
+    return cache_place(config.drafter, FakeWorld(rank, **world), RunFolder(run))
 
 
 def test_without_a_setting_all_ranks_share_the_runs_folder(tmp_path: Path) -> None:

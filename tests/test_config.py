@@ -259,10 +259,10 @@ def test_ranks_that_do_not_divide(override: str, num_ranks: int, problem: str, r
 
 def test_ranks_that_cannot_share_a_sequence() -> None:
     config = load_config(TINY, ["optimizer.sequence_parallel=4"])
-    check_sequence_parallel(config, 4, 2, 8)
-    check_sequence_parallel(config, 28, 8, 8)
+    check_sequence_parallel(config.optimizer, 4, 2, 8)
+    check_sequence_parallel(config.optimizer, 28, 8, 8)
     for shape in ((14, 2, 8), (28, 4, 6)):
-        message = refused(lambda shape=shape: check_sequence_parallel(config, *shape))
+        message = refused(lambda shape=shape: check_sequence_parallel(config.optimizer, *shape))
         assert message.startswith("optimizer.sequence_parallel = 4") and message.endswith("use one of 1, 2")
 
 

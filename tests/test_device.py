@@ -95,7 +95,7 @@ def test_a_rank_prepares_its_products_before_it_uses_its_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: found.append(os.environ.get(device.WORKSPACES)))
     world = SimpleNamespace(rank=1, local_rank=1, hostname="n1")
     config = SimpleNamespace(model=SimpleNamespace(device="auto"))
-    assert job.choose_device(config, world) == torch.device("cuda", 1) and found == [":4096:8"]
+    assert job.choose_device(config.model, world) == torch.device("cuda", 1) and found == [":4096:8"]
 
 
 TAKE = "import os; from tlt_hpc.cluster.device import take_device as t; print(t(os.environ, 0))"

@@ -114,7 +114,7 @@ def test_one_line_has_room_for_the_first_of_them(excluded: tuple[int, ...], told
     shape = read_shape(embedded_folder())
     assets = ModelAssets(embedded_folder(), shape, embedded_tokenizer(), (1,), excluded)
     assert assets.exclusion == told
-    lines = describe_model(load_config(TINY, []), assets)
+    lines = describe_model(load_config(TINY, []).model, assets)
     assert lines[0].startswith("model ") and lines[1:] == ([f"tokens      {told}"] if told else [])
 
 

@@ -150,7 +150,7 @@ def test_a_step_reads_the_newest_lines_alone(tmp_path, monkeypatch):
         add_line(folder.metrics, {STEP: step + 1, "actor/loss": float(step)})
     read, parse_line = [], step_lines.parse_line
     monkeypatch.setattr(step_lines, "parse_line", lambda text: read.append(text) or parse_line(text))
-    assert kept_module.find_origin(config, folder, 40) == origin_of({STEP: 40, "actor/loss": 39.0})
+    assert kept_module.find_origin(config.model, folder, 40) == origin_of({STEP: 40, "actor/loss": 39.0})
     run.commit(SimpleNamespace(folder=folder, world=OneRank()), 40, {STEP: 41})
     assert 0 < len(read) <= 4
 

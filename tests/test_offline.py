@@ -39,7 +39,7 @@ def texts_from(num_distinct: int) -> Texts:
     numbers = count()
     batch = [Prompt(np.array([7, i % num_distinct], np.int32), str(i), "", "") for i in islice(numbers, 1000)]
     config = SimpleNamespace(warmup=SimpleNamespace(responses=50, validation_prompts=8))
-    return from_prompts(config, SimpleNamespace(batch=lambda step: batch))  # type: ignore[arg-type]
+    return from_prompts(config.warmup, SimpleNamespace(batch=lambda step: batch))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("num_distinct", "num_kept"), [(1000, 8), (40, 8), (20, 4), (7, 1), (2, 1)])

@@ -63,14 +63,14 @@ def test_a_node_with_gpus_and_without_a_c_compiler_is_refused(tmp_path: Path, mo
     """Triton would end the job with a traceback, at its first kernel."""
     config = load_config(ROOT / "jobs" / "tiny.toml", ["model.device=cpu"])
     place = tmp_path / "gpus" / "0000:01:00.0"
-    on_gpus = load_config(ROOT / "jobs" / "tiny.toml", ["model.device=auto"])
+    on_gpus = load_config(ROOT / "jobs" / "tiny.toml", ["model.device=auto"]).model
     monkeypatch.setattr(nodes, "_DRIVER", tmp_path)
     nodes.check_compiler(on_gpus, {"CC": "no-such-cc"})  # no GPU
     place.mkdir(parents=True)
     (place / "information").write_text("Model: NVIDIA A100\n")
     with pytest.raises(UserError, match=r"^this node has no C compiler \(CC=no-such-cc\), which Triton needs .*conda"):
         nodes.check_compiler(on_gpus, {"CC": "no-such-cc"})
-    nodes.check_compiler(config, {"CC": "no-such-cc"})
+    nodes.check_compiler(config.model, {"CC": "no-such-cc"})
     monkeypatch.setattr("sysconfig.get_paths", lambda scheme: {"include": str(tmp_path)})
     with pytest.raises(UserError, match=rf"^this node has no {tmp_path}/Python.h, which"):
         nodes.check_compiler(on_gpus, {"CC": "sh"})

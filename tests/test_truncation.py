@@ -71,7 +71,7 @@ def test_the_bias_that_the_page_states(rule: SamplingRule, distance: float, erro
     ],
 )
 def test_a_start_says_that_the_gradient_is_biased(overrides: list[str], said: str) -> None:
-    found = truncation_warning(load_config(ROOT / "jobs" / "tiny.toml", overrides))
+    found = truncation_warning(load_config(ROOT / "jobs" / "tiny.toml", overrides).rollout)
     assert found.startswith(said) and bool(found) == bool(said) and "\n" not in found
 
 

@@ -25,7 +25,17 @@ from tlt_hpc.cluster.device import GIVEN as GIVEN_GPU
 from tlt_hpc.cluster.device import fix_workspaces
 from tlt_hpc.common.records import Prompt, Request, SampleKey, SamplingParams, Stream
 from tlt_hpc.common.words import count
-from tlt_hpc.config import Config, ConfigError, UserError, truncation_warning
+from tlt_hpc.config import (
+    Config,
+    ConfigError,
+    DrafterSection,
+    ModelSection,
+    RewardSection,
+    RolloutSection,
+    RunSection,
+    UserError,
+    truncation_warning,
+)
 from tlt_hpc.data.prompts import PromptSource
 from tlt_hpc.drafting.spot import AVERAGE_MERGES, SpotTrainer
 from tlt_hpc.drafting.tail_plan import TailPlan
@@ -144,7 +154,7 @@ class Session:
             ConfigError: the budget of pages holds no response of full length, or another setting that cannot work.
         """
         if isinstance(drafter, Eagle) and drafter.served_ids is None and isinstance(self.assets, Assets):
-            draft_among_frequent(drafter, self.config, self.assets, drawn_first(self.config, self.assets.prompts))
+            draft_among_frequent(drafter, self.config, self.assets, drawn_first(self.config.run, self.assets.prompts))
         try:
             agree = self.replica.agree if self.replica.size > 1 else None
             engine = RolloutEngine(self.decoder, settings, drafter, agree)
@@ -175,15 +185,15 @@ class Session:
 
     def keeps(self, key: SampleKey) -> bool:
         """Whether this rank keeps a response that its replica generates."""
-        return self.replica.keeps(unit_of(self.config, key))
+        return self.replica.keeps(unit_of(self.config.rollout, key))
 
     def is_own(self, key: SampleKey) -> bool:
         """Whether a response is this rank's to score, train on and log: its replica's, and its own among them."""
-        return self.replica.takes(unit_of(self.config, key)) and self.keeps(key)
+        return self.replica.takes(unit_of(self.config.rollout, key)) and self.keeps(key)
 
     def replica_of(self, key: SampleKey) -> int:
         """The number of the replica that generates a response: replicas take whole groups, or samples of all groups."""
-        return unit_of(self.config, key) % self.replica.count
+        return unit_of(self.config.rollout, key) % self.replica.count
 
     def by_replica(self, requests: Sequence[Request]) -> list[list[Request]]:
         """All ranks' requests, as the replicas share them."""
@@ -248,7 +258,7 @@ def open_session(config: Config, world: World, assets: ModelAssets) -> Session:
     world.say("building the decoder", f"; {assets.exclusion}" if assets.exclusion else "")
     check_nodes(world.allgather(world.hostname), config.rollout.tensor_parallel)
     replica = Replica(world, config.rollout.tensor_parallel)
-    device = choose_device(config, world)
+    device = choose_device(config.model, world)
     kinds = world.allgather(device.type)
     if len(set(kinds)) > 1:
         raise ConfigError(
@@ -331,11 +341,11 @@ class Job(Session):
 
 def assemble(config: Config, world: World) -> Job:
     """Build all parts of a run; collective. If one cannot be built, those before it are closed."""
-    bench = open_bench(config, world)
+    bench = open_bench(config.reward, world)
     node = world.node_group
     world.say("reading the model and the data")
     assets = read_assets_once(config, world.size, node)
-    for warning in (node.once(lambda: assets.prompts.warning), truncation_warning(config)):
+    for warning in (node.once(lambda: assets.prompts.warning), truncation_warning(config.rollout)):
         if world.rank == 0 and warning:
             logger.warning("%s", warning)
     has_drafter = config.speculation.mode == "full"
@@ -423,13 +433,13 @@ def look_around(
     return meter, find_environment(world, places, torch.version.cuda or "", energy, never_sampled)
 
 
-def open_bench(config: Config, world: World) -> Judge:
+def open_bench(reward: RewardSection, world: World) -> Judge:
     """What this rank judges responses with, ready to; collective where it has a server.
 
     Raises:
         ConfigError: on all ranks, where a rank's server cannot judge what it is asked to.
     """
-    bench = standing_judge(config.reward)
+    bench = standing_judge(reward)
     client = bench.client
     if client is None:
         return bench
@@ -446,7 +456,7 @@ def open_bench(config: Config, world: World) -> Judge:
     return bench
 
 
-def choose_device(config: Config, world: World) -> torch.device:
+def choose_device(model: ModelSection, world: World) -> torch.device:
     """The rank's device: a CUDA device for each local rank if there are any, unless the configuration says otherwise.
 
     Raises:
@@ -454,13 +464,13 @@ def choose_device(config: Config, world: World) -> torch.device:
         UserError: of ``fix_workspaces``.
     """
     available = torch.cuda.is_available()
-    wanted = config.model.device == "cuda" or (config.model.device == "auto" and GIVEN_GPU in os.environ)
+    wanted = model.device == "cuda" or (model.device == "auto" and GIVEN_GPU in os.environ)
     if wanted and not available:
         raise ConfigError(
             f"rank {world.rank} on {world.hostname} has no CUDA device that torch sees; install a CUDA build of torch "
             "that fits the driver, fix the allocation, or give model.device=cpu"
         )
-    if config.model.device == "cpu" or not available:
+    if model.device == "cpu" or not available:
         return torch.device("cpu")
     fix_workspaces(os.environ)
     device = torch.device("cuda", world.local_rank % torch.cuda.device_count())
@@ -487,9 +497,9 @@ def make_sharding(replica: Replica, world: World, device: torch.device, in_order
     return Sharding(replica.index, replica.size, replica_sum(world, replica.size, in_order))
 
 
-def unit_of(config: Config, key: SampleKey) -> int:
+def unit_of(rollout: RolloutSection, key: SampleKey) -> int:
     """The number by which a response is sharded over replicas and ranks: its group's, or its own among all samples."""
-    return key.draw if config.rollout.shard == "group" else key.draw * config.rollout.group_size + key.sample
+    return key.draw if rollout.shard == "group" else key.draw * rollout.group_size + key.sample
 
 
 def make_drafting(
@@ -505,11 +515,11 @@ def make_drafting(
     token_ids = warm.get(TOKEN_IDS) if warm is not None else None
     own = layer_of(warm) if warm is not None else AS_TARGET
     if warm is None and settings.form == "eagle3":
-        token_ids = choose_vocabulary(config, assets, drawn_first(config, assets.prompts))
+        token_ids = choose_vocabulary(config, assets, drawn_first(config.run, assets.prompts))
     served = make_drafter(shape, seed, decoder.dtype, decoder.device, token_ids, own)
     if decoder.sharding.size > 1:
         served.split(decoder.sharding)
-    place, rank, num_ranks = cache_place(config, world, folder)
+    place, rank, num_ranks = cache_place(config.drafter, world, folder)
     sizes = served.num_features, shape.hidden_size, settings.cache_bytes
     cache = FeatureCache(place, rank, *sizes, num_ranks)
     spot = SpotTrainer(decoder, cache, settings, seed, world.rank, token_ids, own, average_merges)
@@ -519,22 +529,22 @@ def make_drafting(
     return Drafting(cache, spot, served, alone)
 
 
-def cache_place(config: Config, world: World, folder: RunFolder) -> tuple[RunFolder, int, int]:
+def cache_place(drafter: DrafterSection, world: World, folder: RunFolder) -> tuple[RunFolder, int, int]:
     """Where the feature cache is, and which of how many ranks this one is there; collective.
 
     Raises:
         UserError: on all ranks, if a node does not have a variable in ``drafter.cache_folder``.
     """
-    template = config.drafter.cache_folder
+    template = drafter.cache_folder
     if not template:
         return folder, world.rank, world.size
     found = world.all_or_none(lambda: node_folder(template, folder.path, world.hostname))
     return RunFolder(found), world.local_rank, world.allgather(world.hostname).count(world.hostname)
 
 
-def drawn_first(config: Config, source: PromptSource) -> list[Prompt]:
+def drawn_first(run: RunSection, source: PromptSource) -> list[Prompt]:
     """The prompts of a run's first steps; collective over the node."""
-    return [prompt for step in range(min(config.run.num_steps, _COUNTED_STEPS)) for prompt in source.batch(step)]
+    return [prompt for step in range(min(run.num_steps, _COUNTED_STEPS)) for prompt in source.batch(step)]
 
 
 def choose_vocabulary(config: Config, assets: ModelAssets, prompts: Sequence[Prompt]) -> torch.Tensor:

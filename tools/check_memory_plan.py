@@ -58,7 +58,7 @@ class Meter:
     """The most bytes of each phase over all that was measured of it."""
 
     def __init__(self, config: Config, world: World) -> None:
-        self._device = choose_device(config, world)
+        self._device = choose_device(config.model, world)
         with LiveBytes(self._device) as live:
             self._before = live.at_start
         self.peaks: dict[str, int] = {}
@@ -142,7 +142,7 @@ def report(config: Config, world: World, peaks: dict[str, int], path: Path | Non
     from tlt_hpc.plan.memory.shapes import find_shape
 
     all_peaks = world.allgather(peaks)
-    device = choose_device(config, world).type
+    device = choose_device(config.model, world).type
     shape = find_shape(config.model.path, None)
     plan = plan_memory(Situation(config, shape, world.size, world.size, "cuda" if device == "cuda" else "cpu"))
     rows = {}

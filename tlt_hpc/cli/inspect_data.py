@@ -56,7 +56,7 @@ def _readers(config: Config, folder: Path | None, is_judged: bool) -> Iterator[P
     tokenizer = chat = shape = None
     if folder is not None:
         tokenizer, shape = load_tokenizer(folder), read_shape(folder)
-        chat = chat_format(config, folder, shape, tokenizer)
+        chat = chat_format(config.rollout, folder, shape, tokenizer)
 
     def check(prompt: Prompt) -> str:
         if shape is not None:

@@ -9,6 +9,7 @@ from tlt_hpc.common.extras import load_extra
 from tlt_hpc.config import (
     Config,
     ConfigError,
+    DrafterSection,
     UserError,
     check_learns,
     check_resumable,
@@ -56,7 +57,7 @@ def plan_command(config: Config, options: argparse.Namespace, num_ranks: int) ->
         return plan_evaluation(config, options, num_ranks)
     assets = read_assets(config, num_ranks)
     said = assets.prompts.warning if options.dry_run else ""  # it may read all rows, and a start says it itself
-    said = _warning(said) + _warning(truncation_warning(config) if options.command == "train" else "")
+    said = _warning(said) + _warning(truncation_warning(config.rollout) if options.command == "train" else "")
     return said + plan_with(config, assets, options, num_ranks)
 
 
@@ -68,7 +69,7 @@ def plan_with(config: Config, assets: ModelAssets, options: argparse.Namespace, 
     """
     if config.speculation.mode == "full" and config.drafter.init != "random":
         key = "warmup.init" if options.command == "warmup" else "drafter.init"
-        check_drafter(config, assets, key, is_read=options.dry_run)
+        check_drafter(config.drafter, assets, key, is_read=options.dry_run)
     if options.command == "ablate":
         ablation_plan = load_extra("tlt_hpc.extras.ablate.ablation_plan")
         words: str = ablation_plan.describe(ablation_plan.plan_ablation(config, options), num_ranks)
@@ -106,7 +107,7 @@ def plan_run(config: Config, assets: ModelAssets, num_ranks: int) -> str:
     return said + describe(config, assets, num_ranks)
 
 
-def check_drafter(config: Config, assets: ModelAssets, key: str, is_read: bool) -> None:
+def check_drafter(drafter: DrafterSection, assets: ModelAssets, key: str, is_read: bool) -> None:
     """See whether the drafter that training starts with is there, and read it if asked: ranks do, with torch.
 
     Args:
@@ -117,7 +118,7 @@ def check_drafter(config: Config, assets: ModelAssets, key: str, is_read: bool) 
     """
     from tlt_hpc.models.weight_files import find_initial_drafter
 
-    init = config.drafter.init
+    init = drafter.init
     try:
         find_initial_drafter(init, f"{key} = {init!r}")
     except ValueError as error:
@@ -125,7 +126,7 @@ def check_drafter(config: Config, assets: ModelAssets, key: str, is_read: bool) 
     if is_read:
         from tlt_hpc.models.drafter_file import initial_drafter
 
-        initial_drafter(init, config.drafter.form, assets.shape, assets.folder, key)
+        initial_drafter(init, drafter.form, assets.shape, assets.folder, key)
 
 
 def plan_evaluation(config: Config, options: argparse.Namespace, num_ranks: int) -> str:

@@ -19,12 +19,13 @@ from tlt_hpc.config.data_sections import (
     EMBEDDED_TASK,
     TASK_PREFIX,
     DataSection,
+    ModelSection,
     RewardSection,
     RunSection,
 )
 from tlt_hpc.config.fields import ConfigError, Section
 from tlt_hpc.config.reading import apply_override, find_problems, load_config, load_saved_config, parse_config, to_toml
 from tlt_hpc.config.resume import FREE_ON_RESUME, check_resumable
-from tlt_hpc.config.rollout_sections import DrafterSection, SpeculationSection, WarmupSection
-from tlt_hpc.config.sections import Config
+from tlt_hpc.config.rollout_sections import DrafterSection, RolloutSection, SpeculationSection, WarmupSection
+from tlt_hpc.config.sections import Config, EvaluationSection
 from tlt_hpc.config.update_sections import AlgorithmSection, LoraSection, OptimizerSection

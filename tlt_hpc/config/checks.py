@@ -7,7 +7,9 @@ from collections.abc import Iterator
 
 from tlt_hpc.config.fields import ConfigError, Section
 from tlt_hpc.config.recipes import GROUP_ADVANTAGES
+from tlt_hpc.config.rollout_sections import RolloutSection
 from tlt_hpc.config.sections import Config
+from tlt_hpc.config.update_sections import OptimizerSection
 
 
 def find_contradictions(config: Config) -> Iterator[str]:
@@ -69,9 +71,8 @@ def find_contradictions(config: Config) -> Iterator[str]:
         )
 
 
-def truncation_warning(config: Config) -> str:
+def truncation_warning(rollout: RolloutSection) -> str:
     """What to tell who trains on responses that were not sampled from the whole softmax; empty where they were."""
-    rollout = config.rollout
     named = [
         f"rollout.{key} = {getattr(rollout, key)}"
         for key, off in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0), ("min_new_tokens", 0))
@@ -100,29 +101,29 @@ def check_ranks(config: Config, num_ranks: int) -> None:
             f"{what} = {unit} is not divisible by {num_ranks} ranks; "
             f"set it to {max(num_ranks, unit // num_ranks * num_ranks)}, or use another number of ranks"
         )
-    check_replicas(config, num_ranks)
+    check_replicas(config.rollout, num_ranks)
 
 
-def check_replicas(config: Config, num_ranks: int) -> None:
+def check_replicas(rollout: RolloutSection, num_ranks: int) -> None:
     """Refuse a rank count that makes no whole replicas.
 
     Raises:
         ConfigError: with the key and the remedy.
     """
-    if num_ranks % config.rollout.tensor_parallel:
+    if num_ranks % rollout.tensor_parallel:
         raise ConfigError(
-            f"rollout.tensor_parallel = {config.rollout.tensor_parallel} does not divide {num_ranks} ranks; set it "
-            f"to {math.gcd(num_ranks, config.rollout.tensor_parallel)}, or use another number of ranks"
+            f"rollout.tensor_parallel = {rollout.tensor_parallel} does not divide {num_ranks} ranks; set it "
+            f"to {math.gcd(num_ranks, rollout.tensor_parallel)}, or use another number of ranks"
         )
 
 
-def check_sequence_parallel(config: Config, num_heads: int, num_kv_heads: int, num_ranks: int) -> None:
+def check_sequence_parallel(optimizer: OptimizerSection, num_heads: int, num_kv_heads: int, num_ranks: int) -> None:
     """Refuse a number of ranks that cannot share a sequence.
 
     Raises:
         ConfigError: with the key and the remedy.
     """
-    size = config.optimizer.sequence_parallel
+    size = optimizer.sequence_parallel
     good = [n for n in range(1, num_heads + 1) if not num_heads % n and (not num_kv_heads % n or not n % num_kv_heads)]
     good = [n for n in good if not num_ranks % n]
     if size not in good:

@@ -26,6 +26,7 @@ from tlt_hpc.common.files import (
     toml_of,
 )
 from tlt_hpc.config.checks import find_contradictions
+from tlt_hpc.config.data_sections import RewardSection
 from tlt_hpc.config.fields import REMEDY, ConfigError, values_of
 from tlt_hpc.config.sections import SECTIONS, Config
 
@@ -44,17 +45,17 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), content: bytes 
             file that names a function to run.
     """
     config = parse_config(_read_tree(Path(path), overrides, content))
-    refuse_foreign_function(Path(path), overrides, config)
+    refuse_foreign_function(Path(path), overrides, config.reward)
     return config
 
 
-def refuse_foreign_function(path: Path, overrides: Sequence[str], config: Config) -> None:
+def refuse_foreign_function(path: Path, overrides: Sequence[str], reward: RewardSection) -> None:
     """Run functions that another user's file names only if the command names them, too.
 
     Raises:
         ConfigError: with the words to add to the command.
     """
-    reward, named = config.reward, {override.partition("=")[0] for override in overrides}
+    named = {override.partition("=")[0] for override in overrides}
     code = {"reward.function": reward.function} if reward.function else {}
     if reward.added_functions:
         code["reward.weights"] = toml_value(reward.weights)
@@ -74,7 +75,7 @@ def find_problems(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Conf
     """
     config, problems = _validate(_read_tree(Path(path), overrides))
     if config is not None:
-        refuse_foreign_function(Path(path), overrides, config)
+        refuse_foreign_function(Path(path), overrides, config.reward)
     return config, problems
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from tlt_hpc.common.records import ChatFormat, Prompt
-from tlt_hpc.config import EMBEDDED_TASK, TASK_PREFIX, Config, ConfigError
+from tlt_hpc.config import EMBEDDED_TASK, TASK_PREFIX, Config, ConfigError, EvaluationSection
 from tlt_hpc.data.chat import TEMPLATE_DATE
 from tlt_hpc.data.files import EVALUATED
 from tlt_hpc.data.gcd import draw_from_split
@@ -71,7 +71,7 @@ def open_sets(
     if len(named) < len(sources):
         raise ConfigError(f"two of evaluation.sources = {list(sources)} have the same file name; rename one")
     return tuple(
-        _open_gcd(config, name, tokenizer)
+        _open_gcd(config.evaluation, name, tokenizer)
         if source == EMBEDDED_TASK
         else _open(config, name, source, tokenizer, chat, check)
         for name, source in named.items()
@@ -116,9 +116,9 @@ def _open(
     return EvaluationSet(name, tuple(drawn), prompts, digest, warning)
 
 
-def _open_gcd(config: Config, name: str, tokenizer: Tokenizer) -> EvaluationSet:
+def _open_gcd(evaluation: EvaluationSection, name: str, tokenizer: Tokenizer) -> EvaluationSet:
     """Problems of the split that neither the embedded model nor any run has trained on, each once."""
-    source, wanted = random.Random(f"gcd/evaluation/{config.evaluation.seed}"), config.evaluation.limit
+    source, wanted = random.Random(f"gcd/evaluation/{evaluation.seed}"), evaluation.limit
     wanted = wanted or _EMBEDDED_PROMPTS
     if wanted > _MAX_EMBEDDED:
         raise ConfigError(f"evaluation.limit = {wanted}: {EMBEDDED_TASK!r} holds out {_MAX_EMBEDDED} at most; lower it")
@@ -127,7 +127,7 @@ def _open_gcd(config: Config, name: str, tokenizer: Tokenizer) -> EvaluationSet:
         problem = draw_from_split(source, "evaluation")
         problems.setdefault(problem.prompt, problem.answer)
     prompts = tuple(make_prompt(tokenizer, text, answer, "gcd") for text, answer in problems.items())
-    return EvaluationSet(name, tuple(range(len(prompts))), prompts, f"{EMBEDDED_TASK} {config.evaluation.seed}")
+    return EvaluationSet(name, tuple(range(len(prompts))), prompts, f"{EMBEDDED_TASK} {evaluation.seed}")
 
 
 def warning_of(sets: Sequence[EvaluationSet]) -> str:

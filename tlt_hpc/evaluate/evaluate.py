@@ -93,7 +93,7 @@ def evaluate(config: Config, subject: Subject, world: World, reporter: Evaluatio
     Raises:
         ValueError: the user's mistake (configuration, checkpoint, data, a folder that holds another evaluation).
     """
-    judge = open_bench(config, world)
+    judge = open_bench(config.reward, world)
     assets, sets = world.node_group.once(lambda: read_assets(config, subject, world.size))
     exam = open_exam(config, sets, judge, world)
     subject, checkpoint = open_checkpoint(subject, world)
@@ -173,7 +173,7 @@ def read_assets(config: Config, subject: Subject, num_ranks: int) -> tuple[Model
     """
     folder = find_model(config.model.path)
     shape = read_shape(folder)
-    check_replicas(config, num_ranks)
+    check_replicas(config.rollout, num_ranks)
     check_sharding(shape, config.rollout.tensor_parallel, "rollout.tensor_parallel")
     if subject.reads_model_weights:
         weight_files(folder)  # the decoder reads no others
@@ -196,7 +196,7 @@ def describe(
     newest = ", its newest checkpoint" if subject.run is not None and subject.step is None else ""
     lines = [
         f"evaluation  {subject.name}{newest} on {count(num_ranks, 'rank')}, seed {evaluation.seed}",
-        *describe_model(config, assets),
+        *describe_model(config.model, assets),
         f"data        {named}",
         f"answers     greedily and {sampled}, at most {count(longest_response(config), 'token')}",
         f"speculation {config.speculation.mode}",
@@ -216,7 +216,7 @@ def prepare(job: Job) -> Exam | None:
     config = job.config
     if not config.evaluation.every_steps:
         return None
-    judge = open_bench(config.model_copy(update={"reward": without_form(config.reward)}), job.world)
+    judge = open_bench(without_form(config.reward), job.world)
     folder, shape = find_model(config.model.path), job.engine.decoder.shape
     sets = job.world.node_group.once(lambda: open_checked_sets(config, folder, shape, job.tokenizer))
     exam = open_exam(config, sets, judge, job.world)

@@ -22,7 +22,7 @@ from tlt_hpc.checkpoint.policy_weights import PolicyWeights, open_policy
 from tlt_hpc.checkpoint.store import chosen_step
 from tlt_hpc.common.records import ChatFormat
 from tlt_hpc.common.words import count
-from tlt_hpc.config import Config, ConfigError, UserError, load_saved_config
+from tlt_hpc.config import ConfigError, DataSection, UserError, load_saved_config
 from tlt_hpc.data.chat import read_template
 from tlt_hpc.export.export_options import output_of
 from tlt_hpc.export.model_card import escaped, policy_card
@@ -66,7 +66,7 @@ def run(options: argparse.Namespace) -> None:
     model = find_model(options.model or config.model.path)
     policy = open_policy(folder, config, checkpoint, model)
     check_model(policy)
-    companions, template = companions_of(model), own_template(config)
+    companions, template = companions_of(model), own_template(config.data)
     ours = {CONFIG, CARD, _INDEX, _TEMPLATE, *(path.name for path in companions)}
     output = output_of(options, "policy")
     check_output(output, lambda name: name in ours or name.endswith(".safetensors"))
@@ -154,14 +154,14 @@ def rounded(name: str, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor
     return cast
 
 
-def own_template(config: Config) -> str:
+def own_template(data: DataSection) -> str:
     """The chat template that a run has in place of its model's; empty: it has none.
 
     Raises:
         UserError: it cannot be read.
     """
     try:
-        found = read_template(config.data, ChatFormat())
+        found = read_template(data, ChatFormat())
     except ConfigError as error:
         remedy = "restore the file, for the policy was trained on prompts in its format"
         raise UserError(error.fact, remedy) from None

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 
 from tlt_hpc.common.records import ChatFormat, Prompt
 from tlt_hpc.common.words import count, spans_of
-from tlt_hpc.config import Config, ConfigError, check_ranks, to_toml
+from tlt_hpc.config import Config, ConfigError, ModelSection, RewardSection, RolloutSection, check_ranks, to_toml
 from tlt_hpc.data.evaluation_sets import EvaluationSet, longest_prompt, longest_response, open_sets
 from tlt_hpc.data.prompts import PromptSource, SharedPrompts, open_prompts
 from tlt_hpc.models.shape import ModelShape, read_shape
@@ -70,37 +70,37 @@ def read_assets(config: Config, num_ranks: int) -> Assets:
     folder = find_model(config.model.path)
     shape = read_shape(folder)
     check_shape(config, shape, num_ranks)
-    check_strategies(config)
-    check_reward_functions(config)
+    check_strategies(config.speculation)
+    check_reward_functions(config.reward)
     if config.lora.rank:
         weight_files(folder)  # adapters are merged into files of this kind
     tokenizer = load_tokenizer(folder)
-    chat = chat_format(config, folder, shape, tokenizer)
-    prompts = open_prompts(config, tokenizer, chat, partial(check_prompt, config, shape))
+    chat = chat_format(config.rollout, folder, shape, tokenizer)
+    prompts = open_prompts(config, tokenizer, chat, partial(check_prompt, config.reward, shape))
     ends = check_files(folder, shape)
     excluded = tokens_without_text(folder, tokenizer, shape.vocab_size, ends)
     return Assets(folder, shape, tokenizer, ends, excluded, prompts)
 
 
-def chat_format(config: Config, folder: Path, shape: ModelShape, tokenizer: Tokenizer) -> ChatFormat:
+def chat_format(rollout: RolloutSection, folder: Path, shape: ModelShape, tokenizer: Tokenizer) -> ChatFormat:
     """How the model's folder has a chat written, with the tokens that end a response, stop strings included.
 
     Raises:
         ValueError: as ``read_chat_format`` and ``end_token_ids``.
     """
-    found = map(tokenizer.token_to_id, config.rollout.stop_strings)
+    found = map(tokenizer.token_to_id, rollout.stop_strings)
     ends = (*end_token_ids(folder, shape), *(token for token in found if token is not None))
     return replace(read_chat_format(folder), end_token_ids=ends)
 
 
-def check_prompt(config: Config, shape: ModelShape, prompt: Prompt) -> str:
+def check_prompt(reward: RewardSection, shape: ModelShape, prompt: Prompt) -> str:
     """Why no response to the prompt can be right; empty: one can.
 
     Raises:
         ValueError: as ``check_tokens``, or the prompt's tests cannot be read.
     """
     check_tokens(shape, prompt)
-    return check_answer(config.reward, prompt)
+    return check_answer(reward, prompt)
 
 
 def check_tokens(shape: ModelShape, prompt: Prompt) -> None:
@@ -149,14 +149,14 @@ def read_assets_once(config: Config, num_ranks: int, node: NodeGroup) -> Assets:
     return Assets(given.folder, given.shape, given.tokenizer, given.eos_token_ids, given.excluded_token_ids, prompts)
 
 
-def check_reward_functions(config: Config) -> None:
+def check_reward_functions(reward: RewardSection) -> None:
     """Check the files of the user's reward functions, if there are any, without running them.
 
     Raises:
         ConfigError: with the key and the remedy.
     """
     try:
-        check_functions(config.reward)
+        check_functions(reward)
     except ValueError as error:
         raise ConfigError(str(error)) from None
 
@@ -169,9 +169,9 @@ def open_checked_sets(
     Raises:
         ValueError: as ``open_sets``, or a response of full length would not fit the model.
     """
-    check_reward_functions(config)
-    chat = chat_format(config, folder, shape, tokenizer)
-    sets = open_sets(config, tokenizer, chat, partial(check_prompt, config, shape))
+    check_reward_functions(config.reward)
+    chat = chat_format(config.rollout, folder, shape, tokenizer)
+    sets = open_sets(config, tokenizer, chat, partial(check_prompt, config.reward, shape))
     total = longest_prompt(sets) + longest_response(config)
     if total > shape.max_positions:
         raise ConfigError(
@@ -182,14 +182,14 @@ def open_checked_sets(
     return sets
 
 
-def describe_model(config: Config, assets: ModelAssets) -> list[str]:
+def describe_model(model: ModelSection, assets: ModelAssets) -> list[str]:
     """The lines of a plan that tell of the model."""
     shape = assets.shape
-    model = (
-        f"model       {config.model.path}: {shape.family}, {shape.num_layers} layers of width {shape.hidden_size}, "
-        f"{shape.num_parameters / 1e6:.1f} M parameters, {config.model.dtype}"
+    line = (
+        f"model       {model.path}: {shape.family}, {shape.num_layers} layers of width {shape.hidden_size}, "
+        f"{shape.num_parameters / 1e6:.1f} M parameters, {model.dtype}"
     )
-    return [model, f"tokens      {assets.exclusion}"] if assets.exclusion else [model]
+    return [line, f"tokens      {assets.exclusion}"] if assets.exclusion else [line]
 
 
 def describe(config: Config, assets: ModelAssets, num_ranks: int) -> str:
@@ -198,7 +198,7 @@ def describe(config: Config, assets: ModelAssets, num_ranks: int) -> str:
     lines = [
         f"run         {config.folder}: {count(config.run.num_steps, 'step')} on {count(num_ranks, 'rank')}, "
         f"seed {config.run.seed}",
-        *describe_model(config, assets),
+        *describe_model(config.model, assets),
         f"rollout     {count(rollout.prompts_per_step, 'prompt')} x {rollout.group_size} samples a step; "
         f"{config.samples_per_step // num_ranks} samples a rank, {rollout.max_live} at a time",
         f"replicas    {num_ranks // parallel}, of {count(parallel, 'rank')} each",

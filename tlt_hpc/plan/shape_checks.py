@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tlt_hpc.config import Config, ConfigError, check_model_limits, check_sequence_parallel
+from tlt_hpc.config import Config, ConfigError, SpeculationSection, check_model_limits, check_sequence_parallel
 from tlt_hpc.models.shape import DRAFTER_SHARDING, ModelShape, check_layers, check_sharding
 from tlt_hpc.rollout.strategy import strategies_of
 
@@ -24,7 +24,7 @@ def check_shape(config: Config, shape: ModelShape, num_ranks: int) -> None:
         if config.drafter.form == "eagle3":
             check_layers(shape, "drafter.form = 'eagle3'")
     check_experts(config, shape, config.model.device)
-    check_sequence_parallel(config, shape.num_heads, shape.num_kv_heads, num_ranks)
+    check_sequence_parallel(config.optimizer, shape.num_heads, shape.num_kv_heads, num_ranks)
     if config.lora.rank and shape.num_experts and _IN_EXPERTS.intersection(config.lora.targets):
         raise ConfigError(
             f"lora.targets names {sorted(_IN_EXPERTS.intersection(config.lora.targets))[0]!r}, and experts get no "
@@ -56,13 +56,13 @@ def check_experts(config: Config, shape: ModelShape, device: str) -> None:
             raise ConfigError(f"{key} with a model of family {shape.family!r}, which has no router; leave it out")
 
 
-def check_strategies(config: Config) -> None:
+def check_strategies(speculation: SpeculationSection) -> None:
     """Refuse strategies that do not exist, or that leave nothing to choose from.
 
     Raises:
         ConfigError: with the key and the remedy.
     """
-    mode, names = config.speculation.mode, config.speculation.strategies
+    mode, names = speculation.mode, speculation.strategies
     try:
         arms = strategies_of(mode, names)
     except ValueError as error:

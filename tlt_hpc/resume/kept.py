@@ -22,7 +22,7 @@ import numpy as np
 from tlt_hpc.checkpoint.save import found_in
 from tlt_hpc.common.files import sampled_digest
 from tlt_hpc.common.records import Rollout, SampleKey
-from tlt_hpc.config import Config
+from tlt_hpc.config import Config, ModelSection
 from tlt_hpc.look.metrics import PROBS_DIFF, SCORE, TRAINED_TOKENS
 from tlt_hpc.models.tokenizer import find_model
 from tlt_hpc.mpi.world import World
@@ -83,7 +83,7 @@ class Keeper:
 
 def open_keeper(config: Config, folder: RunFolder, world: World, step: int) -> tuple[Keeper, dict[SampleKey, Rollout]]:
     """What keeps this rank's responses of the step, and all ranks' of an earlier start; collective."""
-    origin, paths = world.once(lambda: (find_origin(config, folder, step), folder.kept_parts(step)))
+    origin, paths = world.once(lambda: (find_origin(config.model, folder, step), folder.kept_parts(step)))
     keeper = Keeper(folder, step, world.rank, origin, config.checkpoint.keep_responses_seconds)
     if not paths:
         return keeper, {}
@@ -124,10 +124,10 @@ def _read(path: Path) -> tuple[str, tuple[Rollout, ...]] | None:
         return None
 
 
-def find_origin(config: Config, folder: RunFolder, step: int) -> str:
+def find_origin(model: ModelSection, folder: RunFolder, step: int) -> str:
     """Names the weights that a step's responses are made with; a new name if their line is lost."""
     if step == 0:
-        return origin_of_start(find_model(config.model.path))
+        return origin_of_start(find_model(model.path))
     line = read_lines(folder.metrics, step - 1).get(step - 1)
     return uuid4().hex if line is None else origin_of(line)
 

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tlt_hpc.common.records import Prompt, Request, Rollout, SampleKey, Stream
-from tlt_hpc.config import Config
+from tlt_hpc.config import Config, RolloutSection
 from tlt_hpc.data.prompts import PromptSource
 from tlt_hpc.mpi.world import World
 from tlt_hpc.rollout.ahead_work import Texts
@@ -72,14 +72,14 @@ class StepDraws:
         ]
 
 
-def trained_on(config: Config, scores: NDArray[np.float32]) -> NDArray[np.int64]:
+def trained_on(rollout: RolloutSection, scores: NDArray[np.float32]) -> NDArray[np.int64]:
     """Which responses a step trains on, [samples_per_step], ascending.
 
     Args:
         scores: [N], of all that the step generated, ordered by key.
     """
-    size = config.rollout.group_size
-    groups = chosen(informative(scores, size), config.rollout.prompts_per_step)
+    size = rollout.group_size
+    groups = chosen(informative(scores, size), rollout.prompts_per_step)
     return (groups[:, None] * size + np.arange(size)).reshape(-1)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from tlt_hpc.config import Config
+from tlt_hpc.config import Config, OptimizerSection
 from tlt_hpc.config.schedule import scheduled_rate
 from tlt_hpc.rl.distributed import lengthen_timeouts
 
@@ -73,7 +73,7 @@ def start_engine(model: torch.nn.Module, config: Config, num_ranks: int) -> Any:
     settings["zero_optimization"]["reduce_bucket_size"] = min(REDUCE_BUCKET_ELEMENTS, num_parameters)
     if config.optimizer.zero_stage == 3:
         _partition(model, settings)
-    optimizer = _make_optimizer(model, config, "offload_optimizer" in settings["zero_optimization"])
+    optimizer = _make_optimizer(model, config.optimizer, "offload_optimizer" in settings["zero_optimization"])
     with redirect_stdout(io.StringIO()):  # DeepSpeed prints the memory in use here
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings, dist_init_required=False)
     lengthen_timeouts(engine.data_parallel_group)
@@ -107,8 +107,7 @@ def _partition(model: torch.nn.Module, settings: dict[str, Any]) -> None:
     deepspeed.zero.Init(module=model, config_dict_or_path=settings)
 
 
-def _make_optimizer(model: torch.nn.Module, config: Config, offloaded: bool) -> torch.optim.Optimizer:
-    settings = config.optimizer
+def _make_optimizer(model: torch.nn.Module, settings: OptimizerSection, offloaded: bool) -> torch.optim.Optimizer:
     return torch.optim.AdamW(
         model.parameters(),
         lr=settings.learning_rate,

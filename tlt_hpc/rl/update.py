@@ -31,7 +31,7 @@ def update_policy(config: Config, policy: Policy, rollouts: Sequence[Rollout], s
         NotFiniteError: a log-probability, a reward or the gradient is not finite, on all ranks.
     """
     check_step(config, rollouts, scores)  # also of those that are left out: the rollout log has them
-    algorithm, trained = config.algorithm, trained_on(config, scores)
+    algorithm, trained = config.algorithm, trained_on(config.rollout, scores)
     informative_share = float(informative(scores, config.rollout.group_size).mean())
     rollouts, scores = [rollouts[index] for index in trained], scores[trained]
     lengths = np.array([rollout.response_tokens.size for rollout in rollouts], np.int64)

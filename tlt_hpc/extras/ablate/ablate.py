@@ -178,7 +178,7 @@ def measure(ablation: Ablation, world: World) -> dict[str, Passes] | None:
     config = ablation.config_of(arms[0])
     assets = read_assets_once(config, world.size, world.node_group)
     # prompts of the warm-up's draws, which are no step's; but data that has an end comes again
-    requests = from_prompts(config, assets.prompts).validation_requests(config.run.seed)
+    requests = from_prompts(config.warmup, assets.prompts).validation_requests(config.run.seed)
     measured: dict[str, Passes] = {}
     with closing(open_session(config, world, assets)) as session:
         for arm in arms:

@@ -105,7 +105,7 @@ def run(options: argparse.Namespace) -> int:
     config = _config(options, log)
     ranks_per_node = options.gpus_per_node or (log.num_ranks if log else _GPUS)
     for count in options.nodes:
-        check_replicas(config, count * ranks_per_node)
+        check_replicas(config.rollout, count * ranks_per_node)
     job = simulated_job(config, options, log)
     rows = [row(job, count, ranks_per_node, options) for count in sorted(set(options.nodes))]
     show(job, rows, TextConsole())

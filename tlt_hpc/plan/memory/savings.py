@@ -67,7 +67,9 @@ def _savings(plan: MemoryPlan, changed: dict[str, object]) -> Savings | None:
         if situation.num_ranks % config.optimizer.sequence_parallel:
             return None
         check_sharding(situation.shape, config.rollout.tensor_parallel, "rollout.tensor_parallel")
-        check_sequence_parallel(config, situation.shape.num_heads, situation.shape.num_kv_heads, situation.num_ranks)
+        check_sequence_parallel(
+            config.optimizer, situation.shape.num_heads, situation.shape.num_kv_heads, situation.num_ranks
+        )
     except ConfigError:
         return None
     return Savings(plan_memory(replace(situation, config=config)), changed)

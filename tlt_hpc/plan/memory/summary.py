@@ -11,7 +11,7 @@ from rich.table import Table
 
 from tlt_hpc.common.console import TextConsole
 from tlt_hpc.common.host_memory import available_bytes
-from tlt_hpc.config import Config, ConfigError, check_ranks, check_replicas, load_config
+from tlt_hpc.config import Config, ConfigError, ModelSection, check_ranks, check_replicas, load_config
 from tlt_hpc.models.shape import ModelShape
 from tlt_hpc.models.weight_check import check_weights
 from tlt_hpc.plan.memory.phases import plan_memory
@@ -110,19 +110,19 @@ def run(options: argparse.Namespace) -> int:
     config = load_config(options.config, options.overrides)
     device, host = (gb and int(gb * GB) for gb in (options.gpu_memory, options.host_memory))
     plan = plan_memory(_situation(config, options))
-    is_here = plan.situation.device == "cpu" and options.nodes == 1 and not _may_use_gpus(config)
+    is_here = plan.situation.device == "cpu" and options.nodes == 1 and not _may_use_gpus(config.model)
     limits = MemoryLimits(device, host)
     if is_here and host is None:
         limits = MemoryLimits(device, available_bytes(), HERE)
     show(plan, limits, TextConsole())
-    if plan.situation.device == "cpu" and _may_use_gpus(config):
+    if plan.situation.device == "cpu" and _may_use_gpus(config.model):
         print("This is for ranks on CPUs; --gpus-per-node N plans for GPUs.")
     return 0 if limits.hold(plan) else DOES_NOT_FIT
 
 
 def summarise(config: Config, shape: ModelShape, num_ranks: int) -> str:
     """The line of a dry run: the peak of a run on GPUs. Empty where it would be on CPUs."""
-    if not _may_use_gpus(config):
+    if not _may_use_gpus(config.model):
         return ""
     peak = plan_memory(Situation(config, shape, num_ranks, num_ranks, "cuda")).peak
     return (
@@ -131,8 +131,8 @@ def summarise(config: Config, shape: ModelShape, num_ranks: int) -> str:
     )
 
 
-def _may_use_gpus(config: Config) -> bool:
-    return config.model.device == "cuda" or (config.model.device == "auto" and config.model.dtype == "bfloat16")
+def _may_use_gpus(model: ModelSection) -> bool:
+    return model.device == "cuda" or (model.device == "auto" and model.dtype == "bfloat16")
 
 
 def _situation(config: Config, options: argparse.Namespace) -> Situation:
@@ -144,7 +144,7 @@ def _situation(config: Config, options: argparse.Namespace) -> Situation:
     if options.shape is None and any(folder.glob("*.safetensors")):  # the sizes of a model may be there alone
         check_weights(folder, shape)
     check_shape(config, shape, num_ranks)
-    check_replicas(config, ranks_per_node)
+    check_replicas(config.rollout, ranks_per_node)
     if gpus is None:
         if config.model.device == "cuda":
             raise ConfigError("model.device = 'cuda' and no --gpus-per-node; give the GPUs of a node, e.g. 8")

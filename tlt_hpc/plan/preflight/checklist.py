@@ -85,7 +85,7 @@ def all_results(options: argparse.Namespace) -> Iterator[tuple[str, Finding]]:
     if config is not None:
         yield "config", ok(f"{options.config}: {count(config.run.num_steps, 'step')} to {config.folder}")
         if options.fix:
-            yield "fix model", judge(partial(job_checks.get_model, config, options.model_id or ""))
+            yield "fix model", judge(partial(job_checks.get_model, config.model, options.model_id or ""))
     for name, check in (CHECKS | (SLURM_CHECKS if job.asks_slurm else {})).items():
         yield name, judge(partial(check, job))
     if not job.asks_slurm:

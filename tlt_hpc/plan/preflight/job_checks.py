@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from tlt_hpc.config import (
     EMBEDDED_MODEL,
     EMBEDDED_TASK,
-    Config,
+    ModelSection,
     check_learns,
     check_ranks,
     check_replicas,
@@ -55,7 +55,8 @@ def check_ranks_fit(job: PlannedJob) -> Finding:
     config, num_ranks = job.config, job.num_ranks
     check_learns(config)
     check_ranks(config, num_ranks)
-    check_replicas(config, job.ranks_per_node)  # a replica on several nodes would send each pass over the network
+    # a replica on several nodes would send each pass over the network
+    check_replicas(config.rollout, job.ranks_per_node)
     gpus = job.request.gpus_per_node
     if gpus and job.ranks_per_node != gpus:
         return warning(
@@ -68,7 +69,7 @@ def check_ranks_fit(job: PlannedJob) -> Finding:
 
 def check_sampling(job: PlannedJob) -> Finding:
     """Responses are sampled from what the update scores."""
-    found, _, remedy = truncation_warning(job.config).rpartition("; ")
+    found, _, remedy = truncation_warning(job.config.rollout).rpartition("; ")
     return warning(found, remedy) if found else ok("from the whole softmax")
 
 
@@ -106,8 +107,8 @@ def check_data(job: PlannedJob) -> Finding:
 
     data_files(job.config.data)  # a missing one is reported even if the model is missing, too
     tokenizer = load_tokenizer(job.model_folder)
-    chat = chat_format(job.config, job.model_folder, job.shape, tokenizer)
-    prompts = open_prompts(job.config, tokenizer, chat, partial(check_prompt, job.config, job.shape))
+    chat = chat_format(job.config.rollout, job.model_folder, job.shape, tokenizer)
+    prompts = open_prompts(job.config, tokenizer, chat, partial(check_prompt, job.config.reward, job.shape))
     if prompts.warning:
         return warning(prompts.warning, "see tlt data inspect")
     if job.config.data.source == EMBEDDED_TASK:
@@ -184,7 +185,7 @@ def check_drafter(job: PlannedJob) -> Finding:
     from tlt_hpc.plan.shape_checks import check_strategies
 
     config = job.config
-    check_strategies(config)
+    check_strategies(config.speculation)
     if config.speculation.mode != "full":
         return ok(f"none: speculation.mode = {config.speculation.mode!r}")
     if config.drafter.init != "random":
@@ -225,9 +226,9 @@ def fetch(model_id: str, folder: Path) -> None:
         raise OSError(f"{type(error).__name__}: {error}") from error
 
 
-def get_model(config: Config, model_id: str) -> Finding:
+def get_model(model: ModelSection, model_id: str) -> Finding:
     """Download the model if it is not there."""
-    folder = Path(config.model.path)
+    folder = Path(model.path)
     if str(folder) == EMBEDDED_MODEL or (folder / "config.json").is_file():
         return ok(f"{folder} is there")
     if not model_id:

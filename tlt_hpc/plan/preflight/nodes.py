@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import tlt_hpc
 from tlt_hpc.common.source import installed_version, source_digest
-from tlt_hpc.config import Config, UserError
+from tlt_hpc.config import Config, ModelSection, UserError
 from tlt_hpc.models.tokenizer import find_model
 from tlt_hpc.plan.preflight.machine import NEEDS_COMPILER, missing_for_triton
 
@@ -62,19 +62,19 @@ def check_nodes(world: World, config: Config, check: Callable[[], object] = lamb
     error = ""
     try:
         check()
-        check_compiler(config, os.environ)
+        check_compiler(config.model, os.environ)
     except ValueError as caught:
         error = str(caught)
     return _judge(world, NodeReport(world.hostname, gather_facts(config, world), error))
 
 
-def check_compiler(config: Config, environment: Mapping[str, str]) -> None:
+def check_compiler(model: ModelSection, environment: Mapping[str, str]) -> None:
     """See that Triton can compile on this node, if the job uses its GPUs.
 
     Raises:
         UserError: with what is missing.
     """
-    uses_gpus = config.model.device != "cpu" and gpus_in_words(environment) != ABSENT
+    uses_gpus = model.device != "cpu" and gpus_in_words(environment) != ABSENT
     if uses_gpus and (missing := missing_for_triton(environment)):
         raise UserError(f"this node has {missing}, which Triton needs for its kernels; {NEEDS_COMPILER}")
 

@@ -60,9 +60,9 @@ def assemble(config: Config, world: World) -> Warmup:
     warm = read_all_once(node, init)
     num_tokens = num_used_tokens(assets.tokenizer, assets.shape)
     if config.warmup.sources:
-        texts = world.once(lambda: from_logs(config, assets.shape.max_positions, num_tokens))
+        texts = world.once(lambda: from_logs(config.warmup, assets.shape.max_positions, num_tokens))
     else:
-        texts = from_prompts(config, assets.prompts)
+        texts = from_prompts(config.warmup, assets.prompts)
     session = open_session(config, world, assets)
     with closed_on_error(session):
         load_folder(session)

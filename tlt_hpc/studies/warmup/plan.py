@@ -35,7 +35,7 @@ def describe(config: Config, assets: ModelAssets, num_ranks: int) -> str:
     lines = [
         f"warm-up     {config.folder}: on {count(num_ranks, 'rank')}, seed {config.run.seed}; "
         f"drafter from {warmup.init}",
-        *describe_model(config, assets),
+        *describe_model(config.model, assets),
         f"responses   up to {warmup.responses:,} {origin}; features within "
         f"{config.drafter.cache_bytes / 1e9:g} GB a rank",
         f"training    up to {count(warmup.updates, 'update')} of {count(warmup.batch_tokens, 'token')}; "

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tlt_hpc.common.records import Request, Rollout, SampleKey, Stream
-from tlt_hpc.config import Config, ConfigError, UserError
+from tlt_hpc.config import ConfigError, UserError, WarmupSection
 from tlt_hpc.data.prompts import PromptSource
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.hdf5 import DamagedFile
@@ -77,13 +77,13 @@ def hold_out(prompts: Sequence[Tokens], most: int) -> dict[bytes, Tokens]:
     return dict(islice(distinct.items(), max(1, min(most, len(distinct) // _SHARE))))
 
 
-def from_prompts(config: Config, prompts: PromptSource) -> Texts:
+def from_prompts(warmup: WarmupSection, prompts: PromptSource) -> Texts:
     """Prompts of the job's data; one that is drawn again counts again.
 
     Raises:
         ConfigError: too few distinct ones to hold any out.
     """
-    num_training, num_held_out = config.warmup.responses, config.warmup.validation_prompts
+    num_training, num_held_out = warmup.responses, warmup.validation_prompts
     draws = (prompt.tokens for step in count(_FIRST_STEP) for prompt in prompts.batch(step))
     first = list(islice(draws, num_training + num_held_out))
     held_out = hold_out(first, num_held_out)
@@ -91,20 +91,20 @@ def from_prompts(config: Config, prompts: PromptSource) -> Texts:
     return Texts(tuple(islice(rest, num_training)), tuple(held_out.values()))
 
 
-def from_logs(config: Config, max_positions: int, num_tokens: int) -> Texts:
+def from_logs(warmup: WarmupSection, max_positions: int, num_tokens: int) -> Texts:
     """The newest logged responses of the sources, ``warmup.responses`` at most.
 
     Raises:
         UserError: there are none, or they are not of a model with so many positions and tokens.
     """
     rollouts: list[Rollout] = []
-    for path in newest_first([RunFolder(Path(source)) for source in config.warmup.sources]):
+    for path in newest_first([RunFolder(Path(source)) for source in warmup.sources]):
         rollouts += [rollout for rollout in _read(path) if len(rollout.response_tokens) > 1]
-        if len(rollouts) >= config.warmup.responses:
+        if len(rollouts) >= warmup.responses:
             break
     if not rollouts:
-        raise UserError(f"--from {' '.join(config.warmup.sources)}: no readable response there; give other runs")
-    rollouts = rollouts[: config.warmup.responses]
+        raise UserError(f"--from {' '.join(warmup.sources)}: no readable response there; give other runs")
+    rollouts = rollouts[: warmup.responses]
     largest = max(int(tokens.max()) for r in rollouts for tokens in (r.prompt_tokens, r.response_tokens))
     longest = max(len(r.prompt_tokens) + len(r.response_tokens) for r in rollouts)
     if largest >= num_tokens or longest > max_positions:
@@ -112,7 +112,7 @@ def from_logs(config: Config, max_positions: int, num_tokens: int) -> Texts:
             f"--from: logged responses have token {largest} and {longest} positions, but this model's vocabulary has "
             f"ids 0 to {num_tokens - 1} and it has {max_positions} positions; give runs of the model in model.path"
         )
-    held_out = hold_out([r.prompt_tokens for r in rollouts], config.warmup.validation_prompts)
+    held_out = hold_out([r.prompt_tokens for r in rollouts], warmup.validation_prompts)
     training = (Text(r.prompt_tokens, r.response_tokens) for r in rollouts if r.prompt_tokens.tobytes() not in held_out)
     return Texts(tuple(training), tuple(held_out.values()))
 
