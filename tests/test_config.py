@@ -32,7 +32,7 @@ from tlt_hpc.config.keys import keys_of
 from tlt_hpc.config.resume import check_resumable
 from tlt_hpc.config.sections import SECTIONS
 
-MAX_KEYS = 109
+MAX_KEYS = 102
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ROOT / "jobs" / "tiny.toml"
 
