@@ -32,7 +32,7 @@ from tlt_hpc.config.keys import keys_of
 from tlt_hpc.config.resume import check_resumable
 from tlt_hpc.config.sections import SECTIONS
 
-MAX_KEYS = 102
+MAX_KEYS = 101
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ROOT / "jobs" / "tiny.toml"
 
@@ -54,8 +54,7 @@ def refusal(*overrides: str) -> str:
 
 NAME = "use letters, digits, '_', '-' and '.', and none of the last two in front"
 STEPS = "run.num_steps=9 algorithm.updates_per_step=2"
-KINDS = '"boxed", "math", "numeric", "choice", "format", "code", "function"'
-OR_KINDS = "'boxed', 'math', 'numeric', 'choice', 'format', 'code' or 'function'"
+KINDS = '"boxed", "math", "numeric", "choice", "format", "code" or path.py:name'
 LEAVE = "leave it out"
 NUL = "no file has a NUL character in its name; leave it out"
 LARGE = "an integer of thousands of digits; use a smaller one"
@@ -97,7 +96,7 @@ LARGE = "an integer of thousands of digits; use a smaller one"
         ('rollout.stop_strings=[""]', "rollout.stop_strings.0 = '': string should have at least 1 character"),
         (
             "reward.by_source={a='b'}",
-            f"reward.by_source.a = 'b': input should be {OR_KINDS}",
+            f"reward.by_source = {{'a': 'b'}}: use a table of {KINDS}",
         ),
         ("run.seed=" + "9" * 5000, f"override 'run.seed={'9' * 190}... (5011 characters): {LARGE}"),
     ],
@@ -160,9 +159,13 @@ def test_wrong_values_are_named(override: str, message: str) -> None:
             "give true or false",
         ),
         ("data.task_args={a=2024-07-26}", "data.task_args.a = datetime.date(2024, 7, 26)", "valid JSON value"),
-        ("reward.function=a.py:f", "reward.function = 'a.py:f' judges nothing", "set reward.default = 'function'"),
-        ("reward.default=function", "reward.function = '' names no function", "give one as 'path.py:name'"),
-        ("reward.default=function reward.function=rewards.f", "reward.function = 'rewards.f'", "'path.py:name'"),
+        (
+            "reward.function=a.py:f",
+            "unknown key 'reward.function', which was removed",
+            "name the function itself in",
+        ),
+        ("reward.default=function", "reward.default = 'function'", '"code" or path.py:name'),
+        ("reward.default=rewards.f", "reward.default = 'rewards.f'", '"code" or path.py:name'),
         ("reward.default=format", "reward.format_tags = []", "set format_tags"),
         ("reward.weights={format=0.1}", "reward.format_tags = []", "set format_tags"),
         ("reward.format_weight=0.1", "unknown key 'reward.format_weight', which was removed", "use reward.weights = {"),
@@ -466,22 +469,22 @@ def test_a_function_that_another_users_file_names_is_run_only_if_the_command_nam
     """The folder can be viewed and evaluated as any other."""
     path = tmp_path / "job.toml"
     path.write_text(TINY.read_text())
-    named = ["reward.default=function", "reward.function=judge me.py:score"]
+    named = ["reward.default=judge me.py:score"]
     path.write_text(to_toml(load_config(path, named)))
-    assert load_config(path).reward.function == "judge me.py:score"
+    assert load_config(path).reward.default == "judge me.py:score"
     os.chown(path, 12345, -1)
-    said = "belongs to another user and names code to run; if you trust it, add 'reward.function=judge me.py:score' to"
+    said = "belongs to another user and names code to run; if you trust it, add 'reward.default=judge me.py:score' to"
     with pytest.raises(ConfigError, match=said):
         load_config(path)
     with pytest.raises(ConfigError, match=said):
         find_problems(path)
-    assert load_config(path, named[1:]).reward.function == load_saved_config(path).reward.function
-    path.write_text(to_toml(load_config(path, ["reward.default=boxed", "reward.function="])))
+    assert load_config(path, named).reward.default == load_saved_config(path).reward.default
+    path.write_text(to_toml(load_config(path, ["reward.default=boxed"])))
     load_config(path)
     further = 'reward.weights={"a.py:f" = 0.5}'
     path.write_text(to_toml(load_config(path, [*named, further])))
     with pytest.raises(ConfigError, match=said + " the command$"):
         load_config(path, [further])
     with pytest.raises(ConfigError, match=r"""add 'reward.weights=\{"a.py:f" = 0.5\}' to the command$"""):
-        load_config(path, named[1:])
-    assert load_config(path, [named[1], further]).reward.functions == ("judge me.py:score", "a.py:f")
+        load_config(path, named)
+    assert load_config(path, [*named, further]).reward.functions == ("judge me.py:score", "a.py:f")

@@ -67,7 +67,7 @@ def test_a_function_gets_the_list_of_the_row(truth, tmp_path):
     """Although it is written as several accepted answers."""
     path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "1=", "reward_model": {"ground_truth": truth}}])
     (prompt,), given = all_prompts(path), []
-    answer = Answer("function", prompt.source, "", prompt.answer, prompt.extra)
+    answer = Answer("a.py:f", prompt.source, "", prompt.answer, prompt.extra)
     call_function(lambda **each: given.append(each["ground_truth"]), answer)
     assert given == [truth]
 

@@ -352,7 +352,7 @@ def test_mathematics_votes_by_meaning():
 
 
 def test_a_program_that_fails_is_a_wrong_answer_and_not_one_that_was_not_judged():
-    section = RewardSection(default="function", function="own.py:f", by_source={"programs": "code"})
+    section = RewardSection(default="own.py:f", by_source={"programs": "code"})
     prompts = tuple(Prompt(np.array([2], np.int32), "", "", source) for source in ("programs", "others"))
     sets = (EvaluationSet("a", (0, 1), prompts, ""),)
     exam = Exam(sets, wanted_responses(load_config(TINY, ["evaluation.samples=0"]), sets), Judge(section, None))

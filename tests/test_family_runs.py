@@ -33,7 +33,7 @@ def model_folder(family: str, folder: Path) -> Path:
 def learns(folder: Path) -> tuple[str, ...]:
     """Settings by which all groups differ in their rewards, though a random model solves nothing."""
     (folder / "reward.py").write_text(REWARD)
-    return "reward.default=function", f"reward.function={folder / 'reward.py'}:score", "optimizer.learning_rate=1e-3"
+    return f"reward.default={folder / 'reward.py'}:score", "optimizer.learning_rate=1e-3"
 
 
 def policy_of(folder: Path) -> str:

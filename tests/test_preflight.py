@@ -62,13 +62,13 @@ def test_the_command_prints_a_line_for_each_finding(place: Place, capsys: pytest
 
 def broken_function(place: Place) -> None:
     file = place.write("mine.py", "import no_such_package\ndef score(**given): return 1.0\n")
-    place.set("reward.default=function", f"reward.function={file}:score")
+    place.set(f"reward.default={file}:score")
 
 
 def hanging_function(place: Place) -> None:
     place.monkeypatch.setattr(job_checks, "JUDGE_SECONDS", 1.5)
     file = place.write("mine.py", "import time\ntime.sleep(30)\ndef score(**given): return 1.0\n")
-    place.set("reward.default=function", f"reward.function={file}:score")
+    place.set(f"reward.default={file}:score")
 
 
 def changed_run(place: Place) -> None:
@@ -110,7 +110,7 @@ PLANTED: list[tuple[str, Plant, str, str, set[str]]] = [
     ("broken row", lambda p: p.data.write_text(p.data.read_text() + '{"prompt": 3, "answer": "1"}\n'), "data",
      r"data.jsonl:41.*prompt", set()),
     ("broken function", broken_function, "rewards", r"no_such_package", set()),
-    ("hanging function", hanging_function, "rewards", r"not ready after 1.5 s.*see what reward.function", set()),
+    ("hanging function", hanging_function, "rewards", r"not ready after 1.5 s.*see what its functions", set()),
     ("no drafter", lambda p: p.set(f"drafter.init={p.path / 'nowhere'}"), "drafter", r"drafter.init = .*nowhere",
      set()),
     ("changed run", changed_run, "run", r"holds a run with rollout.temperature = 0.5, now 1.0.*another run.name",
@@ -162,7 +162,7 @@ def test_a_function_that_fails_for_an_empty_response_is_warned_of(place: Place, 
     place.monkeypatch.setattr(job_checks, "JUDGE_SECONDS", 6.0)
     arguments = "data_source, solution_str, ground_truth, extra_info"
     file = place.write("mine.py", f"def score({arguments}):\n    {body}\n")
-    place.set("reward.default=function", f"reward.function={file}:score")
+    place.set(f"reward.default={file}:score")
     found = place.check()["rewards"]
     assert found.level == "warning" and re.search(said, found.found), found
     assert ("has reward 0" if "failed" in said else "make it faster; a run waits up to 300 s") in found.remedy
@@ -177,7 +177,7 @@ def test_a_function_that_is_added_to_another_kind_is_tried_too(place: Place) -> 
 
 def test_the_server_of_rewards_is_tried_also_before_the_model_is_there(place: Place) -> None:
     file = place.write("mine.py", "def score(**given): return 1.0\n")
-    place.set("reward.default=function", f"reward.function={file}:score")
+    place.set(f"reward.default={file}:score")
     shutil.rmtree(place.model)
     assert place.check()["rewards"].level == "ok"
 

@@ -174,7 +174,7 @@ def test_the_form_is_mixed_into_every_other_kind() -> None:
         ("math", Failure.SIZE, -0.25),
         ("math", Failure.UNREADABLE, 0.0),
         ("math", Failure.WALL, 0.0),
-        ("function", Failure.CPU, 0.0),
+        ("a.py:f", Failure.CPU, 0.0),
     ],
 )
 def test_a_response_that_fails_has_the_other_parts_of_a_wrong_answer(
@@ -233,7 +233,7 @@ def test_a_function_that_is_not_there_is_named_before_anything_starts(
     if content is not None:
         path.write_text(content)
     for key, overrides in (
-        ("reward.function =", ["reward.default=function", f"reward.function={path}:{name}"]),
+        ("reward.default =", [f"reward.default={path}:{name}"]),
         ("reward.weights:", [f"reward.weights={{'{path}:{name}'=1}}"]),
     ):
         with pytest.raises(ConfigError) as caught:
@@ -347,8 +347,8 @@ def test_parts_and_disputes_are_counted_over_what_was_judged() -> None:
 def test_a_program_that_fails_is_judged_and_all_else_that_fails_is_not(failure: Failure) -> None:
     server = SlowServer()
     server.may_wait, server.verdicts = True, dict.fromkeys(range(1, 4), Verdict(0.0, failure))
-    own = [prompt for kind in ("function", "math", "code") for prompt in prompts(kind)]
-    by_source = {kind: kind for kind in ("function", "math", "code")}
+    own = [prompt for kind in ("a.py:f", "math", "code") for prompt in prompts(kind)]
+    by_source = {kind: kind for kind in ("a.py:f", "math", "code")}
     scorer = Scorer(Judge(RewardSection(by_source=by_source), server), lambda r: own[r.key.draw], lambda _: "")  # type: ignore[arg-type]
     assert scorer.rewards(rollouts(3)).tolist() == [0.0] * 3
     found = joined([scorer.unjudged(rollouts(3)), Unjudged(2, ((Failure.ERROR, "boom"),))])

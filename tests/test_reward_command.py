@@ -115,7 +115,7 @@ def test_an_own_function_and_the_parts_of_a_reward(tmp_path: Path, capsys: Captu
     ]
     path, file = write_jsonl(tmp_path / "a.jsonl", rows), tmp_path / "judge.py"
     weights = f'reward.weights={{"{file}:brevity" = 2}}'
-    found = judge(path, "reward.default=function", f"reward.function={file}:score", weights)
+    found = judge(path, f"reward.default={file}:score", weights)
     assert [(each["reward"], each["parts"]) for each in found] == [
         (1.5, {"answer": 1.0, "brevity": 0.25}), (1.0, {"answer": 0.0, "brevity": 0.5}), (0.0, {}),
     ]  # fmt: skip
@@ -126,7 +126,7 @@ def test_an_own_function_and_the_parts_of_a_reward(tmp_path: Path, capsys: Captu
     header = next(line for line in lines if line[:2] == ["kind", "data_source"])
     assert header[2:] == ["rows", "right", "wrong", "not", "judged", "disputed", "reward", "answer", "brevity",
                           "median", "s", "max", "s"]  # fmt: skip
-    (sums,) = (line for line in lines if line[:2] == ["function", "jsonl"])
+    (sums,) = (line for line in lines if line[:2] == ["score", "jsonl"])
     assert sums[2:10] == ["3", "1", "1", "1", "0", "0.833", "0.500", "0.375"]
 
 
@@ -222,7 +222,7 @@ def test_a_response_that_was_cut_and_one_that_is_no_utf8_are_read(tmp_path: Path
         "def score(solution_str, **given): return solution_str  # quoted in the reason\n"
     )
     path = write_jsonl(tmp_path / "a.jsonl", [{"response": "\ud800", "answer": "4"}])
-    (found,) = judge(path, "reward.default=function", f"reward.function={tmp_path / 'judge.py'}:score", status=1)
+    (found,) = judge(path, f"reward.default={tmp_path / 'judge.py'}:score", status=1)
     assert found["verdict"] == "not judged" and "the function returned" in found["why"]
 
 

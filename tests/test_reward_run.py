@@ -57,7 +57,7 @@ def train(folder: Path, ranks: int, *overrides: str, status: int = 0) -> subproc
 def test_a_run_whose_server_is_killed_twice_has_the_rewards_that_the_text_deserves(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(OWN)
     spec = f"{tmp_path / 'own.py'}:compute_score"
-    train(tmp_path, 2, "reward.default=function", f"reward.function={spec}")
+    train(tmp_path, 2, f"reward.default={spec}")
     assert (tmp_path / "first").exists() and (tmp_path / "second").exists()
     rows = [json.loads(line) for line in (tmp_path / "tiny" / "metrics.jsonl").read_text().splitlines()]
     num_lost = sum(row["reward/failed/server"] for row in rows)
@@ -88,8 +88,8 @@ def judged(rollout: Rollout) -> float:
 def test_a_function_that_judges_no_response_ends_the_run(tmp_path: Path) -> None:
     """It would continue to its end and learn nothing."""
     (tmp_path / "own.py").write_text("def compute_score(**given): return 1 / 0\n")
-    function = f"reward.function={tmp_path / 'own.py'}:compute_score"
-    short = ["reward.default=function", "rollout.max_new_tokens=32", "run.num_steps=1"]
+    function = f"reward.default={tmp_path / 'own.py'}:compute_score"
+    short = ["rollout.max_new_tokens=32", "run.num_steps=1"]
     done = train(tmp_path, 1, function, *short, status=2)
     assert "Traceback" not in done.stderr, done.stderr
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("tlt: ")]

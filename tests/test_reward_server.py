@@ -84,7 +84,7 @@ def make_client(**settings: Any) -> RewardClient:
 
 
 def client_of(own: str, **settings: Any) -> RewardClient:
-    return make_client(default="function", function=own, **settings)
+    return make_client(default=own, **settings)
 
 
 @pytest.fixture(scope="module")
@@ -93,8 +93,11 @@ def client(own: str) -> Iterator[RewardClient]:
         yield client
 
 
-def ask(client: RewardClient, *texts: str, kind: str = "function", truth: str = "truth") -> list[Verdict]:
-    numbers = [client.submit(Answer(kind, "own", text, truth, '{"extra_info": {"a": 1}}')) for text in texts]
+def ask(client: RewardClient, *texts: str, kind: str = "", truth: str = "truth") -> list[Verdict]:
+    numbers = [
+        client.submit(Answer(kind or client._settings.default, "own", text, truth, '{"extra_info": {"a": 1}}'))
+        for text in texts
+    ]
     verdicts = client.wait(numbers)
     return [verdicts[number] for number in numbers]
 
@@ -201,8 +204,7 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def test_a_reward_is_the_weighted_sum_of_its_parts(parts: str) -> None:
     weights = {"answer": 2, "format": 0.25, f"{parts}:brevity": 0.5, f"{parts}:is_second": 0}
-    own = {"default": "function", "function": f"{parts}:score"}
-    with closing(make_client(**own, format_tags=["a"], weights=weights)) as client:
+    with closing(make_client(default=f"{parts}:score", format_tags=["a"], weights=weights)) as client:
         (found,) = ask(client, "<a>1</a>", truth="<a>1")
     assert found == Verdict(2 + 0.25 - 0.4) and found.seconds > 0
     assert found.parts == {"answer": 1.0, "format": 1.0, "brevity": -0.8, "is_second": 1.0}
@@ -263,7 +265,7 @@ def test_a_further_function_that_cannot_be_loaded_is_named(parts: str) -> None:
 def test_a_server_that_dies_is_started_again_and_loses_nothing(own: str) -> None:
     """Except an answer that ends it twice."""
     client = client_of(own)
-    numbers = [client.submit(Answer("function", "own", "x" * length, "")) for length in range(300)]
+    numbers = [client.submit(Answer(own, "own", "x" * length, "")) for length in range(300)]
     os.kill(client._process.pid, signal.SIGKILL)
     verdicts = client.wait(numbers)
     assert [verdicts[number].reward for number in numbers] == list(range(300))
@@ -340,9 +342,9 @@ def test_the_server_and_its_workers_end_with_the_rank(own: str) -> None:
         "from tlt_hpc.config import RewardSection\n"
         "from tlt_hpc.rewards.answer import Answer\n"
         "from tlt_hpc.rewards.scorer import standing_judge\n"
-        f"client = standing_judge(RewardSection(default='function', function={own!r})).client\n"
+        f"client = standing_judge(RewardSection(default={own!r})).client\n"
         "client.wait_until_ready()\n"
-        "client.submit(Answer('function', 'own', 'sleep', ''))\n"
+        "client.submit(Answer({own!r}, 'own', 'sleep', ''))\n"
         "print(client._process.pid, flush=True)\n"
         "time.sleep(100)\n"
     )
@@ -357,19 +359,19 @@ def test_the_server_and_its_workers_end_with_the_rank(own: str) -> None:
     wait_until(lambda: not any(map(alive, processes)))
 
 
-def test_what_is_forgotten_is_ended_and_its_verdicts_never_come(client: RewardClient) -> None:
+def test_what_is_forgotten_is_ended_and_its_verdicts_never_come(client: RewardClient, own: str) -> None:
     for _ in range(3):
-        client.submit(Answer("function", "own", "sleep", ""))
+        client.submit(Answer(own, "own", "sleep", ""))
     wait_until(lambda: len(group_members(client._process.pid)) == 2)
     client.forget()
     assert ask(client, "four") == [Verdict(4.0)], "no worker is held up"
     assert client.num_judged == 0
 
 
-def test_handing_over_never_waits(client: RewardClient) -> None:
+def test_handing_over_never_waits(client: RewardClient, own: str) -> None:
     """Far more than a socket holds, while the server is stopped."""
     os.kill(client._process.pid, signal.SIGSTOP)
-    numbers = [client.submit(Answer("function", "own", "x" * 100_000, "")) for _ in range(100)]
+    numbers = [client.submit(Answer(own, "own", "x" * 100_000, "")) for _ in range(100)]
     client.pump()  # a call that waits does so for ever: only this thread lets the server continue
     os.kill(client._process.pid, signal.SIGCONT)
     assert {verdict.reward for verdict in client.wait(numbers).values()} == {100_000.0}
@@ -378,7 +380,7 @@ def test_handing_over_never_waits(client: RewardClient) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("1 / 0", "reward.function = {spec!r} cannot be loaded: ZeroDivisionError: division by zero; fix the file"),
+        ("1 / 0", "reward.default = {spec!r} cannot be loaded: ZeroDivisionError: division by zero; fix the file"),
         ("compute_score = 3", "cannot be loaded: TypeError: {path} has no function 'compute_score' at its top level"),
         ("def compute_score(text): ...", "TypeError: compute_score is called with data_source, solution_str, "),
         ("raise SystemExit(3)", "{spec!r} cannot be loaded: RuntimeError: it calls sys.exit(3); fix the file"),
@@ -422,7 +424,7 @@ def test_a_function_gets_verls_tables_and_lists_as_they_are() -> None:
     given = []
     extra = json.dumps({"reward_model": {"ground_truth": {"target": 98, "numbers": [44, 19, 35]}}})
     for truth in ('{"target": 98, "numbers": [44, 19, 35]}', "98"):  # the second is of another column
-        call_function(lambda **each: given.append(each["ground_truth"]), Answer("function", "own", "", truth, extra))
+        call_function(lambda **each: given.append(each["ground_truth"]), Answer("a.py:f", "own", "", truth, extra))
     assert given == [{"target": 98, "numbers": [44, 19, 35]}, "98"]
 
 

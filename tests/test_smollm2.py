@@ -158,7 +158,7 @@ def test_the_job_starts_trains_and_resumes_with_a_reward_of_ones_own(problems, t
         "evaluation.every_steps=0",
         "checkpoint.every_steps=1",
     ]
-    settings += ["reward.default=function", f"reward.function={tmp_path / 'judge.py'}:score"]
+    settings += [f"reward.default={tmp_path / 'judge.py'}:score"]
     settings += ["rollout.prompts_per_step=2", "rollout.max_live=4", "optimizer.micro_batch_tokens=128"]
     for num_steps in (1, 2):
         tlt(2, "train", *settings, f"run.num_steps={num_steps}")

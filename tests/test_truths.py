@@ -22,14 +22,13 @@ def problem(kind: str, truth: str, **settings: object) -> str:
         *(("numeric", text) for text in ("42", "-3.5", "1,234", "\\frac{1}{2}", "3/4", "12 cm", '["1", "2"]')),
         *(("choice", text) for text in ("B", "(c)", "b.", '["A", "B"]')),
         *(("math", text) for text in ("\\frac{1}{2}", "$x^2$", "(1, 2]", "so $\\boxed{5}$", "\\sqrt{2}", '["1", "2"]')),
-        ("function", "anything"),
+        ("a.py:f", "anything"),
         ("format", ""),
     ],
 )
 def test_answers_that_can_be_right(kind: str, truth: str) -> None:
-    function = {"function": "a.py:f"} if kind == "function" else {}
     tags = {"format_tags": ["a"]} if kind == "format" else {}
-    assert problem(kind, truth, **function, **tags) == ""
+    assert problem(kind, truth, **tags) == ""
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from rich.table import Table
 from tlt_hpc.cli.given_responses import Given
 from tlt_hpc.common.console import TextConsole
 from tlt_hpc.common.words import count
-from tlt_hpc.config.data_sections import ANSWER
+from tlt_hpc.config.data_sections import ANSWER, part_name
 from tlt_hpc.data.rows import RowError
 from tlt_hpc.rewards.answer import Verdict
 from tlt_hpc.rewards.judge import is_judged
@@ -208,7 +208,7 @@ def _table_of(groups: dict[tuple[str, str], Group]) -> Table:
         counts = (group.num_right, group.num_judged - group.num_right, num_rows - group.num_judged, group.num_disputed)
         means = (group.rewards, *(group.parts.get(name, []) for name in everything.parts))
         table.add_row(
-            kind,
+            part_name(kind),
             source,
             *(f"{number:,}" for number in (num_rows, *counts)),
             *(f"{statistics.fmean(values):.3f}" if values else "-" for values in means),

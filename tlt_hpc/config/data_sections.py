@@ -6,10 +6,11 @@ import re
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, JsonValue
+from pydantic import AfterValidator, BeforeValidator, Field, JsonValue
 
 from tlt_hpc.config.fields import (
     MAX_ITEMS,
+    MAX_PATH_BYTES,
     MAX_SECONDS,
     MAX_WEIGHT,
     ColumnName,
@@ -25,6 +26,7 @@ from tlt_hpc.config.fields import (
     Text,
     Unit,
     check_package,
+    check_path,
     zero_or_from,
 )
 
@@ -163,11 +165,21 @@ class DataSection(Section):
 
 
 TagName = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_-]*$", max_length=64)]
-RewardKind = Literal["boxed", "math", "numeric", "choice", "format", "code", "function"]
+_FUNCTION = re.compile(r".+\.py:[A-Za-z_]\w*")
+FunctionName = Annotated[
+    str,
+    Field(pattern=f"^{_FUNCTION.pattern}$", max_length=MAX_PATH_BYTES, json_schema_extra={"format": "path.py:name"}),
+    AfterValidator(check_path),
+]
+RewardKind = Literal["boxed", "math", "numeric", "choice", "format", "code"] | FunctionName
 RewardWeight = Annotated[float, Field(ge=-MAX_WEIGHT, le=MAX_WEIGHT)]
 ANSWER, FORMAT = "answer", "format"
 """Terms of ``reward.weights`` that are no functions: the reward by the kind, and whether the tags are there."""
-_FUNCTION = re.compile(r".+\.py:[A-Za-z_]\w*")
+
+
+def is_function(kind: str) -> bool:
+    """Whether a kind of reward, or a term of ``reward.weights``, is a function of the user: ``path.py:name``."""
+    return ":" in kind
 
 
 def part_name(term: str) -> str:
@@ -181,19 +193,17 @@ class RewardSection(Section):
     default: RewardKind = "boxed"
     """How responses are scored (docs/rewards.md) if their ``data_source`` is not in ``by_source``: ``boxed``: answers
     are equal as text; ``math``: mathematically equal; ``numeric``: equal to a millionth; ``choice``: the same letter;
-    ``format``: as required; ``code``: by its unit tests; ``function``: by your own function."""
+    ``format``: as required; ``code``: by its unit tests; ``path.py:name``: by your own function with verl's signature
+    (data_source, solution_str, ground_truth, extra_info) that returns a number, or a dict with one under ``score``."""
     by_source: Annotated[dict[ColumnName, RewardKind], Field(max_length=MAX_ITEMS)] = Field(default_factory=dict)
     """Kind of reward by ``data_source``; names may contain ``*``, ``?`` and ``[]``. An exact name takes precedence,
     then the first pattern that matches."""
-    function: FilePath = ""
-    """``path.py:name`` of a function with verl's signature (data_source, solution_str, ground_truth, extra_info) that
-    returns a number, or a dict with a number under ``score``."""
     format_tags: Annotated[tuple[TagName, ...], Field(strict=False, max_length=64)] = ()
     """Required format: the response consists of these tags, each once and in this order, as in
     ``<a>...</a><b>...</b>``."""
     weights: Annotated[dict[FilePath, RewardWeight], Field(max_length=64)] = Field(default_factory=dict)
     """A reward is the sum of weight x part. Parts: ``answer``, the reward of the kind, has weight 1 if left out;
-    ``format`` is 1 if the response has the tags; ``"path.py:name"`` is a function like ``function``. A part of weight 0
+    ``format`` is 1 if the response has the tags; ``"path.py:name"`` is a function. A part of weight 0
     is only logged."""
     workers: Annotated[int, Field(ge=1, le=1024), Unit("processes")] = 2
     """Responses that a rank scores at the same time, each in a process of its own. ``boxed``, ``numeric``, ``choice``
@@ -221,7 +231,7 @@ class RewardSection(Section):
     @property
     def functions(self) -> tuple[str, ...]:
         """All functions of the user, each once."""
-        return tuple(dict.fromkeys(filter(None, (self.function, *self.added_functions))))
+        return tuple(dict.fromkeys((*filter(is_function, self.kinds), *self.added_functions)))
 
     @property
     def wall_seconds(self) -> float:
@@ -229,16 +239,6 @@ class RewardSection(Section):
         return min(60 * self.cpu_seconds, MAX_SECONDS)
 
     def problems(self) -> Iterator[str]:
-        if self.function and "function" not in self.kinds:
-            yield (
-                f"reward.function = {self.function!r} judges nothing; set reward.default = 'function', or name "
-                "sources in reward.by_source, or name it in reward.weights instead"
-            )
-        if "function" in self.kinds and not _FUNCTION.fullmatch(self.function):
-            yield (
-                f"reward.function = {self.function!r} names no function for the kind 'function'; "
-                "give one as 'path.py:name'"
-            )
         if len(set(self.format_tags)) < len(self.format_tags):
             yield f"reward.format_tags = {list(self.format_tags)} names a tag twice; name each tag once"
         if bool(self.format_tags) != ("format" in self.kinds or FORMAT in self.weights):

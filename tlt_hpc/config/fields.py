@@ -127,14 +127,14 @@ def values_of(node: Mapping[str, Any]) -> str:
         case "boolean":
             return "true, false"
         case "string":
-            return "text"
+            return str(node.get("format", "text"))
         case "array":
             items, least = values_of(node["items"]), node.get("minItems")
             number = f"{least} " if least and least == node.get("maxItems") else ""
             return f"list of {number}" + items.replace("number", "numbers").replace("text", "texts")
         case "object":
             inner = node["additionalProperties"]
-            return f"table of {values_of(inner)}" if "enum" in inner else "table"
+            return f"table of {values_of(inner)}" if {"enum", "anyOf"} & inner.keys() else "table"
         case _:
             names = {"minimum": "from", "exclusiveMinimum": "above", "maximum": "to", "exclusiveMaximum": "to below"}
             bounds = [f"{word} {_number(node[name])}" for name, word in names.items() if name in node]

@@ -26,7 +26,7 @@ from tlt_hpc.common.files import (
     toml_of,
 )
 from tlt_hpc.config.checks import find_contradictions
-from tlt_hpc.config.data_sections import RewardSection
+from tlt_hpc.config.data_sections import RewardSection, is_function
 from tlt_hpc.config.fields import REMEDY, ConfigError, values_of
 from tlt_hpc.config.sections import SECTIONS, Config
 
@@ -56,10 +56,12 @@ def refuse_foreign_function(path: Path, overrides: Sequence[str], reward: Reward
         ConfigError: with the words to add to the command.
     """
     named = {override.partition("=")[0] for override in overrides}
-    code = {"reward.function": reward.function} if reward.function else {}
-    if reward.added_functions:
-        code["reward.weights"] = toml_value(reward.weights)
-    words = [shlex.quote(f"{key}={value}") for key, value in code.items() if key not in named]
+    code = {
+        "reward.default": reward.default if is_function(reward.default) else "",
+        "reward.by_source": toml_value(reward.by_source) if any(map(is_function, reward.by_source.values())) else "",
+        "reward.weights": toml_value(reward.weights) if reward.added_functions else "",
+    }
+    words = [shlex.quote(f"{key}={value}") for key, value in code.items() if value and key not in named]
     if words and path.stat().st_uid not in (0, os.getuid()):
         raise ConfigError(
             f"{path} belongs to another user and names code to run; if you trust it, add {' '.join(words)} to the "
@@ -227,9 +229,9 @@ def _one_line(details: ErrorDetails, tree: dict[str, Any]) -> str:
         return f"{key} = {_shown(value)}: write it as a table, with keys of its own"
     section, name, *inner = location
     schema = SECTIONS[section].model_json_schema()["properties"][name]
-    if "anyOf" in schema:  # ``inner`` then begins with a type of pydantic's
+    if "anyOf" in schema or "anyOf" in schema.get("additionalProperties", ()):  # pydantic then names its own types
         key, value, inner = f"{section}.{name}", tree[section][name], []
-    if kind == "string_pattern_mismatch":
+    if kind == "string_pattern_mismatch" and key == "run.name":
         message = "use letters, digits, '_', '-' and '.', and none of the last two in front"
     elif not inner and kind not in (REMEDY, "string_too_short", "string_too_long"):
         values = values_of(schema)
@@ -252,7 +254,8 @@ _REMOVED = {
     "evaluation.split": "evaluation reads the split 'test'; give other files by a pattern in evaluation.sources",
     "optimizer.offload_parameters": "use optimizer.offload = 'parameters'",
     "reward.format_weight": "use reward.weights = {answer = 1 - w, format = w} for format_weight = w",
-    "reward.tolerance": "it is always 1e-6 now; leave it out, or use a function (reward.function)",
+    "reward.function": "name the function itself in reward.default or reward.by_source",
+    "reward.tolerance": "it is always 1e-6 now; leave it out, or use a function of your own",
     "rollout.page_size": "a page holds 128 tokens; leave it out",
     "tracking": "use run.trackers = ['tensorboard', 'wandb', 'wandb-offline', 'mlflow', 'trackio'], or some of them",
 }

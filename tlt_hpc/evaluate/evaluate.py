@@ -24,6 +24,7 @@ from tlt_hpc.common.files import LINES_BYTES, read_text
 from tlt_hpc.common.records import SampleKey
 from tlt_hpc.common.words import count, spans_of
 from tlt_hpc.config import Config, UserError, check_replicas, to_toml
+from tlt_hpc.config.data_sections import is_function
 from tlt_hpc.data.evaluation_sets import EvaluationSet, longest_prompt, longest_response, warning_of
 from tlt_hpc.data.rows import digest_of
 from tlt_hpc.evaluate.answering import answer
@@ -53,7 +54,7 @@ logger = logging.getLogger(__name__)
 TESTING = "timing_s/testing"
 """The figure that every evaluated step's line has, as verl calls it."""
 # of [reward]: what a verdict depends on
-_JUDGING = ("default", "by_source", "function", "format_tags", "cpu_seconds", "memory_mb")
+_JUDGING = ("default", "by_source", "format_tags", "cpu_seconds", "memory_mb")
 
 
 class EvaluationReporter(Protocol):
@@ -257,7 +258,7 @@ def evaluate_policy(job: Job, exam: Exam, step: int, shown: Callable[[Roster], N
 def facts_of(session: Session, sets: Sequence[EvaluationSet], fingerprint: str) -> dict[str, object]:
     """What responses and verdicts depend on, by name."""
     config, evaluation = session.config, session.config.evaluation
-    function = config.reward.function.rpartition(":")[0]
+    functions = filter(is_function, config.reward.kinds)
     return {
         WEIGHTS: fingerprint,
         "the model's end tokens": sorted(session.assets.eos_token_ids),
@@ -271,7 +272,7 @@ def facts_of(session: Session, sets: Sequence[EvaluationSet], fingerprint: str) 
         "evaluation.max_new_tokens": longest_response(config),
         "rollout.stop_strings": config.rollout.stop_strings,
         **{f"reward.{name}": vars(config.reward)[name] for name in _JUDGING},
-        **({"the file of reward.function": digest_of(Path(function))} if function else {}),
+        **{f"the file of {spec}": digest_of(Path(spec.rpartition(":")[0])) for spec in functions},
         **{f"data of {each.name}": each.digest for each in sets},
     }
 

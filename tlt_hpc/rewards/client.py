@@ -73,8 +73,8 @@ class RewardClient:
             if time.monotonic() - started > limit_seconds:
                 self._process.kill()
                 raise UserError(
-                    f"what judges responses was not ready after {limit_seconds:g} s; see what reward.function "
-                    "does when it is imported"
+                    f"what judges responses was not ready after {limit_seconds:g} s; see what its "
+                    "functions (reward.default, reward.weights) do when they are imported"
                 )
             self._await_server(select.POLLIN)
             self.pump()

@@ -30,7 +30,9 @@ MAX_REWARD = 1e6
 
 def key_of(spec: str, settings: RewardSection) -> str:
     """What a message says of a function before its name."""
-    return "reward.function =" if spec == settings.function else "reward.weights:"
+    if spec == settings.default:
+        return "reward.default ="
+    return "reward.by_source:" if spec in settings.by_source.values() else "reward.weights:"
 
 
 def check_functions(settings: RewardSection) -> None:

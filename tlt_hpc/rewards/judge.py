@@ -11,7 +11,7 @@ from typing import Any
 
 from tlt_hpc.common.extras import load_extra
 from tlt_hpc.config import RewardSection
-from tlt_hpc.config.data_sections import ANSWER, FORMAT, part_name
+from tlt_hpc.config.data_sections import ANSWER, FORMAT, is_function, part_name
 from tlt_hpc.rewards import text
 from tlt_hpc.rewards.answer import OF_PROGRAMS, OF_RESPONSES, Answer, Failure, Verdict, accepted_answers
 from tlt_hpc.rewards.functions import RewardFunction, call_function
@@ -20,8 +20,8 @@ CODE = "tlt_hpc.extras.code_rewards.code"
 """What judges the kind ``code``."""
 SAME_MATH = "same-math"
 """No reward: whether a response and another, given as the truth, answer alike as mathematics."""
-WORKER_KINDS = frozenset({"math", "code", "function"})
-"""Kinds that parse or run what others wrote; they run only in a process that can be killed."""
+WORKER_KINDS = frozenset({"math", "code"})
+"""Kinds that parse or run what others wrote; as functions they run only in a process that can be killed."""
 _NO_FUNCTIONS: Mapping[str, RewardFunction] = MappingProxyType({})
 
 
@@ -63,7 +63,7 @@ def judge(
 
 def lacks_parts(verdict: Verdict, answer: Answer, settings: RewardSection) -> bool:
     """Whether the process that judged an answer ended by the answer's fault before the other parts were found."""
-    is_own = answer.kind not in ("function", SAME_MATH) and verdict.failure in OF_RESPONSES
+    is_own = not is_function(answer.kind) and answer.kind != SAME_MATH and verdict.failure in OF_RESPONSES
     return bool(settings.weights) and not verdict.parts and is_own
 
 
@@ -76,7 +76,7 @@ def _is_own(verdict: Verdict, answer: Answer) -> bool:
         except ValueError:
             return False
         return True  # by what the program did
-    return answer.kind != "function" and verdict.failure in OF_RESPONSES
+    return not is_function(answer.kind) and verdict.failure in OF_RESPONSES
 
 
 def _with_parts(
@@ -103,6 +103,8 @@ def _judge(
     answer: Answer, settings: RewardSection, functions: Mapping[str, RewardFunction], template: Any | None
 ) -> Verdict:
     """The verdict on the answer alone; of several accepted answers one is enough."""
+    if is_function(answer.kind):
+        return call_function(functions[answer.kind], answer)
     match answer.kind:
         case "format":
             return Verdict(_form(answer, settings))
@@ -114,8 +116,6 @@ def _judge(
             assert template is not None
             judge_program: Callable[..., Verdict] = load_extra(CODE).passes_tests
             return judge_program(answer.text, answer.truth, settings, template, answer.extra)
-        case "function":
-            return call_function(functions[settings.function], answer)
     verdict = Verdict(0.0)
     for truth in accepted_answers(answer.truth):
         verdict = _compare(answer, truth, settings)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from tlt_hpc.common.records import FinishReason, Prompt, Rollout, SampleKey
 from tlt_hpc.config import RewardSection
-from tlt_hpc.config.data_sections import part_name
+from tlt_hpc.config.data_sections import is_function, part_name
 from tlt_hpc.rewards import judge as kinds
 from tlt_hpc.rewards.answer import MAX_CHARACTERS, PART, WITH_PARTS, Answer, Failure, Verdict
 from tlt_hpc.rewards.client import RewardClient
@@ -72,7 +72,8 @@ class Judge:
 
     def needs_worker(self, prompt: Prompt) -> bool:
         """Whether responses to the prompt go to the server."""
-        return bool(self.settings.added_functions) or self.kind_of(prompt) in kinds.WORKER_KINDS
+        kind = self.kind_of(prompt)
+        return bool(self.settings.added_functions) or kind in kinds.WORKER_KINDS or is_function(kind)
 
     def leaves_open(self, prompt: Prompt, failure: str) -> bool:
         """Whether a failure leaves a response to the prompt unjudged; a program that fails is judged by that."""

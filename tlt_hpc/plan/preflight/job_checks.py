@@ -20,6 +20,7 @@ from tlt_hpc.config import (
     check_resumable,
     truncation_warning,
 )
+from tlt_hpc.config.data_sections import is_function
 from tlt_hpc.mpi.owner import find_at_work
 from tlt_hpc.plan.memory.plan import size
 from tlt_hpc.plan.preflight.planned_job import PlannedJob
@@ -164,8 +165,8 @@ def _try_functions(job: PlannedJob, client: RewardClient) -> Finding | None:
         prompts = open_prompts(job.config, tokenizer, chat).batch(0)
     except (ValueError, Skip):  # the checks of model and data say so
         return None
-    prompt = min(prompts, key=lambda prompt: judge.kind_of(prompt) != "function")  # for which all are called
-    if judge.kind_of(prompt) != "function" and not job.config.reward.added_functions:
+    prompt = min(prompts, key=lambda prompt: not is_function(judge.kind_of(prompt)))  # for which all are called
+    if not is_function(judge.kind_of(prompt)) and not job.config.reward.added_functions:
         return None
     number, end = client.submit(judge.answer(prompt, "")), time.monotonic() + JUDGE_SECONDS
     while (verdict := client.take_ready().get(number)) is None:
