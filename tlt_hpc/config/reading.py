@@ -144,10 +144,8 @@ def _validate(tree: dict[str, Any]) -> tuple[Config | None, list[ConfigError]]:
     try:
         config = Config.model_validate(tree)
     except ValidationError as error:
-        # an unknown section before the one that is then missing
-        found = sorted(
-            error.errors(), key=lambda details: details["type"] != "extra_forbidden" or len(details["loc"]) > 1
-        )
+        # an unknown section before the one that is then missing, a removed key before what it leaves
+        found = sorted(error.errors(), key=lambda details: details["type"] != "extra_forbidden")
         by_key: dict[tuple[int | str, ...], ErrorDetails] = {}
         for details in found:  # a key of several types has an error for each of them
             if details["loc"][:2] not in by_key or details["type"] == REMEDY:
@@ -211,11 +209,8 @@ def toml_value(value: Any) -> str:
 
 
 def _one_line(details: ErrorDetails, tree: dict[str, Any]) -> str:
-    location, value, kind = (
-        [str(part)[:_SHOWN_CHARACTERS] for part in details["loc"]],
-        details["input"],
-        details["type"],
-    )
+    location = [str(part)[:_SHOWN_CHARACTERS] for part in details["loc"]]
+    value, kind = details["input"], details["type"]
     key = ".".join(part if part.isprintable() else repr(part) for part in location)
     if kind == "extra_forbidden":
         what = "section" if len(location) == 1 else "key"

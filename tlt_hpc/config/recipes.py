@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 AlgorithmName = Literal["grpo", "dr-grpo", "dapo", "rloo", "reinforce++", "reinforce++-baseline", "gspo", "cispo"]
 AdvantageName = Literal["group", "group-mean", "leave-one-out", "batch", "group-mean-batch"]
@@ -22,11 +22,6 @@ class Recipe:
     aggregation: AggregationName
     clip_low: float
     clip_high: float
-
-    def replaced(self, aggregation: str, clip_low: float | str, clip_high: float | str) -> Recipe:
-        """The recipe with those parts replaced that are not ``auto``."""
-        given: dict[str, Any] = {"aggregation": aggregation, "clip_low": clip_low, "clip_high": clip_high}
-        return replace(self, **{name: value for name, value in given.items() if value != "auto"})
 
 
 RECIPES: dict[AlgorithmName, Recipe] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Annotated, Literal, get_args
 
 from pydantic import Field
@@ -36,6 +37,7 @@ from tlt_hpc.config.schedule import ScheduleName
 
 LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 Bound = Weight | Literal["auto"]
+_OF_RECIPE = {"aggregation", "clip_low", "clip_high"}
 Bounds = Annotated[tuple[Weight, ...], Field(strict=False, min_length=2, max_length=2)]
 
 
@@ -87,7 +89,8 @@ class AlgorithmSection(Section):
     @property
     def recipe(self) -> Recipe:
         """The named algorithm's parts, with those that are set replaced."""
-        return RECIPES[self.name].replaced(self.aggregation, self.clip_low, self.clip_high)
+        parts = self.model_dump(include=_OF_RECIPE)
+        return replace(RECIPES[self.name], **{name: part for name, part in parts.items() if part != "auto"})
 
     @property
     def kl_in(self) -> Literal["loss", "reward"]:
@@ -112,7 +115,7 @@ class AlgorithmSection(Section):
         recipe, bounds = self.recipe, self.correction_bounds
         if self.rollout_correction != "none":
             bounds = (self.correction.low, self.correction.high)
-        parts = {"aggregation": recipe.aggregation, "clip_low": recipe.clip_low, "clip_high": recipe.clip_high}
+        parts = {name: vars(recipe)[name] for name in _OF_RECIPE}
         return self.model_copy(update={**parts, "correction_bounds": bounds})
 
     @property

@@ -43,7 +43,7 @@ OF_PROGRAMS = frozenset({Failure.CPU, Failure.MEMORY, Failure.ASLEEP, Failure.OU
 """Failures of a program that a model wrote: it is a wrong answer, and reward 0 is its judgement."""
 
 OF_RESPONSES = OF_PROGRAMS | {Failure.SIZE}
-"""Failures that a response can cause, of kinds other than ``function``: its answer counts 0, its other parts count."""
+"""Failures that a response can cause, not of functions: its answer counts 0, its other parts count."""
 
 
 class JudgeError(Exception):
