@@ -344,7 +344,7 @@ def test_the_server_and_its_workers_end_with_the_rank(own: str) -> None:
         "from tlt_hpc.rewards.scorer import standing_judge\n"
         f"client = standing_judge(RewardSection(default={own!r})).client\n"
         "client.wait_until_ready()\n"
-        "client.submit(Answer({own!r}, 'own', 'sleep', ''))\n"
+        f"client.submit(Answer({own!r}, 'own', 'sleep', ''))\n"
         "print(client._process.pid, flush=True)\n"
         "time.sleep(100)\n"
     )
