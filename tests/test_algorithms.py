@@ -85,7 +85,9 @@ def test_a_run_saved_without_a_correction_can_be_the_job_of_one_with_it() -> Non
 
 
 def test_a_key_of_an_earlier_commit_is_named_with_what_replaces_it() -> None:
-    with pytest.raises(ConfigError, match=r"offload_parameters'; use optimizer.offload = 'parameters'"):
+    with pytest.raises(
+        ConfigError, match=r"offload_parameters', which was removed: use optimizer.offload = 'parameters'"
+    ):
         load_config(TINY, ["optimizer.offload_parameters=true"])
 
 
@@ -407,7 +409,7 @@ def test_bounds_that_are_set_replace_the_corrections() -> None:
         ("mis", (0.5, 3.0), [1.5, 0, 0, 0.8, 1.5]),
         ("icepop", (0.2, 1.4), [0, 0, 0.4, 0.8, 0]),
     ):
-        section = AlgorithmSection(rollout_correction=name, correction_bounds=bounds)
+        section = AlgorithmSection(rollout_correction={name: bounds})
         weights, _ = correction_weights(section.correction, OLD, ROLLOUT)
         torch.testing.assert_close(weights, torch.tensor(wanted, dtype=torch.float32), rtol=1e-5, atol=0)
 

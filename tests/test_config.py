@@ -32,7 +32,7 @@ from tlt_hpc.config.keys import keys_of
 from tlt_hpc.config.resume import check_resumable
 from tlt_hpc.config.sections import SECTIONS
 
-MAX_KEYS = 101
+MAX_KEYS = 100
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ROOT / "jobs" / "tiny.toml"
 
@@ -88,8 +88,8 @@ LARGE = "an integer of thousands of digits; use a smaller one"
         ("algorithm.clip_high=1e308", 'algorithm.clip_high = 1e+308: use a number from 0 to 1000000 or "auto"'),
         ("algorithm.overlong=-1", 'algorithm.overlong = -1: use a whole number from 0 or "mask"'),
         (
-            "algorithm.correction_bounds=[1]",
-            'algorithm.correction_bounds = [1]: use a list of 2 numbers from 0 to 1000000 or "auto"',
+            "algorithm.rollout_correction={mis=[1]}",
+            'algorithm.rollout_correction = {\'mis\': [1]}: use "none", "tis", "mis", "icepop" or table',
         ),
         ('data.source=["a\\u0000"]', f"data.source = ['a\\x00']: {NUL}"),
         ("data.source=[]", "data.source = []: use a text or list of texts"),
@@ -129,21 +129,8 @@ def test_wrong_values_are_named(override: str, message: str) -> None:
         ("algorithm.clip_low=1.5", "algorithm.clip_low = 1.5", "use at most 1.0"),
         ("algorithm.clip_dual=1.2", "algorithm.clip_dual = 1.2 is within", "use a larger ratio, such as 3.0, or 0"),
         ("algorithm.clip_dual=3 algorithm.name=cispo", "algorithm.clip_dual = 3", "leave it out"),
-        (
-            "algorithm.correction_bounds=[0,2]",
-            "algorithm.correction_bounds = [0.0, 2.0] has no",
-            "rollout_correction, or",
-        ),
-        (
-            "algorithm.correction_bounds=[3,2] algorithm.rollout_correction=mis",
-            "algorithm.correction_bounds = [3",
-            "the ",
-        ),
-        (
-            "algorithm.correction_bounds=[0,0] algorithm.rollout_correction=mis",
-            "algorithm.correction_bounds = [0",
-            "the ",
-        ),
+        ("algorithm.rollout_correction={mis=[3,2]}", "algorithm.rollout_correction has the bounds [3", "the "),
+        ("algorithm.rollout_correction={mis=[0,0]}", "algorithm.rollout_correction has the bounds [0", "the "),
         ("algorithm.kl_estimator=k1 algorithm.kl_coefficient=0.1", "algorithm.kl_estimator = 'k1'", "'k3', or another"),
         ("algorithm.max_refills=1 algorithm.name=reinforce++", "algorithm.max_refills = 1", "use another algorithm"),
         ("algorithm.max_refills=1 rollout.temperature=0", "algorithm.max_refills = 1", "a temperature above 0"),
@@ -193,7 +180,7 @@ def test_contradicting_values_are_refused_with_a_remedy(overrides: str, start: s
         "optimizer.zero_stage=3 optimizer.offload=parameters",
         f"optimizer.schedule=linear optimizer.warmup_steps=17 {STEPS}",
         "algorithm.overlong=mask algorithm.clip_dual=1.3",
-        "algorithm.rollout_correction=icepop algorithm.correction_bounds=[0.25,8.0]",
+        "algorithm.rollout_correction={icepop=[0.25,8.0]}",
         "evaluation.max_new_tokens=513",
         "evaluation.temperature=0 evaluation.samples=0",
         "algorithm.kl_estimator=k1 algorithm.kl_coefficient=0.1 algorithm.name=dr-grpo",

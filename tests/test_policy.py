@@ -190,7 +190,7 @@ def objective(config: Config, parts: list[Part]) -> torch.Tensor:
             loss = -ratio.detach().clamp(max=5.0) * advantages * part.log_probs
         else:
             loss = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.28) * advantages)
-        if algorithm.rollout_correction == "tis":
+        if algorithm.correction.name == "tis":
             loss = loss * (part.old - part.recorded).exp().clamp(max=MAX_WEIGHT)
         entropy = -(part.rows.exp() * part.rows).sum(-1)
         losses.append(loss - algorithm.entropy_coefficient * entropy)

@@ -166,7 +166,7 @@ def test_corrected_losses_are_trls(name: Any, bounds: tuple[float, float]) -> No
     inputs = trl_inputs(old, reference, importance_sampling_ratio=weights)
     trainer = trl_self(now, **settings, vllm_importance_sampling_mode="token_mask")
     wanted = trainers.GRPOTrainer._compute_loss(trainer, None, inputs)
-    section = AlgorithmSection(rollout_correction=name, correction_bounds=bounds)
+    section = AlgorithmSection(rollout_correction={name: bounds})
     found, outside = correction_weights(section.correction, old[MASK], recorded[MASK])
     assert outside.any() and not outside.all()
     losses, _ = policy_loss("clip", now[MASK], old[MASK], ADVANTAGES[ROWS], ROWS, 0.2, 0.28)

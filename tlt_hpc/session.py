@@ -386,7 +386,7 @@ def assemble(config: Config, world: World) -> Job:
             ),
             drafting=drafting,
             bench=bench,
-            mismatch=MismatchWatch(config.model.dtype, config.algorithm.rollout_correction != "none"),
+            mismatch=MismatchWatch(config.model.dtype, config.algorithm.correction.name != "none"),
             meter=meter,
             plan=TailPlan(drafting is not None and config.drafter.train, ahead),
         )

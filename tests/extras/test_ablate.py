@@ -56,7 +56,7 @@ def test_arms_differ_only_in_the_keys_that_they_are_named_after(tmp_path):
         }
         # a replay would leave out the drafter's updates; a correction reads the last bits of the rollout
         common = {"run.name": arm, "run.folder": "runs/tiny-ablate", "run.num_steps": 7, "checkpoint.replay": False}
-        common |= {"algorithm.rollout_correction": "none", "algorithm.correction_bounds": "auto"}
+        common |= {"algorithm.rollout_correction": "none"}
         assert {name: changed[arm].pop(name) for name in common} == common
     off, on = ({"speculation.ahead": word} for word in ("off", "on"))
     assert changed == {

@@ -170,7 +170,7 @@ def without_side_effects(config: Config) -> Config:
     A correction reads the rollout's own probabilities, whose last bits depend on how the text was decoded. The learning
     rate is constant after its warm-up, because such runs have other numbers of steps than the job.
     """
-    algorithm = config.algorithm.model_copy(update={"rollout_correction": "none", "correction_bounds": "auto"})
+    algorithm = config.algorithm.model_copy(update={"rollout_correction": "none"})
     optimizer = config.optimizer.model_copy(update={"schedule": "constant"})
     evaluation = config.evaluation.model_copy(update={"every_steps": 0})
     run = config.run.model_copy(update={"trackers": ()})

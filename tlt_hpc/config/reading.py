@@ -242,6 +242,7 @@ def _shown(value: Any) -> str:
 
 
 _REMOVED = {
+    "algorithm.correction_bounds": "use algorithm.rollout_correction = {icepop = [0.25, 8.0]}",
     "algorithm.overlong_buffer": "it is called algorithm.overlong",
     "drafter.average_merges": "it is always 5 now; leave it out",
     "drafter.loss": "it follows from drafter.form now; leave it out",

@@ -10,6 +10,7 @@ AdvantageName = Literal["group", "group-mean", "leave-one-out", "batch", "group-
 LossName = Literal["clip", "sequence-clip", "weight-clip"]
 AggregationName = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
 KLName = Literal["k1", "k2", "k3", "k3+", "low_var_kl"]
+GivenCorrection = Literal["tis", "mis", "icepop"]
 CorrectionName = Literal["none", "tis", "mis", "icepop"]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import astuple, replace
 from typing import Annotated, Literal, get_args
 
 from pydantic import Field
@@ -30,6 +30,7 @@ from tlt_hpc.config.recipes import (
     AlgorithmName,
     Correction,
     CorrectionName,
+    GivenCorrection,
     KLName,
     Recipe,
 )
@@ -74,12 +75,12 @@ class AlgorithmSection(Section):
     """Responses near ``rollout.max_new_tokens`` (DAPO). A number is a soft penalty: over the last this many tokens the
     reward falls linearly by up to 1. ``mask``: tokens of responses that were cut add nothing to the loss and are not
     counted by ``aggregation``; their rewards count in the advantages of others. 0: neither."""
-    rollout_correction: CorrectionName = "none"
+    rollout_correction: CorrectionName | Annotated[dict[GivenCorrection, Bounds], Field(min_length=1, max_length=1)] = (
+        "none"
+    )
     """Correction for the ratio between the probabilities of rollout engine and trainer: ``tis`` multiplies a token's
-    loss by it, truncated at 2; ``mis`` leaves out tokens above 2, ``icepop`` those below 0.5 or above 5. The policy
-    then depends on the last bits of the rollout's probabilities."""
-    correction_bounds: Bounds | Literal["auto"] = "auto"
-    """Smallest and largest ratio of that correction. ``auto``: those above, of the papers."""
+    loss by it, truncated at 2; ``mis`` leaves out tokens above 2, ``icepop`` those below 0.5 or above 5. Other
+    bounds: ``{icepop = [0.25, 8.0]}``. The policy then depends on the last bits of the rollout's probabilities."""
     max_refills: Count = 0
     """Dynamic sampling (DAPO): groups whose scores are all equal have no gradient, and are replaced by groups of
     further prompts in at most this many additional rollouts of a step. 0: off."""
@@ -105,18 +106,18 @@ class AlgorithmSection(Section):
     @property
     def correction(self) -> Correction:
         """The correction of the rollout's probabilities, with its bounds."""
-        bounds = (
-            CORRECTION_BOUNDS[self.rollout_correction] if self.correction_bounds == "auto" else self.correction_bounds
-        )
-        return Correction(self.rollout_correction, *bounds)
+        given = self.rollout_correction
+        if isinstance(given, str):
+            return Correction(given, *CORRECTION_BOUNDS[given])
+        ((name, bounds),) = given.items()
+        return Correction(name, *bounds)
 
     def resolved(self) -> AlgorithmSection:
         """The same with every ``auto`` replaced, so that a later version's recipes cannot change it."""
-        recipe, bounds = self.recipe, self.correction_bounds
-        if self.rollout_correction != "none":
-            bounds = (self.correction.low, self.correction.high)
+        recipe, (name, *bounds) = self.recipe, astuple(self.correction)
         parts = {name: vars(recipe)[name] for name in _OF_RECIPE}
-        return self.model_copy(update={**parts, "correction_bounds": bounds})
+        correction = name if name == "none" else {name: tuple(bounds)}
+        return self.model_copy(update={**parts, "rollout_correction": correction})
 
     @property
     def overlong_buffer(self) -> int:
@@ -152,12 +153,7 @@ class AlgorithmSection(Section):
                 "use a larger ratio, such as 3.0, or 0"
             )
         if low > high or not (high or self.rollout_correction == "none"):
-            yield f"algorithm.correction_bounds = {[low, high]}: give the smallest ratio, then a larger one"
-        if self.correction_bounds != "auto" and self.rollout_correction == "none":
-            yield (
-                f"algorithm.correction_bounds = {[low, high]} has no effect without a correction; set "
-                "algorithm.rollout_correction, or leave it out"
-            )
+            yield f"algorithm.rollout_correction has the bounds {[low, high]}; give the smallest ratio, then a larger"
 
 
 class LoraSection(Section):
