@@ -149,7 +149,7 @@ def test_wrong_values_are_named(override: str, message: str) -> None:
         (
             "reward.function=a.py:f",
             "unknown key 'reward.function', which was removed",
-            "name the function itself in",
+            "name a function itself in",
         ),
         ("reward.default=function", "reward.default = 'function'", '"code" or path.py:name'),
         ("reward.default=rewards.f", "reward.default = 'rewards.f'", '"code" or path.py:name'),

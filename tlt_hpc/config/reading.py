@@ -250,7 +250,7 @@ _REMOVED = {
     "evaluation.split": "evaluation reads the split 'test'; give other files by a pattern in evaluation.sources",
     "optimizer.offload_parameters": "use optimizer.offload = 'parameters'",
     "reward.format_weight": "use reward.weights = {answer = 1 - w, format = w} for format_weight = w",
-    "reward.function": "name the function itself in reward.default or reward.by_source",
+    "reward.function": "leave it out, and name a function itself in reward.default or reward.by_source",
     "reward.tolerance": "it is always 1e-6 now; leave it out, or use a function of your own",
     "rollout.page_size": "a page holds 128 tokens; leave it out",
     "tracking": "use run.trackers = ['tensorboard', 'wandb', 'wandb-offline', 'mlflow', 'trackio'], or some of them",
