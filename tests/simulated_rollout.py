@@ -150,6 +150,7 @@ def play(cluster: Cluster, plan: Any) -> None:
     shape = SimpleNamespace(
         tensor_parallel=tensor_parallel, rollouts=plan.rounds, seconds=random.choice((1e-4, 1e-3, 5e-3)),
         busy=random.choice((0.0, 50e-3)), trains=random.random() < 0.4, ahead=random.random() < 0.4,
+        unused=random.randint(1, plan.ranks),  # drawn so that seeds keep their schedules
         work=[[[random.randint(1, longest) for _ in range(random.choice((0, 1, 1, 3)))]
                for _ in range(plan.ranks // tensor_parallel)] for _ in range(plan.rounds)],
     )  # fmt: skip

@@ -53,7 +53,7 @@ def test_the_command_prints_a_line_for_each_finding(place: Place, capsys: pytest
     assert main(place.command_line()) == 1
     lines = capsys.readouterr().out.splitlines()
     wrong = [line.split()[2] for line in lines if line.startswith("failure  config")]
-    assert wrong == ["model.dtype", "unknown", "optimizer.learning_rate"]
+    assert wrong == ["unknown", "model.dtype", "optimizer.learning_rate"]
     assert re.search(r"3 failures, .* in .*: the job would fail$", lines[-1]), lines[-1]
 
 
