@@ -132,7 +132,7 @@ class Decoder:
     def features(
         self, tokens: Tensor, positions: Tensor, attend: Attend, layers: Collection[int]
     ) -> tuple[Tensor, Tensor]:
-        """``hidden`` [T, H], and side by side what entered each of ``layers`` and this: [T, (layers + 1) H]."""
+        """``hidden`` [T, H], and the inputs of ``layers``, ascending, joined with it: [T, (1 + len(layers)) H]."""
         x, rotaries = self._embed(tokens, self.dtype), self.rotaries.at(positions)
         hidden, entering = run_layers(x, self.layers, self.final_norm, self.part, rotaries, attend, layers)
         return hidden, torch.cat([*entering, hidden], -1) if entering else hidden

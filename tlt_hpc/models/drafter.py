@@ -28,7 +28,7 @@ Form = Literal["eagle", "eagle3"]
 
 @dataclass(frozen=True)
 class DrafterParts:
-    """A drafter's weights as they are computed with."""
+    """A drafter's weights in the layout of the computation."""
 
     fc: Linear
     layer: LayerWeights

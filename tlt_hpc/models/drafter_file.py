@@ -82,7 +82,7 @@ def checked_drafter(stored: Mapping[str, Tensor], shape: ModelShape, asked: str)
 
 
 def write_drafter(folder: Path, state: dict[str, Tensor]) -> None:
-    """Write a folder's drafter, whole or not at all.
+    """Write a folder's drafter whole or not at all; names and shapes as ``read_drafter`` gives them.
 
     Raises:
         WriteError: the disk refused; the one before stays.
@@ -97,12 +97,12 @@ def write_drafter(folder: Path, state: dict[str, Tensor]) -> None:
 
 
 def stored_name(name: str) -> str:
-    """How a file names a drafter's tensor; its vocabulary and its settings are no weights."""
+    """The name of a drafter's tensor in a file; its vocabulary and its settings are no weights."""
     return name if name in _NO_WEIGHTS else f"{name}.weight"
 
 
 def is_served(name: str) -> bool:
-    """Whether a drafter needs the tensor of this name in a file or checkpoint to draft, and not only to be trained."""
+    """True if drafting needs the tensor of this name in a file or checkpoint; false if only training does."""
     return name.endswith(".weight") or name in _NO_WEIGHTS
 
 
@@ -120,7 +120,7 @@ def load_drafter(place: str, decoder: Decoder, asked: str, node: NodeGroup | Non
 
 
 def serving_drafter(weights: dict[str, Tensor], decoder: Decoder) -> Drafter:
-    """A drafter with these weights, beside a decoder, in its precision and split over ranks as it is."""
+    """A drafter with ``weights``, as ``read_drafter`` gives them, in the decoder's precision and split as it is."""
     own = layer_of(weights)
     drafter = make_drafter(decoder.shape, 0, decoder.dtype, decoder.device, weights.get(TOKEN_IDS), own)
     if decoder.sharding.size > 1:
@@ -172,7 +172,7 @@ def eagle3_sizes(target: ModelShape, num_drafted: int, own: DraftLayer = AS_TARG
 def initial_drafter(
     init: str, form: Form, shape: ModelShape, model: Path, key: str = "drafter.init"
 ) -> dict[str, Tensor] | None:
-    """The tensors that ``init`` (the configuration's ``key``) names; None for a random start.
+    """The tensors that ``init`` (the configuration's ``key``) names, as ``read_drafter``; None for a random start.
 
     Args:
         model: the folder of the target, with whose embedding a published head's is compared.

@@ -34,6 +34,7 @@ class Eagle(Drafter):
 
     @property
     def served_ids(self) -> Tensor | None:
+        """The tokens [W] int64 of ``draft_among``; None: all."""
         return self._served_ids
 
     def draft_among(self, token_ids: Tensor) -> None:
@@ -45,12 +46,15 @@ class Eagle(Drafter):
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
+        """None of the layers: the last hidden state alone is kept."""
         return ()
 
     def fuse(self, features: Tensor) -> Tensor:
+        """The features [T, H] as they are."""
         return features
 
     def forward(self, embedded: Tensor, states: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """Next states [T, H]: ``fc`` of [embedded; states], then one layer; arguments as ``Drafter.forward``."""
         parts = self._now()
         x = parts.fc(torch.cat([embedded, states], -1))
         return self._run(x, x, parts, positions, attend)

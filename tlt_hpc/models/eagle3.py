@@ -49,24 +49,28 @@ class Eagle3(Drafter):
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
+        """The three layers of the function ``feature_layers``."""
         return feature_layers(self.shape.num_layers)
 
     @torch.no_grad()
     def read_like(self, head: Tensor, final_norm: Tensor) -> None:
-        """Begin with the target's own way from its last layer to logits: its head [V, H] and final norm [H]."""
+        """Initialise the output from the target's: from its head [V, H], the drafted rows, and final norm [H]."""
         self.head.copy_(head.index_select(0, self.token_ids))
         self.final_norm.copy_(final_norm)
 
     def fuse(self, features: Tensor) -> Tensor:
+        """The state [T, H]: ``fc`` of the three layers' part of the features [T, 4 H]."""
         return self._now().fc(features[:, : 3 * self.shape.hidden_size])
 
     def forward(self, embedded: Tensor, states: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """Next states [T, H] of embedded tokens [T, H] and states [T, H] at positions [T]."""
         parts = self._now()
         normed = parts.norms["hidden"](states)
         reads = torch.cat([parts.norms["input"](embedded), normed], -1)
         return self._run(normed if self.own.norm_before_residual else states, reads, parts, positions, attend)
 
     def logits(self, states: Tensor) -> Tensor:
+        """Logits [T, W] of states [T, H], over the draft vocabulary."""
         parts = self._now()
         assert parts.head is not None
         return parts.head(parts.norms["final"](states))

@@ -13,7 +13,7 @@ _FUSED = {"mlp.experts.gate_up_proj": ("gate_proj", "up_proj"), "mlp.experts.dow
 
 
 class Place(NamedTuple):
-    """Where a weight is in a tensor of all experts: of the expert ``number``, part ``part`` of ``num_parts``."""
+    """The place of a weight in a tensor of all experts: of the expert ``number``, part ``part`` of ``num_parts``."""
 
     name: str
     number: int
@@ -21,17 +21,17 @@ class Place(NamedTuple):
     num_parts: int
 
     def take(self, tensor: Tensor) -> Tensor:
-        """The weight, a view."""
+        """A view of the weight [N / num_parts, K] in the tensor of all experts [E, N, K]."""
         return tensor[self.number].chunk(self.num_parts)[self.part]
 
 
 def is_expert(name: str) -> bool:
-    """Whether a tensor of transformers holds the matrices of all experts."""
+    """True if the tensor of transformers with this name holds the matrices of all experts."""
     return name.endswith(tuple(_FUSED))
 
 
 def each_expert(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """The weights with a tensor for each expert, views of those for all."""
+    """The weights with a tensor for each expert, views [N / num_parts, K] of those for all [E, N, K]."""
     for name, tensor in weights:
         if is_expert(name):
             yield from ((own, place.take(tensor)) for own, (place, _) in places(name, tensor.shape).items())

@@ -110,7 +110,7 @@ def import_transformers(with_adapters: bool) -> None:
 def start_model(
     folder: Path, dtype: str, device: torch.device, is_sharded: bool, rank: int, node: NodeGroup
 ) -> PreTrainedModel:
-    """What a policy begins with: on the device, or, if rank 0's is sharded, on the host and empty on other ranks.
+    """The initial policy: on the device, or, if rank 0's is sharded, on the host and empty on other ranks.
 
     Of a node's ranks one reads, and gives the others its tensors one at a time; collective over the node.
     """
@@ -124,7 +124,7 @@ def start_model(
 
 
 def read_config(folder: Path) -> PretrainedConfig:
-    """What transformers makes of a folder's config.json, without dropout: an update would not see what was sampled."""
+    """transformers' reading of a folder's config.json, without dropout: an update would not see what was sampled."""
     from transformers import AutoConfig
 
     with naming_folder(folder):
@@ -152,7 +152,7 @@ def empty_policy_model(config: PretrainedConfig, dtype: str) -> PreTrainedModel:
 def folder_weights(
     folder: Path, cuts: Mapping[str, Cut] | None = None, node: NodeGroup | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every weight of a folder's model.safetensors or of its shards, one at a time, under its Hugging Face name.
+    """Every weight of a folder's safetensors files, one at a time, under its Hugging Face name, in its stored shape.
 
     Collective over the ``node``, whose first rank reads.
 
@@ -167,7 +167,11 @@ def folder_weights(
 
 
 def folder_readers(folder: Path) -> Iterator[tuple[str, ReadCut]]:
-    """``folder_weights``, each as a function that reads it, or a cut of it, until the next is asked for."""
+    """``folder_weights``, each as a function that reads it, or a cut of it, until the next is asked for.
+
+    Raises:
+        ValueError: as ``folder_weights``.
+    """
     for file, names in weight_files(folder).items():
         with opened(file, UNREADABLE) as reader:
             stored = list(reader.keys())

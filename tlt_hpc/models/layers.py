@@ -108,7 +108,7 @@ def run_layers(
 def run_draft_layer(
     x: Tensor, reads: Tensor, weights: LayerWeights, shape: ModelShape, rotary: RotaryRows, attend: Attend
 ) -> Tensor:
-    """One layer whose attention reads ``reads`` [T, R] as it is, and which adds to x [T, H] -> [T, H]."""
+    """One layer whose attention reads ``reads`` [T, R] as given, and whose result is added to x [T, H] -> [T, H]."""
     if _may_fuse(attend):
         x, delta = _fused_rest(x, reads, weights, shape, 0, rotary, attend)
         return x + delta

@@ -26,7 +26,9 @@ BLOCK_BYTES = 2**24
 def read_each_once(
     node: NodeGroup | None, names: Iterable[str], read: Callable[[str], Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
-    """The tensors that ``read`` gives of these names on the node's first rank, in host memory; collective over it.
+    """The tensors of these names that ``read`` gives on the node's first rank, in host memory, of any shape.
+
+    Collective over the node.
 
     Raises:
         ValueError: on all its ranks, if ``read`` raises one.
@@ -39,7 +41,7 @@ def read_each_once(
 
 
 def read_all_once(node: NodeGroup | None, read: Callable[[], Mapping[str, Tensor] | None]) -> dict[str, Tensor] | None:
-    """The tensors that ``read`` gives on the node's first rank by name, or None; collective over the node.
+    """The tensors by name that ``read`` gives on the node's first rank, of any shape, or None; collective over it.
 
     Raises:
         ValueError: on all its ranks, if ``read`` raises one.
@@ -87,7 +89,7 @@ def _cut(name: str, tensor: Tensor, cut: Cut | None) -> Tensor:
 
 
 def share(node: NodeGroup, tensors: Iterable[Tensor]) -> None:
-    """Write the first rank's contiguous tensors in host memory into the others', of equal sizes in the same order.
+    """Copy the first rank's contiguous tensors in host memory into the others', of the same shapes in the same order.
 
     Small ones are sent together: where ranks share cores, each message takes milliseconds.
     """

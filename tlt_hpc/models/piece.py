@@ -28,15 +28,17 @@ class Piece:
 
     @classmethod
     def whole(cls, tensor: Tensor) -> Piece:
-        """All of a tensor."""
+        """A piece with all elements of a tensor of any shape."""
         return cls(tensor.detach().reshape(-1), 0, tuple(tensor.shape))
 
     @property
     def stop(self) -> int:
+        """The flat index after the piece's last element."""
         return self.start + self.values.numel()
 
     @property
     def num_bytes(self) -> int:
+        """Bytes of the piece's elements."""
         return self.values.numel() * self.values.element_size()
 
 
@@ -49,11 +51,12 @@ class Cut:
 
     @property
     def cut_sizes(self) -> tuple[int, ...]:
+        """The sizes of the block."""
         kept = (len(range(size)[part]) for size, part in zip(self.sizes, self.slices, strict=False))
         return *kept, *self.sizes[len(self.slices) :]
 
     def take(self, name: str, tensor: Tensor) -> Tensor:
-        """The block of a tensor, after ``check``."""
+        """The block, of shape ``cut_sizes``, of a tensor of shape ``sizes``; a view."""
         self.check(name, tensor.shape)
         return tensor[self.slices]
 
@@ -70,7 +73,7 @@ class Cut:
 
 
 def own_pieces(tensors: Iterable[tuple[str, Tensor]], rank: int, num_ranks: int) -> Iterator[tuple[str, Piece]]:
-    """This rank's share of tensors that all ranks hold alike: equal counts of elements, in few pieces.
+    """This rank's share of tensors of any shape that all ranks hold: equal counts of elements, in few pieces.
 
     The shares of all ranks together have each element once; an empty tensor is the first rank's.
     """
@@ -86,14 +89,17 @@ def own_pieces(tensors: Iterable[tuple[str, Tensor]], rank: int, num_ranks: int)
 
 
 def is_finite(tensor: Tensor) -> Tensor:
-    """Whether all values are finite, on the tensor's device; takes no memory of its size, as ``isfinite`` does."""
+    """True, as bool [] on the tensor's device, if all values of a tensor of any shape are finite.
+
+    Unlike ``isfinite`` it takes no memory of the tensor's size.
+    """
     if not tensor.is_floating_point() or not tensor.numel():
         return torch.ones((), dtype=torch.bool, device=tensor.device)
     return torch.stack(torch.aminmax(tensor)).isfinite().all()
 
 
 def not_finite(found: Mapping[str, Tensor]) -> list[str]:
-    """The names whose ``is_finite`` is false; waits for each device once."""
+    """The names whose results of ``is_finite`` (each of shape []) are false; waits for each device once."""
     by_device: dict[torch.device, list[str]] = {}
     for name, value in found.items():
         by_device.setdefault(value.device, []).append(name)

@@ -27,7 +27,7 @@ class SequenceGroup:
     size: int
 
     def pad(self, tokens: Tensor, positions: Tensor, lengths: Sequence[int]) -> tuple[Tensor, Tensor, tuple[int, ...]]:
-        """The batch with a document of padding behind it, where the group's size does not divide its tokens."""
+        """The batch, tokens [T] and positions [T], with a document of padding where the size does not divide T."""
         missing = -len(tokens) % self.size
         if not missing:
             return tokens, positions, tuple(lengths)
@@ -39,7 +39,14 @@ class SequenceGroup:
         return values.chunk(self.size)[self.rank]
 
     def places(self, where: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
-        """Of the places [R] those in this rank's slice, counted from its start, and which of the R they are."""
+        """The places among ``where`` [R] in this rank's slice, counted from its start, and their indices in ``where``.
+
+        Args:
+            where: [R] int64, places in the padded batch of ``num_tokens``.
+
+        Returns:
+            Two tensors [r] int64, for the r places in this rank's slice.
+        """
         each = num_tokens // self.size
         own = (where // each == self.rank).nonzero().flatten()
         return where[own] - self.rank * each, own

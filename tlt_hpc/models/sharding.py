@@ -80,14 +80,17 @@ class SummedLinear(Linear):
         self._product, self._all_reduce = kind(weight), all_reduce
 
     def detach_(self) -> None:
+        """Read the weights without their gradients from now on, in this rank's product too."""
         super().detach_()
         self._product = type(self._product)(self.weight)
 
     def pack(self) -> None:
+        """Derive the copy that this rank's product reads; call after each load."""
         self._product.pack()
 
     @property
     def packed_bytes(self) -> int:
+        """Bytes of the copy that this rank's product reads."""
         return self._product.packed_bytes
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -96,8 +99,10 @@ class SummedLinear(Linear):
         return summed if self.bias is None else summed.add_(self.bias)
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        """residual [T, N] + the sum over ranks for x [T, K / size] -> [T, N]; every rank of the replica calls it."""
         return self(x).add_(residual)
 
     def to(self, dtype: torch.dtype) -> Linear:
+        """A copy in another precision, not packed."""
         bias = None if self.bias is None else self.bias.to(dtype)
         return SummedLinear(self.weight.to(dtype), bias, self._all_reduce)

@@ -102,7 +102,7 @@ def reading_files(remedy: str) -> Iterator[Callable[[Path, str], Any]]:
 
 
 def refusal(error: OSError | RuntimeError) -> str:
-    """Why the system refuses a file, as torch or safetensors have it.
+    """The system's reason for refusing a file, from an error of torch or safetensors.
 
     Raises:
         RuntimeError: it is another error of torch.
@@ -120,7 +120,11 @@ def torch_files(folder: Path) -> list[Path]:
 
 
 def weight_files(folder: Path) -> Mapping[Path, set[str] | None]:
-    """The files that hold a folder's weights, with the names to take from each (None: all)."""
+    """The files that hold a folder's weights, with the names to take from each (None: all).
+
+    Raises:
+        ValueError: the folder has no weights, lacks a file of its index, or has a damaged index.
+    """
     single, index = folder / SINGLE, folder / INDEX
     if single.is_file():
         return {single: None}
@@ -175,7 +179,7 @@ def find_initial_drafter(place: str, asked: str) -> Path:
 
 
 def read_heads(folder: Path) -> dict[str, StoredTensor]:
-    """What the heads of a folder's safetensors files say of each weight, by its name.
+    """The metadata of each weight by its name, from the headers of a folder's safetensors files.
 
     Raises:
         ValueError: as ``weight_files``; a file cannot be read or lacks what the index places there; two hold a name.
