@@ -59,7 +59,7 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    """x, residual [T, H] -> normed sum, sum."""
+    """x, residual [T, H], weight [H] -> normed sum and sum, both [T, H]."""
     T, H = x.shape
     normed, total = torch.empty_like(residual), torch.empty_like(residual)
     block = triton.next_power_of_2(H)
