@@ -144,7 +144,7 @@ def _groups(rewards: Floats, group_size: int) -> tuple[NDArray[np.float64], NDAr
 
 
 def token_weights(lengths: Sequence[int], kind: AggregationName, norm_length: int) -> NDArray[np.float64]:
-    """What each token of a response counts in the sum of losses; [N], for N responses.
+    """The weight of each response's tokens in the sum of losses; [N], for N responses.
 
     ``token-mean``: 1 / sum of lengths (DAPO, eq. 8). ``seq-mean-token-mean``: 1 / (N * own length) (DeepSeekMath, eq.
     3). ``seq-mean-token-sum``: 1 / N (RLOO). ``seq-mean-token-sum-norm``: 1 / (N * norm_length) (Dr.GRPO, section 3.2).

@@ -14,7 +14,7 @@ from tlt_hpc.rl.loss import LARGEST_LOG_RATIO
 def correction_weights(
     correction: Correction, old_log_probs: torch.Tensor, rollout_log_probs: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the tokens' losses are multiplied with, and as bool where a bound took effect; both [T], without gradient.
+    """The factors of the tokens' losses, and bool where a bound took effect; both [T], without gradient.
 
     With w = pi_old / pi_rollout of the token; the papers of the first two have no lower bound (low = 0):
 
@@ -41,7 +41,7 @@ def correction_weights(
 def mismatch_terms(
     old_log_probs: torch.Tensor, rollout_log_probs: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """How far each token is off; all [T]: |p_old - p_rollout|, and estimates k1 and k3 of KL(rollout || trainer).
+    """Each token's distances, all [T]: |p_old - p_rollout|, and estimates k1 and k3 of KL(rollout || trainer).
 
     The tokens are samples of the rollout's distribution, so that with d = log p_rollout - log p_old the means of d and
     of exp(-d) - 1 + d are the distance (Schulman, "Approximating KL divergence").

@@ -111,7 +111,7 @@ def name_network(world: World, log: Path | None) -> None:
 
 @BEAT.within(Phase.CONNECTING)
 def replica_sum(world: World, size: int, in_order: bool) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A function that sums a contiguous tensor over the ``size`` ranks of this rank's replica; collective.
+    """A function that sums contiguous tensors of one shape over the ``size`` ranks of this rank's replica; collective.
 
     It may change the tensor. All ranks get the same bits: each part of the tensor is summed by one rank, which hands it
     to the others; or, ``in_order``, each rank gets all tensors and adds them up in the order of ranks, in float32, so

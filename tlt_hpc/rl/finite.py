@@ -34,7 +34,7 @@ def check_step(config: Config, rollouts: Sequence[Rollout], rewards: NDArray[np.
 def gradient_error(
     config: Config, keys: Sequence[SampleKey], norm: float, update: int, blamed: Iterable[int]
 ) -> NotFiniteError:
-    """What to raise for a gradient that is not finite.
+    """The error to raise for a gradient that is not finite.
 
     Args:
         keys: of the step's responses.

@@ -177,7 +177,9 @@ class Policy:
         return self._world.sum(found)
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The full weights under their Hugging Face names, gathered a layer at a time on every rank; a tied one once.
+        """The full weights, in their own shapes, under their Hugging Face names, a tied one once; collective.
+
+        They are gathered a layer at a time on every rank.
 
         A tensor is good only until the next is asked for, and every rank must take them all.
         """

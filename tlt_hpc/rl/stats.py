@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RolloutMismatch:
-    """How far the probabilities recorded in one step's rollout are from the trainer's before the update."""
+    """The distance of the probabilities recorded in a step's rollout from the trainer's before the update."""
 
     rollout_probs_diff_mean: float
     """Mean distance of a token's probability."""
@@ -59,7 +59,7 @@ class PolicyStats:
 
 @dataclass(frozen=True)
 class Update:
-    """What an update was made from, of all ranks' responses ordered by key, and how it went."""
+    """The data that an update was made from, of all ranks' responses ordered by key, and its statistics."""
 
     trained: NDArray[np.int64]
     """[M], ascending: which of the step's responses it was made from."""
@@ -75,20 +75,20 @@ class Update:
 
 
 class TokenSums:
-    """What the figures of an update are made from: sums over tokens, and the largest distance."""
+    """Sums over tokens, and the largest distance, from which the figures of an update are made."""
 
     def __init__(self) -> None:
         self.sums = np.zeros(11)
         self.largest = 0.0
 
     def add(self, per_token: Sequence[torch.Tensor], distance: torch.Tensor) -> None:
-        """Count a micro-batch's tokens, [T] each."""
+        """Count a micro-batch's tokens: ``per_token`` 11 tensors, and ``distance``, [T] each."""
         self.sums += torch.stack([values.double().sum() for values in per_token]).cpu().numpy()
         if distance.numel():
             self.largest = max(self.largest, float(distance.max()))
 
     def over_ranks(self, world: World, num_alike: int) -> TokenSums:
-        """All ranks' together, of whom ``num_alike`` have the same each; collective."""
+        """The sums of all ranks together, ``num_alike`` of which have the same each; collective."""
         total = TokenSums()
         total.sums = world.sum(self.sums / num_alike)
         total.largest = max(world.allgather(self.largest))
