@@ -74,7 +74,7 @@ class NodeGroup:
 
 
 def unpickle(payload: bytes | bytearray | memoryview) -> Any:
-    """What another rank sent.
+    """The object that another rank sent.
 
     Raises:
         ConnectionResetError: it did not arrive: MPICH may complete a collective although a rank was killed in it.

@@ -89,7 +89,7 @@ class Pulse:
 
     @property
     def over(self) -> bool:
-        """Whether the rollout is known to be over; cheap, and true as soon as the helper thread has seen it."""
+        """True if the rollout is known to be over; cheap, and true as soon as the helper thread has seen it."""
         return self._roster is not None and self._roster.over
 
     def back_off(self) -> None:

@@ -113,7 +113,7 @@ class World(NodeGroup):
 
     @property
     def library(self) -> str:
-        """What the MPI library says of itself, in one or more lines."""
+        """The version string of the MPI library, in one or more lines."""
         return str(MPI.Get_library_version())
 
     def allgather(self, item: T) -> list[T]:
@@ -149,7 +149,7 @@ class World(NodeGroup):
         return self.start_sum(array).wait()
 
     def start_sum(self, array: NDArray[Any]) -> PendingSum:
-        """Begin ``sum`` of a copy of ``array`` and return at once."""
+        """Begin ``sum`` of a copy of ``array``, of any shape, and return at once."""
         sent = np.array(array, order="C", copy=True)
         received = np.empty_like(sent)
         block = max(1, MOST_BYTES // sent.itemsize)
@@ -171,7 +171,7 @@ class World(NodeGroup):
 
     @property
     def stop_requested(self) -> bool:
-        """Whether this rank was asked to stop, or all have agreed to."""
+        """True if this rank was asked to stop, or all have agreed to."""
         return self.flag.kind is not Stop.NONE
 
     def first_stop_reason(self) -> str:
