@@ -59,14 +59,16 @@ _JUDGING = ("default", "by_source", "function", "tolerance", "format_tags", "cpu
 class EvaluationReporter(Protocol):
     """Shows an evaluation to its user; called on rank 0 alone."""
 
-    def started(self, name: str, folder: Path, num_responses: int, num_done: int, warning: str) -> None: ...
+    def started(self, name: str, folder: Path, num_responses: int, num_done: int, warning: str) -> None:
+        """Show that the evaluation ``name`` starts in ``folder``, and how many of its responses are there already."""
 
-    def answering(self, roster: Roster) -> None: ...
+    def answering(self, roster: Roster) -> None:
+        """Show the progress of the ranks that generate."""
 
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """How an evaluation ended; the same on every rank."""
+    """The result of an evaluation, or of one that was stopped; the same on every rank."""
 
     name: str
     folder: Path
@@ -80,6 +82,7 @@ class EvaluationResult:
 
     @property
     def finished(self) -> bool:
+        """True if no stop vote ended the evaluation."""
         return self.results is not None
 
 
@@ -255,7 +258,7 @@ def evaluate_policy(job: Job, exam: Exam, step: int, shown: Callable[[Roster], N
 
 
 def facts_of(session: Session, sets: Sequence[EvaluationSet], fingerprint: str) -> dict[str, object]:
-    """What responses and verdicts depend on, by name."""
+    """The settings that responses and verdicts depend on, by name."""
     config, evaluation = session.config, session.config.evaluation
     function = config.reward.function.rpartition(":")[0]
     return {

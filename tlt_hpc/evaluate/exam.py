@@ -23,7 +23,7 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Exam:
-    """What is evaluated, the same on all ranks and at each evaluation of a run."""
+    """The data sets, requests and judge of an evaluation, the same on all ranks and at each evaluation of a run."""
 
     sets: tuple[EvaluationSet, ...]
     wanted: list[Wanted]
@@ -70,7 +70,7 @@ def wanted_responses(config: Config, sets: Sequence[EvaluationSet]) -> list[Want
 
 
 def sampling_params(config: Config) -> SamplingParams:
-    """Of the answers by sampling: the evaluation's temperature and nucleus, the rollout's ends."""
+    """The parameters of answers by sampling: the evaluation's temperature and nucleus, the rollout's ends."""
     return SamplingParams(
         max_tokens=longest_response(config),
         temperature=config.evaluation.temperature,

@@ -35,7 +35,7 @@ _SAMPLED = 65536
 
 @dataclass(frozen=True)
 class Subject:
-    """What is evaluated, in words and as a place."""
+    """The policy to evaluate, in words and as a place."""
 
     place: str
     """A Hugging Face folder, or ``embedded:tiny``; the run's folder where there is one."""
@@ -46,15 +46,16 @@ class Subject:
 
     @property
     def name(self) -> str:
+        """The place, with the step of a run's checkpoint."""
         return self.place if self.step is None else f"{self.place}, step {self.step}"
 
     @property
     def reads_model_weights(self) -> bool:
-        """Whether the weights of the model's folder count: the policy's, or what its adapters are merged into."""
+        """True if the model folder's weights are read: the policy's, or those that its adapters are merged into."""
         return self.run is None or bool(load_saved_config(self.run.config).lora.rank)
 
     def folder(self, config: Config) -> Path:
-        """Where the evaluation is written."""
+        """The folder that the evaluation is written to."""
         if self.out is not None:
             return self.out
         if self.run is not None:
@@ -64,18 +65,18 @@ class Subject:
         return Path(config.run.folder) / (config.run.name + SUFFIX) / name
 
     def log(self, config: Config) -> Path:
-        """Where finished evaluations are listed, a line each."""
+        """The file that lists finished evaluations, a line each."""
         place = self.run.path if self.run is not None and self.out is None else self.folder(config).parent
         return place / "evaluations.jsonl"
 
 
 def step_folder(run: RunFolder, step: int) -> Path:
-    """Where the evaluation of a run's policy after so many steps is written."""
+    """The folder of the evaluation of a run's policy after so many steps."""
     return run.path / FOLDER / f"step-{step:06d}"
 
 
 def find_subject(place: str, step: int | str | None = None, out: Path | None = None) -> Subject:
-    """What the user names by a place, the step of a checkpoint (None: the newest) and a folder to write to.
+    """The subject that the user names by a place, a checkpoint's step (None: the newest) and a folder to write to.
 
     A checkpoint is not opened yet.
 
@@ -179,7 +180,7 @@ def _readers(subject: Subject, checkpoint: Checkpoint | None, model: str) -> Ite
 
 
 def fingerprint_of(weights: Iterable[tuple[str, Tensor]], tied_head: bool) -> str:
-    """A digest of weights in any order: of elements spread evenly over each tensor.
+    """A digest of weights, of any shapes and in any order: of elements spread evenly over each tensor.
 
     Training changes all of them, if only in the last bits.
     """
