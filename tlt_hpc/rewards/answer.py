@@ -15,7 +15,7 @@ PART, WITH_PARTS = "reward/part/", "reward/with_parts"
 
 
 class Failure(StrEnum):
-    """Why an answer has reward 0, by fault of its own or not (``unjudged``); counted in ``reward/failed/<reason>``."""
+    """The reason why an answer has reward 0, by its own fault or not; counted in ``reward/failed/<reason>``."""
 
     CPU = "cpu"
     """It took more CPU time than it may."""
@@ -47,7 +47,7 @@ OF_RESPONSES = OF_PROGRAMS | {Failure.SIZE}
 
 
 class JudgeError(Exception):
-    """What keeps answers from being judged and the user can fix; its text is one line with the remedy."""
+    """An error that keeps answers from being judged and that the user can fix; its text has the remedy."""
 
 
 @dataclass(frozen=True)

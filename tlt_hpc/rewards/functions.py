@@ -29,7 +29,7 @@ MAX_REWARD = 1e6
 
 
 def key_of(spec: str, settings: RewardSection) -> str:
-    """What a message says of a function before its name."""
+    """The key of a function in the configuration, for messages."""
     return "reward.function =" if spec == settings.function else "reward.weights:"
 
 
@@ -95,7 +95,7 @@ def loaded_at(error: BaseException) -> str:
 
 
 def comes_from_function(error: BaseException) -> bool:
-    """Whether an error was raised while a user's function was called."""
+    """True if an error was raised while a user's function was called."""
     return any(frame.f_code is call_function.__code__ for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
@@ -107,7 +107,7 @@ def place_of(error: BaseException) -> str:
 
 
 def call_function(function: RewardFunction, answer: Answer) -> Verdict:
-    """What the function says of an answer.
+    """The verdict of a function on an answer.
 
     Raises:
         Exception: whatever the function raises.

@@ -26,7 +26,7 @@ _NO_FUNCTIONS: Mapping[str, RewardFunction] = MappingProxyType({})
 
 
 def needs_server(settings: RewardSection) -> bool:
-    """Whether some answers are judged in processes that can be killed."""
+    """True if some answers are judged in processes that can be killed."""
     return bool(settings.functions) or not WORKER_KINDS.isdisjoint(settings.kinds)
 
 
@@ -38,7 +38,7 @@ def kind_for(source: str, default: str, by_source: Mapping[str, str]) -> str:
 
 
 def is_judged(kind: str, failure: str | None) -> bool:
-    """Whether a verdict with this failure, or with none, is a judgement: a program that fails is a wrong answer."""
+    """True if a verdict with this failure, or with none, is a judgement: a program that fails is a wrong answer."""
     return failure is None or (kind == "code" and failure in OF_PROGRAMS)
 
 
@@ -62,7 +62,7 @@ def judge(
 
 
 def lacks_parts(verdict: Verdict, answer: Answer, settings: RewardSection) -> bool:
-    """Whether the process that judged an answer ended by the answer's fault before the other parts were found."""
+    """True if the process that judged an answer ended by the answer's fault before the other parts were found."""
     is_own = answer.kind not in ("function", SAME_MATH) and verdict.failure in OF_RESPONSES
     return bool(settings.weights) and not verdict.parts and is_own
 

@@ -42,6 +42,7 @@ class Unjudged:
 
     @property
     def total(self) -> int:
+        """The number of responses that were not judged."""
         return len(self.failures)
 
     def explain(self) -> str:
@@ -55,7 +56,7 @@ class Unjudged:
 
 
 def joined(parts: Sequence[Unjudged]) -> Unjudged:
-    """The responses of several ranks."""
+    """The failures of several ranks' responses together."""
     return Unjudged(sum(part.num_responses for part in parts), sum((part.failures for part in parts), ()))
 
 
@@ -71,11 +72,11 @@ class Judge:
         return kinds.kind_for(prompt.source, self.settings.default, self.settings.by_source)
 
     def needs_worker(self, prompt: Prompt) -> bool:
-        """Whether responses to the prompt go to the server."""
+        """True if responses to the prompt are sent to the server."""
         return bool(self.settings.added_functions) or self.kind_of(prompt) in kinds.WORKER_KINDS
 
     def leaves_open(self, prompt: Prompt, failure: str) -> bool:
-        """Whether a failure leaves a response to the prompt unjudged; a program that fails is judged by that."""
+        """True if a failure leaves a response to the prompt unjudged; a program that fails is judged by that."""
         return not kinds.is_judged(self.kind_of(prompt), failure)
 
     def answer(self, prompt: Prompt, text: str, is_finished: bool = True) -> Answer:
@@ -116,7 +117,7 @@ class Scorer:
             self._judge.client.pump()
 
     def has_unscored(self, finished: Sequence[Rollout]) -> bool:
-        """Whether some of the responses are to be judged here and were not yet."""
+        """True if some of the responses are to be judged here and were not yet."""
         self.offer(finished)
         return len(self._verdicts.keys() | self._numbers.keys()) < len(finished)
 

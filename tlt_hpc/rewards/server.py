@@ -72,7 +72,7 @@ class Worker:
         os.killpg(self.pid, signal.SIGKILL)
 
     def has_ended(self) -> bool:
-        """Whether only ``finish`` is left to do."""
+        """True if the process has ended, so that only ``finish`` is left to do."""
         return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
     def finish(self) -> Verdict:

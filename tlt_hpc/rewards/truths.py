@@ -15,7 +15,7 @@ _OF_ANSWERS = frozenset({"boxed", "math", "numeric", "choice"})
 
 
 def check_answer(settings: RewardSection, prompt: Prompt) -> str:
-    """Why no response to a prompt can be right, in words; empty: one can.
+    """The reason, in words, why no response to a prompt can be right; empty: one can.
 
     Raises:
         ValueError: the tests of a prompt of the kind ``code`` cannot be read.
@@ -32,7 +32,7 @@ def check_answer(settings: RewardSection, prompt: Prompt) -> str:
 
 @lru_cache(maxsize=4096)
 def truth_problem(kind: str, truth: str, tolerance: float) -> str:
-    """Why this answer, or one of a list of answers, is not right by its own kind of reward; empty: it is."""
+    """The reason why this answer, or one of a list of answers, is not right by its own kind of reward; empty: it is."""
     settings = RewardSection(tolerance=tolerance)
     for each in accepted_answers(truth):
         text = each if "\\boxed" in each else f"\\boxed{{{each}}}"

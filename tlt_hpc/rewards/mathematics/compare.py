@@ -52,7 +52,7 @@ class AnswerComparison:
         self.pairs: list[tuple[Node, Node]] = []
 
     def same(self, given: Node, wanted: Node) -> bool:
-        """Whether two answers are equal, but for what ``pairs`` leaves to be confirmed."""
+        """True if two answers are equal, except for ``pairs``, which are left to be confirmed."""
         given, wanted = settled(given), settled(wanted)
         if "percent" in (given.kind, wanted.kind):
             return self._same_percent(given, wanted)

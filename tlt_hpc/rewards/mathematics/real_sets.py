@@ -22,7 +22,7 @@ _MAX_ENDS = 200
 
 
 def is_set_of_reals(node: Node) -> bool:
-    """Whether the way in which it is written says that it is a set by its limits or by a condition."""
+    """True if its notation gives a set by its limits or by a condition."""
     if node.kind in _COMBINED or node.kind == "builder" or (node.kind == "symbol" and node.name == "set R"):
         return True
     if node.kind == "relation":
@@ -32,7 +32,7 @@ def is_set_of_reals(node: Node) -> bool:
 
 
 def same_sets(first: Node, second: Node) -> bool:
-    """Whether two sets of real numbers are equal; one of them may be a list of numbers or an interval.
+    """True if two sets of real numbers are equal; one of them may be a list of numbers or an interval.
 
     Raises:
         NoValueError: one is no set of reals with constant limits.

@@ -37,7 +37,7 @@ _CONSTANTS = frozenset({"pi", "e", "i", "oo"})
 
 
 def is_rounded(decimal: Decimal, exact: Any) -> bool:
-    """Whether a decimal is an exact real value rounded to its last digit."""
+    """True if a decimal is an exact real value rounded to its last digit."""
     with mp.workdps(CONSTANT_DIGITS + 20):
         number, unit = (mpf(part.numerator) / part.denominator for part in (decimal.value, decimal.unit))
         return bool(abs(exact - number) <= unit / 2)
@@ -63,7 +63,7 @@ def value_at(node: Node, point: Mapping[str, Any]) -> Any:
 
 
 def same_constant(first: Node, second: Node) -> bool:
-    """Whether two expressions without variables have equal values, relative to their size."""
+    """True if two expressions without variables have equal values, relative to their size."""
     with mp.workdps(CONSTANT_DIGITS + 20):
         if 0 in (exact_value(first), exact_value(second)):
             return _vanishes(second if exact_value(first) == 0 else first)
@@ -82,7 +82,7 @@ def _vanishes(node: Node) -> bool:
 
 
 def same_at_points(first: Node, second: Node, names: frozenset[str]) -> bool:
-    """Whether two expressions have equal values wherever both are real, at points that their names determine.
+    """True if two expressions have equal values wherever both are real, at points that their names determine.
 
     If there are too few such points, their complex values are compared.
     """
