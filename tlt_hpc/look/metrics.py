@@ -133,7 +133,7 @@ def _released(times: Sequence[RolloutTiming]) -> float:
 
 
 def mean_of(values: NDArray[np.float32]) -> float:
-    """Mean in float64, so that the result does not depend on which rank had which value."""
+    """The mean of values [N] in float64, so that it does not depend on which rank had which value."""
     return float(values.astype(np.float64).mean())
 
 

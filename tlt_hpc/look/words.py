@@ -43,7 +43,7 @@ def share(part: float, whole: float) -> str:
 
 
 def span_of(steps: np.ndarray) -> str:
-    """``step 3``, or ``steps 0 to 11``."""
+    """``step 3``, or ``steps 0 to 11``, of ascending steps [S]."""
     return f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
 
 

@@ -75,7 +75,7 @@ def state_of(path: Path) -> str:
 
 
 def accepted(path: Path) -> str:
-    """What stands behind the state of a warm-up: the accept length of its last validation, if there was one."""
+    """The words after the state of a warm-up: the accept length of its last validation, if there was one."""
     try:
         facts = read_facts(path / "drafter")
     except UserError:  # damaged, as `tlt watch` says

@@ -90,7 +90,7 @@ def follow(console: Console, options: argparse.Namespace) -> int:
 
 
 def is_over(state: RunState, is_alive: bool | None) -> bool:
-    """Whether nothing more is to come: not while Slurm has the job, or where it may have it and does not answer."""
+    """True if nothing more is to come: not while Slurm has the job, or where it may have it and does not answer."""
     if state.is_finished and is_alive is False:
         return True
     has_stopped = bool(state.ending) or (is_alive is False and state.queued == "")
