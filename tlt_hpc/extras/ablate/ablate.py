@@ -51,6 +51,7 @@ class Passes:
 
     @property
     def accept_length(self) -> float:
+        """Tokens of a target pass, over all responses."""
         return sum(self.tokens) / sum(self.passes)
 
 
@@ -63,12 +64,12 @@ class AblationFigures:
 
     @property
     def as_promised(self) -> bool:
-        """Whether the arms are equal as far as is promised (``Config.is_exact``)."""
+        """True if the arms are equal as far as is promised (``Config.is_exact``)."""
         return not (self.comparison.is_exact and self.unequal)
 
     @property
     def unequal(self) -> list[str]:
-        """What differs between the arms."""
+        """The names of what differs between the arms."""
         texts = {passes.tokens for passes in self.held_out.values()}
         equal = {**self.comparison.equal, "held-out texts": len(texts) <= 1}
         return [name for name, is_equal in equal.items() if not is_equal]
@@ -80,7 +81,7 @@ class AblationFigures:
         return {"held-out accept length": cells, **rows_of(self.comparison)}
 
     def verdict(self) -> str:
-        """What differs between the arms, then whether training in the tail pays, or draft-ahead more; may be empty."""
+        """The differences between the arms, then whether training in the tail, or draft-ahead, gains; may be empty."""
         parts = []
         if self.unequal:
             promised = "which should be equal" if self.comparison.is_exact else "as they may without batch_invariant"
@@ -218,20 +219,21 @@ def answer(
 
 @dataclass(frozen=True)
 class Gain:
-    """By which share an arm has more than another, with its standard error (NaN: unknown)."""
+    """The relative gain of an arm over another, with its standard error (NaN: unknown)."""
 
     share: float
     error: float
 
     @property
     def verb(self) -> str:
-        """What the arm does to the other; no difference if it lies within the noise, or that is unknown."""
+        """The verb between the two arms; no difference if the gain lies within the noise, or that is unknown."""
         if not abs(self.share) > _CLEAR * self.error:
             return "does not differ, beyond the noise, from"
         return "beats" if self.share > 0 else "is behind"
 
     @property
     def text(self) -> str:
+        """The gain in per cent, with the noise."""
         noise = "noise unknown" if math.isnan(self.error) else f"± {100 * self.error:.1f}"
         return f"{100 * self.share:+.1f} % ({noise})"
 
@@ -274,7 +276,7 @@ def write_figures(figures: AblationFigures) -> None:
 
 
 def run_arms(config: Config, options: argparse.Namespace, world: World) -> int:
-    """``tlt ablate`` on this rank."""
+    """Run ``tlt ablate`` on this rank; returns the exit status."""
     figures = ablate(plan_ablation(config, options), world, StepReporter(Screen(world.rank == 0)))
     if figures is None:
         reason = world.first_stop_reason()

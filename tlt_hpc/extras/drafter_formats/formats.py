@@ -43,7 +43,7 @@ class Target:
 
     @property
     def path(self) -> str:
-        """What an engine is given to find it."""
+        """The path or name by which an engine finds it."""
         return str(self.folder) if self.name == EMBEDDED_MODEL else self.name
 
 
@@ -73,7 +73,9 @@ class Files:
 
 
 def lay_out(kind: str, drafter: Mapping[str, Tensor], target: Target) -> Files:
-    """An export's files for ``sglang``, ``vllm`` or ``speculators``; of EAGLE-3 the first two are the same.
+    """An export's files for ``sglang``, ``vllm`` or ``speculators``; tensors as ``read_drafter`` gives them.
+
+    Of EAGLE-3 the first two formats are the same.
 
     Raises:
         UserError: the format cannot carry this drafter.

@@ -30,7 +30,7 @@ _LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 
 @dataclass(frozen=True)
 class HeadConfig:
-    """What a head's config.json says, where a drafter here can have it."""
+    """The settings in a head's config.json that a drafter here can have."""
 
     shape: ModelShape
     """Of its layer; the vocabulary is the target's."""

@@ -51,7 +51,7 @@ _SAMPLED_ROWS = 64
 
 
 def read_head(folder: Path, model: Path, target: ModelShape, asked: str) -> dict[str, Tensor]:
-    """The tensors of a head under their names in a drafter's file, checked against the target in the folder ``model``.
+    """The tensors of a head, with names and shapes as ``read_drafter`` gives them, checked against its target.
 
     Args:
         asked: how the user named it, for the error.

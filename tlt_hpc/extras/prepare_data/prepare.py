@@ -38,7 +38,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What became of the rows of a data set."""
+    """The result of reading the rows of a data set: questions that are kept, and counts of the rest."""
 
     num_rows: int
     num_unanswered: int

@@ -54,7 +54,7 @@ class Namespaces:
         die_with_parent()
 
     def enter(self) -> None:
-        """Nothing: the supervisor is behind the walls."""
+        """Do nothing: a process that the supervisor forks is isolated already."""
 
     def end_all(self) -> None:
         """Kill all processes but this one: this namespace has no others."""

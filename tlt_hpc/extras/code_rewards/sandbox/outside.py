@@ -37,7 +37,7 @@ class SandboxError(JudgeError):
 
 @dataclass(frozen=True)
 class ProgramLimits:
-    """Of one program."""
+    """The limits of one program: seconds of CPU time, bytes of memory and of output, seconds without CPU time."""
 
     cpu_seconds: float
     memory_bytes: int
@@ -58,7 +58,7 @@ class Outcome:
 
     @property
     def is_out_of_memory(self) -> bool:
-        """Whether it ended because it got no more memory; a program can pretend so, and gains nothing by it."""
+        """True if it ended because it got no more memory; a program can pretend so, and gains nothing by it."""
         return self.status == MEMORY_STATUS
 
 
@@ -85,7 +85,7 @@ class Template:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it still runs; for its owner to ask."""
+        """True if it still runs; for its owner to ask."""
         return self._process.poll() is None
 
     def open(self, *partner: int, has_numpy: bool = False) -> tuple[BinaryIO, BinaryIO]:

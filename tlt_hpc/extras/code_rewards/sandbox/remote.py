@@ -34,7 +34,7 @@ class Link:
         self._made: dict[int, Remote] = {}
 
     def named(self, name: str, spare: Mapping[str, Any]) -> Any:
-        """What the program has under a name, or ``spare`` if it has nothing.
+        """The program's object of this name, or that of ``spare`` if the program has none.
 
         Raises:
             SystemExit: neither has it.

@@ -127,7 +127,7 @@ def colour(index: int) -> str:
 
 
 def kind_style(kind: Kind) -> dict[str, Any]:
-    """How areas of a kind are filled."""
+    """The arguments with which matplotlib fills areas of a kind."""
     face = KIND_COLOURS.get(kind, mpl.rcParams["axes.facecolor"])
     hatch = "////" if kind is Kind.IDLE else None
     return {"facecolor": face, "hatch": hatch, "edgecolor": mpl.rcParams["xtick.color"], "linewidth": 0.0}
