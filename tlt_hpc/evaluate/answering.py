@@ -43,6 +43,9 @@ def answer(
         done: the keys of those that are there, the same on every rank.
         shown: called on rank 0 with all ranks' progress.
         epoch: the pulse's; any number that all ranks give.
+
+    Raises:
+        UserError: as ``see_all``.
     """
     own = share_of(exam.missing(done), session.replica.number, session.replica.count)
     answers = _Answers(session, engine, exam, folder, {request.key: prompt for prompt, request in own})

@@ -51,7 +51,11 @@ class Subject:
 
     @property
     def reads_model_weights(self) -> bool:
-        """True if the model folder's weights are read: the policy's, or those that its adapters are merged into."""
+        """True if the model folder's weights are read: the policy's, or those that its adapters are merged into.
+
+        Raises:
+            ConfigError: the run's configuration cannot be read.
+        """
         return self.run is None or bool(load_saved_config(self.run.config).lora.rank)
 
     def folder(self, config: Config) -> Path:
@@ -103,7 +107,11 @@ def find_subject(place: str, step: int | str | None = None, out: Path | None = N
 
 
 def evaluation_config(config: Config, subject: Subject) -> Config:
-    """The job's configuration with the subject's model, room for the responses, and no reward for their form."""
+    """The job's configuration with the subject's model, room for the responses, and no reward for their form.
+
+    Raises:
+        ConfigError: the run's configuration cannot be read.
+    """
     path = config.model.path if subject.run is not None else subject.place
     if subject.run is not None:
         theirs = load_saved_config(subject.run.config).model.path

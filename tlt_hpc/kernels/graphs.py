@@ -70,7 +70,7 @@ class GraphPool:
     def capture(
         self, key: Hashable, function: Function, inputs: Sequence[Tensor], state: Sequence[Tensor] = ()
     ) -> None:
-        """Record ``function`` under ``key`` for inputs of these shapes; the inputs themselves are copied.
+        """Record ``function`` under ``key`` for inputs of these shapes and dtypes; the inputs themselves are copied.
 
         ``state`` are the tensors that the function counts on in its next run: the warm-ups leave them as they were.
         """

@@ -147,6 +147,10 @@ class TensorBoard(Tracker):
 
 
 def tracker_of(name: str) -> type[Tracker]:
-    """The tracker of a package, which is also its key of the section ``tracking``."""
+    """The tracker of a package, which is also its key of the section ``tracking``.
+
+    Raises:
+        UserError: this installation lacks the package that has it.
+    """
     found: type[Tracker] = TensorBoard if name == "tensorboard" else load_extra(_OTHERS).TRACKERS[name]
     return found

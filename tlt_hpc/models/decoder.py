@@ -89,7 +89,8 @@ class Decoder:
     def load(self, weights: Iterable[tuple[str, Tensor]], version: int, are_cut: bool = False) -> None:
         """Copy weights under their Hugging Face names into place; addresses do not change.
 
-        They are whole, of which this rank takes its part, or its part already.
+        Args:
+            weights: whole, of which this rank takes its part (``weight_cuts``), or with ``are_cut`` its part already.
 
         Raises:
             ValueError: a name is missing or unknown, a shape differs, or a value is not finite.
@@ -132,7 +133,11 @@ class Decoder:
     def features(
         self, tokens: Tensor, positions: Tensor, attend: Attend, layers: Collection[int]
     ) -> tuple[Tensor, Tensor]:
-        """``hidden`` [T, H], and the inputs of ``layers``, ascending, joined with it: [T, (1 + len(layers)) H]."""
+        """``hidden`` [T, H], and the inputs of ``layers``, ascending, joined with it: [T, (1 + len(layers)) H].
+
+        Args:
+            tokens, positions: [T].
+        """
         x, rotaries = self._embed(tokens, self.dtype), self.rotaries.at(positions)
         hidden, entering = run_layers(x, self.layers, self.final_norm, self.part, rotaries, attend, layers)
         return hidden, torch.cat([*entering, hidden], -1) if entering else hidden

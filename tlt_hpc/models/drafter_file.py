@@ -40,6 +40,10 @@ def read_drafter(place: str, shape: ModelShape, asked: str) -> dict[str, Tensor]
         place: the ``drafter`` folder of a run, or ``embedded:tiny``.
         asked: how the user named it, for the error, e.g. ``--drafter runs/a/drafter``.
 
+    Returns:
+        Tensors of the shapes of ``drafter_sizes``, or with a vocabulary of its own of ``eagle3_sizes``, under the
+        names of ``stored_name``; and what ``DraftLayer.stored`` gives.
+
     Raises:
         ValueError: there is none, the file is broken, or it is of another model; the remedy comes last.
     """
@@ -55,7 +59,7 @@ def read_drafter(place: str, shape: ModelShape, asked: str) -> dict[str, Tensor]
 
 
 def checked_drafter(stored: Mapping[str, Tensor], shape: ModelShape, asked: str) -> dict[str, Tensor]:
-    """The drafter's tensors among those of a file, by name, checked against a model's shape.
+    """The drafter's tensors among those of a file, of the shapes of ``drafter_sizes`` or ``eagle3_sizes``, by name.
 
     Raises:
         UserError: one is missing, or belongs to another model; or its vocabulary is not part of the target's.

@@ -17,7 +17,7 @@ from tlt_hpc.models.shape import ModelShape
 
 
 class Eagle(Drafter):
-    """Its state is a prediction of the target's last hidden state, after the final norm."""
+    """The EAGLE drafter: its state predicts the target's last hidden state, after the final norm."""
 
     form = "eagle"
     token_ids = None
@@ -50,7 +50,7 @@ class Eagle(Drafter):
         return ()
 
     def fuse(self, features: Tensor) -> Tensor:
-        """The features [T, H] as they are."""
+        """Return the features [T, H] as they are -> [T, H]."""
         return features
 
     def forward(self, embedded: Tensor, states: Tensor, positions: Tensor, attend: Attend) -> Tensor:

@@ -21,7 +21,7 @@ def feature_layers(num_layers: int) -> tuple[int, int, int]:
 
 
 class Eagle3(Drafter):
-    """Its state is free: at first ``fc`` of three layers' features, then the layer's own output before ``final_norm``.
+    """The EAGLE-3 drafter: its state is first ``fc`` of three layers' features, then its output before ``final_norm``.
 
     Attention reads [norm(embedding); norm(state)], and what comes of it is added to the state, in some
     published heads to norm(state).

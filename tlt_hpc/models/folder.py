@@ -113,6 +113,9 @@ def start_model(
     """The initial policy: on the device, or, if rank 0's is sharded, on the host and empty on other ranks.
 
     Of a node's ranks one reads, and gives the others its tensors one at a time; collective over the node.
+
+    Raises:
+        UserError: as ``load_policy_model`` and ``read_config``.
     """
     config = node.once(lambda: read_config(folder))
     reads = rank == 0 if is_sharded else node.rank == 0
@@ -124,7 +127,11 @@ def start_model(
 
 
 def read_config(folder: Path) -> PretrainedConfig:
-    """transformers' reading of a folder's config.json, without dropout: an update would not see what was sampled."""
+    """transformers' reading of a folder's config.json, without dropout: an update would not see what was sampled.
+
+    Raises:
+        UserError: transformers cannot read it.
+    """
     from transformers import AutoConfig
 
     with naming_folder(folder):
@@ -136,7 +143,7 @@ def read_config(folder: Path) -> PretrainedConfig:
 
 
 def empty_policy_model(config: PretrainedConfig, dtype: str) -> PreTrainedModel:
-    """The model of a configuration with whatever the memory held for weights and buffers, for a rank that is given its.
+    """An uninitialised model of a configuration, for a rank that is given its weights and buffers.
 
     Its memory is only promised by the system, until it is written to.
     """

@@ -74,7 +74,7 @@ class LayerWeights:
         return sum(part.packed_bytes for part in self.parts() if isinstance(part, Linear))
 
     def parts(self) -> Iterator[Linear | Norm]:
-        """Those that are there, in the order of the fields."""
+        """The linear layers and norms that the layer has, in the order of the fields."""
         for part in (vars(self)[field.name] for field in fields(self)):
             if isinstance(part, Mlp):
                 yield from part.parts()

@@ -113,7 +113,7 @@ class InvariantLinear(Linear):
     __slots__ = ()
 
     def pack(self) -> None:
-        """Nothing is derived from the weight."""
+        """Do nothing: nothing is derived from the weight."""
 
     def __call__(self, x: Tensor) -> Tensor:
         return invariant_linear(x, self.weight, self.bias)
@@ -177,7 +177,7 @@ class Norm:
 
 
 def exclude(logits: Tensor, ids: Tensor | None) -> Tensor:
-    """Logits [R, V], changed in place so that a softmax gives the tokens ``ids`` [N] no probability."""
+    """Exclude the tokens ``ids`` [N] from a softmax of logits [R, V], changed in place -> [R, V]."""
     return logits if ids is None else logits.index_fill_(1, ids, _NEVER)
 
 

@@ -47,7 +47,7 @@ def named_adapters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Param
 
 @contextmanager
 def without_adapters(model: torch.nn.Module) -> Iterator[None]:
-    """Inside, the model computes as it did before adapters were added."""
+    """Context in which the model computes as it did before adapters were added."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     layers = [layer for layer in model.modules() if isinstance(layer, BaseTunerLayer)]

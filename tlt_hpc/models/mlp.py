@@ -72,7 +72,7 @@ class Stack(Linear):
         self._blocked = None
 
     def pack(self) -> None:
-        """Nothing is derived from the weight."""
+        """Do nothing: nothing is derived from the weight."""
 
     def to(self, dtype: torch.dtype) -> Stack:
         """A copy in another precision."""

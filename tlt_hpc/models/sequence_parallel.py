@@ -27,7 +27,15 @@ class SequenceGroup:
     size: int
 
     def pad(self, tokens: Tensor, positions: Tensor, lengths: Sequence[int]) -> tuple[Tensor, Tensor, tuple[int, ...]]:
-        """The batch, tokens [T] and positions [T], with a document of padding where the size does not divide T."""
+        """The batch with a document of padding behind it, where the group's size does not divide its tokens.
+
+        Args:
+            tokens, positions: [T].
+            lengths: of the documents, T together.
+
+        Returns:
+            The same three, of the next T that the size divides.
+        """
         missing = -len(tokens) % self.size
         if not missing:
             return tokens, positions, tuple(lengths)

@@ -42,11 +42,11 @@ class Sharding:
         return slice(first, first + 1)
 
     def inner(self, shape: ModelShape) -> slice:
-        """Its part of the inner width of the MLP, or of each expert."""
+        """This rank's part of the inner width of the MLP, or of each expert."""
         return self._share(shape.expert_size or shape.intermediate_size)
 
     def qkv_rows(self, shape: ModelShape, device: torch.device) -> Tensor:
-        """Its rows of a fused qkv weight [(h + 2g) d], in their order: int64."""
+        """This rank's rows of a fused qkv weight [(h + 2g) d], in their order: int64."""
         keys, d = self.kv_heads(shape), shape.head_dim
         groups = (self.heads(shape), 0), (keys, shape.num_heads), (keys, shape.num_heads + shape.num_kv_heads)
         return torch.cat([torch.arange((at + s.start) * d, (at + s.stop) * d, device=device) for s, at in groups])

@@ -213,7 +213,11 @@ def _read_head(file: Path) -> dict[str, StoredTensor]:
 
 
 def weights_digest(folder: Path) -> str:
-    """A hash that tells the weights of two folders apart: of each file's, as ``sampled_digest`` has it."""
+    """A hash that tells the weights of two folders apart: of each file's, as ``sampled_digest`` has it.
+
+    Raises:
+        ValueError: as ``weight_files``.
+    """
     digests = [sampled_digest(file) for file in torch_files(folder) or sorted(weight_files(folder))]
     return hashlib.sha256("".join(digests).encode()).hexdigest()
 

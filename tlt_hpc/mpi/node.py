@@ -24,7 +24,7 @@ BLOCK_BYTES = 2**26
 
 
 class NodeGroup:
-    """Some ranks; this one is number ``rank`` of ``size``. All methods are collective over them.
+    """A group of ranks, in which this one is number ``rank`` of ``size``; all methods are collective.
 
     Args:
         comm: a communicator of these ranks alone.
@@ -38,7 +38,11 @@ class NodeGroup:
         self.size: int = comm.size
 
     def broadcast(self, item: T, root: int = 0) -> T:
-        """The ``item`` (picklable, of any size) of rank ``root``; what the others give is ignored."""
+        """The ``item`` (picklable, of any size) of rank ``root``; what the others give is ignored.
+
+        Raises:
+            ConnectionResetError: as ``unpickle``.
+        """
         payload = bytearray(pickle.dumps(item, pickle.HIGHEST_PROTOCOL)) if self.rank == root else bytearray()
         length = np.array([len(payload)], np.int64)
         wait(self._comm.Ibcast(length, root), "broadcast", self._scope)

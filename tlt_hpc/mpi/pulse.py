@@ -25,7 +25,7 @@ RECORD_FIELDS = ("epoch", "round", *Status._fields)
 
 
 class Pulse:
-    """Tells every rank, without ever blocking, what all the others are doing.
+    """Exchanges the status of every rank without blocking.
 
     Args:
         comm: a communicator of all ranks that nothing else uses.

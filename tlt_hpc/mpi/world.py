@@ -104,7 +104,7 @@ class World(NodeGroup):
 
     @contextmanager
     def saying(self, words: str, note: str) -> Iterator[None]:
-        """As ``say``, of what is done within and may take minutes without a word; at its end, how long it has taken."""
+        """Context of a long action: ``say`` at its start and, if it took long, its seconds at the end."""
         began = time.monotonic()
         self.say(words, note)
         yield
@@ -117,7 +117,11 @@ class World(NodeGroup):
         return str(MPI.Get_library_version())
 
     def allgather(self, item: T) -> list[T]:
-        """Every rank's ``item`` (picklable, of any size), in rank order."""
+        """Every rank's ``item`` (picklable, of any size), in rank order; collective.
+
+        Raises:
+            ConnectionResetError: as ``unpickle``.
+        """
         payload = np.frombuffer(pickle.dumps(item, pickle.HIGHEST_PROTOCOL), np.uint8)
         own, lengths = np.array([payload.size], np.int64), np.empty(self.size, np.int64)
         wait(self._comm.Iallgather(own, lengths), "allgather")
@@ -192,7 +196,7 @@ class World(NodeGroup):
         return [item for item, _, _ in votes], agreed
 
     def answer_signals(self) -> None:
-        """From here on SIGTERM, SIGINT and SIGUSR2 set the stop flag, which is voted on, instead of ending the rank."""
+        """Have SIGTERM, SIGINT and SIGUSR2 set the stop flag, which is voted on, instead of ending the rank."""
         self.flag.install()
         self.flag.is_answered = True
 

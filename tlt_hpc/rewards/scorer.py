@@ -177,7 +177,7 @@ class Scorer:
         return {**means, WITH_PARTS: float(len(parts))}
 
     def unjudged(self, rollouts: Sequence[Rollout]) -> Unjudged:
-        """Those of the responses that were not judged; all have their rewards."""
+        """The failures of these responses, all of which have their rewards, that were not judged."""
         failures = [
             (verdict.failure, verdict.detail)
             for rollout in rollouts

@@ -64,7 +64,7 @@ class Worker:
 
     @property
     def deadline(self) -> float:
-        """The far limit, by the monotonic clock."""
+        """The wall-clock limit, in seconds of the monotonic clock."""
         return self.started + self.settings.wall_seconds
 
     def kill(self) -> None:

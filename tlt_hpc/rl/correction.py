@@ -25,8 +25,8 @@ def correction_weights(
     - ``icepop``: w where low <= w <= high, else 0 ("Every Step Evolves", 2510.18855, eq. 4 and 5).
 
     Args:
-        old_log_probs: of the policy that the update began with, by the trainer.
-        rollout_log_probs: of the same tokens, as the rollout engine recorded them.
+        old_log_probs: [T], of the policy that the update began with, by the trainer.
+        rollout_log_probs: [T], of the same tokens, as the rollout engine recorded them.
     """
     if correction.name == "none":
         return torch.ones_like(old_log_probs), torch.zeros_like(old_log_probs, dtype=torch.bool)

@@ -41,7 +41,7 @@ class StepDraws:
         return self._prompts[Stream(rollout.key.stream)][rollout.key.draw]
 
     def requests(self) -> list[Request]:
-        """The step's own, ordered by key."""
+        """The requests of the step's own prompts, ordered by key."""
         return self._requests(Stream.TRAIN, 0)
 
     def needs_scores(self) -> bool:
@@ -49,7 +49,7 @@ class StepDraws:
         return self.num_refills < self.config.algorithm.max_refills
 
     def refill(self, scores: NDArray[np.float32]) -> list[Request]:
-        """The next refill's, ordered by key; none if enough groups are informative.
+        """The requests of the next refill, ordered by key; none if enough groups are informative.
 
         Args:
             scores: [N], of all that was asked for so far, ordered by key.
@@ -109,7 +109,7 @@ def refill_size(is_informative: NDArray[np.bool_], wanted: int) -> int:
 
 
 def chosen(is_informative: NDArray[np.bool_], wanted: int) -> NDArray[np.int64]:
-    """The groups to train on, [wanted], in the order in which they were drawn.
+    """The groups to train on, [wanted] ascending, of those drawn, [groups].
 
     The first informative ones; if they are too few, the first of the others, as without dynamic sampling.
     """

@@ -55,7 +55,7 @@ def named(keys: Sequence[SampleKey]) -> str:
 
 
 def remedy(config: Config) -> str:
-    """The way on after values that are not finite."""
+    """The remedy for values that are not finite, in words."""
     return f"{LOWER_RATE} than {config.optimizer.learning_rate}"
 
 

@@ -177,11 +177,10 @@ class Policy:
         return self._world.sum(found)
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The full weights, in their own shapes, under their Hugging Face names, a tied one once; collective.
+        """The full weights under their Hugging Face names and in their shapes, a tied one once; collective.
 
-        They are gathered a layer at a time on every rank.
-
-        A tensor is good only until the next is asked for, and every rank must take them all.
+        They are gathered a layer at a time on every rank. A tensor is good only until the next is asked for, and every
+        rank must take them all.
         """
         for _, layer in groupby(self._weights_of_model.items(), lambda named: _layer_of(named[0])):
             weights = dict(layer)

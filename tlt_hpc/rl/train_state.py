@@ -22,7 +22,7 @@ KINDS = ("master", "exp_avg", "exp_avg_sq")
 def gathered(
     parameters: Iterable[torch.nn.Parameter], stage: int, modifier_rank: int | None = None
 ) -> AbstractContextManager[Any]:
-    """Inside, the parameters are whole; what rank ``modifier_rank`` writes there is kept on all ranks."""
+    """Context in which the parameters are whole; what rank ``modifier_rank`` writes there is kept on all ranks."""
     if stage < 3:
         return nullcontext()
     import deepspeed
@@ -93,7 +93,7 @@ class TrainState:
         self.set_step_count(num_steps)
 
     def set_step_count(self, num_steps: int) -> None:
-        """Have Adam's bias correction count from here."""
+        """Set the number of steps that Adam's bias correction counts from."""
         for state in self._engine.basic_optimizer.state.values():
             state["step"].fill_(num_steps)
 

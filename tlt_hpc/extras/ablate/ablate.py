@@ -145,7 +145,11 @@ def ablate(ablation: Ablation, world: World, reporter: Reporter) -> AblationFigu
 
 
 def finished_arms(ablation: Ablation) -> dict[str, str]:
-    """Digests of the last policies of the arms that have taken all their steps."""
+    """Digests of the last policies of the arms that have taken all their steps.
+
+    Raises:
+        UserError: a file of an arm is damaged or cannot be read.
+    """
     found = {arm: read_finished(RunFolder(ablation.folder / arm).finished) for arm in ablation.arms}
     return {arm: word.policy_sha256 for arm, word in found.items() if word and word.num_steps == ablation.num_steps}
 
@@ -193,7 +197,11 @@ def measure(ablation: Ablation, world: World) -> dict[str, Passes] | None:
 
 
 def load_policy(ablation: Ablation, arm: str, session: Session) -> None:
-    """Load an arm's last policy into the decoder; collective over the node, whose first rank reads."""
+    """Load an arm's last policy into the decoder; collective over the node, whose first rank reads.
+
+    Raises:
+        ValueError: on all its ranks, if the checkpoint cannot be read.
+    """
     node = session.world.node_group
     run, config = RunFolder(ablation.folder / arm), ablation.config
     checkpoint = node.once(lambda: CheckpointStore(run.checkpoints, config.checkpoint.keep).at(ablation.num_steps))

@@ -91,7 +91,11 @@ def run(options: argparse.Namespace) -> None:
 
 
 def policy_of(options: argparse.Namespace) -> PolicyExport:
-    """The policy of the run and step that the options name."""
+    """The policy of the run and step that the options name.
+
+    Raises:
+        UserError: as ``output_of``.
+    """
     words = ["tlt", "export-policy", options.place]
     words += ["--step", str(options.step)] * (options.step is not None)
     words += ["--model", str(options.model)] * (options.model is not None)

@@ -74,7 +74,7 @@ def head_config(config: Mapping[str, Any], target: ModelShape, target_name: str)
 
 
 def origin_of(config: Mapping[str, Any]) -> str:
-    """Whose head it is, as far as its config.json says."""
+    """The words of an error on which target a head was trained for, as far as its config.json says."""
     recorded = config.get("speculators_config")
     verifier = recorded.get("verifier") if isinstance(recorded, dict) else None
     name = verifier.get("name_or_path") if isinstance(verifier, dict) else None

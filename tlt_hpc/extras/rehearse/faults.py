@@ -29,7 +29,7 @@ _POLL_SECONDS = 5e-3
 
 
 def kill() -> None:
-    """End as where the system kills a process for lack of memory, or a node is lost."""
+    """End this process as the system does for lack of memory, or a lost node."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 

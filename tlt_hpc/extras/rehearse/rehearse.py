@@ -262,7 +262,11 @@ def see_end(rehearsal: Rehearsal, state: Rehearsed, status: int) -> Rehearsed:
 
 
 def committed(folder: RunFolder) -> dict[str, str]:
-    """A digest of each committed step: of its line and of all ranks' logs."""
+    """A digest of each committed step: of its line and of all ranks' logs.
+
+    Raises:
+        UserError: as ``read_lines``.
+    """
     found = {}
     for step, line in read_lines(folder.metrics).items():
         digest = hashlib.sha256(repr(sorted(line.items())).encode())

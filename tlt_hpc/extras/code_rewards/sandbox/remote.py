@@ -26,7 +26,7 @@ class NotSentError(Exception):
 
 
 class Link:
-    """Asks the program, and counts what it answered."""
+    """The connection to a program, which counts what it answered."""
 
     def __init__(self, replies: TextIO, calls: TextIO) -> None:
         self._replies, self._calls = replies, calls
