@@ -32,7 +32,7 @@ class Cost:
 
     @property
     def tokens_per_hour(self) -> float:
-        """Response tokens for each hour of ``hours``."""
+        """Response tokens per GPU-hour, or per rank-hour without a GPU."""
         return self.tokens / self.hours
 
     @property

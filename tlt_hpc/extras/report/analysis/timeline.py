@@ -40,7 +40,7 @@ class Lane:
 
     @property
     def finished(self) -> float:
-        """Seconds after the first rank's start at which the rank had its last token."""
+        """The time of the rank's last token, in seconds since the first rank's rollout began."""
         return float(self.rollouts[-1, 1])
 
 

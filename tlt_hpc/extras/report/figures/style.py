@@ -95,7 +95,7 @@ def new_figure(height: float) -> Figure:
 
 
 def panel_grid(count: int, row_height: float) -> tuple[Figure, list[Axes]]:
-    """A figure with ``count`` panels, two in a row."""
+    """A figure with ``count`` panels, two in a row, rows ``row_height`` inches high."""
     rows = max(1, -(-count // 2))
     figure = new_figure(row_height * rows)
     panels = list(figure.subplots(rows, 2, squeeze=False).flat)
