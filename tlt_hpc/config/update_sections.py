@@ -79,8 +79,8 @@ class AlgorithmSection(Section):
     with a run has every ``auto`` replaced."""
 
     name: AlgorithmName = "grpo"
-    """How the advantage is computed and the probability ratio of new to old policy is clipped (docs/train.md), with
-    ``aggregation``, ``clip_low`` and ``clip_high``."""
+    """The algorithm (docs/train.md): how the advantage is computed and the probability ratio of new to old policy is
+    clipped. It sets ``aggregation``, ``clip_low`` and ``clip_high``."""
     aggregation: Literal["auto", AggregationName] = "auto"
     """How token losses are combined into the step's loss; ``-norm`` divides by ``rollout.max_new_tokens``."""
     clip_low: Bound = "auto"
