@@ -33,9 +33,8 @@ class EvaluationSection(Section):
     """``tlt evaluate``, and evaluations between the steps of ``tlt train``."""
 
     sources: Annotated[tuple[SomePath, ...], Field(strict=False, max_length=MAX_ITEMS)] = ()
-    """Data sets: files, patterns, folders or tasks as in ``data.source``, read with the other keys of ``data``; of a
-    folder with several splits the one called ``test``. Each is called after its file. Empty: the held-out split of the
-    embedded task, if the run trains on that."""
+    """Data sets as in ``data.source``, read with the other keys of ``data``; of a folder the split ``test``. Each is
+    called after its file. Empty: the held-out part of the embedded task, if that is trained on."""
     limit: Annotated[Count, Unit("prompts")] = 0
     """Prompts drawn from each data set. 0: all; 256 of the embedded task."""
     samples: Annotated[int, Field(ge=0, le=10**6)] = 8
@@ -75,17 +74,16 @@ class TrackingSection(Section):
     """Trackers that receive what ``metrics.jsonl`` holds."""
 
     tensorboard: bool = False
-    """Write event files to the run's ``tensorboard`` folder."""
+    """Event files in the run's folder ``tensorboard``."""
     wandb: Literal["off", "offline", "online"] = "off"
-    """Weights & Biases. ``offline`` writes files to the run's ``wandb`` folder, for ``wandb sync``; ``online`` needs a
-    network on the node of rank 0, and a login. Project, group and name are those of the environment variables
-    ``WANDB_PROJECT`` (default ``tlt``), ``WANDB_RUN_GROUP`` and ``WANDB_NAME`` (default ``run.name``)."""
+    """Weights & Biases. ``offline``: for ``wandb sync``, in the run's folder ``wandb``; ``online``: needs a network on
+    the node of rank 0, and a login. Variables set the names (docs/monitoring.md)."""
 
     mlflow: bool = False
-    """Write an MLflow run to the run's ``mlruns`` folder, or to the server that the environment variable
-    ``MLFLOW_TRACKING_URI`` names. The experiment is ``MLFLOW_EXPERIMENT_NAME`` (default ``tlt``)."""
+    """An MLflow run in the run's folder ``mlruns``, or on the server of the variable ``MLFLOW_TRACKING_URI``. The
+    experiment is ``MLFLOW_EXPERIMENT_NAME`` (default ``tlt``)."""
     trackio: bool = False
-    """Write a trackio database to the run's ``trackio`` folder, for ``trackio show``; nothing is sent anywhere."""
+    """A trackio database in the run's folder ``trackio``, for ``trackio show``."""
 
     @property
     def packages(self) -> dict[str, str]:
