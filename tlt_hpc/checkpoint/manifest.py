@@ -13,6 +13,13 @@
 
 The elements of a flattened tensor up to ``stops[0]`` are in file ``files[0]``, those from there to ``stops[1]`` in
 ``files[1]``, and so on. A file holds a whole tensor under its name, and a piece under ``name[start:stop]``.
+
+The policy's tensors have the names of the Hugging Face model with ``.master`` (fp32 weights), ``.exp_avg`` and
+``.exp_avg_sq`` (Adam's moments) behind them. The drafter's have ``.weight`` (what the engine drafts with: the average),
+``.trained`` (what training continues with; without an average it is ``.weight``), the moments, and two counters,
+``num_steps`` and ``num_averaged``. An EAGLE-3 drafter also has ``token_ids``, its vocabulary, and one that began as a
+published head ``settings`` (bytes of JSON) where its layer differs from the model's. ``drafter/drafter.safetensors``
+has the same, whole.
 """
 
 from __future__ import annotations
