@@ -3,22 +3,27 @@
 Schema 3 (any HDF5 reader opens it; N rollouts ordered by key):
 
     /            attributes kind, schema, step, rank, num_ranks, harvested_seconds, guarded_near_ties, committed
-    /rollouts/   seed, stream, step, draw, sample [N] int64: the key; finish_reason [N] int8 (0 EOS, 1 LENGTH);
+    /rollouts/   seed, stream, step, draw, sample [N] int64: the key; finish_reason [N] int8 (0 EOS, 1 LENGTH, 2 STOP);
                  weight_version, num_target_passes [N] int64; finished_seconds [N] float64;
                  rewards, advantages [N] float32; prompt_tokens [sum P] int32; response_tokens [sum R] int32;
                  log_probs [sum R] float32; prompt_ends, response_ends [N] int64: where each one ends;
                  pass_lengths [sum of passes] uint8: tokens that each decoding pass emitted, pass_ends [N] int64
-    /micro_steps/  start_seconds, end_seconds, loss [M] float64; num_tokens [M] int64
-    /strategy/   names [S] UTF-8 bytes; rounds, tokens [S] int64; decisions [D, 2] int32: live sequences and index into
-                 names of every round, in order
-    /spans/      strategy_index [K] int16 (-1: prefill), num_live, num_tokens [K] int32, start_seconds [K] float64,
-                 seconds [K] float32: each round and prefill pass, in the order of their ends
-    /phases/     names [P] UTF-8 bytes; start_seconds, end_seconds [P] float64: what the rank did in turn
-    /timing      attributes start_seconds, last_token_seconds, release_seconds (since the epoch) of the step's own
+    /micro_steps/  start_seconds, end_seconds, loss [M] float64; num_tokens [M] int64: each update of the drafter that
+                 counted, the loss that it saw and the tokens that the loss counted, which are its weight in the merge
+    /strategy/   names [S] UTF-8 bytes; rounds, tokens [S] int64: of each, and tokens that they emitted; decisions
+                 [D, 2] int32: live sequences and index into names of every round, in order
+    /spans/      strategy_index [K] int16 (-1: prefill), num_live, num_tokens [K] int32 (sequences, and tokens that they
+                 were given), start_seconds [K] float64, seconds [K] float32: each round and prefill pass, in the order
+                 of their ends
+    /phases/     names [P] UTF-8 bytes; start_seconds, end_seconds [P] float64: what the rank did in turn (gen, drafter,
+                 reward, update_actor, refresh, save_checkpoint, testing; ahead: in the tail); those between two steps
+                 belong to the later one
+    /timing      attributes start_seconds, last_token_seconds (idle from here), release_seconds of the step's own
                  rollout; refills [K, 3] float64: the same of each refill
     /metrics     one float attribute per metric
 
 ``committed`` is the number of rollouts and is written last; a file without it, or with another count, is not data.
+Times are seconds since the epoch by the clock of the rank's node.
 """
 
 from __future__ import annotations
