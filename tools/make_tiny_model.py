@@ -1,6 +1,6 @@
 """Make the embedded default model: a 1.2 M-parameter Qwen2 that half knows how to find greatest common divisors.
 
-    python tools/make_tiny_model.py --output tlt_hpc/models/assets/tiny --log docs/tiny_model.md
+    python tools/make_tiny_model.py --output tlt_hpc/models/assets/tiny --log log.md
 
 Supervised training on three styles (every subtraction written, several subtractions in one jump, a bare guess), so
 that reinforcement learning starts from an honest, improvable policy. Only problems of the ``supervised`` split are
