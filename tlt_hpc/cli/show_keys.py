@@ -61,7 +61,8 @@ def _as_markdown(section: str) -> str:
     lines = [f"## [{section}]", "", describe_section(section).replace("``", "`"), ""]
     lines += ["| key | values | default | meaning |", "|---|---|---|---|"]
     for key in keys_of(section):
-        values = re.sub(r" to \d{7,}", "", key.values).replace("whole number", "integer")
+        values = re.sub(r" to \d{7,}", "", key.values)
+        values = re.sub(r"(whole )?number (?=from|above)", "", values)  # the default shows which of the two
         values = ", ".join(filter(None, [values.replace('"', ""), key.unit]))
         all_of_them = key.default == key.values.replace("list of ", "[") + "]"
         default = "all" if all_of_them else f"`{key.default}`" if key.default else ""
