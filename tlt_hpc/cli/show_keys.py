@@ -21,8 +21,9 @@ A run is one TOML file of the sections below. Any key can be set on the command 
 jobs/tiny.toml rollout.temperature=0.9`. `tlt train FILE --dry-run` checks everything and prints the resolved
 configuration; unknown keys and impossible values are errors. `tlt keys [SECTION]` prints this page in the terminal.
 
-Keys without a default are required. Upper bounds of a million and more are left out. A key with ✓ may be changed when a
-run is resumed; changing any other ends the start with one line that names both values.
+Keys without a default are required. A number is whole if its default is; upper bounds of a million and more are left
+out. A key with ✓ may be changed when a run is resumed; changing any other ends the start with one line that names both
+values.
 """
 
 
@@ -62,7 +63,7 @@ def _as_markdown(section: str) -> str:
     lines += ["| key | values | default | meaning |", "|---|---|---|---|"]
     for key in keys_of(section):
         values = re.sub(r" to \d{7,}", "", key.values)
-        values = re.sub(r"(whole )?number (?=from|above)", "", values)  # the default shows which of the two
+        values = re.sub(r"^(whole )?number (?=from|above)", "", values)  # the default shows which of the two
         values = ", ".join(filter(None, [values.replace('"', ""), key.unit]))
         all_of_them = key.default == key.values.replace("list of ", "[") + "]"
         default = "all" if all_of_them else f"`{key.default}`" if key.default else ""
