@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
 
 import prove_exactness
 import random_models
-from fetch_smollm2 import default_folder
+from fetch_model import default_folder
 
 from tlt_hpc.checkpoint.store import CheckpointStore
 from tlt_hpc.cli.main import main
@@ -97,9 +97,9 @@ def test_logits_are_those_of_transformers(family, folders):
 @torch.inference_mode()
 def test_logits_of_real_weights_are_as_exact_as_those_of_transformers():
     """Gemma 3 270M on pages of this project, past its window of 512; differences of two implementations, as printed."""
-    folder = default_folder().with_name("gemma-3-270m")
+    folder = default_folder("gemma3")
     if not folder.is_dir():
-        pytest.skip(f"no Gemma 3 in {folder}; see tools/fetch_gemma3.py")
+        pytest.skip(f"no Gemma 3 in {folder}; see tools/fetch_model.py")
     decoder, tokenizer = decoder_of(folder), load_tokenizer(folder)
     others = {
         name: AutoModelForCausalLM.from_pretrained(folder, attn_implementation=name) for name in ("sdpa", "eager")

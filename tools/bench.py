@@ -36,8 +36,9 @@ from tlt_hpc.common.script import ending
 
 # isort: split
 import bench_decoding
+import bench_shape
 import bench_trl
-from bench_shape import add_options, bench_shape, requests_of, run_all
+from bench_shape import requests_of, run_all
 
 from tlt_hpc.common.errors import UserError
 from tlt_hpc.common.records import Request, SampleKey, Stream
@@ -131,12 +132,12 @@ def bench_restart(options: argparse.Namespace) -> None:
     """
     for ranks in options.ranks:
         with tempfile.TemporaryDirectory(prefix="restart-") as folder:
-            source, ends, starts = random.Random(options.seed), list[float](), list[float]()
-            process, _, stages = start_job(options.job, ranks, Path(folder))
+            source, ends, starts = random.Random(0), list[float](), list[float]()
+            process, _, stages = start_job(ranks, Path(folder))
             for _ in range(options.repeats):
                 delay = source.uniform(0.0, LONGEST_DELAY)
                 ends.append(kill_rank(process, Path(folder), source.randrange(ranks), delay))
-                process, taken, stages = start_job(options.job, ranks, Path(folder))
+                process, taken, stages = start_job(ranks, Path(folder))
                 starts.append(taken)
             kill_rank(process, Path(folder), 0, 0.0)
         both = [end + taken for end, taken in zip(ends, starts, strict=True)]
@@ -147,7 +148,7 @@ def bench_restart(options: argparse.Namespace) -> None:
         )
 
 
-def start_job(job: str, ranks: int, folder: Path) -> tuple[subprocess.Popen[str], float, str]:
+def start_job(ranks: int, folder: Path) -> tuple[subprocess.Popen[str], float, str]:
     """Start the run, or again; returns the seconds until its first tokens, and what it says about them.
 
     Raises:
@@ -155,7 +156,7 @@ def start_job(job: str, ranks: int, folder: Path) -> tuple[subprocess.Popen[str]
     """
     from fault_kinds.runs import MARK, ROOT
 
-    command = [sys.executable, "-m", "tlt_hpc", "train", job, f"run.ranks={ranks}", f"run.folder={folder}"]
+    command = [sys.executable, "-m", "tlt_hpc", "train", "jobs/tiny.toml", f"run.ranks={ranks}", f"run.folder={folder}"]
     command += ["run.name=run", "run.num_steps=1000000", "checkpoint.every_steps=1"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", MARK: str(folder)}
     began, lines = time.monotonic(), list[str]()
@@ -203,9 +204,7 @@ def make_parser() -> argparse.ArgumentParser:
     restart = add("restart", bench_restart)
     restart.add_argument("--ranks", type=int, nargs="+", default=[2, 8])
     restart.add_argument("--repeats", type=int, default=5)
-    restart.add_argument("--job", default="jobs/tiny.toml")
-    restart.add_argument("--seed", type=int, default=0, help="of the ranks that are killed")
-    add_options(add("shape", bench_shape))
+    bench_shape.add_options(add("shape", bench_shape.bench, bench_shape.__doc__))
     strategies = add("strategies", bench_strategies)
     strategies.add_argument("config", type=Path)
     strategies.add_argument("overrides", nargs="*")

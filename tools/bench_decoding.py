@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 import torch
 from bench_shape import plain_engine, requests_of, run_all
-from fetch_smollm2 import default_folder, packaged_file
+from fetch_model import default_folder, packaged_file
 
 from tlt_hpc.common.errors import UserError
 from tlt_hpc.common.records import SamplingParams, Stream

@@ -151,11 +151,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser)
-    bench_shape(parser.parse_args())
+    bench(parser.parse_args())
     return 0
 
 
-def bench_shape(options: argparse.Namespace) -> None:
+def bench(options: argparse.Namespace) -> None:
     """Measure and print a line for each batch size."""
     device = choose_device(options.device)
     shape = shape_from(read_json(options.config) if options.config else QWEN_7B, str(options.config or "Qwen2.5-7B"))
