@@ -45,14 +45,16 @@ def main(arguments: list[str] | None = None) -> int:
     """Run a campaign; returns 1 if a case is wrong."""
     options = make_parser().parse_args(arguments)
     folder: Path = (options.folder or Path(tempfile.mkdtemp(prefix=f"{options.kind}-"))).absolute()
-    print(f"everything is in {folder}", flush=True)
+    print(f"working in {folder}", flush=True)
     results, began = Results(folder), time.monotonic()
     import_module(f"fault_kinds.{options.kind.replace('-', '_')}").strike(options, results)
     seconds = time.monotonic() - began
-    print(f"{results.table()}{len(results.found)} cases in {seconds:.0f} s: {results.num_wrong} wrong")
+    is_kept = options.folder is not None or results.num_wrong > 0
+    place = f"; everything is in {folder}" if is_kept else ""
+    print(f"{results.table()}{len(results.found)} cases in {seconds:.0f} s: {results.num_wrong} wrong{place}")
     if options.output:
         options.output.write_text(results.table())
-    if not options.folder and not results.num_wrong:
+    if not is_kept:
         shutil.rmtree(folder)
     return 1 if results.num_wrong else 0
 

@@ -5,7 +5,6 @@ A rank is killed at a place in the code (``fault_rank.py``) or after a time, or 
 
 from __future__ import annotations
 
-import hashlib
 import random
 import re
 import shutil
@@ -31,6 +30,8 @@ from fault_kinds.runs import (
     send,
 )
 from tlt_hpc.cluster.watch.record import read_verdict
+from tlt_hpc.common.errors import UserError
+from tlt_hpc.extras.rehearse.rehearse import committed
 from tlt_hpc.storage.folder import RunFolder
 
 MAX_SECONDS = {"place": 30.0, "kill": 30.0, "limit": 120.0, "cancel": 20.0}
@@ -85,6 +86,8 @@ class Fault:
 
 def strike(options: Namespace, results: Results) -> None:
     """Interrupt runs by the next numbers of the plan, until so many more faults came before the run's end."""
+    if options.only not in (None, *PLACES, *OTHERS):
+        raise UserError(f"--only {options.only}: take one of {', '.join([*PLACES, *dict.fromkeys(OTHERS)])}")
     number, left = 1 + max(map(int, filter(str.isdecimal, results.found)), default=-1), options.count
     while left > 0:
         variant, fault = draw(options.seed, number, options.only)
@@ -120,7 +123,8 @@ def draw(seed: int, number: int, only: str | None = None) -> tuple[str, Fault]:
 
 def interrupt(folder: Path, number: int, fault: Fault) -> Result:
     """Start the run, interrupt it, and check what it left; a fault that came after its end is too late."""
-    before, steps = committed(folder), num_steps(folder)
+    run, steps = RunFolder(folder / "run"), num_steps(folder)
+    before = committed(run)
     log, mark = folder / "logs" / f"{number:04d}", folder / "struck"
     mark.unlink(missing_ok=True)
     variables = {"TLT_FAULT": fault.place, "TLT_FAULT_MARK": str(mark)} if fault.place else None
@@ -130,10 +134,10 @@ def interrupt(folder: Path, number: int, fault: Fault) -> Result:
     seconds = time.monotonic() - (at or time.monotonic())
     end_all(process, folder)
     struck = mark.exists() if fault.place else process.returncode != 0
-    after, text = committed(folder), log.read_text(errors="replace")
-    if (verdict := read_verdict(RunFolder(folder / "run").status)) and verdict[1] not in text:  # mpiexec drops lines
+    after, text = committed(run), log.read_text(errors="replace")
+    if (verdict := read_verdict(run.status)) and verdict[1] not in text:  # mpiexec drops lines
         text += f"\ntlt: {verdict[1]}\n"
-    wrong = [f"lost {name}" for name, content in before.items() if after.get(name) != content]
+    wrong = [f"lost step {int(step) + 1}" for step, digest in before.items() if after.get(step) != digest]
     wrong += find_wrong(fault, struck, process.returncode, seconds, text, is_hung)
     row = fault.place.partition(":")[0] or fault.kind
     details = {"variant": folder.name, **asdict(fault), "status": process.returncode, "seconds_to_end": seconds}
@@ -208,18 +212,6 @@ def find_wrong(fault: Fault, struck: bool, status: int, seconds: float, log: str
     if is_killed and have_met and not is_over and not is_named:
         wrong.append(f"names {', '.join(sorted(named)) or 'nobody'}, not rank {fault.rank}")
     return wrong
-
-
-# -- what a run has -------------------------------------------------------------------------------------------------
-
-
-def committed(folder: Path) -> dict[str, str]:
-    """What must never be lost: the lines of metrics, and digests of the logs of their steps."""
-    run, count = RunFolder(folder / "run"), num_steps(folder)
-    lines = run.metrics.read_text().splitlines() if count else []
-    logs = [path for step in range(count) for path in run.rollout_logs(step)]
-    digests = {f"{path.parent.name}/{path.name}": hashlib.sha256(path.read_bytes()).hexdigest() for path in logs}
-    return digests | {f"line {number}": line for number, line in enumerate(lines)}
 
 
 def compare_with_straight(results: Results) -> None:
