@@ -47,7 +47,8 @@ def main(arguments: list[str] | None = None) -> int:
     folder: Path = (options.folder or Path(tempfile.mkdtemp(prefix=f"{options.kind}-"))).absolute()
     print(f"working in {folder}", flush=True)
     results, began = Results(folder), time.monotonic()
-    import_module(f"fault_kinds.{options.kind.replace('-', '_')}").strike(options, results)
+    module = "commands" if options.kind in ("inputs", "folders") else options.kind.replace("-", "_")
+    import_module(f"fault_kinds.{module}").strike(options, results)
     seconds = time.monotonic() - began
     is_kept = options.folder is not None or results.num_wrong > 0
     place = f"; everything is in {folder}" if is_kept else ""

@@ -61,8 +61,9 @@ class Case:
     """A folder in which no command may change anything."""
 
 
-def strike_with(make: Callable[[int, Path, Path, random.Random], Case], options: Namespace, results: Results) -> None:
-    """Run every command on each case that ``make`` builds: of a number, in a folder, from a finished run, by a seed."""
+def strike(options: Namespace, results: Results) -> None:
+    """Run every command on each case of a kind."""
+    make: Callable[[int, Path, Path, random.Random], Case] = importlib.import_module(f"fault_kinds.{options.kind}").make
     os.chdir(ROOT)
     for name in _IMPORTED_ONCE:
         importlib.import_module(name)

@@ -6,7 +6,6 @@ import json
 import random
 import shutil
 import zlib
-from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,8 @@ import h5py
 import inspect_run
 import numpy as np
 
-from fault_kinds.commands import Case, Command, strike_with
+from fault_kinds.commands import Case, Command
 from fault_kinds.damage import FOR_A_FILE, FOR_A_FOLDER, Damage, damages_of
-from fault_kinds.results import Results
 from fault_kinds.runs import ROOT
 from tlt_hpc.cli.main import main
 
@@ -52,11 +50,6 @@ VALUES = (
 """In place of a value of JSON."""
 _DOCUMENTS = ('{"hello": "world"}', "[]", "3", '"text"', "null", "{}", "[[[]]]", "{}\n{}", "\ufeff{}")
 _LOG = "rollouts/step-000002/rank-0000.h5"
-
-
-def strike(options: Namespace, results: Results) -> None:
-    """Damage run folders, and run the commands on them."""
-    strike_with(make, options, results)
 
 
 def make(number: int, folder: Path, base_run: Path, source: random.Random) -> Case:

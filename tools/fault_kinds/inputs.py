@@ -10,7 +10,6 @@ import random
 import re
 import shutil
 import sys
-from argparse import Namespace
 from collections.abc import Callable
 from contextlib import closing
 from functools import cache
@@ -20,9 +19,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from fault_kinds.commands import Case, strike_with
+from fault_kinds.commands import Case
 from fault_kinds.damage import damages_of
-from fault_kinds.results import Results
 from tlt_hpc.checkpoint.store import CheckpointStore
 from tlt_hpc.config import load_config, load_saved_config
 from tlt_hpc.models.drafter_file import initial_drafter
@@ -40,11 +38,6 @@ from tlt_hpc.storage.step_lines import read_lines
 
 Reader = Callable[[Path], object]
 """Reads a file below the folder of all inputs; returns what was read if it has checksums."""
-
-
-def strike(options: Namespace, results: Results) -> None:
-    """Damage inputs, and read them."""
-    strike_with(make, options, results)
 
 
 def make(number: int, folder: Path, base_run: Path, source: random.Random) -> Case:
