@@ -138,6 +138,8 @@ def llama_cpp(folder: Path, batch: int, prompt: int, response: int) -> Generate:
 
 SIDES = {"ours": ours, "CTranslate2": ctranslate2, "llama.cpp": llama_cpp}
 LIBRARIES = list(SIDES)[1:]
+COMPARED = 32
+"""Tokens that all sides generate at temperature 0."""
 
 
 def bench(options: argparse.Namespace) -> None:
@@ -150,8 +152,9 @@ def bench(options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     tokenizer, most = load_tokenizer(folder), max(options.batches)
     length = len(prompts_of(tokenizer, 1, 0)[0])
-    sides = {name: SIDES[name](folder, most, length, options.tokens) for name in ("ours", *options.against)}
-    texts = [generate(prompts_of(tokenizer, 2, 0), 32, 0.0) for generate in sides.values()]
+    longest = max(options.tokens, COMPARED)
+    sides = {name: SIDES[name](folder, most, length, longest) for name in ("ours", *options.against)}
+    texts = [generate(prompts_of(tokenizer, 2, 0), COMPARED, 0.0) for generate in sides.values()]
     print(f"at temperature 0 all sides generate the same text: {all(text == texts[0] for text in texts)}")
     for batch in options.batches:
         seconds: dict[str, list[float]] = {name: [] for name in sides}
