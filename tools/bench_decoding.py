@@ -3,13 +3,12 @@
     make smollm2
     pip install --no-deps ctranslate2==4.8.5
     CMAKE_ARGS=-DGGML_NATIVE=ON pip install --no-deps diskcache llama-cpp-python==0.3.36    # compiles, six minutes
-    OMP_NUM_THREADS=1 python tools/bench_decoding.py
+    OMP_NUM_THREADS=1 python tools/bench.py decoding
 
 All sides have the same weights in float32, keep keys and values in float32, answer the same prompts, sample at
 temperature 1 from the whole vocabulary and ignore the end token; nothing is drafted. Ours has the tie guard on and
 keeps each token's log-probability, as in training. First it is checked whether all sides generate the same text at
-temperature 0. Sides take turns; a figure is the median of the repetitions, prompts included, and a ratio is the median
-of those of each turn, with its 95 % interval.
+temperature 0. A ratio is printed with its 95 % interval.
 """
 
 from __future__ import annotations
@@ -18,33 +17,27 @@ import argparse
 import itertools
 import logging
 import os
-import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from importlib import util
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from tlt_hpc.common.script import ending
-
-# isort: split
 import numpy as np
 import torch
-from fetch_smollm2 import default_folder, packaged_file
+from bench_shape import plain_engine, requests_of, run_all
+from fetch_model import default_folder, packaged_file
 
 from tlt_hpc.common.errors import UserError
-from tlt_hpc.common.records import Request, SampleKey, SamplingParams, Stream
+from tlt_hpc.common.records import SamplingParams, Stream
 from tlt_hpc.look.series import paired_ratio
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.folder import folder_weights
 from tlt_hpc.models.shape import read_shape
 from tlt_hpc.models.tokenizer import load_tokenizer
-from tlt_hpc.rollout.engine import RolloutEngine
-from tlt_hpc.rollout.settings import EngineSettings
 
 Prompts = list[list[int]]
 Generate = Callable[[Prompts, int, float], Prompts]
@@ -57,27 +50,21 @@ def prompts_of(tokenizer: Any, batch: int, turn: int) -> Prompts:
     return [tokenizer.encode(f"The greatest common divisor of {a} and {b} is found as so:").ids for a, b in numbers]
 
 
-def requests(prompts: Prompts, stream: Stream, turn: int, params: SamplingParams) -> list[Request]:
-    """The prompts as requests of this project's engine."""
-    tokens = [np.array(prompt, np.int32) for prompt in prompts]
-    return [Request(SampleKey(0, stream, turn, draw, 0), each, params) for draw, each in enumerate(tokens)]
-
-
 def ours(folder: Path, batch: int, prompt: int, response: int) -> Generate:
     """This project's engine."""
-    decoder = Decoder(shape := read_shape(folder), torch.float32, torch.device("cpu"))
+    decoder = Decoder(read_shape(folder), torch.float32, torch.device("cpu"))
     decoder.load(folder_weights(folder), 0)
-    params = SamplingParams(response)
-    engine = RolloutEngine(decoder, EngineSettings(params, shape.vocab_size, (), batch, prompt, tie_guard=True))
-    turns = itertools.count()
+    engine, turns = plain_engine(decoder, batch, prompt, response, tie_guard=True), itertools.count()
 
     def generate(prompts: Prompts, length: int, temperature: float) -> Prompts:
-        engine.submit(requests(prompts, Stream.TRAIN, next(turns), SamplingParams(length, temperature)))
-        while engine.has_work:
-            engine.step()
+        arrays = (np.array(tokens, np.int32) for tokens in prompts)
+        params = SamplingParams(length, temperature)
+        engine.submit(replace(request, params=params) for request in requests_of(arrays, next(turns)))
+        run_all(engine)
         return [done.response_tokens.tolist() for done in sorted(engine.collect(), key=lambda done: done.key)]
 
-    engine.calibrate(requests(prompts_of(load_tokenizer(folder), 1, 0), Stream.CALIBRATION, 0, params))
+    first = np.array(prompts_of(load_tokenizer(folder), 1, 0), np.int32)
+    engine.calibrate(requests_of(first, 0, Stream.CALIBRATION))
     return generate
 
 
@@ -150,27 +137,13 @@ def llama_cpp(folder: Path, batch: int, prompt: int, response: int) -> Generate:
 
 
 SIDES = {"ours": ours, "CTranslate2": ctranslate2, "llama.cpp": llama_cpp}
+LIBRARIES = list(SIDES)[1:]
+COMPARED = 32
+"""Tokens that all sides generate at temperature 0."""
 
 
-def measure(sides: dict[str, Generate], turns: list[Prompts], num_tokens: int) -> dict[str, list[float]]:
-    """Seconds by side and turn; the first turn is not counted."""
-    seconds: dict[str, list[float]] = {name: [] for name in sides}
-    for prompts in turns:
-        for name, generate in sides.items():
-            start = time.perf_counter()
-            done = generate(prompts, num_tokens, 1.0)
-            seconds[name].append(time.perf_counter() - start)
-            assert [len(tokens) for tokens in done] == [num_tokens] * len(prompts), name
-    return {name: own[1:] for name, own in seconds.items()}
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32], help="sequences side by side")
-    parser.add_argument("--tokens", type=int, default=128, help="new tokens of a response")
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--against", nargs="+", choices=list(SIDES)[1:], default=list(SIDES)[1:])
-    options = parser.parse_args()
+def bench(options: argparse.Namespace) -> None:
+    """Print a line for each side at each batch size; the first turn is not counted."""
     folder = default_folder()
     if not (folder / "config.json").is_file():
         raise UserError(f"no SmolLM2 in {folder}; run `make smollm2`")
@@ -179,19 +152,19 @@ def main() -> int:
     torch.set_num_threads(1)
     tokenizer, most = load_tokenizer(folder), max(options.batches)
     length = len(prompts_of(tokenizer, 1, 0)[0])
-    sides = {name: SIDES[name](folder, most, length, options.tokens) for name in ("ours", *options.against)}
-    texts = [generate(prompts_of(tokenizer, 2, 0), 32, 0.0) for generate in sides.values()]
+    longest = max(options.tokens, COMPARED)
+    sides = {name: SIDES[name](folder, most, length, longest) for name in ("ours", *options.against)}
+    texts = [generate(prompts_of(tokenizer, 2, 0), COMPARED, 0.0) for generate in sides.values()]
     print(f"at temperature 0 all sides generate the same text: {all(text == texts[0] for text in texts)}")
     for batch in options.batches:
-        turns = [prompts_of(tokenizer, batch, turn) for turn in range(options.repeats + 1)]
-        seconds = measure(sides, turns, options.tokens)
-        for name, own in seconds.items():
-            median, low, high = paired_ratio(own, seconds["ours"])
-            ratio = "" if name == "ours" else f"   ours {median:.2f}x ({low:.2f} to {high:.2f})"
-            speed = batch * options.tokens / statistics.median(own)
-            print(f"batch {batch:3}  {name:12}{speed:8,.1f} tokens/s{ratio}", flush=True)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(ending("bench_decoding", main))
+        seconds: dict[str, list[float]] = {name: [] for name in sides}
+        for turn in range(options.repeats + 1):
+            for name, generate in sides.items():
+                prompts, start = prompts_of(tokenizer, batch, turn), time.perf_counter()
+                done = generate(prompts, options.tokens, 1.0)
+                seconds[name].append(time.perf_counter() - start)
+                assert [len(tokens) for tokens in done] == [options.tokens] * batch, name
+        for name, (_, *own) in seconds.items():
+            ratio = paired_ratio(own, seconds["ours"][1:])
+            text = "" if name == "ours" else f"   ours {ratio.median:.2f}x ({ratio.low:.2f} to {ratio.high:.2f})"
+            print(f"batch {batch:3}  {name:12}{batch * options.tokens / median(own):8,.1f} tokens/s{text}", flush=True)

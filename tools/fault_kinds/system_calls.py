@@ -1,46 +1,51 @@
-"""Runs of ``system_call_faults.py``: with a fault and resumed, and what is wrong with their ends."""
+"""Every system call of a short run fails in turn; the run is resumed, and its end compared with an unbroken one's.
+
+A case is the Nth call of a kind, on the run's own files, the model's or the job's, in one part of a run: a ``start`` in
+an empty folder, a ``resume`` with a step to repeat, one ``step``, the ``checkpoint`` after it, and the ``watch`` over
+the rank. It fails once or from then on, or a write is cut short, once or on a disk that is full from then on
+(``interception.py``). ``--only`` is a pattern of cases, as RANKS-RANK-PART-CALL-NUMBER-ERROR, e.g.
+"checkpoint-(fsync|rename).*EIO".
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
+import random
 import re
 import shutil
 import signal
-import subprocess
-import tempfile
-from collections.abc import Iterable
-from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from argparse import Namespace
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from inspect_run import faults as faults_of_files
-from system_call_rank import CALLS, Fault, Report
 
+from fault_kinds.interception import CALLS, CallFault, Report, described, unavailable
+from fault_kinds.results import Result, Results
+from fault_kinds.runs import HANG_STATUS, ROOT, Job, forking, lines_of, outcome_of
 from tlt_hpc.checkpoint.manifest import CheckpointError, open_checkpoint
 from tlt_hpc.checkpoint.save import found_in
-from tlt_hpc.cluster.local import find_mpiexec
 from tlt_hpc.common.errors import UserError
 from tlt_hpc.look.run_log import RunLog
 from tlt_hpc.storage.folder import RunFolder
-from tlt_hpc.storage.hdf5 import DamagedFile
-from tlt_hpc.storage.rollout_log import read_step
-from tlt_hpc.storage.step_lines import read_lines
 
-ROOT = Path(__file__).resolve().parent.parent
 STARTS = {"start": "empty", "resume": "killed", "step": "saved", "checkpoint": "saved", "watch": "saved"}
 """Part of a run -> in what state its folder is before: empty, killed in the last step, or saved before it."""
 WINDOWS = {"start": "resume"}
 """What the process beside the rank calls a part, where that is another name."""
 STEPS = 4
-SETTINGS = [
-    "rollout.prompts_per_step=2", "rollout.group_size=2", "rollout.max_new_tokens=100", "rollout.max_live=4",
-    "checkpoint.every_steps=2", "checkpoint.keep=1", "checkpoint.keep_responses_seconds=0", "run.name=run",
+SETTINGS = (
+    "jobs/tiny.toml", "rollout.prompts_per_step=2", "rollout.group_size=2", "rollout.max_new_tokens=100",
+    "rollout.max_live=4", "checkpoint.every_steps=2", "checkpoint.keep=1", "checkpoint.keep_responses_seconds=0",
     "run.stall_factor=0.1", f"run.num_steps={STEPS}",
-]  # fmt: skip
-HANG_SECONDS = 180.0
+)  # fmt: skip
+ERRORS = ("EIO", "ENOSPC", "EDQUOT", "short")
+ERRORS_OF = {"write": ERRORS, **dict.fromkeys(("mmap", "read", "chmod"), ERRORS[:1])}
+"""The errors that kinds of calls can meet; all others: those but the last."""
 _END = re.compile(r"^tlt: (?!.*(; the run continues|was killed or crashed, last seen in))", re.MULTILINE)
 """The line that says why a run ends; beside it the others tell of a rank that could not write its status."""
 _WARNING = re.compile(r"^\[rank \d+\] WARNING (?!tlt_hpc.cluster.watch.last)|^tlt: ", re.MULTILINE)
@@ -59,7 +64,7 @@ class Case:
 
     part: str
     ranks: int
-    fault: Fault
+    fault: CallFault
 
     @property
     def name(self) -> str:
@@ -78,42 +83,57 @@ class Case:
         return is_lost and self.part != "watch" and self.fault.call in calls
 
 
-@dataclass(frozen=True)
-class Result:
-    """What came of a case."""
+def strike(options: Namespace, results: Results) -> None:
+    """Run all cases that the options ask for."""
+    if why := unavailable():
+        raise UserError(why)
+    with ThreadPoolExecutor(options.jobs) as runs:
+        campaign = Campaign(results.folder, forking(options.ranks, SETTINGS))
+        campaign.prepare(options.rank, STARTS.values())
+        cases = [case for case in cases_of(campaign, options.rank, options.alike) if case.name not in results.found]
+        cases = [case for case in cases if re.search(options.only or "", case.name)]
+        if options.count:
+            cases = random.Random(options.seed).sample(cases, min(options.count, len(cases)))
+        print(f"{len(cases)} cases", flush=True)
+        for result in runs.map(campaign.judge, cases):
+            results.add(result)
 
-    name: str
-    file: str
-    """Whose call failed, within the run's folder; empty: the call was not made."""
-    status: int
-    said: str
-    """The first line of the run about it."""
-    wrong: list[str]
-    """What must not be, a few words each."""
 
-    @property
-    def outcome(self) -> str:
-        if not self.file:
-            return "not reached"
-        if self.wrong:
-            return "wrong"
-        return "ended" if self.status else "continued, told" if self.said else "continued"
+def cases_of(campaign: Campaign, rank: int, alike: int) -> Iterator[Case]:
+    """All cases of a rank, after a line for each part; ``alike``: at most so many on the same file (0: all)."""
+    for part in STARTS:
+        files = campaign.count(part)
+        print(f"{part}: {', '.join(f'{len(found)} {call}' for call, found in files.items())}", flush=True)
+        for call in CALLS:
+            numbers = [n for file in dict.fromkeys(files[call]) for n in few(files[call], file, alike)]
+            for number in sorted(numbers):
+                for error in ERRORS_OF.get(call, ERRORS[:-1]):
+                    for stays in (False, True):
+                        yield Case(part, campaign.job.ranks, CallFault(part, call, number, error, stays, rank))
+
+
+def few(files: list[str], file: str, most: int) -> list[int]:
+    """The numbers of the calls on a file, at most so many (0: all), the first and the last among them."""
+    found = [number for number, each in enumerate(files, 1) if each == file]
+    if not most or len(found) <= most:
+        return found
+    return sorted({found[round(place * (len(found) - 1) / max(1, most - 1))] for place in range(most)})
 
 
 class Campaign:
-    """Runs cases in a folder; ``launcher`` starts a rank that has its imports."""
+    """Runs cases in a folder."""
 
-    def __init__(self, folder: Path, launcher: list[str]) -> None:
-        self.folder, self._launcher = folder, launcher
-        self._references: dict[int, dict[str, Any]] = {}
+    def __init__(self, folder: Path, job: Job) -> None:
+        self.folder, self.job = folder, job
+        self._reference: dict[str, Any] = {}
         self._files: dict[str, set[str]] = {}
         """State of a folder before a run -> the files that it has after a run without a fault."""
-        self._resumed: set[tuple[Any, ...]] = set()
-        """What runs ended from that were resumed, and ended as they must."""
         self._calls: dict[str, dict[str, list[str]]] = {}
         """The same -> the files of the calls of that run, by part and kind of call."""
+        self._resumed: set[tuple[Any, ...]] = set()
+        """What runs ended from that were resumed, and ended as they must."""
 
-    def prepare(self, ranks: int, rank: int, states: Iterable[str]) -> None:
+    def prepare(self, rank: int, states: Iterable[str]) -> None:
         """Make the unbroken run, the folders that cases begin with, and from each a run without a fault.
 
         Args:
@@ -123,28 +143,28 @@ class Campaign:
         Raises:
             UserError: a run without a fault fails.
         """
-        (self.folder / "logs").mkdir(parents=True, exist_ok=True)
-        if not (whole := self._start(ranks, "whole")).exists():
-            self._succeed(ranks, whole)
-        self._references[ranks] = self._found(whole)
+        for name in ["whole", *sorted(set(states))]:
+            if not (start := self._start(name)).exists():
+                self._make(name, start)
+        self._reference = outcome_of(self._start("whole"), STEPS)
         for name in sorted(set(states)):
-            if not (start := self._start(ranks, name)).exists():
-                self._make(ranks, name, start)
-            place = self.folder / "places" / f"{ranks}-{rank}-{name}"
-            status, text, report = self._attempt(place, ranks, name, Fault("step", rank=rank))
+            place = self.folder / "places" / f"{self.job.ranks}-{rank}-{name}"
+            status, text, report = self._attempt(place, name, CallFault("step", rank=rank))
             if status:
                 raise UserError(f"the run without a fault in {place} ended with status {status}: {text[-500:]}")
             self._files[name], self._calls[name] = files_of(place), report.files
             shutil.rmtree(place)
 
-    def _make(self, ranks: int, name: str, start: Path) -> None:
+    def _make(self, name: str, start: Path) -> None:
         (start / "run").mkdir(parents=True)
+        log, mark = self._log(name), self.folder / "mark"
+        if name == "whole":
+            self.job.succeed(start, log)
         if name == "saved":
-            self._succeed(ranks, start, f"run.num_steps={STEPS - 1}", "checkpoint.every_steps=1")
+            self.job.succeed(start, log, None, f"run.num_steps={STEPS - 1}", "checkpoint.every_steps=1")
         if name == "killed":
-            mark = self.folder / "mark"
             fault = {"TLT_FAULT": f"commit:0:{2 * (STEPS - 1)}", "TLT_FAULT_MARK": str(mark)}
-            _, text = self.run(ranks, start, "tools/fault_rank.py", fault)
+            _, text = self.job.run(start, log, fault)
             if not mark.exists():
                 raise UserError(f"the run in {start} was not killed: {text[-500:]}")
 
@@ -159,17 +179,16 @@ class Campaign:
         A folder in the same state as that of an earlier case is not resumed again; its files are checked all the same.
         """
         place = self.folder / "places" / case.name
-        status, text, report = self._attempt(place, case.ranks, STARTS[case.part], case.fault)
+        status, text, report = self._attempt(place, STARTS[case.part], case.fault)
         wrong = self.wrong_end(case, place, status, text) if report.struck or status else []
         wrong += ["ended, though no call had failed"] if status and not report.struck else []
         if report.struck and status:
-            alike = case.ranks, STARTS[case.part], _WARNING.search(text) is None, state_of(place)
+            alike = STARTS[case.part], _WARNING.search(text) is None, state_of(place)
             if alike not in self._resumed:
-                again, told = self.run(case.ranks, place, "-m tlt_hpc")
+                again, told = self.job.run(place, self._log(f"{case.name}.resumed"))
                 wrong += [f"resume: {each}" for each in self.wrong_end(case, place, again, told, text)]
                 wrong += [f"resume ended with status {again}"] if again else []
                 wrong += [f"resume: {line}" for line in told.splitlines() if _DAMAGE.match(line)]
-                (self.folder / "logs" / f"{case.name}.resumed").write_text(told)
                 if not wrong:
                     self._resumed.add(alike)
         said = next((line for line in text.splitlines() if _WARNING.match(line)), "")
@@ -177,31 +196,27 @@ class Campaign:
             wrong.append("untold")
         if not wrong:
             shutil.rmtree(place)
-        file = re.sub(r"^.*/run(/|$)", "", report.struck) or ("." if report.struck else "")
-        return Result(case.name, file, status, said.replace(str(place), ""), wrong)
+        outcome = "ended" if status else "continued, told" if said else "continued"
+        file = re.sub(r"^.*/run(/|$)", "", report.struck) or "."
+        details = {"status": status, "said": said.replace(str(place), ""), "file": file if report.struck else ""}
+        row = f"{case.part}, {case.ranks} rank{'s' * (case.ranks != 1)}, {case.fault.call}"
+        return Result(case.name, row, outcome if report.struck else "not reached", wrong, details)
 
-    def _attempt(self, place: Path, ranks: int, state: str, fault: Fault) -> tuple[int, str, Report]:
+    def _attempt(self, place: Path, state: str, fault: CallFault) -> tuple[int, str, Report]:
         """Status and output of the run with the fault, and what the process beside the rank saw."""
         shutil.rmtree(place, ignore_errors=True)  # of a campaign that was ended
-        shutil.copytree(self._start(ranks, state), place)
-        report = self.folder / "logs" / f"{place.name}.json"
+        shutil.copytree(self._start(state), place)
+        report = self._log(f"{place.name}.json")
         report.unlink(missing_ok=True)
-        roots = [str(place), str(ROOT / "tlt_hpc" / "models" / "assets"), str(ROOT / "jobs")]
-        told = json.dumps(
-            {
-                "fault": asdict(replace(fault, part=WINDOWS.get(fault.part, fault.part))),
-                "roots": roots,
-                "report": str(report),
-            }
-        )
-        status, text = self.run(ranks, place, "tools/system_call_rank.py", {"TLT_SYSTEM_CALL": told})
-        (self.folder / "logs" / place.name).write_text(text)
+        fault = replace(fault, part=WINDOWS.get(fault.part, fault.part))
+        roots = [place, ROOT / "tlt_hpc" / "models" / "assets", ROOT / "jobs"]
+        status, text = self.job.run(place, self._log(place.name), described(fault, roots, report))
         return status, text, Report(**json.loads(report.read_text())) if report.exists() else Report()
 
     def wrong_end(self, case: Case, place: Path, status: int, text: str, before: str = "") -> list[str]:
         """What must not be of a run that has ended; ``before``: what an earlier start has said."""
         wrong = ["traceback"] if _TRACE.search(text) else []
-        if status in (71, -signal.SIGKILL):
+        if status in (HANG_STATUS, -signal.SIGKILL):
             return [*wrong, "hung"]
         if (place / "run" / "rollouts").exists():
             wrong += [f"not sound: {fault}" for fault in faults_of_files(RunLog(place / "run"))]
@@ -211,11 +226,11 @@ class Campaign:
                 open_checkpoint(folder, step)
             except CheckpointError as error:
                 wrong.append(f"damaged under its final name: {folder.name}: {error}")
-        if not committed(self._start(case.ranks, STARTS[case.part])) <= committed(place):
+        if not lines_of(self._start(STARTS[case.part])) <= lines_of(place):
             wrong.append("lost a committed step")
         if any(run.path.glob("metrics.dropped-*")):
             wrong.append("generated a committed step again")  # no case damages a file that was whole
-        wanted, found = self._references[case.ranks], self._found(place)
+        wanted, found = self._reference, outcome_of(place, STEPS)
         if status:
             lines = len(_END.findall(text))
             wrong += [
@@ -230,51 +245,11 @@ class Campaign:
         is_told = _WARNING.search(before + text) is not None
         return wrong + ([f"other files, untold: {sorted(other)}"] if other and not is_told else [])
 
-    def _found(self, place: Path) -> dict[str, Any]:
-        """What two runs of the same job have in common at their ends."""
-        run = RunFolder(place / "run")
-        found: dict[str, Any] = {f"texts of step {step + 1}": texts(run, step) for step in range(STEPS)}
-        found["committed steps"] = committed(place)
-        found["policy"] = run.finished.exists() and json.loads(run.finished.read_text())["policy_sha256"]
-        saved = run.checkpoints / f"step-{STEPS:06d}"
-        return found | {path.name: path.read_bytes() for path in saved.glob("policy-*")}
+    def _start(self, name: str) -> Path:
+        return self.folder / "starts" / f"{self.job.ranks}-{name}"
 
-    def _start(self, ranks: int, name: str) -> Path:
-        return self.folder / "starts" / f"{ranks}-{name}"
-
-    def _succeed(self, ranks: int, place: Path, *settings: str) -> None:
-        status, text = self.run(ranks, place, "-m tlt_hpc", {}, *settings)
-        if status:
-            raise UserError(f"the run without a fault in {place} ended with status {status}: {text[-500:]}")
-
-    def run(
-        self, ranks: int, place: Path, program: str, variables: dict[str, str] | None = None, *settings: str
-    ) -> tuple[int, str]:
-        """Exit status and output of a start of the run in ``place``; a hang is ended."""
-        launched = ranks > 1 or "fault_rank" in program  # which asks the launcher for its rank
-        command = [*([find_mpiexec(), "-n", str(ranks)] if launched else []), *self._launcher, *program.split()]
-        command += ["train", "jobs/tiny.toml", *SETTINGS, f"run.ranks={ranks}", f"run.folder={place}", *settings]
-        fixed = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TLT_RANKS": str(ranks), "COLUMNS": "300"}
-        with tempfile.TemporaryFile() as output:
-            process = subprocess.Popen(
-                command, cwd=ROOT, env={**os.environ, **fixed, **(variables or {})}, stdout=output, stderr=output,
-                start_new_session=True,
-            )  # fmt: skip
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(HANG_SECONDS)
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            output.seek(0)
-            return process.returncode, output.read().decode(errors="replace")
-
-
-def committed(place: Path) -> set[int]:
-    """The steps whose lines a run has; none if it has a line that cannot be read."""
-    try:
-        return set(read_lines(RunFolder(place / "run").metrics))
-    except UserError:
-        return set()
+    def _log(self, name: str) -> Path:
+        return self.folder / "logs" / name
 
 
 def files_of(place: Path) -> set[str]:
@@ -296,16 +271,3 @@ def state_of(place: Path) -> frozenset[tuple[str, str]]:
         else:
             state.add((name, "something" if data else "nothing"))
     return frozenset(state)
-
-
-def texts(run: RunFolder, step: int) -> dict[object, tuple[list[int], float]] | str:
-    """The responses of a step and their rewards, by key, or why they cannot be read."""
-    try:
-        records = [read_step(path) for path in run.rollout_logs(step)]
-    except DamagedFile as error:
-        return str(error)
-    return {
-        rollout.key: (rollout.response_tokens.tolist(), float(reward))
-        for record in records
-        for rollout, reward in zip(record.rollouts, record.rewards, strict=True)
-    }

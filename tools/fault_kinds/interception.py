@@ -1,10 +1,10 @@
-"""A rank of ``tlt`` one of whose system calls fails, or writes less than it was asked to, as ``TLT_SYSTEM_CALL`` says.
+"""Asks a second process what becomes of each system call of a rank: one fails, or all that change files are recorded.
 
-The kernel stops the rank at each call of one kind and asks a second process what becomes of it (seccomp's user
-notifications, seccomp_unotify(2)). So calls are counted over all threads in one sequence, and by the file that they are
-about. A write that is cut short is made by that process through the rank's own file: the first half of the bytes is
-there, the offset has moved, and the caller learns the number, as on a disk that is full. A failed ``close`` closes, as
-Linux does. Started by ``system_call_faults.py`` as ``python -m mpi4py tools/system_call_rank.py train ...``.
+The kernel stops the rank at each call of one kind and asks that process (seccomp's user notifications,
+seccomp_unotify(2)). So calls are counted over all threads in one sequence, and by the file that they are about. A write
+that is cut short is made by that process through the rank's own file: the first half of the bytes is there, the offset
+has moved, and the caller learns the number, as on a disk that is full. A failed ``close`` closes, as Linux does. What
+is recorded has every byte that is written, read from the rank's memory.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import fcntl
 import json
 import mmap
 import os
+import pickle
 import platform
 import re
 import select
@@ -22,7 +23,8 @@ import signal
 import socket
 import struct
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -43,20 +45,26 @@ CALLS = {
 }
 """Kind -> numbers of its system calls on x86-64, each with how it names its file; rmdir counts as unlink, getdents as
 read."""
-WRITE, PWRITE, CLOSE = 1, 18, 3
+CHANGES = ("openat", "write", "fsync", "rename", "unlink", "mkdir", "truncate")
+"""Kinds that may change files."""
+WRITE, PWRITE, CLOSE, RENAME = 1, 18, 3, 82
 PARTS = ("resume", "step", "checkpoint", "watch")
 """Start of the process to its first step; that step; all after it. The status file of the rank, whose calls depend on
 the clock, is a part of its own."""
 _STATUS = re.compile(r"/status/rank-\d+(\.stacks)?$")
+NOT_RECORDED = re.compile(r"/status/rank-\d+(\.stacks)?$|/shared-\w+$")
+"""What says that a rank is alive, and the probe of a shared folder: of no use to a later start."""
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _SECCOMP, _PIDFD_OPEN, _PIDFD_GETFD = 317, 434, 438
 _RECEIVE, _SEND, _ADD_FILE = 0xC0502100, 0xC0182101, 0x40182103
-_CONTINUE, _SET_NUMBER = 1, 1
+_SET_NUMBER = 1
+_GO_ON = 0, 0, 1
+"""The kernel makes the call."""
 _CURRENT_FOLDER = -100
 
 
 @dataclass(frozen=True)
-class Fault:
+class CallFault:
     """Which call of a rank fails, and how."""
 
     part: str
@@ -69,11 +77,6 @@ class Fault:
     stays: bool = False
     """Whether all later calls of this kind fail as well; after a short write with ENOSPC."""
     rank: int = 0
-
-    @property
-    def kinds(self) -> list[str]:
-        """The calls that are intercepted."""
-        return [self.call] if self.call else [*CALLS]
 
 
 @dataclass
@@ -163,47 +166,65 @@ class Call:
 class Interceptor:
     """Answers for the kernel; all in the process beside the rank."""
 
-    def __init__(
-        self, fault: Fault, roots: Sequence[str], report: Path, asked: int, rank: int, part: mmap.mmap
-    ) -> None:
-        self._fault, self._roots, self._report = fault, tuple(roots), report
-        self._asked, self._rank, self._part = asked, rank, part
-        self._kinds = {number: (kind, how) for kind in fault.kinds for number, how in CALLS[kind].items()}
-        self.report = Report()
+    def __init__(self, kinds: Sequence[str], roots: Sequence[str], report: Path) -> None:
+        self.numbers = {number: (kind, how) for kind in kinds for number, how in CALLS[kind].items()}
+        """Of the calls that are intercepted."""
+        self._roots, self._report = tuple(roots), report
+        self._asked = self._rank = 0
 
-    def answer_all(self) -> None:
-        """Until no thread is left that could ask."""
+    def answer_all(self, asked: int, rank: int) -> None:
+        """Until no thread is left that could ask.
+
+        Args:
+            asked: the file that ``intercept`` has returned in the process ``rank``.
+        """
+        self._asked, self._rank = asked, rank
         poll = select.poll()
-        poll.register(self._asked, select.POLLIN)
+        poll.register(asked, select.POLLIN)
         self._tell()
         while not poll.poll()[0][1] & select.POLLHUP:
             question = bytearray(80)
             with suppress(FileNotFoundError):  # the thread was killed, or woken by a signal, and asks again
-                fcntl.ioctl(self._asked, _RECEIVE, question)
+                fcntl.ioctl(asked, _RECEIVE, question)
                 key, thread, _, number, _, _, *arguments = struct.unpack("QIIiIQ6Q", question)
                 value, error, flags = self._answer(Call(key, thread, number, tuple(arguments)))
-                fcntl.ioctl(self._asked, _SEND, struct.pack("QqiI", key, value, -error, flags))
-
+                fcntl.ioctl(asked, _SEND, struct.pack("QqiI", key, value, -error, flags))
         self._tell()
+
+    def _answer(self, call: Call) -> tuple[int, int, int]:
+        kind, how = self.numbers[call.number]
+        path = call.path(how)
+        if path.startswith(self._roots) and Path(f"/proc/{self._rank}/task/{call.thread}").exists():
+            return self._decide(call, kind, path)
+        return _GO_ON
+
+    def _decide(self, call: Call, kind: str, path: str) -> tuple[int, int, int]:
+        """What a call of the rank on a file below the roots returns, its errno, and flags."""
+        raise NotImplementedError
+
+    def _tell(self) -> None:
+        """Write the report."""
+
+
+class Failing(Interceptor):
+    """Has a call fail, and counts them."""
+
+    def __init__(self, fault: CallFault, part: mmap.mmap, roots: Sequence[str], report: Path) -> None:
+        super().__init__([fault.call] if fault.call else [*CALLS], roots, report)
+        self._fault, self._part, self.report = fault, part, Report()
 
     def _tell(self) -> None:
         part = self._report.with_suffix(".part")  # the launcher may kill this process at any moment
         part.write_text(json.dumps(asdict(self.report)))
         part.replace(self._report)
 
-    def _answer(self, call: Call) -> tuple[int, int, int]:
-        """What the call returns, its errno, and flags."""
-        fault, go_on = self._fault, (0, 0, _CONTINUE)
-        kind, how = self._kinds[call.number]
-        path = call.path(how)
-        if not path.startswith(self._roots) or not Path(f"/proc/{self._rank}/task/{call.thread}").exists():
-            return go_on
-        part = "watch" if _STATUS.search(path) else PARTS[self._part[0]]
+    def _decide(self, call: Call, kind: str, path: str) -> tuple[int, int, int]:
+        fault, part = self._fault, "watch" if _STATUS.search(path) else PARTS[self._part[0]]
         seen = self.report.files.setdefault(f"{part} {kind}", [])
         seen.append(path)
         is_first = (part, kind, len(seen)) == (fault.part, fault.call, fault.number)
         if not is_first and not (fault.stays and self.report.struck):
-            return go_on
+            return _GO_ON
         if is_first:
             self.report.struck = path
             self._tell()  # now, for the launcher may end this process with the rank
@@ -232,17 +253,88 @@ class Interceptor:
         os.close(other)
 
 
-def split(fault: Fault, roots: Sequence[str], report: Path, interceptor: type[Interceptor] = Interceptor) -> mmap.mmap:
+@dataclass(frozen=True)
+class Change:
+    """A call that may change files; one that fails changes nothing when it is repeated either."""
+
+    time: float
+    thread: int
+    kind: str
+    """Of ``CHANGES``."""
+    path: str
+    target: str = ""
+    """Of a rename."""
+    flags: int = 0
+    """Of an openat."""
+    offset: int | None = None
+    """Of a write or truncate; None: the end of the file."""
+    data: bytes = b""
+
+
+class Recorder(Interceptor):
+    """Adds each change to the report, and lets the kernel make it."""
+
+    def _decide(self, call: Call, kind: str, path: str) -> tuple[int, int, int]:
+        if not NOT_RECORDED.search(path):
+            with self._report.with_suffix(f".{self._rank}").open("ab") as file:
+                facts = {"kind": kind, "path": path, **self._more(call, kind)}
+                pickle.dump({"time": time.monotonic(), "thread": call.thread, **facts}, file)
+        return _GO_ON
+
+    def _more(self, call: Call, kind: str) -> dict[str, Any]:
+        if kind == "openat":
+            return {"flags": call.arguments[2]}
+        if kind == "rename":
+            at = call.number != RENAME  # the two others name the folders as well
+            second = Call(call.key, call.thread, call.number, call.arguments[2:] if at else call.arguments[1:])
+            return {"target": second.path("at" if at else "path")}
+        if kind == "truncate":
+            return {"offset": call.arguments[1]}
+        return self._written(call) if kind == "write" else {}
+
+    def _written(self, call: Call) -> dict[str, Any]:
+        facts = dict(
+            line.split(":") for line in Path(f"/proc/{call.thread}/fdinfo/{call.file}").read_text().splitlines()[:2]
+        )
+        offset = None if int(facts["flags"], 8) & os.O_APPEND else int(facts["pos"])
+        _, place, size, given = call.arguments[:4]
+        pieces = [(place, size)]
+        if call.number == PWRITE:
+            offset = given
+        elif call.number != WRITE:
+            pieces = list(struct.iter_unpack("QQ", call.memory(place, 16 * size)))
+        data = b"".join(call.memory(*piece) for piece in pieces)
+        assert len(data) == sum(length for _, length in pieces), "all that is written is in the rank's memory"
+        return {"offset": offset, "data": data}
+
+
+def read_changes(report: Path) -> list[Change]:
+    """The changes of all ranks that have recorded for this report, in their order."""
+    found = list[Change]()
+    for path in report.parent.glob(f"{report.stem}.*[0-9]"):
+        with path.open("rb") as file:
+            size = path.stat().st_size
+            while file.tell() < size:
+                found.append(Change(**pickle.load(file)))
+    return sorted(found, key=lambda change: change.time)
+
+
+def split(fault: CallFault | None, roots: Sequence[str], report: Path) -> mmap.mmap:
     """Continue as the rank in a process of its own, while this one answers for the kernel, and ends as the rank does.
 
-    Returns the byte that tells which part the rank is in.
+    Args:
+        fault: None: all changes of files are recorded.
+
+    Returns:
+        the byte that tells which part the rank is in.
     """
     part, (ours, theirs) = mmap.mmap(-1, 1), socket.socketpair()
+    beside = Failing(fault, part, roots, report) if fault else Recorder(CHANGES, roots, report)
     rank = os.fork()
     if not rank:
         ours.close()
         _LIBC.prctl(1, signal.SIGKILL)  # with the other one
-        asked = intercept([number for kind in fault.kinds for number in CALLS[kind]])
+        asked = intercept([*beside.numbers])
         socket.send_fds(theirs, [b"."], [asked])
         theirs.close()
         os.close(asked)
@@ -250,18 +342,28 @@ def split(fault: Fault, roots: Sequence[str], report: Path, interceptor: type[In
     theirs.close()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
         signal.signal(number, lambda number, _: os.kill(rank, number))
-    interceptor(fault, roots, report, socket.recv_fds(ours, 1, 1)[1][0], rank, part).answer_all()
+    beside.answer_all(socket.recv_fds(ours, 1, 1)[1][0], rank)
     _, status = os.waitpid(rank, 0)
     if os.WIFSIGNALED(status):
         os.kill(os.getpid(), os.WTERMSIG(status))
     os._exit(os.WEXITSTATUS(status))
 
 
-def mark_parts(part: mmap.mmap) -> None:
-    """Have the byte tell where the rank is: before its first step, in it, after it."""
+def described(fault: CallFault | None, roots: Sequence[Path], report: Path) -> dict[str, str]:
+    """The variable that ``begin`` reads in a rank."""
+    told = {"fault": fault and asdict(fault), "roots": list(map(str, roots)), "report": str(report)}
+    return {"TLT_SYSTEM_CALL": json.dumps(told)}
+
+
+def begin(rank: int) -> None:
+    """Continue as rank ``rank``, intercepted as ``TLT_SYSTEM_CALL`` says, with a byte that tells its part."""
+    told = json.loads(os.environ["TLT_SYSTEM_CALL"])
+    fault = CallFault(**told["fault"]) if told["fault"] else None
+    if fault and fault.rank != rank:
+        return
     from tlt_hpc import train
 
-    true = train.take_step
+    part, true = split(fault, told["roots"], Path(told["report"])), train.take_step
 
     def take_step(*arguments: Any, **named: Any) -> bool:
         part[0] = PARTS.index("step")
@@ -272,19 +374,3 @@ def mark_parts(part: mmap.mmap) -> None:
 
     set_call: Callable[[Any, str, Any], None] = setattr
     set_call(train, "take_step", take_step)
-
-
-def described() -> Iterator[Any]:
-    """The fault, the folders whose files count, and where to report; from the environment."""
-    told = json.loads(os.environ["TLT_SYSTEM_CALL"])
-    yield from (Fault(**told["fault"]), told["roots"], Path(told["report"]))
-
-
-if __name__ == "__main__":
-    from tlt_hpc.cli.main import main
-    from tlt_hpc.cluster.local import launched_rank
-
-    wanted, folders, place = described()
-    if (launched_rank(os.environ) or 0) == wanted.rank:
-        mark_parts(split(wanted, folders, place))
-    sys.exit(main())

@@ -1,10 +1,17 @@
-"""States of recorded files, built and opened, and what must be in them: for ``power_loss.py``."""
+"""The changes that a short run makes to its files are recorded, and what a power failure can leave of them is opened.
+
+After each change there are states with all that was done, without what was not synced, with names of files alone (or
+with zeros for their bytes), with bytes alone, and at random (``disk.py``). Each is read as the next start would read
+it: what was acknowledged must be there, and what was not may be lost but must not look valid. From some states the run
+is resumed, and must end as the unbroken one.
+"""
 
 from __future__ import annotations
 
 import logging
+import random
 import shutil
-from collections import Counter
+from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -12,11 +19,14 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from inspect_run import faults as faults_of_files
-from power_loss_disk import CHOICES, Choice, Disk, Part, State, by_chance, content, everything
-from power_loss_rank import Change
-from system_call_runs import STEPS, texts
 
+from fault_kinds.disk import CHOICES, Choice, Disk, Part, State, by_chance, content, everything
+from fault_kinds.interception import NOT_RECORDED, Change, described, read_changes, unavailable
+from fault_kinds.results import Result, Results
+from fault_kinds.runs import Job, forking, outcome_of, texts
+from fault_kinds.system_calls import SETTINGS, STEPS
 from tlt_hpc.checkpoint.store import CheckpointStore
+from tlt_hpc.common.errors import UserError
 from tlt_hpc.look.run_log import RunLog
 from tlt_hpc.mpi.owner import read_owner
 from tlt_hpc.storage.feature_file import FeatureCacheReader
@@ -27,9 +37,58 @@ from tlt_hpc.storage.step_lines import parse_lines
 
 MAY_BE_LOST = ("rollouts", "cache", "kept", "status")
 """Folders of a run whose files are acknowledged by a step's line alone, or not at all."""
-
 ALONE = ("checkpoints", "drafter-checkpoints", "kept", "cache")
 """Those that no reader compares with other files."""
+
+
+def strike(options: Namespace, results: Results) -> None:
+    """Record, build, open, resume."""
+    if why := unavailable():
+        raise UserError(why)
+    folder = results.folder
+    job = forking(options.ranks, SETTINGS)
+    place, changes = record(folder, job)
+    trial = trial_of(folder / "trial", place, changes, options.ranks)
+    trial.run(options.every, options.random, options.seed)
+    for result in trial.results:
+        results.add(result)
+    missing = not_recorded(trial.disk, place)
+    results.add(Result("recording", "files as recorded", "all", [f"not recorded: {each}" for each in missing]))
+    wanted = outcome_of(place, STEPS)
+    states = random.Random(options.seed).sample(trial.sample, options.resumes)
+    for number, state in enumerate(states):
+        again, log = folder / f"resumed-{number}", folder / "logs" / f"resumed-{number}"
+        Builder(folder / f"files-{number}").build(state, again)
+        status, text = job.run(again, log)
+        wrong = [f"status {status}: {text[-500:]}"] if status or "Traceback" in text else []
+        wrong += [f"differs in {name}" for name, found in outcome_of(again, STEPS).items() if found != wanted[name]]
+        results.add(Result(f"resume {number}", "random, resumed", "right", wrong))
+
+
+def record(folder: Path, job: Job) -> tuple[Path, list[Change]]:
+    """A run in an empty folder, and the changes that it made there.
+
+    Raises:
+        UserError: it fails.
+    """
+    place, report = folder / "recorded", folder / "report.json"
+    place.mkdir(parents=True)
+    job.succeed(place, folder / "logs" / "recorded", described(None, [place], report))
+    return place, read_changes(report)
+
+
+def trial_of(folder: Path, place: Path, changes: Sequence[Change], ranks: int) -> Trial:
+    """A trial of a recorded run."""
+    wanted = [found for step in range(STEPS) if isinstance(found := texts(RunFolder(place / "run"), step), dict)]
+    return Trial(folder, Disk(place), changes, lambda found: wrong_of(RunFolder(found / "run"), ranks, wanted))
+
+
+def not_recorded(disk: Disk, place: Path) -> list[str]:
+    """Files that are otherwise than the recording has them."""
+    held = {name: content(part) for name, part in disk.state(everything).items() if part is not None}
+    there = {f"/{path.relative_to(place)}": path.read_bytes() for path in place.rglob("*") if path.is_file()}
+    there = {name: data for name, data in there.items() if not NOT_RECORDED.search(name)}
+    return sorted(name for name in held.keys() | there.keys() if held.get(name) != there.get(name))
 
 
 @dataclass
@@ -169,10 +228,14 @@ class Trial:
     look: Callable[[Path], Iterable[str]]
     """What is wrong with the files in a folder."""
     may_be_lost: tuple[str, ...] = MAY_BE_LOST
-    counts: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """State -> how many were right or wrong."""
-    wrong: list[str] = field(default_factory=list)
+    results: list[Result] = field(default_factory=list)
     sample: list[State] = field(default_factory=list)
+    """Those at random."""
+
+    @property
+    def wrong(self) -> list[str]:
+        """What is wrong, with the change after which it is."""
+        return [f"{result.name}: {each}" for result in self.results for each in result.wrong]
 
     def run(self, every: int = 1, num_random: int = 2, seed: int = 0, numbers: range | None = None) -> None:
         """Build and open the states after each change that is no write, and after each ``every``-th write.
@@ -200,9 +263,10 @@ class Trial:
                 seen.add(key)
                 if new := _unseen(state, seen):
                     wrong += self._open(new, builder)
-                self.counts[name, "wrong" if wrong else "right"] += 1
                 at = f"{change.kind} {change.path.removeprefix(self.disk.root)}" if change else "the end"
-                self.wrong += [f"{name}, change {number} ({at}): {each}" for each in wrong]
+                self.results.append(
+                    Result(f"{len(self.results)}: {name}, change {number} ({at})", name, "right", wrong)
+                )
                 if wrong and numbers is not None:
                     return
                 if name == "random":
@@ -225,15 +289,6 @@ class Trial:
         finally:
             logger.removeHandler(heard)
             shutil.rmtree(place)
-
-    def table(self) -> str:
-        """Rows of kinds of states and their outcomes."""
-        rows = [("state", "opened", "wrong")]
-        for name in dict.fromkeys(name for name, _ in self.counts):
-            wrong = self.counts[name, "wrong"]
-            rows.append((name, str(self.counts[name, "right"] + wrong), str(wrong)))
-        lines = [f"| {' | '.join(row)} |\n" for row in rows]
-        return "".join([lines[0], "|---|---|---|\n", *lines[1:]])
 
 
 def _unseen(state: State, seen: set[int]) -> State:

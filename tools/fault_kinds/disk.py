@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
-from power_loss_rank import Change
+from fault_kinds.interception import Change
 
 
 @dataclass(eq=False)
@@ -112,28 +112,22 @@ class Disk:
             yield from self._walk(f"{path}/{name}", inner, choice)
 
 
-def everything(node: File | Folder) -> tuple[tuple[int, ...], bool]:
-    return tuple(range(len(node.changes))), False
+def keeping(names: bool = False, data: bool = False, zeros: bool = False) -> Choice:
+    """Of folders all changes of names, of files all bytes, or what is safe of them; zeros may stand for lost bytes."""
+
+    def choose(node: File | Folder) -> tuple[tuple[int, ...], bool]:
+        is_file = isinstance(node, File)
+        is_all = data if is_file else names
+        return tuple(range(len(node.changes) if is_all else node.num_safe)), zeros and is_file
+
+    return choose
 
 
-def nothing(node: File | Folder) -> tuple[tuple[int, ...], bool]:
-    """All but what is safe is lost."""
-    return tuple(range(node.num_safe)), False
-
-
-def names_alone(node: File | Folder) -> tuple[tuple[int, ...], bool]:
-    """Folders are as they were, bytes are lost."""
-    return everything(node) if isinstance(node, Folder) else nothing(node)
-
-
-def names_and_zeros(node: File | Folder) -> tuple[tuple[int, ...], bool]:
-    """The same with zeros for lost bytes."""
-    return names_alone(node)[0], isinstance(node, File)
-
-
-def bytes_alone(node: File | Folder) -> tuple[tuple[int, ...], bool]:
-    """Files are as they were, changes of folders are lost."""
-    return nothing(node) if isinstance(node, Folder) else everything(node)
+everything, nothing = keeping(names=True, data=True), keeping()
+CHOICES: dict[str, Choice] = {
+    "everything": everything, "nothing unsynced": nothing, "names alone": keeping(names=True),
+    "names, zeros as bytes": keeping(names=True, zeros=True), "bytes alone": keeping(data=True),
+}  # fmt: skip
 
 
 def by_chance(seed: str, any_order: bool = False) -> Choice:
@@ -150,12 +144,6 @@ def by_chance(seed: str, any_order: bool = False) -> Choice:
         return kept, chance.random() < 0.5
 
     return choose
-
-
-CHOICES: dict[str, Choice] = {
-    "everything": everything, "nothing unsynced": nothing, "names alone": names_alone,
-    "names, zeros as bytes": names_and_zeros, "bytes alone": bytes_alone,
-}  # fmt: skip
 
 
 def content(part: Part) -> bytes:

@@ -1,4 +1,4 @@
-"""Run folders with one thing wrong, for ``hostile.py``."""
+"""Six commands on run folders with one thing wrong, chosen by a seed: they may answer in a line or refuse in one."""
 
 from __future__ import annotations
 
@@ -11,10 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import h5py
+import inspect_run
 import numpy as np
-from damage import FOR_A_FILE, FOR_A_FOLDER, Case, Damage, commands_on, damages_of
 
-ROOT = Path(__file__).resolve().parent.parent
+from fault_kinds.commands import Case, Command
+from fault_kinds.damage import FOR_A_FILE, FOR_A_FOLDER, Damage, damages_of
+from fault_kinds.runs import ROOT
+from tlt_hpc.cli.main import main
+
 READERS = frozenset({"watch", "report", "evaluate", "inspect", "check"})
 ALL, CHECK, NOBODY = READERS | {"train"}, frozenset({"check"}), frozenset[str]()
 FILES: dict[str, frozenset[str]] = {
@@ -59,16 +63,18 @@ def make(number: int, folder: Path, base_run: Path, source: random.Random) -> Ca
 
 def damage_run(number: int, run: Path, source: random.Random) -> tuple[str, frozenset[str]]:
     """Damage one thing of a run; returns what, and the commands that may not take it for sound."""
-    turn, rest = divmod(number, 4)
+    turn, rest = divmod(number, 3)
     if rest == 0:
         name, damage, must_fail = RUNS[turn % len(RUNS)]
         detail = damage(run, source)
         return f"{name} ({detail})" if isinstance(detail, str) else name, must_fail
-    name = tuple(FILES)[(turn * 3 + rest) % len(FILES)]
+    name = tuple(FILES)[(turn * 2 + rest) % len(FILES)]
     path = run / name
     add_missing(path)
     special = FOR_A_FOLDER if path.is_dir() else FOR_A_FILE
     kinds = special if path.is_dir() else damages_of(path.name) | special
+    if path.suffix == ".json" or path.match("status/rank-*") or path.name == "owner":
+        kinds |= DOCUMENTS
     kind = source.choice(sorted(kinds))
     kinds[kind](path, source)
     return f"{name}: {kind}", FILES[name] if kind in special and kind != "a dangling link" else NOBODY
@@ -79,6 +85,22 @@ def add_missing(path: Path) -> None:
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text('{"schema": 1}')
+
+
+def commands_on(job: Path, overrides: tuple[str, ...], folder: Path) -> dict[str, Command]:
+    """The commands that read a job file and the folder of a run."""
+
+    def tlt(*words: str | Path) -> Command:
+        return lambda out: main([*map(str, words)])
+
+    return {
+        "train": tlt("train", job, *overrides, "--dry-run"),
+        "watch": tlt("watch", folder, "--once"),
+        "report": lambda out: main(["report", str(folder), "--output", str(out / "report.html")]),
+        "evaluate": tlt("evaluate", folder, job, *overrides, "--dry-run"),
+        "inspect": lambda out: inspect_run.main([str(folder)]),
+        "check": lambda out: inspect_run.main([str(folder), "--check"]),
+    }
 
 
 # -- metrics.jsonl --------------------------------------------------------------------------------------------------
@@ -123,13 +145,11 @@ def _other_step(run: Path, source: random.Random) -> str:
 # -- documents of JSON ----------------------------------------------------------------------------------------------
 
 
-def of_document(name: str, change: Callable[[dict[str, Any], random.Random], str]) -> Damage:
+def of_document(change: Callable[[dict[str, Any], random.Random], str]) -> Damage:
     """Damage to a JSON document; of a status record with the checksum that belongs to it."""
 
-    def apply(run: Path, source: random.Random) -> None:
-        path, is_record = run / name, name.startswith("status/rank")
-        add_missing(path)
-        text = path.read_text()
+    def apply(path: Path, source: random.Random) -> None:
+        text, is_record = path.read_text(), path.match("status/rank-*")
         data = change(json.loads(text[9:] if is_record else text), source).encode()
         record = (f"{zlib.crc32(data):08x} ".encode() + data).ljust(2047)[:2047]
         path.write_bytes((record if is_record else data) + b"\n")
@@ -137,7 +157,7 @@ def of_document(name: str, change: Callable[[dict[str, Any], random.Random], str
     return apply
 
 
-def _other_value(tree: dict[str, Any], source: random.Random) -> str:
+def _hostile_value(tree: dict[str, Any], source: random.Random) -> str:
     return json.dumps({**tree, source.choice(sorted(tree)): "HERE"}).replace('"HERE"', source.choice(VALUES))
 
 
@@ -145,6 +165,12 @@ def _without(tree: dict[str, Any], source: random.Random) -> str:
     key = source.choice(sorted(tree))
     return json.dumps({name: value for name, value in tree.items() if name != key})
 
+
+DOCUMENTS = {
+    "a hostile value": of_document(_hostile_value),
+    "without a key": of_document(_without),
+    "another document": of_document(lambda tree, source: source.choice(_DOCUMENTS)),
+}
 
 # -- other files ----------------------------------------------------------------------------------------------------
 
@@ -244,10 +270,5 @@ RUNS: tuple[tuple[str, Damage, frozenset[str]], ...] = (
     ("rollouts: a wrong scalar", _log_attribute, NOBODY),
     ("rollouts: wrong times", _log_times, NOBODY),
     ("entries that no run has", _strange_entries, NOBODY),
-    *((f"{name}: {what}", of_document(name, change), NOBODY)
-      for name in ("status/rank-0000", "status/owner", "finished.json", "data.json",
-                   "checkpoints/step-000002/state.json")
-      for what, change in (("a hostile value", _other_value), ("without a key", _without),
-                           ("another document", lambda tree, source: source.choice(_DOCUMENTS)))),
 )  # fmt: skip
 """Damage to a run -> the commands that may not end with status 0."""
