@@ -67,14 +67,16 @@ class Policy:
 
 
 class Spot:
-    """Stands for the drafter's trainer: a drafter is the step that it was last merged in."""
+    """Stands for the drafter and its trainer: a drafter is the step that it was last merged in."""
 
     num_steps = 0
+    merge_report = None
     memory_table = dict
 
     def __init__(self) -> None:
         self.records: list[int] = []
         self.merged = 0
+        self.trained = self
 
     def live_state(self) -> dict[str, torch.Tensor]:
         return {"draft": torch.full((5,), float(self.merged))}

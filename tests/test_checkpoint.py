@@ -350,7 +350,7 @@ def test_the_best_checkpoint_stays_beside_the_newest_through_kills_and_resumes(t
 
 def test_no_step_waits_for_the_drafters_own_saves(tmp_path, disk, caplog):
     store = CheckpointStore(tmp_path, keep=1)
-    spot = SimpleNamespace(live_state=lambda: {"fc.weight": torch.zeros(3)})
+    spot = SimpleNamespace(trained=SimpleNamespace(live_state=lambda: {"fc.weight": torch.zeros(3)}))
     job: Any = SimpleNamespace(
         drafting=SimpleNamespace(checkpoints=store, spot=spot, warned=[]), world=OneRank(), folder=RunFolder(tmp_path),
         config=SimpleNamespace(drafter=SimpleNamespace(train=True)),

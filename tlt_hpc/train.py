@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -19,11 +19,11 @@ from tlt_hpc.common.records import AHEAD, PREFILL, PhaseSpan, Rollout
 from tlt_hpc.common.words import count
 from tlt_hpc.config import Config, UserError
 from tlt_hpc.drafting.acceptance import JUDGED_DEPTH, DraftCounts
-from tlt_hpc.drafting.spot import MergeReport
-from tlt_hpc.drafting.sums import sums_on_gpus
+from tlt_hpc.drafting.merge import sums_on_gpus
 from tlt_hpc.drafting.tail_plan import STORED_ACCEPTED, STORED_TOKENS
 from tlt_hpc.evaluate.evaluate import TESTING, evaluate_policy, prepare
 from tlt_hpc.evaluate.exam import Exam
+from tlt_hpc.job import Job, assemble
 from tlt_hpc.look.metrics import DECODE_CPU, DUE, K3, KEPT_TOKENS, LATE, MERGE_EXPOSED, PROBS_DIFF, summarise
 from tlt_hpc.look.timing import PhaseTimer
 from tlt_hpc.look.tracking import Tracking
@@ -49,7 +49,6 @@ from tlt_hpc.rl.update import update_policy
 from tlt_hpc.rollout.chooser import DraftTally
 from tlt_hpc.rollout.engine import EngineCounts
 from tlt_hpc.rollout_loop import RollingReporter, Tail, end_features, roll_out
-from tlt_hpc.session import Job, assemble
 from tlt_hpc.storage.folder import rank_of, sync
 from tlt_hpc.storage.rollout_log import StepRecord, write_step
 from tlt_hpc.storage.step_lines import Line, add_line, read_lines, replace_line
@@ -159,39 +158,30 @@ def take_step(job: Job, step: int, reporter: Reporter, is_saved: bool = False, t
             end_features(job.drafting, tail.stopped)
     if tail.stopped:
         if not is_saved:
-            merge_for_checkpoint(job, step, tail, reporter)
+            merge_for_checkpoint(job, step, tail, timer, reporter)
         return False
-    merged = MergeReport(0, job.drafting.spot.num_steps, "", 0.0) if job.drafting else None
-    at_once = sums_on_gpus()  # in milliseconds; through host memory the sum hides behind the update
+    with merging(job, tail.use.trains, timer):
+        if shows:
+            reporter.phase(step, "reward")
+        with timer("reward"):
+            rewards = tail.scorer.rewards(tail.rollouts)
+            check_judged(job, step, tail)
+            rollouts, scores = gather_step(job, tail.rollouts, rewards)
+        if shows:
+            reporter.phase(step, "update")
+        # the merge has no other MPI call to make progress in while torch communicates
+        with timer("update_actor"), job.pulse.progressing():
+            job.engine.release_pages()
+            update = update_policy(job.config, job.policy, rollouts, scores)
     with timer("refresh"):
-        merge = not at_once and start_merge(job, tail.use.trains)
-    if shows:
-        reporter.phase(step, "reward")
-    with timer("reward"):
-        rewards = tail.scorer.rewards(tail.rollouts)
-        check_judged(job, step, tail)
-        rollouts, scores = gather_step(job, tail.rollouts, rewards)
-    if shows:
-        reporter.phase(step, "update")
-    if at_once:
-        with timer("refresh"):
-            job.engine.release_pages()  # the merge needs memory, too
-            if start_merge(job, tail.use.trains):
-                merged = finish_merge(job)
-    # the merge has no other MPI call to make progress in while torch communicates
-    with timer("update_actor"), job.pulse.progressing():
-        job.engine.release_pages()
-        update = update_policy(job.config, job.policy, rollouts, scores)
-    with timer("refresh"):
-        if merge:
-            merged = finish_merge(job)
         if job.decoder.device.type == "cuda":
             torch.cuda.empty_cache()
             job.world.barrier()  # ranks that share a GPU take the pages' memory again when all have left theirs
         job.load_policy(step + 1)
     advantages_of = {rollouts[i].key: a for i, a in zip(update.trained, update.advantages, strict=True)}
     advantages = np.array([advantages_of.get(rollout.key, np.nan) for rollout in tail.rollouts], np.float32)
-    record = make_record(job, step, tail, rewards, advantages, merged, timer)
+    record = make_record(job, step, tail, rewards, advantages, timer)
+    merged = job.drafting.spot.merge_report if job.drafting else None
     line: Line = {
         **summarise(job.world, record, update, merged, timer.take()),
         "drafter/why": tail.use.why if job.drafting or tail.use.ahead else "no learned drafter",
@@ -204,7 +194,7 @@ def take_step(job: Job, step: int, reporter: Reporter, is_saved: bool = False, t
     return True
 
 
-def merge_for_checkpoint(job: Job, step: int, tail: Tail, reporter: Reporter) -> None:
+def merge_for_checkpoint(job: Job, step: int, tail: Tail, timer: PhaseTimer, reporter: Reporter) -> None:
     """Merge what was trained until a stop: it belongs to the checkpoint, and to all ranks alike. Collective.
 
     Where the job is killed at once, nothing is merged.
@@ -213,8 +203,28 @@ def merge_for_checkpoint(job: Job, step: int, tail: Tail, reporter: Reporter) ->
         return
     if job.world.rank == 0:
         reporter.phase(step, "stopping: saving a checkpoint")
-    if start_merge(job, tail.use.trains):
-        finish_merge(job)
+    with merging(job, tail.use.trains, timer):
+        pass
+
+
+@contextmanager
+def merging(job: Job, trains_drafter: bool, timer: PhaseTimer) -> Iterator[None]:
+    """Merge the ranks' drafters, as ``SpotTrainer.merging``, and hand the engine the merged one; collective.
+
+    Does nothing in a step that trains none.
+    """
+    if job.drafting is None or not trains_drafter:
+        yield
+        return
+    with ExitStack() as merge:
+        with timer("refresh"):
+            if sums_on_gpus():
+                job.engine.release_pages()  # the merge needs memory, too
+            merge.enter_context(job.drafting.spot.merging(job.world))
+        yield
+        with timer("refresh"):
+            merge.close()
+            job.serve_drafter()
 
 
 def drop_replaced(job: Job, step: int) -> None:
@@ -280,22 +290,6 @@ def gather_step(
     return found.rollouts, found.rewards
 
 
-def start_merge(job: Job, trains_drafter: bool) -> bool:
-    """Post the drafters' merge; False where the step trains none."""
-    if job.drafting is None or not trains_drafter:
-        return False
-    job.drafting.spot.start_merge(job.world)
-    return True
-
-
-def finish_merge(job: Job) -> MergeReport:
-    """Await the merge and hand the engine the merged drafter."""
-    assert job.drafting is not None
-    report = job.drafting.spot.finish_merge(job.world)
-    job.serve_drafter()
-    return report
-
-
 def judge_and_track(
     job: Job, evaluation: Exam | None, tracking: Tracking | None, step: int, reporter: Reporter
 ) -> bool:
@@ -353,7 +347,6 @@ def make_record(
     tail: Tail,
     rewards: NDArray[np.float32],
     advantages: NDArray[np.float32],
-    merged: MergeReport | None,
     timer: PhaseTimer,
 ) -> StepRecord:
     """What this rank's log keeps of a step; advantages are NaN where dynamic sampling has left a response out."""
@@ -398,20 +391,21 @@ def make_record(
             **tail.scorer.metrics(),
             **job.meter.end_step(),
             **timer.take_cpu(),
-            **(drafter_metrics(job, tail, counts, merged) if job.drafting else {}),
+            **(drafter_metrics(job, tail, counts) if job.drafting else {}),
         },
     )
 
 
-def drafter_metrics(job: Job, tail: Tail, counts: EngineCounts, merged: MergeReport | None) -> dict[str, float]:
+def drafter_metrics(job: Job, tail: Tail, counts: EngineCounts) -> dict[str, float]:
     """What this rank did for the learned drafter, and how the drafter did."""
     assert job.drafting is not None
+    spot = job.drafting.spot
     return {
         DUE: float(tail.use.trains),
-        MERGE_EXPOSED: merged.exposed_seconds if merged else 0.0,
-        "drafter/cut_rank_seconds": job.drafting.spot.cut_seconds,
-        "drafter/skipped_steps": float(job.drafting.spot.num_skipped),
-        "drafter/dropped_replicas": float(merged.is_dropped if merged else False),
+        MERGE_EXPOSED: spot.merge_report.exposed_seconds,
+        "drafter/cut_rank_seconds": spot.cut_seconds,
+        "drafter/skipped_steps": float(spot.num_skipped),
+        "drafter/dropped_replicas": float(spot.merge_report.is_dropped),
         **own_drafts(job, counts).to_metrics(),
     }
 

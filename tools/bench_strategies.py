@@ -30,13 +30,14 @@ import numpy as np
 from tlt_hpc.common.records import Request, SampleKey, Stream
 from tlt_hpc.config import UserError, load_config
 from tlt_hpc.data.prompts import PromptSource
+from tlt_hpc.job import read_initial_drafter
 from tlt_hpc.models.drafter_file import serving_drafter
 from tlt_hpc.mpi.world import World
 from tlt_hpc.plan.inputs import Assets, read_assets_once
 from tlt_hpc.plan.plan_options import at_least_one, at_least_one_each
 from tlt_hpc.rollout.engine import RolloutEngine
 from tlt_hpc.rollout.strategy import OFF
-from tlt_hpc.session import Session, load_folder, open_session, read_initial_drafter
+from tlt_hpc.session import Session, load_folder, open_session
 from tlt_hpc.studies.compare import num_mismatched
 
 SEQUENCES_PER_ROW, LEAST_SEQUENCES = 4, 16

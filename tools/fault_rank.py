@@ -19,6 +19,7 @@ from tlt_hpc import train as run
 from tlt_hpc.checkpoint import save
 from tlt_hpc.cli.main import main
 from tlt_hpc.cluster.local import launched_rank
+from tlt_hpc.drafting.merge import Merge
 from tlt_hpc.drafting.spot import SpotTrainer
 from tlt_hpc.resume import kept, replay
 from tlt_hpc.rl.ahead import AheadTail
@@ -29,7 +30,7 @@ from tlt_hpc.storage import feature_writer
 PLACES: dict[str, tuple[Any, str]] = {
     "rollout": (RolloutEngine, "step"),
     "spot training": (SpotTrainer, "micro_step"),
-    "merge": (SpotTrainer, "finish_merge"),
+    "merge": (Merge, "finish"),
     "append": (feature_writer.FeatureCacheWriter, "append"),
     "keep": (kept, "write_kept"),
     "log": (run, "write_step"),

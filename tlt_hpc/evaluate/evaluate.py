@@ -31,6 +31,7 @@ from tlt_hpc.evaluate.exam import Exam, open_exam, sampling_params
 from tlt_hpc.evaluate.folder import NEVER_SAMPLED, WEIGHTS, EvaluationFolder
 from tlt_hpc.evaluate.subject import Subject, fingerprint_of, load_weights, open_checkpoint, step_folder
 from tlt_hpc.evaluate.tally import Results, tally
+from tlt_hpc.job import Job
 from tlt_hpc.models.drafter_file import initial_drafter, is_served, serving_drafter
 from tlt_hpc.models.eagle import Eagle
 from tlt_hpc.models.once import read_all_once
@@ -44,7 +45,7 @@ from tlt_hpc.mpi.world import World
 from tlt_hpc.plan.inputs import ModelAssets, describe_model, open_checked_sets
 from tlt_hpc.rewards.scorer import without_form
 from tlt_hpc.rollout.engine import RolloutEngine
-from tlt_hpc.session import Job, Session, draft_among_frequent, open_bench, open_session
+from tlt_hpc.session import Session, draft_among_frequent, open_bench, open_session
 from tlt_hpc.storage.folder import make_folder
 from tlt_hpc.storage.records import add_json_line, write_json
 

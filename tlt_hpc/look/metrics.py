@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from tlt_hpc.common.records import FinishReason, RolloutTiming
 from tlt_hpc.common.words import FIRST_STEP
 from tlt_hpc.drafting.acceptance import DraftCounts
-from tlt_hpc.drafting.spot import MergeReport
+from tlt_hpc.drafting.merge import MergeReport
 from tlt_hpc.look.energy import PREFIX as ENERGY
 from tlt_hpc.mpi.world import World
 from tlt_hpc.rewards.answer import PART, WITH_PARTS

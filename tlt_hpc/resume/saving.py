@@ -12,6 +12,7 @@ from tlt_hpc.checkpoint.manifest import FlatRange
 from tlt_hpc.checkpoint.store import ASK_EVERY_SECONDS, CheckpointStore, Shard
 from tlt_hpc.cluster.stopping import Stop
 from tlt_hpc.cluster.watch.beat import BEAT, Phase
+from tlt_hpc.job import Drafting, Job
 from tlt_hpc.models.drafter_file import write_drafter
 from tlt_hpc.models.once import read_each_once
 from tlt_hpc.models.piece import Piece, own_pieces
@@ -19,7 +20,6 @@ from tlt_hpc.mpi.owner import agree_on_owner
 from tlt_hpc.mpi.world import World
 from tlt_hpc.resume.replay import replay
 from tlt_hpc.rl.draws import StepDraws
-from tlt_hpc.session import Drafting, Job
 from tlt_hpc.storage.step_lines import drop_lines
 
 logger = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ def reserve_copy(job: Job) -> None:
 
 def drafter_shard(job: Job, drafting: Drafting) -> Iterator[tuple[str, Piece]]:
     """This rank's share of the drafter's state, which is the same on all ranks after a merge."""
-    return own_pieces(drafting.spot.live_state().items(), job.world.rank, job.world.size)
+    return own_pieces(drafting.spot.trained.live_state().items(), job.world.rank, job.world.size)
 
 
 def should_continue(job: Job) -> bool:
@@ -215,4 +215,4 @@ def save_drafter(job: Job) -> None:
         WriteError: no room or no permission.
     """
     if job.drafting is not None:
-        write_drafter(job.folder.path / "drafter", job.drafting.spot.state())
+        write_drafter(job.folder.path / "drafter", job.drafting.spot.trained.state())
