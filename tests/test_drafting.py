@@ -16,12 +16,12 @@ from tlt_hpc import rollout_loop as tail
 from tlt_hpc.config import DrafterSection, UserError
 from tlt_hpc.drafting import pool as pool_module
 from tlt_hpc.drafting import spot
-from tlt_hpc.drafting.acceptance import JUDGED_DEPTH, DraftCounts
 from tlt_hpc.drafting.loss import LossSettings, drafter_loss
 from tlt_hpc.drafting.offline import learn
 from tlt_hpc.drafting.packing import pack, whole
 from tlt_hpc.drafting.pool import TrainingPool, training_weights
 from tlt_hpc.drafting.spot import SpotTrainer
+from tlt_hpc.drafting.tail_plan import JUDGED_DEPTH, DraftCounts
 from tlt_hpc.models.eagle import Eagle
 from tlt_hpc.rollout.chooser import DraftTally
 from tlt_hpc.rollout.strategy import OFF, Strategy
@@ -375,7 +375,7 @@ def test_ranks_that_join_late_or_have_nothing_long_merge_by_what_they_trained_on
     start = {name: tensor.clone() for name, tensor in trainers[2].trained.state().items()}
     states, tokens = [t.trained.state() for t in trainers], [sum(r.num_tokens for r in t.records) for t in trainers]
     assert tokens[0] > tokens[1] > tokens[2] == 0
-    assert torch.equal(start["fc.weight"], make_trainer(tmp_path / "new")[0].state()["fc.weight"])
+    assert torch.equal(start["fc.weight"], make_trainer(tmp_path / "new")[0].trained.state()["fc.weight"])
     reports = merge(trainers)
     assert len({report.fingerprint for report in reports}) == 1
     assert reports[0].num_tokens == sum(tokens)

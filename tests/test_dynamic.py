@@ -18,8 +18,7 @@ from tiny import embedded_tokenizer
 from tlt_hpc.checkpoint.store import CheckpointStore
 from tlt_hpc.common.records import Prompt, Rollout, Stream
 from tlt_hpc.config import load_config
-from tlt_hpc.data.order import Refills, shuffled
-from tlt_hpc.data.prompts import open_prompts
+from tlt_hpc.data.prompts import Refills, open_prompts, shuffled
 from tlt_hpc.resume.replay import ReplayError, missing_responses
 from tlt_hpc.rl.draws import StepDraws, chosen, informative, refill_size
 from tlt_hpc.storage.folder import RunFolder

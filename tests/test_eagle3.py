@@ -27,12 +27,11 @@ from tlt_hpc.drafting import loss as loss_module
 from tlt_hpc.drafting.loss import LossSettings, drafter_loss, total_variation
 from tlt_hpc.drafting.packing import pack, whole
 from tlt_hpc.drafting.spot import SpotTrainer
-from tlt_hpc.drafting.vocabulary import count_tokens, most_frequent_tokens
 from tlt_hpc.models import documents as documents_module
 from tlt_hpc.models.documents import attend_documents
-from tlt_hpc.models.eagle import Eagle
-from tlt_hpc.models.eagle3 import Eagle3
+from tlt_hpc.models.eagle import Eagle, Eagle3
 from tlt_hpc.rollout.strategy import OFF, Strategy
+from tlt_hpc.session import count_tokens, most_frequent_tokens
 from tlt_hpc.storage.feature_cache import FeatureCache
 from tlt_hpc.storage.folder import RunFolder
 

@@ -16,8 +16,8 @@ from tiny import CPU, embedded_decoder, embedded_folder, embedded_tokenizer
 
 from tlt_hpc.config import ConfigError, UserError, load_config
 from tlt_hpc.evaluate import subject as subject_module
-from tlt_hpc.evaluate.answering import first_number, see_all
 from tlt_hpc.evaluate.evaluate import prepare
+from tlt_hpc.evaluate.exam import first_number, see_all
 from tlt_hpc.evaluate.folder import EvaluationFolder
 from tlt_hpc.evaluate.subject import Subject, fingerprint_of, load_weights
 from tlt_hpc.models.decoder import Decoder

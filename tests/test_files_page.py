@@ -15,8 +15,7 @@ import pytest
 from launch_ranks import tlt
 from small_run import small_record
 
-from tlt_hpc.storage.kept_responses import write_kept
-from tlt_hpc.storage.rollout_log import write_step
+from tlt_hpc.storage.rollout_log import write_kept, write_step
 
 ROOT = Path(__file__).resolve().parent.parent
 CAPTURED = {"capture_output": True, "text": True}

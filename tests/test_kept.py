@@ -36,8 +36,7 @@ from tlt_hpc.rollout_loop import still_to_do
 from tlt_hpc.storage import step_lines
 from tlt_hpc.storage.folder import RunFolder, WriteError, make_folder, part_of
 from tlt_hpc.storage.hdf5 import DamagedFile
-from tlt_hpc.storage.kept_responses import read_kept, write_kept
-from tlt_hpc.storage.rollout_log import read_step, write_step
+from tlt_hpc.storage.rollout_log import read_kept, read_step, write_kept, write_step
 from tlt_hpc.storage.step_lines import STEP, add_line, drop_lines, read_lines
 
 OVERRIDES = [

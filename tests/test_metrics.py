@@ -13,11 +13,10 @@ import pytest
 
 from tlt_hpc.cli.display import Screen, StepReporter
 from tlt_hpc.common.records import FinishReason, MicroStepRecord, Rollout, RolloutTiming, SampleKey
-from tlt_hpc.drafting.acceptance import DraftCounts
 from tlt_hpc.drafting.merge import MergeReport
+from tlt_hpc.drafting.tail_plan import DraftCounts
 from tlt_hpc.look.columns import step_cells
-from tlt_hpc.look.metrics import part_of, summarise
-from tlt_hpc.look.timing import PhaseTimer
+from tlt_hpc.look.metrics import PhaseTimer, part_of, summarise
 from tlt_hpc.rl.stats import PolicyStats, RolloutMismatch, Update
 from tlt_hpc.rollout.chooser import DraftTally
 from tlt_hpc.rollout.engine import EngineCounts

@@ -24,8 +24,8 @@ from tlt_hpc.cli.display import Screen, StepReporter
 from tlt_hpc.cluster.local import given_job, launch_environment
 from tlt_hpc.cluster.stopping import StopFlag
 from tlt_hpc.config import load_config
-from tlt_hpc.models import once
-from tlt_hpc.models.once import read_all_once, read_each_once
+from tlt_hpc.models import piece
+from tlt_hpc.models.piece import read_all_once, read_each_once
 from tlt_hpc.models.tokenizer import embedded
 from tlt_hpc.mpi import node as node_module
 from tlt_hpc.mpi import world as world_module
@@ -160,7 +160,7 @@ def tensors_as_node(block_bytes: int) -> list[bool]:
         "none": torch.empty(0, 3),
     }
     own = tensors if world.rank == 0 else {}
-    once.BLOCK_BYTES = block_bytes
+    piece.BLOCK_BYTES = block_bytes
     given = dict(read_each_once(world.node_group, tensors, own.__getitem__))
     assert list(given) == list(tensors)
     whole = read_all_once(world.node_group, lambda: own)

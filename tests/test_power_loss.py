@@ -31,9 +31,8 @@ from tlt_hpc import train
 from tlt_hpc.checkpoint.store import CheckpointStore
 from tlt_hpc.storage.feature_cache import FeatureCache
 from tlt_hpc.storage.folder import RunFolder
-from tlt_hpc.storage.kept_responses import write_kept
 from tlt_hpc.storage.records import write_json
-from tlt_hpc.storage.rollout_log import write_step
+from tlt_hpc.storage.rollout_log import write_kept, write_step
 from tlt_hpc.storage.step_lines import add_line, read_lines
 
 WHY_NOT = unavailable()

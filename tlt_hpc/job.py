@@ -26,15 +26,15 @@ from tlt_hpc.models.draft_layer import AS_TARGET, TOKEN_IDS, layer_of
 from tlt_hpc.models.drafter import Drafter
 from tlt_hpc.models.drafter_file import initial_drafter, make_drafter
 from tlt_hpc.models.folder import import_transformers, start_model
-from tlt_hpc.models.once import read_all_once, read_each_once
+from tlt_hpc.models.piece import read_all_once, read_each_once
 from tlt_hpc.models.shape import ModelShape
 from tlt_hpc.models.tokenizer import find_model
 from tlt_hpc.mpi.node import NodeGroup
 from tlt_hpc.mpi.world import World
 from tlt_hpc.plan.inputs import Assets, read_assets_once
 from tlt_hpc.rewards.scorer import Judge
-from tlt_hpc.rl.correction import MismatchWatch
 from tlt_hpc.rl.distributed import join_process_group
+from tlt_hpc.rl.loss import MismatchWatch
 from tlt_hpc.rl.policy import Policy
 from tlt_hpc.rollout.engine import RolloutEngine
 from tlt_hpc.session import Session, choose_vocabulary, closed_on_error, drawn_first, open_bench, open_session

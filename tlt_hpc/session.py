@@ -24,7 +24,6 @@ from tlt_hpc.common.records import Prompt, Request, SampleKey, SamplingParams, S
 from tlt_hpc.common.words import count
 from tlt_hpc.config import Config, ConfigError, UserError
 from tlt_hpc.data.prompts import PromptSource
-from tlt_hpc.drafting.vocabulary import count_tokens, most_frequent_tokens
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.drafter import Drafter
 from tlt_hpc.models.eagle import Eagle
@@ -35,8 +34,7 @@ from tlt_hpc.mpi.pulse import BUSY_SECONDS, Pulse
 from tlt_hpc.mpi.replica import Replica, ReplicaPulse, check_nodes
 from tlt_hpc.mpi.roster import Roster, State, Status
 from tlt_hpc.mpi.world import World
-from tlt_hpc.plan.inputs import Assets, ModelAssets
-from tlt_hpc.plan.shape_checks import check_experts
+from tlt_hpc.plan.inputs import Assets, ModelAssets, check_experts
 from tlt_hpc.rewards.scorer import Judge, standing_judge
 from tlt_hpc.rl.distributed import join_process_group, replica_sum
 from tlt_hpc.rollout.engine import RolloutEngine
@@ -354,3 +352,24 @@ def draft_among_frequent(drafter: Eagle, config: Config, assets: ModelAssets, pr
     """Let a drafter without a head of its own read a part of a wide one: the rows of the most frequent tokens."""
     if num_used_tokens(assets.tokenizer, assets.shape) > config.drafter.vocabulary:
         drafter.draft_among(choose_vocabulary(config, assets, prompts))
+
+
+def count_tokens(texts: Iterable[NDArray[np.int32]], num_tokens: int) -> NDArray[np.int64]:
+    """How often each of ``num_tokens`` tokens occurs in texts [T]: [num_tokens]."""
+    counts = np.zeros(num_tokens, np.int64)
+    for text in texts:
+        counts += np.bincount(text, minlength=num_tokens)[:num_tokens]
+    return counts
+
+
+def most_frequent_tokens(counts: NDArray[np.int64], num: int, always: Sequence[int] = ()) -> NDArray[np.int64]:
+    """The ``num`` most frequent ids (all where there are fewer) and those of ``always`` among them, ascending.
+
+    An id of ``always`` that is not counted is none of the tokenizer's: a model may name such an end token.
+    Where counts are equal, as of all that never occurred, lower ids come first: in a vocabulary of merged pairs these
+    are the merges made first, of what is frequent in text at large.
+    """
+    ranked, first = counts.astype(np.float64), [token for token in set(always) if token < len(counts)]
+    ranked[first] = np.inf
+    order = np.argsort(-ranked, kind="stable")
+    return np.sort(order[: max(num, len(first))])

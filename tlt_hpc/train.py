@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -18,19 +18,25 @@ from tlt_hpc.cluster.watch.beat import BEAT
 from tlt_hpc.common.records import AHEAD, PREFILL, PhaseSpan, Rollout
 from tlt_hpc.common.words import count
 from tlt_hpc.config import Config, UserError
-from tlt_hpc.drafting.acceptance import JUDGED_DEPTH, DraftCounts
 from tlt_hpc.drafting.merge import sums_on_gpus
-from tlt_hpc.drafting.tail_plan import STORED_ACCEPTED, STORED_TOKENS
+from tlt_hpc.drafting.tail_plan import JUDGED_DEPTH, STORED_ACCEPTED, STORED_TOKENS, DraftCounts
 from tlt_hpc.evaluate.evaluate import TESTING, evaluate_policy, prepare
 from tlt_hpc.evaluate.exam import Exam
 from tlt_hpc.job import Job, assemble
-from tlt_hpc.look.metrics import DECODE_CPU, DUE, K3, KEPT_TOKENS, LATE, MERGE_EXPOSED, PROBS_DIFF, summarise
-from tlt_hpc.look.timing import PhaseTimer
-from tlt_hpc.look.tracking import Tracking
+from tlt_hpc.look.metrics import (
+    DECODE_CPU,
+    DUE,
+    K3,
+    KEPT_TOKENS,
+    LATE,
+    MERGE_EXPOSED,
+    PROBS_DIFF,
+    PhaseTimer,
+    summarise,
+)
 from tlt_hpc.mpi.owner import agree_on_owner, check_owner
 from tlt_hpc.mpi.roster import Roster
 from tlt_hpc.mpi.world import World
-from tlt_hpc.resume.finished import record_finished
 from tlt_hpc.resume.kept import drop_kept
 from tlt_hpc.resume.saving import (
     drop_steps_after,
@@ -50,6 +56,7 @@ from tlt_hpc.rollout.chooser import DraftTally
 from tlt_hpc.rollout.engine import EngineCounts
 from tlt_hpc.rollout_loop import RollingReporter, Tail, end_features, roll_out
 from tlt_hpc.storage.folder import rank_of, sync
+from tlt_hpc.storage.records import record_finished
 from tlt_hpc.storage.rollout_log import StepRecord, write_step
 from tlt_hpc.storage.step_lines import Line, add_line, read_lines, replace_line
 
@@ -82,22 +89,22 @@ class RunResult:
     """Empty unless a signal or a vote ended the run early."""
 
 
-def run(config: Config, world: World, reporter: Reporter, tracking: Tracking | None = None) -> RunResult:
+def run(config: Config, world: World, reporter: Reporter, follow: Callable[[int], None] | None = None) -> RunResult:
     """Run, or resume, the job that ``config`` describes; collective.
 
     Args:
-        tracking: follows the run's lines; it is not closed here.
+        follow: on rank 0, called with the number of steps whose lines are whole, for trackers.
 
     Raises:
         ValueError: the user's mistake (configuration, model folder, data), before any step.
     """
     with closing(assemble(config, world)) as job:
-        *_, result = take_steps(job, tracking, reporter)
+        *_, result = take_steps(job, follow, reporter)
     assert result is not None
     return result
 
 
-def take_steps(job: Job, tracking: Tracking | None, reporter: Reporter) -> Iterator[RunResult | None]:
+def take_steps(job: Job, follow: Callable[[int], None] | None, reporter: Reporter) -> Iterator[RunResult | None]:
     """The steps that are left; yields None before each of them, and at last how the run ended. Collective.
 
     Raises:
@@ -115,7 +122,7 @@ def take_steps(job: Job, tracking: Tracking | None, reporter: Reporter) -> Itera
         saved = save_checkpoint(job, step, saved)
     agree_on_owner(world, job.folder.status, BEAT.start)
     world.once(lambda: drop_replaced(job, step))
-    judged = judge_and_track(job, evaluation, tracking, step, reporter)
+    judged = judge_and_track(job, evaluation, follow, step, reporter)
     timer = PhaseTimer()
     while step < config.run.num_steps:
         yield None
@@ -130,7 +137,7 @@ def take_steps(job: Job, tracking: Tracking | None, reporter: Reporter) -> Itera
             else:
                 save_drafter_if_due(job, step)
         with timer.between_steps("testing"):
-            judged = judge_and_track(job, evaluation, tracking, step, reporter)
+            judged = judge_and_track(job, evaluation, follow, step, reporter)
     stop, is_saved = save_at_end(job, saved, step)
     finished = step >= config.run.num_steps and judged and is_saved
     digest = ""
@@ -291,12 +298,12 @@ def gather_step(
 
 
 def judge_and_track(
-    job: Job, evaluation: Exam | None, tracking: Tracking | None, step: int, reporter: Reporter
+    job: Job, evaluation: Exam | None, follow: Callable[[int], None] | None, step: int, reporter: Reporter
 ) -> bool:
     """``evaluate_if_due``, then tell the trackers of all steps whose lines are whole now."""
     judged = evaluate_if_due(job, evaluation, step, reporter)
-    if tracking:
-        tracking.follow(step if judged else step - 1)
+    if follow:
+        follow(step if judged else step - 1)
     return judged
 
 

@@ -29,7 +29,7 @@ from live_bytes import LiveBytes
 from tlt_hpc.cli.display import Screen, StepReporter
 from tlt_hpc.config import Config, load_config
 from tlt_hpc.job import Job, assemble
-from tlt_hpc.look.timing import PhaseTimer
+from tlt_hpc.look.metrics import PhaseTimer
 from tlt_hpc.mpi.world import World
 from tlt_hpc.plan.memory.engine import PAGES
 from tlt_hpc.plan.memory.phases import plan_memory

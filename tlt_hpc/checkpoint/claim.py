@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from hashlib import sha256
+from pathlib import Path
 from uuid import uuid4
 
 from tlt_hpc.checkpoint.policy_weights import start_facts
 from tlt_hpc.cluster.watch.beat import BEAT
 from tlt_hpc.cluster.watch.last import warn_of_last
 from tlt_hpc.config import Config, ConfigError, check_resumable, to_toml
-from tlt_hpc.data.claim import claim_data
 from tlt_hpc.data.prompts import PromptSource
 from tlt_hpc.models.tokenizer import find_model
 from tlt_hpc.mpi.owner import claim_owner
 from tlt_hpc.mpi.world import World
 from tlt_hpc.storage.folder import RunFolder, hidden_files, writing_beside
-from tlt_hpc.storage.records import Environment, add_environment
+from tlt_hpc.storage.records import Environment, add_environment, read_record, write_json
 
 
 def claim_folder(
@@ -78,3 +79,30 @@ def _check_ranks_agree(config: Config, name: str, writer: str, prompts: PromptSo
                 f"data.source: rank {rank} on {hostname} draws other prompts than rank 0 on {seen[0][0]}; "
                 "give all nodes the same files"
             )
+
+
+FILE = "data.json"
+
+
+def claim_data(folder: Path, facts: Mapping[str, str]) -> None:
+    """Write the fingerprints ``facts`` to a run's folder, or compare them with those that are there.
+
+    Raises:
+        UserError: they differ, or the file is damaged or cannot be written.
+    """
+    path = folder / FILE
+    old = read_record(path, dict[str, str], "remove it to resume with the data as it is now") or {}
+    for key in sorted(set(old) & set(facts)):
+        # Once prompts were left out, they stay left out: otherwise draws would shift. The other way nothing shifts.
+        if old[key] != facts[key] and (key, facts[key]) != ("data.overlong", "drop"):
+            if key == "model.path":
+                raise ConfigError(
+                    f"{folder} holds a run that began with other files of its model, which it still needs (as the "
+                    "reference, or below its adapters); restore them or give another run.name"
+                )
+            why = "prompts that it left out would shift all draws: " if key == "data.overlong" else ""
+            raise ConfigError(
+                f"{folder} holds a run whose {key} was another ({old[key][:12]} then, {facts[key][:12]} now); "
+                f"{why}restore it or give another run.name"
+            )
+    write_json(path, dict(facts))

@@ -13,14 +13,15 @@ from torch import Tensor
 
 from tlt_hpc.checkpoint.manifest import Checkpoint
 from tlt_hpc.config import Config, UserError
-from tlt_hpc.models.expert_names import Place, is_expert, places
 from tlt_hpc.models.folder import DTYPES
 from tlt_hpc.models.lora import adapter_names, merge
-from tlt_hpc.models.once import ReadCut
-from tlt_hpc.models.piece import Cut
+from tlt_hpc.models.piece import Cut, ReadCut
 from tlt_hpc.models.weight_files import (
     UNREADABLE,
+    Place,
     StoredTensor,
+    is_expert,
+    places,
     read_heads,
     reading_files,
     weight_files,

@@ -26,15 +26,14 @@ from tlt_hpc.common.words import count, spans_of
 from tlt_hpc.config import Config, UserError, check_replicas, to_toml
 from tlt_hpc.data.evaluation_sets import EvaluationSet, longest_prompt, longest_response, warning_of
 from tlt_hpc.data.rows import digest_of
-from tlt_hpc.evaluate.answering import answer
-from tlt_hpc.evaluate.exam import Exam, open_exam, sampling_params
+from tlt_hpc.evaluate.exam import Exam, answer, open_exam, sampling_params
 from tlt_hpc.evaluate.folder import NEVER_SAMPLED, WEIGHTS, EvaluationFolder
 from tlt_hpc.evaluate.subject import Subject, fingerprint_of, load_weights, open_checkpoint, step_folder
 from tlt_hpc.evaluate.tally import Results, tally
 from tlt_hpc.job import Job
 from tlt_hpc.models.drafter_file import initial_drafter, is_served, serving_drafter
 from tlt_hpc.models.eagle import Eagle
-from tlt_hpc.models.once import read_all_once
+from tlt_hpc.models.piece import read_all_once
 from tlt_hpc.models.shape import ModelShape, check_sharding, read_shape
 from tlt_hpc.models.tokenizer import find_model, load_tokenizer, tokens_without_text
 from tlt_hpc.models.weight_check import check_weights

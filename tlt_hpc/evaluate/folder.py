@@ -17,9 +17,9 @@ from typing import Any
 from tlt_hpc.common.files import DamagedText, read_json
 from tlt_hpc.common.records import SampleKey
 from tlt_hpc.config import ConfigError
-from tlt_hpc.storage.evaluation_log import JudgedResponse, read_responses, write_responses
 from tlt_hpc.storage.hdf5 import DamagedFile
 from tlt_hpc.storage.records import write_json
+from tlt_hpc.storage.rollout_log import JudgedResponse, read_responses, write_responses
 
 logger = logging.getLogger(__name__)
 

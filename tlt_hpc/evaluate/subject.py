@@ -22,7 +22,7 @@ from tlt_hpc.config import EMBEDDED_MODEL, Config, UserError, load_saved_config
 from tlt_hpc.data.evaluation_sets import longest_response
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.folder import DTYPES, folder_readers
-from tlt_hpc.models.once import ReadCut, readers_once
+from tlt_hpc.models.piece import ReadCut, readers_once
 from tlt_hpc.models.tokenizer import find_model
 from tlt_hpc.mpi.world import World
 from tlt_hpc.rewards.scorer import without_form

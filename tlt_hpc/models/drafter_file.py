@@ -19,9 +19,8 @@ from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.draft_layer import AS_TARGET, SETTINGS, DraftLayer, drafter_shape, layer_of
 from tlt_hpc.models.draft_layer import TOKEN_IDS as TOKEN_IDS
 from tlt_hpc.models.drafter import Drafter, Form
-from tlt_hpc.models.eagle import Eagle
-from tlt_hpc.models.eagle3 import Eagle3
-from tlt_hpc.models.once import read_all_once
+from tlt_hpc.models.eagle import Eagle, Eagle3
+from tlt_hpc.models.piece import read_all_once
 from tlt_hpc.models.shape import ModelShape, check_layers
 from tlt_hpc.models.weight_files import DRAFTER_FILE as DRAFTER_FILE
 from tlt_hpc.models.weight_files import TAKE_DRAFTER, find_drafter, find_initial_drafter, opened

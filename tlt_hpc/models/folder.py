@@ -13,10 +13,9 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from tokenizers import Tokenizer
 
-from tlt_hpc.common.heap import importing
+from tlt_hpc.common.host_memory import importing
 from tlt_hpc.config import UserError
-from tlt_hpc.models.once import ReadCut, readers_once, share
-from tlt_hpc.models.piece import Cut
+from tlt_hpc.models.piece import Cut, ReadCut, readers_once, share
 from tlt_hpc.models.shape import TAKE_CONFIG, ModelShape
 from tlt_hpc.models.weight_files import INDEX, UNREADABLE, opened, refusal, weight_files
 

@@ -14,8 +14,7 @@ from tlt_hpc.cluster.stopping import Stop
 from tlt_hpc.cluster.watch.beat import BEAT, Phase
 from tlt_hpc.job import Drafting, Job
 from tlt_hpc.models.drafter_file import write_drafter
-from tlt_hpc.models.once import read_each_once
-from tlt_hpc.models.piece import Piece, own_pieces
+from tlt_hpc.models.piece import Piece, own_pieces, read_each_once
 from tlt_hpc.mpi.owner import agree_on_owner
 from tlt_hpc.mpi.world import World
 from tlt_hpc.resume.replay import replay

@@ -20,7 +20,7 @@ from tlt_hpc.job import make_drafting
 from tlt_hpc.models.drafter import Drafter
 from tlt_hpc.models.drafter_file import initial_drafter
 from tlt_hpc.models.folder import num_used_tokens
-from tlt_hpc.models.once import read_all_once
+from tlt_hpc.models.piece import read_all_once
 from tlt_hpc.mpi.world import World
 from tlt_hpc.plan.inputs import read_assets_once
 from tlt_hpc.session import Session, closed_on_error, load_folder, open_session

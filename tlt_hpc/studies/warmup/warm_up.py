@@ -22,12 +22,12 @@ from tlt_hpc.config import Config, UserError
 from tlt_hpc.config.schedule import scheduled_rate
 from tlt_hpc.drafting.offline import balanced_shards, batches_of, learn, passes_of
 from tlt_hpc.drafting.packing import pack
-from tlt_hpc.drafting.vocabulary import count_tokens, most_frequent_tokens
 from tlt_hpc.kernels.deterministic import deterministic
 from tlt_hpc.models.drafter_file import write_drafter
-from tlt_hpc.models.once import read_each_once
+from tlt_hpc.models.piece import read_each_once
 from tlt_hpc.mpi.world import World
 from tlt_hpc.rollout.engine import RolloutEngine
+from tlt_hpc.session import count_tokens, most_frequent_tokens
 from tlt_hpc.storage.feature_file import Document, FeatureCacheReader
 from tlt_hpc.storage.records import FACTS_FILE, CurvePoint, DrafterFacts, write_json
 from tlt_hpc.studies.warmup.capture import capture
