@@ -7,7 +7,9 @@ import hashlib
 import json
 import os
 import re
+import shlex
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,6 @@ from tlt_hpc.config import (
     apply_override,
     parse_config,
 )
-from tlt_hpc.data.known import known_by_output
 from tlt_hpc.data.rows import ArrowRows, JoinedRows, JsonlRows, Row, RowError, Rows, first_line
 
 _JSONL = (".jsonl", ".ndjson", ".json")
@@ -49,8 +50,6 @@ def open_rows(data: DataSection, seed: int, wanted: frozenset[str], key: str = T
         ConfigError: no such file, a file that cannot be read, no rows.
     """
     if isinstance(data.source, str) and data.source.startswith(TASK_PREFIX):
-        from tlt_hpc.data.files import TaskRows
-
         return TaskRows(data.source.removeprefix(TASK_PREFIX), seed, data.task_args, key)
     files = data_files(data, key)
     rows = JoinedRows(
@@ -213,3 +212,61 @@ class TaskRows:
         """Digest of the task's arguments and first problems: another version of the package may make others."""
         first = [self._task[index] for index in range(min(_PROBED, len(self)))]
         return hashlib.sha256((self._made_from + json.dumps(first, sort_keys=True, default=str)).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class KnownSet:
+    """A data set of the hub."""
+
+    name: str
+    repository: str
+    folder: str
+    """Where the pages download it to."""
+    files: str
+    """Those to train on, or the only ones; a pattern within the repository."""
+    source: str
+    """``data_source`` of its rows: verl's name, which reward functions look at."""
+    question: str
+    """Its column."""
+    answer: str
+    """Its column; a dot selects a field within one."""
+
+    @property
+    def output(self) -> Path:
+        """Where it is written unless another place is given; the shipped jobs read it there."""
+        return Path("data") / f"{self.name.replace('-', '_')}.jsonl"
+
+    @property
+    def download(self) -> str:
+        """The command that downloads it."""
+        return f"hf download {self.repository} --repo-type dataset --local-dir {self.folder}"
+
+    def commands(self, output: str) -> str:
+        """The commands that download it and write the file ``output``."""
+        prepare = f"tlt data prepare {self.name} {self.folder}/{self.files} --output {shlex.quote(output)}"
+        return f"{self.download} && {prepare}"
+
+
+_DAPO = ("prompt", "reward_model.ground_truth")
+KNOWN = {
+    known.name: known
+    for known in (
+        KnownSet("dapo-math", "BytedTsinghua-SIA/DAPO-Math-17k", "data/dapo", "data/*.parquet", "math_dapo", *_DAPO),
+        KnownSet("gsm8k", "openai/gsm8k", "data/gsm8k", "main/train-*.parquet", "openai/gsm8k", "question", "answer"),
+        KnownSet(
+            "math", "EleutherAI/hendrycks_math", "data/math", "*/train-*.parquet", "DigitalLearningGmbH/MATH-lighteval",
+            "problem", "solution",
+        ),
+        KnownSet(
+            "math-500", "HuggingFaceH4/MATH-500", "data/math500", "test.jsonl", "HuggingFaceH4/MATH-500", "problem",
+            "answer",
+        ),
+        KnownSet("aime-2024", "BytedTsinghua-SIA/AIME-2024", "data/aime", "data/*.parquet", "aime2024", *_DAPO),
+    )
+}  # fmt: skip
+"""By the name that ``tlt data prepare`` takes; it knows how their cells are read."""
+
+
+def known_by_output(path: Path) -> KnownSet | None:
+    """The data set whose prepared file has this name; None if none has."""
+    return next((known for known in KNOWN.values() if known.output.name == path.name), None)
