@@ -132,12 +132,12 @@ def test_drafts_of_all_the_drafters_strategies_count_and_no_others() -> None:
     for place, tally in enumerate(tallies):
         tally.add(2, [1] * 10**place)
     drafts = {strategy.family: tally for strategy, tally in zip(strategies, tallies, strict=True)}
-    job = SimpleNamespace(engine=SimpleNamespace(settings=SimpleNamespace(strategies=strategies)))
-    found = own_drafts(job, EngineCounts(drafts=drafts))
+    settings = SimpleNamespace(strategies=strategies)
+    found = own_drafts(settings, EngineCounts(drafts=drafts))
     names = [strategy.name for strategy in strategies]
     used = sum(10**place for place, name in enumerate(names) if name.startswith("drafter"))
     assert found == DraftCounts((used, used, 0, 0), (used, 0, 0, 0)) and found.reached[0] > 1000
-    assert own_drafts(job, EngineCounts()) == DraftCounts()
+    assert own_drafts(settings, EngineCounts()) == DraftCounts()
 
 
 def test_an_energy_counter_that_one_rank_lost_leaves_the_sum_out() -> None:

@@ -158,7 +158,7 @@ def save_between_and_come_back(folder: str) -> list[dict[str, Any]]:
         again, step = start(*([change] if "=" in change else []))
         got = state_of(again)
         if world.rank == 0:
-            saving.drop_steps_after(again, step)
+            saving.drop_steps_after(again.folder, again.drafting, step, again.config.checkpoint.replay)
         world.barrier()
         again.close()
         found.append(sorted(path.name for path in alone.iterdir()))

@@ -15,6 +15,7 @@ from tlt_hpc.common.records import Request, Rollout, RolloutTiming, SampleKey
 from tlt_hpc.config import UserError
 from tlt_hpc.drafting.tail_plan import TailUse
 from tlt_hpc.job import Drafting, Job
+from tlt_hpc.mpi.pulse import Pulse
 from tlt_hpc.mpi.roster import Roster, State, Status
 from tlt_hpc.mpi.world import World
 from tlt_hpc.resume.kept import Keeper, excluded_token, open_keeper
@@ -203,22 +204,22 @@ def use_wait(job: Job, scorer: Scorer, use: TailUse, ahead: AheadTail, roster: R
         return False  # nothing is begun while the vote is on its way, and the core is left to others
     if scorer.has_unscored(job.engine.finished):
         with job.pulse.progressing(now):
-            scorer.score_ahead(job.engine.finished, lambda: is_over(job))
+            scorer.score_ahead(job.engine.finished, lambda: is_over(job.pulse, job.world))
         if job.replica.size == 1:
             return True
     if now.state is State.AHEAD:  # the ranks of a replica do so together, whatever each of them has scored
-        ahead.work(roster, now, lambda: is_over(job))
+        ahead.work(roster, now, lambda: is_over(job.pulse, job.world))
         return True
     if not (use.trains and roster.worth_training(job.config.drafter.min_idle, job.world.rank)):
         return False
     assert job.drafting is not None
     with job.pulse.progressing(now._replace(state=State.TRAINING)):
-        return job.drafting.spot.micro_step(lambda: is_over(job))
+        return job.drafting.spot.micro_step(lambda: is_over(job.pulse, job.world))
 
 
-def is_over(job: Job) -> bool:
+def is_over(pulse: Pulse, world: World) -> bool:
     """Whether this rank should return to its loop: the rollout is over, or it has a stop to vote for."""
-    return job.pulse.over or job.world.stop_requested
+    return pulse.over or world.stop_requested
 
 
 def status(job: Job, use: TailUse, ahead: AheadTail) -> Status:

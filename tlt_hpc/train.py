@@ -19,6 +19,7 @@ from tlt_hpc.common.records import AHEAD, PREFILL, PhaseSpan, Rollout
 from tlt_hpc.common.words import count
 from tlt_hpc.config import Config, UserError
 from tlt_hpc.drafting.merge import sums_on_gpus
+from tlt_hpc.drafting.spot import SpotTrainer
 from tlt_hpc.drafting.tail_plan import JUDGED_DEPTH, STORED_ACCEPTED, STORED_TOKENS, DraftCounts
 from tlt_hpc.evaluate.evaluate import TESTING, evaluate_policy, prepare
 from tlt_hpc.evaluate.exam import Exam
@@ -54,8 +55,9 @@ from tlt_hpc.rl.draws import gather
 from tlt_hpc.rl.update import update_policy
 from tlt_hpc.rollout.chooser import DraftTally
 from tlt_hpc.rollout.engine import EngineCounts
+from tlt_hpc.rollout.settings import EngineSettings
 from tlt_hpc.rollout_loop import RollingReporter, Tail, end_features, roll_out
-from tlt_hpc.storage.folder import rank_of, sync
+from tlt_hpc.storage.folder import RunFolder, rank_of, sync
 from tlt_hpc.storage.records import record_finished
 from tlt_hpc.storage.rollout_log import StepRecord, write_step
 from tlt_hpc.storage.step_lines import Line, add_line, read_lines, replace_line
@@ -142,7 +144,7 @@ def take_steps(job: Job, follow: Callable[[int], None] | None, reporter: Reporte
     finished = step >= config.run.num_steps and judged and is_saved
     digest = ""
     if finished:
-        world.once(lambda: save_drafter(job))
+        world.once(lambda: save_drafter(job.folder, job.drafting))
         digest = job.policy.sha256()  # gathers the whole policy
         world.once(lambda: record_finished(config, step, digest))
     yield RunResult(first, step, finished, digest, world.flag.reason if stop and not finished else "")
@@ -172,7 +174,7 @@ def take_step(job: Job, step: int, reporter: Reporter, is_saved: bool = False, t
             reporter.phase(step, "reward")
         with timer("reward"):
             rewards = tail.scorer.rewards(tail.rollouts)
-            check_judged(job, step, tail)
+            check_judged(job.world, step, tail)
             rollouts, scores = gather_step(job, tail.rollouts, rewards)
         if shows:
             reporter.phase(step, "update")
@@ -237,7 +239,8 @@ def merging(job: Job, trains_drafter: bool, timer: PhaseTimer) -> Iterator[None]
 def drop_replaced(job: Job, step: int) -> None:
     """Remove what steps from ``step`` on are about to write again, unless none is to be done; on rank 0."""
     if step < job.config.run.num_steps and not job.world.stop_requested:
-        drop_steps_after(job, step)  # logs that are about to be replaced are no committed step's
+        # logs that are about to be replaced are no committed step's
+        drop_steps_after(job.folder, job.drafting, step, job.config.checkpoint.replay)
         job.folder.finished.unlink(missing_ok=True)  # of fewer steps
 
 
@@ -246,30 +249,30 @@ def log_step(job: Job, step: int, record: StepRecord, line: Line) -> None:
     job.plan.learn(line)
     agree_on_owner(job.world, job.folder.status, BEAT.start)
     job.world.all_or_none(lambda: write_step(job.folder.rollout_log(step, job.world.rank), record))
-    job.world.once(lambda: commit(job, step, line))
+    job.world.once(lambda: commit(job.folder, job.world.size, step, line))
 
 
-def commit(job: Job, step: int, line: Line) -> None:
+def commit(folder: RunFolder, num_ranks: int, step: int, line: Line) -> None:
     """Once every rank's log is there, the step's line, which commits it; on rank 0.
 
     Raises:
         UserError, WriteError: the folder is another start's by now, or it cannot be written.
     """
-    confirm = partial(check_owner, job.folder.status, BEAT.start)
+    confirm = partial(check_owner, folder.status, BEAT.start)
     confirm()
-    drop_foreign_logs(job, step)
+    drop_foreign_logs(folder, num_ranks, step)
     # again: a start that was stopped for long meanwhile would remove the lines of the one that has taken over
-    add_line(job.folder.metrics, line, confirm)
-    drop_kept(job.folder)
+    add_line(folder.metrics, line, confirm)
+    drop_kept(folder)
 
 
-def check_judged(job: Job, step: int, tail: Tail) -> None:
+def check_judged(world: World, step: int, tail: Tail) -> None:
     """Warn of responses that could not be judged, and end a run that has no others: it would learn nothing; collective.
 
     Raises:
         UserError: on all ranks.
     """
-    found = joined(job.world.allgather(tail.scorer.unjudged(tail.rollouts)))
+    found = joined(world.allgather(tail.scorer.unjudged(tail.rollouts)))
     if not found.total:
         return
     if found.total == found.num_responses:
@@ -277,7 +280,7 @@ def check_judged(job: Job, step: int, tail: Tail) -> None:
             f"none of the {found.total} responses of step {step + 1} could be judged: {found.explain()}; "
             "then start again"
         )
-    if job.world.rank == 0:
+    if world.rank == 0:
         logger.warning(
             "step %d: %d of %d responses could not be judged and have reward 0: %s",
             step + 1, found.total, found.num_responses, found.explain(),
@@ -328,21 +331,21 @@ def evaluate_if_due(job: Job, evaluation: Exam | None, step: int, reporter: Repo
     metrics = evaluate_policy(job, evaluation, step, show)
     if metrics is not None:
         with_figures = {**line, **metrics}
-        job.world.once(lambda: add_figures(job, with_figures))
+        job.world.once(lambda: add_figures(job.folder, with_figures))
         if job.world.rank == 0:
             reporter.evaluated(step, metrics)
     return metrics is not None
 
 
-def add_figures(job: Job, line: Line) -> None:
+def add_figures(folder: RunFolder, line: Line) -> None:
     """Replace a step's line by one with an evaluation's figures; on rank 0.
 
     Raises:
         UserError, WriteError: as ``commit``.
     """
-    confirm = partial(check_owner, job.folder.status, BEAT.start)
+    confirm = partial(check_owner, folder.status, BEAT.start)
     confirm()
-    replace_line(job.folder.metrics, line, confirm)
+    replace_line(folder.metrics, line, confirm)
 
 
 # -- records --------------------------------------------------------------------------------------------------------
@@ -398,28 +401,26 @@ def make_record(
             **tail.scorer.metrics(),
             **job.meter.end_step(),
             **timer.take_cpu(),
-            **(drafter_metrics(job, tail, counts) if job.drafting else {}),
+            **(drafter_metrics(job.drafting.spot, tail.use.trains) if job.drafting else {}),
+            **(own_drafts(job.engine.settings, counts).to_metrics() if job.drafting else {}),
         },
     )
 
 
-def drafter_metrics(job: Job, tail: Tail, counts: EngineCounts) -> dict[str, float]:
-    """What this rank did for the learned drafter, and how the drafter did."""
-    assert job.drafting is not None
-    spot = job.drafting.spot
+def drafter_metrics(spot: SpotTrainer, trains: bool) -> dict[str, float]:
+    """What this rank did for the learned drafter in a step that ``trains`` it, or not."""
     return {
-        DUE: float(tail.use.trains),
+        DUE: float(trains),
         MERGE_EXPOSED: spot.merge_report.exposed_seconds,
         "drafter/cut_rank_seconds": spot.cut_seconds,
         "drafter/skipped_steps": float(spot.num_skipped),
         "drafter/dropped_replicas": float(spot.merge_report.is_dropped),
-        **own_drafts(job, counts).to_metrics(),
     }
 
 
-def own_drafts(job: Job, counts: EngineCounts) -> DraftCounts:
+def own_drafts(settings: EngineSettings, counts: EngineCounts) -> DraftCounts:
     """How many of the learned drafter's drafts were accepted, by all its strategies together."""
-    families = {strategy.family for strategy in job.engine.settings.strategies if strategy.has_drafter}
+    families = {strategy.family for strategy in settings.strategies if strategy.has_drafter}
     tallies = [DraftTally(), *(counts.drafts[family] for family in sorted(families & counts.drafts.keys()))]
     sums = np.sum([(tally.reached, tally.accepted) for tally in tallies], axis=0, dtype=float)
     return DraftCounts(*(tuple(column[:JUDGED_DEPTH]) for column in sums.tolist()))
@@ -433,9 +434,9 @@ def decisions_of(counts: EngineCounts) -> NDArray[np.int32]:
     return rounds
 
 
-def drop_foreign_logs(job: Job, step: int) -> None:
+def drop_foreign_logs(folder: RunFolder, num_ranks: int, step: int) -> None:
     """Remove a step's files of ranks that are no more: a run resumed on fewer of them has written the step again."""
-    foreign = [path for path in job.folder.rollout_logs(step) if rank_of(path) >= job.world.size]
+    foreign = [path for path in folder.rollout_logs(step) if rank_of(path) >= num_ranks]
     for path in foreign:
         path.unlink()
     if foreign:
