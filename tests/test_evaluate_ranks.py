@@ -16,10 +16,10 @@ from tiny import CPU, embedded_decoder, embedded_folder, embedded_tokenizer
 
 from tlt_hpc.config import ConfigError, UserError, load_config
 from tlt_hpc.evaluate import subject as subject_module
-from tlt_hpc.evaluate.evaluate import prepare
+from tlt_hpc.evaluate.between_steps import prepare
 from tlt_hpc.evaluate.exam import first_number, see_all
-from tlt_hpc.evaluate.folder import EvaluationFolder
-from tlt_hpc.evaluate.subject import Subject, fingerprint_of, load_weights
+from tlt_hpc.evaluate.folder import EvaluationFolder, fingerprint_of
+from tlt_hpc.evaluate.subject import Subject, load_weights
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.folder import folder_weights
 from tlt_hpc.models.shape import read_shape

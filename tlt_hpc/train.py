@@ -21,7 +21,7 @@ from tlt_hpc.config import Config, UserError
 from tlt_hpc.drafting.merge import sums_on_gpus
 from tlt_hpc.drafting.spot import SpotTrainer
 from tlt_hpc.drafting.tail_plan import JUDGED_DEPTH, STORED_ACCEPTED, STORED_TOKENS, DraftCounts
-from tlt_hpc.evaluate.evaluate import TESTING, evaluate_policy, prepare
+from tlt_hpc.evaluate.between_steps import TESTING, evaluate_policy, prepare
 from tlt_hpc.evaluate.exam import Exam
 from tlt_hpc.job import Job, assemble
 from tlt_hpc.look.metrics import (

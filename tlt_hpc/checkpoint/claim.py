@@ -7,16 +7,19 @@ from hashlib import sha256
 from pathlib import Path
 from uuid import uuid4
 
-from tlt_hpc.checkpoint.policy_weights import start_facts
 from tlt_hpc.cluster.watch.beat import BEAT
 from tlt_hpc.cluster.watch.last import warn_of_last
 from tlt_hpc.config import Config, ConfigError, check_resumable, to_toml
 from tlt_hpc.data.prompts import PromptSource
 from tlt_hpc.models.tokenizer import find_model
+from tlt_hpc.models.weight_files import weight_files, weights_digest
 from tlt_hpc.mpi.owner import claim_owner
 from tlt_hpc.mpi.world import World
 from tlt_hpc.storage.folder import RunFolder, hidden_files, writing_beside
 from tlt_hpc.storage.records import Environment, add_environment, read_record, write_json
+
+MODEL = "model.path"
+"""The key of a model's digest among a run's facts."""
 
 
 def claim_folder(
@@ -95,7 +98,7 @@ def claim_data(folder: Path, facts: Mapping[str, str]) -> None:
     for key in sorted(set(old) & set(facts)):
         # Once prompts were left out, they stay left out: otherwise draws would shift. The other way nothing shifts.
         if old[key] != facts[key] and (key, facts[key]) != ("data.overlong", "drop"):
-            if key == "model.path":
+            if key == MODEL:
                 raise ConfigError(
                     f"{folder} holds a run that began with other files of its model, which it still needs (as the "
                     "reference, or below its adapters); restore them or give another run.name"
@@ -106,3 +109,17 @@ def claim_data(folder: Path, facts: Mapping[str, str]) -> None:
                 f"{why}restore it or give another run.name"
             )
     write_json(path, dict(facts))
+
+
+def start_facts(config: Config, model: Path) -> dict[str, str]:
+    """What a run notes of the model that it begins with, where its checkpoints do not hold all that it needs of it.
+
+    Adapters are merged into that model, and it is the reference that a divergence is measured from: with another one a
+    resumed run would learn something else, without a word.
+
+    Raises:
+        ValueError: a file of weights is missing, or cannot be read.
+    """
+    if config.lora.rank:
+        weight_files(model)  # refuses what transformers alone can read, which adapters could not be merged into
+    return {MODEL: weights_digest(model)} if config.lora.rank or config.algorithm.kl_coefficient else {}
