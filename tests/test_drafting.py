@@ -18,8 +18,7 @@ from tlt_hpc.drafting import pool as pool_module
 from tlt_hpc.drafting import spot
 from tlt_hpc.drafting.loss import LossSettings, drafter_loss
 from tlt_hpc.drafting.offline import learn
-from tlt_hpc.drafting.packing import pack, whole
-from tlt_hpc.drafting.pool import TrainingPool, training_weights
+from tlt_hpc.drafting.pool import TrainingPool, pack, training_weights, whole
 from tlt_hpc.drafting.spot import SpotTrainer
 from tlt_hpc.drafting.tail_plan import JUDGED_DEPTH, DraftCounts
 from tlt_hpc.models.eagle import Eagle

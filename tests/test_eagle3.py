@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM
 from tlt_hpc.config import DrafterSection
 from tlt_hpc.drafting import loss as loss_module
 from tlt_hpc.drafting.loss import LossSettings, drafter_loss, total_variation
-from tlt_hpc.drafting.packing import pack, whole
+from tlt_hpc.drafting.pool import pack, whole
 from tlt_hpc.drafting.spot import SpotTrainer
 from tlt_hpc.models import documents as documents_module
 from tlt_hpc.models.documents import attend_documents

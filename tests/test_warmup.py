@@ -20,7 +20,7 @@ from tlt_hpc.cli.main import main
 from tlt_hpc.cluster.stopping import Stop
 from tlt_hpc.config import DrafterSection, UserError, WarmupSection, load_config
 from tlt_hpc.drafting.offline import learn
-from tlt_hpc.drafting.packing import pack, whole
+from tlt_hpc.drafting.pool import pack, whole
 from tlt_hpc.drafting.spot import SpotTrainer
 from tlt_hpc.models.drafter_file import DRAFTER_FILE, load_drafter, read_drafter
 from tlt_hpc.models.tokenizer import embedded

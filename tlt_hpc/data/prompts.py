@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import random
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +19,6 @@ from tlt_hpc.cluster.watch.beat import BEAT
 from tlt_hpc.common import words
 from tlt_hpc.common.records import ChatFormat, Prompt
 from tlt_hpc.config import EMBEDDED_TASK, Config, ConfigError, DataSection
-from tlt_hpc.data.gcd import MAX_NUMBER, draw_from_split
 from tlt_hpc.data.reader import OverlongError, PromptCheck, PromptReader, encode
 
 CHECKED_ROWS = 10_000
@@ -308,3 +309,82 @@ class Refills:
         # all of the data is in the step already: its rows come again, in order
         again = [*found, *own]
         return (again * (count // len(again) + 1))[:count]
+
+
+# -- the embedded task: greatest common divisors by written-out subtraction -------------------------------------------
+#
+# A problem is ``gcd(196,364)=``; a full answer is ``<think>196,364;196,168;28,168;...;28,28</think>\\boxed{28}``. The
+# number of written subtractions varies with the quotients of Euclid's algorithm, which gives response lengths a natural
+# long tail. Problems are split by a hash of their text, so that no split ever sees another's.
+
+Split = Literal["supervised", "train", "evaluation"]
+
+MAX_NUMBER = 399
+MAX_DIVISOR = 24
+LONG_TAIL_SHARE = 0.3
+MAX_WORKING_TOKENS = 480
+
+
+@dataclass(frozen=True)
+class GcdProblem:
+    """A pair of positive integers whose greatest common divisor is asked for."""
+
+    a: int
+    b: int
+
+    @property
+    def prompt(self) -> str:
+        return f"gcd({self.a},{self.b})="
+
+    @property
+    def answer(self) -> str:
+        return str(math.gcd(self.a, self.b))
+
+    @property
+    def split(self) -> Split:
+        """The split this problem belongs to: 60 % supervised, 30 % train, 10 % evaluation, by hash of its text."""
+        bucket = int.from_bytes(hashlib.sha256(self.prompt.encode()).digest()[:4], "little") % 10
+        if bucket < 6:
+            return "supervised"
+        return "train" if bucket < 9 else "evaluation"
+
+    def subtractions(self) -> list[tuple[int, int]]:
+        """Pairs from the problem down to (g, g), one subtraction of the smaller from the larger at a time."""
+        a, b = self.a, self.b
+        pairs = [(a, b)]
+        while a != b:
+            a, b = (a - b, b) if a > b else (a, b - a)
+            pairs.append((a, b))
+        return pairs
+
+
+def num_working_tokens(pairs: list[tuple[int, int]]) -> int:
+    """Tokens of a written working: digits, one comma a pair, one semicolon between pairs."""
+    return sum(len(str(a)) + len(str(b)) + 2 for a, b in pairs) - 1
+
+
+def draw_problem(random_source: random.Random) -> GcdProblem:
+    """One problem: a coprime pair scaled by a divisor in 1..24; 30 % have one log-uniform number."""
+    while True:
+        divisor = random_source.randint(1, MAX_DIVISOR)
+        limit = MAX_NUMBER // divisor
+        first = random_source.randint(1, limit)
+        if random_source.random() < LONG_TAIL_SHARE:
+            second = max(1, round(math.exp(random_source.uniform(0.0, math.log(limit)))))
+        else:
+            second = random_source.randint(1, limit)
+        if math.gcd(first, second) != 1 or first == second:
+            continue
+        if random_source.random() < 0.5:
+            first, second = second, first
+        problem = GcdProblem(first * divisor, second * divisor)
+        if num_working_tokens(problem.subtractions()) <= MAX_WORKING_TOKENS:
+            return problem
+
+
+def draw_from_split(random_source: random.Random, split: Split) -> GcdProblem:
+    """One problem of the given split."""
+    while True:
+        problem = draw_problem(random_source)
+        if problem.split == split:
+            return problem

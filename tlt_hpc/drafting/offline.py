@@ -15,7 +15,7 @@ import torch
 from tlt_hpc.config import UserError
 from tlt_hpc.drafting.loss import fast_products
 from tlt_hpc.drafting.merge import SumOverRanks, start_sum
-from tlt_hpc.drafting.packing import Excerpt, PackedBatch
+from tlt_hpc.drafting.pool import Excerpt, PackedBatch
 from tlt_hpc.drafting.spot import SpotTrainer
 from tlt_hpc.storage.feature_file import Document
 

@@ -21,8 +21,7 @@ from tlt_hpc.common.records import MicroStepRecord
 from tlt_hpc.config import DrafterSection
 from tlt_hpc.drafting.loss import LossSettings, drafter_loss, fast_products
 from tlt_hpc.drafting.merge import Merge, MergeReport, SumOverRanks, sums_on_gpus
-from tlt_hpc.drafting.packing import PackedBatch, pack
-from tlt_hpc.drafting.pool import TrainingPool
+from tlt_hpc.drafting.pool import PackedBatch, TrainingPool, pack
 from tlt_hpc.drafting.state import TrainedDrafter
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.draft_layer import AS_TARGET, DraftLayer

@@ -26,7 +26,7 @@ from tlt_hpc.cluster.watch.beat import BEAT, Phase
 from tlt_hpc.common.host_memory import importing
 from tlt_hpc.config import Config, UserError
 from tlt_hpc.config.schedule import scheduled_rate
-from tlt_hpc.models.sequence_parallel import SequenceGroup
+from tlt_hpc.models.sharding import SequenceGroup
 
 if TYPE_CHECKING:
     from tlt_hpc.mpi.world import World
