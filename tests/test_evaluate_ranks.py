@@ -82,13 +82,12 @@ def test_weights_are_rounded_as_in_training_where_a_cpu_computes_with_more_digit
 
 def test_other_files_on_another_node_are_refused_on_all_ranks(tmp_path):
     sources_by_rank(tmp_path)
-    tokenizer, engine = embedded_tokenizer(), SimpleNamespace(decoder=embedded_decoder())
 
     def prepared(world) -> str:
         world.node_group = SimpleNamespace(size=1, once=lambda read: read())
         config = load_config(TINY, ["evaluation.every_steps=2", source_of(tmp_path, world.rank)])
         with pytest.raises(ConfigError) as caught:
-            prepare(SimpleNamespace(config=config, world=world, engine=engine, tokenizer=tokenizer))
+            prepare(config, world, embedded_decoder().shape, embedded_tokenizer())
         return str(caught.value)
 
     message = (

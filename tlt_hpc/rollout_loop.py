@@ -184,7 +184,7 @@ def generate_part(
 
     own = job.shard(requests)
     roster = job.generate(
-        engine, own, on_idle=on_idle, on_round=on_round, status=lambda: status(job, use, ahead), shown=shown, epoch=step
+        engine, own, on_idle=on_idle, on_round=on_round, status=lambda: status(job, ahead), shown=shown, epoch=step
     )
     late_seconds = time.perf_counter() - job.pulse.released_at
     timing = RolloutTiming(start, last_token, time.time())
@@ -199,7 +199,7 @@ def use_wait(job: Job, scorer: Scorer, use: TailUse, ahead: AheadTail, roster: R
 
     The pulse continues meanwhile, so that the release ends any of them at once.
     """
-    now = status(job, use, ahead)
+    now = status(job, ahead)
     if job.world.stop_requested and (now.state is not State.AHEAD or job.replica.size == 1):
         return False  # nothing is begun while the vote is on its way, and the core is left to others
     if scorer.has_unscored(job.engine.finished):
@@ -222,7 +222,7 @@ def is_over(pulse: Pulse, world: World) -> bool:
     return pulse.over or world.stop_requested
 
 
-def status(job: Job, use: TailUse, ahead: AheadTail) -> Status:
+def status(job: Job, ahead: AheadTail) -> Status:
     """What this rank reports to the others."""
     now, steps = engine_status(job.engine, job.world), len(job.drafting.spot.records) if job.drafting else 0
     state = now.state

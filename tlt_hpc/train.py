@@ -113,7 +113,7 @@ def take_steps(job: Job, follow: Callable[[int], None] | None, reporter: Reporte
         ValueError: as ``run``.
     """
     config, world = job.config, job.world
-    evaluation = prepare(job)
+    evaluation = prepare(config, world, job.decoder.shape, job.tokenizer)
     saved, step = resume(job, reporter.replayed)
     first = step
     reserve_copy(job)
@@ -128,7 +128,7 @@ def take_steps(job: Job, follow: Callable[[int], None] | None, reporter: Reporte
     timer = PhaseTimer()
     while step < config.run.num_steps:
         yield None
-        if not should_continue(job):
+        if not should_continue(world, job.checkpoints):
             break
         if not take_step(job, step, reporter, is_saved=saved == step, timer=timer):
             break

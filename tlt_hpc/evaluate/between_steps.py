@@ -14,18 +14,22 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Tokenizer
+
 from tlt_hpc.cluster.watch.beat import BEAT, Phase
 from tlt_hpc.common.files import LINES_BYTES, read_text
 from tlt_hpc.common.words import count, spans_of
-from tlt_hpc.config import UserError
+from tlt_hpc.config import Config, UserError
 from tlt_hpc.data.evaluation_sets import EvaluationSet, longest_response, warning_of
 from tlt_hpc.data.rows import digest_of
 from tlt_hpc.evaluate.exam import Exam, answer, open_exam
 from tlt_hpc.evaluate.folder import NEVER_SAMPLED, WEIGHTS, EvaluationFolder, fingerprint_of, step_folder
 from tlt_hpc.evaluate.tally import Results, tally
 from tlt_hpc.job import Job
+from tlt_hpc.models.shape import ModelShape
 from tlt_hpc.models.tokenizer import find_model
 from tlt_hpc.mpi.roster import Roster
+from tlt_hpc.mpi.world import World
 from tlt_hpc.plan.inputs import open_checked_sets
 from tlt_hpc.rewards.scorer import without_form
 from tlt_hpc.session import Session, open_bench
@@ -39,20 +43,19 @@ TESTING = "timing_s/testing"
 _JUDGING = ("default", "by_source", "function", "tolerance", "format_tags", "cpu_seconds", "memory_mb")
 
 
-def prepare(job: Job) -> Exam | None:
+def prepare(config: Config, world: World, shape: ModelShape, tokenizer: Tokenizer) -> Exam | None:
     """Read the data sets once for the whole run; None where it does not evaluate. Collective.
 
     Raises:
         ValueError: a data set cannot be used, or is not the same on all nodes.
     """
-    config = job.config
     if not config.evaluation.every_steps:
         return None
-    judge = open_bench(config.model_copy(update={"reward": without_form(config.reward)}), job.world)
-    folder, shape = find_model(config.model.path), job.engine.decoder.shape
-    sets = job.world.node_group.once(lambda: open_checked_sets(config, folder, shape, job.tokenizer))
-    exam = open_exam(config, sets, judge, job.world)
-    if job.world.rank == 0 and warning_of(sets):
+    judge = open_bench(config.model_copy(update={"reward": without_form(config.reward)}), world)
+    folder = find_model(config.model.path)
+    sets = world.node_group.once(lambda: open_checked_sets(config, folder, shape, tokenizer))
+    exam = open_exam(config, sets, judge, world)
+    if world.rank == 0 and warning_of(sets):
         logger.warning("evaluation: %s", warning_of(sets))
     return exam
 

@@ -107,7 +107,7 @@ class SummedLinear(Linear):
 
 # -- one packed batch over the ranks of a group: each holds a slice of the tokens -------------------------------------
 #
-# In attention each has a share of the heads. Everything but attention acts on tokens alone. Before it the ranks exchange
+# In attention each has a share of the heads. Everything else acts on tokens alone. Before it the ranks exchange
 # slices of all heads for all tokens of some heads, after it back (DeepSpeed-Ulysses, arXiv 2309.14509); what is
 # exchanged goes back the other way in the backward pass. Shapes: ``n`` ranks of the group, ``T`` tokens of the batch, a
 # multiple of ``n`` once padded, ``S`` = T / n tokens of a slice, ``h`` heads, ``d`` head size, ``R`` places that are

@@ -39,10 +39,10 @@ def drafter_shard(drafting: Drafting, world: World) -> Iterator[tuple[str, Piece
     return own_pieces(drafting.spot.trained.live_state().items(), world.rank, world.size)
 
 
-def should_continue(job: Job) -> bool:
+def should_continue(world: World, checkpoints: CheckpointStore) -> bool:
     """Whether no rank was asked to stop; the same collective advances a checkpoint that is being written."""
-    reports, stop = job.world.exchange(job.checkpoints.report())
-    job.checkpoints.advance(reports)
+    reports, stop = world.exchange(checkpoints.report())
+    checkpoints.advance(reports)
     return not stop
 
 
