@@ -21,6 +21,7 @@ from tlt_hpc.cli import rank_commands
 from tlt_hpc.cli.main import main
 from tlt_hpc.cluster.stopping import Stop, StopFlag
 from tlt_hpc.config import Config, TrackingSection, load_config
+from tlt_hpc.look import trackers
 from tlt_hpc.look import tracking as tracking_module
 from tlt_hpc.look.tracking import Tracking
 from tlt_hpc.mpi import ending
@@ -231,7 +232,7 @@ SYNC = "; `wandb sync /runs/tiny/wandb/run-1` sends what it has"
 
 @pytest.mark.parametrize("call", ["init", "log", "finish"])
 def test_a_tracker_that_does_not_answer_is_named_once_and_dropped(call, tmp_path, library, caplog, monkeypatch):
-    monkeypatch.setattr(tracking_module, "ANSWER_SECONDS", 0.3)
+    monkeypatch.setattr(trackers, "ANSWER_SECONDS", 0.3)
     config, folder = config_for(tmp_path, "tracking.wandb=offline"), RunFolder(tmp_path / "tiny")
     commit(folder, *range(9))
     released = threading.Event()
@@ -254,7 +255,7 @@ def test_a_tracker_that_does_not_answer_is_named_once_and_dropped(call, tmp_path
 
 
 def test_a_tracker_that_cannot_keep_up_is_dropped_and_has_what_it_was_given(tmp_path, library, caplog, monkeypatch):
-    monkeypatch.setattr(tracking_module, "MAX_BEHIND", 2)
+    monkeypatch.setattr(trackers, "MAX_BEHIND", 2)
     config, folder = config_for(tmp_path, "tracking.wandb=offline"), RunFolder(tmp_path / "tiny")
     commit(folder, *range(9))
     reached, released = threading.Event(), threading.Event()
@@ -274,14 +275,12 @@ def test_a_tracker_that_cannot_keep_up_is_dropped_and_has_what_it_was_given(tmp_
 def test_a_slow_tracker_gets_the_steps_in_order(tmp_path, library, caplog):
     """Also as many as no queue holds, if it is switched on late."""
     config, folder = config_for(tmp_path, "tracking.wandb=offline"), RunFolder(tmp_path / "tiny")
-    commit(folder, *range(tracking_module.MAX_BEHIND + 30))
+    commit(folder, *range(trackers.MAX_BEHIND + 30))
     library.before = lambda called: time.sleep(0.002)
     with Tracking(config, folder) as tracking:
-        for count in range(tracking_module.MAX_BEHIND + 20, tracking_module.MAX_BEHIND + 31):
+        for count in range(trackers.MAX_BEHIND + 20, trackers.MAX_BEHIND + 31):
             tracking.follow(count)
-    assert [[step for step, _ in run] for run in library.runs.values()] == [
-        list(range(1, tracking_module.MAX_BEHIND + 31))
-    ]
+    assert [[step for step, _ in run] for run in library.runs.values()] == [list(range(1, trackers.MAX_BEHIND + 31))]
     assert not warnings_in(caplog) and library.ended == [0]
 
 
@@ -305,8 +304,8 @@ def test_a_process_ends_although_a_tracker_does_not_answer(tmp_path):
     code = (
         "import sys, threading; from pathlib import Path; sys.path.insert(0, 'tests')\n"
         "from test_tracking import commit, config_for\n"
-        "from tlt_hpc.look import tracking; from tlt_hpc.storage.folder import RunFolder\n"
-        "tracking.TensorBoard.__init__ = lambda *_: threading.Event().wait(); tracking.ANSWER_SECONDS = 0.2\n"
+        "from tlt_hpc.look import tracking, trackers; from tlt_hpc.storage.folder import RunFolder\n"
+        "trackers.TensorBoard.__init__ = lambda *_: threading.Event().wait(); tracking.ANSWER_SECONDS = 0.2\n"
         f"place = Path({str(tmp_path)!r}); folder = RunFolder(place / 'tiny'); commit(folder, 0)\n"
         "config = config_for(place, 'tracking.tensorboard=true')\n"
         "with tracking.Tracking(config, folder) as followed: followed.follow(1)\n"

@@ -17,7 +17,7 @@ from typing import Any
 from uuid import uuid4
 
 from tlt_hpc.config import Config
-from tlt_hpc.look.tracking import ANSWER_SECONDS, EXIT_SECONDS, Figures, Tracker
+from tlt_hpc.look.trackers import ANSWER_SECONDS, EXIT_SECONDS, Figures, Tracker
 from tlt_hpc.storage.folder import RunFolder
 
 _PROJECT = "tlt"
