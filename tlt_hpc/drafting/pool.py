@@ -27,7 +27,7 @@ from tlt_hpc.storage.hdf5 import DamagedFile
 
 logger = logging.getLogger(__name__)
 
-_LEAST_LENGTH = 2
+LEAST_LENGTH = 2
 """Of a response: a pair that predicts one of its tokens needs the feature after it."""
 _COVERED = 0.25
 """Weight of an earlier response of a length that this step has finished itself: its features are of older weights."""
@@ -138,7 +138,7 @@ class TrainingPool:
         self._places, weights = [], []
         for source, chances in zip(sources, [first, *others], strict=True):
             prompts, lengths = source.prompt_lengths.tolist(), source.lengths.tolist()
-            for index in np.flatnonzero(source.lengths >= _LEAST_LENGTH).tolist():
+            for index in np.flatnonzero(source.lengths >= LEAST_LENGTH).tolist():
                 pairs = prompts[index] + lengths[index] - 2
                 self._places.append(_Place(source, index, prompts[index], pairs))
                 weights.append(float(chances[index]))

@@ -21,7 +21,7 @@ from tlt_hpc.cluster.watch.beat import BEAT, Phase
 from tlt_hpc.config import Config, UserError
 from tlt_hpc.config.schedule import scheduled_rate
 from tlt_hpc.drafting.offline import balanced_shards, batches_of, learn, passes_of
-from tlt_hpc.drafting.pool import pack
+from tlt_hpc.drafting.pool import LEAST_LENGTH, pack
 from tlt_hpc.kernels.deterministic import deterministic
 from tlt_hpc.models.drafter_file import write_drafter
 from tlt_hpc.models.piece import read_each_once
@@ -37,8 +37,6 @@ from tlt_hpc.studies.warmup.progress import Progress
 from tlt_hpc.studies.warmup.texts import Texts
 
 _ONLY_TRAINING = (".trained", ".exp_avg", ".exp_avg_sq")
-_LEAST_LENGTH = 2
-"""Of a response: a pair that predicts one of its tokens needs the feature after it."""
 
 
 class WarmupReporter(Protocol):
@@ -96,7 +94,7 @@ class Shelf:
     def __init__(self, files: Sequence[Path]) -> None:
         self._readers = [FeatureCacheReader(path) for path in files]
         lengths = ((reader, index, n) for reader in self._readers for index, n in enumerate(reader.lengths.tolist()))
-        self._places = [place for place in lengths if place[2] >= _LEAST_LENGTH]
+        self._places = [place for place in lengths if place[2] >= LEAST_LENGTH]
         self.lengths: list[int] = [length for _, _, length in self._places]
         """Response lengths."""
         if not self.lengths:
