@@ -27,7 +27,6 @@ from tlt_hpc.config import load_config
 from tlt_hpc.models import piece
 from tlt_hpc.models.piece import read_all_once, read_each_once
 from tlt_hpc.models.tokenizer import embedded
-from tlt_hpc.mpi import node as node_module
 from tlt_hpc.mpi import world as world_module
 from tlt_hpc.rl.distributed import leave_process_group
 from tlt_hpc.train import run
@@ -119,7 +118,7 @@ def test_each_file_is_opened_by_one_rank_of_the_node(tmp_path: Path) -> None:
 
 def read_as_nodes(num_bytes: int) -> dict[str, Any]:
     """Two ranks a node: what each was given of three reads, how often it read, and the error that its node met."""
-    node_module.BLOCK_BYTES = 1000
+    world_module.BLOCK_BYTES = 1000
     rank = int(os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK", "0")))
     world_module.socket.gethostname = lambda: f"node{rank // 2}"
     node, calls = world_module.World.connect().node_group, []

@@ -29,8 +29,7 @@ from tlt_hpc.models.folder import import_transformers, start_model
 from tlt_hpc.models.piece import read_all_once, read_each_once
 from tlt_hpc.models.shape import ModelShape
 from tlt_hpc.models.tokenizer import find_model
-from tlt_hpc.mpi.node import NodeGroup
-from tlt_hpc.mpi.world import World
+from tlt_hpc.mpi.world import NodeGroup, World
 from tlt_hpc.plan.inputs import Assets, read_assets_once
 from tlt_hpc.rewards.scorer import Judge
 from tlt_hpc.rl.distributed import join_process_group

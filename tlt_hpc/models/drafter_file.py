@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tlt_hpc.common.extras import load_extra
+from tlt_hpc.common.source import load_extra
 from tlt_hpc.config import ConfigError, UserError
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.draft_layer import AS_TARGET, SETTINGS, DraftLayer, drafter_shape, layer_of
@@ -27,7 +27,7 @@ from tlt_hpc.models.weight_files import TAKE_DRAFTER, find_drafter, find_initial
 from tlt_hpc.storage.folder import writing_beside
 
 if TYPE_CHECKING:
-    from tlt_hpc.mpi.node import NodeGroup
+    from tlt_hpc.mpi.world import NodeGroup
 
 _NO_WEIGHTS = (TOKEN_IDS, SETTINGS)
 

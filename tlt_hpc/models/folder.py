@@ -22,7 +22,7 @@ from tlt_hpc.models.weight_files import INDEX, UNREADABLE, opened, refusal, weig
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-    from tlt_hpc.mpi.node import NodeGroup
+    from tlt_hpc.mpi.world import NodeGroup
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

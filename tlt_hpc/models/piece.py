@@ -104,7 +104,7 @@ def not_finite(found: Mapping[str, Tensor]) -> list[str]:
 
 
 if TYPE_CHECKING:
-    from tlt_hpc.mpi.node import NodeGroup
+    from tlt_hpc.mpi.world import NodeGroup
 
 # -- weights that a node's first rank reads and passes to the others, a few tensors at a time -------------------------
 #

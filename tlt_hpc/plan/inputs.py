@@ -26,7 +26,7 @@ from tlt_hpc.rewards.judge import check_answer
 from tlt_hpc.rollout.strategy import strategies_of
 
 if TYPE_CHECKING:
-    from tlt_hpc.mpi.node import NodeGroup
+    from tlt_hpc.mpi.world import NodeGroup
 
 
 _SHOWN_SPANS = 4

@@ -10,8 +10,8 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
 
-from tlt_hpc.common.extras import load_extra
 from tlt_hpc.common.records import Prompt
+from tlt_hpc.common.source import load_extra
 from tlt_hpc.config import RewardSection
 from tlt_hpc.config.data_sections import ANSWER, FORMAT, part_name
 from tlt_hpc.rewards import text
