@@ -6,7 +6,7 @@ The core imports nothing of ``tlt_hpc.extras``: ``load_extra`` finds it by name.
 from __future__ import annotations
 
 import hashlib
-from importlib import import_module, metadata
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,8 @@ PACKAGE = Path(tlt_hpc.__file__).parent
 
 def installed_version(package: str) -> str:
     """The version of an installed package; empty if it is not installed."""
+    from importlib import metadata  # takes 20 ms, which every command would wait for
+
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
