@@ -155,10 +155,11 @@ def test_the_drafter_learns_and_is_merged_on_the_gpu(gpu, tmp_path, form, is_joi
         monkeypatch.setattr(
             torch.distributed, "all_reduce", lambda x, async_op: sums.append((x.numel(), async_op)) or work
         )
-    trainer.start_merge(world)
-    report = trainer.finish_merge(world)
+    with trainer.merging(world):
+        pass
+    report = trainer.merge_report
     assert report.num_steps == 2 and len(trainer.records) == 2 and not report.is_dropped
-    num_numbers = 3 * sum(parameter.numel() for parameter in trainer.drafter.parameters()) + 2
+    num_numbers = 3 * sum(parameter.numel() for parameter in trainer.trained.drafter.parameters()) + 2
     assert sums == ([(num_numbers, True)] if is_joined else [])
     assert [array.size for array in world.arrays] == ([] if is_joined else [num_numbers])
     # the two totals and the fingerprint are read in any case

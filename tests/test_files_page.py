@@ -20,8 +20,7 @@ from launch_ranks import tlt
 from small_run import small_record
 
 from tlt_hpc.checkpoint import manifest as checkpoint_manifest
-from tlt_hpc.storage.kept_responses import write_kept
-from tlt_hpc.storage.rollout_log import write_step
+from tlt_hpc.storage.rollout_log import write_kept, write_step
 
 ROOT = Path(__file__).resolve().parent.parent
 CAPTURED = {"capture_output": True, "text": True}

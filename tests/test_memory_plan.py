@@ -104,11 +104,11 @@ def test_a_rank_of_a_replica_has_its_part_of_every_layer(form: str, dtype: str) 
 
 def test_constants_are_those_of_the_code() -> None:
     assert engine_plan.PARTIAL_BYTES == attention.PARTIAL_BYTES
-    from tlt_hpc.checkpoint.host_buffer import CHUNK_BYTES
+    from tlt_hpc.checkpoint.save import CHUNK_BYTES
     from tlt_hpc.drafting import loss
     from tlt_hpc.models import documents, policy_model
     from tlt_hpc.plan.memory import phases, training
-    from tlt_hpc.rl.engine import REDUCE_BUCKET_ELEMENTS
+    from tlt_hpc.rl.distributed import REDUCE_BUCKET_ELEMENTS
 
     assert BUCKET_ELEMENTS == REDUCE_BUCKET_ELEMENTS and phases.COPY_CHUNK_BYTES == CHUNK_BYTES
     assert training.CHUNK_LOGITS == policy_model._CHUNK_LOGITS == loss._MOST_LOGITS
@@ -313,7 +313,7 @@ def test_mistakes_end_in_one_line(arguments: list[str], message: str, capsys: py
 
 ASKING = """
 import sys
-from tlt_hpc.checkpoint import host_room, store
+from tlt_hpc.checkpoint import store
 from tlt_hpc.cli import main as cli
 true_check = store.check_room
 def check_room(world, num_bytes):
@@ -322,7 +322,7 @@ def check_room(world, num_bytes):
 store.check_room = check_room
 left = {left}
 if left is not None:
-    host_room.available_bytes = lambda: left
+    store.available_bytes = lambda: left
 sys.exit(cli.main())
 """
 

@@ -13,11 +13,10 @@ import pytest
 
 from tlt_hpc.cli.display import Screen, StepReporter
 from tlt_hpc.common.records import FinishReason, MicroStepRecord, Rollout, RolloutTiming, SampleKey
-from tlt_hpc.drafting.acceptance import DraftCounts
-from tlt_hpc.drafting.spot import MergeReport
+from tlt_hpc.drafting.merge import MergeReport
+from tlt_hpc.drafting.tail_plan import DraftCounts
 from tlt_hpc.look.columns import step_cells
-from tlt_hpc.look.metrics import part_of, summarise
-from tlt_hpc.look.timing import PhaseTimer
+from tlt_hpc.look.metrics import PhaseTimer, part_of, summarise
 from tlt_hpc.rl.stats import PolicyStats, RolloutMismatch, Update
 from tlt_hpc.rollout.chooser import DraftTally
 from tlt_hpc.rollout.engine import EngineCounts
@@ -133,12 +132,12 @@ def test_drafts_of_all_the_drafters_strategies_count_and_no_others() -> None:
     for place, tally in enumerate(tallies):
         tally.add(2, [1] * 10**place)
     drafts = {strategy.family: tally for strategy, tally in zip(strategies, tallies, strict=True)}
-    job = SimpleNamespace(engine=SimpleNamespace(settings=SimpleNamespace(strategies=strategies)))
-    found = own_drafts(job, EngineCounts(drafts=drafts))
+    settings = SimpleNamespace(strategies=strategies)
+    found = own_drafts(settings, EngineCounts(drafts=drafts))
     names = [strategy.name for strategy in strategies]
     used = sum(10**place for place, name in enumerate(names) if name.startswith("drafter"))
     assert found == DraftCounts((used, used, 0, 0), (used, 0, 0, 0)) and found.reached[0] > 1000
-    assert own_drafts(job, EngineCounts()) == DraftCounts()
+    assert own_drafts(settings, EngineCounts()) == DraftCounts()
 
 
 def test_an_energy_counter_that_one_rank_lost_leaves_the_sum_out() -> None:

@@ -34,7 +34,7 @@ from tlt_hpc.models.documents import attend_documents
 from tlt_hpc.models.folder import folder_weights, load_policy_model
 from tlt_hpc.models.shape import read_shape
 from tlt_hpc.models.weight_check import check_sizes, weight_sizes
-from tlt_hpc.mpi.node import to_send
+from tlt_hpc.mpi.world import to_send
 from tlt_hpc.plan.preflight.job_checks import check_model
 
 TINY = str(Path(__file__).resolve().parent.parent / "jobs" / "tiny.toml")

@@ -8,7 +8,6 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -30,9 +29,8 @@ from tlt_hpc import train
 from tlt_hpc.checkpoint.store import CheckpointStore
 from tlt_hpc.storage.feature_cache import FeatureCache
 from tlt_hpc.storage.folder import RunFolder
-from tlt_hpc.storage.kept_responses import write_kept
 from tlt_hpc.storage.records import write_json
-from tlt_hpc.storage.rollout_log import write_step
+from tlt_hpc.storage.rollout_log import write_kept, write_step
 from tlt_hpc.storage.step_lines import add_line, read_lines
 
 WHY_NOT = unavailable()
@@ -179,8 +177,7 @@ def test_logs_of_ranks_that_are_no_more_do_not_come_back(tmp_path: Path) -> None
         for rank in range(2):
             write_step(run.rollout_log(0, rank), small_record(0, rank))
         write_step(run.rollout_log(0, 0), small_record(0, 0, 1))
-        job: Any = SimpleNamespace(folder=run, world=OneRank())
-        train.drop_foreign_logs(job, 0)
+        train.drop_foreign_logs(run, 1, 0)
         add_line(run.metrics, line_of(0))
 
     def look(run: RunFolder) -> Iterable[str]:

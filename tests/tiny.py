@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from tlt_hpc.common.records import Request, Rollout, SampleKey, SamplingParams, Stream
 from tlt_hpc.config import EMBEDDED_MODEL
-from tlt_hpc.data.gcd import draw_from_split
+from tlt_hpc.data.prompts import draw_from_split
 from tlt_hpc.kernels.gumbel import gumbel_noise_reference
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.drafter import Drafter

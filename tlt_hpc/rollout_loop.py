@@ -14,6 +14,8 @@ from tlt_hpc.cluster.watch.beat import BEAT, Phase
 from tlt_hpc.common.records import Request, Rollout, RolloutTiming, SampleKey
 from tlt_hpc.config import UserError
 from tlt_hpc.drafting.tail_plan import TailUse
+from tlt_hpc.job import Drafting, Job
+from tlt_hpc.mpi.pulse import Pulse
 from tlt_hpc.mpi.roster import Roster, State, Status
 from tlt_hpc.mpi.world import World
 from tlt_hpc.resume.kept import Keeper, excluded_token, open_keeper
@@ -21,7 +23,7 @@ from tlt_hpc.rewards.scorer import Scorer
 from tlt_hpc.rl.ahead import AheadTail
 from tlt_hpc.rl.draws import StepDraws
 from tlt_hpc.rollout.engine import RolloutEngine
-from tlt_hpc.session import Drafting, Job, engine_status, text_of
+from tlt_hpc.session import engine_status, text_of
 
 
 class RollingReporter(Protocol):
@@ -182,7 +184,7 @@ def generate_part(
 
     own = job.shard(requests)
     roster = job.generate(
-        engine, own, on_idle=on_idle, on_round=on_round, status=lambda: status(job, use, ahead), shown=shown, epoch=step
+        engine, own, on_idle=on_idle, on_round=on_round, status=lambda: status(job, ahead), shown=shown, epoch=step
     )
     late_seconds = time.perf_counter() - job.pulse.released_at
     timing = RolloutTiming(start, last_token, time.time())
@@ -197,30 +199,30 @@ def use_wait(job: Job, scorer: Scorer, use: TailUse, ahead: AheadTail, roster: R
 
     The pulse continues meanwhile, so that the release ends any of them at once.
     """
-    now = status(job, use, ahead)
+    now = status(job, ahead)
     if job.world.stop_requested and (now.state is not State.AHEAD or job.replica.size == 1):
         return False  # nothing is begun while the vote is on its way, and the core is left to others
     if scorer.has_unscored(job.engine.finished):
         with job.pulse.progressing(now):
-            scorer.score_ahead(job.engine.finished, lambda: is_over(job))
+            scorer.score_ahead(job.engine.finished, lambda: is_over(job.pulse, job.world))
         if job.replica.size == 1:
             return True
     if now.state is State.AHEAD:  # the ranks of a replica do so together, whatever each of them has scored
-        ahead.work(roster, now, lambda: is_over(job))
+        ahead.work(roster, now, lambda: is_over(job.pulse, job.world))
         return True
     if not (use.trains and roster.worth_training(job.config.drafter.min_idle, job.world.rank)):
         return False
     assert job.drafting is not None
     with job.pulse.progressing(now._replace(state=State.TRAINING)):
-        return job.drafting.spot.micro_step(lambda: is_over(job))
+        return job.drafting.spot.micro_step(lambda: is_over(job.pulse, job.world))
 
 
-def is_over(job: Job) -> bool:
+def is_over(pulse: Pulse, world: World) -> bool:
     """Whether this rank should return to its loop: the rollout is over, or it has a stop to vote for."""
-    return job.pulse.over or job.world.stop_requested
+    return pulse.over or world.stop_requested
 
 
-def status(job: Job, use: TailUse, ahead: AheadTail) -> Status:
+def status(job: Job, ahead: AheadTail) -> Status:
     """What this rank reports to the others."""
     now, steps = engine_status(job.engine, job.world), len(job.drafting.spot.records) if job.drafting else 0
     state = now.state

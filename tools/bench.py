@@ -80,9 +80,9 @@ def bench_strategies(options: argparse.Namespace) -> None:
 
 def compare_strategies(session: Any, batch: int, turns: list[list[Request]]) -> None:
     """Print a line for each way at one batch size; the first turn is for learning."""
+    from tlt_hpc.job import read_initial_drafter
     from tlt_hpc.models.drafter_file import serving_drafter
     from tlt_hpc.rollout.strategy import OFF
-    from tlt_hpc.session import read_initial_drafter
     from tlt_hpc.studies.compare import num_mismatched
 
     settings, weights = session.settings(), None

@@ -34,8 +34,8 @@ from tlt_hpc.common.records import Request, SampleKey, SamplingParams, Stream
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.drafter import Drafter
 from tlt_hpc.models.folder import DTYPES
-from tlt_hpc.models.json_file import read_json
 from tlt_hpc.models.shape import ModelShape, shape_from
+from tlt_hpc.models.tokenizer import read_json
 from tlt_hpc.rollout.engine import RolloutEngine
 from tlt_hpc.rollout.settings import EngineSettings
 

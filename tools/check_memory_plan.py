@@ -34,7 +34,8 @@ from torch.utils._pytree import tree_leaves
 
 from tlt_hpc.cli.display import Screen, StepReporter
 from tlt_hpc.config import Config, load_config
-from tlt_hpc.drafting.sums import sums_on_gpus
+from tlt_hpc.job import Job, assemble
+from tlt_hpc.look.metrics import PhaseTimer
 from tlt_hpc.mpi.world import World
 from tlt_hpc.plan.memory.engine import PAGES
 from tlt_hpc.plan.memory.phases import plan_memory
@@ -43,8 +44,8 @@ from tlt_hpc.resume.saving import begin_save, reserve_copy, resume
 from tlt_hpc.rl.distributed import leave_process_group
 from tlt_hpc.rl.update import update_policy
 from tlt_hpc.rollout_loop import end_features, roll_out
-from tlt_hpc.session import Job, assemble, choose_device
-from tlt_hpc.train import finish_merge, gather_step, start_merge
+from tlt_hpc.session import choose_device
+from tlt_hpc.train import gather_step, merging
 
 JOB = Path(__file__).resolve().parent.parent / "jobs" / "tiny.toml"
 SHORT = (
@@ -180,15 +181,10 @@ def take_step(job: Job, step: int, meter: Meter) -> None:
                 job.drafting.spot.micro_step()
     end_features(job.drafting, tail.stopped)
     rollouts, scores = gather_step(job, tail.rollouts, tail.scorer.rewards(tail.rollouts))
-    at_once = sums_on_gpus()
-    merges = start_merge(job, tail.use.trains) and not at_once
     job.engine.release_pages()
     with meter("update"):
-        if at_once:
-            finish_merge(job)
-        update_policy(job.config, job.policy, rollouts, scores)
-        if merges:
-            finish_merge(job)
+        with merging(job, tail.use.trains, PhaseTimer()):
+            update_policy(job.config, job.policy, rollouts, scores)
         job.load_policy(step + 1)
     with meter("save"):
         begin_save(job, step + 1)

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 PLACES = {
     "rollout": "tlt_hpc.rollout.engine RolloutEngine.step",
     "spot training": "tlt_hpc.drafting.spot SpotTrainer.micro_step",
-    "merge": "tlt_hpc.drafting.spot SpotTrainer.finish_merge",
+    "merge": "tlt_hpc.drafting.merge Merge.finish",
     "append": "tlt_hpc.storage.feature_writer FeatureCacheWriter.append",
     "keep": "tlt_hpc.resume.kept write_kept",
     "log": "tlt_hpc.train write_step",

@@ -25,7 +25,7 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from tlt_hpc.data.gcd import GcdProblem, draw_from_split
+from tlt_hpc.data.prompts import GcdProblem, draw_from_split
 from tlt_hpc.storage.folder import share
 
 # Every token of the task; two-character marks are one token each so that lengths count reasoning, not spelling.

@@ -35,7 +35,7 @@ from numpy.typing import NDArray
 
 from tlt_hpc.common.records import Request, SampleKey, SamplingParams, Stream
 from tlt_hpc.config import EMBEDDED_MODEL, UserError
-from tlt_hpc.data.gcd import draw_from_split
+from tlt_hpc.data.prompts import draw_from_split
 from tlt_hpc.kernels.graphs import GraphPool
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.drafter import Drafter

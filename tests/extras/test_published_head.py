@@ -415,13 +415,13 @@ def test_a_drafter_of_other_settings_is_not_taken_up(tmp_path):
         )
 
     one, plain = trainer(warm), trainer({})
-    one.start_from(warm)
-    assert torch.equal(one.state()[SETTINGS], warm[SETTINGS])
-    trainer(warm).load_state(one.state())
+    one.trained.start_from(warm)
+    assert torch.equal(one.trained.state()[SETTINGS], warm[SETTINGS])
+    trainer(warm).trained.load_state(one.trained.state())
     with pytest.raises(
         UserError, match=r'has the settings \{"intermediate_size":192,.*, and this run\'s \{\}; use the'
     ):
-        plain.load_state(one.state())
+        plain.trained.load_state(one.trained.state())
 
 
 def test_a_warm_up_trains_all_of_a_head_and_keeps_its_settings(tmp_path):

@@ -22,7 +22,7 @@ from tlt_hpc.data.reader import PromptReader
 from tlt_hpc.models.shape import read_shape
 from tlt_hpc.models.tokenizer import find_model, load_tokenizer
 from tlt_hpc.plan.inputs import chat_format, check_tokens
-from tlt_hpc.rewards.truths import check_answer
+from tlt_hpc.rewards.judge import check_answer
 
 _SHOWN_ROWS = 20
 _COLUMNS = ("data_source", "rows", "tokens min", "median", "p95", "max", "over limit", "repeated", "no answer")

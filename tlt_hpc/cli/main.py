@@ -36,10 +36,10 @@ from tlt_hpc.cluster.stopping import StopFlag, know_limits
 from tlt_hpc.cluster.watch.beat import BEAT
 from tlt_hpc.cluster.watch.watch import Watch
 from tlt_hpc.cluster.watch.witness import Witness
-from tlt_hpc.common.extras import load_extra
 from tlt_hpc.common.files import has_remedy, told
-from tlt_hpc.common.heap import importing
+from tlt_hpc.common.host_memory import importing
 from tlt_hpc.common.printable import PrintableStream, escape_streams, one_line
+from tlt_hpc.common.source import load_extra
 from tlt_hpc.config import EMBEDDED_MODEL, Config, UserError, load_config
 from tlt_hpc.storage.folder import WriteError, no_run
 
@@ -285,7 +285,7 @@ def work_together(config: Config, options: argparse.Namespace, flag: StopFlag) -
     start_processes(config, options)
     world = connect(config, options, flag)
     with importing():
-        import tlt_hpc.session  # noqa: F401  with torch; what is left are modules of this package
+        import tlt_hpc.job  # noqa: F401  with torch; what is left are modules of this package
     status = work(config, options, world)
     from tlt_hpc.rl.distributed import leave_process_group
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tlt_hpc.common.records import FinishReason
-from tlt_hpc.storage.evaluation_log import JudgedResponse
+from tlt_hpc.storage.rollout_log import JudgedResponse
 
 RIGHT = 0
 """The vote of a right response; those of wrong ones count from 1 by what they answer."""

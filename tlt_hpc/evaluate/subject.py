@@ -6,9 +6,8 @@ has weights of its own.
 
 from __future__ import annotations
 
-import hashlib
 from collections import ChainMap
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -20,17 +19,16 @@ from tlt_hpc.checkpoint.policy_weights import policy_readers
 from tlt_hpc.checkpoint.store import CheckpointStore, chosen_step
 from tlt_hpc.config import EMBEDDED_MODEL, Config, UserError, load_saved_config
 from tlt_hpc.data.evaluation_sets import longest_response
+from tlt_hpc.evaluate.folder import digest_of_samples, sample, step_folder
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.folder import DTYPES, folder_readers
-from tlt_hpc.models.once import ReadCut, readers_once
+from tlt_hpc.models.piece import ReadCut, readers_once
 from tlt_hpc.models.tokenizer import find_model
 from tlt_hpc.mpi.world import World
 from tlt_hpc.rewards.scorer import without_form
 from tlt_hpc.storage.folder import RunFolder, no_run
 
-FOLDER = "evaluation"
 SUFFIX = "-evaluation"
-_SAMPLED = 65536
 
 
 @dataclass(frozen=True)
@@ -72,11 +70,6 @@ class Subject:
         """The file that lists finished evaluations, a line each."""
         place = self.run.path if self.run is not None and self.out is None else self.folder(config).parent
         return place / "evaluations.jsonl"
-
-
-def step_folder(run: RunFolder, step: int) -> Path:
-    """The folder of the evaluation of a run's policy after so many steps."""
-    return run.path / FOLDER / f"step-{step:06d}"
 
 
 def find_subject(place: str, step: int | str | None = None, out: Path | None = None) -> Subject:
@@ -166,7 +159,7 @@ def load_weights(
             else:
                 whole = read(None).to(dtype)
                 cut.check(name, whole.shape)
-                samples[name] = _sample(whole)
+                samples[name] = sample(whole)
                 yield name, whole[cut.slices]
 
     try:
@@ -175,7 +168,7 @@ def load_weights(
         raise
     except ValueError as error:
         raise UserError(f"{subject.name} does not fit model.path = {model!r}: {error}") from None
-    return _digest(ChainMap(*world.allgather(samples)), decoder.shape.tied_head)
+    return digest_of_samples(ChainMap(*world.allgather(samples)), decoder.shape.tied_head)
 
 
 def _readers(subject: Subject, checkpoint: Checkpoint | None, model: str) -> Iterator[tuple[str, ReadCut]]:
@@ -185,22 +178,3 @@ def _readers(subject: Subject, checkpoint: Checkpoint | None, model: str) -> Ite
     else:
         config = load_saved_config(subject.run.config)
         yield from policy_readers(subject.run, config, checkpoint, find_model(model))
-
-
-def fingerprint_of(weights: Iterable[tuple[str, Tensor]], tied_head: bool) -> str:
-    """A digest of weights, of any shapes and in any order: of elements spread evenly over each tensor.
-
-    Training changes all of them, if only in the last bits.
-    """
-    return _digest({name: _sample(tensor) for name, tensor in weights}, tied_head)
-
-
-def _sample(tensor: Tensor) -> str:
-    flat = tensor.detach().reshape(-1)
-    some = flat[:: max(1, flat.numel() // _SAMPLED)].float().cpu() + 0.0  # so that no zero has a sign
-    return hashlib.sha256(some.numpy().tobytes() + str(tuple(tensor.shape)).encode()).hexdigest()
-
-
-def _digest(samples: Mapping[str, str], tied_head: bool) -> str:
-    parts = sorted(part for part in samples.items() if not (tied_head and part[0] == "lm_head.weight"))
-    return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]

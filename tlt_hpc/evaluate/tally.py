@@ -24,7 +24,7 @@ from tlt_hpc.rewards.judge import SAME_MATH
 from tlt_hpc.rewards.scorer import Judge
 from tlt_hpc.rewards.text import letter_of, number_of
 from tlt_hpc.session import text_of
-from tlt_hpc.storage.evaluation_log import JudgedResponse
+from tlt_hpc.storage.rollout_log import JudgedResponse
 
 Compare = Callable[[Sequence[str], str], Sequence[bool | None]]
 """Whether each of several answers equals another one; None for one that cannot be read."""

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from queue import Full, Queue
 from typing import Any
 
-from tlt_hpc.common.extras import load_extra
 from tlt_hpc.common.printable import one_line
+from tlt_hpc.common.source import load_extra
 from tlt_hpc.config import Config
 from tlt_hpc.storage.folder import RunFolder
 

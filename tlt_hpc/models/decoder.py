@@ -15,7 +15,6 @@ from torch import Tensor
 from tlt_hpc.cluster.watch.beat import BEAT
 from tlt_hpc.config import UserError
 from tlt_hpc.models.documents import attend_documents
-from tlt_hpc.models.expert_names import each_expert, is_expert
 from tlt_hpc.models.layers import Attend, LayerWeights, run_layers, transformer_layer
 from tlt_hpc.models.linear import InvariantLinear, Linear, Norm, exclude, refill
 from tlt_hpc.models.mlp import Experts, GatedMlp, Mlp, Stack
@@ -23,6 +22,7 @@ from tlt_hpc.models.piece import LOWER_RATE, Cut, is_finite, not_finite
 from tlt_hpc.models.rotary import SPARE_POSITIONS, LayerRotaries
 from tlt_hpc.models.shape import TAKE_CONFIG, ModelShape
 from tlt_hpc.models.sharding import WHOLE, Sharding
+from tlt_hpc.models.weight_files import each_expert, is_expert
 
 _HEAD_ROWS = 2048
 """Of the head, that are in float64 at once: all would take twice the memory of a wide vocabulary's weights."""

@@ -13,22 +13,21 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tlt_hpc.common.extras import load_extra
+from tlt_hpc.common.source import load_extra
 from tlt_hpc.config import ConfigError, UserError
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.draft_layer import AS_TARGET, SETTINGS, DraftLayer, drafter_shape, layer_of
 from tlt_hpc.models.draft_layer import TOKEN_IDS as TOKEN_IDS
 from tlt_hpc.models.drafter import Drafter, Form
-from tlt_hpc.models.eagle import Eagle
-from tlt_hpc.models.eagle3 import Eagle3
-from tlt_hpc.models.once import read_all_once
+from tlt_hpc.models.eagle import Eagle, Eagle3
+from tlt_hpc.models.piece import read_all_once
 from tlt_hpc.models.shape import ModelShape, check_layers
 from tlt_hpc.models.weight_files import DRAFTER_FILE as DRAFTER_FILE
 from tlt_hpc.models.weight_files import TAKE_DRAFTER, find_drafter, find_initial_drafter, opened
 from tlt_hpc.storage.folder import writing_beside
 
 if TYPE_CHECKING:
-    from tlt_hpc.mpi.node import NodeGroup
+    from tlt_hpc.mpi.world import NodeGroup
 
 _NO_WEIGHTS = (TOKEN_IDS, SETTINGS)
 

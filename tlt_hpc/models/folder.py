@@ -13,17 +13,16 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from tokenizers import Tokenizer
 
-from tlt_hpc.common.heap import importing
+from tlt_hpc.common.host_memory import importing
 from tlt_hpc.config import UserError
-from tlt_hpc.models.once import ReadCut, readers_once, share
-from tlt_hpc.models.piece import Cut
+from tlt_hpc.models.piece import Cut, ReadCut, readers_once, share
 from tlt_hpc.models.shape import TAKE_CONFIG, ModelShape
 from tlt_hpc.models.weight_files import INDEX, UNREADABLE, opened, refusal, weight_files
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-    from tlt_hpc.mpi.node import NodeGroup
+    from tlt_hpc.mpi.world import NodeGroup
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

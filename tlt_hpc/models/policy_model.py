@@ -19,7 +19,7 @@ from tlt_hpc.config import UserError
 from tlt_hpc.models.documents import attend_documents
 from tlt_hpc.models.linear import exclude
 from tlt_hpc.models.mlp import best_experts
-from tlt_hpc.models.sequence_parallel import SequenceGroup
+from tlt_hpc.models.sharding import SequenceGroup
 
 _ATTENTION = "tlt_documents"
 _ROUTER = "Qwen3MoeTopKRouter"

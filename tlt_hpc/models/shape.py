@@ -10,7 +10,7 @@ from typing import Any
 
 from tlt_hpc.config import ConfigError, UserError
 from tlt_hpc.models.families import FAMILIES, NOT_YET, Family
-from tlt_hpc.models.json_file import read_json
+from tlt_hpc.models.tokenizer import read_json
 
 TAKE_CONFIG = "take the config.json that came with the weights"
 """The remedy if weights and configuration are of different models."""

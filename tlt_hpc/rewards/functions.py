@@ -14,8 +14,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from tlt_hpc.common.answers import answer_text
 from tlt_hpc.common.files import read_bytes
+from tlt_hpc.common.records import answer_text
 from tlt_hpc.config import RewardSection
 from tlt_hpc.rewards.answer import Answer, Failure, Verdict
 

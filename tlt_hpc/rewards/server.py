@@ -27,10 +27,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tlt_hpc.common.extras import load_extra
+from tlt_hpc.common.source import load_extra
 from tlt_hpc.config import RewardSection
-from tlt_hpc.rewards.answer import MAX_CHARACTERS, Answer, Failure, JudgeError, Verdict
-from tlt_hpc.rewards.frames import FrameBuffer, pack
+from tlt_hpc.rewards.answer import MAX_CHARACTERS, Answer, Failure, FrameBuffer, JudgeError, Verdict, pack
 from tlt_hpc.rewards.functions import (
     RewardFunction,
     comes_from_function,

@@ -27,7 +27,7 @@ class StepDraws:
     """The prompts and requests of one step, of all ranks."""
 
     def __init__(self, config: Config, prompts: PromptSource, step: int) -> None:
-        self.config, self.source, self._step = config, prompts, step
+        self.config, self.source, self.step = config, prompts, step
         self._prompts = {Stream.TRAIN: prompts.batch(step), Stream.REFILL: list[Prompt]()}
         self.num_refills = 0
 
@@ -61,12 +61,12 @@ class StepDraws:
             return []
         self.num_refills += 1
         start = len(self._prompts[Stream.REFILL])
-        self._prompts[Stream.REFILL] = self.source.refill(self._step, start + size)
+        self._prompts[Stream.REFILL] = self.source.refill(self.step, start + size)
         return self._requests(Stream.REFILL, start)
 
     def _requests(self, stream: Stream, start: int) -> list[Request]:
         return [
-            Request(SampleKey(self.config.run.seed, stream, self._step, draw, sample), prompt.tokens)
+            Request(SampleKey(self.config.run.seed, stream, self.step, draw, sample), prompt.tokens)
             for draw, prompt in list(enumerate(self._prompts[stream]))[start:]
             for sample in range(self.config.rollout.group_size)
         ]

@@ -32,7 +32,7 @@ from tlt_hpc.mpi.owner import read_owner
 from tlt_hpc.storage.feature_file import FeatureCacheReader
 from tlt_hpc.storage.folder import PART_SUFFIX, RunFolder
 from tlt_hpc.storage.hdf5 import DamagedFile
-from tlt_hpc.storage.kept_responses import read_kept
+from tlt_hpc.storage.rollout_log import read_kept
 from tlt_hpc.storage.step_lines import parse_lines
 
 MAY_BE_LOST = ("rollouts", "cache", "kept", "status")

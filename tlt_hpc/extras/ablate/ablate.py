@@ -23,11 +23,11 @@ from tlt_hpc.cli.display import Screen, StepReporter, print_comparison
 from tlt_hpc.cluster.stopping import STOPPED_EARLY
 from tlt_hpc.common.records import Request, SampleKey
 from tlt_hpc.config import Config
-from tlt_hpc.drafting.acceptance import JUDGED_DEPTH
+from tlt_hpc.drafting.tail_plan import JUDGED_DEPTH
 from tlt_hpc.extras.ablate.ablation_plan import WITHOUT_DRAFTER, Ablation, check_ranks, plan_ablation
 from tlt_hpc.look.series import paired_ratio
 from tlt_hpc.models.drafter_file import load_drafter
-from tlt_hpc.models.once import readers_once
+from tlt_hpc.models.piece import readers_once
 from tlt_hpc.mpi.world import World
 from tlt_hpc.plan.inputs import read_assets_once
 from tlt_hpc.rollout.strategy import Strategy

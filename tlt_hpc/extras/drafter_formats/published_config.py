@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tlt_hpc.config import UserError
-from tlt_hpc.models.eagle3 import feature_layers
+from tlt_hpc.models.eagle import feature_layers
 from tlt_hpc.models.shape import ModelShape, shape_from
 
 TAKE_HEAD = "give a head for this model"

@@ -77,8 +77,7 @@ def check_model(job: PlannedJob) -> Finding:
     from tlt_hpc.models.shape import read_shape
     from tlt_hpc.models.tokenizer import find_model, hub_name
     from tlt_hpc.models.weight_files import torch_files, weight_files
-    from tlt_hpc.plan.inputs import check_files
-    from tlt_hpc.plan.shape_checks import check_experts, check_shape
+    from tlt_hpc.plan.inputs import check_experts, check_files, check_shape
 
     config = job.config
     config.lora.check_installed()
@@ -181,7 +180,7 @@ def _try_functions(job: PlannedJob, client: RewardClient) -> Finding | None:
 def check_drafter(job: PlannedJob) -> Finding:
     """The drafter that the run begins with exists and is of this model; its strategies are valid."""
     from tlt_hpc.models.drafter_file import initial_drafter
-    from tlt_hpc.plan.shape_checks import check_strategies
+    from tlt_hpc.plan.inputs import check_strategies
 
     config = job.config
     check_strategies(config)

@@ -29,14 +29,15 @@ from tlt_hpc.rewards.mathematics.forms import (
     turned,
 )
 from tlt_hpc.rewards.mathematics.node import Node, number_node
-from tlt_hpc.rewards.mathematics.real_sets import is_set_of_reals, same_sets
 from tlt_hpc.rewards.mathematics.units import known_unit, large, times, without_unit
 from tlt_hpc.rewards.mathematics.values import (
     NoValueError,
     constant_value,
     is_rounded,
+    is_set_of_reals,
     same_at_points,
     same_constant,
+    same_sets,
     symbols_of,
 )
 

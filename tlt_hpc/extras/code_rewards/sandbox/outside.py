@@ -17,8 +17,7 @@ from typing import Any, BinaryIO
 from tlt_hpc.extras.code_rewards.sandbox.inside import NUMPY
 from tlt_hpc.extras.code_rewards.sandbox.kinds import KINDS
 from tlt_hpc.extras.code_rewards.sandbox.program import MEMORY_STATUS
-from tlt_hpc.rewards.answer import JudgeError
-from tlt_hpc.rewards.frames import read_frame, write_frame
+from tlt_hpc.rewards.answer import JudgeError, read_frame, write_frame
 
 _PROJECT = str(Path(__file__).resolve().parents[4])
 _START = (
