@@ -27,10 +27,10 @@ from tlt_hpc.cluster.stopping import AGAIN
 from tlt_hpc.cluster.submission import Resources, Submission, expand, load, make_members, parameters, save
 from tlt_hpc.config import ConfigError, UserError, load_config
 from tlt_hpc.config.reading import to_toml
+from tlt_hpc.extras.preflight import job_checks
+from tlt_hpc.extras.preflight.program import ask
+from tlt_hpc.extras.preflight.results import failure
 from tlt_hpc.look.collect import RunRow, as_csv, as_table
-from tlt_hpc.plan.preflight import job_checks
-from tlt_hpc.plan.preflight.program import ask
-from tlt_hpc.plan.preflight.results import failure
 from tlt_hpc.storage.records import CurvePoint, DrafterFacts, write_json
 from tlt_hpc.storage.step_lines import add_line
 
@@ -350,7 +350,7 @@ def test_nothing_is_submitted_that_preflight_refuses(
     for name, body in (("sinfo", "echo 'gpu*|up|1-00:00:00|64000|(null)'"), ("scontrol", "echo JobRequeue = 1")):
         fake_program(tmp_path, name, body)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("tlt_hpc.plan.preflight.checklist.CHECKS", {"drafter": job_checks.check_drafter})
+    monkeypatch.setattr("tlt_hpc.extras.preflight.checklist.CHECKS", {"drafter": job_checks.check_drafter})
     fake_program(tmp_path, "squeue", "echo '100_0|RUNNING|None'")
     warmup = make(tmp_path, [])
     save(replace(warmup, members=(replace(warmup.members[0], run="runs/warmup", arguments=("warmup", TINY)),)))
@@ -374,8 +374,8 @@ def test_nothing_is_submitted_that_preflight_refuses(
         in capsys.readouterr().out
     )
     no_room: Any = {"disk": lambda job: failure("no room", "make some")}
-    monkeypatch.setattr("tlt_hpc.plan.preflight.checklist.CHECKS", no_room)
-    monkeypatch.setattr("tlt_hpc.plan.preflight.checklist.SLURM_CHECKS", {})
+    monkeypatch.setattr("tlt_hpc.extras.preflight.checklist.CHECKS", no_room)
+    monkeypatch.setattr("tlt_hpc.extras.preflight.checklist.SLURM_CHECKS", {})
     assert main(["submit", *given]) == 2
     assert capsys.readouterr().err == (
         "tlt: nothing was submitted: 1 failure; correct it, or add --no-preflight if it is of this machine alone\n"

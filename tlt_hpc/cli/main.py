@@ -166,7 +166,7 @@ def settle(config: Config, rank: int) -> None:
 def tell_all_ranks(error: ValueError, rank: int) -> int:
     """End all ranks with an error that this one met before they meet, and maybe no other: a node without the data."""
     from tlt_hpc.mpi.world import LaunchError, World
-    from tlt_hpc.plan.preflight.nodes import report_error
+    from tlt_hpc.plan.nodes import report_error
 
     try:
         report_error(World.connect(), error)
@@ -266,7 +266,7 @@ def connect(config: Config, options: argparse.Namespace, flag: StopFlag) -> Worl
     """
     from tlt_hpc.mpi.placing import place_ranks
     from tlt_hpc.mpi.world import World
-    from tlt_hpc.plan.preflight.nodes import check_nodes
+    from tlt_hpc.plan.nodes import check_nodes
 
     world = World.connect(flag)
     plan = partial(plan_command, config, options, world.size)

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import tlt_hpc
 from tlt_hpc.cluster.executor import batch_script, send
+from tlt_hpc.cluster.request import num_gpus, request_of, sbatch_options, sbatch_words
 from tlt_hpc.cluster.slurm import SlurmError, ask_slurm, read_queue
 from tlt_hpc.cluster.status import FINISHED, read_statuses
 from tlt_hpc.cluster.submission import (
@@ -33,12 +34,10 @@ from tlt_hpc.cluster.submission import (
     parameters,
     save,
 )
+from tlt_hpc.common.extras import load_extra
 from tlt_hpc.common.words import count
 from tlt_hpc.config import Config, ConfigError, load_config
 from tlt_hpc.look.collect import row_of
-from tlt_hpc.plan.preflight.checklist import all_results
-from tlt_hpc.plan.preflight.request import num_gpus, request_of, sbatch_options, sbatch_words
-from tlt_hpc.plan.preflight.results import Level
 from tlt_hpc.resume.finished import finished_message
 
 _OF_THIS_MACHINE = ("rewards", "memory", "disk", "run folder", "torch", "mpi", "ranks talk")
@@ -349,14 +348,14 @@ def preflight(config: str, submission: Submission, before: Sequence[str], gpu_me
             fix=False, gpu_memory=gpu_memory, nodes=None, partition=None, account=None, time=None,
         )  # fmt: skip
         print("checking the job as `tlt preflight` does", flush=True)
-        for name, finding in all_results(given):
+        for name, finding in load_extra("tlt_hpc.extras.preflight.checklist").all_results(given):
             findings += 1
             if name == "drafter" and is_made_before:
                 print(f"{'later':<8} {name:<12} {drafter} is written by the job before", flush=True)
-            elif finding.level in (Level.WARNING, Level.FAILURE):
+            elif finding.level in ("warning", "failure"):
                 print(f"{finding.level:<8} {name:<12} {finding.found}; {finding.remedy}", flush=True)
-                failures += [name] * (finding.level is Level.FAILURE)
-                warnings += finding.level is Level.WARNING
+                failures += [name] * (finding.level == "failure")
+                warnings += finding.level == "warning"
     if failures:
         skip = ", or add --no-preflight if it is of this machine alone" * set(failures).issubset(_OF_THIS_MACHINE)
         raise ConfigError(f"nothing was submitted: {count(len(failures), 'failure')}; correct it{skip}")

@@ -11,13 +11,13 @@ import re
 from dataclasses import dataclass
 from functools import partial
 
+from tlt_hpc.cluster.request import num_gpus
 from tlt_hpc.cluster.slurm import ANSWER_SECONDS, ask_slurm, seconds_of
 from tlt_hpc.cluster.stopping import SHORT_SECONDS, seconds_ahead
 from tlt_hpc.common.words import count
-from tlt_hpc.plan.preflight.planned_job import PlannedJob
-from tlt_hpc.plan.preflight.program import ask
-from tlt_hpc.plan.preflight.request import num_gpus
-from tlt_hpc.plan.preflight.results import Finding, Level, Skip, failure, judge, ok, warning
+from tlt_hpc.extras.preflight.planned_job import PlannedJob
+from tlt_hpc.extras.preflight.program import ask
+from tlt_hpc.extras.preflight.results import Finding, Level, Skip, failure, judge, ok, warning
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.step_lines import read_lines
 

@@ -10,14 +10,16 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 
+from tlt_hpc.cluster.request import make_request
 from tlt_hpc.common.words import count
 from tlt_hpc.config import ConfigError, find_problems
+from tlt_hpc.extras.preflight import job_checks, mpi, slurm_checks, system_checks
+from tlt_hpc.extras.preflight.planned_job import PlannedJob
+from tlt_hpc.extras.preflight.results import Finding, Level, failure_of, judge, ok
 from tlt_hpc.plan.memory.plan import GB
-from tlt_hpc.plan.preflight import job_checks, mpi, slurm_checks, system_checks
-from tlt_hpc.plan.preflight.planned_job import PlannedJob
-from tlt_hpc.plan.preflight.request import make_request
-from tlt_hpc.plan.preflight.results import Finding, Level, failure_of, judge, ok
+from tlt_hpc.plan.plan_options import GPU_MEMORY, at_least_one, gpu_gb
 
 FOUND_FAILURES = 1
 """Exit status if a check failed."""
@@ -47,6 +49,23 @@ SLURM_CHECKS: dict[str, Callable[[PlannedJob], Finding]] = {
     "requeue": slurm_checks.check_requeue,
     "sbatch": slurm_checks.check_acceptance,
 }
+
+
+def add_options(command: argparse.ArgumentParser) -> None:
+    """Add the options of ``tlt preflight``."""
+    add = command.add_argument
+    add("config", metavar="CONFIG.toml", help="the run, e.g. jobs/qwen7b.toml")
+    add("overrides", nargs="*", metavar="section.key=value", help="the same as for tlt train")
+    add(
+        "--script", type=Path, metavar="X.sh", help="the batch script that will be submitted; checked against Slurm too"
+    )
+    add("--nodes", type=at_least_one, metavar="N", help="as it will be given to sbatch (default: the script's, or 1)")
+    add("--partition", metavar="P", help="the same")
+    add("--account", metavar="A", help="the same")
+    add("--time", metavar="T", help="the same, e.g. 24:00:00 or 2-00:00:00")
+    add("--gpu-memory", type=gpu_gb, metavar="GB", help=f"of each GPU of the job: {GPU_MEMORY}")
+    add("--fix", action="store_true", help="download the model of --model-id if it does not exist")
+    add("--model-id", metavar="OWNER/NAME", help="what --fix downloads to model.path")
 
 
 def run(options: argparse.Namespace) -> int:

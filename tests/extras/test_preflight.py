@@ -18,12 +18,14 @@ from huggingface_hub.utils import filter_repo_objects
 from preflight_place import NODES, ROOT, SCRIPT, Place, answer_of_mpich, make_place
 
 from tlt_hpc.cli.main import main, parse
+from tlt_hpc.cluster import request
+from tlt_hpc.cluster.topology import Mount, System
 from tlt_hpc.cluster.watch.diagnosis import process_state
 from tlt_hpc.config import ConfigError, load_config, to_toml
-from tlt_hpc.plan.preflight import job_checks, machine, mpi, request, system_checks
-from tlt_hpc.plan.preflight.checklist import CHECKS, SLURM_CHECKS, all_results
-from tlt_hpc.plan.preflight.program import NoAnswer, ProgramOutput, ask
-from tlt_hpc.plan.preflight.results import Finding
+from tlt_hpc.extras.preflight import job_checks, mpi, system_checks
+from tlt_hpc.extras.preflight.checklist import CHECKS, SLURM_CHECKS, all_results
+from tlt_hpc.extras.preflight.program import NoAnswer, ProgramOutput, ask
+from tlt_hpc.extras.preflight.results import Finding
 from tlt_hpc.storage.step_lines import add_line
 
 Plant = Callable[[Place], object]
@@ -307,7 +309,7 @@ SLURM_PLANTED: list[tuple[str, Plant, str, str, str]] = [
      "warning", r"requeue is off \(JobRequeue = 0.*ask Slurm for --requeue"),
     ("no requeue", changed("--requeue", "--no-requeue"), "requeue", "warning", r"says --no-requeue"),
     ("a run folder in memory", lambda p: (p.slurm(), p.monkeypatch.setattr(
-        machine, "mount_of", lambda path: machine.Mount("/", "tmpfs"))), "run folder", "warning", r"in memory"),
+        System, "mount", lambda system, path: Mount("/", "tmpfs"))), "run folder", "warning", r"in memory"),
     ("more memory than a node has", changed("--mem=16G", "--mem=900G"), "memory", "failure",
      r"^--mem asks for 966.* GB of a node, and the partition's largest has .*; ask Slurm for less"),
     ("too little memory asked for", changed("--mem=16G", "--mem=1G"), "memory", "failure",
