@@ -1,14 +1,13 @@
-"""What a batch script requests of Slurm: by options given here, SBATCH_ variables and #SBATCH lines, in this order."""
+"""What a job asks of Slurm: the options of sbatch that a script, its variables or a user give, read in one place."""
 
 from __future__ import annotations
 
-import argparse
 import math
 import os
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
 
@@ -16,49 +15,13 @@ from tlt_hpc.cluster.slurm import seconds_of
 from tlt_hpc.config import ConfigError
 
 _GPU_RESOURCE = re.compile(r"(?:^|,)(?:gres/)?gpu(?::(?!\d+(?:$|[,(]))[^:,()]+)?(?::(\d+))?(?=$|[,(])")
-
-
-@dataclass(frozen=True)
-class SlurmRequest:
-    """What is requested of Slurm; zeros and empty texts: nothing."""
-
-    nodes: int = 1
-    ranks_per_node: int = 0
-    gpus_per_node: int = 0
-    memory_mb: int | None = None
-    """Of a node; 0: all of it, None: the cluster's default."""
-    partition: str = ""
-    account: str = ""
-    time: str = ""
-    signal: str = ""
-    requeue: bool | None = None
-    """None: the cluster's default."""
-    cores_per_rank: int = 1
-    variables: tuple[str, ...] = ()
-    """Those of sbatch that decide something of this."""
-    arguments: tuple[str, ...] = ()
-    """Of sbatch: the options given here, and the script; empty without a script."""
-
-    @property
-    def limit_seconds(self) -> float:
-        """Seconds until the time limit; infinite if none is known here.
-
-        Raises:
-            SlurmError: it is not in Slurm's format.
-        """
-        return (seconds_of(self.time) if self.time else 0.0) or math.inf  # 0 requests no limit
-
-    def source(self, variable: str) -> str:
-        """What says so, to be named to the user: a variable of sbatch if it is set, else the script."""
-        return variable if variable in self.variables else "the script"
-
-
-_OPTIONS = ("nodes", "partition", "account", "time")
-_VARIABLES = {
-    "SBATCH_PARTITION": "partition", "SBATCH_ACCOUNT": "account", "SBATCH_TIMELIMIT": "time", "SBATCH_SIGNAL": "signal",
-    "SBATCH_GRES": "gres", "SBATCH_GPUS_PER_NODE": "gpus-per-node", "SBATCH_MEM_PER_NODE": "mem",
-    "SBATCH_REQUEUE": "requeue", "SBATCH_NO_REQUEUE": "no-requeue",
-}  # fmt: skip
+_READ_FROM_VARIABLES = (
+    "partition", "account", "time", "signal", "gres", "gpus-per-node", "mem", "requeue", "no-requeue"
+)  # fmt: skip
+_VARIABLES = {"time": "TIMELIMIT", "mem": "MEM_PER_NODE", "array": "ARRAY_INX"}
+"""sbatch's variables (``SBATCH_...``) that are not called after their option."""
+OPPOSITE = {"requeue": "no-requeue", "no-requeue": "requeue"}
+COUNTS = ("nodes", "ntasks-per-node", "cpus-per-task")
 _NOT_READ = {
     "ntasks": "--ntasks-per-node",
     "ntasks-per-gpu": "--ntasks-per-node",
@@ -71,49 +34,6 @@ _NOT_READ = {
     "mem-per-gpu": "--mem, of a node",
 }
 """sbatch's options by another measure than the node, and what to write in their place."""
-
-
-def make_request(options: argparse.Namespace, environment: Mapping[str, str] = os.environ) -> SlurmRequest:
-    """What the script requests with the options that are given beside it.
-
-    Raises:
-        ConfigError: no such script, an invalid value, or options without a script.
-    """
-    given = [f"--{name}={value}" for name in _OPTIONS if (value := vars(options)[name]) is not None]
-    if options.script is None:
-        if given:
-            raise ConfigError(f"{given[0]} without --script: give the batch script that asks for it")
-        return SlurmRequest()
-    words = sbatch_words(options.script)
-    named = [f"--{name}={environment[key]}" for key, name in _VARIABLES.items() if environment.get(key)]
-    typed = sbatch_options(given)
-    variables = tuple(key for key, name in _VARIABLES.items() if environment.get(key) and name not in typed)
-    request = request_of([*words, *named, *given])
-    return replace(request, arguments=(*given, str(options.script)), variables=variables)
-
-
-def sbatch_words(script: Path | None) -> list[str]:
-    """The options in the ``#SBATCH`` lines of a batch script before its first command; none without a script.
-
-    Raises:
-        ConfigError: the file cannot be read, or a line of it.
-    """
-    if script is None:
-        return []
-    try:
-        lines = script.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise ConfigError(f"--script {script}: {error.strerror}; give one such as sbatch/train_qwen7b.sh") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"--script {script} is not a text; give one such as sbatch/train_qwen7b.sh") from None
-    head = takewhile(lambda line: not line.strip() or line.lstrip().startswith("#"), lines)
-    asked = [line[7:] for line in head if line.startswith("#SBATCH")]
-    try:
-        return [word for line in asked for word in shlex.split(line, comments=True)]
-    except ValueError:
-        raise ConfigError(f"--script {script}: a quote in an #SBATCH line has no end; close or remove it") from None
-
-
 _LONG = {
     "A": "account", "B": "extra-node-info", "C": "constraint", "D": "chdir", "F": "nodefile", "G": "gpus", "H": "hold",
     "J": "job-name", "L": "licenses", "M": "clusters", "N": "nodes", "O": "overcommit", "Q": "quiet", "S": "core-spec",
@@ -124,7 +44,150 @@ _LONG = {
 """sbatch's short options."""
 
 
-def sbatch_options(words: Sequence[str]) -> dict[str, str]:
+@dataclass(frozen=True)
+class SlurmRequest:
+    """What a job asks of Slurm; zeros and empty texts: nothing."""
+
+    options: dict[str, str] = field(default_factory=dict)
+    """Of sbatch, by their long names; an empty text for one without a value."""
+    variables: tuple[str, ...] = ()
+    """Those of sbatch that decide something of this."""
+    arguments: tuple[str, ...] = ()
+    """Of sbatch for a script: the options given beside it, and its path; empty without a script."""
+
+    @classmethod
+    def of_script(
+        cls, script: Path, given: Mapping[str, str] | None = None, environment: Mapping[str, str] = os.environ
+    ) -> SlurmRequest:
+        """What sbatch would ask for with a script: by options ``given`` to it, its variables and the script's lines.
+
+        Raises:
+            ConfigError: no such script, or an invalid value.
+        """
+        typed = given or {}
+        named = {name: value for name in _READ_FROM_VARIABLES if (value := environment.get(variable_of(name)))}
+        words = [word for part in (script_options(script), named, typed) for word in words_of(part)]
+        variables = tuple(variable_of(name) for name in named if name not in typed)
+        return cls(read_options(words), variables, (*words_of(typed), str(script))).check()
+
+    def check(self, source: str = "the script") -> SlurmRequest:
+        """Refuse what ``source`` must not ask for; returns this request.
+
+        Raises:
+            ConfigError: a count is no number, or an option has another measure than the node.
+        """
+        for name, instead in _NOT_READ.items():
+            if value := self.options.get(name):
+                raise ConfigError(f"{source} asks for --{name}={value}; write {instead} in its place")
+        for name in COUNTS:
+            self._count(name)
+        return self
+
+    def _count(self, name: str, default: int = 1) -> int:
+        """A count of nodes, ranks or cores; of a range such as ``2-4`` its lower end."""
+        value = self.options.get(name)
+        try:
+            return default if value is None else int(value.partition("-")[0])
+        except ValueError:
+            raise ConfigError(f"--{name}={value} is no number; write it as sbatch takes it") from None
+
+    @property
+    def nodes(self) -> int:
+        return self._count("nodes")
+
+    @property
+    def gpus_per_node(self) -> int:
+        asked = self.options.get("gpus-per-node")
+        kinds = ",".join(f"gpu:{kind}" for kind in asked.split(",")) if asked else self.options.get("gres", "")
+        return num_gpus(kinds)
+
+    @property
+    def ranks_per_node(self) -> int:
+        """As asked for, else one for each GPU; 0: neither is asked for."""
+        return self._count("ntasks-per-node", 0) or self.gpus_per_node
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of all nodes, one of each unless something else is asked for."""
+        return self.nodes * (self.ranks_per_node or 1)
+
+    @property
+    def cores_per_rank(self) -> int:
+        return self._count("cpus-per-task")
+
+    @property
+    def memory_mb(self) -> int | None:
+        """Of a node; 0: all of it, None: the cluster's default."""
+        return megabytes(self.options["mem"]) if "mem" in self.options else None
+
+    @property
+    def partition(self) -> str:
+        return self.options.get("partition", "")
+
+    @property
+    def account(self) -> str:
+        return self.options.get("account", "")
+
+    @property
+    def time(self) -> str:
+        return self.options.get("time", "")
+
+    @property
+    def signal(self) -> str:
+        return self.options.get("signal", "")
+
+    @property
+    def requeue(self) -> bool | None:
+        """None: the cluster's default."""
+        return next((name == "requeue" for name in OPPOSITE if name in self.options), None)
+
+    @property
+    def limit_seconds(self) -> float:
+        """Seconds until the time limit; infinite if none is known here.
+
+        Raises:
+            SlurmError: it is not in Slurm's format.
+        """
+        return (seconds_of(self.time) if self.time else 0.0) or math.inf  # 0 requests no limit
+
+    def source(self, option: str) -> str:
+        """What decides about an option, to be named to the user: a variable of sbatch if it is set, else the script."""
+        return variable if (variable := variable_of(option)) in self.variables else "the script"
+
+
+def variable_of(option: str) -> str:
+    """The variable with which sbatch takes an option."""
+    return f"SBATCH_{_VARIABLES.get(option, option.upper().replace('-', '_'))}"
+
+
+def words_of(options: Mapping[str, str]) -> list[str]:
+    """Options as they are typed."""
+    return [f"--{name}={value}" if value else f"--{name}" for name, value in options.items()]
+
+
+def script_options(script: Path) -> dict[str, str]:
+    """The options in the ``#SBATCH`` lines of a batch script before its first command.
+
+    Raises:
+        ConfigError: the file cannot be read, or a line of it.
+    """
+    try:
+        lines = script.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise ConfigError(f"--script {script}: {error.strerror}; give one such as sbatch/train_qwen7b.sh") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"--script {script} is not a text; give one such as sbatch/train_qwen7b.sh") from None
+    head = takewhile(lambda line: not line.strip() or line.lstrip().startswith("#"), lines)
+    asked = [line[7:] for line in head if line.startswith("#SBATCH")]
+    try:
+        return read_options([word for line in asked for word in shlex.split(line, comments=True)])
+    except ValueError as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"--script {script}: a quote in an #SBATCH line has no end; close or remove it") from None
+
+
+def read_options(words: Sequence[str]) -> dict[str, str]:
     """Options of sbatch by their long names, the last of each name; an empty text for one without a value.
 
     Raises:
@@ -139,7 +202,7 @@ def sbatch_options(words: Sequence[str]) -> dict[str, str]:
         short = re.fullmatch(r"-(\w)=?(.*)", word)
         if word.startswith("--"):
             last, _, value = word[2:].partition("=")
-            found.pop(last, None)  # the order says whether --requeue or --no-requeue counts
+            found.pop(OPPOSITE.get(last, ""), None)
             found[last] = value
         elif short and short[1] in _LONG:
             last = _LONG[short[1]]
@@ -149,42 +212,6 @@ def sbatch_options(words: Sequence[str]) -> dict[str, str]:
         else:
             raise ConfigError(f"{word!r} is not understood as an option of sbatch; write --OPTION=VALUE")
     return found
-
-
-def request_of(words: Sequence[str], source: str = "the script") -> SlurmRequest:
-    """What options of sbatch, given by ``source``, request; the last of each name counts.
-
-    Raises:
-        ConfigError: an invalid value, or an option by another measure than the node.
-    """
-    asked = sbatch_options(words)
-    for name, instead in _NOT_READ.items():
-        if value := asked.get(name):
-            raise ConfigError(f"{source} asks for --{name}={value}; write {instead} in its place")
-    kinds = asked["gpus-per-node"].split(",") if asked.get("gpus-per-node") else []
-    gpus = num_gpus(",".join(f"gpu:{kind}" for kind in kinds) or asked.get("gres", ""))
-    requeue = [name == "requeue" for name in asked if name in ("requeue", "no-requeue")]
-    return SlurmRequest(
-        nodes=_number(asked, "nodes", "1"),
-        ranks_per_node=_number(asked, "ntasks-per-node", "0") or gpus,
-        gpus_per_node=gpus,
-        memory_mb=megabytes(asked["mem"]) if "mem" in asked else None,
-        partition=asked.get("partition", ""),
-        account=asked.get("account", ""),
-        time=asked.get("time", ""),
-        signal=asked.get("signal", ""),
-        requeue=requeue[-1] if requeue else None,
-        cores_per_rank=_number(asked, "cpus-per-task", "1"),
-    )
-
-
-def _number(asked: Mapping[str, str], name: str, default: str) -> int:
-    """A count of nodes or ranks; of a range such as ``2-4`` its lower end."""
-    value = asked.get(name, default)
-    try:
-        return int(value.partition("-")[0])
-    except ValueError:
-        raise ConfigError(f"--{name}={value} is no number; write it as sbatch takes it") from None
 
 
 def num_gpus(gres: str) -> int:

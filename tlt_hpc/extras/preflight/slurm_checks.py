@@ -114,7 +114,7 @@ def check_partition(job: PlannedJob) -> Finding:
         most = ", ".join(f"{name!r} at most {limit}" for name, limit in limits.items())
         longest = max(limits.values(), key=seconds_of)
         remedy = f"give --time {longest}, or less; the next job resumes the run"
-        by = "is asked for" if job.request.source("SBATCH_TIMELIMIT") == "the script" else "is in SBATCH_TIMELIMIT"
+        by = "is asked for" if job.request.source("time") == "the script" else "is in SBATCH_TIMELIMIT"
         return failure(f"time {asked} {by}, and partition {most}", remedy)
     return ok(f"{', '.join(limits)}: {asked} of at most {', '.join(limits.values())}")
 
@@ -132,7 +132,7 @@ def check_requeue(job: PlannedJob) -> Finding:
     request = job.request
     default = re.search(r"JobRequeue\s*=\s*1", ask_slurm("scontrol", "show", "config"))
     if request.requeue is False or (request.requeue is None and not default):
-        by = request.source("SBATCH_NO_REQUEUE")
+        by = request.source("no-requeue")
         why = f"{by} says --no-requeue" if by == "the script" else f"{by} is set"
         why = why if request.requeue is False else "JobRequeue = 0 in slurm.conf"
         return warning(
@@ -141,7 +141,7 @@ def check_requeue(job: PlannedJob) -> Finding:
         )
     if not re.match(r"(R:)?((SIG)?USR2|12)(@\d+)?$", request.signal):
         return warning(
-            f"{request.source('SBATCH_SIGNAL')} requests no USR2 before the time limit, so the step in progress may be "
+            f"{request.source('signal')} requests no USR2 before the time limit, so the step in progress may be "
             "lost then",
             "ask Slurm for --signal=USR2@120",
         )
