@@ -7,7 +7,7 @@ from uuid import uuid4
 
 from tlt_hpc.checkpoint.policy_weights import start_facts
 from tlt_hpc.cluster.watch.beat import BEAT
-from tlt_hpc.cluster.watch.last import warn_of_last
+from tlt_hpc.cluster.watch.record import warn_of_last
 from tlt_hpc.config import Config, ConfigError, check_resumable, to_toml
 from tlt_hpc.data.claim import claim_data
 from tlt_hpc.data.prompts import PromptSource

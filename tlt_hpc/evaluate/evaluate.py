@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tlt_hpc.checkpoint.manifest import Checkpoint
 from tlt_hpc.cluster.watch.beat import BEAT, Phase
-from tlt_hpc.cluster.watch.last import warn_of_last
+from tlt_hpc.cluster.watch.record import warn_of_last
 from tlt_hpc.common.files import LINES_BYTES, read_text
 from tlt_hpc.common.records import SampleKey
 from tlt_hpc.common.words import count, spans_of
