@@ -16,15 +16,25 @@ def test_a_script_is_read_as_sbatch_reads_it(tmp_path: Path) -> None:
     script = tmp_path / "job.sh"
     script.write_text(SCRIPT)
     found = SlurmRequest.of_script(script, {}, {})
-    assert (found.nodes, found.ranks_per_node, found.partition, found.account) == (2, 1, "main", "science")
-    assert (found.time, found.memory_mb, found.signal, found.requeue) == ("10:00:00", 16384, "USR2@120", True)
+    assert (found.nodes, found.ranks_per_node, found.asked("partition"), found.asked("account")) == (
+        2,
+        1,
+        "main",
+        "science",
+    )
+    assert (found.asked("time"), found.memory_mb, found.asked("signal"), found.requeue) == (
+        "10:00:00",
+        16384,
+        "USR2@120",
+        True,
+    )
     given = {"nodes": "3", "account": "given"}
     found = SlurmRequest.of_script(script, given, {"SBATCH_PARTITION": "other", "SBATCH_ACCOUNT": "mine"})
-    assert (found.nodes, found.partition, found.account) == (3, "other", "given")
+    assert (found.nodes, found.asked("partition"), found.asked("account")) == (3, "other", "given")
     assert (found.source("partition"), found.source("account")) == ("SBATCH_PARTITION", "the script")
     variables = {"SBATCH_TIMELIMIT": "5:00", "SBATCH_GRES": "gpu:2", "SBATCH_NO_REQUEUE": "1"}
     found = SlurmRequest.of_script(script, given, variables)
-    assert (found.time, found.gpus_per_node, found.requeue) == ("5:00", 2, False)
+    assert (found.asked("time"), found.gpus_per_node, found.requeue) == ("5:00", 2, False)
 
 
 @pytest.mark.parametrize(

@@ -70,6 +70,10 @@ class SlurmRequest:
         variables = tuple(variable_of(name) for name in named if name not in typed)
         return cls(read_options(words), variables, (*words_of(typed), str(script))).check()
 
+    def asked(self, option: str) -> str:
+        """The value of an option of sbatch; empty where it is not given."""
+        return self.options.get(option, "")
+
     def check(self, source: str = "the script") -> SlurmRequest:
         """Refuse what ``source`` must not ask for; returns this request.
 
@@ -77,7 +81,7 @@ class SlurmRequest:
             ConfigError: a count is no number, or an option has another measure than the node.
         """
         for name, instead in _NOT_READ.items():
-            if value := self.options.get(name):
+            if value := self.asked(name):
                 raise ConfigError(f"{source} asks for --{name}={value}; write {instead} in its place")
         for name in COUNTS:
             self._count(name)
@@ -97,9 +101,8 @@ class SlurmRequest:
 
     @property
     def gpus_per_node(self) -> int:
-        asked = self.options.get("gpus-per-node")
-        kinds = ",".join(f"gpu:{kind}" for kind in asked.split(",")) if asked else self.options.get("gres", "")
-        return num_gpus(kinds)
+        kinds = ",".join(f"gpu:{kind}" for kind in self.asked("gpus-per-node").split(",") if kind)
+        return num_gpus(kinds or self.asked("gres"))
 
     @property
     def ranks_per_node(self) -> int:
@@ -121,22 +124,6 @@ class SlurmRequest:
         return megabytes(self.options["mem"]) if "mem" in self.options else None
 
     @property
-    def partition(self) -> str:
-        return self.options.get("partition", "")
-
-    @property
-    def account(self) -> str:
-        return self.options.get("account", "")
-
-    @property
-    def time(self) -> str:
-        return self.options.get("time", "")
-
-    @property
-    def signal(self) -> str:
-        return self.options.get("signal", "")
-
-    @property
     def requeue(self) -> bool | None:
         """None: the cluster's default."""
         return next((name == "requeue" for name in OPPOSITE if name in self.options), None)
@@ -148,7 +135,7 @@ class SlurmRequest:
         Raises:
             SlurmError: it is not in Slurm's format.
         """
-        return (seconds_of(self.time) if self.time else 0.0) or math.inf  # 0 requests no limit
+        return seconds_of(self.asked("time") or "0") or math.inf  # 0 requests no limit
 
     def source(self, option: str) -> str:
         """What decides about an option, to be named to the user: a variable of sbatch if it is set, else the script."""
@@ -180,11 +167,10 @@ def script_options(script: Path) -> dict[str, str]:
     head = takewhile(lambda line: not line.strip() or line.lstrip().startswith("#"), lines)
     asked = [line[7:] for line in head if line.startswith("#SBATCH")]
     try:
-        return read_options([word for line in asked for word in shlex.split(line, comments=True)])
-    except ValueError as error:
-        if isinstance(error, ConfigError):
-            raise
+        words = [word for line in asked for word in shlex.split(line, comments=True)]
+    except ValueError:
         raise ConfigError(f"--script {script}: a quote in an #SBATCH line has no end; close or remove it") from None
+    return read_options(words)
 
 
 def read_options(words: Sequence[str]) -> dict[str, str]:

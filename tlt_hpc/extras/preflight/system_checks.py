@@ -9,9 +9,11 @@ import runpy
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 from tlt_hpc.cluster.slurm import SlurmError
 from tlt_hpc.cluster.topology import System
@@ -23,6 +25,8 @@ from tlt_hpc.plan.memory.plan import HERE, MemoryLimits, size
 from tlt_hpc.plan.nodes import NEEDS_COMPILER, missing_for_triton
 from tlt_hpc.storage.folder import WriteError
 
+T = TypeVar("T")
+
 _MB = 2**20
 _MAKE_ROOM = "make room there, set run.folder to another place, or lower checkpoint.keep or drafter.cache_bytes"
 
@@ -32,7 +36,11 @@ def check_memory(job: PlannedJob) -> Finding:
     from tlt_hpc.plan.memory.summary import verdict, way_out
 
     plan, asked = job.plan, (job.request.memory_mb or 0) * _MB
-    sizes = _node_bytes(job)
+    if job.asks_slurm:
+        sizes = [_MB * megabytes for megabytes in _if_slurm_answers(slurm_checks.node_megabytes, job, list[int]())]
+    else:
+        sizes = [available_bytes()]
+    sizes = [each for each in sizes if each]  # 0: not known
     nodes = MemoryLimits(job.gpu_bytes if job.uses_gpu else None, sizes[0] if sizes else None)
     if not job.asks_slurm:
         nodes = replace(nodes, host_is=HERE)
@@ -48,7 +56,7 @@ def check_memory(job: PlannedJob) -> Finding:
         remedy = way_out(plan, nodes)
         return failure(said.rstrip("."), f"{remedy[0].lower()}{remedy[1:]} See tlt plan")
     if job.asks_slurm and job.request.memory_mb is None:
-        default, megabytes = _default_memory(job)
+        default, megabytes = _if_slurm_answers(slurm_checks.default_memory, job, ("", 0))
         if default and megabytes * _MB < plan.node_bytes:
             gets = f"gets {size(megabytes * _MB)} of a node ({default})"
             return warning(f"{said} But without --mem the job {gets}: Slurm may end it", more)
@@ -57,21 +65,11 @@ def check_memory(job: PlannedJob) -> Finding:
     return ok(said)
 
 
-def _default_memory(job: PlannedJob) -> tuple[str, int]:
+def _if_slurm_answers(ask: Callable[[PlannedJob], T], job: PlannedJob, otherwise: T) -> T:
     try:
-        return slurm_checks.default_memory(job)
+        return ask(job)
     except SlurmError:  # the check of the partition reports it
-        return "", 0
-
-
-def _node_bytes(job: PlannedJob) -> list[int]:
-    """Memory of the partition's nodes, ascending, or without Slurm what is left here; empty: not known."""
-    if not job.asks_slurm:
-        return [left] if (left := available_bytes()) else []
-    try:
-        return [megabytes * _MB for megabytes in slurm_checks.node_megabytes(job) if megabytes]
-    except SlurmError:  # the check of the partition reports it
-        return []
+        return otherwise
 
 
 # --- disk ---
