@@ -20,7 +20,7 @@ from tlt_hpc.cli import command_line
 from tlt_hpc.cli.commands import COMMANDS
 from tlt_hpc.cli.plans import check_folder, config_of, plan_command
 from tlt_hpc.cluster.caches import in_memory, make_node_cache
-from tlt_hpc.cluster.device import GIVEN, local_rank, take_device
+from tlt_hpc.cluster.device import GIVEN, take_device
 from tlt_hpc.cluster.local import (
     STARTED,
     alone_in_step,
@@ -29,6 +29,7 @@ from tlt_hpc.cluster.local import (
     given_job,
     launched_count,
     launched_rank,
+    local_rank,
     started_at,
     starting,
 )

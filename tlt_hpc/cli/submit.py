@@ -14,9 +14,11 @@ import time
 from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import replace
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 
 import tlt_hpc
+from tlt_hpc.cli.plans import config_of
 from tlt_hpc.cluster.executor import batch_script, send
 from tlt_hpc.cluster.request import COUNTS, SlurmRequest, num_gpus, read_options, script_options, words_of
 from tlt_hpc.cluster.slurm import SlurmError, ask_slurm, read_queue
@@ -35,7 +37,7 @@ from tlt_hpc.cluster.submission import (
 )
 from tlt_hpc.common.extras import load_extra
 from tlt_hpc.common.words import count
-from tlt_hpc.config import Config, ConfigError, load_config
+from tlt_hpc.config import ConfigError, load_config
 from tlt_hpc.look.collect import row_of
 from tlt_hpc.resume.finished import finished_message
 
@@ -113,8 +115,9 @@ def make_submission(options: argparse.Namespace) -> Submission:
     Raises:
         ConfigError: a member's configuration is wrong, or the folder has a submission.
     """
+    own_config = partial(config_of, options=argparse.Namespace(command=options.command_of_job))
     try:
-        loaded = own_config(options, options.overrides)
+        loaded = own_config(load_config(options.config, options.overrides))
     except ConfigError as error:
         keys = {each.partition("=")[0]: each for each in options.overrides if "," in each}
         if swept := next((each for key, each in keys.items() if str(error).startswith(key)), ""):
@@ -127,31 +130,14 @@ def make_submission(options: argparse.Namespace) -> Submission:
             f"--folder {folder} has a submission; give another, or `tlt submit resubmit {shlex.quote(str(folder))}`"
         )
     config = str(folder.resolve() / Path(options.config).name)  # a copy: the file may be edited while jobs wait
-    members = make_members(options.command_of_job, options.config, config, options.overrides, options.sweep)
-    if options.command_of_job == "warmup":
-        own = [own_config(options, member.arguments[2:]) for member in members]
-        members = tuple(
-            replace(member, name=each.run.name, run=str(each.folder), num_steps=None)
-            for member, each in zip(members, own, strict=True)
-        )
+    words = options.command_of_job, options.config, config, options.overrides, options.sweep
+    members = make_members(*words, own_config)
     members = tuple(replace(member, first_step=row_of("", "", Path(member.run)).steps or 0) for member in members)
     before = script_options(options.script) if options.script else {}
     request = request_of(options, before, 0 if options.script else loaded.run.ranks)
     after = tuple(word if is_job(word) else str(Path(word).resolve()) for word in options.after)
     place = folder.resolve(), Path.cwd(), find_project()
     return Submission(*place, name, config, request, members, time.time(), after)
-
-
-def own_config(options: argparse.Namespace, overrides: Sequence[str]) -> Config:
-    """The configuration of what the job runs: a warm-up has another name and folder than the run.
-
-    Raises:
-        ConfigError: it is wrong.
-    """
-    from tlt_hpc.studies.warmup import plan
-
-    loaded = load_config(options.config, overrides)
-    return plan.config_of(loaded) if options.command_of_job == "warmup" else loaded
 
 
 def is_job(word: str) -> bool:

@@ -9,7 +9,7 @@ import math
 import re
 import shlex
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from tlt_hpc.cluster.request import SlurmRequest
 from tlt_hpc.cluster.slurm import seconds_of
 from tlt_hpc.cluster.stopping import AGAIN, seconds_ahead
 from tlt_hpc.common.files import DamagedText, Moment, read_json
-from tlt_hpc.config import ConfigError, load_config
+from tlt_hpc.config import Config, ConfigError, load_config
 from tlt_hpc.storage.folder import writing_beside
 
 FILE = "submission.json"
@@ -121,11 +121,17 @@ class Submission:
 
 
 def make_members(
-    command: str, config: str, copy: str, shared: Sequence[str], sweeps: Sequence[str]
+    command: str,
+    config: str,
+    copy: str,
+    shared: Sequence[str],
+    sweeps: Sequence[str],
+    own_config: Callable[[Config], Config] = lambda config: config,
 ) -> tuple[SubmittedRun, ...]:
     """A run of ``tlt COMMAND`` for every combination of the sweeps' values, ``section.key=A,B``; one without sweeps.
 
     Each is named after its own overrides unless it sets ``run.name``, and reads the ``copy`` of ``config``.
+    ``own_config`` gives that of what the command runs, if it is not the run itself.
 
     Raises:
         ConfigError: a member's configuration is wrong, a key is swept twice, or two members would write to one folder.
@@ -138,9 +144,10 @@ def make_members(
     for own in itertools.product(*map(expand, sweeps)):
         is_named = not own or any(override.startswith("run.name=") for override in own)
         overrides = (*shared, *own, *(() if is_named else (f"run.name={'-'.join([base, *map(label, own)])}",)))
-        member = load_config(config, overrides)
+        member = own_config(load_config(config, overrides))
+        num_steps = None if command == "warmup" else member.run.num_steps
         arguments = (command, copy, *overrides)
-        members.append(SubmittedRun(member.run.name, str(member.folder), arguments, own, member.run.num_steps))
+        members.append(SubmittedRun(member.run.name, str(member.folder), arguments, own, num_steps))
     names = [member.name for member in members]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise ConfigError(f"two members have run.name = {twice!r}; remove what stands twice, or give each a run.name")
