@@ -60,7 +60,7 @@ HOME_OF = {
     "wandb": {"extras"},
     "mlflow": {"extras"},
     "trackio": {"extras"},
-    "huggingface_hub": {"plan", "export", "models", "extras"},  # the last names its errors alone
+    "huggingface_hub": {"export", "models", "extras"},  # the last names its errors alone
     "pynvml": {"look"},
     "shtab": {"cli"},
     "pickle": {"mpi"},  # between ranks; a file that is unpickled is run

@@ -16,7 +16,10 @@ import torch
 from launch_ranks import LAUNCH_ENVIRONMENT, launch, mpiexec
 
 from tlt_hpc.cli.main import main
+from tlt_hpc.cluster.request import SlurmRequest
 from tlt_hpc.config import load_config
+from tlt_hpc.extras.preflight import system_checks
+from tlt_hpc.extras.preflight.planned_job import PlannedJob
 from tlt_hpc.kernels import attention
 from tlt_hpc.plan.memory import engine as engine_plan
 from tlt_hpc.plan.memory import summary
@@ -25,9 +28,6 @@ from tlt_hpc.plan.memory.plan import MemoryLimits, MemoryPlan, Situation, total
 from tlt_hpc.plan.memory.savings import save_memory
 from tlt_hpc.plan.memory.shapes import find_shape
 from tlt_hpc.plan.memory.training import BUCKET_ELEMENTS, drafter_parameters, num_drafter_parameters, training_state
-from tlt_hpc.plan.preflight import system_checks
-from tlt_hpc.plan.preflight.planned_job import PlannedJob
-from tlt_hpc.plan.preflight.request import SlurmRequest
 
 ROOT = Path(__file__).resolve().parent.parent
 JOBS = ROOT / "jobs"

@@ -8,7 +8,7 @@ from pathlib import Path
 from uuid import uuid4
 
 from tlt_hpc.cluster.watch.beat import BEAT
-from tlt_hpc.cluster.watch.last import warn_of_last
+from tlt_hpc.cluster.watch.record import warn_of_last
 from tlt_hpc.config import Config, ConfigError, check_resumable, to_toml
 from tlt_hpc.data.prompts import PromptSource
 from tlt_hpc.models.tokenizer import find_model

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tlt_hpc.checkpoint.manifest import Checkpoint
 from tlt_hpc.cluster.watch.beat import BEAT, Phase
-from tlt_hpc.cluster.watch.last import warn_of_last
+from tlt_hpc.cluster.watch.record import warn_of_last
 from tlt_hpc.common.records import SampleKey
 from tlt_hpc.common.words import count
 from tlt_hpc.config import Config, check_replicas, to_toml

@@ -48,7 +48,7 @@ ERRORS_OF = {"write": ERRORS, **dict.fromkeys(("mmap", "read", "chmod"), ERRORS[
 """The errors that kinds of calls can meet; all others: those but the last."""
 _END = re.compile(r"^tlt: (?!.*(; the run continues|was killed or crashed, last seen in))", re.MULTILINE)
 """The line that says why a run ends; beside it the others tell of a rank that could not write its status."""
-_WARNING = re.compile(r"^\[rank \d+\] WARNING (?!tlt_hpc.cluster.watch.last)|^tlt: ", re.MULTILINE)
+_WARNING = re.compile(r"^\[rank \d+\] WARNING (?!tlt_hpc.cluster.watch.record)|^tlt: ", re.MULTILINE)
 _TRACE = re.compile(r"Traceback \(most recent|^Exception (ignored )?in|Fatal Python error", re.MULTILINE)
 _REMADE = re.compile(r"^(cache/|kept|status/|shared-|environment)")
 """What a run may lack or have more of at its end after a fault."""

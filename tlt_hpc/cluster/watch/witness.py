@@ -7,6 +7,7 @@ node has a connection to it, which the system closes in the order in which they 
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -21,7 +22,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from tlt_hpc.cluster.watch.beat import Member
-from tlt_hpc.cluster.watch.record import DamagedRecordError, Record, claim_verdict, read_record_at
+from tlt_hpc.cluster.watch.record import Record, claim_verdict, read_records
 
 _LONGEST_WORD = 1 << 16
 _OF_ANOTHER = re.compile(r"[Cc]onnection (closed|reset|refused)|Broken pipe|Socket closed|remote process exited")
@@ -164,7 +165,12 @@ def _watch(pipe: int) -> None:
                 continue
             given, host, is_whole, place = json.loads(told.splitlines()[-1])
             if not start:
-                listener.bind(_address(given))
+                try:
+                    listener.bind(_address(given))
+                except OSError as error:
+                    if error.errno == errno.EADDRINUSE:  # several nodes of Slurm on one machine have one for all ranks
+                        return
+                    raise
                 listener.listen(1024)
                 listener.setblocking(False)
                 poll.register(listener, select.EPOLLIN)
@@ -238,9 +244,7 @@ def _says_why(record: Record) -> bool:
 
 
 def _records(folder: Path, start: str) -> list[Record]:
-    """What the ranks of a start have said, as far as it can be read."""
-    found = []
-    for path in folder.glob("rank-*"):
-        with suppress(OSError, DamagedRecordError):
-            found += [read_record_at(path)] if not path.suffix else []  # others are stacks
-    return [record for record in found if record.start == start]
+    """What the ranks of a start have said; nothing where that cannot be read."""
+    with suppress(OSError):
+        return [record for record in read_records(folder) if record.start == start]
+    return []

@@ -16,9 +16,9 @@ from typing import TypeVar
 
 from tlt_hpc.cluster.slurm import SlurmError, read_queue
 from tlt_hpc.cluster.status import job_state
-from tlt_hpc.cluster.watch.record import DamagedRecordError, Record, read_record_at, read_verdict
+from tlt_hpc.cluster.watch.record import Record, read_record, read_verdict
 from tlt_hpc.common.errors import UserError
-from tlt_hpc.common.files import told
+from tlt_hpc.common.files import DamagedText, told
 from tlt_hpc.look.columns import COLUMNS
 from tlt_hpc.look.cost import Cost, cost_of
 from tlt_hpc.look.run_log import RunLog
@@ -202,6 +202,6 @@ def _read_record(path: Path) -> Record | None:
         OSError: it does not exist or cannot be read.
     """
     for _ in range(3):
-        with suppress(DamagedRecordError):
-            return read_record_at(path)
+        with suppress(DamagedText):
+            return read_record(path)
     return None

@@ -20,10 +20,10 @@ from tlt_hpc.config import (
     check_resumable,
     truncation_warning,
 )
+from tlt_hpc.extras.preflight.planned_job import PlannedJob
+from tlt_hpc.extras.preflight.results import Finding, Skip, failure, failure_of, ok, warning
 from tlt_hpc.mpi.owner import find_at_work
 from tlt_hpc.plan.memory.plan import size
-from tlt_hpc.plan.preflight.planned_job import PlannedJob
-from tlt_hpc.plan.preflight.results import Finding, Skip, failure, failure_of, ok, warning
 from tlt_hpc.storage.folder import RunFolder
 
 if TYPE_CHECKING:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import shutil
+import sysconfig
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +20,6 @@ import tlt_hpc
 from tlt_hpc.common.source import installed_version, source_digest
 from tlt_hpc.config import Config, UserError
 from tlt_hpc.models.tokenizer import find_model
-from tlt_hpc.plan.preflight.machine import NEEDS_COMPILER, missing_for_triton
 
 if TYPE_CHECKING:
     from tlt_hpc.mpi.world import World
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 _PACKAGES = ("torch", "numpy", "mpi4py", "deepspeed", "transformers")
 _DRIVER = Path("/proc/driver/nvidia")
 ABSENT = "none"
+NEEDS_COMPILER = "install c-compiler with conda, or load a module that has one (TLT_MODULES)"
 _REMEDIES = {
     "source": "install the same version on all nodes, or start from a folder that they share",
     "mpi": "load the same modules on all nodes",
@@ -77,6 +79,19 @@ def check_compiler(config: Config, environment: Mapping[str, str]) -> None:
     uses_gpus = config.model.device != "cpu" and gpus_in_words(environment) != ABSENT
     if uses_gpus and (missing := missing_for_triton(environment)):
         raise UserError(f"this node has {missing}, which Triton needs for its kernels; {NEEDS_COMPILER}")
+
+
+def missing_for_triton(environment: Mapping[str, str]) -> str:
+    """What this machine lacks for the small C program with which Triton launches each kernel; empty: nothing.
+
+    Triton compiles it where the job runs: by ``CC``, gcc or clang, with Python's headers.
+    """
+    named = environment.get("CC")
+    if not any(shutil.which(name) for name in ([named] if named else ["gcc", "clang"])):
+        return f"no C compiler ({f'CC={named}' if named else 'gcc or clang'})"
+    scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")
+    header = Path(sysconfig.get_paths(scheme)["include"]) / "Python.h"
+    return "" if header.is_file() else f"no {header}"
 
 
 def report_error(world: World, error: ValueError) -> None:

@@ -11,13 +11,13 @@ import re
 from dataclasses import dataclass
 from functools import partial
 
+from tlt_hpc.cluster.request import num_gpus
 from tlt_hpc.cluster.slurm import ANSWER_SECONDS, ask_slurm, seconds_of
 from tlt_hpc.cluster.stopping import SHORT_SECONDS, seconds_ahead
 from tlt_hpc.common.words import count
-from tlt_hpc.plan.preflight.planned_job import PlannedJob
-from tlt_hpc.plan.preflight.program import ask
-from tlt_hpc.plan.preflight.request import num_gpus
-from tlt_hpc.plan.preflight.results import Finding, Level, Skip, failure, judge, ok, warning
+from tlt_hpc.extras.preflight.planned_job import PlannedJob
+from tlt_hpc.extras.preflight.program import ask
+from tlt_hpc.extras.preflight.results import Finding, Level, Skip, failure, judge, ok, warning
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.step_lines import read_lines
 
@@ -71,7 +71,7 @@ def launch_types() -> list[str]:
 
 def node_megabytes(job: PlannedJob) -> list[int]:
     """Memory of the partition's nodes that have the requested GPUs, ascending."""
-    nodes = read_nodes(job.request.partition)
+    nodes = read_nodes(job.request.asked("partition"))
     return sorted(node.memory_mb for node in nodes if node.num_gpus >= job.request.gpus_per_node)
 
 
@@ -81,7 +81,7 @@ def default_memory(job: PlannedJob) -> tuple[str, int]:
     Raises:
         SlurmError: Slurm does not answer.
     """
-    request, partition = job.request, job.request.partition
+    request, partition = job.request, job.request.asked("partition")
     names = partition.split(",") if partition else [n[:-1] for n, *_ in _node_lines() if n.endswith("*")]
     asked = [*(("show", "partition", name) for name in dict.fromkeys(names)), ("show", "config")]
     found = (re.search(r"(DefMemPer\w+)\s*=\s*(\d+)", ask_slurm("scontrol", *words)) for words in asked)
@@ -94,9 +94,10 @@ def default_memory(job: PlannedJob) -> tuple[str, int]:
 
 def check_partition(job: PlannedJob) -> Finding:
     """A partition starts jobs and allows the requested time: Slurm may accept another job and never start it."""
-    asked, nodes = job.request.time, read_nodes(job.request.partition)
+    asked, partition = job.request.asked("time"), job.request.asked("partition")
+    nodes = read_nodes(partition)
     limits = {node.partition: node.time_limit for node in nodes if node.state == "up"}
-    if not nodes and not job.request.partition:
+    if not nodes and not partition:
         return warning(
             "no partition is asked for, and none is the default; some sites choose one by QOS or features",
             "give --partition where sbatch refuses the job",
@@ -104,7 +105,7 @@ def check_partition(job: PlannedJob) -> Finding:
     if not limits:
         known = ", ".join(sorted({name.rstrip("*") for name, state, *_ in _node_lines() if state == "up"}))
         return failure(
-            f"no partition {job.request.partition or 'by default'} is up",
+            f"no partition {partition or 'by default'} is up",
             f"give one of sinfo with --partition: {known or 'none is up now'}",
         )
     if not asked:
@@ -114,7 +115,7 @@ def check_partition(job: PlannedJob) -> Finding:
         most = ", ".join(f"{name!r} at most {limit}" for name, limit in limits.items())
         longest = max(limits.values(), key=seconds_of)
         remedy = f"give --time {longest}, or less; the next job resumes the run"
-        by = "is asked for" if job.request.source("SBATCH_TIMELIMIT") == "the script" else "is in SBATCH_TIMELIMIT"
+        by = "is asked for" if job.request.source("time") == "the script" else "is in SBATCH_TIMELIMIT"
         return failure(f"time {asked} {by}, and partition {most}", remedy)
     return ok(f"{', '.join(limits)}: {asked} of at most {', '.join(limits.values())}")
 
@@ -132,36 +133,37 @@ def check_requeue(job: PlannedJob) -> Finding:
     request = job.request
     default = re.search(r"JobRequeue\s*=\s*1", ask_slurm("scontrol", "show", "config"))
     if request.requeue is False or (request.requeue is None and not default):
-        by = request.source("SBATCH_NO_REQUEUE")
+        by = request.source("no-requeue")
         why = f"{by} says --no-requeue" if by == "the script" else f"{by} is set"
         why = why if request.requeue is False else "JobRequeue = 0 in slurm.conf"
         return warning(
             f"requeue is off ({why}): a job that is preempted or reaches its time limit is not resumed by itself",
             "ask Slurm for --requeue, or submit the job again: it resumes from the last step",
         )
-    if not re.match(r"(R:)?((SIG)?USR2|12)(@\d+)?$", request.signal):
+    signal = request.asked("signal")
+    if not re.match(r"(R:)?((SIG)?USR2|12)(@\d+)?$", signal):
         return warning(
-            f"{request.source('SBATCH_SIGNAL')} requests no USR2 before the time limit, so the step in progress may be "
+            f"{request.source('signal')} requests no USR2 before the time limit, so the step in progress may be "
             "lost then",
             "ask Slurm for --signal=USR2@120",
         )
-    return _check_time(job) or ok(f"on, {request.signal} before the time limit")
+    return _check_time(job) or ok(f"on, {signal} before the time limit")
 
 
 def _check_time(job: PlannedJob) -> Finding | None:
     """What is wrong if a start and a step do not fit in the time before the signal; None: nothing is known to be."""
-    request, limit = job.request, job.request.limit_seconds
-    ahead = float(request.signal.partition("@")[2] or DEFAULT_AHEAD_SECONDS)
+    signal, limit = job.request.asked("signal"), job.request.limit_seconds
+    ahead = float(signal.partition("@")[2] or DEFAULT_AHEAD_SECONDS)
     lines = [] if job.loaded is None else list(read_lines(RunFolder(job.loaded.folder).metrics).values())
     step = next((float(line["timing_s/step"]) for line in reversed(lines) if "timing_s/step" in line), None)
     if limit - ahead >= (SHORT_SECONDS if step is None else START_SECONDS + step):
         return None
     known = "" if step is None else f" ({step:.0f} s in this run)"
     earlier = f", and ask for --signal=USR2@{seconds_ahead(limit):.0f} if it stays below 8 minutes"
-    left = f"{max(0.0, limit - ahead):.0f} s before {request.signal}"
+    left = f"{max(0.0, limit - ahead):.0f} s before {signal}"
     return warning(
-        f"the time limit {request.time} leaves at most {left}, in which a start and a step{known} may not fit: the job "
-        "would train nothing",
+        f"the time limit {job.request.asked('time')} leaves at most {left}, in which a start and a step{known} may not "
+        "fit: the job would train nothing",
         f"give more --time{earlier * (ahead > seconds_ahead(limit))}",
     )
 
@@ -188,7 +190,7 @@ def check_cores(job: PlannedJob) -> Finding:
 
 def check_acceptance(job: PlannedJob) -> Finding:
     """``sbatch --test-only`` accepts the job."""
-    for word in (job.request.account, job.request.partition):
+    for word in (job.request.asked("account"), job.request.asked("partition")):
         if word.startswith("YOUR_"):
             remedy = "edit the lines at its top, or give --account and --partition here and to sbatch"
             return failure(f"the script still says {word}", remedy)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 import shutil
 import subprocess
 import sys
 import time
-from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,12 +16,13 @@ from huggingface_hub.utils import filter_repo_objects
 from preflight_place import NODES, ROOT, SCRIPT, Place, answer_of_mpich, make_place
 
 from tlt_hpc.cli.main import main, parse
+from tlt_hpc.cluster.topology import Mount, System
 from tlt_hpc.cluster.watch.diagnosis import process_state
-from tlt_hpc.config import ConfigError, load_config, to_toml
-from tlt_hpc.plan.preflight import job_checks, machine, mpi, request, system_checks
-from tlt_hpc.plan.preflight.checklist import CHECKS, SLURM_CHECKS, all_results
-from tlt_hpc.plan.preflight.program import NoAnswer, ProgramOutput, ask
-from tlt_hpc.plan.preflight.results import Finding
+from tlt_hpc.config import load_config, to_toml
+from tlt_hpc.extras.preflight import job_checks, mpi, system_checks
+from tlt_hpc.extras.preflight.checklist import CHECKS, SLURM_CHECKS, all_results
+from tlt_hpc.extras.preflight.program import NoAnswer, ProgramOutput, ask
+from tlt_hpc.extras.preflight.results import Finding
 from tlt_hpc.storage.step_lines import add_line
 
 Plant = Callable[[Place], object]
@@ -307,7 +306,7 @@ SLURM_PLANTED: list[tuple[str, Plant, str, str, str]] = [
      "warning", r"requeue is off \(JobRequeue = 0.*ask Slurm for --requeue"),
     ("no requeue", changed("--requeue", "--no-requeue"), "requeue", "warning", r"says --no-requeue"),
     ("a run folder in memory", lambda p: (p.slurm(), p.monkeypatch.setattr(
-        machine, "mount_of", lambda path: machine.Mount("/", "tmpfs"))), "run folder", "warning", r"in memory"),
+        System, "mount", lambda system, path: Mount("/", "tmpfs"))), "run folder", "warning", r"in memory"),
     ("more memory than a node has", changed("--mem=16G", "--mem=900G"), "memory", "failure",
      r"^--mem asks for 966.* GB of a node, and the partition's largest has .*; ask Slurm for less"),
     ("too little memory asked for", changed("--mem=16G", "--mem=1G"), "memory", "failure",
@@ -443,39 +442,6 @@ def test_weights_are_fetched_once() -> None:
     assert set(filter_repo_objects(files, allow_patterns=job_checks._PATTERNS)) == {*files} - {files[2]}
 
 
-def test_a_script_is_read_as_sbatch_reads_it(place: Place) -> None:
-    place.slurm()
-    options = Namespace(nodes=None, partition=None, account=None, time=None, script=place.path / "job.sh")
-    found = request.make_request(options, {})
-    assert (found.nodes, found.ranks_per_node, found.partition, found.account) == (2, 1, "main", "science")
-    assert (found.time, found.memory_mb, found.signal, found.requeue) == ("10:00:00", 16384, "USR2@120", True)
-    options.nodes, options.account = 3, "given"
-    found = request.make_request(options, {"SBATCH_PARTITION": "other", "SBATCH_ACCOUNT": "mine"})
-    assert (found.nodes, found.partition, found.account) == (3, "other", "given")
-    found = request.make_request(
-        options, {"SBATCH_TIMELIMIT": "5:00", "SBATCH_GRES": "gpu:2", "SBATCH_NO_REQUEUE": "1"}
-    )
-    assert (found.time, found.gpus_per_node, found.requeue) == ("5:00", 2, False)
-
-
-@pytest.mark.parametrize(
-    ("lines", "read"),
-    [
-        ("\n# a comment\n  # another\n#SBATCH --nodes=2 # 'quoted\n", ["--nodes=2"]),
-        ("#SBATCH --nodes=2\ncat <<'X'\n#SBATCH --nodes=4\nX\n", ["--nodes=2"]),
-        ("#SBATCH --nodes=2\n#SBATCH --comment=don't\n", "a quote in an #SBATCH line has no end; close or remove it"),
-        ("#SBATCH --exclusive\n#SBATCH hetjob\n#SBATCH -N4\n", "the script asks for a heterogeneous job"),
-    ],
-)
-def test_lines_count_up_to_the_first_command(lines: str, read: list[str] | str, tmp_path: Path) -> None:
-    (tmp_path / "job.sh").write_text("#!/bin/bash\n" + lines)
-    if isinstance(read, list):
-        assert request.sbatch_words(tmp_path / "job.sh") == read
-        return
-    with pytest.raises(ConfigError, match=read):
-        request.sbatch_options(request.sbatch_words(tmp_path / "job.sh"))
-
-
 def test_sbatch_is_asked_about_the_script_itself(place: Place) -> None:
     """With the options that the user will give to sbatch and no others."""
     place.slurm(script=SCRIPT.replace("-N2", "-N2 --exclusive --constraint=a100 --reservation=mine --gres=gpu:a100:2"))
@@ -484,34 +450,6 @@ def test_sbatch_is_asked_about_the_script_itself(place: Place) -> None:
     assert place.check()["sbatch"].level == "ok"
     expected = ["--test-only", "--nodes=1", "--account=other", "--time=5:00", str(place.path / "job.sh")]
     assert (place.path / "asked").read_text().splitlines() == expected
-
-
-@pytest.mark.parametrize(
-    ("asked", "read"),
-    [
-        ("--ntasks-per-node=2 --gpus-per-node=a100:4 --mem=7G", (4, 2, 7168)),
-        ("--gpus-per-node=a100:4 --gres=gpu:h100:2", (4, 4, None)),
-        ("--gpus-per-node=a100:4,h100:2 --mem=0", (6, 6, 0)),
-        ("--gres=gres/gpu:a100:4", (4, 4, None)),
-        ("--gres=craynetwork:1,gpu,lscratch:200 -N 2-4 --mem=100", (1, 1, 100)),
-        ("-J tiny --mem 2G -s --gpus-per-node 3 -H --ntasks-per-node=5 --gpus-per-node=1", (1, 5, 2048)),
-    ],
-)
-def test_gpus_memory_and_ranks_of_a_node_are_read(asked: str, read: tuple[object, ...]) -> None:
-    found = request.request_of(shlex.split(asked))
-    assert (found.gpus_per_node, found.ranks_per_node, found.memory_mb) == read
-
-
-@pytest.mark.parametrize(
-    ("asked", "message"),
-    [
-        ("--nodes=two", "--nodes=two is no number"),
-        ("-N2 stray", "'stray' is not understood as an option of sbatch; write --OPTION=VALUE"),
-    ],
-)
-def test_options_that_sbatch_would_not_take_are_named(asked: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=f"^{message}"):
-        request.request_of(shlex.split(asked))
 
 
 @pytest.mark.parametrize(
@@ -528,29 +466,6 @@ def test_truncated_sampling_in_training_is_told(place: Place) -> None:
     found = place.check()["sampling"]
     assert found.level == "warning" and found.found.startswith("rollout.top_p = 0.9: responses come from a truncated")
     assert found.remedy.startswith("leave the truncation out")
-
-
-def test_the_last_word_on_requeue_counts() -> None:
-    words = ["--requeue", "--no-requeue", "--requeue"]
-    assert [request.request_of(words[:end]).requeue for end in range(4)] == [None, True, False, True]
-
-
-@pytest.mark.parametrize(
-    "asked",
-    ["-n 8", "-G 8", "--gpus-per-task=1", "--mem-per-cpu=1G", "--mem-per-gpu=1G", "--tres-per-node=gres/gpu:4"],
-)
-def test_options_by_another_measure_than_the_node_are_refused(asked: str) -> None:
-    with pytest.raises(
-        ConfigError,
-        match=r"^the script asks for --(ntasks|gpus|mem|tres).*; write --(ntasks-per|gpus-per|mem)",
-    ):
-        request.request_of(shlex.split(asked))
-
-
-def test_gpus_are_counted_in_generic_resources() -> None:
-    texts = {"gpu:a100:4(S:0-1)": 4, "gpu:8": 8, "(null)": 0, "gpu:a100:2,gpu:v100:1": 3, "nvme:1,gpu:h100:8(S:0)": 8,
-             "gpu_memory:80": 0, "gpu:1g.10gb:7(S:0,1)": 7}  # fmt: skip
-    assert {text: request.num_gpus(text) for text in texts} == texts
 
 
 def test_a_program_that_hangs_is_killed_with_its_children(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from local_slurm import LocalSlurm
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 ASKS = """#!/usr/bin/env bash
 #SBATCH --partition=main
 #SBATCH --ntasks-per-node=1

@@ -7,14 +7,17 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tlt_hpc.cluster.request import SlurmRequest
 from tlt_hpc.config import Config
-from tlt_hpc.plan.preflight import machine
-from tlt_hpc.plan.preflight.request import SlurmRequest
-from tlt_hpc.plan.preflight.results import Skip
+from tlt_hpc.extras.preflight.results import Skip
 
 if TYPE_CHECKING:
     from tlt_hpc.models.shape import ModelShape
     from tlt_hpc.plan.memory.plan import DeviceType, MemoryPlan
+
+
+GPUS = Path("/proc/driver/nvidia/gpus")
+"""A folder if NVIDIA's driver has found GPUs."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,7 @@ class PlannedJob:
     @property
     def uses_gpu(self) -> bool:
         """Whether the job runs on GPUs: it says so, or uses what it finds and some are requested or are here."""
-        found = bool(self.request.gpus_per_node) or (not self.asks_slurm and machine.GPUS.is_dir())
+        found = bool(self.request.gpus_per_node) or (not self.asks_slurm and GPUS.is_dir())
         return self.needs_gpu or (self.config.model.device == "auto" and found)
 
     @cached_property

@@ -14,8 +14,8 @@ from launch_ranks import LAUNCH_ENVIRONMENT, mpiexec, run_on_ranks
 
 from tlt_hpc.config import UserError, load_config
 from tlt_hpc.models.tokenizer import embedded
-from tlt_hpc.plan.preflight import nodes
-from tlt_hpc.plan.preflight.nodes import NodeFacts, NodeReport, find_difference, refuse_errors
+from tlt_hpc.plan import nodes
+from tlt_hpc.plan.nodes import NodeFacts, NodeReport, find_difference, refuse_errors
 
 ROOT = Path(__file__).resolve().parent.parent
 FACTS: NodeFacts = {

@@ -14,10 +14,10 @@ from typing import Any
 from tlt_hpc.cluster.local import PYTHON, find_mpiexec, launch_environment
 from tlt_hpc.cluster.slurm import is_task
 from tlt_hpc.config import UserError
-from tlt_hpc.plan.preflight.planned_job import PlannedJob
-from tlt_hpc.plan.preflight.program import ProgramOutput, ask
-from tlt_hpc.plan.preflight.results import Finding, Skip, failure, failure_of, ok, warning
-from tlt_hpc.plan.preflight.slurm_checks import launch_types
+from tlt_hpc.extras.preflight.planned_job import PlannedJob
+from tlt_hpc.extras.preflight.program import ProgramOutput, ask
+from tlt_hpc.extras.preflight.results import Finding, Skip, failure, failure_of, ok, warning
+from tlt_hpc.extras.preflight.slurm_checks import launch_types
 
 LOAD_SECONDS = 60.0
 TALK_SECONDS = 90.0

@@ -9,17 +9,23 @@ import runpy
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 from tlt_hpc.cluster.slurm import SlurmError
+from tlt_hpc.cluster.topology import System
 from tlt_hpc.common.host_memory import available_bytes
+from tlt_hpc.extras.preflight import slurm_checks
+from tlt_hpc.extras.preflight.planned_job import PlannedJob
+from tlt_hpc.extras.preflight.results import Finding, Skip, failure, ok, warning
 from tlt_hpc.plan.memory.plan import HERE, MemoryLimits, size
-from tlt_hpc.plan.preflight import machine, slurm_checks
-from tlt_hpc.plan.preflight.planned_job import PlannedJob
-from tlt_hpc.plan.preflight.results import Finding, Skip, failure, ok, warning
+from tlt_hpc.plan.nodes import NEEDS_COMPILER, missing_for_triton
 from tlt_hpc.storage.folder import WriteError
+
+T = TypeVar("T")
 
 _MB = 2**20
 _MAKE_ROOM = "make room there, set run.folder to another place, or lower checkpoint.keep or drafter.cache_bytes"
@@ -30,7 +36,11 @@ def check_memory(job: PlannedJob) -> Finding:
     from tlt_hpc.plan.memory.summary import verdict, way_out
 
     plan, asked = job.plan, (job.request.memory_mb or 0) * _MB
-    sizes = _node_bytes(job)
+    if job.asks_slurm:
+        sizes = [_MB * megabytes for megabytes in _if_slurm_answers(slurm_checks.node_megabytes, job, list[int]())]
+    else:
+        sizes = [available_bytes()]
+    sizes = [each for each in sizes if each]  # 0: not known
     nodes = MemoryLimits(job.gpu_bytes if job.uses_gpu else None, sizes[0] if sizes else None)
     if not job.asks_slurm:
         nodes = replace(nodes, host_is=HERE)
@@ -46,7 +56,7 @@ def check_memory(job: PlannedJob) -> Finding:
         remedy = way_out(plan, nodes)
         return failure(said.rstrip("."), f"{remedy[0].lower()}{remedy[1:]} See tlt plan")
     if job.asks_slurm and job.request.memory_mb is None:
-        default, megabytes = _default_memory(job)
+        default, megabytes = _if_slurm_answers(slurm_checks.default_memory, job, ("", 0))
         if default and megabytes * _MB < plan.node_bytes:
             gets = f"gets {size(megabytes * _MB)} of a node ({default})"
             return warning(f"{said} But without --mem the job {gets}: Slurm may end it", more)
@@ -55,29 +65,25 @@ def check_memory(job: PlannedJob) -> Finding:
     return ok(said)
 
 
-def _default_memory(job: PlannedJob) -> tuple[str, int]:
+def _if_slurm_answers(ask: Callable[[PlannedJob], T], job: PlannedJob, otherwise: T) -> T:
     try:
-        return slurm_checks.default_memory(job)
+        return ask(job)
     except SlurmError:  # the check of the partition reports it
-        return "", 0
-
-
-def _node_bytes(job: PlannedJob) -> list[int]:
-    """Memory of the partition's nodes, ascending, or without Slurm what is left here; empty: not known."""
-    if not job.asks_slurm:
-        return [left] if (left := available_bytes()) else []
-    try:
-        return [megabytes * _MB for megabytes in slurm_checks.node_megabytes(job) if megabytes]
-    except SlurmError:  # the check of the partition reports it
-        return []
+        return otherwise
 
 
 # --- disk ---
 
 
+def _nearest_folder(path: Path) -> Path:
+    """The path if it is a folder, else the nearest folder above it."""
+    path = path.absolute()
+    return next(folder for folder in (path, *path.parents) if folder.is_dir())
+
+
 def check_disk(job: PlannedJob) -> Finding:
     """The file system of the run's folder has enough space and files left."""
-    config, ranks, folder = job.config, job.num_ranks, machine.nearest_folder(job.config.folder)
+    config, ranks, folder = job.config, job.num_ranks, _nearest_folder(job.config.folder)
     disk = {
         name: count for name, count in job.plan.disk.items() if name != "features" or not config.drafter.cache_folder
     }
@@ -90,7 +96,7 @@ def check_disk(job: PlannedJob) -> Finding:
     sure, most = max(0, sure - there), max(0, sum(disk.values()) - there)
     saves = config.checkpoint.keep + 1 + (3 if "the drafter's between them" in disk else 0)
     files = config.run.num_steps * (ranks + 1) + 3 * ranks * (saves + 1)
-    found, place = os.statvfs(folder), machine.mount_of(folder).point
+    found, place = os.statvfs(folder), System().mount(folder).point
     free = found.f_bavail * found.f_frsize
     words = f"{size(free)} free of {place}, the run writes {size(sure)} to {size(most)} in about {files:,} files"
     if free < sure:
@@ -104,8 +110,8 @@ def check_disk(job: PlannedJob) -> Finding:
 
 def check_run_folder(job: PlannedJob) -> Finding:
     """An HDF5 file can be written, synced, renamed and read back in the run's folder; all nodes will see it."""
-    folder = machine.nearest_folder(job.config.folder)
-    mount, started = machine.mount_of(folder), time.perf_counter()
+    folder = _nearest_folder(job.config.folder)
+    mount, started = System().mount(folder), time.perf_counter()
     place = f"{folder} ({mount.kind})"
     try:
         _write_and_read(folder)
@@ -165,6 +171,6 @@ def check_torch(job: PlannedJob) -> Finding:
             f"torch {version} in {sys.prefix} is a build for CPUs, and the job runs on GPUs",
             "install torch's CUDA build (environment.yml; on a login node CONDA_OVERRIDE_CUDA says which)",
         )
-    if job.uses_gpu and (missing := machine.missing_for_triton(os.environ)):
-        return warning(f"this machine has {missing}, which Triton needs where the job runs", machine.NEEDS_COMPILER)
+    if job.uses_gpu and (missing := missing_for_triton(os.environ)):
+        return warning(f"this machine has {missing}, which Triton needs where the job runs", NEEDS_COMPILER)
     return ok(f"torch {version} for {f'CUDA {cuda}' if cuda else 'CPUs'}, in {sys.prefix}")
