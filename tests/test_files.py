@@ -154,8 +154,8 @@ def test_scripts_parse(path: Path) -> None:
 
 
 TUNED = [  # job, GPU, nodes of 8, settings (None: it does not fit), GB at the peak
-    ("qwen7b", "a100-40", "1", "drafter.average_merges=1 rollout.kv_bytes=16996761600"
-     " optimizer.micro_batch_tokens=31744 rollout.tensor_parallel=2", 42),
+    ("qwen7b", "a100-40", "1", "drafter.average_merges=1 rollout.kv_bytes=16996761600 rollout.tensor_parallel=2"
+     " optimizer.micro_batch_tokens=31744", 42),
     ("qwen7b", "h100-80", "1", "", 66),
     ("qwen32b", "a100-40", "1", "optimizer.sequence_parallel=4 rollout.kv_bytes=7992115200 rollout.tensor_parallel=8"
      " optimizer.offload=parameters", 42),
