@@ -218,7 +218,7 @@ class Driver:
             checkpoints=CheckpointStore(folder.checkpoints, 2), load_policy=lambda step: cluster.sleep(1e-3),
             prompts=None, shard=list, calibrate=lambda *_: None, plan=SimpleNamespace(learn=lambda line: None),
             meter=SimpleNamespace(begin_step=lambda: None, end_rollout=lambda: None),
-            decoder=SimpleNamespace(device=torch.device("cpu")),
+            decoder=SimpleNamespace(device=torch.device("cpu"), shape=None), tokenizer=None,
             mismatch=SimpleNamespace(look=lambda *_: ""),
         )  # fmt: skip
         reporter = SimpleNamespace(

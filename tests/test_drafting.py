@@ -13,6 +13,7 @@ from fake_world import RanksInTurn, on_threads
 from tiny import CPU, embedded_decoder, gcd_requests, generate, make_engine, random_document, texts
 
 from tlt_hpc import rollout_loop as tail
+from tlt_hpc import train
 from tlt_hpc.config import DrafterSection, UserError
 from tlt_hpc.drafting import pool as pool_module
 from tlt_hpc.drafting import spot
@@ -21,6 +22,7 @@ from tlt_hpc.drafting.offline import learn
 from tlt_hpc.drafting.pool import TrainingPool, pack, training_weights, whole
 from tlt_hpc.drafting.spot import SpotTrainer
 from tlt_hpc.drafting.tail_plan import JUDGED_DEPTH, DraftCounts
+from tlt_hpc.look.metrics import PhaseTimer
 from tlt_hpc.models.eagle import Eagle
 from tlt_hpc.rollout.chooser import DraftTally
 from tlt_hpc.rollout.strategy import OFF, Strategy
@@ -407,6 +409,35 @@ def test_replicas_that_differ_in_a_bit_after_a_merge_are_caught(tmp_path):
     world.allgather = lambda item: [item, (item[0], "another")]
     with pytest.raises(AssertionError, match="drafters differ after the merge"), trainer.merging(world):
         pass
+
+
+@pytest.mark.parametrize("on_gpus", [False, True])
+def test_the_merge_lasts_as_long_as_the_update_or_on_gpus_precedes_it(tmp_path, monkeypatch, on_gpus):
+    for module in (spot, train):
+        monkeypatch.setattr(module, "sums_on_gpus", lambda: on_gpus)
+    trainer, cache = make_trainer(tmp_path)
+    fill(cache, 0, 2)
+    trainer.begin(0)
+    assert trainer.micro_step()
+    done = []
+    job: Any = SimpleNamespace(
+        drafting=SimpleNamespace(spot=trainer), world=RanksInTurn(1), serve_drafter=lambda: done.append("served"),
+        engine=SimpleNamespace(release_pages=lambda: done.append("pages released")),
+    )  # fmt: skip
+    with pytest.raises(ZeroDivisionError), train.merging(job, True, PhaseTimer()):
+        raise ZeroDivisionError
+    assert "served" not in done
+    trainer.begin(1)
+    assert trainer.micro_step()
+    done.clear()
+    job.world = RanksInTurn(1)
+    with train.merging(job, True, PhaseTimer()):
+        done.append("merged" if trainer.merge_report.fingerprint else "posted")
+    assert done == (["pages released", "merged", "served"] if on_gpus else ["posted", "served"])
+    assert trainer.merge_report.num_tokens == trainer.records[0].num_tokens
+    with train.merging(job, False, PhaseTimer()):
+        pass
+    assert done[-1] == "served" and done.count("served") == 1, "a step that trains no drafter merges none"
 
 
 def train_and_merge(trainer, step):

@@ -272,6 +272,6 @@ def test_the_verdict_on_the_last_start_is_given_once(tmp_path):
 
 def test_a_member_knows_the_processes_on_its_host():
     told = [("a", 11, "x"), ("a", 12, "y"), ("b", 11, "z")]
-    assert Member.of(1, told) == Member(1, 3, "a", "x", {0: 11, 1: 12})
-    assert Member.of(2, told).neighbours == {2: 11}
+    assert Member.of(1, told) == Member(1, 3, "a", "x", {0: 11, 1: 12}, "x")
+    assert (Member.of(2, told).neighbours, Member.of(2, told).witness) == ({2: 11}, "z")
     assert describe(2**22 + 1) == "its process is gone"

@@ -170,9 +170,8 @@ class World(NodeGroup):
         check_thread_level(MPI.Query_thread(), MPI.Get_library_version())
         check_rank_count(MPI.COMM_WORLD.size, os.environ)
         world = cls(MPI.COMM_WORLD, flag)
-        BEAT.join(
-            Member.of(world.rank, world.allgather((world.hostname, os.getpid(), uuid4().hex))), MPI.COMM_WORLD.Abort
-        )
+        told = world.allgather((world.hostname, os.getpid(), BEAT.word or uuid4().hex))
+        BEAT.join(Member.of(world.rank, told), MPI.COMM_WORLD.Abort)
         return world
 
     def say(self, words: str, note: str = "") -> None:

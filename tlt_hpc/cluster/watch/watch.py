@@ -38,8 +38,6 @@ LAST_WORD_SECONDS = 10.0
 """How long it may take at the very end, when only the last record is left to write."""
 ABORT_SECONDS = 5.0
 """How long MPI may take to end the job."""
-_WITNESS_SECONDS = 2.0
-"""How long a rank that has just met the others waits until its node's witness listens."""
 STATUS_ENDINGS = {0: FINISHED, 75: "stopped early"}
 
 
@@ -93,6 +91,7 @@ class Watch:
             self._beat.ending = f"failed: {type(error).__name__}: {error}"
         self._report_end()
         self._beat.member = self._beat.folder = self._beat.abort = None
+        self._beat.word = ""
         self._beat.on_leaving = self._beat.on_joining = self._beat.on_signal = None
 
     def ended(self, status: int) -> int:
@@ -126,9 +125,8 @@ class Watch:
             self._witness.tell(self._member, self._beat.folder)
 
     def _meet_witness(self) -> None:
-        """From the moment that the ranks have met: the witness of another rank's node begins to listen then."""
         if self._witness is not None:
-            self._witness.tell(self._member, None, _WITNESS_SECONDS)
+            self._witness.join(self._member)
 
     def _watch(self) -> None:
         while not self._closing.wait(self._look_seconds):
