@@ -12,8 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tlt_hpc.rollout import acceptance
 from tlt_hpc.rollout import chooser as chooser_module
-from tlt_hpc.rollout.chooser import Chooser, FamilyAcceptance, RandomChooser, TrialBudget
+from tlt_hpc.rollout.acceptance import FamilyAcceptance
+from tlt_hpc.rollout.chooser import Chooser, RandomChooser, TrialBudget
 from tlt_hpc.rollout.costs import RoundCosts
 from tlt_hpc.rollout.stored_text import StoredRow
 from tlt_hpc.rollout.strategy import OFF, Strategy, strategies_of, strategy_named
@@ -187,7 +189,7 @@ def test_slow_rounds_of_a_busy_machine_change_little_and_a_lasting_change_is_fol
 
 @pytest.fixture
 def long_window(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chooser_module, "WINDOW", 100_000)
+    monkeypatch.setattr(acceptance, "WINDOW", 100_000)
 
 
 @pytest.mark.usefixtures("long_window")

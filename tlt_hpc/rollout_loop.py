@@ -68,7 +68,7 @@ def roll_out(job: Job, step: int, reporter: RollingReporter) -> Tail:
     scorer = Scorer(job.bench, draws.prompt_of, lambda rollout: text_of(job.tokenizer, rollout.response_tokens))
     if job.drafting:
         begin_features(job.drafting, job.engine, step)
-    num_stored = sum(map(len, job.engine.stored_texts.values())) if job.replica.index == 0 else 0
+    num_stored = job.engine.num_stored_tokens if job.replica.index == 0 else 0
     has_next = use.ahead and step + 1 < job.config.run.num_steps
     following = StepDraws(job.config, job.prompts, step + 1).requests() if has_next else []
     ahead = AheadTail(job.engine, job.replica, job.pulse, job.by_replica(following))
@@ -103,7 +103,7 @@ def take_over_kept(
     """
     left = still_to_do(requests, kept, job.config.data.source, job.assets.excluded_token_ids)
     own = [kept[request.key] for request in requests if request.key in kept and job.is_own(request.key)]
-    job.engine.finished += own
+    job.engine.add_finished(own)
     keeper.skip(len(own))
     return left
 

@@ -72,8 +72,8 @@ def measure(session: Session, assets: Assets, batch: int, size: int, repeats: in
     for way, strategies in ways.items():
         drafter = serving_drafter(weights, session.decoder) if weights else None
         own = replace(settings, max_live=batch, strategies=strategies, kv_bytes=settings.kv_bytes // len(ways))
-        engine = session.make_engine(own, drafter)
-        engine.drafter_ready, engines[way], seconds[way] = drafter is not None, engine, []
+        engine = session.make_engine(own, drafter, drafter_is_trained=drafter is not None)
+        engines[way], seconds[way] = engine, []
         session.calibrate(engine, others)
         generate(engine, others)
         engine.take_counts()

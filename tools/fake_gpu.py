@@ -57,7 +57,7 @@ from tlt_hpc.plan.plan_options import at_least_one_each
 from tlt_hpc.rollout import pool_memory
 from tlt_hpc.rollout.drafts import Proposal
 from tlt_hpc.rollout.engine import RolloutEngine
-from tlt_hpc.rollout.graph_round import NUM_TOLD
+from tlt_hpc.rollout.graph_round import NUM_FIGURES
 from tlt_hpc.rollout.settings import EngineSettings
 from tlt_hpc.rollout.strategy import OFF, Strategy
 from tlt_hpc.rollout.tree import DraftTree
@@ -403,8 +403,7 @@ def make_engine(decoder: Decoder, drafter: Drafter | None, rows: int, strategies
         strategies=tuple(strategies),
         attention="paged-kernel",
     )
-    engine = RolloutEngine(decoder, settings, drafter)
-    engine.drafter_ready = drafter is not None
+    engine = RolloutEngine(decoder, settings, drafter, drafter_is_trained=drafter is not None)
     prompts = np.random.default_rng(0).integers(0, decoder.shape.vocab_size, (rows, PROMPT)).astype(np.int32)
     engine.submit(Request(SampleKey(0, Stream.TRAIN, 0, row, 0), prompt) for row, prompt in enumerate(prompts))
     return engine
@@ -438,8 +437,8 @@ def host_seconds(rows: int, strategy: Strategy, num_rounds: int = 50) -> float:
     engine = make_engine(decoder, drafter, rows, [strategy])
     halves = engine._rounds._graphs  # type: ignore[attr-defined]
     width, path = strategy.widest_pass, strategy.reach + 1
-    told = torch.ones(rows, path + NUM_TOLD, dtype=torch.int64)
-    told[:, -NUM_TOLD:] = torch.tensor([min(3, path), min(2, path - 1), 0])
+    told = torch.ones(rows, path + NUM_FIGURES, dtype=torch.int64)
+    told[:, -NUM_FIGURES:] = torch.tensor([min(3, path), min(2, path - 1), 0])
     tokens = torch.ones(rows, width, dtype=torch.int64)
     parents = torch.zeros_like(tokens) if strategy.branching > 1 else None
     out = told, torch.zeros(rows, path), torch.zeros(rows, width, dtype=torch.bool)

@@ -10,140 +10,24 @@ of what was observed, so ranks that observe the same make the same choice.
 from __future__ import annotations
 
 import random
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import accumulate
-from operator import mul
+from dataclasses import dataclass, replace
 
+from tlt_hpc.rollout.acceptance import WINDOW, FamilyAcceptance, StoredAcceptance
 from tlt_hpc.rollout.costs import RoundCosts, batch_bucket
 from tlt_hpc.rollout.stored_text import StoredRow
-from tlt_hpc.rollout.strategy import MAX_DEPTH, OFF, Strategy
+from tlt_hpc.rollout.strategy import OFF, Strategy
 
 EPSILON = 0.05
 """Share of the rounds that may be trials."""
 TRIAL_SHARE = 0.02
 """Largest share of the seconds spent that may be lost to trials."""
-WINDOW = 128
-"""Rounds over which counts of accepted drafts fade."""
 _REFRESH = 8
 """Rounds after which expected lengths are computed again."""
 
 Agree = Callable[[int], int]
 """Takes the index of the strategy that this rank chose and returns that of its replica's first rank (a broadcast):
 ranks that decode together measure different times, and must run the same strategy."""
-
-
-# -- accepted drafts --------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class DraftTally:
-    """How often drafts were reached and accepted, by position.
-
-    ``reached[j]`` counts drafts at position j whose predecessors were all accepted, ``accepted[j]`` those that were
-    accepted too. A chain that was accepted whole says nothing about the positions beyond it.
-    """
-
-    reached: list[float] = field(default_factory=lambda: [0] * MAX_DEPTH)
-    accepted: list[float] = field(default_factory=lambda: [0] * MAX_DEPTH)
-
-    def add(self, reach: int, accepted: Sequence[int], weight: float = 1) -> None:
-        """A round of drafts up to position ``reach``, of which each sequence accepted so many."""
-        stopped = Counter(min(num, reach) for num in accepted)
-        left = len(accepted)
-        for j in range(reach):
-            self.reached[j] += weight * left
-            left -= stopped[j]
-            self.accepted[j] += weight * left
-
-    def scale(self, factor: float) -> None:
-        """Multiply all counts."""
-        self.reached = [factor * count for count in self.reached]
-        self.accepted = [factor * count for count in self.accepted]
-
-
-class FamilyAcceptance:
-    """Accept lengths of one family of strategies. Each round counts one, whatever its batch, and fades over WINDOW."""
-
-    _FIRST_CHANCE = 0.6
-    _ENOUGH_SEQUENCES = 16.0
-
-    def __init__(self, reach: int, prior: FamilyAcceptance | None = None) -> None:
-        """``reach``: the longest chain of the family; ``prior``: counts that stand for 16 rounds at the start."""
-        self.reach = reach
-        self._tally = DraftTally([0] * reach, [0] * reach)
-        self._num_sequences = 0.0
-        self._prior, self._prior_rounds = prior, 1.0 if prior is None else 16.0
-
-    @property
-    def is_known(self) -> bool:
-        """Whether enough sequences were observed."""
-        return self._num_sequences >= self._ENOUGH_SEQUENCES
-
-    def chances(self) -> list[float]:
-        """For each position the chance that its draft is accepted if those before it are: a product-limit estimate."""
-        before = None if self._prior is None else self._prior.chances()
-        chance, found = self._FIRST_CHANCE, list[float]()
-        for j, (reached, accepted) in enumerate(zip(self._tally.reached, self._tally.accepted, strict=True)):
-            # without a prior a position starts from the chance of the one before it
-            chance = chance if before is None else before[j]
-            chance = (accepted + self._prior_rounds * chance) / (reached + self._prior_rounds)
-            found.append(chance)
-        return found
-
-    def lengths(self) -> list[float]:
-        """Expected accept length (bonus token included) of a chain of 0, 1, 2, ... drafts."""
-        return list(accumulate(accumulate([1.0, *self.chances()], mul)))
-
-    def add(self, reach: int, accepted: Sequence[int]) -> None:
-        """A round's accepted drafts by sequence."""
-        self.discount(1 - 1 / WINDOW)
-        self._tally.add(reach, accepted, 1 / len(accepted))
-        self._num_sequences += len(accepted)
-
-    def discount(self, factor: float) -> None:
-        """Keep only this share of the counts."""
-        self._tally.scale(factor)
-        self._num_sequences *= factor
-
-    def state(self) -> list[float]:
-        """Sequences, then how often each position was reached and accepted."""
-        pairs = zip(self._tally.reached, self._tally.accepted, strict=True)
-        return [self._num_sequences, *(count for pair in pairs for count in pair)]
-
-    def load_state(self, state: Sequence[float]) -> None:
-        self._num_sequences = state[0]
-        pairs = zip(state[1::2], state[2::2], strict=True)
-        for j, (reached, accepted) in zip(range(len(self._tally.reached)), pairs, strict=False):
-            self._tally.reached[j], self._tally.accepted[j] = reached, accepted
-
-
-class StoredAcceptance:
-    """How likely a token of a stored text is accepted, for cursors that stand in the right place for sure or not."""
-
-    _KEPT = 0.999
-    """Share of what is known that a further token keeps."""
-
-    def __init__(self) -> None:
-        self._chances = {True: 0.97, False: 0.7}
-        self._lengths: dict[bool, list[float]] = {}
-
-    def length(self, row: StoredRow, most: int) -> float:
-        """Expected accept length (bonus token included) with at most so many drafts."""
-        if row.is_sure not in self._lengths:
-            chance = self._chances[row.is_sure]
-            self._lengths[row.is_sure] = list(accumulate(chance**i for i in range(MAX_DEPTH + 1)))
-        return self._lengths[row.is_sure][min(row.num_drafts, most)]
-
-    def add(self, row: StoredRow, most: int, accepted: int) -> None:
-        """A round in which so many of the row's drafts, at most ``most``, were accepted."""
-        num_drafts = min(row.num_drafts, most)
-        num_seen = accepted + (accepted < num_drafts)
-        kept = self._KEPT**num_seen
-        chance = kept * self._chances[row.is_sure] + (1 - kept) * accepted / max(1, num_seen)
-        self._chances[row.is_sure] = min(0.999, max(0.1, chance))
-        self._lengths.clear()
 
 
 class TrialBudget:

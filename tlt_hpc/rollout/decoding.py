@@ -11,7 +11,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from tlt_hpc.rollout.guard import TieGuard
 from tlt_hpc.rollout.ngram_drafts import NgramDrafts, NoiseAt, noise_of
 from tlt_hpc.rollout.noise import NoiseWindow
 from tlt_hpc.rollout.responses import Response
+from tlt_hpc.rollout.rounds import PhaseSeconds, RoundPlan, RoundResult
 from tlt_hpc.rollout.sampling import choose_rows, token_log_probs
 from tlt_hpc.rollout.scheduler import Scheduler
 from tlt_hpc.rollout.stored_drafts import StoredDrafts
@@ -33,44 +34,8 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass
-class PhaseSeconds:
-    """Where rounds spend their time; ``sample`` includes making the noise.
-
-    Rounds that run as graphs know drafts from the target's pass alone, and sampling is part of that.
-    """
-
-    draft: float = 0.0
-    verify: float = 0.0
-    sample: float = 0.0
-    other: float = 0.0
-
-
-@dataclass(frozen=True)
-class Emitted:
-    """What a round gave each sequence that had a row in it when it began.
-
-    One that has left its row since is given nothing: what it would have said it says again.
-    """
-
-    strategy: Strategy
-    responses: list[Response]
-    tokens: list[list[int]]
-    """New tokens, cut at an end token and at the cap."""
-    ended: list[bool]
-    """Whether the last of them is an end token."""
-    accepted: list[int]
-    """Drafts accepted before any cut, of each sequence that was still running."""
-    seconds: float
-    """By which the round made the rollout longer."""
-    tells: bool = True
-    """Whether its seconds and tokens tell of its strategy: the drafter gave numbers, and nothing was captured in it."""
-    is_hidden: bool = False
-    """Whether the host's work on it is hidden behind the device's."""
-
-
-@dataclass
 class HostRounds:
-    """The parts that a round needs, and its counters."""
+    """Rounds on a host: each has been read when it is launched."""
 
     decoder: Decoder
     scheduler: Scheduler
@@ -78,16 +43,13 @@ class HostRounds:
     guard: TieGuard
     learned: LearnedDrafts | None
     ngram: NgramDrafts
-    seconds: PhaseSeconds = field(default_factory=PhaseSeconds)
-    num_faults: int = 0
-    """Rounds in which the drafter gave no numbers."""
     drafter_is_sound: bool = True
 
     def __post_init__(self) -> None:
         layers = self.learned.drafter.feature_layers if self.learned else ()
         self.target = TargetPass(self.decoder, self.scheduler.rows, self.scheduler.cache, layers)
         self.stored = StoredDrafts(self.scheduler)
-        self._done: deque[Emitted] = deque()
+        self._done: deque[RoundResult] = deque()
 
     # -- what a device adds -------------------------------------------------------------------------------------
 
@@ -114,39 +76,46 @@ class HostRounds:
         return len(self._done)
 
     @property
-    def ahead(self) -> int:
+    def tokens_in_flight(self) -> int:
         """Tokens that a row may have got in rounds that have not been read."""
         return 0
 
-    def read(self) -> Emitted:
+    def read(self) -> RoundResult:
         """Wait for the oldest round under way, and append its tokens to the texts."""
         return self._done.popleft()
 
     # -- a round ------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def launch(self, strategy: Strategy, prepared: float = 0.0, follows: bool = False) -> None:
-        """Draft, verify, accept, commit.
-
-        ``prepared`` are the host's seconds for this round so far. ``follows``: nothing else was given to the device
-        since the round before.
-        """
-        rows, clock = self.scheduler.rows, _Clock()
-        responses = list(rows.responses)
-        noise = self.noise.at(rows.response_lengths, strategy.depth + 1)
-        self.seconds.sample += clock.lap()
-        drafts, cells, is_sound = self.propose(strategy, noise)
-        self.seconds.draft += clock.lap()
+    def launch(self, plan: RoundPlan) -> None:
+        """Draft, verify, accept, commit."""
+        rows, clock, phases = self.scheduler.rows, _Clock(), PhaseSeconds()
+        responses, num_guarded = list(rows.responses), self.guard.num_guarded
+        noise = self.noise.at(rows.response_lengths, plan.strategy.depth + 1)
+        phases.sample += clock.lap()
+        drafts, cells, is_sound = self.propose(plan.strategy, noise)
+        phases.draft += clock.lap()
         features, logits = self.target.forward(drafts, self.scheduler.layout)
-        self.seconds.verify += clock.lap()
+        phases.verify += clock.lap()
         accepted = self._accept(drafts, logits, by_node(noise, drafts))
         self._commit(drafts, accepted, features, logits)
         if cells is not None and self.learned is not None:
             learn_chances(self.learned, drafts, cells, accepted.on_path)
-        self.seconds.sample += clock.lap()
-        emitted = append(responses, accepted)
-        self.seconds.other += clock.lap()
-        self._done.append(Emitted(strategy, responses, *emitted, prepared + clock.total, is_sound))
+        phases.sample += clock.lap()
+        given = append(responses, accepted)
+        phases.other += clock.lap()
+        self._done.append(
+            RoundResult(
+                plan,
+                responses,
+                *given,
+                seconds=plan.prepared_seconds + clock.total,
+                phases=phases,
+                num_guarded=self.guard.num_guarded - num_guarded,
+                is_sound=is_sound,
+                is_measurement=is_sound,
+            )
+        )
 
     # -- draft --------------------------------------------------------------------------------------------------
 
@@ -164,8 +133,7 @@ class HostRounds:
             return chain(rows.last_tokens(), rows.tokens[: rows.num_live, :0]), None, False
 
     def report_fault(self, what: str) -> None:
-        """Count a round without numbers from the drafter, which rests from now on."""
-        self.num_faults += 1
+        """Let the drafter rest from now on: it gave no numbers."""
         if self.drafter_is_sound:
             logger.warning("%s; it rests until a new one is loaded, the text is not affected", what)
         self.drafter_is_sound = False
@@ -259,12 +227,12 @@ def _before_min_tokens(responses: list[Response], drafts: DraftTree) -> Tensor |
     return depths < torch.tensor(left, device=device).unsqueeze(1)
 
 
-def append(responses: Sequence[Response], accepted: AcceptedPath) -> tuple[list[list[int]], list[bool], list[int]]:
-    """Append the emitted tokens to the texts; returns tokens, whether an end token came, and drafts accepted."""
-    tokens = [row[:count] for row, count in zip(accepted.chosen.tolist(), accepted.counts.tolist(), strict=True)]
-    for response, more in zip(responses, tokens, strict=True):
-        response.text.extend(more)
-    return tokens, accepted.ended.tolist(), [int(count) - 1 for count in accepted.on_path.sum(1).tolist()]
+def append(responses: Sequence[Response], accepted: AcceptedPath) -> tuple[list[int], list[bool], list[int]]:
+    """Append the emitted tokens to the texts; returns how many, whether an end token came, and drafts accepted."""
+    counts: list[int] = accepted.counts.tolist()
+    for response, row, count in zip(responses, accepted.chosen.tolist(), counts, strict=True):
+        response.text.extend(row[:count])
+    return counts, accepted.ended.tolist(), [int(count) - 1 for count in accepted.on_path.sum(1).tolist()]
 
 
 class _Clock:

@@ -32,8 +32,8 @@ logger = logging.getLogger(__name__)
 _BUCKETS = (1, 2, 4, 8)
 _BUCKET_STEP = 16
 _SORTED_ROWS = 32
-NUM_TOLD = 3
-"""Numbers that the host is told of a row beside its tokens: their count, drafts accepted, end or near-tie."""
+NUM_FIGURES = 3
+"""Numbers of a row's outcome beside its tokens: their count, drafts accepted, end or near-tie."""
 
 
 def batch_buckets(most: int) -> list[int]:
@@ -85,7 +85,7 @@ class GraphRound:
         start, vocab_size = time.perf_counter(), self._target.decoder.shape.vocab_size
         for count in reversed(self._buckets):
             for strategy in sorted(self._strategies, key=lambda one: -one.widest_pass):
-                if count > self.bucket(min(self._rows.capacity, strategy.most_rows(vocab_size))):
+                if count > self.bucket(min(self._rows.capacity, strategy.max_rows(vocab_size))):
                     continue  # the engine does not choose it for so many
                 if strategy.has_drafter:
                     self.draft(count, strategy)
@@ -145,16 +145,16 @@ class GraphRound:
 
         ``is_simple``: no row's rule truncates, and none is below its least length.
 
-        Returns what the host is told [B, m + NUM_TOLD] (choices along the longest path, how many of them count,
-        drafts accepted, and 1 for an end token, 2 for a near-tie among them, 3 for both), log-probs along the path
-        [B, m] and which nodes are on it [B, N]; they hold until the next graph runs.
+        Returns the outcome [B, m + NUM_FIGURES] (choices along the longest path, how many of them count, drafts
+        accepted, and 1 for an end token, 2 for a near-tie among them, 3 for both), log-probs along the path [B, m] and
+        which nodes are on it [B, N]; they hold until the next graph runs.
         """
         count, width = drafts.tokens.shape
         inputs = (drafts.tokens,) if drafts.parents is None else (drafts.tokens, drafts.parents)
         form = _Form(width, drafts.parents is not None, is_simple)
         run = partial(self._verify, is_simple=is_simple)
-        told, log_probs, on_path = self._graphs.run(("verify", count, form), run, inputs, (self._rows.lengths,))
-        return told, log_probs, on_path
+        outcome, log_probs, on_path = self._graphs.run(("verify", count, form), run, inputs, (self._rows.lengths,))
+        return outcome, log_probs, on_path
 
     def _verify(
         self, tokens: Tensor, parents: Tensor | None = None, *, is_simple: bool
@@ -170,8 +170,8 @@ class GraphRound:
         reached = torch.arange(near.shape[1], device=tokens.device) < accepted.counts.unsqueeze(1)
         self._target.commit(drafts, accepted, features)
         flags = accepted.ended.long() + 2 * (near & reached).any(1).long()
-        told = torch.stack((accepted.counts, accepted.on_path.sum(1) - 1, flags), 1)
-        return torch.cat([accepted.chosen, told], 1), log_probs, accepted.on_path
+        figures = torch.stack((accepted.counts, accepted.on_path.sum(1) - 1, flags), 1)
+        return torch.cat([accepted.chosen, figures], 1), log_probs, accepted.on_path
 
     def _allowed(self, drafts: DraftTree, logits: Tensor) -> Tensor:
         """Logits [B, N, V] with -inf where a row's rule, or its least length, does not let it choose."""

@@ -48,7 +48,7 @@ class TieGuard:
     """Decides doubtful tokens canonically, and watches that its tolerance stays wide enough."""
 
     def __init__(self, decoder: Decoder, active: bool, attention: AttentionKind = "auto") -> None:
-        self.active = active
+        self._is_wanted = self.active = active
         self.logit_tolerance = 0.0
         """Width of the zone of doubt in logits; over the temperature it is one in perturbed scores."""
         self.num_guarded = 0
@@ -56,6 +56,10 @@ class TieGuard:
         self._decoder, self._attention = decoder, attention
         self._errors = deque([0.0], maxlen=NUM_PROBED)
         """Largest logit errors of the texts last measured."""
+        self._longest: list[list[int]] = []
+        """The longest texts finished since the last measurement."""
+        self._probed: list[int] = []
+        """The text that was measured last."""
 
     def tolerance(self, rule: SamplingRule) -> float:
         """The zone of doubt in units of a rule's perturbed scores; 0 where the guard is off."""
@@ -64,6 +68,22 @@ class TieGuard:
         if rule.temperature == 0:
             return self.logit_tolerance
         return max(self.logit_tolerance / rule.temperature, _SCORE_ROUNDING)
+
+    @property
+    def is_calibrated(self) -> bool:
+        """Whether anything was measured."""
+        return bool(self._probed)
+
+    def note_finished(self, text: list[int]) -> None:
+        """Keep a finished text for the next measurement, if it is among the longest."""
+        self._longest = sorted([*self._longest, text], key=len)[-NUM_PROBED:]
+
+    def measure(self, most: int) -> None:
+        """Measure on the longest texts since the last time, or on the last one again where there are none."""
+        texts = self._longest[-most:] or [self._probed]
+        self._longest, self._probed = [], texts[-1]
+        if self._is_wanted and self._probed:
+            self.probe(texts)
 
     def probe(self, texts: Sequence[list[int]]) -> None:
         """Measure the error of the fast path on sequences of the longest lengths in use; sets the tolerance.

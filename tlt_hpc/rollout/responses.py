@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tlt_hpc.common.records import Request, SamplingParams
+from tlt_hpc.common.records import FinishReason, Request, Rollout, SamplingParams
 from tlt_hpc.rollout.sampling import SamplingRule
 from tlt_hpc.rollout.stops import StopStrings
 from tlt_hpc.rollout.stored_text import StoredText
@@ -36,7 +37,7 @@ class Response:
     num_checked: int = 0
     """Response tokens that the stop strings have seen."""
     is_ahead: bool = False
-    """It is generated for its text alone, which is drafts in a later step."""
+    """It belongs to a later step, in which its text is drafts."""
     is_stopped: bool = False
     """A stop string has ended it."""
     log_probs: NDArray[np.float32] | None = None
@@ -70,3 +71,28 @@ class Response:
     def num_stored(self) -> int:
         """Drafts that its stored text has for the next round."""
         return self.stored.num_drafts if self.stored else 0
+
+    @property
+    def response_tokens(self) -> NDArray[np.int32]:
+        """Response tokens [R] so far."""
+        return np.array(self.text[self.prompt_length :], np.int32)
+
+    def finish_reason(self, has_ended: bool) -> FinishReason | None:
+        """Reason why it has ended, or None; ``has_ended``: by its last token, or a stop string."""
+        if has_ended:
+            return FinishReason.STOP if self.is_stopped else FinishReason.EOS
+        return FinishReason.LENGTH if self.row >= 0 and self.room <= 0 else None
+
+    def to_rollout(self, reason: FinishReason, log_probs: NDArray[np.float32], weight_version: int) -> Rollout:
+        """The finished response, with log-probs [R]."""
+        return Rollout(
+            key=self.request.key,
+            prompt_tokens=self.request.prompt_tokens,
+            response_tokens=self.response_tokens,
+            log_probs=log_probs,
+            finish_reason=reason,
+            weight_version=weight_version,
+            num_target_passes=len(self.pass_lengths),
+            finished_seconds=time.time(),
+            pass_lengths=np.frombuffer(bytes(self.pass_lengths), np.uint8),
+        )

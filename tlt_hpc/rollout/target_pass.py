@@ -15,6 +15,8 @@ from torch import Tensor
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.rollout.kv_cache import Layout, PagedCache
 from tlt_hpc.rollout.rows import LiveRows
+from tlt_hpc.rollout.scheduler import PrefillChunk
+from tlt_hpc.rollout.transfer import upload
 from tlt_hpc.rollout.tree import DraftTree, emitted_counts, path_of, walk
 
 
@@ -38,6 +40,24 @@ class TargetPass:
     cache: PagedCache
     feature_layers: tuple[int, ...] = ()
     """Layers whose inputs are kept of every position, beside the hidden state."""
+
+    def prefill(self, chunk: PrefillChunk) -> None:
+        """Read a chunk of prompts, or of texts that were preempted: keep its keys, values and features."""
+        cache, device, responses = self.cache, self.decoder.device, chunk.responses
+        # a sequence with less to do repeats its last position: the same values to the same place
+        columns = [
+            [min(response.num_cached + i, end - 1) for i in range(chunk.width)]
+            for response, end in zip(responses, chunk.ends, strict=True)
+        ]
+        tokens = [[one.text[i] for i in row] for one, row in zip(responses, columns, strict=True)]
+        positions = upload(columns, device)
+        width = cache.tables.shape[1]
+        tables = upload([one.pages + [cache.num_pages] * (width - len(one.pages)) for one in responses], device)
+        attend = cache.attend(chunk.layout, tables, positions)
+        flat = upload(tokens, device).flatten(), positions.flatten()
+        _, features = self.decoder.features(*flat, attend, self.feature_layers)
+        if cache.features is not None:
+            cache.features[cache.slots(positions, tables).flatten()] = features
 
     def forward(self, drafts: DraftTree, layout: Layout | None) -> tuple[Tensor, Tensor]:
         """Features to keep [B, N, F] and logits [B, N, V] at every node."""
