@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import mul
 
+from tlt_hpc.rollout.costs import batch_bucket
 from tlt_hpc.rollout.stored_text import StoredRow
-from tlt_hpc.rollout.strategy import MAX_DEPTH
+from tlt_hpc.rollout.strategy import MAX_DEPTH, OFF, Strategy
 
 JUDGED_DEPTH = 4
 """Depth of the chain whose accept length judges a drafter.
@@ -19,6 +20,8 @@ do better.
 """
 WINDOW = 128
 """Rounds over which counts of accepted drafts fade."""
+_REFRESH = 8
+"""Rounds after which expected lengths are computed again."""
 _PRIOR_DRAFTS = 2.0
 _PARTS = {"verified": "reached", "accepted": "accepted"}
 """Names of the counts in metrics."""
@@ -148,6 +151,70 @@ class FamilyAcceptance:
         self._num_sequences = state[0]
         self._counts.reached[:num_known] = state[1 : 2 * num_known : 2]
         self._counts.accepted[:num_known] = state[2 : 2 * num_known + 1 : 2]
+
+
+class Acceptance:
+    """Expected accept lengths of strategies: from the rounds of their families with about as many sequences.
+
+    All rounds of a family are the prior there. The last sequences of a rollout are not like the others: long texts
+    repeat themselves.
+    """
+
+    def __init__(self, strategies: Sequence[Strategy]) -> None:
+        self._strategies = strategies
+        reach = dict[str, int]()
+        for strategy in strategies:
+            reach[strategy.family] = max(reach.get(strategy.family, 0), strategy.reach)
+        self._families = {family: FamilyAcceptance(longest) for family, longest in reach.items()}
+        self._by_batch: dict[tuple[str, int], FamilyAcceptance] = {}
+        self._lengths: dict[int, list[float]] = {}
+        self._num_added = 0
+
+    def is_known(self, index: int) -> bool:
+        """Whether enough sequences were observed with strategies of a strategy's family."""
+        return self._families[self._strategies[index].family].is_known
+
+    def lengths(self, num_live: int) -> list[float]:
+        """Expected accept length of each strategy in a round of so many sequences."""
+        bucket = batch_bucket(num_live)
+        if bucket not in self._lengths:
+            lengths = {family: self._at_batch(family, bucket).lengths() for family in self._families}
+            self._lengths[bucket] = [lengths[strategy.family][strategy.reach] for strategy in self._strategies]
+        return self._lengths[bucket]
+
+    def add(self, strategy: Strategy, num_live: int, accepted: Sequence[int]) -> None:
+        """Add a round of so many sequences, with the accepted drafts of each that was still running."""
+        if not (strategy.reach and num_live):
+            return
+        for family in (self._families[strategy.family], self._at_batch(strategy.family, batch_bucket(num_live))):
+            family.add(strategy.reach, accepted)
+        self._num_added += 1
+        if self._num_added < WINDOW or self._num_added % _REFRESH == 0:  # they change little in a round
+            self._lengths.clear()
+
+    def discount(self, factor: float) -> None:
+        """Keep only this share of the learned drafter's counts."""
+        replaced = {strategy.family for strategy in self._strategies if strategy.has_drafter}
+        by_batch = [found for (family, _), found in self._by_batch.items() if family in replaced]
+        for found in [*by_batch, *(self._families[family] for family in replaced)]:
+            found.discount(factor)
+        self._lengths.clear()
+
+    def state(self) -> dict[str, list[float]]:
+        """Counts of each family."""
+        return {name: family.state() for name, family in self._families.items() if name != OFF.family}
+
+    def load_state(self, state: Mapping[str, Sequence[float]]) -> None:
+        """Continue from ``state``; families that do not exist any more are ignored."""
+        for family in (self._families.keys() & state.keys()) - {OFF.family}:
+            self._families[family].load_state(state[family])
+        self._lengths.clear()
+
+    def _at_batch(self, family: str, bucket: int) -> FamilyAcceptance:
+        if (family, bucket) not in self._by_batch:
+            overall = self._families[family]
+            self._by_batch[family, bucket] = FamilyAcceptance(overall.reach, overall)
+        return self._by_batch[family, bucket]
 
 
 class StoredAcceptance:
