@@ -25,7 +25,6 @@ from tlt_hpc.rollout.responses import Response
 from tlt_hpc.rollout.rounds import PhaseSeconds, RoundPlan, RoundResult
 from tlt_hpc.rollout.sampling import choose_rows, token_log_probs
 from tlt_hpc.rollout.scheduler import Scheduler
-from tlt_hpc.rollout.stored_drafts import StoredDrafts
 from tlt_hpc.rollout.strategy import Strategy
 from tlt_hpc.rollout.target_pass import AcceptedPath, TargetPass, along_path, by_node
 from tlt_hpc.rollout.tree import DraftTree, chain, chains, join, tree
@@ -48,7 +47,6 @@ class HostRounds:
     def __post_init__(self) -> None:
         layers = self.learned.drafter.feature_layers if self.learned else ()
         self.target = TargetPass(self.decoder, self.scheduler.rows, self.scheduler.cache, layers)
-        self.stored = StoredDrafts(self.scheduler)
         self._done: deque[RoundResult] = deque()
 
     # -- what a device adds -------------------------------------------------------------------------------------
@@ -93,7 +91,7 @@ class HostRounds:
         responses, num_guarded = list(rows.responses), self.guard.num_guarded
         noise = self.noise.at(rows.response_lengths, plan.strategy.depth + 1)
         phases.sample += clock.lap()
-        drafts, cells, is_sound = self.propose(plan.strategy, noise)
+        drafts, cells, is_sound = self.propose(plan, noise)
         phases.draft += clock.lap()
         features, logits = self.target.forward(drafts, self.scheduler.layout)
         phases.verify += clock.lap()
@@ -119,15 +117,15 @@ class HostRounds:
 
     # -- draft --------------------------------------------------------------------------------------------------
 
-    def propose(self, strategy: Strategy, noise: Tensor) -> tuple[DraftTree, Tensor | None, bool]:
+    def propose(self, plan: RoundPlan, noise: Tensor) -> tuple[DraftTree, Tensor | None, bool]:
         """Drafts of a round, the cells of their chances where they form trees, and whether the drafter is sound; where
         it is not there are no drafts.
         """
         rows = self.scheduler.rows
         try:
-            if strategy.source == "stored":
-                return *self._with_stored(strategy, noise), True
-            return *self._proposals(strategy, noise), True
+            if plan.strategy.rest is not None:
+                return *self._with_stored(plan, plan.strategy.rest, noise), True
+            return *self._proposals(plan.strategy, noise), True
         except DrafterFault as fault:
             self.report_fault(str(fault))
             return chain(rows.last_tokens(), rows.tokens[: rows.num_live, :0]), None, False
@@ -150,15 +148,20 @@ class HostRounds:
         proposal = self.learned.propose(rows, self.scheduler.layout_of(count), noise, strategy)
         return proposal.drafts, proposal.cells
 
-    def _with_stored(self, strategy: Strategy, noise: Tensor) -> tuple[DraftTree, Tensor | None]:
+    def _with_stored(self, plan: RoundPlan, rest: Strategy, noise: Tensor) -> tuple[DraftTree, Tensor | None]:
         """Drafts of stored texts for the rows that have any, which are the last ones, and others for the rest."""
-        assert strategy.rest is not None
-        count, nodes, cells, others = self.stored.num_rest, self.stored.nodes(strategy.depth), None, None
+        count, nodes, cells, others = *self.stored_nodes(plan), None, None
         if count:
-            others, cells = self._proposals(strategy.rest, noise[:count, : strategy.rest.depth + 1])
+            others, cells = self._proposals(rest, noise[:count, : rest.depth + 1])
         width = max(*map(len, nodes), others.num_nodes if others else 0)
         drafts = join(others, nodes, width, noise.device)
         return drafts if drafts.parents is None else tree(drafts.tokens, drafts.parents, width - 1), cells
+
+    def stored_nodes(self, plan: RoundPlan) -> tuple[int, list[list[int]]]:
+        """How many rows are without drafts from stored texts, and of each row after them its last token and drafts."""
+        responses, num_rest = self.scheduler.rows.responses, self.scheduler.rows.num_live - len(plan.stored)
+        with_text = [(one, one.stored) for one in responses[num_rest:] if one.stored is not None]
+        return num_rest, [[one.text[-1], *stored.drafts(plan.strategy.depth)] for one, stored in with_text]
 
     def ngram_chains(self, strategy: Strategy, noise: NoiseAt, count: int) -> list[list[int]]:
         """The last token of each of the first rows, and the drafts after it."""

@@ -85,7 +85,7 @@ class DeviceRounds(HostRounds):
         self._graphs.tolerance.fill_(self.guard.logit_tolerance if self.is_guarded else 0.0)
         num_captured = len(self._graphs)
         watch = _Stopwatch(self.decoder.device)
-        drafts, cells, scores = self._drafts(plan.strategy)
+        drafts, cells, scores = self._drafts(plan)
         watch.mark()
         before = rows.lengths.clone() if self.is_guarded else None
         outcome, log_probs, on_path = self._graphs.verify(drafts, is_simple)
@@ -112,12 +112,12 @@ class DeviceRounds(HostRounds):
             )
         )
 
-    def _drafts(self, strategy: Strategy) -> tuple[DraftTree, Tensor | None, Tensor | None]:
+    def _drafts(self, plan: RoundPlan) -> tuple[DraftTree, Tensor | None, Tensor | None]:
         """The bucket's drafts; of a drafter's, the cells of their chances, and scores [B] that are NaN if it failed."""
-        rows = self.scheduler.rows
+        rows, strategy = self.scheduler.rows, plan.strategy
         if strategy.rest is None:
             return self._drafts_of_first(strategy, rows.num_live)
-        num_rest, nodes = self.stored.num_rest, self.stored.nodes(strategy.depth)
+        num_rest, nodes = self.stored_nodes(plan)
         nodes += nodes[:1] * (self._graphs.bucket(rows.num_live) - rows.num_live)
         others, cells, scores = self._drafts_of_first(strategy.rest, num_rest) if num_rest else (None, None, None)
         first = slice(num_rest)

@@ -127,9 +127,6 @@ class LearnedDrafts:
         put(self.known, row, 0)
         response.num_read = 0
 
-    def move_row(self, source: int, target: int) -> None:
-        self.known[target] = self.known[source]
-
     def forget(self, responses: Sequence[Response]) -> None:
         """The drafter changed: what its layer of the cache holds is another's."""
         self.known.zero_()

@@ -336,14 +336,14 @@ class RolloutEngine:
 
     def _decode(self, has_prefilled: bool) -> None:
         """Launch a round of the live rows, and read those before it."""
-        rounds, stored = self._rounds, self._rounds.stored
-        if stored.exist:  # the cursors need the texts
+        rounds, has_stored = self._rounds, self._scheduler.has_stored
+        if has_stored:  # the cursors need the texts
             self._settle()
         start = time.perf_counter()
-        rows_stored = stored.arrange() if stored.exist else []
+        stored = self._scheduler.arrange_stored() if has_stored else []
         if not self._rows.num_live:
             return
-        strategy = self._choose(rows_stored)
+        strategy = self._choose(stored)
         overlaps = rounds.overlaps(strategy)
         prepared = time.perf_counter() - start
         if not overlaps:
@@ -356,7 +356,7 @@ class RolloutEngine:
             self._ngram.learn(self._rows.responses)
         prepared += time.perf_counter() - start
         assert all(one.is_ahead is not self.has_work for one in self._rows.responses), "rows of two kinds in a round"
-        rounds.launch(RoundPlan(strategy, rows_stored if strategy.rest else [], prepared, is_next=not has_prefilled))
+        rounds.launch(RoundPlan(strategy, stored if strategy.rest else [], prepared, is_next=not has_prefilled))
         self._settle(int(overlaps))
 
     def _choose(self, stored: Sequence[StoredRow]) -> Strategy:

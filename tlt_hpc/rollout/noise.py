@@ -113,14 +113,6 @@ class NoiseWindow:
         self.words[row] = upload(noise_key(key), self.words.device)
         self._made[row] = position
 
-    def move_row(self, source: int, target: int) -> None:
-        """Copy one row's place in its stream to another row."""
-        self.words[target] = self.words[source]
-        if self._ring is not None:
-            ring = self._ring.view(-1, self.width, self.vocab_size)
-            ring[target] = ring[source]
-        self._made[target] = self._made[source]
-
     def swap_rows(self, one: int, other: int) -> None:
         """Exchange two rows' places in their streams."""
         exchange(self.words, one, other)

@@ -15,8 +15,6 @@ from torch import Tensor
 from tlt_hpc.rollout.responses import Response
 from tlt_hpc.rollout.transfer import exchange, put, upload
 
-_FEW_ROWS = 8
-
 
 class LiveRows:
     """Tokens and lengths of the rows on the device, with the responses they belong to. Addresses never change."""
@@ -105,11 +103,9 @@ class LiveRows:
     def keep_log_probs(self, log_probs: Tensor, kept: Sequence[tuple[int, int, int, int]]) -> None:
         """Note log-probs [B, m] of new tokens; ``kept``: which of them, for which row, from where on, and how many.
 
-        All at once where they are many: an assignment for each row would take longer than the rest of the host's work.
+        All at once: an assignment for each of many rows would take longer than the rest of the host's work.
         """
-        if len(kept) < _FEW_ROWS:
-            for i, at, begin, num in kept:
-                self.log_probs[at, begin : begin + num] = log_probs[i, :num]
+        if not kept:
             return
         which, row, start, count = np.array(kept).T
         columns = np.arange(log_probs.shape[1])
@@ -130,17 +126,8 @@ class LiveRows:
         for tensor in (*self._by_row, self.log_probs):
             exchange(tensor, one, other)
 
-    def remove(self, row: int) -> int | None:
-        """Drop a row; the last one takes its place. Returns the row that moved, if any."""
-        last = self.num_live - 1
-        self.responses[row].row = -1
-        moved = self.responses.pop()
-        if row != last:
-            self.responses[row] = moved
-            moved.row = row
-            for tensor in self._by_row:
-                tensor[row] = tensor[last]
-            self.log_probs[row, : len(moved.text)] = self.log_probs[last, : len(moved.text)]
-        put(self.lengths, last, 1)
-        put(self.caps, last, 1)
-        return None if row == last else last
+    def remove_last(self) -> None:
+        """Drop the last row, which is padding from now on."""
+        self.responses.pop().row = -1
+        put(self.lengths, self.num_live, 1)
+        put(self.caps, self.num_live, 1)

@@ -16,6 +16,7 @@ from tlt_hpc.rollout.noise import NoiseWindow
 from tlt_hpc.rollout.pages import PagePool
 from tlt_hpc.rollout.responses import Response
 from tlt_hpc.rollout.rows import LiveRows
+from tlt_hpc.rollout.stored_text import StoredRow
 from tlt_hpc.rollout.transfer import exchange
 
 
@@ -209,26 +210,50 @@ class Scheduler:
             self.remove(row)
         return victim
 
-    # -- out ----------------------------------------------------------------------------------------------------
+    # -- order --------------------------------------------------------------------------------------------------
 
-    def remove(self, row: int) -> None:
-        """Take a sequence's row and pages away."""
-        self.release(self.rows.responses[row])
-        moved = self.rows.remove(row)
-        if moved is not None:
-            self._noise.move_row(moved, row)
-            self.cache.tables[row] = self.cache.tables[moved]
-            if self._learned is not None:
-                self._learned.move_row(moved, row)
-        self.cache.tables[self.rows.num_live] = self.cache.num_pages
-        self._layout = None
+    @property
+    def has_stored(self) -> bool:
+        """Whether any live row has a stored text."""
+        return any(response.stored is not None for response in self.rows.responses)
 
-    def swap(self, one: int, other: int) -> None:
+    def arrange_stored(self) -> list[StoredRow]:
+        """Follow all stored texts, and move the rows that have drafts from them behind the others.
+
+        All rounds have been read. Returns what those rows have, in their order.
+        """
+        responses = self.rows.responses
+        for response in responses:
+            if response.stored is not None:
+                response.stored.look(response.text, response.prompt_length, response.room)
+                if response.stored.is_spent:
+                    response.stored = None
+        num_rest = sum(not response.num_stored for response in responses)
+        late = [row for row in range(num_rest) if responses[row].num_stored]
+        early = [row for row in range(num_rest, self.rows.num_live) if not responses[row].num_stored]
+        for one, other in zip(late, early, strict=True):
+            self._swap(one, other)
+        texts = [response.stored for response in responses[num_rest:]]
+        return [StoredRow(text.num_drafts, text.is_sure) for text in texts if text is not None]
+
+    def _swap(self, one: int, other: int) -> None:
         """Exchange two rows."""
         self.rows.swap(one, other)
         self._noise.swap_rows(one, other)
         for tensor in (self.cache.tables, *((self._learned.known,) if self._learned else ())):
             exchange(tensor, one, other)
+        self._layout = None
+
+    # -- out ----------------------------------------------------------------------------------------------------
+
+    def remove(self, row: int) -> None:
+        """Take a sequence's row and pages away; the last row takes its place."""
+        self.release(self.rows.responses[row])
+        last = self.rows.num_live - 1
+        if row != last:
+            self._swap(row, last)
+        self.rows.remove_last()
+        self.cache.tables[last] = self.cache.num_pages
         self._layout = None
 
     def release(self, response: Response) -> None:
