@@ -98,7 +98,7 @@ def ahead_engine(**options) -> RolloutEngine:
     scheduler, arrange = engine._scheduler, engine._scheduler.arrange_stored
 
     def checked():
-        assert not (scheduler.has_stored and engine._rounds.num_under_way), "cursors need the texts"
+        assert not (scheduler.has_stored and engine._rounds.num_in_flight), "cursors need the texts"
         return arrange()
 
     scheduler.arrange_stored = checked

@@ -442,7 +442,7 @@ def host_seconds(rows: int, strategy: Strategy, num_rounds: int = 50) -> float:
     tokens = torch.ones(rows, width, dtype=torch.int64)
     parents = torch.zeros_like(tokens) if strategy.branching > 1 else None
     out = told, torch.zeros(rows, path), torch.zeros(rows, width, dtype=torch.bool)
-    proposal = Proposal(DraftTree(tokens, parents), None if parents is None else tokens, torch.zeros(rows))
+    proposal = Proposal(DraftTree(tokens, parents), torch.zeros(rows), None if parents is None else tokens)
     seconds = []
     with mock.patch.object(halves, "verify", lambda *_: out), mock.patch.object(halves, "draft", lambda *_: proposal):
         for _ in range(num_rounds + 10):

@@ -1,4 +1,4 @@
-"""How many drafts were accepted, by position, and the accept lengths that are expected from that. Imports no torch."""
+"""Counts of accepted drafts by position, and the accept lengths that are expected from them. Imports no torch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _PARTS = {"verified": "reached", "accepted": "accepted"}
 
 @dataclass
 class DraftCounts:
-    """How often drafts were reached and accepted, by position.
+    """Counts of drafts that were reached and accepted, by position.
 
     ``reached[j]`` counts drafts at position j whose predecessors were all accepted, ``accepted[j]`` those that were
     accepted too. A chain that was accepted whole says nothing about the positions beyond it.
@@ -111,7 +111,7 @@ class FamilyAcceptance:
 
     @property
     def is_known(self) -> bool:
-        """Whether enough sequences were observed."""
+        """True if enough sequences were observed."""
         return self._num_sequences >= self._ENOUGH_SEQUENCES
 
     def chances(self) -> list[float]:
@@ -171,7 +171,7 @@ class Acceptance:
         self._num_added = 0
 
     def is_known(self, index: int) -> bool:
-        """Whether enough sequences were observed with strategies of a strategy's family."""
+        """True if enough sequences were observed with strategies of a strategy's family."""
         return self._families[self._strategies[index].family].is_known
 
     def lengths(self, num_live: int) -> list[float]:
@@ -218,7 +218,7 @@ class Acceptance:
 
 
 class StoredAcceptance:
-    """How likely a token of a stored text is accepted, for cursors that stand in the right place for sure or not."""
+    """Chance that a token of a stored text is accepted, for cursors that are surely in the right place or not."""
 
     _KEPT = 0.999
     """Share of what is known that a further token keeps."""

@@ -1,4 +1,4 @@
-"""Chooses how each round is decoded: the strategy with the most expected tokens per expected second.
+"""The choice of each round's strategy: the strategy with the most expected tokens per expected second.
 
 Expected tokens come from ``acceptance``, expected seconds from ``costs``.
 Other strategies are tried now and then, and what such trials may cost is bounded: apart from one first round per
@@ -41,7 +41,7 @@ class TrialBudget:
         self._lost = max(0.0, self._lost * self._KEEP + lost)
 
     def allows(self, loss: float) -> bool:
-        """Whether a trial that is expected to lose so many seconds fits."""
+        """True if a trial that is expected to lose so many seconds fits."""
         return loss <= 0 or self._lost + loss <= self._share * self._spent
 
 
@@ -50,7 +50,7 @@ class TrialBudget:
 
 @dataclass(frozen=True)
 class _Outlook:
-    """What is expected of a round of ``num_live`` sequences, by strategy."""
+    """Expected seconds and tokens of a round of ``num_live`` sequences, by strategy."""
 
     num_live: int
     usable: Sequence[int]
@@ -58,7 +58,7 @@ class _Outlook:
     rates: Sequence[float]
     """Tokens per second."""
     known: Sequence[bool]
-    """Whether a rate rests on more than a guess."""
+    """True where a rate rests on more than a guess."""
 
     @property
     def best(self) -> int:
@@ -210,7 +210,7 @@ class Chooser:
         return rival if left < max(lowest, min(1.0, ratio) ** 4) else None
 
     def _contenders(self, outlook: _Outlook, indices: Sequence[int]) -> list[int]:
-        """Those that would win if all their drafts were accepted; "off" always may: the machine may have changed."""
+        """Strategies that would win if all their drafts were accepted; "off" always: the machine may have changed."""
         top = outlook.rates[outlook.best]
 
         def may_win(index: int) -> bool:

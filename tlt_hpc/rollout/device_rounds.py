@@ -1,6 +1,6 @@
 """Rounds on a device without a wait: queued as graphs, and read while the next one runs.
 
-What the host learns a round late is what a row said and that it has ended: the round launched meanwhile gave such a row
+The host learns a round late which tokens a row got and that it has ended: the round launched meanwhile gave such a row
 tokens that are discarded. Near-ties and n-grams need the texts: with them a round is read before the next one starts.
 On a CPU the same functions run eagerly, for tests.
 Shapes: as in ``graph_round``.
@@ -17,7 +17,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from tlt_hpc.rollout.decoding import HostRounds, append, learn_chances
+from tlt_hpc.rollout.decoding import HostRounds, append
+from tlt_hpc.rollout.drafts import Proposal, join_proposals
 from tlt_hpc.rollout.graph_round import NUM_FIGURES, GraphRound
 from tlt_hpc.rollout.ngram_drafts import NoiseAt
 from tlt_hpc.rollout.noise import gumbel_number, noise_key
@@ -26,7 +27,7 @@ from tlt_hpc.rollout.rounds import PhaseSeconds, RoundPlan, RoundResult
 from tlt_hpc.rollout.strategy import OFF, Strategy
 from tlt_hpc.rollout.target_pass import by_node
 from tlt_hpc.rollout.transfer import PendingHostCopy, upload
-from tlt_hpc.rollout.tree import DraftTree, chains, join, tree
+from tlt_hpc.rollout.tree import DraftTree, chains, tree
 
 
 @dataclass
@@ -53,8 +54,8 @@ class DeviceRounds(HostRounds):
         return self._graphs.num_bytes
 
     @property
-    def num_under_way(self) -> int:
-        return len(self._in_flight) + super().num_under_way
+    def num_in_flight(self) -> int:
+        return len(self._in_flight) + super().num_in_flight
 
     @property
     def tokens_in_flight(self) -> int:
@@ -67,7 +68,7 @@ class DeviceRounds(HostRounds):
         return not (self.is_guarded or needs_texts)
 
     def _is_simple(self) -> bool:
-        """Whether nothing but temperature and noise chooses; with rounds under way perhaps already where it says no."""
+        """True if nothing but temperature and noise chooses; with rounds under way it may be true a round later."""
         return all(len(response.text) >= response.simple_from for response in self.scheduler.rows.responses)
 
     # -- a round ------------------------------------------------------------------------------------------------
@@ -85,25 +86,24 @@ class DeviceRounds(HostRounds):
         self._graphs.tolerance.fill_(self.guard.logit_tolerance if self.is_guarded else 0.0)
         num_captured = len(self._graphs)
         watch = _Stopwatch(self.decoder.device)
-        drafts, cells, scores = self._drafts(plan)
+        padded = self._drafts(plan)
         watch.mark()
         before = rows.lengths.clone() if self.is_guarded else None
-        outcome, log_probs, on_path = self._graphs.verify(drafts, is_simple)
-        live = slice(rows.num_live)
+        outcome, log_probs, on_path = self._graphs.verify(padded.drafts, is_simple)
+        live, proposal = slice(rows.num_live), padded.first(rows.num_live)
         host_copies = (
             PendingHostCopy(outcome[live]),
             PendingHostCopy(log_probs[live]),
-            None if scores is None else PendingHostCopy(scores[live]),
+            None if proposal.scores is None else PendingHostCopy(proposal.scores),
         )
-        drafts = _rows_of(drafts, live)
-        if cells is not None and scores is not None and self.learned is not None:
-            learn_chances(self.learned, drafts, cells[live], on_path[live], ~torch.isnan(scores[live]))
+        if self.learned is not None:
+            self.learned.learn(proposal, on_path[live])
         watch.mark()
         self._in_flight.append(
             _Round(
                 plan=plan,
                 responses=list(rows.responses),
-                drafts=drafts,
+                drafts=proposal.drafts,
                 before=before,
                 host_copies=host_copies,
                 watch=watch,
@@ -112,32 +112,31 @@ class DeviceRounds(HostRounds):
             )
         )
 
-    def _drafts(self, plan: RoundPlan) -> tuple[DraftTree, Tensor | None, Tensor | None]:
-        """The bucket's drafts; of a drafter's, the cells of their chances, and scores [B] that are NaN if it failed."""
+    def _drafts(self, plan: RoundPlan) -> Proposal:
+        """The drafts of a bucket."""
         rows, strategy = self.scheduler.rows, plan.strategy
         if strategy.rest is None:
             return self._drafts_of_first(strategy, rows.num_live)
         num_rest, nodes = self.stored_nodes(plan)
         nodes += nodes[:1] * (self._graphs.bucket(rows.num_live) - rows.num_live)
-        others, cells, scores = self._drafts_of_first(strategy.rest, num_rest) if num_rest else (None, None, None)
-        first = slice(num_rest)
-        drafts = join(others and _rows_of(others, first), nodes, strategy.widest_pass, self.decoder.device)
-        return drafts, None if cells is None else cells[first], None if scores is None else scores[first]
+        others = self._drafts_of_first(strategy.rest, num_rest).first(num_rest) if num_rest else None
+        return join_proposals(others, nodes, strategy.widest_pass, self.decoder.device)
 
-    def _drafts_of_first(self, strategy: Strategy, num_live: int) -> tuple[DraftTree, Tensor | None, Tensor | None]:
+    def _drafts_of_first(self, strategy: Strategy, num_live: int) -> Proposal:
+        """The drafts of the bucket of the first ``num_live`` rows."""
         rows, count = self.scheduler.rows, self._graphs.bucket(num_live)
         if strategy == OFF:
-            return DraftTree(rows.last_tokens(count).unsqueeze(1)), None, None
+            return Proposal(DraftTree(rows.last_tokens(count).unsqueeze(1)))
         if strategy.source == "ngram":
             nodes = self.ngram_chains(strategy, _noise_on_host(rows.responses), num_live)
             nodes += nodes[:1] * (count - len(nodes))
-            return chains(nodes, strategy.widest_pass, self.decoder.device), None, None
+            return Proposal(chains(nodes, strategy.widest_pass, self.decoder.device))
         self._read_backlog(num_live)
         assert self.learned is not None
         others = self.learned.known[num_live:count].clone()
         found = self._graphs.draft(count, strategy)
         self.learned.known[num_live:count] = others  # of rows with stored texts it has not read all
-        return found.drafts, found.cells, found.scores
+        return found
 
     def _read_backlog(self, count: int) -> None:
         """Let the drafter read what its graph has no room for, of the first ``count`` rows.
@@ -165,9 +164,7 @@ class DeviceRounds(HostRounds):
         phases = PhaseSeconds(*started.watch.wait())
         outcome, log_probs, scores = (None if copy is None else copy.wait() for copy in started.host_copies)
         assert outcome is not None and log_probs is not None
-        is_sound = scores is None or not bool(torch.isnan(scores).any())
-        if not is_sound:
-            self.report_fault("the drafter's scores are not numbers")
+        is_sound = self.check_sound(scores)
         start = time.perf_counter()
         if started.before is not None and bool((outcome[:, -1] >= 2).any()):
             given = self._decide_again(started)
@@ -236,7 +233,7 @@ class _Round:
     """The outcome and log-probs of ``GraphRound.verify``, and the drafter's scores."""
     watch: _Stopwatch
     since: _Stopwatch | None
-    """Of the round before, if the device had nothing else to do between them."""
+    """Stopwatch of the round before, if the device had nothing else to do between them."""
     has_captured: bool
 
     @property
@@ -282,7 +279,3 @@ def _noise_on_host(responses: Sequence[Response]) -> NoiseAt:
     words = [noise_key(response.request.key) for response in responses]
     first = [response.num_response for response in responses]
     return lambda row, d, token: gumbel_number(words[row], first[row] + d, token)
-
-
-def _rows_of(drafts: DraftTree, rows: slice) -> DraftTree:
-    return DraftTree(drafts.tokens[rows], None if drafts.parents is None else drafts.parents[rows])

@@ -148,7 +148,7 @@ class RolloutEngine:
 
     @property
     def has_waiting(self) -> bool:
-        """Whether the next step may prefill."""
+        """True if the next step may prefill."""
         return bool(self._scheduler.waiting) or bool(self._scheduler.prefilling)
 
     @property
@@ -222,7 +222,7 @@ class RolloutEngine:
 
     @property
     def has_ahead(self) -> bool:
-        """Whether there is anything to generate ahead."""
+        """True if there is anything to generate ahead."""
         return bool(self.ahead.waiting) or self._scheduler.num_unfinished > self._num_own
 
     def draft_from(self, texts: Texts) -> None:
@@ -375,12 +375,12 @@ class RolloutEngine:
 
     def _settle(self, num_left: int = 0) -> None:
         """Read the launched rounds until ``num_left`` are left."""
-        while self._rounds.num_under_way > num_left:
+        while self._rounds.num_in_flight > num_left:
             self._take_in(self._rounds.read())
         self.outbox.deliver(wait=False)
 
     def _settle_at_end(self) -> None:
-        """When the step's own requests have finished, read the last rounds and hand over all features."""
+        """Read the last rounds and hand over all features, if the step's own requests have finished."""
         if not self.has_work:
             self._settle()
             self.outbox.deliver(wait=True)

@@ -22,7 +22,7 @@ from tlt_hpc.rollout.sampling import SamplingRule, choose
 logger = logging.getLogger(__name__)
 
 SAFETY = 8.0
-"""How far the tolerance stands above the probe's largest logit error e.
+"""Factor of the tolerance over the largest logit error e that was measured.
 
 Were e a bound, 2 would do, since a gap between two scores is off by 2 e at most; but later texts exceed a probe of
 four. Measured (commit 62a01a8): no gap of 2,460 tokens of SmolLM2 was off by more than 0.7 e,
@@ -31,7 +31,7 @@ after a middling probe and 11 e after the lowest of 400, where one wrong token i
 """
 NUM_PROBED = 4
 """Texts whose errors count in the tolerance."""
-_LEAST_ERROR = 1e-6
+_MIN_ERROR = 1e-6
 _SCORE_ROUNDING = 2.0**-17
 """A gap of float32 scores below 64 is off by this at most even for exact logits: two roundings of either score."""
 _PIECE = 128
@@ -71,7 +71,7 @@ class TieGuard:
 
     @property
     def is_calibrated(self) -> bool:
-        """Whether anything was measured."""
+        """True if anything was measured."""
         return bool(self._probed)
 
     def note_finished(self, text: list[int]) -> None:
@@ -92,7 +92,7 @@ class TieGuard:
         little to change what rounding does to them, and a float64 pass over a long text takes its time.
         """
         self._errors.extend(_error(self._decoder, text, self._attention) for text in texts)
-        self.logit_tolerance = SAFETY * max(*self._errors, _LEAST_ERROR)
+        self.logit_tolerance = SAFETY * max(*self._errors, _MIN_ERROR)
 
     def decide(
         self, prefix: Tensor, noise: Tensor, fast_logits: Tensor, rule: SamplingRule, banned: Tensor | None

@@ -81,14 +81,14 @@ class NoiseWindow:
     A ring by position: row b's noise of position t is at ``t % width``, as long as t is among its next ``width``.
     """
 
-    _AHEAD = 32
+    _MAX_WIDTH = 32
     _BLOCK_NUMBERS = 1 << 15
     _CALL_NUMBERS = 1 << 21
     """Numbers of one call at most: its temporaries are a hundred bytes each."""
 
     def __init__(self, num_rows: int, vocab_size: int, least_width: int, device: torch.device) -> None:
         self.vocab_size = vocab_size
-        self.width = max(least_width, min(self._AHEAD, self._BLOCK_NUMBERS // vocab_size))
+        self.width = max(least_width, min(self._MAX_WIDTH, self._BLOCK_NUMBERS // vocab_size))
         self.words = torch.zeros(num_rows, 4, dtype=torch.int64, device=device)
         """``noise_key`` of each row's sample."""
         self._ring: Tensor | None = None

@@ -41,18 +41,18 @@ class Response:
     is_stopped: bool = False
     """A stop string has ended it."""
     log_probs: NDArray[np.float32] | None = None
-    """Of the response so far, while no row holds them."""
+    """Log-probs [R] of the response so far, while no row holds them."""
     row: int = -1
     """The row that it has; -1: none."""
     num_read: int = 0
     """Positions whose true features the drafter has surely seen."""
     stored: StoredText | None = None
-    """What it was under the weights before."""
+    """Its text under the weights before."""
 
     def __post_init__(self) -> None:
         self.prompt_length = len(self.request.prompt_tokens)
         self.prompt = self.request.prompt_tokens.astype(np.int64, copy=False).tobytes()
-        """What two sequences must share to share keys and values."""
+        """The prompt's bytes: sequences that share them share its keys and values."""
         self.longest = self.prompt_length + self.params.max_tokens
         """Length of its text at which it has its last token."""
         self.simple_from = math.inf if self.rule.truncates else self.prompt_length + self.params.min_tokens

@@ -35,7 +35,7 @@ class PhaseSeconds:
 
 @dataclass(frozen=True)
 class RoundPlan:
-    """How the live rows are decoded in a round."""
+    """The decoding of the live rows in a round."""
 
     strategy: Strategy
     stored: Sequence[StoredRow] = ()
@@ -58,24 +58,24 @@ class RoundResult:
     num_tokens: list[int]
     """New tokens at the end of each text, cut at an end token and at the cap."""
     ended: list[bool]
-    """Whether the last of them is an end token."""
+    """True where the last of them is an end token."""
     accepted: list[int]
     """Drafts accepted before any cut, of each sequence that was still running."""
     seconds: float
-    """By which the round made the rollout longer."""
+    """Seconds by which the round made the rollout longer."""
     phases: PhaseSeconds
     num_guarded: int = 0
     """Near-ties that the tie guard decided."""
     is_sound: bool = True
-    """Whether the drafter, if it took part, gave numbers."""
+    """False if the drafter took part and gave no numbers."""
     is_measurement: bool = True
-    """Whether seconds and tokens are those of the strategy: the drafter is sound, and no graph was captured."""
+    """True if seconds and tokens are typical of the strategy: the drafter is sound, and no graph was captured."""
     overlapped: bool = False
-    """Whether the host's work on the round is hidden behind the device's."""
+    """True if the host works on the round while the device computes the next one."""
 
     @property
     def is_ahead(self) -> bool:
-        """Whether the round was of responses of a later step."""
+        """True if the round was of responses of a later step."""
         return self.responses[0].is_ahead
 
     def new_tokens(self) -> list[list[int]]:

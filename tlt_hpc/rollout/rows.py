@@ -2,6 +2,7 @@
 
 Live rows are 0 to ``num_live - 1``. Those after them are padding that may take part in a pass: a text of one token that
 has reached its cap, so that it emits nothing.
+Shapes: ``R`` rows at most, ``B`` rows of a round, ``P`` positions of a row.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from tlt_hpc.rollout.transfer import exchange, put, upload
 
 
 class LiveRows:
-    """Tokens and lengths of the rows on the device, with the responses they belong to. Addresses never change."""
+    """Tokens [R, P] and numbers [R] of the rows on the device, with their responses. Addresses never change."""
 
     def __init__(
         self, num_rows: int, num_positions: int, device: torch.device, end_token_ids: Sequence[int] = ()
@@ -26,17 +27,17 @@ class LiveRows:
         self.tokens = torch.zeros(num_rows, num_positions, dtype=torch.int64, device=device)
         self.lengths = torch.ones(num_rows, dtype=torch.int64, device=device)
         self.caps = torch.ones(num_rows, dtype=torch.int64, device=device)
-        """Length at which each row's response has its last token."""
+        """Length of each row's text at which its response has its last token."""
         self.starts = torch.zeros(num_rows, dtype=torch.int64, device=device)
         """Length of each row's prompt."""
         self.temperatures = torch.ones(num_rows, device=device)
         self.top_k = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self.top_p = torch.ones(num_rows, device=device)
         self.min_p = torch.zeros(num_rows, device=device)
-        self.least = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        self.min_lengths = torch.zeros(num_rows, dtype=torch.int64, device=device)
         """Length of each row's text before which its response may not end."""
         self.log_probs = torch.zeros(num_rows, num_positions)
-        """On the host, where they are wanted."""
+        """Log-probs of the tokens [R, P], on the host."""
         self.ends = torch.tensor(end_token_ids, dtype=torch.int64, device=device)
         """End tokens [e], the same for all rows."""
         self.index = torch.arange(num_rows, device=device)
@@ -44,7 +45,7 @@ class LiveRows:
 
     @property
     def _by_row(self) -> tuple[Tensor, ...]:
-        rules = self.temperatures, self.top_k, self.top_p, self.min_p, self.least
+        rules = self.temperatures, self.top_k, self.top_p, self.min_p, self.min_lengths
         return self.tokens, self.lengths, self.caps, self.starts, *rules
 
     @property
@@ -72,7 +73,7 @@ class LiveRows:
         put(self.caps, row, response.longest)
         put(self.starts, row, start)
         for held, number in zip(
-            (self.temperatures, self.top_k, self.top_p, self.min_p, self.least),
+            (self.temperatures, self.top_k, self.top_p, self.min_p, self.min_lengths),
             (rule.temperature, rule.top_k, rule.top_p, rule.min_p, start + response.params.min_tokens),
             strict=True,
         ):

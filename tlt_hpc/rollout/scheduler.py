@@ -157,7 +157,7 @@ class Scheduler:
     # -- growth -------------------------------------------------------------------------------------------------
 
     def has_room(self, num_slots: int, in_flight: int = 0) -> bool:
-        """Whether every live row can write ``num_slots`` positions from its last token on without a preemption.
+        """True if every live row can write ``num_slots`` positions from its last token on without a preemption.
 
         ``in_flight``: tokens that a row may have got in rounds that have not been read yet.
         """
@@ -214,7 +214,7 @@ class Scheduler:
 
     @property
     def has_stored(self) -> bool:
-        """Whether any live row has a stored text."""
+        """True if any live row has a stored text."""
         return any(response.stored is not None for response in self.rows.responses)
 
     def arrange_stored(self) -> list[StoredRow]:

@@ -34,7 +34,7 @@ class EngineSettings:
     prefill_tokens: int = 4096
     """Tokens of one prefill chunk."""
     attention: AttentionKind = "auto"
-    """How keys and values are kept and read; the text does not depend on it."""
+    """Layout of keys and values, and their reading; the text does not depend on it."""
     strategies: tuple[Strategy, ...] = (OFF,)
     chooser: Literal["goodput", "random"] = "goodput"
     """``random`` is for checks that the text does not depend on the strategy."""

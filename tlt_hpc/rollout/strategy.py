@@ -55,7 +55,7 @@ class Strategy:
 
     @cached_property
     def has_drafter(self) -> bool:
-        """Whether the learned drafter takes part."""
+        """True if the learned drafter takes part."""
         return self.source == "drafter" or (self.rest is not None and self.rest.has_drafter)
 
     @cached_property

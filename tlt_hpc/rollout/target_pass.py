@@ -22,7 +22,7 @@ from tlt_hpc.rollout.tree import DraftTree, emitted_counts, path_of, walk
 
 @dataclass(frozen=True)
 class AcceptedPath:
-    """What a round accepted: nodes on the realised path [B, N], the path [B, m], choices on it [B, m], counts [B]."""
+    """Accepted path of each row: nodes on it [B, N], in order [B, m], choices on it [B, m], and how many count [B]."""
 
     on_path: Tensor
     path: Tensor
@@ -78,6 +78,18 @@ class TargetPass:
         hidden, features = self.decoder.features(*flat, attend, self.feature_layers)
         return features.view(count, n, -1), self.decoder.logits(hidden).view(count, n, -1)
 
+    def is_short(self, drafts: DraftTree) -> Tensor:
+        """Mask [B, N] of the nodes at which a response is still below its least length."""
+        rows, (count, n) = self.rows, drafts.tokens.shape
+        depths = torch.arange(n, device=rows.lengths.device) if drafts.depths is None else drafts.depths
+        return rows.lengths[:count].unsqueeze(1) + depths < rows.min_lengths[:count].unsqueeze(1)
+
+    def without_ends(self, logits: Tensor, where: Tensor) -> Tensor:
+        """Logits [B, N, V] with -inf for the end tokens at the nodes of a mask [B, N]."""
+        is_end = torch.zeros(logits.shape[2], dtype=torch.bool, device=logits.device)
+        is_end.index_fill_(0, self.rows.ends, True)
+        return logits.masked_fill(where.unsqueeze(2) & is_end, -torch.inf)
+
     def walk(self, drafts: DraftTree, chosen: Tensor, longest: int | None = None) -> AcceptedPath:
         """The path through the target's choices [B, N]; ``longest`` bounds its columns without a look at it."""
         rows, count = self.rows, len(chosen)
@@ -121,5 +133,5 @@ def by_node(noise: Tensor, drafts: DraftTree) -> Tensor:
 
 
 def along_path(values: Tensor, path: Tensor) -> Tensor:
-    """Of values [B, N, X] of the nodes those on the path [B, m]."""
+    """Values [B, m, X] on the path [B, m], of those [B, N, X] of all nodes."""
     return values.gather(1, path.unsqueeze(2).expand(-1, -1, values.shape[2]))
