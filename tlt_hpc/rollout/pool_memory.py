@@ -28,7 +28,8 @@ class PoolMemory:
     """The tensors of a pool: they have memory but for the time between ``release`` and ``restore``."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._blocks, self._tensors = device, list[HostMemory | GpuMemory](), list[Tensor]()
+        self._device, self._tensors = device, list[Tensor]()
+        self._blocks: list[HostMemory | GpuMemory] = []
         self.is_released = False
 
     @property
