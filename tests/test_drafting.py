@@ -21,10 +21,9 @@ from tlt_hpc.drafting.loss import LossSettings, drafter_loss
 from tlt_hpc.drafting.offline import learn
 from tlt_hpc.drafting.pool import TrainingPool, pack, training_weights, whole
 from tlt_hpc.drafting.spot import SpotTrainer
-from tlt_hpc.drafting.tail_plan import JUDGED_DEPTH, DraftCounts
 from tlt_hpc.look.metrics import PhaseTimer
 from tlt_hpc.models.eagle import Eagle
-from tlt_hpc.rollout.chooser import DraftTally
+from tlt_hpc.rollout.acceptance import DraftCounts
 from tlt_hpc.rollout.strategy import OFF, Strategy
 from tlt_hpc.storage.feature_cache import FeatureCache
 from tlt_hpc.storage.folder import RunFolder
@@ -74,8 +73,7 @@ def test_training_from_the_cache_makes_drafts_that_are_accepted(tmp_path):
     plain = texts(generate(make_engine(), gcd_requests(4, 4, 7)))
 
     def accept_length(drafter):
-        engine = make_engine([Strategy("drafter", 3)], drafter=drafter)
-        engine.drafter_ready = True
+        engine = make_engine([Strategy("drafter", 3)], drafter=drafter, drafter_is_trained=True)
         assert texts(generate(engine, gcd_requests(4, 4, 7))) == plain
         counts = engine.take_counts()
         return counts.num_tokens / counts.num_row_passes
@@ -535,25 +533,26 @@ def test_the_accept_length_is_the_same_whichever_depths_were_chosen():
         return next((j for j in range(reach) if source.random() > chance[j]), reach)
 
     def judged(depths):
-        tally = DraftTally()
+        counts = DraftCounts()
         for depth in depths:
-            tally.add(depth, [accepted(depth) for _ in range(64)])
-        return DraftCounts(*(tuple(column[:JUDGED_DEPTH]) for column in (tally.reached, tally.accepted)))
+            counts.add(depth, [accepted(depth) for _ in range(64)])
+        return counts
 
     true = 1 + 0.9 + 0.9 * 0.8 + 0.9 * 0.8 * 0.7 + 0.9 * 0.8 * 0.7 * 0.6
     for depths in ([4] * 300, [8] * 300, [2] * 500 + [4] * 150, [2, 8] * 200):
         assert judged(depths).accept_length == pytest.approx(true, abs=0.05), depths
     assert judged([2] * 300).accept_length > true, "beyond what was drafted the last chance is taken"
-    few, none = (DraftCounts((90.0, 60.0, n, n), (60.0, 40.0, 0.0, 0.0)) for n in (1.0, 0.0))
+    few, none = (DraftCounts([90.0, 60.0, n, n], [60.0, 40.0, 0.0, 0.0]) for n in (1.0, 0.0))
     assert none.accept_length == pytest.approx(sum((2 / 3) ** i for i in range(5)))
     assert few.accept_length == pytest.approx(none.accept_length, rel=0.1), "a single draft tells little"
     assert DraftCounts().accept_length == 1.0
 
 
-def test_counts_of_drafts_are_summed_over_lines_of_the_log():
-    one, other = DraftCounts((8.0, 4.0, 2.0, 1.0), (4.0, 2.0, 1.0, 0.0)), DraftCounts((2.0, 0, 0, 0), (1.0, 0, 0, 0))
-    assert DraftCounts.from_metrics(one.to_metrics()) == one and DraftCounts.from_metrics({}) == DraftCounts()
+def test_counts_of_drafts_are_summed_and_read_from_a_line_of_the_log():
+    one, other = DraftCounts([8.0, 4.0, 2.0, 1.0], [4.0, 2.0, 1.0, 0.0]), DraftCounts([2.0, 0, 0, 0], [1.0, 0, 0, 0])
+    assert DraftCounts.from_metrics(one.to_metrics()) == DraftCounts.total([one])
+    assert DraftCounts.from_metrics({}) == DraftCounts()
     assert one.to_metrics()["drafter/own_verified/1"] == 8.0 and one.to_metrics()["drafter/own_accepted/3"] == 1.0
-    both = DraftCounts.from_metrics(one.to_metrics(), other.to_metrics())
-    assert (both.reached, both.accepted) == ((10, 4, 2, 1), (5, 2, 1, 0))
+    both = DraftCounts.total([one, other])
+    assert (both.reached[:5], both.accepted[:5]) == ([10, 4, 2, 1, 0], [5, 2, 1, 0, 0])
     assert both.accept_length == pytest.approx(1 + 0.5 + 0.25 + 0.125 + 0.125 * 2 * 0.5 / (1 + 2))

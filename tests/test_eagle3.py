@@ -61,9 +61,7 @@ def make(form):
 
 
 def engine_of(strategies, drafter=None, **options):
-    engine = make_engine(strategies, drafter=drafter or eagle3(), max_new_tokens=60, **options)
-    engine.drafter_ready = True
-    return engine
+    return make_engine(strategies, drafter=drafter or eagle3(), drafter_is_trained=True, max_new_tokens=60, **options)
 
 
 # --- drafting ---

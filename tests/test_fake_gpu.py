@@ -25,7 +25,7 @@ from tlt_hpc.rollout import drafts, graph_round, target_pass
 from tlt_hpc.rollout.device_cache import DevicePagedCache
 from tlt_hpc.rollout.device_rounds import DeviceRounds
 from tlt_hpc.rollout.drafts import ChanceTable, LearnedDrafts
-from tlt_hpc.rollout.graph_round import NUM_TOLD, GraphRound
+from tlt_hpc.rollout.graph_round import NUM_FIGURES, GraphRound
 from tlt_hpc.rollout.kv_cache import page_bytes
 from tlt_hpc.rollout.rows import LiveRows
 from tlt_hpc.rollout.sampling import SamplingRule
@@ -53,7 +53,7 @@ def gpu(monkeypatch):
     def take_random(rounds, responses, told, log_probs):
         rows = []
         for response, row in zip(responses, told, strict=True):
-            tokens = [source.randrange(2, 20) for _ in row[:-NUM_TOLD]]
+            tokens = [source.randrange(2, 20) for _ in row[:-NUM_FIGURES]]
             count = min(source.randrange(len(tokens)) + 1, response.params.max_tokens - response.num_response)
             rows.append([*tokens, count, max(0, count - 1), int(source.random() < 0.05)])
         return take(rounds, responses, rows, log_probs)
@@ -77,9 +77,7 @@ def gpu_engine(strategies=STRATEGIES, form="eagle", **options):
     if form == "some tokens":
         drafter.draft_among(torch.arange(3, 15))
     options = {"tie_guard": False, "chooser": "random", "max_new_tokens": 40, "max_live": 4, "page_size": 16} | options
-    engine = make_engine(strategies, decoder=decoder, drafter=drafter, **options)
-    engine.drafter_ready = True
-    return engine
+    return make_engine(strategies, decoder=decoder, drafter=drafter, drafter_is_trained=True, **options)
 
 
 def generate(gpu, engine, requests=REQUESTS, num_steps=10**9):

@@ -294,8 +294,7 @@ def write_log(folder: Path, rollouts, step: int = 0) -> None:
 def logged(tmp_path_factory):
     """A run's log, its rollouts, and the features captured while they were decoded, with speculation."""
     drafter = load_drafter("embedded:tiny", embedded_decoder(), "")
-    engine = make_engine([Strategy("drafter", 4)], max_new_tokens=40, drafter=drafter)
-    engine.drafter_ready = True
+    engine = make_engine([Strategy("drafter", 4)], max_new_tokens=40, drafter=drafter, drafter_is_trained=True)
     captured, prompts = {}, {}
 
     def sink(tokens, prompt_length, features, first):

@@ -119,8 +119,8 @@ def assemble(config: Config, world: World) -> Job:
         if drafting:
             drafting.cache.remove_parts()
         ahead = ahead_mode(config, world, device)
-        engine = session.make_engine(session.settings(ahead != "off"), drafting.served if drafting else None)
-        engine.keeps = session.keeps
+        served = drafting.served if drafting else None
+        engine = session.make_engine(session.settings(ahead != "off"), served, keeps=session.keeps)
         world.say("joining the process group")
         join_process_group(world, "cuda" if device.type == "cuda" else "cpu")
         world.say("importing transformers")

@@ -1,4 +1,4 @@
-"""One step's rollout on this rank, and what is done while it waits for the others: rewards, then the drafter."""
+"""One step's rollout on this rank, and its work while it waits for the others: rewards, then the drafter."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class RollingReporter(Protocol):
 
 @dataclass(frozen=True)
 class Tail:
-    """What a rollout left on this rank: its shard, its times, and whether a stop vote cut it short."""
+    """Outcome of a rollout on this rank: its shard, its times, and whether a stop vote cut it short."""
 
     rollouts: list[Rollout]
     timings: tuple[RolloutTiming, ...]
@@ -45,11 +45,11 @@ class Tail:
     scorer: Scorer
     """With the rewards that were found while the rank waited."""
     use: TailUse
-    """What idle ranks did."""
+    """Use of idle ranks."""
     num_stored: int
     """Tokens that were generated ahead for this rank's responses."""
     ahead_spans: list[tuple[float, float]]
-    """When this rank generated ahead, in seconds since the epoch."""
+    """Times at which this rank generated ahead, in seconds since the epoch."""
     late_seconds: float
     """From when this rank learned of a release to its leaving the loop, the longest."""
     decode_cpu_seconds: float
@@ -70,7 +70,7 @@ def roll_out(job: Job, step: int, reporter: RollingReporter) -> Tail:
     scorer = Scorer(job.bench, draws.prompt_of, lambda rollout: text_of(job.tokenizer, rollout.response_tokens))
     if job.drafting:
         begin_features(job.drafting, job.engine, step)
-    num_stored = sum(map(len, job.engine.stored_texts.values())) if job.replica.index == 0 else 0
+    num_stored = job.engine.num_stored_tokens if job.replica.index == 0 else 0
     has_next = use.ahead and step + 1 < job.config.run.num_steps
     following = StepDraws(job.config, job.prompts, step + 1).requests() if has_next else []
     ahead = AheadTail(job.engine, job.replica, job.pulse, job.by_replica(following))
@@ -105,7 +105,7 @@ def take_over_kept(
     """
     left = still_to_do(requests, kept, job.config.data.source, job.assets.excluded_token_ids)
     own = [kept[request.key] for request in requests if request.key in kept and job.is_own(request.key)]
-    job.engine.finished += own
+    job.engine.add_finished(own)
     keeper.skip(len(own))
     return left
 
@@ -113,7 +113,7 @@ def take_over_kept(
 def still_to_do(
     requests: list[Request], kept: Mapping[SampleKey, Rollout], source: object, excluded: Sequence[int]
 ) -> list[Request]:
-    """Those of the requests for which nothing was kept.
+    """The requests for which nothing was kept.
 
     Raises:
         UserError: on all ranks, if a kept response is to another prompt, or has a token of ``excluded``.
@@ -218,12 +218,12 @@ def use_wait(job: Job, scorer: Scorer, use: TailUse, ahead: AheadTail, roster: R
 
 
 def is_over(pulse: Pulse, world: World) -> bool:
-    """Whether this rank should return to its loop: the rollout is over, or it has a stop to vote for."""
+    """True if this rank should return to its loop: the rollout is over, or it has a stop to vote for."""
     return pulse.over or world.stop_requested
 
 
 def status(job: Job, ahead: AheadTail) -> Status:
-    """What this rank reports to the others."""
+    """Status that this rank reports to the others."""
     now, steps = engine_status(job.engine, job.world), len(job.drafting.spot.records) if job.drafting else 0
     state = now.state
     if state is State.IDLE and ahead.is_left:

@@ -93,8 +93,15 @@ class Session:
             detokenize=partial(assets.tokenizer.decode, skip_special_tokens=False) if rollout.stop_strings else None,
         )
 
-    def make_engine(self, settings: EngineSettings, drafter: Drafter | None = None) -> RolloutEngine:
-        """A rollout engine on this rank's decoder.
+    def make_engine(
+        self,
+        settings: EngineSettings,
+        drafter: Drafter | None = None,
+        *,
+        keeps: Callable[[SampleKey], bool] = lambda key: True,
+        drafter_is_trained: bool = False,
+    ) -> RolloutEngine:
+        """A rollout engine on this rank's decoder; ``keeps`` and ``drafter_is_trained`` as ``RolloutEngine`` has them.
 
         Raises:
             ConfigError: the budget of pages holds no response of full length, or another setting that cannot work.
@@ -103,7 +110,7 @@ class Session:
             draft_among_frequent(drafter, self.config, self.assets, drawn_first(self.config, self.assets.prompts))
         try:
             agree = self.replica.agree if self.replica.size > 1 else None
-            engine = RolloutEngine(self.decoder, settings, drafter, agree)
+            engine = RolloutEngine(self.decoder, settings, drafter, agree, keeps, drafter_is_trained)
         except ValueError as error:
             raise ConfigError(str(error)) from None
         self.parts.callback(engine.close)

@@ -20,7 +20,7 @@ from tlt_hpc.common.words import count
 from tlt_hpc.config import Config, UserError
 from tlt_hpc.drafting.merge import sums_on_gpus
 from tlt_hpc.drafting.spot import SpotTrainer
-from tlt_hpc.drafting.tail_plan import JUDGED_DEPTH, STORED_ACCEPTED, STORED_TOKENS, DraftCounts
+from tlt_hpc.drafting.tail_plan import STORED_ACCEPTED, STORED_TOKENS
 from tlt_hpc.evaluate.between_steps import TESTING, evaluate_policy, prepare
 from tlt_hpc.evaluate.exam import Exam
 from tlt_hpc.job import Job, assemble
@@ -53,8 +53,8 @@ from tlt_hpc.rewards.scorer import joined
 from tlt_hpc.rl.ahead import longest_texts
 from tlt_hpc.rl.draws import gather
 from tlt_hpc.rl.update import update_policy
-from tlt_hpc.rollout.chooser import DraftTally
-from tlt_hpc.rollout.engine import EngineCounts
+from tlt_hpc.rollout.acceptance import DraftCounts
+from tlt_hpc.rollout.rounds import EngineCounts
 from tlt_hpc.rollout.settings import EngineSettings
 from tlt_hpc.rollout_loop import RollingReporter, Tail, end_features, roll_out
 from tlt_hpc.storage.folder import RunFolder, rank_of, sync
@@ -419,11 +419,9 @@ def drafter_metrics(spot: SpotTrainer, trains: bool) -> dict[str, float]:
 
 
 def own_drafts(settings: EngineSettings, counts: EngineCounts) -> DraftCounts:
-    """How many of the learned drafter's drafts were accepted, by all its strategies together."""
+    """Counts of the learned drafter's drafts, by all its strategies together."""
     families = {strategy.family for strategy in settings.strategies if strategy.has_drafter}
-    tallies = [DraftTally(), *(counts.drafts[family] for family in sorted(families & counts.drafts.keys()))]
-    sums = np.sum([(tally.reached, tally.accepted) for tally in tallies], axis=0, dtype=float)
-    return DraftCounts(*(tuple(column[:JUDGED_DEPTH]) for column in sums.tolist()))
+    return DraftCounts.total(counts.drafts[family] for family in sorted(families & counts.drafts.keys()))
 
 
 def decisions_of(counts: EngineCounts) -> NDArray[np.int32]:

@@ -95,8 +95,7 @@ def compare_strategies(session: Any, batch: int, turns: list[list[Request]]) -> 
     for way, strategies in ways.items():
         drafter = serving_drafter(weights, session.decoder) if weights else None
         own = replace(settings, max_live=batch, strategies=strategies, kv_bytes=settings.kv_bytes // len(ways))
-        engine = engines[way] = session.make_engine(own, drafter)
-        engine.drafter_ready = drafter is not None
+        engine = engines[way] = session.make_engine(own, drafter, drafter_is_trained=drafter is not None)
         session.calibrate(engine, turns[0])
     seconds: dict[str, list[float]] = {way: [] for way in ways}
     for turn, requests in enumerate(turns):

@@ -100,7 +100,12 @@ def plain_engine(
 ) -> RolloutEngine:
     """An engine that ends no response before its length, and decodes plainly unless ``settings`` say otherwise."""
     limits = SamplingParams(response), decoder.shape.vocab_size, (), batch, prompt
-    return RolloutEngine(decoder, EngineSettings(*limits, **{"tie_guard": False, **settings}), drafter)
+    return RolloutEngine(
+        decoder,
+        EngineSettings(*limits, **{"tie_guard": False, **settings}),
+        drafter,
+        drafter_is_trained=drafter is not None,
+    )
 
 
 def requests_of(prompts: Iterable[Any], step: int, stream: Stream = Stream.TRAIN) -> list[Request]:

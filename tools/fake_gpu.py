@@ -389,7 +389,6 @@ def kernels_of(shape: ModelShape, rows: int, num_drafted: int) -> Iterator[tuple
             engine = plain_engine(
                 decoder, rows, PROMPT, RESPONSE, strategies=(strategy,), attention="paged-kernel", drafter=drafter
             )
-            engine.drafter_ready = True
             engine.submit(requests_of(random_prompts(shape.vocab_size, rows, PROMPT, 0), 0))
             for _ in range(2):
                 engine.step()

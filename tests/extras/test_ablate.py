@@ -9,6 +9,7 @@ import subprocess
 import sys
 from argparse import Namespace
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -168,7 +169,7 @@ def test_a_rank_without_a_held_out_prompt_has_nothing_to_measure(tmp_path, monke
         world=world,
         decoder=embedded_decoder(),
         settings=lambda: settings,
-        make_engine=lambda settings, drafter: RolloutEngine(embedded_decoder(), settings, drafter),
+        make_engine=partial(RolloutEngine, embedded_decoder()),
         calibrate_on=lambda engine, requests: engine.calibrate(requests),
         generate=generate,
         close=lambda: None,

@@ -400,8 +400,8 @@ def test_the_text_is_that_of_plain_decoding(name, tmp_path):
     requests = gcd_requests(3, 3)
     drafter = serving_drafter(imported(write(tmp_path), form), embedded_decoder())
     strategies = [Strategy("drafter", 4), Strategy("drafter", 3, 3, 7), OFF]
-    engine = make_engine(strategies, drafter=drafter, max_new_tokens=60, chooser="random", max_live=6, page_size=8)
-    engine.drafter_ready = True
+    options = {"max_new_tokens": 60, "chooser": "random", "max_live": 6, "page_size": 8}
+    engine = make_engine(strategies, drafter=drafter, drafter_is_trained=True, **options)
     assert texts(generate(engine, requests)) == texts(generate(make_engine(max_new_tokens=60), requests))
 
 

@@ -123,9 +123,7 @@ def make_engine(session: Session, exam: Exam, checkpoint: Checkpoint | None) -> 
     strategies = tuple(s for s in settings.strategies if drafter is not None or not s.has_drafter)
     params, longest = sampling_params(config), longest_prompt(exam.sets)
     settings = replace(settings, params=params, max_prompt_tokens=longest, strategies=strategies)
-    engine = session.make_engine(settings, drafter)
-    engine.keeps = session.keeps
-    engine.drafter_ready = drafter is not None
+    engine = session.make_engine(settings, drafter, keeps=session.keeps, drafter_is_trained=drafter is not None)
     session.calibrate(engine, [each.requests[-1] for each in exam.wanted])
     return engine
 

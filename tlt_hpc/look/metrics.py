@@ -14,11 +14,11 @@ from tlt_hpc.cluster.watch.beat import BEAT, Phase
 from tlt_hpc.common.records import FinishReason, RolloutTiming
 from tlt_hpc.common.words import FIRST_STEP
 from tlt_hpc.drafting.merge import MergeReport
-from tlt_hpc.drafting.tail_plan import DraftCounts
 from tlt_hpc.look.energy import PREFIX as ENERGY
 from tlt_hpc.mpi.world import World
 from tlt_hpc.rewards.answer import PART, WITH_PARTS
 from tlt_hpc.rl.stats import Update
+from tlt_hpc.rollout.acceptance import DraftCounts
 from tlt_hpc.storage.rollout_log import StepRecord
 from tlt_hpc.storage.step_lines import STEP
 

@@ -23,13 +23,13 @@ from tlt_hpc.cli.display import Screen, StepReporter, print_comparison
 from tlt_hpc.cluster.stopping import STOPPED_EARLY
 from tlt_hpc.common.records import Request, SampleKey
 from tlt_hpc.config import Config
-from tlt_hpc.drafting.tail_plan import JUDGED_DEPTH
 from tlt_hpc.extras.ablate.ablation_plan import WITHOUT_DRAFTER, Ablation, check_ranks, plan_ablation
 from tlt_hpc.look.series import paired_ratio
 from tlt_hpc.models.drafter_file import load_drafter
 from tlt_hpc.models.piece import readers_once
 from tlt_hpc.mpi.world import World
 from tlt_hpc.plan.inputs import read_assets_once
+from tlt_hpc.rollout.acceptance import JUDGED_DEPTH
 from tlt_hpc.rollout.strategy import Strategy
 from tlt_hpc.session import Session, open_session
 from tlt_hpc.storage.folder import RunFolder
@@ -217,8 +217,7 @@ def answer(
     folder = str(ablation.folder / arm / "drafter")
     drafter = load_drafter(folder, session.decoder, f"arm {arm!r}", session.world.node_group)
     settings = replace(session.settings(), strategies=(Strategy("drafter", JUDGED_DEPTH),))
-    engine = session.make_engine(settings, drafter)
-    engine.drafter_ready = True
+    engine = session.make_engine(settings, drafter, drafter_is_trained=True)
     session.calibrate_on(engine, requests[:1])  # on every rank: of few prompts some ranks have none
     if session.generate(engine, requests[session.world.rank :: session.world.size]).stopping:
         return None
