@@ -1,7 +1,5 @@
 """Benchmarks of this project; each ends with what was measured, in a few lines.
 
-    python tools/bench.py decoding              # plain decoding against CTranslate2 and llama.cpp
-    python tools/bench.py restart               # from the kill of a rank to the first new tokens of the resumed run
     python tools/bench.py shape --device cuda   # plain decoding at the shape of a 7B model, random weights
     python tools/bench.py strategies JOB        # rollouts of a job: plain, each strategy alone, and all of them
     python tools/bench.py trl                   # whole RL steps against TRL's GRPOTrainer
@@ -13,13 +11,7 @@ Run them with OMP_NUM_THREADS=1. Sides take turns; figures are medians, and a ra
 from __future__ import annotations
 
 import argparse
-import os
-import random
-import re
-import signal
-import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
 from contextlib import closing
@@ -35,7 +27,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tlt_hpc.common.script import ending
 
 # isort: split
-import bench_decoding
 import bench_shape
 import bench_trl
 from bench_shape import requests_of, run_all
@@ -48,8 +39,6 @@ SEQUENCES_PER_ROW, LEAST_SEQUENCES = 4, 16
 """By default so many that the end of the rollout, with few left, does not decide the rate."""
 FIRST_STEP = 1_000_000
 """Of the draws, after those of any run."""
-LONGEST_DELAY = 1.5
-"""Seconds after a step at which a rank is killed, at most."""
 
 
 def bench_strategies(options: argparse.Namespace) -> None:
@@ -123,67 +112,6 @@ def compare_strategies(session: Any, batch: int, turns: list[list[Request]]) -> 
         )
 
 
-def bench_restart(options: argparse.Namespace) -> None:
-    """Seconds from the kill of a rank to the first new tokens of the resumed run.
-
-    The job is started by ``tlt train``, a rank is killed in a rollout, and the same command starts it again at once. A
-    queue's wait is not part of it.
-    """
-    for ranks in options.ranks:
-        with tempfile.TemporaryDirectory(prefix="restart-") as folder:
-            source, ends, starts = random.Random(0), list[float](), list[float]()
-            process, _, stages = start_job(ranks, Path(folder))
-            for _ in range(options.repeats):
-                delay = source.uniform(0.0, LONGEST_DELAY)
-                ends.append(kill_rank(process, Path(folder), source.randrange(ranks), delay))
-                process, taken, stages = start_job(ranks, Path(folder))
-                starts.append(taken)
-            kill_rank(process, Path(folder), 0, 0.0)
-        both = [end + taken for end, taken in zip(ends, starts, strict=True)]
-        print(
-            f"{ranks} ranks, {options.repeats} kills: {median(both):.1f} s to the first new tokens ({min(both):.1f} to "
-            f"{max(both):.1f}); the job's end {median(ends):.1f}, the start {median(starts):.1f}\n"
-            f"the last start: {stages}"
-        )
-
-
-def start_job(ranks: int, folder: Path) -> tuple[subprocess.Popen[str], float, str]:
-    """Start the run, or again; returns the seconds until its first tokens, and what it says about them.
-
-    Raises:
-        UserError: it ends before.
-    """
-    from fault_kinds.runs import MARK, ROOT
-
-    command = [sys.executable, "-m", "tlt_hpc", "train", "jobs/tiny.toml", f"run.ranks={ranks}", f"run.folder={folder}"]
-    command += ["run.name=run", "run.num_steps=1000000", "checkpoint.every_steps=1"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", MARK: str(folder)}
-    began, lines = time.monotonic(), list[str]()
-    process = subprocess.Popen(
-        command, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
-    assert process.stdout is not None
-    for line in process.stdout:
-        lines.append(line)
-        if found := re.match(r"  first tokens .* after the start: (.*)", line):
-            return process, time.monotonic() - began, found[1]
-    raise UserError(f"the run ended before its first tokens: {' '.join(lines[-3:])}")
-
-
-def kill_rank(process: subprocess.Popen[str], folder: Path, rank: int, delay: float) -> float:
-    """Kill a rank so many seconds after the next step; returns the seconds until the command has ended."""
-    from fault_kinds.runs import HANG_SECONDS, advances_until, num_steps, ranks_in, send
-
-    steps = num_steps(folder) + 1
-    if not advances_until(process, folder, lambda: num_steps(folder) >= steps) or process.returncode is not None:
-        raise UserError(f"the run in {folder} made no step in {HANG_SECONDS:.0f} s, or ended")
-    time.sleep(delay)
-    at = time.monotonic()
-    send(signal.SIGKILL, [ranks_in(folder)[rank]])
-    process.wait(HANG_SECONDS)
-    return time.monotonic() - at
-
-
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = parser.add_subparsers(dest="name", required=True, metavar="NAME")
@@ -195,14 +123,6 @@ def make_parser() -> argparse.ArgumentParser:
         own.set_defaults(work=work)
         return own
 
-    decoding = add("decoding", bench_decoding.bench, bench_decoding.__doc__)
-    decoding.add_argument("--batches", type=at_least_one_each, default=[1, 8, 32], help="sequences side by side, N,...")
-    decoding.add_argument("--tokens", type=int, default=128, help="new tokens of a response")
-    decoding.add_argument("--repeats", type=int, default=7)
-    decoding.add_argument("--against", nargs="*", choices=bench_decoding.LIBRARIES, default=bench_decoding.LIBRARIES)
-    restart = add("restart", bench_restart)
-    restart.add_argument("--ranks", type=int, nargs="+", default=[2, 8])
-    restart.add_argument("--repeats", type=int, default=5)
     bench_shape.add_options(add("shape", bench_shape.bench, bench_shape.__doc__))
     strategies = add("strategies", bench_strategies)
     strategies.add_argument("config", type=Path)
