@@ -14,6 +14,7 @@ from launch_ranks import ROOT, run_on_ranks
 from tlt_hpc import session
 from tlt_hpc import train as run
 from tlt_hpc.config import load_config
+from tlt_hpc.drafting import spot
 from tlt_hpc.mpi.world import World
 from tlt_hpc.resume import replay, saving
 from tlt_hpc.rl.distributed import leave_process_group
@@ -86,12 +87,12 @@ def save_go_on_and_come_back(folder: str, changes: list[str]) -> dict[str, Any]:
     saving.reserve_copy(job)
     reserved = job.checkpoints._copy.num_bytes
     summaries: list[Any] = []
-    reporter, true_merging = Silent(), run.merging
+    reporter, true_merge = Silent(), spot.Merge
     reporter.stepped = summaries.append
-    run.merging = lambda *given: time.sleep(2) or true_merging(*given)
+    spot.Merge = lambda *given: time.sleep(2) or true_merge(*given)
     have_a_tail()
     run.take_step(job, 0, reporter)
-    run.merging = true_merging
+    spot.Merge = true_merge
     wanted = state_of(job)
     saving.save_checkpoint(job, 1, 0)
     run.take_step(job, 1, Silent())  # changes all of it in place
