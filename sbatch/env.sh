@@ -7,7 +7,8 @@ TLT_MODULES="${TLT_MODULES:-}"
 # Folder of a virtual environment or name of a conda one. Empty: the first that there is of the one that is active where
 # sbatch is called (but conda's base), the conda environment tlt_hpc, .venv in the clone, and the path's own python.
 TLT_ENVIRONMENT="${TLT_ENVIRONMENT:-}"
-# How srun starts ranks of your MPI (srun --mpi=list). Empty: pmix for Open MPI, pmi2 for MPICH and Intel MPI.
+# How srun starts ranks of your MPI (srun --mpi=list). Empty: pmix for Open MPI, pmi2 for MPICH and Intel MPI,
+# cray_shasta for Cray MPICH.
 TLT_SRUN_MPI="${TLT_SRUN_MPI:-}"
 # Intel MPI under srun needs Slurm's PMI library, wherever your site has it.
 # export I_MPI_PMI_LIBRARY=/usr/lib64/libpmi2.so

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from tlt_hpc.cli.main import parse
+from tlt_hpc.extras.preflight import mpi, system_checks
+from tlt_hpc.extras.preflight.checklist import all_results
+from tlt_hpc.extras.preflight.program import ProgramOutput
+from tlt_hpc.extras.preflight.results import Finding
 from tlt_hpc.models.tokenizer import embedded
-from tlt_hpc.plan.preflight import mpi, system_checks
-from tlt_hpc.plan.preflight.checklist import all_results
-from tlt_hpc.plan.preflight.program import ProgramOutput
-from tlt_hpc.plan.preflight.results import Finding
 
 ROOT = Path(__file__).resolve().parent.parent
 NODES = "main*|up|1-00:00:00|256000|gpu:a100:4(S:0-1)"
@@ -119,5 +119,5 @@ def make_place(path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
 
 def answer_of_mpich(command: list[str], seconds: float, environment: object = None) -> ProgramOutput:
     """What a working MPICH answers to the checks of MPI."""
-    told = {"ranks": 2, "hosts": ["here"], "version": "MPICH Version: 5.0.2", "files": ["/opt/mpi/libmpi.so.12"]}
+    told = {"ranks": 2, "hosts": ["here"], "version": "MPICH Version: 4.3.1", "files": ["/opt/mpi/libmpi.so.12"]}
     return ProgramOutput(0, json.dumps(told), "")

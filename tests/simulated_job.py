@@ -29,10 +29,10 @@ from tlt_hpc.cluster.slurm import SlurmError
 from tlt_hpc.cluster.stopping import END_SECONDS, Stop, know_limits
 from tlt_hpc.cluster.watch.beat import BEAT, Member
 from tlt_hpc.cluster.watch.record import HEARTBEAT_SECONDS, Record, write_record
+from tlt_hpc.job import Drafting
 from tlt_hpc.mpi.owner import claim_owner
 from tlt_hpc.mpi.pulse import Pulse
 from tlt_hpc.resume.kept import describe_progress
-from tlt_hpc.session import Drafting
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.step_lines import read_lines
 
@@ -218,7 +218,7 @@ class Driver:
             checkpoints=CheckpointStore(folder.checkpoints, 2), load_policy=lambda step: cluster.sleep(1e-3),
             prompts=None, shard=list, calibrate=lambda *_: None, plan=SimpleNamespace(learn=lambda line: None),
             meter=SimpleNamespace(begin_step=lambda: None, end_rollout=lambda: None),
-            decoder=SimpleNamespace(device=torch.device("cpu")),
+            decoder=SimpleNamespace(device=torch.device("cpu"), shape=None), tokenizer=None,
             mismatch=SimpleNamespace(look=lambda *_: ""),
         )  # fmt: skip
         reporter = SimpleNamespace(

@@ -16,7 +16,7 @@ from simulated_mpi import Library
 from simulated_processes import RUNNING, Clock, Event, Exit, Lock, Thread, Timer
 
 from tlt_hpc import rollout_loop
-from tlt_hpc.checkpoint import manifest, save, shard_file
+from tlt_hpc.checkpoint import manifest, save
 from tlt_hpc.cli import main, rank_commands
 from tlt_hpc.cluster import slurm, stopping
 from tlt_hpc.mpi import ending, owner, progress, pulse, world
@@ -105,7 +105,7 @@ def simulated() -> Iterator[None]:
             stack.enter_context(patch.object(module, "time", CLOCK))
         for module in (progress, stopping, save, ending):
             stack.enter_context(patch.object(module, "threading", THREADS))
-        for module in (world, owner, stopping, ending, main, rank_commands, shard_file):
+        for module in (world, owner, stopping, ending, main, rank_commands, save):
             stack.enter_context(patch.object(module, "os", system))
         for module in (world, ending):
             stack.enter_context(patch.object(module, "MPI", LIBRARY))

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -62,10 +61,9 @@ class Contest:
         self.owner, self.claimed[process] = process, (begun, cluster.now)
         record = Record(start, 0, process.host, process.pid, 0, "rollout", 0, "", 0, "", 0, 0, 0, 0, 0.0)
         process.spawn(partial(self.beat, record))
-        job = SimpleNamespace(folder=folder, world=SimpleNamespace(size=1))
         for step in range(max(read_lines(folder.metrics), default=-1) + 1, self.num_steps):
             cluster.sleep(cluster.random.random() * 8.0)
-            train.commit(job, step, line_of(step))
+            train.commit(folder, 1, step, line_of(step))
         write_record(folder.status, Record(**{**vars(record), "ending": FINISHED}))
         return 0
 

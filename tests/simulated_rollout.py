@@ -230,7 +230,7 @@ def roll(cluster: Cluster, shape: Any, process: Process) -> int:
     stop = Stop.NONE
     for epoch in range(shape.rollouts):
         own = max((SIGNALS[number] for number in process.signalled), default=Stop.NONE)
-        goes_on = should_continue(job)
+        goes_on = should_continue(world, job.checkpoints)
         same(cluster, ("continues", epoch), goes_on)
         if not goes_on:
             break
@@ -278,7 +278,7 @@ def generate(
     before = counts[rank]
     roster = Session.generate(
         job, engine, requests, on_idle=lambda roster: rollout_loop.use_wait(job, scorer, use, ahead, roster),
-        status=lambda: rollout_loop.status(job, use, ahead), shown=look, epoch=number,
+        status=lambda: rollout_loop.status(job, ahead), shown=look, epoch=number,
     )  # fmt: skip
     look(roster)
     same(cluster, ("last round", epoch), roster.round)

@@ -19,7 +19,7 @@ from simulated_processes import RUNNING, ScheduleError
 from simulated_rollout import Scorer, generate, same
 
 from tlt_hpc import train
-from tlt_hpc.checkpoint import host_buffer
+from tlt_hpc.checkpoint import save
 from tlt_hpc.checkpoint.save import found_in
 from tlt_hpc.cli import rank_commands
 from tlt_hpc.cluster import stopping
@@ -67,14 +67,16 @@ class Policy:
 
 
 class Spot:
-    """Stands for the drafter's trainer: a drafter is the step that it was last merged in."""
+    """Stands for the drafter and its trainer: a drafter is the step that it was last merged in."""
 
     num_steps = 0
+    merge_report = None
     memory_table = dict
 
     def __init__(self) -> None:
         self.records: list[int] = []
         self.merged = 0
+        self.trained = self
 
     def live_state(self) -> dict[str, torch.Tensor]:
         return {"draft": torch.full((5,), float(self.merged))}
@@ -204,7 +206,7 @@ def parts() -> Iterator[None]:
             replay: {"read_ranks": read_ranks, "update_policy": repeat_update},
             saving: {"StepDraws": lambda *_: SimpleNamespace(requests=list), "drop_lines": drop_lines},
             rank_commands: {"queue_again": queue_again}, stopping: {"queue_again": queue_again},
-            host_buffer: {"CHUNK_BYTES": 64},
+            save: {"CHUNK_BYTES": 64},
         }.items():  # fmt: skip
             for name, value in changes.items():
                 stack.enter_context(patch.object(module, name, value))

@@ -15,7 +15,7 @@ from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.folder import folder_weights
 from tlt_hpc.models.shape import read_shape
 
-TOOL = Path(__file__).parents[1] / "tools" / "fetch_smollm2.py"
+TOOL = Path(__file__).parents[1] / "tools" / "fetch_model.py"
 
 _FOLDER: Path = runpy.run_path(os.fspath(TOOL))["default_folder"]()
 

@@ -95,13 +95,13 @@ def ahead_engine(**options) -> RolloutEngine:
     defaults = {"max_new_tokens": 80, "max_live": 6, "chooser": "random", "detokenize": embedded_tokenizer().decode}
     engine = full_engine([*USUAL, *STORED], **defaults | options)
     engine.load_drafter(tiny_drafter_state())
-    rounds, arrange = engine._rounds, engine._rounds.stored.arrange
+    scheduler, arrange = engine._scheduler, engine._scheduler.arrange_stored
 
     def checked():
-        assert not (rounds.stored.exist and rounds.num_under_way), "cursors need the texts"
+        assert not (scheduler.has_stored and engine._rounds.num_in_flight), "cursors need the texts"
         return arrange()
 
-    rounds.stored.arrange = checked
+    scheduler.arrange_stored = checked
     return engine
 
 

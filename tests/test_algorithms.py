@@ -31,9 +31,8 @@ from tlt_hpc.rl.advantage import (
     whiten,
 )
 from tlt_hpc.rl.batches import cut_micro_batches, mini_batches, pack, plan_updates
-from tlt_hpc.rl.correction import MismatchWatch, correction_weights, mismatch_terms
-from tlt_hpc.rl.finite import NotFiniteError
-from tlt_hpc.rl.loss import clipped_loss, kl_estimate, policy_loss
+from tlt_hpc.rl.loss import MismatchWatch, clipped_loss, correction_weights, kl_estimate, mismatch_terms, policy_loss
+from tlt_hpc.rl.stats import NotFiniteError
 from tlt_hpc.rl.update import update_policy
 
 TINY = Path(__file__).parent.parent / "jobs" / "tiny.toml"

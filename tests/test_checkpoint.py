@@ -26,12 +26,11 @@ from fake_world import OneRank, ThreadWorld, on_threads
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from tlt_hpc.checkpoint import host_buffer, host_room
 from tlt_hpc.checkpoint import manifest as manifest_module
 from tlt_hpc.checkpoint import save as save_module
-from tlt_hpc.checkpoint.host_buffer import HostBuffer
+from tlt_hpc.checkpoint import store as store_module
 from tlt_hpc.checkpoint.manifest import Checkpoint, CheckpointError, FlatRange
-from tlt_hpc.checkpoint.save import Save
+from tlt_hpc.checkpoint.save import HostBuffer, Save
 from tlt_hpc.checkpoint.store import CheckpointStore
 from tlt_hpc.common import files
 from tlt_hpc.common.errors import UserError
@@ -350,7 +349,7 @@ def test_the_best_checkpoint_stays_beside_the_newest_through_kills_and_resumes(t
 
 def test_no_step_waits_for_the_drafters_own_saves(tmp_path, disk, caplog):
     store = CheckpointStore(tmp_path, keep=1)
-    spot = SimpleNamespace(live_state=lambda: {"fc.weight": torch.zeros(3)})
+    spot = SimpleNamespace(trained=SimpleNamespace(live_state=lambda: {"fc.weight": torch.zeros(3)}))
     job: Any = SimpleNamespace(
         drafting=SimpleNamespace(checkpoints=store, spot=spot, warned=[]), world=OneRank(), folder=RunFolder(tmp_path),
         config=SimpleNamespace(drafter=SimpleNamespace(train=True)),
@@ -414,7 +413,7 @@ def test_a_save_ends_on_all_ranks_in_the_same_step(store, monkeypatch):
 
 
 def test_memory_is_taken_once_and_used_again(monkeypatch):
-    monkeypatch.setattr(host_buffer, "CHUNK_BYTES", 64)
+    monkeypatch.setattr(save_module, "CHUNK_BYTES", 64)
     copy = HostBuffer()
     copy.reserve(100, pinned=False)
     assert copy.num_bytes == 128
@@ -430,7 +429,7 @@ def test_memory_is_taken_once_and_used_again(monkeypatch):
 
 def test_no_room_for_the_copy_is_found_before_the_first_step_on_all_ranks(store, monkeypatch):
     no_memory = RuntimeError("not enough memory: you tried to allocate 16777216 bytes.\nStack")
-    monkeypatch.setattr(host_buffer.torch, "empty", Mock(side_effect=no_memory))
+    monkeypatch.setattr(save_module.torch, "empty", Mock(side_effect=no_memory))
     errors = on_threads(2, lambda world: store.of_rank[world.rank].reserve(world, world.rank * 5, pinned=False))
     assert all(isinstance(error, CheckpointError) for error in errors)
     assert "no room in host memory" in str(errors[0]) and "\n" not in str(errors[0])
@@ -494,7 +493,7 @@ def test_room_is_what_is_left_of_the_machine_and_of_the_limits_of_cgroups(tmp_pa
 
 
 def test_a_node_that_is_too_small_for_its_ranks_is_named(store, monkeypatch):
-    monkeypatch.setattr(host_room, "available_bytes", lambda: 3_000_000_000)
+    monkeypatch.setattr(store_module, "available_bytes", lambda: 3_000_000_000)
     monkeypatch.setattr(HostBuffer, "reserve", lambda self, num_bytes, pinned: None)
 
     def reserve(world: ThreadWorld, num_nodes: int) -> None:

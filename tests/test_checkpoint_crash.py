@@ -16,7 +16,7 @@ from small_disk import fill, mounted_disk
 
 from tlt_hpc.checkpoint import save
 from tlt_hpc.checkpoint.manifest import CheckpointError
-from tlt_hpc.checkpoint.shard_file import Held
+from tlt_hpc.checkpoint.save import Held
 from tlt_hpc.checkpoint.store import CheckpointStore
 from tlt_hpc.models.piece import own_pieces
 from tlt_hpc.mpi.world import World

@@ -12,10 +12,9 @@ import pytest
 from data_sets import PLAIN, RAW, config_of, gcd_rows, open_data, verl_row, write_jsonl
 from fake_world import OneRank
 
-from tlt_hpc.checkpoint.claim import claim_folder
+from tlt_hpc.checkpoint.claim import claim_data, claim_folder
 from tlt_hpc.common.records import ChatFormat
 from tlt_hpc.config import ConfigError, UserError
-from tlt_hpc.data.claim import claim_data
 from tlt_hpc.data.prompts import FilePrompts
 from tlt_hpc.storage.folder import RunFolder
 

@@ -11,7 +11,7 @@ from data_sets import gcd_rows, open_data, write_jsonl
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tlt_hpc.data.order import Draws, shuffled
+from tlt_hpc.data.prompts import Draws, shuffled
 from tlt_hpc.data.rows import RowError
 
 

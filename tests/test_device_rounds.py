@@ -54,7 +54,7 @@ def spy_on_overlaps(engine):
 
     def spied():
         step()
-        seen.append(engine._rounds.num_under_way)
+        seen.append(engine._rounds.num_in_flight)
 
     engine.step = spied
     return seen
@@ -256,7 +256,7 @@ def test_swaps_aborts_and_broken_drafters_are_harmless(make, plain):
     for turn in range(1, 4):
         for _ in range(4):
             engine.step()
-        assert not late or engine._rounds.num_under_way, "nothing to be disturbed"
+        assert not late or engine._rounds.num_in_flight, "nothing to be disturbed"
         engine.load_drafter(untrained_drafter(turn).state_dict())
     assert texts(generate(engine, [])) == texts(plain.values())
     counts = engine.take_counts()

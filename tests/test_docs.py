@@ -301,7 +301,7 @@ def test_commands_in_the_text_are_known() -> None:
 
 
 def test_tools_have_the_options_that_pages_give_them() -> None:
-    """A tool's file names every option that a page gives it, or ``look.py`` does, which tools share."""
+    """A tool's file or its parts name every option that a page gives it, or ``look.py`` does, which tools share."""
     pattern = r"(?:tools|jobs)/\w+\.py"
     in_blocks = [(command.words[0], command.words[1:]) for command in commands_with(pattern)]
     in_text = [code.split() for page in PAGES for code in inline_code(page)]
@@ -309,7 +309,8 @@ def test_tools_have_the_options_that_pages_give_them() -> None:
                          if len(words) > at and re.fullmatch(pattern, words[at])]  # fmt: skip
     assert len(found) > 10
     for tool, words in found:
-        source = text_of(ROOT / tool) + text_of(ROOT / "tools" / "look.py")
+        parts = (ROOT / "tools").glob(f"{Path(tool).stem}_*.py")
+        source = "".join(map(text_of, (ROOT / tool, ROOT / "tools" / "look.py", *parts)))
         own = words[: words.index("--")] if "--" in words else words
         options = {word.partition("=")[0] for word in own if re.match(r"--[a-z]", word)}
         assert all(f'"{option}"' in source for option in options), f"{tool} {' '.join(words)}"

@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter
+from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,16 +13,17 @@ from fake_world import RanksInTurn, on_threads
 from tiny import CPU, embedded_decoder, gcd_requests, generate, make_engine, random_document, texts
 
 from tlt_hpc import rollout_loop as tail
+from tlt_hpc import train
 from tlt_hpc.config import DrafterSection, UserError
 from tlt_hpc.drafting import pool as pool_module
 from tlt_hpc.drafting import spot
-from tlt_hpc.drafting.acceptance import JUDGED_DEPTH, DraftCounts
 from tlt_hpc.drafting.loss import LossSettings, drafter_loss
-from tlt_hpc.drafting.packing import pack, whole
-from tlt_hpc.drafting.pool import TrainingPool, training_weights
+from tlt_hpc.drafting.offline import learn
+from tlt_hpc.drafting.pool import TrainingPool, pack, training_weights, whole
 from tlt_hpc.drafting.spot import AVERAGE_MERGES, SpotTrainer
+from tlt_hpc.look.metrics import PhaseTimer
 from tlt_hpc.models.eagle import Eagle
-from tlt_hpc.rollout.chooser import DraftTally
+from tlt_hpc.rollout.acceptance import DraftCounts
 from tlt_hpc.rollout.strategy import OFF, Strategy
 from tlt_hpc.storage.feature_cache import FeatureCache
 from tlt_hpc.storage.folder import RunFolder
@@ -39,9 +41,10 @@ def make_trainer(tmp_path, rank=0, average_merges=AVERAGE_MERGES, **settings):
 def merge(trainers):
     """Each trainer's report of a merge of two ranks, which post one after another."""
     world = RanksInTurn()
-    for trainer in trainers:
-        trainer.start_merge(world)
-    return [trainer.finish_merge(world) for trainer in trainers]
+    with ExitStack() as merges:
+        for trainer in trainers:
+            merges.enter_context(trainer.merging(world))
+    return [trainer.merge_report for trainer in trainers]
 
 
 def append(writer, *documents):
@@ -71,14 +74,13 @@ def test_training_from_the_cache_makes_drafts_that_are_accepted(tmp_path):
     plain = texts(generate(make_engine(), gcd_requests(4, 4, 7)))
 
     def accept_length(drafter):
-        engine = make_engine([Strategy("drafter", 3)], drafter=drafter)
-        engine.drafter_ready = True
+        engine = make_engine([Strategy("drafter", 3)], drafter=drafter, drafter_is_trained=True)
         assert texts(generate(engine, gcd_requests(4, 4, 7))) == plain
         counts = engine.take_counts()
         return counts.num_tokens / counts.num_row_passes
 
     untrained = accept_length(Eagle(embedded_decoder().shape, 0, torch.float32, CPU))
-    assert accept_length(trainer.drafter) > untrained + 0.2
+    assert accept_length(trainer.trained.drafter) > untrained + 0.2
 
 
 def test_the_pool_holds_own_documents_and_all_ranks_of_the_previous_step(tmp_path):
@@ -190,7 +192,7 @@ def test_a_damaged_cache_file_is_left_out(tmp_path, caplog):
 @pytest.mark.parametrize("refused", ["opening", "writing"])
 def test_a_rollout_goes_through_without_the_cache(tmp_path, caplog, refused):
     trainer, cache = make_trainer(tmp_path)
-    engine = make_engine(drafter=trainer.drafter)
+    engine = make_engine(drafter=trainer.trained.drafter)
     drafting: Any = SimpleNamespace(cache=cache, spot=trainer)
     if refused == "opening":
         (tmp_path / "cache").write_text("in the way of the steps' folders")
@@ -209,21 +211,21 @@ def test_a_release_inside_a_micro_step_leaves_no_trace(tmp_path):
     fill(cache, 0, 4)
     twin, twin_cache = make_trainer(tmp_path / "twin")
     fill(twin_cache, 0, 4)
-    before = trainer.fingerprint()
+    before = trainer.trained.fingerprint()
     for moment in range(5):
         trainer.begin(0)
         trainer._update_seconds = 1e9  # an update that is not worth a rank's waiting for it
         answers = iter([False] * moment + [True])
         assert trainer.micro_step(lambda: next(answers))  # noqa: B023
         assert next(answers, None) is None, "the micro-step continued"
-        assert (trainer.fingerprint(), trainer.num_steps, trainer.records) == (before, 0, [])
+        assert (trainer.trained.fingerprint(), trainer.trained.num_steps, trainer.records) == (before, 0, [])
         assert trainer.cut_seconds > 0
-        assert not trainer.is_trained
+        assert not trainer.trained.has_learned
         trainer.end()
     for each in (trainer, twin):
         each.begin(1)
         assert each.micro_step()
-    assert trainer.fingerprint() == twin.fingerprint()
+    assert trainer.trained.fingerprint() == twin.trained.fingerprint()
     assert trainer.cut_seconds == 0
 
 
@@ -233,7 +235,7 @@ def test_a_cheap_update_whose_gradient_is_there_is_carried_out(tmp_path):
     trainer.begin(0)
     answers = iter([False] * 4)
     assert trainer.micro_step(lambda: next(answers, True))
-    assert len(trainer.records) == trainer.num_steps == 1
+    assert len(trainer.records) == trainer.trained.num_steps == 1
     assert trainer.cut_seconds == 0
 
 
@@ -281,17 +283,17 @@ def test_a_micro_step_without_a_finite_gradient_is_skipped_and_counted(tmp_path,
     fill(cache, 0, num_prompts=2)
     trainer.begin(0)
     assert trainer.micro_step()
-    before = trainer.fingerprint()
+    before = trainer.trained.fingerprint()
     true_loss = spot.drafter_loss
     monkeypatch.setattr(spot, "drafter_loss", lambda *given: true_loss(*given) * torch.inf)
     assert trainer.micro_step() and trainer.micro_step(), "there is something to train on all the same"
-    assert trainer.fingerprint() == before
-    assert (trainer.num_skipped, len(trainer.records), trainer.num_steps) == (2, 1, 1)
+    assert trainer.trained.fingerprint() == before
+    assert (trainer.num_skipped, len(trainer.records), trainer.trained.num_steps) == (2, 1, 1)
     (warning,) = [record.getMessage() for record in caplog.records]
     assert "the gradient of a micro-step of the drafter is not finite" in warning and "skipped" in warning
     monkeypatch.undo()
-    assert trainer.micro_step() and trainer.num_steps == 2
-    assert all(bool(tensor.isfinite().all()) for tensor in trainer._all_tensors())
+    assert trainer.micro_step() and trainer.trained.num_steps == 2
+    assert all(bool(tensor.isfinite().all()) for tensor in trainer.trained.tensors())
     trainer.begin(1)
     assert trainer.num_skipped == 0
 
@@ -300,13 +302,13 @@ def test_an_update_of_all_ranks_without_a_finite_gradient_is_an_error(tmp_path, 
     trainer, cache = make_trainer(tmp_path)
     fill(cache, 0, num_prompts=2)
     trainer.begin(0)
-    before = trainer.fingerprint()
+    before = trainer.trained.fingerprint()
     batch = pack(TrainingPool(cache, random.Random(0)).draw(64), torch.device("cpu"))
     true_loss = spot.drafter_loss
     monkeypatch.setattr(spot, "drafter_loss", lambda *given: true_loss(*given) * torch.inf)
     with pytest.raises(UserError, match="not finite: use a lower learning rate than"):
-        trainer.learn([batch], RanksInTurn())
-    assert trainer.fingerprint() == before
+        learn(trainer, [batch], RanksInTurn())
+    assert trainer.trained.fingerprint() == before
 
 
 def test_a_replica_that_is_not_finite_has_no_part_in_the_merge(tmp_path, caplog):
@@ -316,35 +318,36 @@ def test_a_replica_that_is_not_finite_has_no_part_in_the_merge(tmp_path, caplog)
         fill(trainer._cache, 0, num_prompts=2)
         trainer.begin(0)
         assert trainer.micro_step()
-    trainers[1]._moments["down"][1].view(-1)[7] = torch.nan
-    sound, reports = trainers[0].state()["fc.weight"], merge(trainers)
+    trainers[1].trained._moments["down"][1].view(-1)[7] = torch.nan
+    sound, reports = trainers[0].trained.state()["fc.weight"], merge(trainers)
     assert [report.is_dropped for report in reports] == [False, True] and reports[1].num_steps == 0
-    assert trainers[0].fingerprint() == trainers[1].fingerprint() and trainers[1].is_trained
-    torch.testing.assert_close(trainers[1].state()["fc.weight"], sound, atol=1e-6, rtol=0)
+    assert trainers[0].trained.fingerprint() == trainers[1].trained.fingerprint() and trainers[1].trained.has_learned
+    torch.testing.assert_close(trainers[1].trained.state()["fc.weight"], sound, atol=1e-6, rtol=0)
     assert caplog.messages == ["drafters of 1 of 2 ranks are not finite: left out of the merge"]
-    trainers[1]._moments["down"][1].view(-1)[7] = torch.nan
+    trainers[1].trained._moments["down"][1].view(-1)[7] = torch.nan
     with pytest.raises(UserError, match=r"finite weights and moments: resume .* drafter\.learning_rate than 0\.002"):
         merge(trainers[1:])
 
 
 def test_where_no_trained_replica_is_finite_the_drafter_of_an_untrained_rank_stays(tmp_path):
     trainers = [make_trainer(tmp_path / str(rank), rank, average_merges=1)[0] for rank in range(2)]
-    before = trainers[1].fingerprint()
+    before = trainers[1].trained.fingerprint()
     fill(trainers[0]._cache, 0, num_prompts=2)
     for trainer in trainers:
         trainer.begin(0)
     assert trainers[0].micro_step()
-    trainers[0]._moments["down"][1].view(-1)[7] = torch.nan
+    trainers[0].trained._moments["down"][1].view(-1)[7] = torch.nan
 
     def merge_rank(world):
-        trainers[world.rank].start_merge(world)
-        return trainers[world.rank].finish_merge(world)
+        with trainers[world.rank].merging(world):
+            pass
+        return trainers[world.rank].merge_report
 
     reports = on_threads(2, merge_rank)
     assert [report.is_dropped for report in reports] == [True, False]
     assert [(report.num_tokens, report.num_steps) for report in reports] == [(0, 0)] * 2
-    assert [trainer.fingerprint() for trainer in trainers] == [before] * 2
-    assert not any(trainer.is_trained for trainer in trainers)
+    assert [trainer.trained.fingerprint() for trainer in trainers] == [before] * 2
+    assert not any(trainer.trained.has_learned for trainer in trainers)
 
 
 def test_a_prompt_weighs_nothing_in_the_merge(tmp_path):
@@ -369,31 +372,31 @@ def test_ranks_that_join_late_or_have_nothing_long_merge_by_what_they_trained_on
         trainer.begin(0)
         for _ in range((3, 1, 2)[rank]):
             assert trainer.micro_step() == (rank < 2)
-    start = {name: tensor.clone() for name, tensor in trainers[2].state().items()}
-    states, tokens = [t.state() for t in trainers], [sum(r.num_tokens for r in t.records) for t in trainers]
+    start = {name: tensor.clone() for name, tensor in trainers[2].trained.state().items()}
+    states, tokens = [t.trained.state() for t in trainers], [sum(r.num_tokens for r in t.records) for t in trainers]
     assert tokens[0] > tokens[1] > tokens[2] == 0
-    assert torch.equal(start["fc.weight"], make_trainer(tmp_path / "new")[0].state()["fc.weight"])
+    assert torch.equal(start["fc.weight"], make_trainer(tmp_path / "new")[0].trained.state()["fc.weight"])
     reports = merge(trainers)
     assert len({report.fingerprint for report in reports}) == 1
     assert reports[0].num_tokens == sum(tokens)
     for name in ("fc.weight", "fc.exp_avg", "fc.exp_avg_sq"):
         wanted = (states[0][name] * tokens[0] + states[1][name] * tokens[1]) / sum(tokens)
-        torch.testing.assert_close(trainers[2].state()[name], wanted, atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(trainers[2].trained.state()[name], wanted, atol=1e-6, rtol=1e-5)
 
 
 def test_replicas_that_differ_in_a_bit_after_a_merge_are_caught(tmp_path):
     trainer, _ = make_trainer(tmp_path)
     trainer.begin(0)
-    weights = trainer._parameters["down"].data.flatten()
-    trainer.start_merge(world := RanksInTurn())
-    trainer.finish_merge(world)
+    weights = trainer.trained.parameters["down"].data.flatten()
+    with trainer.merging(world := RanksInTurn()):
+        pass
 
     def differs(change):
-        before, kept = trainer.fingerprint(), weights.clone()
+        before, kept = trainer.trained.fingerprint(), weights.clone()
         change(weights.view(torch.int32))
-        found = trainer.fingerprint() != before
+        found = trainer.trained.fingerprint() != before
         weights.copy_(kept)
-        assert trainer.fingerprint() == before
+        assert trainer.trained.fingerprint() == before
         return found
 
     def an_ulp_up_and_one_down(bits):
@@ -402,10 +405,38 @@ def test_replicas_that_differ_in_a_bit_after_a_merge_are_caught(tmp_path):
 
     assert differs(lambda bits: bits[-1:].add_(1)) and differs(lambda bits: bits[:1].bitwise_xor_(-(2**31)))
     assert differs(an_ulp_up_and_one_down)
-    trainer.start_merge(world)
     world.allgather = lambda item: [item, (item[0], "another")]
-    with pytest.raises(AssertionError, match="drafters differ after the merge"):
-        trainer.finish_merge(world)
+    with pytest.raises(AssertionError, match="drafters differ after the merge"), trainer.merging(world):
+        pass
+
+
+@pytest.mark.parametrize("on_gpus", [False, True])
+def test_the_merge_lasts_as_long_as_the_update_or_on_gpus_precedes_it(tmp_path, monkeypatch, on_gpus):
+    for module in (spot, train):
+        monkeypatch.setattr(module, "sums_on_gpus", lambda: on_gpus)
+    trainer, cache = make_trainer(tmp_path)
+    fill(cache, 0, 2)
+    trainer.begin(0)
+    assert trainer.micro_step()
+    done = []
+    job: Any = SimpleNamespace(
+        drafting=SimpleNamespace(spot=trainer), world=RanksInTurn(1), serve_drafter=lambda: done.append("served"),
+        engine=SimpleNamespace(release_pages=lambda: done.append("pages released")),
+    )  # fmt: skip
+    with pytest.raises(ZeroDivisionError), train.merging(job, True, PhaseTimer()):
+        raise ZeroDivisionError
+    assert "served" not in done
+    trainer.begin(1)
+    assert trainer.micro_step()
+    done.clear()
+    job.world = RanksInTurn(1)
+    with train.merging(job, True, PhaseTimer()):
+        done.append("merged" if trainer.merge_report.fingerprint else "posted")
+    assert done == (["pages released", "merged", "served"] if on_gpus else ["posted", "served"])
+    assert trainer.merge_report.num_tokens == trainer.records[0].num_tokens
+    with train.merging(job, False, PhaseTimer()):
+        pass
+    assert done[-1] == "served" and done.count("served") == 1, "a step that trains no drafter merges none"
 
 
 def train_and_merge(trainer, step):
@@ -413,31 +444,31 @@ def train_and_merge(trainer, step):
     assert trainer.micro_step()
     trainer.end()
     merge([trainer])
-    return trainer.drafter.state_dict()["fc"].clone()
+    return trainer.trained.drafter.state_dict()["fc"].clone()
 
 
 def test_what_is_served_is_the_mean_over_the_last_merges(tmp_path):
     trainer, cache = make_trainer(tmp_path, average_merges=3)
     fill(cache, 0, 2)
     weights = [train_and_merge(trainer, step) for step in range(4)]
-    served = trainer.served()["fc"]
+    served = trainer.trained.served()["fc"]
     mean = (weights[0] + weights[1] + weights[2]) / 3
     torch.testing.assert_close(served, mean + (weights[3] - mean) / 3, atol=1e-6, rtol=1e-5)
     assert not torch.allclose(served, weights[3], atol=1e-5), "the mean is what is trained"
-    before = trainer.served()["fc"].clone()
+    before = trainer.trained.served()["fc"].clone()
     trainer.begin(4)
     merge([trainer])
-    assert torch.equal(trainer.served()["fc"], before), "a step in which nobody trained is no merge"
+    assert torch.equal(trainer.trained.served()["fc"], before), "a step in which nobody trained is no merge"
 
 
 def test_a_warm_drafters_own_weights_are_the_first_of_the_mean(tmp_path):
     trainer, cache = make_trainer(tmp_path, average_merges=3)
     fill(cache, 0, 2)
     warm = Eagle(embedded_decoder().shape, 7, torch.float32, CPU).state_dict()
-    trainer.start_from({f"{name}.weight": tensor for name, tensor in warm.items()})
-    assert torch.equal(trainer.served()["fc"], warm["fc"])
+    trainer.trained.start_from({f"{name}.weight": tensor for name, tensor in warm.items()})
+    assert torch.equal(trainer.trained.served()["fc"], warm["fc"])
     after = train_and_merge(trainer, 0)
-    torch.testing.assert_close(trainer.served()["fc"], (warm["fc"] + after) / 2, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(trainer.trained.served()["fc"], (warm["fc"] + after) / 2, atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("settings", [{"average_merges": 1}, {"train": False}])
@@ -445,9 +476,9 @@ def test_without_a_mean_what_is_trained_is_served_and_nothing_more_is_held(tmp_p
     trainer, cache = make_trainer(tmp_path, **settings)
     fill(cache, 0, 2)
     weights = [train_and_merge(trainer, step) for step in range(2)]
-    assert torch.equal(trainer.served()["fc"], weights[-1])
+    assert torch.equal(trainer.trained.served()["fc"], weights[-1])
     assert not trainer.memory_table().get("its average")
-    assert not [name for name in trainer.state() if name.endswith(".trained")]
+    assert not [name for name in trainer.trained.state() if name.endswith(".trained")]
 
 
 def test_a_mean_goes_on_where_it_was_saved(tmp_path):
@@ -455,26 +486,28 @@ def test_a_mean_goes_on_where_it_was_saved(tmp_path):
     fill(cache, 0, 2)
     for step in range(2):
         train_and_merge(trainer, step)
-    state = trainer.state()
-    assert torch.equal(state["fc.weight"], trainer.served()["fc"]), "what is served is the file's drafter"
+    state = trainer.trained.state()
+    assert torch.equal(state["fc.weight"], trainer.trained.served()["fc"]), "what is served is the file's drafter"
     again = SpotTrainer(embedded_decoder(), cache, trainer._settings, seed=0, rank=0, average_merges=3)
-    again.load_state(state)
-    assert (again.fingerprint(), again.num_steps) == (trainer.fingerprint(), 2)
+    again.trained.load_state(state)
+    assert (again.trained.fingerprint(), again.trained.num_steps) == (trainer.trained.fingerprint(), 2)
     with pytest.raises(ValueError, match=r"'fc\.weight': \[2, 2\], this model needs \[128, 256\]"):
-        again.load_state({**state, "fc.weight": torch.zeros(2, 2)})
+        again.trained.load_state({**state, "fc.weight": torch.zeros(2, 2)})
     again._rates.extend([1e9])
     trainer._rates.extend([1e9] * 6)  # micro-steps of one size
     for one in (trainer, again):
         train_and_merge(one, 2)
-    assert torch.equal(again.served()["fc"], trainer.served()["fc"])
+    assert torch.equal(again.trained.served()["fc"], trainer.trained.served()["fc"])
 
     # continues with a run without a mean
     old = SpotTrainer(embedded_decoder(), cache, trainer._settings, seed=0, rank=0, average_merges=3)
-    old.load_state({name: t for name, t in state.items() if not name.endswith(".trained") and name != "num_averaged"})
-    assert torch.equal(old.served()["fc"], state["fc.weight"])
-    assert torch.equal(old.drafter.state_dict()["fc"], state["fc.weight"])
+    old.trained.load_state(
+        {name: t for name, t in state.items() if not name.endswith(".trained") and name != "num_averaged"}
+    )
+    assert torch.equal(old.trained.served()["fc"], state["fc.weight"])
+    assert torch.equal(old.trained.drafter.state_dict()["fc"], state["fc.weight"])
     after = train_and_merge(old, 2)
-    torch.testing.assert_close(old.served()["fc"], (state["fc.weight"] + after) / 2, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(old.trained.served()["fc"], (state["fc.weight"] + after) / 2, atol=1e-6, rtol=1e-5)
 
 
 def test_the_update_is_adam():
@@ -485,12 +518,12 @@ def test_the_update_is_adam():
     optimizer = torch.optim.Adam(twin.parameters(), lr=1e-3, betas=(0.9, 0.95), eps=1e-8)
     for i in range(3):
         batch = pack([whole(random_document(40, 5, i))], CPU)
-        for drafter in (trainer.drafter, twin):
+        for drafter in (trainer.trained.drafter, twin):
             drafter_loss(drafter, batch, decoder.embedding, decoder.head, WEIGHTS).backward()
-        trainer._adam()
+        trainer.trained._adam()
         optimizer.step()
         optimizer.zero_grad()
-    for mine, reference in zip(trainer.drafter.parameters(), twin.parameters(), strict=True):
+    for mine, reference in zip(trainer.trained.drafter.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(mine, reference, atol=1e-6, rtol=1e-5)
 
 
@@ -501,25 +534,26 @@ def test_the_accept_length_is_the_same_whichever_depths_were_chosen():
         return next((j for j in range(reach) if source.random() > chance[j]), reach)
 
     def judged(depths):
-        tally = DraftTally()
+        counts = DraftCounts()
         for depth in depths:
-            tally.add(depth, [accepted(depth) for _ in range(64)])
-        return DraftCounts(*(tuple(column[:JUDGED_DEPTH]) for column in (tally.reached, tally.accepted)))
+            counts.add(depth, [accepted(depth) for _ in range(64)])
+        return counts
 
     true = 1 + 0.9 + 0.9 * 0.8 + 0.9 * 0.8 * 0.7 + 0.9 * 0.8 * 0.7 * 0.6
     for depths in ([4] * 300, [8] * 300, [2] * 500 + [4] * 150, [2, 8] * 200):
         assert judged(depths).accept_length == pytest.approx(true, abs=0.05), depths
     assert judged([2] * 300).accept_length > true, "beyond what was drafted the last chance is taken"
-    few, none = (DraftCounts((90.0, 60.0, n, n), (60.0, 40.0, 0.0, 0.0)) for n in (1.0, 0.0))
+    few, none = (DraftCounts([90.0, 60.0, n, n], [60.0, 40.0, 0.0, 0.0]) for n in (1.0, 0.0))
     assert none.accept_length == pytest.approx(sum((2 / 3) ** i for i in range(5)))
     assert few.accept_length == pytest.approx(none.accept_length, rel=0.1), "a single draft tells little"
     assert DraftCounts().accept_length == 1.0
 
 
-def test_counts_of_drafts_are_summed_over_lines_of_the_log():
-    one, other = DraftCounts((8.0, 4.0, 2.0, 1.0), (4.0, 2.0, 1.0, 0.0)), DraftCounts((2.0, 0, 0, 0), (1.0, 0, 0, 0))
-    assert DraftCounts.from_metrics(one.to_metrics()) == one and DraftCounts.from_metrics({}) == DraftCounts()
+def test_counts_of_drafts_are_summed_and_read_from_a_line_of_the_log():
+    one, other = DraftCounts([8.0, 4.0, 2.0, 1.0], [4.0, 2.0, 1.0, 0.0]), DraftCounts([2.0, 0, 0, 0], [1.0, 0, 0, 0])
+    assert DraftCounts.from_metrics(one.to_metrics()) == DraftCounts.total([one])
+    assert DraftCounts.from_metrics({}) == DraftCounts()
     assert one.to_metrics()["drafter/own_verified/1"] == 8.0 and one.to_metrics()["drafter/own_accepted/3"] == 1.0
-    both = DraftCounts.from_metrics(one.to_metrics(), other.to_metrics())
-    assert (both.reached, both.accepted) == ((10, 4, 2, 1), (5, 2, 1, 0))
+    both = DraftCounts.total([one, other])
+    assert (both.reached[:5], both.accepted[:5]) == ([10, 4, 2, 1, 0], [5, 2, 1, 0, 0])
     assert both.accept_length == pytest.approx(1 + 0.5 + 0.25 + 0.125 + 0.125 * 2 * 0.5 / (1 + 2))

@@ -18,8 +18,7 @@ from tiny import embedded_tokenizer
 from tlt_hpc.checkpoint.store import CheckpointStore
 from tlt_hpc.common.records import Prompt, Rollout, Stream
 from tlt_hpc.config import load_config
-from tlt_hpc.data.order import Refills, shuffled
-from tlt_hpc.data.prompts import open_prompts
+from tlt_hpc.data.prompts import Refills, open_prompts, shuffled
 from tlt_hpc.resume.replay import ReplayError, missing_responses
 from tlt_hpc.rl.draws import StepDraws, chosen, informative, refill_size
 from tlt_hpc.storage.folder import RunFolder
@@ -165,8 +164,11 @@ def logged(requests: Sequence[Any]) -> list[Any]:
 def test_a_log_that_lacks_own_responses_is_not_made_up_for_by_refills() -> None:
     draws = make_draws("algorithm.max_refills=1")
     own, more = draws.requests(), draws.refill(np.zeros(8, np.float32))
-    assets = SimpleNamespace(excluded_token_ids=())
-    job: Any = SimpleNamespace(config=draws.config, prompts=draws.source, folder=RunFolder(Path("run")), assets=assets)
+
+    def lacking(responses: Any) -> str:
+        scores = np.zeros(len(responses), np.float32)
+        return missing_responses(responses, scores, StepDraws(draws.config, draws.source, 7), (), Path("run/rollouts"))
+
     whole = logged([*own, *more])
     lacks = "run/rollouts lacks {} responses of step 8"
     for parts, told in (
@@ -174,10 +176,10 @@ def test_a_log_that_lacks_own_responses_is_not_made_up_for_by_refills() -> None:
         (whole[:4] + whole[8:12], lacks.format("4 of the 8")),
         (whole[:13], lacks.format("3 of the 16")),
     ):
-        assert missing_responses(parts, np.zeros(len(parts), np.float32), job, 7) == told
+        assert lacking(parts) == told
     whole[-1].prompt_tokens = whole[0].prompt_tokens
     with pytest.raises(ReplayError, match="another prompt"):
-        missing_responses(whole, np.zeros(len(whole), np.float32), job, 7)
+        lacking(whole)
 
 
 # -- whole runs -------------------------------------------------------------------------------------------------------

@@ -25,14 +25,13 @@ from transformers import AutoModelForCausalLM
 from tlt_hpc.config import DrafterSection
 from tlt_hpc.drafting import loss as loss_module
 from tlt_hpc.drafting.loss import LossSettings, drafter_loss
-from tlt_hpc.drafting.packing import pack, whole
+from tlt_hpc.drafting.pool import pack, whole
 from tlt_hpc.drafting.spot import SpotTrainer
-from tlt_hpc.drafting.vocabulary import count_tokens, most_frequent_tokens
 from tlt_hpc.models import documents as documents_module
 from tlt_hpc.models.documents import attend_documents
-from tlt_hpc.models.eagle import Eagle
-from tlt_hpc.models.eagle3 import Eagle3
+from tlt_hpc.models.eagle import Eagle, Eagle3
 from tlt_hpc.rollout.strategy import OFF, Strategy
+from tlt_hpc.session import count_tokens, most_frequent_tokens
 from tlt_hpc.storage.feature_cache import FeatureCache
 from tlt_hpc.storage.folder import RunFolder
 
@@ -60,9 +59,7 @@ def make(form):
 
 
 def engine_of(strategies, drafter=None, **options):
-    engine = make_engine(strategies, drafter=drafter or eagle3(), max_new_tokens=60, **options)
-    engine.drafter_ready = True
-    return engine
+    return make_engine(strategies, drafter=drafter or eagle3(), drafter_is_trained=True, max_new_tokens=60, **options)
 
 
 # --- drafting ---
@@ -193,17 +190,17 @@ def test_an_untrained_one_begins_with_the_policys_head_as_it_is_then(tmp_path):
     trainer, cache = make_trainer(tmp_path)
     document = random_document(40, 5, 0, 4)
     cache.begin_step(0, 0).append(document.tokens, document.prompt_length, document.features)
-    before = trainer.drafter.head.detach().clone()
+    before = trainer.trained.drafter.head.detach().clone()
     trainer.begin(0)
     decoder = embedded_decoder()
-    assert not torch.equal(before, trainer.drafter.head)
-    assert torch.equal(trainer.drafter.head, decoder.head[:NUM_TOKENS])
-    assert torch.equal(trainer.drafter.final_norm, decoder.final_norm.weight)
+    assert not torch.equal(before, trainer.trained.drafter.head)
+    assert torch.equal(trainer.trained.drafter.head, decoder.head[:NUM_TOKENS])
+    assert torch.equal(trainer.trained.drafter.final_norm, decoder.final_norm.weight)
     assert trainer.micro_step()
     with torch.no_grad():
-        trainer.drafter.head.zero_()
+        trainer.trained.drafter.head.zero_()
     trainer.begin(1)
-    assert not trainer.drafter.head.any(), "what has learned keeps its own"
+    assert not trainer.trained.drafter.head.any(), "what has learned keeps its own"
 
 
 def test_a_micro_step_without_room_is_dropped_and_the_next_are_half_as_long(tmp_path, monkeypatch, caplog):
@@ -211,7 +208,7 @@ def test_a_micro_step_without_room_is_dropped_and_the_next_are_half_as_long(tmp_
     document = random_document(40, 5, 0, 4)
     cache.begin_step(0, 0).append(document.tokens, document.prompt_length, document.features)
     trainer.begin(0)
-    before = trainer.fingerprint()
+    before = trainer.trained.fingerprint()
 
     def fail(*_):
         raise torch.OutOfMemoryError("CUDA out of memory")
@@ -222,26 +219,27 @@ def test_a_micro_step_without_room_is_dropped_and_the_next_are_half_as_long(tmp_
             assert trainer.micro_step()
         with pytest.raises(torch.OutOfMemoryError):
             trainer.micro_step()
-    assert trainer.fingerprint() == before
+    assert trainer.trained.fingerprint() == before
     assert trainer.records == []
     assert "at most 256 tokens" in caplog.text
     assert trainer.micro_step()
-    assert trainer.num_steps == 1
+    assert trainer.trained.num_steps == 1
 
 
 def test_its_vocabulary_is_part_of_its_state_and_of_no_merge(tmp_path):
     trainer, _ = make_trainer(tmp_path)
     ids = torch.tensor([0, *range(2, 21)])
     other = SpotTrainer(embedded_decoder(), trainer._cache, trainer._settings, 1, 0, ids)
-    other.load_state(trainer.state())
-    assert torch.equal(other.drafter.token_ids, torch.arange(NUM_TOKENS))
-    assert other.fingerprint() == trainer.fingerprint()
+    other.trained.load_state(trainer.trained.state())
+    assert torch.equal(other.trained.drafter.token_ids, torch.arange(NUM_TOKENS))
+    assert other.trained.fingerprint() == trainer.trained.fingerprint()
     other.begin(0)
-    other.start_merge(world := RanksInTurn())
-    assert world.arrays[0].size == 2 + sum(3 * parameter.numel() for parameter in other.drafter.parameters())
+    with other.merging(world := RanksInTurn()):
+        pass
+    assert world.arrays[0].size == 2 + sum(3 * parameter.numel() for parameter in other.trained.drafter.parameters())
     fewer = SpotTrainer(embedded_decoder(), trainer._cache, trainer._settings, 1, 0, ids[:5])
     with pytest.raises(ValueError, match=r"'head\.weight': \[20, 128\], this model needs \[5, 128\]"):
-        fewer.start_from(trainer.state())
+        fewer.trained.start_from(trainer.trained.state())
 
 
 # --- the configuration ---

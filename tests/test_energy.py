@@ -13,7 +13,7 @@ from launch_ranks import ROOT, run_on_ranks
 from small_run import set_lines, small_run
 from test_resume import Silent
 
-from tlt_hpc import session
+from tlt_hpc import job
 from tlt_hpc.config import load_config
 from tlt_hpc.extras.report.analysis.comparison import analyse_comparison
 from tlt_hpc.extras.report.analysis.energy_use import energy_in_words
@@ -158,7 +158,7 @@ def train_beside_a_counter(folder: str) -> None:
     read = count(1000, 1000)
     nvml.nvmlDeviceGetTotalEnergyConsumption = lambda gpu: next(read)
     sys.modules["pynvml"] = nvml  # type: ignore[assignment]
-    session.EnergyMeter = lambda hostname, _: EnergyMeter(hostname, UUID)  # type: ignore[assignment,misc]
+    job.EnergyMeter = lambda hostname, _: EnergyMeter(hostname, UUID)  # type: ignore[assignment,misc]
     changes = ["rollout.prompts_per_step=2", "rollout.group_size=2", "rollout.max_new_tokens=48", "run.num_steps=1"]
     config = load_config(ROOT / "jobs" / "tiny.toml", [f"run.folder={folder}", "run.ranks=2", *changes])
     run(config, world, Silent())

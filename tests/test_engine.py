@@ -45,9 +45,7 @@ def untrained_drafter(seed=0):
 
 
 def full_engine(strategies, **options) -> RolloutEngine:
-    engine = make_engine(strategies, **{"drafter": untrained_drafter()} | options)
-    engine.drafter_ready = True
-    return engine
+    return make_engine(strategies, **{"drafter": untrained_drafter(), "drafter_is_trained": True} | options)
 
 
 @cache
@@ -161,8 +159,8 @@ def test_each_depth_of_a_draft_has_the_noise_of_its_own_position(strategy):
     """Noise that outweighs all logits: the first path of the drafts is what it says, on the host and on a device."""
     engine = full_engine([strategy], max_live=3)
     engine.submit(REQUESTS[:3])
-    engine._fill()
-    engine._fill()
+    engine._prefill()
+    engine._prefill()
     said = torch.tensor([[5, 9, 2, 7], [3, 3, 12, 4], [8, 6, 15, 11]])
     noise = torch.zeros(3, 5, NUM_TOKENS)
     noise[:, :4].scatter_(2, said.unsqueeze(2), 1e4)
@@ -196,7 +194,7 @@ def test_what_is_generated_ahead_alone_takes_short_steps():
     engine.submit_ahead(gcd_requests(4, 8))
     while engine.has_ahead:
         most.append(engine._rows.num_live)
-        engine._round_seconds = 1.0 if len(most) > 1 else 0.0
+        engine.ahead.round_seconds = 1.0 if len(most) > 1 else 0.0
         engine.step()
     assert max(most) == 8 and len(engine.ahead.take()) == 32
 
@@ -259,8 +257,8 @@ def test_a_groups_prompt_is_prefilled_once(monkeypatch):
     engine = make_engine(max_live=16)
     fed.clear()
     engine.submit(REQUESTS)
-    engine._fill()
-    engine._fill()
+    engine._prefill()
+    engine._prefill()
     prompts = {request.prompt_tokens.tobytes(): len(request.prompt_tokens) for request in REQUESTS}
     assert engine._rows.num_live == 16
     assert sum(fed) == 4 * (max(prompts.values()) - 1), "four prompts, padded to the longest"

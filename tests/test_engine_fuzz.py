@@ -60,6 +60,7 @@ def random_engine(source):
         max_live=source.choice([1, 3, 12, 24]),
         max_new_tokens=LONGEST,
         drafter=drafter,
+        drafter_is_trained=True,
         chooser="random",
         attention=source.choice(["pages", "pages", "paged-kernel"]),
         tie_guard=source.random() < 0.5,
@@ -70,7 +71,6 @@ def random_engine(source):
         detokenize=embedded_tokenizer().decode,
         eos_token_ids=(EOS, *source.sample(range(2, NUM_TOKENS), source.choice([0, 0, 1, 3]))),
     )
-    engine.drafter_ready = True
     return engine, pages
 
 

@@ -22,10 +22,9 @@ from tlt_hpc.cluster.stopping import Stop
 from tlt_hpc.common.records import FinishReason, Prompt, SamplingParams, Stream
 from tlt_hpc.config import ConfigError, RewardSection, UserError, load_config, to_toml
 from tlt_hpc.data.evaluation_sets import EvaluationSet
-from tlt_hpc.evaluate import answering
-from tlt_hpc.evaluate.answering import share_of
+from tlt_hpc.evaluate import exam as exam_module
 from tlt_hpc.evaluate.evaluate import EvaluationResult, evaluate
-from tlt_hpc.evaluate.exam import Exam, wanted_responses
+from tlt_hpc.evaluate.exam import Exam, share_of, wanted_responses
 from tlt_hpc.evaluate.figures import RIGHT
 from tlt_hpc.evaluate.folder import EvaluationFolder
 from tlt_hpc.evaluate.subject import evaluation_config, find_subject
@@ -36,8 +35,8 @@ from tlt_hpc.models.tokenizer import embedded, load_tokenizer
 from tlt_hpc.mpi.world import World
 from tlt_hpc.rewards.scorer import Judge, standing_judge
 from tlt_hpc.rl.distributed import leave_process_group
-from tlt_hpc.storage.evaluation_log import JudgedResponse, read_responses
 from tlt_hpc.storage.folder import RunFolder
+from tlt_hpc.storage.rollout_log import JudgedResponse, read_responses
 
 ROOT = Path(__file__).parent.parent
 TINY = ROOT / "jobs" / "tiny.toml"
@@ -154,7 +153,7 @@ def test_a_finished_one_generates_nothing_and_says_the_same(plain):
 
 
 def test_a_killed_one_goes_on_where_it_was(plain, tmp_path, monkeypatch):
-    monkeypatch.setattr(answering, "PIECE_RESPONSES", 6)
+    monkeypatch.setattr(exam_module, "PIECE_RESPONSES", 6)
     with pytest.raises(Killed):
         start(tmp_path, reporter=Reporter(at=2))
     before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("evaluation/responses/*.h5")}
@@ -301,7 +300,7 @@ def test_a_run_is_evaluated_by_its_own_configuration_if_none_is_given(run, words
 
 
 def test_a_stopped_one_keeps_what_it_has_and_more_samples_are_added(tmp_path, monkeypatch):
-    monkeypatch.setattr(answering, "PIECE_RESPONSES", 6)
+    monkeypatch.setattr(exam_module, "PIECE_RESPONSES", 6)
     world = World.connect()
     result = start(tmp_path, "evaluation.samples=1", reporter=Reporter(at=1, world=world), world=world)
     assert not result.finished and result.reason == "test"

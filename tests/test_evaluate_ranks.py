@@ -16,10 +16,10 @@ from tiny import CPU, embedded_decoder, embedded_folder, embedded_tokenizer
 
 from tlt_hpc.config import ConfigError, UserError, load_config
 from tlt_hpc.evaluate import subject as subject_module
-from tlt_hpc.evaluate.answering import first_number, see_all
-from tlt_hpc.evaluate.evaluate import prepare
-from tlt_hpc.evaluate.folder import EvaluationFolder
-from tlt_hpc.evaluate.subject import Subject, fingerprint_of, load_weights
+from tlt_hpc.evaluate.between_steps import prepare
+from tlt_hpc.evaluate.exam import first_number, see_all
+from tlt_hpc.evaluate.folder import EvaluationFolder, fingerprint_of
+from tlt_hpc.evaluate.subject import Subject, load_weights
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.folder import folder_weights
 from tlt_hpc.models.shape import read_shape
@@ -82,13 +82,12 @@ def test_weights_are_rounded_as_in_training_where_a_cpu_computes_with_more_digit
 
 def test_other_files_on_another_node_are_refused_on_all_ranks(tmp_path):
     sources_by_rank(tmp_path)
-    tokenizer, engine = embedded_tokenizer(), SimpleNamespace(decoder=embedded_decoder())
 
     def prepared(world) -> str:
         world.node_group = SimpleNamespace(size=1, once=lambda read: read())
         config = load_config(TINY, ["evaluation.every_steps=2", source_of(tmp_path, world.rank)])
         with pytest.raises(ConfigError) as caught:
-            prepare(SimpleNamespace(config=config, world=world, engine=engine, tokenizer=tokenizer))
+            prepare(config, world, embedded_decoder().shape, embedded_tokenizer())
         return str(caught.value)
 
     message = (

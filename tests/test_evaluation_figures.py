@@ -14,7 +14,7 @@ from tlt_hpc.config import RewardSection
 from tlt_hpc.evaluate.figures import PromptAnswers, estimate, figures_of, is_right, majority, metrics_of, pass_at_k
 from tlt_hpc.evaluate.tally import answer_of, number_answers, votes_of
 from tlt_hpc.rewards.scorer import Judge
-from tlt_hpc.storage.evaluation_log import JudgedResponse
+from tlt_hpc.storage.rollout_log import JudgedResponse
 
 
 def response(

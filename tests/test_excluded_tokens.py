@@ -161,9 +161,8 @@ def engine_of(model: Qwen2ForCausalLM, strategies: list[Strategy], **options) ->
     settings = EngineSettings(
         num_tokens=USED, eos_token_ids=(EOS,), strategies=tuple(strategies), **{**defaults, **options}
     )
-    engine = RolloutEngine(decoder, settings, Eagle(shape, 0, torch.float32, CPU))
+    engine = RolloutEngine(decoder, settings, Eagle(shape, 0, torch.float32, CPU), drafter_is_trained=True)
     engine.load_policy(model.state_dict().items(), 0)
-    engine.drafter_ready = True
     engine.calibrate([Request(SampleKey(9, 3, 0, 0, i), REQUESTS[0].prompt_tokens) for i in range(4)])
     return engine
 

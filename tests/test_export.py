@@ -242,8 +242,9 @@ def proposed(drafter: Drafter) -> list[tuple[list[int], list[int]]]:
         return proposal
 
     greedy = SamplingRule(0.0, NUM_TOKENS)
-    engine = make_engine([Strategy("drafter", 4)], rule=greedy, drafter=drafter, max_new_tokens=80)
-    engine.drafter_ready = True
+    engine = make_engine(
+        [Strategy("drafter", 4)], rule=greedy, drafter=drafter, drafter_is_trained=True, max_new_tokens=80
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LearnedDrafts, "propose", spy)
         generate(engine, gcd_requests(6, 1, seed=3))

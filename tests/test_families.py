@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
 
 import prove_exactness
 import random_models
-from fetch_smollm2 import default_folder
+from fetch_model import default_folder
 
 from tlt_hpc.checkpoint.store import CheckpointStore
 from tlt_hpc.cli.main import main
@@ -97,9 +97,9 @@ def test_logits_are_those_of_transformers(family, folders):
 @torch.inference_mode()
 def test_logits_of_real_weights_are_as_exact_as_those_of_transformers():
     """Gemma 3 270M on pages of this project, past its window of 512; differences of two implementations, as printed."""
-    folder = default_folder().with_name("gemma-3-270m")
+    folder = default_folder("gemma3")
     if not folder.is_dir():
-        pytest.skip(f"no Gemma 3 in {folder}; see tools/fetch_gemma3.py")
+        pytest.skip(f"no Gemma 3 in {folder}; see tools/fetch_model.py")
     decoder, tokenizer = decoder_of(folder), load_tokenizer(folder)
     others = {
         name: AutoModelForCausalLM.from_pretrained(folder, attn_implementation=name) for name in ("sdpa", "eager")
@@ -169,13 +169,13 @@ def test_the_text_does_not_depend_on_how_it_is_generated(family, folders, monkey
     monkeypatch.setattr(prove_exactness, "MOST_TOKENS", 90)
     model = prove_exactness.Model(folders[family], random_models.NUM_TOKENS, family)
     wanted = prove_exactness.requests(8, model)
-    plain, _ = prove_exactness.generate(prove_exactness.Way("plain"), wanted, CPU, torch.float32, model)
+    plain, *_ = prove_exactness.generate(prove_exactness.Way("plain"), wanted, CPU, torch.float32, model)
     assert max(len(text) for (text,) in plain.values()) > 2 * random_models.WINDOW
     names = ("preempted, chunked prefill", "ahead, a GPU's rounds, on the CPU")
     for way in prove_exactness.WAYS:
         if way.name in names:
-            found, figures = prove_exactness.generate(way, wanted, CPU, torch.float32, model)
-            assert figures["accept_length"] > 1.1
+            found, counts, _ = prove_exactness.generate(way, wanted, CPU, torch.float32, model)
+            assert counts.num_tokens / counts.num_row_passes > 1.1
             assert all(all(text.tolist() == plain[key][0].tolist() for text in found[key]) for key in plain)
 
 
@@ -185,9 +185,9 @@ def test_half_precision_passes_do_not_depend_on_the_batch(family, folders, monke
     model = prove_exactness.Model(folders[family], random_models.NUM_TOKENS, family)
     wanted = prove_exactness.requests(8, model)[:4]
     half = torch.bfloat16
-    plain, _ = prove_exactness.generate(prove_exactness.Way("plain"), wanted, CPU, half, model)
+    plain, *_ = prove_exactness.generate(prove_exactness.Way("plain"), wanted, CPU, half, model)
     way = replace(prove_exactness.WAYS[5], max_live=3)
-    found, _ = prove_exactness.generate(way, wanted, CPU, half, model)
+    found, *_ = prove_exactness.generate(way, wanted, CPU, half, model)
     assert all(found[key][0].tolist() == text.tolist() for key, (text,) in plain.items())
 
 

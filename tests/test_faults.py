@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,40 +17,41 @@ SEED = 583
 
 
 @pytest.fixture
-def faults(monkeypatch):
+def moments(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "tools"))
-    return importlib.import_module("faults")
+    return importlib.import_module("fault_kinds.moments")
 
 
 @pytest.mark.slow  # test_kills and test_slurm_stops interrupt runs, too
 @pytest.mark.mpi
 @pytest.mark.timeout(600)
 def test_a_run_that_is_interrupted_ends_as_if_it_had_not_been(tmp_path):
-    command = [sys.executable, "tools/faults.py", "run", "--count", "2", "--seed", str(SEED), "--folder", tmp_path]
+    command = [sys.executable, "tools/faults.py", "moments", "--count", "2", "--seed", str(SEED), "--folder", tmp_path]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "0 lost committed data, 0 hung, 0 otherwise wrong" in done.stdout
-    assert "differs from runs without interruptions in: nothing" in done.stdout
-    results = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
-    assert sum(result["struck"] for result in results) == 2, results
+    assert ": 0 wrong" in done.stdout
+    results = [json.loads(line) for line in (tmp_path / "cases.jsonl").read_text().splitlines()]
+    assert sum(result["outcome"] == "struck" for result in results) == 2, results
+    assert sum(result["outcome"] == "equal" for result in results) > 0, results
 
 
-def test_every_place_is_a_function_that_there_is(faults):
+def test_every_place_is_a_function_that_there_is(moments):
     """A rank that does not find its place would end before the run begins."""
-    assert all(callable(getattr(owner, name)) for owner, name in faults.PLACES.values())
+    owner_of = importlib.import_module("fault_rank").owner_of
+    assert all(callable(getattr(*owner_of(place))) for place in moments.PLACES)
 
 
-def test_every_cycle_has_every_kind_by_the_seed(faults):
-    drawn = [faults.draw(0, number) for number in range(200)]
-    assert drawn == [faults.draw(0, number) for number in range(200)] != [faults.draw(1, n) for n in range(200)]
-    for first in range(0, 200 - faults.CYCLE, faults.CYCLE):
-        names = {fault.place.partition(":")[0] or fault.kind for _, fault in drawn[first : first + faults.CYCLE]}
-        assert names == {*faults.PLACES, "kill", "limit", "cancel"}
+def test_every_cycle_has_every_kind_by_the_seed(moments):
+    drawn = [moments.draw(0, number) for number in range(200)]
+    assert drawn == [moments.draw(0, number) for number in range(200)] != [moments.draw(1, n) for n in range(200)]
+    for first in range(0, 200 - moments.CYCLE, moments.CYCLE):
+        names = {fault.place.partition(":")[0] or fault.kind for _, fault in drawn[first : first + moments.CYCLE]}
+        assert names == {*moments.PLACES, "kill", "limit", "cancel"}
     assert {int(fault.place.split(":")[2]) % 2 for _, fault in drawn if fault.place} == {0, 1}, "before and after"
-    assert all(fault.rank < faults.RANKS[variant] for variant, fault in drawn)
+    assert all(fault.rank < moments.JOBS[variant].ranks for variant, fault in drawn)
     assert {variant for variant, fault in drawn if fault.place.startswith("ahead:")} == {"ahead"}
-    assert {variant for variant, _ in drawn} == {*faults.VARIANTS}
+    assert {variant for variant, _ in drawn} == {*moments.JOBS}
 
 
 BEGUN = "  loading libraries\nruns/run (full): 9 steps, resuming from step 3\n"
@@ -76,53 +78,56 @@ RAISED = 'Traceback (most recent call last):\n  File "x", line 1, in f\nRuntimeE
         ("cancel", 0, 9, 10.1, BEGUN, []),
     ],
 )
-def test_what_a_fault_does_not_explain_is_wrong(faults, kind, rank, status, seconds, log, wrong):
-    found = faults.find_wrong(faults.Fault(kind, rank), True, status, seconds, log, False)
+def test_what_a_fault_does_not_explain_is_wrong(moments, kind, rank, status, seconds, log, wrong):
+    found = moments.find_wrong(moments.Fault(kind, rank), True, status, seconds, log, False)
     assert len(found) == len(wrong) and all(a.startswith(b) for a, b in zip(found, wrong, strict=True)), found
 
 
-def test_a_hang_and_a_run_that_ended_before_its_fault(faults):
-    fault = faults.Fault("kill", 1)
-    assert faults.find_wrong(fault, True, -9, 300.0, BEGUN, True) == ["hung"]
-    assert faults.find_wrong(fault, False, 0, 0.0, BEGUN, False) == []
-    assert faults.find_wrong(fault, False, 2, 0.0, BEGUN, False) == ["status 2, not 0"]
+def test_a_hang_and_a_run_that_ended_before_its_fault(moments):
+    fault = moments.Fault("kill", 1)
+    assert moments.find_wrong(fault, True, -9, 300.0, BEGUN, True) == ["hung"]
+    assert moments.find_wrong(fault, False, 0, 0.0, BEGUN, False) == []
+    assert moments.find_wrong(fault, False, 2, 0.0, BEGUN, False) == ["status 2, not 0"]
 
 
-def test_a_lost_line_or_a_changed_log_is_seen(faults, tmp_path):
-    run = faults.RunFolder(tmp_path / "run")
+def test_a_lost_line_or_a_changed_log_is_seen(moments, tmp_path):
+    run = moments.RunFolder(tmp_path / "run")
     run.rollout_log(0, 0).parent.mkdir(parents=True)
     run.rollout_log(0, 0).write_bytes(b"a log")
     run.metrics.write_text('{"training/global_step": 1}\n')
-    before = faults.committed(tmp_path)
-    assert list(before) == ["step-000001/rank-0000.h5", "line 0"]
+    before = moments.committed(run)
     run.rollout_log(0, 0).write_bytes(b"another")
-    changed = [name for name, content in faults.committed(tmp_path).items() if before[name] != content]
-    assert changed == ["step-000001/rank-0000.h5"]
+    assert list(before) == ["0"] and moments.committed(run).keys() == before.keys()
+    assert moments.committed(run) != before
     run.metrics.write_text("")
-    assert faults.committed(tmp_path) == {}
+    assert moments.committed(run) == {}
 
 
-def test_a_run_without_a_step_for_too_long_hangs(faults, tmp_path, monkeypatch):
-    monkeypatch.setattr(faults, "HANG_SECONDS", 0.2)
+def test_a_run_without_a_step_for_too_long_hangs(moments, tmp_path, monkeypatch):
+    monkeypatch.setattr(importlib.import_module("fault_kinds.runs"), "HANG_SECONDS", 0.2)
     with subprocess.Popen(["sleep", "60"]) as process:
-        assert not faults.advances_until(process, tmp_path, lambda: False)
-        assert faults.advances_until(process, tmp_path, lambda: True)
+        assert not moments.advances_until(process, tmp_path, lambda: False)
+        assert moments.advances_until(process, tmp_path, lambda: True)
         process.kill()
         process.wait()
-        assert faults.advances_until(process, tmp_path, lambda: False), "it has ended"
+        assert moments.advances_until(process, tmp_path, lambda: False), "it has ended"
 
 
-def test_faults_that_came_too_late_do_not_count(faults, tmp_path, monkeypatch):
+def test_faults_that_came_too_late_do_not_count(moments, tmp_path, monkeypatch):
     tried = []
 
-    def interrupt_once(place, number, fault):
+    def interrupt(place, number, fault):
         tried.append(number)
         wrong = ["lost line 0", "status 1, not 9"] if number == 1 else []
-        return faults.Result(number, place.name, fault, number != 1, 9, 0.1, wrong)
+        return results.Result(str(number), "merge", "too late" if number == 1 else "struck", wrong)
 
-    monkeypatch.setattr(faults, "interrupt_once", interrupt_once)
-    monkeypatch.setattr(faults, "draw", lambda *of: ("plain", faults.Fault("place", 0, "merge:0:0")))
-    faults.interrupt(tmp_path, 0, 2)
-    faults.interrupt(tmp_path, 0, 1)
-    assert tried == [0, 1, 2, 3]
-    assert faults.summary(tmp_path) == "3 faults (merge 3): 1 lost committed data, 0 hung, 1 otherwise wrong"
+    results = importlib.import_module("fault_kinds.results")
+    monkeypatch.setattr(moments, "interrupt", interrupt)
+    monkeypatch.setattr(moments, "draw", lambda *of: ("plain", moments.Fault("place", 0, "merge:0:0")))
+    for count in (2, 1):
+        found = results.Results(tmp_path)
+        moments.strike(SimpleNamespace(seed=0, count=count, only=None), found)
+    assert tried == [0, 1, 2, 3] and found.num_wrong == 1
+    assert found.table().splitlines() == [
+        "| case | number | struck | wrong |", "| --- | --- | --- | --- |", "| merge | 4 | 3 | 1 |",
+    ]  # fmt: skip

@@ -1,4 +1,7 @@
-"""docs/files.md against files that the program writes: every array, attribute, key and figure, both ways."""
+"""docs/files.md against files that the program writes: every array, attribute, key and figure, both ways.
+
+The format of checkpoints is in a docstring.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import h5py
@@ -15,8 +19,8 @@ import pytest
 from launch_ranks import tlt
 from small_run import small_record
 
-from tlt_hpc.storage.kept_responses import write_kept
-from tlt_hpc.storage.rollout_log import write_step
+from tlt_hpc.checkpoint import manifest as checkpoint_manifest
+from tlt_hpc.storage.rollout_log import write_kept, write_step
 
 ROOT = Path(__file__).resolve().parent.parent
 CAPTURED = {"capture_output": True, "text": True}
@@ -40,12 +44,16 @@ def code(cell: str) -> list[str]:
 
 
 def documented(title: str) -> dict[str, str]:
-    """Name -> type of what a section's tables say of an HDF5 file; one type for all names of a row, or one each."""
+    """Name -> type of what the tables say of an HDF5 file: one type for all names of a row, or one each."""
     types: dict[str, str] = {}
-    for cells in rows(section(title)):
+    for cells in rows(section("Read responses with h5py alone")) + rows(section(title)):
         names, kinds = code(cells[0]), code(cells[1])
         types |= dict(zip(names, kinds * len(names) if len(kinds) == 1 else kinds, strict=len(kinds) > 1))
     return {name: plain(kind) for name, kind in types.items()}
+
+
+def words_of(module: ModuleType) -> set[str]:
+    return set(re.findall(r"\w+", module.__doc__ or ""))
 
 
 def plain(kind: str) -> str:
@@ -79,8 +87,8 @@ def found_in(path: Path) -> dict[str, str]:
 def test_kept_responses_are_as_the_page_says(tmp_path: Path) -> None:
     write_kept(tmp_path / "kept.h5", "a" * 32, small_record(1, 0).rollouts, durable=False)
     log = {name: kind for name, kind in documented("The rollout log").items() if name.startswith("rollouts/")}
-    own = documented("Kept responses")
-    assert "except `rewards` and `advantages`" in section("Kept responses")
+    assert {"rewards", "advantages", "@origin"} <= set(code(section("Kept responses")))
+    own = documented("Kept responses") | {"@origin": plain("bytes")}
     assert found_in(tmp_path / "kept.h5") == own | {
         name: kind for name, kind in log.items() if name not in ("rollouts/rewards", "rollouts/advantages")
     }
@@ -136,7 +144,7 @@ def test_every_figure_of_a_step_is_on_the_page_and_every_figure_on_the_page_is_i
 def test_a_ranks_own_figures_are_those_that_the_page_says(run: Path) -> None:
     with h5py.File(run / "rollouts" / "step-000001" / "rank-0000.h5") as file:
         own = list(file["metrics"].attrs)
-    said = {name: cells[1] for name, cells in figures().items() if "in the log" in cells[1]}
+    said = {name: cells[1] for name, cells in figures().items() if "*" in cells[1]}
     assert not [key for key in own if not any(pattern(name).fullmatch(key) for name in said)]
     due = [pattern(name) for name, how in said.items() if "optional" not in how]
     assert not [p.pattern for p in due if not any(p.fullmatch(key) for key in own)]
@@ -146,26 +154,25 @@ def test_a_ranks_own_figures_are_those_that_the_page_says(run: Path) -> None:
 def test_every_file_of_a_run_is_on_the_page(run: Path) -> None:
     named = {name.partition("/")[0] for cells in rows(section("The folder")) for name in code(cells[0])}
     assert not {path.name for path in run.iterdir()} - named
-    log = run / "rollouts" / "step-000001" / "rank-0000.h5"
-    assert found_in(log) == documented("The rollout log")
-    assert found_in(run / "cache" / "step-000001" / "rank-0000.h5") == documented("The feature cache")
-    evaluation = run / "evaluation" / "step-000001"
-    assert found_in(evaluation / "responses" / "000000.h5") == documented("Evaluations")
+    log = found_in(run / "rollouts" / "step-000001" / "rank-0000.h5")
+    assert documented("The rollout log") == log
+    assert documented("The feature cache") == found_in(run / "cache" / "step-000001" / "rank-0000.h5")
+    judged = found_in(run / "evaluation" / "step-000001" / "responses" / "000000.h5")
+    names = {name.removeprefix("responses/") for name in judged if name.startswith("responses/")}
+    assert names <= set(code(section("Evaluations")))
+    assert all(log[f"rollouts/{name}"] == judged[f"responses/{name}"] for name in names - {"failures"})
+    assert judged["responses/failures"] == plain("bytes [N]")
 
 
 @pytest.mark.mpi
 def test_what_is_json_in_a_run_has_the_keys_of_the_page(run: Path) -> None:
     manifest = json.loads((run / "checkpoints" / "step-000001" / "state.json").read_text())
-    page = section("Checkpoints")
-    assert set(manifest) == {name for cells in rows(page) for name in code(cells[0])}
+    format_words = words_of(checkpoint_manifest)
     tensors = {name: each for part in manifest["tensors"].values() for name, each in part.items()}
-    keys = [manifest["files"][0], next(iter(tensors.values())), manifest["state"]]
-    assert set().union(*keys) <= set(code(page))
+    keys = [manifest, manifest["files"][0], next(iter(tensors.values())), manifest["state"]]
     endings = {name.rpartition(".")[2] for name in tensors}
+    assert set().union(*keys) | endings <= format_words
     assert endings == {"master", "exp_avg", "exp_avg_sq", "weight", "trained", "num_steps", "num_averaged"}
-    assert {f".{ending}" for ending in endings if "num" not in ending} | {"num_steps", "num_averaged"} <= set(
-        code(page)
-    )
 
     assert set(json.loads((run / "finished.json").read_text())) <= set(code(section("The folder")))
     results = json.loads((run / "evaluation" / "step-000001" / "results.json").read_text())

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny import embedded_tokenizer, response_text
 
-from tlt_hpc.data.gcd import (
+from tlt_hpc.data.prompts import (
     MAX_DIVISOR,
     MAX_NUMBER,
     MAX_WORKING_TOKENS,

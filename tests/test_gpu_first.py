@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ sys.path.insert(0, str(ROOT / "tools"))
 import gpu_first  # noqa: E402
 from gpu_first import Outcome, Part, page_of, run  # noqa: E402
 
+from tlt_hpc.cli.init_folder import PATTERNS  # noqa: E402
 from tlt_hpc.kernels.dispatch import has_triton  # noqa: E402
 
 PYTHON = [sys.executable, "-c"]
@@ -37,6 +39,17 @@ def test_a_part_that_fails_or_hangs_is_named_and_the_others_run(tmp_path):
 def test_what_is_left_of_the_minutes_ends_a_part(tmp_path):
     part = Part("endless", "Does it end?", [*PYTHON, "import time; time.sleep(60)"], seconds=60)
     assert run(part, part.command, tmp_path, 0.5).verdict.startswith("ended after")
+
+
+def test_tools_that_are_copied_import_no_others():
+    """``tlt init`` copies some tools alone, and the wheel has no more."""
+    copied = {Path(pattern).stem for pattern in PATTERNS if pattern.startswith("tools/")}
+    assert "gpu_first" in copied
+    for name in copied:
+        top = ast.parse((ROOT / "tools" / f"{name}.py").read_text()).body
+        imported = {alias.name for node in top if isinstance(node, ast.Import) for alias in node.names}
+        imported |= {node.module for node in top if isinstance(node, ast.ImportFrom)}
+        assert not {path.stem for path in (ROOT / "tools").glob("*.py")} & imported - copied, name
 
 
 @pytest.mark.skipif(not has_triton(), reason="needs triton, which a tool asks for first")

@@ -12,8 +12,8 @@ import pytest
 from launch_ranks import ROOT, run_on_ranks
 from test_resume import Silent
 
-from tlt_hpc import session
-from tlt_hpc.common.heap import importing
+from tlt_hpc import job
+from tlt_hpc.common.host_memory import importing
 from tlt_hpc.config import load_config
 from tlt_hpc.mpi.world import World
 from tlt_hpc.rl.distributed import leave_process_group
@@ -58,7 +58,7 @@ def is_engine_left(folder: str, change: str) -> bool:
             super().__init__(*arguments)
             engines.append(weakref.ref(self.engine))
 
-    session.Policy = Watched  # type: ignore[misc]
+    job.Policy = Watched  # type: ignore[misc]
     small = ["rollout.prompts_per_step=2", "rollout.group_size=2", "rollout.max_new_tokens=16", "run.num_steps=1"]
     config = load_config(ROOT / "jobs" / "tiny.toml", [f"run.folder={folder}", "run.ranks=1", change, *small])
     run(config, World.connect(), Silent())

@@ -1,4 +1,4 @@
-"""A short form of ``tools/hostile.py``, and tests that it sees what it looks for."""
+"""Damaged inputs and run folders: a short form of ``tools/faults.py``, and that it sees what it looks for."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def tool(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
 
 
 def campaign(*words: object) -> str:
-    command = [sys.executable, "tools/hostile.py", *map(str, words)]
+    command = [sys.executable, "tools/faults.py", *map(str, words)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -53,12 +53,12 @@ def campaign(*words: object) -> str:
 
 def test_damaged_run_folders_are_answered_in_a_line(base: Path) -> None:
     told = campaign("folders", "--seed", 3, "--count", 3, "--run", base)
-    assert "3 hostile folders, 18 commands in" in told and ": 0 faults" in told
+    assert "18 cases in" in told and ": 0 wrong" in told
 
 
 @pytest.mark.ci
 def test_damaged_inputs_are_refused_or_read_as_written() -> None:
-    assert ": 0 faults" in campaign("inputs", "--seed", 5, "--count", 20)
+    assert ": 0 wrong" in campaign("inputs", "--seed", 5, "--count", 20)
 
 
 def say(text: str) -> int:
@@ -82,8 +82,8 @@ def say(text: str) -> int:
     ],
 )
 def test_each_fault_is_seen(tool, tmp_path: Path, monkeypatch, command, fault: str) -> None:
-    damage = tool("damage")
-    monkeypatch.setattr(damage, "SECONDS", 0.5 if fault == "hang" else 90.0)
+    commands = tool("fault_kinds.commands")
+    monkeypatch.setattr(commands, "SECONDS", 0.5 if fault == "hang" else 90.0)
     (tmp_path / "in").mkdir()
-    case = damage.Case("none", {"careless": command}, frozenset({"careless"}), r"file\.json", tmp_path / "in")
-    assert damage.run(case, "careless", tmp_path / "said")[0] == fault
+    case = commands.Case("none", {"careless": command}, frozenset({"careless"}), r"file\.json", tmp_path / "in")
+    assert commands.run(case, "careless", tmp_path / "said")[0] == fault

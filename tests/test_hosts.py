@@ -46,7 +46,7 @@ def meet(hosts: str) -> dict[str, Any]:
 
     import torch
 
-    from tlt_hpc.models.once import read_all_once
+    from tlt_hpc.models.piece import read_all_once
     from tlt_hpc.mpi.world import World
     from tlt_hpc.rl import distributed
 

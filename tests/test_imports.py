@@ -21,7 +21,7 @@ LAYERS = (
     ("storage", "cluster", "mpi"),
     ("kernels", "models", "data", "rewards"),
     ("rollout", "drafting", "rl", "checkpoint"),
-    ("plan", "look", "session", "evaluate", "resume", "rollout_loop", "train"),
+    ("plan", "look", "session", "job", "evaluate", "resume", "rollout_loop", "train"),
     ("export", "studies", "cli", "extras", "__main__"),
 )
 ORDER = {package: place for place, package in enumerate(package for layer in LAYERS for package in layer)}
@@ -60,7 +60,7 @@ HOME_OF = {
     "wandb": {"extras"},
     "mlflow": {"extras"},
     "trackio": {"extras"},
-    "huggingface_hub": {"plan", "export", "models", "extras"},  # the last names its errors alone
+    "huggingface_hub": {"export", "models", "extras"},  # the last names its errors alone
     "pynvml": {"look"},
     "shtab": {"cli"},
     "pickle": {"mpi"},  # between ranks; a file that is unpickled is run

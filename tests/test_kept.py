@@ -36,8 +36,7 @@ from tlt_hpc.rollout_loop import still_to_do
 from tlt_hpc.storage import step_lines
 from tlt_hpc.storage.folder import RunFolder, WriteError, make_folder, part_of
 from tlt_hpc.storage.hdf5 import DamagedFile
-from tlt_hpc.storage.kept_responses import read_kept, write_kept
-from tlt_hpc.storage.rollout_log import read_step, write_step
+from tlt_hpc.storage.rollout_log import read_kept, read_step, write_kept, write_step
 from tlt_hpc.storage.step_lines import STEP, add_line, drop_lines, read_lines
 
 OVERRIDES = [
@@ -127,17 +126,16 @@ def test_responses_of_a_step_are_kept_until_its_line_is_there(tmp_path):
     Keeper(folder, 5, 0, "here", 60.0).keep([response(1)])
     make_folder(folder.status)
     claim_owner(folder.status, BEAT.start)
-    job: Any = SimpleNamespace(folder=folder, world=OneRank())
     blocked = part_of(folder.metrics)
     blocked.mkdir()
     with pytest.raises(WriteError):
-        run.commit(job, 5, {STEP: 6})
+        run.commit(folder, 1, 5, {STEP: 6})
     assert len(folder.kept_parts(5)) == 1
     blocked.rmdir()
-    run.commit(job, 5, {STEP: 6})
+    run.commit(folder, 1, 5, {STEP: 6})
     assert not folder.kept.exists() and list(read_lines(folder.metrics)) == [5]
     add_line(folder.metrics, {STEP: 7})
-    run.add_figures(job, {STEP: 6, "val": 0.5})  # as where run.num_steps was lowered
+    run.add_figures(folder, {STEP: 6, "val": 0.5})  # as where run.num_steps was lowered
     assert list(read_lines(folder.metrics).values()) == [{STEP: 6, "val": 0.5}, {STEP: 7}]
 
 
@@ -151,7 +149,7 @@ def test_a_step_reads_the_newest_lines_alone(tmp_path, monkeypatch):
     read, parse_line = [], step_lines.parse_line
     monkeypatch.setattr(step_lines, "parse_line", lambda text: read.append(text) or parse_line(text))
     assert kept_module.find_origin(config.model, folder, 40) == origin_of({STEP: 40, "actor/loss": 39.0})
-    run.commit(SimpleNamespace(folder=folder, world=OneRank()), 40, {STEP: 41})
+    run.commit(folder, 1, 40, {STEP: 41})
     assert 0 < len(read) <= 4
 
 

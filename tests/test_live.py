@@ -19,8 +19,9 @@ from rich.console import Console
 from tiny import byte_tokenizer
 
 from tlt_hpc.cli.main import main
+from tlt_hpc.cluster.request import SlurmRequest
 from tlt_hpc.cluster.status import resubmitted_by
-from tlt_hpc.cluster.submission import Resources, Submission, SubmittedRun, save
+from tlt_hpc.cluster.submission import Submission, SubmittedRun, save
 from tlt_hpc.cluster.watch.record import Record, claim_verdict, status_file, write_record
 from tlt_hpc.common.records import FinishReason, Rollout, SampleKey
 from tlt_hpc.look.live import watch_run
@@ -165,7 +166,7 @@ def test_a_run_of_a_submission_is_resumed_by_its_job(
     end_all(run.status, "stopped early")
     for job, words in (("1234567", "else by `tlt submit resubmit 1234567`"), ("17", "else by the same command")):
         member = SubmittedRun("tiny", str(run.path), ("train", "x.toml"), jobs=(job,))
-        save(Submission(folder, tmp_path, tmp_path, "sweep", "x.toml", Resources(), (member,), 0.0))
+        save(Submission(folder, tmp_path, tmp_path, "sweep", "x.toml", SlurmRequest(), (member,), 0.0))
         resubmitted_by.cache_clear()
         assert main(["watch", str(run.path), "--once"]) == 0
         assert words in " ".join(capsys.readouterr().out.split())

@@ -16,7 +16,10 @@ import torch
 from launch_ranks import LAUNCH_ENVIRONMENT, launch, mpiexec
 
 from tlt_hpc.cli.main import main
+from tlt_hpc.cluster.request import SlurmRequest
 from tlt_hpc.config import load_config
+from tlt_hpc.extras.preflight import system_checks
+from tlt_hpc.extras.preflight.planned_job import PlannedJob
 from tlt_hpc.kernels import attention
 from tlt_hpc.plan.memory import engine as engine_plan
 from tlt_hpc.plan.memory import summary
@@ -25,9 +28,6 @@ from tlt_hpc.plan.memory.plan import MemoryLimits, MemoryPlan, Situation, total
 from tlt_hpc.plan.memory.savings import save_memory
 from tlt_hpc.plan.memory.shapes import find_shape
 from tlt_hpc.plan.memory.training import BUCKET_ELEMENTS, drafter_parameters, num_drafter_parameters, training_state
-from tlt_hpc.plan.preflight import system_checks
-from tlt_hpc.plan.preflight.planned_job import PlannedJob
-from tlt_hpc.plan.preflight.request import SlurmRequest
 
 ROOT = Path(__file__).resolve().parent.parent
 JOBS = ROOT / "jobs"
@@ -104,11 +104,11 @@ def test_a_rank_of_a_replica_has_its_part_of_every_layer(form: str, dtype: str) 
 
 def test_constants_are_those_of_the_code() -> None:
     assert engine_plan.PARTIAL_BYTES == attention.PARTIAL_BYTES
-    from tlt_hpc.checkpoint.host_buffer import CHUNK_BYTES
+    from tlt_hpc.checkpoint.save import CHUNK_BYTES
     from tlt_hpc.drafting import loss
     from tlt_hpc.models import documents, policy_model
     from tlt_hpc.plan.memory import phases, training
-    from tlt_hpc.rl.engine import REDUCE_BUCKET_ELEMENTS
+    from tlt_hpc.rl.distributed import REDUCE_BUCKET_ELEMENTS
 
     assert BUCKET_ELEMENTS == REDUCE_BUCKET_ELEMENTS and phases.COPY_CHUNK_BYTES == CHUNK_BYTES
     assert training.CHUNK_LOGITS == policy_model._CHUNK_LOGITS == loss._MOST_LOGITS
@@ -313,7 +313,7 @@ def test_mistakes_end_in_one_line(arguments: list[str], message: str, capsys: py
 
 ASKING = """
 import sys
-from tlt_hpc.checkpoint import host_room, store
+from tlt_hpc.checkpoint import store
 from tlt_hpc.cli import main as cli
 true_check = store.check_room
 def check_room(world, num_bytes):
@@ -322,7 +322,7 @@ def check_room(world, num_bytes):
 store.check_room = check_room
 left = {left}
 if left is not None:
-    host_room.available_bytes = lambda: left
+    store.available_bytes = lambda: left
 sys.exit(cli.main())
 """
 

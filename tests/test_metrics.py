@@ -13,14 +13,12 @@ import pytest
 
 from tlt_hpc.cli.display import Screen, StepReporter
 from tlt_hpc.common.records import FinishReason, MicroStepRecord, Rollout, RolloutTiming, SampleKey
-from tlt_hpc.drafting.acceptance import DraftCounts
-from tlt_hpc.drafting.spot import MergeReport
+from tlt_hpc.drafting.merge import MergeReport
 from tlt_hpc.look.columns import step_cells
-from tlt_hpc.look.metrics import part_of, summarise
-from tlt_hpc.look.timing import PhaseTimer
+from tlt_hpc.look.metrics import PhaseTimer, part_of, summarise
 from tlt_hpc.rl.stats import PolicyStats, RolloutMismatch, Update
-from tlt_hpc.rollout.chooser import DraftTally
-from tlt_hpc.rollout.engine import EngineCounts
+from tlt_hpc.rollout.acceptance import DraftCounts
+from tlt_hpc.rollout.rounds import EngineCounts
 from tlt_hpc.rollout.strategy import strategies_of
 from tlt_hpc.storage.rollout_log import StepRecord
 from tlt_hpc.train import own_drafts
@@ -63,7 +61,7 @@ def record(rank: int, lengths: list[int], last_token: float, micro_steps: tuple[
             "reward/part/brevity/mean": 0.5 - rank,
             "reward/with_parts": 3.0 - 2 * rank,
             "drafter/merge_exposed_seconds": 0.5 + rank,
-            **DraftCounts((10.0, 8.0, 0.0, 0.0), (8.0, 4.0, 0.0, 0.0)).to_metrics(),
+            **DraftCounts([10.0, 8.0, 0.0, 0.0], [8.0, 4.0, 0.0, 0.0]).to_metrics(),
         },
     )
 
@@ -129,16 +127,16 @@ def test_figures_are_sums_over_the_ranks(summary):
 
 def test_drafts_of_all_the_drafters_strategies_count_and_no_others() -> None:
     strategies = strategies_of("full", ["ngram-4", "drafter-5x3v16", "drafter-4", "drafter-2a1.5"])
-    tallies = [DraftTally() for _ in strategies]
-    for place, tally in enumerate(tallies):
-        tally.add(2, [1] * 10**place)
-    drafts = {strategy.family: tally for strategy, tally in zip(strategies, tallies, strict=True)}
-    job = SimpleNamespace(engine=SimpleNamespace(settings=SimpleNamespace(strategies=strategies)))
-    found = own_drafts(job, EngineCounts(drafts=drafts))
+    counts = [DraftCounts() for _ in strategies]
+    for place, own in enumerate(counts):
+        own.add(2, [1] * 10**place)
+    drafts = {strategy.family: own for strategy, own in zip(strategies, counts, strict=True)}
+    settings = SimpleNamespace(strategies=strategies)
+    found = own_drafts(settings, EngineCounts(drafts=drafts))
     names = [strategy.name for strategy in strategies]
     used = sum(10**place for place, name in enumerate(names) if name.startswith("drafter"))
-    assert found == DraftCounts((used, used, 0, 0), (used, 0, 0, 0)) and found.reached[0] > 1000
-    assert own_drafts(job, EngineCounts()) == DraftCounts()
+    assert (found.reached[:3], found.accepted[:2]) == ([used, used, 0], [used, 0]) and used > 1000
+    assert own_drafts(settings, EngineCounts()) == DraftCounts()
 
 
 def test_an_energy_counter_that_one_rank_lost_leaves_the_sum_out() -> None:

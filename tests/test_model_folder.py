@@ -16,7 +16,7 @@ from tlt_hpc.cli.main import main
 from tlt_hpc.config import UserError
 from tlt_hpc.models import families
 from tlt_hpc.models.folder import folder_weights, load_policy_model
-from tlt_hpc.models.json_file import read_json
+from tlt_hpc.models.tokenizer import read_json
 
 TINY = Path(__file__).resolve().parent.parent / "jobs" / "tiny.toml"
 CONFIG, INDEX = "config.json", "model.safetensors.index.json"

@@ -29,13 +29,13 @@ from tlt_hpc.cli.main import main
 from tlt_hpc.cli.submit import check_member
 from tlt_hpc.config import UserError, load_config
 from tlt_hpc.export import policy
+from tlt_hpc.extras.preflight.job_checks import check_model
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.documents import attend_documents
 from tlt_hpc.models.folder import folder_weights, load_policy_model
 from tlt_hpc.models.shape import read_shape
 from tlt_hpc.models.weight_check import check_sizes, weight_sizes
-from tlt_hpc.mpi.node import to_send
-from tlt_hpc.plan.preflight.job_checks import check_model
+from tlt_hpc.mpi.world import to_send
 
 TINY = str(Path(__file__).resolve().parent.parent / "jobs" / "tiny.toml")
 EMBEDDING, HEAD, INDEX = "model.embed_tokens.weight", "lm_head.weight", "model.safetensors.index.json"

@@ -126,7 +126,7 @@ def test_window_equals_direct_rows_however_rows_advance_and_move():
             np.testing.assert_allclose(row.numpy(), np.array(wanted), rtol=1e-6, atol=1e-7)
         positions = positions + torch.randint(1, width + 1, (len(owners),), generator=generator)
         if round_number == 40:  # row 0 ends, row 2 takes its place, and a new sample comes to row 2
-            window.move_row(2, 0)
+            window.swap_rows(2, 0)
             window.set_row(2, keys[3], 0)
             owners, positions = [2, 1, 3], torch.tensor([positions[2], positions[1], 0])
 

@@ -17,7 +17,7 @@ from tlt_hpc.common.records import Prompt
 from tlt_hpc.config import ConfigError, UserError, WarmupSection
 from tlt_hpc.config.schedule import scheduled_rate
 from tlt_hpc.drafting.offline import balanced_shards, batches_of, passes_of
-from tlt_hpc.drafting.packing import pack
+from tlt_hpc.drafting.pool import pack
 from tlt_hpc.storage.feature_file import Document
 from tlt_hpc.storage.records import FACTS_FILE, CurvePoint, DrafterFacts, read_facts, write_json
 from tlt_hpc.studies.warmup.capture import part_size

@@ -24,10 +24,9 @@ from tlt_hpc.cli.display import Screen, StepReporter
 from tlt_hpc.cluster.local import given_job, launch_environment
 from tlt_hpc.cluster.stopping import StopFlag
 from tlt_hpc.config import load_config
-from tlt_hpc.models import once
-from tlt_hpc.models.once import read_all_once, read_each_once
+from tlt_hpc.models import piece
+from tlt_hpc.models.piece import read_all_once, read_each_once
 from tlt_hpc.models.tokenizer import embedded
-from tlt_hpc.mpi import node as node_module
 from tlt_hpc.mpi import world as world_module
 from tlt_hpc.rl.distributed import leave_process_group
 from tlt_hpc.train import run
@@ -119,7 +118,7 @@ def test_each_file_is_opened_by_one_rank_of_the_node(tmp_path: Path) -> None:
 
 def read_as_nodes(num_bytes: int) -> dict[str, Any]:
     """Two ranks a node: what each was given of three reads, how often it read, and the error that its node met."""
-    node_module.BLOCK_BYTES = 1000
+    world_module.BLOCK_BYTES = 1000
     rank = int(os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK", "0")))
     world_module.socket.gethostname = lambda: f"node{rank // 2}"
     node, calls = world_module.World.connect().node_group, []
@@ -160,7 +159,7 @@ def tensors_as_node(block_bytes: int) -> list[bool]:
         "none": torch.empty(0, 3),
     }
     own = tensors if world.rank == 0 else {}
-    once.BLOCK_BYTES = block_bytes
+    piece.BLOCK_BYTES = block_bytes
     given = dict(read_each_once(world.node_group, tensors, own.__getitem__))
     assert list(given) == list(tensors)
     whole = read_all_once(world.node_group, lambda: own)

@@ -478,7 +478,8 @@ def test_caches_that_take_memory_are_named(tmp_path: Path) -> None:
     node.write("proc/mounts", f"/dev/nvme0 {tmp_path}/disk xfs rw 0 0\ntmpfs {tmp_path} tmpfs rw 0 0\n")
     assert caches.in_memory(environment) == caches.in_memory({**environment, ROOT: str(tmp_path / "none")}) == ""
     node.write("proc/mounts", f"/dev/sda / ext4 rw 0 0\ntmpfs {tmp_path}/my\\040disk tmpfs rw 0 0\n")
-    assert node.system.mount(tmp_path / "my disk" / "x") == (f"{tmp_path}/my disk", "tmpfs"), "as the kernel writes it"
+    found = node.system.mount(tmp_path / "my disk" / "x")
+    assert (found.point, found.kind) == (f"{tmp_path}/my disk", "tmpfs"), "as the kernel writes it"
 
 
 # --- a real Slurm ---

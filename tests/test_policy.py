@@ -22,11 +22,16 @@ from tlt_hpc.common.records import FinishReason, Rollout, SampleKey
 from tlt_hpc.config import Config, load_config, parse_config
 from tlt_hpc.models import policy_model
 from tlt_hpc.mpi.world import World
-from tlt_hpc.rl import engine
-from tlt_hpc.rl.distributed import join_process_group, leave_process_group
-from tlt_hpc.rl.engine import engine_settings, frozen_settings, learning_rate
-from tlt_hpc.rl.finite import NotFiniteError
+from tlt_hpc.rl import distributed
+from tlt_hpc.rl.distributed import (
+    engine_settings,
+    frozen_settings,
+    join_process_group,
+    learning_rate,
+    leave_process_group,
+)
 from tlt_hpc.rl.policy import Policy
+from tlt_hpc.rl.stats import NotFiniteError
 
 VOCABULARY = 40
 NUM_PROMPTS, GROUP_SIZE, NUM_UPDATES = 3, 4, 2
@@ -100,7 +105,7 @@ def make_advantages(step: int = 0) -> np.ndarray:
 
 
 def connect() -> Any:
-    engine.ADAM_EPSILON = EPSILON
+    distributed.ADAM_EPSILON = EPSILON
     world = World.connect()
     join_process_group(world, "cpu")
     return world
@@ -711,20 +716,20 @@ def finish(policy: Any) -> str:
 
 def offload() -> None:
     """Have the optimiser's state handled as ZeRO offload does, though everything is in host memory anyway."""
-    settings = engine.engine_settings
-    engine.engine_settings = lambda config, num_ranks, _: settings(config, num_ranks, "cuda")
+    settings = distributed.engine_settings
+    distributed.engine_settings = lambda config, num_ranks, _: settings(config, num_ranks, "cuda")
 
 
 def spread() -> None:
     """Have ZeRO stage 3 divide all but the smallest parameters, as it does those of large models."""
-    settings = engine.engine_settings
+    settings = distributed.engine_settings
 
     def with_threshold(*given: Any) -> dict[str, Any]:
         found = settings(*given)
         found["zero_optimization"]["stage3_param_persistence_threshold"] = 200
         return found
 
-    engine.engine_settings = with_threshold
+    distributed.engine_settings = with_threshold
 
 
 def save_after_two_steps(stages: list[int], folder: str, is_offloaded: bool = False) -> list[list[str]]:

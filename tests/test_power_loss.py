@@ -8,32 +8,29 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from fake_world import OneRank
-from launch_ranks import ROOT, forked
+from launch_ranks import ROOT
 from small_run import line_of, small_record
 
 sys.path.insert(0, str(ROOT / "tools"))
-import power_loss
-from power_loss import not_recorded, record, trial_of
-from power_loss_disk import Disk, bytes_alone, content, everything, names_alone, names_and_zeros, nothing
-from power_loss_rank import Change, Recorder, Recording, read_changes
-from power_loss_states import Trial
-from system_call_rank import split, unavailable
-from system_call_runs import Campaign
+import faults
+from fault_kinds.disk import Disk, content, everything, keeping, nothing
+from fault_kinds.interception import Change, read_changes, split, unavailable
+from fault_kinds.power_loss import Trial, not_recorded, record, trial_of
+from fault_kinds.runs import forking
+from fault_kinds.system_calls import SETTINGS
 
 from tlt_hpc import train
 from tlt_hpc.checkpoint.store import CheckpointStore
 from tlt_hpc.storage.feature_cache import FeatureCache
 from tlt_hpc.storage.folder import RunFolder
-from tlt_hpc.storage.kept_responses import write_kept
 from tlt_hpc.storage.records import write_json
-from tlt_hpc.storage.rollout_log import write_step
+from tlt_hpc.storage.rollout_log import write_kept, write_step
 from tlt_hpc.storage.step_lines import add_line, read_lines
 
 WHY_NOT = unavailable()
@@ -45,7 +42,7 @@ def recorded(place: Path, act: Callable[[RunFolder], None]) -> list[Change]:
     place.mkdir()
     if not (child := os.fork()):
         try:
-            split(Recording("step"), [str(place)], place.with_suffix(".json"), Recorder)
+            split(None, [str(place)], place.with_suffix(".json"))
             act(RunFolder(place / "run"))
             os._exit(0)
         except BaseException:  # noqa: BLE001 (the test's process asks for the status alone)
@@ -92,9 +89,9 @@ def test_a_disk_keeps_what_was_synced_and_anything_of_the_rest(tmp_path: Path) -
         disk.apply(change)
     assert not_recorded(disk, tmp_path / "recorded") == []
     assert left(everything) == {"/run": None, "/run/b": b"nnetwo"}
-    assert left(nothing) == left(bytes_alone) == {}
-    assert left(names_alone) == {"/run": None, "/run/b": b"one"}
-    assert left(names_and_zeros) == {"/run": None, "/run/b": b"one\0\0\0"}
+    assert left(nothing) == left(keeping(data=True)) == {}
+    assert left(keeping(names=True)) == {"/run": None, "/run/b": b"one"}
+    assert left(keeping(names=True, zeros=True)) == {"/run": None, "/run/b": b"one\0\0\0"}
     disk.apply(Change(0.0, 0, "fsync", disk.root))
     disk.apply(Change(0.0, 0, "fsync", f"{disk.root}/run"))
     disk.apply(Change(0.0, 0, "unlink", f"{disk.root}/run/b"))
@@ -106,7 +103,7 @@ def test_a_disk_keeps_what_was_synced_and_anything_of_the_rest(tmp_path: Path) -
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Change]]:
-    return record(Campaign(tmp_path_factory.mktemp("power"), forked()), 1)
+    return record(tmp_path_factory.mktemp("power"), forking(1, SETTINGS))
 
 
 def tried(run: tuple[Path, list[Change]], folder: Path, lost: str = "", first: int = 0) -> Trial:
@@ -126,9 +123,9 @@ def tried(run: tuple[Path, list[Change]], folder: Path, lost: str = "", first: i
 @pytest.mark.mpi
 def test_all_that_a_power_failure_can_leave_of_a_run_is_good(run: tuple[Path, list[Change]], tmp_path: Path) -> None:
     trial = tried(run, tmp_path / "trial")
-    assert trial.wrong == [] and trial.counts.total() > 50
+    assert trial.wrong == [] and len(trial.results) > 50
     assert not_recorded(trial.disk, run[0]) == []
-    assert "| names alone | " in trial.table()
+    assert "names alone" in {result.row for result in trial.results}
 
 
 @pytest.mark.mpi
@@ -157,9 +154,8 @@ def test_without_an_fsync_a_run_loses_what_it_has_committed(
 @pytest.mark.mpi
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_runs_resume_from_what_is_left(tmp_path: Path, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["power_loss", f"--ranks={ranks}", "--every=20", "--random=1", "--resumes=5"])
-    assert power_loss.main() == 0
+def test_runs_resume_from_what_is_left(ranks: int) -> None:
+    assert faults.main(["power-loss", f"--ranks={ranks}", "--every=20", "--random=1", "--resumes=5"]) == 0
 
 
 # -- what no short run does -----------------------------------------------------------------------------------------
@@ -181,8 +177,7 @@ def test_logs_of_ranks_that_are_no_more_do_not_come_back(tmp_path: Path) -> None
         for rank in range(2):
             write_step(run.rollout_log(0, rank), small_record(0, rank))
         write_step(run.rollout_log(0, 0), small_record(0, 0, 1))
-        job: Any = SimpleNamespace(folder=run, world=OneRank())
-        train.drop_foreign_logs(job, 0)
+        train.drop_foreign_logs(run, 1, 0)
         add_line(run.metrics, line_of(0))
 
     def look(run: RunFolder) -> Iterable[str]:

@@ -15,8 +15,7 @@ from tlt_hpc.cluster.watch.beat import BEAT
 from tlt_hpc.common.records import Prompt
 from tlt_hpc.config import ConfigError, load_config
 from tlt_hpc.data import prompts as prompts_module
-from tlt_hpc.data.gcd import GcdProblem
-from tlt_hpc.data.prompts import FilePrompts, GcdPrompts, PromptSource, SharedPrompts, open_prompts
+from tlt_hpc.data.prompts import FilePrompts, GcdProblem, GcdPrompts, PromptSource, SharedPrompts, open_prompts
 from tlt_hpc.data.reader import PromptReader
 
 

@@ -14,6 +14,7 @@ from launch_ranks import ROOT, run_on_ranks
 from tlt_hpc import session
 from tlt_hpc import train as run
 from tlt_hpc.config import load_config
+from tlt_hpc.drafting import spot
 from tlt_hpc.mpi.world import World
 from tlt_hpc.resume import replay, saving
 from tlt_hpc.rl.distributed import leave_process_group
@@ -40,10 +41,10 @@ def state_of(job: Any) -> dict[str, Any]:
         "policy": policy,
         "optimizer_steps": job.policy.optimizer_step_count,
         "weights": {name: weight.clone() for name, weight in job.policy.named_weights()},
-        "drafter": job.drafting.spot.state(),
-        "drafter_steps": job.drafting.spot.num_steps,
+        "drafter": job.drafting.spot.trained.state(),
+        "drafter_steps": job.drafting.spot.trained.num_steps,
         "served is not trained": bool(
-            (job.drafting.served.state_dict()["fc"] != job.drafting.spot.drafter.state_dict()["fc"]).any()
+            (job.drafting.served.state_dict()["fc"] != job.drafting.spot.trained.drafter.state_dict()["fc"]).any()
         ),
         "served": {name: tensor.clone() for name, tensor in job.drafting.served.state_dict().items()},
         "chooser": json.loads(json.dumps(job.engine.chooser.state())),
@@ -86,12 +87,12 @@ def save_go_on_and_come_back(folder: str, changes: list[str]) -> dict[str, Any]:
     saving.reserve_copy(job)
     reserved = job.checkpoints._copy.num_bytes
     summaries: list[Any] = []
-    reporter, true_start = Silent(), run.start_merge
+    reporter, true_merge = Silent(), spot.Merge
     reporter.stepped = summaries.append
-    run.start_merge = lambda *given: time.sleep(2) or true_start(*given)
+    spot.Merge = lambda *given: time.sleep(2) or true_merge(*given)
     have_a_tail()
     run.take_step(job, 0, reporter)
-    run.start_merge = true_start
+    spot.Merge = true_merge
     wanted = state_of(job)
     saving.save_checkpoint(job, 1, 0)
     run.take_step(job, 1, Silent())  # changes all of it in place
@@ -158,7 +159,7 @@ def save_between_and_come_back(folder: str) -> list[dict[str, Any]]:
         again, step = start(*([change] if "=" in change else []))
         got = state_of(again)
         if world.rank == 0:
-            saving.drop_steps_after(again, step)
+            saving.drop_steps_after(again.folder, again.drafting, step, again.config.checkpoint.replay)
         world.barrier()
         again.close()
         found.append(sorted(path.name for path in alone.iterdir()))

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tlt_hpc.storage.feature_file import runs_of
-from tlt_hpc.storage.retention import Retention, RowSpace
+from tlt_hpc.storage.feature_writer import Retention, RowSpace
 
 
 def tokens(count, seed=0):

@@ -13,7 +13,7 @@ from logged import make_rollout
 
 from tlt_hpc.common.records import Prompt, Rollout, SampleKey
 from tlt_hpc.config import ConfigError, RewardSection, load_config
-from tlt_hpc.data.known import math_answer
+from tlt_hpc.extras.prepare_data.prepare import math_answer
 from tlt_hpc.plan.inputs import read_assets
 from tlt_hpc.rewards import text as texts
 from tlt_hpc.rewards.answer import Answer, Failure, Verdict

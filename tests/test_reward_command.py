@@ -209,7 +209,7 @@ def test_the_example_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     Path("jobs").symlink_to(TINY.parent)
     assert main(command.split()[2:]) == 1
     printed = capsys.readouterr().out
-    assert len(columns(wanted)) == 7 and columns(wanted) == columns(printed)
+    assert len(columns(wanted)) == 5 and columns(wanted) == columns(printed)
     first = re.compile(r"^.* differ from .*\n  expected.*\n  found .*reward 0|^  response.*", re.MULTILINE)
     assert len(first.findall(wanted)) == 2 and first.findall(wanted) == first.findall(printed)
 

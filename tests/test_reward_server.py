@@ -29,9 +29,8 @@ from tlt_hpc.extras.code_rewards.fences import extract_program
 from tlt_hpc.extras.code_rewards.results import same_output
 from tlt_hpc.extras.code_rewards.sandbox.outside import Template, working_template
 from tlt_hpc.extras.code_rewards.sandbox.values import literal
-from tlt_hpc.rewards.answer import Answer, Failure, Verdict
+from tlt_hpc.rewards.answer import Answer, Failure, FrameBuffer, Verdict, pack
 from tlt_hpc.rewards.client import RewardClient, server_environment
-from tlt_hpc.rewards.frames import FrameBuffer, pack
 from tlt_hpc.rewards.functions import call_function, load_functions
 
 OWN = """

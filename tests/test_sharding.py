@@ -23,7 +23,7 @@ from tlt_hpc.models.drafter_file import TOKEN_IDS, make_drafter, read_drafter
 from tlt_hpc.models.folder import folder_weights
 from tlt_hpc.models.shape import ModelShape, check_sharding, read_shape
 from tlt_hpc.models.sharding import Sharding
-from tlt_hpc.plan.shape_checks import check_shape
+from tlt_hpc.plan.inputs import check_shape
 from tlt_hpc.rollout.engine import RolloutEngine
 from tlt_hpc.rollout.strategy import OFF, Strategy
 

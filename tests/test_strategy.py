@@ -12,8 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tlt_hpc.rollout import acceptance
 from tlt_hpc.rollout import chooser as chooser_module
-from tlt_hpc.rollout.chooser import Chooser, FamilyAcceptance, RandomChooser, TrialBudget
+from tlt_hpc.rollout.acceptance import FamilyAcceptance
+from tlt_hpc.rollout.chooser import Chooser, RandomChooser, TrialBudget
 from tlt_hpc.rollout.costs import RoundCosts
 from tlt_hpc.rollout.stored_text import StoredRow
 from tlt_hpc.rollout.strategy import OFF, Strategy, strategies_of, strategy_named
@@ -57,9 +59,9 @@ def play(
     return chosen
 
 
-def make(arms: Sequence[Strategy] = ARMS, seed: int = 0, epsilon: float = chooser_module.EPSILON) -> Chooser:
+def make(arms: Sequence[Strategy] = ARMS, seed: int = 0, epsilon: float = chooser_module.TRIAL_CHANCE) -> Chooser:
     chooser = Chooser(arms, seed)
-    chooser._epsilon = epsilon
+    chooser._trial_chance = epsilon
     return chooser
 
 
@@ -187,7 +189,7 @@ def test_slow_rounds_of_a_busy_machine_change_little_and_a_lasting_change_is_fol
 
 @pytest.fixture
 def long_window(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chooser_module, "WINDOW", 100_000)
+    monkeypatch.setattr(acceptance, "WINDOW", 100_000)
 
 
 @pytest.mark.usefixtures("long_window")
@@ -291,7 +293,7 @@ def test_a_checkpoint_keeps_acceptance_and_survives_other_settings():
     again.choose(8, ARMS)  # as if nothing were known
     again.load_state(saved)
     assert again.state() == chooser.state()
-    length = again._expected_lengths(3)[ARMS.index(Strategy("drafter", 2))]
+    length = again._acceptance.lengths(8)[ARMS.index(Strategy("drafter", 2))]
     assert length == pytest.approx(1 + 0.8 + 0.8**2, rel=0.05), "before it, 1 + 0.6 + 0.6**2"
     shallower = make(chains((2,)))
     shallower.load_state({**saved, "off": [1.0, 1.0], "gone-3": [2.0]})
@@ -341,8 +343,8 @@ def test_drafting_for_the_rows_without_a_stored_text_has_its_price(row: StoredRo
     chooser = make(arms, epsilon=0.0)
     chooser._costs = KnownCosts(arms)
     for _ in range(200):
-        chooser._add_accepted(arms[1], 8, [4] * 7 + [2])
-    assert chooser._expected_lengths(3)[1] == pytest.approx(4.7, abs=0.1)
+        chooser._acceptance.add(arms[1], 8, [4] * 7 + [2])
+    assert chooser._acceptance.lengths(8)[1] == pytest.approx(4.7, abs=0.1)
     assert chooser.choose(8, arms, [row] * 4) == wanted
 
 
@@ -371,9 +373,9 @@ def test_the_expected_loss_of_a_trial_is_its_time_less_that_of_the_best_for_as_m
 ):
     arms, asked = (OFF, Strategy("drafter", 4)), list[float]()
     chooser = make(arms)
-    chooser._costs, chooser._rounds = KnownCosts(arms), [1, 1]
+    chooser._costs, chooser._num_rounds = KnownCosts(arms), [1, 1]
     for _ in range(200):
-        chooser._add_accepted(arms[1], 8, [1] * 8)
+        chooser._acceptance.add(arms[1], 8, [1] * 8)
     monkeypatch.setattr(chooser, "_trial", lambda outlook, draw: 1)
     monkeypatch.setattr(chooser._budget, "allows", asked.append)
     assert chooser.choose(8, arms) == OFF

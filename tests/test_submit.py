@@ -20,17 +20,19 @@ import pytest
 
 from tlt_hpc.cli.main import main
 from tlt_hpc.cli.submissions import LATER, rows_of
+from tlt_hpc.cli.submit import _DEFAULTS
 from tlt_hpc.cluster import executor, status
 from tlt_hpc.cluster.local import given_job
+from tlt_hpc.cluster.request import SlurmRequest
 from tlt_hpc.cluster.slurm import Allocation, parse_queue, read_queue
 from tlt_hpc.cluster.stopping import AGAIN
-from tlt_hpc.cluster.submission import Resources, Submission, expand, load, make_members, parameters, save
+from tlt_hpc.cluster.submission import Submission, expand, load, make_members, parameters, save
 from tlt_hpc.config import ConfigError, UserError, load_config
 from tlt_hpc.config.reading import to_toml
+from tlt_hpc.extras.preflight import job_checks
+from tlt_hpc.extras.preflight.program import ask
+from tlt_hpc.extras.preflight.results import failure
 from tlt_hpc.look.collect import RunRow, as_csv, as_table
-from tlt_hpc.plan.preflight import job_checks
-from tlt_hpc.plan.preflight.program import ask
-from tlt_hpc.plan.preflight.results import failure
 from tlt_hpc.storage.records import CurvePoint, DrafterFacts, write_json
 from tlt_hpc.storage.step_lines import add_line
 
@@ -114,15 +116,17 @@ def test_a_job_file_of_another_folder_is_told_where_paths_are_read(
 # --- the batch script ---
 
 
-def make(folder: Path, points: Sequence[str], config: str = TINY, made: float = 0.0, **resources: Any) -> Submission:
+def make(folder: Path, points: Sequence[str], config: str = TINY, made: float = 0.0, **asked: str) -> Submission:
     """A submission of the embedded job; ``points`` are swept, and its members are the jobs 100_0, 100_1, .."""
     members = make_members("train", config, config, [], points)
-    submission = Submission(folder / "sub", folder, ROOT, "tiny", config, Resources(**resources), members, made)
+    submission = Submission(
+        folder / "sub", folder, ROOT, "tiny", config, SlurmRequest(_DEFAULTS | asked), members, made
+    )
     return submission.with_jobs({member.name: f"100_{index}" for index, member in enumerate(members)})
 
 
 def test_a_submission_is_read_back_as_it_was(tmp_path: Path) -> None:
-    submission = make(tmp_path, ["run.seed=0,1"], nodes=4, sbatch=("--qos=long",))
+    submission = make(tmp_path, ["run.seed=0,1"], nodes="4", qos="long")
     save(submission)
     assert load(submission.folder) == submission
     (submission.folder / "submission.json").write_text('{"batch": {}}')
@@ -306,7 +310,7 @@ def test_what_is_asked_for_is_not_overruled_by_variables_of_sbatch(
     monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "17")  # as in a job of an array, which submits the next one
     monkeypatch.setenv("SLURM_RESTART_COUNT", "2")  # after it was queued again
     fake_slurm(tmp_path, monkeypatch, f"env >{tmp_path}/seen; echo Submitted batch job 4321")
-    asked = parameters(make(tmp_path, ["run.seed=0,1"], partition="gpu", mem="64G", gpus_per_node=4))
+    asked = parameters(make(tmp_path, ["run.seed=0,1"], partition="gpu", mem="64G", **{"gpus-per-node": "4"}))
     assert executor.send(tmp_path / "jobs", asked, [["train"], ["train"]], os.environ.copy()) == ["4321_0", "4321_1"]
     seen = [line for line in (tmp_path / "seen").read_text().splitlines() if re.match("SBATCH_|SLURM_[AR]", line)]
     assert seen == ["SBATCH_ACCOUNT=mine"]
@@ -353,7 +357,7 @@ def test_nothing_is_submitted_that_preflight_refuses(
     for name, body in (("sinfo", "echo 'gpu*|up|1-00:00:00|64000|(null)'"), ("scontrol", "echo JobRequeue = 1")):
         fake_program(tmp_path, name, body)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("tlt_hpc.plan.preflight.checklist.CHECKS", {"drafter": job_checks.check_drafter})
+    monkeypatch.setattr("tlt_hpc.extras.preflight.checklist.CHECKS", {"drafter": job_checks.check_drafter})
     fake_program(tmp_path, "squeue", "echo '100_0|RUNNING|None'")
     warmup = make(tmp_path, [])
     save(replace(warmup, members=(replace(warmup.members[0], run="runs/warmup", arguments=("warmup", TINY)),)))
@@ -377,8 +381,8 @@ def test_nothing_is_submitted_that_preflight_refuses(
         in capsys.readouterr().out
     )
     no_room: Any = {"disk": lambda job: failure("no room", "make some")}
-    monkeypatch.setattr("tlt_hpc.plan.preflight.checklist.CHECKS", no_room)
-    monkeypatch.setattr("tlt_hpc.plan.preflight.checklist.SLURM_CHECKS", {})
+    monkeypatch.setattr("tlt_hpc.extras.preflight.checklist.CHECKS", no_room)
+    monkeypatch.setattr("tlt_hpc.extras.preflight.checklist.SLURM_CHECKS", {})
     assert main(["submit", *given]) == 2
     assert capsys.readouterr().err == (
         "tlt: nothing was submitted: 1 failure; correct it, or add --no-preflight if it is of this machine alone\n"

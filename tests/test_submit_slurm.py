@@ -16,8 +16,9 @@ from whole_run import SMALL
 
 from tlt_hpc.cli.main import main
 from tlt_hpc.cluster.executor import send
+from tlt_hpc.cluster.request import SlurmRequest
 from tlt_hpc.cluster.slurm import ask_slurm
-from tlt_hpc.cluster.submission import Resources, Submission, SubmittedRun, load, parameters, save
+from tlt_hpc.cluster.submission import Submission, SubmittedRun, load, parameters, save
 from tlt_hpc.storage.step_lines import add_line
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -61,8 +62,8 @@ def test_of_six_members_the_failed_one_is_named_and_submitted_again_alone(
         SubmittedRun(f"member{i}", f"runs/member{i}", ("plan", "missing.toml" if i == 3 else TINY), (f"run.seed={i}",))
         for i in range(6)
     )
-    resources = Resources(partition="main", time="5")
-    submission = Submission(tmp_path / "sub", tmp_path, ROOT, "six", TINY, resources, members, 0.0)
+    asked = SlurmRequest({"partition": "main", "time": "5"})
+    submission = Submission(tmp_path / "sub", tmp_path, ROOT, "six", TINY, asked, members, 0.0)
     save(submission)
     commands = [member.arguments for member in members]
     jobs = send(submission.jobs_folder, parameters(submission), commands, dict(os.environ))

@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launch_ranks import ROOT, forked
+from launch_ranks import ROOT
 from small_run import small_record
 
 sys.path.insert(0, str(ROOT / "tools"))
-import system_call_faults
-from system_call_faults import few, table
-from system_call_rank import Fault, unavailable
-from system_call_runs import STARTS, Campaign, Case, Result
+import faults
+from fault_kinds.interception import CallFault, unavailable
+from fault_kinds.runs import forking
+from fault_kinds.system_calls import SETTINGS, STARTS, Campaign, Case, few
 
 from tlt_hpc.common import files
 from tlt_hpc.config import ConfigError, UserError, load_config, reading
@@ -41,13 +41,13 @@ PROGRAM = """
 import json, os, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
-from system_call_rank import Fault, split
+from fault_kinds.interception import CallFault, split
 place = Path(sys.argv[2])
-split(Fault(**json.loads(sys.argv[3])), [str(place / "run")], place / "report")
+split(CallFault(**json.loads(sys.argv[3])), [str(place / "run")], place / "report")
 """
 
 
-def intercepted(place: Path, fault: Fault, program: str) -> tuple[str, dict[str, Any]]:
+def intercepted(place: Path, fault: CallFault, program: str) -> tuple[str, dict[str, Any]]:
     """What a program printed whose calls on the folder ``run`` are intercepted, and the report."""
     (place / "run").mkdir(exist_ok=True)
     command = [sys.executable, "-c", PROGRAM + program, str(ROOT / "tools"), str(place), json.dumps(vars(fault))]
@@ -65,7 +65,7 @@ for _ in range(3):
     print({call}, os.lseek(file, 0, os.SEEK_CUR), flush=True)
 os._exit(3)
 """
-    out, report = intercepted(tmp_path, Fault("resume", "write", 2, "short"), program)
+    out, report = intercepted(tmp_path, CallFault("resume", "write", 2, "short"), program)
     whole = 11 if "writev" in call else 10
     moved = [0, 0, 0] if "pwrite" in call else [whole, whole + 5, 2 * whole + 5]
     assert out.split() == [str(n) for pair in zip([whole, 5, whole], moved, strict=True) for n in pair]
@@ -91,11 +91,11 @@ for name in ("run/a", "else", "run/b", "run/c"):
 sys.stdout.flush()
 os._exit(3)
 """
-    out, _ = intercepted(tmp_path, Fault("resume", "rename", 2, "EDQUOT"), program)
+    out, _ = intercepted(tmp_path, CallFault("resume", "rename", 2, "EDQUOT"), program)
     assert out.split() == ["done", "done", str(errno.EDQUOT), "done"]
-    out, _ = intercepted(tmp_path, Fault("resume", "rename", 2, "EIO", stays=True), program)
+    out, _ = intercepted(tmp_path, CallFault("resume", "rename", 2, "EIO", stays=True), program)
     assert out.split() == ["done", "done", "5", "5"]
-    out, report = intercepted(tmp_path, Fault("step", "rename", 1), program)
+    out, report = intercepted(tmp_path, CallFault("step", "rename", 1), program)
     assert out.split() == ["done"] * 4 and report["struck"] == "", "another part of the run"
 
 
@@ -109,25 +109,22 @@ except OSError as error:
     print(error.errno, os.readlink(f"/proc/self/fd/{file}"), flush=True)
 os._exit(3)
 """
-    out, _ = intercepted(tmp_path, Fault("resume", "close", 1, "EIO"), program)
+    out, _ = intercepted(tmp_path, CallFault("resume", "close", 1, "EIO"), program)
     assert out.split() == ["5", "/dev/null"]
 
 
 # -- the campaign ---------------------------------------------------------------------------------------------------
 
 
-def test_calls_on_the_same_file_are_thinned_out_and_counted() -> None:
+def test_calls_on_the_same_file_are_thinned_out() -> None:
     assert few(["a", "b", "a", "a", "a", "a", "a"], "a", 3) == [1, 4, 7]
     assert few(["a", "b", "a"], "a", 0) == few(["a", "b", "a"], "a", 2) == [1, 3]
-    found = [Result(f"1-0-step-write-000{n}-EIO", "f" * (n < 3), n, "tlt: no", ["hung"] * (n == 2)) for n in range(4)]
-    assert table(found).splitlines()[-1] == "| step, 1 rank | write | 4 | 1 | 1 | 0 | 1 | 1 |"
-    assert table(found, ",").splitlines()[-1] == '"step, 1 rank",write,4,1,1,0,1,1'
 
 
 @pytest.fixture(scope="module")
 def campaign(tmp_path_factory: pytest.TempPathFactory) -> Campaign:
-    campaign = Campaign(tmp_path_factory.mktemp("calls"), forked())
-    campaign.prepare(1, 0, ["saved"])
+    campaign = Campaign(tmp_path_factory.mktemp("calls"), forking(1, SETTINGS))
+    campaign.prepare(0, ["saved"])
     return campaign
 
 
@@ -147,9 +144,9 @@ def test_a_call_fails_and_the_run_ends_as_if_it_had_not(
 ) -> None:
     calls = campaign.count(part)[call]
     number = next(number for number, path in enumerate(calls, 1) if f"/run/{file}" in path)
-    result = campaign.judge(Case(part, 1, Fault(part, call, number, error, stays)))
-    assert result.file.startswith(file) and result.outcome == outcome, result
-    assert (result.status == 2) == result.said.startswith("tlt: ") == (outcome == "ended")
+    result = campaign.judge(Case(part, 1, CallFault(part, call, number, error, stays)))
+    assert result.details["file"].startswith(file) and result.outcome == outcome and not result.wrong, result
+    assert (result.details["status"] == 2) == result.details["said"].startswith("tlt: ") == (outcome == "ended")
 
 
 @needs_interception
@@ -157,17 +154,17 @@ def test_a_call_fails_and_the_run_ends_as_if_it_had_not(
 @pytest.mark.ci
 def test_what_rank_0_alone_writes_at_the_end_ends_all_ranks_with_one_line(tmp_path: Path) -> None:
     """The others had begun to sum the policy with torch, and ended with a traceback of a closed connection."""
-    campaign = Campaign(tmp_path, forked())
-    campaign.prepare(2, 0, ["saved"])
+    campaign = Campaign(tmp_path, forking(2, SETTINGS))
+    campaign.prepare(0, ["saved"])
     calls = campaign.count("checkpoint")["rename"]
     number = next(number for number, path in enumerate(calls, 1) if "/run/drafter/" in path)
-    result = campaign.judge(Case("checkpoint", 2, Fault("checkpoint", "rename", number, "EIO")))
-    assert result.file.startswith("drafter/") and result.outcome == "ended", result
+    result = campaign.judge(Case("checkpoint", 2, CallFault("checkpoint", "rename", number, "EIO")))
+    assert result.details["file"].startswith("drafter/") and result.outcome == "ended" and not result.wrong, result
 
 
 @pytest.mark.mpi
 def test_what_a_run_has_lost_is_seen(campaign: Campaign) -> None:
-    case, start = Case("step", 1, Fault("step")), campaign.folder / "starts" / "1-whole"
+    case, start = Case("step", 1, CallFault("step")), campaign.folder / "starts" / "1-whole"
 
     def wrong_after(change: Callable[[RunFolder], None], text: str = "", status: int = 0) -> list[str]:
         place = campaign.folder / "places" / "changed"
@@ -199,14 +196,12 @@ def test_what_a_run_has_lost_is_seen(campaign: Campaign) -> None:
 @pytest.mark.mpi
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_slice_of_all_calls(tmp_path: Path, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    options = ["--ranks", str(ranks), "--rank", str(ranks - 1), "--alike", "3", "--every", "12"]
-    monkeypatch.setattr(sys, "argv", ["system_call_faults", *options, "--folder", str(tmp_path)])
-    assert system_call_faults.main() == 0
+def test_a_slice_of_all_calls(tmp_path: Path, ranks: int) -> None:
+    options = ["--ranks", str(ranks), "--rank", str(ranks - 1), "--alike", "3", "--count", "60"]
+    assert faults.main(["system-calls", *options, "--folder", str(tmp_path)]) == 0
     lines = [json.loads(line) for line in (tmp_path / "cases.jsonl").read_text().splitlines()]
-    assert {line["name"].split("-")[2] for line in lines} == set(STARTS) and sum(
-        bool(each["file"]) for each in lines
-    ) > 40
+    assert {line["name"].split("-")[2] for line in lines} == set(STARTS)
+    assert sum(line["outcome"] != "not reached" for line in lines) > 40
 
 
 # -- what it found --------------------------------------------------------------------------------------------------

@@ -18,7 +18,8 @@ from small_run import line_of, small_record, small_run
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from tlt_hpc.cli.display import Screen, StepReporter, make_console
+from tlt_hpc.cli.display import Screen, StepReporter
+from tlt_hpc.common.console import make_console
 from tlt_hpc.common.records import FinishReason, Rollout, SampleKey
 from tlt_hpc.config import load_config
 from tlt_hpc.storage.folder import RunFolder

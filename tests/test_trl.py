@@ -12,8 +12,7 @@ import torch
 from tlt_hpc.config import AlgorithmSection
 from tlt_hpc.config.recipes import RECIPES
 from tlt_hpc.rl.advantage import token_weights
-from tlt_hpc.rl.correction import correction_weights
-from tlt_hpc.rl.loss import kl_estimate, policy_loss
+from tlt_hpc.rl.loss import correction_weights, kl_estimate, policy_loss
 
 trainers = pytest.importorskip("trl.trainer.grpo_trainer", reason="trl is installed by requirements/test.txt")
 

@@ -7,7 +7,7 @@ import pytest
 
 from tlt_hpc.common.records import Prompt
 from tlt_hpc.config import RewardSection
-from tlt_hpc.rewards.truths import check_answer
+from tlt_hpc.rewards.judge import check_answer
 
 
 def problem(kind: str, truth: str, **settings: object) -> str:

@@ -19,7 +19,8 @@ from tlt_hpc import session as job
 from tlt_hpc.cli.main import main
 from tlt_hpc.cluster.stopping import Stop
 from tlt_hpc.config import DrafterSection, UserError, WarmupSection, load_config
-from tlt_hpc.drafting.packing import pack, whole
+from tlt_hpc.drafting.offline import learn
+from tlt_hpc.drafting.pool import pack, whole
 from tlt_hpc.drafting.spot import SpotTrainer
 from tlt_hpc.models.drafter_file import DRAFTER_FILE, load_drafter, read_drafter
 from tlt_hpc.models.tokenizer import embedded
@@ -148,7 +149,7 @@ def test_each_validation_is_of_the_drafter_as_it_is_then(tmp_path, monkeypatch):
     def learned(warmup, shelf, batch, progress):
         taken = take_update(warmup, shelf, batch, progress)
         if taken[0].updates == 6:
-            warmup.trainer.start_from(load_file(embedded("tiny_drafter") / DRAFTER_FILE))
+            warmup.trainer.trained.start_from(load_file(embedded("tiny_drafter") / DRAFTER_FILE))
         return taken
 
     monkeypatch.setattr(warm_up_module, "take_update", learned)
@@ -262,8 +263,8 @@ def test_an_update_is_that_of_all_documents_in_one_pass():
     """Compares the posted gradients: Adam's first step would enlarge the rounding errors of the smallest ones."""
     found = [random_document(length, prompt, i) for i, (length, prompt) in enumerate([(40, 5), (9, 7), (25, 3)])]
     whole_batch, in_passes = RanksInTurn(1), RanksInTurn(1)
-    loss = make_trainer().learn([pack([whole(document) for document in found], CPU)], whole_batch)
-    again = make_trainer().learn([pack([whole(document)], CPU) for document in found], in_passes)
+    loss = learn(make_trainer(), [pack([whole(document) for document in found], CPU)], whole_batch)
+    again = learn(make_trainer(), [pack([whole(document)], CPU) for document in found], in_passes)
     assert again == pytest.approx(loss, abs=1e-5)
     np.testing.assert_allclose(in_passes.arrays[0] / 59, whole_batch.arrays[0] / 59, atol=1e-5, rtol=1e-4)
     assert whole_batch.arrays[0][-1] == 35 + 2 + 22
@@ -273,11 +274,11 @@ def test_a_rank_without_a_document_takes_the_others_update():
     found = [random_document(40, 5, 0)]
     busy, idle, ranks = make_trainer(), make_trainer(), RanksInTurn()
     alone = make_trainer()
-    alone.learn([pack([whole(found[0])], CPU)], RanksInTurn(1))
-    busy.learn([pack([whole(found[0])], CPU)], ranks)
-    loss = idle.learn([], ranks)
-    assert busy.fingerprint() == idle.fingerprint() == alone.fingerprint()
-    assert idle.num_steps == 1 and loss > 0
+    learn(alone, [pack([whole(found[0])], CPU)], RanksInTurn(1))
+    learn(busy, [pack([whole(found[0])], CPU)], ranks)
+    loss = learn(idle, [], ranks)
+    assert busy.trained.fingerprint() == idle.trained.fingerprint() == alone.trained.fingerprint()
+    assert idle.trained.num_steps == 1 and loss > 0
 
 
 # -- from logs ------------------------------------------------------------------------------------------------------
@@ -293,8 +294,7 @@ def write_log(folder: Path, rollouts, step: int = 0) -> None:
 def logged(tmp_path_factory):
     """A run's log, its rollouts, and the features captured while they were decoded, with speculation."""
     drafter = load_drafter("embedded:tiny", embedded_decoder(), "")
-    engine = make_engine([Strategy("drafter", 4)], max_new_tokens=40, drafter=drafter)
-    engine.drafter_ready = True
+    engine = make_engine([Strategy("drafter", 4)], max_new_tokens=40, drafter=drafter, drafter_is_trained=True)
     captured, prompts = {}, {}
 
     def sink(tokens, prompt_length, features, first):

@@ -14,7 +14,6 @@ from pathlib import Path
 from tlt_hpc.cluster.watch import watch as watch_module
 from tlt_hpc.cluster.watch.beat import Beat, Member, Phase
 from tlt_hpc.cluster.watch.record import (
-    DamagedRecordError,
     Record,
     read_record,
     read_verdict,
@@ -22,8 +21,8 @@ from tlt_hpc.cluster.watch.record import (
     status_file,
     write_record,
 )
-from tlt_hpc.cluster.watch.status_writer import StatusWriter
-from tlt_hpc.cluster.watch.watch import STALLED, Watch
+from tlt_hpc.cluster.watch.watch import STALLED, StatusWriter, Watch
+from tlt_hpc.common.files import DamagedText
 
 LOOK = 0.01
 NEVER = 1e9
@@ -76,8 +75,8 @@ def until(condition, seconds: float = 60.0) -> None:
 
 
 def is_told(folder: Path) -> bool:
-    with contextlib.suppress(OSError, DamagedRecordError):
-        return read_record(folder, 0).heartbeat > 0
+    with contextlib.suppress(OSError, DamagedText):
+        return read_record(status_file(folder, 0)).heartbeat > 0
     return False
 
 
@@ -85,11 +84,11 @@ def test_a_rank_records_where_it_is_and_how_it_ended(tmp_path):
     with Job(tmp_path) as job:
         with job.beat.within(Phase.UPDATE, 12):
             job.beat.at_part("micro-batch", 3, 8)
-            until(lambda: is_told(tmp_path) and read_record(tmp_path, 0).phase == "update")
-        told = read_record(tmp_path, 0)
+            until(lambda: is_told(tmp_path) and read_record(status_file(tmp_path, 0)).phase == "update")
+        told = read_record(status_file(tmp_path, 0))
         assert (told.place, told.pid, told.ending) == ("update of step 13 (micro-batch 3 of 8)", os.getpid(), "")
         assert job.watch.ended(75) == 75
-    assert read_record(tmp_path, 0).ending == "stopped early"
+    assert read_record(status_file(tmp_path, 0)).ending == "stopped early"
     assert job.ends == []
 
 
@@ -97,10 +96,10 @@ def test_a_rank_that_is_about_to_be_killed_records_its_end_before(tmp_path):
     """As a job that has itself queued again, which Slurm answers by killing it."""
     with Job(tmp_path, looks=20, by_hand=True) as job:
         job.beat.leave("stopped early")
-        assert read_record(tmp_path, 0).ending == "stopped early"
+        assert read_record(status_file(tmp_path, 0)).ending == "stopped early"
         job.look(60)
         assert not job.ends, "it may be waited for"
-        assert read_record(tmp_path, 0).ending == "stopped early"
+        assert read_record(status_file(tmp_path, 0)).ending == "stopped early"
 
 
 def test_a_rank_that_hangs_reports_why_and_ends(tmp_path, capfd):
@@ -112,7 +111,7 @@ def test_a_rank_that_hangs_reports_why_and_ends(tmp_path, capfd):
     assert line.startswith("rank 0 on node1 is stuck in rollout for 0.0") and "at wait (" in line
     assert err.startswith(f"tlt: the job hangs: {line}") and err.count("\n") == 1
     assert "test_a_rank_that_hangs" in stacks_file(tmp_path, 0).read_text()
-    assert read_record(tmp_path, 0).ending == "finished", "the end of the test"
+    assert read_record(status_file(tmp_path, 0)).ending == "finished", "the end of the test"
 
 
 def test_the_others_leave_it_to_the_lowest_as_long_as_that_one_lives(tmp_path, capfd):

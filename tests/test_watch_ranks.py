@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 from launch_ranks import ROOT, launch
 
-from tlt_hpc.cluster.watch.last import clear_last
-from tlt_hpc.cluster.watch.record import read_record, read_verdict
+from tlt_hpc.cluster.watch.record import clear_last, read_record, read_verdict, status_file
 from tlt_hpc.cluster.watch.watch import STALLED
 
 pytestmark = pytest.mark.mpi
@@ -47,6 +46,7 @@ TROUBLES = {
     "library": lambda world: ctypes.PyDLL(None).sleep(100),  # holds the interpreter
     "parted": lambda world: world.broadcast(1),
     "killed": lambda world: os.kill(os.getpid(), signal.SIGKILL),
+    "killed, on emulated nodes": lambda world: os.kill(os.getpid(), signal.SIGKILL),
     "another fails, then killed": lambda world: (time.sleep(0.3), os.kill(os.getpid(), signal.SIGKILL)),
     "killed, then another fails": lambda world: os.kill(os.getpid(), signal.SIGKILL),
     "stopped": lambda world: stop_for(100),
@@ -105,7 +105,8 @@ def main(watch):
     return watch.ended(0)
 
 rank = launched_rank(os.environ)
-with Watch(factor, rank, Witness.fork() if rank == 0 else Witness(), look_seconds=look) as watch:
+is_first = rank == 0 or trouble.endswith("emulated nodes")  # each of which has a first rank
+with Watch(factor, rank, Witness.fork() if is_first else Witness(), look_seconds=look) as watch:
     main(watch)
 """
 
@@ -143,7 +144,7 @@ def test_a_rank_that_holds_up_the_others_is_named(tmp_path, trouble, named):
     assert code == STALLED, err
     assert len(lines) == 1 and re.match(f"tlt: the job hangs: {named}", lines[0]), err
     start, line = read_verdict(tmp_path / "status")
-    assert line in lines[0] and start == read_record(tmp_path / "status", 0).start
+    assert line in lines[0] and start == read_record(status_file(tmp_path / "status", 0)).start
     stacks = tmp_path / "status" / "rank-0001.stacks"
     assert stacks.exists() == (trouble in ("hang", "parted")), "a process that does not run cannot tell"
     assert not stacks.exists() or "decode" in stacks.read_text()
@@ -151,9 +152,10 @@ def test_a_rank_that_holds_up_the_others_is_named(tmp_path, trouble, named):
 
 
 @pytest.mark.ci
-def test_a_rank_that_is_killed_is_named_at_once_and_by_the_next_start(tmp_path):
-    """Though the launcher kills all others within milliseconds."""
-    code, lines, err = work(tmp_path, "killed")
+@pytest.mark.parametrize("trouble", ["killed", "killed, on emulated nodes"])
+def test_a_rank_that_is_killed_is_named_at_once_and_by_the_next_start(tmp_path, trouble):
+    """Though the launcher kills all others within milliseconds. Nodes of Slurm on one machine share a witness."""
+    code, lines, err = work(tmp_path, trouble)
     told = clear_last(tmp_path / "status", "")
     assert re.match(r"rank 1 on \S+ was killed or crashed, last seen in \w+ of step [12]", told), err
     assert code == 9 and lines in ([], [f"tlt: {told}; the same command resumes"]), "the launcher may drop the line"
@@ -187,5 +189,5 @@ def test_ranks_that_say_why_they_end_are_not_called_killed(tmp_path):
 def test_a_rank_that_is_stopped_for_less_than_the_limit_is_waited_for(tmp_path):
     code, lines, err = work(tmp_path, "paused", 10 * LIMIT)
     assert (code, lines) == (0, []), err
-    assert {read_record(tmp_path / "status", rank).ending for rank in range(RANKS)} == {"finished"}
+    assert {read_record(status_file(tmp_path / "status", rank)).ending for rank in range(RANKS)} == {"finished"}
     assert clear_last(tmp_path / "status", "") == ""

@@ -14,7 +14,7 @@ import pytest
 from launch_ranks import LAUNCH_ENVIRONMENT, ROOT, mpiexec
 from small_disk import fill, mounted_disk
 
-from tlt_hpc.cluster.watch.record import read_record
+from tlt_hpc.cluster.watch.record import read_record, status_file
 from tlt_hpc.cluster.watch.watch import STALLED
 
 pytestmark = pytest.mark.mpi
@@ -32,7 +32,7 @@ from tlt_hpc.cli import main as cli
 from tlt_hpc import train as run
 from tlt_hpc.rollout.engine import RolloutEngine
 from tlt_hpc.cluster.watch.beat import BEAT, LIMIT_SECONDS, Phase
-from tlt_hpc.cluster.watch.record import read_record
+from tlt_hpc.cluster.watch.record import read_record, status_file
 
 steps, true_take, true_step = [0], run.take_step, RolloutEngine.step
 
@@ -41,7 +41,7 @@ def take_step(job, step, *rest, **named):
     return true_take(job, step, *rest, **named)
 
 def others_wait():
-    other = read_record(BEAT.folder, 0)
+    other = read_record(status_file(BEAT.folder, 0))
     return (other.step, other.sequences_left) == (2, 0)  # a record counts steps from 1
 
 def step(self):
@@ -108,7 +108,7 @@ def test_a_hang_ends_the_run_with_one_line_and_the_same_command_resumes(tmp_path
     assert code == 0 and not lines, text
     assert f"the last start ended so: {told[1]}" in text
     assert num_steps(tmp_path) == 2
-    assert {read_record(tmp_path / "tiny" / "status", rank).ending for rank in (0, 1)} == {"finished"}
+    assert {read_record(status_file(tmp_path / "tiny" / "status", rank)).ending for rank in (0, 1)} == {"finished"}
 
 
 @pytest.fixture

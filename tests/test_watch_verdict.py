@@ -11,13 +11,12 @@ from hypothesis import strategies as st
 
 from tlt_hpc.cluster.watch import witness
 from tlt_hpc.cluster.watch.beat import Beat, Member, Phase
-from tlt_hpc.cluster.watch.diagnosis import describe
-from tlt_hpc.cluster.watch.last import clear_last
+from tlt_hpc.cluster.watch.diagnosis import Sighting, describe, judge, judge_alone
 from tlt_hpc.cluster.watch.record import (
     SIZE,
-    DamagedRecordError,
     Record,
     claim_verdict,
+    clear_last,
     decode,
     encode,
     read_record,
@@ -25,8 +24,8 @@ from tlt_hpc.cluster.watch.record import (
     status_file,
     write_record,
 )
-from tlt_hpc.cluster.watch.verdict import Sighting, judge, judge_alone
 from tlt_hpc.cluster.watch.watch import ProgressCounter
+from tlt_hpc.common.files import DamagedText
 
 GLOO = (
     "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:3482: Connection "
@@ -120,17 +119,17 @@ def test_no_rank_that_makes_progress_is_named(ranks):
 def test_a_record_comes_back_as_it_was(tmp_path):
     told = stuck(3, where="x" * 50, ending="finished", part="micro-batch 1 of 2")
     write_record(tmp_path, told)
-    assert read_record(tmp_path, 3) == told
+    assert read_record(status_file(tmp_path, 3)) == told
     assert status_file(tmp_path, 3).stat().st_size == SIZE
     write_record(tmp_path, record(3))
-    assert read_record(tmp_path, 3) == record(3), "written in place"
+    assert read_record(status_file(tmp_path, 3)) == record(3), "written in place"
 
 
 @given(st.integers(0, SIZE - 1), st.integers(1, 255))
 def test_a_damaged_record_is_refused(index, change):
     data = bytearray(encode(record(0)))
     data[index] ^= change
-    with suppress(DamagedRecordError):
+    with suppress(DamagedText):
         assert decode(bytes(data)) == record(0), "only blanks at its end may change nothing"
 
 
@@ -273,6 +272,6 @@ def test_the_verdict_on_the_last_start_is_given_once(tmp_path):
 
 def test_a_member_knows_the_processes_on_its_host():
     told = [("a", 11, "x"), ("a", 12, "y"), ("b", 11, "z")]
-    assert Member.of(1, told) == Member(1, 3, "a", "x", {0: 11, 1: 12})
-    assert Member.of(2, told).neighbours == {2: 11}
+    assert Member.of(1, told) == Member(1, 3, "a", "x", {0: 11, 1: 12}, "x")
+    assert (Member.of(2, told).neighbours, Member.of(2, told).witness) == ({2: 11}, "z")
     assert describe(2**22 + 1) == "its process is gone"

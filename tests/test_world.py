@@ -25,11 +25,9 @@ from tlt_hpc.cluster.stopping import Stop
 from tlt_hpc.config import ConfigError, UserError
 from tlt_hpc.data.reader import OverlongError
 from tlt_hpc.data.rows import RowError
-from tlt_hpc.mpi import node as node_module
 from tlt_hpc.mpi import world as world_module
 from tlt_hpc.mpi.library import MPI
-from tlt_hpc.mpi.node import to_send
-from tlt_hpc.mpi.world import LaunchError, World, check_rank_count, check_thread_level, place
+from tlt_hpc.mpi.world import LaunchError, World, check_rank_count, check_thread_level, place, to_send
 from tlt_hpc.session import Session
 from tlt_hpc.storage.folder import WriteError
 
@@ -175,7 +173,7 @@ def sum_arrays(world: World, dtype: str, length: int) -> list[Any]:
 
 
 def use_collectives(most_bytes: int, block_bytes: int) -> dict[str, Any]:
-    world_module.MOST_BYTES, node_module.BLOCK_BYTES = most_bytes, block_bytes
+    world_module.MOST_BYTES, world_module.BLOCK_BYTES = most_bytes, block_bytes
     world = World.connect()
 
     def item(rank: int) -> dict[str, Any]:

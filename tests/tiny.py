@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from tlt_hpc.common.records import Request, Rollout, SampleKey, SamplingParams, Stream
 from tlt_hpc.config import EMBEDDED_MODEL
-from tlt_hpc.data.gcd import draw_from_split
+from tlt_hpc.data.prompts import draw_from_split
 from tlt_hpc.kernels.gumbel import gumbel_noise_reference
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.drafter import Drafter
@@ -87,6 +87,7 @@ def make_engine(
     drafter: Drafter | None = None,
     decoder: Decoder | None = None,
     agree: Agree | None = None,
+    drafter_is_trained: bool = False,
     **options,
 ) -> RolloutEngine:
     """Of the embedded model, which ``decoder`` may compute otherwise; ``options`` of its settings."""
@@ -96,7 +97,9 @@ def make_engine(
         "params": params, "eos_token_ids": (EOS,), "max_live": 16, "max_prompt_tokens": 16, "tie_guard": True
     }  # fmt: skip
     settings = EngineSettings(num_tokens=NUM_TOKENS, strategies=tuple(strategies), **defaults | options)
-    engine = RolloutEngine(decoder or embedded_decoder(), settings, drafter, agree)
+    engine = RolloutEngine(
+        decoder or embedded_decoder(), settings, drafter, agree, drafter_is_trained=drafter_is_trained
+    )
     engine.load_policy(folder_weights(embedded_folder()), 0)
     engine.calibrate(gcd_requests(4, 1, seed=99))
     return engine

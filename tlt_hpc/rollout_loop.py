@@ -1,4 +1,4 @@
-"""One step's rollout on this rank, and what is done while it waits for the others: rewards, then the drafter."""
+"""One step's rollout on this rank, and its work while it waits for the others: rewards, then the drafter."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from tlt_hpc.cluster.watch.beat import BEAT, Phase
 from tlt_hpc.common.records import Request, Rollout, RolloutTiming, SampleKey
 from tlt_hpc.config import UserError
 from tlt_hpc.drafting.tail_plan import TailUse
+from tlt_hpc.job import Drafting, Job
+from tlt_hpc.mpi.pulse import Pulse
 from tlt_hpc.mpi.roster import Roster, State, Status
 from tlt_hpc.mpi.world import World
 from tlt_hpc.resume.kept import Keeper, excluded_token, open_keeper
@@ -21,7 +23,7 @@ from tlt_hpc.rewards.scorer import Scorer
 from tlt_hpc.rl.ahead import AheadTail
 from tlt_hpc.rl.draws import StepDraws
 from tlt_hpc.rollout.engine import RolloutEngine
-from tlt_hpc.session import Drafting, Job, engine_status, text_of
+from tlt_hpc.session import engine_status, text_of
 
 
 class RollingReporter(Protocol):
@@ -34,7 +36,7 @@ class RollingReporter(Protocol):
 
 @dataclass(frozen=True)
 class Tail:
-    """What a rollout left on this rank: its shard, its times, and whether a stop vote cut it short."""
+    """Outcome of a rollout on this rank: its shard, its times, and whether a stop vote cut it short."""
 
     rollouts: list[Rollout]
     timings: tuple[RolloutTiming, ...]
@@ -43,11 +45,11 @@ class Tail:
     scorer: Scorer
     """With the rewards that were found while the rank waited."""
     use: TailUse
-    """What idle ranks did."""
+    """Use of idle ranks."""
     num_stored: int
     """Tokens that were generated ahead for this rank's responses."""
     ahead_spans: list[tuple[float, float]]
-    """When this rank generated ahead, in seconds since the epoch."""
+    """Times at which this rank generated ahead, in seconds since the epoch."""
     late_seconds: float
     """From when this rank learned of a release to its leaving the loop, the longest."""
     decode_cpu_seconds: float
@@ -68,7 +70,7 @@ def roll_out(job: Job, step: int, reporter: RollingReporter) -> Tail:
     scorer = Scorer(job.bench, draws.prompt_of, lambda rollout: text_of(job.tokenizer, rollout.response_tokens))
     if job.drafting:
         begin_features(job.drafting, job.engine, step)
-    num_stored = sum(map(len, job.engine.stored_texts.values())) if job.replica.index == 0 else 0
+    num_stored = job.engine.num_stored_tokens if job.replica.index == 0 else 0
     has_next = use.ahead and step + 1 < job.config.run.num_steps
     following = StepDraws(job.config, job.prompts, step + 1).requests() if has_next else []
     ahead = AheadTail(job.engine, job.replica, job.pulse, job.by_replica(following))
@@ -103,7 +105,7 @@ def take_over_kept(
     """
     left = still_to_do(requests, kept, job.config.data.source, job.assets.excluded_token_ids)
     own = [kept[request.key] for request in requests if request.key in kept and job.is_own(request.key)]
-    job.engine.finished += own
+    job.engine.add_finished(own)
     keeper.skip(len(own))
     return left
 
@@ -111,7 +113,7 @@ def take_over_kept(
 def still_to_do(
     requests: list[Request], kept: Mapping[SampleKey, Rollout], source: object, excluded: Sequence[int]
 ) -> list[Request]:
-    """Those of the requests for which nothing was kept.
+    """The requests for which nothing was kept.
 
     Raises:
         UserError: on all ranks, if a kept response is to another prompt, or has a token of ``excluded``.
@@ -182,7 +184,7 @@ def generate_part(
 
     own = job.shard(requests)
     roster = job.generate(
-        engine, own, on_idle=on_idle, on_round=on_round, status=lambda: status(job, use, ahead), shown=shown, epoch=step
+        engine, own, on_idle=on_idle, on_round=on_round, status=lambda: status(job, ahead), shown=shown, epoch=step
     )
     late_seconds = time.perf_counter() - job.pulse.released_at
     timing = RolloutTiming(start, last_token, time.time())
@@ -197,31 +199,31 @@ def use_wait(job: Job, scorer: Scorer, use: TailUse, ahead: AheadTail, roster: R
 
     The pulse continues meanwhile, so that the release ends any of them at once.
     """
-    now = status(job, use, ahead)
+    now = status(job, ahead)
     if job.world.stop_requested and (now.state is not State.AHEAD or job.replica.size == 1):
         return False  # nothing is begun while the vote is on its way, and the core is left to others
     if scorer.has_unscored(job.engine.finished):
         with job.pulse.progressing(now):
-            scorer.score_ahead(job.engine.finished, lambda: is_over(job))
+            scorer.score_ahead(job.engine.finished, lambda: is_over(job.pulse, job.world))
         if job.replica.size == 1:
             return True
     if now.state is State.AHEAD:  # the ranks of a replica do so together, whatever each of them has scored
-        ahead.work(roster, now, lambda: is_over(job))
+        ahead.work(roster, now, lambda: is_over(job.pulse, job.world))
         return True
     if not (use.trains and roster.worth_training(job.world.rank)):
         return False
     assert job.drafting is not None
     with job.pulse.progressing(now._replace(state=State.TRAINING)):
-        return job.drafting.spot.micro_step(lambda: is_over(job))
+        return job.drafting.spot.micro_step(lambda: is_over(job.pulse, job.world))
 
 
-def is_over(job: Job) -> bool:
-    """Whether this rank should return to its loop: the rollout is over, or it has a stop to vote for."""
-    return job.pulse.over or job.world.stop_requested
+def is_over(pulse: Pulse, world: World) -> bool:
+    """True if this rank should return to its loop: the rollout is over, or it has a stop to vote for."""
+    return pulse.over or world.stop_requested
 
 
-def status(job: Job, use: TailUse, ahead: AheadTail) -> Status:
-    """What this rank reports to the others."""
+def status(job: Job, ahead: AheadTail) -> Status:
+    """Status that this rank reports to the others."""
     now, steps = engine_status(job.engine, job.world), len(job.drafting.spot.records) if job.drafting else 0
     state = now.state
     if state is State.IDLE and ahead.is_left:

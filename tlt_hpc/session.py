@@ -9,7 +9,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 
@@ -18,58 +18,28 @@ import torch
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from tlt_hpc.checkpoint.claim import claim_folder
-from tlt_hpc.checkpoint.manifest import Checkpoint
-from tlt_hpc.checkpoint.store import CheckpointStore
 from tlt_hpc.cluster.device import GIVEN as GIVEN_GPU
 from tlt_hpc.cluster.device import fix_workspaces
 from tlt_hpc.common.records import Prompt, Request, SampleKey, SamplingParams, Stream
 from tlt_hpc.common.words import count
-from tlt_hpc.config import (
-    Config,
-    ConfigError,
-    DrafterSection,
-    ModelSection,
-    RewardSection,
-    RolloutSection,
-    RunSection,
-    UserError,
-    truncation_warning,
-)
+from tlt_hpc.config import Config, ConfigError, ModelSection, RewardSection, RolloutSection, RunSection, UserError
 from tlt_hpc.data.prompts import PromptSource
-from tlt_hpc.drafting.spot import AVERAGE_MERGES, SpotTrainer
-from tlt_hpc.drafting.tail_plan import TailPlan
-from tlt_hpc.drafting.vocabulary import count_tokens, most_frequent_tokens
-from tlt_hpc.look.energy import EnergyMeter
-from tlt_hpc.look.environment import RankPlace, find_environment
 from tlt_hpc.models.decoder import Decoder
-from tlt_hpc.models.draft_layer import AS_TARGET, TOKEN_IDS, layer_of
 from tlt_hpc.models.drafter import Drafter
-from tlt_hpc.models.drafter_file import initial_drafter, make_drafter
 from tlt_hpc.models.eagle import Eagle
-from tlt_hpc.models.folder import decoding_dtype, folder_weights, import_transformers, num_used_tokens, start_model
-from tlt_hpc.models.once import read_all_once, read_each_once
-from tlt_hpc.models.shape import ModelShape
+from tlt_hpc.models.folder import decoding_dtype, folder_weights, num_used_tokens
 from tlt_hpc.models.sharding import WHOLE, Sharding
-from tlt_hpc.models.tokenizer import control_token_ids, find_model
-from tlt_hpc.mpi.node import NodeGroup
+from tlt_hpc.models.tokenizer import control_token_ids
 from tlt_hpc.mpi.pulse import BUSY_SECONDS, Pulse
 from tlt_hpc.mpi.replica import Replica, ReplicaPulse, check_nodes
 from tlt_hpc.mpi.roster import Roster, State, Status
 from tlt_hpc.mpi.world import World
-from tlt_hpc.plan.inputs import Assets, ModelAssets, read_assets_once
-from tlt_hpc.plan.shape_checks import check_experts
+from tlt_hpc.plan.inputs import Assets, ModelAssets, check_experts
 from tlt_hpc.rewards.scorer import Judge, standing_judge
-from tlt_hpc.rl.correction import MismatchWatch
 from tlt_hpc.rl.distributed import join_process_group, replica_sum
-from tlt_hpc.rl.policy import Policy
 from tlt_hpc.rollout.engine import RolloutEngine
 from tlt_hpc.rollout.settings import EngineSettings
 from tlt_hpc.rollout.strategy import strategies_of
-from tlt_hpc.storage.feature_cache import FeatureCache
-from tlt_hpc.storage.folder import RunFolder, node_folder
-from tlt_hpc.storage.records import Environment
-from tlt_hpc.storage.step_lines import best_evaluated
 
 logger = logging.getLogger(__name__)
 
@@ -77,30 +47,6 @@ _COUNTED_STEPS = 64
 """Steps whose prompts are counted for a draft vocabulary."""
 CALIBRATION_RESPONSES = 8
 """Responses that the engine is calibrated with, at most."""
-
-
-@dataclass(frozen=True)
-class Drafting:
-    """The parts that only a run with a learned drafter has."""
-
-    cache: FeatureCache
-    spot: SpotTrainer
-    served: Drafter
-    """The engine's copy, in the decoder's precision; refreshed after every merge."""
-    checkpoints: CheckpointStore
-    """Saves of the drafter alone, after each step that no whole checkpoint follows."""
-    warned: list[int] = field(default_factory=list)
-    """The step, if any, whose warning said that its save was left out."""
-
-    def load(self, checkpoint: Checkpoint, node: NodeGroup) -> None:
-        """Load the drafter of a checkpoint; collective over the node.
-
-        Raises:
-            UserError: it is of another shape.
-        """
-        names = checkpoint.names("drafter")
-        with checkpoint.reading("drafter") as read:
-            self.spot.load_state(dict(read_each_once(node, names, read)))
 
 
 @dataclass(frozen=True)
@@ -147,8 +93,15 @@ class Session:
             detokenize=partial(assets.tokenizer.decode, skip_special_tokens=False) if rollout.stop_strings else None,
         )
 
-    def make_engine(self, settings: EngineSettings, drafter: Drafter | None = None) -> RolloutEngine:
-        """A rollout engine on this rank's decoder.
+    def make_engine(
+        self,
+        settings: EngineSettings,
+        drafter: Drafter | None = None,
+        *,
+        keeps: Callable[[SampleKey], bool] = lambda key: True,
+        drafter_is_trained: bool = False,
+    ) -> RolloutEngine:
+        """A rollout engine on this rank's decoder; ``keeps`` and ``drafter_is_trained`` as ``RolloutEngine`` has them.
 
         Raises:
             ConfigError: the budget of pages holds no response of full length, or another setting that cannot work.
@@ -157,7 +110,7 @@ class Session:
             draft_among_frequent(drafter, self.config, self.assets, drawn_first(self.config.run, self.assets.prompts))
         try:
             agree = self.replica.agree if self.replica.size > 1 else None
-            engine = RolloutEngine(self.decoder, settings, drafter, agree)
+            engine = RolloutEngine(self.decoder, settings, drafter, agree, keeps, drafter_is_trained)
         except ValueError as error:
             raise ConfigError(str(error)) from None
         self.parts.callback(engine.close)
@@ -313,126 +266,6 @@ def decode(engine: RolloutEngine, pulse: Pulse) -> None:
         engine.step()
 
 
-@dataclass(frozen=True)
-class Job(Session):
-    """The parts of a training run on one rank."""
-
-    folder: RunFolder
-    prompts: PromptSource
-    engine: RolloutEngine
-    policy: Policy
-    checkpoints: CheckpointStore
-    drafting: Drafting | None
-    bench: Judge
-    """What gives responses their rewards; its server outlives the job, for further ones of this process."""
-    mismatch: MismatchWatch
-    meter: EnergyMeter
-    plan: TailPlan
-
-    def load_policy(self, version: int) -> None:
-        """Put the policy's weights into the decoder; the drafter reads its embedding and head there. Collective."""
-        self.engine.load_policy(self.policy.named_weights(), version)
-
-    def serve_drafter(self) -> None:
-        """Copy the trained drafter into the engine's."""
-        assert self.drafting is not None
-        self.engine.load_drafter(self.drafting.spot.served(), self.drafting.spot.is_trained)
-
-
-def assemble(config: Config, world: World) -> Job:
-    """Build all parts of a run; collective. If one cannot be built, those before it are closed."""
-    bench = open_bench(config.reward, world)
-    node = world.node_group
-    world.say("reading the model and the data")
-    assets = read_assets_once(config, world.size, node)
-    for warning in (node.once(lambda: assets.prompts.warning), truncation_warning(config.rollout)):
-        if world.rank == 0 and warning:
-            logger.warning("%s", warning)
-    has_drafter = config.speculation.mode == "full"
-    warm = read_initial_drafter(config, assets.shape, node) if has_drafter else None
-    session, folder = open_session(config, world, assets), RunFolder(config.folder)
-    device, parts = session.decoder.device, session.parts
-    with closed_on_error(session):
-        drafting = make_drafting(session, assets, folder, warm) if has_drafter else None
-        if drafting:
-            parts.callback(drafting.cache.abandon_step)  # still open if the run failed: its thread ends here
-        meter, environment = look_around(world, device, assets.excluded_token_ids)
-        parts.callback(meter.close)
-        # last of what may find a mistake of the user's: nothing is written before
-        claim_folder(folder, config, world, assets.prompts, environment)
-        if drafting:
-            drafting.cache.remove_parts()
-        ahead = ahead_mode(config, world, device)
-        engine = session.make_engine(session.settings(ahead != "off"), drafting.served if drafting else None)
-        engine.keeps = session.keeps
-        world.say("joining the process group")
-        join_process_group(world, "cuda" if device.type == "cuda" else "cpu")
-        world.say("importing transformers")
-        import_transformers(config.lora.rank > 0)
-        world.say("loading the policy")
-        is_sharded = config.optimizer.zero_stage == 3
-        start = partial(start_model, assets.folder, config.model.dtype, device, is_sharded, world.rank, node)
-        reference = start if config.algorithm.kl_coefficient else None
-        policy = Policy(start(), config, world, reference, assets.excluded_token_ids)
-        parts.callback(policy.close)
-        return Job(
-            **vars(session),
-            folder=folder,
-            prompts=assets.prompts,
-            engine=engine,
-            policy=policy,
-            checkpoints=CheckpointStore(
-                folder.checkpoints, config.checkpoint.keep, partial(best_evaluated, folder.metrics)
-            ),
-            drafting=drafting,
-            bench=bench,
-            mismatch=MismatchWatch(config.model.dtype, config.algorithm.correction.name != "none"),
-            meter=meter,
-            plan=TailPlan(drafting is not None and config.drafter.train, ahead),
-        )
-
-
-def ahead_mode(config: Config, world: World, device: torch.device) -> str:
-    """``speculation.ahead``, but "off" without speculation, where a single replica never waits, and where it is "auto"
-    and ranks share cores, so that those that wait would slow down the others. Collective.
-    """
-    wanted = config.speculation.ahead
-    if config.speculation.mode == "plain" or world.size == config.rollout.tensor_parallel:
-        return "off"
-    hosts = world.allgather((world.hostname, os.sched_getaffinity(0)))
-    # a launcher may have bound each rank to cores of its own
-    cores = set[int]().union(*(own for host, own in hosts if host == world.hostname))
-    crowded = device.type == "cpu" and world.node_group.size > len(cores)
-    return "off" if any(world.allgather(crowded)) and wanted == "auto" else wanted
-
-
-def read_initial_drafter(config: Config, shape: ModelShape, node: NodeGroup) -> dict[str, torch.Tensor] | None:
-    """The weights that ``drafter.init`` names; None if it is random. Collective over the node.
-
-    Raises:
-        ConfigError: there are none, or they are of another model.
-    """
-    model = find_model(config.model.path)
-    return read_all_once(node, partial(initial_drafter, config.drafter.init, config.drafter.form, shape, model))
-
-
-def look_around(
-    world: World, device: torch.device, never_sampled: Sequence[int]
-) -> tuple[EnergyMeter, Environment | None]:
-    """The meter of energy, and on rank 0 what the run runs on; collective."""
-    gpu = uuid = ""
-    if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        gpu, uuid = properties.name, f"GPU-{properties.uuid}"
-    meter = EnergyMeter(world.hostname, uuid)
-    ranks = world.allgather((RankPlace.here(world.hostname, gpu, uuid), meter.reach))
-    energy = meter.agree([reach for _, reach in ranks], world.rank)
-    if world.rank:
-        return meter, None
-    places = [place for place, _ in ranks]
-    return meter, find_environment(world, places, torch.version.cuda or "", energy, never_sampled)
-
-
 def open_bench(reward: RewardSection, world: World) -> Judge:
     """What this rank judges responses with, ready to; collective where it has a server.
 
@@ -502,46 +335,6 @@ def unit_of(rollout: RolloutSection, key: SampleKey) -> int:
     return key.draw if rollout.shard == "group" else key.draw * rollout.group_size + key.sample
 
 
-def make_drafting(
-    session: Session,
-    assets: Assets,
-    folder: RunFolder,
-    warm: dict[str, torch.Tensor] | None,
-    average_merges: int = AVERAGE_MERGES,
-) -> Drafting:
-    """The drafter (from the weights ``warm``, or random), its cache and its trainer; collective."""
-    config, world, decoder = session.config, session.world, session.decoder
-    shape, seed, settings = decoder.shape, config.run.seed, config.drafter
-    token_ids = warm.get(TOKEN_IDS) if warm is not None else None
-    own = layer_of(warm) if warm is not None else AS_TARGET
-    if warm is None and settings.form == "eagle3":
-        token_ids = choose_vocabulary(config, assets, drawn_first(config.run, assets.prompts))
-    served = make_drafter(shape, seed, decoder.dtype, decoder.device, token_ids, own)
-    if decoder.sharding.size > 1:
-        served.split(decoder.sharding)
-    place, rank, num_ranks = cache_place(config.drafter, world, folder)
-    sizes = served.num_features, shape.hidden_size, settings.cache_bytes
-    cache = FeatureCache(place, rank, *sizes, num_ranks)
-    spot = SpotTrainer(decoder, cache, settings, seed, world.rank, token_ids, own, average_merges)
-    if warm is not None:
-        spot.start_from(warm)
-    alone = CheckpointStore(folder.drafter_checkpoints, keep=2)
-    return Drafting(cache, spot, served, alone)
-
-
-def cache_place(drafter: DrafterSection, world: World, folder: RunFolder) -> tuple[RunFolder, int, int]:
-    """Where the feature cache is, and which of how many ranks this one is there; collective.
-
-    Raises:
-        UserError: on all ranks, if a node does not have a variable in ``drafter.cache_folder``.
-    """
-    template = drafter.cache_folder
-    if not template:
-        return folder, world.rank, world.size
-    found = world.all_or_none(lambda: node_folder(template, folder.path, world.hostname))
-    return RunFolder(found), world.local_rank, world.allgather(world.hostname).count(world.hostname)
-
-
 def drawn_first(run: RunSection, source: PromptSource) -> list[Prompt]:
     """The prompts of a run's first steps; collective over the node."""
     return [prompt for step in range(min(run.num_steps, _COUNTED_STEPS)) for prompt in source.batch(step)]
@@ -566,3 +359,24 @@ def draft_among_frequent(drafter: Eagle, config: Config, assets: ModelAssets, pr
     """Let a drafter without a head of its own read a part of a wide one: the rows of the most frequent tokens."""
     if num_used_tokens(assets.tokenizer, assets.shape) > config.drafter.vocabulary:
         drafter.draft_among(choose_vocabulary(config, assets, prompts))
+
+
+def count_tokens(texts: Iterable[NDArray[np.int32]], num_tokens: int) -> NDArray[np.int64]:
+    """How often each of ``num_tokens`` tokens occurs in texts [T]: [num_tokens]."""
+    counts = np.zeros(num_tokens, np.int64)
+    for text in texts:
+        counts += np.bincount(text, minlength=num_tokens)[:num_tokens]
+    return counts
+
+
+def most_frequent_tokens(counts: NDArray[np.int64], num: int, always: Sequence[int] = ()) -> NDArray[np.int64]:
+    """The ``num`` most frequent ids (all where there are fewer) and those of ``always`` among them, ascending.
+
+    An id of ``always`` that is not counted is none of the tokenizer's: a model may name such an end token.
+    Where counts are equal, as of all that never occurred, lower ids come first: in a vocabulary of merged pairs these
+    are the merges made first, of what is frequent in text at large.
+    """
+    ranked, first = counts.astype(np.float64), [token for token in set(always) if token < len(counts)]
+    ranked[first] = np.inf
+    order = np.argsort(-ranked, kind="stable")
+    return np.sort(order[: max(num, len(first))])

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -18,19 +18,26 @@ from tlt_hpc.cluster.watch.beat import BEAT
 from tlt_hpc.common.records import AHEAD, PREFILL, PhaseSpan, Rollout
 from tlt_hpc.common.words import count
 from tlt_hpc.config import Config, UserError
-from tlt_hpc.drafting.acceptance import JUDGED_DEPTH, DraftCounts
-from tlt_hpc.drafting.spot import MergeReport
-from tlt_hpc.drafting.sums import sums_on_gpus
+from tlt_hpc.drafting.merge import sums_on_gpus
+from tlt_hpc.drafting.spot import SpotTrainer
 from tlt_hpc.drafting.tail_plan import STORED_ACCEPTED, STORED_TOKENS
-from tlt_hpc.evaluate.evaluate import TESTING, evaluate_policy, prepare
+from tlt_hpc.evaluate.between_steps import TESTING, evaluate_policy, prepare
 from tlt_hpc.evaluate.exam import Exam
-from tlt_hpc.look.metrics import DECODE_CPU, DUE, K3, KEPT_TOKENS, LATE, MERGE_EXPOSED, PROBS_DIFF, summarise
-from tlt_hpc.look.timing import PhaseTimer
-from tlt_hpc.look.tracking import Tracking
+from tlt_hpc.job import Job, assemble
+from tlt_hpc.look.metrics import (
+    DECODE_CPU,
+    DUE,
+    K3,
+    KEPT_TOKENS,
+    LATE,
+    MERGE_EXPOSED,
+    PROBS_DIFF,
+    PhaseTimer,
+    summarise,
+)
 from tlt_hpc.mpi.owner import agree_on_owner, check_owner
 from tlt_hpc.mpi.roster import Roster
 from tlt_hpc.mpi.world import World
-from tlt_hpc.resume.finished import record_finished
 from tlt_hpc.resume.kept import drop_kept
 from tlt_hpc.resume.saving import (
     drop_steps_after,
@@ -46,11 +53,12 @@ from tlt_hpc.rewards.scorer import joined
 from tlt_hpc.rl.ahead import longest_texts
 from tlt_hpc.rl.draws import gather
 from tlt_hpc.rl.update import update_policy
-from tlt_hpc.rollout.chooser import DraftTally
-from tlt_hpc.rollout.engine import EngineCounts
+from tlt_hpc.rollout.acceptance import DraftCounts
+from tlt_hpc.rollout.rounds import EngineCounts
+from tlt_hpc.rollout.settings import EngineSettings
 from tlt_hpc.rollout_loop import RollingReporter, Tail, end_features, roll_out
-from tlt_hpc.session import Job, assemble
-from tlt_hpc.storage.folder import rank_of, sync
+from tlt_hpc.storage.folder import RunFolder, rank_of, sync
+from tlt_hpc.storage.records import record_finished
 from tlt_hpc.storage.rollout_log import StepRecord, write_step
 from tlt_hpc.storage.step_lines import Line, add_line, read_lines, replace_line
 
@@ -83,29 +91,29 @@ class RunResult:
     """Empty unless a signal or a vote ended the run early."""
 
 
-def run(config: Config, world: World, reporter: Reporter, tracking: Tracking | None = None) -> RunResult:
+def run(config: Config, world: World, reporter: Reporter, follow: Callable[[int], None] | None = None) -> RunResult:
     """Run, or resume, the job that ``config`` describes; collective.
 
     Args:
-        tracking: follows the run's lines; it is not closed here.
+        follow: on rank 0, called with the number of steps whose lines are whole, for trackers.
 
     Raises:
         ValueError: the user's mistake (configuration, model folder, data), before any step.
     """
     with closing(assemble(config, world)) as job:
-        *_, result = take_steps(job, tracking, reporter)
+        *_, result = take_steps(job, follow, reporter)
     assert result is not None
     return result
 
 
-def take_steps(job: Job, tracking: Tracking | None, reporter: Reporter) -> Iterator[RunResult | None]:
+def take_steps(job: Job, follow: Callable[[int], None] | None, reporter: Reporter) -> Iterator[RunResult | None]:
     """The steps that are left; yields None before each of them, and at last how the run ended. Collective.
 
     Raises:
         ValueError: as ``run``.
     """
     config, world = job.config, job.world
-    evaluation = prepare(job)
+    evaluation = prepare(config, world, job.decoder.shape, job.tokenizer)
     saved, step = resume(job, reporter.replayed)
     first = step
     reserve_copy(job)
@@ -116,11 +124,11 @@ def take_steps(job: Job, tracking: Tracking | None, reporter: Reporter) -> Itera
         saved = save_checkpoint(job, step, saved)
     agree_on_owner(world, job.folder.status, BEAT.start)
     world.once(lambda: drop_replaced(job, step))
-    judged = judge_and_track(job, evaluation, tracking, step, reporter)
+    judged = judge_and_track(job, evaluation, follow, step, reporter)
     timer = PhaseTimer()
     while step < config.run.num_steps:
         yield None
-        if not should_continue(job):
+        if not should_continue(world, job.checkpoints):
             break
         if not take_step(job, step, reporter, is_saved=saved == step, timer=timer):
             break
@@ -131,12 +139,12 @@ def take_steps(job: Job, tracking: Tracking | None, reporter: Reporter) -> Itera
             else:
                 save_drafter_if_due(job, step)
         with timer.between_steps("testing"):
-            judged = judge_and_track(job, evaluation, tracking, step, reporter)
+            judged = judge_and_track(job, evaluation, follow, step, reporter)
     stop, is_saved = save_at_end(job, saved, step)
     finished = step >= config.run.num_steps and judged and is_saved
     digest = ""
     if finished:
-        world.once(lambda: save_drafter(job))
+        world.once(lambda: save_drafter(job.folder, job.drafting))
         digest = job.policy.sha256()  # gathers the whole policy
         world.once(lambda: record_finished(config, step, digest))
     yield RunResult(first, step, finished, digest, world.flag.reason if stop and not finished else "")
@@ -159,39 +167,30 @@ def take_step(job: Job, step: int, reporter: Reporter, is_saved: bool = False, t
             end_features(job.drafting, tail.stopped)
     if tail.stopped:
         if not is_saved:
-            merge_for_checkpoint(job, step, tail, reporter)
+            merge_for_checkpoint(job, step, tail, timer, reporter)
         return False
-    merged = MergeReport(0, job.drafting.spot.num_steps, "", 0.0) if job.drafting else None
-    at_once = sums_on_gpus()  # in milliseconds; through host memory the sum hides behind the update
+    with merging(job, tail.use.trains, timer):
+        if shows:
+            reporter.phase(step, "reward")
+        with timer("reward"):
+            rewards = tail.scorer.rewards(tail.rollouts)
+            check_judged(job.world, step, tail)
+            rollouts, scores = gather_step(job, tail.rollouts, rewards)
+        if shows:
+            reporter.phase(step, "update")
+        # the merge has no other MPI call to make progress in while torch communicates
+        with timer("update_actor"), job.pulse.progressing():
+            job.engine.release_pages()
+            update = update_policy(job.config, job.policy, rollouts, scores)
     with timer("refresh"):
-        merge = not at_once and start_merge(job, tail.use.trains)
-    if shows:
-        reporter.phase(step, "reward")
-    with timer("reward"):
-        rewards = tail.scorer.rewards(tail.rollouts)
-        check_judged(job, step, tail)
-        rollouts, scores = gather_step(job, tail.rollouts, rewards)
-    if shows:
-        reporter.phase(step, "update")
-    if at_once:
-        with timer("refresh"):
-            job.engine.release_pages()  # the merge needs memory, too
-            if start_merge(job, tail.use.trains):
-                merged = finish_merge(job)
-    # the merge has no other MPI call to make progress in while torch communicates
-    with timer("update_actor"), job.pulse.progressing():
-        job.engine.release_pages()
-        update = update_policy(job.config, job.policy, rollouts, scores)
-    with timer("refresh"):
-        if merge:
-            merged = finish_merge(job)
         if job.decoder.device.type == "cuda":
             torch.cuda.empty_cache()
             job.world.barrier()  # ranks that share a GPU take the pages' memory again when all have left theirs
         job.load_policy(step + 1)
     advantages_of = {rollouts[i].key: a for i, a in zip(update.trained, update.advantages, strict=True)}
     advantages = np.array([advantages_of.get(rollout.key, np.nan) for rollout in tail.rollouts], np.float32)
-    record = make_record(job, step, tail, rewards, advantages, merged, timer)
+    record = make_record(job, step, tail, rewards, advantages, timer)
+    merged = job.drafting.spot.merge_report if job.drafting else None
     line: Line = {
         **summarise(job.world, record, update, merged, timer.take()),
         "drafter/why": tail.use.why if job.drafting or tail.use.ahead else "no learned drafter",
@@ -204,7 +203,7 @@ def take_step(job: Job, step: int, reporter: Reporter, is_saved: bool = False, t
     return True
 
 
-def merge_for_checkpoint(job: Job, step: int, tail: Tail, reporter: Reporter) -> None:
+def merge_for_checkpoint(job: Job, step: int, tail: Tail, timer: PhaseTimer, reporter: Reporter) -> None:
     """Merge what was trained until a stop: it belongs to the checkpoint, and to all ranks alike. Collective.
 
     Where the job is killed at once, nothing is merged.
@@ -213,14 +212,35 @@ def merge_for_checkpoint(job: Job, step: int, tail: Tail, reporter: Reporter) ->
         return
     if job.world.rank == 0:
         reporter.phase(step, "stopping: saving a checkpoint")
-    if start_merge(job, tail.use.trains):
-        finish_merge(job)
+    with merging(job, tail.use.trains, timer):
+        pass
+
+
+@contextmanager
+def merging(job: Job, trains_drafter: bool, timer: PhaseTimer) -> Iterator[None]:
+    """Merge the ranks' drafters, as ``SpotTrainer.merging``, and hand the engine the merged one; collective.
+
+    Does nothing in a step that trains none.
+    """
+    if job.drafting is None or not trains_drafter:
+        yield
+        return
+    with ExitStack() as merge:
+        with timer("refresh"):
+            if sums_on_gpus():
+                job.engine.release_pages()  # the merge needs memory, too
+            merge.enter_context(job.drafting.spot.merging(job.world))
+        yield
+        with timer("refresh"):
+            merge.close()
+            job.serve_drafter()
 
 
 def drop_replaced(job: Job, step: int) -> None:
     """Remove what steps from ``step`` on are about to write again, unless none is to be done; on rank 0."""
     if step < job.config.run.num_steps and not job.world.stop_requested:
-        drop_steps_after(job, step)  # logs that are about to be replaced are no committed step's
+        # logs that are about to be replaced are no committed step's
+        drop_steps_after(job.folder, job.drafting, step, job.config.checkpoint.replay)
         job.folder.finished.unlink(missing_ok=True)  # of fewer steps
 
 
@@ -229,30 +249,30 @@ def log_step(job: Job, step: int, record: StepRecord, line: Line) -> None:
     job.plan.learn(line)
     agree_on_owner(job.world, job.folder.status, BEAT.start)
     job.world.all_or_none(lambda: write_step(job.folder.rollout_log(step, job.world.rank), record))
-    job.world.once(lambda: commit(job, step, line))
+    job.world.once(lambda: commit(job.folder, job.world.size, step, line))
 
 
-def commit(job: Job, step: int, line: Line) -> None:
+def commit(folder: RunFolder, num_ranks: int, step: int, line: Line) -> None:
     """Once every rank's log is there, the step's line, which commits it; on rank 0.
 
     Raises:
         UserError, WriteError: the folder is another start's by now, or it cannot be written.
     """
-    confirm = partial(check_owner, job.folder.status, BEAT.start)
+    confirm = partial(check_owner, folder.status, BEAT.start)
     confirm()
-    drop_foreign_logs(job, step)
+    drop_foreign_logs(folder, num_ranks, step)
     # again: a start that was stopped for long meanwhile would remove the lines of the one that has taken over
-    add_line(job.folder.metrics, line, confirm)
-    drop_kept(job.folder)
+    add_line(folder.metrics, line, confirm)
+    drop_kept(folder)
 
 
-def check_judged(job: Job, step: int, tail: Tail) -> None:
+def check_judged(world: World, step: int, tail: Tail) -> None:
     """Warn of responses that could not be judged, and end a run that has no others: it would learn nothing; collective.
 
     Raises:
         UserError: on all ranks.
     """
-    found = joined(job.world.allgather(tail.scorer.unjudged(tail.rollouts)))
+    found = joined(world.allgather(tail.scorer.unjudged(tail.rollouts)))
     if not found.total:
         return
     if found.total == found.num_responses:
@@ -260,7 +280,7 @@ def check_judged(job: Job, step: int, tail: Tail) -> None:
             f"none of the {found.total} responses of step {step + 1} could be judged: {found.explain()}; "
             "then start again"
         )
-    if job.world.rank == 0:
+    if world.rank == 0:
         logger.warning(
             "step %d: %d of %d responses could not be judged and have reward 0: %s",
             step + 1, found.total, found.num_responses, found.explain(),
@@ -280,29 +300,13 @@ def gather_step(
     return found.rollouts, found.rewards
 
 
-def start_merge(job: Job, trains_drafter: bool) -> bool:
-    """Post the drafters' merge; False where the step trains none."""
-    if job.drafting is None or not trains_drafter:
-        return False
-    job.drafting.spot.start_merge(job.world)
-    return True
-
-
-def finish_merge(job: Job) -> MergeReport:
-    """Await the merge and hand the engine the merged drafter."""
-    assert job.drafting is not None
-    report = job.drafting.spot.finish_merge(job.world)
-    job.serve_drafter()
-    return report
-
-
 def judge_and_track(
-    job: Job, evaluation: Exam | None, tracking: Tracking | None, step: int, reporter: Reporter
+    job: Job, evaluation: Exam | None, follow: Callable[[int], None] | None, step: int, reporter: Reporter
 ) -> bool:
     """``evaluate_if_due``, then tell the trackers of all steps whose lines are whole now."""
     judged = evaluate_if_due(job, evaluation, step, reporter)
-    if tracking:
-        tracking.follow(step if judged else step - 1)
+    if follow:
+        follow(step if judged else step - 1)
     return judged
 
 
@@ -327,21 +331,21 @@ def evaluate_if_due(job: Job, evaluation: Exam | None, step: int, reporter: Repo
     metrics = evaluate_policy(job, evaluation, step, show)
     if metrics is not None:
         with_figures = {**line, **metrics}
-        job.world.once(lambda: add_figures(job, with_figures))
+        job.world.once(lambda: add_figures(job.folder, with_figures))
         if job.world.rank == 0:
             reporter.evaluated(step, metrics)
     return metrics is not None
 
 
-def add_figures(job: Job, line: Line) -> None:
+def add_figures(folder: RunFolder, line: Line) -> None:
     """Replace a step's line by one with an evaluation's figures; on rank 0.
 
     Raises:
         UserError, WriteError: as ``commit``.
     """
-    confirm = partial(check_owner, job.folder.status, BEAT.start)
+    confirm = partial(check_owner, folder.status, BEAT.start)
     confirm()
-    replace_line(job.folder.metrics, line, confirm)
+    replace_line(folder.metrics, line, confirm)
 
 
 # -- records --------------------------------------------------------------------------------------------------------
@@ -353,7 +357,6 @@ def make_record(
     tail: Tail,
     rewards: NDArray[np.float32],
     advantages: NDArray[np.float32],
-    merged: MergeReport | None,
     timer: PhaseTimer,
 ) -> StepRecord:
     """What this rank's log keeps of a step; advantages are NaN where dynamic sampling has left a response out."""
@@ -398,30 +401,27 @@ def make_record(
             **tail.scorer.metrics(),
             **job.meter.end_step(),
             **timer.take_cpu(),
-            **(drafter_metrics(job, tail, counts, merged) if job.drafting else {}),
+            **(drafter_metrics(job.drafting.spot, tail.use.trains) if job.drafting else {}),
+            **(own_drafts(job.engine.settings, counts).to_metrics() if job.drafting else {}),
         },
     )
 
 
-def drafter_metrics(job: Job, tail: Tail, counts: EngineCounts, merged: MergeReport | None) -> dict[str, float]:
-    """What this rank did for the learned drafter, and how the drafter did."""
-    assert job.drafting is not None
+def drafter_metrics(spot: SpotTrainer, trains: bool) -> dict[str, float]:
+    """What this rank did for the learned drafter in a step that ``trains`` it, or not."""
     return {
-        DUE: float(tail.use.trains),
-        MERGE_EXPOSED: merged.exposed_seconds if merged else 0.0,
-        "drafter/cut_rank_seconds": job.drafting.spot.cut_seconds,
-        "drafter/skipped_steps": float(job.drafting.spot.num_skipped),
-        "drafter/dropped_replicas": float(merged.is_dropped if merged else False),
-        **own_drafts(job, counts).to_metrics(),
+        DUE: float(trains),
+        MERGE_EXPOSED: spot.merge_report.exposed_seconds,
+        "drafter/cut_rank_seconds": spot.cut_seconds,
+        "drafter/skipped_steps": float(spot.num_skipped),
+        "drafter/dropped_replicas": float(spot.merge_report.is_dropped),
     }
 
 
-def own_drafts(job: Job, counts: EngineCounts) -> DraftCounts:
-    """How many of the learned drafter's drafts were accepted, by all its strategies together."""
-    families = {strategy.family for strategy in job.engine.settings.strategies if strategy.has_drafter}
-    tallies = [DraftTally(), *(counts.drafts[family] for family in sorted(families & counts.drafts.keys()))]
-    sums = np.sum([(tally.reached, tally.accepted) for tally in tallies], axis=0, dtype=float)
-    return DraftCounts(*(tuple(column[:JUDGED_DEPTH]) for column in sums.tolist()))
+def own_drafts(settings: EngineSettings, counts: EngineCounts) -> DraftCounts:
+    """Counts of the learned drafter's drafts, by all its strategies together."""
+    families = {strategy.family for strategy in settings.strategies if strategy.has_drafter}
+    return DraftCounts.total(counts.drafts[family] for family in sorted(families & counts.drafts.keys()))
 
 
 def decisions_of(counts: EngineCounts) -> NDArray[np.int32]:
@@ -432,9 +432,9 @@ def decisions_of(counts: EngineCounts) -> NDArray[np.int32]:
     return rounds
 
 
-def drop_foreign_logs(job: Job, step: int) -> None:
+def drop_foreign_logs(folder: RunFolder, num_ranks: int, step: int) -> None:
     """Remove a step's files of ranks that are no more: a run resumed on fewer of them has written the step again."""
-    foreign = [path for path in job.folder.rollout_logs(step) if rank_of(path) >= job.world.size]
+    foreign = [path for path in folder.rollout_logs(step) if rank_of(path) >= num_ranks]
     for path in foreign:
         path.unlink()
     if foreign:

@@ -4,18 +4,18 @@
     python tools/bench_shape.py --config MODEL/config.json --batches 1,32
 
 What plain decoding costs does not depend on what the weights say, so no download is needed; drafts would, so there are
-none. Prompts are random, responses all of one length. Prints a table and, with --json, writes it.
+none. Prompts are random, responses all of one length. The same as ``tools/bench.py shape``.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +26,16 @@ from tlt_hpc.common.script import ending
 # isort: split
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from tlt_hpc.common.errors import UserError
 from tlt_hpc.common.records import Request, SampleKey, SamplingParams, Stream
 from tlt_hpc.models.decoder import Decoder
+from tlt_hpc.models.drafter import Drafter
 from tlt_hpc.models.folder import DTYPES
-from tlt_hpc.models.json_file import read_json
 from tlt_hpc.models.shape import ModelShape, shape_from
+from tlt_hpc.models.tokenizer import read_json
 from tlt_hpc.rollout.engine import RolloutEngine
 from tlt_hpc.rollout.settings import EngineSettings
 
@@ -49,6 +51,7 @@ QWEN_7B = {
     "rope_theta": 1e6,
     "tie_word_embeddings": False,
 }
+PROMPT_TOKENS = 128
 
 
 def choose_device(name: str) -> torch.device:
@@ -65,10 +68,10 @@ def choose_device(name: str) -> torch.device:
 def read_bandwidth(device: torch.device) -> float:
     """Bytes per second that a plain read of the device's memory reaches: the fastest of several."""
     buffer = torch.ones((1 << 29) // 4 if device.type == "cuda" else (1 << 27) // 4, device=device)
-    return buffer.nbytes / min(timed(buffer.sum, device) for _ in range(8))
+    return buffer.nbytes / min(timed(device, buffer.sum) for _ in range(8))
 
 
-def timed(work: Callable[[], object], device: torch.device) -> float:
+def timed(device: torch.device, work: Callable[[], object]) -> float:
     """Seconds that ``work`` takes, the device's own included."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -92,67 +95,75 @@ def random_decoder(shape: ModelShape, dtype: torch.dtype, device: torch.device, 
     return decoder
 
 
-def make_engine(decoder: Decoder, batch: int, prompt: int, response: int) -> RolloutEngine:
-    """An engine that decodes plainly, and ends no response before its length."""
-    settings = EngineSettings(
-        params=SamplingParams(response),
-        num_tokens=decoder.shape.vocab_size,
-        eos_token_ids=(),
-        max_live=batch,
-        max_prompt_tokens=prompt,
-        tie_guard=False,
+def plain_engine(
+    decoder: Decoder, batch: int, prompt: int, response: int, drafter: Drafter | None = None, **settings: Any
+) -> RolloutEngine:
+    """An engine that ends no response before its length, and decodes plainly unless ``settings`` say otherwise."""
+    limits = SamplingParams(response), decoder.shape.vocab_size, (), batch, prompt
+    return RolloutEngine(
+        decoder,
+        EngineSettings(*limits, **{"tie_guard": False, **settings}),
+        drafter,
+        drafter_is_trained=drafter is not None,
     )
-    engine = RolloutEngine(decoder, settings)
-    engine.calibrate(requests(decoder, 1, prompt, 99))
-    return engine
 
 
-def requests(decoder: Decoder, count: int, prompt: int, step: int) -> list[Request]:
-    """Random prompts."""
-    source = np.random.default_rng(step)
-    draws = source.integers(0, decoder.shape.vocab_size, (count, prompt)).astype(np.int32)
-    return [Request(SampleKey(0, Stream.TRAIN, step, draw, 0), tokens) for draw, tokens in enumerate(draws)]
+def requests_of(prompts: Iterable[Any], step: int, stream: Stream = Stream.TRAIN) -> list[Request]:
+    """A request for each prompt, an array of tokens."""
+    return [Request(SampleKey(0, stream, step, draw, 0), prompt) for draw, prompt in enumerate(prompts)]
 
 
-def measure(decoder: Decoder, batch: int, prompt: int, response: int, repeats: int) -> dict[str, Any]:
-    """Tokens per second of ``batch`` responses side by side: the median of ``repeats`` after a first one."""
-    engine, seconds = make_engine(decoder, batch, prompt, response), []
+def random_prompts(vocabulary: int, count: int, length: int, step: int) -> NDArray[np.int32]:
+    """Prompts [count, length]."""
+    return np.random.default_rng(step).integers(0, vocabulary, (count, length)).astype(np.int32)
+
+
+def run_all(engine: RolloutEngine) -> None:
+    while engine.has_work:
+        engine.step()
+
+
+def measure(decoder: Decoder, batch: int, response: int, repeats: int) -> tuple[float, int]:
+    """Seconds and tokens of ``batch`` responses side by side, without prompts: the median after a first time."""
+    device, num_tokens, seconds = decoder.device, 0, list[float]()
+    engine = plain_engine(decoder, batch, PROMPT_TOKENS, response)
+    engine.calibrate(requests_of(random_prompts(decoder.shape.vocab_size, 1, PROMPT_TOKENS, 99), 99))
     for repeat in range(repeats + 1):
-        engine.submit(requests(decoder, batch, prompt, repeat))
+        engine.submit(requests_of(random_prompts(decoder.shape.vocab_size, batch, PROMPT_TOKENS, repeat), repeat))
         while engine.has_waiting:
             engine.step()
         engine.take_counts()
-        if decoder.device.type == "cuda":
-            torch.cuda.synchronize(decoder.device)
-        start = time.perf_counter()
-        while engine.has_work:
-            engine.step()
-        seconds.append(time.perf_counter() - start)
+        seconds.append(timed(device, partial(run_all, engine)))
         num_tokens = engine.take_counts().num_tokens
         engine.collect()
-    rate = num_tokens / statistics.median(seconds[1:])
     engine.close()  # the next one needs the memory
-    return {"tokens_per_second": rate, "rounds_per_second": rate / batch, "memory": engine.memory_table()}
+    return statistics.median(seconds[1:]), num_tokens
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", type=Path, help="a config.json; without it Qwen2.5-7B")
     parser.add_argument("--layers", type=int, help="fewer layers than the config has, to try it out")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="bfloat16")
     parser.add_argument("--batches", default="1,8,32", help="sequences side by side, N,...")
-    parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--new-tokens", type=int, default=256)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument(
         "--library", action="store_true", help="products by the library, as with batch_invariant = false"
     )
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_options(parser)
+    bench(parser.parse_args())
+    return 0
+
+
+def bench(options: argparse.Namespace) -> None:
+    """Measure and print a line for each batch size."""
     device = choose_device(options.device)
-    raw = read_json(options.config) if options.config else QWEN_7B
-    shape = shape_from(raw, str(options.config or "Qwen2.5-7B"))
+    shape = shape_from(read_json(options.config) if options.config else QWEN_7B, str(options.config or "Qwen2.5-7B"))
     shape = replace(shape, num_layers=options.layers or shape.num_layers)
     torch.set_num_threads(1)
     is_invariant = device.type == "cuda" and options.dtype == "bfloat16" and not options.library
@@ -160,19 +171,14 @@ def main() -> int:
     read = decoder.weight_bytes - (0 if shape.tied_head else decoder.embedding.nbytes)
     bandwidth = read_bandwidth(device)
     print(f"{shape.num_parameters / 1e9:.2f} G parameters, {options.dtype}; memory reads {bandwidth / 1e9:.0f} GB/s")
-    report: dict[str, Any] = {"bandwidth": bandwidth, "bytes_per_round": read, "shape": raw, "batch": {}}
     for batch in map(int, options.batches.split(",")):
-        found = measure(decoder, batch, options.prompt_tokens, options.new_tokens, options.repeats)
-        found["bandwidth_fraction"] = found["rounds_per_second"] * read / bandwidth
-        report["batch"][str(batch)] = found
+        seconds, num_tokens = measure(decoder, batch, options.new_tokens, options.repeats)
+        rounds = num_tokens / batch / seconds
         print(
-            f"batch {batch:4}: {found['tokens_per_second']:9,.1f} tokens/s, "
-            f"{1000 / found['rounds_per_second']:7.2f} ms a round, {found['bandwidth_fraction']:.0%} of the bandwidth",
+            f"batch {batch:4}: {num_tokens / seconds:9,.1f} tokens/s, {1000 / rounds:7.2f} ms a round, "
+            f"{rounds * read / bandwidth:.0%} of the bandwidth",
             flush=True,
         )
-    if options.json:
-        options.json.write_text(json.dumps(report, indent=2))
-    return 0
 
 
 if __name__ == "__main__":

@@ -1,49 +1,48 @@
 """Response tokens per second of whole RL steps: this project's main job against TRL's GRPOTrainer, on the same work.
 
-    python tools/bench_trl.py                      # the embedded job, 2 processes of one thread each on both sides
-    python tools/bench_trl.py --steps 5 --repeats 3
-
 Both sides start from the same weights and train on the same prompts in the same order (16 x 8 responses a step, at most
-512 tokens, temperature 1), with the same rewards, loss and learning rate. TRL runs in float32 without gradient
-checkpointing and generates with transformers in two modes: ``generate``, its default, and continuous batching. Given
-several ``--batches`` or ``--continuous``, it runs in each combination; the default of the last was the
-fastest of eight.
-Every side is a launch of its own; launches are interleaved, and the first step of each is left out, as a warm-up. Speed
-is the median over steps of response tokens over seconds of the step (rollout, reward, update).
+512 tokens, temperature 1), with the same rewards, loss and learning rate, in 2 processes of one thread each. TRL runs
+in float32 without gradient checkpointing and generates with transformers in two modes: ``generate``, its default, and
+continuous batching, with the fastest of eight settings. Every side is a launch of its own; launches are interleaved,
+and the first step of each is left out, as a warm-up. Speed is the median over steps of response tokens over seconds of
+the step (rollout, reward, update).
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tlt_hpc.common.script import ending
-
-# isort: split
 from tlt_hpc.cli.display import Screen, StepReporter
 from tlt_hpc.cluster.local import find_mpiexec
 from tlt_hpc.config import Config, load_config
 
 JOB = Path(__file__).resolve().parent.parent / "jobs" / "tiny.toml"
-RANKS = 2
-CONTINUOUS = {"num_blocks": 256, "max_batch_tokens": 512}
+RANKS, TRL_BATCH = 2, 32
+SIDES = {
+    "ours": None,
+    "TRL, generate": {},
+    "TRL, continuous batching": {
+        "use_transformers_continuous_batching": True,
+        "transformers_continuous_batching_config": {"num_blocks": 256, "max_batch_tokens": 512},
+    },
+}
+"""TRL's own settings of each of its modes."""
 
 
-def job_of(folder: str, options: argparse.Namespace) -> Config:
-    """The main job, with nothing but its length, place and ranks changed."""
-    overrides = [f"run.folder={folder}", f"run.num_steps={options.steps + 1}", f"run.ranks={RANKS}"]
+def job_of(folder: Path, steps: int) -> Config:
+    """The main job, with nothing but its length, place and ranks changed; the first step is a warm-up."""
+    overrides = [f"run.folder={folder}", f"run.num_steps={steps + 1}", f"run.ranks={RANKS}"]
     return load_config(JOB, [*overrides, "checkpoint.every_steps=1000"])
 
 
@@ -65,45 +64,42 @@ class Recorder(StepReporter):
         self._shown = now
 
 
-def run_ours(options: argparse.Namespace) -> None:
+def run_ours(config: Config, folder: Path) -> None:
     """One rank of the main job."""
     from tlt_hpc.mpi.world import World
     from tlt_hpc.rl.distributed import leave_process_group
     from tlt_hpc.train import run
 
     world, recorder = World.connect(), Recorder()
-    run(job_of(options.folder, options), world, recorder)
+    run(config, world, recorder)
     leave_process_group()
     if world.rank == 0:
-        write_rows(options, recorder.rows)
+        write_rows(folder, recorder.rows)
     world.barrier()
 
 
 # -- TRL's ------------------------------------------------------------------------------------------------------------
 
 
-def trl_settings(config: Config, options: argparse.Namespace) -> Any:
+def trl_settings(config: Config, folder: Path, mode: dict[str, Any]) -> Any:
     """The job as TRL's arguments."""
     from trl.trainer.grpo_config import GRPOConfig
 
     rollout, algorithm = config.rollout, config.algorithm
-    batch, continuous = options.setting["batch"], options.setting["continuous"]
     return GRPOConfig(
-        output_dir=options.folder,
+        output_dir=str(folder),
         use_cpu=True,
         bf16=False,
         ddp_backend="gloo",
-        per_device_train_batch_size=batch,
-        gradient_accumulation_steps=config.samples_per_step // (RANKS * batch * algorithm.updates_per_step),
+        per_device_train_batch_size=TRL_BATCH,
+        gradient_accumulation_steps=config.samples_per_step // (RANKS * TRL_BATCH * algorithm.updates_per_step),
         generation_batch_size=config.samples_per_step,
         num_generations=rollout.group_size,
         max_completion_length=rollout.max_new_tokens,
-        use_transformers_continuous_batching=continuous is not None,
-        transformers_continuous_batching_config=continuous,
         temperature=rollout.temperature,
         top_k=0,
         top_p=1.0,
-        max_steps=(options.steps + 1) * algorithm.updates_per_step,
+        max_steps=config.run.num_steps * algorithm.updates_per_step,
         learning_rate=config.optimizer.learning_rate,
         lr_scheduler_type="constant",
         loss_type="dapo",
@@ -119,10 +115,11 @@ def trl_settings(config: Config, options: argparse.Namespace) -> Any:
         logging_strategy="no",
         disable_tqdm=True,
         dataloader_num_workers=0,
+        **mode,
     )
 
 
-def run_trl(options: argparse.Namespace) -> None:
+def run_trl(config: Config, folder: Path, mode: dict[str, Any]) -> None:
     """One process of TRL's trainer on the same job."""
     import torch
     from datasets import Dataset
@@ -134,10 +131,9 @@ def run_trl(options: argparse.Namespace) -> None:
     from tlt_hpc.rewards.text import boxed
 
     torch.set_num_threads(1)
-    config = job_of(options.folder, options)
-    folder = find_model(config.model.path)
-    prompts = open_prompts(config, load_tokenizer(folder))
-    drawn = [prompt for step in range(options.steps + 1) for prompt in prompts.batch(step)]
+    source = find_model(config.model.path)
+    prompts = open_prompts(config, load_tokenizer(source))
+    drawn = [prompt for step in range(config.run.num_steps) for prompt in prompts.batch(step)]
     rows: list[dict[str, float]] = []
     now: dict[str, float] = {}
 
@@ -161,17 +157,17 @@ def run_trl(options: argparse.Namespace) -> None:
             rows.append({**figures, "rollout_seconds": now["rollout_seconds"]})
 
     trainer = GRPOTrainer(
-        model=AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa"),
+        model=AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, attn_implementation="sdpa"),
         # not AutoTokenizer's: for every qwen2 model that takes Qwen's own way of splitting text
-        processing_class=PreTrainedTokenizerFast.from_pretrained(folder),
+        processing_class=PreTrainedTokenizerFast.from_pretrained(source),
         reward_funcs=reward,
-        args=trl_settings(config, options),
+        args=trl_settings(config, folder, mode),
         train_dataset=Dataset.from_list([{"prompt": p.text, "answer": p.answer} for p in drawn]),
         callbacks=[Clock()],
     )
     trainer.train()
     if trainer.accelerator.is_main_process:
-        write_rows(options, joined(rows, config.algorithm.updates_per_step))
+        write_rows(folder, joined(rows, config.algorithm.updates_per_step))
 
 
 def joined(rows: list[dict[str, float]], updates: int) -> list[dict[str, float]]:
@@ -186,34 +182,18 @@ def joined(rows: list[dict[str, float]], updates: int) -> list[dict[str, float]]
 # -- both -------------------------------------------------------------------------------------------------------------
 
 
-def write_rows(options: argparse.Namespace, rows: list[dict[str, float]]) -> None:
-    (Path(options.folder) / "rows.json").write_text(json.dumps(rows))
+def write_rows(folder: Path, rows: list[dict[str, float]]) -> None:
+    (folder / "rows.json").write_text(json.dumps(rows))
 
 
-def trl_sides(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """TRL's settings by name; a name has what tells it from others of its mode."""
-    modes = [None, *options.continuous]
-    settings = [{"batch": batch, "continuous": mode} for mode, batch in itertools.product(modes, options.batches)]
-    several = len(settings) > 2
-
-    def name(setting: dict[str, Any]) -> str:
-        mode = "generate" if setting["continuous"] is None else "continuous batching"
-        return f"TRL, {mode}" + (f" {json.dumps(setting)}" if several else "")
-
-    return {name(setting): setting for setting in settings}
-
-
-def launch(setting: dict[str, Any] | None, options: argparse.Namespace) -> list[dict[str, float]]:
-    """One launch of TRL with ``setting``, or without one of ours; the rows of its steps after the first."""
-    side = "trl" if setting else "ours"
-    starts = {
-        "ours": [find_mpiexec(), "-n", str(RANKS), sys.executable, "-m", "mpi4py"],
-        "trl": [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"],
-    }
+def launch(side: str, steps: int) -> list[dict[str, float]]:
+    """One launch of a side; the rows of its steps after the first."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
+    if side == "ours":
+        launcher = [find_mpiexec(), "-n", str(RANKS), sys.executable, "-m", "mpi4py"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     with tempfile.TemporaryDirectory() as folder:
-        command = [*starts[side], __file__, "--side", side, "--folder", folder, "--steps", str(options.steps)]
-        command += ["--setting", json.dumps(setting)]
+        command = [*launcher, __file__, side, str(steps), folder]
         done = subprocess.run(command, env=environment, check=False, capture_output=True, text=True)
         if done.returncode:
             raise SystemExit(f"{' '.join(command)} ended with status {done.returncode}:\n{done.stderr[-3000:]}")
@@ -221,55 +201,30 @@ def launch(setting: dict[str, Any] | None, options: argparse.Namespace) -> list[
     return rows[1:]
 
 
-def median_of(rows: list[dict[str, float]], name: str) -> float:
-    """A figure's median over steps; ``speed`` is tokens over seconds."""
-    return statistics.median(row["tokens"] / row["seconds"] if name == "speed" else row[name] for row in rows)
-
-
-def compare(options: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
-    """All sides' rows, launches interleaved."""
-    sides = {"ours": None, **trl_sides(options)}
-    rows: dict[str, list[dict[str, float]]] = {name: [] for name in sides}
+def bench(options: argparse.Namespace) -> None:
+    """Print the table, and ours over each mode of TRL."""
+    rows: dict[str, list[dict[str, float]]] = {side: [] for side in SIDES}
     for repetition in range(options.repeats):
-        for name, setting in sides.items():
-            rows[name] += launch(setting, options)
-            speed = median_of(rows[name], "speed")
-            print(f"  repetition {repetition + 1}, {name}: {speed:,.0f} response tokens/s", flush=True)
-    return rows
-
-
-def report(rows: Mapping[str, list[dict[str, float]]]) -> None:
-    """Print the table, and ours over each mode of TRL, the fastest last."""
-    width = max(map(len, rows)) + 2
-    print(f"\n{'':{width}}{'tokens/s':>10}{'tokens':>9}{'step s':>9}{'rollout s':>11}{'score':>8}")
-    speeds = {name: median_of(own, "speed") for name, own in rows.items()}
+        for side in SIDES:
+            rows[side] += launch(side, options.steps)
+            print(f"  repetition {repetition + 1}, {side}: {speed_of(rows[side]):,.0f} response tokens/s", flush=True)
+    print(f"\n{'':26}{'tokens/s':>10}{'tokens':>9}{'step s':>9}{'rollout s':>11}{'score':>8}")
     for side, own in rows.items():
         tokens, seconds, rollout, score = (
-            median_of(own, key) for key in ("tokens", "seconds", "rollout_seconds", "score")
+            median(row[key] for row in own) for key in ("tokens", "seconds", "rollout_seconds", "score")
         )
-        print(f"{side:{width}}{speeds[side]:10,.0f}{tokens:9,.0f}{seconds:9.2f}{rollout:11.2f}{score:8.3f}")
-    ours = speeds.pop("ours")
+        print(f"{side:26}{speed_of(own):10,.0f}{tokens:9,.0f}{seconds:9.2f}{rollout:11.2f}{score:8.3f}")
     print("\nours, in response tokens per second of whole steps:")
-    for name, speed in sorted(speeds.items(), key=lambda item: item[1]):
-        print(f"  {ours / speed:.2f}x {name}")
+    for side in list(SIDES)[1:]:
+        print(f"  {speed_of(rows['ours']) / speed_of(rows[side]):.2f}x {side}")
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=4, help="timed steps of a launch")
-    parser.add_argument("--repeats", type=int, default=2, help="launches of each side")
-    parser.add_argument("--batches", type=int, nargs="+", default=[32], help="TRL's per-device batches")
-    parser.add_argument("--continuous", type=json.loads, nargs="+", default=[CONTINUOUS], help="JSON, for TRL")
-    parser.add_argument("--side", choices=("ours", "trl"), help=argparse.SUPPRESS)
-    parser.add_argument("--folder", help=argparse.SUPPRESS)
-    parser.add_argument("--setting", type=json.loads, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.side:
-        {"ours": run_ours, "trl": run_trl}[options.side](options)
-        return 0
-    report(compare(options))
-    return 0
+def speed_of(rows: list[dict[str, float]]) -> float:
+    """Response tokens per second: the median over steps."""
+    return median(row["tokens"] / row["seconds"] for row in rows)
 
 
 if __name__ == "__main__":
-    sys.exit(ending("bench_trl", main))
+    name, num_steps, place = sys.argv[1:]
+    job, mode = job_of(Path(place), int(num_steps)), SIDES[name]
+    run_ours(job, Path(place)) if mode is None else run_trl(job, Path(place), mode)

@@ -12,12 +12,15 @@ assumes of CUDA itself is left out. Status 1: a phase is off by more than 15 %.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import sys
 import tempfile
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, Self
 from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -25,11 +28,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tlt_hpc.common.script import ending
 
 # isort: split
-from live_bytes import LiveBytes
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from tlt_hpc.cli.display import Screen, StepReporter
 from tlt_hpc.config import Config, load_config
-from tlt_hpc.drafting.sums import sums_on_gpus
+from tlt_hpc.job import Job, assemble
+from tlt_hpc.look.metrics import PhaseTimer
 from tlt_hpc.mpi.roster import Roster
 from tlt_hpc.mpi.world import World
 from tlt_hpc.plan.memory.engine import PAGES
@@ -39,8 +46,8 @@ from tlt_hpc.resume.saving import begin_save, reserve_copy, resume
 from tlt_hpc.rl.distributed import leave_process_group
 from tlt_hpc.rl.update import update_policy
 from tlt_hpc.rollout_loop import end_features, roll_out
-from tlt_hpc.session import Job, assemble, choose_device
-from tlt_hpc.train import finish_merge, gather_step, start_merge
+from tlt_hpc.session import choose_device
+from tlt_hpc.train import gather_step, merging
 
 JOB = Path(__file__).resolve().parent.parent / "jobs" / "tiny.toml"
 SHORT = (
@@ -68,6 +75,80 @@ class Meter:
         with LiveBytes(self._device) as live:
             yield
         self.peaks[phase] = max(self.peaks.get(phase, 0), live.peak - self._before)
+
+
+class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the bytes of living tensors while it is entered, and the most of them at once.
+
+    A tensor's storage counts once, however many views it has, until the last is gone. On CUDA the allocator's own
+    counters are read; elsewhere every operation of this thread is watched, which makes it many times slower. Buffers
+    that a kernel takes and gives back inside are not seen there. What the process occupies beside its tensors is none
+    of it, so a figure repeats to the byte on a CPU.
+    """
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._device = device or torch.device("cpu")
+        self._sizes: dict[int, int] = {}
+        self._watches: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._live = 0
+        self.at_start = 0
+        """Bytes alive on entering."""
+        self.peak = 0
+        """Most bytes alive at once since then."""
+
+    def __enter__(self) -> Self:
+        gc.collect()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+            torch.cuda.reset_peak_memory_stats(self._device)
+            self._live = torch.cuda.memory_allocated(self._device)
+        else:
+            for tensor in _all_tensors():
+                self._see(tensor)
+        self.at_start = self.peak = self._live
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+            self.peak = torch.cuda.max_memory_allocated(self._device)
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        results = func(*args, **(kwargs or {}))
+        if self._device.type != "cuda":
+            for leaf in tree_leaves(results):
+                if isinstance(leaf, Tensor):
+                    self._see(leaf)
+            self.peak = max(self.peak, self._live)
+        return results
+
+    def _see(self, tensor: Tensor) -> None:
+        if tensor.device.type != self._device.type or tensor.layout is not torch.strided:
+            return
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if key not in self._sizes:
+            self._watches[key] = weakref.ref(storage, lambda _: self._forget(key))
+        self._live += size - self._sizes.get(key, 0)
+        self._sizes[key] = size
+
+    def _forget(self, key: int) -> None:
+        self._watches.pop(key)
+        self._live -= self._sizes.pop(key)
+
+
+def _all_tensors() -> Iterator[Tensor]:
+    gc.unfreeze()  # what existed when libraries were imported is not listed otherwise
+    for thing in gc.get_objects():
+        if issubclass(type(thing), Tensor):  # isinstance would ask objects that load themselves when they are asked
+            yield thing
+            if thing.is_leaf and thing.grad is not None:
+                yield thing.grad
 
 
 def measure(config: Config, world: World) -> dict[str, int]:
@@ -101,15 +182,10 @@ def take_step(job: Job, step: int, meter: Meter) -> None:
                 job.drafting.spot.micro_step()
     end_features(job.drafting, tail.stopped)
     rollouts, scores = gather_step(job, tail.rollouts, tail.scorer.rewards(tail.rollouts))
-    at_once = sums_on_gpus()
-    merges = start_merge(job, tail.use.trains) and not at_once
     job.engine.release_pages()
     with meter("update"):
-        if at_once:
-            finish_merge(job)
-        update_policy(job.config, job.policy, rollouts, scores)
-        if merges:
-            finish_merge(job)
+        with merging(job, tail.use.trains, PhaseTimer()):
+            update_policy(job.config, job.policy, rollouts, scores)
         job.load_policy(step + 1)
     with meter("save"):
         begin_save(job, step + 1)

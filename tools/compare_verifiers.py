@@ -1,6 +1,6 @@
 """Compares the reward kind ``math`` with other verifiers on pairs whose verdict is known by construction.
 
-    python tools/compare_verifiers.py [--pairs 2400] [--seed 1] [--verl FOLDER] [--show 3]
+    python tools/compare_verifiers.py [--pairs 2400] [--seed 1] [--verl FOLDER]
 
 The pairs are those of tests/math_pairs.py. math-verify is run as it is; with ``--verl`` also the rules of verl's
 ``math_reward`` (those of the data set MATH) and ``math_dapo``, from the folder verl/utils/reward_score of its package
@@ -53,12 +53,11 @@ def _module(path: Path) -> Any:
 
 
 def main() -> None:
-    """Print the table, and the first pairs that each verifier judges wrongly."""
+    """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=2400)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--verl", type=Path, help="the folder verl/utils/reward_score")
-    parser.add_argument("--show", type=int, default=0, help="wrong verdicts of each verifier to print")
     options = parser.parse_args()
     logging.disable(logging.CRITICAL)  # verifiers report each expression that they cannot read
     verifiers: dict[str, Verifier] = {
@@ -78,9 +77,6 @@ def main() -> None:
         print(f"| {kind} | {count} | {' | '.join(_refused_and_accepted(wrong[name][kind]) for name in verifiers)} |")
     totals = ([pair for found in wrong[name].values() for pair in found] for name in verifiers)
     print(f"| all | {sum(counts.values())} | {' | '.join(map(_refused_and_accepted, totals))} |")
-    for name in verifiers:
-        for pair in [pair for found in wrong[name].values() for pair in found][: options.show]:
-            print(f"{name}: {'refused' if pair.is_right else 'accepted'} {pair.response!r} for {pair.truth!r}")
 
 
 def _refused_and_accepted(found: list[Pair]) -> str:

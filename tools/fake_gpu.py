@@ -1,6 +1,6 @@
 """A GPU that computes nothing: what runs on "cuda:0" is checked and counted, on a machine without one.
 
-    python tools/fake_gpu.py [--rows 1,16,64,128]   # a round of Qwen2.5-7B: operations, and the host's microseconds
+    python tools/fake_gpu.py    # a round of Qwen2.5-7B by strategy: kernels in graphs, and operations beside them
 
 Tensors on the GPU have shapes but no numbers (PyTorch's FakeTensorMode); those on the CPU are real. What a CUDA graph
 cannot hold, or would silently replay with old values, raises ``GraphError``: see ``FakeGpu``.
@@ -10,14 +10,11 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import math
 import os
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
-import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -33,34 +30,21 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tlt_hpc.common.script import ending
 
 # isort: split
-import numpy as np
 import torch
-from bench_shape import QWEN_7B
+from bench_shape import QWEN_7B, plain_engine, random_prompts, requests_of
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.checkpoint import checkpoint
-from torch.utils.flop_counter import FlopCounterMode
-from transformers import AttentionInterface, AutoConfig
-from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2RotaryEmbedding
+from torch.utils._pytree import tree_map
 
-from tlt_hpc.common.records import Request, SampleKey, SamplingParams, Stream
 from tlt_hpc.config import UserError
 from tlt_hpc.kernels import graphs
 from tlt_hpc.models.decoder import Decoder
-from tlt_hpc.models.drafter import Drafter
-from tlt_hpc.models.drafter_file import drafter_sizes, make_drafter
+from tlt_hpc.models.drafter_file import make_drafter
 from tlt_hpc.models.eagle import Eagle
 from tlt_hpc.models.shape import ModelShape, shape_from
-from tlt_hpc.plan.plan_options import at_least_one_each
 from tlt_hpc.rollout import pool_memory
-from tlt_hpc.rollout.drafts import Proposal
-from tlt_hpc.rollout.engine import RolloutEngine
-from tlt_hpc.rollout.graph_round import NUM_TOLD
-from tlt_hpc.rollout.settings import EngineSettings
 from tlt_hpc.rollout.strategy import OFF, Strategy
-from tlt_hpc.rollout.tree import DraftTree
 
 SMALL = {**QWEN_7B, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 512}
 SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -391,25 +375,6 @@ STRATEGIES = (OFF, Strategy("drafter", 4), Strategy("drafter", 4, 2, 9))
 PROMPT, RESPONSE, NUM_DRAFTED = 128, 2048, 32_768
 
 
-def make_engine(decoder: Decoder, drafter: Drafter | None, rows: int, strategies: Sequence[Strategy]) -> RolloutEngine:
-    """An engine with so many rows, in the middle of their responses, that never end."""
-    settings = EngineSettings(
-        params=SamplingParams(RESPONSE),
-        num_tokens=decoder.shape.vocab_size,
-        eos_token_ids=(),
-        max_live=rows,
-        max_prompt_tokens=PROMPT,
-        tie_guard=False,
-        strategies=tuple(strategies),
-        attention="paged-kernel",
-    )
-    engine = RolloutEngine(decoder, settings, drafter)
-    engine.drafter_ready = drafter is not None
-    prompts = np.random.default_rng(0).integers(0, decoder.shape.vocab_size, (rows, PROMPT)).astype(np.int32)
-    engine.submit(Request(SampleKey(0, Stream.TRAIN, 0, row, 0), prompt) for row, prompt in enumerate(prompts))
-    return engine
-
-
 def kernels_of(shape: ModelShape, rows: int, num_drafted: int) -> Iterator[tuple[str, int, int]]:
     """Of each strategy, the kernels of its two graphs and what a round launches beside them, copies included.
 
@@ -421,7 +386,10 @@ def kernels_of(shape: ModelShape, rows: int, num_drafted: int) -> Iterator[tuple
             drafter = make_drafter(shape, 0, torch.bfloat16, GPU)
             assert isinstance(drafter, Eagle)
             drafter.draft_among(torch.arange(num_drafted))
-            engine = make_engine(decoder, drafter, rows, [strategy])
+            engine = plain_engine(
+                decoder, rows, PROMPT, RESPONSE, strategies=(strategy,), attention="paged-kernel", drafter=drafter
+            )
+            engine.submit(requests_of(random_prompts(shape.vocab_size, rows, PROMPT, 0), 0))
             for _ in range(2):
                 engine.step()
             gpu.counts.clear()
@@ -431,88 +399,11 @@ def kernels_of(shape: ModelShape, rows: int, num_drafted: int) -> Iterator[tuple
             yield strategy.name, sum(graphs_of_round), gpu.counts.total()
 
 
-def host_seconds(rows: int, strategy: Strategy, num_rounds: int = 50) -> float:
-    """Median seconds of the host's work in a round, whose graphs do nothing."""
-    decoder = Decoder(shape_from(SMALL, "the small model"), torch.float32, torch.device("cpu"))
-    drafter = make_drafter(decoder.shape, 0, torch.float32, decoder.device)
-    engine = make_engine(decoder, drafter, rows, [strategy])
-    halves = engine._rounds._graphs  # type: ignore[attr-defined]
-    width, path = strategy.widest_pass, strategy.reach + 1
-    told = torch.ones(rows, path + NUM_TOLD, dtype=torch.int64)
-    told[:, -NUM_TOLD:] = torch.tensor([min(3, path), min(2, path - 1), 0])
-    tokens = torch.ones(rows, width, dtype=torch.int64)
-    parents = torch.zeros_like(tokens) if strategy.branching > 1 else None
-    out = told, torch.zeros(rows, path), torch.zeros(rows, width, dtype=torch.bool)
-    proposal = Proposal(DraftTree(tokens, parents), None if parents is None else tokens, torch.zeros(rows))
-    seconds = []
-    with mock.patch.object(halves, "verify", lambda *_: out), mock.patch.object(halves, "draft", lambda *_: proposal):
-        for _ in range(num_rounds + 10):
-            start = time.perf_counter()
-            engine.step()
-            seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds[10:])
-
-
-class _Traffic(TorchDispatchMode):
-    """Adds up the bytes that operations other than multiplications of matrices read and write."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.num_bytes = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        is_view = any(each.alias_info and not each.alias_info.is_write for each in func._schema.returns)
-        if not is_view and func.overloadpacket not in (*_IS_NO_KERNEL, _aten.mm, _aten.addmm, _aten._unsafe_view):
-            tensors = (x for x in tree_leaves((args, kwargs, out)) if isinstance(x, Tensor))
-            self.num_bytes += sum(x.numel() * x.element_size() for x in tensors)
-        return out
-
-
-def update_work(raw: dict[str, Any], num_tokens: int) -> tuple[int, int]:
-    """Of the policy's update, a layer's floating-point operations in multiplications of matrices, and the bytes of its
-    other operations; with its second forward pass, without attention, whose work depends on lengths.
-    """
-    config = AutoConfig.for_model(**raw, attn_implementation="none")
-    groups = config.num_attention_heads // config.num_key_value_heads
-
-    def attend(_: object, q: Tensor, k: Tensor, v: Tensor, *__: object, **___: object) -> tuple[Tensor, None]:
-        k, v = (x.repeat_interleave(groups, 1) for x in (k, v))  # gradients must reach all three
-        return (q + k + v).transpose(1, 2), None
-
-    AttentionInterface.register("none", attend)  # type: ignore[no-untyped-call]
-    with torch.device("meta"):
-        layer = Qwen2DecoderLayer(config, 0).bfloat16()
-        x = torch.zeros(1, num_tokens, config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
-        angles = Qwen2RotaryEmbedding(config)(x, torch.arange(num_tokens)[None])
-        with FlopCounterMode(display=False) as counted, _Traffic() as traffic:
-            out = checkpoint(lambda x: layer(x, position_embeddings=angles), x, use_reentrant=False)
-            out.backward(torch.empty_like(out))
-    return counted.get_total_flops(), traffic.num_bytes
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=at_least_one_each, default=[1, 16, 64, 128])
-    given = parser.parse_args()
+def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     torch.set_num_threads(1)
-    shape = shape_from(QWEN_7B, "Qwen2.5-7B")
-    layers = shape.num_parameters - shape.vocab_size * shape.hidden_size
-    drafter = sum(math.prod(sizes) for sizes in drafter_sizes(shape).values())
-    steps = (2 * (drafter + num * shape.hidden_size) / 1e9 for num in (NUM_DRAFTED, shape.vocab_size))
-    print("GB of weights read by a pass: {:.2f}; by a draft step: {:.2f}, with the whole head {:.2f}".format(
-        2 * layers / 1e9, *steps
-    ))  # fmt: skip
-    for strategy, in_graphs, beside in kernels_of(shape, 16, NUM_DRAFTED):
+    for strategy, in_graphs, beside in kernels_of(shape_from(QWEN_7B, "Qwen2.5-7B"), 16, NUM_DRAFTED):
         print(f"{strategy:14} {in_graphs:6,} kernels in graphs, {beside:4} operations beside them", flush=True)
-    flops, num_bytes = update_work(QWEN_7B, 32_768)
-    print(
-        f"a layer's update, 32,768 tokens: {flops / 1e12:.1f} TFLOP of matrices, {num_bytes / 1e9:.0f} GB by the rest"
-    )
-    for rows in given.rows:
-        each = ", ".join(f"{strategy.name} {1e6 * host_seconds(rows, strategy):,.0f}" for strategy in STRATEGIES)
-        print(f"{rows:4} rows: host microseconds of a round: {each}", flush=True)
-    return 0
 
 
 if __name__ == "__main__":

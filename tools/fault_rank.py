@@ -1,7 +1,8 @@
-"""A rank of ``tlt`` that kills itself where ``TLT_FAULT`` says: ``PLACE:RANK:COUNT``, at a given call of a function.
+"""A rank of ``tlt`` with a fault in it: ``python -m mpi4py tools/fault_rank.py train ...``.
 
-It makes the file ``TLT_FAULT_MARK`` in that moment. Started by ``faults.py`` as
-``python -m mpi4py tools/fault_rank.py train ...``.
+``TLT_FAULT`` is PLACE:RANK:COUNT: the rank kills itself at a call of a function, and makes the file ``TLT_FAULT_MARK``
+in that moment. ``TLT_SYSTEM_CALL`` has one of its system calls fail, or all of them recorded
+(``fault_kinds/interception.py``).
 """
 
 from __future__ import annotations
@@ -11,56 +12,55 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from tlt_hpc import rollout_loop as tail
-from tlt_hpc import train as run
-from tlt_hpc.checkpoint import save
-from tlt_hpc.cli.main import main
-from tlt_hpc.cluster.local import launched_rank
-from tlt_hpc.drafting.spot import SpotTrainer
-from tlt_hpc.resume import kept, replay
-from tlt_hpc.rl.ahead import AheadTail
-from tlt_hpc.rl.policy import Policy
-from tlt_hpc.rollout.engine import RolloutEngine
-from tlt_hpc.storage import feature_writer
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-PLACES: dict[str, tuple[Any, str]] = {
-    "rollout": (RolloutEngine, "step"),
-    "spot training": (SpotTrainer, "micro_step"),
-    "merge": (SpotTrainer, "finish_merge"),
-    "append": (feature_writer.FeatureCacheWriter, "append"),
-    "keep": (kept, "write_kept"),
-    "log": (run, "write_step"),
-    "commit": (run, "add_line"),
-    "committed": (run, "drop_kept"),
-    "checkpoint": (save, "write_file"),
-    "update": (Policy, "update"),
-    "replay": (replay, "update_policy"),
-    "resume": (tail, "open_keeper"),
-    "ahead": (AheadTail, "work"),
-    "gather": (run, "gather"),
+PLACES = {
+    "rollout": "tlt_hpc.rollout.engine RolloutEngine.step",
+    "spot training": "tlt_hpc.drafting.spot SpotTrainer.micro_step",
+    "merge": "tlt_hpc.drafting.merge Merge.finish",
+    "append": "tlt_hpc.storage.feature_writer FeatureCacheWriter.append",
+    "keep": "tlt_hpc.resume.kept write_kept",
+    "log": "tlt_hpc.train write_step",
+    "commit": "tlt_hpc.train add_line",
+    "committed": "tlt_hpc.train drop_kept",
+    "checkpoint": "tlt_hpc.checkpoint.save write_file",
+    "update": "tlt_hpc.rl.policy Policy.update",
+    "replay": "tlt_hpc.resume.replay update_policy",
+    "resume": "tlt_hpc.rollout_loop open_keeper",
+    "ahead": "tlt_hpc.rl.ahead AheadTail.work",
+    "gather": "tlt_hpc.train gather",
 }
 """Functions before or after whose call a rank ends."""
-OF_AHEAD = ("ahead",)
-"""Places that only a run that generates ahead reaches; at the first, a rank ends before or in the middle of a call."""
+OF_AHEAD = "ahead"
+"""Reached by a run that generates ahead alone; there a rank ends before a call or in the middle of it."""
 _IN_THE_MIDDLE = 0.01
 """Seconds from the start of the call: half of it."""
 OF_RANK_0 = ("commit", "committed")
 """Places that only rank 0 reaches."""
 
 
+def owner_of(place: str) -> tuple[Any, str]:
+    """The module or class of a place's function, and its name."""
+    module, _, path = PLACES[place].partition(" ")
+    owner, _, name = path.rpartition(".")
+    found = import_module(module)
+    return getattr(found, owner) if owner else found, name
+
+
 def strike(place: str, count: int) -> None:
     """Have this process kill itself before the ``count // 2``-th call of the place's function, or after it."""
-    owner, name = PLACES[place]
+    owner, name = owner_of(place)
     true, left = getattr(owner, name), [count // 2]
 
     def call(*arguments: Any, **named: Any) -> Any:
         left[0] -= 1
         if left[0] < 0 and count % 2 == 0:
             die()
-        if left[0] < 0 and owner is AheadTail:
+        if left[0] < 0 and place == OF_AHEAD:
             threading.Timer(_IN_THE_MIDDLE, die).start()
         result = true(*arguments, **named)
         if left[0] < 0:
@@ -78,7 +78,16 @@ def die() -> None:
 
 
 if __name__ == "__main__":
-    where, rank, number = os.environ["TLT_FAULT"].split(":")
-    if launched_rank(os.environ) == int(rank):
-        strike(where, int(number))
+    from tlt_hpc.cli.main import main
+    from tlt_hpc.cluster.local import launched_rank
+
+    own = launched_rank(os.environ) or 0
+    if "TLT_SYSTEM_CALL" in os.environ:
+        from fault_kinds.interception import begin
+
+        begin(own)
+    if "TLT_FAULT" in os.environ:
+        where, rank, number = os.environ["TLT_FAULT"].split(":")
+        if own == int(rank):
+            strike(where, int(number))
     sys.exit(main())

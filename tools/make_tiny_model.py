@@ -1,6 +1,6 @@
 """Make the embedded default model: a 1.2 M-parameter Qwen2 that half knows how to find greatest common divisors.
 
-    python tools/make_tiny_model.py --output tlt_hpc/models/assets/tiny --log docs/tiny_model.md
+    python tools/make_tiny_model.py --output tlt_hpc/models/assets/tiny --log log.md
 
 Supervised training on three styles (every subtraction written, several subtractions in one jump, a bare guess), so
 that reinforcement learning starts from an honest, improvable policy. Only problems of the ``supervised`` split are
@@ -25,27 +25,16 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from tlt_hpc.data.gcd import GcdProblem, draw_from_split
+from tlt_hpc.data.prompts import GcdProblem, draw_from_split
 from tlt_hpc.storage.folder import share
 
 # Every token of the task; two-character marks are one token each so that lengths count reasoning, not spelling.
-VOCABULARY = (
-    "<pad>",
-    "<eos>",
-    *"0123456789",
-    ",",
-    ";",
-    "gcd(",
-    ")=",
-    "<think>",
-    "</think>",
-    "\\boxed{",
-    "}",
-)
+VOCABULARY = ("<pad>", "<eos>", *"0123456789", ",", ";", "gcd(", ")=", "<think>", "</think>", "\\boxed{", "}")
 STYLE_SHARES = {"subtractions": 0.45, "jumps": 0.35, "guess": 0.20}
 PAD, EOS = 0, 1
 PADDED_VOCABULARY = 24
 MAX_POSITIONS = 1024
+STEPS, TOKENS_PER_STEP, SEED, THREADS = 1500, 3500, 0, 2
 
 
 def make_tokenizer() -> Tokenizer:
@@ -116,11 +105,9 @@ def draw_batch(source: random.Random, tokenizer: Tokenizer, num_tokens: int) -> 
     return tokens, labels
 
 
-def length_sorted_batches(
-    source: random.Random, tokenizer: Tokenizer, num_tokens: int
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def length_sorted_batches(source: random.Random, tokenizer: Tokenizer) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """One optimiser step's examples, cut into chunks of like length so that little padding is computed."""
-    tokens, labels = draw_batch(source, tokenizer, num_tokens)
+    tokens, labels = draw_batch(source, tokenizer, TOKENS_PER_STEP)
     lengths = (tokens != PAD).sum(1)
     order = lengths.argsort()
     chunks = order.tensor_split(4)
@@ -166,9 +153,7 @@ def train_step(
     return loss_sum / num_labels
 
 
-def train(
-    model: Qwen2ForCausalLM, tokenizer: Tokenizer, source: random.Random, num_steps: int, step_tokens: int
-) -> list[str]:
+def train(model: Qwen2ForCausalLM, tokenizer: Tokenizer) -> list[str]:
     """Train; returns the rows of the log, one for every 100 steps."""
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
     others = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n]
@@ -177,12 +162,12 @@ def train(
         torch.optim.AdamW(others, lr=3e-3, weight_decay=0.0, betas=(0.9, 0.98)),
     ]
     peaks = [o.param_groups[0]["lr"] for o in optimizers]
-    lines, start, recent = list[str](), time.monotonic(), 0.0
-    for step in range(num_steps):
-        scale = min(1.0, (step + 1) / 50) * min(1.0, (num_steps - step) / (0.4 * num_steps))
+    lines, start, recent, source = list[str](), time.monotonic(), 0.0, random.Random(SEED)
+    for step in range(STEPS):
+        scale = min(1.0, (step + 1) / 50) * min(1.0, (STEPS - step) / (0.4 * STEPS))
         for optimizer, peak in zip(optimizers, peaks, strict=True):
             optimizer.param_groups[0]["lr"] = peak * scale
-        loss_mean = train_step(model, optimizers, others, length_sorted_batches(source, tokenizer, step_tokens))
+        loss_mean = train_step(model, optimizers, others, length_sorted_batches(source, tokenizer))
         recent = loss_mean if step == 0 else 0.98 * recent + 0.02 * loss_mean
         if (step + 1) % 100 == 0:
             lines.append(f"| {step + 1} | {recent:.4f} | {time.monotonic() - start:.0f} |")
@@ -194,16 +179,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--log", type=Path, required=True)
-    parser.add_argument("--steps", type=int, default=1500)
-    parser.add_argument("--tokens-per-step", type=int, default=3500)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--threads", type=int, default=2)
     arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
-    torch.manual_seed(arguments.seed)
+    torch.set_num_threads(THREADS)
+    torch.manual_seed(SEED)
     tokenizer, model = make_tokenizer(), make_model()
-    steps, tokens, seed = arguments.steps, arguments.tokens_per_step, arguments.seed
-    rows = train(model, tokenizer, random.Random(seed), steps, tokens)
+    rows = train(model, tokenizer)
     with torch.no_grad():  # evaluated as it will be loaded: from fp16 values
         for parameter in model.parameters():
             parameter.copy_(parameter.half().float())
@@ -212,10 +192,9 @@ def main() -> None:
     greedy, _ = sample_accuracy(model, tokenizer, 256, 0.0, 1)
     log = f"""# How the embedded model was made
 
-`python tools/make_tiny_model.py --output tlt_hpc/models/assets/tiny --log {arguments.log} --steps {steps} \
---tokens-per-step {tokens} --seed {seed}`
+`python tools/make_tiny_model.py --output tlt_hpc/models/assets/tiny --log {arguments.log}`
 
-torch {torch.__version__}, {platform.machine()}, {arguments.threads} threads, \
+torch {torch.__version__}, {platform.machine()}, {THREADS} threads, \
 {sum(p.numel() for p in model.parameters()):,} parameters, {time.strftime("%Y-%m-%d")}.
 
 | step | loss (nats/token) | seconds |

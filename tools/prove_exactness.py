@@ -3,7 +3,7 @@
 Ways: strategies alone and switched at random, batch sizes, orders of submission, small pages with shared prompts,
 preemption, chunked prefill, texts stored from other weights, generation ahead. None may differ.
 
-    python tools/prove_exactness.py --tokens 1000000 --json exactness.json
+    python tools/prove_exactness.py --tokens 1000000
     python tools/prove_exactness.py --tokens 1000000 --ways ahead   # of the ways, those with this in their names
     python tools/prove_exactness.py --tokens 200000 --device cuda   # a GPU's ways against the CPU's plain decoding
     python tools/prove_exactness.py --tokens 50000 --dtype bfloat16 # in batch-invariant mode, without the tie guard
@@ -15,12 +15,11 @@ In bfloat16 plain decoding runs on the same device; on a CPU the kernels' refere
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,14 +29,13 @@ from tlt_hpc.common.script import ending
 
 # isort: split
 import numpy as np
-import random_models
 import torch
-from bench_shape import choose_device
+from bench_shape import choose_device, run_all
 from numpy.typing import NDArray
 
 from tlt_hpc.common.records import Request, SampleKey, SamplingParams, Stream
-from tlt_hpc.config import EMBEDDED_MODEL
-from tlt_hpc.data.gcd import draw_from_split
+from tlt_hpc.config import EMBEDDED_MODEL, UserError
+from tlt_hpc.data.prompts import draw_from_split
 from tlt_hpc.kernels.graphs import GraphPool
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.drafter import Drafter
@@ -159,8 +157,8 @@ def make_engine(way: Way, device: torch.device, dtype: torch.dtype, model: Model
 
 def generate(
     way: Way, wanted: list[Request], device: torch.device, dtype: torch.dtype, model: Model = TINY
-) -> tuple[dict[SampleKey, list[NDArray[np.int32]]], dict[str, Any]]:
-    """The texts of each response, of which some are generated twice, and what the engine counted."""
+) -> tuple[dict[SampleKey, list[NDArray[np.int32]]], Any, float]:
+    """The texts of each response, of which some are generated twice, what the engine counted, and seconds."""
     engine = make_engine(way, device, dtype, model)
     engine.calibrate([replace(r, key=replace(r.key, stream=Stream.CALIBRATION)) for r in wanted[:8]])
     ordered = list(wanted)
@@ -171,25 +169,14 @@ def generate(
     start = time.perf_counter()
     ahead = {} if way.ahead is None else generate_ahead(engine, ordered, stored)
     engine.submit([] if way.ahead is not None else ordered)
-    while engine.has_work:
-        engine.step()
+    run_all(engine)
     seconds = time.perf_counter() - start
     counts = engine.take_counts()
-    figures = {
-        "seconds": seconds,
-        "accept_length": counts.num_tokens / counts.num_row_passes,
-        "guarded": counts.num_guarded,
-        "preempted": counts.num_preempted,
-        "tokens": counts.num_tokens + sum(map(len, ahead.values())),
-        "stored_drafts": counts.num_stored,
-        "stored_drafts_accepted": counts.num_stored_accepted,
-        "tokens_ahead": counts.num_ahead,
-    }
     found = {rollout.key: [rollout.response_tokens] for rollout in engine.collect()}
     for key, text in ahead.items():
         found[key].append(text)
     engine.close()
-    return found, figures
+    return found, counts, seconds
 
 
 def texts_ahead(engine: RolloutEngine, wanted: list[Request], change: float, model: Model) -> Texts:
@@ -219,8 +206,7 @@ def generate_ahead(engine: RolloutEngine, wanted: list[Request], stored: Texts) 
         engine.submit(wanted[start : start + size])
         following = [one for one in wanted[start + size : start + 2 * size] if one.key not in complete]
         engine.submit_ahead(source.sample(following, min(len(following), size // 2)))
-        while engine.has_work:
-            engine.step()
+        run_all(engine)
         while engine.has_ahead and source.random() < 0.98:
             if source.random() < 0.02:
                 engine.abort()
@@ -236,37 +222,35 @@ def generate_ahead(engine: RolloutEngine, wanted: list[Request], stored: Texts) 
 
 def compare(
     wanted: list[Request], ways: list[Way], device: torch.device, dtype: torch.dtype, model: Model
-) -> dict[str, Any]:
-    """Every way, on a device, against plain decoding of 32 rows, in float32 on the CPU."""
-    on = CPU if dtype == torch.float32 else device
-    plain, figures = generate(Way("plain, 32 rows"), wanted, on, dtype, model)
-    report: dict[str, Any] = {"plain": figures, "ways": {}, "tokens_compared": 0, "responses_that_differ": 0}
+) -> tuple[int, int]:
+    """Every way, on a device, against plain decoding of 32 rows, in float32 on the CPU.
+
+    Returns:
+        tokens that were compared, and responses that differ.
+    """
+    on, num_tokens, num_different = CPU if dtype == torch.float32 else device, 0, 0
+    plain, *_ = generate(Way("plain, 32 rows"), wanted, on, dtype, model)
     for way in ways:
-        found, figures = generate(way, wanted, device, dtype, model)
+        found, counts, seconds = generate(way, wanted, device, dtype, model)
         pairs = [(text, other) for key, (text,) in plain.items() for other in found[key]]
-        figures["responses_that_differ"] = sum(not np.array_equal(a, b) for a, b in pairs)
-        report["ways"][way.name] = {**asdict(way), **figures}
-        report["tokens_compared"] += figures["tokens"]
-        report["responses_that_differ"] += figures["responses_that_differ"]
+        compared, different = sum(len(b) for _, b in pairs), sum(not np.array_equal(a, b) for a, b in pairs)
+        num_tokens, num_different = num_tokens + compared, num_different + different
         print(
-            f"{way.name:40} {figures['tokens']:8} tokens, accept {figures['accept_length']:.2f}, guarded "
-            f"{figures['guarded']:4}, preempted {figures['preempted']:4}, {figures['seconds']:6.1f} s: "
-            f"{figures['responses_that_differ']} responses differ",
+            f"{way.name:40} {compared:8} tokens, accept {counts.num_tokens / counts.num_row_passes:.2f}, "
+            f"guarded {counts.num_guarded:4}, preempted {counts.num_preempted:4}, {seconds:6.1f} s: "
+            f"{different} responses differ",
             flush=True,
         )
-    return report
+    return num_tokens, num_different
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=1_000_000, help="tokens to compare")
     parser.add_argument("--ways", default="", metavar="TEXT", help="only those with this text in their names")
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of the ways")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument(
-        "--family", choices=list(random_models.FAMILIES), help="of a random model; default: the embedded model"
-    )
+    parser.add_argument("--family", help="of a random model (random_models.py); default: the embedded model")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     GraphPool.checks_inputs = True
@@ -274,14 +258,15 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         model, length = TINY, 42  # tokens of a response, on average
         if arguments.family:
+            import random_models  # in a clone alone
+
+            if arguments.family not in random_models.FAMILIES:
+                raise UserError(f"--family {arguments.family}: take one of {', '.join(random_models.FAMILIES)}")
             model, length = Model(Path(folder), random_models.NUM_TOKENS, arguments.family), 140
             random_models.random_model(arguments.family).save_pretrained(folder)
         wanted = requests(max(8, arguments.tokens // len(ways) // length), model)
-        report = compare(wanted, ways, choose_device(arguments.device), DTYPES[arguments.dtype], model)
-    if arguments.json:
-        arguments.json.write_text(json.dumps(report, indent=2))
-    wrong = report["responses_that_differ"]
-    print(f"{report['tokens_compared']} tokens compared: {wrong or 'no'} responses differ")
+        num_tokens, wrong = compare(wanted, ways, choose_device(arguments.device), DTYPES[arguments.dtype], model)
+    print(f"{num_tokens} tokens compared: {wrong or 'no'} responses differ")
     return 1 if wrong else 0
 
 

@@ -29,9 +29,8 @@ from tlt_hpc.config import UserError
 from tlt_hpc.models.draft_layer import layer_of as layer_of_drafter
 from tlt_hpc.models.drafter_file import drafter_sizes, read_drafter, write_drafter
 from tlt_hpc.models.folder import DTYPES
-from tlt_hpc.models.json_file import read_json
 from tlt_hpc.models.shape import ModelShape, read_shape, shape_from
-from tlt_hpc.models.tokenizer import embedded
+from tlt_hpc.models.tokenizer import embedded, read_json
 from tlt_hpc.models.weight_files import EMBEDDING, INDEX, UNREADABLE, read_heads, reading_files
 from tlt_hpc.storage.folder import share
 

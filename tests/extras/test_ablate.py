@@ -9,6 +9,7 @@ import subprocess
 import sys
 from argparse import Namespace
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,11 +28,10 @@ from tlt_hpc.extras.ablate.ablate import AblationFigures, Passes, gain_of
 from tlt_hpc.extras.ablate.ablation_plan import ARMS, Ablation, check_ranks, describe, plan_ablation
 from tlt_hpc.models.eagle import Eagle
 from tlt_hpc.mpi.world import World
-from tlt_hpc.resume.finished import record_finished
 from tlt_hpc.rollout.engine import RolloutEngine
 from tlt_hpc.rollout.settings import EngineSettings
 from tlt_hpc.storage.folder import RunFolder
-from tlt_hpc.storage.records import add_environment
+from tlt_hpc.storage.records import add_environment, record_finished
 from tlt_hpc.studies.compare import read_comparison
 from tlt_hpc.train import RunResult
 
@@ -169,7 +169,7 @@ def test_a_rank_without_a_held_out_prompt_has_nothing_to_measure(tmp_path, monke
         world=world,
         decoder=embedded_decoder(),
         settings=lambda: settings,
-        make_engine=lambda settings, drafter: RolloutEngine(embedded_decoder(), settings, drafter),
+        make_engine=partial(RolloutEngine, embedded_decoder()),
         calibrate_on=lambda engine, requests: engine.calibrate(requests),
         generate=generate,
         close=lambda: None,

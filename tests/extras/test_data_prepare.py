@@ -14,10 +14,9 @@ from data_sets import write_arrow, write_jsonl, write_parquet
 
 from tlt_hpc.cli.main import main
 from tlt_hpc.config import UserError, load_config
-from tlt_hpc.data.files import open_rows
-from tlt_hpc.data.known import KNOWN, gsm8k_answer, math_answer
+from tlt_hpc.data.files import KNOWN, open_rows
 from tlt_hpc.data.reader import PromptReader
-from tlt_hpc.extras.prepare_data.prepare import INSTRUCTION
+from tlt_hpc.extras.prepare_data.prepare import INSTRUCTION, gsm8k_answer, math_answer
 from tlt_hpc.models.tokenizer import find_model
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -400,8 +400,8 @@ def test_the_text_is_that_of_plain_decoding(name, tmp_path):
     requests = gcd_requests(3, 3)
     drafter = serving_drafter(imported(write(tmp_path), form), embedded_decoder())
     strategies = [Strategy("drafter", 4), Strategy("drafter", 3, 3, 7), OFF]
-    engine = make_engine(strategies, drafter=drafter, max_new_tokens=60, chooser="random", max_live=6, page_size=8)
-    engine.drafter_ready = True
+    options = {"max_new_tokens": 60, "chooser": "random", "max_live": 6, "page_size": 8}
+    engine = make_engine(strategies, drafter=drafter, drafter_is_trained=True, **options)
     assert texts(generate(engine, requests)) == texts(generate(make_engine(max_new_tokens=60), requests))
 
 
@@ -415,13 +415,13 @@ def test_a_drafter_of_other_settings_is_not_taken_up(tmp_path):
         )
 
     one, plain = trainer(warm), trainer({})
-    one.start_from(warm)
-    assert torch.equal(one.state()[SETTINGS], warm[SETTINGS])
-    trainer(warm).load_state(one.state())
+    one.trained.start_from(warm)
+    assert torch.equal(one.trained.state()[SETTINGS], warm[SETTINGS])
+    trainer(warm).trained.load_state(one.trained.state())
     with pytest.raises(
         UserError, match=r'has the settings \{"intermediate_size":192,.*, and this run\'s \{\}; use the'
     ):
-        plain.load_state(one.state())
+        plain.trained.load_state(one.trained.state())
 
 
 def test_a_warm_up_trains_all_of_a_head_and_keeps_its_settings(tmp_path):

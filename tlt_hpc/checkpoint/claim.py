@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from hashlib import sha256
+from pathlib import Path
 from uuid import uuid4
 
-from tlt_hpc.checkpoint.policy_weights import start_facts
 from tlt_hpc.cluster.watch.beat import BEAT
-from tlt_hpc.cluster.watch.last import warn_of_last
+from tlt_hpc.cluster.watch.record import warn_of_last
 from tlt_hpc.config import Config, ConfigError, check_resumable, to_toml
-from tlt_hpc.data.claim import claim_data
 from tlt_hpc.data.prompts import PromptSource
 from tlt_hpc.models.tokenizer import find_model
+from tlt_hpc.models.weight_files import weight_files, weights_digest
 from tlt_hpc.mpi.owner import claim_owner
 from tlt_hpc.mpi.world import World
 from tlt_hpc.storage.folder import RunFolder, hidden_files, writing_beside
-from tlt_hpc.storage.records import Environment, add_environment
+from tlt_hpc.storage.records import Environment, add_environment, read_record, write_json
+
+MODEL = "model.path"
+"""The key of a model's digest among a run's facts."""
 
 
 def claim_folder(
@@ -78,3 +82,44 @@ def _check_ranks_agree(config: Config, name: str, writer: str, prompts: PromptSo
                 f"data.source: rank {rank} on {hostname} draws other prompts than rank 0 on {seen[0][0]}; "
                 "give all nodes the same files"
             )
+
+
+FILE = "data.json"
+
+
+def claim_data(folder: Path, facts: Mapping[str, str]) -> None:
+    """Write the fingerprints ``facts`` to a run's folder, or compare them with those that are there.
+
+    Raises:
+        UserError: they differ, or the file is damaged or cannot be written.
+    """
+    path = folder / FILE
+    old = read_record(path, dict[str, str], "remove it to resume with the data as it is now") or {}
+    for key in sorted(set(old) & set(facts)):
+        # Once prompts were left out, they stay left out: otherwise draws would shift. The other way nothing shifts.
+        if old[key] != facts[key] and (key, facts[key]) != ("data.overlong", "drop"):
+            if key == MODEL:
+                raise ConfigError(
+                    f"{folder} holds a run that began with other files of its model, which it still needs (as the "
+                    "reference, or below its adapters); restore them or give another run.name"
+                )
+            why = "prompts that it left out would shift all draws: " if key == "data.overlong" else ""
+            raise ConfigError(
+                f"{folder} holds a run whose {key} was another ({old[key][:12]} then, {facts[key][:12]} now); "
+                f"{why}restore it or give another run.name"
+            )
+    write_json(path, dict(facts))
+
+
+def start_facts(config: Config, model: Path) -> dict[str, str]:
+    """What a run notes of the model that it begins with, where its checkpoints do not hold all that it needs of it.
+
+    Adapters are merged into that model, and it is the reference that a divergence is measured from: with another one a
+    resumed run would learn something else, without a word.
+
+    Raises:
+        ValueError: a file of weights is missing, or cannot be read.
+    """
+    if config.lora.rank:
+        weight_files(model)  # refuses what transformers alone can read, which adapters could not be merged into
+    return {MODEL: weights_digest(model)} if config.lora.rank or config.algorithm.kl_coefficient else {}

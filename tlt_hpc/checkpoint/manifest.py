@@ -1,4 +1,26 @@
-"""The list that makes files a checkpoint: which file holds which piece of which tensor, and digests of them all."""
+"""The list that makes files a checkpoint: which file holds which piece of which tensor, and digests of them all.
+
+``state.json``, version 3:
+
+    format, version  "tlt_hpc checkpoint", 3
+    step             steps that are done
+    files            a list: part, name, size in bytes, digest: sha256 of size and content (all of it up to 32 MiB, else
+                     32 blocks of 1 MiB spread evenly)
+    tensors          by part and name: shape, and the lists files (numbers in the list above, from 0) and stops
+    state            optimizer_steps, strategies (what the chooser has counted, by source of drafts), seed; between
+                     checkpoints strategies alone
+    digest           sha256 of all the rest
+
+The elements of a flattened tensor up to ``stops[0]`` are in file ``files[0]``, those from there to ``stops[1]`` in
+``files[1]``, and so on. A file holds a whole tensor under its name, and a piece under ``name[start:stop]``.
+
+The policy's tensors have the names of the Hugging Face model with ``.master`` (fp32 weights), ``.exp_avg`` and
+``.exp_avg_sq`` (Adam's moments) behind them. The drafter's have ``.weight`` (what the engine drafts with: the average),
+``.trained`` (what training continues with; without an average it is ``.weight``), the moments, and two counters,
+``num_steps`` and ``num_averaged``. An EAGLE-3 drafter also has ``token_ids``, its vocabulary, and one that began as a
+published head ``settings`` (bytes of JSON) where its layer differs from the model's. ``drafter/drafter.safetensors``
+has the same, whole.
+"""
 
 from __future__ import annotations
 

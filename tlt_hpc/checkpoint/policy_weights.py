@@ -11,41 +11,26 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from tlt_hpc.checkpoint.claim import MODEL
 from tlt_hpc.checkpoint.manifest import Checkpoint
 from tlt_hpc.config import Config, UserError
-from tlt_hpc.models.expert_names import Place, is_expert, places
 from tlt_hpc.models.folder import DTYPES
 from tlt_hpc.models.lora import adapter_names, merge
-from tlt_hpc.models.once import ReadCut
-from tlt_hpc.models.piece import Cut
+from tlt_hpc.models.piece import Cut, ReadCut
 from tlt_hpc.models.weight_files import (
     UNREADABLE,
+    Place,
     StoredTensor,
+    is_expert,
+    places,
     read_heads,
     reading_files,
-    weight_files,
     weights_digest,
 )
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.records import read_record
 
 _MASTER = ".master"
-_MODEL = "model.path"
-"""The key of a model's digest among a run's facts."""
-
-
-def start_facts(config: Config, model: Path) -> dict[str, str]:
-    """What a run notes of the model that it begins with, where its checkpoints do not hold all that it needs of it.
-
-    Adapters are merged into that model, and it is the reference that a divergence is measured from: with another one a
-    resumed run would learn something else, without a word.
-
-    Raises:
-        ValueError: a file of weights is missing, or cannot be read.
-    """
-    if config.lora.rank:
-        weight_files(model)  # refuses what transformers alone can read, which adapters could not be merged into
-    return {_MODEL: weights_digest(model)} if config.lora.rank or config.algorithm.kl_coefficient else {}
 
 
 def open_policy(run: RunFolder, config: Config, checkpoint: Checkpoint, model: Path) -> PolicyWeights:
@@ -56,7 +41,7 @@ def open_policy(run: RunFolder, config: Config, checkpoint: Checkpoint, model: P
     """
     if not config.lora.rank:
         return PolicyWeights(checkpoint, config, model)
-    noted = (read_record(run.data, dict[str, str], "remove it to go without this check") or {}).get(_MODEL)
+    noted = (read_record(run.data, dict[str, str], "remove it to go without this check") or {}).get(MODEL)
     policy = PolicyWeights(checkpoint, config, model)
     known = {each for name in policy.shapes for each in adapter_names(name)}
     if (noted is not None and noted != weights_digest(model)) or not policy.adapters.keys() <= known:

@@ -7,7 +7,9 @@ threads are, and no thread calls MPI.
 
 from __future__ import annotations
 
+import json
 import logging
+import os
 import re
 import shutil
 import threading
@@ -16,9 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
 from pydantic import TypeAdapter
+from torch import Tensor
 
-from tlt_hpc.checkpoint.host_buffer import HostBuffer
 from tlt_hpc.checkpoint.manifest import (
     JSON,
     STATE_FILE,
@@ -26,11 +29,12 @@ from tlt_hpc.checkpoint.manifest import (
     CheckpointError,
     ListedFile,
     OtherVersionError,
+    Stored,
     UnreadableCheckpointError,
     open_checkpoint,
     write_manifest,
 )
-from tlt_hpc.checkpoint.shard_file import Held, write_file
+from tlt_hpc.cluster.watch.beat import BEAT
 from tlt_hpc.common.errors import UserError
 from tlt_hpc.common.files import naming, sampled_digest
 from tlt_hpc.storage.folder import NO_ROOM, make_synced, part_of, sync
@@ -206,3 +210,140 @@ def clear_leftovers(folder: Path) -> None:
     """
     for leftover in folder.glob("step-*.part"):
         shutil.rmtree(leftover)
+
+
+DTYPE_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_ALIGNMENT = 8
+
+
+# -- a rank's copies in one safetensors file ---------------------------------------------------------------------------
+#
+# The format's own library wants whole tensors; these are in chunks, and each write lets other threads run meanwhile.
+
+
+@dataclass(frozen=True)
+class Held:
+    """A copied piece of a tensor of ``shape``: its elements ``start`` to ``stop``, in views of host memory."""
+
+    part: str
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+    dtype: torch.dtype
+    views: Sequence[Tensor]
+
+    @property
+    def stored(self) -> Stored:
+        return Stored(self.name, self.shape, self.start, self.stop)
+
+
+def write_file(path: Path, pieces: Sequence[Held]) -> None:
+    """Write a safetensors file and have it reach the disk.
+
+    Raises:
+        OSError: as the disk says.
+    """
+    # wider types first, as the library does: then all of them are aligned
+    ordered = sorted(pieces, key=lambda piece: (-piece.dtype.itemsize, piece.stored.key))
+    with path.open("wb") as file:
+        file.write(_header(ordered))
+        for piece in ordered:
+            for view in piece.views:
+                file.write(view.numpy().data)
+                BEAT.written += 1
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _header(pieces: Sequence[Held]) -> bytes:
+    entries, offset = {}, 0
+    for piece in pieces:
+        stored, end = piece.stored, offset + sum(view.numel() for view in piece.views)
+        shape = piece.shape if stored.is_whole else (piece.stop - piece.start,)
+        entries[stored.key] = {"dtype": DTYPE_NAMES[piece.dtype], "shape": shape, "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(entries).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text
+
+
+CHUNK_BYTES = 2**24
+
+
+class HostBuffer:
+    """Host memory for copies of tensors; it grows to the most that was ever asked for, and stays from save to save.
+
+    It is in chunks of 16 MiB, so that one budget fits any mixture of tensors, and none is lost where torch rounds
+    pinned memory up to powers of two.
+    """
+
+    def __init__(self) -> None:
+        self._chunks: list[Tensor] = []
+        self._used = 0
+        """Bytes in use; those of the first chunks."""
+        self._copied: torch.cuda.Event | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that it occupies."""
+        return len(self._chunks) * CHUNK_BYTES
+
+    def reserve(self, num_bytes: int, pinned: bool) -> None:
+        """Have memory for copies of so many bytes, already in place: the first save is as fast as the next.
+
+        Raises:
+            CheckpointError: the host has no room.
+        """
+        while self.num_bytes < num_bytes:
+            self._grow(pinned)
+
+    def clear(self) -> None:
+        """Forget what was copied, and keep the memory."""
+        self._used = 0
+
+    def take(self, values: Tensor) -> list[Tensor]:
+        """Copy a flat tensor; its bytes, in order, as views of the chunks, to be read after ``wait``.
+
+        Raises:
+            CheckpointError: the host has no room.
+        """
+        source = values.detach().view(torch.uint8)
+        size, done, views = source.numel(), 0, []
+        while done < size:
+            if self._used == self.num_bytes:
+                self._grow(values.is_cuda)
+            offset = self._used % CHUNK_BYTES
+            count = min(CHUNK_BYTES - offset, size - done)
+            room = self._chunks[self._used // CHUNK_BYTES].narrow(0, offset, count)
+            room.copy_(source.narrow(0, done, count), non_blocking=True)
+            views.append(room)
+            self._used, done = self._used + count, done + count
+        if values.is_cuda:
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._copied.record()
+        return views
+
+    def wait(self) -> None:
+        """Wait until the last copy is done; at once where none was from a GPU."""
+        if self._copied is not None:
+            self._copied.synchronize()
+
+    def _grow(self, pinned: bool) -> None:
+        try:
+            # zeros written, not asked for: a page that was never touched is found at the first write, in the step
+            self._chunks.append(torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=pinned).fill_(0))
+        except (RuntimeError, MemoryError) as error:
+            raise CheckpointError(
+                f"no room in host memory for a copy of this rank's state beyond {self.num_bytes / 1e9:.1f} GB "
+                f"({str(error).splitlines()[0]})"
+            ) from None

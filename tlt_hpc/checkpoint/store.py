@@ -13,19 +13,18 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from tlt_hpc.checkpoint.host_buffer import HostBuffer
-from tlt_hpc.checkpoint.host_room import check_room
 from tlt_hpc.checkpoint.manifest import JSON, Checkpoint, CheckpointError, OtherVersionError, open_checkpoint
-from tlt_hpc.checkpoint.save import Best, Report, Save, clear_leftovers, found_in, try_open
-from tlt_hpc.checkpoint.shard_file import Held
+from tlt_hpc.checkpoint.save import Best, Held, HostBuffer, Report, Save, clear_leftovers, found_in, try_open
 from tlt_hpc.cluster.watch.beat import BEAT
 from tlt_hpc.common.errors import UserError
+from tlt_hpc.common.host_memory import available_bytes
 from tlt_hpc.models.piece import LOWER_RATE, Piece, is_finite, not_finite
 from tlt_hpc.storage.folder import RunFolder, part_of, sync
 from tlt_hpc.storage.step_lines import best_evaluated
@@ -247,3 +246,26 @@ class CheckpointStore:
             raise
         except CheckpointError as error:
             raise CheckpointError(f"checkpoint {folders[step]} is damaged ({error}); use another one") from None
+
+
+if TYPE_CHECKING:
+    from tlt_hpc.mpi.world import World
+
+
+def check_room(world: World, num_bytes: int) -> None:
+    """Refuse copies for which the ranks of a node together have no memory; collective.
+
+    Raises:
+        CheckpointError: on all ranks.
+    """
+    available = world.all_or_none(available_bytes)
+    ranks = world.allgather((world.node, world.hostname, num_bytes, available))
+    wanted: Counter[int] = Counter()
+    for node, _, count, _ in ranks:
+        wanted[node] += count
+    for node, hostname, _, room in ranks:
+        if wanted[node] > room:
+            raise CheckpointError(
+                f"{hostname} has {room / 1e9:.1f} GB of host memory left, and to save a checkpoint its ranks copy "
+                f"{wanted[node] / 1e9:.1f} GB of training state there; ask for more memory per node, or more nodes"
+            )

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from tlt_hpc import __version__
-from tlt_hpc.common.extras import load_extra
 from tlt_hpc.common.printable import one_line
+from tlt_hpc.common.source import load_extra
 from tlt_hpc.export.export_options import add_step
 from tlt_hpc.plan.plan_options import GPU_MEMORY, at_least_one, at_least_zero, gpu_gb
 

@@ -56,9 +56,7 @@ COMMANDS = {
     "keys": Command("prepare and check", _KEYS, command_line.add_keys_options, "tlt_hpc.cli.show_keys"),
     "plan": Command("prepare and check", _PLAN, plan_options.add_plan_options, "tlt_hpc.plan.memory.summary"),
     "simulate": of_extra("prepare and check", _SIMULATE, "simulate.predict"),
-    "preflight": Command(
-        "prepare and check", _PREFLIGHT, plan_options.add_preflight_options, "tlt_hpc.plan.preflight.checklist"
-    ),
+    "preflight": of_extra("prepare and check", _PREFLIGHT, "preflight.checklist"),
     "rehearse": of_extra("prepare and check", _REHEARSE, "rehearse.rehearse"),
     "submit": Command("on a cluster", _SUBMIT, command_line.add_submit_options, _SUBMISSIONS),
     "submit list": Command("on a cluster", _LIST, command_line.add_list_options, _SUBMISSIONS),

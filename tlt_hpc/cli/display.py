@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import shlex
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 from rich.table import Table
 
-from tlt_hpc.cluster.stopping import resume_words
+from tlt_hpc.cluster.stopping import stopped_early
 from tlt_hpc.cluster.watch.beat import BEAT
-from tlt_hpc.common.console import TextConsole
+from tlt_hpc.common.console import make_console
 from tlt_hpc.common.words import count
 from tlt_hpc.config import Config
 from tlt_hpc.look.columns import STEP_TABLE, step_cells
@@ -34,18 +32,12 @@ _PATIENCE_SECONDS, _MAX_PATIENCE_SECONDS = 4.0, 60.0
 _COLUMNS = ("step", *STEP_TABLE)
 
 
-def make_console(shows: bool = True) -> TextConsole:
-    """Rank 0's console. It prints nothing unless it ``shows``."""
-    console = TextConsole(width=None if sys.stdout.isatty() else 120)
-    console.quiet = not shows
-    return console
-
-
 class Screen:
     """Prints lines on rank 0, which ``shows`` them."""
 
     def __init__(self, shows: bool) -> None:
-        self.console = make_console(shows)
+        self.console = make_console()
+        self.console.quiet = not shows
         self.names_columns = False
         """Whether the next step's line is the first since a run has started."""
         self._said_at, self._patience = time.monotonic(), _PATIENCE_SECONDS
@@ -143,10 +135,8 @@ def print_result(config: Config, result: RunResult) -> None:
     else:
         committed = max(read_lines(RunFolder(config.folder).metrics), default=-1) + 1  # a start may have taken up fewer
         done = max(result.num_steps, committed)
-        text = (
-            f"stopped early ({result.stop_reason}) after {done} of {count(config.run.num_steps, 'step')}; "
-            f"{resume_words(os.environ)} from {config.folder}"
-        )
+        how_far = f" after {done} of {count(config.run.num_steps, 'step')}"
+        text = stopped_early(result.stop_reason, how_far, config.folder)
     console.print(text, soft_wrap=True)
 
 
@@ -205,7 +195,7 @@ def print_warmup(result: WarmupResult, config_path: str, form: str) -> None:
     """How a warm-up ended, and what to type next with a drafter of this form."""
     best, updates = result.progress.best, count(result.progress.updates, "update")
     if not result.progress.is_finished:
-        text = f"stopped early ({result.reason}) after {updates}; {resume_words(os.environ)} from {result.folder}"
+        text = stopped_early(result.reason, f" after {updates}", result.folder)
     else:
         assert best is not None
         done = "already finished" if result.was_finished else "finished"

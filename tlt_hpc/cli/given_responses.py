@@ -13,8 +13,8 @@ import numpy as np
 from tlt_hpc.common.records import Prompt
 from tlt_hpc.config import Config, UserError
 from tlt_hpc.data.files import ARGUMENT, data_files, open_rows
+from tlt_hpc.data.reader import answer_in, split_row, wanted_columns
 from tlt_hpc.data.rows import Row, RowError, Rows
-from tlt_hpc.data.schema import answer_in, split_row, wanted_columns
 
 _RESPONSES = ("response", "responses", "completion", "solution_str", "output")
 """Columns that have a response, as verl's and TRL's files name them, too; the first that a row has."""

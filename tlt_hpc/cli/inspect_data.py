@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from tlt_hpc.common.console import TextConsole
+from tlt_hpc.common.console import make_console, print_broken
 from tlt_hpc.common.records import Prompt
 from tlt_hpc.common.words import count
 from tlt_hpc.config import EMBEDDED_TASK, Config, ConfigError, load_config
@@ -22,9 +21,8 @@ from tlt_hpc.data.reader import PromptReader
 from tlt_hpc.models.shape import read_shape
 from tlt_hpc.models.tokenizer import find_model, load_tokenizer
 from tlt_hpc.plan.inputs import chat_format, check_tokens
-from tlt_hpc.rewards.truths import check_answer
+from tlt_hpc.rewards.judge import check_answer
 
-_SHOWN_ROWS = 20
 _COLUMNS = ("data_source", "rows", "tokens min", "median", "p95", "max", "over limit", "repeated", "no answer")
 
 
@@ -40,7 +38,7 @@ def run(options: argparse.Namespace) -> int:
     is_job = file.endswith(".toml")
     config = load_config(file, overrides) if is_job else config_of(file, overrides)
     folder = find_model(model or config.model.path) if model or is_job else None
-    console, all_of_use = TextConsole(width=None if sys.stdout.isatty() else 140), True
+    console, all_of_use = make_console(140), True
     for reader in _readers(config, folder, is_judged=is_job or bool(config.reward.model_fields_set)):
         found = inspect(reader, config.data.max_prompt_tokens)
         _print(console, reader, found, folder is not None)
@@ -92,10 +90,7 @@ def _print(console: Console, reader: PromptReader, found: Inspection, has_tokens
             words = f"{counts.source}: no response can be right for {len(counts.never_right):,} of "
             words += f"{count(len(counts.lengths), 'row')}, the first {counts.never_right[0]}"
             console.print(words, style="red", soft_wrap=True)
-    for error in found.broken[:_SHOWN_ROWS]:
-        console.print(str(error), style="red", soft_wrap=True)
-    if len(found.broken) > _SHOWN_ROWS:
-        console.print(f"... and {len(found.broken) - _SHOWN_ROWS:,} more broken rows")
+    print_broken(console, found.broken)
 
 
 def _cells(counts: SourceCounts, has_tokens: bool) -> tuple[str, ...]:

@@ -20,7 +20,7 @@ from tlt_hpc.cli import command_line
 from tlt_hpc.cli.commands import COMMANDS
 from tlt_hpc.cli.plans import check_folder, config_of, plan_command
 from tlt_hpc.cluster.caches import in_memory, make_node_cache
-from tlt_hpc.cluster.device import GIVEN, local_rank, take_device
+from tlt_hpc.cluster.device import GIVEN, take_device
 from tlt_hpc.cluster.local import (
     STARTED,
     alone_in_step,
@@ -29,6 +29,7 @@ from tlt_hpc.cluster.local import (
     given_job,
     launched_count,
     launched_rank,
+    local_rank,
     started_at,
     starting,
 )
@@ -36,10 +37,10 @@ from tlt_hpc.cluster.stopping import StopFlag, know_limits
 from tlt_hpc.cluster.watch.beat import BEAT
 from tlt_hpc.cluster.watch.watch import Watch
 from tlt_hpc.cluster.watch.witness import Witness
-from tlt_hpc.common.extras import load_extra
 from tlt_hpc.common.files import has_remedy, told
-from tlt_hpc.common.heap import importing
+from tlt_hpc.common.host_memory import importing
 from tlt_hpc.common.printable import PrintableStream, escape_streams, one_line
+from tlt_hpc.common.source import load_extra
 from tlt_hpc.config import EMBEDDED_MODEL, Config, UserError, load_config
 from tlt_hpc.storage.folder import WriteError, no_run
 
@@ -166,7 +167,7 @@ def settle(config: Config, rank: int) -> None:
 def tell_all_ranks(error: ValueError, rank: int) -> int:
     """End all ranks with an error that this one met before they meet, and maybe no other: a node without the data."""
     from tlt_hpc.mpi.world import LaunchError, World
-    from tlt_hpc.plan.preflight.nodes import report_error
+    from tlt_hpc.plan.nodes import report_error
 
     try:
         report_error(World.connect(), error)
@@ -266,7 +267,7 @@ def connect(config: Config, options: argparse.Namespace, flag: StopFlag) -> Worl
     """
     from tlt_hpc.mpi.placing import place_ranks
     from tlt_hpc.mpi.world import World
-    from tlt_hpc.plan.preflight.nodes import check_nodes
+    from tlt_hpc.plan.nodes import check_nodes
 
     world = World.connect(flag)
     plan = partial(plan_command, config, options, world.size)
@@ -285,7 +286,7 @@ def work_together(config: Config, options: argparse.Namespace, flag: StopFlag) -
     start_processes(config, options)
     world = connect(config, options, flag)
     with importing():
-        import tlt_hpc.session  # noqa: F401  with torch; what is left are modules of this package
+        import tlt_hpc.job  # noqa: F401  with torch; what is left are modules of this package
     status = work(config, options, world)
     from tlt_hpc.rl.distributed import leave_process_group
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from tlt_hpc.common.extras import load_extra
+from tlt_hpc.common.source import load_extra
 from tlt_hpc.config import (
     Config,
     ConfigError,
@@ -16,8 +16,8 @@ from tlt_hpc.config import (
     truncation_warning,
     without_side_effects,
 )
-from tlt_hpc.resume.finished import finished_message
 from tlt_hpc.storage.folder import GIVE_OUTPUT, RunFolder, check_writable
+from tlt_hpc.storage.records import finished_message
 from tlt_hpc.storage.step_lines import read_lines
 
 if TYPE_CHECKING:

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING
 
 from tlt_hpc.cluster.stopping import STOPPED_EARLY, Stop, await_preemption, queue_again
 from tlt_hpc.cluster.watch.beat import BEAT
-from tlt_hpc.common.extras import load_extra
+from tlt_hpc.common.source import load_extra
 from tlt_hpc.common.words import count
 from tlt_hpc.config import Config, UserError
-from tlt_hpc.resume.finished import finished_message
 from tlt_hpc.storage.folder import RunFolder, WriteError
+from tlt_hpc.storage.records import finished_message
 
 if TYPE_CHECKING:
     from tlt_hpc.mpi.world import World
@@ -41,7 +41,8 @@ def train(config: Config, options: argparse.Namespace, world: World) -> int:
     from tlt_hpc.train import run
 
     with nullcontext() if world.rank else Tracking(config, RunFolder(config.folder)) as tracking:
-        result = run(config, world, StepReporter(Screen(world.rank == 0), stages=world.stages), tracking)
+        follow = tracking.follow if tracking else None
+        result = run(config, world, StepReporter(Screen(world.rank == 0), stages=world.stages), follow)
         leave_process_group()
         if world.rank == 0:
             print_result(config, result)

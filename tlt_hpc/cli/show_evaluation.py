@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from rich.table import Table
 
-from tlt_hpc.cli.display import Screen, make_console
-from tlt_hpc.cluster.stopping import resume_words
+from tlt_hpc.cli.display import Screen
+from tlt_hpc.cluster.stopping import stopped_early
+from tlt_hpc.common.console import make_console
 from tlt_hpc.common.words import count
 from tlt_hpc.evaluate.evaluate import EvaluationResult
 from tlt_hpc.evaluate.figures import Estimate, SetFigures
@@ -40,11 +40,8 @@ def print_evaluation(result: EvaluationResult) -> None:
     """The table of an evaluation, or how to continue with it."""
     console = make_console()
     if result.results is None:
-        console.print(
-            f"stopped early ({result.reason}), {count(result.num_left, 'response')} left; "
-            f"{resume_words(os.environ)} from {result.folder}",
-            soft_wrap=True,
-        )
+        how_far = f", {count(result.num_left, 'response')} left"
+        console.print(stopped_early(result.reason, how_far, result.folder), soft_wrap=True)
         return
     console.print(table_of(result.name, result.results))
     done = "finished" if result.num_generated else "already finished"

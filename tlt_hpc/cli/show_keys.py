@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import textwrap
 
 from tlt_hpc.common.console import TextConsole
@@ -20,8 +21,8 @@ A run is one TOML file of the sections below. Any key can be set on the command 
 jobs/tiny.toml rollout.temperature=0.9`. `tlt train FILE --dry-run` checks everything and prints the resolved
 configuration; unknown keys and impossible values are errors. `tlt keys [SECTION]` prints this page in the terminal.
 
-Keys without a default are required. Whole numbers without an upper bound may be up to 2147483647. A key marked ✓ in the
-column *resume* may be changed when a run is resumed; changing any other ends the start with one line that names both
+Keys without a default are required. A number is whole if its default is; upper bounds of a million and more are left
+out. A key with ✓ may be changed when a run is resumed; changing any other ends the start with one line that names both
 values.
 """
 
@@ -59,9 +60,14 @@ def _show(console: TextConsole, text: str, indent: str = "", style: str = "") ->
 
 def _as_markdown(section: str) -> str:
     lines = [f"## [{section}]", "", describe_section(section).replace("``", "`"), ""]
-    lines += ["| key | values | default | unit | resume | meaning |", "|---|---|---|---|---|---|"]
+    lines += ["| key | values | default | meaning |", "|---|---|---|---|"]
     for key in keys_of(section):
-        default, free = f"`{key.default}`" if key.default else "", "✓" if key.is_free else ""
-        cells = f"`{key.name}`", key.values, default, key.unit, free, key.meaning.replace("``", "`")
+        values = re.sub(r" to \d{7,}", "", key.values)
+        values = re.sub(r"^(whole )?number (?=from|above)", "", values)  # the default shows which of the two
+        values = ", ".join(filter(None, [values.replace('"', ""), key.unit]))
+        all_of_them = key.default == key.values.replace("list of ", "[") + "]"
+        default = "all" if all_of_them else f"`{key.default}`" if key.default else ""
+        name = f"`{key.name}`" + (" ✓" if key.is_free else "")
+        cells = name, values, default, key.meaning.replace("``", "`")
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join([*lines, ""])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import statistics
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 from rich.table import Table
 
 from tlt_hpc.cli.given_responses import Given
-from tlt_hpc.common.console import TextConsole
+from tlt_hpc.common.console import make_console, print_broken
 from tlt_hpc.common.words import count
 from tlt_hpc.config.data_sections import ANSWER, part_name
 from tlt_hpc.data.rows import RowError
@@ -20,7 +19,6 @@ from tlt_hpc.rewards.answer import Verdict
 from tlt_hpc.rewards.judge import is_judged
 from tlt_hpc.rewards.scorer import Unjudged
 
-_SHOWN_BROKEN = 20
 _CELL, _WHY, _END = 40, 120, 300
 """Characters shown of an answer, of a reason, and of the end of a response."""
 _SAME = 1e-6
@@ -159,22 +157,19 @@ def print_rows(shown: Sequence[Judged], file: str) -> None:
             f"{each.verdict.seconds:.3f}",
             style="" if each.is_right else "yellow" if each.is_judged else "red",
         )
-    _console().print(table, "")
+    make_console().print(table, "")
 
 
 def print_summary(summary: Summary, file: str) -> None:
     """Sums by kind and source, what was not judged, broken rows, and the first disagreement with the file."""
-    console = _console()
+    console = make_console()
     if summary.groups:
         console.print(_table_of(summary.groups))
     if summary.failures:
         everything = summary.groups["all", ""]
         unjudged = Unjudged(len(everything.rewards), tuple(summary.failures))
         console.print(f"not judged: {unjudged.total:,}, {unjudged.explain()}", style="red", soft_wrap=True)
-    for error in summary.broken[:_SHOWN_BROKEN]:
-        console.print(str(error), style="red", soft_wrap=True)
-    if len(summary.broken) > _SHOWN_BROKEN:
-        console.print(f"... and {len(summary.broken) - _SHOWN_BROKEN:,} more broken rows")
+    print_broken(console, summary.broken)
     if (first := summary.first_disagreement) is not None:
         told = f"{summary.num_disagreements:,} of {count(summary.num_expected, 'verdict')} differ from the expected"
         console.print(f"{told} one; the first is {first.given.where}:", style="bold", soft_wrap=True)
@@ -189,10 +184,6 @@ def print_summary(summary: Summary, file: str) -> None:
             console.print(f"  {name:9} " + text.strip().replace("\n", "\n" + 12 * " "), soft_wrap=True)
     elif summary.num_expected:
         console.print(f"{count(summary.num_expected, 'verdict')} as expected")
-
-
-def _console() -> TextConsole:
-    return TextConsole(width=None if sys.stdout.isatty() else 120)
 
 
 def _table_of(groups: dict[tuple[str, str], Group]) -> Table:

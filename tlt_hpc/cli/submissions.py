@@ -20,7 +20,7 @@ from tlt_hpc.cli.submit import (
     is_job,
     jobs_before,
     preflight,
-    resources_of,
+    request_of,
     run_submit,
     short,
     submit,
@@ -165,9 +165,9 @@ def run_resubmit(
         print(f"nothing has failed; nothing was submitted{remedy}")
         return 0
     before = jobs_before(submission.after, is_first=False)
-    asked = replace(submission, resources=resources_of(options, submission.resources.words))
+    asked = replace(submission, request=request_of(options, submission.request.options))
     describe(asked, asked.chosen(again), before)
-    if asked.resources != submission.resources:
+    if asked.request != submission.request:
         check_again(asked, again, before, with_preflight=not options.no_preflight)
     if options.dry_run:
         print("nothing was submitted (--dry-run)")
@@ -188,7 +188,7 @@ def check_again(asked: Submission, names: Collection[str], before: Sequence[str]
     chosen = asked.chosen(names)
     with chdir(asked.store):
         for member in chosen:
-            check_member(asked.config, member, asked.resources.num_ranks)
+            check_member(asked.config, member, asked.request.num_ranks)
         if with_preflight:
             preflight(asked.config, replace(asked, members=tuple(chosen)), before)
 

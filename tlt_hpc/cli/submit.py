@@ -14,32 +14,32 @@ import time
 from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import replace
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 
 import tlt_hpc
+from tlt_hpc.cli.plans import config_of
 from tlt_hpc.cluster.executor import batch_script, send
+from tlt_hpc.cluster.request import COUNTS, SlurmRequest, num_gpus, read_options, script_options, words_of
 from tlt_hpc.cluster.slurm import SlurmError, ask_slurm, read_queue
 from tlt_hpc.cluster.status import FINISHED, read_statuses
 from tlt_hpc.cluster.submission import (
     FILE,
-    SBATCH_NAMES,
     SUBMITTED,
-    Resources,
     Submission,
     SubmittedRun,
+    further_options,
     known_submissions,
     load,
     make_members,
     parameters,
     save,
 )
+from tlt_hpc.common.source import load_extra
 from tlt_hpc.common.words import count
-from tlt_hpc.config import Config, ConfigError, load_config
+from tlt_hpc.config import ConfigError, load_config
 from tlt_hpc.look.collect import row_of
-from tlt_hpc.plan.preflight.checklist import all_results
-from tlt_hpc.plan.preflight.request import num_gpus, request_of, sbatch_options, sbatch_words
-from tlt_hpc.plan.preflight.results import Level
-from tlt_hpc.resume.finished import finished_message
+from tlt_hpc.storage.records import finished_message
 
 _OF_THIS_MACHINE = ("rewards", "memory", "disk", "run folder", "torch", "mpi", "ranks talk")
 """Checks of preflight whose failure may mean only that a login node is no compute node."""
@@ -48,7 +48,12 @@ _OWN_OPTIONS = (
     *("parsable", "quiet", "test-only", "wait", "wrap", "help", "usage", "version"),
 )
 """Of sbatch, that a submission sets itself, or after which its answer would not name the job."""
-_OPPOSITE = {"requeue": "no-requeue", "no-requeue": "requeue"}
+_SHOWN = {
+    "nodes": "nodes", "gpus-per-node": "gpus-per-node", "ntasks-per-node": "ranks-per-node",
+    "cpus-per-task": "cpus-per-rank", "partition": "partition", "account": "account", "time": "time", "mem": "mem",
+}  # fmt: skip
+"""sbatch's options that are also options of ``tlt submit``, and their names there."""
+_DEFAULTS = {"nodes": "1", "cpus-per-task": "1", "time": "24:00:00"}
 _SIGNAL = "USR2@120"
 """What the batch scripts ask for; a submission asks for it by its own time limit."""
 
@@ -73,7 +78,7 @@ def run_submit(options: argparse.Namespace) -> int:
     options.after = [word if is_job(word) else str(folder_of(word)) for word in options.after]
     submission = make_submission(options)
     for member in submission.members:
-        check_member(options.config, member, submission.resources.num_ranks)
+        check_member(options.config, member, submission.request.num_ranks)
     if options.command_of_job == "train":
         refuse_finished(options.config, submission)
     before = jobs_before(options.after, is_first=True)
@@ -96,10 +101,9 @@ def run_submit(options: argparse.Namespace) -> int:
 
 def describe(submission: Submission, members: Sequence[SubmittedRun], before: Sequence[str]) -> None:
     """Print what Slurm is asked for, and the command of each of these members."""
-    asked = vars(submission.resources) | {"sbatch": ""}
-    words = [f"--{name.replace('_', '-')}={value}" for name, value in asked.items() if value]
-    words += [*submission.resources.sbatch, *([f"--dependency=afterok:{':'.join(before)}"] if before else [])]
-    print(f"asks Slurm for {count(submission.resources.num_ranks, 'rank')}:", " ".join(words))
+    words = words_of({_SHOWN.get(name, name): value for name, value in submission.request.options.items()})
+    words += [f"--dependency=afterok:{':'.join(before)}"] if before else []
+    print(f"asks Slurm for {count(submission.request.num_ranks, 'rank')}:", " ".join(words))
     for member in members:
         there = f"   (is there with {count(member.first_step, 'step')}, and resumes)" * bool(member.first_step)
         print(f"{member.run}: {shlex.join(('tlt', *member.arguments))}{there}", flush=True)
@@ -111,8 +115,9 @@ def make_submission(options: argparse.Namespace) -> Submission:
     Raises:
         ConfigError: a member's configuration is wrong, or the folder has a submission.
     """
+    own_config = partial(config_of, options=argparse.Namespace(command=options.command_of_job))
     try:
-        loaded = own_config(options, options.overrides)
+        loaded = own_config(load_config(options.config, options.overrides))
     except ConfigError as error:
         keys = {each.partition("=")[0]: each for each in options.overrides if "," in each}
         if swept := next((each for key, each in keys.items() if str(error).startswith(key)), ""):
@@ -125,30 +130,14 @@ def make_submission(options: argparse.Namespace) -> Submission:
             f"--folder {folder} has a submission; give another, or `tlt submit resubmit {shlex.quote(str(folder))}`"
         )
     config = str(folder.resolve() / Path(options.config).name)  # a copy: the file may be edited while jobs wait
-    members = make_members(options.command_of_job, options.config, config, options.overrides, options.sweep)
-    if options.command_of_job == "warmup":
-        own = [own_config(options, member.arguments[2:]) for member in members]
-        members = tuple(
-            replace(member, name=each.run.name, run=str(each.folder), num_steps=None)
-            for member, each in zip(members, own, strict=True)
-        )
+    words = options.command_of_job, options.config, config, options.overrides, options.sweep
+    members = make_members(*words, own_config)
     members = tuple(replace(member, first_step=row_of("", "", Path(member.run)).steps or 0) for member in members)
-    resources = resources_of(options, sbatch_words(options.script), 0 if options.script else loaded.run.ranks)
+    before = script_options(options.script) if options.script else {}
+    request = request_of(options, before, 0 if options.script else loaded.run.ranks)
     after = tuple(word if is_job(word) else str(Path(word).resolve()) for word in options.after)
     place = folder.resolve(), Path.cwd(), find_project()
-    return Submission(*place, name, config, resources, members, time.time(), after)
-
-
-def own_config(options: argparse.Namespace, overrides: Sequence[str]) -> Config:
-    """The configuration of what the job runs: a warm-up has another name and folder than the run.
-
-    Raises:
-        ConfigError: it is wrong.
-    """
-    from tlt_hpc.studies.warmup import plan
-
-    loaded = load_config(options.config, overrides)
-    return plan.config_of(loaded) if options.command_of_job == "warmup" else loaded
+    return Submission(*place, name, config, request, members, time.time(), after)
 
 
 def is_job(word: str) -> bool:
@@ -168,66 +157,52 @@ def find_project() -> Path:
     raise ConfigError("no sbatch/env.sh here; call this in the clone, or in a folder that `tlt init` has made")
 
 
-def resources_of(options: argparse.Namespace, asked: Sequence[str], num_ranks: int = 0) -> Resources:
+def request_of(options: argparse.Namespace, before: Mapping[str, str], num_ranks: int = 0) -> SlurmRequest:
     """What the options ask of Slurm; what they leave open, earlier options of sbatch decide.
 
     Args:
-        asked: the earlier ones: a script's lines, or what a submission asked for before.
+        before: the earlier ones: a script's, or what a submission asked for before.
         num_ranks: those of a node, if neither says anything of nodes, GPUs or ranks.
 
     Raises:
         ConfigError: an option is not understood, is not the user's to give, or is of another measure than the node.
     """
-    further = [word if word.startswith("-") else f"--{word}" for word in options.sbatch]
-    before, own = sbatch_options(asked), sbatch_options(further)
+    own = read_options([word if word.startswith("-") else f"--{word}" for word in options.sbatch])
+    fields = {name: shown.replace("-", "_") for name, shown in _SHOWN.items()}
+    typed = {name: str(vars(options)[field]) for name, field in fields.items() if field in options}
     if name := next((name for name in own if name in _OWN_OPTIONS), ""):
         raise ConfigError(f"--sbatch=--{name}: tlt submit decides that itself; leave it out")
-    if name := next((name for name in own if SBATCH_NAMES.get(name, "") in options), ""):
+    if name := next((name for name in own if name in typed), ""):
         raise ConfigError(f"--{name} is given as an option and in --sbatch; leave one of them out")
-    if "gpus_per_node" in options and any(_gpus_of(own, name) for name in ("gres", "gpus-per-node")):
+    # ranks that are not checked would start by --ntasks and the like
+    if SlurmRequest(own).check("--sbatch").gpus_per_node and "gpus-per-node" in typed:
         raise ConfigError("GPUs are given as an option and in --sbatch; leave one of them out")
-    if "gpus_per_node" in options or any(_gpus_of(own, name) for name in ("gres", "gpus-per-node")):
+    if SlurmRequest(own | typed).gpus_per_node:
         before = _without_gpus(before)
-    undone = {*_OWN_OPTIONS, *(_OPPOSITE.get(name, "") for name in own)}
-    words = {name: value for name, value in before.items() if name not in undone and value != _SIGNAL} | own
-    for asks, source in ((own, "--sbatch"), (words, "the script")):
-        request_of(_as_words(asks), source)  # refuses --ntasks and the like: other ranks than are checked would start
-    given, others = dict[str, object](), dict[str, str]()
-    for name, value in words.items():
-        is_count = name in ("nodes", "ntasks-per-node", "gpus-per-node", "cpus-per-task")
-        if name == "gres" or (name == "gpus-per-node" and not value.isdecimal()):  # of a kind as well, such as a100:4
-            if number := _gpus_of(words, name):
-                given.setdefault("ranks_per_node", number)
-            others[name] = value
-        elif is_count and not value.isdecimal():
-            raise ConfigError(f"--{name}={value} is no whole number; give one, as a run has a fixed number of ranks")
-        elif name in SBATCH_NAMES and not value.startswith("YOUR_"):
-            given[SBATCH_NAMES[name]] = int(value) if is_count else value
-        elif name not in SBATCH_NAMES:
-            others[name] = value
-    given |= {name: vars(options)[name] for name in SBATCH_NAMES.values() if name in options}
-    if num_ranks and not given.keys() & {"nodes", "gpus_per_node", "ranks_per_node"}:
-        given["ranks_per_node"] = num_ranks
-    resources = Resources(**given | {"sbatch": tuple(_as_words(others))})  # type: ignore[arg-type]
-    resources.options()  # refuses a time limit that Slurm does not read
-    return resources
+    kept = {name: value for name, value in before.items() if name not in _OWN_OPTIONS and value != _SIGNAL}
+    asked = SlurmRequest(read_options([*words_of(kept), *words_of(own)])).check().options
+    asked = {name: value for name, value in asked.items() if not (name in _SHOWN and value.startswith("YOUR_"))} | typed
+    for name in COUNTS:
+        if not asked.get(name, "1").isdecimal():
+            what = f"--{name}={asked[name]} is no whole number"
+            raise ConfigError(f"{what}; give one, as a run has a fixed number of ranks")
+    has_kinds = not asked.get("gpus-per-node", "").isdecimal()  # of GPUs, such as a100:4, or in gres
+    if has_kinds and (number := SlurmRequest(asked).gpus_per_node):
+        asked.setdefault("ntasks-per-node", str(number))
+    if num_ranks and not asked.keys() & {"nodes", "gpus-per-node", "ntasks-per-node"}:
+        asked["ntasks-per-node"] = str(num_ranks)
+    asked = _DEFAULTS | asked
+    shown = [name for name in _SHOWN if name in asked and not (name == "gpus-per-node" and has_kinds)]
+    request = SlurmRequest({name: asked[name] for name in shown} | asked)
+    further_options(request)  # refuses a time limit that Slurm does not read
+    return request
 
 
-def _as_words(options: Mapping[str, str]) -> list[str]:
-    return [f"--{name}={value}" if value else f"--{name}" for name, value in options.items()]
-
-
-def _without_gpus(words: Mapping[str, str]) -> dict[str, str]:
+def _without_gpus(options: Mapping[str, str]) -> dict[str, str]:
     """Options of sbatch without those of GPUs, and without the ranks that come with them."""
-    others = ",".join(part for part in words.get("gres", "").split(",") if part and not num_gpus(part))
-    left = {name: words[name] for name in words if name not in ("gpus-per-node", "gres", "ntasks-per-node")}
+    others = ",".join(part for part in options.get("gres", "").split(",") if part and not num_gpus(part))
+    left = {name: value for name, value in options.items() if name not in ("gpus-per-node", "gres", "ntasks-per-node")}
     return left | ({"gres": others} if others else {})
-
-
-def _gpus_of(words: Mapping[str, str], name: str) -> int:
-    """GPUs of a node by the option ``gres``, or ``gpus-per-node``; 0 if it is not given."""
-    value = words.get(name, "")
-    return num_gpus(f"gpu:{value}" if value and name != "gres" else value)
 
 
 def refuse_second_starts(submission: Submission, before: Set[str]) -> None:
@@ -344,19 +319,16 @@ def preflight(config: str, submission: Submission, before: Sequence[str], gpu_me
     with tempfile.TemporaryDirectory() as place:
         script = Path(place) / "submission.sh"
         script.write_text(batch_script(submission.jobs_folder, parameters(submission, before)), encoding="utf-8")
-        given = argparse.Namespace(
-            config=config, overrides=arguments, script=script, model_id=None,
-            fix=False, gpu_memory=gpu_memory, nodes=None, partition=None, account=None, time=None,
-        )  # fmt: skip
         print("checking the job as `tlt preflight` does", flush=True)
-        for name, finding in all_results(given):
+        check_job = load_extra("tlt_hpc.extras.preflight.checklist").check_job
+        for name, finding in check_job(config, arguments, SlurmRequest.of_script(script), gpu_memory):
             findings += 1
             if name == "drafter" and is_made_before:
                 print(f"{'later':<8} {name:<12} {drafter} is written by the job before", flush=True)
-            elif finding.level in (Level.WARNING, Level.FAILURE):
+            elif finding.level in ("warning", "failure"):
                 print(f"{finding.level:<8} {name:<12} {finding.found}; {finding.remedy}", flush=True)
-                failures += [name] * (finding.level is Level.FAILURE)
-                warnings += finding.level is Level.WARNING
+                failures += [name] * (finding.level == "failure")
+                warnings += finding.level == "warning"
     if failures:
         skip = ", or add --no-preflight if it is of this machine alone" * set(failures).issubset(_OF_THIS_MACHINE)
         raise ConfigError(f"nothing was submitted: {count(len(failures), 'failure')}; correct it{skip}")

@@ -72,12 +72,12 @@ def is_own(folder: Path) -> bool:
 def in_memory(environment: Mapping[str, str]) -> str:
     """A line on caches that take this node's memory, as where it has no disk; empty where they do not."""
     folder = Path(environment.get(FOLDER, ""))
-    point, kind = System.of(environment).mount(folder)
-    if FOLDER not in environment or kind not in ("tmpfs", "ramfs"):
+    mount = System.of(environment).mount(folder)
+    if FOLDER not in environment or not mount.is_memory:
         return ""
     found = os.statvfs(folder)
     free = f", {found.f_bavail * found.f_frsize / _GB:,.0f} GB free" if found.f_blocks else ""  # ramfs has no limit
     return (
-        f"caches in {folder} take memory: {point} on {socket.gethostname()} is {kind}{free}; where nodes have a disk, "
-        "name it with TLT_LOCAL_DISK"
+        f"caches in {folder} take memory: {mount.point} on {socket.gethostname()} is {mount.kind}{free}; where "
+        "nodes have a disk, name it with TLT_LOCAL_DISK"
     )

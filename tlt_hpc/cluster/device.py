@@ -8,19 +8,12 @@ import logging
 import socket
 from collections.abc import Mapping, MutableMapping
 
-from tlt_hpc.cluster.slurm import is_task
+from tlt_hpc.cluster.local import local_rank
 from tlt_hpc.config import UserError
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 SHARED = "TLT_SHARE_GPUS"
 """Set to 1 it lets ranks share a GPU, as small models can."""
-# The MPI library's own first: mpiexec within an allocation sees the batch script's SLURM_LOCALID on every rank.
-_LOCAL_RANK_VARIABLES = (
-    "OMPI_COMM_WORLD_LOCAL_RANK",
-    "MPI_LOCALRANKID",
-    "MV2_COMM_WORLD_LOCAL_RANK",
-    "PALS_LOCAL_RANKID",
-)
 GIVEN = "TLT_GPU"
 """Where a rank that was left with one GPU finds its name; session.py reads it."""
 WORKSPACES = "CUBLAS_WORKSPACE_CONFIG"
@@ -30,14 +23,6 @@ _NONE = ("", "NoDevFiles", "-1")
 """What stands there where a job has no GPU."""
 
 logger = logging.getLogger(__name__)
-
-
-def local_rank(environment: Mapping[str, str]) -> int | None:
-    """This rank's number on its node, by its launcher's variables; None where none says."""
-    for name in _LOCAL_RANK_VARIABLES:
-        if name in environment:
-            return int(environment[name])
-    return int(environment["SLURM_LOCALID"]) if is_task(environment) else None
 
 
 def visible_devices(environment: Mapping[str, str]) -> list[str]:

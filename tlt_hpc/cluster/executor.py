@@ -20,11 +20,10 @@ from typing import Any, NoReturn
 import submitit
 from submitit.core.utils import FailedJobError
 
+from tlt_hpc.cluster.request import OPPOSITE, variable_of
 from tlt_hpc.common.errors import UserError
 from tlt_hpc.common.files import read_text, told
 
-_VARIABLES = {"time": "TIMELIMIT", "mem": "MEM_PER_NODE", "array": "ARRAY_INX", "requeue": "NO_REQUEUE"}
-"""sbatch's variables (``SBATCH_...``) that are not called after their option, or that undo it."""
 _INSTEAD = {"mem": ("mem-per-cpu", "mem-per-gpu"), "gres": ("gpus-per-node", "gpus"), "gpus-per-node": ("gres", "gpus")}
 """Options that sbatch takes instead of, or beside, one of these, and that ask for something else."""
 _OWN = ("array", "job-name", "open-mode", "output", "wait")
@@ -82,8 +81,8 @@ def drop_overruling(environment: MutableMapping[str, str], options: Iterable[str
     take itself for that.
     """
     asked = set(options)
-    for option in asked | {other for one in asked for other in _INSTEAD.get(one, ())}:
-        environment.pop(f"SBATCH_{_VARIABLES.get(option, option.upper().replace('-', '_'))}", None)
+    for option in asked | {other for one in asked for other in (*_INSTEAD.get(one, ()), OPPOSITE.get(one, one))}:
+        environment.pop(variable_of(option), None)
     for name in [name for name in environment if name.startswith(("SLURM_ARRAY_", "SLURM_RESTART_"))]:
         del environment[name]
 

@@ -18,6 +18,13 @@ from tlt_hpc.common.words import count
 PYTHON = (sys.executable, "-P", "-m")
 """Starts a module; not one of the folder that the user is in (``-P``), which may be another user's run."""
 _RANK_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")
+# The MPI library's own: mpiexec within an allocation sees the batch script's SLURM_LOCALID on every rank.
+_LOCAL_RANK_VARIABLES = (
+    "OMPI_COMM_WORLD_LOCAL_RANK",
+    "MPI_LOCALRANKID",
+    "MV2_COMM_WORLD_LOCAL_RANK",
+    "PALS_LOCAL_RANKID",
+)
 _SIZE_VARIABLES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "TLT_RANKS", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
 STARTED = "TLT_STARTED"
 """When this program started the ranks itself, and said so, in seconds since the epoch; else unset."""
@@ -30,20 +37,23 @@ _LONGEST_JOB = 65536
 
 def launched_rank(environment: Mapping[str, str]) -> int | None:
     """This process's rank by its launcher's variables; None where no launcher started it."""
-    for name in _RANK_VARIABLES:
-        if name in environment:
-            return int(environment[name])
-    if is_task(environment) and "SLURM_PROCID" in environment:
-        return int(environment["SLURM_PROCID"])
-    return None
+    return _first_number(_RANK_VARIABLES, "SLURM_PROCID", environment)
 
 
 def launched_count(environment: Mapping[str, str]) -> int | None:
     """How many ranks the launcher started, where there was one."""
-    for name in _SIZE_VARIABLES:
-        if name in environment and launched_rank(environment) is not None:
-            return int(environment[name])
-    return None
+    return None if launched_rank(environment) is None else _first_number(_SIZE_VARIABLES, "", environment)
+
+
+def local_rank(environment: Mapping[str, str]) -> int | None:
+    """This rank's number on its node, by its launcher's variables; None where none says."""
+    return _first_number(_LOCAL_RANK_VARIABLES, "SLURM_LOCALID", environment)
+
+
+def _first_number(names: Sequence[str], of_task: str, environment: Mapping[str, str]) -> int | None:
+    """The value of the first variable that is set; of Slurm's ``of_task`` only in a process that srun has started."""
+    known = (*names, of_task) if is_task(environment) else names
+    return next((int(environment[name]) for name in known if name in environment), None)
 
 
 def starting(num_ranks: int | None) -> str:

@@ -105,23 +105,23 @@ def resubmitted_by(run: Path, job: str) -> str:
 
     Read once: a screen that is redrawn asks again and again.
     """
-    has_it = any(
-        job in member.jobs and submission.place(member) == run.resolve()
-        for submission in known_submissions()
-        for member in submission.members
-    )
+    has_it = any(job in member.jobs for _, member in _submitted(run))
     return f"tlt submit resubmit {job}" if has_it else ""
 
 
 def job_to_come(run: Path) -> str:
     """The submitted job that will write a run's folder, and its state, in words; empty if none waits or runs."""
-    for submission in reversed(known_submissions()):
-        for member in submission.members:
-            if not member.jobs or submission.place(member) != run.resolve():
-                continue
-            try:
-                status = member_status(submission, member, read_queue([submission.user]))
-            except SlurmError:
-                return ""
-            return f"job {member.jobs[-1]} of {submission.folder.name} is {status.state}" * status.is_live
-    return ""
+    if not (found := _submitted(run)):
+        return ""
+    submission, member = found[-1]
+    try:
+        status = member_status(submission, member, read_queue([submission.user]))
+    except SlurmError:
+        return ""
+    return f"job {member.jobs[-1]} of {submission.folder.name} is {status.state}" * status.is_live
+
+
+def _submitted(run: Path) -> list[tuple[Submission, SubmittedRun]]:
+    """The members whose run is in this folder and that have jobs, the newest last."""
+    known = [(submission, member) for submission in known_submissions() for member in submission.members]
+    return [(each, member) for each, member in known if member.jobs and each.place(member) == run.resolve()]

@@ -322,10 +322,11 @@ def how_to_resume(environment: Mapping[str, str]) -> str:
     return f"`{environment[AGAIN]}` resumes" if AGAIN in environment else "submit the same script, which resumes"
 
 
-def resume_words(environment: Mapping[str, str]) -> str:
-    """How work that was stopped is resumed, in words that end with ``resumes``."""
-    again = environment.get(AGAIN)
-    return f"if Slurm does not queue it again, `{again}` resumes" if again else "the same command resumes"
+def stopped_early(reason: str, how_far: str, folder: Path) -> str:
+    """The line for the user of work in ``folder`` that was stopped, with how it is resumed."""
+    again = os.environ.get(AGAIN)
+    resume = f"if Slurm does not queue it again, `{again}` resumes" if again else "the same command resumes"
+    return f"stopped early ({reason}){how_far}; {resume} from {folder}"
 
 
 def await_preemption(environment: Mapping[str, str]) -> None:

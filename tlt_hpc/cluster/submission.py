@@ -9,71 +9,22 @@ import math
 import re
 import shlex
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tlt_hpc.cluster.request import SlurmRequest
 from tlt_hpc.cluster.slurm import seconds_of
 from tlt_hpc.cluster.stopping import AGAIN, seconds_ahead
 from tlt_hpc.common.files import DamagedText, Moment, read_json
-from tlt_hpc.config import ConfigError, load_config
+from tlt_hpc.config import Config, ConfigError, load_config
 from tlt_hpc.storage.folder import writing_beside
 
 FILE = "submission.json"
 SUBMITTED = Path("runs") / "submitted"
-SBATCH_NAMES = {
-    "nodes": "nodes", "ntasks-per-node": "ranks_per_node", "gpus-per-node": "gpus_per_node",
-    "cpus-per-task": "cpus_per_rank", "partition": "partition", "account": "account", "time": "time", "mem": "mem",
-}  # fmt: skip
-"""sbatch's options that ``Resources`` has fields for, and these fields."""
 _VALUE = re.compile(r"""(?:^|,)((?:"[^"]*"|'[^']*'|\[(?:[^][]|\[[^]]*\])*\]|\{[^}]*\}|[^,])*)""")
 _RANGE = re.compile(r"(\d{1,6})(?:-|:|\.\.)(\d{1,6})")
-
-
-@dataclass(frozen=True)
-class Resources:
-    """What each member asks of Slurm, by the names of ``tlt submit``'s options."""
-
-    nodes: int = 1
-    gpus_per_node: int = 0
-    ranks_per_node: int | None = None
-    cpus_per_rank: int = 1
-    partition: str = ""
-    account: str = ""
-    time: str = "24:00:00"
-    mem: str = ""
-    sbatch: tuple[str, ...] = ()
-
-    @property
-    def num_ranks(self) -> int:
-        """Ranks of one member."""
-        return self.nodes * self.num_ranks_per_node
-
-    @property
-    def num_ranks_per_node(self) -> int:
-        """One for each GPU, or one, unless the user gave another number."""
-        return self.ranks_per_node or self.gpus_per_node or 1
-
-    @property
-    def words(self) -> list[str]:
-        """As options of sbatch."""
-        own = {name: vars(self)[field] for name, field in SBATCH_NAMES.items()}
-        return [*(f"--{name}={value}" for name, value in own.items() if value), *self.sbatch]
-
-    def options(self) -> dict[str, Any]:
-        """The options of sbatch by name, without those that submitit has parameters for.
-
-        Raises:
-            SlurmError: a time limit is not in Slurm's format.
-        """
-        words = (option.removeprefix("--").partition("=") for option in self.words)
-        asked: dict[str, Any] = {name: value if equals else True for name, equals, value in words}
-        limits = [seconds_of(asked[name]) for name in ("time", "time-min") if name in asked]
-        ahead = seconds_ahead(min((limit for limit in limits if limit), default=math.inf))  # 0 requests no limit
-        requeue = {} if "no-requeue" in asked else {"requeue": True}
-        own = {name: value for name, value in asked.items() if name not in ("nodes", "ntasks-per-node")}
-        return {"signal": f"USR2@{ahead:.0f}"} | requeue | own
 
 
 @dataclass(frozen=True)
@@ -106,7 +57,8 @@ class Submission:
     name: str
     config: str
     """The copy of the job file, which all members read."""
-    resources: Resources
+    request: SlurmRequest
+    """What each member asks of Slurm."""
     members: tuple[SubmittedRun, ...]
     made: Moment
     after: tuple[str, ...] = ()
@@ -169,11 +121,17 @@ class Submission:
 
 
 def make_members(
-    command: str, config: str, copy: str, shared: Sequence[str], sweeps: Sequence[str]
+    command: str,
+    config: str,
+    copy: str,
+    shared: Sequence[str],
+    sweeps: Sequence[str],
+    own_config: Callable[[Config], Config] = lambda config: config,
 ) -> tuple[SubmittedRun, ...]:
     """A run of ``tlt COMMAND`` for every combination of the sweeps' values, ``section.key=A,B``; one without sweeps.
 
     Each is named after its own overrides unless it sets ``run.name``, and reads the ``copy`` of ``config``.
+    ``own_config`` gives that of what the command runs, if it is not the run itself.
 
     Raises:
         ConfigError: a member's configuration is wrong, a key is swept twice, or two members would write to one folder.
@@ -186,9 +144,10 @@ def make_members(
     for own in itertools.product(*map(expand, sweeps)):
         is_named = not own or any(override.startswith("run.name=") for override in own)
         overrides = (*shared, *own, *(() if is_named else (f"run.name={'-'.join([base, *map(label, own)])}",)))
-        member = load_config(config, overrides)
+        member = own_config(load_config(config, overrides))
+        num_steps = None if command == "warmup" else member.run.num_steps
         arguments = (command, copy, *overrides)
-        members.append(SubmittedRun(member.run.name, str(member.folder), arguments, own, member.run.num_steps))
+        members.append(SubmittedRun(member.run.name, str(member.folder), arguments, own, num_steps))
     names = [member.name for member in members]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise ConfigError(f"two members have run.name = {twice!r}; remove what stands twice, or give each a run.name")
@@ -218,13 +177,27 @@ def label(override: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "_", key.rpartition(".")[2] + value).strip("_")
 
 
+def further_options(request: SlurmRequest) -> dict[str, Any]:
+    """Options of sbatch by name, without those that submitit has parameters for, with signal and requeue by default.
+
+    Raises:
+        SlurmError: a time limit is not in Slurm's format.
+    """
+    asked = request.options
+    limits = [seconds_of(asked[name]) for name in ("time", "time-min") if name in asked]
+    ahead = seconds_ahead(min((limit for limit in limits if limit), default=math.inf))  # 0 requests no limit
+    requeue = {"requeue": True} if request.requeue is None else {}
+    own = {name: value or True for name, value in asked.items() if name not in ("nodes", "ntasks-per-node")}
+    return {"signal": f"USR2@{ahead:.0f}"} | requeue | own
+
+
 def parameters(submission: Submission, jobs_before: Sequence[str] = ()) -> dict[str, Any]:
     """What submitit is given: the same environment and srun as in the scripts of ``sbatch/``.
 
     Args:
         jobs_before: that must have finished before the members start.
     """
-    asked, options = submission.resources, submission.resources.options()
+    request, options = submission.request, further_options(submission.request)
     if jobs_before:
         waits = f"afterok:{':'.join(jobs_before)}"
         options["dependency"] = f"{options['dependency']},{waits}" if "dependency" in options else waits
@@ -249,10 +222,10 @@ def parameters(submission: Submission, jobs_before: Sequence[str] = ()) -> dict[
     ]
     return {
         "job_name": submission.name,
-        "nodes": asked.nodes,
-        "ntasks_per_node": asked.num_ranks_per_node,
+        "nodes": request.nodes,
+        "ntasks_per_node": request.ranks_per_node or 1,
         "setup": setup,
-        "srun_args": ["--kill-on-bad-exit=1", f"--cpus-per-task={asked.cpus_per_rank}", "--output=all"],
+        "srun_args": ["--kill-on-bad-exit=1", f"--cpus-per-task={request.cores_per_rank}", "--output=all"],
         "stderr_to_stdout": True,
         "wckey": None,
         "additional_parameters": options,

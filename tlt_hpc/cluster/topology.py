@@ -20,6 +20,10 @@ _VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES
 _ADDRESS = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-9a-f]")
 _CARDS = ("class/infiniband/*", "class/net/hsn*")
 """InfiniBand, RoCE and Omni-Path; Slingshot."""
+_SHARED = (
+    "nfs", "lustre", "gpfs", "beegfs", "ceph", "panfs", "cifs", "smb", "fuse.", "afs", "9p", "orangefs", "wekafs"
+)  # fmt: skip
+"""Prefixes of file systems that several machines share; those on FUSE may be shared or not."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,23 @@ class Device:
     bus: tuple[str, ...]
     """The bridges above it, from the processor down."""
     uuid: str = ""
+
+
+@dataclass(frozen=True)
+class Mount:
+    """The file system that a path is on."""
+
+    point: str
+    kind: str
+    """Such as ``tmpfs``."""
+
+    @property
+    def is_shared(self) -> bool:
+        return self.kind.startswith(_SHARED)
+
+    @property
+    def is_memory(self) -> bool:
+        return self.kind in ("tmpfs", "ramfs")
 
 
 @dataclass(frozen=True)
@@ -90,14 +111,14 @@ class System:
         places = [place for pattern in _CARDS for place in sorted((self.root / "sys").glob(pattern))]
         return [_device(place.name, place / "device") for place in places if _is_up(place)]
 
-    def mount(self, path: Path) -> tuple[str, str]:
-        """The mount point that a path is on, and its kind, such as ``tmpfs``; two empty texts where nobody says."""
-        path, best = path.resolve(), ("", "")
+    def mount(self, path: Path) -> Mount:
+        """The mount that a path is on; ``/`` of kind ``unknown`` where the system does not say."""
+        path, best = path.resolve(), Mount("/", "unknown")
         for line in _text(self.root / "proc/mounts").splitlines():
             _, point, kind, *_ = [*line.split(), "", "", ""]
             point = re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), point)  # a blank is \040
-            if path.is_relative_to(point) and len(point) >= len(best[0]):  # a later mount hides an earlier one
-                best = point, kind
+            if path.is_relative_to(point) and len(point) >= len(best.point):  # a later mount hides an earlier one
+                best = Mount(point, kind)
         return best
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -11,6 +11,8 @@ from rich.segment import Segment
 from rich.text import Text
 
 from tlt_hpc.common.printable import printable, raw_stream, reader_gone
+
+_SHOWN_BROKEN = 20
 
 
 class TextConsole(Console):
@@ -35,3 +37,16 @@ class TextConsole(Console):
         """As for plain text."""
         self.quiet = True
         reader_gone(self.file)  # type: ignore[arg-type]
+
+
+def make_console(width: int = 120) -> TextConsole:
+    """A console for standard output, as wide as the terminal, elsewhere of ``width`` columns."""
+    return TextConsole(width=None if sys.stdout.isatty() else width)
+
+
+def print_broken(console: Console, errors: Sequence[ValueError]) -> None:
+    """Print what is wrong with the first of some rows, and how many more there are."""
+    for error in errors[:_SHOWN_BROKEN]:
+        console.print(str(error), style="red", soft_wrap=True)
+    if len(errors) > _SHOWN_BROKEN:
+        console.print(f"... and {len(errors) - _SHOWN_BROKEN:,} more broken rows")

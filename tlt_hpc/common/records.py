@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
+from decimal import Decimal
 from enum import IntEnum
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -182,3 +185,12 @@ class RolloutTiming:
     @property
     def idle_seconds(self) -> float:
         return self.release_seconds - self.last_token_seconds
+
+
+def answer_text(value: Any) -> str:
+    """A text as it is, a list of texts and numbers as JSON of texts, each of which is accepted; else JSON."""
+    if isinstance(value, list) and not any(isinstance(each, list | dict) or each is None for each in value):
+        return json.dumps([answer_text(each) for each in value])
+    if isinstance(value, float) and value.is_integer():  # pandas makes floats of whole numbers if one is missing
+        value = int(value)
+    return str(value) if isinstance(value, str | Decimal) else json.dumps(value, default=str)

@@ -1,18 +1,25 @@
-"""Which code runs: versions of packages, the commit of this one's clone, a digest of its files."""
+"""Which code runs: versions of packages, the commit of this one's clone, a digest of its files, and what is extra.
+
+The core imports nothing of ``tlt_hpc.extras``: ``load_extra`` finds it by name.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from importlib import metadata
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import tlt_hpc
+from tlt_hpc.common.errors import UserError
 
 PACKAGE = Path(tlt_hpc.__file__).parent
 
 
 def installed_version(package: str) -> str:
     """The version of an installed package; empty if it is not installed."""
+    from importlib import metadata  # takes 20 ms, which every command would wait for
+
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -40,3 +47,19 @@ def git_commit(clone: Path = PACKAGE.parent) -> str:
         return (git / "logs" / "HEAD").read_text(encoding="utf-8").splitlines()[-1].split()[1]
     except (OSError, UnicodeDecodeError, IndexError):
         return ""
+
+
+def load_extra(module: str) -> Any:
+    """Import and return a module, given by its full name: of a command, or of ``tlt_hpc.extras``.
+
+    Raises:
+        UserError: this installation lacks it.
+    """
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or not module.startswith(error.name):  # a library that the extra needs
+            raise
+        raise UserError(
+            f"this installation lacks {error.name}", "install the whole package (docs/install.md)"
+        ) from None

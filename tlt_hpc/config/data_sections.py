@@ -59,7 +59,7 @@ class RunSection(Section):
     num_steps: NumSteps
     """Length of the run: one step is a rollout and the update from it."""
     ranks: NumRanks = 1
-    """MPI ranks that ``tlt`` starts if no launcher (srun, mpiexec) did; a launcher's number takes precedence."""
+    """MPI ranks that ``tlt`` starts if srun or mpiexec did not start it."""
     stall_factor: Annotated[float, Field(ge=0.0, le=1e5), zero_or_from(0.01, 1e5)] = 1.0
     """Factor on the times after which a rank without progress ends the job (docs/cluster.md). 0: never."""
     trackers: Annotated[
@@ -96,9 +96,8 @@ class ModelSection(Section):
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Precision of weights and of forward and backward passes. On a CPU rollouts compute in float32 all the same."""
     batch_invariant: bool = True
-    """In ``bfloat16`` on a GPU: rollouts compute each token by kernels whose result does not depend on the rest of the
-    batch, so that the text does not depend on speculation. ``false``: libraries are used, which are faster, but
-    rounding decides between nearly equal tokens."""
+    """In ``bfloat16`` on a GPU: kernels whose result for a token does not depend on the rest of the batch, so that
+    drafts do not change the text. ``false``: libraries, which are faster."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the model runs. ``auto``: on CUDA if there is a GPU."""
 
@@ -115,14 +114,13 @@ class DataSection(Section):
     """The prompts that a run trains on."""
 
     source: SomePath | Annotated[tuple[SomePath, ...], Field(strict=False, min_length=1, max_length=MAX_ITEMS)]
-    """Where prompts come from: ``embedded:gcd``; a .jsonl, .parquet or .arrow file, a list of files, or a pattern such
-    as ``data/*.parquet``; a folder as the Hugging Face hub or ``datasets`` stores it; or ``reasoning-gym:NAME``. ``~``
-    and ``$NAME`` are expanded."""
+    """``embedded:gcd``; a .jsonl, .parquet or .arrow file, a list of files, or a pattern (``data/*.parquet``); a folder
+    of the Hugging Face hub or of ``datasets``; or ``reasoning-gym:NAME``. ``~`` and ``$NAME`` are expanded."""
     split: SomeLabel = "train"
     """Split to read from a folder that has several."""
     prompt_key: ColumnName = ""
-    """Column of the prompt, a text or a list of messages; dots select a field within a column (``input.text``). Empty:
-    the first that exists of ``prompt``, ``problem``, ``question``, ``messages``."""
+    """Column of the prompt, a text or a list of messages; dots select a field (``input.text``). Empty: the first that
+    exists of ``prompt``, ``problem``, ``question``, ``messages``."""
     answer_key: ColumnName = ""
     """Column of the answer. Empty: the first that exists of ``reward_model.ground_truth``, ``answer``,
     ``ground_truth``."""
@@ -134,7 +132,7 @@ class DataSection(Section):
     """Jinja file that renders lists of messages. ``auto``: the template of the model folder."""
     template_args: Annotated[dict[str, JsonValue], Field(max_length=MAX_ITEMS)] = Field(default_factory=dict)
     """Arguments of the chat template, such as ``{enable_thinking = false}``. With ``continue_final_message = true`` the
-    response continues the assistant's message that a chat ends with; otherwise such a chat is refused."""
+    response continues the assistant's message that a chat ends with."""
     system_prompt: Text = ""
     """System message for prompts that are lists of messages without one."""
     text_prompts: Literal["raw", "chat"] = "raw"
@@ -191,25 +189,23 @@ class RewardSection(Section):
     """How responses are scored."""
 
     default: RewardKind = "boxed"
-    """How responses are scored (docs/rewards.md) if their ``data_source`` is not in ``by_source``: ``boxed``: answers
-    are equal as text; ``math``: mathematically equal; ``numeric``: equal to a millionth; ``choice``: the same letter;
-    ``format``: as required; ``code``: by its unit tests; ``path.py:name``: by your own function with verl's signature
-    (data_source, solution_str, ground_truth, extra_info) that returns a number, or a dict with one under ``score``."""
+    """Kind of reward (docs/rewards.md) if ``by_source`` has none: answers are compared as text (``boxed``), by value
+    (``math``; ``numeric``, to a millionth) or letter (``choice``); ``format``: tags; ``code``: unit tests;
+    ``path.py:name``: a function with verl's signature (data_source, solution_str, ground_truth, extra_info) that
+    returns a number, or a dict with one under ``score``."""
     by_source: Annotated[dict[ColumnName, RewardKind], Field(max_length=MAX_ITEMS)] = Field(default_factory=dict)
-    """Kind of reward by ``data_source``; names may contain ``*``, ``?`` and ``[]``. An exact name takes precedence,
-    then the first pattern that matches."""
+    """Kind of reward by ``data_source``; names may contain ``*``, ``?`` and ``[]``. An exact name comes first, then the
+    first pattern that matches."""
     format_tags: Annotated[tuple[TagName, ...], Field(strict=False, max_length=64)] = ()
-    """Required format: the response consists of these tags, each once and in this order, as in
-    ``<a>...</a><b>...</b>``."""
+    """The response must consist of these tags, each once and in this order, as in ``<a>...</a><b>...</b>``."""
     weights: Annotated[dict[FilePath, RewardWeight], Field(max_length=64)] = Field(default_factory=dict)
-    """A reward is the sum of weight x part. Parts: ``answer``, the reward of the kind, has weight 1 if left out;
-    ``format`` is 1 if the response has the tags; ``"path.py:name"`` is a function. A part of weight 0
-    is only logged."""
+    """A reward is the sum of weight x part. Parts: ``answer`` (weight 1 if left out), ``format`` (1 if the tags are
+    there) and functions (``"path.py:name"``). A part of weight 0 is only logged."""
     workers: Annotated[int, Field(ge=1, le=1024), Unit("processes")] = 2
-    """Responses that a rank scores at the same time, each in a process of its own. ``boxed``, ``numeric``, ``choice``
-    and tags are scored in the rank itself."""
+    """Processes of a rank that score responses. ``boxed``, ``numeric``, ``choice`` and tags are scored in the rank
+    itself."""
     cpu_seconds: PositiveSeconds = 5.0
-    """CPU time for one response; beyond it the reward is 0. Wall-clock time is limited to 60 times this value."""
+    """CPU time for one response; beyond it the reward is 0. The limit of wall-clock time is 60 times as long."""
     memory_mb: Annotated[int, Field(ge=1, le=2**24), Unit("MiB")] = 1024
     """Memory for one response, in addition to that of an idle worker; beyond it the reward is 0."""
 

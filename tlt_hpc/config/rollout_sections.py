@@ -71,33 +71,28 @@ class SpeculationSection(Section):
     """Speculative decoding of rollouts; it changes their speed, not their text."""
 
     mode: Literal["plain", "ngram", "full"] = "full"
-    """``plain``: no speculation; ``ngram``: n-gram drafts only; ``full``: n-grams and the learned drafter, which is
-    trained in the tail."""
+    """``plain``: no speculation; ``ngram``: n-gram drafts only; ``full``: n-grams and the drafter, which is trained in
+    the tail."""
     strategies: Annotated[tuple[_StrategyName, ...], Field(strict=False, min_length=1, max_length=64)] = _STRATEGIES
-    """Strategies to choose from each round, in addition to ``off``. A chain is source-depth (``drafter-6``); a tree
-    adds ``x`` with the branching and ``v`` with the number of drafts to verify (``drafter-5x2v9``); ``a`` adds the
-    drafter's sharpness (``drafter-4a1.5``). Sources: ``ngram``, ``drafter``."""
+    """What to choose from each round, beside ``off``. Chains: ``ngram-4``, ``drafter-6``; a tree: ``drafter-5x2v9``
+    (depth, branching, drafts to verify); ``a1.5`` at the end sharpens the drafter's choice."""
     ahead: Literal["auto", "on", "off"] = "auto"
-    """Idle ranks generate the next step's responses ahead once training the drafter no longer pays; these texts are
-    then used as drafts. ``auto``: as long as enough of these drafts are accepted, and not where ranks outnumber the
-    cores of a node. A single replica never waits, so it generates nothing ahead."""
+    """Idle ranks generate the next step's responses ahead once training no longer pays; these texts become drafts.
+    ``auto``: if enough of them are accepted and ranks do not outnumber cores."""
 
 
 class DrafterSection(Section):
     """The learned drafter and its training on idle ranks."""
 
     form: Literal["eagle", "eagle3"] = "eagle"
-    """Architecture. ``eagle``: one layer on the last hidden state, with the policy's head, trained one step ahead;
-    ``eagle3``: one layer on the features of three layers, with a head of its own over a smaller vocabulary, trained
-    seven steps ahead."""
+    """``eagle``: one layer on the last hidden state, with the policy's head; ``eagle3``: one layer on the features of
+    three layers, with a head of its own over a smaller vocabulary."""
     init: SomePath = "random"
-    """Initial weights: ``random``, ``embedded:tiny``, the drafter folder of an earlier run, or that of a published
-    EAGLE or EAGLE-3 head for the model."""
+    """Initial weights: ``random``, ``embedded:tiny``, the drafter folder of a run, or a published EAGLE or EAGLE-3 head
+    for the model."""
     vocabulary: NumTokens = 32768
-    """Largest number of tokens that drafts are chosen from: end tokens, added tokens, and those most frequent in
-    prompts and answers of the first 64 steps. ``eagle3``: the size of a new drafter's own head (``tlt warmup`` counts
-    responses); ``eagle``: a draft reads this many rows of the policy's head. The text stays the same, but fewer drafts
-    may be accepted."""
+    """Most tokens that drafts are chosen from: end tokens, added tokens, and the most frequent in prompts and answers
+    (``eagle3``, in a warm-up: in responses). Fewer make drafts cheaper, but fewer may be accepted."""
     learning_rate: LearningRate = 1e-3
     """Learning rate of AdamW, constant."""
     micro_step_tokens: NumTokens = 2048
@@ -109,8 +104,8 @@ class DrafterSection(Section):
     cache_bytes: Annotated[NumBytes, Field(ge=1)] = 2_000_000_000
     """Disk space for one rank's training features: half for the current step, half for the one before."""
     cache_folder: FilePath = ""
-    """Folder for these features on each node, such as ``$TMPDIR`` (expanded there). Ranks then train on the features of
-    their own node only. Empty: in the run's folder, where all ranks read all features."""
+    """Folder for these features on each node, such as ``$TMPDIR``. Ranks then train on those of their own node only.
+    Empty: in the run's folder, where all ranks read all."""
 
     @property
     def num_unrolled(self) -> int:
@@ -129,8 +124,8 @@ class WarmupSection(Section):
     responses: PositiveInt = 4096
     """Most responses to generate, one per prompt, or to read from the logs; ``drafter.cache_bytes`` limits them too."""
     updates: PositiveInt = 2000
-    """Most optimizer steps; the learning rate falls to 0 over them. The warm-up ends earlier after eight validations
-    without a new best."""
+    """Most optimizer steps; the learning rate falls to 0 over them. Eight validations without a new best end the
+    warm-up earlier."""
     batch_tokens: NumTokens = 8192
     """Response tokens of one update over all ranks; a single longer response exceeds it."""
     learning_rate: LearningRate = 1e-3

@@ -31,9 +31,8 @@ class EvaluationSection(Section):
     """``tlt evaluate``, and evaluations between the steps of ``tlt train``."""
 
     sources: Annotated[tuple[SomePath, ...], Field(strict=False, max_length=MAX_ITEMS)] = ()
-    """Data sets: files, patterns, folders or tasks as in ``data.source``, read with the other keys of ``data``; of a
-    folder with several splits the one called ``test``. Each is called after its file. Empty: the held-out split of the
-    embedded task, if the run trains on that."""
+    """Data sets as in ``data.source``, read with the other keys of ``data``; of a folder the split ``test``. Each is
+    called after its file. Empty: the held-out part of the embedded task, if that is trained on."""
     limit: Annotated[Count, Unit("prompts")] = 0
     """Prompts drawn from each data set. 0: all; 256 of the embedded task."""
     samples: Annotated[int, Field(ge=0, le=10**6)] = 8

@@ -47,8 +47,8 @@ class AlgorithmSection(Section):
     with a run has every ``auto`` replaced."""
 
     name: AlgorithmName = "grpo"
-    """The algorithm: how a response's advantage is computed and how the probability ratio of new to old policy is
-    clipped (docs/train.md), with its ``aggregation``, ``clip_low`` and ``clip_high``."""
+    """The algorithm (docs/train.md): how the advantage is computed and the probability ratio of new to old policy is
+    clipped. It sets ``aggregation``, ``clip_low`` and ``clip_high``."""
     aggregation: Literal["auto", AggregationName] = "auto"
     """How token losses are combined into the step's loss; ``-norm`` divides by ``rollout.max_new_tokens``."""
     clip_low: Bound = "auto"
@@ -56,34 +56,30 @@ class AlgorithmSection(Section):
     clip_high: Bound = "auto"
     """The ratio is clipped above 1 plus this value."""
     clip_dual: Weight = 0.0
-    """Dual clip: a ratio counts at most this much where the advantage is negative, which no other bound limits. 0: no
-    limit (no cited paper has one; verl's default is 3, its script for DAPO has 10). As ``clip_low`` and ``clip_high``,
-    without effect in a step's first update, where all ratios are 1."""
+    """A ratio counts at most this much where the advantage is negative. 0: no limit (verl's default is 3). As
+    ``clip_low`` and ``clip_high``, without effect in a step's first update."""
     kl_coefficient: Weight = 0.0
     """Weight of the KL divergence from the reference model. 0: no reference model is kept."""
     kl_estimator: KLName = "k3"
-    """Estimator of the KL divergence, and where it is applied. ``k1`` is subtracted from the reward, the others are
-    added to each token's loss. ``k2`` has the gradient of KL(policy || reference), ``k3`` that of KL(reference ||
-    policy); ``k3+`` has the value of ``k3`` and the gradient of ``k2``. ``low_var_kl`` is ``k3`` held at 10, so that
-    one token cannot take the whole gradient; tokens beyond (13.6 times likelier in the reference) have none."""
+    """``k1`` is subtracted from the reward, the others are added to the loss. ``k2`` and ``k3+`` have the gradient of
+    KL(policy || reference), ``k3`` that of KL(reference || policy); ``low_var_kl`` is ``k3`` held at 10
+    (docs/train.md)."""
     entropy_coefficient: Weight = 0.0
     """Weight of the entropy bonus, which is subtracted from each token's loss."""
     router_aux_coefficient: Weight = 0.0
-    """Weight of the load-balancing loss of a mixture of experts, which is added to each token's loss. Qwen3's
-    configuration has 0.001. 0: off."""
+    """Weight of the load-balancing loss of a mixture of experts (0.001 in Qwen3's configuration). 0: off."""
     overlong: Annotated[TokenCount | Literal["mask"], Unit("tokens")] = 0
-    """Responses near ``rollout.max_new_tokens`` (DAPO). A number is a soft penalty: over the last this many tokens the
-    reward falls linearly by up to 1. ``mask``: tokens of responses that were cut add nothing to the loss and are not
-    counted by ``aggregation``; their rewards count in the advantages of others. 0: neither."""
+    """Responses near ``rollout.max_new_tokens`` (DAPO). A number: over the last this many tokens the reward falls by up
+    to 1. ``mask``: responses that were cut add nothing to the loss. 0: neither."""
     rollout_correction: CorrectionName | Annotated[dict[GivenCorrection, Bounds], Field(min_length=1, max_length=1)] = (
         "none"
     )
     """Correction for the ratio between the probabilities of rollout engine and trainer: ``tis`` multiplies a token's
     loss by it, truncated at 2; ``mis`` leaves out tokens above 2, ``icepop`` those below 0.5 or above 5. Other
-    bounds: ``{icepop = [0.25, 8.0]}``. The policy then depends on the last bits of the rollout's probabilities."""
+    bounds: ``{icepop = [0.25, 8.0]}``."""
     max_refills: Count = 0
-    """Dynamic sampling (DAPO): groups whose scores are all equal have no gradient, and are replaced by groups of
-    further prompts in at most this many additional rollouts of a step. 0: off."""
+    """Dynamic sampling (DAPO): groups whose scores are all equal are replaced by groups of further prompts, in at most
+    this many additional rollouts of a step. 0: off."""
     updates_per_step: PositiveInt = 1
     """Optimizer steps per step; each uses an equal part of the step's responses."""
 
@@ -189,24 +185,23 @@ class OptimizerSection(Section):
     warmup_steps: Count = 0
     """Optimizer steps over which the learning rate rises linearly."""
     schedule: ScheduleName = "constant"
-    """The learning rate after the warm-up: constant, or falling to 0 by the end of the run, linearly or as half a
-    cosine. If it falls, ``run.num_steps`` cannot be changed when a run is resumed."""
+    """The learning rate after the warm-up: constant, or falling to 0 by the end of the run. If it falls,
+    ``run.num_steps`` cannot be changed on resume."""
     zero_stage: Annotated[int, Field(ge=0, le=3)] = 1
     """What DeepSpeed ZeRO shards over the ranks: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters."""
     offload: bool | Literal["parameters"] = False
-    """Keep the optimizer state in host memory; needs ``zero_stage`` 1 or higher. ``parameters``: also each rank's shard
-    of the parameters; needs ``zero_stage = 3`` and CUDA."""
+    """Keep the optimizer state in host memory; needs ``zero_stage`` 1 or higher. ``parameters``: the parameters'
+    shards, too; needs ``zero_stage = 3`` and CUDA."""
     micro_batch_tokens: NumTokens = 8192
-    """Tokens of one forward and backward pass, on one rank or on the ranks that share a sequence. A single longer
-    sequence exceeds it."""
+    """Tokens of one forward and backward pass, on one rank or on those that share a sequence. A longer sequence exceeds
+    it."""
     sequence_parallel: NumRanks = 1
     """Consecutive ranks that share a micro-batch (DeepSpeed-Ulysses), if a response's activations do not fit a GPU."""
     gradient_checkpointing: bool | Literal["auto"] = "auto"
-    """Keep one hidden state per layer and token, and recompute the rest in the backward pass: a third more time for a
-    fraction of the memory. ``auto``: on for CUDA."""
+    """Keep one hidden state per layer and token, and recompute the rest: a third more time, a fraction of the memory.
+    ``auto``: on for CUDA."""
     freeze_router: bool = False
-    """Leave the routers of a mixture of experts as they are, for a policy whose choice of experts drifts. Adapters
-    (``lora.rank``) leave them as they are without it."""
+    """Do not train the routers of a mixture of experts. With adapters (``lora.rank``) they are never trained."""
 
     def repeats_layers(self, device: str) -> bool:
         """Whether the backward pass computes each layer again, on a device of type ``cpu`` or ``cuda``."""
@@ -235,8 +230,7 @@ class CheckpointSection(Section):
     keep: PositiveInt = 2
     """Newest checkpoints that are kept, beside that of the best evaluation."""
     replay: bool = True
-    """On resume, repeat the updates of logged steps that are newer than the last checkpoint; otherwise these steps are
-    generated again."""
+    """On resume, repeat the updates of logged steps after the last checkpoint; otherwise generate these steps again."""
     keep_responses_seconds: Seconds = 300.0
-    """Interval at which finished responses of the current step are written, for a resume within the step. 0: only at
-    the end of the rollout and on a stop signal."""
+    """Interval at which finished responses are written, for a resume within the step. 0: only at the end of the rollout
+    and on a stop signal."""

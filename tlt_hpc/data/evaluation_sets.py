@@ -15,9 +15,7 @@ from tlt_hpc.common.records import ChatFormat, Prompt
 from tlt_hpc.config import EMBEDDED_TASK, TASK_PREFIX, Config, ConfigError, EvaluationSection
 from tlt_hpc.data.chat import TEMPLATE_DATE
 from tlt_hpc.data.files import EVALUATED
-from tlt_hpc.data.gcd import draw_from_split
-from tlt_hpc.data.order import shuffled
-from tlt_hpc.data.prompts import kept_rows, make_prompt, never_right
+from tlt_hpc.data.prompts import draw_from_split, kept_rows, make_prompt, never_right, shuffled
 from tlt_hpc.data.reader import PromptCheck, PromptReader
 
 _TASK_SEED = 2**31

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import hashlib
+import json
 import os
 import re
-from collections.abc import Sequence
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +20,11 @@ from tlt_hpc.config import (
     Config,
     ConfigError,
     DataSection,
+    UserError,
     apply_override,
     parse_config,
 )
-from tlt_hpc.data.known import known_by_output
-from tlt_hpc.data.rows import ArrowRows, JoinedRows, JsonlRows, Rows
+from tlt_hpc.data.rows import ArrowRows, JoinedRows, JsonlRows, Row, RowError, Rows, first_line
 
 _JSONL = (".jsonl", ".ndjson", ".json")
 _IN_FOLDERS = (".jsonl", ".ndjson", ".parquet", ".arrow")
@@ -46,8 +50,6 @@ def open_rows(data: DataSection, seed: int, wanted: frozenset[str], key: str = T
         ConfigError: no such file, a file that cannot be read, no rows.
     """
     if isinstance(data.source, str) and data.source.startswith(TASK_PREFIX):
-        from tlt_hpc.data.tasks import TaskRows
-
         return TaskRows(data.source.removeprefix(TASK_PREFIX), seed, data.task_args, key)
     files = data_files(data, key)
     rows = JoinedRows(
@@ -149,3 +151,122 @@ def config_of(source: str | Sequence[str], overrides: Sequence[str] = ()) -> Con
     for override in overrides:
         apply_override(tree, override if "." in override.partition("=")[0] else f"data.{override}")
     return parse_config(tree)
+
+
+_SIZE = 10_000
+_PROBED = 16
+
+
+class TaskRows:
+    """The problems of a task, 10,000 unless the arguments have ``size``; each is made on demand from seed and index.
+
+    Raises:
+        UserError: the package is not installed, has no such task, or the task refuses the arguments; ``key`` is
+            what named the task.
+    """
+
+    kind = "reasoning-gym"
+
+    def __init__(self, name: str, seed: int, arguments: Mapping[str, Any], key: str) -> None:
+        try:
+            import reasoning_gym
+            from reasoning_gym.factory import DATASETS
+        except ModuleNotFoundError as error:
+            raise UserError(
+                f"{key} = {TASK_PREFIX + name!r} needs the package {error.name!r}; pip install reasoning-gym"
+            ) from None
+        if name not in DATASETS:
+            raise ConfigError(
+                f"{key} = {TASK_PREFIX + name!r}: reasoning-gym has no such task; its gallery lists the names"
+            )
+        self.name, self._size = TASK_PREFIX + name, arguments.get("size", _SIZE)
+        others = {key: value for key, value in arguments.items() if key != "size"}
+        self._made_from = json.dumps([name, self._size, seed, others], sort_keys=True)
+        try:
+            self._task = reasoning_gym.create_dataset(name, **others, size=self._size, seed=seed)
+        except (AssertionError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"data.task_args = {dict(arguments)!r}: {self.name!r} refuses them ({first_line(error)}); "
+                "fix data.task_args"
+            ) from None
+
+    def __len__(self) -> int:
+        return int(self._size)
+
+    def __getitem__(self, index: int) -> Row:
+        entry = self._task[index]
+        answer = entry["answer"]
+        if not isinstance(entry["question"], str):
+            raise RowError(self.where(index), "its question is no text; use another task")
+        return {
+            "prompt": entry["question"],
+            "answer": "" if answer is None else answer,  # some tasks judge by the entry alone, which is in extra_info
+            "data_source": self.name,
+            "extra_info": entry,
+        }
+
+    def where(self, index: int) -> str:
+        return f"{self.name} problem {index}"
+
+    def digest(self) -> str:
+        """Digest of the task's arguments and first problems: another version of the package may make others."""
+        first = [self._task[index] for index in range(min(_PROBED, len(self)))]
+        return hashlib.sha256((self._made_from + json.dumps(first, sort_keys=True, default=str)).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class KnownSet:
+    """A data set of the hub."""
+
+    name: str
+    repository: str
+    folder: str
+    """Where the pages download it to."""
+    files: str
+    """Those to train on, or the only ones; a pattern within the repository."""
+    source: str
+    """``data_source`` of its rows: verl's name, which reward functions look at."""
+    question: str
+    """Its column."""
+    answer: str
+    """Its column; a dot selects a field within one."""
+
+    @property
+    def output(self) -> Path:
+        """Where it is written unless another place is given; the shipped jobs read it there."""
+        return Path("data") / f"{self.name.replace('-', '_')}.jsonl"
+
+    @property
+    def download(self) -> str:
+        """The command that downloads it."""
+        return f"hf download {self.repository} --repo-type dataset --local-dir {self.folder}"
+
+    def commands(self, output: str) -> str:
+        """The commands that download it and write the file ``output``."""
+        prepare = f"tlt data prepare {self.name} {self.folder}/{self.files} --output {shlex.quote(output)}"
+        return f"{self.download} && {prepare}"
+
+
+_DAPO = ("prompt", "reward_model.ground_truth")
+KNOWN = {
+    known.name: known
+    for known in (
+        KnownSet("dapo-math", "BytedTsinghua-SIA/DAPO-Math-17k", "data/dapo", "data/*.parquet", "math_dapo", *_DAPO),
+        KnownSet("gsm8k", "openai/gsm8k", "data/gsm8k", "main/train-*.parquet", "openai/gsm8k", "question", "answer"),
+        KnownSet(
+            "math", "EleutherAI/hendrycks_math", "data/math", "*/train-*.parquet", "DigitalLearningGmbH/MATH-lighteval",
+            "problem", "solution",
+        ),
+        KnownSet(
+            "math-500", "HuggingFaceH4/MATH-500", "data/math500", "test.jsonl", "HuggingFaceH4/MATH-500", "problem",
+            "answer",
+        ),
+        KnownSet("aime-2024", "BytedTsinghua-SIA/AIME-2024", "data/aime", "data/*.parquet", "aime2024", *_DAPO),
+    )
+}  # fmt: skip
+"""By the name that ``tlt data prepare`` takes; it knows how their cells are read."""
+
+
+def known_by_output(path: Path) -> KnownSet | None:
+    """The data set whose prepared file has this name; None if none has."""
+    return next((known for known in KNOWN.values() if known.output.name == path.name), None)

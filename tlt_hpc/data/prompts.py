@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from functools import cached_property
-from typing import Protocol
+from dataclasses import dataclass
+from functools import cached_property, lru_cache, partial
+from typing import Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,8 +19,6 @@ from tlt_hpc.cluster.watch.beat import BEAT
 from tlt_hpc.common import words
 from tlt_hpc.common.records import ChatFormat, Prompt
 from tlt_hpc.config import EMBEDDED_TASK, Config, ConfigError, DataSection
-from tlt_hpc.data.gcd import MAX_NUMBER, draw_from_split
-from tlt_hpc.data.order import Draws, Refills, shuffled
 from tlt_hpc.data.reader import OverlongError, PromptCheck, PromptReader, encode
 
 CHECKED_ROWS = 10_000
@@ -243,3 +244,147 @@ def never_right(source: str, problems: Sequence[str]) -> str:
 def make_prompt(tokenizer: Tokenizer, text: str, answer: str, source: str) -> Prompt:
     """A prompt tokenized as it is: marks such as a chat template's are in the text or nowhere."""
     return Prompt(encode(tokenizer, text), text, answer, source)
+
+
+# -- the row of each draw ----------------------------------------------------------------------------------------------
+#
+# A pure function of seed and draw, the same on every rank and at every start. The step is the cursor: draw n of step s
+# is number s x prompts_per_step + n, and no state has to be saved.
+
+Indices = NDArray[np.int64]
+
+
+def shuffled(num_rows: int, seed: int, epoch: int, kind: str = "epoch") -> Indices:
+    """A permutation [N]: rows sorted by a hash of (seed, epoch, row), SplitMix64's finaliser (Steele et al., 2014).
+
+    A shuffle by hand, since libraries may change theirs from version to version.
+    """
+    start = int.from_bytes(hashlib.sha256(f"{kind}/{seed}/{epoch}".encode()).digest()[:8], "little")
+    z = np.arange(1, num_rows + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(start)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return np.argsort(z ^ (z >> np.uint64(31)), kind="stable")
+
+
+class Draws:
+    """The rows of a run's draws: every epoch has each row of ``is_kept`` [N] once."""
+
+    def __init__(self, is_kept: NDArray[np.bool_], seed: int) -> None:
+        self._is_kept, self._num_kept, self._seed = is_kept, int(is_kept.sum()), seed
+        self._epoch = lru_cache(maxsize=2)(self._shuffle)  # a step may span two epochs
+
+    def rows(self, start: int, stop: int) -> list[int]:
+        """The rows of the draws ``start`` to ``stop``."""
+        places = (divmod(number, self._num_kept) for number in range(start, stop))
+        return [int(self._epoch(epoch)[place]) for epoch, place in places]
+
+    def _shuffle(self, epoch: int) -> Indices:
+        order = shuffled(len(self._is_kept), self._seed, epoch)
+        return order[self._is_kept[order]]
+
+
+class Refills:
+    """Rows that replace a step's zero-variance groups, in an order of their own; none twice in a step if avoidable.
+
+    Step s begins at place s x ``stride``, counted over all epochs.
+    """
+
+    def __init__(self, is_kept: NDArray[np.bool_], seed: int, stride: int) -> None:
+        self._order = lru_cache(maxsize=2)(partial(shuffled, len(is_kept), seed, kind="refill"))
+        self._is_kept, self._stride = is_kept, stride
+
+    def rows(self, step: int, own: Collection[int], count: int) -> list[int]:
+        """The step's first ``count`` rows; fewer are the beginning of more. ``own`` are rows of the step itself."""
+        taken, found = set(own), list[int]()
+        start, num_rows = step * self._stride, len(self._is_kept)
+        # twice as many places as rows: the rest of one epoch, and a whole one, which has every row
+        for number in range(start, start + 2 * num_rows):
+            if len(found) == count:
+                break
+            epoch, place = divmod(number, num_rows)
+            row = int(self._order(epoch)[place])
+            if row not in taken and self._is_kept[row]:
+                taken.add(row)
+                found.append(row)
+        # all of the data is in the step already: its rows come again, in order
+        again = [*found, *own]
+        return (again * (count // len(again) + 1))[:count]
+
+
+# -- the embedded task: greatest common divisors by written-out subtraction -------------------------------------------
+#
+# A problem is ``gcd(196,364)=``; a full answer is ``<think>196,364;196,168;28,168;...;28,28</think>\\boxed{28}``. The
+# number of written subtractions varies with the quotients of Euclid's algorithm, which gives response lengths a natural
+# long tail. Problems are split by a hash of their text, so that no split ever sees another's.
+
+Split = Literal["supervised", "train", "evaluation"]
+
+MAX_NUMBER = 399
+MAX_DIVISOR = 24
+LONG_TAIL_SHARE = 0.3
+MAX_WORKING_TOKENS = 480
+
+
+@dataclass(frozen=True)
+class GcdProblem:
+    """A pair of positive integers whose greatest common divisor is asked for."""
+
+    a: int
+    b: int
+
+    @property
+    def prompt(self) -> str:
+        return f"gcd({self.a},{self.b})="
+
+    @property
+    def answer(self) -> str:
+        return str(math.gcd(self.a, self.b))
+
+    @property
+    def split(self) -> Split:
+        """The split this problem belongs to: 60 % supervised, 30 % train, 10 % evaluation, by hash of its text."""
+        bucket = int.from_bytes(hashlib.sha256(self.prompt.encode()).digest()[:4], "little") % 10
+        if bucket < 6:
+            return "supervised"
+        return "train" if bucket < 9 else "evaluation"
+
+    def subtractions(self) -> list[tuple[int, int]]:
+        """Pairs from the problem down to (g, g), one subtraction of the smaller from the larger at a time."""
+        a, b = self.a, self.b
+        pairs = [(a, b)]
+        while a != b:
+            a, b = (a - b, b) if a > b else (a, b - a)
+            pairs.append((a, b))
+        return pairs
+
+
+def num_working_tokens(pairs: list[tuple[int, int]]) -> int:
+    """Tokens of a written working: digits, one comma a pair, one semicolon between pairs."""
+    return sum(len(str(a)) + len(str(b)) + 2 for a, b in pairs) - 1
+
+
+def draw_problem(random_source: random.Random) -> GcdProblem:
+    """One problem: a coprime pair scaled by a divisor in 1..24; 30 % have one log-uniform number."""
+    while True:
+        divisor = random_source.randint(1, MAX_DIVISOR)
+        limit = MAX_NUMBER // divisor
+        first = random_source.randint(1, limit)
+        if random_source.random() < LONG_TAIL_SHARE:
+            second = max(1, round(math.exp(random_source.uniform(0.0, math.log(limit)))))
+        else:
+            second = random_source.randint(1, limit)
+        if math.gcd(first, second) != 1 or first == second:
+            continue
+        if random_source.random() < 0.5:
+            first, second = second, first
+        problem = GcdProblem(first * divisor, second * divisor)
+        if num_working_tokens(problem.subtractions()) <= MAX_WORKING_TOKENS:
+            return problem
+
+
+def draw_from_split(random_source: random.Random, split: Split) -> GcdProblem:
+    """One problem of the given split."""
+    while True:
+        problem = draw_problem(random_source)
+        if problem.split == split:
+            return problem

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from tlt_hpc.drafting.packing import PackedBatch
+from tlt_hpc.drafting.pool import PackedBatch
 from tlt_hpc.models.documents import PathAttention
 from tlt_hpc.models.drafter import Drafter
 

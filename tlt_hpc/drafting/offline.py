@@ -1,4 +1,4 @@
-"""The order in which a warm-up trains on documents, how each batch is sharded and cut.
+"""The training of a warm-up: the order of documents, how each batch is sharded and cut, and an update of all ranks.
 
 Every document is used once before any is used twice.
 """
@@ -6,11 +6,17 @@ Every document is used once before any is used twice.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from heapq import heapreplace
 from itertools import count
 
-from tlt_hpc.drafting.packing import Excerpt
+import torch
+
+from tlt_hpc.config import UserError
+from tlt_hpc.drafting.loss import fast_products
+from tlt_hpc.drafting.merge import SumOverRanks, start_sum
+from tlt_hpc.drafting.pool import Excerpt, PackedBatch
+from tlt_hpc.drafting.spot import SpotTrainer
 from tlt_hpc.storage.feature_file import Document
 
 
@@ -72,3 +78,36 @@ def _windows(document: Document, most_pairs: int) -> Iterator[Excerpt]:
         size = min(most_pairs, num_pairs - start)
         if start + size - 1 + 2 >= document.prompt_length:
             yield Excerpt(document, start, size)
+
+
+def learn(trainer: SpotTrainer, batches: Iterable[PackedBatch], world: SumOverRanks) -> float:
+    """One update on the mean loss over the tokens of all ranks' batches, and that loss; collective.
+
+    The ranks' drafters stay equal without a merge. A rank may have no batch.
+
+    Raises:
+        UserError: on all ranks, if the gradient is not finite.
+    """
+    trainer.take_up_head()
+    trained = trainer.trained
+    loss, num_tokens = 0.0, 0
+    for batch in batches:
+        num_counted = int(batch.counts.sum())
+        with fast_products():
+            part = trainer.loss(batch)
+            (part * num_counted).backward()  # type: ignore[no-untyped-call]
+        loss, num_tokens = loss + float(part.detach()) * num_counted, num_tokens + num_counted
+    parameters = trained.parameters.values()
+    gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+    flat = torch.cat([*(g.flatten() for g in gradients), gradients[0].new_tensor([loss, num_tokens])])
+    summed = start_sum(world, flat)()
+    total = summed[-1]
+    means = torch.split(summed[:-2] / total, [g.numel() for g in gradients])
+    for parameter, values in zip(parameters, means, strict=True):
+        parameter.grad = values.view_as(parameter)
+    if not trained.step():
+        raise UserError(
+            "the gradient of an update of the drafter is not finite: use a lower learning rate than "
+            f"{trained.learning_rate:g}"
+        )
+    return float(summed[-2] / total)

@@ -15,9 +15,10 @@ from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from tlt_hpc.drafting.packing import Excerpt
 from tlt_hpc.storage.feature_cache import FeatureCache
 from tlt_hpc.storage.feature_file import Document, FeatureCacheReader
 from tlt_hpc.storage.feature_writer import OpenDocuments
@@ -26,7 +27,7 @@ from tlt_hpc.storage.hdf5 import DamagedFile
 
 logger = logging.getLogger(__name__)
 
-_LEAST_LENGTH = 2
+LEAST_LENGTH = 2
 """Of a response: a pair that predicts one of its tokens needs the feature after it."""
 _COVERED = 0.25
 """Weight of an earlier response of a length that this step has finished itself: its features are of older weights."""
@@ -137,7 +138,7 @@ class TrainingPool:
         self._places, weights = [], []
         for source, chances in zip(sources, [first, *others], strict=True):
             prompts, lengths = source.prompt_lengths.tolist(), source.lengths.tolist()
-            for index in np.flatnonzero(source.lengths >= _LEAST_LENGTH).tolist():
+            for index in np.flatnonzero(source.lengths >= LEAST_LENGTH).tolist():
                 pairs = prompts[index] + lengths[index] - 2
                 self._places.append(_Place(source, index, prompts[index], pairs))
                 weights.append(float(chances[index]))
@@ -161,3 +162,72 @@ class TrainingPool:
             self._cache.give_up(error)
             return None
         return Excerpt(document, start, num_pairs) if document is not None else None
+
+
+# -- batches ----------------------------------------------------------------------------------------------------------
+#
+# Documents packed into one flat batch without padding; they never see each other. Pure tensors. Shapes: ``T`` packed
+# pairs, ``H`` hidden, ``F`` features of a position, side by side, the last hidden state last. Pair i of a document
+# joins the token at i + 1 with the features at i, and is to predict the last hidden state at i + 1, from which the head
+# reads token i + 2.
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """Flat pairs of several documents."""
+
+    next_tokens: Tensor
+    """[T] int64, the token at i + 1."""
+    features: Tensor
+    """[T, F] the target's features at i."""
+    wanted: Tensor
+    """[T, H] the target's last hidden state at i + 1."""
+    positions: Tensor
+    """[T] int64, i within its document."""
+    documents: Tensor
+    """[T] int64, which document."""
+    counts: Tensor
+    """[T] bool: whether the pair predicts a response token."""
+    lengths: tuple[int, ...]
+    """Pairs of each document."""
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.next_tokens)
+
+
+@dataclass(frozen=True)
+class Excerpt:
+    """The pairs ``start`` .. ``start + num_pairs - 1`` of a document."""
+
+    document: Document
+    start: int
+    num_pairs: int
+
+
+def whole(document: Document) -> Excerpt:
+    """All pairs of a document."""
+    return Excerpt(document, 0, len(document.features) - 1)
+
+
+def pack(excerpts: Sequence[Excerpt], device: torch.device) -> PackedBatch:
+    """One flat batch of excerpts, which keep the positions they have in their documents."""
+    starts, pairs = [e.start for e in excerpts], [e.num_pairs for e in excerpts]
+    features = [_to_tensor(e.document.features[e.start : e.start + e.num_pairs + 1]) for e in excerpts]
+    positions = [torch.arange(start, start + n) for start, n in zip(starts, pairs, strict=True)]
+    next_tokens = [torch.from_numpy(e.document.tokens[e.start + 1 : e.start + 1 + e.num_pairs]) for e in excerpts]
+    counts = [p + 2 >= e.document.prompt_length for p, e in zip(positions, excerpts, strict=True)]
+    return PackedBatch(
+        next_tokens=torch.cat(next_tokens).long().to(device),
+        features=torch.cat([f[:-1].flatten(1) for f in features]).to(device),
+        wanted=torch.cat([f[1:, -1] for f in features]).to(device),
+        positions=torch.cat(positions).to(device),
+        documents=torch.repeat_interleave(torch.arange(len(pairs)), torch.tensor(pairs)).to(device),
+        counts=torch.cat(counts).to(device),
+        lengths=tuple(pairs),
+    )
+
+
+def _to_tensor(bits: np.ndarray) -> Tensor:
+    """bf16 bits [n, layer, H] (uint16) as a float32 tensor."""
+    return torch.from_numpy(np.ascontiguousarray(bits)).view(torch.bfloat16).float()

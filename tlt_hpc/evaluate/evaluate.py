@@ -1,40 +1,34 @@
-"""Evaluates a policy: ``tlt evaluate``, and the same between two steps of a run. Can be killed and resumed.
+"""Evaluates a policy: ``tlt evaluate``, which can be killed and resumed.
 
-Every rank answers its share of the prompts, and rank 0 counts. Between steps it uses the run's engine and leaves it as
-it was, but for what only speed depends on. No key of a training response is used, so no training token changes.
+Every rank answers its share of the prompts, and rank 0 counts.
 """
 
 from __future__ import annotations
 
-import json
 import logging
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
 from tlt_hpc.checkpoint.manifest import Checkpoint
 from tlt_hpc.cluster.watch.beat import BEAT, Phase
-from tlt_hpc.cluster.watch.last import warn_of_last
-from tlt_hpc.common.files import LINES_BYTES, read_text
+from tlt_hpc.cluster.watch.record import warn_of_last
 from tlt_hpc.common.records import SampleKey
-from tlt_hpc.common.words import count, spans_of
-from tlt_hpc.config import Config, UserError, check_replicas, to_toml
-from tlt_hpc.config.data_sections import is_function
+from tlt_hpc.common.words import count
+from tlt_hpc.config import Config, check_replicas, to_toml
 from tlt_hpc.data.evaluation_sets import EvaluationSet, longest_prompt, longest_response, warning_of
-from tlt_hpc.data.rows import digest_of
-from tlt_hpc.evaluate.answering import answer
-from tlt_hpc.evaluate.exam import Exam, open_exam, sampling_params
-from tlt_hpc.evaluate.folder import NEVER_SAMPLED, WEIGHTS, EvaluationFolder
-from tlt_hpc.evaluate.subject import Subject, fingerprint_of, load_weights, open_checkpoint, step_folder
-from tlt_hpc.evaluate.tally import Results, tally
+from tlt_hpc.evaluate.between_steps import count_results, facts_of
+from tlt_hpc.evaluate.exam import Exam, answer, open_exam, sampling_params
+from tlt_hpc.evaluate.folder import EvaluationFolder
+from tlt_hpc.evaluate.subject import Subject, load_weights, open_checkpoint
+from tlt_hpc.evaluate.tally import Results
 from tlt_hpc.models.drafter_file import initial_drafter, is_served, serving_drafter
 from tlt_hpc.models.eagle import Eagle
-from tlt_hpc.models.once import read_all_once
+from tlt_hpc.models.piece import read_all_once
 from tlt_hpc.models.shape import ModelShape, check_sharding, read_shape
 from tlt_hpc.models.tokenizer import find_model, load_tokenizer, tokens_without_text
 from tlt_hpc.models.weight_check import check_weights
@@ -43,31 +37,26 @@ from tlt_hpc.mpi.owner import claim_owner
 from tlt_hpc.mpi.roster import Roster
 from tlt_hpc.mpi.world import World
 from tlt_hpc.plan.inputs import ModelAssets, describe_model, open_checked_sets
-from tlt_hpc.rewards.scorer import without_form
 from tlt_hpc.rollout.engine import RolloutEngine
-from tlt_hpc.session import Job, Session, draft_among_frequent, open_bench, open_session
+from tlt_hpc.session import Session, draft_among_frequent, open_bench, open_session
 from tlt_hpc.storage.folder import make_folder
-from tlt_hpc.storage.records import add_json_line, write_json
 
 logger = logging.getLogger(__name__)
-
-TESTING = "timing_s/testing"
-"""The figure that every evaluated step's line has, as verl calls it."""
-# of [reward]: what a verdict depends on
-_JUDGING = ("default", "by_source", "format_tags", "cpu_seconds", "memory_mb")
 
 
 class EvaluationReporter(Protocol):
     """Shows an evaluation to its user; called on rank 0 alone."""
 
-    def started(self, name: str, folder: Path, num_responses: int, num_done: int, warning: str) -> None: ...
+    def started(self, name: str, folder: Path, num_responses: int, num_done: int, warning: str) -> None:
+        """Show that the evaluation ``name`` starts in ``folder``, and how many of its responses are there already."""
 
-    def answering(self, roster: Roster) -> None: ...
+    def answering(self, roster: Roster) -> None:
+        """Show the progress of the ranks that generate."""
 
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """How an evaluation ended; the same on every rank."""
+    """The result of an evaluation, or of one that was stopped; the same on every rank."""
 
     name: str
     folder: Path
@@ -82,9 +71,6 @@ class EvaluationResult:
     @property
     def finished(self) -> bool:
         return self.results is not None
-
-
-# -- tlt evaluate -----------------------------------------------------------------------------------------------------
 
 
 @BEAT.within(Phase.EVALUATION)
@@ -137,9 +123,7 @@ def make_engine(session: Session, exam: Exam, checkpoint: Checkpoint | None) -> 
     strategies = tuple(s for s in settings.strategies if drafter is not None or not s.has_drafter)
     params, longest = sampling_params(config), longest_prompt(exam.sets)
     settings = replace(settings, params=params, max_prompt_tokens=longest, strategies=strategies)
-    engine = session.make_engine(settings, drafter)
-    engine.keeps = session.keeps
-    engine.drafter_ready = drafter is not None
+    engine = session.make_engine(settings, drafter, keeps=session.keeps, drafter_is_trained=drafter is not None)
     session.calibrate(engine, [each.requests[-1] for each in exam.wanted])
     return engine
 
@@ -203,107 +187,3 @@ def describe(
         f"speculation {config.speculation.mode}",
     ]
     return "\n".join([*lines, "", to_toml(config)])
-
-
-# -- between two steps of a run ---------------------------------------------------------------------------------------
-
-
-def prepare(job: Job) -> Exam | None:
-    """Read the data sets once for the whole run; None where it does not evaluate. Collective.
-
-    Raises:
-        ValueError: a data set cannot be used, or is not the same on all nodes.
-    """
-    config = job.config
-    if not config.evaluation.every_steps:
-        return None
-    judge = open_bench(without_form(config.reward), job.world)
-    folder, shape = find_model(config.model.path), job.engine.decoder.shape
-    sets = job.world.node_group.once(lambda: open_checked_sets(config, folder, shape, job.tokenizer))
-    exam = open_exam(config, sets, judge, job.world)
-    if job.world.rank == 0 and warning_of(sets):
-        logger.warning("evaluation: %s", warning_of(sets))
-    return exam
-
-
-@BEAT.within(Phase.EVALUATION)
-def evaluate_policy(job: Job, exam: Exam, step: int, shown: Callable[[Roster], None]) -> dict[str, float] | None:
-    """Judge the policy that the engine holds, after ``step`` steps; collective. None where a stop vote came first.
-
-    Returns on all ranks the figures under verl's names, with ``timing_s/testing``.
-    """
-    start = time.perf_counter()
-    folder, log = EvaluationFolder(step_folder(job.folder, step)), job.folder.path / "evaluations.jsonl"
-    fingerprint = fingerprint_of(job.policy.named_weights(), job.engine.decoder.shape.tied_head)
-    facts = facts_of(job, exam.sets, fingerprint)
-    # a run that steps were taken back from, or whose settings have changed, comes by the same step again
-    done = job.world.once(lambda: folder.claim(facts, replaces=True))
-    if exam.missing(done):
-        learned = job.engine.chooser.state()
-        job.engine.outbox.sink = None  # the drafter learns from the policy's own rollouts
-        is_whole = answer(job, job.engine, exam, folder, done, shown, step)
-        # accept lengths at another temperature tell little about the next rollout's
-        job.engine.chooser.load_state(learned)
-        job.engine.take_counts()
-        if not is_whole:
-            return None
-    named = {"evaluated": f"{job.folder.path}, step {step}", **facts}
-    metrics = job.world.once(lambda: count_results(job, exam, folder, log, named, step).metrics)
-    return {**metrics, TESTING: job.world.broadcast(time.perf_counter() - start)}
-
-
-# -- both -------------------------------------------------------------------------------------------------------------
-
-
-def facts_of(session: Session, sets: Sequence[EvaluationSet], fingerprint: str) -> dict[str, object]:
-    """What responses and verdicts depend on, by name."""
-    config, evaluation = session.config, session.config.evaluation
-    functions = filter(is_function, config.reward.kinds)
-    return {
-        WEIGHTS: fingerprint,
-        "the model's end tokens": sorted(session.assets.eos_token_ids),
-        NEVER_SAMPLED: ", ".join(spans_of(session.assets.excluded_token_ids)),
-        "model.dtype": config.model.dtype,
-        "data.prompt_key": config.data.prompt_key,
-        "data.answer_key": config.data.answer_key,
-        "evaluation.seed": evaluation.seed,
-        "evaluation.temperature": evaluation.temperature,
-        "evaluation.top_p": evaluation.top_p,
-        "evaluation.max_new_tokens": longest_response(config),
-        "rollout.stop_strings": config.rollout.stop_strings,
-        **{f"reward.{name}": vars(config.reward)[name] for name in _JUDGING},
-        **{f"the file of {spec}": digest_of(Path(spec.rpartition(":")[0])) for spec in functions},
-        **{f"data of {each.name}": each.digest for each in sets},
-    }
-
-
-def count_results(
-    session: Session, exam: Exam, folder: EvaluationFolder, log: Path, facts: dict[str, Any], step: int | None
-) -> Results:
-    """The figures of all responses, also left in the folder and as a line of the log, once; on rank 0.
-
-    Raises:
-        UserError: some responses cannot be read although they were written.
-        WriteError: no room or no permission.
-    """
-    responses = folder.read()
-    if lacking := exam.missing(responses):
-        raise UserError(
-            f"{folder.path} lacks {count(len(lacking), 'response')} that were written: their files are damaged; "
-            "start again, and they are generated again"
-        )
-    results = tally(exam, responses, session.tokenizer, session.config.evaluation.ks)
-    tree = {
-        **facts,
-        "responses": results.num_responses,
-        "response_tokens": results.num_tokens,
-        "accept_length": results.accept_length,
-        "not_judged": results.failures,
-        "sets": {name: asdict(figures) for name, figures in results.figures.items()},
-    }
-    write_json(folder.results, tree)
-    steps = {} if step is None else {"num_steps": step}
-    line = {"evaluated": facts["evaluated"], **steps, "folder": str(folder.path), **results.metrics}
-    if not log.exists() or json.dumps(line) not in read_text(log, LINES_BYTES).splitlines():
-        add_json_line(log, line)
-    return results

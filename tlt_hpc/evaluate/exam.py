@@ -1,15 +1,25 @@
-"""What a policy is evaluated on: the data sets, all requests to their prompts, and the judge of the answers."""
+"""What a policy is evaluated on (data sets, requests, the judge of the answers), and how a rank answers its share."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+import time
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
-from tlt_hpc.common.records import Prompt, Request, SampleKey, SamplingParams, Stream
-from tlt_hpc.config import Config, ConfigError
+from tlt_hpc.common.records import FinishReason, Prompt, Request, Rollout, SampleKey, SamplingParams, Stream
+from tlt_hpc.config import Config, ConfigError, UserError
 from tlt_hpc.data.evaluation_sets import EvaluationSet, longest_response
+from tlt_hpc.evaluate.folder import EvaluationFolder
+from tlt_hpc.mpi.roster import Roster
 from tlt_hpc.mpi.world import World
+from tlt_hpc.rewards.answer import Verdict
+from tlt_hpc.rewards.judge import judge
 from tlt_hpc.rewards.scorer import Judge
+from tlt_hpc.rollout.engine import RolloutEngine
+from tlt_hpc.session import Session, text_of
+from tlt_hpc.storage.folder import hidden_files
+from tlt_hpc.storage.rollout_log import JudgedResponse
 
 
 @dataclass(frozen=True)
@@ -23,7 +33,7 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Exam:
-    """What is evaluated, the same on all ranks and at each evaluation of a run."""
+    """The data sets, requests and judge of an evaluation, the same on all ranks and at each evaluation of a run."""
 
     sets: tuple[EvaluationSet, ...]
     wanted: list[Wanted]
@@ -70,10 +80,164 @@ def wanted_responses(config: Config, sets: Sequence[EvaluationSet]) -> list[Want
 
 
 def sampling_params(config: Config) -> SamplingParams:
-    """Of the answers by sampling: the evaluation's temperature and nucleus, the rollout's ends."""
+    """The parameters of answers by sampling: the evaluation's temperature and nucleus, the rollout's ends."""
     return SamplingParams(
         max_tokens=longest_response(config),
         temperature=config.evaluation.temperature,
         top_p=config.evaluation.top_p,
         stop_strings=config.rollout.stop_strings,
     )
+
+
+# -- one rank's share of the responses: generated, judged, and written in pieces that survive a kill -------------------
+
+T = TypeVar("T")
+
+PIECE_RESPONSES = 64
+PIECE_SECONDS = 60.0
+"""A piece is written when it has so many responses, or after so long."""
+_UNITS = 8
+"""Parts of the work that a rank gets at least, as far as there are responses: their lengths differ."""
+
+
+def answer(
+    session: Session,
+    engine: RolloutEngine,
+    exam: Exam,
+    folder: EvaluationFolder,
+    done: Container[SampleKey],
+    shown: Callable[[Roster], None],
+    epoch: int = 0,
+) -> bool:
+    """Make the responses that ``done`` lacks; False if a stop vote came first. Collective.
+
+    Args:
+        done: the keys of those that are there, the same on every rank.
+        shown: called on rank 0 with all ranks' progress.
+        epoch: the pulse's; any number that all ranks give.
+
+    Raises:
+        UserError: as ``see_all``.
+    """
+    own = share_of(exam.missing(done), session.replica.number, session.replica.count)
+    answers = _Answers(session, engine, exam, folder, {request.key: prompt for prompt, request in own})
+
+    def on_idle(roster: Roster) -> bool:
+        answers.take()
+        return False  # nothing else is done while other ranks generate
+
+    roster = session.generate(
+        engine,
+        [request for _, request in own],
+        on_round=answers.take,
+        on_idle=on_idle,
+        shown=shown if session.world.rank == 0 else None,
+        epoch=epoch,
+    )
+    answers.end(is_whole=not roster.stopping)
+    see_all(folder, answers.written, session.world)
+    return not roster.stopping
+
+
+def share_of(missing: Sequence[T], rank: int, num_ranks: int) -> list[T]:
+    """A replica's share, in runs of neighbours, which have prompts in common."""
+    size = max(1, len(missing) // (_UNITS * num_ranks))
+    starts = range(rank * size, len(missing), num_ranks * size)
+    return [each for start in starts for each in missing[start : start + size]]
+
+
+def see_all(folder: EvaluationFolder, written: Sequence[str], world: World) -> None:
+    """Return once rank 0 sees the files that all ranks have ``written``, for it reads them; collective.
+
+    Raises:
+        UserError: on all ranks, if it does not: not all nodes write to the same folder.
+    """
+    files = world.allgather((world.hostname, tuple(written)))
+    writers = {name: f"rank {rank} on {hostname}" for rank, (hostname, own) in enumerate(files) for name in own}
+    for name in world.once(lambda: hidden_files(folder.responses, writers.keys())):
+        raise UserError(
+            f"{folder.responses}: rank 0 on {files[0][0]} does not see {name}, which {writers[name]} wrote; "
+            "use a folder that all nodes share (run.folder, or --output)"
+        )
+
+
+class _Answers:
+    """The responses of one rank on their way from the engine to the judge, and to files."""
+
+    def __init__(
+        self,
+        session: Session,
+        engine: RolloutEngine,
+        exam: Exam,
+        folder: EvaluationFolder,
+        prompts: dict[SampleKey, Prompt],
+    ) -> None:
+        self._session, self._engine, self._judge, self._prompts = session, engine, exam.judge, prompts
+        self._folder = folder
+        self._number = first_number(folder, session.world)
+        self._judged: list[JudgedResponse] = []
+        self._written_at = time.monotonic()
+        self._at_server: dict[int, Rollout] = {}
+        self.written: list[str] = []
+        """The files so far."""
+        if self._judge.client is not None:
+            self._judge.client.forget()  # what an evaluation that was cut short has left
+
+    def take(self) -> None:
+        """Judge what has ended, take the server's verdicts without waiting, and write a piece that is due."""
+        if self._engine.finished:
+            for rollout in self._engine.collect():
+                self._hand_in(rollout)
+        if self._judge.client is not None:
+            for number, verdict in self._judge.client.take_ready().items():
+                self._settle(self._at_server.pop(number), verdict)
+        is_long_ago = time.monotonic() - self._written_at >= PIECE_SECONDS
+        if len(self._judged) >= PIECE_RESPONSES or (self._judged and is_long_ago):
+            with self._session.pulse.progressing():
+                self._write()
+
+    def end(self, is_whole: bool) -> None:
+        """Write what is judged: all if the evaluation ``is_whole``, else what is there; and drop the rest."""
+        client = self._judge.client
+        if is_whole and client is not None:
+            for number, verdict in client.wait(list(self._at_server)).items():
+                self._settle(self._at_server.pop(number), verdict)
+        if self._judged:
+            self._write()
+        self._engine.abort()
+        self._engine.collect()
+        if client is not None:
+            client.forget()
+
+    def _hand_in(self, rollout: Rollout) -> None:
+        prompt = self._prompts[rollout.key]
+        text = text_of(self._session.tokenizer, rollout.response_tokens)
+        asked = self._judge.answer(prompt, text, rollout.finish_reason is not FinishReason.LENGTH)
+        if self._judge.client is not None and self._judge.needs_worker(prompt):
+            self._at_server[self._judge.client.submit(asked)] = rollout
+        else:
+            self._settle(rollout, judge(asked, self._judge.settings))
+
+    def _settle(self, rollout: Rollout, verdict: Verdict) -> None:
+        self._judged.append(
+            JudgedResponse(
+                key=rollout.key,
+                tokens=rollout.response_tokens,
+                finish_reason=rollout.finish_reason,
+                num_target_passes=rollout.num_target_passes,
+                reward=verdict.reward,
+                failure=verdict.failure.value if verdict.failure else "",
+            )
+        )
+
+    def _write(self) -> None:
+        self.written.append(self._folder.write(self._number, self._judged))
+        self._number, self._judged, self._written_at = self._number + self._session.world.size, [], time.monotonic()
+
+
+def first_number(folder: EvaluationFolder, world: World) -> int:
+    """The number of this rank's first file, which no file has that any rank sees; collective.
+
+    An NFS client may not yet list what another one's last start has written.
+    """
+    return max(world.allgather(folder.next_number())) + world.rank

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tlt_hpc.common.records import FinishReason
-from tlt_hpc.storage.evaluation_log import JudgedResponse
+from tlt_hpc.storage.rollout_log import JudgedResponse
 
 RIGHT = 0
 """The vote of a right response; those of wrong ones count from 1 by what they answer."""
@@ -29,7 +29,7 @@ class PromptAnswers:
 
 
 def is_right(response: JudgedResponse) -> bool:
-    """Whether the reward is whole: 1 or more."""
+    """True if the reward is whole: 1 or more."""
     return response.reward >= 1.0
 
 
@@ -43,7 +43,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class SetFigures:
-    """What a policy does on a data set, or on one source within it; None where it is undecidable or has no samples."""
+    """The figures of a policy on a data set, or on one source within it; None where undecidable or without samples."""
 
     num_prompts: int
     num_samples: int
@@ -91,7 +91,7 @@ def estimate(values: Sequence[float]) -> Estimate:
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """The chance that k of n samples, c of them right, hold a right one: 1 - C(n - c, k) / C(n, k), unbiased.
+    """The probability that k of n samples, c of them right, hold a right one: 1 - C(n - c, k) / C(n, k), unbiased.
 
     As the product over i of 1 - k / i, i from n - c + 1 to n, since the coefficients overflow.
 

@@ -7,22 +7,28 @@ results.json      the figures, once all responses are there
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from tlt_hpc.common.files import DamagedText, read_json
 from tlt_hpc.common.records import SampleKey
 from tlt_hpc.config import ConfigError
-from tlt_hpc.storage.evaluation_log import JudgedResponse, read_responses, write_responses
+from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.hdf5 import DamagedFile
 from tlt_hpc.storage.records import write_json
+from tlt_hpc.storage.rollout_log import JudgedResponse, read_responses, write_responses
 
 logger = logging.getLogger(__name__)
 
+FOLDER = "evaluation"
+_SAMPLED = 65536
 WEIGHTS = "weights"
 NEVER_SAMPLED = "the ids that are never sampled"
 
@@ -98,3 +104,27 @@ class EvaluationFolder:
 
     def _files(self) -> list[Path]:
         return sorted(path for path in self.responses.glob("*.h5") if path.stem.isdecimal())
+
+
+def step_folder(run: RunFolder, step: int) -> Path:
+    """The folder of the evaluation of a run's policy after so many steps."""
+    return run.path / FOLDER / f"step-{step:06d}"
+
+
+def fingerprint_of(weights: Iterable[tuple[str, Tensor]], tied_head: bool) -> str:
+    """A digest of weights, of any shapes and in any order: of elements spread evenly over each tensor.
+
+    Training changes all of them, if only in the last bits.
+    """
+    return digest_of_samples({name: sample(tensor) for name, tensor in weights}, tied_head)
+
+
+def sample(tensor: Tensor) -> str:
+    flat = tensor.detach().reshape(-1)
+    some = flat[:: max(1, flat.numel() // _SAMPLED)].float().cpu() + 0.0  # so that no zero has a sign
+    return hashlib.sha256(some.numpy().tobytes() + str(tuple(tensor.shape)).encode()).hexdigest()
+
+
+def digest_of_samples(samples: Mapping[str, str], tied_head: bool) -> str:
+    parts = sorted(part for part in samples.items() if not (tied_head and part[0] == "lm_head.weight"))
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]

@@ -6,9 +6,8 @@ has weights of its own.
 
 from __future__ import annotations
 
-import hashlib
 from collections import ChainMap
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -20,22 +19,21 @@ from tlt_hpc.checkpoint.policy_weights import policy_readers
 from tlt_hpc.checkpoint.store import CheckpointStore, chosen_step
 from tlt_hpc.config import EMBEDDED_MODEL, Config, UserError, load_saved_config
 from tlt_hpc.data.evaluation_sets import longest_response
+from tlt_hpc.evaluate.folder import digest_of_samples, sample, step_folder
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.folder import DTYPES, folder_readers
-from tlt_hpc.models.once import ReadCut, readers_once
+from tlt_hpc.models.piece import ReadCut, readers_once
 from tlt_hpc.models.tokenizer import find_model
 from tlt_hpc.mpi.world import World
 from tlt_hpc.rewards.scorer import without_form
 from tlt_hpc.storage.folder import RunFolder, no_run
 
-FOLDER = "evaluation"
 SUFFIX = "-evaluation"
-_SAMPLED = 65536
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What is evaluated, in words and as a place."""
+    """The policy to evaluate, in words and as a place."""
 
     place: str
     """A Hugging Face folder, or ``embedded:tiny``; the run's folder where there is one."""
@@ -46,15 +44,20 @@ class Subject:
 
     @property
     def name(self) -> str:
+        """The place, with the step of a run's checkpoint."""
         return self.place if self.step is None else f"{self.place}, step {self.step}"
 
     @property
     def reads_model_weights(self) -> bool:
-        """Whether the weights of the model's folder count: the policy's, or what its adapters are merged into."""
+        """True if the model folder's weights are read: the policy's, or those that its adapters are merged into.
+
+        Raises:
+            ConfigError: the run's configuration cannot be read.
+        """
         return self.run is None or bool(load_saved_config(self.run.config).lora.rank)
 
     def folder(self, config: Config) -> Path:
-        """Where the evaluation is written."""
+        """The folder that the evaluation is written to."""
         if self.out is not None:
             return self.out
         if self.run is not None:
@@ -64,18 +67,13 @@ class Subject:
         return Path(config.run.folder) / (config.run.name + SUFFIX) / name
 
     def log(self, config: Config) -> Path:
-        """Where finished evaluations are listed, a line each."""
+        """The file that lists finished evaluations, a line each."""
         place = self.run.path if self.run is not None and self.out is None else self.folder(config).parent
         return place / "evaluations.jsonl"
 
 
-def step_folder(run: RunFolder, step: int) -> Path:
-    """Where the evaluation of a run's policy after so many steps is written."""
-    return run.path / FOLDER / f"step-{step:06d}"
-
-
 def find_subject(place: str, step: int | str | None = None, out: Path | None = None) -> Subject:
-    """What the user names by a place, the step of a checkpoint (None: the newest) and a folder to write to.
+    """The subject that the user names by a place, a checkpoint's step (None: the newest) and a folder to write to.
 
     A checkpoint is not opened yet.
 
@@ -102,7 +100,11 @@ def find_subject(place: str, step: int | str | None = None, out: Path | None = N
 
 
 def evaluation_config(config: Config, subject: Subject) -> Config:
-    """The job's configuration with the subject's model, room for the responses, and no reward for their form."""
+    """The job's configuration with the subject's model, room for the responses, and no reward for their form.
+
+    Raises:
+        ConfigError: the run's configuration cannot be read.
+    """
     path = config.model.path if subject.run is not None else subject.place
     if subject.run is not None:
         theirs = load_saved_config(subject.run.config).model.path
@@ -157,7 +159,7 @@ def load_weights(
             else:
                 whole = read(None).to(dtype)
                 cut.check(name, whole.shape)
-                samples[name] = _sample(whole)
+                samples[name] = sample(whole)
                 yield name, whole[cut.slices]
 
     try:
@@ -166,7 +168,7 @@ def load_weights(
         raise
     except ValueError as error:
         raise UserError(f"{subject.name} does not fit model.path = {model!r}: {error}") from None
-    return _digest(ChainMap(*world.allgather(samples)), decoder.shape.tied_head)
+    return digest_of_samples(ChainMap(*world.allgather(samples)), decoder.shape.tied_head)
 
 
 def _readers(subject: Subject, checkpoint: Checkpoint | None, model: str) -> Iterator[tuple[str, ReadCut]]:
@@ -176,22 +178,3 @@ def _readers(subject: Subject, checkpoint: Checkpoint | None, model: str) -> Ite
     else:
         config = load_saved_config(subject.run.config)
         yield from policy_readers(subject.run, config, checkpoint, find_model(model))
-
-
-def fingerprint_of(weights: Iterable[tuple[str, Tensor]], tied_head: bool) -> str:
-    """A digest of weights in any order: of elements spread evenly over each tensor.
-
-    Training changes all of them, if only in the last bits.
-    """
-    return _digest({name: _sample(tensor) for name, tensor in weights}, tied_head)
-
-
-def _sample(tensor: Tensor) -> str:
-    flat = tensor.detach().reshape(-1)
-    some = flat[:: max(1, flat.numel() // _SAMPLED)].float().cpu() + 0.0  # so that no zero has a sign
-    return hashlib.sha256(some.numpy().tobytes() + str(tuple(tensor.shape)).encode()).hexdigest()
-
-
-def _digest(samples: Mapping[str, str], tied_head: bool) -> str:
-    parts = sorted(part for part in samples.items() if not (tied_head and part[0] == "lm_head.weight"))
-    return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]

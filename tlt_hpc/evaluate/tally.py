@@ -24,7 +24,7 @@ from tlt_hpc.rewards.judge import SAME_MATH
 from tlt_hpc.rewards.scorer import Judge
 from tlt_hpc.rewards.text import are_near, letter_of, number_of
 from tlt_hpc.session import text_of
-from tlt_hpc.storage.evaluation_log import JudgedResponse
+from tlt_hpc.storage.rollout_log import JudgedResponse
 
 Compare = Callable[[Sequence[str], str], Sequence[bool | None]]
 """Whether each of several answers equals another one; None for one that cannot be read."""
@@ -32,7 +32,7 @@ Compare = Callable[[Sequence[str], str], Sequence[bool | None]]
 
 @dataclass(frozen=True)
 class Results:
-    """What an evaluation came to."""
+    """The results of an evaluation."""
 
     figures: dict[str, SetFigures]
     """By data set; where a set has several sources, by ``set/source`` as well."""
@@ -44,7 +44,7 @@ class Results:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Under verl's names."""
+        """The figures as metrics under verl's names."""
         found = (metrics_of(name, figures) for name, figures in self.figures.items())
         return {name: value for metrics in found for name, value in metrics.items()}
 
@@ -81,7 +81,7 @@ def tally(
 
 
 def votes_of(judge: Judge, kind: str, texts: Sequence[str], rights: Sequence[bool]) -> list[int | None] | None:
-    """Which answer each response to a prompt gives, by number, None: none. None as a whole if it is undecidable."""
+    """The answer of each response to a prompt, by number, None if it gives none; None as a whole if undecidable."""
     if kind not in _COMPARE:
         return None
     compare = partial(_COMPARE[kind], judge)
@@ -106,7 +106,7 @@ def number_answers(answers: set[str], compare: Compare) -> dict[str, int]:
 
 
 def answer_of(kind: str, text: str) -> str | None:
-    """What a response says as its answer; None if it gives none. Mathematics is left to be parsed, in a box."""
+    """The answer that a response gives; None if it gives none. Mathematics is left to be parsed, in a box."""
     if kind == "boxed":
         return ending_box(text)
     if kind == "numeric":

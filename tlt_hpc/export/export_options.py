@@ -24,7 +24,11 @@ def add_step(command: argparse.ArgumentParser, words: str) -> None:
 
 
 def number_or_best(text: str) -> int | str:
-    """A number, or the word ``best``."""
+    """The number of a step, or the word ``best``; for argparse.
+
+    Raises:
+        argparse.ArgumentTypeError: the text is neither.
+    """
     if text != "best" and not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r}: use the number of a step, or best")
     return text if text == "best" else int(text)
@@ -38,7 +42,7 @@ def add_common(command: argparse.ArgumentParser, name: str) -> None:
 
 
 def output_of(options: argparse.Namespace, name: str) -> Path:
-    """Where an export called ``name`` is written.
+    """The folder that an export called ``name`` is written to.
 
     Raises:
         UserError: no place is given, and there is no run to write beside.

@@ -15,7 +15,7 @@ from typing import Any
 from tlt_hpc.common.printable import printable
 from tlt_hpc.common.words import count
 from tlt_hpc.config import Config, UserError
-from tlt_hpc.data.known import known_by_output
+from tlt_hpc.data.files import known_by_output
 from tlt_hpc.export.writer import CARD, MARK
 from tlt_hpc.look.columns import COLUMNS, SCORE
 from tlt_hpc.look.cost import cost_of

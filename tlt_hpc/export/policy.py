@@ -143,7 +143,7 @@ def write_weights(folder: Path, policy: PolicyWeights, dtype: torch.dtype) -> It
 
 
 def rounded(name: str, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A weight as the file holds it.
+    """A weight, of any shape, in the precision of the file.
 
     Raises:
         UserError: it has values that the type cannot hold.

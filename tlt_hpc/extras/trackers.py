@@ -61,6 +61,7 @@ class WeightsAndBiases(Tracker):
 
     @staticmethod
     def start_early() -> None:
+        """Start the process of Weights & Biases."""
         import wandb
 
         service: Any = wandb.setup(wandb.Settings(silent=True)).ensure_service()
@@ -68,15 +69,18 @@ class WeightsAndBiases(Tracker):
 
     @staticmethod
     def abandon() -> None:
+        """Have the process killed after ``EXIT_SECONDS``."""
         if WeightsAndBiases._process is not None:  # wandb waits for it at the exit, without limit and without a setting
             timer = threading.Timer(EXIT_SECONDS, WeightsAndBiases._process.kill)
             timer.daemon = True
             timer.start()
 
     def log(self, step: int, figures: Figures) -> None:
+        """Add a step's figures."""
         self._run.log(dict(figures), step=step, commit=True)
 
     def close(self, failed: bool) -> None:
+        """Send the rest, with the exit code 1 if the run failed."""
         self._run.finish(exit_code=int(failed))
 
 
@@ -104,6 +108,7 @@ class Mlflow(Tracker):
 
     @staticmethod
     def start_early() -> None:
+        """Set the variables by which MLflow sends no telemetry and retries no call for long."""
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # it opens the network, at the import already
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # mlflow-skinny has no database
         # a server that does not answer is an error that names it before ANSWER_SECONDS are over
@@ -112,6 +117,7 @@ class Mlflow(Tracker):
         platform.processor()  # runs a program the first time, else at the import
 
     def log(self, step: int, figures: Figures) -> None:
+        """Add a step's figures."""
         from mlflow.entities import Metric
 
         now = int(1000 * time.time())
@@ -121,6 +127,7 @@ class Mlflow(Tracker):
         )
 
     def close(self, failed: bool) -> None:
+        """Mark the run as finished or failed."""
         self._client.set_terminated(self.run_id, "FAILED" if failed else "FINISHED")
 
 
@@ -151,12 +158,15 @@ class Trackio(Tracker):
 
     @staticmethod
     def start_early() -> None:
+        """Set the variable by which trackio opens no network."""
         os.environ.setdefault("HF_HUB_OFFLINE", "1")  # trackio asks the Hub for the user's name
 
     def log(self, step: int, figures: Figures) -> None:
+        """Add a step's figures."""
         self._run.log(dict(figures), step=step)
 
     def close(self, failed: bool) -> None:
+        """Finish the run."""
         self._run.finish()
 
 

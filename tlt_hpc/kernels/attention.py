@@ -30,7 +30,7 @@ def paged_attention(
     by_span: bool | None = None,
     window: int = 0,
 ) -> Tensor:
-    """Each query attends to the committed slots, and to the first ``seen`` ones after them or on its path.
+    """Attend from each query to the committed slots, and to the first ``seen`` ones after them or on its path.
 
     query [B, N, h, d], key_pages and value_pages [num_pages, page_size, g, d], page_table [B, M] int32, committed [B]
     int32, seen [B, N] int32, paths [B, N, W] int32: in a tree, query i sees the slots ``committed + paths[i, t]`` for
@@ -65,7 +65,10 @@ def paged_attention_reference(
     paths: Tensor | None = None,
     window: int = 0,
 ) -> Tensor:
-    """``paged_attention`` in plain PyTorch: all sequences gathered to the longest, in float64 for half precision."""
+    """``paged_attention`` in plain PyTorch: all sequences gathered to the longest, in float64 for half precision.
+
+    Arguments and result as ``paged_attention``.
+    """
     B, N, h, d = query.shape
     page_size, g = key_pages.shape[1], key_pages.shape[2]
     longest = int((committed + seen.amax(1)).max()) if B and N else 0

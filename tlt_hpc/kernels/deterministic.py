@@ -12,7 +12,7 @@ import torch.utils.deterministic
 
 @contextmanager
 def deterministic() -> Iterator[None]:
-    """While this lasts, the same tensors give the same bits on the same device; as a decorator, too.
+    """Context, or decorator, in which the same tensors give the same bits on the same device.
 
     It holds for all threads, so for backward passes and what they compute again, and must hold for the forward pass
     already: flash-attn chooses its backward pass there. An operator that has no fixed order raises RuntimeError; with

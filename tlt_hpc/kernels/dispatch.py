@@ -17,18 +17,18 @@ class _Forced:
 
 @cache
 def has_triton() -> bool:
-    """Triton is installed; it comes with CUDA builds of PyTorch, not with CPU builds."""
+    """True if Triton is installed; it comes with CUDA builds of PyTorch, not with CPU builds."""
     return find_spec("triton") is not None
 
 
 @cache
 def has_flash_attention() -> bool:
-    """The flash-attn package (FlashAttention 2) is installed."""
+    """True if the flash-attn package (FlashAttention 2) is installed."""
     return find_spec("flash_attn") is not None
 
 
 def runs_triton(x: Tensor) -> bool:
-    """The one rule: Triton for tensors on a GPU where triton is installed, else the PyTorch of the same module.
+    """True if operations on x, of any shape, run in Triton: on a GPU where triton is installed; else in PyTorch.
 
     Programs compute in float32, so float64 always runs in PyTorch.
     """
@@ -37,7 +37,7 @@ def runs_triton(x: Tensor) -> bool:
 
 @contextmanager
 def forced() -> Iterator[None]:
-    """Take the Triton path for CPU tensors too: with Triton's interpreter, or a driver that only compiles."""
+    """Context in which CPU tensors take the Triton path too: with its interpreter, or a driver that only compiles."""
     _Forced.on = True
     try:
         yield

@@ -17,7 +17,7 @@ from tlt_hpc.kernels.dispatch import runs_triton
 
 
 class PairOrder(NamedTuple):
-    """Pairs sorted by their experts."""
+    """Pairs of tokens and experts, sorted by their experts."""
 
     pairs: Tensor
     """[P] int64: those of the first expert, then those of the second, ..., each in ascending order."""
@@ -26,7 +26,7 @@ class PairOrder(NamedTuple):
 
 
 def sort_by_expert(experts: Tensor, num_experts: int) -> PairOrder:
-    """The order of the pairs of tokens that have these experts [T, k] int64."""
+    """Sort the pairs of tokens and their experts, [T, k] int64, by expert."""
     flat = experts.flatten()
     counts = torch.zeros(num_experts, dtype=torch.int64, device=flat.device)
     counts.scatter_add_(0, flat, torch.ones_like(flat))
@@ -34,7 +34,7 @@ def sort_by_expert(experts: Tensor, num_experts: int) -> PairOrder:
 
 
 def expert_linear(x: Tensor, weight: Tensor, order: PairOrder, num_shared: int) -> Tensor:
-    """Each pair's input times its expert's matrix, summed in float32 at least: weight [E, N, K] -> [P, N].
+    """Multiply each pair's input by its expert's matrix, summed in float32 at least: weight [E, N, K] -> [P, N].
 
     ``num_shared`` pairs in a row have the same input: x [P / num_shared, K].
     """
@@ -48,7 +48,7 @@ def expert_linear(x: Tensor, weight: Tensor, order: PairOrder, num_shared: int) 
 
 
 def expert_linear_reference(x: Tensor, weight: Tensor, order: PairOrder, num_shared: int) -> Tensor:
-    """``expert_linear`` in plain PyTorch; half precision in float64, whose rounding does not show."""
+    """``expert_linear`` in plain PyTorch; half precision in float64, whose rounding does not show. Shapes: as there."""
     out = x.new_empty(len(order.pairs), weight.shape[1])
     wide = torch.float64 if x.dtype.itemsize < 4 else x.dtype
     ends = order.ends.tolist()
@@ -60,7 +60,7 @@ def expert_linear_reference(x: Tensor, weight: Tensor, order: PairOrder, num_sha
 
 
 def mix(parts: Tensor, weights: Tensor) -> Tensor:
-    """Sums of each token's parts times their weights, in the order of the parts: [P, N], [T, k] -> [T, N]."""
+    """Sum each token's parts times their weights, in the order of the parts: [P, N], [T, k] -> [T, N]."""
     total = parts.new_zeros(len(weights), parts.shape[1], dtype=weights.dtype)
     for part, weight in zip(parts.view(*weights.shape, -1).unbind(1), weights.unbind(1), strict=True):
         total.addcmul_(part, weight.unsqueeze(1))  # one after another: a sum over them may depend on T

@@ -70,7 +70,7 @@ class GraphPool:
     def capture(
         self, key: Hashable, function: Function, inputs: Sequence[Tensor], state: Sequence[Tensor] = ()
     ) -> None:
-        """Record ``function`` under ``key`` for inputs of these shapes; the inputs themselves are copied.
+        """Record ``function`` under ``key`` for inputs of these shapes and dtypes; the inputs themselves are copied.
 
         ``state`` are the tensors that the function counts on in its next run: the warm-ups leave them as they were.
         """
@@ -89,7 +89,7 @@ class GraphPool:
         self._captured[key] = _Captured(function, static, outputs, graph, _used_bytes(self.device) - before)
 
     def replay(self, key: Hashable, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Run the function of ``key`` on copies of ``inputs``.
+        """Run the function of ``key`` on copies of ``inputs``, of the shapes that it was captured for.
 
         The outputs hold until the next replay of any key: another graph's intermediates may share their memory.
         """
@@ -105,14 +105,14 @@ class GraphPool:
     def run(
         self, key: Hashable, function: Function, inputs: Sequence[Tensor], state: Sequence[Tensor] = ()
     ) -> tuple[Tensor, ...]:
-        """Replay ``key``, captured on its first use."""
+        """Replay ``key``, captured on its first use; inputs and outputs are of the shapes of that first call."""
         if key not in self._captured:
             self.capture(key, function, inputs, state)
         return self.replay(key, inputs)
 
     @property
     def num_bytes(self) -> int:
-        """Device memory that the captures took, graph nodes included; another process on the GPU disturbs it."""
+        """Bytes of device memory that the captures took, graph nodes included; another process disturbs it."""
         return sum(captured.num_bytes for captured in self._captured.values())
 
     def _settle(self, function: Function, static: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

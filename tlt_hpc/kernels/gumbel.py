@@ -24,7 +24,7 @@ N = TypeVar("N", int, Tensor)
 
 @dataclass(frozen=True)
 class GumbelChoice:
-    """What one position chose, all [R]: the token int64, the rest float32.
+    """The tokens chosen at R positions and their scores, all [R]: the token int64, the rest float32.
 
     ``best`` - ``second`` is the gap to the runner-up in score. The log-probability of the token under the
     temperature-scaled policy is ``scaled_logit`` - ``log_normaliser``.
@@ -59,7 +59,7 @@ def gumbel_argmax(
 
 
 def gumbel_noise(words: Tensor, positions: Tensor, columns: int | Tensor) -> Tensor:
-    """Noise of response positions: words [R, 4] int64, positions [R] -> [R, C] float32.
+    """Gumbel noise of response positions: words [R, 4] int64, positions [R] -> [R, C] float32.
 
     ``columns`` is their number, or the token ids [C] whose noise is wanted (a draft vocabulary).
     """
@@ -76,7 +76,7 @@ def gumbel_noise(words: Tensor, positions: Tensor, columns: int | Tensor) -> Ten
 def gumbel_argmax_reference(
     logits: Tensor, temperature: Tensor, words: Tensor, positions: Tensor, num_tokens: int
 ) -> GumbelChoice:
-    """``gumbel_argmax`` in plain PyTorch."""
+    """``gumbel_argmax`` in plain PyTorch; arguments as there, results [R]."""
     warm = (temperature > 0).unsqueeze(1)
     scaled = logits[:, :num_tokens].float() / torch.where(warm, temperature.unsqueeze(1), 1.0)
     scores = scaled + gumbel_noise_reference(words, positions, num_tokens).masked_fill_(~warm, 0.0)
@@ -90,7 +90,7 @@ def gumbel_argmax_reference(
 
 
 def gumbel_noise_reference(words: Tensor, positions: Tensor, columns: int | Tensor) -> Tensor:
-    """``gumbel_noise`` in plain PyTorch, through float64."""
+    """``gumbel_noise`` in plain PyTorch, through float64; arguments as there -> [R, C] float32."""
     counters = columns // 4 if isinstance(columns, Tensor) else torch.arange(-(-columns // 4), device=words.device)
     k0, k1, c2, c3 = words.unsqueeze(2).unbind(1)
     lanes = philox((counters, positions.unsqueeze(1), c2, c3), (k0, k1))
@@ -101,7 +101,7 @@ def gumbel_noise_reference(words: Tensor, positions: Tensor, columns: int | Tens
 
 
 def gumbel(bits: Tensor) -> Tensor:
-    """Standard Gumbel noise (float32) of uniform 32-bit words (int64)."""
+    """Standard Gumbel noise (float32) of uniform 32-bit words (int64), of any shape."""
     w = (bits.double() + 0.5) * 2.0**-32
     return -torch.log(-torch.log1p(-w)).float()
 

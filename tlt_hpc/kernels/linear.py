@@ -38,5 +38,8 @@ def invariant_linear(
 
 
 def invariant_linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """``invariant_linear`` in plain PyTorch, in float64: what other rows change there is lost in the rounding."""
+    """``invariant_linear`` in plain PyTorch: x [T, K], weight [N, K], bias [N] -> [T, N].
+
+    It computes in float64: what other rows change there is lost in the rounding.
+    """
     return F.linear(x.double(), weight.double(), None if bias is None else bias.double()).to(dtype)

@@ -44,18 +44,21 @@ def gate_mul(gate_up: Tensor, activation: str = "silu") -> Tensor:
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """``rms_norm`` in plain PyTorch."""
+    """``rms_norm`` in plain PyTorch: x [..., H], weight [H] -> [..., H]."""
     return F.rms_norm(_wide(x), (x.shape[-1],), _wide(weight), epsilon).to(x.dtype)
 
 
 def add_rms_norm_reference(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    """``add_rms_norm`` in plain PyTorch: the norm reads the sum as the residual stream keeps it, rounded."""
+    """``add_rms_norm`` in plain PyTorch: x, residual [T, H], weight [H] -> (normed, x + residual), both [T, H].
+
+    The norm reads the sum as the residual stream keeps it, rounded.
+    """
     total = x + residual
     return rms_norm_reference(total, weight, epsilon), total
 
 
 def gate_mul_reference(gate_up: Tensor, activation: str = "silu") -> Tensor:
-    """``gate_mul`` in plain PyTorch."""
+    """``gate_mul`` in plain PyTorch: gate_up [T, 2I] -> [T, I]."""
     gate, up = _wide(gate_up).chunk(2, -1)
     return ((F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up).to(gate_up.dtype)
 

@@ -25,7 +25,7 @@ def rotate_and_store(
     slots: Tensor,
     norms: HeadNorms | None = None,
 ) -> Tensor:
-    """Rotate queries and keys, store keys and values, return the queries.
+    """Rotate queries and keys, store keys and values in their pages, and return the queries.
 
     qkv [T, h + 2g, d], cosine and sine [P, d] with the sine's first half negated, positions [T],
     key_pages and value_pages [num_pages, page_size, g, d] (written in place), slots [T] int64
@@ -56,7 +56,7 @@ def rotate_and_store_reference(
     slots: Tensor,
     norms: HeadNorms | None = None,
 ) -> Tensor:
-    """``rotate_and_store`` in plain PyTorch."""
+    """``rotate_and_store`` in plain PyTorch; arguments as there -> query [T, h, d]."""
     g = key_pages.shape[2]
     query, key, value = qkv[:, : -2 * g], qkv[:, -2 * g : -g], qkv[:, -g:]
     if norms is not None:

@@ -26,7 +26,7 @@ _LEAST_TORCH = "2.11"
 
 
 def varlen_kernel(query: Tensor) -> VarlenKernel | None:
-    """The one rule: flash-attn where it is installed, else PyTorch's own build of it; None: neither can run.
+    """The kernel for queries [T, h, d]: flash-attn if it is installed, else PyTorch's; None: neither can run.
 
     Both compute in half precision on a GPU alone.
     """
@@ -72,5 +72,5 @@ def varlen_attention(
 
 @lru_cache(maxsize=4)
 def cumulative_lengths(lengths: tuple[int, ...], device: torch.device) -> Tensor:
-    """Where each document begins, and the end of the last: [D + 1] int32; made once for all layers of a pass."""
+    """The start of each document and the end of the last: [D + 1] int32; made once for all layers of a pass."""
     return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)

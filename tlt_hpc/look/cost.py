@@ -17,7 +17,7 @@ _TOKENS, _JOULES = "perf/total_num_tokens", "energy/gpu_joules"
 
 @dataclass(frozen=True)
 class Cost:
-    """What steps and evaluations took. Starting, saving, and steps that were cut off before their end do not count."""
+    """The cost of steps and evaluations; starts, saves and steps that were cut off before their end do not count."""
 
     hours: float
     """Of all GPUs together, or of all ranks if they have no GPU."""
@@ -32,6 +32,7 @@ class Cost:
 
     @property
     def tokens_per_hour(self) -> float:
+        """Response tokens per GPU-hour, or per rank-hour without a GPU."""
         return self.tokens / self.hours
 
     @property
@@ -41,7 +42,7 @@ class Cost:
 
     @property
     def words(self) -> str:
-        """What stands behind the number."""
+        """The words after the number: the unit, lost steps, tokens per hour and energy."""
         lost = f" ({rounded(self.lost_hours)} in lost steps)" if self.lost_hours else ""
         rate = f"{rounded(self.tokens_per_hour)} tokens per {self.unit.removesuffix('s')}"
         return f"{self.unit}{lost}, {rate}" + (f", {joules(self.joules)}" if self.joules is not None else "")

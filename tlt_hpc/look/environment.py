@@ -33,7 +33,7 @@ _SLURM = {
 
 @dataclass(frozen=True)
 class RankPlace:
-    """Where a rank runs; all ranks gather these."""
+    """The host, cores, memory and GPU of a rank; all ranks gather these."""
 
     hostname: str
     processor: str

@@ -59,6 +59,7 @@ class RunLog:
 
     @property
     def name(self) -> str:
+        """The name of the run's folder."""
         return self.folder.path.resolve().name.encode(errors="replace").decode()  # file names need not be valid text
 
     @property
@@ -149,7 +150,7 @@ class RunLog:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all steps are read, not the last ones alone."""
+        """True if all steps are read, not the last ones alone."""
         return not self._last and not self._tail_bytes
 
     @property

@@ -24,7 +24,7 @@ _MAY_DIFFER = {"speculation", "drafter", "checkpoint", "evaluation", "warmup"} |
 
 
 def numbered(steps: Iterable[int]) -> NDArray[np.int64]:
-    """The numbers from 1 of steps that a run log counts from 0: all results of analyses have these."""
+    """The numbers [S] from 1 of steps that a run log counts from 0: all results of analyses have these."""
     return np.array([step + FIRST_STEP for step in steps], np.int64)
 
 
@@ -42,12 +42,12 @@ class Change:
 
     @property
     def is_clear(self) -> bool:
-        """Whether the change is at least two standard errors."""
+        """True if the change is at least two standard errors."""
         return self.error is not None and self.first != self.last and abs(self.last - self.first) >= 2 * self.error
 
 
 def change_of(values: NDArray[np.float64]) -> Change | None:
-    """The change over the steps that have a value; None for fewer than two."""
+    """The change of values [S] over the steps that have one; None for fewer than two."""
     known = values[np.isfinite(values)]
     if len(known) < 2:
         return None
@@ -66,7 +66,7 @@ class RunSeries:
     num_ranks: int
 
     def values(self, name: str, steps: ArrayLike) -> NDArray[np.float64]:
-        """A series on the given steps."""
+        """The values [N] of a series on those of the given steps that the run has."""
         return self.series[name][np.isin(self.steps, steps)]
 
     def mean(self, name: str, steps: ArrayLike) -> float:
@@ -112,7 +112,7 @@ class Speed:
 
     @property
     def is_faster(self) -> bool | None:
-        """Whether the other run is faster; None if 1 lies within the interval."""
+        """True if the other run is faster; None if 1 lies within the interval."""
         return True if self.low > 1 else False if self.high < 1 else None
 
 
@@ -139,7 +139,7 @@ def paired_ratio(theirs: ArrayLike, ours: ArrayLike) -> PairedRatio:
 
 
 def speed_of(first: RunSeries, other: RunSeries) -> Speed | None:
-    """How much faster another run is than the first one; None if no step was timed in both."""
+    """The ratio of the first run's seconds to another run's; None if no step was timed in both."""
     runs = first, other
     times = [np.where(run.series["rollout"] > 0, run.series["rollout"] * run.series["step"], np.nan) for run in runs]
     timed = [run.steps[np.isfinite(each) & (each > 0)] for run, each in zip(runs, times, strict=True)]

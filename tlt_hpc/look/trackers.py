@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from queue import Full, Queue
 from typing import Any
 
-from tlt_hpc.common.extras import load_extra
 from tlt_hpc.common.printable import one_line
+from tlt_hpc.common.source import load_extra
 from tlt_hpc.config import Config
 from tlt_hpc.storage.folder import RunFolder
 
@@ -59,7 +59,7 @@ class TrackerThread:
                 self.drop(f"is more than {MAX_BEHIND} steps behind")
 
     def is_waited_for(self) -> bool:
-        """Whether it may still call something; not if a call takes too long, of which this warns."""
+        """True if it may still call something; not if a call takes too long, of which this warns."""
         if time.monotonic() - self._called_at > ANSWER_SECONDS:
             self.drop(f"has not answered for {ANSWER_SECONDS:.0f} s")
         return not self.is_done
@@ -114,7 +114,7 @@ class Tracker(ABC):
 
     @staticmethod  # noqa: B027
     def abandon() -> None:
-        """See to it that the library does not hold up the exit of this process for more than ``EXIT_SECONDS``."""
+        """Keep the library from delaying the exit of this process by more than ``EXIT_SECONDS``."""
 
     @abstractmethod
     def log(self, step: int, figures: Figures) -> None:
@@ -136,15 +136,21 @@ class TensorBoard(Tracker):
         self._writer: Any = SummaryWriter(str(place), max_queue=1000)
 
     def log(self, step: int, figures: Figures) -> None:
+        """Add a step's figures as scalars, and flush."""
         for name, value in figures.items():
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
     def close(self, failed: bool) -> None:
+        """Close the event file."""
         self._writer.close()
 
 
 def tracker_of(name: str) -> type[Tracker]:
-    """The tracker of a package."""
+    """The tracker of a package.
+
+    Raises:
+        UserError: this installation lacks the package that has it.
+    """
     found: type[Tracker] = TensorBoard if name == "tensorboard" else load_extra(_OTHERS).TRACKERS[name]
     return found

@@ -10,7 +10,7 @@ _MAX_NAMED = 8
 
 
 def seconds(value: float) -> str:
-    """A duration: 0.31 ms, 4.20 s, 12 min 5 s, 3 h 20 min."""
+    """A duration in seconds as text: 0.31 ms, 4.20 s, 12 min 5 s, 3 h 20 min."""
     if value < 0.0995:
         return f"{1e3 * value:.2g} ms"
     if value < 100:
@@ -27,7 +27,7 @@ def rounded(value: float) -> str:
 
 
 def joules(value: float) -> str:
-    """An energy: 830 J, 12.3 kJ, 4.56 MJ, 7.89 GJ."""
+    """An energy in joules as text: 830 J, 12.3 kJ, 4.56 MJ, 7.89 GJ."""
     for unit, size in (("GJ", 1e9), ("MJ", 1e6), ("kJ", 1e3)):
         if value >= 0.9995 * size:
             return f"{value / size:.3g} {unit}"
@@ -43,7 +43,7 @@ def share(part: float, whole: float) -> str:
 
 
 def span_of(steps: np.ndarray) -> str:
-    """``step 3``, or ``steps 0 to 11``."""
+    """``step 3``, or ``steps 0 to 11``, of ascending steps [S]."""
     return f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
 
 

@@ -15,7 +15,6 @@ from torch import Tensor
 from tlt_hpc.cluster.watch.beat import BEAT
 from tlt_hpc.config import UserError
 from tlt_hpc.models.documents import attend_documents
-from tlt_hpc.models.expert_names import each_expert, is_expert
 from tlt_hpc.models.layers import Attend, LayerWeights, run_layers, transformer_layer
 from tlt_hpc.models.linear import InvariantLinear, Linear, Norm, exclude, refill
 from tlt_hpc.models.mlp import Experts, GatedMlp, Mlp, Stack
@@ -23,6 +22,7 @@ from tlt_hpc.models.piece import LOWER_RATE, Cut, is_finite, not_finite
 from tlt_hpc.models.rotary import SPARE_POSITIONS, LayerRotaries
 from tlt_hpc.models.shape import TAKE_CONFIG, ModelShape
 from tlt_hpc.models.sharding import WHOLE, Sharding
+from tlt_hpc.models.weight_files import each_expert, is_expert
 
 _HEAD_ROWS = 2048
 """Of the head, that are in float64 at once: all would take twice the memory of a wide vocabulary's weights."""
@@ -89,7 +89,8 @@ class Decoder:
     def load(self, weights: Iterable[tuple[str, Tensor]], version: int, are_cut: bool = False) -> None:
         """Copy weights under their Hugging Face names into place; addresses do not change.
 
-        They are whole, of which this rank takes its part, or its part already.
+        Args:
+            weights: whole, of which this rank takes its part (``weight_cuts``), or with ``are_cut`` its part already.
 
         Raises:
             ValueError: a name is missing or unknown, a shape differs, or a value is not finite.
@@ -132,7 +133,11 @@ class Decoder:
     def features(
         self, tokens: Tensor, positions: Tensor, attend: Attend, layers: Collection[int]
     ) -> tuple[Tensor, Tensor]:
-        """``hidden`` [T, H], and side by side what entered each of ``layers`` and this: [T, (layers + 1) H]."""
+        """``hidden`` [T, H], and the inputs of ``layers``, ascending, joined with it: [T, (1 + len(layers)) H].
+
+        Args:
+            tokens, positions: [T].
+        """
         x, rotaries = self._embed(tokens, self.dtype), self.rotaries.at(positions)
         hidden, entering = run_layers(x, self.layers, self.final_norm, self.part, rotaries, attend, layers)
         return hidden, torch.cat([*entering, hidden], -1) if entering else hidden

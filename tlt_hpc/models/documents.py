@@ -125,18 +125,18 @@ class PathAttention:
         """Fused keys and values [S, 2g, d] of the later steps, of the paths that are left."""
 
     def first_step(self, layer: int, query: Tensor, key_value: Tensor) -> Tensor:
-        """An ``Attend`` over all tokens, each the start of a path."""
+        """An ``Attend`` over all tokens, each starting a path: query [T, h, d], key_value [T, 2g, d] -> [T, h d]."""
         self._first = key_value
         self._starts = torch.arange(len(query), device=query.device)
         return attend_documents(self._lengths)(layer, query, key_value)
 
     def keep(self, kept: Tensor) -> None:
-        """Continue with the paths [S] alone that these ascending indices name."""
+        """Continue with some of the S paths: ``kept`` [at most S] are their indices, int64, ascending."""
         self._starts = self._starts[kept]
         self._own = [key_value[kept] for key_value in self._own]
 
     def next_step(self, layer: int, query: Tensor, key_value: Tensor) -> Tensor:
-        """An ``Attend`` over the further steps: one token of every path that is left."""
+        """An ``Attend`` over the next token of each path left: query [S, h, d], key_value [S, 2g, d] -> [S, h d]."""
         self._own.append(key_value)
         parts = []
         for rows, first, shown, is_part in self._chunks(query.shape[1]):

@@ -42,13 +42,13 @@ class RopeScaling(Section):
 
     @property
     def parameters(self) -> dict[str, Any]:
-        """As config.json has them."""
+        """The fields as config.json names them."""
         kind = "linear" if self.low_freq_factor is None else "llama3"
         return {"rope_type": kind, **self.model_dump(exclude_none=True)}
 
 
 class DraftLayer(Section):
-    """What a drafter's layer has of its own; with the defaults it is as the target's layers."""
+    """The settings in which a drafter's layer differs from its target's layers; with the defaults it has none."""
 
     intermediate_size: PositiveInt | None = None
     norm_epsilon: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -61,14 +61,14 @@ class DraftLayer(Section):
     """EAGLE: ``fc`` has a bias."""
 
     def stored(self) -> dict[str, Tensor]:
-        """The tensor by its name, for a file or a checkpoint; empty where the layer is as the target's."""
+        """The settings as a tensor by its name, to be written to a file: [bytes] uint8; empty if all are defaults."""
         if self == AS_TARGET:
             return {}
         return {SETTINGS: torch.tensor(list(self.changes.encode()), dtype=torch.uint8)}
 
     @property
     def changes(self) -> str:
-        """What is not as in the target's layers, as JSON."""
+        """The settings that differ from the defaults, as JSON."""
         return self.model_dump_json(exclude_defaults=True)
 
 
@@ -95,7 +95,7 @@ def drafter_shape(target: ModelShape, layer: DraftLayer) -> ModelShape:
 
 
 def layer_between(target: ModelShape, own: ModelShape, **more: bool) -> DraftLayer:
-    """How a layer of the sizes ``own`` differs from its target's; ``more`` are the fields that no sizes tell.
+    """The settings by which a layer of the sizes ``own`` differs from its target's; ``more``: fields without a size.
 
     Raises:
         ValidationError: a value that no layer has.
@@ -111,7 +111,7 @@ def layer_between(target: ModelShape, own: ModelShape, **more: bool) -> DraftLay
 
 
 def layer_of(state: Mapping[str, Tensor], asked: str = "the drafter") -> DraftLayer:
-    """What is stored of a drafter's layer among its tensors.
+    """The settings of a drafter's layer among its tensors, which ``DraftLayer.stored`` wrote as [bytes] uint8.
 
     Raises:
         UserError: the tensor does not hold it.

@@ -28,7 +28,7 @@ Form = Literal["eagle", "eagle3"]
 
 @dataclass(frozen=True)
 class DrafterParts:
-    """A drafter's weights as they are computed with."""
+    """A drafter's weights in the layout of the computation."""
 
     fc: Linear
     layer: LayerWeights
@@ -36,7 +36,7 @@ class DrafterParts:
     head: Linear | None = None
 
     def parts(self) -> Iterator[Linear | Norm]:
-        """All of them, always in the same order."""
+        """All linear layers and norms, always in the same order."""
         yield self.fc
         yield from self.layer.parts()
         yield from self.norms.values()

@@ -13,22 +13,21 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tlt_hpc.common.extras import load_extra
+from tlt_hpc.common.source import load_extra
 from tlt_hpc.config import ConfigError, UserError
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.draft_layer import AS_TARGET, SETTINGS, DraftLayer, drafter_shape, layer_of
 from tlt_hpc.models.draft_layer import TOKEN_IDS as TOKEN_IDS
 from tlt_hpc.models.drafter import Drafter, Form
-from tlt_hpc.models.eagle import Eagle
-from tlt_hpc.models.eagle3 import Eagle3
-from tlt_hpc.models.once import read_all_once
+from tlt_hpc.models.eagle import Eagle, Eagle3
+from tlt_hpc.models.piece import read_all_once
 from tlt_hpc.models.shape import ModelShape, check_layers
 from tlt_hpc.models.weight_files import DRAFTER_FILE as DRAFTER_FILE
 from tlt_hpc.models.weight_files import TAKE_DRAFTER, find_drafter, find_initial_drafter, opened
 from tlt_hpc.storage.folder import writing_beside
 
 if TYPE_CHECKING:
-    from tlt_hpc.mpi.node import NodeGroup
+    from tlt_hpc.mpi.world import NodeGroup
 
 _NO_WEIGHTS = (TOKEN_IDS, SETTINGS)
 
@@ -39,6 +38,10 @@ def read_drafter(place: str, shape: ModelShape, asked: str) -> dict[str, Tensor]
     Args:
         place: the ``drafter`` folder of a run, or ``embedded:tiny``.
         asked: how the user named it, for the error, e.g. ``--drafter runs/a/drafter``.
+
+    Returns:
+        Tensors of the shapes of ``drafter_sizes``, or with a vocabulary of its own of ``eagle3_sizes``, under the
+        names of ``stored_name``; and what ``DraftLayer.stored`` gives.
 
     Raises:
         ValueError: there is none, the file is broken, or it is of another model; the remedy comes last.
@@ -55,7 +58,7 @@ def read_drafter(place: str, shape: ModelShape, asked: str) -> dict[str, Tensor]
 
 
 def checked_drafter(stored: Mapping[str, Tensor], shape: ModelShape, asked: str) -> dict[str, Tensor]:
-    """The drafter's tensors among those of a file, by name, checked against a model's shape.
+    """The drafter's tensors among those of a file, of the shapes of ``drafter_sizes`` or ``eagle3_sizes``, by name.
 
     Raises:
         UserError: one is missing, or belongs to another model; or its vocabulary is not part of the target's.
@@ -82,7 +85,7 @@ def checked_drafter(stored: Mapping[str, Tensor], shape: ModelShape, asked: str)
 
 
 def write_drafter(folder: Path, state: dict[str, Tensor]) -> None:
-    """Write a folder's drafter, whole or not at all.
+    """Write a folder's drafter whole or not at all; names and shapes as ``read_drafter`` gives them.
 
     Raises:
         WriteError: the disk refused; the one before stays.
@@ -97,12 +100,12 @@ def write_drafter(folder: Path, state: dict[str, Tensor]) -> None:
 
 
 def stored_name(name: str) -> str:
-    """How a file names a drafter's tensor; its vocabulary and its settings are no weights."""
+    """The name of a drafter's tensor in a file; its vocabulary and its settings are no weights."""
     return name if name in _NO_WEIGHTS else f"{name}.weight"
 
 
 def is_served(name: str) -> bool:
-    """Whether a drafter needs the tensor of this name in a file or checkpoint to draft, and not only to be trained."""
+    """True if drafting needs the tensor of this name in a file or checkpoint; false if only training does."""
     return name.endswith(".weight") or name in _NO_WEIGHTS
 
 
@@ -120,7 +123,7 @@ def load_drafter(place: str, decoder: Decoder, asked: str, node: NodeGroup | Non
 
 
 def serving_drafter(weights: dict[str, Tensor], decoder: Decoder) -> Drafter:
-    """A drafter with these weights, beside a decoder, in its precision and split over ranks as it is."""
+    """A drafter with ``weights``, as ``read_drafter`` gives them, in the decoder's precision and split as it is."""
     own = layer_of(weights)
     drafter = make_drafter(decoder.shape, 0, decoder.dtype, decoder.device, weights.get(TOKEN_IDS), own)
     if decoder.sharding.size > 1:
@@ -172,7 +175,7 @@ def eagle3_sizes(target: ModelShape, num_drafted: int, own: DraftLayer = AS_TARG
 def initial_drafter(
     init: str, form: Form, shape: ModelShape, model: Path, key: str = "drafter.init"
 ) -> dict[str, Tensor] | None:
-    """The tensors that ``init`` (the configuration's ``key``) names; None for a random start.
+    """The tensors that ``init`` (the configuration's ``key``) names, as ``read_drafter``; None for a random start.
 
     Args:
         model: the folder of the target, with whose embedding a published head's is compared.

@@ -17,7 +17,7 @@ Windows = Literal["none", "upper", "all", "pattern"]
 
 @dataclass(frozen=True)
 class Family:
-    """What a family's layers have that its config.json does not say, and the values of what it leaves out."""
+    """The properties of a family's layers that its config.json does not give, and the defaults of those it may omit."""
 
     head_dim: int | None = None
     """None: the width over the heads."""

@@ -13,17 +13,16 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from tokenizers import Tokenizer
 
-from tlt_hpc.common.heap import importing
+from tlt_hpc.common.host_memory import importing
 from tlt_hpc.config import UserError
-from tlt_hpc.models.once import ReadCut, readers_once, share
-from tlt_hpc.models.piece import Cut
+from tlt_hpc.models.piece import Cut, ReadCut, readers_once, share
 from tlt_hpc.models.shape import TAKE_CONFIG, ModelShape
 from tlt_hpc.models.weight_files import INDEX, UNREADABLE, opened, refusal, weight_files
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-    from tlt_hpc.mpi.node import NodeGroup
+    from tlt_hpc.mpi.world import NodeGroup
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -110,9 +109,12 @@ def import_transformers(with_adapters: bool) -> None:
 def start_model(
     folder: Path, dtype: str, device: torch.device, is_sharded: bool, rank: int, node: NodeGroup
 ) -> PreTrainedModel:
-    """What a policy begins with: on the device, or, if rank 0's is sharded, on the host and empty on other ranks.
+    """The initial policy: on the device, or, if rank 0's is sharded, on the host and empty on other ranks.
 
     Of a node's ranks one reads, and gives the others its tensors one at a time; collective over the node.
+
+    Raises:
+        UserError: as ``load_policy_model`` and ``read_config``.
     """
     config = node.once(lambda: read_config(folder))
     reads = rank == 0 if is_sharded else node.rank == 0
@@ -124,7 +126,11 @@ def start_model(
 
 
 def read_config(folder: Path) -> PretrainedConfig:
-    """What transformers makes of a folder's config.json, without dropout: an update would not see what was sampled."""
+    """transformers' reading of a folder's config.json, without dropout: an update would not see what was sampled.
+
+    Raises:
+        UserError: transformers cannot read it.
+    """
     from transformers import AutoConfig
 
     with naming_folder(folder):
@@ -136,7 +142,7 @@ def read_config(folder: Path) -> PretrainedConfig:
 
 
 def empty_policy_model(config: PretrainedConfig, dtype: str) -> PreTrainedModel:
-    """The model of a configuration with whatever the memory held for weights and buffers, for a rank that is given its.
+    """An uninitialised model of a configuration, for a rank that is given its weights and buffers.
 
     Its memory is only promised by the system, until it is written to.
     """
@@ -152,7 +158,7 @@ def empty_policy_model(config: PretrainedConfig, dtype: str) -> PreTrainedModel:
 def folder_weights(
     folder: Path, cuts: Mapping[str, Cut] | None = None, node: NodeGroup | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every weight of a folder's model.safetensors or of its shards, one at a time, under its Hugging Face name.
+    """Every weight of a folder's safetensors files, one at a time, under its Hugging Face name, in its stored shape.
 
     Collective over the ``node``, whose first rank reads.
 
@@ -167,7 +173,11 @@ def folder_weights(
 
 
 def folder_readers(folder: Path) -> Iterator[tuple[str, ReadCut]]:
-    """``folder_weights``, each as a function that reads it, or a cut of it, until the next is asked for."""
+    """``folder_weights``, each as a function that reads it, or a cut of it, until the next is asked for.
+
+    Raises:
+        ValueError: as ``folder_weights``.
+    """
     for file, names in weight_files(folder).items():
         with opened(file, UNREADABLE) as reader:
             stored = list(reader.keys())

@@ -74,7 +74,7 @@ class LayerWeights:
         return sum(part.packed_bytes for part in self.parts() if isinstance(part, Linear))
 
     def parts(self) -> Iterator[Linear | Norm]:
-        """Those that are there, in the order of the fields."""
+        """The linear layers and norms that the layer has, in the order of the fields."""
         for part in (vars(self)[field.name] for field in fields(self)):
             if isinstance(part, Mlp):
                 yield from part.parts()
@@ -108,7 +108,7 @@ def run_layers(
 def run_draft_layer(
     x: Tensor, reads: Tensor, weights: LayerWeights, shape: ModelShape, rotary: RotaryRows, attend: Attend
 ) -> Tensor:
-    """One layer whose attention reads ``reads`` [T, R] as it is, and which adds to x [T, H] -> [T, H]."""
+    """One layer whose attention reads ``reads`` [T, R] as given, and whose result is added to x [T, H] -> [T, H]."""
     if _may_fuse(attend):
         x, delta = _fused_rest(x, reads, weights, shape, 0, rotary, attend)
         return x + delta

@@ -62,7 +62,7 @@ class Linear:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """The weight, and the bias where there is one."""
+        """The weight [N, K], and the bias [N] where there is one."""
         return (self.weight,) if self.bias is None else (self.weight, self.bias)
 
     @property
@@ -113,15 +113,17 @@ class InvariantLinear(Linear):
     __slots__ = ()
 
     def pack(self) -> None:
-        """Nothing is derived from the weight."""
+        """Do nothing: nothing is derived from the weight."""
 
     def __call__(self, x: Tensor) -> Tensor:
         return invariant_linear(x, self.weight, self.bias)
 
     def wide(self, x: Tensor) -> Tensor:
+        """The product [T, N] of x [T, K] in float32."""
         return invariant_linear(x, self.weight, self.bias, torch.float32)
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        """residual [T, N] + the product of x [T, K] -> [T, N]."""
         return self(x).add_(residual)
 
 
@@ -149,7 +151,7 @@ class Norm:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """The weight."""
+        """The weight alone, [H] or [heads, d]."""
         return (self.weight,)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -175,7 +177,7 @@ class Norm:
 
 
 def exclude(logits: Tensor, ids: Tensor | None) -> Tensor:
-    """Logits [R, V], changed in place so that a softmax gives the tokens ``ids`` [N] no probability."""
+    """Exclude the tokens ``ids`` [N] from a softmax of logits [R, V], changed in place -> [R, V]."""
     return logits if ids is None else logits.index_fill_(1, ids, _NEVER)
 
 

@@ -47,7 +47,7 @@ def named_adapters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Param
 
 @contextmanager
 def without_adapters(model: torch.nn.Module) -> Iterator[None]:
-    """Inside, the model computes as it did before adapters were added."""
+    """Context in which the model computes as it did before adapters were added."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     layers = [layer for layer in model.modules() if isinstance(layer, BaseTunerLayer)]
@@ -61,7 +61,7 @@ def without_adapters(model: torch.nn.Module) -> Iterator[None]:
 
 
 def merged(weights: Mapping[str, Tensor], settings: LoraSection) -> Iterator[tuple[str, Tensor]]:
-    """The weights that a layer of the model acts with, under their Hugging Face names, in their precision.
+    """The weights, of any shape, with their adapters merged as ``merge`` does, under Hugging Face names.
 
     Args:
         weights: of whole layers, by their names in the model.
@@ -80,12 +80,12 @@ def adapter_names(name: str) -> tuple[str, str]:
 
 
 def peft_name(name: str) -> str:
-    """How peft's files name an adapter's tensor."""
+    """The name of an adapter's tensor in peft's files."""
     return f"base_model.model.{name.replace('.default.', '.')}"
 
 
 def peft_settings(settings: LoraSection, base: str) -> dict[str, object]:
-    """What peft's ``adapter_config.json`` says of adapters to the model ``base``."""
+    """The content of peft's ``adapter_config.json`` for adapters to the model ``base``."""
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

@@ -20,7 +20,7 @@ from tlt_hpc.models.linear import Linear
 
 
 class Mlp(ABC):
-    """What a layer adds to the residual stream after its attention."""
+    """The part of a layer that is added to the residual stream after its attention."""
 
     @abstractmethod
     def __call__(self, x: Tensor) -> Tensor:
@@ -49,13 +49,16 @@ class GatedMlp(Mlp):
         return self.down(gated(self.gate_up(x), self._activation))
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        """residual [T, H] + the result for x [T, H] -> [T, H], in which ``down`` adds the residual."""
         return self.down.add_to(residual, gated(self.gate_up(x), self._activation))
 
     def parts(self) -> Iterator[Linear]:
+        """``gate_up``, then ``down``."""
         yield self.gate_up
         yield self.down
 
     def to(self, dtype: torch.dtype) -> GatedMlp:
+        """A copy in another precision, not packed."""
         return GatedMlp(self.gate_up.to(dtype), self.down.to(dtype), self._activation)
 
 
@@ -69,9 +72,10 @@ class Stack(Linear):
         self._blocked = None
 
     def pack(self) -> None:
-        """Nothing is derived from the weight."""
+        """Do nothing: nothing is derived from the weight."""
 
     def to(self, dtype: torch.dtype) -> Stack:
+        """A copy in another precision."""
         return Stack(self.weight.to(dtype))
 
 
@@ -109,17 +113,19 @@ class Experts(Mlp):
         return mixed if self._all_reduce is None else self._all_reduce(mixed)
 
     def parts(self) -> Iterator[Linear]:
+        """``router``, ``gate_up``, ``down``."""
         yield self.router
         yield self.gate_up
         yield self.down
 
     def to(self, dtype: torch.dtype) -> Experts:
+        """A copy in another precision, not packed."""
         router, gate_up, down = (part.to(dtype) for part in self.parts())
         return Experts(router, gate_up, down, self._num_chosen, self._norms_weights, self._all_reduce)
 
 
 def best_experts(chances: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The highest ``count`` of chances [T, E] and their experts, the first of equals: rollout and update choose alike.
+    """The ``count`` highest of chances [T, E] and their experts int64, [T, count] each; of equal ones the first.
 
     A router in bfloat16 gives equal chances at the cut to one token in twenty; ``topk`` would take any of these.
     """

@@ -60,7 +60,7 @@ class SuffixDrafter:
         self._num_recent = 0
 
     def learn(self, group: Hashable, tokens: Sequence[int], start: int) -> None:
-        """Remember what followed what, for the tokens from index ``start`` on (those before are context)."""
+        """Learn the continuations of contexts in ``tokens``, from index ``start`` on (those before are context)."""
         recent, older, salt = self._recent, self._older, hash((group,))
         base = max(0, start - self.orders[0])
         text = tuple(tokens[base:])

@@ -19,7 +19,7 @@ from tlt_hpc.config import UserError
 from tlt_hpc.models.documents import attend_documents
 from tlt_hpc.models.linear import exclude
 from tlt_hpc.models.mlp import best_experts
-from tlt_hpc.models.sequence_parallel import SequenceGroup
+from tlt_hpc.models.sharding import SequenceGroup
 
 _ATTENTION = "tlt_documents"
 _ROUTER = "Qwen3MoeTopKRouter"
@@ -66,8 +66,9 @@ class PolicyModel(torch.nn.Module):
         entropy_has_gradient: bool = False,
         balances_experts: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Log-probability of each target under the temperature-scaled softmax, that softmax's entropy in nats, and the
-        load-balancing loss of all tokens, 0 unless asked for.
+        """Log-probability of each target, entropy of its softmax in nats, and the load-balancing loss of all tokens.
+
+        The softmax is scaled by ``temperature``; the loss is 0 unless ``balances_experts``.
 
         Args:
             tokens, positions: [T] int64, positions counted from each document's start.

@@ -30,7 +30,7 @@ class RotaryTable:
     num_values: int
 
     def at(self, positions: Tensor) -> RotaryRows:
-        """What a pass over ``positions`` [T] multiplies by."""
+        """The rotation of a pass over ``positions`` [T]."""
         return RotaryRows(self, positions)
 
     def all_heads(self, angles: Tensor, at_values: float) -> Tensor:
@@ -89,7 +89,7 @@ class LayerRotaries:
         self._of_layer = [int(local) % len(self._tables) for local in shape.local_layers or (False,) * shape.num_layers]
 
     def at(self, positions: Tensor) -> list[RotaryRows]:
-        """What each layer of a pass over ``positions`` [T] multiplies by."""
+        """The rotation of each layer in a pass over ``positions`` [T]."""
         rows = [table.at(positions) for table in self._tables]
         return [rows[index] for index in self._of_layer]
 

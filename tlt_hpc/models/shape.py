@@ -10,7 +10,7 @@ from typing import Any
 
 from tlt_hpc.config import ConfigError, UserError
 from tlt_hpc.models.families import FAMILIES, NOT_YET, Family
-from tlt_hpc.models.json_file import read_json
+from tlt_hpc.models.tokenizer import read_json
 
 TAKE_CONFIG = "take the config.json that came with the weights"
 """The remedy if weights and configuration are of different models."""
@@ -28,7 +28,7 @@ _LLAMA3 = "factor", "low_freq_factor", "high_freq_factor", "original_max_positio
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What a decoder of one of the ``FAMILIES`` is made of."""
+    """The sizes and properties of a decoder of one of the ``FAMILIES``."""
 
     family: str
     vocab_size: int
@@ -73,7 +73,7 @@ class ModelShape:
 
     @property
     def windows(self) -> tuple[int, ...]:
-        """Of each layer, how many positions a query sees; 0: all before it."""
+        """The positions that a query sees in each layer; 0: all before it."""
         return tuple(self.window if local else 0 for local in self.local_layers or (False,) * self.num_layers)
 
     @property
@@ -101,7 +101,7 @@ class ModelShape:
 
 
 def part_of(shape: ModelShape, size: int) -> ModelShape:
-    """What each of ``size`` ranks has of the layers, whichever it is, of a model that ``check_sharding`` let pass."""
+    """The part of a model's layers that each of ``size`` ranks has, equal on all; after ``check_sharding``."""
     return replace(
         shape,
         num_heads=shape.num_heads // size,

@@ -12,9 +12,9 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from tlt_hpc.common.files import DamagedText, decoded, parse_object, read_bytes, told
 from tlt_hpc.common.records import ChatFormat
 from tlt_hpc.config import EMBEDDED_MODEL, UserError
-from tlt_hpc.models.json_file import read_json, read_text
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """Those that transformers hands to a template by name."""
@@ -145,3 +145,34 @@ def _default_of(templates: list[Mapping[str, str]], folder: Path) -> str:
             "save the one you want as a file and give data.chat_template"
         )
     return by_name["default"]
+
+
+_MOST_BYTES = 2**28
+"""Of a file of text; the longest, tokenizers, have 30 MB."""
+
+
+def read_text(path: Path) -> str:
+    """A file's text.
+
+    Raises:
+        UserError: it cannot be read, or is not UTF-8.
+    """
+    try:
+        return decoded(read_bytes(path, _MOST_BYTES))
+    except OSError as error:
+        raise UserError(told(error)) from None
+    except DamagedText as error:
+        raise UserError(f"{path} is not UTF-8 ({error}); download it again") from None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object that a file holds.
+
+    Raises:
+        UserError: it cannot be read, is no JSON, or no object.
+    """
+    text = read_text(path)
+    try:
+        return parse_object(text.encode())
+    except DamagedText as error:
+        raise UserError(f"{path} is no JSON object ({error}); download it again") from None

@@ -11,9 +11,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from tlt_hpc.config import UserError
-from tlt_hpc.models.expert_names import is_expert, places
 from tlt_hpc.models.shape import TAKE_CONFIG, ModelShape
-from tlt_hpc.models.weight_files import ADAPTER_CONFIG, EMBEDDING, StoredTensor, read_heads, torch_files
+from tlt_hpc.models.weight_files import (
+    ADAPTER_CONFIG,
+    EMBEDDING,
+    StoredTensor,
+    is_expert,
+    places,
+    read_heads,
+    torch_files,
+)
 
 HEAD = "lm_head.weight"
 _DTYPES = "F64", "F32", "F16", "BF16"

@@ -5,18 +5,17 @@ from __future__ import annotations
 import hashlib
 import json
 import resource
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
 from tlt_hpc.common.files import sampled_digest
 from tlt_hpc.config import EMBEDDED_MODEL, UserError
-from tlt_hpc.models.json_file import read_json
 from tlt_hpc.models.shape import ModelShape
-from tlt_hpc.models.tokenizer import embedded
+from tlt_hpc.models.tokenizer import embedded, read_json
 
 INDEX = "model.safetensors.index.json"
 _TORCH_FILE_ERRORS = ("unable to open file", "unable to mmap", "Error closing file")
@@ -102,7 +101,7 @@ def reading_files(remedy: str) -> Iterator[Callable[[Path, str], Any]]:
 
 
 def refusal(error: OSError | RuntimeError) -> str:
-    """Why the system refuses a file, as torch or safetensors have it.
+    """The system's reason for refusing a file, from an error of torch or safetensors.
 
     Raises:
         RuntimeError: it is another error of torch.
@@ -120,7 +119,11 @@ def torch_files(folder: Path) -> list[Path]:
 
 
 def weight_files(folder: Path) -> Mapping[Path, set[str] | None]:
-    """The files that hold a folder's weights, with the names to take from each (None: all)."""
+    """The files that hold a folder's weights, with the names to take from each (None: all).
+
+    Raises:
+        ValueError: the folder has no weights, lacks a file of its index, or has a damaged index.
+    """
     single, index = folder / SINGLE, folder / INDEX
     if single.is_file():
         return {single: None}
@@ -175,7 +178,7 @@ def find_initial_drafter(place: str, asked: str) -> Path:
 
 
 def read_heads(folder: Path) -> dict[str, StoredTensor]:
-    """What the heads of a folder's safetensors files say of each weight, by its name.
+    """The metadata of each weight by its name, from the headers of a folder's safetensors files.
 
     Raises:
         ValueError: as ``weight_files``; a file cannot be read or lacks what the index places there; two hold a name.
@@ -209,7 +212,11 @@ def _read_head(file: Path) -> dict[str, StoredTensor]:
 
 
 def weights_digest(folder: Path) -> str:
-    """A hash that tells the weights of two folders apart: of each file's, as ``sampled_digest`` has it."""
+    """A hash that tells the weights of two folders apart: of each file's, as ``sampled_digest`` has it.
+
+    Raises:
+        ValueError: as ``weight_files``.
+    """
     digests = [sampled_digest(file) for file in torch_files(folder) or sorted(weight_files(folder))]
     return hashlib.sha256("".join(digests).encode()).hexdigest()
 
@@ -231,3 +238,50 @@ def end_token_ids(folder: Path, shape: ModelShape) -> tuple[int, ...]:
             f"{shape.vocab_size - 1}; fix its generation_config.json"
         )
     return ids
+
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# -- experts: a tensor for each, as in files, or one for all, as in transformers --------------------------------------
+
+_FUSED = {"mlp.experts.gate_up_proj": ("gate_proj", "up_proj"), "mlp.experts.down_proj": ("down_proj",)}
+"""Tensors [E, N, K] of all experts, and the matrices of an expert that lie one above the other in its part."""
+
+
+class Place(NamedTuple):
+    """The place of a weight in a tensor of all experts: of the expert ``number``, part ``part`` of ``num_parts``."""
+
+    name: str
+    number: int
+    part: int
+    num_parts: int
+
+    def take(self, tensor: Tensor) -> Tensor:
+        """A view of the weight [N / num_parts, K] in the tensor of all experts [E, N, K]."""
+        return tensor[self.number].chunk(self.num_parts)[self.part]
+
+
+def is_expert(name: str) -> bool:
+    """True if the tensor of transformers with this name holds the matrices of all experts."""
+    return name.endswith(tuple(_FUSED))
+
+
+def each_expert(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """The weights with a tensor for each expert, views [N / num_parts, K] of those for all [E, N, K]."""
+    for name, tensor in weights:
+        if is_expert(name):
+            yield from ((own, place.take(tensor)) for own, (place, _) in places(name, tensor.shape).items())
+        else:
+            yield name, tensor
+
+
+def places(name: str, shape: Sequence[int]) -> Mapping[str, tuple[Place, tuple[int, int]]]:
+    """The weights in a tensor of all experts [E, N, K] by their names in a file: where each is, and its shape."""
+    kinds = next(kinds for fused, kinds in _FUSED.items() if name.endswith(fused))
+    (count, rows, columns), stem = shape, name.rpartition(".")[0]
+    return {
+        f"{stem}.{number}.{kind}.weight": (Place(name, number, part, len(kinds)), (rows // len(kinds), columns))
+        for number in range(count)
+        for part, kind in enumerate(kinds)
+    }

@@ -14,12 +14,12 @@ from tlt_hpc.mpi.progress import MAX_PAUSE_SECONDS
 
 
 def is_alone() -> bool:
-    """Whether no other rank waits for this one."""
+    """True if no other rank waits for this one."""
     return not MPI.Is_initialized() or MPI.Is_finalized() or MPI.COMM_WORLD.size == 1
 
 
 def all_come_here(seconds: float) -> bool:
-    """Whether every rank calls this, before it ends, within ``seconds``; False without MPI."""
+    """True if every rank calls this, before it ends, within ``seconds``; False without MPI."""
     remove_node_cache()  # once another rank has ended, the launcher kills this one
     if not MPI.Is_initialized() or MPI.Is_finalized():
         time.sleep(seconds)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from tlt_hpc.cluster.slurm import job_number
 from tlt_hpc.cluster.watch.beat import BEAT
 from tlt_hpc.cluster.watch.diagnosis import process_state
-from tlt_hpc.cluster.watch.record import HEARTBEAT_SECONDS, DamagedRecordError, Record, read_record
+from tlt_hpc.cluster.watch.record import HEARTBEAT_SECONDS, Record, read_record, status_file
 from tlt_hpc.common.errors import UserError
 from tlt_hpc.common.files import Count, DamagedText, Moment, read_json
 from tlt_hpc.storage.folder import sync, writing_beside
@@ -148,8 +148,8 @@ def _last_sign(status: Path, start: str) -> Record | Owner | None:
     """Rank 0's record of another start that may be alive, or its claim if it has no record yet; else None."""
     owner = read_owner(status)
     try:
-        record = read_record(status, 0)
-    except (FileNotFoundError, DamagedRecordError):
+        record = read_record(status_file(status, 0))
+    except (FileNotFoundError, DamagedText):
         record = None
     if owner is not None and owner.start != start and (record is None or record.start != owner.start):
         return None if _is_dead(owner.host, owner.pid) else owner

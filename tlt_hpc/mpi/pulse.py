@@ -25,7 +25,7 @@ RECORD_FIELDS = ("epoch", "round", *Status._fields)
 
 
 class Pulse:
-    """Tells every rank, without ever blocking, what all the others are doing.
+    """Exchanges the status of every rank without blocking.
 
     Args:
         comm: a communicator of all ranks that nothing else uses.
@@ -89,7 +89,7 @@ class Pulse:
 
     @property
     def over(self) -> bool:
-        """Whether the rollout is known to be over; cheap, and true as soon as the helper thread has seen it."""
+        """True if the rollout is known to be over; cheap, and true as soon as the helper thread has seen it."""
         return self._roster is not None and self._roster.over
 
     def back_off(self) -> None:

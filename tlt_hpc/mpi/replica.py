@@ -41,11 +41,11 @@ class Replica:
             everyone.Free()
 
     def takes(self, unit: int) -> bool:
-        """Whether this replica generates the responses of a unit."""
+        """True if this replica generates the responses of a unit."""
         return unit % self.count == self.number
 
     def keeps(self, unit: int) -> bool:
-        """Whether this rank scores, logs and trains on the responses that its replica generates for a unit."""
+        """True if this rank scores, logs and trains on the responses that its replica generates for a unit."""
         return unit // self.count % self.size == self.index
 
     def agree(self, number: int) -> int:
@@ -83,6 +83,7 @@ class ReplicaPulse(Pulse):
         self._last_running: Roster | None = None
 
     def begin(self, epoch: int) -> None:
+        """Start the rollout ``epoch``, as ``Pulse.begin``, with no news of an earlier one."""
         super().begin(epoch)
         self._seen = self._last_running = Roster.before_first_round(epoch, self._num_ranks)
         self._replica.is_over, self._replica.heard = False, None

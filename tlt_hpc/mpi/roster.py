@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 
 class State(IntEnum):
-    """What a rank does: it generates, waits for the others, or while it waits trains the drafter or generates ahead."""
+    """The activity of a rank: generating, waiting, or while it waits training the drafter or generating ahead."""
 
     BUSY = 0
     IDLE = 1
@@ -70,16 +70,16 @@ class Roster:
 
     @cached_property
     def stopping(self) -> bool:
-        """Whether any rank votes to stop."""
+        """True if any rank votes to stop."""
         return bool(self.records[:, 4].any())
 
     @property
     def over(self) -> bool:
-        """Whether the rollout ends with this round: no rank is BUSY, or some rank votes to stop."""
+        """True if the rollout ends with this round: no rank is BUSY, or some rank votes to stop."""
         return self.num_busy == 0 or self.stopping
 
     def worth_training(self, rank: int) -> bool:
-        """Whether ``rank``, which has finished, should train: another rank still generates.
+        """True if ``rank``, which has finished, should train: another rank still generates.
 
         This roster may still show ``rank`` as BUSY, for a round or two. Where no other rank is, the rollout is about to
         end, and training is not worth it.

@@ -1,5 +1,7 @@
 """Owns the set of ranks: who and where this one is, collectives that wait without spinning, and the stop flag.
 
+The ranks of a node are a group that shares what one of them has read or computed: a shared file system then serves one
+reader per node instead of all its ranks, which sleep meanwhile.
 Independent of rollouts, models and training. No other module touches COMM_WORLD.
 """
 
@@ -20,13 +22,90 @@ from numpy.typing import NDArray
 
 from tlt_hpc.cluster.stopping import Stop, StopFlag
 from tlt_hpc.cluster.watch.beat import BEAT, Member
+from tlt_hpc.common.files import told
 from tlt_hpc.common.words import count
 from tlt_hpc.config import UserError
 from tlt_hpc.mpi.library import MPI, remove_shared_memory_names
-from tlt_hpc.mpi.node import NodeGroup, to_send, unpickle
 from tlt_hpc.mpi.progress import wait
 
 T = TypeVar("T")
+
+BLOCK_BYTES = 2**26
+"""Size of one broadcast, so that the MPI library's own buffers stay small."""
+
+
+class NodeGroup:
+    """A group of ranks, in which this one is number ``rank`` of ``size``; all methods are collective.
+
+    Args:
+        comm: a communicator of these ranks alone.
+        scope: their name for the watch.
+    """
+
+    def __init__(self, comm: MPI.Comm, scope: str = "node") -> None:
+        self._comm = comm
+        self._scope = scope
+        self.rank: int = comm.rank
+        self.size: int = comm.size
+
+    def broadcast(self, item: T, root: int = 0) -> T:
+        """The ``item`` (picklable, of any size) of rank ``root``; what the others give is ignored.
+
+        Raises:
+            ConnectionResetError: as ``unpickle``.
+        """
+        payload = bytearray(pickle.dumps(item, pickle.HIGHEST_PROTOCOL)) if self.rank == root else bytearray()
+        length = np.array([len(payload)], np.int64)
+        wait(self._comm.Ibcast(length, root), "broadcast", self._scope)
+        payload = payload or bytearray(int(length[0]))
+        self.broadcast_bytes(np.frombuffer(payload, np.uint8), root)
+        return item if self.rank == root else unpickle(payload)  # type: ignore[no-any-return]
+
+    def broadcast_bytes(self, values: NDArray[np.uint8], root: int = 0) -> None:
+        """Write rank ``root``'s bytes [N] into the others' of the same size."""
+        for start in range(0, values.size, BLOCK_BYTES):
+            wait(self._comm.Ibcast(values[start : start + BLOCK_BYTES], root), "broadcast", self._scope)
+
+    def once(self, work: Callable[[], T]) -> T:
+        """The result (picklable) of ``work``, run on the first rank and given to all; its failure too.
+
+        Raises:
+            UserError: on all ranks, if the first raised a UserError (see ``to_send``) or an OSError; if it raised
+                another ValueError, on the others.
+        """
+        outcome: tuple[UserError | None, Any] = None, None
+        if self.rank == 0:
+            try:
+                outcome = None, work()
+            except (ValueError, OSError) as error:
+                self.broadcast((to_send(error), None))
+                if isinstance(error, OSError):
+                    raise to_send(error) from error
+                raise
+        failure, result = self.broadcast(outcome)
+        if failure is not None:
+            raise failure
+        return result  # type: ignore[no-any-return]
+
+
+def unpickle(payload: bytes | bytearray | memoryview) -> Any:
+    """The object that another rank sent.
+
+    Raises:
+        ConnectionResetError: it did not arrive: MPICH may complete a collective although a rank was killed in it.
+    """
+    try:
+        return pickle.loads(payload)
+    except (pickle.UnpicklingError, EOFError) as error:
+        raise ConnectionResetError(f"Connection reset by peer: a rank has ended while it sent ({error})") from None
+
+
+def to_send(error: ValueError | OSError) -> UserError:
+    """An error as it is raised on the other ranks: of its own class if that is a UserError made from its text alone."""
+    if isinstance(error, UserError) and type(error).__init__ is UserError.__init__:
+        return type(error)(*error.args)
+    return UserError(told(error) if isinstance(error, OSError) else str(error))
+
 
 _LONG_SECONDS = 5.0
 """What takes so long says at its end how long it took."""
@@ -91,9 +170,8 @@ class World(NodeGroup):
         check_thread_level(MPI.Query_thread(), MPI.Get_library_version())
         check_rank_count(MPI.COMM_WORLD.size, os.environ)
         world = cls(MPI.COMM_WORLD, flag)
-        BEAT.join(
-            Member.of(world.rank, world.allgather((world.hostname, os.getpid(), uuid4().hex))), MPI.COMM_WORLD.Abort
-        )
+        told = world.allgather((world.hostname, os.getpid(), BEAT.word or uuid4().hex))
+        BEAT.join(Member.of(world.rank, told), MPI.COMM_WORLD.Abort)
         return world
 
     def say(self, words: str, note: str = "") -> None:
@@ -104,7 +182,7 @@ class World(NodeGroup):
 
     @contextmanager
     def saying(self, words: str, note: str) -> Iterator[None]:
-        """As ``say``, of what is done within and may take minutes without a word; at its end, how long it has taken."""
+        """Context of a long action: ``say`` at its start and, if it took long, its seconds at the end."""
         began = time.monotonic()
         self.say(words, note)
         yield
@@ -113,11 +191,15 @@ class World(NodeGroup):
 
     @property
     def library(self) -> str:
-        """What the MPI library says of itself, in one or more lines."""
+        """The version string of the MPI library, in one or more lines."""
         return str(MPI.Get_library_version())
 
     def allgather(self, item: T) -> list[T]:
-        """Every rank's ``item`` (picklable, of any size), in rank order."""
+        """Every rank's ``item`` (picklable, of any size), in rank order; collective.
+
+        Raises:
+            ConnectionResetError: as ``unpickle``.
+        """
         payload = np.frombuffer(pickle.dumps(item, pickle.HIGHEST_PROTOCOL), np.uint8)
         own, lengths = np.array([payload.size], np.int64), np.empty(self.size, np.int64)
         wait(self._comm.Iallgather(own, lengths), "allgather")
@@ -149,7 +231,7 @@ class World(NodeGroup):
         return self.start_sum(array).wait()
 
     def start_sum(self, array: NDArray[Any]) -> PendingSum:
-        """Begin ``sum`` of a copy of ``array`` and return at once."""
+        """Begin ``sum`` of a copy of ``array``, of any shape, and return at once."""
         sent = np.array(array, order="C", copy=True)
         received = np.empty_like(sent)
         block = max(1, MOST_BYTES // sent.itemsize)
@@ -171,7 +253,7 @@ class World(NodeGroup):
 
     @property
     def stop_requested(self) -> bool:
-        """Whether this rank was asked to stop, or all have agreed to."""
+        """True if this rank was asked to stop, or all have agreed to."""
         return self.flag.kind is not Stop.NONE
 
     def first_stop_reason(self) -> str:
@@ -192,7 +274,7 @@ class World(NodeGroup):
         return [item for item, _, _ in votes], agreed
 
     def answer_signals(self) -> None:
-        """From here on SIGTERM, SIGINT and SIGUSR2 set the stop flag, which is voted on, instead of ending the rank."""
+        """Have SIGTERM, SIGINT and SIGUSR2 set the stop flag, which is voted on, instead of ending the rank."""
         self.flag.install()
         self.flag.is_answered = True
 

@@ -1,1 +1,1 @@
-"""What a job would need and do, computed before it runs: inputs, preflight, memory and time."""
+"""What a job would need and do, computed before it runs: its inputs, its nodes, its memory."""

@@ -1,4 +1,4 @@
-"""The command lines of ``tlt plan`` and ``tlt preflight``, and types of options; imports nothing heavy."""
+"""The command line of ``tlt plan``, and types of options; imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import argparse
 import sys
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
 
 GPU_GB = {"l4": 23.5, "rtx4090": 25.2, "a100-40": 42.2, "l40s": 47.6, "a100-80": 84.9, "h100-80": 84.9, "h200": 150.0}
 """What CUDA reports of well-known GPUs, in GB of 10^9 bytes, rounded down: "80 GB" are nearly 80 GiB."""
@@ -64,20 +63,3 @@ def add_plan_options(command: argparse.ArgumentParser) -> None:
     add("--gpu-memory", type=gpu_gb, metavar="GB", help=f"of each GPU: {GPU_MEMORY}")
     add("--host-memory", type=above_zero, metavar="GB", help="of each node")
     add("--shape", metavar="CONFIG.json", help="the model's config.json, or a known name such as Qwen2.5-7B")
-
-
-def add_preflight_options(command: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``tlt preflight``."""
-    add = command.add_argument
-    add("config", metavar="CONFIG.toml", help="the run, e.g. jobs/qwen7b.toml")
-    add("overrides", nargs="*", metavar="section.key=value", help="the same as for tlt train")
-    add(
-        "--script", type=Path, metavar="X.sh", help="the batch script that will be submitted; checked against Slurm too"
-    )
-    add("--nodes", type=at_least_one, metavar="N", help="as it will be given to sbatch (default: the script's, or 1)")
-    add("--partition", metavar="P", help="the same")
-    add("--account", metavar="A", help="the same")
-    add("--time", metavar="T", help="the same, e.g. 24:00:00 or 2-00:00:00")
-    add("--gpu-memory", type=gpu_gb, metavar="GB", help=f"of each GPU of the job: {GPU_MEMORY}")
-    add("--fix", action="store_true", help="download the model of --model-id if it does not exist")
-    add("--model-id", metavar="OWNER/NAME", help="what --fix downloads to model.path")

@@ -28,7 +28,7 @@ from tlt_hpc.models.tokenizer import find_model
 from tlt_hpc.mpi.world import World
 from tlt_hpc.storage.folder import RunFolder, WriteError
 from tlt_hpc.storage.hdf5 import DamagedFile
-from tlt_hpc.storage.kept_responses import read_kept, write_kept
+from tlt_hpc.storage.rollout_log import read_kept, write_kept
 from tlt_hpc.storage.step_lines import Line, read_lines
 
 logger = logging.getLogger(__name__)

@@ -22,12 +22,12 @@ from tlt_hpc.checkpoint.manifest import Checkpoint
 from tlt_hpc.cluster.watch.beat import BEAT, Phase
 from tlt_hpc.common.records import Rollout, SampleKey, Stream
 from tlt_hpc.config import UserError
+from tlt_hpc.job import Job
 from tlt_hpc.look.metrics import PROBS_DIFF, SCORE, TRAINED_TOKENS, mean_of
 from tlt_hpc.resume.kept import excluded_token
 from tlt_hpc.rl.draws import StepDraws, gather
 from tlt_hpc.rl.stats import PolicyStats
 from tlt_hpc.rl.update import update_policy
-from tlt_hpc.session import Job
 from tlt_hpc.storage.folder import RunFolder, hidden_files
 from tlt_hpc.storage.hdf5 import DamagedFile, UnreadableFile
 from tlt_hpc.storage.rollout_log import StepRecord, read_step, read_summary
@@ -99,8 +99,8 @@ def train_drafter(job: Job, step: int, num_micro_steps: int) -> None:
         if job.world.stop_requested or not spot.micro_step():
             break
     spot.end()
-    spot.start_merge(job.world)
-    spot.finish_merge(job.world)
+    with spot.merging(job.world):
+        pass
 
 
 def is_committed(line: Line | None) -> bool:
@@ -125,7 +125,9 @@ def read_ranks(job: Job, step: int) -> tuple[list[Rollout], NDArray[np.float32],
     own = [rollout for record in records for rollout in record.rollouts]
     gathered = gather(world, own, rewards, {})
     damaged = next((damage for damage, _ in reports if damage), "")
-    lacking = damaged or missing_responses(gathered.rollouts, gathered.rewards, job, step)
+    draws = StepDraws(job.config, job.prompts, step)
+    excluded = job.assets.excluded_token_ids
+    lacking = damaged or missing_responses(gathered.rollouts, gathered.rewards, draws, excluded, job.folder.rollouts)
     if lacking:
         if world.rank == 0:
             logger.warning("step %d and those after it are generated again: %s", step + 1, lacking)
@@ -163,7 +165,9 @@ def _read_log(path: Path) -> StepRecord | str:
         return str(error)
 
 
-def missing_responses(rollouts: Sequence[Rollout], rewards: NDArray[np.float32], job: Job, step: int) -> str:
+def missing_responses(
+    rollouts: Sequence[Rollout], rewards: NDArray[np.float32], draws: StepDraws, excluded: Sequence[int], log: Path
+) -> str:
     """What the log lacks of the responses to the step's requests by the step's weights; empty if it has all.
 
     Raises:
@@ -171,9 +175,9 @@ def missing_responses(rollouts: Sequence[Rollout], rewards: NDArray[np.float32],
     """
     scores = dict(zip((rollout.key for rollout in rollouts), rewards, strict=True))
     again = "set checkpoint.replay = false to generate the steps again"
-    if told := excluded_token(rollouts, job.assets.excluded_token_ids):
-        raise ReplayError(f"{job.folder.rollouts} has {told}; restore the model's tokenizer files, or {again}")
-    draws, asked = StepDraws(job.config, job.prompts, step), dict[SampleKey, bytes]()
+    if told := excluded_token(rollouts, excluded):
+        raise ReplayError(f"{log} has {told}; restore the model's tokenizer files, or {again}")
+    step, asked = draws.step, dict[SampleKey, bytes]()
     requests = draws.requests()
     while requests:
         asked |= {request.key: request.prompt_tokens.tobytes() for request in requests}
@@ -185,13 +189,13 @@ def missing_responses(rollouts: Sequence[Rollout], rewards: NDArray[np.float32],
             continue  # which refills were drawn depends on the scores that are missing
         if asked.get(rollout.key) != rollout.prompt_tokens.astype(np.int32).tobytes():
             raise ReplayError(
-                f"{job.folder.rollouts} has a response of step {step + 1} to another prompt than data.source = "
-                f"{job.config.data.source!r} gives; restore that, or {again}"
+                f"{log} has a response of step {step + 1} to another prompt than data.source = "
+                f"{draws.config.data.source!r} gives; restore that, or {again}"
             )
         if rollout.weight_version != step:
-            return f"{job.folder.rollouts} has responses of weights {rollout.weight_version}"
+            return f"{log} has responses of weights {rollout.weight_version}"
     count = len(asked.keys() - scores.keys())
-    return f"{job.folder.rollouts} lacks {count} of the {len(asked)} responses of step {step + 1}" if count else ""
+    return f"{log} lacks {count} of the {len(asked)} responses of step {step + 1}" if count else ""
 
 
 def check_update(folder: RunFolder, step: int, rewards: NDArray[np.float32], stats: PolicyStats, line: Line) -> None:

@@ -12,14 +12,14 @@ from tlt_hpc.checkpoint.manifest import FlatRange
 from tlt_hpc.checkpoint.store import ASK_EVERY_SECONDS, CheckpointStore, Shard
 from tlt_hpc.cluster.stopping import Stop
 from tlt_hpc.cluster.watch.beat import BEAT, Phase
+from tlt_hpc.job import Drafting, Job
 from tlt_hpc.models.drafter_file import write_drafter
-from tlt_hpc.models.once import read_each_once
-from tlt_hpc.models.piece import Piece, own_pieces
+from tlt_hpc.models.piece import Piece, own_pieces, read_each_once
 from tlt_hpc.mpi.owner import agree_on_owner
 from tlt_hpc.mpi.world import World
 from tlt_hpc.resume.replay import replay
 from tlt_hpc.rl.draws import StepDraws
-from tlt_hpc.session import Drafting, Job
+from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.step_lines import drop_lines
 
 logger = logging.getLogger(__name__)
@@ -28,21 +28,21 @@ logger = logging.getLogger(__name__)
 def reserve_copy(job: Job) -> None:
     """Take the host memory for copies of this rank's state before the first step; collective."""
     pinned = job.engine.decoder.device.type == "cuda"
-    drafter_bytes = sum(piece.num_bytes for _, piece in drafter_shard(job, job.drafting)) if job.drafting else 0
+    drafter_bytes = sum(piece.num_bytes for _, piece in drafter_shard(job.drafting, job.world)) if job.drafting else 0
     job.checkpoints.reserve(job.world, job.policy.num_shard_bytes + drafter_bytes, pinned)
     if job.drafting and job.config.drafter.train:
         job.drafting.checkpoints.reserve(job.world, drafter_bytes, pinned)
 
 
-def drafter_shard(job: Job, drafting: Drafting) -> Iterator[tuple[str, Piece]]:
+def drafter_shard(drafting: Drafting, world: World) -> Iterator[tuple[str, Piece]]:
     """This rank's share of the drafter's state, which is the same on all ranks after a merge."""
-    return own_pieces(drafting.spot.live_state().items(), job.world.rank, job.world.size)
+    return own_pieces(drafting.spot.trained.live_state().items(), world.rank, world.size)
 
 
-def should_continue(job: Job) -> bool:
+def should_continue(world: World, checkpoints: CheckpointStore) -> bool:
     """Whether no rank was asked to stop; the same collective advances a checkpoint that is being written."""
-    reports, stop = job.world.exchange(job.checkpoints.report())
-    job.checkpoints.advance(reports)
+    reports, stop = world.exchange(checkpoints.report())
+    checkpoints.advance(reports)
     return not stop
 
 
@@ -66,7 +66,7 @@ def begin_save(job: Job, step: int) -> None:
     agree_on_owner(job.world, job.folder.status, BEAT.start)
     shards: dict[str, Shard] = {"policy": job.policy.state_shard()}
     if job.drafting:
-        shards["drafter"] = drafter_shard(job, job.drafting)
+        shards["drafter"] = drafter_shard(job.drafting, job.world)
     state = {
         "optimizer_steps": job.policy.optimizer_step_count,
         "strategies": job.engine.chooser.state(),
@@ -95,7 +95,7 @@ def save_drafter_if_due(job: Job, step: int) -> None:
             )  # fmt: skip
         return
     store.begin(
-        step, job.world, {"drafter": drafter_shard(job, job.drafting)}, {"strategies": job.engine.chooser.state()}
+        step, job.world, {"drafter": drafter_shard(job.drafting, job.world)}, {"strategies": job.engine.chooser.state()}
     )
 
 
@@ -190,7 +190,7 @@ def resume(job: Job, shown: Callable[[int], None]) -> tuple[int, int]:
     return saved, step
 
 
-def drop_steps_after(job: Job, step: int) -> None:
+def drop_steps_after(folder: RunFolder, drafting: Drafting | None, step: int, replays: bool) -> None:
     """Drop the lines and drafter checkpoints of steps after ``step``, which are generated again; on rank 0.
 
     The lines go first: a drafter checkpoint without lines is not loaded, while lines without it would be replayed.
@@ -198,21 +198,21 @@ def drop_steps_after(job: Job, step: int) -> None:
     Raises:
         CheckpointError: a drafter's checkpoint cannot be removed.
     """
-    if dropped := drop_lines(job.folder.metrics, step):
+    if dropped := drop_lines(folder.metrics, step):
         logger.warning(
             "%d steps that were committed (%d to %d) are generated again: no checkpoint has them%s; their lines are "
             "kept beside %s", len(dropped), dropped[0] + 1, dropped[-1] + 1,
-            "" if job.config.checkpoint.replay else " and checkpoint.replay is false", job.folder.metrics,
+            "" if replays else " and checkpoint.replay is false", folder.metrics,
         )  # fmt: skip
-    if job.drafting:
-        job.drafting.checkpoints.drop_after(step)
+    if drafting:
+        drafting.checkpoints.drop_after(step)
 
 
-def save_drafter(job: Job) -> None:
+def save_drafter(folder: RunFolder, drafting: Drafting | None) -> None:
     """Write the drafter to the run's folder, for ``drafter.init`` of another run; for rank 0.
 
     Raises:
         WriteError: no room or no permission.
     """
-    if job.drafting is not None:
-        write_drafter(job.folder.path / "drafter", job.drafting.spot.state())
+    if drafting is not None:
+        write_drafter(folder.path / "drafter", drafting.spot.trained.state())

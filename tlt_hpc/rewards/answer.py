@@ -1,12 +1,13 @@
-"""Answers and verdicts: what a rank sends to its reward server and receives from it."""
+"""Answers and verdicts: what a rank sends to its reward server and receives from it; and documents on a byte stream."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import struct
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import IO, Any
 
 MAX_CHARACTERS = 4_000_000
 """Of a response that a worker judges: a longer one has reward 0. 32,768 tokens make a thirtieth of it."""
@@ -15,7 +16,7 @@ PART, WITH_PARTS = "reward/part/", "reward/with_parts"
 
 
 class Failure(StrEnum):
-    """Why an answer has reward 0, by fault of its own or not (``unjudged``); counted in ``reward/failed/<reason>``."""
+    """The reason why an answer has reward 0, by its own fault or not; counted in ``reward/failed/<reason>``."""
 
     CPU = "cpu"
     """It took more CPU time than it may."""
@@ -47,7 +48,7 @@ OF_RESPONSES = OF_PROGRAMS | {Failure.SIZE}
 
 
 class JudgeError(Exception):
-    """What keeps answers from being judged and the user can fix; its text is one line with the remedy."""
+    """An error that keeps answers from being judged and that the user can fix; its text has the remedy."""
 
 
 @dataclass(frozen=True)
@@ -98,3 +99,49 @@ def accepted_answers(truth: str) -> list[str]:
         if isinstance(tree, list) and all(isinstance(each, str) for each in tree):
             return tree
     return [truth]
+
+
+# -- JSON documents on a byte stream between two processes, each preceded by its length -------------------------------
+
+_LENGTH = struct.Struct("<Q")
+
+
+def pack(tree: Any) -> bytes:
+    """A document with its length before it."""
+    payload = json.dumps(tree).encode()
+    return _LENGTH.pack(len(payload)) + payload
+
+
+class FrameBuffer:
+    """Collects bytes as they arrive and returns whole documents."""
+
+    def __init__(self) -> None:
+        self._bytes = bytearray()
+
+    def feed(self, received: bytes) -> Iterator[Any]:
+        """The documents that these bytes complete."""
+        self._bytes += received
+        while len(self._bytes) >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._bytes)
+            end = _LENGTH.size + length
+            if len(self._bytes) < end:
+                return
+            payload = bytes(self._bytes[_LENGTH.size : end])
+            del self._bytes[:end]
+            yield json.loads(payload)
+
+
+def write_frame(stream: IO[bytes], tree: Any) -> None:
+    """Write a document and flush."""
+    stream.write(pack(tree))
+    stream.flush()
+
+
+def read_frame(stream: IO[bytes]) -> Any:
+    """The next document; None at the end of the stream, or if it ends within a document."""
+    head = stream.read(_LENGTH.size)
+    if len(head) < _LENGTH.size:
+        return None
+    (length,) = _LENGTH.unpack(head)
+    payload = stream.read(length)
+    return json.loads(payload) if len(payload) == length else None

@@ -20,8 +20,7 @@ from typing import Any
 from tlt_hpc.cluster.local import PYTHON
 from tlt_hpc.cluster.watch.beat import BEAT
 from tlt_hpc.config import RewardSection, UserError
-from tlt_hpc.rewards.answer import Answer, Failure, Verdict
-from tlt_hpc.rewards.frames import FrameBuffer, pack
+from tlt_hpc.rewards.answer import Answer, Failure, FrameBuffer, Verdict, pack
 
 _PASSED = frozenset({
     "PATH", "HOME", "USER", "LOGNAME", "TMPDIR", "TZ", "LANG", "LANGUAGE", "LD_LIBRARY_PATH", "LD_PRELOAD",

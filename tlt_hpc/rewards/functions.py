@@ -14,8 +14,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from tlt_hpc.common.answers import answer_text
 from tlt_hpc.common.files import read_bytes
+from tlt_hpc.common.records import answer_text
 from tlt_hpc.config import RewardSection
 from tlt_hpc.rewards.answer import Answer, Failure, Verdict
 
@@ -29,7 +29,7 @@ MAX_REWARD = 1e6
 
 
 def key_of(spec: str, settings: RewardSection) -> str:
-    """What a message says of a function before its name."""
+    """The key of a function in the configuration, for messages."""
     if spec == settings.default:
         return "reward.default ="
     return "reward.by_source:" if spec in settings.by_source.values() else "reward.weights:"
@@ -97,7 +97,7 @@ def loaded_at(error: BaseException) -> str:
 
 
 def comes_from_function(error: BaseException) -> bool:
-    """Whether an error was raised while a user's function was called."""
+    """True if an error was raised while a user's function was called."""
     return any(frame.f_code is call_function.__code__ for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
@@ -109,7 +109,7 @@ def place_of(error: BaseException) -> str:
 
 
 def call_function(function: RewardFunction, answer: Answer) -> Verdict:
-    """What the function says of an answer.
+    """The verdict of a function on an answer.
 
     Raises:
         Exception: whatever the function raises.

@@ -1,4 +1,4 @@
-"""Chooses the judge of an answer, and adds the other parts of its reward."""
+"""Chooses the judge of an answer, adds the other parts of its reward, and judges the data's answers before a start."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
 
-from tlt_hpc.common.extras import load_extra
+from tlt_hpc.common.records import Prompt
+from tlt_hpc.common.source import load_extra
 from tlt_hpc.config import RewardSection
 from tlt_hpc.config.data_sections import ANSWER, FORMAT, is_function, part_name
 from tlt_hpc.rewards import text
@@ -26,7 +28,7 @@ _NO_FUNCTIONS: Mapping[str, RewardFunction] = MappingProxyType({})
 
 
 def needs_server(settings: RewardSection) -> bool:
-    """Whether some answers are judged in processes that can be killed."""
+    """True if some answers are judged in processes that can be killed."""
     return bool(settings.functions) or not WORKER_KINDS.isdisjoint(settings.kinds)
 
 
@@ -38,7 +40,7 @@ def kind_for(source: str, default: str, by_source: Mapping[str, str]) -> str:
 
 
 def is_judged(kind: str, failure: str | None) -> bool:
-    """Whether a verdict with this failure, or with none, is a judgement: a program that fails is a wrong answer."""
+    """True if a verdict with this failure, or with none, is a judgement: a program that fails is a wrong answer."""
     return failure is None or (kind == "code" and failure in OF_PROGRAMS)
 
 
@@ -62,7 +64,7 @@ def judge(
 
 
 def lacks_parts(verdict: Verdict, answer: Answer, settings: RewardSection) -> bool:
-    """Whether the process that judged an answer ended by the answer's fault before the other parts were found."""
+    """True if the process that judged an answer ended by the answer's fault before the other parts were found."""
     is_own = not is_function(answer.kind) and answer.kind != SAME_MATH and verdict.failure in OF_RESPONSES
     return bool(settings.weights) and not verdict.parts and is_own
 
@@ -138,3 +140,37 @@ def _compare(answer: Answer, truth: str, settings: RewardSection) -> Verdict:
 
             return equal_as_mathematics(answer.text, truth, answer.is_finished)
     raise AssertionError(f"no judge for {answer.kind!r}")
+
+
+# -- whether a response could be right at all: the data's answers, each judged against itself -------------------------
+
+_OF_ANSWERS = frozenset({"boxed", "math", "numeric", "choice"})
+"""Kinds that compare a response's answer with the data's."""
+
+
+def check_answer(settings: RewardSection, prompt: Prompt) -> str:
+    """The reason, in words, why no response to a prompt can be right; empty: one can.
+
+    Raises:
+        ValueError: the tests of a prompt of the kind ``code`` cannot be read.
+    """
+    kind = kind_for(prompt.source, settings.default, settings.by_source)
+    if kind == "code":
+        code = load_extra(CODE)
+        try:
+            code.read_tests(prompt.answer)
+        except ValueError as error:
+            raise ValueError(f"reward kind 'code' cannot read the tests {prompt.answer[:80]!r}: {error}") from None
+    return truth_problem(kind, prompt.answer) if kind in _OF_ANSWERS else ""
+
+
+@lru_cache(maxsize=4096)
+def truth_problem(kind: str, truth: str) -> str:
+    """The reason why this answer, or one of a list of answers, is not right by its own kind of reward; empty: it is."""
+    for each in accepted_answers(truth):
+        text = each if "\\boxed" in each else f"\\boxed{{{each}}}"
+        verdict = judge(Answer(kind, "", text, each), RewardSection())
+        if not verdict.reward:
+            why = verdict.detail if verdict.failure else f"answer {each[:80]!r} is not equal to itself"
+            return f"reward kind {kind!r}: {why}"
+    return ""

@@ -42,6 +42,7 @@ class Unjudged:
 
     @property
     def total(self) -> int:
+        """The number of responses that were not judged."""
         return len(self.failures)
 
     def explain(self) -> str:
@@ -55,7 +56,7 @@ class Unjudged:
 
 
 def joined(parts: Sequence[Unjudged]) -> Unjudged:
-    """The responses of several ranks."""
+    """The failures of several ranks' responses together."""
     return Unjudged(sum(part.num_responses for part in parts), sum((part.failures for part in parts), ()))
 
 
@@ -71,12 +72,12 @@ class Judge:
         return kinds.kind_for(prompt.source, self.settings.default, self.settings.by_source)
 
     def needs_worker(self, prompt: Prompt) -> bool:
-        """Whether responses to the prompt go to the server."""
+        """True if responses to the prompt are sent to the server."""
         kind = self.kind_of(prompt)
         return bool(self.settings.added_functions) or kind in kinds.WORKER_KINDS or is_function(kind)
 
     def leaves_open(self, prompt: Prompt, failure: str) -> bool:
-        """Whether a failure leaves a response to the prompt unjudged; a program that fails is judged by that."""
+        """True if a failure leaves a response to the prompt unjudged; a program that fails is judged by that."""
         return not kinds.is_judged(self.kind_of(prompt), failure)
 
     def answer(self, prompt: Prompt, text: str, is_finished: bool = True) -> Answer:
@@ -117,7 +118,7 @@ class Scorer:
             self._judge.client.pump()
 
     def has_unscored(self, finished: Sequence[Rollout]) -> bool:
-        """Whether some of the responses are to be judged here and were not yet."""
+        """True if some of the responses are to be judged here and were not yet."""
         self.offer(finished)
         return len(self._verdicts.keys() | self._numbers.keys()) < len(finished)
 
@@ -177,7 +178,7 @@ class Scorer:
         return {**means, WITH_PARTS: float(len(parts))}
 
     def unjudged(self, rollouts: Sequence[Rollout]) -> Unjudged:
-        """Those of the responses that were not judged; all have their rewards."""
+        """The failures of these responses, all of which have their rewards, that were not judged."""
         failures = [
             (verdict.failure, verdict.detail)
             for rollout in rollouts

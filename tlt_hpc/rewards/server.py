@@ -27,10 +27,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tlt_hpc.common.extras import load_extra
+from tlt_hpc.common.source import load_extra
 from tlt_hpc.config import RewardSection
-from tlt_hpc.rewards.answer import MAX_CHARACTERS, Answer, Failure, JudgeError, Verdict
-from tlt_hpc.rewards.frames import FrameBuffer, pack
+from tlt_hpc.rewards.answer import MAX_CHARACTERS, Answer, Failure, FrameBuffer, JudgeError, Verdict, pack
 from tlt_hpc.rewards.functions import (
     RewardFunction,
     comes_from_function,
@@ -64,7 +63,7 @@ class Worker:
 
     @property
     def deadline(self) -> float:
-        """The far limit, by the monotonic clock."""
+        """The wall-clock limit, in seconds of the monotonic clock."""
         return self.started + self.settings.wall_seconds
 
     def kill(self) -> None:
@@ -72,7 +71,7 @@ class Worker:
         os.killpg(self.pid, signal.SIGKILL)
 
     def has_ended(self) -> bool:
-        """Whether only ``finish`` is left to do."""
+        """True if the process has ended, so that only ``finish`` is left to do."""
         return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
     def finish(self) -> Verdict:

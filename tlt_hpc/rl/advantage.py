@@ -106,8 +106,14 @@ def leave_one_out_advantages(rewards: Floats, group_size: int) -> Floats:
 def whiten(values: NDArray[np.float64], lengths: NDArray[np.int64]) -> Floats:
     """REINFORCE++: less the batch's mean, over its standard deviation, both over tokens (2501.03262, eq. 8).
 
-    ``values`` and ``lengths`` [N]: every value counts for so many tokens. The variance is the unbiased one. A batch of
-    equal values gives zeros.
+    The variance is the unbiased one. A batch of equal values gives zeros.
+
+    Args:
+        values: [N].
+        lengths: [N], the tokens that each value counts for.
+
+    Returns:
+        [N] float32.
     """
     assert values.shape == lengths.shape and lengths.min() >= 1
     total = int(lengths.sum())
@@ -120,9 +126,15 @@ def whiten(values: NDArray[np.float64], lengths: NDArray[np.int64]) -> Floats:
 
 
 def overlong_penalties(lengths: NDArray[np.int64], longest: int, buffer: int) -> Floats:
-    """DAPO's soft overlong punishment (2503.14476, eq. 13): what a reward loses, [N] float32, none above zero.
+    """DAPO's soft overlong punishment (2503.14476, eq. 13): the term of each reward for its length, none above zero.
 
     Zero up to ``longest - buffer`` tokens, then falling linearly to -1 at ``longest``.
+
+    Args:
+        lengths: [N], in tokens, like ``longest`` and ``buffer``.
+
+    Returns:
+        [N] float32.
     """
     assert 0 < buffer <= longest, f"a buffer of {buffer} tokens in {longest}"
     exceeded = np.maximum(lengths - (longest - buffer), 0) / buffer
@@ -144,7 +156,7 @@ def _groups(rewards: Floats, group_size: int) -> tuple[NDArray[np.float64], NDAr
 
 
 def token_weights(lengths: Sequence[int], kind: AggregationName, norm_length: int) -> NDArray[np.float64]:
-    """What each token of a response counts in the sum of losses; [N], for N responses.
+    """The weight of each response's tokens in the sum of losses; [N], for N responses.
 
     ``token-mean``: 1 / sum of lengths (DAPO, eq. 8). ``seq-mean-token-mean``: 1 / (N * own length) (DeepSeekMath, eq.
     3). ``seq-mean-token-sum``: 1 / N (RLOO). ``seq-mean-token-sum-norm``: 1 / (N * norm_length) (Dr.GRPO, section 3.2).

@@ -45,11 +45,11 @@ class AheadTail:
 
     @property
     def is_left(self) -> bool:
-        """Whether there is anything to do for a rank that waits; the same on all ranks of a replica."""
+        """True if there is work for a rank that waits; the same on all ranks of a replica."""
         return self._engine.has_ahead or self._left is None or bool(self._left)
 
     def work(self, roster: Roster, status: Status, is_over: Callable[[], bool]) -> None:
-        """One slice; collective over the replica, whose ranks take one step in each."""
+        """Do one slice of the work; collective over the replica, whose ranks take one step in each."""
         now = time.time()
         if not self._is_idle:
             self._is_idle = True

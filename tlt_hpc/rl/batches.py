@@ -66,7 +66,7 @@ def mini_batches(num_samples: int, num_updates: int) -> list[Indices]:
 
 
 def balance(indices: Sequence[int], costs: Sequence[float], num_ranks: int) -> list[list[int]]:
-    """Share samples out over ranks by cost: the dearest first, each to the rank with the least so far."""
+    """Distribute samples over ranks by cost: the most expensive first, each to the rank with the least so far."""
     shares: list[list[int]] = [[] for _ in range(num_ranks)]
     loads = [(0.0, rank) for rank in range(num_ranks)]  # a heap: ranks and samples grow together
     for index in sorted(indices, key=lambda index: (-costs[index], index)):

@@ -1,13 +1,17 @@
-"""Owns the torch process group that DeepSpeed communicates through; made from the MPI world, knows no model."""
+"""The torch process group that DeepSpeed communicates through, made from the MPI world, and DeepSpeed's engines.
+
+DeepSpeed is imported where it is used: it takes seconds, and commands that train no policy do without.
+"""
 
 from __future__ import annotations
 
 import gc
+import io
 import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -19,9 +23,10 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from tlt_hpc.cluster.network import REQUIRED, read_log, refuse_network, start_log, warning_of
 from tlt_hpc.cluster.topology import System
 from tlt_hpc.cluster.watch.beat import BEAT, Phase
-from tlt_hpc.common.heap import importing
-from tlt_hpc.config import UserError
-from tlt_hpc.models.sequence_parallel import SequenceGroup
+from tlt_hpc.common.host_memory import importing
+from tlt_hpc.config import Config, OptimizerSection, UserError
+from tlt_hpc.config.schedule import scheduled_rate
+from tlt_hpc.models.sharding import SequenceGroup
 
 if TYPE_CHECKING:
     from tlt_hpc.mpi.world import World
@@ -111,7 +116,7 @@ def name_network(world: World, log: Path | None) -> None:
 
 @BEAT.within(Phase.CONNECTING)
 def replica_sum(world: World, size: int, in_order: bool) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A function that sums a contiguous tensor over the ``size`` ranks of this rank's replica; collective.
+    """A function that sums contiguous tensors of one shape over the ``size`` ranks of this rank's replica; collective.
 
     It may change the tensor. All ranks get the same bits: each part of the tensor is summed by one rank, which hands it
     to the others; or, ``in_order``, each rank gets all tensors and adds them up in the order of ranks, in float32, so
@@ -230,3 +235,107 @@ def _hand_to_deepspeed() -> None:
     # It would be compiled at first use, for a minute, on every node; gloo does its work.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
+
+
+# -- DeepSpeed's engines round a model: the one that trains, the one that only reads ----------------------------------
+
+REDUCE_BUCKET_ELEMENTS = 50_000_000
+"""Gradients reduced in one collective at most; 200 MB in fp32, a tenth of DeepSpeed's default. It keeps a buffer of so
+many, which a smaller model need not pay for."""
+
+ADAM_EPSILON = 1e-8
+
+
+def learning_rate(config: Config, step: int) -> float:
+    """The learning rate of optimizer step ``step``, counted from 0 over all of the job.
+
+    As transformers' schedules of these names have it: the last step of the job is one before the end.
+    """
+    settings = config.optimizer
+    peak, warmup = settings.learning_rate, settings.warmup_steps
+    past = max(0, step - warmup) / max(1, config.num_optimizer_steps - warmup)
+    return scheduled_rate(peak, step, warmup, past, settings.schedule)
+
+
+def engine_settings(config: Config, num_ranks: int, device_type: str) -> dict[str, Any]:
+    """DeepSpeed's configuration of the policy engine."""
+    zero: dict[str, Any] = {"stage": config.optimizer.zero_stage}
+    if config.optimizer.offload and device_type != "cpu":  # on a CPU all state is in host memory already
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
+        if config.optimizer.offload == "parameters":
+            zero["offload_param"] = {"device": "cpu", "pin_memory": True}
+    return {
+        # Micro-batches are cut by tokens and their loss is scaled by us: to DeepSpeed each is one sample of one step.
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "train_batch_size": num_ranks,
+        "gradient_clipping": config.optimizer.max_grad_norm,  # its default is 1, not off
+        "bf16": {"enabled": config.model.dtype == "bfloat16"},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "communication_data_type": "fp32",
+        "zero_optimization": zero,
+        "zero_force_ds_cpu_optimizer": False,
+    }
+
+
+def frozen_settings(config: Config, num_ranks: int, device_type: str) -> dict[str, Any]:
+    """DeepSpeed's configuration of a model that is read alone."""
+    settings = engine_settings(config, num_ranks, device_type)
+    zero = settings["zero_optimization"]
+    zero.pop("offload_optimizer", None)
+    zero["stage3_max_reuse_distance"] = 0  # no backward pass comes: a layer goes as soon as it has been read
+    return settings
+
+
+def start_engine(model: torch.nn.Module, config: Config, num_ranks: int) -> Any:
+    """The engine that trains a model, equal on all ranks (at stage 3 rank 0's counts alone); collective."""
+    import deepspeed
+
+    device_type = deepspeed.get_accelerator().device_name()
+    settings = engine_settings(config, num_ranks, device_type)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    settings["zero_optimization"]["reduce_bucket_size"] = min(REDUCE_BUCKET_ELEMENTS, num_parameters)
+    if config.optimizer.zero_stage == 3:
+        _partition(model, settings)
+    optimizer = _make_optimizer(model, config.optimizer, "offload_optimizer" in settings["zero_optimization"])
+    with redirect_stdout(io.StringIO()):  # DeepSpeed prints the memory in use here
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings, dist_init_required=False)
+    lengthen_timeouts(engine.data_parallel_group)
+    return engine
+
+
+def start_frozen_engine(model: torch.nn.Module, config: Config, num_ranks: int) -> Any:
+    """The engine that shards rank 0's model and gathers it a layer at a time to read it; collective.
+
+    DeepSpeed takes stage 3 without an optimiser for inference (its ``DeepSpeedZeRoOffload``): parameters stay in the
+    precision that they have.
+    """
+    import deepspeed
+
+    settings = frozen_settings(config, num_ranks, deepspeed.get_accelerator().device_name())
+    _partition(model, settings)
+    engine, *_ = deepspeed.initialize(model=model, config=settings, dist_init_required=False)
+    lengthen_timeouts(engine.data_parallel_group)
+    engine.eval()
+    return engine
+
+
+def _partition(model: torch.nn.Module, settings: dict[str, Any]) -> None:
+    """Deal rank 0's parameters over the ranks one after another: a whole model never stands on a device."""
+    import deepspeed
+
+    device = torch.device(deepspeed.get_accelerator().current_device_name())
+    for buffer in model.buffers():
+        buffer.data = buffer.data.to(device)
+        torch.distributed.broadcast(buffer.data, 0)
+    deepspeed.zero.Init(module=model, config_dict_or_path=settings)
+
+
+def _make_optimizer(model: torch.nn.Module, settings: OptimizerSection, offloaded: bool) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(
+        model.parameters(),
+        lr=settings.learning_rate,
+        eps=ADAM_EPSILON,
+        weight_decay=settings.weight_decay,
+        fused=offloaded or None,  # on host memory as fast as DeepSpeed's, which each node would compile first
+    )

@@ -27,7 +27,7 @@ class StepDraws:
     """The prompts and requests of one step, of all ranks."""
 
     def __init__(self, config: Config, prompts: PromptSource, step: int) -> None:
-        self.config, self.source, self._step = config, prompts, step
+        self.config, self.source, self.step = config, prompts, step
         self._prompts = {Stream.TRAIN: prompts.batch(step), Stream.REFILL: list[Prompt]()}
         self.num_refills = 0
 
@@ -37,19 +37,19 @@ class StepDraws:
         return sum(map(len, self._prompts.values()))
 
     def prompt_of(self, rollout: Rollout) -> Prompt:
-        """What a response answers."""
+        """The prompt of a response."""
         return self._prompts[Stream(rollout.key.stream)][rollout.key.draw]
 
     def requests(self) -> list[Request]:
-        """The step's own, ordered by key."""
+        """The requests of the step's own prompts, ordered by key."""
         return self._requests(Stream.TRAIN, 0)
 
     def needs_scores(self) -> bool:
-        """Whether a further refill is allowed."""
+        """True if a further refill is allowed."""
         return self.num_refills < self.config.algorithm.max_refills
 
     def refill(self, scores: NDArray[np.float32]) -> list[Request]:
-        """The next refill's, ordered by key; none if enough groups are informative.
+        """The requests of the next refill, ordered by key; none if enough groups are informative.
 
         Args:
             scores: [N], of all that was asked for so far, ordered by key.
@@ -61,19 +61,19 @@ class StepDraws:
             return []
         self.num_refills += 1
         start = len(self._prompts[Stream.REFILL])
-        self._prompts[Stream.REFILL] = self.source.refill(self._step, start + size)
+        self._prompts[Stream.REFILL] = self.source.refill(self.step, start + size)
         return self._requests(Stream.REFILL, start)
 
     def _requests(self, stream: Stream, start: int) -> list[Request]:
         return [
-            Request(SampleKey(self.config.run.seed, stream, self._step, draw, sample), prompt.tokens)
+            Request(SampleKey(self.config.run.seed, stream, self.step, draw, sample), prompt.tokens)
             for draw, prompt in list(enumerate(self._prompts[stream]))[start:]
             for sample in range(self.config.rollout.group_size)
         ]
 
 
 def trained_on(rollout: RolloutSection, scores: NDArray[np.float32]) -> NDArray[np.int64]:
-    """Which responses a step trains on, [samples_per_step], ascending.
+    """The indices of the responses that a step trains on, [samples_per_step], ascending.
 
     Args:
         scores: [N], of all that the step generated, ordered by key.
@@ -84,7 +84,7 @@ def trained_on(rollout: RolloutSection, scores: NDArray[np.float32]) -> NDArray[
 
 
 def informative(scores: NDArray[np.float32], group_size: int) -> NDArray[np.bool_]:
-    """Which groups' scores are not all equal, so that their advantages are not all 0; [N / group_size].
+    """True for groups whose scores are not all equal, so that their advantages are not all 0; [N / group_size].
 
     Args:
         scores: [N], group by group.
@@ -94,9 +94,12 @@ def informative(scores: NDArray[np.float32], group_size: int) -> NDArray[np.bool
 
 
 def refill_size(is_informative: NDArray[np.bool_], wanted: int) -> int:
-    """How many more groups to draw so that ``wanted`` are informative, by the share so far; 0 if there are enough.
+    """The number of groups to draw so that ``wanted`` are informative, by the share so far; 0 if there are enough.
 
     At most ``wanted``: a refill is no larger than a step's own rollout.
+
+    Args:
+        is_informative: [groups drawn so far] bool.
     """
     missing = wanted - int(is_informative.sum())
     if missing <= 0:
@@ -106,7 +109,7 @@ def refill_size(is_informative: NDArray[np.bool_], wanted: int) -> int:
 
 
 def chosen(is_informative: NDArray[np.bool_], wanted: int) -> NDArray[np.int64]:
-    """The groups to train on, [wanted], in the order in which they were drawn.
+    """The groups to train on, [wanted] ascending, of those drawn, [groups].
 
     The first informative ones; if they are too few, the first of the others, as without dynamic sampling.
     """
@@ -115,7 +118,7 @@ def chosen(is_informative: NDArray[np.bool_], wanted: int) -> NDArray[np.int64]:
 
 
 class Gathered(NamedTuple):
-    """What all ranks have of a step."""
+    """All ranks' results of a step's rollout."""
 
     rollouts: list[Rollout]
     """Ordered by key."""
@@ -126,7 +129,7 @@ class Gathered(NamedTuple):
 
 
 def gather(world: World, rollouts: Sequence[Rollout], rewards: NDArray[np.float32], texts: Texts) -> Gathered:
-    """Give every rank what all ranks have; collective.
+    """Gather the N rollouts of all ranks, their rewards [N] and the texts generated ahead; collective.
 
     What the update reads does not depend on which rank had a response, or finished first.
     """

@@ -23,18 +23,15 @@ from tlt_hpc.cluster.watch.beat import BEAT
 from tlt_hpc.common.records import FinishReason, Rollout
 from tlt_hpc.config import Config
 from tlt_hpc.kernels.deterministic import deterministic
-from tlt_hpc.models.expert_names import is_expert
 from tlt_hpc.models.lora import add_adapters, merged, named_adapters, without_adapters
 from tlt_hpc.models.piece import Piece
 from tlt_hpc.models.policy_model import PolicyModel
+from tlt_hpc.models.weight_files import is_expert
 from tlt_hpc.rl.advantage import token_weights
 from tlt_hpc.rl.batches import Indices, pack, plan_updates
-from tlt_hpc.rl.correction import correction_weights, mismatch_terms
-from tlt_hpc.rl.distributed import join_sequence_group
-from tlt_hpc.rl.engine import learning_rate, start_engine, start_frozen_engine
-from tlt_hpc.rl.finite import gradient_error
-from tlt_hpc.rl.loss import kl_estimate, policy_loss
-from tlt_hpc.rl.stats import PolicyStats, RolloutMismatch, TokenSums
+from tlt_hpc.rl.distributed import join_sequence_group, learning_rate, start_engine, start_frozen_engine
+from tlt_hpc.rl.loss import correction_weights, kl_estimate, mismatch_terms, policy_loss
+from tlt_hpc.rl.stats import PolicyStats, RolloutMismatch, TokenSums, gradient_error
 from tlt_hpc.rl.train_state import TrainState, gathered
 
 if TYPE_CHECKING:
@@ -177,9 +174,10 @@ class Policy:
         return self._world.sum(found)
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The full weights under their Hugging Face names, gathered a layer at a time on every rank; a tied one once.
+        """The full weights under their Hugging Face names and in their shapes, a tied one once; collective.
 
-        A tensor is good only until the next is asked for, and every rank must take them all.
+        They are gathered a layer at a time on every rank. A tensor is good only until the next is asked for, and every
+        rank must take them all.
         """
         for _, layer in groupby(self._weights_of_model.items(), lambda named: _layer_of(named[0])):
             weights = dict(layer)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -10,13 +10,18 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from tlt_hpc.common.records import Rollout, SampleKey
+from tlt_hpc.common.words import count
+from tlt_hpc.config import Config, UserError
+from tlt_hpc.models.piece import LOWER_RATE
+
 if TYPE_CHECKING:
     from tlt_hpc.mpi.world import World
 
 
 @dataclass(frozen=True)
 class RolloutMismatch:
-    """How far the probabilities recorded in one step's rollout are from the trainer's before the update."""
+    """The distance of the probabilities recorded in a step's rollout from the trainer's before the update."""
 
     rollout_probs_diff_mean: float
     """Mean distance of a token's probability."""
@@ -59,7 +64,7 @@ class PolicyStats:
 
 @dataclass(frozen=True)
 class Update:
-    """What an update was made from, of all ranks' responses ordered by key, and how it went."""
+    """The data that an update was made from, of all ranks' responses ordered by key, and its statistics."""
 
     trained: NDArray[np.int64]
     """[M], ascending: which of the step's responses it was made from."""
@@ -75,21 +80,74 @@ class Update:
 
 
 class TokenSums:
-    """What the figures of an update are made from: sums over tokens, and the largest distance."""
+    """Sums over tokens, and the largest distance, from which the figures of an update are made."""
 
     def __init__(self) -> None:
         self.sums = np.zeros(11)
         self.largest = 0.0
 
     def add(self, per_token: Sequence[torch.Tensor], distance: torch.Tensor) -> None:
-        """Count a micro-batch's tokens, [T] each."""
+        """Count a micro-batch's tokens: ``per_token`` 11 tensors, and ``distance``, [T] each."""
         self.sums += torch.stack([values.double().sum() for values in per_token]).cpu().numpy()
         if distance.numel():
             self.largest = max(self.largest, float(distance.max()))
 
     def over_ranks(self, world: World, num_alike: int) -> TokenSums:
-        """All ranks' together, of whom ``num_alike`` have the same each; collective."""
+        """The sums of all ranks together, ``num_alike`` of which have the same each; collective."""
         total = TokenSums()
         total.sums = world.sum(self.sums / num_alike)
         total.largest = max(world.allgather(self.largest))
         return total
+
+
+# -- values that are not finite end the step ---------------------------------------------------------------------------
+
+_NAMED = 3
+
+
+class NotFiniteError(UserError):
+    """A step met values that are not finite; raised before they reach a metrics line or a checkpoint."""
+
+
+def check_step(config: Config, rollouts: Sequence[Rollout], rewards: NDArray[np.float32]) -> None:
+    """Check what an update is about to learn from: log-probabilities of the rollout, and the rewards [N].
+
+    Raises:
+        NotFiniteError: with the step and the responses.
+    """
+    if bad := [rollout.key for rollout in rollouts if not np.isfinite(rollout.log_probs).all()]:
+        raise NotFiniteError(f"{_step(bad[0])}: log-probabilities of {named(bad)} are not finite; {remedy(config)}")
+    if bad := [rollout.key for rollout, reward in zip(rollouts, rewards, strict=True) if not np.isfinite(reward)]:
+        raise NotFiniteError(f"{_step(bad[0])}: the reward of {named(bad)} is not finite; correct the reward function")
+
+
+def gradient_error(
+    config: Config, keys: Sequence[SampleKey], norm: float, update: int, blamed: Iterable[int]
+) -> NotFiniteError:
+    """The error to raise for a gradient that is not finite.
+
+    Args:
+        keys: of the step's responses.
+        update: the number of the optimiser's step, from 1 over the whole run.
+        blamed: indices of the responses whose own loss is not finite, on any rank.
+    """
+    bad = [keys[index] for index in sorted(set(blamed))]
+    cause = f"nor is the loss of {named(bad)}" if bad else "the losses are, so the backward pass has overflowed"
+    words = f"the gradient (norm {norm}, optimiser step {update}) is not finite"
+    return NotFiniteError(f"{_step(keys[0])}: {words}; {cause}; {remedy(config)}")
+
+
+def named(keys: Sequence[SampleKey]) -> str:
+    """Responses by draw and sample, as the rollout log names them."""
+    words = ", ".join(f"draw {key.draw} sample {key.sample}" for key in keys[:_NAMED])
+    more = f" and {len(keys) - _NAMED:,} more" if len(keys) > _NAMED else ""
+    return f"{count(len(keys), 'response')} ({words}{more})"
+
+
+def remedy(config: Config) -> str:
+    """The remedy for values that are not finite, in words."""
+    return f"{LOWER_RATE} than {config.optimizer.learning_rate}"
+
+
+def _step(key: SampleKey) -> str:
+    return f"step {key.step + 1}"

@@ -22,7 +22,7 @@ KINDS = ("master", "exp_avg", "exp_avg_sq")
 def gathered(
     parameters: Iterable[torch.nn.Parameter], stage: int, modifier_rank: int | None = None
 ) -> AbstractContextManager[Any]:
-    """Inside, the parameters are whole; what rank ``modifier_rank`` writes there is kept on all ranks."""
+    """Context in which the parameters are whole; what rank ``modifier_rank`` writes there is kept on all ranks."""
     if stage < 3:
         return nullcontext()
     import deepspeed
@@ -43,7 +43,7 @@ class TrainState:
         self._engine, self._parameters, self._stage, self._world = engine, parameters, stage, world
 
     def master(self, name: str) -> torch.Tensor:
-        """A parameter's fp32 weights, whole on every rank."""
+        """A parameter's fp32 weights in the parameter's shape, whole on every rank."""
         return self._full(self._parameters[name], "master")
 
     def shard(self) -> Iterator[tuple[str, Piece]]:
@@ -73,7 +73,7 @@ class TrainState:
         read_span: Callable[[str, int, int, tuple[int, ...]], torch.Tensor],
         num_steps: int,
     ) -> None:
-        """Take over what ``shard`` gave on all ranks, once there are moments; see ``Policy.load_state``."""
+        """Load what ``shard`` gave on all ranks, once there are moments; arguments as ``Policy.load_state``."""
         spread = {name: parameter for name, parameter in self._parameters.items() if _is_spread(parameter)}
         whole = (f"{name}.{kind}" for name in self._parameters if name not in spread for kind in KINDS)
         for full_name, tensor in read(whole):
@@ -93,7 +93,7 @@ class TrainState:
         self.set_step_count(num_steps)
 
     def set_step_count(self, num_steps: int) -> None:
-        """Have Adam's bias correction count from here."""
+        """Set the number of steps that Adam's bias correction counts from."""
         for state in self._engine.basic_optimizer.state.values():
             state["step"].fill_(num_steps)
 

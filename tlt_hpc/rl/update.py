@@ -15,9 +15,8 @@ from tlt_hpc.common.records import Rollout
 from tlt_hpc.config import Config
 from tlt_hpc.rl.advantage import advantages_of, overlong_penalties
 from tlt_hpc.rl.draws import informative, trained_on
-from tlt_hpc.rl.finite import check_step
 from tlt_hpc.rl.policy import Policy
-from tlt_hpc.rl.stats import Update
+from tlt_hpc.rl.stats import Update, check_step
 
 
 def update_policy(config: Config, policy: Policy, rollouts: Sequence[Rollout], scores: NDArray[np.float32]) -> Update:

@@ -1,7 +1,6 @@
-"""Chooses how each round is decoded: the strategy with the most expected tokens per expected second.
+"""The choice of each round's strategy: the strategy with the most expected tokens per expected second.
 
-Expected tokens come from counts of accepted drafts, of all rounds and of those with as many sequences; expected seconds
-from ``costs``.
+Expected tokens come from ``acceptance``, expected seconds from ``costs``.
 Other strategies are tried now and then, and what such trials may cost is bounded: apart from one first round per
 strategy, the seconds lost to them stay below a share of the seconds spent. A choice is a pure function of the seed and
 of what was observed, so ranks that observe the same make the same choice.
@@ -10,140 +9,22 @@ of what was observed, so ranks that observe the same make the same choice.
 from __future__ import annotations
 
 import random
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import accumulate
-from operator import mul
+from dataclasses import dataclass, replace
 
-from tlt_hpc.rollout.costs import RoundCosts, batch_bucket
+from tlt_hpc.rollout.acceptance import Acceptance, StoredAcceptance
+from tlt_hpc.rollout.costs import RoundCosts
 from tlt_hpc.rollout.stored_text import StoredRow
-from tlt_hpc.rollout.strategy import MAX_DEPTH, OFF, Strategy
+from tlt_hpc.rollout.strategy import OFF, Strategy
 
-EPSILON = 0.05
-"""Share of the rounds that may be trials."""
+TRIAL_CHANCE = 0.05
+"""Chance of a round to be a trial of a strategy that was tried before."""
 TRIAL_SHARE = 0.02
 """Largest share of the seconds spent that may be lost to trials."""
-WINDOW = 128
-"""Rounds over which counts of accepted drafts fade."""
-_REFRESH = 8
-"""Rounds after which expected lengths are computed again."""
 
 Agree = Callable[[int], int]
 """Takes the index of the strategy that this rank chose and returns that of its replica's first rank (a broadcast):
 ranks that decode together measure different times, and must run the same strategy."""
-
-
-# -- accepted drafts --------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class DraftTally:
-    """How often drafts were reached and accepted, by position.
-
-    ``reached[j]`` counts drafts at position j whose predecessors were all accepted, ``accepted[j]`` those that were
-    accepted too. A chain that was accepted whole says nothing about the positions beyond it.
-    """
-
-    reached: list[float] = field(default_factory=lambda: [0] * MAX_DEPTH)
-    accepted: list[float] = field(default_factory=lambda: [0] * MAX_DEPTH)
-
-    def add(self, reach: int, accepted: Sequence[int], weight: float = 1) -> None:
-        """A round of drafts up to position ``reach``, of which each sequence accepted so many."""
-        stopped = Counter(min(num, reach) for num in accepted)
-        left = len(accepted)
-        for j in range(reach):
-            self.reached[j] += weight * left
-            left -= stopped[j]
-            self.accepted[j] += weight * left
-
-    def scale(self, factor: float) -> None:
-        """Multiply all counts."""
-        self.reached = [factor * count for count in self.reached]
-        self.accepted = [factor * count for count in self.accepted]
-
-
-class FamilyAcceptance:
-    """Accept lengths of one family of strategies. Each round counts one, whatever its batch, and fades over WINDOW."""
-
-    _FIRST_CHANCE = 0.6
-    _ENOUGH_SEQUENCES = 16.0
-
-    def __init__(self, reach: int, prior: FamilyAcceptance | None = None) -> None:
-        """``reach``: the longest chain of the family; ``prior``: counts that stand for 16 rounds at the start."""
-        self.reach = reach
-        self._tally = DraftTally([0] * reach, [0] * reach)
-        self._num_sequences = 0.0
-        self._prior, self._prior_rounds = prior, 1.0 if prior is None else 16.0
-
-    @property
-    def is_known(self) -> bool:
-        """Whether enough sequences were observed."""
-        return self._num_sequences >= self._ENOUGH_SEQUENCES
-
-    def chances(self) -> list[float]:
-        """For each position the chance that its draft is accepted if those before it are: a product-limit estimate."""
-        before = None if self._prior is None else self._prior.chances()
-        chance, found = self._FIRST_CHANCE, list[float]()
-        for j, (reached, accepted) in enumerate(zip(self._tally.reached, self._tally.accepted, strict=True)):
-            # without a prior a position starts from the chance of the one before it
-            chance = chance if before is None else before[j]
-            chance = (accepted + self._prior_rounds * chance) / (reached + self._prior_rounds)
-            found.append(chance)
-        return found
-
-    def lengths(self) -> list[float]:
-        """Expected accept length (bonus token included) of a chain of 0, 1, 2, ... drafts."""
-        return list(accumulate(accumulate([1.0, *self.chances()], mul)))
-
-    def add(self, reach: int, accepted: Sequence[int]) -> None:
-        """A round's accepted drafts by sequence."""
-        self.discount(1 - 1 / WINDOW)
-        self._tally.add(reach, accepted, 1 / len(accepted))
-        self._num_sequences += len(accepted)
-
-    def discount(self, factor: float) -> None:
-        """Keep only this share of the counts."""
-        self._tally.scale(factor)
-        self._num_sequences *= factor
-
-    def state(self) -> list[float]:
-        """Sequences, then how often each position was reached and accepted."""
-        pairs = zip(self._tally.reached, self._tally.accepted, strict=True)
-        return [self._num_sequences, *(count for pair in pairs for count in pair)]
-
-    def load_state(self, state: Sequence[float]) -> None:
-        self._num_sequences = state[0]
-        pairs = zip(state[1::2], state[2::2], strict=True)
-        for j, (reached, accepted) in zip(range(len(self._tally.reached)), pairs, strict=False):
-            self._tally.reached[j], self._tally.accepted[j] = reached, accepted
-
-
-class StoredAcceptance:
-    """How likely a token of a stored text is accepted, for cursors that stand in the right place for sure or not."""
-
-    _KEPT = 0.999
-    """Share of what is known that a further token keeps."""
-
-    def __init__(self) -> None:
-        self._chances = {True: 0.97, False: 0.7}
-        self._lengths: dict[bool, list[float]] = {}
-
-    def length(self, row: StoredRow, most: int) -> float:
-        """Expected accept length (bonus token included) with at most so many drafts."""
-        if row.is_sure not in self._lengths:
-            chance = self._chances[row.is_sure]
-            self._lengths[row.is_sure] = list(accumulate(chance**i for i in range(MAX_DEPTH + 1)))
-        return self._lengths[row.is_sure][min(row.num_drafts, most)]
-
-    def add(self, row: StoredRow, most: int, accepted: int) -> None:
-        """A round in which so many of the row's drafts, at most ``most``, were accepted."""
-        num_drafts = min(row.num_drafts, most)
-        num_seen = accepted + (accepted < num_drafts)
-        kept = self._KEPT**num_seen
-        chance = kept * self._chances[row.is_sure] + (1 - kept) * accepted / max(1, num_seen)
-        self._chances[row.is_sure] = min(0.999, max(0.1, chance))
-        self._lengths.clear()
 
 
 class TrialBudget:
@@ -160,7 +41,7 @@ class TrialBudget:
         self._lost = max(0.0, self._lost * self._KEEP + lost)
 
     def allows(self, loss: float) -> bool:
-        """Whether a trial that is expected to lose so many seconds fits."""
+        """True if a trial that is expected to lose so many seconds fits."""
         return loss <= 0 or self._lost + loss <= self._share * self._spent
 
 
@@ -169,7 +50,7 @@ class TrialBudget:
 
 @dataclass(frozen=True)
 class _Outlook:
-    """What is expected of a round of ``num_live`` sequences, by strategy."""
+    """Expected seconds and tokens of a round of ``num_live`` sequences, by strategy."""
 
     num_live: int
     usable: Sequence[int]
@@ -177,7 +58,7 @@ class _Outlook:
     rates: Sequence[float]
     """Tokens per second."""
     known: Sequence[bool]
-    """Whether a rate rests on more than a guess."""
+    """True where a rate rests on more than a guess."""
 
     @property
     def best(self) -> int:
@@ -202,30 +83,21 @@ class Chooser:
         self.strategies = tuple(strategies)
         self._index = {strategy: i for i, strategy in enumerate(self.strategies)}
         self._off = self._index[OFF]
-        self._usual = [strategy for strategy in self.strategies if strategy.source != "stored"]
-        self._usable: Sequence[int] = range(len(self._usual))
-        self._rounds = [0] * len(self.strategies)
-        self._random, self._epsilon = random.Random(seed), EPSILON
-        self._costs, self._budget, self._agree = RoundCosts(self.strategies), TrialBudget(TRIAL_SHARE), agree
-        reach: dict[str, int] = {}
-        for strategy in self._usual:
-            reach[strategy.family] = max(reach.get(strategy.family, 0), strategy.reach)
-        self._families = {family: FamilyAcceptance(longest) for family, longest in reach.items()}
-        self._reach_and_family = [(strategy.reach, self._families[strategy.family]) for strategy in self._usual]
-        # the last sequences of a rollout are not like the others: long texts repeat themselves
-        self._by_batch: dict[tuple[str, int], FamilyAcceptance] = {}
-        self._stored = StoredAcceptance()
-        self._num_added = 0
-        self._lengths: dict[int, list[float]] = {}
+        usual = [strategy for strategy in self.strategies if strategy.source != "stored"]
+        self._usable: Sequence[int] = range(len(usual))
+        self._num_rounds = [0] * len(self.strategies)
+        self._random, self._trial_chance, self._agree = random.Random(seed), TRIAL_CHANCE, agree
+        self._costs, self._budget = RoundCosts(self.strategies), TrialBudget(TRIAL_SHARE)
+        self._acceptance, self._stored = Acceptance(usual), StoredAcceptance()
 
     def index_of(self, strategy: Strategy) -> int:
-        """Its place among the strategies."""
+        """Index of a strategy, with or without its ``rest``."""
         return self._index[strategy if strategy.rest is None else replace(strategy, rest=None)]
 
     def choose(self, num_live: int, usable: Sequence[Strategy], stored: Sequence[StoredRow] = ()) -> Strategy:
         """The strategy for a round of ``num_live`` sequences, among those usable now.
 
-        ``stored``: what the sequences have that have drafts from stored texts, which come last.
+        ``stored``: drafts from stored texts, of the last sequences.
         """
         assert num_live > 0
         self._usable = [self._index[strategy] for strategy in usable if strategy.source != "stored"]
@@ -248,92 +120,58 @@ class Chooser:
         """Learn from a round, one or more rounds after it was chosen if need be.
 
         ``num_tokens`` were emitted over all its sequences; ``accepted`` are the accepted drafts of each sequence before
-        its end cut any off; ``stored`` is as it was chosen with.
+        its end cut any off; ``stored`` is as it was chosen with, and empty for a strategy without ``rest``.
         """
-        index, seconds = self.index_of(strategy), max(seconds, 1e-9)
-        self._rounds[index] += 1
+        index, seconds, num_rest = self.index_of(strategy), max(seconds, 1e-9), num_live - len(stored)
+        self._num_rounds[index] += 1
+        lost, rest = 0.0, None
         if strategy.rest is not None:
-            num_rest = num_live - len(stored)
+            rest = self.index_of(strategy.rest), num_rest
             for row, count in zip(stored, accepted[num_rest:], strict=True):
                 self._stored.add(row, strategy.depth, count)
-            self._budget.add(seconds, 0.0)
-            self._costs.add(index, num_live, seconds, (self.index_of(strategy.rest), num_rest))
-            self._add_accepted(strategy.rest, num_rest, accepted[:num_rest])
-            return
-        outlook = self._outlook(num_live)
-        saved = 0.0 if index == outlook.best else seconds - num_tokens / outlook.rates[outlook.best]
-        self._budget.add(seconds, saved)
-        self._costs.add(index, num_live, seconds)
-        self._add_accepted(strategy, num_live, accepted)
-
-    def _add_accepted(self, strategy: Strategy, num_live: int, accepted: Sequence[int]) -> None:
-        if strategy.reach and num_live:
-            for family in (self._families[strategy.family], self._at_batch(strategy.family, batch_bucket(num_live))):
-                family.add(strategy.reach, accepted)
-            self._num_added += 1
-            if self._num_added < WINDOW or self._num_added % _REFRESH == 0:  # they change little in a round
-                self._lengths.clear()
+        elif index != (outlook := self._outlook(num_live)).best:
+            lost = seconds - num_tokens / outlook.rates[outlook.best]
+        self._budget.add(seconds, lost)
+        self._costs.add(index, num_live, seconds, rest)
+        self._acceptance.add(strategy.rest or strategy, num_rest, accepted[:num_rest])
 
     def discount(self, factor: float) -> None:
         """Keep only this share of what is known about the drafter's acceptance: it has been replaced."""
         assert 0 <= factor <= 1
-        replaced = {strategy.family for strategy in self.strategies if strategy.has_drafter}
-        by_batch = [found for (family, _), found in self._by_batch.items() if family in replaced]
-        for found in [*by_batch, *(self._families[family] for family in replaced)]:
-            found.discount(factor)
-        self._lengths.clear()
+        self._acceptance.discount(factor)
 
     def state(self) -> dict[str, list[float]]:
-        """What a checkpoint keeps: counts of accepted drafts. Costs belong to the machine and are learned again."""
-        return {name: family.state() for name, family in self._families.items() if name != OFF.family}
+        """Counts of accepted drafts, for a checkpoint. Costs belong to the machine and are learned again."""
+        return self._acceptance.state()
 
     def load_state(self, state: Mapping[str, Sequence[float]]) -> None:
         """Continue from ``state``; families that do not exist any more are ignored."""
-        known = (self._families.keys() & state.keys()) - {OFF.family}
-        for family in known:
-            self._families[family].load_state(state[family])
-        self._lengths.clear()
-
-    def _at_batch(self, family: str, bucket: int) -> FamilyAcceptance:
-        if (family, bucket) not in self._by_batch:
-            overall = self._families[family]
-            self._by_batch[family, bucket] = FamilyAcceptance(overall.reach, overall)
-        return self._by_batch[family, bucket]
-
-    def _expected_lengths(self, bucket: int) -> list[float]:
-        """Expected accept length of each strategy."""
-        if bucket not in self._lengths:
-            lengths = {family: self._at_batch(family, bucket).lengths() for family in self._families}
-            self._lengths[bucket] = [lengths[strategy.family][strategy.reach] for strategy in self._usual]
-        return self._lengths[bucket]
+        self._acceptance.load_state(state)
 
     def _outlook(self, num_live: int) -> _Outlook:
-        seconds, lengths = self._costs.seconds(num_live), self._expected_lengths(batch_bucket(num_live))
+        seconds, lengths = self._costs.seconds(num_live), self._acceptance.lengths(num_live)
         rates = [num_live * length / cost for length, cost in zip(lengths, seconds, strict=False)]
         known = [
-            not reach or (family.is_known and self._costs.is_known(index))
-            for index, (reach, family) in enumerate(self._reach_and_family)
+            not self.strategies[index].reach or (self._acceptance.is_known(index) and self._costs.is_known(index))
+            for index in range(len(lengths))
         ]
         return _Outlook(num_live, self._usable, seconds, rates, known)
 
     def _pick(self, num_live: int) -> int:
+        """The best usual strategy, or a trial of another one."""
         draw = self._random.random()  # needed or not: choosers of one seed stay in step
         outlook = self._outlook(num_live)
         best = outlook.best
-        if len(outlook.usable) == 1 or not self._costs.ready:
-            return best
-        trial = self._trial(outlook, draw)
-        if trial is None:
+        if len(outlook.usable) == 1 or not self._costs.ready or (trial := self._trial(outlook, draw)) is None:
             return best
         # once each, a first trial needs no budget: a short rollout could never save up for it
-        if not outlook.known[trial] and not self._rounds[trial]:
-            return trial
+        is_first = not outlook.known[trial] and not self._num_rounds[trial]
         loss = outlook.seconds[trial] * (1 - outlook.rates[trial] / outlook.rates[best])
-        return trial if self._budget.allows(loss) else best
+        return trial if is_first or self._budget.allows(loss) else best
 
     def _pick_stored(self, num_live: int, stored: Sequence[StoredRow], deep: Sequence[int]) -> tuple[int, int] | None:
-        """The best of these strategies for stored texts, and what goes with it for the other rows; None where all rows
-        are better decoded alike.
+        """The best of the strategies ``deep`` for stored texts, and the best one for the other rows; None where all
+        rows are better decoded alike.
         """
         if not deep or not self._costs.ready:
             return None
@@ -344,46 +182,42 @@ class Chooser:
             tokens = others.rates[rest] * others.seconds[rest]
             drafting = self._costs.drafting_seconds(rest, num_rest)
         alike = self._outlook(num_live)
-        best, found = alike.rates[alike.best], None
+        rates = {-1: alike.rates[alike.best]}
         for index in deep:
-            most = self.strategies[index].depth
-            if most < self.strategies[rest].depth:
-                continue
-            expected = tokens + sum(self._stored.length(row, most) for row in stored)
-            rate = expected / (alike.seconds[index] + drafting)
-            if rate > best:
-                best, found = rate, (index, rest)
-        return found
+            depth = self.strategies[index].depth
+            if depth >= self.strategies[rest].depth:
+                expected = tokens + sum(self._stored.length(row, depth) for row in stored)
+                rates[index] = expected / (alike.seconds[index] + drafting)
+        best = max(rates, key=rates.__getitem__)
+        return None if best < 0 else (best, rest)
 
     def _trial(self, outlook: _Outlook, draw: float) -> int | None:
-        """What to try instead of the best: first what was never tried, then, rarely, anything that might be better."""
+        """The strategy to try instead of the best: first one never tried, then, rarely, any that might be better."""
         best, usable = outlook.best, outlook.usable
         untried = [index for index in usable if not outlook.known[index]]
         if best != self._off and self._off in usable and not self._costs.is_measured(self._off, outlook.num_live):
             untried.append(self._off)  # all others are compared with it, so it is measured at each batch size
         if untried := self._contenders(outlook, untried):
             return max(untried, key=outlook.rates.__getitem__)
-        if draw >= self._epsilon:
-            return None
         rivals = self._contenders(outlook, [index for index in usable if index != best])
-        if not rivals:
+        if draw >= self._trial_chance or not rivals:
             return None
-        place, rest = divmod(draw / self._epsilon * len(rivals), 1)
+        place, left = divmod(draw / self._trial_chance * len(rivals), 1)
         rival = rivals[int(place)]
         # the worse it was, the rarer; never zero, for the drafter improves and machines change
-        least = 0.02 if self.strategies[rival].reach else 0.25
+        lowest = 0.02 if self.strategies[rival].reach else 0.25
         ratio = outlook.rates[rival] / outlook.rates[best]
-        return rival if rest < max(least, min(1.0, ratio) ** 4) else None
+        return rival if left < max(lowest, min(1.0, ratio) ** 4) else None
 
     def _contenders(self, outlook: _Outlook, indices: Sequence[int]) -> list[int]:
-        """Those that would win if all their drafts were accepted; "off" always may: the machine may have changed."""
+        """Strategies that would win if all their drafts were accepted; "off" always: the machine may have changed."""
         top = outlook.rates[outlook.best]
-        return [
-            index
-            for index in indices
-            if (reach := self.strategies[index].reach) == 0
-            or (reach + 1) * outlook.num_live > top * outlook.seconds[index]
-        ]
+
+        def may_win(index: int) -> bool:
+            reach = self.strategies[index].reach
+            return reach == 0 or (reach + 1) * outlook.num_live > top * outlook.seconds[index]
+
+        return [index for index in indices if may_win(index)]
 
 
 class RandomChooser(Chooser):

@@ -1,11 +1,13 @@
-"""What a decoding round costs in seconds, by strategy and batch size: learned from the rounds of the rollouts."""
+"""Seconds of a decoding round by strategy and batch size, learned from the rounds of the rollouts."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import mul
+
+import numpy as np
+from numpy.typing import NDArray
 
 from tlt_hpc.rollout.strategy import OFF, Strategy
 
@@ -61,25 +63,25 @@ class RoundCosts:
 
     def __init__(self, strategies: Sequence[Strategy]) -> None:
         self._off = strategies.index(OFF)
-        self._shapes = [_shape(strategy) for strategy in strategies]
-        self._coefficients, self._scale = list(_SHARES), math.inf
-        self._covariance: list[list[float]] = []
-        self._first_variances: list[float] = []
+        self._shapes = np.array([_shape(strategy) for strategy in strategies], float)
+        """Factors [S, 5] of the coefficients in a round of one sequence."""
+        self._coefficients, self._scale = np.array(_SHARES), math.inf
+        self._covariance = self._first_covariance = np.zeros((len(_SHARES), len(_SHARES)))
         self._corrections: list[dict[int, _Correction]] = [{} for _ in strategies]
         self._tables: dict[int, list[float]] = {}
         self._num_rounds = self._num_off_rounds = 0
 
     @property
     def ready(self) -> bool:
-        """Whether there is a plain round's cost to compare others with."""
+        """True if the cost of plain rounds, with which others are compared, is known."""
         return self._num_off_rounds >= _OFF_ROUNDS
 
     def is_known(self, index: int) -> bool:
-        """Whether the strategy ran in any round."""
+        """True if the strategy ran in any round."""
         return bool(self._corrections[index])
 
     def is_measured(self, index: int, num_live: int) -> bool:
-        """Whether it ran in a round of about this many sequences."""
+        """True if the strategy ran in a round of about this many sequences."""
         return batch_bucket(num_live) in self._corrections[index]
 
     def seconds(self, num_live: int) -> list[float]:
@@ -88,24 +90,20 @@ class RoundCosts:
             bucket, now = batch_bucket(num_live), self._num_rounds
             self._tables[num_live] = [
                 seconds * (known[bucket].factor(now) if bucket in known else 1.0)
-                for seconds, known in zip(self._modelled(self._shapes, num_live), self._corrections, strict=True)
+                for seconds, known in zip(self._modelled(num_live), self._corrections, strict=True)
             ]
         return self._tables[num_live]
 
     def drafting_seconds(self, index: int, num_live: int) -> float:
-        """The part of a round that drafts."""
-        _, steps, drafted = self._shapes[index]
-        *_, each_step, each_drafted = self._coefficients
-        return max(0.0, each_step * steps + num_live * each_drafted * drafted)
+        """Seconds of the part of a round that drafts."""
+        return max(0.0, float(self._terms(num_live)[index, 3:] @ self._coefficients[3:]))
 
     def add(self, index: int, num_live: int, seconds: float, rest: tuple[int, int] | None = None) -> None:
         """A measured round; ``rest``: the strategy with which so many of its sequences were drafted for."""
-        shape = self._shapes[index]
-        verified, steps, drafted = shape
         if rest is not None:
             # what the drafting of the others cost is taken as expected, and the remainder is the round's own
             seconds = max(seconds - self.drafting_seconds(*rest), 0.1 * seconds)
-        terms = 1.0, float(num_live), float(num_live * verified), float(steps), float(num_live * drafted)
+        terms = self._terms(num_live)[index]
         if not self.ready:
             self._start(terms, seconds)
         expected = self.seconds(num_live)[index]
@@ -117,52 +115,44 @@ class RoundCosts:
         if self._num_rounds < _ALL_FITTED or self._num_rounds % _FIT_EVERY == 0:
             self._fit(terms, seconds, expected)
         correction = self._corrections[index].setdefault(batch_bucket(num_live), _Correction())
-        correction.add(math.log(seconds / self._modelled([shape], num_live)[0]), self._num_rounds)
+        correction.add(math.log(seconds / self._modelled(num_live)[index]), self._num_rounds)
 
-    def _start(self, terms: Sequence[float], seconds: float) -> None:
+    def _terms(self, num_live: int) -> NDArray[np.float64]:
+        """Factors [S, 5] of the coefficients in a round of so many sequences."""
+        return self._shapes * (1, num_live, num_live, 1, num_live)
+
+    def _start(self, terms: NDArray[np.float64], seconds: float) -> None:
         """Scale the coefficients to the fastest of the first rounds; each may be off by as much as it is."""
         num_live = terms[1]
-        shares = [_SHARES[0], _SHARES[1] / num_live, _SHARES[2] / num_live, _SHARES[3], _SHARES[4] / num_live]
-        self._scale = min(self._scale, seconds / sum(map(mul, shares, terms)))
+        shares = _SHARES / np.array((1, num_live, num_live, 1, num_live))
+        self._scale = min(self._scale, seconds / float(shares @ terms))
         self._tables.clear()
-        self._coefficients = [self._scale * share for share in shares]
-        self._first_variances = [value * value for value in self._coefficients]
-        self._covariance = [
-            [variance if i == j else 0.0 for j in range(len(shares))]
-            for i, variance in enumerate(self._first_variances)
-        ]
+        self._coefficients = self._scale * shares
+        self._covariance = self._first_covariance = np.diag(self._coefficients**2)
 
-    def _fit(self, terms: Sequence[float], seconds: float, expected: float) -> None:
+    def _fit(self, terms: NDArray[np.float64], seconds: float, expected: float) -> None:
         """A step of the Kalman filter: coefficients that drift, and a measurement with relative noise."""
-        covariance = self._covariance
-        for i, first in enumerate(self._first_variances):
-            if covariance[i][i] < first:
-                covariance[i][i] += _DRIFT * first
-        spread = [sum(map(mul, row, terms)) for row in covariance]
-        variance = (_NOISE * expected) ** 2 + sum(map(mul, spread, terms))
-        gain = (seconds - sum(map(mul, self._coefficients, terms))) / variance
-        self._coefficients = [c + gain * s for c, s in zip(self._coefficients, spread, strict=True)]
-        self._covariance = [
-            [value - s * t / variance for value, t in zip(row, spread, strict=True)]
-            for row, s in zip(covariance, spread, strict=True)
-        ]
+        first = self._first_covariance
+        covariance = self._covariance + np.where(self._covariance < first, _DRIFT * first, 0.0)
+        spread = covariance @ terms
+        variance = (_NOISE * expected) ** 2 + spread @ terms
+        self._coefficients = self._coefficients + (seconds - self._coefficients @ terms) / variance * spread
+        self._covariance = covariance - np.outer(spread, spread) / variance
 
-    def _modelled(self, shapes: Sequence[tuple[int, int, int]], num_live: int) -> list[float]:
-        each_round, each_row, each_verified, each_step, each_drafted = self._coefficients
-        base, token = each_round + num_live * each_row, num_live * each_verified
+    def _modelled(self, num_live: int) -> list[float]:
+        seconds, coefficients = self._terms(num_live) @ self._coefficients, self._coefficients
+        plain = coefficients[0] + num_live * (coefficients[1] + coefficients[2])
         # no round is much cheaper than a plain one, whatever the coefficients say while they are hardly known
-        least = max(0.5 * (base + token), 0.1 * self._scale if self._covariance else 0.0)
-        return [
-            max(least, base + token * verified + each_step * steps + num_live * each_drafted * drafted)
-            for verified, steps, drafted in shapes
-        ]
+        lowest = max(0.5 * plain, 0.1 * self._scale if self._covariance.any() else 0.0)
+        found: list[float] = np.maximum(seconds, lowest).tolist()
+        return found
 
 
-def _shape(strategy: Strategy) -> tuple[int, int, int]:
-    """Of one sequence: tokens that are verified, draft steps, tokens that are drafted."""
+def _shape(strategy: Strategy) -> tuple[int, int, int, int, int]:
+    """One for the round and the sequence, then verified tokens, draft steps and drafted tokens of one sequence."""
     if not strategy.has_drafter:
-        return strategy.widest_pass, 0, 0
-    return strategy.widest_pass, strategy.depth, 1 + (strategy.depth - 1) * strategy.branching
+        return 1, 1, strategy.widest_pass, 0, 0
+    return 1, 1, strategy.widest_pass, strategy.depth, 1 + (strategy.depth - 1) * strategy.branching
 
 
 def batch_bucket(num_live: int) -> int:

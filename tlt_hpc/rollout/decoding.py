@@ -11,66 +11,30 @@ import logging
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from tlt_hpc.models.decoder import Decoder
-from tlt_hpc.rollout.drafts import DrafterFault, LearnedDrafts
+from tlt_hpc.rollout.drafts import LearnedDrafts, Proposal, join_proposals
 from tlt_hpc.rollout.guard import TieGuard
 from tlt_hpc.rollout.ngram_drafts import NgramDrafts, NoiseAt, noise_of
 from tlt_hpc.rollout.noise import NoiseWindow
 from tlt_hpc.rollout.responses import Response
+from tlt_hpc.rollout.rounds import PhaseSeconds, RoundPlan, RoundResult
 from tlt_hpc.rollout.sampling import choose_rows, token_log_probs
 from tlt_hpc.rollout.scheduler import Scheduler
-from tlt_hpc.rollout.stored_drafts import StoredDrafts
-from tlt_hpc.rollout.strategy import Strategy
+from tlt_hpc.rollout.strategy import OFF, Strategy
 from tlt_hpc.rollout.target_pass import AcceptedPath, TargetPass, along_path, by_node
-from tlt_hpc.rollout.tree import DraftTree, chain, chains, join, tree
+from tlt_hpc.rollout.tree import DraftTree, chains, tree
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass
-class PhaseSeconds:
-    """Where rounds spend their time; ``sample`` includes making the noise.
-
-    Rounds that run as graphs know drafts from the target's pass alone, and sampling is part of that.
-    """
-
-    draft: float = 0.0
-    verify: float = 0.0
-    sample: float = 0.0
-    other: float = 0.0
-
-
-@dataclass(frozen=True)
-class Emitted:
-    """What a round gave each sequence that had a row in it when it began.
-
-    One that has left its row since is given nothing: what it would have said it says again.
-    """
-
-    strategy: Strategy
-    responses: list[Response]
-    tokens: list[list[int]]
-    """New tokens, cut at an end token and at the cap."""
-    ended: list[bool]
-    """Whether the last of them is an end token."""
-    accepted: list[int]
-    """Drafts accepted before any cut, of each sequence that was still running."""
-    seconds: float
-    """By which the round made the rollout longer."""
-    tells: bool = True
-    """Whether its seconds and tokens tell of its strategy: the drafter gave numbers, and nothing was captured in it."""
-    is_hidden: bool = False
-    """Whether the host's work on it is hidden behind the device's."""
-
-
-@dataclass
 class HostRounds:
-    """The parts that a round needs, and its counters."""
+    """Rounds on a host: each has been read when it is launched."""
 
     decoder: Decoder
     scheduler: Scheduler
@@ -78,26 +42,22 @@ class HostRounds:
     guard: TieGuard
     learned: LearnedDrafts | None
     ngram: NgramDrafts
-    seconds: PhaseSeconds = field(default_factory=PhaseSeconds)
-    num_faults: int = 0
-    """Rounds in which the drafter gave no numbers."""
     drafter_is_sound: bool = True
 
     def __post_init__(self) -> None:
         layers = self.learned.drafter.feature_layers if self.learned else ()
         self.target = TargetPass(self.decoder, self.scheduler.rows, self.scheduler.cache, layers)
-        self.stored = StoredDrafts(self.scheduler)
-        self._done: deque[Emitted] = deque()
+        self._done: deque[RoundResult] = deque()
 
     # -- what a device adds -------------------------------------------------------------------------------------
 
     @property
     def is_guarded(self) -> bool:
-        """Whether near-ties count: what is generated ahead are drafts, which need not be exact."""
+        """True if near-ties count: texts that are generated ahead are drafts, which need not be exact."""
         return self.guard.active and not self.scheduler.rows.responses[0].is_ahead
 
     def overlaps(self, strategy: Strategy) -> bool:
-        """Whether the next round may be launched before this one is read."""
+        """True if a round of this strategy may be launched before the round before it is read."""
         return False
 
     def capture(self, is_simple: bool) -> None:
@@ -109,88 +69,99 @@ class HostRounds:
         return 0
 
     @property
-    def num_under_way(self) -> int:
+    def num_in_flight(self) -> int:
         """Rounds that were launched and have not been read."""
         return len(self._done)
 
     @property
-    def ahead(self) -> int:
+    def tokens_in_flight(self) -> int:
         """Tokens that a row may have got in rounds that have not been read."""
         return 0
 
-    def read(self) -> Emitted:
+    def read(self) -> RoundResult:
         """Wait for the oldest round under way, and append its tokens to the texts."""
         return self._done.popleft()
 
     # -- a round ------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def launch(self, strategy: Strategy, prepared: float = 0.0, follows: bool = False) -> None:
-        """Draft, verify, accept, commit.
-
-        ``prepared`` are the host's seconds for this round so far. ``follows``: nothing else was given to the device
-        since the round before.
-        """
-        rows, clock = self.scheduler.rows, _Clock()
-        responses = list(rows.responses)
-        noise = self.noise.at(rows.response_lengths, strategy.depth + 1)
-        self.seconds.sample += clock.lap()
-        drafts, cells, is_sound = self.propose(strategy, noise)
-        self.seconds.draft += clock.lap()
+    def launch(self, plan: RoundPlan) -> None:
+        """Draft, verify, accept, commit."""
+        rows, clock, phases = self.scheduler.rows, _Clock(), PhaseSeconds()
+        responses, num_guarded = list(rows.responses), self.guard.num_guarded
+        noise = self.noise.at(rows.response_lengths, plan.strategy.depth + 1)
+        phases.sample += clock.lap()
+        proposal, is_sound = self.propose(plan, noise)
+        drafts = proposal.drafts
+        phases.draft += clock.lap()
         features, logits = self.target.forward(drafts, self.scheduler.layout)
-        self.seconds.verify += clock.lap()
+        phases.verify += clock.lap()
         accepted = self._accept(drafts, logits, by_node(noise, drafts))
         self._commit(drafts, accepted, features, logits)
-        if cells is not None and self.learned is not None:
-            learn_chances(self.learned, drafts, cells, accepted.on_path)
-        self.seconds.sample += clock.lap()
-        emitted = append(responses, accepted)
-        self.seconds.other += clock.lap()
-        self._done.append(Emitted(strategy, responses, *emitted, prepared + clock.total, is_sound))
+        if self.learned is not None:
+            self.learned.learn(proposal, accepted.on_path)
+        phases.sample += clock.lap()
+        given = append(responses, accepted)
+        phases.other += clock.lap()
+        self._done.append(
+            RoundResult(
+                plan,
+                responses,
+                *given,
+                seconds=plan.prepared_seconds + clock.total,
+                phases=phases,
+                num_guarded=self.guard.num_guarded - num_guarded,
+                is_sound=is_sound,
+                is_measurement=is_sound,
+            )
+        )
 
     # -- draft --------------------------------------------------------------------------------------------------
 
-    def propose(self, strategy: Strategy, noise: Tensor) -> tuple[DraftTree, Tensor | None, bool]:
-        """Drafts of a round, the cells of their chances where they form trees, and whether the drafter is sound; where
-        it is not there are no drafts.
-        """
-        rows = self.scheduler.rows
-        try:
-            if strategy.source == "stored":
-                return *self._with_stored(strategy, noise), True
-            return *self._proposals(strategy, noise), True
-        except DrafterFault as fault:
-            self.report_fault(str(fault))
-            return chain(rows.last_tokens(), rows.tokens[: rows.num_live, :0]), None, False
+    def propose(self, plan: RoundPlan, noise: Tensor) -> tuple[Proposal, bool]:
+        """Drafts of a round, and whether the drafter is sound; where it is not there are no drafts."""
+        rest = plan.strategy.rest
+        found = self._proposal(plan.strategy, noise) if rest is None else self._with_stored(plan, rest, noise)
+        is_sound = self.check_sound(found.scores)
+        return (found if is_sound else self._proposal(OFF, noise)), is_sound
 
-    def report_fault(self, what: str) -> None:
-        """Count a round without numbers from the drafter, which rests from now on."""
-        self.num_faults += 1
+    def check_sound(self, scores: Tensor | None) -> bool:
+        """True unless a score is NaN; then the drafter rests from now on."""
+        if scores is None or not bool(torch.isnan(scores).any()):
+            return True
         if self.drafter_is_sound:
-            logger.warning("%s; it rests until a new one is loaded, the text is not affected", what)
+            logger.warning(
+                "the drafter's scores are not numbers; it rests until a new one is loaded, the text is not affected"
+            )
         self.drafter_is_sound = False
+        return False
 
-    def _proposals(self, strategy: Strategy, noise: Tensor) -> tuple[DraftTree, Tensor | None]:
+    def _proposal(self, strategy: Strategy, noise: Tensor) -> Proposal:
         """Drafts of the first rows, as many as ``noise`` [B, D, V] has."""
         rows, count = self.scheduler.rows, len(noise)
         if strategy.source == "off":
-            return chain(rows.last_tokens(count), rows.tokens[:count, :0]), None
+            return Proposal(DraftTree(rows.last_tokens(count).unsqueeze(1)))
         if strategy.source == "ngram":
             nodes = self.ngram_chains(strategy, noise_of(noise), count)
-            return chains(nodes, max(map(len, nodes)), noise.device), None
+            return Proposal(chains(nodes, max(map(len, nodes)), noise.device))
         assert self.learned is not None, f"strategy {strategy.name} without a drafter"
-        proposal = self.learned.propose(rows, self.scheduler.layout_of(count), noise, strategy)
-        return proposal.drafts, proposal.cells
+        return self.learned.propose(rows, self.scheduler.layout_of(count), noise, strategy)
 
-    def _with_stored(self, strategy: Strategy, noise: Tensor) -> tuple[DraftTree, Tensor | None]:
+    def _with_stored(self, plan: RoundPlan, rest: Strategy, noise: Tensor) -> Proposal:
         """Drafts of stored texts for the rows that have any, which are the last ones, and others for the rest."""
-        assert strategy.rest is not None
-        count, nodes, cells, others = self.stored.num_rest, self.stored.nodes(strategy.depth), None, None
-        if count:
-            others, cells = self._proposals(strategy.rest, noise[:count, : strategy.rest.depth + 1])
-        width = max(*map(len, nodes), others.num_nodes if others else 0)
-        drafts = join(others, nodes, width, noise.device)
-        return drafts if drafts.parents is None else tree(drafts.tokens, drafts.parents, width - 1), cells
+        count, nodes = self.stored_nodes(plan)
+        others = self._proposal(rest, noise[:count, : rest.depth + 1]) if count else None
+        width = max(*map(len, nodes), others.drafts.num_nodes if others else 0)
+        found = join_proposals(others, nodes, width, noise.device)
+        if found.drafts.parents is None:
+            return found
+        return replace(found, drafts=tree(found.drafts.tokens, found.drafts.parents, width - 1))
+
+    def stored_nodes(self, plan: RoundPlan) -> tuple[int, list[list[int]]]:
+        """The number of rows without drafts from stored texts, and last token and drafts of each row after them."""
+        responses, num_rest = self.scheduler.rows.responses, self.scheduler.rows.num_live - len(plan.stored)
+        with_text = [(one, one.stored) for one in responses[num_rest:] if one.stored is not None]
+        return num_rest, [[one.text[-1], *stored.drafts(plan.strategy.depth)] for one, stored in with_text]
 
     def ngram_chains(self, strategy: Strategy, noise: NoiseAt, count: int) -> list[list[int]]:
         """The last token of each of the first rows, and the drafts after it."""
@@ -205,14 +176,10 @@ class HostRounds:
         rows = self.scheduler.rows
         responses = rows.responses
         rules = [response.rule for response in responses]
-        unended = _before_min_tokens(responses, drafts)
+        any_short = any(response.num_response < response.params.min_tokens for response in responses)
+        is_short = self.target.is_short(drafts) if any_short else None
+        scored = logits if is_short is None else self.target.without_ends(logits, is_short)
         tolerated = self.guard.logit_tolerance
-        scored = logits
-        if unended is not None:
-            is_end = torch.zeros(logits.shape[2], dtype=torch.bool, device=logits.device).index_fill_(
-                0, rows.ends, True
-            )
-            scored = logits.masked_fill(unended.unsqueeze(2) & is_end, -torch.inf)
         choice = choose_rows(scored, noise, rules, self.guard.tolerance)
         chosen, doubtful = choice.token, choice.doubtful
         decided = torch.zeros_like(doubtful)
@@ -231,7 +198,7 @@ class HostRounds:
                 prefix = torch.cat(
                     [rows.tokens[row, : rows.lengths[row]], drafts.tokens[row, accepted.path[row, 1 : column + 1]]]
                 )
-                banned = rows.ends if unended is not None and bool(unended[row, node]) else None
+                banned = rows.ends if is_short is not None and bool(is_short[row, node]) else None
                 chosen[row, node] = self.guard.decide(prefix, noise[row, node], logits[row, node], rules[row], banned)
                 decided[row, node] = True
             if self.guard.logit_tolerance > tolerated:
@@ -249,22 +216,12 @@ class HostRounds:
         rows.log_probs[torch.arange(len(columns)).unsqueeze(1), columns.cpu()] = log_probs.cpu()
 
 
-def _before_min_tokens(responses: list[Response], drafts: DraftTree) -> Tensor | None:
-    """Nodes [B, N] at which the response would still be below its least length; None if there are none."""
-    left = [response.params.min_tokens - response.num_response for response in responses]
-    if max(left) <= 0:
-        return None
-    device = drafts.tokens.device
-    depths = torch.arange(drafts.num_nodes, device=device) if drafts.depths is None else drafts.depths
-    return depths < torch.tensor(left, device=device).unsqueeze(1)
-
-
-def append(responses: Sequence[Response], accepted: AcceptedPath) -> tuple[list[list[int]], list[bool], list[int]]:
-    """Append the emitted tokens to the texts; returns tokens, whether an end token came, and drafts accepted."""
-    tokens = [row[:count] for row, count in zip(accepted.chosen.tolist(), accepted.counts.tolist(), strict=True)]
-    for response, more in zip(responses, tokens, strict=True):
-        response.text.extend(more)
-    return tokens, accepted.ended.tolist(), [int(count) - 1 for count in accepted.on_path.sum(1).tolist()]
+def append(responses: Sequence[Response], accepted: AcceptedPath) -> tuple[list[int], list[bool], list[int]]:
+    """Append the emitted tokens to the texts; returns how many, whether an end token came, and drafts accepted."""
+    counts: list[int] = accepted.counts.tolist()
+    for response, row, count in zip(responses, accepted.chosen.tolist(), counts, strict=True):
+        response.text.extend(row[:count])
+    return counts, accepted.ended.tolist(), [int(count) - 1 for count in accepted.on_path.sum(1).tolist()]
 
 
 class _Clock:
@@ -279,20 +236,3 @@ class _Clock:
         now = time.perf_counter()
         passed, self._last = now - self._last, now
         return passed
-
-
-def learn_chances(
-    learned: LearnedDrafts, drafts: DraftTree, cells: Tensor, on_path: Tensor, is_sound: Tensor | None = None
-) -> None:
-    """Tell the drafter's table which of its nodes were on the path, of those whose parents were.
-
-    ``cells`` [A, n] are those of the first rows' first nodes; ``is_sound`` [A]: rows that tell something; None: all.
-    """
-    if drafts.parents is None:
-        return
-    count, n = cells.shape
-    on_path = on_path[:count, :n]
-    if is_sound is not None:
-        on_path = on_path & is_sound.unsqueeze(1)
-    visited = on_path.gather(1, drafts.parents[:count, :n])[:, 1:]
-    learned.chances.observe(cells[:, 1:], visited, on_path[:, 1:])

@@ -80,13 +80,13 @@ class _PassAttend(FusedAttend):
     """Attention of one pass."""
 
     keys: Tensor
-    """Of all layers [layers, num_pages + 1, S, g, d], as are the values."""
+    """Pages of all layers [layers, num_pages + 1, S, g, d], as ``values``."""
     values: Tensor
     write: Tensor
     """Slots [T] that the pass writes: a row's repeated position twice, what belongs nowhere to the page beyond."""
     reading: Blocks
     windows: tuple[int, ...]
-    """Of each layer, as in ``PagedCache``."""
+    """Window of each layer, as in ``PagedCache``."""
     only_layer: int | None
 
     def __call__(self, layer: int, query: Tensor, key_value: Tensor) -> Tensor:
@@ -117,7 +117,7 @@ class Blocks:
 
     num_rows: int
     num_queries: int
-    """Of a row; its blocks may hold more, which see what they like and are dropped."""
+    """Queries of a row; its blocks may hold more, which are dropped."""
     table: Tensor
     """Pages [blocks, M] int32."""
     committed: Tensor
@@ -125,7 +125,7 @@ class Blocks:
     seen: Tensor
     """[blocks, N] int32: how many slots from ``committed`` on a query sees, or of its path."""
     paths: Tensor | None = None
-    """Of trees, [blocks, N, W] int32: each query's ancestors and itself, in slots after ``committed``."""
+    """In trees each query's ancestors and itself [blocks, N, W] int32, in slots after ``committed``."""
 
     def read(self, query: Tensor, keys: Tensor, values: Tensor, window: int) -> Tensor:
         """query [T, h, d] over one layer's keys and values [num_pages + 1, S, g, d] -> [T, h * d].

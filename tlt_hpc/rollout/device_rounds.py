@@ -1,6 +1,6 @@
 """Rounds on a device without a wait: queued as graphs, and read while the next one runs.
 
-What the host learns a round late is what a row said and that it has ended: the round launched meanwhile gave such a row
+The host learns a round late which tokens a row got and that it has ended: the round launched meanwhile gave such a row
 tokens that are discarded. Near-ties and n-grams need the texts: with them a round is read before the next one starts.
 On a CPU the same functions run eagerly, for tests.
 Shapes: as in ``graph_round``.
@@ -17,15 +17,17 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from tlt_hpc.rollout.decoding import Emitted, HostRounds, append, learn_chances
-from tlt_hpc.rollout.graph_round import NUM_TOLD, GraphRound
+from tlt_hpc.rollout.decoding import HostRounds, append
+from tlt_hpc.rollout.drafts import Proposal, join_proposals
+from tlt_hpc.rollout.graph_round import NUM_FIGURES, GraphRound
 from tlt_hpc.rollout.ngram_drafts import NoiseAt
 from tlt_hpc.rollout.noise import gumbel_number, noise_key
 from tlt_hpc.rollout.responses import Response
+from tlt_hpc.rollout.rounds import PhaseSeconds, RoundPlan, RoundResult
 from tlt_hpc.rollout.strategy import OFF, Strategy
 from tlt_hpc.rollout.target_pass import by_node
 from tlt_hpc.rollout.transfer import PendingHostCopy, upload
-from tlt_hpc.rollout.tree import DraftTree, chains, join, tree
+from tlt_hpc.rollout.tree import DraftTree, chains, tree
 
 
 @dataclass
@@ -42,7 +44,7 @@ class DeviceRounds(HostRounds):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._graphs = GraphRound(self.target, self.noise, self.learned, self.strategies)
-        self._ahead: deque[_Round] = deque()
+        self._in_flight: deque[_Round] = deque()
 
     def capture(self, is_simple: bool) -> None:
         self._graphs.capture(is_simple)
@@ -52,12 +54,12 @@ class DeviceRounds(HostRounds):
         return self._graphs.num_bytes
 
     @property
-    def num_under_way(self) -> int:
-        return len(self._ahead) + super().num_under_way
+    def num_in_flight(self) -> int:
+        return len(self._in_flight) + super().num_in_flight
 
     @property
-    def ahead(self) -> int:
-        return sum(started.strategy.reach + 1 for started in self._ahead)
+    def tokens_in_flight(self) -> int:
+        return sum(started.plan.strategy.reach + 1 for started in self._in_flight)
 
     # -- which rounds -------------------------------------------------------------------------------------------
 
@@ -66,78 +68,75 @@ class DeviceRounds(HostRounds):
         return not (self.is_guarded or needs_texts)
 
     def _is_simple(self) -> bool:
-        """Whether nothing but temperature and noise chooses; with rounds under way perhaps already where it says no."""
+        """True if nothing but temperature and noise chooses; with rounds under way it may be true a round later."""
         return all(len(response.text) >= response.simple_from for response in self.scheduler.rows.responses)
 
     # -- a round ------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def launch(self, strategy: Strategy, prepared: float = 0.0, follows: bool = False) -> None:
+    def launch(self, plan: RoundPlan) -> None:
         """Draft, verify, accept, commit, all of it queued on the device."""
         is_simple = self._is_simple()
         if self.is_guarded and not is_simple:
-            assert not self._ahead, "a round on the host needs the texts"
-            super().launch(strategy, prepared, follows)
+            assert not self._in_flight, "a round on the host needs the texts"
+            super().launch(plan)
             return
         rows = self.scheduler.rows
-        since = self._ahead[-1].watch if follows and self._ahead else None
+        since = self._in_flight[-1].watch if plan.is_next and self._in_flight else None
         self._graphs.tolerance.fill_(self.guard.logit_tolerance if self.is_guarded else 0.0)
         num_captured = len(self._graphs)
         watch = _Stopwatch(self.decoder.device)
-        drafts, cells, scores = self._drafts(strategy)
+        padded = self._drafts(plan)
         watch.mark()
         before = rows.lengths.clone() if self.is_guarded else None
-        told, log_probs, on_path = self._graphs.verify(drafts, is_simple)
-        live = slice(rows.num_live)
-        brought = (
-            PendingHostCopy(told[live]),
+        outcome, log_probs, on_path = self._graphs.verify(padded.drafts, is_simple)
+        live, proposal = slice(rows.num_live), padded.first(rows.num_live)
+        host_copies = (
+            PendingHostCopy(outcome[live]),
             PendingHostCopy(log_probs[live]),
-            None if scores is None else PendingHostCopy(scores[live]),
+            None if proposal.scores is None else PendingHostCopy(proposal.scores),
         )
-        drafts = _rows_of(drafts, live)
-        if cells is not None and scores is not None and self.learned is not None:
-            learn_chances(self.learned, drafts, cells[live], on_path[live], ~torch.isnan(scores[live]))
+        if self.learned is not None:
+            self.learned.learn(proposal, on_path[live])
         watch.mark()
-        self._ahead.append(
+        self._in_flight.append(
             _Round(
-                strategy=strategy,
+                plan=plan,
                 responses=list(rows.responses),
-                drafts=drafts,
+                drafts=proposal.drafts,
                 before=before,
-                brought=brought,
+                host_copies=host_copies,
                 watch=watch,
                 since=since,
-                prepared=prepared,
                 has_captured=len(self._graphs) > num_captured,
             )
         )
 
-    def _drafts(self, strategy: Strategy) -> tuple[DraftTree, Tensor | None, Tensor | None]:
-        """The bucket's drafts; of a drafter's, the cells of their chances, and scores [B] that are NaN if it failed."""
-        rows = self.scheduler.rows
+    def _drafts(self, plan: RoundPlan) -> Proposal:
+        """The drafts of a bucket."""
+        rows, strategy = self.scheduler.rows, plan.strategy
         if strategy.rest is None:
             return self._drafts_of_first(strategy, rows.num_live)
-        num_rest, nodes = self.stored.num_rest, self.stored.nodes(strategy.depth)
+        num_rest, nodes = self.stored_nodes(plan)
         nodes += nodes[:1] * (self._graphs.bucket(rows.num_live) - rows.num_live)
-        others, cells, scores = self._drafts_of_first(strategy.rest, num_rest) if num_rest else (None, None, None)
-        first = slice(num_rest)
-        drafts = join(others and _rows_of(others, first), nodes, strategy.widest_pass, self.decoder.device)
-        return drafts, None if cells is None else cells[first], None if scores is None else scores[first]
+        others = self._drafts_of_first(strategy.rest, num_rest).first(num_rest) if num_rest else None
+        return join_proposals(others, nodes, strategy.widest_pass, self.decoder.device)
 
-    def _drafts_of_first(self, strategy: Strategy, num_live: int) -> tuple[DraftTree, Tensor | None, Tensor | None]:
+    def _drafts_of_first(self, strategy: Strategy, num_live: int) -> Proposal:
+        """The drafts of the bucket of the first ``num_live`` rows."""
         rows, count = self.scheduler.rows, self._graphs.bucket(num_live)
         if strategy == OFF:
-            return DraftTree(rows.last_tokens(count).unsqueeze(1)), None, None
+            return Proposal(DraftTree(rows.last_tokens(count).unsqueeze(1)))
         if strategy.source == "ngram":
             nodes = self.ngram_chains(strategy, _noise_on_host(rows.responses), num_live)
             nodes += nodes[:1] * (count - len(nodes))
-            return chains(nodes, strategy.widest_pass, self.decoder.device), None, None
+            return Proposal(chains(nodes, strategy.widest_pass, self.decoder.device))
         self._read_backlog(num_live)
         assert self.learned is not None
         others = self.learned.known[num_live:count].clone()
         found = self._graphs.draft(count, strategy)
         self.learned.known[num_live:count] = others  # of rows with stored texts it has not read all
-        return found.drafts, found.cells, found.scores
+        return found
 
     def _read_backlog(self, count: int) -> None:
         """Let the drafter read what its graph has no room for, of the first ``count`` rows.
@@ -147,76 +146,74 @@ class DeviceRounds(HostRounds):
         """
         assert self.learned is not None
         rows, responses = self.scheduler.rows, self.scheduler.rows.responses[:count]
-        ahead = self.ahead
-        unread = [len(response.text) + ahead - 1 - response.num_read for response in responses]
+        in_flight = self.tokens_in_flight
+        unread = [len(response.text) + in_flight - 1 - response.num_read for response in responses]
         late = [row for row, number in enumerate(unread) if number > self._graphs.read_width]
         if late:
             which = slice(count) if len(late) == count else upload(late, self.decoder.device)
             self.learned.read(rows, which, None, max(unread))
-        for response in responses:  # at least; what is ahead is told when it is read
+        for response in responses:  # at least; what is in flight is known when it is read
             response.num_read = len(response.text) - 1
 
     # -- read ---------------------------------------------------------------------------------------------------
 
-    def read(self) -> Emitted:
-        if not self._ahead:
+    def read(self) -> RoundResult:
+        if not self._in_flight:
             return super().read()
-        started = self._ahead.popleft()
-        seconds = started.watch.wait()
-        self.seconds.draft += seconds[0]
-        self.seconds.verify += seconds[1]
-        told, log_probs, scores = (None if copy is None else copy.wait() for copy in started.brought)
-        assert told is not None and log_probs is not None
-        is_sound = scores is None or not bool(torch.isnan(scores).any())
-        if not is_sound:
-            self.report_fault("the drafter's scores are not numbers")
+        started, num_guarded = self._in_flight.popleft(), self.guard.num_guarded
+        phases = PhaseSeconds(*started.watch.wait())
+        outcome, log_probs, scores = (None if copy is None else copy.wait() for copy in started.host_copies)
+        assert outcome is not None and log_probs is not None
+        is_sound = self.check_sound(scores)
         start = time.perf_counter()
-        if started.before is not None and bool((told[:, -1] >= 2).any()):
-            tokens, ended, accepted = self._decide_again(started)
+        if started.before is not None and bool((outcome[:, -1] >= 2).any()):
+            given = self._decide_again(started)
         else:
-            tokens, ended, accepted = self._take(started.responses, told.tolist(), log_probs)
-        for later in self._ahead:
-            if later.strategy.has_drafter:  # it began where this one ended; none of these has a stored text
+            given = self._take(started.responses, outcome.tolist(), log_probs)
+        for later in self._in_flight:
+            if later.plan.strategy.has_drafter:  # it began where this one ended; none of these has a stored text
                 for response in later.responses:
                     response.num_read = len(response.text) - 1
-        return Emitted(
-            started.strategy,
+        return RoundResult(
+            started.plan,
             started.responses,
-            tokens,
-            ended,
-            accepted,
+            *given,
             seconds=started.seconds + (0.0 if started.since else time.perf_counter() - start),
-            tells=is_sound and not started.has_captured,
-            is_hidden=started.since is not None,
+            phases=phases,
+            num_guarded=self.guard.num_guarded - num_guarded,
+            is_sound=is_sound,
+            is_measurement=is_sound and not started.has_captured,
+            overlapped=started.since is not None,
         )
 
     def _take(
-        self, responses: Sequence[Response], told: list[list[int]], log_probs: Tensor
-    ) -> tuple[list[list[int]], list[bool], list[int]]:
-        tokens, ended, accepted, kept = list[list[int]](), list[bool](), list[int](), list[tuple[int, int, int, int]]()
-        for i, (response, row) in enumerate(zip(responses, told, strict=True)):
-            count, num_accepted, flags = row[-NUM_TOLD:]
+        self, responses: Sequence[Response], outcome: list[list[int]], log_probs: Tensor
+    ) -> tuple[list[int], list[bool], list[int]]:
+        """As ``append``, of rows of ``GraphRound.verify``'s first output, with their log-probs [B, m]."""
+        counts, ended, accepted, kept = list[int](), list[bool](), list[int](), list[tuple[int, int, int, int]]()
+        for i, (response, row) in enumerate(zip(responses, outcome, strict=True)):
+            count, num_accepted, flags = row[-NUM_FIGURES:]
             # one that was preempted since waits at least until this round has been read
             here = response.row >= 0 and count > 0
-            tokens.append(row[:count] if here else [])
+            counts.append(count if here else 0)
             ended.append(here and bool(flags & 1))
             if here:
                 kept.append((i, response.row, len(response.text), count))
-                response.text += tokens[-1]
+                response.text += row[:count]
                 accepted.append(num_accepted)
         self.scheduler.rows.keep_log_probs(log_probs, kept)
-        return tokens, ended, accepted
+        return counts, ended, accepted
 
     @torch.inference_mode()
-    def _decide_again(self, started: _Round) -> tuple[list[list[int]], list[bool], list[int]]:
+    def _decide_again(self, started: _Round) -> tuple[list[int], list[bool], list[int]]:
         """A near-tie was reached: undo the commitment and accept the same drafts as on the host, by the guard."""
-        assert started.before is not None and not self._ahead
+        assert started.before is not None and not self._in_flight
         rows = self.scheduler.rows
         rows.lengths.copy_(started.before)
         drafts = started.drafts
         if drafts.parents is not None:
             drafts = tree(drafts.tokens, drafts.parents, drafts.num_nodes - 1)
-        noise = self.noise.at(rows.response_lengths, started.strategy.depth + 1)
+        noise = self.noise.at(rows.response_lengths, started.plan.strategy.depth + 1)
         features, logits = self.target.forward(drafts, None)
         accepted = self._accept(drafts, logits, by_node(noise, drafts))
         self._commit(drafts, accepted, features, logits)
@@ -225,19 +222,18 @@ class DeviceRounds(HostRounds):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class _Round:
-    """A launched round: what it was given, and where it tells the host what came of it."""
+    """A launched round: its plan and drafts, and the copies of its outcome on their way to the host."""
 
-    strategy: Strategy
+    plan: RoundPlan
     responses: list[Response]
     drafts: DraftTree
     before: Tensor | None
     """Lengths before it, kept for the tie guard."""
-    brought: tuple[PendingHostCopy, PendingHostCopy, PendingHostCopy | None]
-    """What ``GraphRound.verify`` tells, log-probs, and the drafter's scores."""
+    host_copies: tuple[PendingHostCopy, PendingHostCopy, PendingHostCopy | None]
+    """The outcome and log-probs of ``GraphRound.verify``, and the drafter's scores."""
     watch: _Stopwatch
     since: _Stopwatch | None
-    """Of the round before, if the device had nothing else to do between them."""
-    prepared: float
+    """Stopwatch of the round before, if the device had nothing else to do between them."""
     has_captured: bool
 
     @property
@@ -245,7 +241,7 @@ class _Round:
         """From the end of the round before to its own; else its own, and the host's before it."""
         if self.since is not None:
             return self.watch.since(self.since)
-        return sum(self.watch.wait()) + self.prepared
+        return sum(self.watch.wait()) + self.plan.prepared_seconds
 
 
 class _Stopwatch:
@@ -283,7 +279,3 @@ def _noise_on_host(responses: Sequence[Response]) -> NoiseAt:
     words = [noise_key(response.request.key) for response in responses]
     first = [response.num_response for response in responses]
     return lambda row, d, token: gumbel_number(words[row], first[row] + d, token)
-
-
-def _rows_of(drafts: DraftTree, rows: slice) -> DraftTree:
-    return DraftTree(drafts.tokens[rows], None if drafts.parents is None else drafts.parents[rows])

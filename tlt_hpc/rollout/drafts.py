@@ -8,7 +8,7 @@ Shapes: ``B`` rows, ``F`` nodes that grow, ``K`` branching, ``D`` depth, ``H`` h
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +24,7 @@ from tlt_hpc.rollout.rows import LiveRows
 from tlt_hpc.rollout.sampling import top_scores
 from tlt_hpc.rollout.strategy import MAX_BRANCHES, MAX_DEPTH, Strategy
 from tlt_hpc.rollout.transfer import put, upload
-from tlt_hpc.rollout.tree import DraftTree, chain, tree
+from tlt_hpc.rollout.tree import DraftTree, chain, join, tree
 
 _CATCH_UP_WIDTH = 256
 """Positions of a row in one catch-up pass: a drafter that was not used for a long response has much to read."""
@@ -40,12 +40,8 @@ _KEPT = 0.999
 """Share of the counts that a further round keeps: the drafter and the policy change."""
 
 
-class DrafterFault(ArithmeticError):  # noqa: N818 (a fault of the drafter, not of the engine)
-    """The drafter's scores are NaN; the round continues without drafts."""
-
-
 class ChanceTable:
-    """How likely a drafted node is the target's choice, given that its parent is on the path.
+    """Chance that a drafted node is the target's choice, given that its parent is on the path.
 
     Counts visits and hits in cells (rank, margin): the margin is a candidate's distance to its best rival. The product
     of chances along a branch decides the order in which a tree grows.
@@ -89,11 +85,29 @@ Pick = Callable[[int, Tensor, int], tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class Proposal:
-    """Drafts, where they form trees the cells of their chances, and scores [B, ...] in which any NaN would show."""
+    """Drafts of a round, or of its first rows."""
 
     drafts: DraftTree
-    cells: Tensor | None
-    scores: Tensor
+    scores: Tensor | None = None
+    """Numbers [B] of the learned drafter's scores, in which any NaN shows; None: it did not take part."""
+    cells: Tensor | None = None
+    """Cells [B, N] of the drafts' chances, where they form trees."""
+
+    def first(self, count: int) -> Proposal:
+        """Drafts of the first rows, without what follows from ``parents``."""
+        drafts = self.drafts
+        return Proposal(
+            DraftTree(drafts.tokens[:count], None if drafts.parents is None else drafts.parents[:count]),
+            None if self.scores is None else self.scores[:count],
+            None if self.cells is None else self.cells[:count],
+        )
+
+
+def join_proposals(first: Proposal | None, rows: Sequence[Sequence[int]], width: int, device: torch.device) -> Proposal:
+    """Drafts of the first rows, if any, and the chains ``rows`` of those after them, as ``tree.join``."""
+    if first is None:
+        return Proposal(join(None, rows, width, device))
+    return replace(first, drafts=join(first.drafts, rows, width, device))
 
 
 class LearnedDrafts:
@@ -127,9 +141,6 @@ class LearnedDrafts:
         put(self.known, row, 0)
         response.num_read = 0
 
-    def move_row(self, source: int, target: int) -> None:
-        self.known[target] = self.known[source]
-
     def forget(self, responses: Sequence[Response]) -> None:
         """The drafter changed: what its layer of the cache holds is another's."""
         self.known.zero_()
@@ -142,9 +153,6 @@ class LearnedDrafts:
 
         ``noise`` [B, D.., V] starts at the position of the first draft. Catches up with all positions that the drafter
         has not seen, however long it was not asked.
-
-        Raises:
-            DrafterFault: a score is NaN.
         """
         noise = noise[..., : self._num_tokens] if self._vocabulary is None else noise[..., self._vocabulary]
         temperatures = rows.temperatures[: len(noise)]
@@ -153,10 +161,19 @@ class LearnedDrafts:
         def pick(d: int, logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
             return top_scores(perturbed(logits, noise[:, d : d + 1], temperatures, strategy.sharpness), count)
 
-        proposal = self.draft(rows, layout, pick, strategy, feature)
-        if bool(torch.isnan(proposal.scores).any()):
-            raise DrafterFault("the drafter's scores are not numbers")
-        return proposal
+        return self.draft(rows, layout, pick, strategy, feature)
+
+    def learn(self, proposal: Proposal, on_path: Tensor) -> None:
+        """Count which nodes of the proposal's trees were on the path [B, N], of those whose parents were.
+
+        Rows whose scores are NaN tell nothing.
+        """
+        if proposal.cells is None or proposal.scores is None or proposal.drafts.parents is None:
+            return
+        count, n = proposal.cells.shape
+        on_path = on_path[:count, :n] & ~torch.isnan(proposal.scores).unsqueeze(1)
+        visited = on_path.gather(1, proposal.drafts.parents[:count, :n])[:, 1:]
+        self.chances.observe(proposal.cells[:, 1:], visited, on_path[:, 1:])
 
     def catch_up(self, rows: LiveRows, count: int, layout: Layout | None) -> Tensor:
         """Read whatever the drafter has not of the first ``count`` rows; returns its own feature [B, H] at each one's
@@ -209,7 +226,7 @@ class LearnedDrafts:
         return self._pass(tokens, states, at, attend)
 
     def picker(self, words: Tensor, positions: Tensor, temperatures: Tensor, sharpness: float) -> Pick:
-        """How ``draft`` picks on a device: words [B, 4], response positions [B] of the first draft, temperatures."""
+        """The ``Pick`` of a device: words [B, 4], response positions [B] of the first draft, temperatures [B]."""
         columns = self._num_tokens if self._vocabulary is None else self._vocabulary
 
         def pick(d: int, logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -266,7 +283,7 @@ class LearnedDrafts:
             drafts.append(self._ids(indices.flatten(1)))
             if d + 1 < strategy.depth:
                 feature = self._pass(drafts[-1], feature, at[:, d : d + 1], attends[d])
-        return Proposal(chain(rows.last_tokens(count), torch.cat(drafts, 1)), None, torch.cat(best, 1))
+        return Proposal(chain(rows.last_tokens(count), torch.cat(drafts, 1)), torch.cat(best, 1).sum(1))
 
     def _tree(self, rows: LiveRows, layout: Layout | None, pick: Pick, strategy: Strategy, feature: Tensor) -> Proposal:
         """Grow level by level, each time the likeliest nodes of a level; keep the likeliest nodes of all."""
@@ -307,7 +324,7 @@ class LearnedDrafts:
                 feature = self._pass(tokens[-1].gather(1, grown), before, position, attend)
             num_candidates += each.shape[1]
         drafts, kept = _likeliest(strategy, *(torch.cat(part, 1) for part in (tokens, parents, chances, cells)))
-        return Proposal(drafts, kept, torch.cat(best, 1))
+        return Proposal(drafts, torch.cat(best, 1).sum(1), kept)
 
 
 def _likeliest(

@@ -32,8 +32,8 @@ logger = logging.getLogger(__name__)
 _BUCKETS = (1, 2, 4, 8)
 _BUCKET_STEP = 16
 _SORTED_ROWS = 32
-NUM_TOLD = 3
-"""Numbers that the host is told of a row beside its tokens: their count, drafts accepted, end or near-tie."""
+NUM_FIGURES = 3
+"""Numbers of a row's outcome beside its tokens: their count, drafts accepted, end or near-tie."""
 
 
 def batch_buckets(most: int) -> list[int]:
@@ -44,7 +44,7 @@ def batch_buckets(most: int) -> list[int]:
 
 @dataclass(frozen=True)
 class _Form:
-    """What a graph of the target depends on beside the batch."""
+    """Properties, beside the batch, that a graph of the target depends on."""
 
     width: int
     is_tree: bool
@@ -85,7 +85,7 @@ class GraphRound:
         start, vocab_size = time.perf_counter(), self._target.decoder.shape.vocab_size
         for count in reversed(self._buckets):
             for strategy in sorted(self._strategies, key=lambda one: -one.widest_pass):
-                if count > self.bucket(min(self._rows.capacity, strategy.most_rows(vocab_size))):
+                if count > self.bucket(min(self._rows.capacity, strategy.max_rows(vocab_size))):
                     continue  # the engine does not choose it for so many
                 if strategy.has_drafter:
                     self.draft(count, strategy)
@@ -121,9 +121,7 @@ class GraphRound:
         out = self._graphs.run(key, lambda: self._draft(count, strategy), (), (learned.known,))
         # the target's graph may use the memory of these outputs
         tokens, scores, *more = (x.clone() for x in out)
-        if not more:
-            return Proposal(DraftTree(tokens), None, scores)
-        return Proposal(DraftTree(tokens, more[0]), more[1], scores)
+        return Proposal(DraftTree(tokens, more[0]), scores, more[1]) if more else Proposal(DraftTree(tokens), scores)
 
     def _draft(self, count: int, strategy: Strategy) -> tuple[Tensor, ...]:
         """Tokens [B, N], scores [B], and of trees parents and cells [B, N]."""
@@ -133,10 +131,10 @@ class GraphRound:
         first = rows.lengths[:count] - rows.starts[:count]
         pick = learned.picker(self._noise.words[:count], first, rows.temperatures[:count], strategy.sharpness)
         found = learned.draft(rows, None, pick, strategy, feature)
-        scores = found.scores.sum(1)
+        assert found.scores is not None
         if found.drafts.parents is None or found.cells is None:
-            return found.drafts.tokens, scores
-        return found.drafts.tokens, scores, found.drafts.parents, found.cells
+            return found.drafts.tokens, found.scores
+        return found.drafts.tokens, found.scores, found.drafts.parents, found.cells
 
     # -- the target ---------------------------------------------------------------------------------------------
 
@@ -145,16 +143,16 @@ class GraphRound:
 
         ``is_simple``: no row's rule truncates, and none is below its least length.
 
-        Returns what the host is told [B, m + NUM_TOLD] (choices along the longest path, how many of them count,
-        drafts accepted, and 1 for an end token, 2 for a near-tie among them, 3 for both), log-probs along the path
-        [B, m] and which nodes are on it [B, N]; they hold until the next graph runs.
+        Returns the outcome [B, m + NUM_FIGURES] (choices along the longest path, how many of them count, drafts
+        accepted, and 1 for an end token, 2 for a near-tie among them, 3 for both), log-probs along the path [B, m] and
+        which nodes are on it [B, N]; they hold until the next graph runs.
         """
         count, width = drafts.tokens.shape
         inputs = (drafts.tokens,) if drafts.parents is None else (drafts.tokens, drafts.parents)
         form = _Form(width, drafts.parents is not None, is_simple)
         run = partial(self._verify, is_simple=is_simple)
-        told, log_probs, on_path = self._graphs.run(("verify", count, form), run, inputs, (self._rows.lengths,))
-        return told, log_probs, on_path
+        outcome, log_probs, on_path = self._graphs.run(("verify", count, form), run, inputs, (self._rows.lengths,))
+        return outcome, log_probs, on_path
 
     def _verify(
         self, tokens: Tensor, parents: Tensor | None = None, *, is_simple: bool
@@ -170,16 +168,13 @@ class GraphRound:
         reached = torch.arange(near.shape[1], device=tokens.device) < accepted.counts.unsqueeze(1)
         self._target.commit(drafts, accepted, features)
         flags = accepted.ended.long() + 2 * (near & reached).any(1).long()
-        told = torch.stack((accepted.counts, accepted.on_path.sum(1) - 1, flags), 1)
-        return torch.cat([accepted.chosen, told], 1), log_probs, accepted.on_path
+        figures = torch.stack((accepted.counts, accepted.on_path.sum(1) - 1, flags), 1)
+        return torch.cat([accepted.chosen, figures], 1), log_probs, accepted.on_path
 
     def _allowed(self, drafts: DraftTree, logits: Tensor) -> Tensor:
         """Logits [B, N, V] with -inf where a row's rule, or its least length, does not let it choose."""
         rows, (count, n) = self._rows, drafts.tokens.shape
-        depths = torch.arange(n, device=logits.device) if drafts.depths is None else drafts.depths
-        is_short = rows.lengths[:count].unsqueeze(1) + depths < rows.least[:count].unsqueeze(1)
-        is_end = torch.zeros(logits.shape[2], dtype=torch.bool, device=logits.device).index_fill_(0, rows.ends, True)
-        allowed = logits.masked_fill(is_short.unsqueeze(2) & is_end, -torch.inf)
+        allowed = self._target.without_ends(logits, self._target.is_short(drafts))
         scaled = allowed[..., : self._noise.vocab_size].flatten(0, 1) / self._divisors(count, n).unsqueeze(1)
         rules = [rule[:count].repeat_interleave(n) for rule in (rows.top_k, rows.top_p, rows.min_p)]
         # sorting takes much memory: some rows at a time
@@ -209,7 +204,7 @@ class GraphRound:
         return token_log_probs(logits.flatten(0, 1), choice.token, self._divisors(*logits.shape[:2]).unsqueeze(1))
 
     def _near_ties(self, choice: GumbelChoice, count: int, n: int) -> Tensor:
-        """Which choices [B * N] the tie guard must decide."""
+        """Choices [B * N] that the tie guard must decide, as a mask."""
         zone = doubt(self.tolerance, self._rows.temperatures[:count]).unsqueeze(1).expand(-1, n).flatten()
         return choice.best - choice.second < zone
 

@@ -22,7 +22,7 @@ from tlt_hpc.rollout.sampling import SamplingRule, choose
 logger = logging.getLogger(__name__)
 
 SAFETY = 8.0
-"""How far the tolerance stands above the probe's largest logit error e.
+"""Factor of the tolerance over the largest logit error e that was measured.
 
 Were e a bound, 2 would do, since a gap between two scores is off by 2 e at most; but later texts exceed a probe of
 four. Measured (commit 62a01a8): no gap of 2,460 tokens of SmolLM2 was off by more than 0.7 e,
@@ -31,7 +31,7 @@ after a middling probe and 11 e after the lowest of 400, where one wrong token i
 """
 NUM_PROBED = 4
 """Texts whose errors count in the tolerance."""
-_LEAST_ERROR = 1e-6
+_MIN_ERROR = 1e-6
 _SCORE_ROUNDING = 2.0**-17
 """A gap of float32 scores below 64 is off by this at most even for exact logits: two roundings of either score."""
 _PIECE = 128
@@ -48,7 +48,7 @@ class TieGuard:
     """Decides doubtful tokens canonically, and watches that its tolerance stays wide enough."""
 
     def __init__(self, decoder: Decoder, active: bool, attention: AttentionKind = "auto") -> None:
-        self.active = active
+        self._is_wanted = self.active = active
         self.logit_tolerance = 0.0
         """Width of the zone of doubt in logits; over the temperature it is one in perturbed scores."""
         self.num_guarded = 0
@@ -56,6 +56,10 @@ class TieGuard:
         self._decoder, self._attention = decoder, attention
         self._errors = deque([0.0], maxlen=NUM_PROBED)
         """Largest logit errors of the texts last measured."""
+        self._longest: list[list[int]] = []
+        """The longest texts finished since the last measurement."""
+        self._probed: list[int] = []
+        """The text that was measured last."""
 
     def tolerance(self, rule: SamplingRule) -> float:
         """The zone of doubt in units of a rule's perturbed scores; 0 where the guard is off."""
@@ -65,6 +69,22 @@ class TieGuard:
             return self.logit_tolerance
         return max(self.logit_tolerance / rule.temperature, _SCORE_ROUNDING)
 
+    @property
+    def is_calibrated(self) -> bool:
+        """True if anything was measured."""
+        return bool(self._probed)
+
+    def note_finished(self, text: list[int]) -> None:
+        """Keep a finished text for the next measurement, if it is among the longest."""
+        self._longest = sorted([*self._longest, text], key=len)[-NUM_PROBED:]
+
+    def measure(self, most: int) -> None:
+        """Measure on the longest texts since the last time, or on the last one again where there are none."""
+        texts = self._longest[-most:] or [self._probed]
+        self._longest, self._probed = [], texts[-1]
+        if self._is_wanted and self._probed:
+            self.probe(texts)
+
     def probe(self, texts: Sequence[list[int]]) -> None:
         """Measure the error of the fast path on sequences of the longest lengths in use; sets the tolerance.
 
@@ -72,7 +92,7 @@ class TieGuard:
         little to change what rounding does to them, and a float64 pass over a long text takes its time.
         """
         self._errors.extend(_error(self._decoder, text, self._attention) for text in texts)
-        self.logit_tolerance = SAFETY * max(*self._errors, _LEAST_ERROR)
+        self.logit_tolerance = SAFETY * max(*self._errors, _MIN_ERROR)
 
     def decide(
         self, prefix: Tensor, noise: Tensor, fast_logits: Tensor, rule: SamplingRule, banned: Tensor | None

@@ -27,7 +27,7 @@ from tlt_hpc.rollout.transfer import upload
 MASKED_SCORE = -1e30
 """Score of what a query must not see; finite, so that a page without anything to see merges with weight zero."""
 OUT_OF_RANGE = 1 << 40
-"""Where a page begins that a pass does not read: beyond all positions, so that no query sees it."""
+"""Position at which a page begins that a pass does not read: beyond all others, so that no query sees it."""
 _WHOLE_POOL = 0.6
 """Share of the pool's used pages that a pass must read for a slice of the pool to be cheaper than a gather."""
 _ROUND_LENGTH = 16
@@ -57,7 +57,7 @@ class PagedCache(ABC):
     """Page tables by row and the features; a subclass holds the keys and values, and knows how to attend to them."""
 
     wants_packing: ClassVar[bool]
-    """Whether used pages that lie together are read faster, so that moving them is worth it."""
+    """True if used pages that lie together are read faster, so that moving them is worth it."""
     _pools: list[Tensor]
     """Keys and values [layers, pages, ...], the drafter's layer last."""
 
@@ -66,7 +66,7 @@ class PagedCache(ABC):
         self.num_bytes = (sizes.num_pages + 1) * page_bytes(shape, sizes.page_size, dtype, sizes.num_features)
         self._num_layers = shape.num_layers + (1 if sizes.num_features else 0)
         self._windows = (*shape.windows, 0)
-        """How many positions a query sees in each layer, the drafter's last; 0: all before it."""
+        """Number of positions that a query sees in each layer, the drafter's last; 0: all before it."""
         # one page more than the pool has takes values that must not be kept
         slots = (sizes.num_pages + 1) * sizes.page_size
         width = sizes.num_features * shape.hidden_size
@@ -90,7 +90,7 @@ class PagedCache(ABC):
         self.tables[row] = upload(filled, self.tables.device)
 
     def slots(self, positions: Tensor, tables: Tensor) -> Tensor:
-        """Where positions [B, n] of rows with ``tables`` [B, P] stand in the pool: page * page_size + offset."""
+        """Slots [B, n] of positions [B, n] of rows with ``tables`` [B, P] in the pool: page * page_size + offset."""
         page = tables.gather(1, (positions // self.page_size).clamp(max=tables.shape[1] - 1))
         return page * self.page_size + positions % self.page_size
 
@@ -144,7 +144,7 @@ class PagedCache(ABC):
 
     @abstractmethod
     def layout(self, tables: Sequence[Sequence[int]], high_water: int) -> Layout | None:
-        """What passes over rows with these pages need besides their tables, in a pool used up to ``high_water``."""
+        """The layout for passes over rows with these pages, in a pool used up to ``high_water``."""
 
     def attend(
         self,
@@ -177,14 +177,14 @@ class PagedCache(ABC):
 
 @dataclass(frozen=True)
 class Seen:
-    """Which positions the queries of a pass may see; the arguments of ``PagedCache.attend``."""
+    """The positions that the queries of a pass may see; the arguments of ``PagedCache.attend``."""
 
     positions: Tensor
     committed: Tensor | None = None
     ancestors: Tensor | None = None
 
     def by(self, owner: Tensor, base: Tensor, offsets: Tensor, window: int = 0) -> Tensor:
-        """Whether queries of rows ``owner`` [e] see the positions from ``base`` [e] on -> [e, n, S].
+        """Mask [e, n, S]: queries of rows ``owner`` [e] see the positions from ``base`` [e] on.
 
         With a ``window`` they see as many positions, their own included.
         """
@@ -219,7 +219,7 @@ class SharedPages:
 
 @dataclass(frozen=True)
 class Layout:
-    """Which row of a pass reads which page on a CPU; made again only when the pages change.
+    """The rows of a pass that read each page on a CPU; made again only when the pages change.
 
     An entry is a page with a row that reads it: first the pages of one reader, then those of several.
     """
@@ -337,7 +337,7 @@ class HostPagedCache(PagedCache):
         return own, self._hidden(seen, shared.readers.flatten(), shared.base, offsets, window)
 
     def _hidden(self, seen: Seen, owner: Tensor, base: Tensor, offsets: Tensor, window: int) -> Tensor:
-        """What is added to scores [e, n, S]: 0 where a query sees the position, else what no softmax lets through."""
+        """Numbers [e, n, S] to add to scores: 0 where a query sees the position, else one that softmax makes 0."""
         visible, dtype = seen.by(owner, base, offsets, window), self._pool.dtype
         added = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
         return added.masked_fill_(~visible, max(MASKED_SCORE, torch.finfo(dtype).min))

@@ -1,4 +1,4 @@
-"""Drafts from n-grams: what followed the same context before, in the response, its siblings and earlier responses.
+"""Drafts from n-grams: tokens that followed the same context in the response, its siblings and earlier responses.
 
 The table learns texts just before it is asked for drafts, so it costs nothing while no strategy uses it.
 """
@@ -34,7 +34,7 @@ class NgramDrafts:
     def __init__(self, active: bool) -> None:
         self._table = SuffixDrafter(HISTORY_TOKENS)
         self.active = active
-        """Whether any strategy uses n-grams; otherwise nothing is kept."""
+        """True if any strategy uses n-grams; otherwise nothing is kept."""
         self._unlearned: deque[Response] = deque()
         """Finished responses that the table has not seen to their ends, and their tokens that it lacks."""
         self._num_unlearned = 0

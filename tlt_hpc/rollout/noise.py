@@ -81,14 +81,14 @@ class NoiseWindow:
     A ring by position: row b's noise of position t is at ``t % width``, as long as t is among its next ``width``.
     """
 
-    _AHEAD = 32
+    _MAX_WIDTH = 32
     _BLOCK_NUMBERS = 1 << 15
     _CALL_NUMBERS = 1 << 21
     """Numbers of one call at most: its temporaries are a hundred bytes each."""
 
     def __init__(self, num_rows: int, vocab_size: int, least_width: int, device: torch.device) -> None:
         self.vocab_size = vocab_size
-        self.width = max(least_width, min(self._AHEAD, self._BLOCK_NUMBERS // vocab_size))
+        self.width = max(least_width, min(self._MAX_WIDTH, self._BLOCK_NUMBERS // vocab_size))
         self.words = torch.zeros(num_rows, 4, dtype=torch.int64, device=device)
         """``noise_key`` of each row's sample."""
         self._ring: Tensor | None = None
@@ -112,14 +112,6 @@ class NoiseWindow:
         """Give a row to a sample whose next response position is ``position``."""
         self.words[row] = upload(noise_key(key), self.words.device)
         self._made[row] = position
-
-    def move_row(self, source: int, target: int) -> None:
-        """Copy one row's place in its stream to another row."""
-        self.words[target] = self.words[source]
-        if self._ring is not None:
-            ring = self._ring.view(-1, self.width, self.vocab_size)
-            ring[target] = ring[source]
-        self._made[target] = self._made[source]
 
     def swap_rows(self, one: int, other: int) -> None:
         """Exchange two rows' places in their streams."""

@@ -1,4 +1,4 @@
-"""Which pages of the cache are in use, and by how many sequences. Host integers only: knows no tensor."""
+"""The pages of the cache that are in use, and by how many sequences. Host integers only: knows no tensor."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class PagePool:
 
     @property
     def is_loose(self) -> bool:
-        """Whether a pass over all pages up to the highest would mostly read unused ones."""
+        """True if a pass over all pages up to the highest would read many unused ones."""
         return self.num_used < _LOOSEST * self.high_water
 
     def pack(self) -> dict[int, int]:

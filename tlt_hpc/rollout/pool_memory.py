@@ -13,7 +13,7 @@ import mmap
 from collections.abc import Callable
 from contextlib import ExitStack
 from math import prod
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,32 +24,17 @@ _PINNED, _ON_DEVICE, _READ_WRITE = 1, 1, 3
 _OUT_OF_MEMORY = 2
 
 
-class _Memory(Protocol):
-    """A block of memory at an address of its own."""
-
-    def tensor(self) -> Tensor:
-        """All its bytes; read and written only while it has memory."""
-
-    def release(self) -> None:
-        """Give the memory back: what stood there is lost."""
-
-    def restore(self) -> None:
-        """Take memory again; its contents are not defined."""
-
-    def close(self) -> None:
-        """Give memory and addresses back for good: the tensor must not be touched any more."""
-
-
 class PoolMemory:
     """The tensors of a pool: they have memory but for the time between ``release`` and ``restore``."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._blocks, self._tensors = device, list[_Memory](), list[Tensor]()
+        self._device, self._tensors = device, list[Tensor]()
+        self._blocks: list[HostMemory | GpuMemory] = []
         self.is_released = False
 
     @property
     def gives_back(self) -> bool:
-        """Whether ``release`` gives back all of it."""
+        """True if ``release`` gives back all of it."""
         return len(self._blocks) == len(self._tensors)
 
     def zeros(self, *sizes: int, dtype: torch.dtype) -> Tensor:
@@ -97,7 +82,7 @@ class PoolMemory:
             self._blocks.pop().close()
         self._tensors.clear()
 
-    def _make(self, num_bytes: int) -> _Memory | None:
+    def _make(self, num_bytes: int) -> HostMemory | GpuMemory | None:
         if self._device.type != "cuda":
             return HostMemory(num_bytes)
         try:
@@ -111,7 +96,10 @@ class PoolMemory:
 
 
 class HostMemory:
-    """A private mapping, whose pages the system takes back and gives again as zeros when they are touched."""
+    """A private mapping, whose pages the system takes back and gives again as zeros when they are touched.
+
+    Its methods are those of ``GpuMemory``.
+    """
 
     def __init__(self, num_bytes: int) -> None:
         self._map = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -175,11 +163,13 @@ class GpuMemory:
             undo.pop_all()
 
     def tensor(self) -> Tensor:
+        """All its bytes [n] uint8; read and written only while it has memory."""
         described = {"shape": (self._size.value,), "typestr": "|u1", "data": (self._address.value, False), "version": 3}
         holder = type("Holder", (), {"__cuda_array_interface__": described})()
         return torch.as_tensor(holder, device=self._device)
 
     def restore(self) -> None:
+        """Take memory again; its contents are not defined."""
         zero = ctypes.c_uint64(0)
         self._call("cuMemCreate", ctypes.byref(self._handle), self._size, ctypes.byref(self._properties), zero)
         with ExitStack() as undo:
@@ -192,11 +182,13 @@ class GpuMemory:
         self._is_mapped = True
 
     def release(self) -> None:
+        """Give the memory back: its contents are lost."""
         self._call("cuMemUnmap", self._address, self._size)
         self._call("cuMemRelease", self._handle)
         self._is_mapped = False
 
     def close(self) -> None:
+        """Give memory and addresses back for good: the tensor must not be touched any more."""
         if self._is_mapped:
             self.release()
         self._call("cuMemAddressFree", self._address, self._size)

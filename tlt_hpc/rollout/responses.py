@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tlt_hpc.common.records import Request, SamplingParams
+from tlt_hpc.common.records import FinishReason, Request, Rollout, SamplingParams
 from tlt_hpc.rollout.sampling import SamplingRule
 from tlt_hpc.rollout.stops import StopStrings
 from tlt_hpc.rollout.stored_text import StoredText
@@ -36,22 +37,22 @@ class Response:
     num_checked: int = 0
     """Response tokens that the stop strings have seen."""
     is_ahead: bool = False
-    """It is generated for its text alone, which is drafts in a later step."""
+    """It belongs to a later step, in which its text is drafts."""
     is_stopped: bool = False
     """A stop string has ended it."""
     log_probs: NDArray[np.float32] | None = None
-    """Of the response so far, while no row holds them."""
+    """Log-probs [R] of the response so far, while no row holds them."""
     row: int = -1
     """The row that it has; -1: none."""
     num_read: int = 0
     """Positions whose true features the drafter has surely seen."""
     stored: StoredText | None = None
-    """What it was under the weights before."""
+    """Its text under the weights before."""
 
     def __post_init__(self) -> None:
         self.prompt_length = len(self.request.prompt_tokens)
         self.prompt = self.request.prompt_tokens.astype(np.int64, copy=False).tobytes()
-        """What two sequences must share to share keys and values."""
+        """The prompt's bytes: sequences that share them share its keys and values."""
         self.longest = self.prompt_length + self.params.max_tokens
         """Length of its text at which it has its last token."""
         self.simple_from = math.inf if self.rule.truncates else self.prompt_length + self.params.min_tokens
@@ -70,3 +71,28 @@ class Response:
     def num_stored(self) -> int:
         """Drafts that its stored text has for the next round."""
         return self.stored.num_drafts if self.stored else 0
+
+    @property
+    def response_tokens(self) -> NDArray[np.int32]:
+        """Response tokens [R] so far."""
+        return np.array(self.text[self.prompt_length :], np.int32)
+
+    def finish_reason(self, has_ended: bool) -> FinishReason | None:
+        """Reason why it has ended, or None; ``has_ended``: by its last token, or a stop string."""
+        if has_ended:
+            return FinishReason.STOP if self.is_stopped else FinishReason.EOS
+        return FinishReason.LENGTH if self.row >= 0 and self.room <= 0 else None
+
+    def to_rollout(self, reason: FinishReason, log_probs: NDArray[np.float32], weight_version: int) -> Rollout:
+        """The finished response, with log-probs [R]."""
+        return Rollout(
+            key=self.request.key,
+            prompt_tokens=self.request.prompt_tokens,
+            response_tokens=self.response_tokens,
+            log_probs=log_probs,
+            finish_reason=reason,
+            weight_version=weight_version,
+            num_target_passes=len(self.pass_lengths),
+            finished_seconds=time.time(),
+            pass_lengths=np.frombuffer(bytes(self.pass_lengths), np.uint8),
+        )

@@ -2,6 +2,7 @@
 
 Live rows are 0 to ``num_live - 1``. Those after them are padding that may take part in a pass: a text of one token that
 has reached its cap, so that it emits nothing.
+Shapes: ``R`` rows at most, ``B`` rows of a round, ``P`` positions of a row.
 """
 
 from __future__ import annotations
@@ -15,11 +16,9 @@ from torch import Tensor
 from tlt_hpc.rollout.responses import Response
 from tlt_hpc.rollout.transfer import exchange, put, upload
 
-_FEW_ROWS = 8
-
 
 class LiveRows:
-    """Tokens and lengths of the rows on the device, with the responses they belong to. Addresses never change."""
+    """Tokens [R, P] and numbers [R] of the rows on the device, with their responses. Addresses never change."""
 
     def __init__(
         self, num_rows: int, num_positions: int, device: torch.device, end_token_ids: Sequence[int] = ()
@@ -28,17 +27,17 @@ class LiveRows:
         self.tokens = torch.zeros(num_rows, num_positions, dtype=torch.int64, device=device)
         self.lengths = torch.ones(num_rows, dtype=torch.int64, device=device)
         self.caps = torch.ones(num_rows, dtype=torch.int64, device=device)
-        """Length at which each row's response has its last token."""
+        """Length of each row's text at which its response has its last token."""
         self.starts = torch.zeros(num_rows, dtype=torch.int64, device=device)
         """Length of each row's prompt."""
         self.temperatures = torch.ones(num_rows, device=device)
         self.top_k = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self.top_p = torch.ones(num_rows, device=device)
         self.min_p = torch.zeros(num_rows, device=device)
-        self.least = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        self.min_lengths = torch.zeros(num_rows, dtype=torch.int64, device=device)
         """Length of each row's text before which its response may not end."""
         self.log_probs = torch.zeros(num_rows, num_positions)
-        """On the host, where they are wanted."""
+        """Log-probs of the tokens [R, P], on the host."""
         self.ends = torch.tensor(end_token_ids, dtype=torch.int64, device=device)
         """End tokens [e], the same for all rows."""
         self.index = torch.arange(num_rows, device=device)
@@ -46,7 +45,7 @@ class LiveRows:
 
     @property
     def _by_row(self) -> tuple[Tensor, ...]:
-        rules = self.temperatures, self.top_k, self.top_p, self.min_p, self.least
+        rules = self.temperatures, self.top_k, self.top_p, self.min_p, self.min_lengths
         return self.tokens, self.lengths, self.caps, self.starts, *rules
 
     @property
@@ -74,7 +73,7 @@ class LiveRows:
         put(self.caps, row, response.longest)
         put(self.starts, row, start)
         for held, number in zip(
-            (self.temperatures, self.top_k, self.top_p, self.min_p, self.least),
+            (self.temperatures, self.top_k, self.top_p, self.min_p, self.min_lengths),
             (rule.temperature, rule.top_k, rule.top_p, rule.min_p, start + response.params.min_tokens),
             strict=True,
         ):
@@ -105,11 +104,9 @@ class LiveRows:
     def keep_log_probs(self, log_probs: Tensor, kept: Sequence[tuple[int, int, int, int]]) -> None:
         """Note log-probs [B, m] of new tokens; ``kept``: which of them, for which row, from where on, and how many.
 
-        All at once where they are many: an assignment for each row would take longer than the rest of the host's work.
+        All at once: an assignment for each of many rows would take longer than the rest of the host's work.
         """
-        if len(kept) < _FEW_ROWS:
-            for i, at, begin, num in kept:
-                self.log_probs[at, begin : begin + num] = log_probs[i, :num]
+        if not kept:
             return
         which, row, start, count = np.array(kept).T
         columns = np.arange(log_probs.shape[1])
@@ -130,17 +127,8 @@ class LiveRows:
         for tensor in (*self._by_row, self.log_probs):
             exchange(tensor, one, other)
 
-    def remove(self, row: int) -> int | None:
-        """Drop a row; the last one takes its place. Returns the row that moved, if any."""
-        last = self.num_live - 1
-        self.responses[row].row = -1
-        moved = self.responses.pop()
-        if row != last:
-            self.responses[row] = moved
-            moved.row = row
-            for tensor in self._by_row:
-                tensor[row] = tensor[last]
-            self.log_probs[row, : len(moved.text)] = self.log_probs[last, : len(moved.text)]
-        put(self.lengths, last, 1)
-        put(self.caps, last, 1)
-        return None if row == last else last
+    def remove_last(self) -> None:
+        """Drop the last row, which is padding from now on."""
+        self.responses.pop().row = -1
+        put(self.lengths, self.num_live, 1)
+        put(self.caps, self.num_live, 1)

@@ -147,7 +147,7 @@ def lowest_kept(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> 
 
 
 def _num_above(descending: Tensor, values: Tensor, margin: float) -> Tensor:
-    """How many of ``descending`` [..., V] exceed each of ``values`` [..., V] by more than ``margin``."""
+    """Numbers [..., V] of ``descending`` [..., V] that exceed each of ``values`` [..., V] by more than ``margin``."""
     ascending = -descending
     return torch.searchsorted(ascending.contiguous(), -(values + margin).contiguous())
 

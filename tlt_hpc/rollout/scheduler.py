@@ -1,45 +1,49 @@
 """Decides which sequences hold pages and rows: admission, sharing of prompts, chunked prefill, preemption.
 
 A sequence waits without pages, then is prefilled, then has a row. If pages run out, the one that arrived last gives up
-its pages and waits again; it is prefilled again from its tokens, so only time is lost.
+its pages and waits again; it is prefilled again from its tokens, so only time is lost. Runs no model.
 """
 
 from __future__ import annotations
 
 from bisect import insort
+from dataclasses import dataclass
 from operator import attrgetter
 
-from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.rollout.drafts import LearnedDrafts
 from tlt_hpc.rollout.kv_cache import Layout, PagedCache
 from tlt_hpc.rollout.noise import NoiseWindow
 from tlt_hpc.rollout.pages import PagePool
 from tlt_hpc.rollout.responses import Response
 from tlt_hpc.rollout.rows import LiveRows
-from tlt_hpc.rollout.transfer import exchange, upload
+from tlt_hpc.rollout.stored_text import StoredRow
+from tlt_hpc.rollout.transfer import exchange
+
+
+@dataclass(frozen=True)
+class PrefillChunk:
+    """Positions that one pass reads of sequences without a row: in each at most ``width``, from ``num_cached`` on."""
+
+    responses: list[Response]
+    ends: list[int]
+    """Position after the last one that is read, of each."""
+    width: int
+    layout: Layout | None
+
+    @property
+    def num_read(self) -> int:
+        return sum(self.ends) - sum(response.num_cached for response in self.responses)
 
 
 class Scheduler:
     """The waiting, the prefilling and the live sequences, and the pages between them."""
 
-    def __init__(
-        self,
-        decoder: Decoder,
-        rows: LiveRows,
-        cache: PagedCache,
-        noise: NoiseWindow,
-        learned: LearnedDrafts | None,
-        prefill_tokens: int,
-    ) -> None:
-        self.rows, self.cache = rows, cache
-        self._decoder, self._noise, self._learned = decoder, noise, learned
-        self.prefill_tokens = prefill_tokens
-        """Positions that one chunk reads at most."""
+    def __init__(self, rows: LiveRows, cache: PagedCache, noise: NoiseWindow, learned: LearnedDrafts | None) -> None:
+        self.rows, self.cache, self._noise, self._learned = rows, cache, noise, learned
         self.pool = PagePool(cache.num_pages)
         self.waiting: list[Response] = []
         """Sequences without pages, new ones and preempted ones, in the order of their arrival."""
         self.prefilling: list[Response] = []
-        self.num_preempted = 0
         self._layout: Layout | None = None
         self._first_layout: tuple[int, Layout | None] = (0, None)
 
@@ -119,43 +123,28 @@ class Scheduler:
             self.prefilling.append(response)
         return True
 
-    def prefill(self) -> int:
-        """One chunk of the prefilling sequences: all positions but the last, which the first round feeds.
+    def next_chunk(self, max_tokens: int) -> PrefillChunk | None:
+        """The next chunk of the prefilling sequences, of at most ``max_tokens`` positions; None if there are none.
 
-        Returns how many positions were read.
+        All positions are read so but the last, which the first round feeds.
         """
-        if not self.prefilling:
-            return 0
-        chosen = self.prefilling[: self.prefill_tokens]
+        chosen = self.prefilling[:max_tokens]
+        if not chosen:
+            return None
         unread = [len(response.text) - 1 - response.num_cached for response in chosen]
-        width = min(max(unread), max(1, self.prefill_tokens // len(chosen)))
-        device = self._decoder.device
-        # a sequence with less to do repeats its last position: the same values to the same place
+        width = min(max(unread), max(1, max_tokens // len(chosen)))
         ends = [response.num_cached + min(left, width) for response, left in zip(chosen, unread, strict=True)]
-        columns = [
-            [min(response.num_cached + i, end - 1) for i in range(width)]
-            for response, end in zip(chosen, ends, strict=True)
-        ]
-        tokens = [[s.text[i] for i in row] for s, row in zip(chosen, columns, strict=True)]
-        positions = upload(columns, device)
-        width_of_table = self.cache.tables.shape[1]
-        tables = upload([s.pages + [self.cache.num_pages] * (width_of_table - len(s.pages)) for s in chosen], device)
-        readable = [s.pages[: self.pages_for(end)] for s, end in zip(chosen, ends, strict=True)]
-        layout = self.cache.layout(readable, self.pool.high_water)
-        attend = self.cache.attend(layout, tables, positions)
-        layers = self._learned.drafter.feature_layers if self._learned is not None else ()
-        flat = upload(tokens, device).flatten(), positions.flatten()
-        _, features = self._decoder.features(*flat, attend, layers)
-        if self.cache.features is not None:
-            self.cache.features[self.cache.slots(positions, tables).flatten()] = features
-        num_read = sum(ends) - sum(response.num_cached for response in chosen)
-        for response, end in zip(chosen, ends, strict=True):
+        readable = [response.pages[: self.pages_for(end)] for response, end in zip(chosen, ends, strict=True)]
+        return PrefillChunk(chosen, ends, width, self.cache.layout(readable, self.pool.high_water))
+
+    def finish_chunk(self, chunk: PrefillChunk) -> None:
+        """Give rows to the sequences of which a chunk has read the last part."""
+        for response, end in zip(chunk.responses, chunk.ends, strict=True):
             response.num_cached = end
-        ready = [response for response in chosen if response.num_cached >= len(response.text) - 1]
+        ready = [response for response in chunk.responses if response.num_cached >= len(response.text) - 1]
         self.prefilling = [response for response in self.prefilling if response not in ready]
         for response in ready:
             self._give_row(response)
-        return num_read
 
     def _give_row(self, response: Response) -> None:
         row = self.rows.add(response)
@@ -167,27 +156,33 @@ class Scheduler:
 
     # -- growth -------------------------------------------------------------------------------------------------
 
-    def has_room(self, num_slots: int, ahead: int = 0) -> bool:
-        """Whether every live row can write ``num_slots`` positions from its last token on without a preemption.
+    def has_room(self, num_slots: int, in_flight: int = 0) -> bool:
+        """True if every live row can write ``num_slots`` positions from its last token on without a preemption.
 
-        ``ahead``: tokens that a row may have got in rounds that have not been read yet.
+        ``in_flight``: tokens that a row may have got in rounds that have not been read yet.
         """
-        most = self.rows.num_live * (1 + self.pages_for(num_slots + ahead))
+        most = self.rows.num_live * (1 + self.pages_for(num_slots + in_flight))
         if most <= self.pool.num_free:  # each has the pages of its text
             return True
-        return sum(self._lacking(response, num_slots, ahead) for response in self.rows.responses) <= self.pool.num_free
+        lacking = (self._num_lacking(response, num_slots, in_flight) for response in self.rows.responses)
+        return sum(lacking) <= self.pool.num_free
 
-    def reserve(self, num_slots: int, ahead: int = 0) -> None:
-        """Give every live row the pages for that many positions, if need be by preempting what arrived last."""
-        row, size, reach = 0, self.cache.page_size, num_slots + ahead - 1
+    def reserve(self, num_slots: int, in_flight: int = 0) -> int:
+        """Give every live row the pages for that many positions, if need be by preempting what arrived last.
+
+        Returns how many sequences of the step's own were preempted.
+        """
+        row, size, reach, num_preempted = 0, self.cache.page_size, num_slots + in_flight - 1, 0
         while row < self.rows.num_live:
             response = self.rows.responses[row]
             if len(response.text) + reach <= len(response.pages) * size:
                 row += 1
                 continue
-            lacking = self._lacking(response, num_slots, ahead)
+            lacking = self._num_lacking(response, num_slots, in_flight)
             if lacking > self.pool.num_free:
-                self.wait(self.preempt())
+                victim = self._preempt()
+                num_preempted += not victim.is_ahead
+                self.wait(victim)
                 row = 0  # rows have moved; those that have their pages take none again
                 continue
             if lacking:
@@ -195,17 +190,17 @@ class Scheduler:
                 self.cache.set_table(row, response.pages)
                 self._layout = None
             row += 1
+        return num_preempted
 
-    def _lacking(self, response: Response, num_slots: int, ahead: int) -> int:
-        longest = min(len(response.text) + ahead, response.longest)
+    def _num_lacking(self, response: Response, num_slots: int, in_flight: int) -> int:
+        longest = min(len(response.text) + in_flight, response.longest)
         return max(0, self.pages_for(longest - 1 + num_slots) - len(response.pages))
 
-    def preempt(self) -> Response:
+    def _preempt(self) -> Response:
         """Take row and pages of the sequence that arrived last, whether it is being prefilled or has a row."""
         admitted = [*self.prefilling, *self.rows.responses]
         assert len(admitted) > 1, "a lone sequence always fits: submit has refused those that do not"
         victim = max(admitted, key=attrgetter("order"))
-        self.num_preempted += not victim.is_ahead
         if victim in self.prefilling:
             self.prefilling.remove(victim)
             self.release(victim)
@@ -215,26 +210,50 @@ class Scheduler:
             self.remove(row)
         return victim
 
-    # -- out ----------------------------------------------------------------------------------------------------
+    # -- order --------------------------------------------------------------------------------------------------
 
-    def remove(self, row: int) -> None:
-        """Take a sequence's row and pages away."""
-        self.release(self.rows.responses[row])
-        moved = self.rows.remove(row)
-        if moved is not None:
-            self._noise.move_row(moved, row)
-            self.cache.tables[row] = self.cache.tables[moved]
-            if self._learned is not None:
-                self._learned.move_row(moved, row)
-        self.cache.tables[self.rows.num_live] = self.cache.num_pages
-        self._layout = None
+    @property
+    def has_stored(self) -> bool:
+        """True if any live row has a stored text."""
+        return any(response.stored is not None for response in self.rows.responses)
 
-    def swap(self, one: int, other: int) -> None:
+    def arrange_stored(self) -> list[StoredRow]:
+        """Follow all stored texts, and move the rows that have drafts from them behind the others.
+
+        All rounds have been read. Returns what those rows have, in their order.
+        """
+        responses = self.rows.responses
+        for response in responses:
+            if response.stored is not None:
+                response.stored.look(response.text, response.prompt_length, response.room)
+                if response.stored.is_spent:
+                    response.stored = None
+        num_rest = sum(not response.num_stored for response in responses)
+        late = [row for row in range(num_rest) if responses[row].num_stored]
+        early = [row for row in range(num_rest, self.rows.num_live) if not responses[row].num_stored]
+        for one, other in zip(late, early, strict=True):
+            self._swap(one, other)
+        texts = [response.stored for response in responses[num_rest:]]
+        return [StoredRow(text.num_drafts, text.is_sure) for text in texts if text is not None]
+
+    def _swap(self, one: int, other: int) -> None:
         """Exchange two rows."""
         self.rows.swap(one, other)
         self._noise.swap_rows(one, other)
         for tensor in (self.cache.tables, *((self._learned.known,) if self._learned else ())):
             exchange(tensor, one, other)
+        self._layout = None
+
+    # -- out ----------------------------------------------------------------------------------------------------
+
+    def remove(self, row: int) -> None:
+        """Take a sequence's row and pages away; the last row takes its place."""
+        self.release(self.rows.responses[row])
+        last = self.rows.num_live - 1
+        if row != last:
+            self._swap(row, last)
+        self.rows.remove_last()
+        self.cache.tables[last] = self.cache.num_pages
         self._layout = None
 
     def release(self, response: Response) -> None:

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tlt_hpc.common.records import Request, SamplingParams
+from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.drafter import Drafter
 from tlt_hpc.rollout.device_cache import AttentionKind
+from tlt_hpc.rollout.kv_cache import PoolSizes, page_bytes
 from tlt_hpc.rollout.strategy import OFF, Strategy
 
 Detokenizer = Callable[[list[int]], str]
@@ -32,7 +34,7 @@ class EngineSettings:
     prefill_tokens: int = 4096
     """Tokens of one prefill chunk."""
     attention: AttentionKind = "auto"
-    """How keys and values are kept and read; the text does not depend on it."""
+    """Layout of keys and values, and their reading; the text does not depend on it."""
     strategies: tuple[Strategy, ...] = (OFF,)
     chooser: Literal["goodput", "random"] = "goodput"
     """``random`` is for checks that the text does not depend on the strategy."""
@@ -79,3 +81,23 @@ def check_settings(settings: EngineSettings, drafter: Drafter | None) -> None:
     widest = max(strategy.branching for strategy in settings.strategies)
     if ids is not None and len(ids) < widest:
         raise ValueError(f"the drafter drafts {len(ids)} tokens, a strategy branches {widest} times; use narrower ones")
+
+
+def pool_sizes(settings: EngineSettings, decoder: Decoder, num_features: int) -> PoolSizes:
+    """Sizes of the cache within the budget of the settings.
+
+    Raises:
+        ValueError: the budget does not hold a single sequence of full length.
+    """
+    reach = max(strategy.num_slots for strategy in settings.strategies)
+    num_positions = settings.max_prompt_tokens + settings.params.max_tokens + reach + 1
+    each = -(-num_positions // settings.page_size)
+    size = page_bytes(decoder.part, settings.page_size, decoder.dtype, num_features)
+    # one page more than those given to sequences takes values that must not be kept
+    num_pages = max(0, settings.kv_bytes // size - 1) if settings.kv_bytes else settings.max_live * each
+    if num_pages < each:
+        raise ValueError(
+            f"rollout.kv_bytes = {settings.kv_bytes} holds {num_pages} pages of {settings.page_size} tokens, one "
+            f"sequence of full length takes {each}; give at least {(each + 1) * size} or lower rollout.max_new_tokens"
+        )
+    return PoolSizes(num_pages, settings.page_size, settings.max_live, num_positions, num_features)

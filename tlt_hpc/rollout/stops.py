@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 BROKEN = "\ufffd"
-"""What decoders put for bytes that are no whole character (yet)."""
+"""The character that decoders put for bytes that are no whole character (yet)."""
 LONGEST_CHARACTER = 4
 """Bytes of the longest UTF-8 character."""
 
@@ -54,13 +54,13 @@ class StopStrings:
         return shown[::-1]
 
     def _silent(self, token: int) -> bool:
-        """Whether a token decodes to nothing; asked of a pair, for decoders that strip the first token's space."""
+        """True if a token decodes to nothing; asked of a pair, for decoders that strip the first token's space."""
         if token not in self._is_silent:
             self._is_silent[token] = not self._decode([token, token])
         return self._is_silent[token]
 
     def _completes(self, shown: list[int]) -> bool:
-        """Whether a stop string ends in the text of the last token of ``shown``."""
+        """True if a stop string ends in the text of the last token of ``shown``."""
         start, text = self._read_window(shown)
         ends = [text.rfind(string) + len(string) for string in self._strings if string in text]
         if not ends:
@@ -69,7 +69,7 @@ class StopStrings:
         return max(ends) > _num_alike(before, text)
 
     def _read_window(self, shown: list[int]) -> tuple[int, str]:
-        """Where the window begins, up to three tokens early so as not to split a character, and its text.
+        """Start of the window, up to three tokens early so as not to split a character, and its text.
 
         Decoders with byte fallback make nothing of a run of bytes of which one is broken. A whole character after more
         than that many broken bytes is read here, where decoding all from the start would hide it.

@@ -1,4 +1,4 @@
-"""Drafts from texts that were generated ahead: what a response was under the weights before, with the same noise.
+"""Drafts from texts that were generated ahead: a response under the weights before, with the same noise.
 
 The noise of a response is fixed by its key, and one update changes the weights little, so long stretches of the two
 texts are equal. Each response has a cursor into its stored text: it moves on with the response, and after a difference
@@ -14,11 +14,11 @@ from dataclasses import dataclass
 SURE = 16
 """Tokens in agreement from which on a cursor is taken to stand in the right place."""
 _UNSURE_DRAFTS = 8
-_LEAST_DRAFTS = 3
+_MIN_DRAFTS = 3
 """Fewer are left to the other sources."""
 _CONTEXT = 4
 """Tokens that must agree where a lost cursor is placed again."""
-_MOST_PLACES = 64
+_MAX_PLACES = 64
 """Places that are compared there, the nearest ones: a text that repeats itself to its end has thousands."""
 _GIVEN_UP = 64
 """Tokens after which a cursor that is lost stays so."""
@@ -26,7 +26,7 @@ _GIVEN_UP = 64
 
 @dataclass(frozen=True)
 class StoredRow:
-    """What a stored text has for a row: how many drafts, and whether its cursor stands in the right place for sure."""
+    """Drafts that a stored text has for a row: their number, and whether its cursor is surely in the right place."""
 
     num_drafts: int
     is_sure: bool
@@ -52,7 +52,7 @@ class StoredText:
 
     @property
     def is_spent(self) -> bool:
-        """Whether it has no further drafts."""
+        """True if it has no further drafts."""
         if self._next < 0:
             return self._num_seen - self._lost_at > _GIVEN_UP
         return self._next >= len(self._tokens)
@@ -64,7 +64,7 @@ class StoredText:
         self._follow(text, start)
         left = len(self._tokens) - self._next if self._next >= 0 else 0
         count = min(left, room, len(self._tokens) if self.is_sure else _UNSURE_DRAFTS)
-        self.num_drafts = count if count >= _LEAST_DRAFTS else 0
+        self.num_drafts = count if count >= _MIN_DRAFTS else 0
         return self.num_drafts
 
     def drafts(self, most: int) -> list[int]:
@@ -96,11 +96,11 @@ class StoredText:
             return
         expected = self._num_seen + self._shift
         middle = bisect(found, expected)
-        near = found[max(0, middle - _MOST_PLACES // 2) : middle + _MOST_PLACES // 2]
+        near = found[max(0, middle - _MAX_PLACES // 2) : middle + _MAX_PLACES // 2]
         agreed = [(self._num_equal(text, end), end) for end in near]
         self._num_agreed, self._next = max(agreed, key=lambda one: (one[0], -abs(one[1] - expected)))
 
     def _num_equal(self, text: Sequence[int], end: int) -> int:
-        """How many tokens before ``end`` are the last of the response, up to ``SURE``."""
+        """Number of tokens before ``end`` that are the last of the response, up to ``SURE``."""
         most = min(end, self._num_seen, SURE)
         return next((i for i in range(_CONTEXT, most) if self._tokens[end - 1 - i] != text[-1 - i]), most)

@@ -38,7 +38,7 @@ class Strategy:
         """Tokens of one sequence in its verifying pass at most: the last committed one, and all drafts."""
         return 1 + self.num_drafts
 
-    def most_rows(self, vocab_size: int) -> int:
+    def max_rows(self, vocab_size: int) -> int:
         """Sequences that a round may have: the passes over stored texts are wide, and so their logits many."""
         return _STORED_LOGITS // (vocab_size * self.widest_pass) if self.source == "stored" else sys.maxsize
 
@@ -55,7 +55,7 @@ class Strategy:
 
     @cached_property
     def has_drafter(self) -> bool:
-        """Whether the learned drafter takes part."""
+        """True if the learned drafter takes part."""
         return self.source == "drafter" or (self.rest is not None and self.rest.has_drafter)
 
     @cached_property

@@ -15,12 +15,14 @@ from torch import Tensor
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.rollout.kv_cache import Layout, PagedCache
 from tlt_hpc.rollout.rows import LiveRows
+from tlt_hpc.rollout.scheduler import PrefillChunk
+from tlt_hpc.rollout.transfer import upload
 from tlt_hpc.rollout.tree import DraftTree, emitted_counts, path_of, walk
 
 
 @dataclass(frozen=True)
 class AcceptedPath:
-    """What a round accepted: nodes on the realised path [B, N], the path [B, m], choices on it [B, m], counts [B]."""
+    """Accepted path of each row: nodes on it [B, N], in order [B, m], choices on it [B, m], and how many count [B]."""
 
     on_path: Tensor
     path: Tensor
@@ -38,6 +40,24 @@ class TargetPass:
     cache: PagedCache
     feature_layers: tuple[int, ...] = ()
     """Layers whose inputs are kept of every position, beside the hidden state."""
+
+    def prefill(self, chunk: PrefillChunk) -> None:
+        """Read a chunk of prompts, or of texts that were preempted: keep its keys, values and features."""
+        cache, device, responses = self.cache, self.decoder.device, chunk.responses
+        # a sequence with less to do repeats its last position: the same values to the same place
+        columns = [
+            [min(response.num_cached + i, end - 1) for i in range(chunk.width)]
+            for response, end in zip(responses, chunk.ends, strict=True)
+        ]
+        tokens = [[one.text[i] for i in row] for one, row in zip(responses, columns, strict=True)]
+        positions = upload(columns, device)
+        width = cache.tables.shape[1]
+        tables = upload([one.pages + [cache.num_pages] * (width - len(one.pages)) for one in responses], device)
+        attend = cache.attend(chunk.layout, tables, positions)
+        flat = upload(tokens, device).flatten(), positions.flatten()
+        _, features = self.decoder.features(*flat, attend, self.feature_layers)
+        if cache.features is not None:
+            cache.features[cache.slots(positions, tables).flatten()] = features
 
     def forward(self, drafts: DraftTree, layout: Layout | None) -> tuple[Tensor, Tensor]:
         """Features to keep [B, N, F] and logits [B, N, V] at every node."""
@@ -57,6 +77,18 @@ class TargetPass:
         flat = fed.flatten(), positions.flatten()
         hidden, features = self.decoder.features(*flat, attend, self.feature_layers)
         return features.view(count, n, -1), self.decoder.logits(hidden).view(count, n, -1)
+
+    def is_short(self, drafts: DraftTree) -> Tensor:
+        """Mask [B, N] of the nodes at which a response is still below its least length."""
+        rows, (count, n) = self.rows, drafts.tokens.shape
+        depths = torch.arange(n, device=rows.lengths.device) if drafts.depths is None else drafts.depths
+        return rows.lengths[:count].unsqueeze(1) + depths < rows.min_lengths[:count].unsqueeze(1)
+
+    def without_ends(self, logits: Tensor, where: Tensor) -> Tensor:
+        """Logits [B, N, V] with -inf for the end tokens at the nodes of a mask [B, N]."""
+        is_end = torch.zeros(logits.shape[2], dtype=torch.bool, device=logits.device)
+        is_end.index_fill_(0, self.rows.ends, True)
+        return logits.masked_fill(where.unsqueeze(2) & is_end, -torch.inf)
 
     def walk(self, drafts: DraftTree, chosen: Tensor, longest: int | None = None) -> AcceptedPath:
         """The path through the target's choices [B, N]; ``longest`` bounds its columns without a look at it."""
@@ -101,5 +133,5 @@ def by_node(noise: Tensor, drafts: DraftTree) -> Tensor:
 
 
 def along_path(values: Tensor, path: Tensor) -> Tensor:
-    """Of values [B, N, X] of the nodes those on the path [B, m]."""
+    """Values [B, m, X] on the path [B, m], of those [B, N, X] of all nodes."""
     return values.gather(1, path.unsqueeze(2).expand(-1, -1, values.shape[2]))

@@ -77,7 +77,7 @@ def join(first: DraftTree | None, rows: Sequence[Sequence[int]], width: int, dev
 
 
 def walk(chosen: Tensor, drafts: DraftTree) -> Tensor:
-    """Which nodes lie on the realised path [B, N]: each drafted what the target chose [B, N] at its parent."""
+    """Nodes on the realised path, a mask [B, N]: each drafted the target's choice [B, N] at its parent."""
     if drafts.parents is None or drafts.ancestors is None:
         matches = (chosen[:, :-1] == drafts.tokens[:, 1:]).long().cumprod(1).bool()
         return F.pad(matches, (1, 0), value=True)

@@ -29,9 +29,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tlt_hpc.storage import hdf5
-from tlt_hpc.storage.retention import Span
 
 KIND = hdf5.FileKind("feature cache", schema=3, remedy="delete it; the drafter trains from the other files")
+
+
+@dataclass(eq=False)
+class Span:
+    """``tokens`` [n] int32 and the ``rows`` [m] int64 of the file that hold their features, in ascending order.
+
+    A prompt of P tokens has the features of its first P - 1.
+    """
+
+    tokens: NDArray[np.int32]
+    rows: NDArray[np.int64]
+    features: NDArray[np.uint16] | None = None
+    """[m, layer, hidden], until they are in the file."""
+    is_kept: bool = True
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -17,9 +18,8 @@ from numpy.typing import NDArray
 
 from tlt_hpc.common.words import FIRST_STEP
 from tlt_hpc.storage import hdf5
-from tlt_hpc.storage.feature_file import KIND, Document, read_document, runs_of
+from tlt_hpc.storage.feature_file import KIND, Document, Span, read_document, runs_of
 from tlt_hpc.storage.folder import make_folder, part_of, publish
-from tlt_hpc.storage.retention import Retention, Span, StoredResponse
 
 BLOCK_BYTES = 4 * 2**20
 """What is handed to the writing thread at a time: enough that its calls cost nothing, and ``close`` is short."""
@@ -38,6 +38,118 @@ def row_capacity(max_bytes: int, num_layers: int, hidden_size: int) -> int:
     row = 2 * num_layers * hidden_size
     unfilled = min(hdf5.CHUNK_BYTES, max_bytes // 32)  # of the last chunk
     return max(0, (max_bytes - _BYTES_OF_TABLES - unfilled) // (row + _BYTES_BESIDE_ROW))
+
+
+# -- what is kept ------------------------------------------------------------------------------------------------------
+#
+# The shortest responses are evicted first. The rows of a prompt are stored once for all its responses. The tail of a
+# rollout comes last and matters most, so a response that needs room takes it from shorter ones, never from one as long.
+# The rows of a prompt come with its first response only, so they stay when its responses are evicted, for a longer one
+# that may follow, until the rows are needed: the oldest such prompt is evicted first. A response that comes later still
+# is kept after the prompt's last token alone, which takes no rows.
+
+
+@dataclass(eq=False)
+class StoredResponse(Span):
+    """A response of R tokens with R features: of the prompt's last token, then of its own but the last."""
+
+    prompt: Span = field(kw_only=True)
+
+
+class RowSpace:
+    """``num_free`` rows to hand out. Freed rows are used first, so the file has no more rows than were held at once."""
+
+    def __init__(self, capacity: int) -> None:
+        self.num_free = capacity
+        self.high_water = 0
+        self._holes = np.zeros(0, np.int64)
+
+    def take(self, count: int) -> NDArray[np.int64]:
+        """The numbers of so many rows, the lowest free ones, in ascending order."""
+        assert 0 <= count <= self.num_free
+        self.num_free -= count
+        reused, self._holes = self._holes[:count], self._holes[count:]
+        start, self.high_water = self.high_water, self.high_water + count - len(reused)
+        return np.concatenate([reused, np.arange(start, self.high_water)])
+
+    def give_back(self, rows: NDArray[np.int64]) -> None:
+        """Free rows that were taken."""
+        self.num_free += len(rows)
+        self._holes = np.sort(np.concatenate([self._holes, rows]))
+
+
+class Retention:
+    """The prompts and responses of one step, within ``capacity`` rows."""
+
+    def __init__(self, capacity: int) -> None:
+        self.space = RowSpace(capacity)
+        self.responses: list[StoredResponse] = []
+        """Those that are kept, in order of arrival."""
+        self.num_evicted = 0
+        """Responses that were evicted, or not taken."""
+        self._prompts: dict[bytes, Span] = {}
+
+    @property
+    def prompts(self) -> list[Span]:
+        """Prompts of the kept responses, in order of arrival."""
+        used = {response.prompt for response in self.responses}
+        return [prompt for prompt in self._prompts.values() if prompt in used]
+
+    def add(
+        self, tokens: NDArray[np.int32], prompt_length: int, features: NDArray[np.uint16], first: int = 0
+    ) -> list[Span]:
+        """Store a response, with its prompt if that is new; the arguments are those of ``FeatureCacheWriter.append``.
+
+        Returns what was stored: nothing if only responses that are as long could make room for it.
+        """
+        key = tokens[:prompt_length].tobytes()
+        prompt = self._prompts.get(key)
+        if prompt is None and first:
+            return self.add(tokens[first:], prompt_length - first, features)
+        split = prompt_length - 1 - first
+        num_rows = len(features) - (split if prompt else 0)
+        if not self._make_room(num_rows, len(features) - split, prompt):
+            self.num_evicted += 1
+            return []
+        added: list[Span] = []
+        if prompt is None:
+            prompt = self._prompts[key] = Span(tokens[:prompt_length], self.space.take(split), features[:split])
+            added.append(prompt)
+        rows = self.space.take(len(features) - split)
+        self.responses.append(StoredResponse(tokens[prompt_length:], rows, features[split:], prompt=prompt))
+        return [*added, self.responses[-1]]
+
+    def _make_room(self, num_rows: int, length: int, own: Span | None) -> bool:
+        """Evict until ``num_rows`` are free: unused prompts but ``own``, then the shortest responses below ``length``.
+
+        A prompt whose last response is evicted follows when no shorter response is left. Nothing is evicted, and False
+        returned, where all of them would not do.
+        """
+        if self.space.num_free >= num_rows:
+            return True
+        shorter = [response for response in self.responses if len(response.rows) < length]
+        used = {own, *(response.prompt for response in self.responses)}
+        needed = {own, *(response.prompt for response in self.responses if len(response.rows) >= length)}
+        unused = [prompt for prompt in self._prompts.values() if prompt not in used]
+        last = [prompt for prompt in self._prompts.values() if prompt in used - needed]
+        room, victims = self.space.num_free, set[Span]()
+        for span in [*unused, *sorted(shorter, key=lambda response: len(response.rows)), *last]:
+            if room >= num_rows:
+                break
+            victims.add(span)
+            room += len(span.rows)
+        if room < num_rows:
+            return False
+        self.num_evicted += sum(response in victims for response in self.responses)
+        self.responses = [response for response in self.responses if response not in victims]
+        self._prompts = {key: prompt for key, prompt in self._prompts.items() if prompt not in victims}
+        for span in victims:
+            span.is_kept, span.features = False, None
+            self.space.give_back(span.rows)
+        return True
+
+
+# -- the file ----------------------------------------------------------------------------------------------------------
 
 
 class WriteBehind:

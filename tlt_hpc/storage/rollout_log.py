@@ -3,22 +3,27 @@
 Schema 3 (any HDF5 reader opens it; N rollouts ordered by key):
 
     /            attributes kind, schema, step, rank, num_ranks, harvested_seconds, guarded_near_ties, committed
-    /rollouts/   seed, stream, step, draw, sample [N] int64: the key; finish_reason [N] int8 (0 EOS, 1 LENGTH);
+    /rollouts/   seed, stream, step, draw, sample [N] int64: the key; finish_reason [N] int8 (0 EOS, 1 LENGTH, 2 STOP);
                  weight_version, num_target_passes [N] int64; finished_seconds [N] float64;
                  rewards, advantages [N] float32; prompt_tokens [sum P] int32; response_tokens [sum R] int32;
                  log_probs [sum R] float32; prompt_ends, response_ends [N] int64: where each one ends;
                  pass_lengths [sum of passes] uint8: tokens that each decoding pass emitted, pass_ends [N] int64
-    /micro_steps/  start_seconds, end_seconds, loss [M] float64; num_tokens [M] int64
-    /strategy/   names [S] UTF-8 bytes; rounds, tokens [S] int64; decisions [D, 2] int32: live sequences and index into
-                 names of every round, in order
-    /spans/      strategy_index [K] int16 (-1: prefill), num_live, num_tokens [K] int32, start_seconds [K] float64,
-                 seconds [K] float32: each round and prefill pass, in the order of their ends
-    /phases/     names [P] UTF-8 bytes; start_seconds, end_seconds [P] float64: what the rank did in turn
-    /timing      attributes start_seconds, last_token_seconds, release_seconds (since the epoch) of the step's own
+    /micro_steps/  start_seconds, end_seconds, loss [M] float64; num_tokens [M] int64: each update of the drafter that
+                 counted, the loss that it saw and the tokens that the loss counted, which are its weight in the merge
+    /strategy/   names [S] UTF-8 bytes; rounds, tokens [S] int64: of each, and tokens that they emitted; decisions
+                 [D, 2] int32: live sequences and index into names of every round, in order
+    /spans/      strategy_index [K] int16 (-1: prefill), num_live, num_tokens [K] int32 (sequences, and tokens that they
+                 were given), start_seconds [K] float64, seconds [K] float32: each round and prefill pass, in the order
+                 of their ends
+    /phases/     names [P] UTF-8 bytes; start_seconds, end_seconds [P] float64: what the rank did in turn (gen, drafter,
+                 reward, update_actor, refresh, save_checkpoint, testing; ahead: in the tail); those between two steps
+                 belong to the later one
+    /timing      attributes start_seconds, last_token_seconds (idle from here), release_seconds of the step's own
                  rollout; refills [K, 3] float64: the same of each refill
     /metrics     one float attribute per metric
 
 ``committed`` is the number of rollouts and is written last; a file without it, or with another count, is not data.
+Times are seconds since the epoch by the clock of the rank's node.
 """
 
 from __future__ import annotations
@@ -282,3 +287,110 @@ def _put_record(root: Group, record: StepRecord) -> None:
 def _as_bytes(names: Sequence[str]) -> NDArray[np.bytes_]:
     """Names at fixed length: HDF5 keeps text of variable length in a heap that has no checksum."""
     return np.array([name.encode() for name in names], dtype=np.bytes_)
+
+
+# -- responses of a step that is not committed yet ---------------------------------------------------------------------
+#
+# One file for each time that a rank wrote what it had finished. Schema 2: attributes kind, schema, origin, committed;
+# /rollouts/ has the columns of the rollout log, without rewards and advantages. ``origin`` names the weights that the
+# responses are of.
+
+KEPT_KIND = FileKind("kept responses", schema=2, remedy="they are generated again")
+
+
+def write_kept(path: Path, origin: str, rollouts: Sequence[Rollout], durable: bool) -> None:
+    """Write finished responses: beside, closed, renamed; ``durable``: so that they outlive the machine as well.
+
+    Raises:
+        WriteError: the disk refused; ``path`` is unchanged.
+    """
+    with replacing(path, KEPT_KIND, len(rollouts), durable) as root:
+        put_attributes(root, {"origin": origin})
+        put_arrays(root.create_group("rollouts"), rollout_columns(rollouts))
+
+
+def read_kept(path: Path) -> tuple[str, tuple[Rollout, ...]]:
+    """Origin and responses, as ``write_kept`` was given them.
+
+    Raises:
+        DamagedFile: truncated, corrupted, half-written, or of another schema.
+        FileNotFoundError: no such file.
+    """
+    with CommittedFile(path, KEPT_KIND) as file, file.naming_damage():
+        check_counts(file)
+        return file.text("origin"), read_rollouts(file)
+
+
+# -- judged responses of an evaluation ---------------------------------------------------------------------------------
+#
+# Files of some responses each, written as they come. Schema 1 (N responses ordered by key):
+#
+#   /responses/  seed, stream, step, draw, sample [N] int64: the key; finish_reason [N] int8 (0 EOS, 1 LENGTH, 2 STOP);
+#                num_target_passes [N] int64; rewards [N] float32; failures [N] UTF-8 bytes, empty where it was judged;
+#                response_tokens [sum R] int32; response_ends [N] int64: where each one ends
+#
+# ``committed`` is the number of responses, as in the rollout log.
+
+EVALUATION_KIND = FileKind("evaluation log", schema=1, remedy="delete it, and its responses are generated again")
+_EVALUATED = ("finish_reason", "num_target_passes", "rewards", "failures")
+
+
+@dataclass(frozen=True)
+class JudgedResponse:
+    """A response with its verdict: ``tokens`` [R] int32; ``failure`` says why it was not judged, empty where it was."""
+
+    key: SampleKey
+    tokens: NDArray[np.int32]
+    finish_reason: FinishReason
+    num_target_passes: int
+    reward: float
+    failure: str = ""
+
+
+def write_responses(path: Path, responses: Sequence[JudgedResponse]) -> None:
+    """Write a file of responses: beside, closed, renamed.
+
+    Raises:
+        WriteError: the disk refused; ``path`` is unchanged.
+    """
+    ordered = sorted(responses, key=lambda response: response.key)
+    with replacing(path, EVALUATION_KIND, len(ordered)) as root:
+        put_arrays(root.create_group("responses"), _judged_columns(ordered))
+
+
+def read_responses(path: Path) -> list[JudgedResponse]:
+    """Read back what ``write_responses`` was given, ordered by key.
+
+    Raises:
+        DamagedFile: truncated, corrupted, half-written, or of another schema.
+        FileNotFoundError: no such file.
+    """
+    with CommittedFile(path, EVALUATION_KIND) as file, file.naming_damage():
+        for name in (*KEY_COLUMNS, *_EVALUATED, "response_ends"):
+            if (count := file.size(f"responses/{name}")) != file.committed:
+                raise ValueError(f"{count} entries of {name}, but {file.committed} were committed")
+        column = {name: file.array(f"responses/{name}").tolist() for name in _EVALUATED}
+        tokens = np.split(file.array("responses/response_tokens"), file.array("responses/response_ends"))
+        return [
+            JudgedResponse(
+                key=key,
+                tokens=tokens[i],
+                finish_reason=FinishReason(column["finish_reason"][i]),
+                num_target_passes=column["num_target_passes"][i],
+                reward=column["rewards"][i],
+                failure=column["failures"][i].decode(),
+            )
+            for i, key in enumerate(read_keys(file, "responses"))
+        ]
+
+
+def _judged_columns(responses: Sequence[JudgedResponse]) -> dict[str, NDArray[Any]]:
+    tokens, ends = flat([response.tokens for response in responses], np.int32)
+    return key_columns([response.key for response in responses]) | {
+        "finish_reason": np.array([r.finish_reason for r in responses], np.int8),
+        "num_target_passes": np.array([r.num_target_passes for r in responses], np.int64),
+        "rewards": np.array([r.reward for r in responses], np.float32),
+        "failures": np.array([r.failure.encode() for r in responses], np.bytes_),
+        "response_tokens": tokens,
+        "response_ends": ends,
+    }

@@ -112,12 +112,7 @@ def read_lines(path: Path, first: int = 0) -> dict[int, Line]:
     Raises:
         UserError: the file cannot be read, or a line is not what a run writes.
     """
-    try:
-        data = read_bytes(path, LINES_BYTES)
-    except FileNotFoundError:
-        return {}
-    except OSError as error:
-        raise UserError(told(error)) from None
+    data = _bytes_of(path)
     check_counting(path, data)
     found = parse_lines(_from_step(data, first))
     if found.faults:
@@ -142,9 +137,9 @@ def add_line(path: Path, line: Line, confirm: Callable[[], None] = lambda: None)
         UserError: as ``read_lines``, or later steps are committed; the file is unchanged.
         WriteError: no room or no permission; the file is unchanged.
     """
-    step = step_of(line)
-    if (before := _bytes_before(path, step)) is not None:
-        _write_bytes(path, before + _text_of(line), confirm)
+    step, data = step_of(line), _bytes_of(path)
+    if not _from_step(data, step):  # the last line is of a step before
+        _write(path, data, [line], confirm)
         return
     lines = read_lines(path)
     if any(number > step for number in lines):
@@ -152,7 +147,7 @@ def add_line(path: Path, line: Line, confirm: Callable[[], None] = lambda: None)
             f"{path} has lines of steps after {step + 1}, which this start has not committed: another one has; start "
             "again to resume from them"
         )
-    _write(path, (lines | {step: line}).values(), confirm)
+    _write(path, b"", (lines | {step: line}).values(), confirm)
 
 
 def replace_line(path: Path, line: Line, confirm: Callable[[], None] = lambda: None) -> None:
@@ -161,7 +156,7 @@ def replace_line(path: Path, line: Line, confirm: Callable[[], None] = lambda: N
     Raises:
         UserError, WriteError: as ``add_line``.
     """
-    _write(path, (read_lines(path) | {step_of(line): line}).values(), confirm)
+    _write(path, b"", (read_lines(path) | {step_of(line): line}).values(), confirm)
 
 
 def drop_lines(path: Path, step: int) -> list[int]:
@@ -179,8 +174,8 @@ def drop_lines(path: Path, step: int) -> list[int]:
     if dropped:
         ends = chain([""], (f"-{number}" for number in count(2)))
         places = (path.with_name(f"{path.stem}.dropped-{step + FIRST_STEP:06d}{end}{path.suffix}") for end in ends)
-        _write(next(place for place in places if not place.exists()), dropped.values())
-        _write(path, [line for number, line in lines.items() if number < step])
+        _write(next(place for place in places if not place.exists()), b"", dropped.values())
+        _write(path, b"", [line for number, line in lines.items() if number < step])
     return list(dropped)
 
 
@@ -203,19 +198,18 @@ def best_evaluated(path: Path, steps: Iterable[int]) -> int | None:
     return max(alike, key=lambda step: (sum(found[step].values()), step), default=None)
 
 
-def _bytes_before(path: Path, step: int) -> bytes | None:
-    """The whole file if its last line is of a step before ``step``; None if all lines must be looked at.
+def _bytes_of(path: Path) -> bytes:
+    """The whole file; empty if there is none.
 
     Raises:
         UserError: the file cannot be read.
     """
     try:
-        data = read_bytes(path, LINES_BYTES)
+        return read_bytes(path, LINES_BYTES)
     except FileNotFoundError:
         return b""
     except OSError as error:
         raise UserError(told(error)) from None
-    return None if _from_step(data, step) else data
 
 
 def _from_step(data: bytes, first: int) -> bytes:
@@ -233,16 +227,9 @@ def _from_step(data: bytes, first: int) -> bytes:
     return data
 
 
-def _text_of(line: Line) -> bytes:
-    return f"{json.dumps(line)}\n".encode()
-
-
-def _write(path: Path, lines: Iterable[Line], confirm: Callable[[], None] = lambda: None) -> None:
-    _write_bytes(path, b"".join(map(_text_of, lines)), confirm)
-
-
-def _write_bytes(path: Path, data: bytes, confirm: Callable[[], None]) -> None:
+def _write(path: Path, before: bytes, lines: Iterable[Line], confirm: Callable[[], None] = lambda: None) -> None:
+    """Replace the file by the bytes ``before``, then these lines."""
     with writing_beside(path) as part:
-        part.write_bytes(data)
+        part.write_bytes(before + b"".join(f"{json.dumps(line)}\n".encode() for line in lines))
         sync(part)
         confirm()

@@ -49,13 +49,15 @@ class Member:
     """The same on all ranks of a start, and no other's."""
     neighbours: dict[int, int]
     """rank -> process id, of all ranks on this host, this one among them."""
+    witness: str = ""
+    """Names the witness of this host: the word of its first rank, also where Slurm has several nodes on it."""
 
     @classmethod
     def of(cls, rank: int, told: Sequence[tuple[str, int, str]]) -> Member:
         """From every rank's (host, process id, random word), of which rank 0's word names the start."""
         host = told[rank][0]
         on_host = {other: pid for other, (name, pid, _) in enumerate(told) if name == host}
-        return cls(rank, len(told), host, told[0][2], on_host)
+        return cls(rank, len(told), host, told[0][2], on_host, told[min(on_host)][2])
 
 
 class Beat:
@@ -80,6 +82,8 @@ class Beat:
         self.is_asking = False
         """Whether the ranks ask each other repeatedly how far a save is, which is no progress."""
         self.member: Member | None = None
+        self.word = ""
+        """Of this rank's witness, if it has forked one."""
         self.abort: Callable[[int], None] | None = None
         self.began = time.time()
         """When the command was given, in seconds since the epoch; only for display."""

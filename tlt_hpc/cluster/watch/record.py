@@ -1,13 +1,16 @@
-"""A rank's status file: one record of fixed size, written in place, so that a reader never sees half of one.
+"""What the ranks of a start leave in the run's folder: a status file each, one verdict, and so how the start ended.
 
-It is readable text: a checksum, then JSON, padded with blanks.
+A status file has one record of fixed size, written in place, so that a reader never sees half of one. It is readable
+text: a checksum, then JSON, padded with blanks.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import zlib
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated
@@ -27,6 +30,9 @@ Seconds = Annotated[float, Field(ge=-1, le=2**53)]
 VERDICT = "verdict.txt"
 FINISHED = "finished"
 """The ending of a rank that has done all of its work."""
+_ORDERLY = (FINISHED, "stopped early")
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -78,10 +84,6 @@ class Record:
         return f"rank {self.rank} on {self.host}"
 
 
-class DamagedRecordError(ValueError):
-    """A status file does not hold a record."""
-
-
 def status_file(folder: Path, rank: int) -> Path:
     """Where a rank's record is."""
     return folder / f"rank-{rank:04d}"
@@ -120,15 +122,15 @@ def decode(data: bytes) -> Record:
     """The record that a status file holds.
 
     Raises:
-        DamagedRecordError: it is torn, damaged, or of another version.
+        DamagedText: it is torn, damaged, or of another version.
     """
     crc, _, text = data.rstrip().partition(b" ")
     if len(data) != SIZE or crc != f"{zlib.crc32(text):08x}".encode():
-        raise DamagedRecordError(f"{len(data)} bytes that are no status record")
+        raise DamagedText(f"{len(data)} bytes that are no status record")
     try:
         return parse_json(text, Record)
     except DamagedText as error:
-        raise DamagedRecordError(f"a status record of another version ({error})") from None
+        raise DamagedText(f"a status record of another version ({error})") from None
 
 
 def write_record(folder: Path, record: Record) -> None:
@@ -144,24 +146,28 @@ def write_record(folder: Path, record: Record) -> None:
         os.close(descriptor)
 
 
-def read_record(folder: Path, rank: int) -> Record:
-    """A rank's record.
-
-    Raises:
-        OSError: there is none, or it cannot be read.
-        DamagedRecordError: the file holds none.
-    """
-    return read_record_at(status_file(folder, rank))
-
-
-def read_record_at(path: Path) -> Record:
+def read_record(path: Path) -> Record:
     """The record of a status file.
 
     Raises:
-        OSError, DamagedRecordError: as ``read_record``.
+        OSError: there is none, or it cannot be read.
+        DamagedText: the file holds none.
     """
     with naming(path), open_regular(path) as file:
         return decode(file.read(SIZE + 1))
+
+
+def read_records(folder: Path) -> list[Record]:
+    """The records of a folder by rank, without those that are damaged.
+
+    Raises:
+        OSError: one cannot be read.
+    """
+    found = []
+    for path in sorted(folder.glob("rank-*")):
+        with suppress(DamagedText):
+            found += [] if path.suffix else [read_record(path)]  # others are stacks
+    return found
 
 
 def claim_verdict(folder: Path, start: str, line: str) -> bool:
@@ -193,3 +199,46 @@ def read_verdict(folder: Path) -> tuple[str, str] | None:
     except FileNotFoundError:
         return None
     return start, line
+
+
+def clear_last(folder: Path, start: str) -> str:
+    """How the start before this one ended, empty if it ended in order; removes its verdict.
+
+    For one rank of ``start``, before any of its ranks writes a record.
+
+    Raises:
+        OSError: the folder cannot be read.
+    """
+    records = read_records(folder)
+    of_rank_0 = [record.start for record in records if record.rank == 0]
+    records = [record for record in records if record.start in of_rank_0]  # a start on more ranks has left more files
+    verdict = read_verdict(folder)
+    verdict_file(folder).unlink(missing_ok=True)
+    if not records or records[0].start == start:
+        return ""
+    if verdict is not None and verdict[0] == records[0].start:
+        return verdict[1]
+    return _end_of(records)
+
+
+def warn_of_last(folder: Path, start: str) -> None:
+    """Warn once how the start before this one ended, if it did not end in order.
+
+    Raises:
+        OSError: as ``clear_last``.
+    """
+    last = clear_last(folder, start)
+    if last:
+        logger.warning("the last start ended so: %s", last)
+
+
+def _end_of(records: list[Record]) -> str:
+    failed = [record for record in records if record.ending and record.ending not in _ORDERLY]
+    if failed:
+        return f"{failed[0].name} {failed[0].ending} (in {failed[0].place})"
+    silent = [record for record in records if not record.ending]
+    if not silent or len(silent) < len(records):  # if one ended in order, the launcher ended the others
+        return ""
+    hosts = ", ".join(dict.fromkeys(record.host for record in silent))
+    first = silent[0]
+    return f"all {len(silent)} ranks on {hosts} ended without a word, rank {first.rank} last seen in {first.place}"

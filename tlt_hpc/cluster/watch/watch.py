@@ -13,6 +13,7 @@ import os
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -21,10 +22,8 @@ from pathlib import Path
 from types import TracebackType
 
 from tlt_hpc.cluster.watch.beat import BEAT, LIMIT_SECONDS, Beat, Member, Phase
-from tlt_hpc.cluster.watch.diagnosis import Diagnosis, is_due
+from tlt_hpc.cluster.watch.diagnosis import Diagnosis, judge_alone
 from tlt_hpc.cluster.watch.record import FINISHED, HEARTBEAT_SECONDS, Record, claim_verdict, stacks_file, write_record
-from tlt_hpc.cluster.watch.status_writer import StatusWriter
-from tlt_hpc.cluster.watch.verdict import judge_alone
 from tlt_hpc.cluster.watch.witness import Witness
 from tlt_hpc.common.words import FIRST_STEP
 
@@ -39,8 +38,6 @@ LAST_WORD_SECONDS = 10.0
 """How long it may take at the very end, when only the last record is left to write."""
 ABORT_SECONDS = 5.0
 """How long MPI may take to end the job."""
-_WITNESS_SECONDS = 2.0
-"""How long a rank that has just met the others waits until its node's witness listens."""
 STATUS_ENDINGS = {0: FINISHED, 75: "stopped early"}
 
 
@@ -94,6 +91,7 @@ class Watch:
             self._beat.ending = f"failed: {type(error).__name__}: {error}"
         self._report_end()
         self._beat.member = self._beat.folder = self._beat.abort = None
+        self._beat.word = ""
         self._beat.on_leaving = self._beat.on_joining = self._beat.on_signal = None
 
     def ended(self, status: int) -> int:
@@ -127,9 +125,8 @@ class Watch:
             self._witness.tell(self._member, self._beat.folder)
 
     def _meet_witness(self) -> None:
-        """From the moment that the ranks have met: the witness of another rank's node begins to listen then."""
         if self._witness is not None:
-            self._witness.tell(self._member, None, _WITNESS_SECONDS)
+            self._witness.join(self._member)
 
     def _watch(self) -> None:
         while not self._closing.wait(self._look_seconds):
@@ -229,6 +226,57 @@ class Watch:
             record = self._counter.record(member, ending)
             if not self._writer.run_within(LAST_WORD_SECONDS, partial(self._write, folder, record)):
                 say(f"{record.name} could not leave word of its end: {folder} does not answer")
+
+
+def is_due(record: Record, written: Record | None, heartbeat_looks: int) -> bool:
+    """Whether a record is to be written: its phase or state is new, or it is time for a heartbeat."""
+    if written is None or record.heartbeat - written.heartbeat >= heartbeat_looks:
+        return True
+    return _state_of(record) != _state_of(written)
+
+
+def _state_of(record: Record) -> tuple[object, ...]:
+    waits = record.stalled and record.waiting
+    return (record.start, record.phase, record.step, record.stalled, waits, record.ending)
+
+
+class StatusWriter:
+    """Runs what touches the run's folder, one task at a time, in a thread: a file system that hangs stops only that.
+
+    The watch's thread and, at the end, the main thread may call it at the same time.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the last task is done."""
+        return self._thread is None or not self._thread.is_alive()
+
+    def run_if_idle(self, task: Callable[[], None]) -> bool:
+        """Run ``task``, which must not raise, unless the last one is still running; returns whether it will run."""
+        return self._start(task)[0]
+
+    def run_within(self, seconds: float, task: Callable[[], None]) -> bool:
+        """Run ``task`` after the last one and wait for its end; False if either does not end within ``seconds``."""
+        end = time.monotonic() + seconds
+        while True:
+            is_started, thread = self._start(task)
+            thread.join(max(0.0, end - time.monotonic()))
+            if is_started or thread.is_alive():
+                return not thread.is_alive()
+
+    def _start(self, task: Callable[[], None]) -> tuple[bool, threading.Thread]:
+        """Whether ``task`` was started, and the thread of the task that runs now."""
+        with self._lock:
+            if self._thread is not None and self._thread.is_alive():
+                return False, self._thread
+            # Daemon: a folder that hangs must not keep the process from ending.
+            self._thread = threading.Thread(target=task, name="watch-files", daemon=True)
+            self._thread.start()
+            return True, self._thread
 
 
 def say(line: str) -> None:

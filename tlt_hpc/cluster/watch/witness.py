@@ -14,14 +14,14 @@ import select
 import signal
 import socket
 import struct
-import threading
 import time
 from collections.abc import Set
 from contextlib import suppress
 from pathlib import Path
+from uuid import uuid4
 
-from tlt_hpc.cluster.watch.beat import Member
-from tlt_hpc.cluster.watch.record import DamagedRecordError, Record, claim_verdict, read_record_at
+from tlt_hpc.cluster.watch.beat import BEAT, Member
+from tlt_hpc.cluster.watch.record import Record, claim_verdict, read_records
 
 _LONGEST_WORD = 1 << 16
 _OF_ANOTHER = re.compile(r"[Cc]onnection (closed|reset|refused)|Broken pipe|Socket closed|remote process exited")
@@ -32,7 +32,6 @@ _OTHER_NODES_SECONDS = 2.0
 _LAST_SECONDS = 10
 """For the last word: a launcher waits for this process, and the run's folder may not answer."""
 _POLL_SECONDS = 0.1
-_RETRY_SECONDS = 0.01
 _LONGEST_ENDING = 400
 
 
@@ -47,50 +46,54 @@ class Witness:
         self._pipe = pipe
         self._told: tuple[str, Path | None] | None = None
         self._connection: socket.socket | None = None
-        self._lock = threading.Lock()
-        """The main thread and the watch's both tell."""
 
     @classmethod
     def fork(cls) -> Witness:
         """Start the process, if the system allows another; before this one has threads, and before MPI."""
+        BEAT.word = uuid4().hex
         reading, writing = os.pipe()
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
+            listener.bind(_address(BEAT.word))
+            listener.listen(1024)  # ranks connect once they have met, whenever the process looks
             child = os.fork()
         except OSError:  # a limit on processes: nobody is named then
             os.close(reading)
             os.close(writing)
+            listener.close()
             return cls()
         if child:
             os.close(reading)
+            listener.close()
             return cls(writing)
         try:
-            _detach(reading)
-            _watch(reading)
+            _detach({reading, listener.fileno()})
+            _watch(reading, listener)
         except Exception as error:  # noqa: BLE001  nobody else would say it
             os.write(2, f"tlt: a rank that is killed will not be named: {error!r}\n".encode())
         finally:
             os._exit(0)
 
-    def tell(self, member: Member, folder: Path | None, patience: float = 0.0) -> None:
-        """Have this rank watched, whose start writes its status to ``folder``, once that is known; cheap once told.
+    def join(self, member: Member) -> None:
+        """Have this rank watched, once the ranks have met."""
+        self.tell(member, None)
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            connection.connect(_address(member.witness))
+            connection.send(str(member.rank).encode())
+        except OSError:  # a node that cannot have one
+            connection.close()
+        else:
+            self._connection = connection
 
-        A witness that is not there yet, after ``patience`` seconds, or not any more is asked again at the next call.
-        """
-        end = time.monotonic() + patience
-        while True:
-            with self._lock:
-                if self._pipe is not None and (member.start, folder) != self._told:
-                    self._told = member.start, folder
-                    is_whole = len(member.neighbours) == member.size
-                    place = "" if folder is None else str(folder.absolute())
-                    with suppress(BrokenPipeError):
-                        os.write(self._pipe, json.dumps([member.start, member.host, is_whole, place]).encode() + b"\n")
-                if self._connection is None:
-                    with suppress(OSError):  # a node that cannot have one
-                        self._connection = _connect(member)
-            if self._connection is not None or time.monotonic() >= end:
-                return
-            time.sleep(_RETRY_SECONDS)
+    def tell(self, member: Member, folder: Path | None) -> None:
+        """Say where the start writes its status, once that is known; cheap once told."""
+        if self._pipe is not None and (member.start, folder) != self._told:
+            self._told = member.start, folder
+            is_whole = len(member.neighbours) == member.size
+            place = "" if folder is None else str(folder.absolute())
+            with suppress(BrokenPipeError):  # it has ended
+                os.write(self._pipe, json.dumps([member.start, is_whole, place]).encode() + b"\n")
 
     def take_leave(self, ending: str) -> None:
         """Say that this rank is about to end, and how; safe in a signal handler."""
@@ -99,24 +102,13 @@ class Witness:
                 self._connection.send(ending.encode()[:_LONGEST_ENDING], socket.MSG_DONTWAIT)
 
 
-def _connect(member: Member) -> socket.socket:
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    try:
-        connection.connect(_address(member.start))
-        connection.send(str(member.rank).encode())
-    except OSError:
-        connection.close()
-        raise
-    return connection
-
-
-def _address(start: str) -> str:
+def _address(word: str) -> str:
     """In the kernel's own name space: no file is left."""
-    return f"\0tlt-{start}"
+    return f"\0tlt-{word}"
 
 
-def _detach(pipe: int) -> None:
-    """Leave the rank's group, and close all that it has open but its errors: a launcher waits for the end of these."""
+def _detach(own: Set[int]) -> None:
+    """Leave the rank's group, and close what it has open but its errors and ``own``: a launcher waits for the end."""
     os.setsid()
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_IGN)
@@ -125,21 +117,22 @@ def _detach(pipe: int) -> None:
     for descriptor in (0, 1):
         os.dup2(nowhere, descriptor)
     for path in list(Path("/proc/self/fd").iterdir()):  # some limits allow a billion
-        if int(path.name) not in (0, 1, 2, pipe):
+        if int(path.name) not in {0, 1, 2, *own}:
             with suppress(OSError):  # the list's own
                 os.close(int(path.name))
 
 
-def _watch(pipe: int) -> None:
+def _watch(pipe: int, listener: socket.socket) -> None:
     """Wait for the first rank to end, and say so if no rank has said how it ends."""
-    start, host, is_whole, folder = "", "", False, None
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    start, is_whole, folder = "", False, None
+    listener.setblocking(False)
     ranks: dict[int, tuple[int, socket.socket]] = {}
     poll = select.epoll()  # gives events in the order in which they came, however late this process looks
     poll.register(pipe, select.EPOLLIN)
+    poll.register(listener, select.EPOLLIN)
     while True:
         events = dict(poll.poll())
-        while start and (accepted := _accept(listener)):
+        while accepted := _accept(listener):
             ranks[accepted[1].fileno()] = accepted
             poll.register(accepted[1], select.EPOLLIN)
         for number in [number for number in dict.fromkeys((*events, *ranks)) if number in ranks]:
@@ -153,7 +146,7 @@ def _watch(pipe: int) -> None:
                 continue
             if not word:
                 signal.alarm(_LAST_SECONDS)
-                _testify(start, host, folder, rank, {other for other, _ in ranks.values()})
+                _testify(start, socket.gethostname(), folder, rank, {other for other, _ in ranks.values()})
             return  # after a word, this rank is the cause, or has lost one that may be on another node
         if pipe in events:
             told = os.read(pipe, _LONGEST_WORD)
@@ -162,13 +155,8 @@ def _watch(pipe: int) -> None:
             if not told:
                 poll.unregister(pipe)
                 continue
-            given, host, is_whole, place = json.loads(told.splitlines()[-1])
-            if not start:
-                listener.bind(_address(given))
-                listener.listen(1024)
-                listener.setblocking(False)
-                poll.register(listener, select.EPOLLIN)
-            start, folder = given, Path(place) if place else None
+            start, is_whole, place = json.loads(told.splitlines()[-1])
+            folder = Path(place) if place else None
 
 
 def _word_of(connection: socket.socket) -> str | None:
@@ -238,9 +226,7 @@ def _says_why(record: Record) -> bool:
 
 
 def _records(folder: Path, start: str) -> list[Record]:
-    """What the ranks of a start have said, as far as it can be read."""
-    found = []
-    for path in folder.glob("rank-*"):
-        with suppress(OSError, DamagedRecordError):
-            found += [read_record_at(path)] if not path.suffix else []  # others are stacks
-    return [record for record in found if record.start == start]
+    """What the ranks of a start have said; nothing where that cannot be read."""
+    with suppress(OSError):
+        return [record for record in read_records(folder) if record.start == start]
+    return []

@@ -23,13 +23,13 @@ from tlt_hpc.cli.display import Screen, StepReporter, print_comparison
 from tlt_hpc.cluster.stopping import STOPPED_EARLY
 from tlt_hpc.common.records import Request, SampleKey
 from tlt_hpc.config import Config
-from tlt_hpc.drafting.acceptance import JUDGED_DEPTH
 from tlt_hpc.extras.ablate.ablation_plan import WITHOUT_DRAFTER, Ablation, check_ranks, plan_ablation
 from tlt_hpc.look.series import paired_ratio
 from tlt_hpc.models.drafter_file import load_drafter
-from tlt_hpc.models.once import readers_once
+from tlt_hpc.models.piece import readers_once
 from tlt_hpc.mpi.world import World
 from tlt_hpc.plan.inputs import read_assets_once
+from tlt_hpc.rollout.acceptance import JUDGED_DEPTH
 from tlt_hpc.rollout.strategy import Strategy
 from tlt_hpc.session import Session, open_session
 from tlt_hpc.storage.folder import RunFolder
@@ -51,6 +51,7 @@ class Passes:
 
     @property
     def accept_length(self) -> float:
+        """Tokens of a target pass, over all responses."""
         return sum(self.tokens) / sum(self.passes)
 
 
@@ -63,12 +64,12 @@ class AblationFigures:
 
     @property
     def as_promised(self) -> bool:
-        """Whether the arms are equal as far as is promised (``Config.is_exact``)."""
+        """True if the arms are equal as far as is promised (``Config.is_exact``)."""
         return not (self.comparison.is_exact and self.unequal)
 
     @property
     def unequal(self) -> list[str]:
-        """What differs between the arms."""
+        """The names of what differs between the arms."""
         texts = {passes.tokens for passes in self.held_out.values()}
         equal = {**self.comparison.equal, "held-out texts": len(texts) <= 1}
         return [name for name, is_equal in equal.items() if not is_equal]
@@ -80,7 +81,7 @@ class AblationFigures:
         return {"held-out accept length": cells, **rows_of(self.comparison)}
 
     def verdict(self) -> str:
-        """What differs between the arms, then whether training in the tail pays, or draft-ahead more; may be empty."""
+        """The differences between the arms, then whether training in the tail, or draft-ahead, gains; may be empty."""
         parts = []
         if self.unequal:
             promised = "which should be equal" if self.comparison.is_exact else "as they may without batch_invariant"
@@ -144,7 +145,11 @@ def ablate(ablation: Ablation, world: World, reporter: Reporter) -> AblationFigu
 
 
 def finished_arms(ablation: Ablation) -> dict[str, str]:
-    """Digests of the last policies of the arms that have taken all their steps."""
+    """Digests of the last policies of the arms that have taken all their steps.
+
+    Raises:
+        UserError: a file of an arm is damaged or cannot be read.
+    """
     found = {arm: read_finished(RunFolder(ablation.folder / arm).finished) for arm in ablation.arms}
     return {arm: word.policy_sha256 for arm, word in found.items() if word and word.num_steps == ablation.num_steps}
 
@@ -192,7 +197,11 @@ def measure(ablation: Ablation, world: World) -> dict[str, Passes] | None:
 
 
 def load_policy(ablation: Ablation, arm: str, session: Session) -> None:
-    """Load an arm's last policy into the decoder; collective over the node, whose first rank reads."""
+    """Load an arm's last policy into the decoder; collective over the node, whose first rank reads.
+
+    Raises:
+        ValueError: on all its ranks, if the checkpoint cannot be read.
+    """
     node = session.world.node_group
     run, config = RunFolder(ablation.folder / arm), ablation.config
     checkpoint = node.once(lambda: CheckpointStore(run.checkpoints, config.checkpoint.keep).at(ablation.num_steps))
@@ -208,8 +217,7 @@ def answer(
     folder = str(ablation.folder / arm / "drafter")
     drafter = load_drafter(folder, session.decoder, f"arm {arm!r}", session.world.node_group)
     settings = replace(session.settings(), strategies=(Strategy("drafter", JUDGED_DEPTH),))
-    engine = session.make_engine(settings, drafter)
-    engine.drafter_ready = True
+    engine = session.make_engine(settings, drafter, drafter_is_trained=True)
     session.calibrate_on(engine, requests[:1])  # on every rank: of few prompts some ranks have none
     if session.generate(engine, requests[session.world.rank :: session.world.size]).stopping:
         return None
@@ -218,20 +226,21 @@ def answer(
 
 @dataclass(frozen=True)
 class Gain:
-    """By which share an arm has more than another, with its standard error (NaN: unknown)."""
+    """The relative gain of an arm over another, with its standard error (NaN: unknown)."""
 
     share: float
     error: float
 
     @property
     def verb(self) -> str:
-        """What the arm does to the other; no difference if it lies within the noise, or that is unknown."""
+        """The verb between the two arms; no difference if the gain lies within the noise, or that is unknown."""
         if not abs(self.share) > _CLEAR * self.error:
             return "does not differ, beyond the noise, from"
         return "beats" if self.share > 0 else "is behind"
 
     @property
     def text(self) -> str:
+        """The gain in per cent, with the noise."""
         noise = "noise unknown" if math.isnan(self.error) else f"± {100 * self.error:.1f}"
         return f"{100 * self.share:+.1f} % ({noise})"
 
@@ -274,7 +283,7 @@ def write_figures(figures: AblationFigures) -> None:
 
 
 def run_arms(config: Config, options: argparse.Namespace, world: World) -> int:
-    """``tlt ablate`` on this rank."""
+    """Run ``tlt ablate`` on this rank; returns the exit status."""
     figures = ablate(plan_ablation(config, options), world, StepReporter(Screen(world.rank == 0)))
     if figures is None:
         reason = world.first_stop_reason()

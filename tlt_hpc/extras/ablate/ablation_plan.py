@@ -57,7 +57,11 @@ class Ablation:
         return Path(self.config.run.folder) / f"{self.config.run.name}-ablate"
 
     def config_of(self, arm: str) -> Config:
-        """The configuration of an arm's run: only the arm, the length and the folder differ."""
+        """The configuration of an arm's run: only the arm, the length and the folder differ.
+
+        Raises:
+            ConfigError: the arm is one that the job cannot have.
+        """
         tree = without_side_effects(self.config).model_dump()
         tree["run"] |= {"name": arm, "folder": str(self.folder), "num_steps": self.num_steps}
         tree["checkpoint"]["replay"] = False  # it would leave out updates of the drafter, which are what is compared

@@ -17,13 +17,13 @@ _LARGEST = 1e300
 
 
 def same_output(given: str, expected: str) -> bool:
-    """Whether a program wrote what it should: line by line, without the space at their ends, numbers by value."""
+    """True if a program wrote what is expected: line by line, without the space at their ends, numbers by value."""
     lines, wanted = given.strip().split("\n"), expected.strip().split("\n")
     return len(lines) == len(wanted) and all(map(_same_line, lines, wanted))
 
 
 def same_result(output: str, wanted: list[Any]) -> bool:
-    """Whether a function's result, as JSON, is one of the values that the data's text or value may stand for."""
+    """True if a function's result, as JSON, is one of the values that the data's text or value may stand for."""
     try:
         given = json.loads(output)
     except (ValueError, RecursionError):

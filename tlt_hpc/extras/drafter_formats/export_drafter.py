@@ -51,10 +51,12 @@ class Source:
 
     @property
     def is_eagle3(self) -> bool:
+        """True if the drafter is of the EAGLE-3 form."""
         return TOKEN_IDS in self.drafter
 
     @property
     def title(self) -> str:
+        """The heading of the drafter's card."""
         return f"{'EAGLE-3' if self.is_eagle3 else 'EAGLE'} drafter for {self.target.name}"
 
 
@@ -89,7 +91,11 @@ def run(options: argparse.Namespace) -> None:
 
 
 def policy_of(options: argparse.Namespace) -> PolicyExport:
-    """The policy of the run and step that the options name."""
+    """The policy of the run and step that the options name.
+
+    Raises:
+        UserError: as ``output_of``.
+    """
     words = ["tlt", "export-policy", options.place]
     words += ["--step", str(options.step)] * (options.step is not None)
     words += ["--model", str(options.model)] * (options.model is not None)
@@ -186,7 +192,7 @@ def serving_command(source: Source, kind: str, output: Path) -> str:
 
 
 def advice(source: Source) -> str:
-    """Which weights to serve the drafter with."""
+    """A sentence on which weights to serve the drafter with."""
     if source.policy is None:
         return "The target checks every draft: a drafter that fits it badly makes serving slower, not different."
     return (

@@ -19,10 +19,9 @@ from torch import Tensor
 
 from tlt_hpc.config import EMBEDDED_MODEL, UserError
 from tlt_hpc.models.draft_layer import TOKEN_IDS, DraftLayer, drafter_shape, layer_of
-from tlt_hpc.models.eagle3 import feature_layers
-from tlt_hpc.models.json_file import read_json
+from tlt_hpc.models.eagle import feature_layers
 from tlt_hpc.models.shape import ModelShape, check_layers, shape_from
-from tlt_hpc.models.tokenizer import find_model
+from tlt_hpc.models.tokenizer import find_model, read_json
 
 SPECULATIVE_TOKENS = 5
 """Length of the chain of drafts that is proposed."""
@@ -43,7 +42,7 @@ class Target:
 
     @property
     def path(self) -> str:
-        """What an engine is given to find it."""
+        """The path or name by which an engine finds it."""
         return str(self.folder) if self.name == EMBEDDED_MODEL else self.name
 
 
@@ -73,7 +72,9 @@ class Files:
 
 
 def lay_out(kind: str, drafter: Mapping[str, Tensor], target: Target) -> Files:
-    """An export's files for ``sglang``, ``vllm`` or ``speculators``; of EAGLE-3 the first two are the same.
+    """An export's files for ``sglang``, ``vllm`` or ``speculators``; tensors as ``read_drafter`` gives them.
+
+    Of EAGLE-3 the first two formats are the same.
 
     Raises:
         UserError: the format cannot carry this drafter.

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tlt_hpc.config import UserError
-from tlt_hpc.models.eagle3 import feature_layers
+from tlt_hpc.models.eagle import feature_layers
 from tlt_hpc.models.shape import ModelShape, shape_from
 
 TAKE_HEAD = "give a head for this model"
@@ -30,7 +30,7 @@ _LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 
 @dataclass(frozen=True)
 class HeadConfig:
-    """What a head's config.json says, where a drafter here can have it."""
+    """The settings in a head's config.json that a drafter here can have."""
 
     shape: ModelShape
     """Of its layer; the vocabulary is the target's."""
@@ -74,7 +74,7 @@ def head_config(config: Mapping[str, Any], target: ModelShape, target_name: str)
 
 
 def origin_of(config: Mapping[str, Any]) -> str:
-    """Whose head it is, as far as its config.json says."""
+    """The words of an error on which target a head was trained for, as far as its config.json says."""
     recorded = config.get("speculators_config")
     verifier = recorded.get("verifier") if isinstance(recorded, dict) else None
     name = verifier.get("name_or_path") if isinstance(verifier, dict) else None

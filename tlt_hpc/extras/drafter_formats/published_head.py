@@ -19,9 +19,8 @@ from tlt_hpc.config import UserError
 from tlt_hpc.extras.drafter_formats.published_config import HeadConfig, head_config, origin_of, refused
 from tlt_hpc.models.draft_layer import TOKEN_IDS, layer_between
 from tlt_hpc.models.folder import num_used_tokens
-from tlt_hpc.models.json_file import read_json
 from tlt_hpc.models.shape import ModelShape
-from tlt_hpc.models.tokenizer import load_tokenizer
+from tlt_hpc.models.tokenizer import load_tokenizer, read_json
 from tlt_hpc.models.weight_files import EMBEDDING, TORCH_FILE, UNREADABLE, opened, read_heads, weight_files
 
 _LAYER = "layers.0."
@@ -51,7 +50,7 @@ _SAMPLED_ROWS = 64
 
 
 def read_head(folder: Path, model: Path, target: ModelShape, asked: str) -> dict[str, Tensor]:
-    """The tensors of a head under their names in a drafter's file, checked against the target in the folder ``model``.
+    """The tensors of a head, with names and shapes as ``read_drafter`` gives them, checked against its target.
 
     Args:
         asked: how the user named it, for the error.

@@ -3,15 +3,71 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tlt_hpc.data.known import KnownSet
+from tlt_hpc.data.files import KnownSet
 from tlt_hpc.data.rows import Row, RowError, Rows
 
 INSTRUCTION = "Let's think step by step and output the final answer within \\boxed{}."
 """Follows every question. All kinds of reward that compare answers read a box."""
+
+
+_DAPO_BEFORE = (
+    "Solve the following math problem step by step. The last line of your response should be of the form Answer: "
+    "$Answer (without quotes) where $Answer is the answer to the problem."
+)
+_DAPO_AFTER = 'Remember to put your answer on its own line after "Answer:".'
+_BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*")
+
+
+def as_text(value: Any) -> str:
+    """A cell as text; empty if it is null or NaN."""
+    if isinstance(value, str):
+        return value.strip()
+    return "" if value is None or value != value else str(value)
+
+
+def gsm8k_answer(solution: Any) -> str:
+    """The number after the last ``####``, without separators of thousands; empty if there is none."""
+    _, mark, number = as_text(solution).rpartition("####")
+    return number.replace(",", "").strip() if mark else ""
+
+
+def math_answer(solution: Any) -> str:
+    r"""The content of the last ``\boxed{}`` or ``\fbox{}``; empty if there is none or it is not closed."""
+    text = as_text(solution)
+    boxes = list(_BOX.finditer(text))
+    if not boxes:
+        return ""
+    start = boxes[-1].end()
+    if text[start : start + 1] != "{":  # LaTeX takes a single character: \boxed 5 is written in some solutions
+        return text[start:].partition("$")[0].strip()
+    depth = 0
+    for mark in re.finditer(r"\\.|[{}]", text[start:], re.DOTALL):  # \{ and \} are no braces of LaTeX
+        depth += (mark[0] == "{") - (mark[0] == "}")
+        if depth == 0:
+            return text[start + 1 : start + mark.start()].strip()
+    return ""
+
+
+def dapo_question(prompt: Any) -> str:
+    """The user's message without the instruction around the question; empty if there is none."""
+    if isinstance(prompt, list):
+        users = [each for each in prompt if isinstance(each, Mapping) and each.get("role") == "user"]
+        prompt = users[-1].get("content") if users else None
+    return as_text(prompt).removeprefix(_DAPO_BEFORE).removesuffix(_DAPO_AFTER).strip()
+
+
+_READERS = {
+    "dapo-math": (dapo_question, as_text),
+    "aime-2024": (dapo_question, as_text),
+    "gsm8k": (as_text, gsm8k_answer),
+    "math": (as_text, math_answer),
+}
+"""By data set, what reads a question's cell and an answer's; ``as_text`` where it is not here."""
 
 
 class ColumnError(LookupError):
@@ -38,7 +94,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What became of the rows of a data set."""
+    """The result of reading the rows of a data set: questions that are kept, and counts of the rest."""
 
     num_rows: int
     num_unanswered: int
@@ -67,10 +123,11 @@ def prepare(rows: Rows, known: KnownSet) -> Prepared:
         ColumnError: a row lacks a column of this data set.
     """
     questions, num_unanswered = dict[str, Question](), 0
+    question_of, answer_of = _READERS.get(known.name, (as_text, as_text))
     for index in range(len(rows)):
         row = rows[index]
-        text = known.question_of(_cell(row, known.question, index))
-        answer = known.answer_of(_cell(row, known.answer, index))
+        text = question_of(_cell(row, known.question, index))
+        answer = answer_of(_cell(row, known.answer, index))
         if not text or not answer:
             num_unanswered += 1
             continue

@@ -10,8 +10,7 @@ from pathlib import Path
 
 from tlt_hpc.common.words import count
 from tlt_hpc.config import ConfigError, UserError
-from tlt_hpc.data.files import ARGUMENT, config_of, open_rows
-from tlt_hpc.data.known import KNOWN, KnownSet
+from tlt_hpc.data.files import ARGUMENT, KNOWN, KnownSet, config_of, open_rows
 from tlt_hpc.data.rows import Rows, digest_of
 from tlt_hpc.extras.prepare_data.prepare import ColumnError, Prepared, prepare, to_jsonl, top_columns
 from tlt_hpc.storage.folder import WriteError, writing_beside

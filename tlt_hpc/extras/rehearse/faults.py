@@ -29,7 +29,7 @@ _POLL_SECONDS = 5e-3
 
 
 def kill() -> None:
-    """End as where the system kills a process for lack of memory, or a node is lost."""
+    """End this process as the system does for lack of memory, or a lost node."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -44,7 +44,7 @@ def fill_disk() -> None:
 
 
 def reach_limit() -> None:
-    """The signal that Slurm sends before the end of an allocation."""
+    """Send this process the signal that Slurm sends before the end of an allocation."""
     os.kill(os.getpid(), signal.SIGUSR2)
 
 
@@ -53,7 +53,7 @@ FAULTS: Mapping[str, Callable[[], None]] = {"kill": kill, "hang": hang, "disk": 
 
 @dataclass(frozen=True)
 class Order:
-    """What a rank is to do to itself; without a fault it only marks when it generates."""
+    """The fault that a rank inflicts on itself; without one it only marks when it generates."""
 
     fault: str
     rank: int

@@ -80,7 +80,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Rehearsed:
-    """What has been rehearsed so far."""
+    """The starts that have been rehearsed so far."""
 
     starts: list[Start] = field(default_factory=list)
     committed: dict[str, str] = field(default_factory=dict)
@@ -94,12 +94,13 @@ class Rehearsed:
 
     @property
     def is_over(self) -> bool:
+        """True if the last start was the one without a fault."""
         return bool(self.starts) and not self.starts[-1].fault
 
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """What all starts have in common."""
+    """The settings that all starts have in common."""
 
     place: Path
     job: str
@@ -108,25 +109,28 @@ class Rehearsal:
 
     @property
     def folder(self) -> RunFolder:
+        """The folder of the run."""
         return RunFolder(self.place / "run")
 
     @property
     def in_job(self) -> bool:
-        """Whether the batch script of a Slurm job starts the ranks."""
+        """True if the batch script of a Slurm job starts the ranks."""
         return _RUN_RANKS in os.environ
 
     def marks(self, number: int) -> Path:
+        """The folder in which a start's ranks mark what they reach."""
         return self.place / f"start-{number}"
 
     def log(self, number: int) -> Path:
+        """The file of a start's output."""
         return self.place / f"start-{number}.log"
 
     def is_over_time(self, number: int) -> bool:
-        """Whether the end of the job's time has ended a start."""
+        """True if the end of the job's time has ended a start."""
         return self.in_job and any(re.search(_OVER_TIME, line) for line in self.lines(number))
 
     def lines(self, number: int) -> list[str]:
-        """What a start printed; nothing where there is no such start."""
+        """The lines that a start printed; none if there is no such start."""
         if not self.log(number).exists():
             return []
         text = self.log(number).read_text(encoding="utf-8", errors="replace")
@@ -258,7 +262,11 @@ def see_end(rehearsal: Rehearsal, state: Rehearsed, status: int) -> Rehearsed:
 
 
 def committed(folder: RunFolder) -> dict[str, str]:
-    """A digest of each committed step: of its line and of all ranks' logs."""
+    """A digest of each committed step: of its line and of all ranks' logs.
+
+    Raises:
+        UserError: as ``read_lines``.
+    """
     found = {}
     for step, line in read_lines(folder.metrics).items():
         digest = hashlib.sha256(repr(sorted(line.items())).encode())
@@ -292,7 +300,7 @@ def report(rehearsal: Rehearsal, state: Rehearsed) -> int:
 
 
 def differences(rehearsal: Rehearsal, state: Rehearsed) -> Iterator[str]:
-    """What the site did otherwise than the run needs, a line each; one line if there is nothing."""
+    """The behaviour of the site that differs from what the run needs, a line each; one line if there is none."""
     found = list[str]()
     for number, start in enumerate(state.starts):
         if start.fault == "kill" and start.seconds > SLOW_SECONDS:

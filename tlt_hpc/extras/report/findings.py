@@ -39,7 +39,7 @@ class RunFindings:
 
     @property
     def is_exact(self) -> bool:
-        """Whether the text is promised not to depend on speculation, as ``Config.is_exact`` has it."""
+        """True if the text is promised not to depend on speculation, as ``Config.is_exact`` has it."""
         dtype, invariant, device = (self.log.setting("model", name) for name in ("dtype", "batch_invariant", "device"))
         return dtype == "float32" or invariant is True or device == "cpu"
 

@@ -29,7 +29,7 @@ class KeyFigure:
 
 @dataclass(frozen=True)
 class RunGain:
-    """How much faster a run is than the run ``against``.
+    """The speed of a run relative to the run ``against``.
 
     ``unlike``: what makes the comparison unfair, one phrase each. ``is_of_speculation``: whether the other run decoded
     without speculation, and is otherwise the same job.

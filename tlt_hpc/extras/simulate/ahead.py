@@ -23,7 +23,7 @@ _LEAD = 4
 
 @dataclass(frozen=True)
 class PassCosts:
-    """What wide passes cost, and what rounds without stored texts bring, by strategy [S] in the order of the costs."""
+    """The cost of wide passes, and the tokens of rounds without stored texts, by strategy [S], in the costs' order."""
 
     accept: Floats
     """Tokens of a sequence in a round."""
@@ -36,7 +36,7 @@ class PassCosts:
     """Whether the longer of reading weights (``fixed_seconds``) and calculating counts, not their sum."""
 
     def seconds(self, rows: int, tokens: Floats) -> Floats:
-        """Seconds of a pass of ``tokens`` tokens, beside reading keys."""
+        """Seconds of passes over ``rows`` sequences and so many tokens, of any shape, without reading keys."""
         tokens = self.token_seconds * tokens
         both = np.maximum(self.fixed_seconds, tokens) if self.overlaps else self.fixed_seconds + tokens
         return both + self.row_seconds * rows
@@ -44,7 +44,7 @@ class PassCosts:
 
 @dataclass(frozen=True)
 class Ahead:
-    """How draft-ahead works and what its texts are worth."""
+    """The settings of draft-ahead in a simulation."""
 
     passes: PassCosts
     chance: float

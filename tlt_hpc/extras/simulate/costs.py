@@ -31,15 +31,16 @@ class TokenCosts:
 
     @property
     def most_live(self) -> int:
+        """The largest batch, in live sequences."""
         return int(self.token_seconds.shape[1])
 
     @property
     def plain(self) -> TokenCosts:
-        """Without speculation."""
+        """The costs of plain decoding alone."""
         return replace(self, token_seconds=self.token_seconds[:1], position_seconds=self.position_seconds[:1])
 
     def up_to(self, max_live: int) -> TokenCosts:
-        """For batches up to ``max_live``; beyond the largest known one, seconds of it times the ratio of batches."""
+        """The costs of batches up to ``max_live``; beyond the known ones, in the ratio of the batch to the largest."""
         have = np.minimum(np.arange(max_live), self.most_live - 1)
         ratio = np.maximum(1.0, np.arange(1, max_live + 1) / self.most_live)
         return replace(
@@ -47,14 +48,14 @@ class TokenCosts:
         )
 
     def best(self, live: NDArray[np.int64], positions: Floats) -> Floats:
-        """A chooser that is never wrong: seconds per token at each batch and number of positions; 0 for no live one."""
+        """Seconds per token of the best strategy at these batches and positions, all of one shape; 0 for none live."""
         column = np.maximum(live, 1) - 1
         seconds = (self.token_seconds[:, column] + self.position_seconds[:, column] * positions).min(0)
         return np.where(live > 0, seconds, 0.0)
 
 
 def with_speed_ups(plain: TokenCosts, speed_ups: Iterable[Sequence[float] | Floats]) -> TokenCosts:
-    """Adds strategies by how many times as fast as plain decoding they are, at each batch."""
+    """Add strategies that are so many times as fast as plain decoding: factors [B] for each, by batch."""
     factors = np.array([np.ones(plain.most_live), *speed_ups])
     return replace(
         plain, token_seconds=plain.token_seconds[:1] / factors, position_seconds=plain.position_seconds[:1] / factors

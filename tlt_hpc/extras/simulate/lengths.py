@@ -46,7 +46,10 @@ def resampled(groups: Ints, shape: tuple[int, int, int]) -> Ints:
 
 
 def shard_lengths(lengths: Ints, num_replicas: int, shard: Shard) -> Ints:
-    """Lengths [T, R, N] in the order of admission, distributed round-robin as in a run; zeros fill short shards."""
+    """The lengths [T, P, G] of all prompts' responses by replica, [T, R, N], in the order of admission.
+
+    They are distributed round-robin as in a run; zeros fill short shards.
+    """
     steps, prompts, group = lengths.shape
     units = lengths if shard == "group" else lengths.reshape(steps, prompts * group, 1)
     count = -(-units.shape[1] // num_replicas)

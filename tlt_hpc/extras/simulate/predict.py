@@ -118,7 +118,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def row(job: SimulatedJob, nodes: int, ranks_per_node: int, options: argparse.Namespace) -> dict[str, Any]:
-    """What the job takes on a number of nodes: means of a step, sums of the run, as ``NOTE`` explains them."""
+    """The figures of the job on a number of nodes: means of a step, sums of the run, as ``NOTE`` explains them."""
     ranks = nodes * ranks_per_node
     steps, plain = job.run(ranks, job.costs), job.run(ranks, job.costs.plain)
     seconds = float(steps.step_seconds.mean())

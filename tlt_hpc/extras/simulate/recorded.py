@@ -71,6 +71,7 @@ class RecordedRun:
 
     @property
     def num_ranks(self) -> int:
+        """The number of ranks."""
         return int(self.lengths.shape[1])
 
 
@@ -208,7 +209,7 @@ def _names(run: RecordedRun) -> tuple[str, ...]:
 
 
 def curve(rounds: Rounds, chosen: NDArray[np.bool_], least: int, most_live: int) -> tuple[Floats, NDArray[np.bool_]]:
-    """Seconds a token at batches 1 to ``most_live``, and at which of them the powers of two were measured.
+    """Seconds a token at batches 1 to B = ``most_live`` [B], and where the powers of two were measured [B].
 
     They are linear in log2 of the batch between the powers of two with ``least`` rounds or more, and constant beyond
     them; infinite if there are none.
@@ -228,7 +229,7 @@ def curve(rounds: Rounds, chosen: NDArray[np.bool_], least: int, most_live: int)
 
 
 def bucket_of(live: Ints) -> Ints:
-    """The power of two that a batch is in."""
+    """The logarithm, rounded down, to base two of batches [K]."""
     return np.floor(np.log2(live)).astype(np.int64)
 
 

@@ -19,7 +19,7 @@ from tlt_hpc.extras.simulate.lengths import Ints
 
 @dataclass(frozen=True)
 class Setting:
-    """How the ranks roll out, and what they do while they wait."""
+    """The settings of a rollout, and of what ranks do while they wait."""
 
     ranks_per_replica: int = 1
     max_live: int = 64
@@ -40,7 +40,7 @@ class StepPhases:
     fixed_seconds: float = 0.0
 
     def seconds(self, tokens: Floats, num_ranks: int) -> Floats:
-        """Seconds of steps with these response tokens, over all ranks."""
+        """Seconds [T] of steps beside the rollout, for response tokens [T] over all ranks."""
         return np.asarray(self.fixed_seconds + self.token_seconds * tokens / num_ranks)
 
 
@@ -57,6 +57,7 @@ class Steps:
 
     @property
     def step_seconds(self) -> Floats:
+        """Seconds [T] of whole steps."""
         return self.rollout_seconds + self.other_seconds
 
     @property
@@ -72,7 +73,7 @@ class Steps:
 
 
 def setting_from(config: Config) -> Setting:
-    """How a job rolls out."""
+    """The settings of a job."""
     rollout, drafter = config.rollout, config.drafter
     return Setting(
         ranks_per_replica=rollout.tensor_parallel,

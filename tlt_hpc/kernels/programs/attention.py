@@ -35,7 +35,7 @@ _JOINED_AT_ONCE = 8
 
 
 class Tile(NamedTuple):
-    """How a program is compiled; the same for all passes of a model on a GPU, as rows and keys decide bits."""
+    """The compile-time constants of a program, the same for all passes of a model, as rows and keys decide bits."""
 
     rows: int
     keys: int
@@ -62,12 +62,12 @@ def _is_hopper(index: int) -> bool:
 
 
 def is_hopper(x: Tensor) -> bool:
-    """Whether the tensor is on a GPU whose matrix unit takes 64 rows at once, as Triton uses it."""
+    """True if x, of any shape, is on a GPU whose matrix unit takes 64 rows at once, as Triton uses it."""
     return x.is_cuda and _is_hopper(x.device.index or 0)
 
 
 def tile_of(query: Tensor) -> Tile:
-    """The tile for queries of this precision and head size on their GPU."""
+    """The tile for queries [..., d] of this precision and head size on their GPU."""
     if query.dtype == torch.float32:
         return EXACT
     return HOPPER if query.shape[-1] <= _MOST_TALL_HEAD and is_hopper(query) else HALF
@@ -318,12 +318,12 @@ def _num_multiprocessors(index: int) -> int:
 
 
 def num_multiprocessors(x: Tensor) -> int:
-    """Those of the tensor's GPU; 2 on a CPU."""
+    """The number of multiprocessors of the GPU that x, of any shape, is on; 2 on a CPU."""
     return _num_multiprocessors(x.device.index or 0) if x.is_cuda else 2
 
 
 def shares_spans(B: int, N: int, h: int, g: int, num_spans: int, tile: Tile, num_programs: int) -> bool:
-    """Whether programs share the spans of all sequences, rather than each taking a sequence.
+    """True if programs share the spans of all sequences, rather than each taking a sequence.
 
     They must where there would be fewer than ``num_programs``. Otherwise it saves waiting for the longest sequence.
     """

@@ -188,7 +188,10 @@ def gumbel_noise_of(words: Tensor, positions: Tensor, columns: Tensor) -> Tensor
 def gumbel_argmax(
     logits: Tensor, temperature: Tensor, words: Tensor, positions: Tensor, num_tokens: int
 ) -> tuple[Tensor, Tensor]:
-    """Tokens [R] int64, and [4, R] float32: best score, second, log-normaliser, chosen scaled logit."""
+    """Tokens [R] int64, and [4, R] float32: best score, second, log-normaliser, chosen scaled logit.
+
+    Arguments as ``kernels.gumbel.gumbel_argmax``.
+    """
     R = len(logits)
     num_blocks = triton.cdiv(num_tokens, _BLOCK)
     floats = torch.empty((5, R, num_blocks), dtype=torch.float32, device=logits.device)

@@ -49,7 +49,7 @@ def _num_warps(block: int) -> int:
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """x [T, H] with any row stride -> [T, H]."""
+    """x [T, H] with any row stride, weight [H] -> [T, H]."""
     T, H = x.shape
     normed = torch.empty((T, H), dtype=x.dtype, device=x.device)
     block = triton.next_power_of_2(H)
@@ -59,7 +59,7 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    """x, residual [T, H] -> normed sum, sum."""
+    """x, residual [T, H], weight [H] -> normed sum and sum, both [T, H]."""
     T, H = x.shape
     normed, total = torch.empty_like(residual), torch.empty_like(residual)
     block = triton.next_power_of_2(H)

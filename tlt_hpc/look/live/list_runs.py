@@ -66,8 +66,13 @@ def _is_run(folder: Path) -> bool:
 
 
 def state_of(path: Path) -> str:
-    """``finished``, ``running``, how it ended, or for how long there has been no sign of it; first, if it is one, that
-    it is a warm-up."""
+    """The state of a run in words: ``finished``, ``running``, how it ended, or how long it has given no sign.
+
+    Begins with ``warm-up`` if the run is one.
+
+    Raises:
+        UserError: there is no run.
+    """
     state = read_state(path)
     if not state.log.folder.is_warmup:
         return _ending_of(state, path)
@@ -75,7 +80,7 @@ def state_of(path: Path) -> str:
 
 
 def accepted(path: Path) -> str:
-    """What stands behind the state of a warm-up: the accept length of its last validation, if there was one."""
+    """The words after the state of a warm-up: the accept length of its last validation, if there was one."""
     try:
         facts = read_facts(path / "drafter")
     except UserError:  # damaged, as `tlt watch` says

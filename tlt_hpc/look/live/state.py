@@ -16,9 +16,9 @@ from typing import TypeVar
 
 from tlt_hpc.cluster.slurm import SlurmError, read_queue
 from tlt_hpc.cluster.status import job_state
-from tlt_hpc.cluster.watch.record import DamagedRecordError, Record, read_record_at, read_verdict
+from tlt_hpc.cluster.watch.record import Record, read_record, read_verdict
 from tlt_hpc.common.errors import UserError
-from tlt_hpc.common.files import told
+from tlt_hpc.common.files import DamagedText, told
 from tlt_hpc.look.columns import COLUMNS
 from tlt_hpc.look.cost import Cost, cost_of
 from tlt_hpc.look.run_log import RunLog
@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class RunState:
-    """What the files said when they were read, at ``seconds`` of the monotonic clock."""
+    """The content of a run's files when they were read, at ``seconds`` of the monotonic clock."""
 
     seconds: float
     log: RunLog
@@ -86,19 +86,19 @@ class RunState:
 
     @property
     def ending(self) -> str:
-        """How the ranks ended; empty while any rank has not."""
+        """The endings of the ranks in words; empty while any rank runs."""
         endings = {record.ending for record in self.records}
         return "" if not endings or "" in endings else ", ".join(sorted(endings))
 
     @property
     def may_be_queued(self) -> bool:
-        """Whether the job of a run that has stopped waits or runs, or may do so where Slurm has not told."""
+        """True if the job of a run that has stopped waits or runs, or may do so where Slurm has not answered."""
         may_be = bool(self.job) and not self.verdict and self.ending in ("", "stopped early")
         return may_be and self.queued != ""
 
     @property
     def is_stalled(self) -> bool:
-        """Whether a rank makes no progress."""
+        """True if a rank makes no progress."""
         return any(record.stalled for record in self.records)
 
     @property
@@ -109,24 +109,24 @@ class RunState:
 
     @property
     def seconds_to_go(self) -> float | None:
-        """Estimated time of the remaining steps, at the speed of the last ones; None before the first."""
+        """Estimated seconds of the remaining steps, at the speed of the last ones; None before the first."""
         last = self.log.metric(COLUMNS["step"].metric)[-SPEED_STEPS:]
         seconds = [value for value in last.tolist() if 0 <= value < _MAX_STEP_SECONDS]
         return (self.num_steps - self.num_done) * sum(seconds) / len(seconds) if seconds else None
 
     @property
     def cost(self) -> Cost | None:
-        """What all steps took, if those that are not read took as much as the others; None if it is unknown."""
+        """The cost of all steps, if those that are not read took as much as the others; None if it is unknown."""
         cost = cost_of(self.log)
         return cost and cost.times(self.num_done / len(self.log.lines))
 
     @property
     def is_starting(self) -> bool:
-        """Whether a start has claimed the folder and has not had the time to report."""
+        """True if a start has claimed the folder and has not had the time to report."""
         return not self.records and self.claimed_at is not None and time.time() - self.claimed_at < _START_SECONDS
 
     def moved_since(self, before: RunState) -> bool:
-        """Whether any rank's heartbeat has changed since ``before``."""
+        """True if any rank's heartbeat has changed since ``before``."""
         beats = {(record.start, record.rank): record.heartbeat for record in before.records}
         return any(beats.get((record.start, record.rank)) != record.heartbeat for record in self.records)
 
@@ -202,6 +202,6 @@ def _read_record(path: Path) -> Record | None:
         OSError: it does not exist or cannot be read.
     """
     for _ in range(3):
-        with suppress(DamagedRecordError):
-            return read_record_at(path)
+        with suppress(DamagedText):
+            return read_record(path)
     return None

@@ -74,7 +74,7 @@ def warmup_bar(state: RunState) -> Table:
 
 
 def cost_lines(state: RunState) -> Iterator[Text]:
-    """What the run took so far, if it is known."""
+    """A line with the cost of the run so far, if it is known."""
     if cost := state.cost:
         yield Text(f"about {cost.number} {cost.words}", no_wrap=True, overflow="ellipsis")
 
@@ -87,7 +87,7 @@ def bar(total: int, done: int, words: str) -> Table:
 
 
 def limit_line(state: RunState) -> Text:
-    """When the allocation ends, and whether the run will end before it."""
+    """The time until the allocation ends, and whether the next job resumes the run."""
     if state.ends_at is None or state.ending:
         return Text()
     left, to_go = state.ends_at - time.time(), state.seconds_to_go
@@ -123,7 +123,7 @@ def rank_rows(records: Sequence[Record], most: int) -> list[tuple[str, str, str,
 
 
 def doing(record: Record) -> str:
-    """What a rank is doing, in a few words."""
+    """The activity of a rank in a few words."""
     if record.ending:
         return f"ended: {record.ending}"
     if record.stalled:
@@ -134,6 +134,7 @@ def doing(record: Record) -> str:
 
 
 def rank_table(rows: Iterable[tuple[str, str, str, str]]) -> Table:
+    """The table of ranks: rank, node, phase and progress of each row."""
     table = Table("rank", "node", "phase", "", box=None, header_style="bold", pad_edge=False)
     table.columns[0].justify = "right"
     table.columns[1].max_width = 16
@@ -156,7 +157,7 @@ def steps_table(lines: Iterable[Line]) -> Table:
 
 
 def last_word(state: RunState, is_alive: bool | None) -> Text:
-    """Whether the run is active, has ended or hangs, and what to do."""
+    """A line that says whether the run is active, has ended or hangs, and what to do."""
     if state.ending == "finished" or (state.is_finished and not is_alive):
         folder, form = state.log.folder.path / "drafter", state.log.setting("drafter", "form")
         drafter = f"finished; train with drafter.form={form} {shlex.quote(f'drafter.init={folder}')}"

@@ -40,7 +40,11 @@ def run(options: argparse.Namespace) -> int:
 
 
 def sample(console: Console, options: argparse.Namespace) -> int:
-    """Print some responses of the newest step (``--sample``)."""
+    """Print some responses of the newest step (``--sample``); returns the exit status.
+
+    Raises:
+        UserError: as ``show_samples``.
+    """
     for text in show_samples(RunLog(options.run), options.sample):
         console.print(text, soft_wrap=not console.is_terminal)
         console.print()
@@ -48,7 +52,13 @@ def sample(console: Console, options: argparse.Namespace) -> int:
 
 
 def look_once(console: Console, options: argparse.Namespace) -> int:
-    """Print one screen after two looks, which are seconds apart unless a heartbeat is seen earlier."""
+    """Print one screen after two looks, which are seconds apart unless a heartbeat is seen earlier.
+
+    Returns the exit status.
+
+    Raises:
+        UserError: there is no run.
+    """
     before = state = read_state(options.run)
     until = before.seconds + (_ONCE_SECONDS if before.records and not before.ending else 0.0)
     while not state.moved_since(before) and time.monotonic() < until:
@@ -62,7 +72,13 @@ def look_once(console: Console, options: argparse.Namespace) -> int:
 
 
 def follow(console: Console, options: argparse.Namespace) -> int:
-    """Redraw the screen at each look, until Ctrl-C or the end of the run: not while its job is queued again."""
+    """Redraw the screen at each look, until Ctrl-C or the end of the run: not while its job is queued again.
+
+    Returns the exit status.
+
+    Raises:
+        UserError: there is no run.
+    """
     state = read_state(options.run)
     moved_at, is_alive = state.seconds, None
     asked_at, queued = -ASK_SECONDS, None
@@ -90,7 +106,7 @@ def follow(console: Console, options: argparse.Namespace) -> int:
 
 
 def is_over(state: RunState, is_alive: bool | None) -> bool:
-    """Whether nothing more is to come: not while Slurm has the job, or where it may have it and does not answer."""
+    """True if nothing more is to come: not while Slurm has the job, or where it may have it and does not answer."""
     if state.is_finished and is_alive is False:
         return True
     has_stopped = bool(state.ending) or (is_alive is False and state.queued == "")

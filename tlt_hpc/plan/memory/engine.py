@@ -98,7 +98,7 @@ def rollout_workspace(situation: Situation) -> NamedBytes:
     """What the widest pass and the choice of its tokens take temporarily."""
     rollout, shape = situation.config.rollout, situation.part
     vocab_size = shape.vocab_size
-    rows = max(min(rollout.max_live, one.most_rows(vocab_size)) * one.widest_pass for one in strategies(situation))
+    rows = max(min(rollout.max_live, one.max_rows(vocab_size)) * one.widest_pass for one in strategies(situation))
     tokens = max(rows, min(rollout.prefill_tokens, rollout.max_live * situation.config.data.max_prompt_tokens))
     h, q = shape.hidden_size, shape.num_heads * shape.head_dim
     qkv = q + 2 * shape.num_kv_heads * shape.head_dim

@@ -21,7 +21,7 @@ RUNTIME_BYTES = 2_000_000_000
 PROCESS_BYTES = {"cuda": 3_000_000_000, "cpu": 1_000_000_000}
 """Assumed for a rank's process in host memory: Python, torch, DeepSpeed and their libraries."""
 COPY_CHUNK_BYTES = 1 << 24
-"""Host memory for a checkpoint's copy is allocated in chunks of this size (``checkpoint.host_buffer``)."""
+"""Host memory for a checkpoint's copy is allocated in chunks of this size (``checkpoint.save``)."""
 _LOG_BYTES = 8
 """Bytes of a response token in the rollout log: the token and its log-probability, before compression."""
 

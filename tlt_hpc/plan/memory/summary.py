@@ -14,11 +14,11 @@ from tlt_hpc.common.host_memory import available_bytes
 from tlt_hpc.config import Config, ConfigError, ModelSection, check_ranks, check_replicas, load_config
 from tlt_hpc.models.shape import ModelShape
 from tlt_hpc.models.weight_check import check_weights
+from tlt_hpc.plan.inputs import check_shape
 from tlt_hpc.plan.memory.phases import plan_memory
 from tlt_hpc.plan.memory.plan import GB, HERE, MemoryLimits, MemoryPlan, NamedBytes, Situation, few_digits, size, total
 from tlt_hpc.plan.memory.savings import save_memory
 from tlt_hpc.plan.memory.shapes import find_shape
-from tlt_hpc.plan.shape_checks import check_shape
 
 DOES_NOT_FIT = 1
 """Exit status of a plan that exceeds what there is."""

@@ -29,14 +29,15 @@ from tlt_hpc.rewards.mathematics.forms import (
     turned,
 )
 from tlt_hpc.rewards.mathematics.node import Node, number_node
-from tlt_hpc.rewards.mathematics.real_sets import is_set_of_reals, same_sets
 from tlt_hpc.rewards.mathematics.units import known_unit, large, times, without_unit
 from tlt_hpc.rewards.mathematics.values import (
     NoValueError,
     constant_value,
     is_rounded,
+    is_set_of_reals,
     same_at_points,
     same_constant,
+    same_sets,
     symbols_of,
 )
 
@@ -52,7 +53,7 @@ class AnswerComparison:
         self.pairs: list[tuple[Node, Node]] = []
 
     def same(self, given: Node, wanted: Node) -> bool:
-        """Whether two answers are equal, but for what ``pairs`` leaves to be confirmed."""
+        """True if two answers are equal, except for ``pairs``, which are left to be confirmed."""
         given, wanted = settled(given), settled(wanted)
         if "percent" in (given.kind, wanted.kind):
             return self._same_percent(given, wanted)

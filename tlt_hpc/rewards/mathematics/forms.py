@@ -69,11 +69,12 @@ def _names_of_tuple(node: Node) -> bool:
 
 
 def as_group(node: Node) -> Node:
+    """The node itself if it is a group, else a group of this one part."""
     return node if node.kind == "group" else Node("group", (node,))
 
 
 def may_be_same_list(given: Node, wanted: Node) -> bool:
-    """Whether lists with other brackets may be equal in order: "(1,2)" may be an interval, three numbers are none."""
+    """True if lists with other brackets may be equal in order: "(1,2)" may be an interval, three numbers are none."""
     if given.name == wanted.name:
         return True
     names = {given.name, wanted.name}
@@ -83,6 +84,7 @@ def may_be_same_list(given: Node, wanted: Node) -> bool:
 
 
 def is_equation(node: Node) -> bool:
+    """True if it is a relation of equalities or approximations alone."""
     return node.kind == "relation" and set(node.name.split()) <= {"=", "~", "=="}
 
 
@@ -92,11 +94,12 @@ def spelled(node: Node) -> str:
 
 
 def terms(node: Node) -> list[Node]:
+    """The terms of a sum, without their signs."""
     return [term for part in node.parts for term in terms(part)] if node.kind in ("+", "neg") else [node]
 
 
 def is_name(node: Node) -> bool:
-    """Whether it can name a value: x, f(x), (x, y)."""
+    """True if it can name a value: x, f(x), (x, y)."""
     if node.kind == "symbol":
         return node.name not in ("pi", "e", "oo")
     if node.kind == "*":
@@ -116,16 +119,19 @@ def turned(node: Node) -> Node:
 
 
 def strictness(node: Node) -> str | None:
+    """The sign of an inequality as if its smaller side were the first: ``<`` or ``<=``; None for other relations."""
     return {"<": "<", ">": "<", "<=": "<=", ">=": "<="}.get(node.name)
 
 
 def replaced(node: Node, point: dict[str, Fraction]) -> Node:
+    """The expression with values in place of the variables that ``point`` names."""
     if node.kind == "symbol" and node.name in point:
         return number_node(point[node.name])
     return Node(node.kind, tuple(replaced(part, point) for part in node.parts), node.name, node.value, node.source)
 
 
 def hundredth(node: Node) -> Node:
+    """The node divided by 100; a decimal keeps its digits."""
     return (
         Node("*", (node, Node("^", (number_node(Fraction(10)), number_node(Fraction(-2))))))
         if decimal_of(node)
@@ -134,21 +140,23 @@ def hundredth(node: Node) -> Node:
 
 
 def digits_of(node: Node) -> str:
+    """The digits of a number in a base, without the base; of another node its source."""
     return node.name.partition(" ")[0] if node.kind == "based" else node.source
 
 
 def agree(given: str, wanted: str) -> bool:
-    """Whether the bases of two numbers are the same, or one has none."""
+    """True if the bases of two numbers are the same, or one has none."""
     bases = [name.partition(" ")[2] for name in (given, wanted)]
     return bases[0] == bases[1] or not all(bases)
 
 
 def fraction_parts(node: Node) -> tuple[Node, ...]:
+    """Numerator and denominator; the denominator is 1 if it is no fraction."""
     return node.parts if node.kind == "/" else (node, number_node(Fraction(1)))
 
 
 def is_plain(node: Node) -> bool:
-    """Whether it is a numeral: an integer, decimal, fraction or mixed number, with sign and power of ten."""
+    """True if it is a numeral: an integer, decimal, fraction or mixed number, with sign and power of ten."""
     match node.kind:
         case "number":
             return True

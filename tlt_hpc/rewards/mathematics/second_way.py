@@ -24,7 +24,7 @@ _BARE_ARGUMENT = re.compile(
 
 
 def confirmed(given: Node, wanted: Node) -> bool:
-    """Whether another reader and sympy find two expressions equal too."""
+    """True if another reader and sympy find two expressions equal too."""
     if given.source == wanted.source:
         return True
     first, second = _by_sympy(given.source), _by_sympy(wanted.source)

@@ -37,6 +37,8 @@ CLOSING = {"(": ")", "[": "]", "{": "}", "langle": "rangle", "lfloor": "rfloor",
 
 
 class Token(NamedTuple):
+    """A token of a tidied answer, with its kind and its place in the text."""
+
     kind: str
     text: str
     start: int
@@ -45,6 +47,11 @@ class Token(NamedTuple):
 
 
 def tokens_of(text: str) -> list[Token]:
+    """Split a tidied answer into tokens.
+
+    Raises:
+        UnreadableError: a part of the text is no token.
+    """
     tokens, place = list[Token](), 0
     text = text.rstrip()
     while place < len(text):
@@ -58,7 +65,7 @@ def tokens_of(text: str) -> list[Token]:
 
 
 class TokenReader:
-    """A place in the tokens of a text."""
+    """A reader of the tokens of a text, in order."""
 
     def __init__(self, text: str) -> None:
         self._text, self._tokens, self._place = text, tokens_of(text), 0

@@ -29,6 +29,7 @@ _LARGE_POWERS = {"thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 
 
 def without_unit(node: Node) -> Node:
+    """The value of a node with a unit; another node as it is."""
     return node.parts[0] if node.kind == "unit" else node
 
 
@@ -39,6 +40,7 @@ def large(node: Node) -> int:
 
 
 def times(node: Node, factor: int) -> Node:
+    """The node times ``factor``, a power of ten."""
     power = Node("^", (number_node(Fraction(10)), number_node(Fraction(len(str(factor)) - 1))))
     return node if factor == 1 else Node("*", (node, power), source=f"{factor} \\cdot ({node.source})")
 

@@ -20,14 +20,14 @@ from pydantic import TypeAdapter
 from tlt_hpc.cluster.watch.beat import BEAT, Phase
 from tlt_hpc.config import Config, UserError
 from tlt_hpc.config.schedule import scheduled_rate
-from tlt_hpc.drafting.offline import balanced_shards, batches_of, passes_of
-from tlt_hpc.drafting.packing import pack
-from tlt_hpc.drafting.vocabulary import count_tokens, most_frequent_tokens
+from tlt_hpc.drafting.offline import balanced_shards, batches_of, learn, passes_of
+from tlt_hpc.drafting.pool import LEAST_LENGTH, pack
 from tlt_hpc.kernels.deterministic import deterministic
 from tlt_hpc.models.drafter_file import write_drafter
-from tlt_hpc.models.once import read_each_once
+from tlt_hpc.models.piece import read_each_once
 from tlt_hpc.mpi.world import World
 from tlt_hpc.rollout.engine import RolloutEngine
+from tlt_hpc.session import count_tokens, most_frequent_tokens
 from tlt_hpc.storage.feature_file import Document, FeatureCacheReader
 from tlt_hpc.storage.records import FACTS_FILE, CurvePoint, DrafterFacts, write_json
 from tlt_hpc.studies.warmup.capture import capture
@@ -37,8 +37,6 @@ from tlt_hpc.studies.warmup.progress import Progress
 from tlt_hpc.studies.warmup.texts import Texts
 
 _ONLY_TRAINING = (".trained", ".exp_avg", ".exp_avg_sq")
-_LEAST_LENGTH = 2
-"""Of a response: a pair that predicts one of its tokens needs the feature after it."""
 
 
 class WarmupReporter(Protocol):
@@ -96,7 +94,7 @@ class Shelf:
     def __init__(self, files: Sequence[Path]) -> None:
         self._readers = [FeatureCacheReader(path) for path in files]
         lengths = ((reader, index, n) for reader in self._readers for index, n in enumerate(reader.lengths.tolist()))
-        self._places = [place for place in lengths if place[2] >= _LEAST_LENGTH]
+        self._places = [place for place in lengths if place[2] >= LEAST_LENGTH]
         self.lengths: list[int] = [length for _, _, length in self._places]
         """Response lengths."""
         if not self.lengths:
@@ -138,7 +136,7 @@ def train(warmup: Warmup, progress: Progress, reporter: WarmupReporter) -> Progr
         engine = make_validation_engine(warmup)
         stopped = False
         while not progress.is_finished and not stopped:
-            is_validation = progress.validation_is_due(limits, warmup.trainer.is_trained)
+            is_validation = progress.validation_is_due(limits, warmup.trainer.trained.has_learned)
             if is_validation:
                 progress, stopped = validate(warmup, engine, shelf, progress, reporter)
             else:
@@ -152,13 +150,13 @@ def train(warmup: Warmup, progress: Progress, reporter: WarmupReporter) -> Progr
 
 def choose_vocabulary(warmup: Warmup, shelf: Shelf) -> None:
     """Give a new drafter with a vocabulary of its own the tokens that responses are made of; collective."""
-    ids, world = warmup.trainer.drafter.token_ids, warmup.world
-    if ids is None or warmup.trainer.is_trained:
+    ids, world = warmup.trainer.trained.drafter.token_ids, warmup.world
+    if ids is None or warmup.trainer.trained.has_learned:
         return
     documents = map(shelf.read, range(world.rank, len(shelf.lengths), world.size))
     settings = warmup.settings()
     counts = world.sum(count_tokens((d.tokens[d.prompt_length :] for d in documents), settings.num_tokens))
-    warmup.trainer.draft_among(most_frequent_tokens(counts, len(ids), settings.eos_token_ids))
+    warmup.trainer.trained.draft_among(most_frequent_tokens(counts, len(ids), settings.eos_token_ids))
 
 
 @BEAT.within(Phase.UPDATE)
@@ -170,8 +168,8 @@ def take_update(warmup: Warmup, shelf: Shelf, batch: Sequence[int], progress: Pr
     passes = passes_of([shelf.read(index) for index in own], warmup.config.drafter.micro_step_tokens)
     done = progress.share_done(limits)
     rise = limits.ramp_updates + 1
-    trainer.learning_rate = scheduled_rate(limits.learning_rate, progress.updates, rise, done, "cosine")
-    loss = trainer.learn((pack(excerpts, warmup.decoder.device) for excerpts in passes), world)
+    trainer.trained.learning_rate = scheduled_rate(limits.learning_rate, progress.updates, rise, done, "cosine")
+    loss = learn(trainer, (pack(excerpts, warmup.decoder.device) for excerpts in passes), world)
     seconds = world.broadcast(time.perf_counter() - start)
     progress = progress.learned(loss, sum(shelf.lengths[index] for index in batch), seconds)
     return progress, bool(world.agree_to_stop())
@@ -203,9 +201,9 @@ def validate(
 ) -> tuple[Progress, bool]:
     """One point of the curve, and the drafter kept where it is the best; whether a rank votes to stop instead."""
     world, start = warmup.world, time.perf_counter()
-    digests = set(world.allgather(warmup.trainer.fingerprint()))
+    digests = set(world.allgather(warmup.trainer.trained.fingerprint()))
     assert len(digests) == 1, f"the ranks' drafters differ: {digests}"
-    engine.load_drafter(warmup.trainer.drafter.state_dict(), trained=True)
+    engine.load_drafter(warmup.trainer.trained.drafter.state_dict(), trained=True)
     engine.take_counts()
     requests = warmup.texts.validation_requests(warmup.config.run.seed)
     roster = warmup.generate(engine, requests[warmup.replica.number :: warmup.replica.count])
@@ -237,7 +235,9 @@ def keep_drafter(warmup: Warmup) -> None:
     Raises:
         WriteError: the disk refused; the one before stays.
     """
-    state = {name: tensor for name, tensor in warmup.trainer.state().items() if not name.endswith(_ONLY_TRAINING)}
+    state = {
+        name: tensor for name, tensor in warmup.trainer.trained.state().items() if not name.endswith(_ONLY_TRAINING)
+    }
     write_drafter(warmup.path / "drafter", state)
 
 
@@ -270,7 +270,7 @@ def save(warmup: Warmup, progress: Progress) -> None:
     Raises:
         CheckpointError: on all ranks, where one could not write.
     """
-    shards = {"drafter": warmup.trainer.state()} if warmup.world.rank == 0 else {}
+    shards = {"drafter": warmup.trainer.trained.state()} if warmup.world.rank == 0 else {}
     # a save under a number that is taken is left out, and a validation changes the state too
     number = progress.updates + len(progress.curve)
     warmup.saves.save(number, warmup.world, shards, {"progress": asdict(progress)})
@@ -287,5 +287,5 @@ def resume(warmup: Warmup) -> Progress:
         return Progress()
     node, names = warmup.world.node_group, saved.names("drafter")
     with saved.reading("drafter") as read:
-        warmup.trainer.load_state(dict(read_each_once(node, names, read)))
+        warmup.trainer.trained.load_state(dict(read_each_once(node, names, read)))
     return TypeAdapter(Progress).validate_python(saved.state["progress"])

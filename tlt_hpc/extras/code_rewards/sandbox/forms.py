@@ -49,7 +49,7 @@ def parsed(text: str) -> ast.Module:
 
 
 def is_programs(module: str, names: Iterable[str] = ()) -> bool:
-    """Whether a module that tests import, or import these names from, is the program."""
+    """True if a module that tests import, or import these names from, is the program."""
     return module in names or _PROGRAM.fullmatch(module) is not None
 
 
@@ -63,7 +63,7 @@ def imports(trees: Iterable[ast.AST]) -> Iterator[tuple[str, list[str]]]:
 
 
 def is_check(node: ast.AST, own: Container[str] = ()) -> bool:
-    """Whether a statement makes the tests fail where something is not as it should be.
+    """True if a statement makes the tests fail where something is not as it should be.
 
     Args:
         own: names of what the tests define: whether these check anything is in their bodies.
@@ -82,7 +82,7 @@ def is_check(node: ast.AST, own: Container[str] = ()) -> bool:
 
 
 def reached(trees: Sequence[ast.Module], entries: Iterable[str] = ()) -> tuple[list[ast.AST], set[str]]:
-    """What is run: the top level, the definitions that it names, those that they name, and these entries.
+    """Find the code that is run: the top level, the definitions that it names, those that they name, and ``entries``.
 
     Returns:
         The nodes, and the names of the definitions.
@@ -98,7 +98,7 @@ def reached(trees: Sequence[ast.Module], entries: Iterable[str] = ()) -> tuple[l
 
 
 def definitions(trees: Sequence[ast.Module]) -> dict[str, Definition]:
-    """What tests define at their top level."""
+    """The definitions at the top level of tests, by name."""
     return {node.name: node for node in _outside(trees) if isinstance(node, Definition)}
 
 
@@ -123,7 +123,7 @@ def parameters(node: ast.FunctionDef) -> list[str]:
 
 
 def needs_candidate(node: Definition) -> bool:
-    """Whether a test is called with the program's function."""
+    """True if a test is called with the program's function."""
     if isinstance(node, ast.ClassDef):
         return False
     needed = parameters(node)
@@ -136,7 +136,7 @@ def fixtures(trees: Sequence[ast.Module]) -> set[str]:
 
 
 def has_program(trees: Sequence[ast.Module], units: Iterable[Definition]) -> bool:
-    """Whether tests are called with the program's function, or import the program or names of it."""
+    """True if tests are called with the program's function, or import the program or names of it."""
     named = (is_programs(module, names) and "*" not in names for module, names in imports(trees))
     return any(map(needs_candidate, units)) or any(named)
 

@@ -25,7 +25,7 @@ from tlt_hpc.extras.code_rewards.sandbox.kinds import KINDS, Walls
 from tlt_hpc.extras.code_rewards.sandbox.prelude import names_given
 from tlt_hpc.extras.code_rewards.sandbox.privileges import check, die_with_parent, libc
 from tlt_hpc.extras.code_rewards.sandbox.program import RESULT_FD, body_of, confine, run_to_the_end
-from tlt_hpc.rewards.frames import read_frame, write_frame
+from tlt_hpc.rewards.answer import read_frame, write_frame
 
 _MFD_ALLOW_SEALING, _F_ADD_SEALS, _ALL_SEALS = 2, 1033, 15
 _AWAKE_SHARE = 0.01

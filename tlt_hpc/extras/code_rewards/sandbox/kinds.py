@@ -10,7 +10,7 @@ from tlt_hpc.extras.code_rewards.sandbox.namespaces import Namespaces
 
 
 class Walls(Protocol):
-    """What keeps programs from the host, around a process that supervises them one by one."""
+    """The isolation of programs from the host, around a process that supervises them one by one."""
 
     def build(self, libraries: Sequence[str], for_supervisor: Sequence[int]) -> None:
         """Make this process, or a child that it waits for, the supervisor.
@@ -24,7 +24,7 @@ class Walls(Protocol):
         """
 
     def enter(self) -> None:
-        """Go behind the walls, in a program's process that the supervisor has forked.
+        """Isolate a program's process, which the supervisor has forked.
 
         Raises:
             OSError: the system does not allow it.

@@ -32,7 +32,11 @@ class Landlock:
     """Walls (see ``kinds.py``) around each program alone; what supervises it is an ordinary process without rights."""
 
     def build(self, libraries: Sequence[str], for_supervisor: Sequence[int]) -> None:
-        """Become the supervisor."""
+        """Make this process the supervisor.
+
+        Raises:
+            OSError: the system does not allow it; names the call.
+        """
         os.setsid()
         os.chdir("/")
         drop_privileges(is_nobody=False)  # nobody may be unable to read the interpreter

@@ -39,7 +39,11 @@ class Namespaces:
     """Walls (see ``kinds.py``) around the supervisor too, which is process 1 of its namespace."""
 
     def build(self, libraries: Sequence[str], for_supervisor: Sequence[int]) -> None:
-        """Fork the supervisor in new namespaces, and wait for its end."""
+        """Fork the supervisor in new namespaces, and wait for its end.
+
+        Raises:
+            OSError: the system does not allow it; names the call.
+        """
         is_root = unshare()
         die_with_parent()
         pid = os.fork()
@@ -54,7 +58,7 @@ class Namespaces:
         die_with_parent()
 
     def enter(self) -> None:
-        """Nothing: the supervisor is behind the walls."""
+        """Do nothing: a process that the supervisor forks is isolated already."""
 
     def end_all(self) -> None:
         """Kill all processes but this one: this namespace has no others."""

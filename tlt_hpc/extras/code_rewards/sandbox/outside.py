@@ -17,8 +17,7 @@ from typing import Any, BinaryIO
 from tlt_hpc.extras.code_rewards.sandbox.inside import NUMPY
 from tlt_hpc.extras.code_rewards.sandbox.kinds import KINDS
 from tlt_hpc.extras.code_rewards.sandbox.program import MEMORY_STATUS
-from tlt_hpc.rewards.answer import JudgeError
-from tlt_hpc.rewards.frames import read_frame, write_frame
+from tlt_hpc.rewards.answer import JudgeError, read_frame, write_frame
 
 _PROJECT = str(Path(__file__).resolve().parents[4])
 _START = (
@@ -37,7 +36,7 @@ class SandboxError(JudgeError):
 
 @dataclass(frozen=True)
 class ProgramLimits:
-    """Of one program."""
+    """The limits of one program: seconds of CPU time, bytes of memory and of output, seconds without CPU time."""
 
     cpu_seconds: float
     memory_bytes: int
@@ -58,7 +57,7 @@ class Outcome:
 
     @property
     def is_out_of_memory(self) -> bool:
-        """Whether it ended because it got no more memory; a program can pretend so, and gains nothing by it."""
+        """True if it ended because it got no more memory; a program can pretend so, and gains nothing by it."""
         return self.status == MEMORY_STATUS
 
 
@@ -85,7 +84,7 @@ class Template:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it still runs; for its owner to ask."""
+        """True if it still runs; for its owner to ask."""
         return self._process.poll() is None
 
     def open(self, *partner: int, has_numpy: bool = False) -> tuple[BinaryIO, BinaryIO]:

@@ -43,7 +43,11 @@ def become_nobody() -> None:
 
 
 def die_with_parent() -> None:
-    """Be killed when the parent ends; after any change of identity, which would undo it."""
+    """Have this process killed when its parent ends; after any change of identity, which would undo it.
+
+    Raises:
+        OSError: the kernel refuses it.
+    """
     set_process(_PR_SET_PDEATHSIG, signal.SIGKILL, "PR_SET_PDEATHSIG")
 
 

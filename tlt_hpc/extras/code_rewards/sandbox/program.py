@@ -73,7 +73,7 @@ def _replace_streams() -> None:
 
 
 def body_of(request: dict[str, Any]) -> Callable[[], object]:
-    """What the process does then."""
+    """The function that does what the request asks of the process."""
     match request["do"]:
         case "run":
             return lambda: _run(request["code"], "__main__")

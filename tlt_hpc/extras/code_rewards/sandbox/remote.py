@@ -26,7 +26,7 @@ class NotSentError(Exception):
 
 
 class Link:
-    """Asks the program, and counts what it answered."""
+    """The connection to a program, which counts what it answered."""
 
     def __init__(self, replies: TextIO, calls: TextIO) -> None:
         self._replies, self._calls = replies, calls
@@ -34,7 +34,7 @@ class Link:
         self._made: dict[int, Remote] = {}
 
     def named(self, name: str, spare: Mapping[str, Any]) -> Any:
-        """What the program has under a name, or ``spare`` if it has nothing.
+        """The program's object of this name, or that of ``spare`` if the program has none.
 
         Raises:
             SystemExit: neither has it.

@@ -62,7 +62,7 @@ def serve(module: types.ModuleType, calls: TextIO, replies: TextIO) -> None:
 
 
 def find(module: types.ModuleType, name: str) -> Any:
-    """What a program has under a name: its own, or a method of its class ``Solution``, as in LeetCode's tests.
+    """The program's object of this name: its own, or a method of its class ``Solution``, as in LeetCode's tests.
 
     Raises:
         KeyError: it has nothing of this name.

@@ -114,7 +114,7 @@ def fixture(*given: Any, **_: Any) -> Any:
 
 
 def fail(reason: str = "", **_: Any) -> None:
-    """Fails.
+    """Raise the failure of a test.
 
     Raises:
         AssertionError: always.
@@ -123,7 +123,7 @@ def fail(reason: str = "", **_: Any) -> None:
 
 
 def main(*_: Any, **__: Any) -> None:
-    """Nothing: tests are called afterwards."""
+    """Do nothing: tests are called afterwards."""
 
 
 def ignore_main() -> None:

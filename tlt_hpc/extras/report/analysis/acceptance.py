@@ -49,6 +49,7 @@ class AcceptLengths(StepAnalysis):
 
     @property
     def verdict(self) -> str:
+        """The accept length, and the strategies that produced the tokens, in one paragraph."""
         if not self.has_data:
             return "No step is in the rollout log yet."
         tokens = self.step_tokens.sum(0)

@@ -26,7 +26,7 @@ class Analysis(ABC):
 
     @property
     def has_data(self) -> bool:
-        """Whether there is anything to draw."""
+        """True if there is anything to draw."""
         return True
 
     def to_json(self) -> dict[str, Any]:
@@ -43,4 +43,5 @@ class StepAnalysis(Analysis):
 
     @property
     def has_data(self) -> bool:
+        """True if there is any step."""
         return len(self.steps) > 0

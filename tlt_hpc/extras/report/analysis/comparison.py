@@ -33,11 +33,12 @@ class RunComparison(Analysis):
 
     @property
     def has_data(self) -> bool:
+        """True if any run has a step."""
         return any(len(run.steps) for run in self.runs)
 
     @property
     def tokens_in_words(self) -> str:
-        """Whether the tokens are the same."""
+        """A sentence on whether the runs have the same tokens."""
         if not len(self.compared_steps):
             return "No common step has the logs of all ranks: tokens not compared."
         num_steps = count(len(self.compared_steps), "step")
@@ -50,6 +51,7 @@ class RunComparison(Analysis):
 
     @property
     def verdict(self) -> str:
+        """The differences between the first run and the others, in one paragraph."""
         if not len(self.common_steps):
             return f"{self.tokens_in_words} No step has a line in all runs: nothing else can be compared."
         first, parts = self.runs[0], [self.tokens_in_words]

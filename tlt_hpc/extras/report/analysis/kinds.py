@@ -16,7 +16,7 @@ OFF = "off"
 
 
 class Kind(StrEnum):
-    """What a rank does, in the order of a step and of legends."""
+    """The activities of a rank, in the order of a step and of legends."""
 
     PREFILL = "prefill"
     DECODE = "plain decoding"

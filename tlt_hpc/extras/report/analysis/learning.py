@@ -26,11 +26,12 @@ class Learning(StepAnalysis):
     """Name of a series -> the first step whose value is NaN or infinite."""
 
     def has(self, name: str) -> bool:
-        """Whether a series has any value but zero."""
+        """True if a series has any value but zero."""
         return bool(np.nan_to_num(self.series[name], posinf=0, neginf=0).any())
 
     @property
     def verdict(self) -> str:
+        """The change of scores and other series over the run, in one paragraph."""
         if not self.has_data:
             return "metrics.jsonl has no line yet: no step is committed."
         score, norms = self.series[SCORE], self.series["grad_norm"]
@@ -79,7 +80,7 @@ def window_of(num_steps: int) -> int:
 
 
 def moving_mean(values: NDArray[np.float64], window: int) -> NDArray[np.float64]:
-    """Mean of each value and its neighbours in the window; missing values do not count."""
+    """The mean [S] of each of the values [S] and its neighbours in the window; missing ones do not count."""
     ones, known = np.ones(window), np.isfinite(values)
     if not len(values):
         return values

@@ -37,6 +37,7 @@ class ResponseLengths(StepAnalysis):
 
     @property
     def verdict(self) -> str:
+        """The lengths of the responses and how many were cut, in one paragraph."""
         if not self.has_data:
             return "No response is in the rollout log yet."
         total, cut = int(self.num_responses.sum()), int(self.num_cut.sum())

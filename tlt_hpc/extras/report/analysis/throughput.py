@@ -71,6 +71,7 @@ class Throughput(StepAnalysis):
 
     @property
     def verdict(self) -> str:
+        """The use of a rank's time and the tokens per second, in one paragraph."""
         if not self.has_data:
             return "No step is in the rollout log yet."
         means = dict(zip(self.kinds, self.seconds.mean(0).tolist(), strict=True))

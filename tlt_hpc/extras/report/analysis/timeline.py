@@ -40,7 +40,7 @@ class Lane:
 
     @property
     def finished(self) -> float:
-        """When the rank had its last token."""
+        """The time of the rank's last token, in seconds since the first rank's rollout began."""
         return float(self.rollouts[-1, 1])
 
 
@@ -75,6 +75,7 @@ class Timeline(Analysis):
 
     @property
     def verdict(self) -> str:
+        """The rollout's seconds and the tail of the step, in one paragraph."""
         num_lanes, refills = len(self.lanes), len(self.lanes[0].rollouts) - 1
         of = f"{num_lanes} of {self.num_ranks} ranks" if num_lanes < self.num_ranks else count(num_lanes, "rank")
         again = f" with {count(refills, 'refill')}" if refills else ""

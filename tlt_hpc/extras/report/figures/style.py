@@ -95,7 +95,7 @@ def new_figure(height: float) -> Figure:
 
 
 def panel_grid(count: int, row_height: float) -> tuple[Figure, list[Axes]]:
-    """A figure with ``count`` panels, two in a row."""
+    """A figure with ``count`` panels, two in a row, rows ``row_height`` inches high."""
     rows = max(1, -(-count // 2))
     figure = new_figure(row_height * rows)
     panels = list(figure.subplots(rows, 2, squeeze=False).flat)
@@ -127,7 +127,7 @@ def colour(index: int) -> str:
 
 
 def kind_style(kind: Kind) -> dict[str, Any]:
-    """How areas of a kind are filled."""
+    """The arguments with which matplotlib fills areas of a kind."""
     face = KIND_COLOURS.get(kind, mpl.rcParams["axes.facecolor"])
     hatch = "////" if kind is Kind.IDLE else None
     return {"facecolor": face, "hatch": hatch, "edgecolor": mpl.rcParams["xtick.color"], "linewidth": 0.0}

@@ -1,0 +1,141 @@
+"""Evaluates the policy between two steps of a run, and what ``tlt evaluate`` shares with that: facts and figures.
+
+It uses the run's engine and leaves it as it was, but for what only speed depends on. No key of a training response is
+used, so no training token changes.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from tlt_hpc.cluster.watch.beat import BEAT, Phase
+from tlt_hpc.common.files import LINES_BYTES, read_text
+from tlt_hpc.common.words import count, spans_of
+from tlt_hpc.config import Config, UserError
+from tlt_hpc.config.data_sections import is_function
+from tlt_hpc.data.evaluation_sets import EvaluationSet, longest_response, warning_of
+from tlt_hpc.data.rows import digest_of
+from tlt_hpc.evaluate.exam import Exam, answer, open_exam
+from tlt_hpc.evaluate.folder import NEVER_SAMPLED, WEIGHTS, EvaluationFolder, fingerprint_of, step_folder
+from tlt_hpc.evaluate.tally import Results, tally
+from tlt_hpc.job import Job
+from tlt_hpc.models.shape import ModelShape
+from tlt_hpc.models.tokenizer import find_model
+from tlt_hpc.mpi.roster import Roster
+from tlt_hpc.mpi.world import World
+from tlt_hpc.plan.inputs import open_checked_sets
+from tlt_hpc.rewards.scorer import without_form
+from tlt_hpc.session import Session, open_bench
+from tlt_hpc.storage.records import add_json_line, write_json
+
+logger = logging.getLogger(__name__)
+
+TESTING = "timing_s/testing"
+"""The figure that every evaluated step's line has, as verl calls it."""
+# of [reward]: what a verdict depends on
+_JUDGING = ("default", "by_source", "format_tags", "cpu_seconds", "memory_mb")
+
+
+def prepare(config: Config, world: World, shape: ModelShape, tokenizer: Tokenizer) -> Exam | None:
+    """Read the data sets once for the whole run; None where it does not evaluate. Collective.
+
+    Raises:
+        ValueError: a data set cannot be used, or is not the same on all nodes.
+    """
+    if not config.evaluation.every_steps:
+        return None
+    judge = open_bench(without_form(config.reward), world)
+    folder = find_model(config.model.path)
+    sets = world.node_group.once(lambda: open_checked_sets(config, folder, shape, tokenizer))
+    exam = open_exam(config, sets, judge, world)
+    if world.rank == 0 and warning_of(sets):
+        logger.warning("evaluation: %s", warning_of(sets))
+    return exam
+
+
+@BEAT.within(Phase.EVALUATION)
+def evaluate_policy(job: Job, exam: Exam, step: int, shown: Callable[[Roster], None]) -> dict[str, float] | None:
+    """Judge the policy that the engine holds, after ``step`` steps; collective. None where a stop vote came first.
+
+    Returns on all ranks the figures under verl's names, with ``timing_s/testing``.
+    """
+    start = time.perf_counter()
+    folder, log = EvaluationFolder(step_folder(job.folder, step)), job.folder.path / "evaluations.jsonl"
+    fingerprint = fingerprint_of(job.policy.named_weights(), job.engine.decoder.shape.tied_head)
+    facts = facts_of(job, exam.sets, fingerprint)
+    # a run that steps were taken back from, or whose settings have changed, comes by the same step again
+    done = job.world.once(lambda: folder.claim(facts, replaces=True))
+    if exam.missing(done):
+        learned = job.engine.chooser.state()
+        job.engine.outbox.sink = None  # the drafter learns from the policy's own rollouts
+        is_whole = answer(job, job.engine, exam, folder, done, shown, step)
+        # accept lengths at another temperature tell little about the next rollout's
+        job.engine.chooser.load_state(learned)
+        job.engine.take_counts()
+        if not is_whole:
+            return None
+    named = {"evaluated": f"{job.folder.path}, step {step}", **facts}
+    metrics = job.world.once(lambda: count_results(job, exam, folder, log, named, step).metrics)
+    return {**metrics, TESTING: job.world.broadcast(time.perf_counter() - start)}
+
+
+def facts_of(session: Session, sets: Sequence[EvaluationSet], fingerprint: str) -> dict[str, object]:
+    """The settings that responses and verdicts depend on, by name."""
+    config, evaluation = session.config, session.config.evaluation
+    functions = filter(is_function, config.reward.kinds)
+    return {
+        WEIGHTS: fingerprint,
+        "the model's end tokens": sorted(session.assets.eos_token_ids),
+        NEVER_SAMPLED: ", ".join(spans_of(session.assets.excluded_token_ids)),
+        "model.dtype": config.model.dtype,
+        "data.prompt_key": config.data.prompt_key,
+        "data.answer_key": config.data.answer_key,
+        "evaluation.seed": evaluation.seed,
+        "evaluation.temperature": evaluation.temperature,
+        "evaluation.top_p": evaluation.top_p,
+        "evaluation.max_new_tokens": longest_response(config),
+        "rollout.stop_strings": config.rollout.stop_strings,
+        **{f"reward.{name}": vars(config.reward)[name] for name in _JUDGING},
+        **{f"the file of {spec}": digest_of(Path(spec.rpartition(":")[0])) for spec in functions},
+        **{f"data of {each.name}": each.digest for each in sets},
+    }
+
+
+def count_results(
+    session: Session, exam: Exam, folder: EvaluationFolder, log: Path, facts: dict[str, Any], step: int | None
+) -> Results:
+    """The figures of all responses, also left in the folder and as a line of the log, once; on rank 0.
+
+    Raises:
+        UserError: some responses cannot be read although they were written.
+        WriteError: no room or no permission.
+    """
+    responses = folder.read()
+    if lacking := exam.missing(responses):
+        raise UserError(
+            f"{folder.path} lacks {count(len(lacking), 'response')} that were written: their files are damaged; "
+            "start again, and they are generated again"
+        )
+    results = tally(exam, responses, session.tokenizer, session.config.evaluation.ks)
+    tree = {
+        **facts,
+        "responses": results.num_responses,
+        "response_tokens": results.num_tokens,
+        "accept_length": results.accept_length,
+        "not_judged": results.failures,
+        "sets": {name: asdict(figures) for name, figures in results.figures.items()},
+    }
+    write_json(folder.results, tree)
+    steps = {} if step is None else {"num_steps": step}
+    line = {"evaluated": facts["evaluated"], **steps, "folder": str(folder.path), **results.metrics}
+    if not log.exists() or json.dumps(line) not in read_text(log, LINES_BYTES).splitlines():
+        add_json_line(log, line)
+    return results

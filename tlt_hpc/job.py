@@ -1,0 +1,229 @@
+"""The parts of a training run on one rank: constructed before its first step, closed after its last.
+
+What every command that generates text has is in session.py; the loop over steps is in train.py.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+
+from tlt_hpc.checkpoint.claim import claim_folder
+from tlt_hpc.checkpoint.manifest import Checkpoint
+from tlt_hpc.checkpoint.store import CheckpointStore
+from tlt_hpc.config import Config, DrafterSection, truncation_warning
+from tlt_hpc.data.prompts import PromptSource
+from tlt_hpc.drafting.spot import AVERAGE_MERGES, SpotTrainer
+from tlt_hpc.drafting.tail_plan import TailPlan
+from tlt_hpc.look.energy import EnergyMeter
+from tlt_hpc.look.environment import RankPlace, find_environment
+from tlt_hpc.models.draft_layer import AS_TARGET, TOKEN_IDS, layer_of
+from tlt_hpc.models.drafter import Drafter
+from tlt_hpc.models.drafter_file import initial_drafter, make_drafter
+from tlt_hpc.models.folder import import_transformers, start_model
+from tlt_hpc.models.piece import read_all_once, read_each_once
+from tlt_hpc.models.shape import ModelShape
+from tlt_hpc.models.tokenizer import find_model
+from tlt_hpc.mpi.world import NodeGroup, World
+from tlt_hpc.plan.inputs import Assets, read_assets_once
+from tlt_hpc.rewards.scorer import Judge
+from tlt_hpc.rl.distributed import join_process_group
+from tlt_hpc.rl.loss import MismatchWatch
+from tlt_hpc.rl.policy import Policy
+from tlt_hpc.rollout.engine import RolloutEngine
+from tlt_hpc.session import Session, choose_vocabulary, closed_on_error, drawn_first, open_bench, open_session
+from tlt_hpc.storage.feature_cache import FeatureCache
+from tlt_hpc.storage.folder import RunFolder, node_folder
+from tlt_hpc.storage.records import Environment
+from tlt_hpc.storage.step_lines import best_evaluated
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """The parts that only a run with a learned drafter has."""
+
+    cache: FeatureCache
+    spot: SpotTrainer
+    served: Drafter
+    """The engine's copy, in the decoder's precision; refreshed after every merge."""
+    checkpoints: CheckpointStore
+    """Saves of the drafter alone, after each step that no whole checkpoint follows."""
+    warned: list[int] = field(default_factory=list)
+    """The step, if any, whose warning said that its save was left out."""
+
+    def load(self, checkpoint: Checkpoint, node: NodeGroup) -> None:
+        """Load the drafter of a checkpoint; collective over the node.
+
+        Raises:
+            UserError: it is of another shape.
+        """
+        names = checkpoint.names("drafter")
+        with checkpoint.reading("drafter") as read:
+            self.spot.trained.load_state(dict(read_each_once(node, names, read)))
+
+
+@dataclass(frozen=True)
+class Job(Session):
+    """The parts of a training run on one rank."""
+
+    folder: RunFolder
+    prompts: PromptSource
+    engine: RolloutEngine
+    policy: Policy
+    checkpoints: CheckpointStore
+    drafting: Drafting | None
+    bench: Judge
+    """What gives responses their rewards; its server outlives the job, for further ones of this process."""
+    mismatch: MismatchWatch
+    meter: EnergyMeter
+    plan: TailPlan
+
+    def load_policy(self, version: int) -> None:
+        """Put the policy's weights into the decoder; the drafter reads its embedding and head there. Collective."""
+        self.engine.load_policy(self.policy.named_weights(), version)
+
+    def serve_drafter(self) -> None:
+        """Copy the trained drafter into the engine's."""
+        assert self.drafting is not None
+        self.engine.load_drafter(self.drafting.spot.trained.served(), self.drafting.spot.trained.has_learned)
+
+
+def assemble(config: Config, world: World) -> Job:
+    """Build all parts of a run; collective. If one cannot be built, those before it are closed."""
+    bench = open_bench(config.reward, world)
+    node = world.node_group
+    world.say("reading the model and the data")
+    assets = read_assets_once(config, world.size, node)
+    for warning in (node.once(lambda: assets.prompts.warning), truncation_warning(config.rollout)):
+        if world.rank == 0 and warning:
+            logger.warning("%s", warning)
+    has_drafter = config.speculation.mode == "full"
+    warm = read_initial_drafter(config, assets.shape, node) if has_drafter else None
+    session, folder = open_session(config, world, assets), RunFolder(config.folder)
+    device, parts = session.decoder.device, session.parts
+    with closed_on_error(session):
+        drafting = make_drafting(session, assets, folder, warm) if has_drafter else None
+        if drafting:
+            parts.callback(drafting.cache.abandon_step)  # still open if the run failed: its thread ends here
+        meter, environment = look_around(world, device, assets.excluded_token_ids)
+        parts.callback(meter.close)
+        # last of what may find a mistake of the user's: nothing is written before
+        claim_folder(folder, config, world, assets.prompts, environment)
+        if drafting:
+            drafting.cache.remove_parts()
+        ahead = ahead_mode(config, world, device)
+        served = drafting.served if drafting else None
+        engine = session.make_engine(session.settings(ahead != "off"), served, keeps=session.keeps)
+        world.say("joining the process group")
+        join_process_group(world, "cuda" if device.type == "cuda" else "cpu")
+        world.say("importing transformers")
+        import_transformers(config.lora.rank > 0)
+        world.say("loading the policy")
+        is_sharded = config.optimizer.zero_stage == 3
+        start = partial(start_model, assets.folder, config.model.dtype, device, is_sharded, world.rank, node)
+        reference = start if config.algorithm.kl_coefficient else None
+        policy = Policy(start(), config, world, reference, assets.excluded_token_ids)
+        parts.callback(policy.close)
+        return Job(
+            **vars(session),
+            folder=folder,
+            prompts=assets.prompts,
+            engine=engine,
+            policy=policy,
+            checkpoints=CheckpointStore(
+                folder.checkpoints, config.checkpoint.keep, partial(best_evaluated, folder.metrics)
+            ),
+            drafting=drafting,
+            bench=bench,
+            mismatch=MismatchWatch(config.model.dtype, config.algorithm.correction.name != "none"),
+            meter=meter,
+            plan=TailPlan(drafting is not None and config.drafter.train, ahead),
+        )
+
+
+def ahead_mode(config: Config, world: World, device: torch.device) -> str:
+    """``speculation.ahead``, but "off" without speculation, where a single replica never waits, and where it is "auto"
+    and ranks share cores, so that those that wait would slow down the others. Collective.
+    """
+    wanted = config.speculation.ahead
+    if config.speculation.mode == "plain" or world.size == config.rollout.tensor_parallel:
+        return "off"
+    hosts = world.allgather((world.hostname, os.sched_getaffinity(0)))
+    # a launcher may have bound each rank to cores of its own
+    cores = set[int]().union(*(own for host, own in hosts if host == world.hostname))
+    crowded = device.type == "cpu" and world.node_group.size > len(cores)
+    return "off" if any(world.allgather(crowded)) and wanted == "auto" else wanted
+
+
+def read_initial_drafter(config: Config, shape: ModelShape, node: NodeGroup) -> dict[str, torch.Tensor] | None:
+    """The weights that ``drafter.init`` names; None if it is random. Collective over the node.
+
+    Raises:
+        ConfigError: there are none, or they are of another model.
+    """
+    model = find_model(config.model.path)
+    return read_all_once(node, partial(initial_drafter, config.drafter.init, config.drafter.form, shape, model))
+
+
+def look_around(
+    world: World, device: torch.device, never_sampled: Sequence[int]
+) -> tuple[EnergyMeter, Environment | None]:
+    """The meter of energy, and on rank 0 what the run runs on; collective."""
+    gpu = uuid = ""
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        gpu, uuid = properties.name, f"GPU-{properties.uuid}"
+    meter = EnergyMeter(world.hostname, uuid)
+    ranks = world.allgather((RankPlace.here(world.hostname, gpu, uuid), meter.reach))
+    energy = meter.agree([reach for _, reach in ranks], world.rank)
+    if world.rank:
+        return meter, None
+    places = [place for place, _ in ranks]
+    return meter, find_environment(world, places, torch.version.cuda or "", energy, never_sampled)
+
+
+def make_drafting(
+    session: Session,
+    assets: Assets,
+    folder: RunFolder,
+    warm: dict[str, torch.Tensor] | None,
+    average_merges: int = AVERAGE_MERGES,
+) -> Drafting:
+    """The drafter (from the weights ``warm``, or random), its cache and its trainer; collective."""
+    config, world, decoder = session.config, session.world, session.decoder
+    shape, seed, settings = decoder.shape, config.run.seed, config.drafter
+    token_ids = warm.get(TOKEN_IDS) if warm is not None else None
+    own = layer_of(warm) if warm is not None else AS_TARGET
+    if warm is None and settings.form == "eagle3":
+        token_ids = choose_vocabulary(config, assets, drawn_first(config.run, assets.prompts))
+    served = make_drafter(shape, seed, decoder.dtype, decoder.device, token_ids, own)
+    if decoder.sharding.size > 1:
+        served.split(decoder.sharding)
+    place, rank, num_ranks = cache_place(config.drafter, world, folder)
+    sizes = served.num_features, shape.hidden_size, settings.cache_bytes
+    cache = FeatureCache(place, rank, *sizes, num_ranks)
+    spot = SpotTrainer(decoder, cache, settings, seed, world.rank, token_ids, own, average_merges)
+    if warm is not None:
+        spot.trained.start_from(warm)
+    alone = CheckpointStore(folder.drafter_checkpoints, keep=2)
+    return Drafting(cache, spot, served, alone)
+
+
+def cache_place(drafter: DrafterSection, world: World, folder: RunFolder) -> tuple[RunFolder, int, int]:
+    """Where the feature cache is, and which of how many ranks this one is there; collective.
+
+    Raises:
+        UserError: on all ranks, if a node does not have a variable in ``drafter.cache_folder``.
+    """
+    template = drafter.cache_folder
+    if not template:
+        return folder, world.rank, world.size
+    found = world.all_or_none(lambda: node_folder(template, folder.path, world.hostname))
+    return RunFolder(found), world.local_rank, world.allgather(world.hostname).count(world.hostname)

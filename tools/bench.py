@@ -1,0 +1,146 @@
+"""Benchmarks of this project; each ends with what was measured, in a few lines.
+
+    python tools/bench.py shape --device cuda   # plain decoding at the shape of a 7B model, random weights
+    python tools/bench.py strategies JOB        # rollouts of a job: plain, each strategy alone, and all of them
+    python tools/bench.py trl                   # whole RL steps against TRL's GRPOTrainer
+
+Run them with OMP_NUM_THREADS=1. Sides take turns; figures are medians, and a ratio is the median of those of each turn.
+``python tools/bench.py NAME --help`` says what is measured, and what is to be installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections import Counter
+from contextlib import closing
+from dataclasses import replace
+from itertools import chain, count, islice
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from tlt_hpc.common.script import ending
+
+# isort: split
+import bench_shape
+import bench_trl
+from bench_shape import requests_of, run_all
+
+from tlt_hpc.common.errors import UserError
+from tlt_hpc.common.records import Request, SampleKey, Stream
+from tlt_hpc.plan.plan_options import at_least_one, at_least_one_each
+
+SEQUENCES_PER_ROW, LEAST_SEQUENCES = 4, 16
+"""By default so many that the end of the rollout, with few left, does not decide the rate."""
+FIRST_STEP = 1_000_000
+"""Of the draws, after those of any run."""
+
+
+def bench_strategies(options: argparse.Namespace) -> None:
+    """Tokens per second of a job's rollouts by batch size.
+
+    One rank. Each way has an engine that has learned on other prompts, and its part of rollout.kv_bytes. In each
+    repetition all answer the same new prompts in turn.
+    """
+    from tlt_hpc.config import load_config
+    from tlt_hpc.mpi.world import World
+    from tlt_hpc.plan.inputs import read_assets_once
+    from tlt_hpc.session import load_folder, open_session
+
+    config, world = load_config(options.config, options.overrides), World.connect()
+    assets = read_assets_once(config, 1, world.node_group)
+    with closing(open_session(config, world, assets)) as session:
+        load_folder(session)
+        for batch in options.batches:
+            usual = max(LEAST_SEQUENCES, SEQUENCES_PER_ROW * batch)
+            size = batch * (options.sequences_per_row or 0) or usual
+
+            def draw(step: int, size: int = size) -> list[Request]:
+                prompts = chain.from_iterable(assets.prompts.batch(i) for i in count(step))
+                return requests_of((prompt.tokens for prompt in islice(prompts, size)), step, Stream.EVALUATION)
+
+            compare_strategies(session, batch, [draw(FIRST_STEP * (turn + 1)) for turn in range(options.repeats + 1)])
+
+
+def compare_strategies(session: Any, batch: int, turns: list[list[Request]]) -> None:
+    """Print a line for each way at one batch size; the first turn is for learning."""
+    from tlt_hpc.job import read_initial_drafter
+    from tlt_hpc.models.drafter_file import serving_drafter
+    from tlt_hpc.rollout.strategy import OFF
+    from tlt_hpc.studies.compare import num_mismatched
+
+    settings, weights = session.settings(), None
+    if any(strategy.has_drafter for strategy in settings.strategies):
+        weights = read_initial_drafter(session.config, session.decoder.shape, session.world.node_group)
+        if weights is None:
+            raise UserError("the job has no drafter to measure: give drafter.init = PATH, or speculation.mode = ngram")
+    ways = {"off": (OFF,), **{s.name: (s,) for s in settings.strategies if s != OFF}, "adaptive": settings.strategies}
+    engines, differ = dict[str, Any](), Counter[str]()
+    for way, strategies in ways.items():
+        drafter = serving_drafter(weights, session.decoder) if weights else None
+        own = replace(settings, max_live=batch, strategies=strategies, kv_bytes=settings.kv_bytes // len(ways))
+        engine = engines[way] = session.make_engine(own, drafter, drafter_is_trained=drafter is not None)
+        session.calibrate(engine, turns[0])
+    seconds: dict[str, list[float]] = {way: [] for way in ways}
+    for turn, requests in enumerate(turns):
+        reference: dict[SampleKey, Any] = {}
+        for way, engine in engines.items():
+            start = time.perf_counter()
+            engine.submit(requests)
+            run_all(engine)
+            taken = time.perf_counter() - start
+            texts = {response.key: response.response_tokens for response in engine.collect()}
+            if not turn:
+                engine.take_counts()
+                continue
+            reference = reference or texts
+            differ[way] += num_mismatched(reference, texts)
+            seconds[way].append(taken)
+    best = min((way for way in ways if way != "adaptive"), key=lambda way: median(seconds[way]))
+    for way, engine in engines.items():
+        counts = engine.take_counts()
+        ratio = median(a / b for a, b in zip(seconds[best], seconds[way], strict=True))
+        print(
+            f"batch {batch:3}  {way:12} {counts.num_tokens / sum(seconds[way]):9,.0f} tokens/s  {ratio:.3f} of "
+            f"{best}  accept length {counts.num_tokens / counts.num_row_passes:.2f}  {differ[way]} tokens differ",
+            flush=True,
+        )
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = parser.add_subparsers(dest="name", required=True, metavar="NAME")
+
+    def add(name: str, work: Any, text: str | None = None) -> argparse.ArgumentParser:
+        form = argparse.RawDescriptionHelpFormatter
+        about = text or work.__doc__
+        own = names.add_parser(name, description=about, help=about.split("\n")[0], formatter_class=form)
+        own.set_defaults(work=work)
+        return own
+
+    bench_shape.add_options(add("shape", bench_shape.bench, bench_shape.__doc__))
+    strategies = add("strategies", bench_strategies)
+    strategies.add_argument("config", type=Path)
+    strategies.add_argument("overrides", nargs="*")
+    strategies.add_argument("--batches", type=at_least_one_each, default=[1, 8, 32])
+    strategies.add_argument("--repeats", type=at_least_one, default=5)
+    strategies.add_argument("--sequences-per-row", type=at_least_one, help="1: all start together, the batch shrinks")
+    trl = add("trl", bench_trl.bench, bench_trl.__doc__)
+    trl.add_argument("--steps", type=int, default=4, help="timed steps of a launch")
+    trl.add_argument("--repeats", type=int, default=2, help="launches of each side")
+    return parser
+
+
+def main() -> int:
+    options = make_parser().parse_args()
+    options.work(options)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(ending("bench", main))
