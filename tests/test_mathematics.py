@@ -160,7 +160,7 @@ def test_equal_answers_of_two_responses() -> None:
 )
 def test_a_number_is_the_whole_answer_and_is_found_soon(answer: str, truth: str, wanted: float) -> None:
     start = time.process_time()
-    assert texts.numeric(f"\\boxed{{{answer}}}", truth, 1e-6).reward == wanted
+    assert texts.numeric(f"\\boxed{{{answer}}}", truth).reward == wanted
     assert time.process_time() - start < 0.5
 
 
@@ -262,7 +262,7 @@ def test_random_text_raises_nothing(seed: int) -> None:
     for _ in range(1500):
         text = "".join(draw.choice(alphabet) for _ in range(draw.randint(1, 12)))
         for response in (f"\\boxed{{{text}}}", f"the answer is {text}", text):
-            texts.numeric(response, "5", 1e-6)
+            texts.numeric(response, "5")
             texts.choice(response, "B")
             equal_as_mathematics(response, "5")
 
