@@ -38,6 +38,7 @@ from tlt_hpc.look.metrics import (
 from tlt_hpc.mpi.owner import agree_on_owner, check_owner
 from tlt_hpc.mpi.roster import Roster
 from tlt_hpc.mpi.world import World
+from tlt_hpc.resume.finished import record_finished
 from tlt_hpc.resume.kept import drop_kept
 from tlt_hpc.resume.saving import (
     drop_steps_after,
@@ -58,7 +59,6 @@ from tlt_hpc.rollout.rounds import EngineCounts
 from tlt_hpc.rollout.settings import EngineSettings
 from tlt_hpc.rollout_loop import RollingReporter, Tail, end_features, roll_out
 from tlt_hpc.storage.folder import RunFolder, rank_of, sync
-from tlt_hpc.storage.records import record_finished
 from tlt_hpc.storage.rollout_log import StepRecord, write_step
 from tlt_hpc.storage.step_lines import Line, add_line, read_lines, replace_line
 
