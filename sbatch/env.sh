@@ -141,7 +141,7 @@ need_pmix() {
     types="$(srun --mpi=list 2>&1 || true)"
     [[ $types != *none* || $types == *pmix* ]] || # every list has "none"
         die "srun cannot start Open MPI, which needs PMIx: srun --mpi=list has $(tail -n +2 <<<"$types" | xargs). Put" \
-            "mpich in the place of openmpi in environment.yml, or set TLT_LAUNCH=mpirun"
+            "'mpich<5' in the place of openmpi in environment.yml, or set TLT_LAUNCH=mpirun"
 }
 
 [[ $TLT_LAUNCH == srun || $TLT_LAUNCH == mpirun ]] || die "TLT_LAUNCH=$TLT_LAUNCH is neither srun nor mpirun; correct it"

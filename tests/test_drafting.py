@@ -21,7 +21,6 @@ from tlt_hpc.drafting.loss import LossSettings, drafter_loss
 from tlt_hpc.drafting.offline import learn
 from tlt_hpc.drafting.pool import TrainingPool, pack, training_weights, whole
 from tlt_hpc.drafting.spot import AVERAGE_MERGES, SpotTrainer
-from tlt_hpc.look.metrics import PhaseTimer
 from tlt_hpc.models.eagle import Eagle
 from tlt_hpc.rollout.acceptance import DraftCounts
 from tlt_hpc.rollout.strategy import OFF, Strategy
@@ -423,18 +422,18 @@ def test_the_merge_lasts_as_long_as_the_update_or_on_gpus_precedes_it(tmp_path, 
         drafting=SimpleNamespace(spot=trainer), world=RanksInTurn(1), serve_drafter=lambda: done.append("served"),
         engine=SimpleNamespace(release_pages=lambda: done.append("pages released")),
     )  # fmt: skip
-    with pytest.raises(ZeroDivisionError), train.merging(job, True, PhaseTimer()):
+    with pytest.raises(ZeroDivisionError), train.merging(job, True):
         raise ZeroDivisionError
     assert "served" not in done
     trainer.begin(1)
     assert trainer.micro_step()
     done.clear()
     job.world = RanksInTurn(1)
-    with train.merging(job, True, PhaseTimer()):
+    with train.merging(job, True):
         done.append("merged" if trainer.merge_report.fingerprint else "posted")
     assert done == (["pages released", "merged", "served"] if on_gpus else ["posted", "served"])
     assert trainer.merge_report.num_tokens == trainer.records[0].num_tokens
-    with train.merging(job, False, PhaseTimer()):
+    with train.merging(job, False):
         pass
     assert done[-1] == "served" and done.count("served") == 1, "a step that trains no drafter merges none"
 

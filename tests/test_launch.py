@@ -136,7 +136,7 @@ def test_one_thread_a_rank_unless_the_user_says_otherwise():
 def test_no_mpiexec_is_one_line_with_the_remedy(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ValueError, match="no mpiexec beside this Python or on PATH; `pip install mpich`"):
+    with pytest.raises(ValueError, match="no mpiexec beside this Python or on PATH; `pip install 'mpich<5'`"):
         local.find_mpiexec()
 
 

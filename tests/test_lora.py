@@ -272,7 +272,8 @@ def test_settings_that_cannot_be(changes: dict[str, Any], said: str) -> None:
 def test_a_missing_peft_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(
-        ConfigError, match=r"lora\.rank = 4 needs the package .peft., which is not installed; pip install peft"
+        ConfigError,
+        match=r"lora\.rank = 4 \(0: no adapters\) needs the package .peft., which is not installed; pip install peft",
     ):
         LORA.check_installed()
     LoraSection().check_installed()

@@ -167,9 +167,11 @@ def take_step(job: Job, step: int, reporter: Reporter, is_saved: bool = False, t
             end_features(job.drafting, tail.stopped)
     if tail.stopped:
         if not is_saved:
-            merge_for_checkpoint(job, step, tail, timer, reporter)
+            merge_for_checkpoint(job, step, tail, reporter)
         return False
-    with merging(job, tail.use.trains, timer):
+    with ExitStack() as merge:
+        with timer("refresh"):
+            merge.enter_context(merging(job, tail.use.trains))
         if shows:
             reporter.phase(step, "reward")
         with timer("reward"):
@@ -182,11 +184,12 @@ def take_step(job: Job, step: int, reporter: Reporter, is_saved: bool = False, t
         with timer("update_actor"), job.pulse.progressing():
             job.engine.release_pages()
             update = update_policy(job.config, job.policy, rollouts, scores)
-    with timer("refresh"):
-        if job.decoder.device.type == "cuda":
-            torch.cuda.empty_cache()
-            job.world.barrier()  # ranks that share a GPU take the pages' memory again when all have left theirs
-        job.load_policy(step + 1)
+        with timer("refresh"):
+            merge.close()
+            if job.decoder.device.type == "cuda":
+                torch.cuda.empty_cache()
+                job.world.barrier()  # ranks that share a GPU take the pages' memory again when all have left theirs
+            job.load_policy(step + 1)
     advantages_of = {rollouts[i].key: a for i, a in zip(update.trained, update.advantages, strict=True)}
     advantages = np.array([advantages_of.get(rollout.key, np.nan) for rollout in tail.rollouts], np.float32)
     record = make_record(job, step, tail, rewards, advantages, timer)
@@ -203,7 +206,7 @@ def take_step(job: Job, step: int, reporter: Reporter, is_saved: bool = False, t
     return True
 
 
-def merge_for_checkpoint(job: Job, step: int, tail: Tail, timer: PhaseTimer, reporter: Reporter) -> None:
+def merge_for_checkpoint(job: Job, step: int, tail: Tail, reporter: Reporter) -> None:
     """Merge what was trained until a stop: it belongs to the checkpoint, and to all ranks alike. Collective.
 
     Where the job is killed at once, nothing is merged.
@@ -212,12 +215,12 @@ def merge_for_checkpoint(job: Job, step: int, tail: Tail, timer: PhaseTimer, rep
         return
     if job.world.rank == 0:
         reporter.phase(step, "stopping: saving a checkpoint")
-    with merging(job, tail.use.trains, timer):
+    with merging(job, tail.use.trains):
         pass
 
 
 @contextmanager
-def merging(job: Job, trains_drafter: bool, timer: PhaseTimer) -> Iterator[None]:
+def merging(job: Job, trains_drafter: bool) -> Iterator[None]:
     """Merge the ranks' drafters, as ``SpotTrainer.merging``, and hand the engine the merged one; collective.
 
     Does nothing in a step that trains none.
@@ -225,15 +228,11 @@ def merging(job: Job, trains_drafter: bool, timer: PhaseTimer) -> Iterator[None]
     if job.drafting is None or not trains_drafter:
         yield
         return
-    with ExitStack() as merge:
-        with timer("refresh"):
-            if sums_on_gpus():
-                job.engine.release_pages()  # the merge needs memory, too
-            merge.enter_context(job.drafting.spot.merging(job.world))
+    if sums_on_gpus():
+        job.engine.release_pages()  # the merge needs memory, too
+    with job.drafting.spot.merging(job.world):
         yield
-        with timer("refresh"):
-            merge.close()
-            job.serve_drafter()
+    job.serve_drafter()
 
 
 def drop_replaced(job: Job, step: int) -> None:

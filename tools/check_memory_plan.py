@@ -36,7 +36,6 @@ from torch.utils._pytree import tree_leaves
 from tlt_hpc.cli.display import Screen, StepReporter
 from tlt_hpc.config import Config, load_config
 from tlt_hpc.job import Job, assemble
-from tlt_hpc.look.metrics import PhaseTimer
 from tlt_hpc.mpi.roster import Roster
 from tlt_hpc.mpi.world import World
 from tlt_hpc.plan.memory.engine import PAGES
@@ -184,7 +183,7 @@ def take_step(job: Job, step: int, meter: Meter) -> None:
     rollouts, scores = gather_step(job, tail.rollouts, tail.scorer.rewards(tail.rollouts))
     job.engine.release_pages()
     with meter("update"):
-        with merging(job, tail.use.trains, PhaseTimer()):
+        with merging(job, tail.use.trains):
             update_policy(job.config, job.policy, rollouts, scores)
         job.load_policy(step + 1)
     with meter("save"):

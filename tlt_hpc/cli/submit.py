@@ -182,6 +182,7 @@ def request_of(options: argparse.Namespace, before: Mapping[str, str], num_ranks
     kept = {name: value for name, value in before.items() if name not in _OWN_OPTIONS and value != _SIGNAL}
     asked = SlurmRequest(read_options([*words_of(kept), *words_of(own)])).check().options
     asked = {name: value for name, value in asked.items() if not (name in _SHOWN and value.startswith("YOUR_"))} | typed
+    asked = {name: value for name, value in asked.items() if value or name not in _SHOWN}  # --account "" asks for none
     for name in COUNTS:
         if not asked.get(name, "1").isdecimal():
             what = f"--{name}={asked[name]} is no whole number"

@@ -110,7 +110,7 @@ def find_mpiexec(environment: Mapping[str, str] = os.environ) -> str:
     found = str(beside) if beside.is_file() else shutil.which("mpiexec")
     if found is None:
         raise ValueError(
-            "no mpiexec beside this Python or on PATH; `pip install mpich`, load your site's MPI, or use srun"
+            "no mpiexec beside this Python or on PATH; `pip install 'mpich<5'`, load your site's MPI, or use srun"
         )
     return found
 

@@ -134,7 +134,8 @@ def values_of(node: Mapping[str, Any]) -> str:
             return f"list of {number}" + items.replace("number", "numbers").replace("text", "texts")
         case "object":
             inner = node["additionalProperties"]
-            return f"table of {values_of(inner)}" if {"enum", "anyOf"} & inner.keys() else "table"
+            is_told = {"enum", "anyOf"} & inner.keys() or inner.get("type") == "array"
+            return f"table of {values_of(inner)}".replace("of list", "of lists") if is_told else "table"
         case _:
             names = {"minimum": "from", "exclusiveMinimum": "above", "maximum": "to", "exclusiveMaximum": "to below"}
             bounds = [f"{word} {_number(node[name])}" for name, word in names.items() if name in node]

@@ -229,7 +229,7 @@ def _one_line(details: ErrorDetails, tree: dict[str, Any]) -> str:
     if kind == "string_pattern_mismatch" and key == "run.name":
         message = "use letters, digits, '_', '-' and '.', and none of the last two in front"
     elif not inner and kind not in (REMEDY, "string_too_short", "string_too_long"):
-        values = values_of(schema)
+        values = values_of(schema).replace("list of", "list of one or more" if value in ([], ()) else "list of")
         message = "use " + ("" if values.startswith(("true", '"')) else "a ") + values
     return f"{key} = {_shown(value)}: {message[0].lower()}{message[1:]}"
 
@@ -247,12 +247,16 @@ _REMOVED = {
     "drafter.average_merges": "it is always 5 now; leave it out",
     "drafter.loss": "it follows from drafter.form now; leave it out",
     "drafter.min_idle": "it is always 1 now; leave it out",
+    "evaluation.names": "a set is named after its file; leave it out",
+    "evaluation.pass_k": "use evaluation.samples",
     "evaluation.split": "evaluation reads the split 'test'; give other files by a pattern in evaluation.sources",
     "optimizer.offload_parameters": "use optimizer.offload = 'parameters'",
     "reward.format_weight": "use reward.weights = {answer = 1 - w, format = w} for format_weight = w",
     "reward.function": "leave it out, and name a function itself in reward.default or reward.by_source",
     "reward.tolerance": "it is always 1e-6 now; leave it out, or use a function of your own",
     "rollout.page_size": "a page holds 128 tokens; leave it out",
+    "rollout.tie_guard": "it is on for model.dtype = 'float32'; leave it out",
+    "speculation.profile_seconds": "costs are learned during rollouts; leave it out",
     "tracking": "use run.trackers = ['tensorboard', 'wandb', 'wandb-offline', 'mlflow', 'trackio'], or some of them",
 }
 """Keys and sections that jobs and saved runs of earlier commits have, and what to do instead."""

@@ -48,7 +48,7 @@ RECIPES: dict[AlgorithmName, Recipe] = {
 
 @dataclass(frozen=True)
 class Correction:
-    """A correction for probabilities of the rollout engine that differ from the trainer's: see ``rl/correction.py``."""
+    """A correction for probabilities of the rollout engine that differ from the trainer's: see ``rl/loss.py``."""
 
     name: CorrectionName
     low: float

@@ -15,7 +15,7 @@ from tlt_hpc.config.sections import Config, EvaluationSection
 _FREE = {
     "run": ("num_steps", "ranks", "folder", "stall_factor", "trackers"),
     "model": ("path", "device"),
-    "data": ("overlong",),  # data/claim.py restricts it
+    "data": ("overlong",),  # checkpoint/claim.py restricts it
     "reward": ("workers",),
     "rollout": ("max_live", "kv_bytes", "tensor_parallel"),
     "speculation": ("strategies",),

@@ -62,8 +62,8 @@ class AlgorithmSection(Section):
     """Weight of the KL divergence from the reference model. 0: no reference model is kept."""
     kl_estimator: KLName = "k3"
     """``k1`` is subtracted from the reward, the others are added to the loss. ``k2`` and ``k3+`` have the gradient of
-    KL(policy || reference), ``k3`` that of KL(reference || policy); ``low_var_kl`` is ``k3`` held at 10
-    (docs/train.md)."""
+    KL(policy || reference), ``k3`` that of KL(reference || policy); ``low_var_kl`` is ``k3`` held at 10,
+    without a gradient from a ratio of 13.6 on."""
     entropy_coefficient: Weight = 0.0
     """Weight of the entropy bonus, which is subtracted from each token's loss."""
     router_aux_coefficient: Weight = 0.0
@@ -170,7 +170,7 @@ class LoraSection(Section):
             ConfigError: with the command that installs it.
         """
         if self.rank:
-            check_package(f"lora.rank = {self.rank}", "peft")
+            check_package(f"lora.rank = {self.rank} (0: no adapters)", "peft")
 
 
 class OptimizerSection(Section):

@@ -7,8 +7,8 @@ finished responses     every ``checkpoint.keep_responses_seconds``  ``kept.open_
 (``kept.py``)          of a rollout, and at its end
 a step's log and its   after the step's update (``train.commit``)   ``replay.replay``: the step's policy update is
 line                                                                repeated, nothing is generated
-drafter alone          every ``checkpoint.drafter_every_steps``     ``replay.replay``, on the way to its step
-(``saving.py``)        steps (``save_drafter_if_due``)
+drafter alone          after every step, if the last is written     ``replay.replay``, on the way to its step
+(``saving.py``)        (``save_drafter_if_due``)
 checkpoint: policy,    every ``checkpoint.every_steps`` steps, at   ``saving.resume``, first of all
 optimizer, reference,  the end and before a stop (``save_at_end``)
 drafter, strategies

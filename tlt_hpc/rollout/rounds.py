@@ -101,7 +101,7 @@ class RoundResult:
 
 @dataclass
 class EngineCounts:
-    """Counts of an engine since they were last taken; only ``num_ahead`` includes what it generated ahead."""
+    """Counts of an engine since they were last taken; of rounds ahead, only tokens and drafter faults."""
 
     num_tokens: int = 0
     num_row_passes: int = 0

@@ -157,15 +157,15 @@ def read_record(path: Path) -> Record:
         return decode(file.read(SIZE + 1))
 
 
-def read_records(folder: Path) -> list[Record]:
-    """The records of a folder by rank, without those that are damaged.
+def read_records(folder: Path, *ignored: type[OSError]) -> list[Record]:
+    """The records of a folder by rank, without those that are damaged or fail with an error ``ignored``.
 
     Raises:
         OSError: one cannot be read.
     """
     found = []
     for path in sorted(folder.glob("rank-*")):
-        with suppress(DamagedText):
+        with suppress(DamagedText, *ignored):
             found += [] if path.suffix else [read_record(path)]  # others are stacks
     return found
 

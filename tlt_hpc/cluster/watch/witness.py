@@ -226,7 +226,5 @@ def _says_why(record: Record) -> bool:
 
 
 def _records(folder: Path, start: str) -> list[Record]:
-    """What the ranks of a start have said; nothing where that cannot be read."""
-    with suppress(OSError):
-        return [record for record in read_records(folder) if record.start == start]
-    return []
+    """What the ranks of a start have said, as far as it can be read."""
+    return [record for record in read_records(folder, OSError) if record.start == start]

@@ -31,7 +31,7 @@ _FITTING = {
     "MPICH": ("pmi2",),
 }
 """Values of ``srun --mpi`` by a word in the library's version text, the more specific first."""
-_LOAD_REMEDY = "load your site's MPI module, or `pip install mpich`; `MPI4PY_LIBMPI` names a library"
+_LOAD_REMEDY = "load your site's MPI module, or `pip install 'mpich<5'`; `MPI4PY_LIBMPI` names a library"
 
 
 def read_library() -> str:
@@ -87,7 +87,7 @@ def _check_srun(library: str) -> Finding:
     if not known:
         return failure("`srun --mpi=list` names no kind of MPI", "call this on a login node, where Slurm answers")
     if asked not in known:
-        others = "put mpich in the place of openmpi in environment.yml, or export TLT_LAUNCH=mpirun"
+        others = "put mpich<5 in the place of openmpi in environment.yml, or export TLT_LAUNCH=mpirun"
         remedy = others if asked == "pmix" and fitting[:1] == ("pmix",) else "export TLT_SRUN_MPI=one of these"
         return failure(f"srun knows no --mpi={asked}, only {', '.join(known)}", remedy)
     if fitting and not asked.startswith(fitting):

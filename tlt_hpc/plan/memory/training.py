@@ -15,7 +15,7 @@ from tlt_hpc.plan.memory.plan import NamedBytes, Situation, present
 
 MOMENTS, FROZEN = "Adam moments", "frozen weights"
 BUCKET_ELEMENTS = 50_000_000
-"""Gradients reduced in one collective (``rl.engine.REDUCE_BUCKET_ELEMENTS``)."""
+"""Gradients reduced in one collective (``rl.distributed.REDUCE_BUCKET_ELEMENTS``)."""
 CHUNK_LOGITS = 1 << 26
 """Logits in memory at once, of policy and drafter alike."""
 _KEPT_WHOLE = 100_000
