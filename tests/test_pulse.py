@@ -17,7 +17,7 @@ from launch_ranks import run_on_ranks
 
 from tlt_hpc.cluster.watch.beat import BEAT
 from tlt_hpc.mpi.library import MPI
-from tlt_hpc.mpi.progress import MAX_PAUSE_SECONDS, YIELDS, ProgressThread, wait
+from tlt_hpc.mpi.progress import MAX_PAUSE_SECONDS, TESTS, YIELDS, ProgressThread, wait
 from tlt_hpc.mpi.pulse import Pulse
 from tlt_hpc.mpi.roster import Roster, State, Status
 from tlt_hpc.mpi.world import World
@@ -186,7 +186,7 @@ def test_an_error_in_the_progress_thread_surfaces() -> None:
 def test_a_rank_that_waits_for_a_request_sleeps_between_its_tests(monkeypatch: pytest.MonkeyPatch) -> None:
     pauses: list[float] = []
     monkeypatch.setattr(time, "sleep", pauses.append)
-    answers = iter([*[False] * (YIELDS + 9), True])
+    answers = iter([*[False] * (YIELDS + 9 * TESTS), True])
     wait(SimpleNamespace(Test=lambda: next(answers)), "barrier")  # type: ignore[arg-type]
     doubled = [50e-6 * 2**number for number in range(7)]
     assert pauses[:YIELDS] == [0.0] * YIELDS and YIELDS * 2e-6 < 1e-3, "it yields its core for a moment only"

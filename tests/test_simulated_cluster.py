@@ -164,7 +164,7 @@ CHANGED = {
         World, "exchange", "if agreed:", "if False:", 7, "and the flag of",
     ),
     "nobody waits for the progress thread": (
-        ProgressThread, "running", "with self._lock:", "if True:", 309, "progress thread has failed",
+        ProgressThread, "running", "with self._lock:", "if True:", 1988, "progress thread has failed",
     ),
     "a roster is read from the buffer of the next round": (
         Pulse, "_exchange", "self._received.copy()", "self._received", 3, "ScheduleError: (0, 1): b",

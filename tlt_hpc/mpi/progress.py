@@ -21,8 +21,8 @@ YIELDS = 50
 sleep takes a tenth of a millisecond."""
 """A test of a request and the wake-up before it take about 50 us, so that a waiting rank uses 1 to 2 % of its core."""
 TESTS = 64
-"""Tests in a row after a sleep: MPICH 4 moves 16 KB of a large message at a test, so that with one a model would be sent
-at 4 MB/s. A test that finds nothing takes 0.3 us."""
+"""Tests in a row after a sleep: MPICH 4 moves 16 KB of a large message at a test, so that with one a model would be
+sent at 4 MB/s. A test that finds nothing takes 0.3 us."""
 PROGRESS_SECONDS = 2e-3
 """From one call of the progress thread to the next."""
 
