@@ -29,10 +29,10 @@ from tlt_hpc.cluster.slurm import SlurmError
 from tlt_hpc.cluster.stopping import END_SECONDS, Stop, know_limits
 from tlt_hpc.cluster.watch.beat import BEAT, Member
 from tlt_hpc.cluster.watch.record import HEARTBEAT_SECONDS, Record, write_record
-from tlt_hpc.job import Drafting
 from tlt_hpc.mpi.owner import claim_owner
 from tlt_hpc.mpi.pulse import Pulse
-from tlt_hpc.resume.kept import describe_progress
+from tlt_hpc.run.job import Drafting
+from tlt_hpc.run.kept import describe_progress
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.step_lines import read_lines
 

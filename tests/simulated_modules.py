@@ -15,13 +15,12 @@ from unittest.mock import patch
 from simulated_mpi import Library
 from simulated_processes import RUNNING, Clock, Event, Exit, Lock, Thread, Timer
 
-from tlt_hpc import rollout_loop
 from tlt_hpc.checkpoint import manifest, save
 from tlt_hpc.cli import main, rank_commands
 from tlt_hpc.cluster import slurm, stopping
 from tlt_hpc.mpi import ending, owner, progress, pulse, world
-from tlt_hpc.resume import saving
 from tlt_hpc.rl import ahead
+from tlt_hpc.run import rollout_loop, saving
 from tlt_hpc.storage import folder, step_lines
 
 THREADS = SimpleNamespace(Lock=Lock, Event=Event, Thread=Thread, Timer=Timer, TIMEOUT_MAX=threading.TIMEOUT_MAX)

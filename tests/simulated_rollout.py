@@ -11,7 +11,6 @@ from typing import Any
 from simulated_mpi import Comm, Group
 from simulated_processes import Cluster, Process, ScheduleError
 
-from tlt_hpc import rollout_loop
 from tlt_hpc.checkpoint.store import CheckpointStore
 from tlt_hpc.cli import main
 from tlt_hpc.cluster.stopping import Stop, StopFlag
@@ -19,9 +18,10 @@ from tlt_hpc.config import UserError
 from tlt_hpc.mpi.pulse import Pulse
 from tlt_hpc.mpi.replica import Replica, ReplicaPulse
 from tlt_hpc.mpi.world import World
-from tlt_hpc.resume.saving import should_continue
 from tlt_hpc.rl.ahead import AheadTail
-from tlt_hpc.session import Session
+from tlt_hpc.run import rollout_loop
+from tlt_hpc.run.saving import should_continue
+from tlt_hpc.run.session import Session
 from tlt_hpc.storage.folder import WriteError
 
 SIGNALS = {signal.SIGTERM: Stop.KILL, signal.SIGUSR2: Stop.TIME, signal.SIGINT: Stop.ASKED}

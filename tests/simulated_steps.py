@@ -25,8 +25,8 @@ from tlt_hpc.cli import rank_commands
 from tlt_hpc.cluster import stopping
 from tlt_hpc.look.metrics import K3, PROBS_DIFF, SCORE, TRAINED_TOKENS
 from tlt_hpc.models.piece import own_pieces
-from tlt_hpc.resume import replay, saving
 from tlt_hpc.rl.ahead import AheadTail
+from tlt_hpc.run import replay, saving
 from tlt_hpc.storage.folder import writing_beside
 from tlt_hpc.storage.step_lines import STEP
 

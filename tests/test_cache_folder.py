@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tlt_hpc.config import UserError, load_config
-from tlt_hpc.job import cache_place
+from tlt_hpc.run.job import cache_place
 from tlt_hpc.storage.folder import RunFolder, node_folder
 
 TINY = Path(__file__).parents[1] / "jobs" / "tiny.toml"

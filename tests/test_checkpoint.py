@@ -37,7 +37,7 @@ from tlt_hpc.common.errors import UserError
 from tlt_hpc.common.host_memory import available_bytes
 from tlt_hpc.models import weight_files
 from tlt_hpc.models.piece import Cut, Piece, own_pieces
-from tlt_hpc.resume.saving import save_drafter_if_due
+from tlt_hpc.run.saving import save_drafter_if_due
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.step_lines import best_evaluated
 

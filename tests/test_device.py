@@ -10,12 +10,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tlt_hpc import session as job
 from tlt_hpc.cluster import device
 from tlt_hpc.cluster.caches import FOLDER, make_node_cache
 from tlt_hpc.config import UserError
 from tlt_hpc.mpi import ending
 from tlt_hpc.rl import distributed
+from tlt_hpc.run import session as job
 
 STEP = {"SLURM_STEP_ID": "0"}
 

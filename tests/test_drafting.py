@@ -12,7 +12,6 @@ import torch
 from fake_world import RanksInTurn, on_threads
 from tiny import CPU, embedded_decoder, gcd_requests, generate, make_engine, random_document, texts
 
-from tlt_hpc import rollout_loop as tail
 from tlt_hpc import train
 from tlt_hpc.config import DrafterSection, UserError
 from tlt_hpc.drafting import pool as pool_module
@@ -24,6 +23,7 @@ from tlt_hpc.drafting.spot import AVERAGE_MERGES, SpotTrainer
 from tlt_hpc.models.eagle import Eagle
 from tlt_hpc.rollout.acceptance import DraftCounts
 from tlt_hpc.rollout.strategy import OFF, Strategy
+from tlt_hpc.run import rollout_loop as tail
 from tlt_hpc.storage.feature_cache import FeatureCache
 from tlt_hpc.storage.folder import RunFolder
 

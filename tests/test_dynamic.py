@@ -19,8 +19,8 @@ from tlt_hpc.checkpoint.store import CheckpointStore
 from tlt_hpc.common.records import Prompt, Rollout, Stream
 from tlt_hpc.config import load_config
 from tlt_hpc.data.prompts import Refills, open_prompts, shuffled
-from tlt_hpc.resume.replay import ReplayError, missing_responses
 from tlt_hpc.rl.draws import StepDraws, chosen, informative, refill_size
+from tlt_hpc.run.replay import ReplayError, missing_responses
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.rollout_log import StepRecord, read_step
 from tlt_hpc.storage.step_lines import drop_lines, read_lines

@@ -31,7 +31,7 @@ from tlt_hpc.models import documents as documents_module
 from tlt_hpc.models.documents import attend_documents
 from tlt_hpc.models.eagle import Eagle, Eagle3
 from tlt_hpc.rollout.strategy import OFF, Strategy
-from tlt_hpc.session import count_tokens, most_frequent_tokens
+from tlt_hpc.run.session import count_tokens, most_frequent_tokens
 from tlt_hpc.storage.feature_cache import FeatureCache
 from tlt_hpc.storage.folder import RunFolder
 

@@ -13,7 +13,6 @@ from launch_ranks import ROOT, run_on_ranks
 from small_run import set_lines, small_run
 from test_resume import Silent
 
-from tlt_hpc import job
 from tlt_hpc.config import load_config
 from tlt_hpc.extras.report.analysis.comparison import analyse_comparison
 from tlt_hpc.extras.report.analysis.energy_use import energy_in_words
@@ -21,6 +20,7 @@ from tlt_hpc.look.energy import EnergyMeter, EnergyReach, NoCounterError, Nvml
 from tlt_hpc.look.run_log import RunLog
 from tlt_hpc.mpi.world import World
 from tlt_hpc.rl.distributed import leave_process_group
+from tlt_hpc.run import job
 from tlt_hpc.storage.records import read_environments
 from tlt_hpc.storage.step_lines import read_lines
 from tlt_hpc.train import run

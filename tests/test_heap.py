@@ -12,12 +12,12 @@ import pytest
 from launch_ranks import ROOT, run_on_ranks
 from test_resume import Silent
 
-from tlt_hpc import job
 from tlt_hpc.common.host_memory import importing
 from tlt_hpc.config import load_config
 from tlt_hpc.mpi.world import World
 from tlt_hpc.rl.distributed import leave_process_group
 from tlt_hpc.rl.policy import Policy
+from tlt_hpc.run import job
 from tlt_hpc.train import run
 
 

@@ -21,7 +21,7 @@ LAYERS = (
     ("storage", "cluster", "mpi"),
     ("kernels", "models", "data", "rewards"),
     ("rollout", "drafting", "rl", "checkpoint"),
-    ("plan", "look", "session", "job", "evaluate", "resume", "rollout_loop", "train"),
+    ("plan", "look", "run", "evaluate", "train"),
     ("export", "studies", "cli", "extras", "__main__"),
 )
 ORDER = {package: place for place, package in enumerate(package for layer in LAYERS for package in layer)}

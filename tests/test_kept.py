@@ -20,7 +20,6 @@ from small_run import small_record
 from test_resume import Silent
 from test_rollout_log import same
 
-from tlt_hpc import session
 from tlt_hpc import train as run
 from tlt_hpc.cluster.stopping import Stop
 from tlt_hpc.cluster.watch.beat import BEAT
@@ -28,11 +27,11 @@ from tlt_hpc.common.records import Request, Rollout, SampleKey
 from tlt_hpc.config import UserError, load_config
 from tlt_hpc.mpi.owner import claim_owner
 from tlt_hpc.mpi.world import World
-from tlt_hpc.resume import kept as kept_module
-from tlt_hpc.resume import saving
-from tlt_hpc.resume.kept import Keeper, describe_progress, drop_kept, open_keeper, origin_of, origin_of_start
 from tlt_hpc.rl.distributed import leave_process_group
-from tlt_hpc.rollout_loop import still_to_do
+from tlt_hpc.run import kept as kept_module
+from tlt_hpc.run import saving, session
+from tlt_hpc.run.kept import Keeper, describe_progress, drop_kept, open_keeper, origin_of, origin_of_start
+from tlt_hpc.run.rollout_loop import still_to_do
 from tlt_hpc.storage import step_lines
 from tlt_hpc.storage.folder import RunFolder, WriteError, make_folder, part_of
 from tlt_hpc.storage.hdf5 import DamagedFile

@@ -23,8 +23,8 @@ from tlt_hpc.config import UserError, load_config
 from tlt_hpc.mpi import owner
 from tlt_hpc.mpi.owner import Owner, check_owner, claim_owner, find_at_work
 from tlt_hpc.mpi.world import World
-from tlt_hpc.resume import saving
 from tlt_hpc.rl.distributed import leave_process_group
+from tlt_hpc.run import saving
 from tlt_hpc.storage.step_lines import read_lines
 
 

@@ -24,9 +24,9 @@ from whole_run import REFERENCE, SAVED, STEPS
 from tlt_hpc.checkpoint.store import CheckpointStore
 from tlt_hpc.common.records import Prompt
 from tlt_hpc.config import UserError, load_config
-from tlt_hpc.resume.replay import ReplayError, check_update, is_committed, read_ranks
 from tlt_hpc.rl.draws import StepDraws
 from tlt_hpc.rl.stats import PolicyStats, RolloutMismatch
+from tlt_hpc.run.replay import ReplayError, check_update, is_committed, read_ranks
 from tlt_hpc.storage import folder as storage_folder
 from tlt_hpc.storage import step_lines
 from tlt_hpc.storage.folder import RunFolder

@@ -9,7 +9,7 @@ from tiny import byte_tokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
 from tlt_hpc.rewards.text import tags
-from tlt_hpc.session import text_of
+from tlt_hpc.run.session import text_of
 
 TAGS = ["<think>", "</think>", "<answer>", "</answer>"]
 TEXT = "<think>a é</think>\n<answer>42</answer>"

@@ -11,13 +11,12 @@ import pytest
 import torch
 from launch_ranks import ROOT, run_on_ranks
 
-from tlt_hpc import session
 from tlt_hpc import train as run
 from tlt_hpc.config import load_config
 from tlt_hpc.drafting import spot
 from tlt_hpc.mpi.world import World
-from tlt_hpc.resume import replay, saving
 from tlt_hpc.rl.distributed import leave_process_group
+from tlt_hpc.run import replay, saving, session
 from tlt_hpc.storage.step_lines import drop_lines
 
 TINY = ROOT / "jobs" / "tiny.toml"

@@ -17,7 +17,7 @@ from tlt_hpc.cluster.stopping import Stop, StopFlag
 from tlt_hpc.cluster.watch.beat import BEAT
 from tlt_hpc.config import UserError
 from tlt_hpc.mpi.owner import claim_owner
-from tlt_hpc.resume import saving
+from tlt_hpc.run import saving
 
 
 class AloneWorld(OneRank):

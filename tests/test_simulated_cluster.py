@@ -30,7 +30,7 @@ from tlt_hpc.mpi.pulse import Pulse
 from tlt_hpc.mpi.replica import ReplicaPulse
 from tlt_hpc.mpi.roster import Roster
 from tlt_hpc.mpi.world import World
-from tlt_hpc.session import Session
+from tlt_hpc.run.session import Session
 
 SLICE, BIG_SLICE = 2400, 100_000
 

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, decoders, models
 
 from tlt_hpc.config import load_config
 from tlt_hpc.rollout.stops import StopStrings
-from tlt_hpc.session import Session
+from tlt_hpc.run.session import Session
 
 LINES = [
     "the answer is 42.\n\nQuestion: how many?\n\n",

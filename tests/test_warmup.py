@@ -15,7 +15,6 @@ from logged import step_record
 from safetensors.torch import load_file
 from tiny import CPU, embedded_decoder, gcd_requests, generate, make_engine, random_document, to_floats
 
-from tlt_hpc import session as job
 from tlt_hpc.cli.main import main
 from tlt_hpc.cluster.stopping import Stop
 from tlt_hpc.config import DrafterSection, UserError, WarmupSection, load_config
@@ -26,6 +25,7 @@ from tlt_hpc.models.drafter_file import DRAFTER_FILE, load_drafter, read_drafter
 from tlt_hpc.models.tokenizer import embedded
 from tlt_hpc.mpi.world import World
 from tlt_hpc.rollout.strategy import Strategy
+from tlt_hpc.run import session as job
 from tlt_hpc.storage.feature_file import Document
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.records import read_facts

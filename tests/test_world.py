@@ -28,7 +28,7 @@ from tlt_hpc.data.rows import RowError
 from tlt_hpc.mpi import world as world_module
 from tlt_hpc.mpi.library import MPI
 from tlt_hpc.mpi.world import LaunchError, World, check_rank_count, check_thread_level, place, to_send
-from tlt_hpc.session import Session
+from tlt_hpc.run.session import Session
 from tlt_hpc.storage.folder import WriteError
 
 

@@ -23,7 +23,6 @@ from tlt_hpc.drafting.spot import SpotTrainer
 from tlt_hpc.drafting.tail_plan import STORED_ACCEPTED, STORED_TOKENS
 from tlt_hpc.evaluate.between_steps import TESTING, evaluate_policy, prepare
 from tlt_hpc.evaluate.exam import Exam
-from tlt_hpc.job import Job, assemble
 from tlt_hpc.look.metrics import (
     DECODE_CPU,
     DUE,
@@ -38,9 +37,18 @@ from tlt_hpc.look.metrics import (
 from tlt_hpc.mpi.owner import agree_on_owner, check_owner
 from tlt_hpc.mpi.roster import Roster
 from tlt_hpc.mpi.world import World
-from tlt_hpc.resume.finished import record_finished
-from tlt_hpc.resume.kept import drop_kept
-from tlt_hpc.resume.saving import (
+from tlt_hpc.rewards.scorer import joined
+from tlt_hpc.rl.ahead import longest_texts
+from tlt_hpc.rl.draws import gather
+from tlt_hpc.rl.update import update_policy
+from tlt_hpc.rollout.acceptance import DraftCounts
+from tlt_hpc.rollout.rounds import EngineCounts
+from tlt_hpc.rollout.settings import EngineSettings
+from tlt_hpc.run.finished import record_finished
+from tlt_hpc.run.job import Job, assemble
+from tlt_hpc.run.kept import drop_kept
+from tlt_hpc.run.rollout_loop import RollingReporter, Tail, end_features, roll_out
+from tlt_hpc.run.saving import (
     drop_steps_after,
     reserve_copy,
     resume,
@@ -50,14 +58,6 @@ from tlt_hpc.resume.saving import (
     save_drafter_if_due,
     should_continue,
 )
-from tlt_hpc.rewards.scorer import joined
-from tlt_hpc.rl.ahead import longest_texts
-from tlt_hpc.rl.draws import gather
-from tlt_hpc.rl.update import update_policy
-from tlt_hpc.rollout.acceptance import DraftCounts
-from tlt_hpc.rollout.rounds import EngineCounts
-from tlt_hpc.rollout.settings import EngineSettings
-from tlt_hpc.rollout_loop import RollingReporter, Tail, end_features, roll_out
 from tlt_hpc.storage.folder import RunFolder, rank_of, sync
 from tlt_hpc.storage.rollout_log import StepRecord, write_step
 from tlt_hpc.storage.step_lines import Line, add_line, read_lines, replace_line

@@ -50,7 +50,7 @@ def bench_strategies(options: argparse.Namespace) -> None:
     from tlt_hpc.config import load_config
     from tlt_hpc.mpi.world import World
     from tlt_hpc.plan.inputs import read_assets_once
-    from tlt_hpc.session import load_folder, open_session
+    from tlt_hpc.run.session import load_folder, open_session
 
     config, world = load_config(options.config, options.overrides), World.connect()
     assets = read_assets_once(config, 1, world.node_group)
@@ -69,9 +69,9 @@ def bench_strategies(options: argparse.Namespace) -> None:
 
 def compare_strategies(session: Any, batch: int, turns: list[list[Request]]) -> None:
     """Print a line for each way at one batch size; the first turn is for learning."""
-    from tlt_hpc.job import read_initial_drafter
     from tlt_hpc.models.drafter_file import serving_drafter
     from tlt_hpc.rollout.strategy import OFF
+    from tlt_hpc.run.job import read_initial_drafter
     from tlt_hpc.studies.compare import num_mismatched
 
     settings, weights = session.settings(), None

@@ -35,17 +35,17 @@ from torch.utils._pytree import tree_leaves
 
 from tlt_hpc.cli.display import Screen, StepReporter
 from tlt_hpc.config import Config, load_config
-from tlt_hpc.job import Job, assemble
 from tlt_hpc.mpi.roster import Roster
 from tlt_hpc.mpi.world import World
 from tlt_hpc.plan.memory.engine import PAGES
 from tlt_hpc.plan.memory.phases import plan_memory
 from tlt_hpc.plan.memory.plan import MemoryPlan, Situation
-from tlt_hpc.resume.saving import begin_save, reserve_copy, resume
 from tlt_hpc.rl.distributed import leave_process_group
 from tlt_hpc.rl.update import update_policy
-from tlt_hpc.rollout_loop import end_features, roll_out
-from tlt_hpc.session import choose_device
+from tlt_hpc.run.job import Job, assemble
+from tlt_hpc.run.rollout_loop import end_features, roll_out
+from tlt_hpc.run.saving import begin_save, reserve_copy, resume
+from tlt_hpc.run.session import choose_device
 from tlt_hpc.train import gather_step, merging
 
 JOB = Path(__file__).resolve().parent.parent / "jobs" / "tiny.toml"

@@ -28,9 +28,9 @@ from tlt_hpc.extras.ablate.ablate import AblationFigures, Passes, gain_of
 from tlt_hpc.extras.ablate.ablation_plan import ARMS, Ablation, check_ranks, describe, plan_ablation
 from tlt_hpc.models.eagle import Eagle
 from tlt_hpc.mpi.world import World
-from tlt_hpc.resume.finished import record_finished
 from tlt_hpc.rollout.engine import RolloutEngine
 from tlt_hpc.rollout.settings import EngineSettings
+from tlt_hpc.run.finished import record_finished
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.records import add_environment
 from tlt_hpc.studies.compare import read_comparison

@@ -286,7 +286,7 @@ def work_together(config: Config, options: argparse.Namespace, flag: StopFlag) -
     start_processes(config, options)
     world = connect(config, options, flag)
     with importing():
-        import tlt_hpc.job  # noqa: F401  with torch; what is left are modules of this package
+        import tlt_hpc.run.job  # noqa: F401  with torch; what is left are modules of this package
     status = work(config, options, world)
     from tlt_hpc.rl.distributed import leave_process_group
 

@@ -19,7 +19,7 @@ from tlt_hpc.cluster.watch.beat import BEAT
 from tlt_hpc.common.source import load_extra
 from tlt_hpc.common.words import count
 from tlt_hpc.config import Config, UserError
-from tlt_hpc.resume.finished import finished_message
+from tlt_hpc.run.finished import finished_message
 from tlt_hpc.storage.folder import RunFolder, WriteError
 
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ def stop_early(
 
 def run_progress(config: Config) -> str:
     """How far ``tlt train`` has come."""
-    from tlt_hpc.resume.kept import describe_progress
+    from tlt_hpc.run.kept import describe_progress
 
     return describe_progress(config)
 

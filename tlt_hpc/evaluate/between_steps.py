@@ -26,14 +26,14 @@ from tlt_hpc.data.rows import digest_of
 from tlt_hpc.evaluate.exam import Exam, answer, open_exam
 from tlt_hpc.evaluate.folder import NEVER_SAMPLED, WEIGHTS, EvaluationFolder, fingerprint_of, step_folder
 from tlt_hpc.evaluate.tally import Results, tally
-from tlt_hpc.job import Job
 from tlt_hpc.models.shape import ModelShape
 from tlt_hpc.models.tokenizer import find_model
 from tlt_hpc.mpi.roster import Roster
 from tlt_hpc.mpi.world import World
 from tlt_hpc.plan.inputs import open_checked_sets
 from tlt_hpc.rewards.scorer import without_form
-from tlt_hpc.session import Session, open_bench
+from tlt_hpc.run.job import Job
+from tlt_hpc.run.session import Session, open_bench
 from tlt_hpc.storage.records import add_json_line, write_json
 
 logger = logging.getLogger(__name__)

@@ -38,7 +38,7 @@ from tlt_hpc.mpi.roster import Roster
 from tlt_hpc.mpi.world import World
 from tlt_hpc.plan.inputs import ModelAssets, describe_model, open_checked_sets
 from tlt_hpc.rollout.engine import RolloutEngine
-from tlt_hpc.session import Session, draft_among_frequent, open_bench, open_session
+from tlt_hpc.run.session import Session, draft_among_frequent, open_bench, open_session
 from tlt_hpc.storage.folder import make_folder
 
 logger = logging.getLogger(__name__)

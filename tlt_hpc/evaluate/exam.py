@@ -17,7 +17,7 @@ from tlt_hpc.rewards.answer import Verdict
 from tlt_hpc.rewards.judge import judge
 from tlt_hpc.rewards.scorer import Judge
 from tlt_hpc.rollout.engine import RolloutEngine
-from tlt_hpc.session import Session, text_of
+from tlt_hpc.run.session import Session, text_of
 from tlt_hpc.storage.folder import hidden_files
 from tlt_hpc.storage.rollout_log import JudgedResponse
 

@@ -23,7 +23,7 @@ from tlt_hpc.rewards.final_answer import answer_in, ending_box, find_answer
 from tlt_hpc.rewards.judge import SAME_MATH
 from tlt_hpc.rewards.scorer import Judge
 from tlt_hpc.rewards.text import are_near, letter_of, number_of
-from tlt_hpc.session import text_of
+from tlt_hpc.run.session import text_of
 from tlt_hpc.storage.rollout_log import JudgedResponse
 
 Compare = Callable[[Sequence[str], str], Sequence[bool | None]]

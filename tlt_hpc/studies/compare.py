@@ -20,11 +20,11 @@ import numpy as np
 
 from tlt_hpc.common.records import SampleKey
 from tlt_hpc.config import Config, UserError, without_side_effects
-from tlt_hpc.job import Job, assemble
 from tlt_hpc.look.metrics import DECODE_CPU
 from tlt_hpc.look.series import PairedRatio, paired_ratio
 from tlt_hpc.mpi.world import World
-from tlt_hpc.resume.saving import finish_saves
+from tlt_hpc.run.job import Job, assemble
+from tlt_hpc.run.saving import finish_saves
 from tlt_hpc.storage.folder import COMPARISON, RunFolder, hidden_files
 from tlt_hpc.storage.rollout_log import StepRecord, read_step
 from tlt_hpc.storage.step_lines import read_lines

@@ -31,7 +31,7 @@ from tlt_hpc.mpi.world import World
 from tlt_hpc.plan.inputs import read_assets_once
 from tlt_hpc.rollout.acceptance import JUDGED_DEPTH
 from tlt_hpc.rollout.strategy import Strategy
-from tlt_hpc.session import Session, open_session
+from tlt_hpc.run.session import Session, open_session
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.records import read_finished, write_json
 from tlt_hpc.studies.compare import WARM_UP, Comparison, read_comparison, rows_of, to_tree

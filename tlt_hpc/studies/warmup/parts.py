@@ -16,14 +16,14 @@ from tlt_hpc.checkpoint.claim import claim_folder
 from tlt_hpc.checkpoint.store import CheckpointStore
 from tlt_hpc.config import Config, ConfigError, load_saved_config
 from tlt_hpc.drafting.spot import SpotTrainer
-from tlt_hpc.job import make_drafting
 from tlt_hpc.models.drafter import Drafter
 from tlt_hpc.models.drafter_file import initial_drafter
 from tlt_hpc.models.folder import num_used_tokens
 from tlt_hpc.models.piece import read_all_once
 from tlt_hpc.mpi.world import World
 from tlt_hpc.plan.inputs import read_assets_once
-from tlt_hpc.session import Session, closed_on_error, load_folder, open_session
+from tlt_hpc.run.job import make_drafting
+from tlt_hpc.run.session import Session, closed_on_error, load_folder, open_session
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.studies.warmup.texts import Texts, from_logs, from_prompts
 

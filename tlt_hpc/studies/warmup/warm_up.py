@@ -27,7 +27,7 @@ from tlt_hpc.models.drafter_file import write_drafter
 from tlt_hpc.models.piece import read_each_once
 from tlt_hpc.mpi.world import World
 from tlt_hpc.rollout.engine import RolloutEngine
-from tlt_hpc.session import count_tokens, most_frequent_tokens
+from tlt_hpc.run.session import count_tokens, most_frequent_tokens
 from tlt_hpc.storage.feature_file import Document, FeatureCacheReader
 from tlt_hpc.storage.records import FACTS_FILE, CurvePoint, DrafterFacts, write_json
 from tlt_hpc.studies.warmup.capture import capture

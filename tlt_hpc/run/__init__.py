@@ -1,4 +1,7 @@
-"""What a run saves, when it saves it, and how the next start restores it.
+"""A run on one rank: its parts, a step's rollout, what is saved of it, and how the next start restores it.
+
+``session.py`` opens what every command that generates text needs, ``job.py`` the rest of a training run;
+``rollout_loop.py`` is a step's rollout and what a rank does while it waits.
 
 =====================  ===========================================  ==============================================
 what                   when                                         restored by

@@ -22,12 +22,12 @@ from tlt_hpc.checkpoint.manifest import Checkpoint
 from tlt_hpc.cluster.watch.beat import BEAT, Phase
 from tlt_hpc.common.records import Rollout, SampleKey, Stream
 from tlt_hpc.config import UserError
-from tlt_hpc.job import Job
 from tlt_hpc.look.metrics import PROBS_DIFF, SCORE, TRAINED_TOKENS, mean_of
-from tlt_hpc.resume.kept import excluded_token
 from tlt_hpc.rl.draws import StepDraws, gather
 from tlt_hpc.rl.stats import PolicyStats
 from tlt_hpc.rl.update import update_policy
+from tlt_hpc.run.job import Job
+from tlt_hpc.run.kept import excluded_token
 from tlt_hpc.storage.folder import RunFolder, hidden_files
 from tlt_hpc.storage.hdf5 import DamagedFile, UnreadableFile
 from tlt_hpc.storage.rollout_log import StepRecord, read_step, read_summary

@@ -36,7 +36,7 @@ from tlt_hpc.rl.distributed import join_process_group
 from tlt_hpc.rl.loss import MismatchWatch
 from tlt_hpc.rl.policy import Policy
 from tlt_hpc.rollout.engine import RolloutEngine
-from tlt_hpc.session import Session, choose_vocabulary, closed_on_error, drawn_first, open_bench, open_session
+from tlt_hpc.run.session import Session, choose_vocabulary, closed_on_error, drawn_first, open_bench, open_session
 from tlt_hpc.storage.feature_cache import FeatureCache
 from tlt_hpc.storage.folder import RunFolder, node_folder
 from tlt_hpc.storage.records import Environment

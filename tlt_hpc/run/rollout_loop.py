@@ -14,16 +14,16 @@ from tlt_hpc.cluster.watch.beat import BEAT, Phase
 from tlt_hpc.common.records import Request, Rollout, RolloutTiming, SampleKey
 from tlt_hpc.config import UserError
 from tlt_hpc.drafting.tail_plan import TailUse
-from tlt_hpc.job import Drafting, Job
 from tlt_hpc.mpi.pulse import Pulse
 from tlt_hpc.mpi.roster import Roster, State, Status
 from tlt_hpc.mpi.world import World
-from tlt_hpc.resume.kept import Keeper, excluded_token, open_keeper
 from tlt_hpc.rewards.scorer import Scorer
 from tlt_hpc.rl.ahead import AheadTail
 from tlt_hpc.rl.draws import StepDraws
 from tlt_hpc.rollout.engine import RolloutEngine
-from tlt_hpc.session import engine_status, text_of
+from tlt_hpc.run.job import Drafting, Job
+from tlt_hpc.run.kept import Keeper, excluded_token, open_keeper
+from tlt_hpc.run.session import engine_status, text_of
 
 
 class RollingReporter(Protocol):

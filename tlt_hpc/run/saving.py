@@ -12,13 +12,13 @@ from tlt_hpc.checkpoint.manifest import FlatRange
 from tlt_hpc.checkpoint.store import ASK_EVERY_SECONDS, CheckpointStore, Shard
 from tlt_hpc.cluster.stopping import Stop
 from tlt_hpc.cluster.watch.beat import BEAT, Phase
-from tlt_hpc.job import Drafting, Job
 from tlt_hpc.models.drafter_file import write_drafter
 from tlt_hpc.models.piece import Piece, own_pieces, read_each_once
 from tlt_hpc.mpi.owner import agree_on_owner
 from tlt_hpc.mpi.world import World
-from tlt_hpc.resume.replay import replay
 from tlt_hpc.rl.draws import StepDraws
+from tlt_hpc.run.job import Drafting, Job
+from tlt_hpc.run.replay import replay
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.step_lines import drop_lines
 
