@@ -174,7 +174,7 @@ class LoraSection(Section):
 
 
 class OptimizerSection(Section):
-    """AdamW of the policy (betas of 0.9 and 0.999, no weight decay), and how its work is spread over ranks and memory."""
+    """AdamW of the policy (betas 0.9 and 0.999, no weight decay), and how its work is spread over ranks and memory."""
 
     learning_rate: LearningRate = 1e-6
     """Highest learning rate."""
