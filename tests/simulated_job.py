@@ -187,7 +187,7 @@ class Driver:
         cluster, plan, folder, start = self.cluster, self.plan, self.folder, process.environ["START"]
         config = SimpleNamespace(
             folder=folder.path, run=SimpleNamespace(num_steps=plan.rounds, seed=0),
-            checkpoint=SimpleNamespace(every_steps=self.every, replay=True),
+            checkpoint=SimpleNamespace(every_steps=self.every),
             drafter=SimpleNamespace(train=True), rollout=SimpleNamespace(group_size=1),
             evaluation=SimpleNamespace(every_steps=0),
         )  # fmt: skip

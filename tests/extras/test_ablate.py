@@ -55,9 +55,8 @@ def test_arms_differ_only_in_the_keys_that_they_are_named_after(tmp_path):
             for name, value in values.items()
             if value != theirs[section][name]
         }
-        # a replay would leave out the drafter's updates; a correction reads the last bits of the rollout
-        common = {"run.name": arm, "run.folder": "runs/tiny-ablate", "run.num_steps": 7, "checkpoint.replay": False}
-        common |= {"algorithm.rollout_correction": "none"}
+        common = {"run.name": arm, "run.folder": "runs/tiny-ablate", "run.num_steps": 7}
+        common |= {"algorithm.rollout_correction": "none"}  # which reads the last bits of the rollout
         assert {name: changed[arm].pop(name) for name in common} == common
     off, on = ({"speculation.ahead": word} for word in ("off", "on"))
     assert changed == {

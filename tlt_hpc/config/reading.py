@@ -131,9 +131,24 @@ def _read_tree(path: Path, overrides: Sequence[str], content: bytes | None = Non
         ) from None
     except DamagedText as error:
         raise ConfigError(f"config file {path} is not valid TOML: {error}; fix it") from None
+    _read_former_keys(tree)
     for override in overrides:
         apply_override(tree, override)
     return tree
+
+
+def _read_former_keys(tree: dict[str, Any]) -> None:
+    """Read removed keys whose value says what holds anyway: the configuration that a run has saved has all keys."""
+    for key, former in _FORMER_VALUES.items():
+        section, _, name = key.partition(".")
+        values = tree.get(section)
+        if isinstance(values, dict) and name in values and values[name] == former:
+            del values[name]
+    algorithm = tree.get("algorithm")
+    bounds = [algorithm.get(name) for name in ("clip_low", "clip_high")] if isinstance(algorithm, dict) else []
+    if bounds and all(isinstance(bound, float) for bound in bounds):
+        del algorithm["clip_low"], algorithm["clip_high"]
+        algorithm["clip"] = bounds
 
 
 def _jobs(stem: str = "*") -> list[Path]:
@@ -242,8 +257,12 @@ def _shown(value: Any) -> str:
 
 
 _REMOVED = {
+    "algorithm.clip_high": "use algorithm.clip = [LOW, HIGH], the bounds below and above a ratio of 1",
+    "algorithm.clip_low": "use algorithm.clip = [LOW, HIGH], the bounds below and above a ratio of 1",
     "algorithm.correction_bounds": "use algorithm.rollout_correction = {icepop = [0.25, 8.0]}",
     "algorithm.overlong_buffer": "it is called algorithm.overlong",
+    "checkpoint.keep_responses_seconds": "finished responses are written every 300 s; leave it out",
+    "checkpoint.replay": "logged steps are always repeated; remove a step's folder in rollouts/ to generate it again",
     "drafter.average_merges": "it is always 5 now; leave it out",
     "drafter.loss": "it follows from drafter.form now; leave it out",
     "drafter.min_idle": "it is always 1 now; leave it out",
@@ -260,6 +279,12 @@ _REMOVED = {
     "tracking": "use run.trackers = ['tensorboard', 'wandb', 'wandb-offline', 'mlflow', 'trackio'], or some of them",
 }
 """Keys and sections that jobs and saved runs of earlier commits have, and what to do instead."""
+
+_FORMER_VALUES: dict[str, Any] = {
+    "checkpoint.keep_responses_seconds": 300.0,
+    "checkpoint.replay": True,
+}
+"""Removed keys that a file may still have, with this value, which was their default."""
 
 
 def closest(location: list[str]) -> str:
