@@ -88,12 +88,27 @@ def load_saved_config(path: Path) -> Config:
         ConfigError: as ``load_config``.
     """
     try:
-        return parse_config(_read_tree(path, ()))
+        tree = _read_tree(path, ())
+        _leave_out_removed(tree)
+        return parse_config(tree)
     except ConfigError as error:
         raise ConfigError(
             f"{path}, which the run saved: {error} (in that file; if another version wrote it, open the run with its "
             f"commit{_commit(path)})"
         ) from None
+
+
+def _leave_out_removed(tree: dict[str, Any]) -> None:
+    """Take removed keys out of a saved tree whose values are constant now, or put them where they are read now."""
+    for key, constant in _CONSTANT_NOW.items():
+        section, name = key.split(".")
+        saved = tree.get(section)
+        is_removed = name not in SECTIONS[section].model_fields
+        if is_removed and isinstance(saved, dict) and name in saved and constant in (_ANY, saved[name]):
+            del saved[name]
+    algorithm = tree.get("algorithm")
+    if isinstance(algorithm, dict) and {"clip_low", "clip_high"} <= algorithm.keys():
+        algorithm["clip"] = [algorithm.pop("clip_low"), algorithm.pop("clip_high")]
 
 
 def _commit(path: Path) -> str:
@@ -131,24 +146,9 @@ def _read_tree(path: Path, overrides: Sequence[str], content: bytes | None = Non
         ) from None
     except DamagedText as error:
         raise ConfigError(f"config file {path} is not valid TOML: {error}; fix it") from None
-    _read_former_keys(tree)
     for override in overrides:
         apply_override(tree, override)
     return tree
-
-
-def _read_former_keys(tree: dict[str, Any]) -> None:
-    """Read removed keys whose value says what holds anyway: the configuration that a run has saved has all keys."""
-    for key, former in _FORMER_VALUES.items():
-        section, _, name = key.partition(".")
-        values = tree.get(section)
-        if isinstance(values, dict) and name in values and values[name] == former:
-            del values[name]
-    algorithm = tree.get("algorithm")
-    bounds = [algorithm.get(name) for name in ("clip_low", "clip_high")] if isinstance(algorithm, dict) else []
-    if bounds and all(isinstance(bound, float) for bound in bounds):
-        del algorithm["clip_low"], algorithm["clip_high"]
-        algorithm["clip"] = bounds
 
 
 def _jobs(stem: str = "*") -> list[Path]:
@@ -263,6 +263,7 @@ _REMOVED = {
     "algorithm.overlong_buffer": "it is called algorithm.overlong",
     "checkpoint.keep_responses_seconds": "finished responses are written every 300 s; leave it out",
     "checkpoint.replay": "logged steps are always repeated; remove a step's folder in rollouts/ to generate it again",
+    "data.split": "training reads the split 'train' of a folder; give another's folder in data.source, or a pattern",
     "drafter.average_merges": "it is always 5 now; leave it out",
     "drafter.loss": "it follows from drafter.form now; leave it out",
     "drafter.min_idle": "it is always 1 now; leave it out",
@@ -270,6 +271,7 @@ _REMOVED = {
     "evaluation.pass_k": "use evaluation.samples",
     "evaluation.split": "evaluation reads the split 'test'; give other files by a pattern in evaluation.sources",
     "optimizer.offload_parameters": "use optimizer.offload = 'parameters'",
+    "optimizer.weight_decay": "it is always 0 now; leave it out",
     "reward.format_weight": "use reward.weights = {answer = 1 - w, format = w} for format_weight = w",
     "reward.function": "leave it out, and name a function itself in reward.default or reward.by_source",
     "reward.tolerance": "it is always 1e-6 now; leave it out, or use a function of your own",
@@ -280,11 +282,24 @@ _REMOVED = {
 }
 """Keys and sections that jobs and saved runs of earlier commits have, and what to do instead."""
 
-_FORMER_VALUES: dict[str, Any] = {
-    "checkpoint.keep_responses_seconds": 300.0,
-    "checkpoint.replay": True,
+_ANY = object()
+_CONSTANT_NOW = {
+    "checkpoint.keep_responses_seconds": _ANY,
+    "checkpoint.replay": _ANY,
+    "data.split": "train",
+    "drafter.micro_step_seconds": _ANY,
+    "drafter.train": True,
+    "lora.targets": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+    "optimizer.weight_decay": 0.0,
+    "reward.memory_mb": 1024,
+    "rollout.min_new_tokens": 0,
+    "rollout.min_p": 0.0,
+    "warmup.init": _ANY,
+    "warmup.learning_rate": _ANY,
+    "warmup.validate_every": _ANY,
+    "warmup.validation_prompts": _ANY,
 }
-"""Removed keys that a file may still have, with this value, which was their default."""
+"""Removed keys of saved runs, and the value with which such a run continues as before: ``_ANY`` changes no token."""
 
 
 def closest(location: list[str]) -> str:
