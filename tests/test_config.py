@@ -68,8 +68,8 @@ LARGE = "an integer of thousands of digits; use a smaller one"
         ("drafter.min_idle=1", f"unknown key 'drafter.min_idle', which was removed: it is always 1 now; {LEAVE}"),
         (
             "tracking.wandb=offline",
-            "unknown section 'tracking', which was removed: use run.trackers = ['tensorboard', 'wandb', "
-            "'wandb-offline', 'mlflow', 'trackio'], or some of them",
+            "unknown section 'tracking', which was removed: use run.trackers = ['tensorboard', 'wandb-offline'], or "
+            "one of them",
         ),
         (
             'run.trackers=["wandb", "wandb-offline"]',

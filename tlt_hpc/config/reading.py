@@ -278,7 +278,7 @@ _REMOVED = {
     "rollout.page_size": "a page holds 128 tokens; leave it out",
     "rollout.tie_guard": "it is on for model.dtype = 'float32'; leave it out",
     "speculation.profile_seconds": "costs are learned during rollouts; leave it out",
-    "tracking": "use run.trackers = ['tensorboard', 'wandb', 'wandb-offline', 'mlflow', 'trackio'], or some of them",
+    "tracking": "use run.trackers = ['tensorboard', 'wandb-offline'], or one of them",
 }
 """Keys and sections that jobs and saved runs of earlier commits have, and what to do instead."""
 
