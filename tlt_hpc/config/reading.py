@@ -131,6 +131,10 @@ def _read_tree(path: Path, overrides: Sequence[str], content: bytes | None = Non
         ) from None
     except DamagedText as error:
         raise ConfigError(f"config file {path} is not valid TOML: {error}; fix it") from None
+    for (section, key), default in _REMOVED_WITH_DEFAULT.items():
+        keys = tree.get(section)
+        if isinstance(keys, dict) and keys.get(key) == default:
+            del keys[key]
     for override in overrides:
         apply_override(tree, override)
     return tree
@@ -254,12 +258,16 @@ _REMOVED = {
     "reward.format_weight": "use reward.weights = {answer = 1 - w, format = w} for format_weight = w",
     "reward.function": "leave it out, and name a function itself in reward.default or reward.by_source",
     "reward.tolerance": "it is always 1e-6 now; leave it out, or use a function of your own",
+    "rollout.min_new_tokens": "a response ends where the policy ends it; leave it out",
+    "rollout.min_p": "leave it out, or use rollout.top_p, which truncates as well",
     "rollout.page_size": "a page holds 128 tokens; leave it out",
     "rollout.tie_guard": "it is on for model.dtype = 'float32'; leave it out",
     "speculation.profile_seconds": "costs are learned during rollouts; leave it out",
     "tracking": "use run.trackers = ['tensorboard', 'wandb', 'wandb-offline', 'mlflow', 'trackio'], or some of them",
 }
 """Keys and sections that jobs and saved runs of earlier commits have, and what to do instead."""
+_REMOVED_WITH_DEFAULT = {("rollout", "min_new_tokens"): 0, ("rollout", "min_p"): 0.0}
+"""Removed keys and the defaults with which runs of earlier commits saved them: files that have these are read."""
 
 
 def closest(location: list[str]) -> str:
