@@ -65,6 +65,11 @@ LARGE = "an integer of thousands of digits; use a smaller one"
     [
         ("data.task_size=3", "unknown key 'data.task_size'; did you mean 'data.task_args'?"),
         ("lora.zzz=1", "unknown key 'lora.zzz'; valid keys: lora.rank, lora.alpha, lora.targets"),
+        (
+            "rollout.min_new_tokens=0",
+            "unknown key 'rollout.min_new_tokens', which was removed: a response ends where the policy ends it; "
+            f"{LEAVE}",
+        ),
         ("drafter.min_idle=1", f"unknown key 'drafter.min_idle', which was removed: it is always 1 now; {LEAVE}"),
         (
             "tracking.wandb=offline",
@@ -126,8 +131,7 @@ def test_wrong_values_are_named(override: str, message: str) -> None:
         ),
         ("optimizer.offload=parameters optimizer.zero_stage=0", "optimizer.offload = 'parameters'", "zero_stage = 3, "),
         (f"optimizer.schedule=cosine optimizer.warmup_steps=18 {STEPS}", "optimizer.warmup_steps = 18", "lower it"),
-        ("rollout.min_new_tokens=513", "rollout.min_new_tokens = 513 exceeds rollout.max_new_tokens = 512", "lower it"),
-        ("algorithm.overlong=513", "algorithm.overlong = 513 exceeds", "lower it"),
+        ("algorithm.overlong=513", "algorithm.overlong = 513 exceeds rollout.max_new_tokens = 512", "lower it"),
         ("evaluation.max_new_tokens=513 evaluation.every_steps=1", "evaluation.max_new_tokens = 513 ex", "lower it"),
         ("evaluation.temperature=0", "evaluation.temperature = 0", "use evaluation.samples = 0"),
         ("evaluation.every_steps=1 data.source=a.jsonl", "evaluation.every_steps = 1", "name files in evaluation.so"),
@@ -180,7 +184,7 @@ def test_contradicting_values_are_refused_with_a_remedy(overrides: str, start: s
 @pytest.mark.parametrize(
     "overrides",
     [
-        "algorithm.overlong=512 rollout.min_new_tokens=512 evaluation.max_new_tokens=512",
+        "algorithm.overlong=512 evaluation.max_new_tokens=512",
         "rollout.group_size=1 algorithm.name=reinforce++",
         "optimizer.zero_stage=3 optimizer.offload=parameters",
         f"optimizer.schedule=linear optimizer.warmup_steps=17 {STEPS}",
@@ -402,6 +406,8 @@ def test_a_configuration_that_another_version_saved_is_one_line(tmp_path: Path) 
 def test_a_saved_run_resumes_with_removed_keys_at_the_values_that_are_constant_now(tmp_path: Path) -> None:
     path, now = tmp_path / "config.toml", load_config(TINY)
     path.write_text(to_toml(now).replace("[optimizer]", "[optimizer]\nweight_decay = 0.0"))
+    assert load_saved_config(path) == now
+    path.write_text(to_toml(now).replace("[rollout]", "[rollout]\nmin_p = 0.0\nmin_new_tokens = 0"))
     assert load_saved_config(path) == now
     path.write_text(to_toml(now).replace("[optimizer]", "[optimizer]\nweight_decay = 0.1"))
     assert "unknown key 'optimizer.weight_decay', which was removed" in refused(lambda: load_saved_config(path))

@@ -275,6 +275,8 @@ _REMOVED = {
     "reward.format_weight": "use reward.weights = {answer = 1 - w, format = w} for format_weight = w",
     "reward.function": "leave it out, and name a function itself in reward.default or reward.by_source",
     "reward.tolerance": "it is always 1e-6 now; leave it out, or use a function of your own",
+    "rollout.min_new_tokens": "a response ends where the policy ends it; leave it out",
+    "rollout.min_p": "leave it out, or use rollout.top_p, which truncates as well",
     "rollout.page_size": "a page holds 128 tokens; leave it out",
     "rollout.tie_guard": "it is on for model.dtype = 'float32'; leave it out",
     "speculation.profile_seconds": "costs are learned during rollouts; leave it out",
