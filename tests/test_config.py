@@ -53,7 +53,7 @@ STEPS = "run.num_steps=9 algorithm.updates_per_step=2"
 @pytest.mark.parametrize(
     "overrides",
     [
-        "algorithm.overlong=512 rollout.min_new_tokens=512 evaluation.max_new_tokens=512",
+        "algorithm.overlong=512 evaluation.max_new_tokens=512",
         "rollout.group_size=1 algorithm.name=reinforce++",
         "optimizer.zero_stage=3 optimizer.offload=parameters",
         f"optimizer.schedule=linear optimizer.warmup_steps=17 {STEPS}",
@@ -63,7 +63,7 @@ STEPS = "run.num_steps=9 algorithm.updates_per_step=2"
         "evaluation.temperature=0 evaluation.samples=0",
         "rollout.temperature=0 algorithm.name=reinforce++",
         "algorithm.kl_estimator=k1 algorithm.kl_coefficient=0.1 algorithm.name=dr-grpo",
-        "algorithm.clip_low=1.0 algorithm.updates_per_step=128",
+        "algorithm.clip=[1.0,0.2] algorithm.updates_per_step=128",
         "reward.format_tags=['a'] reward.weights={'format'=0.1}",
         "reward.weights={'answer'=0,'a.py:f'=-1,'a.py:g'=0}",
         "reward.by_source={'a?'='math','a*'='code','*]'='math','x[ab]'='code','ab'='code'}",
@@ -219,6 +219,8 @@ def test_a_configuration_that_another_version_saved_is_one_line(tmp_path: Path) 
 def test_a_saved_run_resumes_with_removed_keys_at_the_values_that_are_constant_now(tmp_path: Path) -> None:
     path, now = tmp_path / "config.toml", load_config(TINY)
     path.write_text(to_toml(now).replace("[optimizer]", "[optimizer]\nweight_decay = 0.0"))
+    assert load_saved_config(path) == now
+    path.write_text(to_toml(now).replace("[rollout]", "[rollout]\nmin_p = 0.0\nmin_new_tokens = 0"))
     assert load_saved_config(path) == now
     path.write_text(to_toml(now).replace("[optimizer]", "[optimizer]\nweight_decay = 0.1"))
     assert "unknown key 'optimizer.weight_decay', which was removed" in refused(lambda: load_saved_config(path))

@@ -576,7 +576,7 @@ def test_what_was_reached_is_collected_and_written(cluster: Cluster) -> None:
     assert out[0] == f"submission  {submission.folder}" and out[-1] == "written to all.csv"
     assert out[2].split()[:6] == ["tiny-seed0", "finished", "4/30", "0.000", "->", "0.750"]
     head, first, second = Path("all.csv").read_text().splitlines()
-    assert head == "run,run.seed,state,steps,num_steps,score_first,score_last,tokens,rank-hours,tokens_an_hour,joules"
+    assert head == "run,run.seed,state,steps,num_steps,score_first,score_last,tokens,rank-hours,tokens_an_hour"
     assert first.startswith("tiny-seed0,0,finished,4,30,0.0,0.75,") and second.startswith("tiny-seed1,1,not known,")
     for words in (["cancel", "sub"], ["resubmit", "sub"], ["collect"]):  # no submission in runs/submitted
         cluster.submit(*words, status=2)
