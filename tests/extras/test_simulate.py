@@ -271,7 +271,7 @@ def test_from_a_run(rows_of: Callable[..., list[Any]], tmp_path: Path) -> None:
     tokens = read_run(folder).lengths.sum((1, 2)).mean()
     assert row["step_seconds"] - row["rollout_seconds"] == pytest.approx(2 + 0.1 * tokens, rel=0.2)
     (large,) = rows_of(QWEN, "--lengths", str(folder), "--nodes", "1")
-    assert large["rollout_seconds"] < 1, "of 60 tokens at most"
+    assert large["rollout_seconds"] < 2, "of 60 tokens at most"
 
 
 @pytest.mark.parametrize(("arguments", "words"), [

@@ -239,7 +239,7 @@ class RunLog:
         return self.steps[-1] if self.steps else None
 
     def _read(self, step: int, read: Callable[[Path], RankFile]) -> list[RankFile]:
-        """What is read of a step, one for each readable log."""
+        """Read the logs of a step, with one result for each readable log."""
         ranks = list[RankFile]()
         for path in self.files(step).values():
             try:

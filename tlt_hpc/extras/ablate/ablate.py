@@ -99,7 +99,7 @@ class AblationFigures:
         return " ".join(parts)
 
     def _tail_or_ahead(self) -> str:
-        """Which of the two uses of the tail gains more in rollout seconds."""
+        """A sentence on which of the two uses of the tail gains more in rollout seconds."""
         tail, ahead = self.comparison.runs["tail"], self.comparison.runs["ahead"]
         median, low, high = paired_ratio(tail.by_step["rollout"], ahead.by_step["rollout"])
         verb = "gains more than" if low > 1 else "gains less than" if high < 1 else "does not clearly differ from"

@@ -24,7 +24,7 @@ VARIABLE = "TLT_REHEARSAL"
 BEGUN, STRUCK = "begun", "struck"
 """Marks: files that the rank makes when its first rollout generates, and when it strikes."""
 DISK_BYTES = 65536
-"""What a file may have on the full disk: enough for lines and status, not for a checkpoint or features."""
+"""Bytes that a file may have on the full disk: enough for lines and status, not for a checkpoint or features."""
 _POLL_SECONDS = 5e-3
 
 

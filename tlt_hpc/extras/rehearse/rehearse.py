@@ -32,7 +32,7 @@ STALL_FACTOR = 0.15
 MAX_SECONDS = 3600.0
 """A start that lasts longer, outside of a Slurm job, is ended, and the rehearsal with it."""
 MAX_STARTS = 12
-"""Of a job that Slurm queues again and again, because its time is too short for the next fault."""
+"""Starts of a job that Slurm queues again and again, because its time is too short for the next fault."""
 LAST_STEPS = 2
 """Steps of the start after the last fault."""
 SLOW_SECONDS = 60.0
@@ -69,7 +69,7 @@ class Start:
     """Empty: the last start, which ends by itself."""
     struck: bool
     status: int
-    """Of the launcher; -1 where Slurm has ended the job with it."""
+    """Exit status of the launcher; -1 where Slurm has ended the job with it."""
     seconds: float
     """From the fault to the end of all ranks."""
     until_rollout: float

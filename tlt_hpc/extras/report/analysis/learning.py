@@ -98,7 +98,7 @@ def _change(what: str, values: NDArray[np.float64], form: str, unit: str = "") -
 
 
 def _noise(score: NDArray[np.float64]) -> str:
-    """Whether the change of the score is larger than the variation from step to step."""
+    """A sentence on whether the change of the score is larger than the variation from step to step."""
     change = change_of(score)
     if change is None or change.error is None:
         return "That is too few steps to tell a trend from chance."

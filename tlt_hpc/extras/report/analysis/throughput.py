@@ -35,7 +35,7 @@ class Throughput(StepAnalysis):
     """Response tokens, without those that an earlier start generated: none of the seconds belong to them."""
     num_ranks: NDArray[np.int64]
     is_whole: NDArray[np.bool_]
-    """Whether all ranks' logs were read."""
+    """True where all ranks' logs were read."""
     idle_rank_seconds: NDArray[np.float64]
     harvested_rank_seconds: NDArray[np.float64]
     rollout_seconds: NDArray[np.float64]
