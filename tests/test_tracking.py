@@ -260,6 +260,7 @@ def test_a_tracker_that_cannot_keep_up_is_dropped_and_has_what_it_was_given(
     released.set()
     worker_of(tracking)._thread.join()
     assert list(library.runs.values()) == [WHOLE[:1]], "a dropped tracker gets nothing more"
+    monkeypatch.setattr(trackers, "MAX_BEHIND", 4)
     with Tracking(config, folder) as tracking:
         tracking.follow(9)
     assert [step for step, _ in list(library.runs.values())[-1]] == list(range(1, 10)), "as many as no queue holds"

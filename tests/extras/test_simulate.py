@@ -278,7 +278,7 @@ def test_from_a_run(rows_of: Callable[..., list[Any]], tmp_path: Path) -> None:
     ([], "nothing to simulate"),
     ([QWEN, "--from", "/nowhere"], "/nowhere does not exist"),
     ([QWEN, "rollout.tensor_parallel=3"], "tensor_parallel"),
-    ([QWEN, "--nodes", "1", "--steps", "1", "--json", "/"], "; make room there or give another --json"),
+    ([QWEN, "--nodes", "1", "--steps", "1", "--json", "/proc/figures"], "; make room there or give another --json"),
     (["--from=a", "--shape=Qwen2.5-7B"], "not allowed with argument --"),
     ([QWEN, "--median=100", "--lengths=a"], "not allowed with argument --"),
 ])  # fmt: skip

@@ -164,7 +164,7 @@ def publish(path: Path, durable: bool = True) -> None:
     """
     is_changed = False
     try:
-        share(part_of(path))
+        apply_umask(part_of(path))
         if durable:
             sync(part_of(path))
         part_of(path).replace(path)
@@ -233,7 +233,7 @@ def make_synced(folder: Path) -> None:
             sync(each.parent)
 
 
-def share(*paths: Path) -> None:
+def apply_umask(*paths: Path) -> None:
     """Give files the permissions that the user's umask asks for; some writers, as of safetensors, make theirs private.
 
     The umask is read from /proc: ``os.umask`` would change it for all threads for a moment.

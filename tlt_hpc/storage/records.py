@@ -89,20 +89,20 @@ def read_facts(folder: Path) -> DrafterFacts | None:
 
 
 @dataclass(frozen=True)
-class FinishedWord:
+class FinishedRecord:
     """The number of steps of a run that has finished, and the digest of its last policy."""
 
     num_steps: Count
     policy_sha256: str
 
 
-def read_finished(path: Path) -> FinishedWord | None:
+def read_finished(path: Path) -> FinishedRecord | None:
     """The record; None if the run has not finished.
 
     Raises:
         UserError: it is damaged, or cannot be read.
     """
-    return read_record(path, FinishedWord, "remove it, and the run looks for itself")
+    return read_record(path, FinishedRecord, "remove it, and the run looks for itself")
 
 
 @dataclass(frozen=True)

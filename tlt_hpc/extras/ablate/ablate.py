@@ -188,7 +188,7 @@ def measure(ablation: Ablation, world: World) -> dict[str, Passes] | None:
     with closing(open_session(config, world, assets)) as session:
         for arm in arms:
             load_policy(ablation, arm, session)
-            own = answer(session, ablation, arm, requests)
+            own = measure_arm(session, ablation, arm, requests)
             if own is None:
                 return None
             rows = sorted(chain.from_iterable(world.allgather(own)))
@@ -210,7 +210,7 @@ def load_policy(ablation: Ablation, arm: str, session: Session) -> None:
     session.decoder.load(weights, ablation.num_steps)
 
 
-def answer(
+def measure_arm(
     session: Session, ablation: Ablation, arm: str, requests: list[Request]
 ) -> list[tuple[SampleKey, int, int]] | None:
     """Tokens and passes of this rank's share of the responses with an arm's drafter; None after a stop request."""

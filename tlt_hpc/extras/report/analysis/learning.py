@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from tlt_hpc.extras.report.analysis.base import StepAnalysis
 from tlt_hpc.look.columns import COLUMNS, LEARNING, SCORE
 from tlt_hpc.look.run_log import RunLog
-from tlt_hpc.look.series import change_of, numbered
+from tlt_hpc.look.series import change_of, step_numbers
 from tlt_hpc.look.words import listed
 
 _CORE = "val-core/"
@@ -67,7 +67,7 @@ def analyse_learning(run: RunLog) -> Learning:
     return Learning(
         run=run.name,
         problems=run.problems,
-        steps=numbered(run.lines),
+        steps=step_numbers(run.lines),
         series={name: run.metric(COLUMNS[name].metric) for name in LEARNING},
         evaluations={name.removeprefix(_CORE): run.metric(name) for name in names if not name.endswith("/stderr")},
         not_finite=bad,

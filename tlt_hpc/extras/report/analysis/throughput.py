@@ -13,7 +13,7 @@ from tlt_hpc.extras.report.analysis.base import StepAnalysis
 from tlt_hpc.extras.report.analysis.kinds import KINDS, OF_PHASE, Kind, engine_kinds
 from tlt_hpc.extras.report.analysis.survey import Survey
 from tlt_hpc.look.run_log import RunLog
-from tlt_hpc.look.series import numbered
+from tlt_hpc.look.series import step_numbers
 from tlt_hpc.look.words import listed, seconds, share, span_of
 from tlt_hpc.storage.rollout_log import StepSummary
 
@@ -143,7 +143,7 @@ def _found(run: RunLog, steps: list[int], rows: list[dict[str, Any]]) -> Through
     return Throughput(
         run=run.name,
         problems=run.problems,
-        steps=numbered(steps),
+        steps=step_numbers(steps),
         kinds=tuple(KINDS[i] for i in used),
         seconds=table[:, used],
         tokens=(column("tokens") - kept).astype(np.int64),
