@@ -168,7 +168,7 @@ class Driver:
         cluster, plan, folder, start = self.cluster, self.plan, self.folder, process.environ["START"]
         config = SimpleNamespace(
             folder=folder.path, run=SimpleNamespace(num_steps=plan.rounds, seed=0),
-            checkpoint=SimpleNamespace(every_steps=self.every, replay=True),
+            checkpoint=SimpleNamespace(every_steps=self.every),
             drafter=SimpleNamespace(train=True), rollout=SimpleNamespace(group_size=1),
             evaluation=SimpleNamespace(every_steps=0),
         )  # fmt: skip
@@ -198,7 +198,6 @@ class Driver:
             replica=SimpleNamespace(size=1, number=world.rank, mark=None), policy=Policy(world.rank, world.size),
             checkpoints=CheckpointStore(folder.checkpoints, 2), load_policy=lambda step: cluster.sleep(1e-3),
             prompts=None, shard=list, calibrate=lambda *_: None, plan=SimpleNamespace(learn=lambda line: None),
-            meter=SimpleNamespace(begin_step=lambda: None, end_rollout=lambda: None),
             decoder=SimpleNamespace(device=torch.device("cpu"), shape=None), tokenizer=None,
             mismatch=SimpleNamespace(look=lambda *_: ""),
         )  # fmt: skip

@@ -55,14 +55,14 @@ def record(rank: int = 0, **changes: object) -> Record:
     return replace(usual, **changes)
 
 
-def lines_of(steps: int, **changes: float) -> str:
+def lines_of(steps: int) -> str:
     names = {
         "critic/score/mean": 0.5, "response_length/mean": 12_345.0, "response_length/max": 32_768.0,
         "drafter/spec_decode/mean_acceptance_length": 3.21, "rollout/idle_rank_seconds": 12_345.6,
         "rollout/harvested_rank_seconds": 9_876.5, "rollout/seconds": 2_345.6, "timing_s/step": 3_000.0,
         "perf/total_num_tokens": 1.6e6,
     }  # fmt: skip
-    return "".join(json.dumps({"training/global_step": step + 1, **names, **changes}) + "\n" for step in range(steps))
+    return "".join(json.dumps({"training/global_step": step + 1, **names}) + "\n" for step in range(steps))
 
 
 def own(run: RunFolder, **changes: object) -> None:
@@ -110,14 +110,14 @@ def test_a_run_at_work_fits_a_small_terminal(run):
 def test_the_cost_so_far_is_estimated_for_steps_that_are_not_read(run):
     hosts = [{"name": "a", "num_ranks": 2, "processor": "b", "num_cores": 1, "memory_bytes": 1, "gpus": {"H200": 2}}]
     texts = dict.fromkeys(("time", "version", "commit", "source", "python", "cuda", "mpi", "threads"), "")
-    start = {**texts, "packages": {}, "hosts": hosts, "slurm": {}, "command": [], "energy": {}}
+    start = {**texts, "packages": {}, "hosts": hosts, "slurm": {}, "command": []}
     run.environment.write_text(json.dumps(start) + "\n")
     assert "about 20 GPU-hours, 960,000 tokens per GPU-hour" in screen(run), "12 steps of 3,000 s on 2 GPUs"
-    run.metrics.write_text("no line\n" + lines_of(2000, **{"energy/gpu_joules": 1e6}))
+    run.metrics.write_text("no line\n" + lines_of(2000))
     state = read_state(run.path)
     assert state.num_done == 2000 and 100 < len(state.log.lines) < 2000 and not state.log.problems
     assert list(state.log.lines) == list(range(min(state.log.lines), 2000)), "the end of the file"
-    assert "about 3,330 GPU-hours, 960,000 tokens per GPU-hour, 2 GJ" in screen(run)
+    assert "about 3,330 GPU-hours, 960,000 tokens per GPU-hour" in screen(run)
 
 
 def test_of_many_ranks_those_that_hold_up_the_others_are_shown(run):

@@ -61,7 +61,7 @@ def embedded_stops(*strings: str) -> StopStrings:
 
 
 def test_one_that_was_complete_before_does_not_count_again() -> None:
-    """An engine that ignores the first tokens (min_tokens) must not stop on what they said."""
+    """What an engine has looked at in earlier rounds does not stop it now."""
     ids = embedded_tokenizer().encode("1,2;3,1,2").ids
     stops = embedded_stops("1,2", "1")
     assert [stops.first_stop(ids, start) for start in range(len(ids) + 1)] == [0, 2, 2, 6, 6, 6, 6, 8, 8, None]
