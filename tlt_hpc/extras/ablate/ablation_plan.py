@@ -64,7 +64,6 @@ class Ablation:
         """
         tree = without_side_effects(self.config).model_dump()
         tree["run"] |= {"name": arm, "folder": str(self.folder), "num_steps": self.num_steps}
-        tree["checkpoint"]["replay"] = False  # it would leave out updates of the drafter, which are what is compared
         mode = arm if arm in WITHOUT_DRAFTER else "full"
         tree["speculation"] |= {"mode": mode, "ahead": "on" if arm in _AHEAD else "off"}
         tree["drafter"] |= _DRAFTER_KEYS.get(arm, {})

@@ -193,9 +193,8 @@ def prepare(options: argparse.Namespace) -> Rehearsal:
     tokens = min(asked.rollout.max_new_tokens, max(SHORT_TOKENS, 2 * asked.algorithm.overlong_buffer))
     place = asked.folder.with_name(f"{asked.folder.name}-rehearsal")
     overrides = [
-        f"rollout.max_new_tokens={tokens}", "checkpoint.every_steps=2", "checkpoint.keep_responses_seconds=1",
-        f"run.stall_factor={STALL_FACTOR}", "evaluation.every_steps=0", "run.trackers=[]",
-        "optimizer.schedule=constant",
+        f"rollout.max_new_tokens={tokens}", "checkpoint.every_steps=2", f"run.stall_factor={STALL_FACTOR}",
+        "evaluation.every_steps=0", "run.trackers=[]", "optimizer.schedule=constant",
         *options.overrides, f"run.folder={place}", "run.name=run", "run.num_steps=100000",
     ]  # fmt: skip
     num_ranks = load_config(options.config, overrides).run.ranks
