@@ -157,6 +157,7 @@ def measure(config: Config, world: World) -> dict[str, int]:
     with meter("start"):
         job = assemble(config, world)
     try:
+        job.engine._rows.ends.fill_(-1)  # no end token: responses run to their full length
         resume(job, StepReporter(Screen(False)).replayed)
         reserve_copy(job)
         for step in range(STEPS):
@@ -205,8 +206,7 @@ def main() -> int:
     world = World.connect()
     with tempfile.TemporaryDirectory() as own:
         overrides = [*SHORT, *options.overrides, f"run.folder={world.broadcast(own)}"]
-        longest = f"rollout.min_new_tokens={load_config(JOB, overrides).rollout.max_new_tokens}"
-        config = load_config(JOB, [*overrides, longest])
+        config = load_config(JOB, overrides)
         peaks = measure(config, world)
         leave_process_group()
         world.barrier()

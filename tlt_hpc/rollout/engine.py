@@ -138,9 +138,7 @@ class RolloutEngine:
         return self._stops[params.stop_strings]
 
     def _rule(self, params: SamplingParams) -> SamplingRule:
-        return SamplingRule(
-            float(params.temperature), self.settings.num_tokens, params.top_k, params.top_p, params.min_p
-        )
+        return SamplingRule(float(params.temperature), self.settings.num_tokens, params.top_k, params.top_p)
 
     @property
     def has_work(self) -> bool:
@@ -281,9 +279,7 @@ class RolloutEngine:
         """
         assert not self.has_work and not self._guard.is_calibrated and requests
         if self.decoder.device.type == "cuda":
-            truncates = self._rule(self.settings.params).truncates
-            for is_simple in {not truncates, not (truncates or self.settings.params.min_tokens)}:
-                self._rounds.capture(is_simple)
+            self._rounds.capture(self._rule(self.settings.params).truncates)
         if not self.settings.tie_guard:
             return
         uses_ngram, self._ngram.active, self._guard.active = self._ngram.active, False, False
