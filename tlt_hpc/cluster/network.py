@@ -34,14 +34,16 @@ class ChosenNetwork:
 
     @property
     def words(self) -> str:
+        """Name and cards for the user."""
         return (self.name or "unknown") + (f" ({', '.join(self.cards)})" if self.cards else "")
 
     @property
     def is_socket(self) -> bool:
+        """True if NCCL communicates by TCP."""
         return self.name == _SOCKET
 
     def fits(self, required: str) -> bool:
-        """Whether it is the network that a site requires: NCCL's name, or how that begins."""
+        """Return True if it is the network that a site requires, by NCCL's name or the beginning of that."""
         own = "ofi" if "libfabric" in self.name.lower() else self.name.lower()
         return self.name.lower().startswith(required.lower()) or own.startswith(required.lower())
 
@@ -66,7 +68,7 @@ def start_log(environment: MutableMapping[str, str]) -> Path | None:
 
 
 def read_log(path: Path, environment: MutableMapping[str, str]) -> ChosenNetwork:
-    """What NCCL chose, once the ranks have met; removes the log, and the variables of ``start_log``."""
+    """Read NCCL's choice, once the ranks have met; removes the log file and the variables of ``start_log``."""
     for name in _LOG_VARIABLES:
         environment.pop(name, None)
     text = path.read_text(encoding="utf-8", errors="replace")

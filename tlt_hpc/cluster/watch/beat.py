@@ -15,7 +15,7 @@ from pathlib import Path
 
 
 class Phase(Enum):
-    """What a rank does, in the words of a verdict."""
+    """Activity of a rank, as a verdict names it."""
 
     STARTING = "starting"
     LOADING = "loading"
@@ -40,7 +40,7 @@ LIMIT_SECONDS = dict.fromkeys(Phase, 1800.0) | {
 
 @dataclass(frozen=True)
 class Member:
-    """Which rank this process is, and of what start of the job."""
+    """Rank, host and start of the job of this process."""
 
     rank: int
     size: int
@@ -61,7 +61,7 @@ class Member:
 
 
 class Beat:
-    """Where the main thread is; ``progress`` grows whenever it advances in work of its own."""
+    """Position of the main thread; ``progress`` grows whenever it advances in work of its own."""
 
     def __init__(self) -> None:
         self.phase = Phase.STARTING

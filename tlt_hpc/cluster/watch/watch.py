@@ -104,7 +104,7 @@ class Watch:
         return self._beat.member or self._nobody
 
     def look(self) -> None:
-        """What the thread does every second."""
+        """Take one look, as the thread does every second."""
         self._counter.look()
         member, folder = self._member, self._beat.folder
         self._leave_old_folder(folder)
@@ -229,7 +229,7 @@ class Watch:
 
 
 def is_due(record: Record, written: Record | None, heartbeat_looks: int) -> bool:
-    """Whether a record is to be written: its phase or state is new, or it is time for a heartbeat."""
+    """Return True if a record is to be written: its phase or state is new, or it is time for a heartbeat."""
     if written is None or record.heartbeat - written.heartbeat >= heartbeat_looks:
         return True
     return _state_of(record) != _state_of(written)
@@ -252,7 +252,7 @@ class StatusWriter:
 
     @property
     def is_idle(self) -> bool:
-        """Whether the last task is done."""
+        """True if the last task is done."""
         return self._thread is None or not self._thread.is_alive()
 
     def run_if_idle(self, task: Callable[[], None]) -> bool:
