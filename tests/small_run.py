@@ -108,7 +108,7 @@ def small_run(path: Path, num_steps: int = 3, num_ranks: int = 2, **changes: Any
             write_step(folder.rollout_log(step, rank), small_record(step, rank, num_ranks, **changes))
     folder.rollouts.mkdir(parents=True, exist_ok=True)
     folder.metrics.write_text("".join(json.dumps(line_of(step)) + "\n" for step in range(num_steps)))
-    folder.config.write_text("[rollout]\nmax_new_tokens = 8\n[drafter]\nmicro_step_seconds = 0.03\n")
+    folder.config.write_text("[rollout]\nmax_new_tokens = 8\n[drafter]\nmicro_step_tokens = 1024\n")
     return folder
 
 

@@ -67,6 +67,11 @@ LARGE = "an integer of thousands of digits; use a smaller one"
         ("lora.zzz=1", "unknown key 'lora.zzz'; valid keys: lora.rank, lora.alpha, lora.targets"),
         ("drafter.min_idle=1", f"unknown key 'drafter.min_idle', which was removed: it is always 1 now; {LEAVE}"),
         (
+            "drafter.train=false",
+            "unknown key 'drafter.train', which was removed: leave it out; use speculation.mode = 'frozen' for train = "
+            "false",
+        ),
+        (
             "tracking.wandb=offline",
             "unknown section 'tracking', which was removed: use run.trackers = ['tensorboard', 'wandb', "
             "'wandb-offline', 'mlflow', 'trackio'], or some of them",

@@ -189,7 +189,8 @@ def test_a_shell_completes_commands_options_files_and_keys(
     assert completed(script, ["tlt", "compare", "--wi"]) == {"--without"}
     assert completed(script, ["tlt", "train", "mi"]) == {"mine.toml"}
     assert completed(script, ["tlt", "train", "mine.toml", "rollout.temp"]) == {"rollout.temperature="}
-    assert completed(script, ["tlt", "train", "mine.toml", "speculation.mode", "="]) == {"plain", "ngram", "full"}
+    modes = {"plain", "ngram", "frozen", "full"}
+    assert completed(script, ["tlt", "train", "mine.toml", "speculation.mode", "="]) == modes
     assert completed(script, ["tlt", "train", "mine.toml", "speculation.mode", "=", "p"]) == {"plain"}
     assert completed(script, ["tlt", "keys", "roll"]) == {"rollout"}
     for name in ("runs/submitted/b", "runs/submitted/a", "stack/of"):
@@ -204,6 +205,6 @@ def test_a_shell_completes_commands_options_files_and_keys(
     assert completed(script, ["tlt", "submit", "status", ""]) == {"runs/submitted/a", "runs/submitted/b"}
     assert completed(script, ["tlt", "submit", "mine.toml", "--after", "stack/"]) == {"stack/of"}
     assert completed(script, ["tlt", "submit", "mine.toml", "--sweep", "run.se"]) == {"run.seed="}
-    assert completed(script, ["tlt", "submit", "mine.toml", "--sweep", "drafter.train", "="]) == {"true", "false"}
+    assert completed(script, ["tlt", "submit", "mine.toml", "--sweep", "checkpoint.replay", "="]) == {"true", "false"}
     assert main(["completion", "zsh"]) == 0
     assert capsys.readouterr().out.startswith("#compdef tlt")

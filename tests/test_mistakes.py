@@ -43,7 +43,7 @@ train jobs/tiny.toml rolout.temperature=0.9
 train jobs/tiny.toml temperature=0.9
     tlt: override 'temperature=0.9' names no section; did you mean rollout.temperature=0.9 or evaluation.temperature=0.9?
 train jobs/tiny.toml learning_rate=1e-3
-    tlt: override 'learning_rate=1e-3' names no section; did you mean drafter.learning_rate=1e-3 or warmup.learning_rate=1e-3 or optimizer.learning_rate=1e-3?
+    tlt: override 'learning_rate=1e-3' names no section; did you mean drafter.learning_rate=1e-3 or optimizer.learning_rate=1e-3?
 train jobs/tiny.toml --rollout.temperature=0.9
     tlt train: unknown option --rollout.temperature=0.9; leave out the dashes: rollout.temperature=0.9 (see tlt train --help)
 train jobs/tiny.toml --rollout.temperature 0.9
@@ -69,7 +69,7 @@ train jobs/tiny.toml data.source=data/none.jsonl
 train jobs/tiny.toml speculation.strategies=["draft-4"]
     tlt: speculation.strategies: strategy 'draft-4': write off, or ngram|drafter-DEPTH such as ngram-4, drafter-6x4v16a2
 train jobs/tiny.toml speculation.mode=fast
-    tlt: speculation.mode = 'fast': use "plain", "ngram", "full"
+    tlt: speculation.mode = 'fast': use "plain", "ngram", "frozen", "full"
 train jobs/tiny.toml run.ranks=3
     tlt: rollout.prompts_per_step = 16 is not divisible by 3 ranks; set it to 15, or use another number of ranks
 train jobs/tiny.toml drafter.init=none/drafter

@@ -94,7 +94,7 @@ def until(condition: Callable[[], bool], process: subprocess.Popen[str], seconds
 def test_a_hang_ends_the_run_with_one_line_and_the_same_command_resumes(tmp_path):
     script = tmp_path / "hanging.py"
     script.write_text(HANGING)
-    changes = ["run.num_steps=2", "drafter.train=false"]  # so that rank 0 has nothing to do but wait
+    changes = ["run.num_steps=2", "speculation.mode=frozen"]  # so that rank 0 has nothing to do but wait
     code, lines, text = end(start(tmp_path, [str(script)], 2, *changes))
     assert code == STALLED and len(lines) == 1, text
     named = (

@@ -275,7 +275,7 @@ def test_advice_follows_from_logs_and_settings(run: RunFolder) -> None:
     told = advice_of(run)
     for expected in (
         '38 %.*rollout.shard = "sample"',
-        "36 %.*drafter.micro_step_seconds",
+        "36 %.*drafter.micro_step_tokens",
         "25 % of the responses were cut",
     ):
         assert re.search(expected, told)

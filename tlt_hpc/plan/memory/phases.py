@@ -59,8 +59,8 @@ def micro_batch_tokens(situation: Situation) -> int:
 
 
 def _drafter(situation: Situation) -> NamedBytes:
-    settings, weights = situation.config.drafter, 4 * num_drafter_parameters(situation)
-    average = weights if settings.train else 0
+    weights = 4 * num_drafter_parameters(situation)
+    average = weights if situation.config.speculation.trains_drafter else 0
     return present({"drafter in training": weights, "drafter's moments": 2 * weights, "drafter's average": average})
 
 
