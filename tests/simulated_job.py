@@ -217,7 +217,6 @@ class Driver:
             replica=SimpleNamespace(size=1, number=world.rank, mark=None), policy=Policy(world.rank, world.size),
             checkpoints=CheckpointStore(folder.checkpoints, 2), load_policy=lambda step: cluster.sleep(1e-3),
             prompts=None, shard=list, calibrate=lambda *_: None, plan=SimpleNamespace(learn=lambda line: None),
-            meter=SimpleNamespace(begin_step=lambda: None, end_rollout=lambda: None),
             decoder=SimpleNamespace(device=torch.device("cpu"), shape=None), tokenizer=None,
             mismatch=SimpleNamespace(look=lambda *_: ""),
         )  # fmt: skip

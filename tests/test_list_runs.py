@@ -205,6 +205,9 @@ def test_a_shell_completes_commands_options_files_and_keys(
     assert completed(script, ["tlt", "submit", "status", ""]) == {"runs/submitted/a", "runs/submitted/b"}
     assert completed(script, ["tlt", "submit", "mine.toml", "--after", "stack/"]) == {"stack/of"}
     assert completed(script, ["tlt", "submit", "mine.toml", "--sweep", "run.se"]) == {"run.seed="}
-    assert completed(script, ["tlt", "submit", "mine.toml", "--sweep", "checkpoint.replay", "="]) == {"true", "false"}
+    assert completed(script, ["tlt", "submit", "mine.toml", "--sweep", "model.batch_invariant", "="]) == {
+        "true",
+        "false",
+    }
     assert main(["completion", "zsh"]) == 0
     assert capsys.readouterr().out.startswith("#compdef tlt")

@@ -102,13 +102,13 @@ def test_a_run_at_work_fits_a_small_terminal(run: RunFolder) -> None:
 def test_the_cost_so_far_is_estimated_for_steps_that_are_not_read(run: RunFolder) -> None:
     hosts = [{"name": "a", "num_ranks": 2, "processor": "b", "num_cores": 1, "memory_bytes": 1, "gpus": {"H200": 2}}]
     texts = dict.fromkeys(("time", "version", "commit", "source", "python", "cuda", "mpi", "threads"), "")
-    start = {**texts, "packages": {}, "hosts": hosts, "slurm": {}, "command": [], "energy": {}}
+    start = {**texts, "packages": {}, "hosts": hosts, "slurm": {}, "command": []}
     run.environment.write_text(json.dumps(start) + "\n")
     assert "about 20 GPU-hours, 960,000 tokens per GPU-hour" in screen(run), "12 steps of 3,000 s on 2 GPUs"
-    run.metrics.write_text("".join(json.dumps(line(step, **{"energy/gpu_joules": 1e6})) + "\n" for step in range(2000)))
+    run.metrics.write_text("".join(json.dumps(line(step)) + "\n" for step in range(2000)))
     state = read_state(run.path)
     assert len(state.log.lines) < 2000
-    assert "about 3,330 GPU-hours, 960,000 tokens per GPU-hour, 2 GJ" in screen(run)
+    assert "about 3,330 GPU-hours, 960,000 tokens per GPU-hour" in screen(run)
     assert len(screen(run)) <= 24
 
 

@@ -773,9 +773,7 @@ def test_what_was_reached_is_collected_and_written(
     assert out[2].split()[:6] == ["tiny-seed0", "finished", "4/30", "0.000", "->", "0.750"]
     assert out[-1] == "written to all.csv"
     rows = (tmp_path / "all.csv").read_text().splitlines()
-    assert rows[0] == (
-        "run,run.seed,state,steps,num_steps,score_first,score_last,tokens,rank-hours,tokens_an_hour,joules"
-    )
+    assert rows[0] == ("run,run.seed,state,steps,num_steps,score_first,score_last,tokens,rank-hours,tokens_an_hour")
     assert rows[1].startswith("tiny-seed0,0,finished,4,30,0.0,0.75,") and rows[2].startswith("tiny-seed1,1,not known,")
     assert submit(["cancel", "sub"]) == submit(["resubmit", "sub"]) == 2, "jobs may wait or run"
     assert submit(["collect"]) == 2, "no submission in runs/submitted"

@@ -5,7 +5,7 @@
     python tools/look.py acceptance runs/tiny            # tokens per target pass, and which strategies were chosen
     python tools/look.py lengths runs/tiny               # response lengths, and how many were cut
     python tools/look.py learning runs/tiny              # score, KL, entropy, gradients, evaluations
-    python tools/look.py compare runs/plain runs/tail    # runs side by side: the same tokens? seconds, energy
+    python tools/look.py compare runs/plain runs/tail    # runs side by side: the same tokens? seconds
 
 Needs neither torch nor MPI: it runs on a login node, or on a laptop with a copy of the run's folder.
 """

@@ -1,18 +1,23 @@
-"""The figures that the analyses calculate from logs made by hand, some of them damaged."""
+"""Analyses of logs made by hand, some of them damaged, and their figures: no text is cut off or over other text."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+import matplotlib as mpl
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
+from matplotlib.transforms import Bbox
 from small_run import NAMES, START, set_lines, small_record, small_run
 
-from tlt_hpc.common.records import NO_SPANS, RolloutTiming
+from tlt_hpc.common.records import NO_SPANS, PhaseSpan, RolloutTiming
 from tlt_hpc.extras.report.analysis.acceptance import ACCEPTANCE
 from tlt_hpc.extras.report.analysis.comparison import analyse_comparison
 from tlt_hpc.extras.report.analysis.kinds import KINDS, Kind, Pieces
@@ -21,6 +26,15 @@ from tlt_hpc.extras.report.analysis.lengths import LENGTHS
 from tlt_hpc.extras.report.analysis.survey import take
 from tlt_hpc.extras.report.analysis.throughput import THROUGHPUT
 from tlt_hpc.extras.report.analysis.timeline import analyse_timeline
+from tlt_hpc.extras.report.figures.steps import (
+    draw_acceptance,
+    draw_comparison,
+    draw_learning,
+    draw_lengths,
+    draw_throughput,
+)
+from tlt_hpc.extras.report.figures.style import THEMES, save, themed
+from tlt_hpc.extras.report.figures.timeline import draw_timeline
 from tlt_hpc.look.run_log import RunLog
 from tlt_hpc.look.series import speed_of
 from tlt_hpc.storage.folder import RunFolder
@@ -28,16 +42,36 @@ from tlt_hpc.storage.rollout_log import write_step
 
 ANALYSES: dict[str, Callable[[RunLog], Any]] = {
     "timeline": analyse_timeline,
-    "lengths": lambda run: take(run, LENGTHS),
-    "acceptance": lambda run: take(run, ACCEPTANCE),
-    "throughput": lambda run: take(run, THROUGHPUT),
+    "lengths": partial(take, survey=LENGTHS),
+    "acceptance": partial(take, survey=ACCEPTANCE),
+    "throughput": partial(take, survey=THROUGHPUT),
     "learning": analyse_learning,
+    "comparison": lambda run: analyse_comparison([run, run]),
+}
+DRAWN: dict[str, Callable[[Any], Figure]] = {
+    "timeline": draw_timeline,
+    "lengths": draw_lengths,
+    "acceptance": draw_acceptance,
+    "throughput": draw_throughput,
+    "learning": draw_learning,
+    "comparison": draw_comparison,
 }
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> RunFolder:
     return small_run(tmp_path / "run")
+
+
+def run_with_refill(path: Path, **changes: Any) -> RunFolder:
+    """A step whose refill begins 4 s after the release of its rollout."""
+    folder = RunFolder(path)
+    for rank, lasts in ((0, (1.0, 9.0)), (1, (3.0, 8.5))):
+        first = RolloutTiming(START, START + lasts[0], START + 4)
+        refill = RolloutTiming(START + 8, START + lasts[1], START + 10)
+        given = {"timing": first, "refills": (refill,), "micro_steps": (), "harvested_seconds": 0.0, **changes}
+        write_step(folder.rollout_log(0, rank), small_record(0, rank, **given))
+    return folder
 
 
 def rows_of(found: Pieces) -> list[tuple[Kind, float, float]]:
@@ -72,13 +106,7 @@ def test_the_timeline_of_two_ranks(folder: RunFolder) -> None:
 
 
 def test_a_refill_has_its_own_tail(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path / "run")
-    for rank, lasts in ((0, (1.0, 9.0)), (1, (3.0, 8.5))):
-        first = RolloutTiming(START, START + lasts[0], START + 4)
-        refill = RolloutTiming(START + 8, START + lasts[1], START + 10)
-        changes = {"timing": first, "refills": (refill,), "micro_steps": (), "harvested_seconds": 0.0}
-        write_step(folder.rollout_log(0, rank), small_record(0, rank, **changes, spans=NO_SPANS))
-    found = analyse_timeline(RunLog(folder.path))
+    found = analyse_timeline(RunLog(run_with_refill(tmp_path / "run", spans=NO_SPANS).path))
     assert np.allclose(found.tails, [(1.0, 4.0), (8.5, 10.0)]) and found.rollout_seconds == pytest.approx(6.0)
     assert found.lanes[0].idle_seconds == pytest.approx(3 + 1)
 
@@ -183,7 +211,7 @@ def test_damage_is_named_and_left_out(folder: RunFolder) -> None:
         file.write('{"training/global_step": 4.0, "critic/sc')
     folder.config.write_text("[rollout")
     run = RunLog(folder.path)
-    found = {name: analyse(run) for name, analyse in ANALYSES.items()}
+    found = {name: analyse(run) for name, analyse in ANALYSES.items() if name != "comparison"}
     assert found["timeline"].step == 1, "the last step with the logs of all its ranks"
     assert all(each.steps.tolist() == [1, 2, 3] for name, each in found.items() if name != "timeline")
     assert "1 of 2 ranks" in analyse_timeline(run, step=3).verdict
@@ -211,3 +239,80 @@ def test_rounds_of_a_replica_count_once(folder: RunFolder) -> None:
     assert found.tokens.sum() == 3 * 8 < both.tokens.sum(), "rank 0's rounds alone"
     assert np.array_equal(found.accept_length, both.accept_length)
     assert analyse_timeline(run).live.max() == 2
+
+
+# --- figures ---
+
+CASES = ("few", "begun", "ranks", "refill", "long")
+
+
+def make_run(path: Path, case: str) -> RunLog:
+    """The runs that the figures are tried on."""
+    folder = RunFolder(path)
+    if case == "begun":
+        folder.create()
+    elif case == "ranks":
+        small_run(path, num_steps=1, num_ranks=40)
+    elif case == "refill":
+        run_with_refill(path, phases=(PhaseSpan("testing", START - 400, START - 1),))
+    else:
+        num_steps = 3 if case == "few" else 60
+        small_run(path, num_steps, 2 if case == "few" else 1)
+        set_lines(folder, *[{"val-core/gsm8k/acc/mean@8": 0.1 * step} for step in range(num_steps)])
+    return RunLog(path)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, RunLog]:
+    """Each made once."""
+    return {case: make_run(tmp_path_factory.mktemp(case) / "run", case) for case in CASES}
+
+
+def texts_of(figure: Figure) -> list[tuple[str, Bbox]]:
+    """All visible text outside of legends, with its place; drawn before."""
+    renderer = figure.canvas.get_renderer()  # type: ignore[attr-defined]
+    hidden = set[int]()
+    for axes in figure.axes:
+        if not axes.get_visible():
+            hidden |= {id(text) for text in axes.findobj(mpl.text.Text)}
+        for axis in (axes.xaxis, axes.yaxis):  # ticks beyond the limits exist, but are not drawn
+            low, high = sorted(axis.get_view_interval())
+            for tick in [*axis.get_major_ticks(), *axis.get_minor_ticks()]:
+                if not low <= tick.get_loc() <= high or not tick.label1.get_visible():
+                    hidden |= {id(tick.label1), id(tick.label2)}
+    texts = [t for t in figure.findobj(mpl.text.Text) if t.get_visible() and t.get_text().strip()]
+    return [(t.get_text(), t.get_window_extent(renderer)) for t in texts if id(t) not in hidden]
+
+
+def overlap(a: Bbox, b: Bbox) -> float:
+    """Of two boxes, in square pixels."""
+    return max(0.0, min(a.x1, b.x1) - max(a.x0, b.x0)) * max(0.0, min(a.y1, b.y1) - max(a.y0, b.y0))
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("name", DRAWN)
+def test_nothing_is_cut_off_or_written_over(runs: dict[str, RunLog], name: str, case: str) -> None:
+    if case == "begun" and name == "timeline":
+        pytest.skip("there is no step to show")
+    with themed("light"):
+        figure = DRAWN[name](ANALYSES[name](runs[case]))
+        figure.canvas.draw()
+        shown, whole = texts_of(figure), figure.bbox
+    for text, box in shown:
+        inside = box.x0 >= -1 and box.y0 >= -1 and box.x1 <= whole.x1 + 1 and box.y1 <= whole.y1 + 1
+        assert inside, f"{text!r} leaves the figure: {box} of {whole}"
+    for (a, first), (b, second) in combinations(shown, 2):
+        assert overlap(first, second) < 4, f"{a!r} lies over {b!r}"
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_svg_is_text_and_the_same_bytes_each_time(runs: dict[str, RunLog], tmp_path: Path, name: str) -> None:
+    before, saved = mpl.rcParams["figure.facecolor"], []
+    for place in ("a", "b"):
+        with themed("dark"):
+            paths = save(DRAWN[name](ANALYSES[name](runs["few"])), tmp_path / place, name)
+        assert [path.name for path in paths] == [f"{name}.png", f"{name}.svg"]
+        saved.append([path.read_bytes() for path in paths])
+    assert saved[0] == saved[1] and mpl.rcParams["figure.facecolor"] == before
+    svg = saved[0][1].decode()
+    assert svg.count("<text") > 10 and THEMES["dark"]["background"] in svg and len(svg) < 400_000

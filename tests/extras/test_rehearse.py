@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from slurm_training import SETTINGS, wait_for
@@ -59,6 +60,9 @@ def a_start(place: Path, fault: str, *marks: str, log: str = "") -> Rehearsal:
     return Rehearsal(place, "job.toml", [], 2)
 
 
+KILLED = "tlt: rank 1 on h was killed or crashed"
+
+
 def test_a_line_or_a_log_that_is_not_as_it_was_is_lost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rehearsal = a_start(tmp_path, "kill", faults.BEGUN, faults.STRUCK)
     folder = rehearsal.folder
@@ -80,14 +84,9 @@ def test_a_line_or_a_log_that_is_not_as_it_was_is_lost(tmp_path: Path, capsys: p
 @pytest.mark.parametrize(
     ("status", "log", "exit_status", "said"),
     [
-        (
-            9,
-            "tlt: rank 1 on h was killed or crashed, last seen in a rollout",
-            0,
-            "(SIGKILL): tlt: rank 1 on h was killed",
-        ),
+        (9, KILLED, 0, f"(SIGKILL): {KILLED}"),
         (9, "Traceback (most recent call last):", 1, "(SIGKILL): the run did not report it (exit status 9)"),
-        (0, "tlt: rank 1 on h was killed or crashed", 1, "was killed or crashed (exit status 0)"),
+        (0, KILLED, 1, f"{KILLED} (exit status 0)"),
     ],
 )
 def test_a_fault_that_the_run_does_not_report_fails(
@@ -132,28 +131,28 @@ def test_ranks_of_a_job_need_no_mpiexec(tmp_path: Path, monkeypatch: pytest.Monk
     )
 
 
-def test_a_run_that_ends_before_its_fault_is_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def ends_at_once(rehearsal: Rehearsal, fault: str, number: int) -> int:
+    a_start(rehearsal.place, fault, log="tlt: no such model")
+    return 2
+
+
+def is_interrupted(rehearsal: Rehearsal, fault: str, number: int) -> int:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("start_ranks", "status", "said"),
+    [
+        (ends_at_once, 2, "the run ended before its fault; see the end of {}/tiny-rehearsal/start-0.log"),
+        (is_interrupted, 130, "interrupted before it finished"),
+    ],
+)
+def test_a_start_that_does_not_reach_its_fault_is_one_line(
+    start_ranks: Any, status: int, said: str, tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:
-    def start_ranks(rehearsal: Rehearsal, fault: str, number: int) -> int:
-        a_start(rehearsal.place, fault, log="tlt: no such model")
-        return 2
-
     monkeypatch.setattr(rehearse, "start_ranks", start_ranks)
-    assert main(["rehearse", str(ROOT / "jobs" / "tiny.toml"), f"run.folder={tmp_path}"]) == 2
-    said = f"tlt: the run ended before its fault; see the end of {tmp_path}/tiny-rehearsal/start-0.log\n"
-    assert capsys.readouterr().err == said
-
-
-def test_ctrl_c_does_not_deny_what_was_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def start_ranks(rehearsal: Rehearsal, fault: str, number: int) -> int:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(rehearse, "start_ranks", start_ranks)
-    assert main(["rehearse", str(ROOT / "jobs" / "tiny.toml"), f"run.folder={tmp_path}"]) == 130
-    assert (tmp_path / "tiny-rehearsal").is_dir() and capsys.readouterr().err == "tlt: interrupted before it finished\n"
+    assert main(["rehearse", str(ROOT / "jobs" / "tiny.toml"), f"run.folder={tmp_path}"]) == status
+    assert (tmp_path / "tiny-rehearsal").is_dir() and capsys.readouterr().err == f"tlt: {said.format(tmp_path)}\n"
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from tlt_hpc.common.words import FIRST_STEP
 from tlt_hpc.look.columns import COLUMNS, COMPARED
 from tlt_hpc.look.run_log import RunLog
 
-_TIMED = ("rollout", "step", "gpu_joules")
+_TIMED = ("rollout", "step")
 """Not known of a step of which an earlier start generated a part."""
 _RESAMPLES = 2000
 _MAY_DIFFER = {"speculation", "drafter", "checkpoint", "evaluation", "warmup"} | {

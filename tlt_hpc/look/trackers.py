@@ -1,4 +1,4 @@
-"""What can follow a run: TensorBoard, others by their names, and the thread in which one is called."""
+"""Trackers, which show a run's metrics elsewhere: TensorBoard, and the thread in which a tracker is called."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ MAX_BEHIND = 100
 """How many steps a tracker may be behind, not counting those of earlier starts."""
 EXIT_SECONDS = 5.0
 """How long the exit of the process waits for a tracker that was dropped."""
-_OTHERS = "tlt_hpc.extras.trackers"
 
 Figures = Mapping[str, float]
 
@@ -152,5 +151,7 @@ def tracker_of(name: str) -> type[Tracker]:
     Raises:
         UserError: this installation lacks the package that has it.
     """
-    found: type[Tracker] = TensorBoard if name == "tensorboard" else load_extra(_OTHERS).TRACKERS[name]
+    if name == "tensorboard":
+        return TensorBoard
+    found: type[Tracker] = load_extra("tlt_hpc.extras.trackers").WeightsAndBiases
     return found

@@ -2,8 +2,8 @@
 
 Steps that a tracker was given cannot be taken back: for each tracker ``tracking.json`` in the run's folder has the
 first step that it has not been given, and the id of its run. After steps were taken back, all are given to another run.
-What lies in the run's folder is written again from the first step at each start instead, because a kill takes what
-the library had in memory: TensorBoard's event files, W&B's offline file, trackio's database.
+TensorBoard's event files and W&B's offline file are written again from the first step at each start, because a kill
+takes what the library had in memory.
 """
 
 from __future__ import annotations

@@ -146,8 +146,6 @@ class Environment:
     """Empty outside of a Slurm job."""
     command: tuple[str, ...]
     """Rank 0's, as the system has it."""
-    energy: Mapping[str, str]
-    """Kind of energy counter -> empty where all nodes let theirs be read, else why not."""
     placement: tuple[str, ...] = ()
     """Tables of ranks, GPUs, cores and network cards, one for each kind of node, and the warnings."""
     never_sampled: str = ""

@@ -13,7 +13,6 @@ from tlt_hpc import __version__
 from tlt_hpc.common.files import read_text, told
 from tlt_hpc.common.printable import printable
 from tlt_hpc.common.words import count
-from tlt_hpc.extras.report.analysis.energy_use import energy_in_words
 from tlt_hpc.extras.report.figures.steps import (
     draw_acceptance,
     draw_comparison,
@@ -48,7 +47,6 @@ def render(found: RunFindings, gain: RunGain | None, made_at: float) -> str:
         cards=cards(found, gain),
         sections=_sections(found),
         max_lanes=MAX_LANES,
-        energy=energy_in_words(found.log),
         starts=[(start, json.dumps(plain(start), indent=1)) for start in starts[: -_MAX_STARTS - 1 : -1]],
         config=_config(found),
         run=shlex.quote(str(found.log.folder.path)),

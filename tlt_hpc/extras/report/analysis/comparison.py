@@ -1,4 +1,4 @@
-"""Compares runs: whether tokens are equal, and score, length, seconds, accept length, energy and idle time of each."""
+"""Compares runs: whether tokens are equal, and score, length, seconds, accept length and idle time of each."""
 
 from __future__ import annotations
 
