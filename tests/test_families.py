@@ -95,8 +95,8 @@ def test_logits_are_those_of_transformers(family, folders):
     tokens = torch.randint(random_models.NUM_TOKENS, (3, 120), generator=torch.Generator().manual_seed(2))
     out = model(tokens, output_hidden_states=True)
     features = decode_in_pieces(decoder, tokens, [50, 1, 1, 4, 64])
-    torch.testing.assert_close(features, out.hidden_states[-1], atol=1e-4, rtol=0)
-    torch.testing.assert_close(decoder.logits(features), out.logits, atol=1e-4, rtol=0)
+    torch.testing.assert_close(features.float(), out.hidden_states[-1], atol=1e-4, rtol=0)
+    torch.testing.assert_close(decoder.logits(features).float(), out.logits, atol=1e-4, rtol=0)
 
 
 @pytest.mark.slow
