@@ -39,7 +39,8 @@ from tlt_hpc.mpi.roster import Roster
 from tlt_hpc.mpi.world import World
 from tlt_hpc.plan.memory.engine import PAGES
 from tlt_hpc.plan.memory.phases import plan_memory
-from tlt_hpc.plan.memory.plan import MemoryPlan, Situation
+from tlt_hpc.plan.memory.plan import MemoryPlan
+from tlt_hpc.plan.memory.situation import Situation
 from tlt_hpc.rl.distributed import leave_process_group
 from tlt_hpc.rl.update import update_policy
 from tlt_hpc.run.job import Job, assemble

@@ -105,7 +105,7 @@ def plan_ablation(config: Config, options: argparse.Namespace) -> Ablation:
 
 
 def _obstacle(config: Config, arm: str) -> str:
-    """Why the job cannot have an arm, with the remedy; empty if it can."""
+    """The reason why the job cannot have an arm, with the remedy; empty if it can."""
     strategies = strategies_of("full", config.speculation.strategies)
     if arm == "ngram" and not any(strategy.source == "ngram" for strategy in strategies):
         return "speculation.strategies has no n-grams; add e.g. 'ngram-4' or leave the arm out of --arms"
