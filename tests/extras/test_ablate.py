@@ -48,9 +48,8 @@ def test_arms_differ_only_in_the_keys_that_they_are_named_after():
         "ahead": {"speculation.mode": "frozen", **on},
         "ahead-tail": on,
     }
-    # a replay would leave out the drafter's updates; a correction reads the last bits of the rollout
-    common = {"run.folder": "runs/tiny-ablate", "run.num_steps": 7, "checkpoint.replay": False}
-    common |= {"algorithm.rollout_correction": "none"}
+    # a correction reads the last bits of the rollout
+    common = {"run.folder": "runs/tiny-ablate", "run.num_steps": 7, "algorithm.rollout_correction": "none"}
     theirs = _flat(config)
     for arm in ARMS:
         ours = _flat(Ablation(config, tuple(ARMS), 7).config_of(arm))
