@@ -385,6 +385,16 @@ def test_dry_run_prints_the_plan_and_writes_nothing(here: Path, capfd: pytest.Ca
 # --- saved configurations ---
 
 
+def test_a_saved_key_that_became_a_constant_is_left_out_if_it_has_that_value(tmp_path: Path) -> None:
+    config, path = load_config(TINY), tmp_path / "config.toml"
+    for value, wanted in ((1024, ""), (512, "unknown key 'reward.memory_mb', which was removed: it is always 1024")):
+        path.write_text(to_toml(config).replace("[reward]\n", f"[reward]\nmemory_mb = {value}\n"))
+        if wanted:
+            assert wanted in refused(lambda: load_saved_config(path))
+        else:
+            assert load_saved_config(path) == config
+
+
 def test_a_configuration_that_another_version_saved_is_one_line(tmp_path: Path) -> None:
     path = tmp_path / "config.toml"
     path.write_text(to_toml(load_config(TINY)).replace("[data]", "[data]\ntask_size = 3"))

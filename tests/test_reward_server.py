@@ -77,7 +77,7 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def make_client(**settings: Any) -> RewardClient:
-    client = RewardClient(RewardSection.model_validate({"cpu_seconds": 1.0, "memory_mb": 512} | settings))
+    client = RewardClient(RewardSection.model_validate({"cpu_seconds": 1.0} | settings))
     client.wait_until_ready()
     return client
 
@@ -463,7 +463,7 @@ def test_programs_go_through_the_server() -> None:
     texts = ["def f(n): return n + 1", "def f(n): return n", "import os\nos.abort()", "x = [0] * 10**9"]
     truth = json.dumps({"inputs": [[1]], "outputs": [2], "fn_name": "f"})
     crash = Verdict(0.0, Failure.CRASH, "the program was killed by signal 6")
-    with closing(make_client(default="code", cpu_seconds=2.0, memory_mb=256)) as client:
+    with closing(make_client(default="code", cpu_seconds=2.0)) as client:
         verdicts = ask(client, *texts, kind="code", truth=truth)
     wrong = Verdict(0.0, detail="test 1: gave '1', expected '2'")
     assert verdicts == [Verdict(1.0), wrong, crash, Verdict(0.0, Failure.MEMORY)]
@@ -482,7 +482,7 @@ def test_frames_come_out_whole_however_they_come_in() -> None:
 
 # --- programs ---
 
-CODE = RewardSection(default="code", cpu_seconds=2.0, memory_mb=256)
+CODE = RewardSection(default="code", cpu_seconds=2.0)
 
 
 @pytest.fixture(scope="module")
@@ -557,7 +557,7 @@ def test_values_are_of_builtin_types() -> None:
 def test_a_program_and_its_assertions_have_limits(
     template: Template, program: str, assertion: str, failure: Failure
 ) -> None:
-    limited = RewardSection(default="code", cpu_seconds=0.5, memory_mb=256)
+    limited = RewardSection(default="code", cpu_seconds=0.5)
     assert passes_tests(program, assertion, limited, template).failure == failure
 
 

@@ -24,7 +24,7 @@ from tlt_hpc.rewards.answer import Verdict
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMITS = ProgramLimits(cpu_seconds=0.3, memory_bytes=2**28, output_bytes=10**6)
-SETTINGS = RewardSection(default="code", cpu_seconds=2.0, memory_mb=256)
+SETTINGS = RewardSection(default="code", cpu_seconds=2.0)
 SYSTEM_PYTHON = "/usr/bin/python3"
 
 

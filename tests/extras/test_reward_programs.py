@@ -20,7 +20,7 @@ from tlt_hpc.extras.code_rewards.results import same_output
 from tlt_hpc.extras.code_rewards.sandbox.outside import Template, working_template
 from tlt_hpc.rewards.answer import Failure
 
-CODE = RewardSection(default="code", cpu_seconds=4.0, memory_mb=512)
+CODE = RewardSection(default="code", cpu_seconds=4.0)
 
 
 @pytest.fixture(scope="module")

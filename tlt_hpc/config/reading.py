@@ -82,13 +82,18 @@ def find_problems(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Conf
 
 
 def load_saved_config(path: Path) -> Config:
-    """Read the configuration that a run has saved.
+    """Read the configuration that a run has saved, without removed keys whose value is what always holds now.
 
     Raises:
         ConfigError: as ``load_config``.
     """
     try:
-        return parse_config(_read_tree(path, ()))
+        tree = _read_tree(path, ())
+        for key, value in _NOW_CONSTANT.items():
+            section, _, name = key.partition(".")
+            if isinstance(keys := tree.get(section), dict) and keys.get(name) == value:
+                del keys[name]
+        return parse_config(tree)
     except ConfigError as error:
         raise ConfigError(
             f"{path}, which the run saved: {error} (in that file; if another version wrote it, open the run with its "
@@ -253,6 +258,7 @@ _REMOVED = {
     "optimizer.offload_parameters": "use optimizer.offload = 'parameters'",
     "reward.format_weight": "use reward.weights = {answer = 1 - w, format = w} for format_weight = w",
     "reward.function": "leave it out, and name a function itself in reward.default or reward.by_source",
+    "reward.memory_mb": "it is always 1024 now; leave it out",
     "reward.tolerance": "it is always 1e-6 now; leave it out, or use a function of your own",
     "rollout.page_size": "a page holds 128 tokens; leave it out",
     "rollout.tie_guard": "it is on for model.dtype = 'float32'; leave it out",
@@ -260,6 +266,14 @@ _REMOVED = {
     "tracking": "use run.trackers = ['tensorboard', 'wandb', 'wandb-offline', 'mlflow', 'trackio'], or some of them",
 }
 """Keys and sections that jobs and saved runs of earlier commits have, and what to do instead."""
+_NOW_CONSTANT: dict[str, Any] = {
+    "drafter.average_merges": 5,
+    "drafter.min_idle": 1,
+    "reward.memory_mb": 1024,
+    "reward.tolerance": 1e-6,
+    "rollout.page_size": 128,
+}
+"""Removed keys with the value that always holds now: a saved run that has it continues."""
 
 
 def closest(location: list[str]) -> str:

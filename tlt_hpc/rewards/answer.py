@@ -11,6 +11,8 @@ from typing import IO, Any
 
 MAX_CHARACTERS = 4_000_000
 """Of a response that a worker judges: a longer one has reward 0. 32,768 tokens make a thirtieth of it."""
+MEMORY_BYTES = 2**30
+"""For one response, in addition to the memory of an idle worker: beyond it the reward is 0."""
 PART, WITH_PARTS = "reward/part/", "reward/with_parts"
 """Of a rank's figures: what begins the means of the parts of its rewards, and the number of rewards in these."""
 
@@ -104,6 +106,8 @@ def accepted_answers(truth: str) -> list[str]:
 # -- JSON documents on a byte stream between two processes, each preceded by its length -------------------------------
 
 _LENGTH = struct.Struct("<Q")
+RECEIVED_BYTES = 2**20
+"""Read from a socket or pipe at once."""
 
 
 def pack(tree: Any) -> bytes:

@@ -15,12 +15,12 @@ from tlt_hpc.common.records import FinishReason, Prompt, Rollout, SampleKey
 from tlt_hpc.config import RewardSection
 from tlt_hpc.config.data_sections import is_function, part_name
 from tlt_hpc.rewards import judge as kinds
-from tlt_hpc.rewards.answer import MAX_CHARACTERS, PART, WITH_PARTS, Answer, Failure, Verdict
+from tlt_hpc.rewards.answer import MAX_CHARACTERS, MEMORY_BYTES, PART, WITH_PARTS, Answer, Failure, Verdict
 from tlt_hpc.rewards.client import RewardClient
 
 _CAUSES = {
     Failure.CPU: "judging them took more CPU time than reward.cpu_seconds; make the reward function faster or raise it",
-    Failure.MEMORY: "judging them took more memory than reward.memory_mb; let the reward function use less or raise it",
+    Failure.MEMORY: f"judging them took more than {MEMORY_BYTES >> 20} MiB of memory; let the reward function use less",
     Failure.WALL: "judging them took 60 times reward.cpu_seconds; see what the reward function waits for or raise it",
     Failure.SIZE: f"they are longer than {MAX_CHARACTERS} characters; lower rollout.max_new_tokens",
     Failure.CRASH: "the process that judged them ended; see whether the reward function crashes or calls os._exit",

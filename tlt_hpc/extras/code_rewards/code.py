@@ -15,7 +15,7 @@ from tlt_hpc.extras.code_rewards.fences import extract_program
 from tlt_hpc.extras.code_rewards.results import same_output, same_result
 from tlt_hpc.extras.code_rewards.sandbox.outside import Outcome, ProgramLimits, Sandbox, Template, check
 from tlt_hpc.extras.code_rewards.sandbox.outside import working_template as working_template
-from tlt_hpc.rewards.answer import Failure, Verdict
+from tlt_hpc.rewards.answer import MEMORY_BYTES, Failure, Verdict
 
 _SPARE_OUTPUT_BYTES = 2**16
 _NUMPY = re.compile(r"\bnumpy\b|\bnp\.")
@@ -46,11 +46,8 @@ def _match(code: str, tests: Tests, settings: RewardSection, template: Template)
         for number, (given, wanted) in enumerate(tests.pairs, 1):
             expected = json.dumps(wanted) if tests.function else wanted
             # CPU time is counted over all tests; UTF-8 takes four bytes a character at most
-            limits = ProgramLimits(
-                max(0.0, settings.cpu_seconds - used),
-                settings.memory_mb * 2**20,
-                8 * len(expected) + _SPARE_OUTPUT_BYTES,
-            )
+            seconds_left = max(0.0, settings.cpu_seconds - used)
+            limits = ProgramLimits(seconds_left, MEMORY_BYTES, 8 * len(expected) + _SPARE_OUTPUT_BYTES)
             if tests.function:
                 outcome = sandbox.call(code, tests.function, given, limits)
                 is_right = same_result(outcome.output, wanted)
@@ -67,7 +64,7 @@ def _match(code: str, tests: Tests, settings: RewardSection, template: Template)
 
 
 def _hold(code: str, tests: Tests, settings: RewardSection, template: Template) -> Verdict:
-    limits = ProgramLimits(settings.cpu_seconds, settings.memory_mb * 2**20, _SPARE_OUTPUT_BYTES)
+    limits = ProgramLimits(settings.cpu_seconds, MEMORY_BYTES, _SPARE_OUTPUT_BYTES)
     program, checked = check(
         template, code, tests.texts, limits, tests.entry, any(map(_NUMPY.search, (code, *tests.texts)))
     )
