@@ -73,13 +73,14 @@ def test_a_folder_of_splits(train: list[str], test: str, write: Callable[..., Pa
         write(tmp_path / name.rpartition("/")[0] / "cache-1f.arrow", [gcd_row(99)])  # of a map of datasets
     write(tmp_path / test, [gcd_row(9)])
     assert texts(all_prompts(tmp_path)) == ALL
-    assert texts(all_prompts(tmp_path, "data.split=test")) == ["gcd(9,19)="]
-    start = f"data.source = {str(tmp_path)!r} has no split 'dev'; set data.split to one of test, train"
-    assert refusal(tmp_path, "data.split=dev").startswith(start)
+    for name in train:
+        (tmp_path / name).unlink()
+    start = f"data.source = {str(tmp_path)!r} has no split 'train'; give a pattern such as FOLDER/**/*validation* for "
+    assert refusal(tmp_path).startswith(f"{start}the files of one of test, or give")
 
 
 def test_an_evaluation_reads_the_split_called_test_and_tells_how_to_read_another(tmp_path: Path) -> None:
-    folder = tmp_path / "aime; set data.split to one of data.source"  # no text of it is taken for the message's
+    folder = tmp_path / "aime; give one of data.source"  # no text of it is taken for the message's
     write_parquet(folder / "train.parquet", FIRST)
     write_parquet(folder / "validation.parquet", SECOND)
     config, no_check = load_config(TINY), lambda _: ""

@@ -21,7 +21,6 @@ from tlt_hpc.config.fields import (
     PositiveSeconds,
     Section,
     Seed,
-    SomeLabel,
     SomePath,
     Text,
     Unit,
@@ -115,9 +114,8 @@ class DataSection(Section):
 
     source: SomePath | Annotated[tuple[SomePath, ...], Field(strict=False, min_length=1, max_length=MAX_ITEMS)]
     """``embedded:gcd``; a .jsonl, .parquet or .arrow file, a list of files, or a pattern (``data/*.parquet``); a folder
-    of the Hugging Face hub or of ``datasets``; or ``reasoning-gym:NAME``. ``~`` and ``$NAME`` are expanded."""
-    split: SomeLabel = "train"
-    """Split to read from a folder that has several."""
+    of the Hugging Face hub or of ``datasets`` (the split ``train``); or ``reasoning-gym:NAME``. ``~`` and ``$NAME`` are
+    expanded."""
     prompt_key: ColumnName = ""
     """Column of the prompt, a text or a list of messages; dots select a field (``input.text``). Empty: the first that
     exists of ``prompt``, ``problem``, ``question``, ``messages``."""

@@ -46,12 +46,6 @@ def check_path(path: str) -> str:
     return path
 
 
-def _check_label(label: str) -> str:
-    if not label.isprintable():
-        raise PydanticCustomError(REMEDY, "control characters cannot be shown; leave them out")
-    return label
-
-
 def zero_or_from(least: float, most: float) -> AfterValidator:
     """Refuse a number between 0, which has a meaning of its own, and ``least``."""
 
@@ -85,8 +79,6 @@ PositiveSeconds = Annotated[float, Field(ge=1e-3, le=MAX_SECONDS), Unit("s")]
 
 FilePath = Annotated[str, Field(max_length=MAX_PATH_BYTES), AfterValidator(check_path)]
 SomePath = Annotated[str, Field(min_length=1, max_length=MAX_PATH_BYTES), AfterValidator(check_path)]
-SomeLabel = Annotated[str, Field(min_length=1, max_length=128), AfterValidator(_check_label)]
-"""A name that is shown."""
 ColumnName = Annotated[str, Field(max_length=1024)]
 Text = Annotated[str, Field(max_length=100_000)]
 """A fixed part of a prompt."""

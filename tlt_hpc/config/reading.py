@@ -82,23 +82,30 @@ def find_problems(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Conf
 
 
 def load_saved_config(path: Path) -> Config:
-    """Read the configuration that a run has saved, without removed keys whose value is what always holds now.
+    """Read the configuration that a run has saved.
 
     Raises:
         ConfigError: as ``load_config``.
     """
     try:
         tree = _read_tree(path, ())
-        for key, value in _NOW_CONSTANT.items():
-            section, _, name = key.partition(".")
-            if isinstance(keys := tree.get(section), dict) and keys.get(name) == value:
-                del keys[name]
+        _leave_out_removed(tree)
         return parse_config(tree)
     except ConfigError as error:
         raise ConfigError(
             f"{path}, which the run saved: {error} (in that file; if another version wrote it, open the run with its "
             f"commit{_commit(path)})"
         ) from None
+
+
+def _leave_out_removed(tree: dict[str, Any]) -> None:
+    """Take removed keys out of a saved tree whose values are constant now."""
+    for key, constant in _CONSTANT_NOW.items():
+        section, name = key.split(".")
+        saved = tree.get(section)
+        is_removed = name not in SECTIONS[section].model_fields
+        if is_removed and isinstance(saved, dict) and name in saved and constant in (_ANY, saved[name]):
+            del saved[name]
 
 
 def _commit(path: Path) -> str:
@@ -249,6 +256,7 @@ def _shown(value: Any) -> str:
 _REMOVED = {
     "algorithm.correction_bounds": "use algorithm.rollout_correction = {icepop = [0.25, 8.0]}",
     "algorithm.overlong_buffer": "it is called algorithm.overlong",
+    "data.split": "training reads the split 'train' of a folder; give another's folder in data.source, or a pattern",
     "drafter.average_merges": "it is always 5 now; leave it out",
     "drafter.loss": "it follows from drafter.form now; leave it out",
     "drafter.min_idle": "it is always 1 now; leave it out",
@@ -256,6 +264,7 @@ _REMOVED = {
     "evaluation.pass_k": "use evaluation.samples",
     "evaluation.split": "evaluation reads the split 'test'; give other files by a pattern in evaluation.sources",
     "optimizer.offload_parameters": "use optimizer.offload = 'parameters'",
+    "optimizer.weight_decay": "it is always 0 now; leave it out",
     "reward.format_weight": "use reward.weights = {answer = 1 - w, format = w} for format_weight = w",
     "reward.function": "leave it out, and name a function itself in reward.default or reward.by_source",
     "reward.memory_mb": "it is always 1024 now; leave it out",
@@ -266,14 +275,25 @@ _REMOVED = {
     "tracking": "use run.trackers = ['tensorboard', 'wandb', 'wandb-offline', 'mlflow', 'trackio'], or some of them",
 }
 """Keys and sections that jobs and saved runs of earlier commits have, and what to do instead."""
-_NOW_CONSTANT: dict[str, Any] = {
-    "drafter.average_merges": 5,
-    "drafter.min_idle": 1,
+
+_ANY = object()
+_CONSTANT_NOW = {
+    "checkpoint.keep_responses_seconds": _ANY,
+    "checkpoint.replay": _ANY,
+    "data.split": "train",
+    "drafter.micro_step_seconds": _ANY,
+    "drafter.train": True,
+    "lora.targets": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+    "optimizer.weight_decay": 0.0,
     "reward.memory_mb": 1024,
-    "reward.tolerance": 1e-6,
-    "rollout.page_size": 128,
+    "rollout.min_new_tokens": 0,
+    "rollout.min_p": 0.0,
+    "warmup.init": _ANY,
+    "warmup.learning_rate": _ANY,
+    "warmup.validate_every": _ANY,
+    "warmup.validation_prompts": _ANY,
 }
-"""Removed keys with the value that always holds now: a saved run that has it continues."""
+"""Removed keys of saved runs, and the value with which such a run continues as before: ``_ANY`` changes no token."""
 
 
 def closest(location: list[str]) -> str:

@@ -46,7 +46,6 @@ class EvaluationSection(Section):
     every_steps: StepCount = 0
     """Evaluate every this many training steps and at the end. 0: never."""
 
-    split: ClassVar[str] = "test"
     seed: ClassVar[int] = 0
     """Seed of the sampled answers and of ``limit``: the same for all runs, so that their figures can be compared."""
 

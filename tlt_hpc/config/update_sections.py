@@ -174,12 +174,10 @@ class LoraSection(Section):
 
 
 class OptimizerSection(Section):
-    """AdamW of the policy, with betas of 0.9 and 0.999, and how its work is spread over ranks and memory."""
+    """AdamW of the policy (betas 0.9 and 0.999, no weight decay), and how its work is spread over ranks and memory."""
 
     learning_rate: LearningRate = 1e-6
     """Highest learning rate."""
-    weight_decay: Annotated[float, Field(ge=0.0, le=100.0)] = 0.0
-    """Decoupled weight decay."""
     max_grad_norm: Annotated[float, Field(ge=0.0, le=1e9), zero_or_from(1e-6, 1e9)] = 1.0
     """Gradients are scaled down to this norm. 0: no clipping."""
     warmup_steps: Count = 0
@@ -208,11 +206,6 @@ class OptimizerSection(Section):
         return device == "cuda" if self.gradient_checkpointing == "auto" else self.gradient_checkpointing
 
     def problems(self) -> Iterator[str]:
-        if self.freeze_router and self.weight_decay:
-            yield (
-                f"optimizer.freeze_router = true with optimizer.weight_decay = {self.weight_decay}, which shrinks all "
-                "weights; use optimizer.weight_decay = 0"
-            )
         if self.offload == "parameters" and self.zero_stage < 3:
             yield (
                 f"optimizer.offload = 'parameters' with optimizer.zero_stage = {self.zero_stage}: only stage 3 shards "

@@ -92,7 +92,7 @@ def open_reader(
     Raises:
         ConfigError: as ``PromptReader``.
     """
-    changed: dict[str, object] = {"source": source, "split": config.evaluation.split}
+    changed: dict[str, object] = {"source": source}
     if not source.startswith(TASK_PREFIX):
         changed["task_args"] = {}
     return PromptReader(config.data.model_copy(update=changed), _TASK_SEED, tokenizer, chat, check, EVALUATED)

@@ -69,19 +69,19 @@ def data_files(data: DataSection, key: str = TRAINED) -> list[Path]:
     sources = (data.source,) if isinstance(data.source, str) else data.source
     if isinstance(data.source, str) and (data.source == EMBEDDED_TASK or data.source.startswith(TASK_PREFIX)):
         return []
-    files = [path for source in sources for path in _files_of(source, data.split, key)]
+    files = [path for source in sources for path in _files_of(source, key)]
     for path in files:
         if path.suffix not in (*_JSONL, *_IN_FOLDERS):
             raise ConfigError(f"{key}: {path} is of an unknown kind", _choice(key))
     return files
 
 
-def _files_of(source: str, split: str, key: str) -> list[Path]:
+def _files_of(source: str, key: str) -> list[Path]:
     path = Path(os.path.expandvars(source)).expanduser()
     if path.is_file():
         return [path]
     if path.is_dir():
-        return _files_in(path, split, key)
+        return _files_in(path, key)
     if set("*?[") & set(str(path)):
         matches = Path(path.anchor).glob(str(path.relative_to(path.anchor)))
         if files := sorted(match for match in matches if match.is_file()):
@@ -97,8 +97,11 @@ def _files_of(source: str, split: str, key: str) -> list[Path]:
     raise ConfigError(f"{key} = {source!r} does not exist", remedy)
 
 
-def _files_in(folder: Path, split: str, key: str) -> list[Path]:
-    """The files of one split: shards as on the hub or from ``save_to_disk``, or files whose names tell no split."""
+def _files_in(folder: Path, key: str) -> list[Path]:
+    """The files of the split for training or for evaluation: shards as on the hub or from ``save_to_disk``, or files
+    whose names tell no split.
+    """
+    split = "test" if key == EVALUATED else "train"
     found = _data_files(folder)
     splits = _splits(found)
     if not found or splits:
@@ -110,10 +113,10 @@ def _files_in(folder: Path, split: str, key: str) -> list[Path]:
         splits = splits or sorted(path.name for path in folder.iterdir() if path.is_dir() and _data_files(path))
         if not splits:
             raise ConfigError(f"{key} = {str(folder)!r} has no data file", _choice(key))
-        way = "set data.split to"
-        if key == EVALUATED:  # whose split is fixed
-            way = "give a pattern such as FOLDER/**/*validation* for the files of"
-        remedy = f"{way} one of {', '.join(splits)}, or give one of its folders"
+        remedy = (
+            f"give a pattern such as FOLDER/**/*validation* for the files of one of {', '.join(splits)}, "
+            "or give one of its folders"
+        )
         raise ConfigError(f"{key} = {str(folder)!r} has no split {split!r}", remedy)
     return chosen
 

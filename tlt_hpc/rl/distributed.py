@@ -336,6 +336,6 @@ def _make_optimizer(model: torch.nn.Module, settings: OptimizerSection, offloade
         model.parameters(),
         lr=settings.learning_rate,
         eps=ADAM_EPSILON,
-        weight_decay=settings.weight_decay,
+        weight_decay=0.0,
         fused=offloaded or None,  # on host memory as fast as DeepSpeed's, which each node would compile first
     )
