@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from decimal import Decimal
+from pathlib import Path
 
 import pytest
 from data_sets import (
@@ -94,77 +95,25 @@ def test_columns_that_are_found(names, tmp_path):
 
 
 GOOD = '{"prompt": "gcd(6,4)=", "answer": 2}'
-FIX = "fix or remove the row"
-SURROGATE = "has half of a surrogate pair; fix the row"
 
 
 def chat(*messages: object) -> dict[str, object]:
     return {"prompt": list(messages), "answer": "1"}
 
 
-@pytest.mark.parametrize(
-    ("row", "reason"),
-    [
-        ("{", "no JSON object (Expecting property name"),
-        (
-            '{"prompt": "1", "answer": 2\n\n',
-            "no JSON object (Expecting ',' delimiter: line 1 column 28 (char 27)); each line must be one: fix or",
-        ),
-        ("[" * 100_000, "no JSON object (it is nested too deep)"),
-        ('{"prompt": "1", "answer": ' + "9" * 5000 + "}", "no JSON object (Exceeds the limit"),
-        ({"text": "1=", "answer": "3"}, "has no 'prompt' or 'problem' or 'question' or 'messages', but answer, text; "),
-        ({"prompt": "1="}, "has no 'reward_model.ground_truth' or 'answer' or 'ground_truth', but prompt; fix or "),
-        ({"prompt": "1=", "answer": None}, f"'answer' is null; {FIX}"),
-        ('{"prompt": "1", "answer": NaN}', f"'answer' is nan; {FIX}"),
-        (verl_row(6) | {"reward_model": {"ground_truth": None}}, f"'reward_model.ground_truth' is null; {FIX}"),
-        ('{"prompt": "1\\ud800", "answer": 2}', SURROGATE),
-        ('{"prompt": "1", "answer": 1, "extra_info": {"\\udc00": 1}}', SURROGATE),
-        (chat(), "the prompt is empty; fix or remove the row"),
-        ({"prompt": "", "answer": 2}, "the prompt is empty; fix or remove the row"),
-        ({"prompt": 3, "answer": 2}, "the prompt is no text and no list of messages but '3'; fix the row"),
-        (chat({"role": "user"}), "message 0: \"{'role': 'user'}\" needs 'role' and 'content', both texts; "),
-        (chat({"role": "user", "content": "1"}, {"role": "user", "content": 3}), "message 1: "),
-        (
-            chat({"role": "human", "content": "1="}),
-            "message 0: role 'human' is none of system, user, assistant, tool, ",
-        ),
-        (
-            chat({"role": "user", "content": "1="}, {"role": "assistant", "content": "1"}),
-            "the prompt ends with a message of the assistant, so with an answer; cut it off, or set data."
-            "template_args = {continue_final_message = true} if the response is to continue it",
-        ),
-        (
-            chat({"role": "user", "content": [{"type": "text", "text": "1"}, {"type": "image", "image": "a.png"}]}),
-            "message 0: content has a part of type 'image', and only parts of type 'text' with a text are read; fix",
-        ),
-        (
-            chat({"role": "user", "content": [{"type": "text"}]}),
-            "message 0: content has \"{'type': 'text'}\", and only",
-        ),
-        (
-            chat({"content": [{"type": "text", "text": "1="}]}),
-            "message 0: \"{'content': [{'type': 'text', 'text': '1='}]}\" needs 'role' and 'content', both ",
-        ),
-        (chat({"role": ["user"], "content": [{"type": "text", "text": "1="}]}), "message 0: "),
-        (chat({"role": "user", "content": ["1="]}), "message 0: content has '1=', and only parts of type 'text'"),
-        (chat({"role": "user", "content": []}), "message 0: \"{'role': 'user', 'content': []}\" needs 'role' and "),
-        ({"prompt": "1=", "answer": "1", "tools": [{"name": "f"}]}, "has 'tools', and a run calls no tools; leave the"),
-        (
-            {"prompt": str([{"role": "user", "content": "1="}]), "answer": "1"},
-            "the prompt \"[{'role': 'user', 'content': '1='}]\" is messages as text and no JSON; write a list",
-        ),
-        (
-            {"prompt": '[{"role": "user", "content": "1="}\n {"role": "user", "content": "1="}]', "answer": "1"},
-            'the prompt \'[{"role": "user", "content": "1="}\\n {"ro\' is messages as text and no JSON; write a list',
-        ),
-        ({"prompt": '[{"role": "human", "content": "1="}]', "answer": "1"}, "message 0: role 'human' is none of "),
-    ],
-)
-def test_a_broken_row_is_named_by_file_and_line(row, reason, tmp_path):
-    path = write_jsonl(tmp_path / "data.jsonl", [GOOD, "", row])
+LONG_ROWS = [
+    {"row": "[" * 100_000, "reason": "no JSON object (it is nested too deep)"},
+    {"row": '{"prompt": "1", "answer": ' + "9" * 5000 + "}", "reason": "no JSON object (Exceeds the limit"},
+]
+BROKEN = [json.loads(line) for line in Path(__file__).with_name("broken_rows.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("case", [*BROKEN, *LONG_ROWS], ids=lambda case: case["reason"][:40])
+def test_a_broken_row_is_named_by_file_and_line(case, tmp_path):
+    path = write_jsonl(tmp_path / "data.jsonl", [GOOD, "", case["row"]])
     with pytest.raises(RowError) as caught:
         open_data(path)
-    assert str(caught.value).startswith(f"{path}:3: {reason}") and "\n" not in str(caught.value)
+    assert str(caught.value).startswith(f"{path}:3: {case['reason']}") and "\n" not in str(caught.value)
     (error,) = inspect(reader_of(path), 16).broken
     assert str(error) == str(caught.value)
 

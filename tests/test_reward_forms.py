@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 
 from tlt_hpc.rewards import text as texts
+from tlt_hpc.rewards.answer import Verdict
+from tlt_hpc.rewards.final_answer import answer_in, find_answer
+from tlt_hpc.rewards.judge import truth_problem
 from tlt_hpc.rewards.mathematics import equal_as_mathematics
 
 _LINES = (Path(__file__).parent / "reward_forms.txt").read_text(encoding="utf-8").splitlines()
@@ -21,6 +24,11 @@ _WRAPPINGS = (
 )
 
 
+def _lines(*kinds: str) -> list[str]:
+    """Lines of these kinds: kind, verdict, truth, response and, where it was cut off, a fifth word."""
+    return [line for line in _LINES if line.partition("\t")[0] in kinds]
+
+
 def _forms() -> Iterator[tuple[str, str, str]]:
     """A truth, a sign and an answer."""
     for line in _LINES:
@@ -29,17 +37,31 @@ def _forms() -> Iterator[tuple[str, str, str]]:
             yield from ((truth, sign, answer) for sign, answer in zip(rest[::2], rest[1::2], strict=True))
 
 
-@pytest.mark.parametrize("line", [line for line in _LINES if "\t" in line])
+@pytest.mark.parametrize("line", _lines("math", "numeric", "choice", "boxed", "format"))
 def test_responses_have_their_verdict(line: str) -> None:
     kind, verdict, truth, response, *cut = line.split("\t")
     response, is_finished = response.replace("\u23ce", "\n"), not cut
     found = {
         "math": lambda: equal_as_mathematics(response, truth, is_finished),
         "numeric": lambda: texts.numeric(response, truth, is_finished),
-        "choice": lambda: texts.choice(response, truth),
+        "choice": lambda: texts.choice(response, truth, is_finished),
         "boxed": lambda: texts.boxed(response, truth),
+        "format": lambda: Verdict(texts.tags(response, truth.split())),
     }[kind]()
     assert found.reward == (verdict == "right"), found
+
+
+@pytest.mark.parametrize("line", _lines("truth"))
+def test_an_answer_of_the_data_must_be_right_by_its_own_kind(line: str) -> None:
+    _, verdict, kind, truth = line.split("\t")
+    assert (truth_problem(kind, truth) == "") == (verdict == "right")
+
+
+@pytest.mark.parametrize("line", _lines("answer"))
+def test_which_part_of_a_response_is_its_answer(line: str) -> None:
+    _, what, answer, response = line.split("\t")
+    found = find_answer(response.replace("\u23ce", "\n"))
+    assert (answer_in(found) if found else None) == (answer if what == "read" else None)
 
 
 @pytest.mark.parametrize("number", range(len(_WRAPPINGS)))
