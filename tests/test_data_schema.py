@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
 
@@ -71,6 +72,8 @@ def test_a_function_gets_the_list_of_the_row(truth, tmp_path):
     answer = Answer("a.py:f", prompt.source, "", prompt.answer, prompt.extra)
     call_function(lambda **each: given.append(each["ground_truth"]), answer)
     assert given == [truth]
+    call_function(lambda **each: given.append(each["ground_truth"]), replace(answer, truth="of another column"))
+    assert given[1:] == ["of another column"]
 
 
 def test_an_answer_of_a_decimal_column(tmp_path):

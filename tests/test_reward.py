@@ -38,31 +38,26 @@ def test_the_form_is_mixed_into_every_other_kind() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "failure", "wanted"),
+    ("kind", "truth", "failure", "wanted"),
     [
-        ("code", Failure.CPU, -0.25),
-        ("code", Failure.UNREADABLE, -0.25),
-        ("math", Failure.CPU, -0.25),
-        ("math", Failure.SIZE, -0.25),
-        ("math", Failure.UNREADABLE, 0.0),
-        ("math", Failure.WALL, 0.0),
-        ("a.py:f", Failure.CPU, 0.0),
+        ("code", "assert f(1) == 1", Failure.CPU, -0.25),
+        ("code", "assert f(1) == 1", Failure.UNREADABLE, -0.25),
+        ("code", "f(1)", Failure.UNREADABLE, 0.0),
+        ("math", "1", Failure.CPU, -0.25),
+        ("math", "1", Failure.SIZE, -0.25),
+        ("math", "1", Failure.UNREADABLE, 0.0),
+        ("math", "1", Failure.WALL, 0.0),
+        ("a.py:f", "1", Failure.CPU, 0.0),
     ],
 )
 def test_a_response_that_fails_has_the_other_parts_of_a_wrong_answer(
-    kind: str, failure: Failure, wanted: float, monkeypatch: pytest.MonkeyPatch
+    kind: str, truth: str, failure: Failure, wanted: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else it could have more than one that is wrong, where a part is negative; it is still said to have failed."""
     monkeypatch.setattr("tlt_hpc.rewards.judge._judge", lambda *_: Verdict(0.0, failure))
     settings = RewardSection(default="code", format_tags=("think",), weights={"format": -0.25})
-    found = judge(Answer(kind, "a", "<think></think>", "assert f(1) == 1"), settings)
+    found = judge(Answer(kind, "a", "<think></think>", truth), settings)
     assert (found.reward, found.failure) == (wanted, failure)
-
-
-def test_tests_that_cannot_be_read_leave_no_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tlt_hpc.rewards.judge._judge", lambda *_: Verdict(0.0, Failure.UNREADABLE))
-    settings = RewardSection(default="code", format_tags=("think",), weights={"format": -0.25})
-    assert judge(Answer("code", "a", "<think></think>", "f(1)"), settings) == Verdict(0.0, Failure.UNREADABLE)
 
 
 def test_an_evaluation_measures_the_answer_alone() -> None:

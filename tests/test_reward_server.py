@@ -23,7 +23,7 @@ from tlt_hpc.cluster.watch.beat import BEAT
 from tlt_hpc.config import RewardSection, UserError
 from tlt_hpc.rewards.answer import Answer, Failure, FrameBuffer, Verdict, pack
 from tlt_hpc.rewards.client import RewardClient, server_environment
-from tlt_hpc.rewards.functions import call_function, load_functions
+from tlt_hpc.rewards.functions import load_functions
 
 OWN = """
 import os, signal, sys, time
@@ -410,14 +410,6 @@ def test_the_server_gets_the_variables_that_python_needs_and_no_other(
         monkeypatch.setenv(name, value)
     with closing(client_of(own)) as client:
         assert "swordfish" not in Path(f"/proc/{client._process.pid}/environ").read_text()
-
-
-def test_a_function_gets_verls_tables_and_lists_as_they_are() -> None:
-    given = []
-    extra = json.dumps({"reward_model": {"ground_truth": {"target": 98, "numbers": [44, 19, 35]}}})
-    for truth in ('{"target": 98, "numbers": [44, 19, 35]}', "98"):  # the second is of another column
-        call_function(lambda **each: given.append(each["ground_truth"]), Answer("a.py:f", "own", "", truth, extra))
-    assert given == [{"target": 98, "numbers": [44, 19, 35]}, "98"]
 
 
 # --- mathematics ---

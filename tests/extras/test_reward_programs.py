@@ -27,6 +27,10 @@ CODE = RewardSection(default="code", cpu_seconds=4.0)
 LIMITED = RewardSection(default="code", cpu_seconds=0.5)
 
 
+def rows_of(name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in Path(__file__).with_name(name).read_text("utf-8").splitlines()]
+
+
 @pytest.fixture(scope="module")
 def template() -> Iterator[Template]:
     with closing(working_template()) as template:
@@ -58,7 +62,6 @@ def test_all_programs_are_judged_right(template: Template, seed: int) -> None:
     assert number >= 1500 and wrong == []
 
 
-EXAMPLES = [json.loads(line) for line in Path(__file__).with_name("program_examples.jsonl").read_text().splitlines()]
 ONES = "1" * 4999
 LONG = [
     {"program": "print(int('1'*5000)+1)", "tests": {"inputs": [""], "outputs": [f"{ONES}2"]}, "expected": "right"},
@@ -72,7 +75,7 @@ LONG = [
 def test_examples_have_their_verdict(template: Template) -> None:
     """Forms of tests, and traps, that the generator does not write; ``detail`` is a part of what the verdict says."""
     wrong = []
-    for row in (*EXAMPLES, *LONG):
+    for row in (*rows_of("program_examples.jsonl"), *LONG):
         truth = row["tests"] if isinstance(row["tests"], str) else json.dumps(row["tests"])
         verdict = passes_tests(f"```python\n{row['program']}\n```", truth, CODE, template)
         found = verdict.failure or ("right" if verdict.reward else "wrong")
@@ -102,28 +105,9 @@ def test_a_long_program_is_shortened(template: Template) -> None:
 FENCE = "```"
 
 
-@pytest.mark.parametrize(
-    ("text", "program"),
-    [
-        (f"1. So:\n   {FENCE}python\n   if n:\n       m\n   {FENCE}", "if n:\n    m\n"),
-        (f"- {FENCE}python\n  n\n  {FENCE}\n- x", "n\n"),
-        ("~~~python\nn\n```\n~~~\nx", "n\n```\n"),
-        (f"{FENCE}`python\nn\n{FENCE}\nm\n{FENCE}`\nx", f"n\n{FENCE}\nm\n"),
-        (f'{FENCE}python\n"""\n{FENCE}\nx\n{FENCE}\n"""\nn\n{FENCE}\nx', f'"""\n{FENCE}\nx\n{FENCE}\n"""\nn\n'),
-        (f"{FENCE}python\nx = '''\n{FENCE}\nlost", "x = '''\n"),
-        (f"{FENCE}python\nn", "n"),
-        (f"{FENCE}python\nn{FENCE}", "n"),
-        (f"> {FENCE}python\n> if n:\n>     m\n> {FENCE}", "if n:\n    m\n"),
-        (f"{FENCE}markdown\n~~~py\nn\n~~~\n{FENCE}", "n\n"),
-        (f"{FENCE}{{.python}}\nn\n{FENCE}", "n\n"),
-        (f"{FENCE}Python 3.11\nn\n{FENCE}\n{FENCE}\nout\n{FENCE}", "n\n"),
-        ("a\n```python\nx\n```\nb\n```py\ny\n```\n```\nout\n```", "y\n"),
-        ("x = 1", "x = 1"),
-        (f"<think>{FENCE}\n{FENCE}python\nlost (\n</think>\n{FENCE}python\nn\n{FENCE}", "n\n"),
-    ],
-)
-def test_the_program_of_a_response(text: str, program: str) -> None:
-    assert extract_program(text) == program
+@pytest.mark.parametrize("row", rows_of("program_responses.jsonl"))
+def test_the_program_of_a_response(row: dict[str, str]) -> None:
+    assert extract_program(row["response"]) == row["program"]
 
 
 @pytest.mark.parametrize(

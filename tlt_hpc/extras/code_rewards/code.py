@@ -72,13 +72,14 @@ def _hold(code: str, tests: Tests, settings: RewardSection, template: Template) 
         if verdict := _not_judged(outcome, outcome.cpu_seconds, settings):
             return verdict
     report: dict[str, Any] = json.loads(checked.output) if checked.output else {"trouble": _gave(checked)}
+    trouble = report["trouble"].replace("\n", " ")  # errors of numpy have several lines
     if program.status != 0 or report.get("is_silent"):
-        is_over = any(error in report["trouble"] for error in ("BrokenPipeError: ", "ConnectionResetError: "))
-        why = "before a test called it, as by an error of syntax or import" if is_over else report["trouble"]
+        is_over = any(error in trouble for error in ("BrokenPipeError: ", "ConnectionResetError: "))
+        why = "before a test called it, as by an error of syntax or import" if is_over else trouble
         return Verdict(0.0, detail=f"the program {_gave(program)}: {why}"[: 3 * _SHOWN])
-    if report["trouble"] and not report.get("is_unreadable"):
-        return Verdict(0.0, detail=f"test {report.get('held', 0) + 1}: {report['trouble']}")
-    trouble = report["trouble"] or ("" if report["held"] else "no assertion was executed")
+    if trouble and not report.get("is_unreadable"):
+        return Verdict(0.0, detail=f"test {report.get('held', 0) + 1}: {trouble}")
+    trouble = trouble or ("" if report["held"] else "no assertion was executed")
     if trouble or not report["answers"]:
         return Verdict(0.0, Failure.UNREADABLE, f"tests {tests.texts[0][:80]!r}: {trouble or 'nothing was called'}")
     return Verdict(1.0)
