@@ -45,7 +45,7 @@ class RewardClient:
         self._waiting: deque[int] = deque()
         self._at_server: dict[int, None] = {}
         self._answers: dict[int, Answer] = {}
-        """Of all that have no verdict yet."""
+        """Those without a verdict, by number."""
         self._verdicts: dict[int, Verdict] = {}
         self._suspects: set[int] = set()
         """Answers that the server had when it died, until they have a verdict."""
@@ -190,7 +190,7 @@ class RewardClient:
             return self._process.wait()
 
     def _has_room(self) -> bool:
-        """Whether the server may have one more answer: one at a time while it may die of them."""
+        """True if the server may have one more answer: one at a time while it may die of them."""
         if not self._waiting or not self._is_ready:
             return False
         if self._suspects:

@@ -169,7 +169,7 @@ class Scorer:
         return {**figures, **failed, **waited}
 
     def _means_of_parts(self) -> dict[str, float]:
-        """Of the verdicts that have parts, and how many these are; empty without ``reward.weights``."""
+        """The means of the parts of verdicts, and how many verdicts have parts; empty without ``reward.weights``."""
         if not self._judge.settings.weights:
             return {}
         parts = [verdict.parts for verdict in self._verdicts.values() if verdict.parts]

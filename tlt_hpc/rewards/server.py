@@ -62,7 +62,7 @@ class Worker:
     number: int
     answer: Answer
     failed: Verdict | None
-    """What is known of the answer: it only has its other parts found."""
+    """The verdict of an answer that failed before: only its other parts are found."""
     pid: int
     verdict_fd: int
     started: float

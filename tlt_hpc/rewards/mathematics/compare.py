@@ -108,7 +108,7 @@ class AnswerComparison:
         return is_pair and self._same_condition(given, wanted, either_sign=True)
 
     def _same_condition(self, given: Node, wanted: Node, either_sign: bool) -> bool:
-        """Whether the differences of the sides are one a constant multiple of the other."""
+        """True if the difference of one's sides is a constant multiple of that of the other's."""
         first, second = (difference(node) for node in (given, wanted))
         names = symbols_of(first) | symbols_of(second)
         if not names or any(name.startswith("set ") for name in names):
@@ -150,7 +150,7 @@ class AnswerComparison:
         return self._in_order(given.parts, wanted.parts)
 
     def _is_turned(self, given: Node, wanted: Node) -> bool:
-        """Whether two chains have the same sides, in one direction or the other."""
+        """True if two chains have the same sides, in one direction or the other."""
         mirror = {"<": ">", ">": "<", "<=": ">=", ">=": "<="}
         backwards = " ".join(mirror.get(sign, sign) for sign in reversed(given.name.split()))
         if given.name == wanted.name and self._in_order(given.parts, wanted.parts):
@@ -161,7 +161,7 @@ class AnswerComparison:
         return len(given) == len(wanted) and all(map(self.same, given, wanted))
 
     def _in_any_order(self, given: Sequence[Node], wanted: Sequence[Node]) -> bool:
-        """Whether each has an equal one on the other side; repeated elements of a set count once."""
+        """True if each part has an equal one on the other side; repeated elements of a set count once."""
         return all(any(self.same(each, other) for other in wanted) for each in given) and all(
             any(self.same(each, other) for each in given) for other in wanted
         )
@@ -208,7 +208,7 @@ def _in_order_of_names(node: Node) -> tuple[Node, ...] | None:
 
 
 def _named_value(node: Node) -> Node | None:
-    """What an equation says that its first side is; the node itself if it is no equation; None: no value."""
+    """The value that an equation gives its first side; the node itself if it is no equation; None: no value."""
     if not is_equation(node):
         return node
     sides, signs = list(node.parts), node.name.split()
@@ -235,7 +235,7 @@ def _said_value(node: Node) -> Node | None:
 
 
 def _have_one_value(first: Node, second: Node) -> bool:
-    """Whether two sides of an equation have one value."""
+    """True if two sides of an equation have one value."""
     return AnswerComparison().same(first, second)
 
 
@@ -251,7 +251,7 @@ def _at_one_point(ratio: Node, names: frozenset[str]) -> Fraction | None:
 
 
 def _is_rounded(given: Node, wanted: Node) -> bool:
-    """Whether one is a decimal, and the other no decimal and no integer, whose value it has to the digits it shows."""
+    """True if one is a decimal that shows the value of the other, no decimal and no integer, to its last digit."""
     one, other = decimal_of(given), decimal_of(wanted)
     rounded, full = (one, wanted) if one is not None else (other, given)
     least = _MIN_DIGITS if one is not None else _MIN_DIGITS_OF_DATA

@@ -24,7 +24,7 @@ from tlt_hpc.rewards.mathematics.units import unit_name
 
 MAX_CHARACTERS = 5000
 _MAX_DIGITS = 4300
-"""Of a number: Python reads no more."""
+"""Digits of a number: Python reads no more."""
 _MAX_DEPTH = 40
 _MAX_PRODUCT = 4
 """Letters that are read as a product of variables; a longer word is none."""
@@ -52,6 +52,11 @@ class _Parser(TokenReader):
         self._in_builder = False
 
     def whole(self) -> Node:
+        """The tree of all tokens.
+
+        Raises:
+            UnreadableError: they are none of the grammar's.
+        """
         node = self._list()
         if self._place < len(self._tokens):
             raise UnreadableError(self._next().text)
@@ -232,7 +237,7 @@ class _Parser(TokenReader):
         return self._argument()
 
     def _argument(self) -> Node:
-        """What a command takes: a group, or one digit, letter or command."""
+        """The argument of a command: a group, or one digit, letter or command."""
         token = self._next()
         if self._is("{"):
             return self._braces()
@@ -382,7 +387,7 @@ class _Parser(TokenReader):
         return self._from(start, "abs", node)
 
     def _items(self, start: int, left: str) -> Node:
-        """What stands in brackets: a list, one value, or a set by its condition."""
+        """The content of brackets: a list, one value, or a set by its condition."""
         wanted = ("]", ")") if left in ("(", "[") else (CLOSING[left],)
         bars, self._bars = self._bars, 0
         if self._is(*wanted):

@@ -1,4 +1,4 @@
-"""What the parts of an answer are, and other forms of the same part, for the comparison."""
+"""Tells the kinds of parts of an answer apart, and rewrites a part in other forms, for the comparison."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _signed_source(source: str, sign: str) -> str:
 
 
 def _names_of_tuple(node: Node) -> bool:
-    """Whether it is (x, y) = (1, 2)."""
+    """True for an equation of tuples such as (x, y) = (1, 2)."""
     if not is_equation(node) or len(node.parts) != 2 or {part.kind for part in node.parts} != {"group"}:
         return False
     names, values = node.parts

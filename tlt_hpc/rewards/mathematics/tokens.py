@@ -116,7 +116,7 @@ class TokenReader:
         self._tokens[self._place : self._place + 1] = parts
 
     def _is_plain(self) -> bool:
-        """Whether the whole text is no LaTeX, where 2^10 has an exponent of two digits."""
+        """True if the whole text is no LaTeX, where 2^10 has an exponent of two digits."""
         return "\\" not in self._text
 
     def _from(self, start: int, kind: str, *parts: Node, name: str = "", value: Fraction = Fraction(0)) -> Node:
