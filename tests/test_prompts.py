@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import math
 import random
@@ -66,15 +65,9 @@ def test_prompts_of_the_embedded_task_are_known(tmp_path: Path) -> None:
     source = gcd_prompts(tmp_path, count=3)
     assert texts(source.batch(0)) == ["gcd(115,184)=", "gcd(48,324)=", "gcd(374,286)="]
     assert texts(source.refill(0, 2)) == ["gcd(88,242)=", "gcd(60,160)="]
-
-
-def test_prompts_of_the_embedded_task(tmp_path: Path) -> None:
-    for prompt in gcd_prompts(tmp_path, count=50).batch(0):
-        a, b = (int(part) for part in prompt.text[4:-2].split(","))
-        assert GcdProblem(a, b).split == "train"
-        assert prompt.answer == GcdProblem(a, b).answer
-        assert prompt.tokens.dtype == np.int32
-        assert embedded_tokenizer().decode(prompt.tokens.tolist()) == prompt.text
+    assert [prompt.answer for prompt in source.batch(0)] == ["23", "12", "22"]
+    for prompt in source.batch(1):
+        assert prompt.tokens.dtype == np.int32 and embedded_tokenizer().decode(prompt.tokens.tolist()) == prompt.text
 
 
 @pytest.mark.parametrize("count", [1, 3, 10, 25])
@@ -121,23 +114,11 @@ def test_the_configuration_names_the_source(tmp_path: Path) -> None:
 # --- the order of draws ---
 
 
-def by_hand(num_rows: int, seed: int, epoch: int) -> list[int]:
-    """The same with Python's numbers: SplitMix64, as its authors print it, from a start that is a hash."""
-    state = int.from_bytes(hashlib.sha256(f"epoch/{seed}/{epoch}".encode()).digest()[:8], "little")
-    marks = []
-    for _ in range(num_rows):
-        state = (state + 0x9E3779B97F4A7C15) % 2**64
-        z = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 % 2**64
-        z = (z ^ z >> 27) * 0x94D049BB133111EB % 2**64
-        marks.append(z ^ z >> 31)
-    return sorted(range(num_rows), key=marks.__getitem__)
-
-
 def test_the_order_is_the_same_on_every_machine_and_version():
     """Known answers: with another order a resumed run would draw other prompts."""
-    assert shuffled(10, 0, 0).tolist() == by_hand(10, 0, 0) == [1, 0, 9, 7, 5, 8, 3, 2, 6, 4]
-    assert shuffled(10, 0, 1).tolist() == by_hand(10, 0, 1) == [2, 6, 0, 7, 3, 5, 4, 8, 9, 1]
-    assert shuffled(10, 2**63 - 1, 0).tolist() == by_hand(10, 2**63 - 1, 0) == [0, 2, 9, 7, 8, 1, 6, 3, 5, 4]
+    assert shuffled(10, 0, 0).tolist() == [1, 0, 9, 7, 5, 8, 3, 2, 6, 4]
+    assert shuffled(10, 0, 1).tolist() == [2, 6, 0, 7, 3, 5, 4, 8, 9, 1]
+    assert shuffled(10, 2**63 - 1, 0).tolist() == [0, 2, 9, 7, 8, 1, 6, 3, 5, 4]
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=30), st.integers(0, 90), st.integers(0, 20))

@@ -1,4 +1,4 @@
-"""What counts as the right answer by the kinds that read text alone, which kind judges what, how forms are mixed in."""
+"""The kind that judges a response, the text that is judged, the parts of a reward, and the rewards of a step."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from logged import make_rollout
+from smollm2 import smollm2_folder
+from tiny import byte_tokenizer
+from tokenizers import AddedToken, Tokenizer, decoders, models
 
 from tlt_hpc.common.records import Prompt, Rollout, SampleKey
 from tlt_hpc.config import ConfigError, RewardSection, load_config
@@ -15,6 +18,8 @@ from tlt_hpc.plan.inputs import read_assets
 from tlt_hpc.rewards.answer import Answer, Failure, Verdict
 from tlt_hpc.rewards.judge import check_answer, judge, kind_for
 from tlt_hpc.rewards.scorer import Judge, Scorer, Unjudged, joined, standing_judge, without_form
+from tlt_hpc.rewards.text import tags
+from tlt_hpc.run.session import text_of
 
 TINY = Path(__file__).resolve().parent.parent / "jobs" / "tiny.toml"
 BOXED = RewardSection()
@@ -86,26 +91,17 @@ def test_a_source_has_its_own_kind_else_the_first_pattern_else_the_default() -> 
     assert kind_for("gcd", "boxed", {}) == "boxed"
 
 
-@pytest.mark.parametrize(
-    ("content", "name", "message"),
-    [
-        (None, "f", "{path}: No such file or directory; give a file that is there"),
-        ("def g(): pass", "grade", "{path} has no 'grade'; name a function that it has"),
-    ],
-)
-def test_a_function_that_is_not_there_is_named_before_anything_starts(
-    tmp_path: Path, content: str | None, name: str, message: str
-) -> None:
-    path = tmp_path / "own.py"
-    if content is not None:
-        path.write_text(content)
-    for key, overrides in (
-        ("reward.default =", [f"reward.default={path}:{name}"]),
-        ("reward.weights:", [f"reward.weights={{'{path}:{name}'=1}}"]),
+def test_a_function_that_is_not_there_is_named_before_anything_starts(tmp_path: Path) -> None:
+    none, other = tmp_path / "none.py", tmp_path / "other.py"
+    other.write_text("def g(): pass")
+    for spec, reason in (
+        (f"{none}:f", f"{none}: No such file or directory; give a file that is there"),
+        (f"{other}:grade", f"{other} has no 'grade'; name a function that it has"),
     ):
-        with pytest.raises(ConfigError) as caught:
-            read_assets(load_config(TINY, overrides), 1)
-        assert str(caught.value) == f"{key} '{path}:{name}': " + message.format(path=path)
+        for key, override in (("default =", f"default={spec}"), ("weights:", f"weights={{'{spec}'=1}}")):
+            with pytest.raises(ConfigError) as caught:
+                read_assets(load_config(TINY, [f"reward.{override}"]), 1)
+            assert str(caught.value) == f"reward.{key} '{spec}': {reason}"
 
 
 # --- the scorer ---
@@ -259,3 +255,43 @@ def test_only_answers_that_are_compared_and_tests_are_checked() -> None:
     assert problem("code", "assert f(1) == 2") == ""
     with pytest.raises(ValueError, match=r"^reward kind 'code' cannot read the tests '\[\]': "):
         problem("code", "[]")
+
+
+# --- the text of a response ---
+
+
+TAGS = ["<think>", "</think>", "<answer>", "</answer>"]
+TEXT = "<think>a é</think>\n<answer>42</answer>"
+
+
+def read(tokenizer: Tokenizer, text: str) -> str:
+    return text_of(tokenizer, np.array(tokenizer.encode(text, add_special_tokens=False).ids, np.int32))
+
+
+@pytest.mark.parametrize("is_special", [False, True])
+def test_tags_stay_and_control_tokens_do_not(is_special: bool) -> None:
+    tokenizer = byte_tokenizer([TEXT], 300, ["<|im_end|>", "<s>", "</s>", "<end_of_turn>", "<eos>"])
+    tokenizer.add_tokens([AddedToken(tag, special=is_special) for tag in TAGS])
+    found = read(tokenizer, f"<s>{TEXT}<end_of_turn><|im_end|></s><eos>")
+    assert found == TEXT and tags(found, ["think", "answer"]) == 1.0
+
+
+def test_spaces_are_those_of_the_whole_text() -> None:
+    """Decoders of this kind strip a text's first space, so tags must not cut the text into several."""
+    tokenizer = Tokenizer(models.WordLevel({"▁a": 0, "▁b": 1, "?": 2}, unk_token="?"))
+    tokenizer.decoder = decoders.Metaspace()
+    tokenizer.add_special_tokens([AddedToken(name) for name in ("<think>", "</think>", "</s>")])
+    assert text_of(tokenizer, np.array([0, 3, 1, 4, 1, 5])) == "a<think> b</think> b"
+
+
+def test_tokens_that_the_tokenizer_lacks_are_left_out() -> None:
+    """Models may have more rows than their tokenizer has tokens."""
+    tokenizer = byte_tokenizer([TEXT], 300, ["<|im_end|>"])
+    assert text_of(tokenizer, np.array([60000, *tokenizer.encode("a").ids, 2**31 - 1], np.int32)) == "a"
+    assert text_of(tokenizer, np.array([], np.int32)) == ""
+
+
+def test_real_tokenizers_text_is_what_it_was() -> None:
+    tokenizer = Tokenizer.from_file(str(smollm2_folder() / "tokenizer.json"))
+    ids = tokenizer.encode("<|im_start|>assistant\nGrößer 数学 🙂 <think>\\boxed{1}</think><|im_end|>\n<file_sep>").ids
+    assert text_of(tokenizer, np.array(ids)) == tokenizer.decode(ids, skip_special_tokens=True)
