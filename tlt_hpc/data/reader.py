@@ -242,7 +242,7 @@ def split_row(row: Row, data: DataSection, kind: str, where: str) -> RowText:
             "the prompt ends with a message of the assistant, so with an answer; cut it off, or set "
             "data.template_args = {continue_final_message = true} if the response is to continue it",
         )
-    answer = answer_in(row, data, where)
+    answer = answer_of_row(row, data, where)
     source, kept = row.get("data_source"), {name: row[name] for name in _KEPT if row.get(name) is not None}
     try:
         found = RowText(
@@ -260,7 +260,7 @@ def split_row(row: Row, data: DataSection, kind: str, where: str) -> RowText:
     return found
 
 
-def answer_in(row: Row, data: DataSection, where: str) -> Any:
+def answer_of_row(row: Row, data: DataSection, where: str) -> Any:
     """A row's answer.
 
     Raises:

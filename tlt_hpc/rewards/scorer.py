@@ -76,7 +76,7 @@ class Judge:
         kind = self.kind_of(prompt)
         return bool(self.settings.added_functions) or kind in kinds.WORKER_KINDS or is_function(kind)
 
-    def leaves_open(self, prompt: Prompt, failure: str) -> bool:
+    def leaves_unjudged(self, prompt: Prompt, failure: str) -> bool:
         """True if a failure leaves a response to the prompt unjudged; a program that fails is judged by that."""
         return not kinds.is_judged(self.kind_of(prompt), failure)
 
@@ -183,7 +183,7 @@ class Scorer:
             (verdict.failure, verdict.detail)
             for rollout in rollouts
             if (verdict := self._verdicts[rollout.key]).failure is not None
-            and self._judge.leaves_open(self._prompt_of(rollout), verdict.failure)
+            and self._judge.leaves_unjudged(self._prompt_of(rollout), verdict.failure)
         ]
         return Unjudged(len(rollouts), tuple(failures))
 

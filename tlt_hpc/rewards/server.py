@@ -274,7 +274,7 @@ def load_kinds(settings: RewardSection) -> tuple[dict[str, RewardFunction], Any 
     return functions, load_extra(CODE).working_template() if "code" in settings.kinds else None
 
 
-def tell_error(channel: socket.socket, settings: RewardSection, error: BaseException) -> None:
+def send_error(channel: socket.socket, settings: RewardSection, error: BaseException) -> None:
     """Send the rank one line about why the server could not start."""
     told = str(error) if isinstance(error, JudgeError) else _one_line(error)
     if spec := loaded_at(error):
@@ -291,7 +291,7 @@ def main() -> None:
     os.dup2(2, 1)  # what a user's function prints is no output of the rank's
     frames = FrameBuffer()
     settings = RewardSection.model_validate_json(_first(channel, frames))
-    sys.excepthook = lambda _kind, error, _trace: tell_error(channel, settings, error)
+    sys.excepthook = lambda _kind, error, _trace: send_error(channel, settings, error)
     functions, template = load_kinds(settings)
     sys.excepthook = sys.__excepthook__
     channel.sendall(pack({"ready": True, "sandbox": template.kind if template else ""}))

@@ -35,12 +35,13 @@ def passes_tests(text: str, truth: str, settings: RewardSection, template: Templ
     except ValueError as error:
         return Verdict(0.0, Failure.UNREADABLE, f"tests {truth[:80]!r}: {error}")
     code = extract_program(text)
-    verdict = _hold(code, tests, settings, template) if tests.texts else _match(code, tests, settings, template)
+    find_verdict = _check_assertions if tests.texts else _compare_outputs
+    verdict = find_verdict(code, tests, settings, template)
     first, *others = code.strip().split("\n")
     return replace(verdict, read=first[:_SHOWN] + (f" (and {count(len(others), 'line')})" if others else ""))
 
 
-def _match(code: str, tests: Tests, settings: RewardSection, template: Template) -> Verdict:
+def _compare_outputs(code: str, tests: Tests, settings: RewardSection, template: Template) -> Verdict:
     used = 0.0
     with Sandbox(template, has_numpy=_NUMPY.search(code) is not None) as sandbox:
         for number, (given, wanted) in enumerate(tests.pairs, 1):
@@ -63,7 +64,7 @@ def _match(code: str, tests: Tests, settings: RewardSection, template: Template)
     return Verdict(1.0)
 
 
-def _hold(code: str, tests: Tests, settings: RewardSection, template: Template) -> Verdict:
+def _check_assertions(code: str, tests: Tests, settings: RewardSection, template: Template) -> Verdict:
     limits = ProgramLimits(settings.cpu_seconds, MEMORY_BYTES, _SPARE_OUTPUT_BYTES)
     program, checked = check(
         template, code, tests.texts, limits, tests.entry, any(map(_NUMPY.search, (code, *tests.texts)))

@@ -11,8 +11,9 @@ from fractions import Fraction
 from tlt_hpc.rewards.mathematics.exact import decimal_of, exact_value
 from tlt_hpc.rewards.mathematics.forms import (
     UNORDERED,
-    agree,
     as_group,
+    bare_source,
+    bases_agree,
     difference,
     digits_of,
     fraction_parts,
@@ -22,14 +23,13 @@ from tlt_hpc.rewards.mathematics.forms import (
     is_plain,
     may_be_same_list,
     replaced,
-    settled,
-    spelled,
+    simplified,
+    smaller_side_first,
     strictness,
     terms,
-    turned,
 )
 from tlt_hpc.rewards.mathematics.node import Node, number_node
-from tlt_hpc.rewards.mathematics.units import known_unit, large, times, without_unit
+from tlt_hpc.rewards.mathematics.units import factor_of_word, known_unit, times, without_unit
 from tlt_hpc.rewards.mathematics.values import (
     NoValueError,
     constant_value,
@@ -54,13 +54,13 @@ class AnswerComparison:
 
     def same(self, given: Node, wanted: Node) -> bool:
         """True if two answers are equal, except for ``pairs``, which are left to be confirmed."""
-        given, wanted = settled(given), settled(wanted)
+        given, wanted = simplified(given), simplified(wanted)
         if "percent" in (given.kind, wanted.kind):
             return self._same_percent(given, wanted)
         if given.kind == "unit" or wanted.kind == "unit":
             return self._same_unit(given, wanted)
         if "based" in (given.kind, wanted.kind):
-            return digits_of(given) == digits_of(wanted) and agree(given.name, wanted.name)
+            return digits_of(given) == digits_of(wanted) and bases_agree(given.name, wanted.name)
         if is_equation(given) or is_equation(wanted):
             return self._same_equation(given, wanted)
         if is_set_of_reals(given) or is_set_of_reals(wanted):
@@ -90,7 +90,7 @@ class AnswerComparison:
         values = [without_unit(node) for node in (given, wanted)]
         if given.kind == wanted.kind and {value.kind for value in values} == {"ratio"}:  # times of day
             return self._in_order(values[0].parts, values[1].parts)
-        factors = [large(node) for node in (given, wanted)]
+        factors = [factor_of_word(node) for node in (given, wanted)]
         if self.same(*values) and (factors[0] == factors[1] or 1 in factors):
             return True
         return factors[0] != factors[1] and self.same(*map(times, values, factors))
@@ -102,7 +102,7 @@ class AnswerComparison:
             one = _said_value(given)
         if one is not None and other is not None:
             have_names = is_equation(given) and is_equation(wanted)
-            if not have_names or spelled(given.parts[0]) == spelled(wanted.parts[0]):
+            if not have_names or bare_source(given.parts[0]) == bare_source(wanted.parts[0]):
                 return self.same(one, other)
         is_pair = is_equation(given) and is_equation(wanted) and len(given.parts) == len(wanted.parts) == 2
         return is_pair and self._same_condition(given, wanted, either_sign=True)
@@ -134,7 +134,9 @@ class AnswerComparison:
             if self._is_turned(given, wanted):
                 return True
             is_pair = len(given.parts) == 2 and strictness(given) == strictness(wanted) is not None
-            return is_pair and self._same_condition(turned(given), turned(wanted), either_sign=False)
+            return is_pair and self._same_condition(
+                smaller_side_first(given), smaller_side_first(wanted), either_sign=False
+            )
         return given.name == wanted.name and self._in_order(given.parts, wanted.parts)
 
     def _same_group(self, given: Node, wanted: Node) -> bool:
@@ -199,7 +201,7 @@ class AnswerComparison:
 
 def _in_order_of_names(node: Node) -> tuple[Node, ...] | None:
     """The equations of a list that gives each of several names a value, by name; None if it is no such list."""
-    names = [spelled(part.parts[0]) for part in node.parts if is_equation(part) and len(part.parts) == 2]
+    names = [bare_source(part.parts[0]) for part in node.parts if is_equation(part) and len(part.parts) == 2]
     if len(names) < 2 or len(set(names)) < len(node.parts):
         return None
     if not all(re.fullmatch("[A-Za-z]", name) for name in names):

@@ -51,7 +51,7 @@ def without_unit(node: Node) -> Node:
     return node.parts[0] if node.kind == "unit" else node
 
 
-def large(node: Node) -> int:
+def factor_of_word(node: Node) -> int:
     """The number that a word behind the value stands for, as in 1.5 million; 1 if there is none."""
     match = _LARGE.match(node.name) if node.kind == "unit" else None
     return 10 ** _LARGE_POWERS[match[0].lower()] if match else 1
