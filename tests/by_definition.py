@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -44,13 +44,11 @@ def noise_of(key: SampleKey, position: int, num_tokens: int) -> NDArray[np.float
     return np.array([-math.log(-math.log1p(-(lane + 0.5) / 2**32)) for lane in lanes])
 
 
-def law_of(logits: Any, rule: Any, banned: Collection[int] = ()) -> NDArray[np.float64]:
+def law_of(logits: Any, rule: Any) -> NDArray[np.float64]:
     """Probabilities [V] of the next token: the softmax of the logits over the temperature, of which top-k keeps so many
-    tokens, top-p the likeliest before which less than that mass lies, min-p those with this share of the likeliest
-    token's probability; what all of them keep is made to add up to one. ``banned`` tokens are removed first.
+    tokens, top-p the likeliest before which less than that mass lies; what both keep is made to add up to one.
     """
     scaled = np.asarray(logits, np.float64)[: rule.num_tokens] / (rule.temperature or 1.0)
-    scaled[list(banned)] = -np.inf
     chances = np.exp(scaled - scaled.max())
     chances /= chances.sum()
     order = sorted(range(len(chances)), key=lambda token: -chances[token])
@@ -60,16 +58,14 @@ def law_of(logits: Any, rule: Any, banned: Collection[int] = ()) -> NDArray[np.f
     kept = [
         token
         for rank, token in enumerate(order)
-        if (not rule.top_k or rank < rule.top_k)
-        and (rule.top_p >= 1 or before[rank] < rule.top_p)
-        and chances[token] >= rule.min_p * chances.max()
+        if (not rule.top_k or rank < rule.top_k) and (rule.top_p >= 1 or before[rank] < rule.top_p)
     ]
     law = np.zeros_like(chances)
     law[kept] = chances[kept] / chances[kept].sum()
     return law
 
 
-def choice_of(logits: Any, noise: Any, rule: Any, banned: Collection[int] = ()) -> int:
+def choice_of(logits: Any, noise: Any, rule: Any) -> int:
     """The token that the noise [V] chooses: the highest logarithm of ``law_of`` plus noise."""
     with np.errstate(divide="ignore"):
-        return int(np.argmax(np.log(law_of(logits, rule, banned)) + np.asarray(noise, np.float64)[: rule.num_tokens]))
+        return int(np.argmax(np.log(law_of(logits, rule)) + np.asarray(noise, np.float64)[: rule.num_tokens]))

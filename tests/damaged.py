@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 
-def truncations(path: Path) -> Iterator[int]:
-    """Cut the file at many places, one after another; yields the lengths."""
-    whole = path.read_bytes()
+from tlt_hpc.storage.hdf5 import DamagedFile
+
+
+def assert_damage_is_noticed(path: Path, check: Callable[[], None], message: str) -> None:
+    """Cut the file at many places, then flip a bit at 300, one after another.
+
+    ``check`` reads the file and asserts that it has what was written. It must raise ``DamagedFile`` with ``message``
+    for each cut; a flipped bit may also lie in unused space and change nothing.
+    """
+    check()
+    whole, source, num_noticed = path.read_bytes(), random.Random(0), 0
     for length in [*range(0, 200), *range(200, len(whole), 397), *range(len(whole) - 50, len(whole))]:
         path.write_bytes(whole[:length])
-        yield length
-
-
-def flips(path: Path, count: int = 300) -> Iterator[int]:
-    """Flip a bit at ``count`` places, one after another, the others as they were; yields the places."""
-    whole, source = path.read_bytes(), random.Random(0)
-    for place in source.sample(range(len(whole)), count):
+        with pytest.raises(DamagedFile, match=message):
+            check()
+    for place in source.sample(range(len(whole)), 300):
         flipped = bytearray(whole)
         flipped[place] ^= 1 << source.randrange(8)
         path.write_bytes(flipped)
-        yield place
+        try:
+            check()
+        except DamagedFile:
+            num_noticed += 1
+    assert num_noticed > 100

@@ -106,8 +106,8 @@ def ahead_engine(**options) -> RolloutEngine:
 
 
 def of_many_kinds(requests):
-    """Some with a rule of their own, a least length or a stop string."""
-    kinds = [{}, {"stop_strings": ("1,", "4;")}, {"min_tokens": 12}, {"temperature": 0.7, "top_k": 3}]
+    """Some with a rule of their own, or a stop string."""
+    kinds = [{}, {"stop_strings": ("1,", "4;")}, {"temperature": 0.0}, {"temperature": 0.7, "top_k": 3}]
     base = make_engine(max_new_tokens=80).settings.params
     return [replace(r, params=replace(base, **kinds[i % len(kinds)])) for i, r in enumerate(requests)]
 

@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_engine import canonical, full_engine, untrained_drafter
+from test_engine import full_engine, untrained_drafter
 from tiny import (
     CPU,
-    NUM_TOKENS,
     embedded_decoder,
     embedded_folder,
     embedded_tokenizer,
@@ -34,7 +33,6 @@ from tlt_hpc.rollout.device_rounds import DeviceRounds
 from tlt_hpc.rollout.drafts import LearnedDrafts
 from tlt_hpc.rollout.graph_round import batch_buckets
 from tlt_hpc.rollout.kv_cache import page_bytes
-from tlt_hpc.rollout.sampling import SamplingRule
 from tlt_hpc.rollout.strategy import OFF, Strategy
 
 REQUESTS = gcd_requests(4, 4)
@@ -172,11 +170,12 @@ def test_drafts_among_some_tokens_read_a_part_of_the_head(make, plain):
 @torch.inference_mode()
 def test_what_the_drafter_has_read_is_one_pass_over_the_text(make):
     """Of true features alone: what it made of drafts, accepted or not, is read again where they stood."""
-    engine, decoder, drafter = make([CHAIN, TREE, OFF], chooser="random"), embedded_decoder(), untrained_drafter()
+    engine = make([CHAIN, TREE, OFF], chooser="random", eos_token_ids=())
+    decoder, drafter = embedded_decoder(), untrained_drafter()
     engine.load_drafter(tiny_drafter_state())
     drafter.load_state_dict(tiny_drafter_state())
     attend = attend_documents(None)
-    engine.submit([replace(request, params=replace(engine.settings.params, min_tokens=60)) for request in REQUESTS[:5]])
+    engine.submit(REQUESTS[:5])
     for _ in range(8):
         for _ in range(3):
             engine.step()
@@ -192,22 +191,8 @@ def test_what_the_drafter_has_read_is_one_pass_over_the_text(make):
     assert 1.2 * counts.num_row_passes < counts.num_tokens < 4 * counts.num_row_passes, "some drafts were accepted"
 
 
-@pytest.mark.parametrize("strategy", [OFF, CHAIN, TREE])
-def test_least_lengths_hold_in_the_rounds_of_a_device(strategy, plain):
-    """Up to the last token before which no end may come, and not for one longer."""
-    engine = device_engine([strategy], max_live=4)
-    engine.load_drafter(tiny_drafter_state())
-    request = min(REQUESTS, key=lambda request: len(plain[request.key].response_tokens))
-    length = len(plain[request.key].response_tokens)
-    for least in (length - 1, length, length + 3):
-        (found,) = generate(engine, [replace(request, params=replace(engine.settings.params, min_tokens=least))])
-        wanted = canonical(request, 60, SamplingRule(1.0, NUM_TOKENS), least)
-        assert found.response_tokens.tolist() == wanted
-        assert (len(wanted) == length) == (least < length)
-
-
 def test_requests_of_all_kinds_in_one_batch():
-    """Truncated rules and least lengths have graphs of their own, stop strings cut what came too late."""
+    """Truncated rules have graphs of their own, stop strings cut what came too late."""
     decode = embedded_tokenizer().decode
     base = make_engine(max_new_tokens=60, detokenize=decode)
     shown = decode(texts(generate(base, REQUESTS[3:4]))[REQUESTS[3].key][4:7])
@@ -216,10 +201,10 @@ def test_requests_of_all_kinds_in_one_batch():
         {"temperature": 0.0},
         {"temperature": 0.7, "top_k": 3},
         {"stop_strings": (shown,)},
-        {"min_tokens": 20},
+        {"temperature": 1.4},
         {"max_tokens": 1},
         {"temperature": 0.8, "top_p": 0.9},
-        {"min_p": 0.1, "top_p": 0.95, "top_k": 9},
+        {"top_p": 0.95, "top_k": 9},
     ]
     mixed = [
         replace(request, params=replace(base.settings.params, **kinds[i % len(kinds)]))
@@ -237,7 +222,7 @@ def test_requests_of_all_kinds_in_one_batch():
             np.testing.assert_allclose(one.log_probs, other.log_probs, atol=2e-4, rtol=2e-4)
         assert {0, 1} == set(overlaps)
         forms = {key[2] for key in engine._rounds._graphs._graphs._captured if key[0] == "verify"}
-        assert {form.is_simple for form in forms} == {True, False}
+        assert {form.truncates for form in forms} == {True, False}
 
 
 @pytest.mark.parametrize("make", [device_engine, full_engine])
@@ -292,7 +277,7 @@ def test_graphs_are_few_and_shared(plain, caplog):
     assert batch_buckets(8) == [1, 2, 4, 8]
     assert batch_buckets(40) == [1, 2, 4, 8, 16, 32, 40]
     with caplog.at_level(logging.INFO):
-        rounds.capture(is_simple=True)
+        rounds.capture(truncates=False)
     assert "graphs captured in" in caplog.text
     num_graphs = len(rounds._graphs)
     # drafts of three strategies; targets of widths 1 and 5 as chains, of 10 as a tree

@@ -162,8 +162,8 @@ def by_definition(drafter, documents, settings):
 def test_packed_loss_and_gradient_are_those_of_paths_rolled_out_one_by_one(name, form, chunked, monkeypatch):
     settings = SETTINGS[name]
     if chunked:
-        monkeypatch.setattr(loss_module, "_MOST_LOGITS", 24 * 5)
-        monkeypatch.setattr(documents_module, "_MOST_SCORES", 4 * 40)
+        monkeypatch.setattr(loss_module, "CHUNK_LOGITS", 24 * 5)
+        monkeypatch.setattr(documents_module, "MAX_SCORES", 4 * 40)
     drafter, decoder = make(form), embedded_decoder()
     documents = documents_of(form)
     if settings.num_steps > 9:

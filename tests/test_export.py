@@ -440,7 +440,7 @@ HOSTILE = "a|b\n---\n# c `d` <img src=x> [e](f) *g* _h_ ${i}$ \\ &amp; ```\x1b[2
 START = {
     "time": "2026-11-22T10:00:00+00:00", "version": "0.1.0", "commit": "", "source": "ab", "python": "3.11",
     "packages": {"torch": "2.13.0"}, "cuda": "12.8", "mpi": "MPICH 5", "threads": "1", "slurm": {}, "command": [],
-    "energy": {}, "hosts": [{"name": "n", "num_ranks": 4, "processor": "EPYC", "num_cores": 64, "memory_bytes": 1,
+    "hosts": [{"name": "n", "num_ranks": 4, "processor": "EPYC", "num_cores": 64, "memory_bytes": 1,
                              "gpus": {"H200": 4}}],
 }  # fmt: skip
 

@@ -13,7 +13,6 @@ import torch
 from fake_world import RanksInTurn
 from tiny import NUM_TOKENS, KeptFeatures, embedded_decoder, embedded_folder, gcd_requests, make_engine, random_document
 
-from tlt_hpc.common.records import SamplingParams
 from tlt_hpc.config import DrafterSection, UserError
 from tlt_hpc.drafting.spot import SpotTrainer
 from tlt_hpc.kernels.dispatch import has_triton
@@ -97,8 +96,7 @@ OPTIONS = {
     "drafts among some tokens": {"form": "some tokens"},
     "preempted": {"kv_bytes": 9 * PAGES},
     "prefilled in chunks": {"prefill_tokens": 3},
-    "truncated": {"rule": SamplingRule(0.7, NUM_TOKENS, top_k=9, top_p=0.9, min_p=0.01)},
-    "a least length": {"params": SamplingParams(40, 1.0, min_tokens=9)},
+    "truncated": {"rule": SamplingRule(0.7, NUM_TOKENS, top_k=9, top_p=0.9)},
 }
 
 

@@ -2,12 +2,13 @@
 
 import threading
 from contextlib import closing, suppress
+from functools import partial
 from pathlib import Path
 
 import h5py
 import numpy as np
 import pytest
-from damaged import flips, truncations
+from damaged import assert_damage_is_noticed
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -17,7 +18,6 @@ from tlt_hpc.storage.feature_cache import FeatureCache
 from tlt_hpc.storage.feature_file import Document, FeatureCacheReader
 from tlt_hpc.storage.feature_writer import FeatureCacheWriter, OpenDocuments, row_capacity
 from tlt_hpc.storage.folder import RunFolder, WriteError, part_of
-from tlt_hpc.storage.hdf5 import DamagedFile
 
 LAYERS, HIDDEN = 2, 8
 Arrays = tuple[NDArray[np.int32], int, NDArray[np.uint16]]
@@ -60,6 +60,11 @@ def assert_holds(documents: OpenDocuments | FeatureCacheReader, expected: list[A
         assert_same(documents.read(index), expected[index])
 
 
+def assert_file_holds(path: Path, expected: list[Arrays]) -> None:
+    with closing(FeatureCacheReader(path)) as reader:
+        assert_holds(reader, expected)
+
+
 def run_step(cache: FeatureCache, step: int, num_response: int = 50) -> None:
     writer = cache.begin_step(step, weight_version=9)
     writer.append(*make_document(step, num_response))
@@ -70,12 +75,13 @@ def run_step(cache: FeatureCache, step: int, num_response: int = 50) -> None:
 @given(
     shapes=st.lists(st.tuples(st.integers(1, 300), st.integers(1, 20), st.integers(1, 5)), max_size=30),
     block_bytes=st.sampled_from([0, 3_000, 20_000, 2**25]),
+    piece_bytes=st.sampled_from([100, 2**20]),
     flush_at=st.sets(st.integers(0, 30), max_size=3),
 )
-def test_open_and_closed_file_hold_what_was_appended(tmp_path, shapes, block_bytes, flush_at):
+def test_open_and_closed_file_hold_what_was_appended(tmp_path, shapes, block_bytes, piece_bytes, flush_at):
     """Prompts come in groups; the first of a group brings the prompt's features, the others may bring them too."""
     expected = [make_document(i, length, prompt, seed) for i, (length, prompt, seed) in enumerate(shapes)]
-    feature_writer.BLOCK_BYTES = block_bytes
+    feature_writer.BLOCK_BYTES, feature_writer.PIECE_BYTES = block_bytes, piece_bytes
     writer = open_writer(tmp_path / "a.h5", max_bytes=10**9)
     seen = set[tuple[int, int]]()
     for index, (tokens, prompt_length, features) in enumerate(expected):
@@ -89,8 +95,7 @@ def test_open_and_closed_file_hold_what_was_appended(tmp_path, shapes, block_byt
     assert OpenDocuments(writer).is_current
     assert_holds(OpenDocuments(writer), expected)
     writer.close()
-    with closing(FeatureCacheReader(tmp_path / "a.h5")) as reader:
-        assert_holds(reader, expected)
+    assert_file_holds(tmp_path / "a.h5", expected)
     with h5py.File(tmp_path / "a.h5") as file:
         assert len(file["response_tokens"]) == sum(length for length, _, _ in shapes)
         assert len(file["prompt_tokens"]) == sum(length for length, _ in seen), "a group's prompt is there once"
@@ -111,47 +116,15 @@ def test_a_window_is_read_alone_at_its_place(tmp_path, is_flushed):
         assert_same(OpenDocuments(writer).read(0, start, count), (tokens, prompt_length, wanted))
 
 
-def read_all(path: Path) -> list[Arrays]:
-    with closing(FeatureCacheReader(path)) as reader:
-        found = [reader.read(index) for index in range(len(reader))]
-    return [(document.tokens, document.prompt_length, document.features) for document in found]
-
-
-def is_same(left: list[Arrays], right: list[Arrays]) -> bool:
-    return len(left) == len(right) and all(
-        a[1] == b[1] and np.array_equal(a[0], b[0]) and np.array_equal(a[2], b[2])
-        for a, b in zip(left, right, strict=True)
-    )
-
-
-@pytest.fixture
-def closed_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, list[Arrays]]:
+def test_damage_is_noticed(tmp_path, monkeypatch):
     set_block_bytes(monkeypatch, 2_000)
     expected = [make_document(i, 18 + i, prompt_seed=i // 3) for i in range(9)]
     writer = open_writer(tmp_path / "a.h5", max_bytes=200_000)
     for document in expected:
         writer.append(*document)
     writer.close()
-    return tmp_path / "a.h5", expected
-
-
-def test_every_truncation_is_noticed(closed_file):
-    path, expected = closed_file
-    assert is_same(read_all(path), expected)
-    for _ in truncations(path):
-        with pytest.raises(DamagedFile, match=r"a\.h5: damaged feature cache"):
-            read_all(path)
-
-
-def test_a_flipped_bit_is_noticed_or_lies_in_unused_space(closed_file):
-    path, expected = closed_file
-    num_noticed = 0
-    for place in flips(path):
-        try:
-            assert is_same(read_all(path), expected), f"a flip at byte {place} was read as data"
-        except DamagedFile:
-            num_noticed += 1
-    assert num_noticed > 100
+    check = partial(assert_file_holds, tmp_path / "a.h5", expected)
+    assert_damage_is_noticed(tmp_path / "a.h5", check, r"a\.h5: damaged feature cache")
 
 
 def test_previous_step_of_all_ranks_but_the_unusable(tmp_path, caplog):
@@ -202,10 +175,8 @@ def test_own_files_never_exceed_max_bytes(tmp_path, steps, max_bytes):
             assert_same(document, by_tokens[document.tokens.tobytes()])
         cache.end_step()
         assert size_on_disk(tmp_path) <= max(max_bytes, EMPTY_FILES)
-        assert is_same(
-            read_all(RunFolder(tmp_path).feature_cache(step, 0)),
-            [(document.tokens, document.prompt_length, document.features) for document in found],
-        )
+        closed = [(document.tokens, document.prompt_length, document.features) for document in found]
+        assert_file_holds(RunFolder(tmp_path).feature_cache(step, 0), closed)
     cache.begin_step(100, 9)
     cache.abandon_step()
 
@@ -269,7 +240,7 @@ def test_a_run_that_goes_back_drops_its_later_steps_and_replaces_its_own(tmp_pat
     assert folder.cache_steps() == [3] and not folder.feature_cache(3, 0).exists()
     assert_holds(cache.own_documents(), [])
     cache.end_step()
-    assert is_same(read_all(folder.feature_cache(3, 0)), [])
+    assert_file_holds(folder.feature_cache(3, 0), [])
 
 
 def test_no_rank_takes_away_the_folder_that_another_is_about_to_use(tmp_path, monkeypatch):
@@ -285,54 +256,57 @@ def test_no_rank_takes_away_the_folder_that_another_is_about_to_use(tmp_path, mo
 
 
 class HeldDisk:
-    """Stands in for ``write_rows``: writes as often as it is let, and remembers who called."""
+    """Stands in for ``write_rows``: writes as often as ``may`` is released, and remembers who called."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.callers, self._write, self._may = list[int](), hdf5.write_rows, threading.Semaphore(0)
-        monkeypatch.setattr(hdf5, "write_rows", self)
+    def __init__(self) -> None:
+        self.callers, self._write, self.may = list[int](), hdf5.write_rows, threading.Semaphore(0)
 
     def __call__(self, dataset: h5py.Dataset, first: int, rows: NDArray[np.uint16]) -> None:
-        assert self._may.acquire(timeout=60)
+        assert self.may.acquire(timeout=60)
         self.callers.append(threading.get_ident())
         self._write(dataset, first, rows)
-
-    def let(self, times: int) -> None:
-        self._may.release(times)
 
 
 @pytest.fixture(autouse=True)
 def blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Undoes what a test sets."""
-    monkeypatch.setattr(feature_writer, "BLOCK_BYTES", feature_writer.BLOCK_BYTES)
+    for name in ("BLOCK_BYTES", "PIECE_BYTES"):
+        monkeypatch.setattr(feature_writer, name, getattr(feature_writer, name))
 
 
-def test_the_caller_writes_nothing_and_does_not_wait(tmp_path, monkeypatch):
-    disk = HeldDisk(monkeypatch)
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> HeldDisk:
+    """Every row is handed to it at once."""
     set_block_bytes(monkeypatch, 0)
+    held = HeldDisk()
+    monkeypatch.setattr(hdf5, "write_rows", held)
+    return held
+
+
+def test_the_caller_writes_nothing_and_does_not_wait(tmp_path, disk):
     writer = open_writer(tmp_path / "a.h5")
     documents = [make_document(index, 40) for index in range(20)]
     for document in documents:
         writer.append(*document)
     assert not disk.callers
-    disk.let(20)
+    disk.may.release(20)
     assert_holds(OpenDocuments(writer), documents)
     writer.close()
     assert len(disk.callers) == 20 and threading.get_ident() not in disk.callers
-    assert_holds(FeatureCacheReader(tmp_path / "a.h5"), documents)
+    assert_file_holds(tmp_path / "a.h5", documents)
 
 
-def test_a_caller_too_far_ahead_waits_and_the_time_is_told(tmp_path, monkeypatch, caplog):
-    disk, true_take, waits = HeldDisk(monkeypatch), feature_writer.WriteBehind._take_first, list[int]()
+def test_a_caller_too_far_ahead_waits_and_the_time_is_told(tmp_path, disk, monkeypatch, caplog):
+    true_take, waits = feature_writer.WriteBehind._take_first, list[int]()
 
     def take_first(thread: feature_writer.WriteBehind) -> None:
         waits.append(thread.num_bytes)
-        disk.let(1)
+        disk.may.release()
         true_take(thread)
 
     monkeypatch.setattr(feature_writer.WriteBehind, "_take_first", take_first)
     documents = [make_document(index, 40) for index in range(12)]
     size = documents[0][2].nbytes
-    set_block_bytes(monkeypatch, 0)
     monkeypatch.setattr(feature_writer, "QUEUE_BYTES", 3 * size)
     cache = open_cache(tmp_path)
     writer = cache.begin_step(4, 9)
@@ -343,13 +317,11 @@ def test_a_caller_too_far_ahead_waits_and_the_time_is_told(tmp_path, monkeypatch
     writer._thread.waited_seconds = 3.0
     cache.end_step()
     assert "decoding waited 3.00 s" in caplog.text
-    assert_holds(FeatureCacheReader(RunFolder(tmp_path).feature_cache(4, 0)), documents)
+    assert_file_holds(RunFolder(tmp_path).feature_cache(4, 0), documents)
 
 
-def test_rows_that_are_used_again_while_the_thread_is_behind(tmp_path, monkeypatch):
+def test_rows_that_are_used_again_while_the_thread_is_behind(tmp_path, disk):
     """Evicted documents wait to be written when longer ones get their rows, in pieces."""
-    disk = HeldDisk(monkeypatch)
-    set_block_bytes(monkeypatch, 0)
     writer = open_writer(tmp_path / "a.h5", max_bytes=120_000)
     documents = [make_document(index, length, 3) for index, length in enumerate([*[10, 40] * 9, 100, 60])]
     for document in documents[:-2]:
@@ -357,7 +329,7 @@ def test_rows_that_are_used_again_while_the_thread_is_behind(tmp_path, monkeypat
     old = OpenDocuments(writer)
     for document in documents[-2:]:
         writer.append(*document)
-    disk.let(10_000)
+    disk.may.release(10_000)
     responses = {response.tokens.tobytes() for response in writer.kept.responses}
     kept = [document for document in documents if document[0][3:].tobytes() in responses]
     assert [len(tokens) - 3 for tokens, _, _ in kept] == [*[40] * 8, 100, 60]
@@ -375,25 +347,11 @@ def test_rows_that_are_used_again_while_the_thread_is_behind(tmp_path, monkeypat
             assert_same(reader.read(len(kept) - 2, start, 20), (*kept[-2][:2], wanted))
 
 
-def test_a_long_response_is_written_without_a_copy(tmp_path, monkeypatch):
-    monkeypatch.setattr(feature_writer, "PIECE_BYTES", 3_000)
-    written = list[NDArray[np.uint16]]()
-    monkeypatch.setattr(hdf5, "write_rows", lambda dataset, first, rows: written.append(rows))
-    document = make_document(1, 300, num_prompt=1)
-    writer = open_writer(tmp_path / "a.h5")
-    writer.append(*document)
-    writer.flush()
-    assert sum(map(len, written)) == 300 and all(np.shares_memory(rows, document[2]) for rows in written)
-    writer.abandon()
-
-
-def test_abandoning_does_not_write_what_is_pending(tmp_path, monkeypatch):
-    disk = HeldDisk(monkeypatch)
-    set_block_bytes(monkeypatch, 0)
+def test_abandoning_does_not_write_what_is_pending(tmp_path, disk):
     writer = open_writer(tmp_path / "a.h5")
     for index in range(40):
         writer.append(*make_document(index, 40))
-    threading.Timer(0.1, disk.let, [40]).start()
+    threading.Timer(0.1, disk.may.release, [40]).start()
     writer.abandon()
     writer.abandon()
     assert len(disk.callers) <= 1 and list(tmp_path.iterdir()) == []
@@ -418,4 +376,4 @@ def test_a_full_disk_ends_the_steps_file_and_not_the_run(tmp_path, notices, capl
     cache.append(*make_document(9, 40))
     assert not view.is_current and len(cache.own_documents()) == 0 and len(cache.previous_step_files()) == 1
     run_step(cache, 2)
-    assert len(read_all(RunFolder(tmp_path).feature_cache(2, 0))) == 1, "the next step tries again"
+    assert_file_holds(RunFolder(tmp_path).feature_cache(2, 0), [make_document(2, 50)])  # the next step tries again

@@ -58,14 +58,11 @@ HOME_OF = {
     "mpmath": {"rewards"},
     "tensorboard": {"look"},
     "wandb": {"extras"},
-    "mlflow": {"extras"},
-    "trackio": {"extras"},
     "huggingface_hub": {"export", "models", "extras"},  # the last names its errors alone
-    "pynvml": {"look"},
     "shtab": {"cli"},
     "pickle": {"mpi"},  # between ranks; a file that is unpickled is run
 }
-WITHOUT_TORCH = {"common", "config", "storage", "cluster", "mpi", "data", "rewards", "plan", "look", "cli"}
+WITHOUT_TORCH = {"common", "config", "storage", "cluster", "mpi", "data", "rewards", "look", "cli"}
 
 
 @cache

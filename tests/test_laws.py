@@ -40,7 +40,6 @@ SHAPE = shape_from(CONFIG.to_dict(), "test")
 PLAIN = SamplingRule(1.0, V)
 TRUNCATED = [
     SamplingRule(0.7, V, top_p=0.8),
-    SamplingRule(0.7, V, min_p=0.1),
     SamplingRule(1.6, V, top_k=4),
     SamplingRule(1.6, V, top_p=0.8),
 ]
@@ -97,7 +96,7 @@ def draw(decoder, drafter, strategy, seed, rule=PLAIN, **options):
     """Triples of tokens under keys of this seed."""
     chosen = strategy_named(strategy)
     settings = EngineSettings(
-        params=SamplingParams(3, rule.temperature, rule.top_k, rule.top_p, rule.min_p),
+        params=SamplingParams(3, rule.temperature, rule.top_k, rule.top_p),
         num_tokens=V,
         eos_token_ids=(),
         max_live=256,

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 import time
-from dataclasses import replace
 from threading import Thread
 from types import SimpleNamespace
 
@@ -137,18 +135,6 @@ def test_drafts_of_all_the_drafters_strategies_count_and_no_others() -> None:
     used = sum(10**place for place, name in enumerate(names) if name.startswith("drafter"))
     assert (found.reached[:3], found.accepted[:2]) == ([used, used, 0], [used, 0]) and used > 1000
     assert own_drafts(settings, EngineCounts()) == DraftCounts()
-
-
-def test_an_energy_counter_that_one_rank_lost_leaves_the_sum_out() -> None:
-    def summary_of(*joules: float) -> dict[str, float]:
-        own = [
-            replace(record, metrics={**record.metrics, "energy/gpu_joules": value})
-            for record, value in zip(RECORDS, joules, strict=True)
-        ]
-        return summarise(FakeWorld(own), own[0], UPDATE, None, {"gen": 8.0, "step": 10.0})
-
-    assert summary_of(3.0, 4.5)["energy/gpu_joules"] == 7.5
-    assert "energy/gpu_joules" not in summary_of(3.0, math.nan)
 
 
 def test_cpu_seconds_are_those_of_all_threads_at_work() -> None:

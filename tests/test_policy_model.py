@@ -92,7 +92,7 @@ def test_logits_in_chunks_have_the_same_values_and_gradients(tied: bool, monkeyp
     policy = PolicyModel(make_model(tie_word_embeddings=tied))
     whole, *_ = policy(**batch)
     wanted = gradients(policy.inner, whole.square().sum())
-    monkeypatch.setattr(policy_model, "_CHUNK_LOGITS", 50 * 16)
+    monkeypatch.setattr(policy_model, "CHUNK_LOGITS", 50 * 16)
     shapes, product = [], policy_model._product
     monkeypatch.setattr(
         policy_model, "_product", lambda left, right: shapes.append(tuple(left.shape)) or product(left, right)
@@ -112,7 +112,7 @@ def test_in_bfloat16_logits_and_the_sum_of_the_heads_gradient_are_wide(monkeypat
     generator = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(*sizes, generator=generator).bfloat16() for sizes in ((600, 32), (50, 32)))
     targets = torch.randint(50, (600,), generator=generator)
-    monkeypatch.setattr(policy_model, "_CHUNK_LOGITS", 50 * 4)
+    monkeypatch.setattr(policy_model, "CHUNK_LOGITS", 50 * 4)
 
     def of(weights: torch.Tensor, read: Any) -> tuple[torch.Tensor, torch.Tensor]:
         weights = weights.detach().requires_grad_()

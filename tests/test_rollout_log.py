@@ -6,7 +6,7 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
-from damaged import flips, truncations
+from damaged import assert_damage_is_noticed
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -135,21 +135,11 @@ def test_another_commit_counter_is_refused(tmp_path, count):
         read_step(tmp_path / "a.h5")
 
 
-def test_every_truncation_is_noticed(tmp_path):
-    path = tmp_path / "a.h5"
-    write_step(path, make_record(3))
-    for _ in truncations(path):
-        with pytest.raises(DamagedFile, match=r"a\.h5: damaged rollout log: .* delete it and resume"):
-            read_step(path)
-
-
-def test_a_flipped_bit_is_noticed_or_lies_in_unused_space(tmp_path):
+def test_damage_is_noticed(tmp_path):
     path, record = tmp_path / "a.h5", make_record(3)
     write_step(path, record)
-    num_noticed = 0
-    for place in flips(path):
-        try:
-            assert same(read_step(path), record), f"a flip at byte {place} was read as data"
-        except DamagedFile:
-            num_noticed += 1
-    assert num_noticed > 150
+
+    def check() -> None:
+        assert same(read_step(path), record)
+
+    assert_damage_is_noticed(path, check, r"a\.h5: damaged rollout log: .* delete it and resume")

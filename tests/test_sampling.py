@@ -17,8 +17,7 @@ RULES = [
     SamplingRule(1.0, V),
     SamplingRule(0.7, V, top_k=3),
     SamplingRule(1.0, V, top_p=0.8),
-    SamplingRule(1.3, V, min_p=0.1),
-    SamplingRule(0.9, V, top_k=5, top_p=0.9, min_p=0.02),
+    SamplingRule(0.9, V, top_k=5, top_p=0.9),
 ]
 
 
@@ -32,7 +31,7 @@ def test_kept_tokens_follow_the_definitions(rule):
         assert set(perhaps[row].nonzero().flatten().tolist()) == wanted
 
 
-TRUNCATIONS = [{}, {"top_k": 3}, {"top_p": 0.8}, {"min_p": 0.15}, {"top_k": 6, "top_p": 0.9, "min_p": 0.05}]
+TRUNCATIONS = [{}, {"top_k": 3}, {"top_p": 0.8}, {"top_k": 6, "top_p": 0.9}]
 
 
 @pytest.mark.parametrize("truncation", TRUNCATIONS, ids=str)
@@ -45,7 +44,7 @@ def test_choices_follow_the_definition_at_every_temperature(temperature, truncat
     noise = torch.tensor(np.array([noise_of(key, 9, V) for key in keys]), dtype=torch.float32)
     wanted = [choice_of(*row, rule) for row in zip(logits, noise, strict=True)]
     assert choose(logits, noise, rule, 0.0).token.tolist() == wanted
-    temperatures, fields = torch.full((300,), temperature), (rule.top_k, rule.top_p, rule.min_p)
+    temperatures, fields = torch.full((300,), temperature), (rule.top_k, rule.top_p)
     scaled = logits / (temperature or 1.0)
     allowed = logits.masked_fill(scaled < lowest_kept(scaled, *(torch.tensor([x] * 300) for x in fields)), -torch.inf)
     words, positions = torch.tensor([noise_key(key) for key in keys]), torch.full((300,), 9)
@@ -117,19 +116,9 @@ def test_log_probs_are_of_the_scaled_policy_before_truncation():
 def test_rules_in_tensors_keep_the_same_tokens(seed):
     generator = torch.Generator().manual_seed(seed)
     scaled = torch.randn(6, 40, generator=generator).mul_(3).round_(decimals=1)  # with equals
-    rules = [
-        SamplingRule(1.0, 40, top_k, top_p, min_p)
-        for top_k, top_p, min_p in (
-            (0, 1.0, 0.0),
-            (5, 1.0, 0.0),
-            (0, 0.7, 0.0),
-            (0, 1.0, 0.2),
-            (9, 0.9, 0.01),
-            (99, 0.3, 0),
-        )
-    ]
-    fields = ([rule.top_k for rule in rules], [rule.top_p for rule in rules], [rule.min_p for rule in rules])
-    kept = scaled >= lowest_kept(scaled, *map(torch.tensor, fields))
+    truncations = (0, 1.0), (5, 1.0), (0, 0.7), (9, 0.9), (99, 0.3), (2, 1.0)
+    rules = [SamplingRule(1.0, 40, top_k, top_p) for top_k, top_p in truncations]
+    kept = scaled >= lowest_kept(scaled, *map(torch.tensor, zip(*truncations, strict=True)))
     for row, rule in enumerate(rules):
         surely, perhaps = kept_tokens(scaled[row], rule, 0.0)
         assert torch.equal(kept[row], perhaps), f"{rule}"

@@ -47,7 +47,6 @@ def gradients(rule: SamplingRule) -> tuple[torch.Tensor, torch.Tensor, float]:
         (SamplingRule(1.0, V, top_p=0.95), 0.035, 0.029),
         (SamplingRule(1.0, V, top_p=0.9), 0.067, 0.047),
         (SamplingRule(1.0, V, top_p=0.8), 0.140, 0.107),
-        (SamplingRule(1.0, V, min_p=0.1), 0.052, 0.071),
         (SamplingRule(1.0, V, top_k=4), 0.067, 0.028),
     ],
     ids=str,
@@ -65,8 +64,7 @@ def test_the_bias_that_the_page_states(rule: SamplingRule, distance: float, erro
         ([], ""),
         (["rollout.temperature=0.7"], ""),
         (["rollout.top_p=0.9"], "rollout.top_p = 0.9: responses"),
-        (["rollout.top_k=20", "rollout.min_p=0.1"], "rollout.top_k = 20 and rollout.min_p = 0.1: responses"),
-        (["rollout.min_new_tokens=5"], "rollout.min_new_tokens = 5: responses"),
+        (["rollout.top_k=20", "rollout.top_p=0.8"], "rollout.top_k = 20 and rollout.top_p = 0.8: responses"),
         (["rollout.temperature=0", "rollout.top_p=0.9", "algorithm.name=reinforce++"], ""),
     ],
 )

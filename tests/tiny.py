@@ -92,7 +92,7 @@ def make_engine(
 ) -> RolloutEngine:
     """Of the embedded model, which ``decoder`` may compute otherwise; ``options`` of its settings."""
     rule = rule or SamplingRule(1.0, NUM_TOKENS)
-    params = SamplingParams(max_new_tokens, rule.temperature, rule.top_k, rule.top_p, rule.min_p)
+    params = SamplingParams(max_new_tokens, rule.temperature, rule.top_k, rule.top_p)
     defaults = {
         "params": params, "eos_token_ids": (EOS,), "max_live": 16, "max_prompt_tokens": 16, "tie_guard": True
     }  # fmt: skip

@@ -159,10 +159,8 @@ def take_step(job: Job, step: int, reporter: Reporter, is_saved: bool = False, t
     BEAT.at_step(step)
     timer = timer or PhaseTimer()
     shows = job.world.rank == 0
-    job.meter.begin_step()
     with timer("gen"):
         tail = roll_out(job, step, reporter)
-        job.meter.end_rollout()
         if job.drafting:
             end_features(job.drafting, tail.stopped)
     if tail.stopped:
@@ -239,7 +237,7 @@ def drop_replaced(job: Job, step: int) -> None:
     """Remove what steps from ``step`` on are about to write again, unless none is to be done; on rank 0."""
     if step < job.config.run.num_steps and not job.world.stop_requested:
         # logs that are about to be replaced are no committed step's
-        drop_steps_after(job.folder, job.drafting, step, job.config.checkpoint.replay)
+        drop_steps_after(job.folder, job.drafting, step)
         job.folder.finished.unlink(missing_ok=True)  # of fewer steps
 
 
@@ -398,7 +396,6 @@ def make_record(
             "rollout/kept": float(len(kept)),
             KEPT_TOKENS: float(sum(len(rollout.response_tokens) for rollout in kept)),
             **tail.scorer.metrics(),
-            **job.meter.end_step(),
             **timer.take_cpu(),
             **(drafter_metrics(job.drafting.spot, tail.use.trains) if job.drafting else {}),
             **(own_drafts(job.engine.settings, counts).to_metrics() if job.drafting else {}),

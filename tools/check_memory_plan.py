@@ -39,7 +39,8 @@ from tlt_hpc.mpi.roster import Roster
 from tlt_hpc.mpi.world import World
 from tlt_hpc.plan.memory.engine import PAGES
 from tlt_hpc.plan.memory.phases import plan_memory
-from tlt_hpc.plan.memory.plan import MemoryPlan, Situation
+from tlt_hpc.plan.memory.plan import MemoryPlan
+from tlt_hpc.plan.memory.situation import Situation
 from tlt_hpc.rl.distributed import leave_process_group
 from tlt_hpc.rl.update import update_policy
 from tlt_hpc.run.job import Job, assemble
@@ -156,6 +157,7 @@ def measure(config: Config, world: World) -> dict[str, int]:
     with meter("start"):
         job = assemble(config, world)
     try:
+        job.engine._rows.ends.fill_(-1)  # no end token: responses run to their full length
         resume(job, StepReporter(Screen(False)).replayed)
         reserve_copy(job)
         for step in range(STEPS):
@@ -204,8 +206,7 @@ def main() -> int:
     world = World.connect()
     with tempfile.TemporaryDirectory() as own:
         overrides = [*SHORT, *options.overrides, f"run.folder={world.broadcast(own)}"]
-        longest = f"rollout.min_new_tokens={load_config(JOB, overrides).rollout.max_new_tokens}"
-        config = load_config(JOB, [*overrides, longest])
+        config = load_config(JOB, overrides)
         peaks = measure(config, world)
         leave_process_group()
         world.barrier()

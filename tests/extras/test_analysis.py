@@ -1,26 +1,40 @@
-"""The figures that the analyses calculate from logs made by hand, some of them damaged."""
+"""Analyses of logs made by hand, some of them damaged, and their figures: no text is cut off or over other text."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+import matplotlib as mpl
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
+from matplotlib.transforms import Bbox
 from small_run import NAMES, START, set_lines, small_record, small_run
 
-from tlt_hpc.common.records import NO_SPANS, RolloutTiming
+from tlt_hpc.common.records import NO_SPANS, PhaseSpan, RolloutTiming
 from tlt_hpc.extras.report.analysis.acceptance import ACCEPTANCE
 from tlt_hpc.extras.report.analysis.comparison import analyse_comparison
 from tlt_hpc.extras.report.analysis.kinds import KINDS, Kind, Pieces
 from tlt_hpc.extras.report.analysis.learning import analyse_learning, moving_mean
 from tlt_hpc.extras.report.analysis.lengths import LENGTHS
-from tlt_hpc.extras.report.analysis.survey import take
+from tlt_hpc.extras.report.analysis.survey import run_survey
 from tlt_hpc.extras.report.analysis.throughput import THROUGHPUT
 from tlt_hpc.extras.report.analysis.timeline import analyse_timeline
+from tlt_hpc.extras.report.figures.steps import (
+    draw_acceptance,
+    draw_comparison,
+    draw_learning,
+    draw_lengths,
+    draw_throughput,
+)
+from tlt_hpc.extras.report.figures.style import THEMES, save, themed
+from tlt_hpc.extras.report.figures.timeline import draw_timeline
 from tlt_hpc.look.run_log import RunLog
 from tlt_hpc.look.series import speed_of
 from tlt_hpc.storage.folder import RunFolder
@@ -28,16 +42,36 @@ from tlt_hpc.storage.rollout_log import write_step
 
 ANALYSES: dict[str, Callable[[RunLog], Any]] = {
     "timeline": analyse_timeline,
-    "lengths": lambda run: take(run, LENGTHS),
-    "acceptance": lambda run: take(run, ACCEPTANCE),
-    "throughput": lambda run: take(run, THROUGHPUT),
+    "lengths": partial(run_survey, survey=LENGTHS),
+    "acceptance": partial(run_survey, survey=ACCEPTANCE),
+    "throughput": partial(run_survey, survey=THROUGHPUT),
     "learning": analyse_learning,
+    "comparison": lambda run: analyse_comparison([run, run]),
+}
+DRAWN: dict[str, Callable[[Any], Figure]] = {
+    "timeline": draw_timeline,
+    "lengths": draw_lengths,
+    "acceptance": draw_acceptance,
+    "throughput": draw_throughput,
+    "learning": draw_learning,
+    "comparison": draw_comparison,
 }
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> RunFolder:
     return small_run(tmp_path / "run")
+
+
+def run_with_refill(path: Path, **changes: Any) -> RunFolder:
+    """A step whose refill begins 4 s after the release of its rollout."""
+    folder = RunFolder(path)
+    for rank, lasts in ((0, (1.0, 9.0)), (1, (3.0, 8.5))):
+        first = RolloutTiming(START, START + lasts[0], START + 4)
+        refill = RolloutTiming(START + 8, START + lasts[1], START + 10)
+        given = {"timing": first, "refills": (refill,), "micro_steps": (), "harvested_seconds": 0.0, **changes}
+        write_step(folder.rollout_log(0, rank), small_record(0, rank, **given))
+    return folder
 
 
 def rows_of(found: Pieces) -> list[tuple[Kind, float, float]]:
@@ -72,13 +106,7 @@ def test_the_timeline_of_two_ranks(folder: RunFolder) -> None:
 
 
 def test_a_refill_has_its_own_tail(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path / "run")
-    for rank, lasts in ((0, (1.0, 9.0)), (1, (3.0, 8.5))):
-        first = RolloutTiming(START, START + lasts[0], START + 4)
-        refill = RolloutTiming(START + 8, START + lasts[1], START + 10)
-        changes = {"timing": first, "refills": (refill,), "micro_steps": (), "harvested_seconds": 0.0}
-        write_step(folder.rollout_log(0, rank), small_record(0, rank, **changes, spans=NO_SPANS))
-    found = analyse_timeline(RunLog(folder.path))
+    found = analyse_timeline(RunLog(run_with_refill(tmp_path / "run", spans=NO_SPANS).path))
     assert np.allclose(found.tails, [(1.0, 4.0), (8.5, 10.0)]) and found.rollout_seconds == pytest.approx(6.0)
     assert found.lanes[0].idle_seconds == pytest.approx(3 + 1)
 
@@ -87,7 +115,7 @@ def test_a_refill_has_its_own_tail(tmp_path: Path) -> None:
 
 
 def test_lengths(folder: RunFolder) -> None:
-    found = take(RunLog(folder.path), LENGTHS)
+    found = run_survey(RunLog(folder.path), LENGTHS)
     assert found.steps.tolist() == [1, 2, 3] and found.cap == 8
     assert found.p50.tolist() == [4.5] * 3 and found.longest.tolist() == [8] * 3 and found.mean.tolist() == [5.25] * 3
     assert found.num_cut.tolist() == [1] * 3 and found.num_responses.tolist() == [4] * 3
@@ -96,7 +124,7 @@ def test_lengths(folder: RunFolder) -> None:
 
 
 def test_acceptance(folder: RunFolder) -> None:
-    found = take(RunLog(folder.path), ACCEPTANCE)
+    found = run_survey(RunLog(folder.path), ACCEPTANCE)
     assert found.strategies == NAMES and found.bucket_names == ["1", "2"]
     assert found.accept_length == pytest.approx([21 / 11] * 3)
     off, drafter = found.by_bucket
@@ -106,11 +134,11 @@ def test_acceptance(folder: RunFolder) -> None:
     assert found.own_accept_length == pytest.approx([2.0, 2.1, 2.2])
     assert "90 % of the tokens" in found.verdict and "5.00 with 1 live and 3.50 with 2" in found.verdict
     set_lines(folder, *[{"drafter/own_accept_length": 1.0, "drafter/own_sequences": 0.0}] * 3)
-    assert np.isnan(take(RunLog(folder.path), ACCEPTANCE).own_accept_length).all(), "the drafter was not used"
+    assert np.isnan(run_survey(RunLog(folder.path), ACCEPTANCE).own_accept_length).all(), "the drafter was not used"
 
 
 def test_throughput(folder: RunFolder) -> None:
-    found = take(RunLog(folder.path), THROUGHPUT)
+    found = run_survey(RunLog(folder.path), THROUGHPUT)
     expected = {
         Kind.PREFILL: 0.75, Kind.DECODE: 0.25, Kind.SPECULATE: 3.0, Kind.TRAIN: 0.9, Kind.IDLE: 1.6,
         Kind.REWARD: 0.4, Kind.UPDATE: 2.0, Kind.REFRESH: 0.5, Kind.SAVE: 0.5,
@@ -120,7 +148,7 @@ def test_throughput(folder: RunFolder) -> None:
     assert found.tokens_per_second == pytest.approx(21 / 6.5)
     assert "Ranks waited for 38 % of their time" in found.verdict
     set_lines(folder, *[{"rollout/kept_tokens": 14.0}] * 3)
-    found = take(RunLog(folder.path), THROUGHPUT)
+    found = run_survey(RunLog(folder.path), THROUGHPUT)
     assert found.tokens_per_second == pytest.approx(7 / 6.5), "without the tokens of an earlier start"
 
 
@@ -183,7 +211,7 @@ def test_damage_is_named_and_left_out(folder: RunFolder) -> None:
         file.write('{"training/global_step": 4.0, "critic/sc')
     folder.config.write_text("[rollout")
     run = RunLog(folder.path)
-    found = {name: analyse(run) for name, analyse in ANALYSES.items()}
+    found = {name: analyse(run) for name, analyse in ANALYSES.items() if name != "comparison"}
     assert found["timeline"].step == 1, "the last step with the logs of all its ranks"
     assert all(each.steps.tolist() == [1, 2, 3] for name, each in found.items() if name != "timeline")
     assert "1 of 2 ranks" in analyse_timeline(run, step=3).verdict
@@ -198,16 +226,92 @@ def test_logs_of_uncommitted_steps_are_left_out(folder: RunFolder) -> None:
     folder.metrics.write_text(folder.metrics.read_text().splitlines(keepends=True)[0])
     run = RunLog(folder.path)
     assert run.steps == (0,) and run.logged_steps == (0, 1, 2)
-    assert all(take(run, survey).steps.tolist() == [1] for survey in (LENGTHS, THROUGHPUT))  # type: ignore[attr-defined]
+    assert all(run_survey(run, survey).steps.tolist() == [1] for survey in (LENGTHS, THROUGHPUT))  # type: ignore[attr-defined]
     assert analyse_timeline(run).step == 1 and "left out: the logs of step 2, 3" in " ".join(run.problems)
     assert analyse_timeline(run, step=3).step == 3, "unless it is asked for"
 
 
 def test_rounds_of_a_replica_count_once(folder: RunFolder) -> None:
-    both = take(RunLog(folder.path), ACCEPTANCE)
+    both = run_survey(RunLog(folder.path), ACCEPTANCE)
     folder.config.write_text("[rollout]\nmax_new_tokens = 8\ntensor_parallel = 2\n")
     run = RunLog(folder.path)
-    found = take(run, ACCEPTANCE)
+    found = run_survey(run, ACCEPTANCE)
     assert found.tokens.sum() == 3 * 8 < both.tokens.sum(), "rank 0's rounds alone"
     assert np.array_equal(found.accept_length, both.accept_length)
     assert analyse_timeline(run).live.max() == 2
+
+
+# --- figures ---
+
+CASES = ("few", "begun", "ranks", "refill", "long")
+
+
+def make_run(path: Path, case: str) -> RunLog:
+    """The runs that the figures are tried on."""
+    folder = RunFolder(path)
+    if case == "begun":
+        folder.create()
+    elif case == "ranks":
+        small_run(path, num_steps=1, num_ranks=40)
+    elif case == "refill":
+        run_with_refill(path, phases=(PhaseSpan("testing", START - 400, START - 1),))
+    else:
+        num_steps = 3 if case == "few" else 60
+        small_run(path, num_steps, 2 if case == "few" else 1)
+        set_lines(folder, *[{"val-core/gsm8k/acc/mean@8": 0.1 * step} for step in range(num_steps)])
+    return RunLog(path)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, RunLog]:
+    """Each made once."""
+    return {case: make_run(tmp_path_factory.mktemp(case) / "run", case) for case in CASES}
+
+
+def texts_of(figure: Figure) -> list[tuple[str, Bbox]]:
+    """All visible text outside of legends, with its place; drawn before."""
+    renderer = figure.canvas.get_renderer()  # type: ignore[attr-defined]
+    hidden = set[int]()
+    for axes in figure.axes:
+        if not axes.get_visible():
+            hidden |= {id(text) for text in axes.findobj(mpl.text.Text)}
+        for axis in (axes.xaxis, axes.yaxis):  # ticks beyond the limits exist, but are not drawn
+            low, high = sorted(axis.get_view_interval())
+            for tick in [*axis.get_major_ticks(), *axis.get_minor_ticks()]:
+                if not low <= tick.get_loc() <= high or not tick.label1.get_visible():
+                    hidden |= {id(tick.label1), id(tick.label2)}
+    texts = [t for t in figure.findobj(mpl.text.Text) if t.get_visible() and t.get_text().strip()]
+    return [(t.get_text(), t.get_window_extent(renderer)) for t in texts if id(t) not in hidden]
+
+
+def overlap(a: Bbox, b: Bbox) -> float:
+    """Of two boxes, in square pixels."""
+    return max(0.0, min(a.x1, b.x1) - max(a.x0, b.x0)) * max(0.0, min(a.y1, b.y1) - max(a.y0, b.y0))
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("name", DRAWN)
+def test_nothing_is_cut_off_or_written_over(runs: dict[str, RunLog], name: str, case: str) -> None:
+    if case == "begun" and name == "timeline":
+        pytest.skip("there is no step to show")
+    with themed("light"):
+        figure = DRAWN[name](ANALYSES[name](runs[case]))
+        figure.canvas.draw()
+        shown, whole = texts_of(figure), figure.bbox
+    for text, box in shown:
+        inside = box.x0 >= -1 and box.y0 >= -1 and box.x1 <= whole.x1 + 1 and box.y1 <= whole.y1 + 1
+        assert inside, f"{text!r} leaves the figure: {box} of {whole}"
+    for (a, first), (b, second) in combinations(shown, 2):
+        assert overlap(first, second) < 4, f"{a!r} lies over {b!r}"
+
+
+def test_svg_is_text_and_the_same_bytes_each_time(runs: dict[str, RunLog], tmp_path: Path) -> None:
+    before, found = mpl.rcParams["figure.facecolor"], analyse_timeline(runs["few"])
+    saved = []
+    for place in ("a", "b"):
+        with themed("dark"):
+            png, svg = save(draw_timeline(found), tmp_path / place, "timeline")
+        saved.append((png.read_bytes(), svg.read_text()))
+    assert (png.name, svg.name) == ("timeline.png", "timeline.svg")
+    assert saved[0] == saved[1] and mpl.rcParams["figure.facecolor"] == before
+    assert saved[0][1].count("<text") > 10 and THEMES["dark"]["background"] in saved[0][1]

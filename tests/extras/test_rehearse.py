@@ -8,13 +8,14 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from slurm_training import SETTINGS, wait_for
 
 from tlt_hpc.cli.main import main
 from tlt_hpc.extras.rehearse import faults, rehearse
-from tlt_hpc.extras.rehearse.rehearse import Rehearsal, Rehearsed, Start, committed, see_end
+from tlt_hpc.extras.rehearse.rehearse import Rehearsal, Rehearsed, Start, committed, record_end
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.step_lines import STEP, add_line
 
@@ -59,6 +60,9 @@ def a_start(place: Path, fault: str, *marks: str, log: str = "") -> Rehearsal:
     return Rehearsal(place, "job.toml", [], 2)
 
 
+KILLED = "tlt: rank 1 on h was killed or crashed"
+
+
 def test_a_line_or_a_log_that_is_not_as_it_was_is_lost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rehearsal = a_start(tmp_path, "kill", faults.BEGUN, faults.STRUCK)
     folder = rehearsal.folder
@@ -67,36 +71,31 @@ def test_a_line_or_a_log_that_is_not_as_it_was_is_lost(tmp_path: Path, capsys: p
         folder.rollout_log(step, 0).write_bytes(b"a log")
         add_line(folder.metrics, {STEP: step + 1, "critic/score/mean": step})
     before = committed(folder)
-    assert see_end(rehearsal, Rehearsed([], before), 9).starts[0].lost == []
+    assert record_end(rehearsal, Rehearsed([], before), 9).starts[0].lost == []
     folder.rollout_log(1, 0).write_bytes(b"another")
     add_line(folder.metrics, {STEP: 3, "critic/score/mean": 0.5})
-    found = see_end(rehearsal, Rehearsed([], before), 9).starts[0]
+    found = record_end(rehearsal, Rehearsed([], before), 9).starts[0]
     assert (found.lost, found.struck, found.status) == ([1, 2], True, 9)
     kill, end = Start("kill", True, 9, 1.0, 2.0, []), Start("", False, 0, 0.0, 3.0, [1, 2])
-    assert rehearse.report(rehearsal, Rehearsed([kill, end])) == 1
+    assert rehearse.report_losses(rehearsal, Rehearsed([kill, end])) == 1
     assert "steps 2, 3\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("status", "log", "exit_status", "said"),
     [
-        (
-            9,
-            "tlt: rank 1 on h was killed or crashed, last seen in a rollout",
-            0,
-            "(SIGKILL): tlt: rank 1 on h was killed",
-        ),
+        (9, KILLED, 0, f"(SIGKILL): {KILLED}"),
         (9, "Traceback (most recent call last):", 1, "(SIGKILL): the run did not report it (exit status 9)"),
-        (0, "tlt: rank 1 on h was killed or crashed", 1, "was killed or crashed (exit status 0)"),
+        (0, KILLED, 1, f"{KILLED} (exit status 0)"),
     ],
 )
 def test_a_fault_that_the_run_does_not_report_fails(
     status: int, log: str, exit_status: int, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rehearsal = a_start(tmp_path, "kill", faults.BEGUN, faults.STRUCK, log=log)
-    state = see_end(rehearsal, Rehearsed(), status)
+    state = record_end(rehearsal, Rehearsed(), status)
     ended = Rehearsed([*state.starts, Start("", False, 0, 0.0, 3.0, [])])
-    assert rehearse.report(rehearsal, ended) == exit_status
+    assert rehearse.report_losses(rehearsal, ended) == exit_status
     assert said in capsys.readouterr().out
 
 
@@ -116,7 +115,7 @@ def test_what_a_site_does_otherwise_is_said(
     """A job that its time limit has ended, this program with it."""
     monkeypatch.setenv("BASH_FUNC_run_ranks%%", "() { :; }")
     rehearsal = a_start(tmp_path, "limit", faults.BEGUN, log=log)
-    state = see_end(rehearsal, Rehearsed(), -1)
+    state = record_end(rehearsal, Rehearsed(), -1)
     assert state.starts[0].struck and state.next_fault(2) == "kill"
     assert said in "\n".join(rehearse.differences(rehearsal, state))
 
@@ -132,28 +131,28 @@ def test_ranks_of_a_job_need_no_mpiexec(tmp_path: Path, monkeypatch: pytest.Monk
     )
 
 
-def test_a_run_that_ends_before_its_fault_is_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def ends_at_once(rehearsal: Rehearsal, fault: str, number: int) -> int:
+    a_start(rehearsal.place, fault, log="tlt: no such model")
+    return 2
+
+
+def is_interrupted(rehearsal: Rehearsal, fault: str, number: int) -> int:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("start_ranks", "status", "said"),
+    [
+        (ends_at_once, 2, "the run ended before its fault; see the end of {}/tiny-rehearsal/start-0.log"),
+        (is_interrupted, 130, "interrupted before it finished"),
+    ],
+)
+def test_a_start_that_does_not_reach_its_fault_is_one_line(
+    start_ranks: Any, status: int, said: str, tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:
-    def start_ranks(rehearsal: Rehearsal, fault: str, number: int) -> int:
-        a_start(rehearsal.place, fault, log="tlt: no such model")
-        return 2
-
     monkeypatch.setattr(rehearse, "start_ranks", start_ranks)
-    assert main(["rehearse", str(ROOT / "jobs" / "tiny.toml"), f"run.folder={tmp_path}"]) == 2
-    said = f"tlt: the run ended before its fault; see the end of {tmp_path}/tiny-rehearsal/start-0.log\n"
-    assert capsys.readouterr().err == said
-
-
-def test_ctrl_c_does_not_deny_what_was_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def start_ranks(rehearsal: Rehearsal, fault: str, number: int) -> int:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(rehearse, "start_ranks", start_ranks)
-    assert main(["rehearse", str(ROOT / "jobs" / "tiny.toml"), f"run.folder={tmp_path}"]) == 130
-    assert (tmp_path / "tiny-rehearsal").is_dir() and capsys.readouterr().err == "tlt: interrupted before it finished\n"
+    assert main(["rehearse", str(ROOT / "jobs" / "tiny.toml"), f"run.folder={tmp_path}"]) == status
+    assert (tmp_path / "tiny-rehearsal").is_dir() and capsys.readouterr().err == f"tlt: {said.format(tmp_path)}\n"
 
 
 @pytest.mark.slow

@@ -72,16 +72,13 @@ class ChatFormat:
 class SamplingParams:
     """How one response is sampled and where it ends.
 
-    Temperature 0 is argmax; ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 are off. End tokens are the engine's;
-    none is sampled before the response has ``min_tokens``.
+    Temperature 0 is argmax; ``top_k`` 0 and ``top_p`` 1 are off. End tokens are the engine's.
     """
 
     max_tokens: int
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
-    min_p: float = 0.0
-    min_tokens: int = 0
     stop_strings: tuple[str, ...] = ()
 
 
@@ -99,7 +96,7 @@ class Rollout:
     """One finished response.
 
     ``response_tokens`` [R] int32 include the end-of-sequence token, if any. ``log_probs`` [R] float32 are
-    of the sampled tokens under the temperature-scaled policy before top-k, top-p and min-p. ``num_target_passes``
+    of the sampled tokens under the temperature-scaled policy before top-k and top-p. ``num_target_passes``
     counts the decoding passes that emitted the response, so accept length is R / num_target_passes.
     """
 

@@ -51,7 +51,6 @@ def find_contradictions(config: Config) -> Iterator[str]:
             f"to optimizer.schedule = {schedule!r}; lower it, or use optimizer.schedule = 'constant'"
         )
     for key, value in (
-        ("rollout.min_new_tokens", rollout.min_new_tokens),
         ("algorithm.overlong", algorithm.overlong_buffer),
         # in training the engine has room for rollout.max_new_tokens
         ("evaluation.max_new_tokens", evaluation.max_new_tokens if evaluation.every_steps else 0),
@@ -75,7 +74,7 @@ def truncation_warning(rollout: RolloutSection) -> str:
     """What to tell who trains on responses that were not sampled from the whole softmax; empty where they were."""
     named = [
         f"rollout.{key} = {getattr(rollout, key)}"
-        for key, off in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0), ("min_new_tokens", 0))
+        for key, off in (("top_k", 0), ("top_p", 1.0))
         if getattr(rollout, key) != off
     ]
     if not named or not rollout.temperature:

@@ -29,7 +29,7 @@ from tlt_hpc.config.fields import (
     zero_or_from,
 )
 
-TrackerName = Literal["tensorboard", "wandb", "wandb-offline", "mlflow", "trackio"]
+TrackerName = Literal["tensorboard", "wandb", "wandb-offline"]
 EMBEDDED_MODEL = "embedded:tiny"
 EMBEDDED_TASK = "embedded:gcd"
 TASK_PREFIX = "reasoning-gym:"

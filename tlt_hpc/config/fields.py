@@ -95,8 +95,7 @@ def check_package(what: str, package: str) -> None:
         ConfigError: with the command that installs it.
     """
     if importlib.util.find_spec(package) is None:
-        name = {"mlflow": "mlflow-skinny"}.get(package, package)
-        raise ConfigError(f"{what} needs the package {package!r}, which is not installed; pip install {name}")
+        raise ConfigError(f"{what} needs the package {package!r}, which is not installed; pip install {package}")
 
 
 class Section(BaseModel):

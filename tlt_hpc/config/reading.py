@@ -99,13 +99,16 @@ def load_saved_config(path: Path) -> Config:
 
 
 def _leave_out_removed(tree: dict[str, Any]) -> None:
-    """Take removed keys out of a saved tree whose values are constant now."""
+    """Take removed keys out of a saved tree whose values are constant now, or put them where they are read now."""
     for key, constant in _CONSTANT_NOW.items():
         section, name = key.split(".")
         saved = tree.get(section)
         is_removed = name not in SECTIONS[section].model_fields
         if is_removed and isinstance(saved, dict) and name in saved and constant in (_ANY, saved[name]):
             del saved[name]
+    algorithm = tree.get("algorithm")
+    if isinstance(algorithm, dict) and {"clip_low", "clip_high"} <= algorithm.keys():
+        algorithm["clip"] = [algorithm.pop("clip_low"), algorithm.pop("clip_high")]
 
 
 def _commit(path: Path) -> str:
@@ -254,8 +257,12 @@ def _shown(value: Any) -> str:
 
 
 _REMOVED = {
+    "algorithm.clip_high": "use algorithm.clip = [LOW, HIGH], the bounds below and above a ratio of 1",
+    "algorithm.clip_low": "use algorithm.clip = [LOW, HIGH], the bounds below and above a ratio of 1",
     "algorithm.correction_bounds": "use algorithm.rollout_correction = {icepop = [0.25, 8.0]}",
     "algorithm.overlong_buffer": "it is called algorithm.overlong",
+    "checkpoint.keep_responses_seconds": "finished responses are written every 300 s; leave it out",
+    "checkpoint.replay": "logged steps are always repeated; remove a step's folder in rollouts/ to generate it again",
     "data.split": "training reads the split 'train' of a folder; give another's folder in data.source, or a pattern",
     "drafter.average_merges": "it is always 5 now; leave it out",
     "drafter.loss": "it follows from drafter.form now; leave it out",
@@ -269,10 +276,12 @@ _REMOVED = {
     "reward.function": "leave it out, and name a function itself in reward.default or reward.by_source",
     "reward.memory_mb": "it is always 1024 now; leave it out",
     "reward.tolerance": "it is always 1e-6 now; leave it out, or use a function of your own",
+    "rollout.min_new_tokens": "a response ends where the policy ends it; leave it out",
+    "rollout.min_p": "leave it out, or use rollout.top_p, which truncates as well",
     "rollout.page_size": "a page holds 128 tokens; leave it out",
     "rollout.tie_guard": "it is on for model.dtype = 'float32'; leave it out",
     "speculation.profile_seconds": "costs are learned during rollouts; leave it out",
-    "tracking": "use run.trackers = ['tensorboard', 'wandb', 'wandb-offline', 'mlflow', 'trackio'], or some of them",
+    "tracking": "use run.trackers = ['tensorboard', 'wandb-offline'], or one of them",
 }
 """Keys and sections that jobs and saved runs of earlier commits have, and what to do instead."""
 

@@ -24,7 +24,7 @@ _FREE = {
         *("zero_stage", "offload", "micro_batch_tokens"),
         *("gradient_checkpointing", "sequence_parallel"),
     ),
-    "checkpoint": ("every_steps", "keep", "replay", "keep_responses_seconds"),
+    "checkpoint": ("every_steps", "keep"),
     "warmup": tuple(WarmupSection.model_fields),  # a warm-up and an evaluation check their own keys
     "evaluation": tuple(EvaluationSection.model_fields),
 }

@@ -41,10 +41,6 @@ class RolloutSection(Section):
     """Sample among this many most likely tokens. 0: all."""
     top_p: Share = 1.0
     """Sample among the most likely tokens that together have this probability."""
-    min_p: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
-    """Sample among tokens with at least this share of the most likely token's probability."""
-    min_new_tokens: TokenCount = 0
-    """Shortest response: no end token is sampled before."""
     stop_strings: Annotated[tuple[_StopString, ...], Field(strict=False, max_length=MAX_ITEMS)] = ()
     """A response ends with the token that completes one of these strings."""
     max_live: Annotated[int, Field(ge=1, le=2**20), Unit("sequences")] = 64

@@ -113,9 +113,7 @@ def evaluation_config(config: Config, subject: Subject) -> Config:
         update={
             "model": config.model.model_copy(update={"path": path}),
             "reward": without_form(config.reward),
-            "rollout": config.rollout.model_copy(
-                update={"max_new_tokens": longest_response(config), "min_new_tokens": 0, "top_k": 0, "min_p": 0.0}
-            ),
+            "rollout": config.rollout.model_copy(update={"max_new_tokens": longest_response(config), "top_k": 0}),
         }
     )
 

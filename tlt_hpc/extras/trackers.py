@@ -1,17 +1,11 @@
-"""Trackers other than TensorBoard: Weights & Biases, MLflow, trackio.
-
-Each library is imported only if it is configured.
-"""
+"""The tracker that is not TensorBoard: Weights & Biases, imported only if it is configured."""
 
 from __future__ import annotations
 
 import os
-import platform
-import re
 import shlex
 import shutil
 import threading
-import time
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -82,93 +76,3 @@ class WeightsAndBiases(Tracker):
     def close(self, failed: bool) -> None:
         """Send the rest, with the exit code 1 if the run failed."""
         self._run.finish(exit_code=int(failed))
-
-
-class Mlflow(Tracker):
-    """A run of MLflow in the run's folder, or on the server that ``MLFLOW_TRACKING_URI`` names."""
-
-    def __init__(self, config: Config, folder: RunFolder, run_id: str) -> None:
-        self.start_early()
-        from mlflow import MlflowClient
-        from mlflow.entities import Param
-
-        place = os.environ.get("MLFLOW_TRACKING_URI") or str((folder.path / "mlruns").absolute())
-        self._client = MlflowClient(place, registry_uri=place)
-        if run_id:
-            self.run_id = run_id
-            self._client.update_run(run_id, status="RUNNING")
-            return
-        name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or _PROJECT
-        experiment = self._client.get_experiment_by_name(name)
-        number = experiment.experiment_id if experiment else self._client.create_experiment(name)
-        self.run_id = self._client.create_run(number, run_name=config.run.name).info.run_id
-        settings = {f"{section}.{key}": value for section, keys in config.model_dump().items()
-                    for key, value in keys.items()}  # fmt: skip
-        self._client.log_batch(self.run_id, params=[Param(key, str(value)) for key, value in settings.items()])
-
-    @staticmethod
-    def start_early() -> None:
-        """Set the variables by which MLflow sends no telemetry and retries no call for long."""
-        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # it opens the network, at the import already
-        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # mlflow-skinny has no database
-        # a server that does not answer is an error that names it before ANSWER_SECONDS are over
-        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
-        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
-        platform.processor()  # runs a program the first time, else at the import
-
-    def log(self, step: int, figures: Figures) -> None:
-        """Add a step's figures."""
-        from mlflow.entities import Metric
-
-        now = int(1000 * time.time())
-        self._client.log_batch(
-            self.run_id,  # mlflow refuses other characters, such as that of mean@8
-            [Metric(re.sub(r"[^A-Za-z0-9_\-. :/]", "_", name), value, now, step) for name, value in figures.items()],
-        )
-
-    def close(self, failed: bool) -> None:
-        """Mark the run as finished or failed."""
-        self._client.set_terminated(self.run_id, "FAILED" if failed else "FINISHED")
-
-
-class Trackio(Tracker):
-    """A run of trackio in a local database in the run's folder, written again at each start; nothing is sent."""
-
-    def __init__(self, config: Config, folder: RunFolder, run_id: str) -> None:
-        self.start_early()
-        os.environ["TRACKIO_DIR"] = str((folder.path / "trackio").absolute())  # read at the import
-        for name in ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL"):
-            os.environ.pop(name, None)
-        for path in (folder.path / "trackio").glob(f"{_PROJECT}.db*"):
-            path.unlink()
-        import trackio
-        from trackio import run, utils
-
-        for module in (trackio, run, utils):  # it has no option for silence, and sys.stdout is that of all threads
-            vars(module)["print"] = lambda *_, **__: None
-        self._run: Any = trackio.init(
-            project=_PROJECT,
-            name=config.run.name,
-            config=config.model_dump(),
-            resume="never",
-            auto_log_gpu=False,
-            auto_log_cpu=False,
-            embed=False,
-        )
-
-    @staticmethod
-    def start_early() -> None:
-        """Set the variable by which trackio opens no network."""
-        os.environ.setdefault("HF_HUB_OFFLINE", "1")  # trackio asks the Hub for the user's name
-
-    def log(self, step: int, figures: Figures) -> None:
-        """Add a step's figures."""
-        self._run.log(dict(figures), step=step)
-
-    def close(self, failed: bool) -> None:
-        """Finish the run."""
-        self._run.finish()
-
-
-TRACKERS: dict[str, type[Tracker]] = {"wandb": WeightsAndBiases, "mlflow": Mlflow, "trackio": Trackio}
-"""By the package that each needs."""

@@ -1,1 +1,1 @@
-"""Reads and shows runs: metrics, environment, energy, trackers, analyses, figures, ``tlt report`` and ``tlt watch``."""
+"""Reads and shows runs: metrics, environment, trackers, cost, ``tlt runs`` and ``tlt watch``."""

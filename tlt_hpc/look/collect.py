@@ -17,7 +17,7 @@ from tlt_hpc.look.run_log import RunLog
 from tlt_hpc.look.series import change_of
 from tlt_hpc.storage.folder import WriteError, writing_beside
 
-_OPTIONAL = ("restarts", "MJ", "log")
+_OPTIONAL = ("restarts", "log")
 """Columns that are left out where no run has a value."""
 
 
@@ -29,13 +29,13 @@ class RunRow(NamedTuple):
     steps: int | None
     """None: it is a warm-up, which has none."""
     num_steps: int | None
-    """That it is to have."""
+    """Steps that it is to have."""
     score_first: float | None
     """Mean score of the first quarter of the steps."""
     score_last: float | None
     cost: Cost | None
     restarts: str = ""
-    """How often Slurm has queued its job again; empty for never."""
+    """Number of times that Slurm has queued its job again; empty for never."""
 
 
 def row_of(name: str, state: str, folder: Path, until: int | None = None) -> RunRow:
@@ -54,7 +54,7 @@ def row_of(name: str, state: str, folder: Path, until: int | None = None) -> Run
 
 def as_table(rows: Sequence[RunRow], logs: Sequence[str] = ()) -> str:
     """Aligned columns with a heading, for people; the last one names each run's log, if there are any."""
-    cells = [("run", "state", "steps", "restarts", "score", "tokens", _hours_name(rows), "tokens an hour", "MJ", "log")]
+    cells = [("run", "state", "steps", "restarts", "score", "tokens", _hours_name(rows), "tokens an hour", "log")]
     for row, log in zip(rows, logs or [""] * len(rows), strict=True):
         cost, of = row.cost, f"/{row.num_steps}" if row.num_steps else ""
         cells.append((
@@ -62,7 +62,6 @@ def as_table(rows: Sequence[RunRow], logs: Sequence[str] = ()) -> str:
             "" if row.score_last is None else f"{row.score_first:.3f} -> {row.score_last:.3f}",
             f"{cost.tokens:,}" if cost else "", cost.number if cost else "",
             f"{cost.tokens_per_hour:,.0f}" if cost else "",
-            f"{cost.joules / 1e6:,.2f}" if cost and cost.joules is not None else "",
             log,
         ))  # fmt: skip
     shown = [column for column in zip(*cells, strict=True) if column[0] not in _OPTIONAL or any(column[1:])]
@@ -77,11 +76,11 @@ def as_csv(rows: Sequence[RunRow], settings: Sequence[Mapping[str, str]] = ()) -
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     keys = list(dict.fromkeys(key for each in settings for key in each))
-    figures: tuple[object, ...] = ("tokens", _hours_name(rows), "tokens_an_hour", "joules")
+    figures: tuple[object, ...] = ("tokens", _hours_name(rows), "tokens_an_hour")
     writer.writerow(("run", *map(as_text, keys), "state", "steps", "num_steps", "score_first", "score_last", *figures))
     for row, own in zip(rows, settings or [{}] * len(rows), strict=True):
         cost = row.cost
-        figures = (cost.tokens, cost.hours, round(cost.tokens_per_hour), cost.joules) if cost else (None,) * 4
+        figures = (cost.tokens, cost.hours, round(cost.tokens_per_hour)) if cost else (None,) * 3
         given = (row.run, *(own.get(key, "") for key in keys))
         texts = map(as_text, given)
         writer.writerow((*texts, row.state, row.steps, row.num_steps, row.score_first, row.score_last, *figures))

@@ -34,12 +34,11 @@ COLUMNS = {
     "drafter": Column("drafter/version", "Drafter updates", "updates", ".0f"),
     "rollout": Column("rollout/seconds", "Rollout", "seconds"),
     "step": Column("timing_s/step", "Step", "seconds"),
-    "gpu_joules": Column("energy/gpu_joules", "Energy of GPUs", "joules a step", ",.0f"),
 }
 LEARNING = (SCORE, "reward", "length", "entropy", "update_kl", "reference_kl", "mismatch_k3", "grad_norm")
-"""Whether the policy learns."""
-COMPARED = (SCORE, "length", "accept_length", "rollout", "step", "idle", "harvested", "gpu_joules")
-"""Of which runs are compared."""
+"""Columns that show whether the policy learns."""
+COMPARED = (SCORE, "length", "accept_length", "rollout", "step", "idle", "harvested")
+"""Columns in which runs are compared."""
 STEP_TABLE = {
     "reward": SCORE, "length": "length", "max": "longest", "accept": "accept_length", "idle s": "idle",
     "harvested s": "harvested", "drafter": "drafter", "rollout s": "rollout", "step s": "step",

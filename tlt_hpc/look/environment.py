@@ -6,7 +6,7 @@ import os
 import platform
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from tlt_hpc.mpi.world import World
 
 _PACKAGES = (
-    "torch", "mpi4py", "deepspeed", "transformers", "flash-attn", "h5py", "numpy", "triton", "nvidia-ml-py"
+    "torch", "mpi4py", "deepspeed", "transformers", "flash-attn", "h5py", "numpy", "triton"
 )  # fmt: skip
 _SLURM = {
     "partition": "SLURM_JOB_PARTITION",
@@ -64,7 +64,6 @@ def find_environment(
     world: World,
     places: Sequence[RankPlace],
     cuda: str,
-    energy: Mapping[str, str],
     never_sampled: Sequence[int] = (),
 ) -> Environment:
     """Describe this start; called on rank 0.
@@ -72,7 +71,6 @@ def find_environment(
     Args:
         places: one for each rank, in order.
         cuda: version that torch is built for; empty without CUDA.
-        energy: kind of counter -> empty if it is read, else the reason why not.
         never_sampled: ids of tokens, ascending.
     """
     return Environment(
@@ -89,7 +87,6 @@ def find_environment(
         slurm=({"job": job} if (job := job_number(os.environ)) else {})
         | {name: os.environ[variable] for name, variable in _SLURM.items() if variable in os.environ},
         command=tuple(sys.orig_argv),
-        energy=dict(energy),
         placement=world.placement,
         never_sampled=", ".join(spans_of(never_sampled)),
     )

@@ -14,7 +14,6 @@ from tlt_hpc.cluster.watch.beat import BEAT, Phase
 from tlt_hpc.common.records import FinishReason, RolloutTiming
 from tlt_hpc.common.words import FIRST_STEP
 from tlt_hpc.drafting.merge import MergeReport
-from tlt_hpc.look.energy import PREFIX as ENERGY
 from tlt_hpc.mpi.world import World
 from tlt_hpc.rewards.answer import PART, WITH_PARTS
 from tlt_hpc.rl.stats import Update
@@ -120,7 +119,7 @@ def summarise(
         elif name.startswith(PART):
             total = sum(rank.own[name] * rank.own[WITH_PARTS] for rank in ranks)
             metrics[name] = total / max(own[WITH_PARTS], 1)
-        elif not (name.startswith(ENERGY) and np.isnan(value)):  # a counter was lost: the rest is not the whole
+        else:
             metrics[name] = value
     if merge:
         counts = DraftCounts.from_metrics(metrics)
@@ -131,7 +130,7 @@ def summarise(
 
 
 def _released(times: Sequence[RolloutTiming]) -> float:
-    """When the last rank left a rollout."""
+    """The time at which the last rank left a rollout."""
     return max(timing.release_seconds for timing in times)
 
 

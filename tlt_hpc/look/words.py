@@ -26,14 +26,6 @@ def rounded(value: float) -> str:
     return f"{float(f'{value:.3g}'):,.10g}"
 
 
-def joules(value: float) -> str:
-    """An energy in joules as text: 830 J, 12.3 kJ, 4.56 MJ, 7.89 GJ."""
-    for unit, size in (("GJ", 1e9), ("MJ", 1e6), ("kJ", 1e3)):
-        if value >= 0.9995 * size:
-            return f"{value / size:.3g} {unit}"
-    return f"{value:.3g} J"
-
-
 def share(part: float, whole: float) -> str:
     """``part`` as a percentage of ``whole``; ``0 %`` where ``whole`` is not positive."""
     if whole <= 0:

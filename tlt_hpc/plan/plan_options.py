@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import sys
 from contextlib import suppress
-from functools import partial
 
 GPU_GB = {"l4": 23.5, "rtx4090": 25.2, "a100-40": 42.2, "l40s": 47.6, "a100-80": 84.9, "h100-80": 84.9, "h200": 150.0}
 """What CUDA reports of well-known GPUs, in GB of 10^9 bytes, rounded down: "80 GB" are nearly 80 GiB."""
@@ -33,16 +32,12 @@ def at_least_one_each(text: str) -> list[int]:
     return list(map(at_least_one, text.split(",")))
 
 
-def above_zero(text: str, most: float = sys.float_info.max) -> float:
-    """A number above 0, at most ``most``."""
+def above_zero(text: str) -> float:
+    """A finite number above 0."""
     with suppress(ValueError):
-        if 0 < float(text) <= most:
+        if 0 < float(text) <= sys.float_info.max:
             return float(text)
-    raise argparse.ArgumentTypeError(f"{text!r}: give a number above 0" + ", up to 1" * (most == 1))
-
-
-chance = partial(above_zero, most=1.0)
-"""A number above 0, up to 1."""
+    raise argparse.ArgumentTypeError(f"{text!r}: give a number above 0")
 
 
 def gpu_gb(text: str) -> float:

@@ -60,7 +60,7 @@ class HostRounds:
         """True if a round of this strategy may be launched before the round before it is read."""
         return False
 
-    def capture(self, is_simple: bool) -> None:
+    def capture(self, truncates: bool) -> None:
         """Record ahead what can be replayed: nothing here."""
 
     @property
@@ -174,13 +174,9 @@ class HostRounds:
     def _accept(self, drafts: DraftTree, logits: Tensor, noise: Tensor) -> AcceptedPath:
         """The target's own choices along the realised path, near-ties decided canonically."""
         rows = self.scheduler.rows
-        responses = rows.responses
-        rules = [response.rule for response in responses]
-        any_short = any(response.num_response < response.params.min_tokens for response in responses)
-        is_short = self.target.is_short(drafts) if any_short else None
-        scored = logits if is_short is None else self.target.without_ends(logits, is_short)
+        rules = [response.rule for response in rows.responses]
         tolerated = self.guard.logit_tolerance
-        choice = choose_rows(scored, noise, rules, self.guard.tolerance)
+        choice = choose_rows(logits, noise, rules, self.guard.tolerance)
         chosen, doubtful = choice.token, choice.doubtful
         decided = torch.zeros_like(doubtful)
         while True:
@@ -198,12 +194,11 @@ class HostRounds:
                 prefix = torch.cat(
                     [rows.tokens[row, : rows.lengths[row]], drafts.tokens[row, accepted.path[row, 1 : column + 1]]]
                 )
-                banned = rows.ends if is_short is not None and bool(is_short[row, node]) else None
-                chosen[row, node] = self.guard.decide(prefix, noise[row, node], logits[row, node], rules[row], banned)
+                chosen[row, node] = self.guard.decide(prefix, noise[row, node], logits[row, node], rules[row])
                 decided[row, node] = True
             if self.guard.logit_tolerance > tolerated:
                 tolerated = self.guard.logit_tolerance
-                doubtful = choose_rows(scored, noise, rules, self.guard.tolerance).doubtful
+                doubtful = choose_rows(logits, noise, rules, self.guard.tolerance).doubtful
 
     # -- commit -------------------------------------------------------------------------------------------------
 

@@ -35,8 +35,7 @@ class DeviceRounds(HostRounds):
     """Rounds whose tensors stay on the device.
 
     With the tie guard on, and with n-grams, a round is read before the next one starts. With the guard on and a row
-    whose rule truncates (top-k, top-p, min-p), or that has a least length still to reach, it is carried out as on the
-    host: the guard knows more zones of doubt there.
+    whose rule truncates (top-k, top-p), it is carried out as on the host: the guard knows more zones of doubt there.
     """
 
     strategies: tuple[Strategy, ...] = (OFF,)
@@ -46,8 +45,8 @@ class DeviceRounds(HostRounds):
         self._graphs = GraphRound(self.target, self.noise, self.learned, self.strategies)
         self._in_flight: deque[_Round] = deque()
 
-    def capture(self, is_simple: bool) -> None:
-        self._graphs.capture(is_simple)
+    def capture(self, truncates: bool) -> None:
+        self._graphs.capture(truncates)
 
     @property
     def graph_bytes(self) -> int:
@@ -67,21 +66,17 @@ class DeviceRounds(HostRounds):
         needs_texts = strategy.source in ("ngram", "stored")
         return not (self.is_guarded or needs_texts)
 
-    def _is_simple(self) -> bool:
-        """True if nothing but temperature and noise chooses; with rounds under way it may be true a round later."""
-        return all(len(response.text) >= response.simple_from for response in self.scheduler.rows.responses)
-
     # -- a round ------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def launch(self, plan: RoundPlan) -> None:
         """Draft, verify, accept, commit, all of it queued on the device."""
-        is_simple = self._is_simple()
-        if self.is_guarded and not is_simple:
+        rows = self.scheduler.rows
+        truncates = any(response.rule.truncates for response in rows.responses)
+        if self.is_guarded and truncates:
             assert not self._in_flight, "a round on the host needs the texts"
             super().launch(plan)
             return
-        rows = self.scheduler.rows
         since = self._in_flight[-1].watch if plan.is_next and self._in_flight else None
         self._graphs.tolerance.fill_(self.guard.logit_tolerance if self.is_guarded else 0.0)
         num_captured = len(self._graphs)
@@ -89,7 +84,7 @@ class DeviceRounds(HostRounds):
         padded = self._drafts(plan)
         watch.mark()
         before = rows.lengths.clone() if self.is_guarded else None
-        outcome, log_probs, on_path = self._graphs.verify(padded.drafts, is_simple)
+        outcome, log_probs, on_path = self._graphs.verify(padded.drafts, truncates)
         live, proposal = slice(rows.num_live), padded.first(rows.num_live)
         host_copies = (
             PendingHostCopy(outcome[live]),

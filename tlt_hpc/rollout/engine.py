@@ -138,9 +138,7 @@ class RolloutEngine:
         return self._stops[params.stop_strings]
 
     def _rule(self, params: SamplingParams) -> SamplingRule:
-        return SamplingRule(
-            float(params.temperature), self.settings.num_tokens, params.top_k, params.top_p, params.min_p
-        )
+        return SamplingRule(float(params.temperature), self.settings.num_tokens, params.top_k, params.top_p)
 
     @property
     def has_work(self) -> bool:
@@ -195,6 +193,7 @@ class RolloutEngine:
     def memory_table(self) -> dict[str, int]:
         """Bytes that the engine holds, by purpose; the cache is allocated as a whole at the start."""
         drafter = sum(p.nbytes for p in self.drafter.parameters()) if self.drafter is not None else 0
+        angles = self.decoder.rotaries.num_bytes + (self.drafter.rotary.num_bytes if self.drafter is not None else 0)
         return {
             "weights": self.decoder.weight_bytes,
             "packed weights": self.decoder.packed_bytes,
@@ -203,6 +202,7 @@ class RolloutEngine:
             "drafts' part of the head": 0 if self._learned is None else self._learned.head_bytes,
             "keys, values, features": self._cache.num_bytes,
             "noise and rows": self._noise.num_bytes + self._rows.num_bytes,
+            "angles": angles,
             "graphs": self._rounds.graph_bytes,
         }
 
@@ -279,9 +279,7 @@ class RolloutEngine:
         """
         assert not self.has_work and not self._guard.is_calibrated and requests
         if self.decoder.device.type == "cuda":
-            truncates = self._rule(self.settings.params).truncates
-            for is_simple in {not truncates, not (truncates or self.settings.params.min_tokens)}:
-                self._rounds.capture(is_simple)
+            self._rounds.capture(self._rule(self.settings.params).truncates)
         if not self.settings.tie_guard:
             return
         uses_ngram, self._ngram.active, self._guard.active = self._ngram.active, False, False

@@ -48,8 +48,8 @@ class _Form:
 
     width: int
     is_tree: bool
-    is_simple: bool
-    """Nothing but temperature and noise chooses."""
+    truncates: bool
+    """True if any row's rule is top-k or top-p."""
 
 
 class GraphRound:
@@ -79,7 +79,7 @@ class GraphRound:
     # -- graphs -------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def capture(self, is_simple: bool) -> None:
+    def capture(self, truncates: bool) -> None:
         """Capture all graphs now, the largest first, instead of each on its first use."""
         assert not self._rows.num_live, "a row would get what the capture runs through"
         start, vocab_size = time.perf_counter(), self._target.decoder.shape.vocab_size
@@ -91,7 +91,7 @@ class GraphRound:
                     self.draft(count, strategy)
                 for width, is_tree in self._passes(strategy):
                     tokens = torch.zeros(count, width, dtype=torch.int64, device=self.tolerance.device)
-                    self.verify(DraftTree(tokens, torch.zeros_like(tokens) if is_tree else None), is_simple)
+                    self.verify(DraftTree(tokens, torch.zeros_like(tokens) if is_tree else None), truncates)
         seconds = time.perf_counter() - start
         logger.info("%d graphs captured in %.1f s: %d MiB of device memory", len(self), seconds, self.num_bytes >> 20)
 
@@ -138,10 +138,10 @@ class GraphRound:
 
     # -- the target ---------------------------------------------------------------------------------------------
 
-    def verify(self, drafts: DraftTree, is_simple: bool = True) -> tuple[Tensor, Tensor, Tensor]:
+    def verify(self, drafts: DraftTree, truncates: bool = False) -> tuple[Tensor, Tensor, Tensor]:
         """Verify drafts of a bucket and commit what the rows accept.
 
-        ``is_simple``: no row's rule truncates, and none is below its least length.
+        ``truncates``: any row's rule is top-k or top-p.
 
         Returns the outcome [B, m + NUM_FIGURES] (choices along the longest path, how many of them count, drafts
         accepted, and 1 for an end token, 2 for a near-tie among them, 3 for both), log-probs along the path [B, m] and
@@ -149,21 +149,21 @@ class GraphRound:
         """
         count, width = drafts.tokens.shape
         inputs = (drafts.tokens,) if drafts.parents is None else (drafts.tokens, drafts.parents)
-        form = _Form(width, drafts.parents is not None, is_simple)
-        run = partial(self._verify, is_simple=is_simple)
+        form = _Form(width, drafts.parents is not None, truncates)
+        run = partial(self._verify, truncates=truncates)
         outcome, log_probs, on_path = self._graphs.run(("verify", count, form), run, inputs, (self._rows.lengths,))
         return outcome, log_probs, on_path
 
     def _verify(
-        self, tokens: Tensor, parents: Tensor | None = None, *, is_simple: bool
+        self, tokens: Tensor, parents: Tensor | None = None, *, truncates: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
         count, n = tokens.shape
         drafts = DraftTree(tokens) if parents is None else tree(tokens, parents, n - 1)
         features, logits = self._target.forward(drafts, None)
-        choice = self._choose(drafts, logits if is_simple else self._allowed(drafts, logits))
+        choice = self._choose(drafts, self._allowed(logits) if truncates else logits)
         longest = min(n, self._longest)  # no path is deeper than the deepest strategy
         accepted = self._target.walk(drafts, choice.token.view(count, n), longest)
-        log_probs = self._log_probs(choice, logits, is_simple).view(count, n).gather(1, accepted.path)
+        log_probs = self._log_probs(choice, logits, truncates).view(count, n).gather(1, accepted.path)
         near = self._near_ties(choice, count, n).view(count, n).gather(1, accepted.path)
         reached = torch.arange(near.shape[1], device=tokens.device) < accepted.counts.unsqueeze(1)
         self._target.commit(drafts, accepted, features)
@@ -171,16 +171,16 @@ class GraphRound:
         figures = torch.stack((accepted.counts, accepted.on_path.sum(1) - 1, flags), 1)
         return torch.cat([accepted.chosen, figures], 1), log_probs, accepted.on_path
 
-    def _allowed(self, drafts: DraftTree, logits: Tensor) -> Tensor:
-        """Logits [B, N, V] with -inf where a row's rule, or its least length, does not let it choose."""
-        rows, (count, n) = self._rows, drafts.tokens.shape
-        allowed = self._target.without_ends(logits, self._target.is_short(drafts))
-        scaled = allowed[..., : self._noise.vocab_size].flatten(0, 1) / self._divisors(count, n).unsqueeze(1)
-        rules = [rule[:count].repeat_interleave(n) for rule in (rows.top_k, rows.top_p, rows.min_p)]
+    def _allowed(self, logits: Tensor) -> Tensor:
+        """Logits [B, N, used tokens] with -inf where a row's rule does not let it choose."""
+        count, n = logits.shape[:2]
+        allowed = logits[..., : self._noise.vocab_size].flatten(0, 1)
+        scaled = allowed / self._divisors(count, n).unsqueeze(1)
+        rules = [rule[:count].repeat_interleave(n) for rule in (self._rows.top_k, self._rows.top_p)]
         # sorting takes much memory: some rows at a time
         parts = zip(*(torch.split(x, _SORTED_ROWS) for x in (scaled, *rules)), strict=True)
         kept = scaled >= torch.cat([lowest_kept(*part) for part in parts])
-        return allowed.flatten(0, 1)[:, : kept.shape[1]].masked_fill(~kept, -torch.inf).view(count, n, -1)
+        return allowed.masked_fill(~kept, -torch.inf).view(count, n, -1)
 
     def _choose(self, drafts: DraftTree, logits: Tensor) -> GumbelChoice:
         """The target's choice at each node, flat [B * N]."""
@@ -195,9 +195,9 @@ class GraphRound:
             self._noise.vocab_size,
         )
 
-    def _log_probs(self, choice: GumbelChoice, logits: Tensor, is_simple: bool) -> Tensor:
+    def _log_probs(self, choice: GumbelChoice, logits: Tensor, truncates: bool) -> Tensor:
         """Log-probabilities [B * N] of the choices, before any truncation, as ``token_log_probs`` has them."""
-        if is_simple:
+        if not truncates:
             return choice.scaled_logit - choice.log_normaliser
         # the choice knows only what was allowed
         logits = logits[..., : self._noise.vocab_size]

@@ -94,18 +94,11 @@ class TieGuard:
         self._errors.extend(_error(self._decoder, text, self._attention) for text in texts)
         self.logit_tolerance = SAFETY * max(*self._errors, _MIN_ERROR)
 
-    def decide(
-        self, prefix: Tensor, noise: Tensor, fast_logits: Tensor, rule: SamplingRule, banned: Tensor | None
-    ) -> int:
-        """The canonical next token after ``prefix`` [T], with noise [V] and the fast path's logits [V] to check.
-
-        ``banned`` are the ids of tokens that may not be sampled here.
-        """
+    def decide(self, prefix: Tensor, noise: Tensor, fast_logits: Tensor, rule: SamplingRule) -> int:
+        """The canonical next token after ``prefix`` [T], with noise [V] and the fast path's logits [V] to check."""
         self.num_guarded += 1
         exact = self._decoder.reference_logits(prefix, 1)[0]
         self._check(float((exact - fast_logits.double()).abs().max()))
-        if banned is not None:
-            exact[banned] = -torch.inf
         return int(choose(exact, noise.double(), rule, 0.0).token)
 
     def _check(self, error: float) -> None:

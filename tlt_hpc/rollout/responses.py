@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from dataclasses import dataclass, field
 
@@ -55,8 +54,6 @@ class Response:
         """The prompt's bytes: sequences that share them share its keys and values."""
         self.longest = self.prompt_length + self.params.max_tokens
         """Length of its text at which it has its last token."""
-        self.simple_from = math.inf if self.rule.truncates else self.prompt_length + self.params.min_tokens
-        """Length of its text from which on nothing but temperature and noise chooses its tokens."""
 
     @property
     def num_response(self) -> int:

@@ -33,9 +33,6 @@ class LiveRows:
         self.temperatures = torch.ones(num_rows, device=device)
         self.top_k = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self.top_p = torch.ones(num_rows, device=device)
-        self.min_p = torch.zeros(num_rows, device=device)
-        self.min_lengths = torch.zeros(num_rows, dtype=torch.int64, device=device)
-        """Length of each row's text before which its response may not end."""
         self.log_probs = torch.zeros(num_rows, num_positions)
         """Log-probs of the tokens [R, P], on the host."""
         self.ends = torch.tensor(end_token_ids, dtype=torch.int64, device=device)
@@ -45,8 +42,7 @@ class LiveRows:
 
     @property
     def _by_row(self) -> tuple[Tensor, ...]:
-        rules = self.temperatures, self.top_k, self.top_p, self.min_p, self.min_lengths
-        return self.tokens, self.lengths, self.caps, self.starts, *rules
+        return self.tokens, self.lengths, self.caps, self.starts, self.temperatures, self.top_k, self.top_p
 
     @property
     def num_live(self) -> int:
@@ -69,15 +65,11 @@ class LiveRows:
         row, text, device = self.num_live, response.text, self.tokens.device
         self.tokens[row, : len(text)] = upload(text, device)
         put(self.lengths, row, len(text))
-        rule, start = response.rule, response.prompt_length
         put(self.caps, row, response.longest)
-        put(self.starts, row, start)
-        for held, number in zip(
-            (self.temperatures, self.top_k, self.top_p, self.min_p, self.min_lengths),
-            (rule.temperature, rule.top_k, rule.top_p, rule.min_p, start + response.params.min_tokens),
-            strict=True,
-        ):
-            put(held, row, number)
+        put(self.starts, row, response.prompt_length)
+        put(self.temperatures, row, response.rule.temperature)
+        put(self.top_k, row, response.rule.top_k)
+        put(self.top_p, row, response.rule.top_p)
         if response.log_probs is not None:
             self.log_probs[row, response.prompt_length : len(text)] = torch.from_numpy(response.log_probs)
             response.log_probs = None

@@ -15,17 +15,16 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class SamplingRule:
-    """Temperature and the three truncations; ``num_tokens`` is the vocabulary without its padding rows."""
+    """Temperature and the two truncations; ``num_tokens`` is the vocabulary without its padding rows."""
 
     temperature: float
     num_tokens: int
     top_k: int = 0
     top_p: float = 1.0
-    min_p: float = 0.0
 
     @property
     def truncates(self) -> bool:
-        return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
+        return self.top_k > 0 or self.top_p < 1.0
 
 
 @dataclass(frozen=True)
@@ -124,14 +123,10 @@ def kept_tokens(scaled: Tensor, rule: SamplingRule, tolerance: float) -> tuple[T
         at_most = before.gather(-1, _num_above(ranked.values, scaled, -tolerance)) - own if tolerance > 0 else at_least
         surely &= at_most < rule.top_p - tolerance
         perhaps &= at_least < rule.top_p + tolerance
-    if rule.min_p > 0.0:
-        floor = scaled.max(-1, keepdim=True).values + torch.log(torch.tensor(rule.min_p, dtype=scaled.dtype))
-        surely &= scaled >= floor + tolerance
-        perhaps &= scaled >= floor - tolerance
     return surely, perhaps
 
 
-def lowest_kept(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+def lowest_kept(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     """The least number [R, 1] that a token of ``scaled`` [R, V] must have to be kept by its row's truncations [R] each.
 
     ``kept_tokens`` without a zone of doubt, for rules that stand in tensors: nothing is read back.
@@ -142,8 +137,7 @@ def lowest_kept(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> 
     # in float64, so that the library's way of adding does not decide
     mass = ranked.double().softmax(-1)
     num_kept = (mass.cumsum(-1) - mass < top_p.unsqueeze(1)).sum(1).clamp(min=1)
-    by_rank = ranked.gather(1, torch.minimum(last, num_kept - 1).unsqueeze(1))
-    return torch.maximum(by_rank, ranked[:, :1] + min_p.log().unsqueeze(1))
+    return ranked.gather(1, torch.minimum(last, num_kept - 1).unsqueeze(1))
 
 
 def _num_above(descending: Tensor, values: Tensor, margin: float) -> Tensor:

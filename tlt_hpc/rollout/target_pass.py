@@ -78,18 +78,6 @@ class TargetPass:
         hidden, features = self.decoder.features(*flat, attend, self.feature_layers)
         return features.view(count, n, -1), self.decoder.logits(hidden).view(count, n, -1)
 
-    def is_short(self, drafts: DraftTree) -> Tensor:
-        """Mask [B, N] of the nodes at which a response is still below its least length."""
-        rows, (count, n) = self.rows, drafts.tokens.shape
-        depths = torch.arange(n, device=rows.lengths.device) if drafts.depths is None else drafts.depths
-        return rows.lengths[:count].unsqueeze(1) + depths < rows.min_lengths[:count].unsqueeze(1)
-
-    def without_ends(self, logits: Tensor, where: Tensor) -> Tensor:
-        """Logits [B, N, V] with -inf for the end tokens at the nodes of a mask [B, N]."""
-        is_end = torch.zeros(logits.shape[2], dtype=torch.bool, device=logits.device)
-        is_end.index_fill_(0, self.rows.ends, True)
-        return logits.masked_fill(where.unsqueeze(2) & is_end, -torch.inf)
-
     def walk(self, drafts: DraftTree, chosen: Tensor, longest: int | None = None) -> AcceptedPath:
         """The path through the target's choices [B, N]; ``longest`` bounds its columns without a look at it."""
         rows, count = self.rows, len(chosen)

@@ -20,7 +20,6 @@ from tlt_hpc.config import Config, DrafterSection, truncation_warning
 from tlt_hpc.data.prompts import PromptSource
 from tlt_hpc.drafting.spot import AVERAGE_MERGES, SpotTrainer
 from tlt_hpc.drafting.tail_plan import TailPlan
-from tlt_hpc.look.energy import EnergyMeter
 from tlt_hpc.look.environment import RankPlace, find_environment
 from tlt_hpc.models.draft_layer import AS_TARGET, TOKEN_IDS, layer_of
 from tlt_hpc.models.drafter import Drafter
@@ -82,7 +81,6 @@ class Job(Session):
     bench: Judge
     """What gives responses their rewards; its server outlives the job, for further ones of this process."""
     mismatch: MismatchWatch
-    meter: EnergyMeter
     plan: TailPlan
 
     def load_policy(self, version: int) -> None:
@@ -112,8 +110,7 @@ def assemble(config: Config, world: World) -> Job:
         drafting = make_drafting(session, assets, folder, warm) if has_drafter else None
         if drafting:
             parts.callback(drafting.cache.abandon_step)  # still open if the run failed: its thread ends here
-        meter, environment = look_around(world, device, assets.excluded_token_ids)
-        parts.callback(meter.close)
+        environment = gather_environment(world, device, assets.excluded_token_ids)
         # last of what may find a mistake of the user's: nothing is written before
         claim_folder(folder, config, world, assets.prompts, environment)
         if drafting:
@@ -143,7 +140,6 @@ def assemble(config: Config, world: World) -> Job:
             drafting=drafting,
             bench=bench,
             mismatch=MismatchWatch(config.model.dtype, config.algorithm.correction.name != "none"),
-            meter=meter,
             plan=TailPlan(drafting is not None and config.drafter.train, ahead),
         )
 
@@ -172,21 +168,14 @@ def read_initial_drafter(config: Config, shape: ModelShape, node: NodeGroup) -> 
     return read_all_once(node, partial(initial_drafter, config.drafter.init, config.drafter.form, shape, model))
 
 
-def look_around(
-    world: World, device: torch.device, never_sampled: Sequence[int]
-) -> tuple[EnergyMeter, Environment | None]:
-    """The meter of energy, and on rank 0 what the run runs on; collective."""
+def gather_environment(world: World, device: torch.device, never_sampled: Sequence[int]) -> Environment | None:
+    """Collective: on rank 0 the nodes, GPUs and versions that the run has; None on other ranks."""
     gpu = uuid = ""
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         gpu, uuid = properties.name, f"GPU-{properties.uuid}"
-    meter = EnergyMeter(world.hostname, uuid)
-    ranks = world.allgather((RankPlace.here(world.hostname, gpu, uuid), meter.reach))
-    energy = meter.agree([reach for _, reach in ranks], world.rank)
-    if world.rank:
-        return meter, None
-    places = [place for place, _ in ranks]
-    return meter, find_environment(world, places, torch.version.cuda or "", energy, never_sampled)
+    places = world.allgather(RankPlace.here(world.hostname, gpu, uuid))
+    return None if world.rank else find_environment(world, places, torch.version.cuda or "", never_sampled)
 
 
 def make_drafting(

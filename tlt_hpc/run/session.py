@@ -75,8 +75,6 @@ class Session:
                 temperature=rollout.temperature,
                 top_k=rollout.top_k,
                 top_p=rollout.top_p,
-                min_p=rollout.min_p,
-                min_tokens=rollout.min_new_tokens,
                 stop_strings=rollout.stop_strings,
             ),
             num_tokens=num_used_tokens(assets.tokenizer, assets.shape),

@@ -64,7 +64,6 @@ class Ablation:
         """
         tree = without_side_effects(self.config).model_dump()
         tree["run"] |= {"name": arm, "folder": str(self.folder), "num_steps": self.num_steps}
-        tree["checkpoint"]["replay"] = False  # it would leave out updates of the drafter, which are what is compared
         mode = arm if arm in WITHOUT_DRAFTER else "full"
         tree["speculation"] |= {"mode": mode, "ahead": "on" if arm in _AHEAD else "off"}
         tree["drafter"] |= _DRAFTER_KEYS.get(arm, {})
@@ -106,7 +105,7 @@ def plan_ablation(config: Config, options: argparse.Namespace) -> Ablation:
 
 
 def _obstacle(config: Config, arm: str) -> str:
-    """Why the job cannot have an arm, with the remedy; empty if it can."""
+    """The reason why the job cannot have an arm, with the remedy; empty if it can."""
     strategies = strategies_of("full", config.speculation.strategies)
     if arm == "ngram" and not any(strategy.source == "ngram" for strategy in strategies):
         return "speculation.strategies has no n-grams; add e.g. 'ngram-4' or leave the arm out of --arms"

@@ -131,7 +131,7 @@ def _gained(gain: RunGain | None) -> KeyFigure | None:
 
 
 def _text(found: RunFindings) -> KeyFigure | None:
-    """Whether speculation changed any token, and how that is known."""
+    """The key figure on whether speculation changed any token, and how that is known."""
     if found.other is not None and found.comparison is not None and len(found.comparison.compared_steps):
         name, steps = found.comparison.runs[0].name, count(len(found.comparison.compared_steps), "step")
         first = next((step for step in found.comparison.first_difference.values() if step is not None), None)

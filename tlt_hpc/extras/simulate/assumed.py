@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tlt_hpc.extras.simulate.ahead import PassCosts
 from tlt_hpc.extras.simulate.costs import Floats, TokenCosts, with_speed_ups
 from tlt_hpc.extras.simulate.step import StepPhases
 from tlt_hpc.models.shape import ModelShape
@@ -83,27 +82,13 @@ def derating_of(reference: ModelShape, shape: ModelShape) -> float:
     The chance that a draft is accepted is the one that explains the reference's speed-up of a narrow draft at depth 10;
     the other model uses the depth that is best for it.
     """
-    return _best_depth(reference, shape)[0] / SPEED_UPS["verify-16"][0]
+    return _best_speed_up(reference, shape) / SPEED_UPS["verify-16"][0]
 
 
-def gpu_passes(costs: TokenCosts, reference: ModelShape, shape: ModelShape) -> PassCosts:
-    """Wide passes on the GPUs of ``gpu_costs``, whose other strategies, if any, are those of ``speculative_costs``."""
-    count = len(costs.token_seconds)
-    known, accept = SPEED_UPS["verify-16"][0], _best_depth(reference, shape)[1]
-    return PassCosts(
-        np.array([1.0, *(accept * gains[0] / known for gains in SPEED_UPS.values())])[:count],
-        np.array([1, *(1 + int(name.split("-")[1]) for name in SPEED_UPS)])[:count],
-        fixed_seconds=float(costs.token_seconds[0, 0]),
-        token_seconds=costs.prompt_token_seconds,
-        overlaps=True,
-    )
-
-
-def _best_depth(reference: ModelShape, shape: ModelShape) -> tuple[float, float]:
-    """Speed-up and accept length of a narrow draft on ``shape`` at one sequence, at the depth that is best for it."""
+def _best_speed_up(reference: ModelShape, shape: ModelShape) -> float:
+    """Speed-up of a narrow draft on ``shape`` at one sequence, at the depth that is best for it."""
     chance = chance_of(SPEED_UPS["verify-16"][0] * (1 + DEPTH * _draft_share(reference)), DEPTH)
-    lengths = [(depth, expected(chance, depth)) for depth in range(1, 2 * DEPTH + 1)]
-    return max((length / (1 + depth * _draft_share(shape)), length) for depth, length in lengths)
+    return max(expected(chance, depth) / (1 + depth * _draft_share(shape)) for depth in range(1, 2 * DEPTH + 1))
 
 
 def _draft_share(shape: ModelShape) -> float:

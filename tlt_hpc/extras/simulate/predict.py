@@ -14,12 +14,10 @@ from rich.table import Table
 
 from tlt_hpc.common.console import TextConsole
 from tlt_hpc.config import Config, ConfigError, check_replicas, load_config
-from tlt_hpc.extras.simulate.ahead import Ahead, PassCosts, ahead_seconds
 from tlt_hpc.extras.simulate.assumed import (
     GpuFigures,
     derating_of,
     gpu_costs,
-    gpu_passes,
     gpu_phases,
     speculative_costs,
 )
@@ -33,19 +31,18 @@ from tlt_hpc.extras.simulate.lengths import (
     resampled,
     shard_lengths,
 )
-from tlt_hpc.extras.simulate.recorded import RecordedRun, costs_by_strategy, groups_of, passes_of, phases_of, read_run
+from tlt_hpc.extras.simulate.recorded import RecordedRun, costs_by_strategy, groups_of, phases_of, read_run
 from tlt_hpc.extras.simulate.step import Setting, StepPhases, Steps, setting_from, simulate
 from tlt_hpc.plan.memory.shapes import find_shape
-from tlt_hpc.plan.plan_options import above_zero, at_least_one, at_least_one_each, chance
+from tlt_hpc.plan.plan_options import above_zero, at_least_one, at_least_one_each
 from tlt_hpc.storage.folder import RunFolder, WriteError
 from tlt_hpc.storage.records import write_json
 
 _GPUS = 8
 NOTE = (
     "GPU-h: of the run, a rank a GPU; idle: of all rank-seconds; harvested: of the idle ones; gain: plain step over "
-    "this one; ahead (with --ahead): rollout with draft-ahead over this one. What training the drafter brings to "
-    "accept lengths is not modelled. To compare settings, give other values: rollout.max_live=32. tlt plan says "
-    "whether they fit."
+    "this one. Draft-ahead, and what training the drafter brings to accept lengths, are not modelled. To compare "
+    "settings, give other values: rollout.max_live=32. tlt plan says whether they fit."
 )
 
 
@@ -58,22 +55,14 @@ class SimulatedJob:
     costs: TokenCosts
     phases: StepPhases
     lengths: Ints
-    passes: PassCosts
     origin: tuple[str, ...]
-    """Where costs and lengths come from, in words."""
+    """The sources of costs and lengths, in words."""
 
     def run(self, num_ranks: int, costs: TokenCosts) -> Steps:
         """Simulate the steps; lengths are the same for any number of ranks, with and without speculation."""
-        return simulate(self._shards(num_ranks), costs, self.setting, self.phases)
-
-    def ahead_seconds(self, num_ranks: int, options: argparse.Namespace) -> float:
-        """Mean seconds of a rollout with draft-ahead."""
-        shards = self._shards(num_ranks)
-        ahead = Ahead(self.passes, options.ahead)
-        return float(ahead_seconds(shards, self.costs, ahead, self.setting).mean())
-
-    def _shards(self, num_ranks: int) -> Ints:
-        return shard_lengths(self.lengths, num_ranks // self.setting.ranks_per_replica, self.config.rollout.shard)
+        num_replicas = num_ranks // self.setting.ranks_per_replica
+        shards = shard_lengths(self.lengths, num_replicas, self.config.rollout.shard)
+        return simulate(shards, costs, self.setting, self.phases)
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
@@ -91,7 +80,6 @@ def add_options(command: argparse.ArgumentParser) -> None:
     lengths = command.add_mutually_exclusive_group().add_argument
     lengths("--median", type=above_zero, metavar="TOKENS", help="of the log-normal law (default a sixth of the cap)")
     lengths("--lengths", type=Path, metavar="RUN", help="lengths alone of this run's log")
-    add("--ahead", type=chance, metavar="CHANCE", help="with draft-ahead; a stored token is accepted with this chance")
     add("--json", type=Path, metavar="PATH", help="write all figures there as well")
 
 
@@ -107,7 +95,7 @@ def run(options: argparse.Namespace) -> int:
     for count in options.nodes:
         check_replicas(config.rollout, count * ranks_per_node)
     job = simulated_job(config, options, log)
-    rows = [row(job, count, ranks_per_node, options) for count in sorted(set(options.nodes))]
+    rows = [row(job, count, ranks_per_node) for count in sorted(set(options.nodes))]
     show(job, rows, TextConsole())
     if options.json is not None:
         try:
@@ -117,7 +105,7 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def row(job: SimulatedJob, nodes: int, ranks_per_node: int, options: argparse.Namespace) -> dict[str, Any]:
+def row(job: SimulatedJob, nodes: int, ranks_per_node: int) -> dict[str, Any]:
     """The figures of the job on a number of nodes: means of a step, sums of the run, as ``NOTE`` explains them."""
     ranks = nodes * ranks_per_node
     steps, plain = job.run(ranks, job.costs), job.run(ranks, job.costs.plain)
@@ -132,7 +120,6 @@ def row(job: SimulatedJob, nodes: int, ranks_per_node: int, options: argparse.Na
         "harvested_share": steps.harvested_share,
         "gain": float(plain.step_seconds.mean()) / seconds,
         "plain_rollout_seconds": float(plain.rollout_seconds.mean()),
-        "ahead_rollout_seconds": job.ahead_seconds(ranks, options) if options.ahead else None,
     }
 
 
@@ -167,19 +154,18 @@ def simulated_job(config: Config, options: argparse.Namespace, log: RecordedRun 
         f"{log.rollout_seconds.mean():.2f} s a rollout and {log.step_seconds.mean():.2f} s a step",
         said,
     )
-    costs, passes = (costs if config.speculation.mode != "plain" else costs.plain), passes_of(log)
-    return SimulatedJob(config, setting, costs, phases_of(log), lengths, passes, origin)
+    costs = costs if config.speculation.mode != "plain" else costs.plain
+    return SimulatedJob(config, setting, costs, phases_of(log), lengths, origin)
 
 
 def _on_assumed_gpus(config: Config, named_shape: str | None, lengths: Ints, said: str) -> SimulatedJob:
     shape, gpu = find_shape(config.model.path, named_shape), GpuFigures()
-    large = find_shape("Qwen2.5-32B", None)
     if config.speculation.mode == "ngram":
         raise ConfigError("speculation.mode = 'ngram': no speed-up of n-grams is known; give --from RUN of such a run")
     costs = gpu_costs(shape, config.rollout.tensor_parallel, config.rollout.max_live, gpu)
     speed_ups = list[str]()
     if config.speculation.mode != "plain":
-        costs = speculative_costs(costs, derating_of(large, shape))
+        costs = speculative_costs(costs, derating_of(find_shape("Qwen2.5-32B", None), shape))
         speed_ups = [
             "speed-ups: a trained drafter's, TLT paper, 32B on 4 cards, derated by a draft step's bytes",
             "above 32 responses at a time they are extrapolated: on few nodes, where ranks often "
@@ -193,8 +179,7 @@ def _on_assumed_gpus(config: Config, named_shape: str | None, lengths: Ints, sai
         said,
     )
     phases = gpu_phases(shape, gpu, config.checkpoint.every_steps)
-    passes = gpu_passes(costs, large, shape)
-    return SimulatedJob(config, setting_from(config), costs, phases, lengths, passes, origin)
+    return SimulatedJob(config, setting_from(config), costs, phases, lengths, origin)
 
 
 def _config(options: argparse.Namespace, log: RecordedRun | None) -> Config:
@@ -217,15 +202,13 @@ def show(job: SimulatedJob, rows: Sequence[dict[str, Any]], console: Console) ->
         console.print(f"  {line}", highlight=False, markup=False)
     table = Table(title="By number of nodes", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD,
                   pad_edge=False)  # fmt: skip
-    columns = ("nodes", "ranks", "rollout s", "step s", "GPU-h", "idle", "harvested", "gain", "ahead")
-    for column in columns if rows[0]["ahead_rollout_seconds"] else columns[:-1]:
+    for column in ("nodes", "ranks", "rollout s", "step s", "GPU-h", "idle", "harvested", "gain"):
         table.add_column(column, justify="right")
     for one in rows:
-        ahead, rollout_seconds = one["ahead_rollout_seconds"], one["rollout_seconds"]
         table.add_row(
-            str(one["nodes"]), str(one["ranks"]), f"{rollout_seconds:,.1f}", f"{one['step_seconds']:,.1f}",
+            str(one["nodes"]), str(one["ranks"]), f"{one['rollout_seconds']:,.1f}", f"{one['step_seconds']:,.1f}",
             f"{one['gpu_hours']:,.1f}", f"{one['idle_share']:.0%}", f"{one['harvested_share']:.0%}",
-            f"{one['gain']:.2f}", *([f"{ahead / rollout_seconds:.2f}"] if ahead else []),
+            f"{one['gain']:.2f}",
         )  # fmt: skip
     console.print(table)
     console.print(NOTE, highlight=False, markup=False)

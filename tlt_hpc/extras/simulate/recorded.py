@@ -16,11 +16,10 @@ from numpy.typing import NDArray
 
 from tlt_hpc.common.records import PREFILL
 from tlt_hpc.config import Config, load_saved_config
-from tlt_hpc.extras.simulate.ahead import PassCosts
 from tlt_hpc.extras.simulate.costs import Floats, TokenCosts
 from tlt_hpc.extras.simulate.lengths import Ints
 from tlt_hpc.extras.simulate.step import StepPhases
-from tlt_hpc.rollout.strategy import OFF, STORED, strategy_named
+from tlt_hpc.rollout.strategy import OFF, STORED
 from tlt_hpc.storage.folder import RunFolder, no_run
 from tlt_hpc.storage.hdf5 import DamagedFile
 from tlt_hpc.storage.rollout_log import StepSummary, read_summary
@@ -124,7 +123,7 @@ def _is_number(value: object) -> bool:
 
 
 def _is_complete(ranks: Sequence[StepSummary], line: Line) -> bool:
-    """Whether all ranks logged the rounds of one rollout, of which no earlier start generated a part."""
+    """True if all ranks logged the rounds of one rollout, of which no earlier start generated a part."""
     whole = all(len(log.spans) and not log.refills for log in ranks)
     return whole and 0 < len(ranks) == ranks[0].num_ranks and not line.get("rollout/kept_tokens")
 
@@ -169,35 +168,6 @@ def costs_by_strategy(run: RecordedRun) -> TokenCosts:
         seconds, seen = curve(rounds, chosen, 1 if name == OFF.name else MIN_ROUNDS, most_live)
         token[place] = seconds if name == OFF.name else np.where(seen, seconds, np.inf)
     return TokenCosts(token, np.zeros_like(token), run.prompt_seconds)
-
-
-def passes_of(run: RecordedRun) -> PassCosts:
-    """Accept lengths of the strategies of ``costs_by_strategy``, and what passes cost, a linear model of all rounds.
-
-    The model adds costs of the round, its sequences, verified tokens, draft steps and drafted tokens, none below zero.
-    """
-    rounds, accept = run.rounds, list[float]()
-    terms, weights, seconds = list[list[float]](), list[float](), list[float]()
-    for index in np.unique(rounds.strategy):
-        strategy = strategy_named(run.strategy_names[index])
-        steps = strategy.depth if strategy.has_drafter else 0
-        for live in np.unique(rounds.live[rounds.strategy == index]):
-            taken = rounds.seconds[(rounds.strategy == index) & (rounds.live == live)]
-            terms.append([1.0, live, live * strategy.widest_pass, steps, live * steps])
-            seconds.append(float(taken.mean()))
-            weights.append(len(taken) ** 0.5 / seconds[-1])
-    for name in (names := _names(run)):
-        of = rounds.strategy == run.strategy_names.index(name)
-        accept.append(float(rounds.tokens[of].sum() / rounds.live[of].sum()))
-    weighted, kept, found = np.array(terms) * np.array(weights)[:, None], np.arange(5), np.zeros(5)
-    while True:
-        found[:] = 0.0
-        found[kept] = np.linalg.lstsq(weighted[:, kept], np.array(seconds) * weights, rcond=None)[0]
-        if (found >= 0).all():
-            break
-        kept = kept[found[kept] > 0]
-    verified = [strategy_named(name).widest_pass for name in names]
-    return PassCosts(np.array(accept), np.array(verified), float(found[0]), float(found[2]), float(found[1]))
 
 
 def _names(run: RecordedRun) -> tuple[str, ...]:

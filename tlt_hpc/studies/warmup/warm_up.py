@@ -184,7 +184,7 @@ def make_validation_engine(warmup: Warmup) -> RolloutEngine:
     max_tokens = min(warmup.config.warmup.validation_tokens, settings.params.max_tokens)
     settings = replace(
         settings,
-        params=replace(settings.params, max_tokens=max_tokens, min_tokens=min(settings.params.min_tokens, max_tokens)),
+        params=replace(settings.params, max_tokens=max_tokens),
         tie_guard=False,
         strategies=(VALIDATION,),
         max_live=min(settings.max_live, -(-len(requests) // warmup.replica.count)),
