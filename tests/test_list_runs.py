@@ -172,7 +172,7 @@ COMPLETED = [
     ("tlt compare --wi", {"--without"}),
     ("tlt train mi", {"mine.toml"}),
     ("tlt train mine.toml rollout.temp", {"rollout.temperature="}),
-    ("tlt train mine.toml speculation.mode =", {"plain", "ngram", "full"}),
+    ("tlt train mine.toml speculation.mode =", {"plain", "ngram", "frozen", "full"}),
     ("tlt train mine.toml speculation.mode = p", {"plain"}),
     ("tlt keys roll", {"rollout"}),
     ("tlt sub", {"submit"}),

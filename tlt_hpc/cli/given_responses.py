@@ -71,7 +71,7 @@ class GivenResponses:
                 yield error
 
     def _is_missing(self, path: str) -> bool:
-        """Whether the rows that can be read, if there are any, lack a column."""
+        """Return True if there are rows that can be read and none has a column."""
         has_rows = False
         for index in range(len(self.rows)):
             with suppress(RowError):
@@ -138,7 +138,7 @@ def value_at(row: Row, path: str) -> Any:
 
 
 def _has(row: Row, path: str) -> bool:
-    """Whether a row has something at a dotted path, be it null."""
+    """Return True if a row has a value, null included, at a dotted path."""
     parents, _, name = path.rpartition(".")
     parent = value_at(row, parents) if parents else row
     return isinstance(parent, Mapping) and name in parent

@@ -266,7 +266,9 @@ _REMOVED = {
     "data.split": "training reads the split 'train' of a folder; give another's folder in data.source, or a pattern",
     "drafter.average_merges": "it is always 5 now; leave it out",
     "drafter.loss": "it follows from drafter.form now; leave it out",
+    "drafter.micro_step_seconds": "it is always 0.3 now; for shorter micro-steps lower drafter.micro_step_tokens",
     "drafter.min_idle": "it is always 1 now; leave it out",
+    "drafter.train": "leave it out; use speculation.mode = 'frozen' for train = false",
     "evaluation.names": "a set is named after its file; leave it out",
     "evaluation.pass_k": "use evaluation.samples",
     "evaluation.split": "evaluation reads the split 'test'; give other files by a pattern in evaluation.sources",
@@ -281,6 +283,10 @@ _REMOVED = {
     "rollout.page_size": "a page holds 128 tokens; leave it out",
     "rollout.tie_guard": "it is on for model.dtype = 'float32'; leave it out",
     "speculation.profile_seconds": "costs are learned during rollouts; leave it out",
+    "warmup.init": "a warm-up starts from drafter.init; leave it out, or set that",
+    "warmup.learning_rate": "a warm-up uses drafter.learning_rate; leave it out, or set that",
+    "warmup.validate_every": "it is a twentieth of warmup.updates, at most 100; leave it out",
+    "warmup.validation_prompts": "it is always 64 now; leave it out",
     "tracking": "use run.trackers = ['tensorboard', 'wandb-offline'], or one of them",
 }
 """Keys and sections that jobs and saved runs of earlier commits have, and what to do instead."""
