@@ -184,7 +184,7 @@ def test_a_checkpoint_counts_masters_moments_and_the_drafter() -> None:
     alone = 16 * plan.engine.num_drafter_parameters
     assert disk["the drafter's between them"] == 3 * alone, "two are kept"
     assert host["copy for checkpoints"] == (-(-saved // (2 << 24)) + -(-alone // (2 << 24))) << 24
-    without = plan_memory(situation("tiny", *changes, "drafter.train=false", ranks=2))
+    without = plan_memory(situation("tiny", *changes, "speculation.mode=frozen", ranks=2))
     assert "the drafter's between them" not in without.disk
 
 

@@ -77,7 +77,7 @@ def micro_batch_tokens(situation: Situation) -> int:
 
 
 def _drafter(situation: Situation, count: int) -> NamedBytes:
-    average = 4 * count if situation.config.drafter.train else 0
+    average = 4 * count if situation.config.speculation.trains_drafter else 0
     return present({"drafter in training": 4 * count, "drafter's moments": 8 * count, "drafter's average": average})
 
 
