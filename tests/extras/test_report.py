@@ -253,7 +253,7 @@ def test_advice_follows_from_metrics(tmp_path: Path, run: RunFolder, lines: dict
 def test_advice_follows_from_logs_and_settings(run: RunFolder) -> None:
     """38 % waiting is too much, and 36 % of it used too little; a quarter of the responses ended at the cap."""
     advice = advice_of(run)
-    assert re.search('38 %.*rollout.shard = "sample"', advice) and re.search("36 %.*micro_step_seconds", advice)
+    assert re.search('38 %.*rollout.shard = "sample"', advice) and re.search("36 %.*micro_step_tokens", advice)
     assert "25 % of the responses were cut" in advice
 
 
