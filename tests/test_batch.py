@@ -119,6 +119,7 @@ def test_what_a_site_or_a_user_sets(variables, shown, tmp_path):
             NO_PMIX,
             "srun --mpi=list has none pmi2. Put 'mpich<5' in the place of openmpi in environment.yml, or set TLT",
         ),
+        ({"TLT_NETWORK": "IB"}, "TLT_NETWORK=IB is no longer read; set NCCL_NET=IB"),
         ({"TLT_LAUNCH": "ssh"}, "TLT_LAUNCH=ssh is neither srun nor mpirun"),
         ({"TLT_ENVIRONMENT": "/none"}, "TLT_ENVIRONMENT=/none is neither"),
         ({"MPI_SAYS": "Other MPI 1"}, "cannot tell how srun starts ranks of Other MPI 1; set TLT_SRUN_MPI to one of"),

@@ -14,10 +14,9 @@ import pytest
 from fake_world import ThreadWorld, on_threads
 
 from tlt_hpc.cluster import caches, placement
-from tlt_hpc.cluster.network import ChosenNetwork, parse_log, read_log, refuse_network, start_log, warning_of
+from tlt_hpc.cluster.network import ChosenNetwork, parse_log, read_log, start_log, warning_of
 from tlt_hpc.cluster.placement import Seat, kinds_of, may_bind, read_seat, share_cores, warnings_of
 from tlt_hpc.cluster.topology import ROOT, System, format_cores, own_gpu, parse_cores
-from tlt_hpc.config import UserError
 from tlt_hpc.mpi import placing
 from tlt_hpc.rl.distributed import name_network
 
@@ -317,20 +316,11 @@ NETWORKS = {
     IB_LOG: "IB (mlx5_0, mlx5_1)", SOCKET_LOG: "Socket (eth0, eth1)", OLD_OFI_LOG: "AWS Libfabric (2 x cxi)",
     NEW_OFI_LOG: "Libfabric (4 x cxi)", EFA_LOG: "AWS Libfabric (1 x efa)", "": "unknown",
 }  # fmt: skip
-IB, OFI, SLOW = ChosenNetwork("IBext_v8"), ChosenNetwork("AWS Libfabric"), ChosenNetwork("Socket", ("eth0",))
+IB, SLOW = ChosenNetwork("IBext_v8"), ChosenNetwork("Socket", ("eth0",))
 
 
 def test_the_network_is_read_from_nccl_s_log():
     assert {log: parse_log(log).words for log in NETWORKS} == NETWORKS
-
-
-def test_a_required_network_is_named_by_how_it_begins():
-    fitting = {("IB", IB), ("ib", IB), ("OFI", OFI), ("AWS", OFI), ("OFI", ChosenNetwork("Libfabric"))}
-    assert all(network.fits(name) for name, network in fitting)
-    assert not (SLOW.fits("IB") or IB.fits("OFI") or ChosenNetwork("").fits("IB"))
-    assert refuse_network({"n1": IB, "n2": IB}, "IB") == refuse_network({"n1": SLOW}, "") == ""
-    line = refuse_network({"n1": IB, "n2": SLOW, "n3": SLOW}, "IB")
-    assert line.startswith("NCCL chose the network Socket (eth0) on n2 and 1 node more, and TLT_NETWORK requires IB; ")
 
 
 def test_a_slow_network_is_a_warning():
@@ -340,23 +330,18 @@ def test_a_slow_network_is_a_warning():
 
 
 def test_nccl_s_log_is_the_run_s_own_and_goes_and_one_of_the_user_s_is_left_to_him(tmp_path):
-    environment = {caches.FOLDER: str(tmp_path), "TLT_NETWORK": "IB"}
+    environment = {caches.FOLDER: str(tmp_path)}
     path = start_log(environment)
     assert path.parent == tmp_path and environment["NCCL_DEBUG_FILE"] == str(path)
     assert environment["NCCL_DEBUG"] == "INFO" and environment["NCCL_DEBUG_SUBSYS"] == "INIT,NET"
     path.write_text(IB_LOG)
     assert read_log(path, environment).name == "IB"
-    assert list(tmp_path.iterdir()) == [] and environment == {caches.FOLDER: str(tmp_path), "TLT_NETWORK": "IB"}
-    own = {"NCCL_DEBUG": "WARN", "TLT_NETWORK": ""}
-    assert start_log(own) is None and own == {"NCCL_DEBUG": "WARN", "TLT_NETWORK": ""}
-    with pytest.raises(UserError, match="TLT_NETWORK=IB cannot be checked where NCCL_DEBUG is set"):
-        start_log({"NCCL_DEBUG": "WARN", "TLT_NETWORK": "IB"})
+    assert list(tmp_path.iterdir()) == [] and environment == {caches.FOLDER: str(tmp_path)}
+    own = {"NCCL_DEBUG": "WARN"}
+    assert start_log(own) is None and own == {"NCCL_DEBUG": "WARN"}
 
 
-@pytest.mark.parametrize("required", ["", "IB"])
-def test_ranks_say_the_network_once_or_end_together(required, on_lumi, tmp_path, monkeypatch, caplog):
-    monkeypatch.setenv("TLT_NETWORK", required)
-
+def test_rank_0_says_the_network_once(on_lumi, tmp_path, caplog):
     def meet(world: Ranks) -> list[str]:
         world.hostname = f"n{world.rank // 2}"
         log = tmp_path / f"{world.rank}"
@@ -365,14 +350,9 @@ def test_ranks_say_the_network_once_or_end_together(required, on_lumi, tmp_path,
         name_network(world, None if world.rank % 2 else log)
         return world.said
 
-    found = on_threads(4, meet)
-    if required:
-        line = refuse_network({f"n{n}": parse_log(SOCKET_LOG) for n in (0, 1)}, "IB")
-        assert {str(error) for error in found} == {line}
-    else:
-        assert found == [["network     Socket (eth0, eth1)"], [], [], []]
-        (record,) = caplog.records
-        assert record.getMessage().startswith("NCCL communicates by sockets, though there are hsn0, hsn1, hsn2, hsn3: ")
+    assert on_threads(4, meet) == [["network     Socket (eth0, eth1)"], [], [], []]
+    (record,) = caplog.records
+    assert record.getMessage().startswith("NCCL communicates by sockets, though there are hsn0, hsn1, hsn2, hsn3: ")
 
 
 # --- caches in memory ---

@@ -32,7 +32,7 @@ from tlt_hpc.mpi.roster import State, Status
 from tlt_hpc.mpi.world import World
 from tlt_hpc.cluster.watch.beat import BEAT, Phase
 from tlt_hpc.cluster.watch.watch import Watch
-from tlt_hpc.cluster.watch.witness import Witness
+from tlt_hpc.cluster.watch.exit_monitor import ExitMonitor
 
 folder, trouble, factor, look = Path(sys.argv[2]), sys.argv[3], float(sys.argv[4]), float(sys.argv[5])
 
@@ -98,7 +98,7 @@ def main(watch):
 
 rank = launched_rank(os.environ)
 is_first = rank == 0 or trouble.endswith("emulated nodes")  # each of which has a first rank
-with Watch(factor, rank, Witness.fork() if is_first else Witness(), look_seconds=look) as watch:
+with Watch(factor, rank, ExitMonitor.fork() if is_first else ExitMonitor(), look_seconds=look) as watch:
     main(watch)
 """
 
@@ -136,7 +136,7 @@ def test_a_rank_that_holds_up_the_others_is_named(tmp_path, trouble):
 
 @pytest.mark.parametrize("trouble", ["killed", pytest.param("killed, on emulated nodes", marks=pytest.mark.ci)])
 def test_a_rank_that_is_killed_is_named_at_once_and_by_the_next_start(tmp_path, trouble):
-    """Though the launcher kills all others within milliseconds. Nodes of Slurm on one machine share a witness."""
+    """Though the launcher kills all others within milliseconds. Nodes of Slurm on one machine share a monitor."""
     code, lines, err = work(tmp_path, trouble)
     told = clear_last(tmp_path / "status", "")
     assert re.match(r"rank 1 on \S+ was killed or crashed, last seen in \w+ of step [12]", told), err

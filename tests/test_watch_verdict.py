@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tlt_hpc.cluster.watch import witness
+from tlt_hpc.cluster.watch import exit_monitor
 from tlt_hpc.cluster.watch.beat import Beat, Member, Phase
 from tlt_hpc.cluster.watch.diagnosis import Sighting, describe, judge, judge_alone
 from tlt_hpc.cluster.watch.record import (
@@ -262,17 +262,17 @@ LAST_SEEN = "rank 1 on b was killed or crashed, last seen in rollout of step 13"
 def test_a_rank_that_ends_without_a_word_is_named_unless_another_has_said_why(
     hosts, ending, verdict, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(witness, "_OTHER_NODES_SECONDS", 0.2)
+    monkeypatch.setattr(exit_monitor, "_OTHER_NODES_SECONDS", 0.2)
     write_record(tmp_path, record(2, host="c", start="another", ending="failed: earlier"))
     (tmp_path / "rank-0000.stacks").touch()
     for rank, host in enumerate(hosts):
         write_record(tmp_path, record(rank, host=host, ending=ending * (not rank)))
-    witness._testify("start", "b", tmp_path, 1, {1})
+    exit_monitor._report_exit("start", "b", tmp_path, 1, {1})
     assert read_verdict(tmp_path) == (verdict and ("start", verdict))
 
 
 def test_a_member_knows_the_processes_on_its_host():
     told = [("a", 11, "x"), ("a", 12, "y"), ("b", 11, "z")]
     assert Member.of(1, told) == Member(1, 3, "a", "x", {0: 11, 1: 12}, "x")
-    assert (Member.of(2, told).neighbours, Member.of(2, told).witness) == ({2: 11}, "z")
+    assert (Member.of(2, told).neighbours, Member.of(2, told).monitor) == ({2: 11}, "z")
     assert describe(2**22 + 1) == "its process is gone"
