@@ -207,8 +207,6 @@ class RewardSection(Section):
     itself."""
     cpu_seconds: PositiveSeconds = 5.0
     """CPU time for one response; beyond it the reward is 0. The limit of wall-clock time is 60 times as long."""
-    memory_mb: Annotated[int, Field(ge=1, le=2**24), Unit("MiB")] = 1024
-    """Memory for one response, in addition to that of an idle worker; beyond it the reward is 0."""
 
     @property
     def kinds(self) -> tuple[str, ...]:
