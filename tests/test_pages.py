@@ -18,9 +18,9 @@ def test_packing_fills_the_holes_from_the_top():
     pool = PagePool(8)
     pool.take(7)
     pool.release([0, 2, 3, 4])
-    assert pool.is_loose
+    assert pool.is_fragmented
     assert pool.pack() == {6: 0, 5: 2}
-    assert (pool.high_water, pool.is_loose) == (3, False)
+    assert (pool.high_water, pool.is_fragmented) == (3, False)
     assert pool.take(5) == [3, 4, 5, 6, 7]
 
 
