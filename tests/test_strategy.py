@@ -3,6 +3,7 @@
 import json
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -277,6 +278,18 @@ def test_drafting_for_the_rows_without_a_stored_text_has_its_price(row: StoredRo
         chooser.acceptance.add(arms[1], 8, [4] * 7 + [2])
     assert chooser.acceptance.lengths(8)[1] == pytest.approx(4.7, abs=0.1)
     assert chooser.choose(8, arms, [row] * 4) == wanted
+
+
+def test_stored_texts_are_drafted_from_as_long_as_they_are_accepted():
+    arms, rows = (OFF, Strategy("stored", 8)), [StoredRow(8, is_sure=True)] * 4
+    chooser, stored = make(arms, epsilon=0.0), replace(arms[1], rest=OFF)
+    for _ in range(3):
+        chooser.observe(OFF, 4, 4, 0.01, [0] * 4)
+    for accepted, following in ((0, OFF), (8, stored)):
+        assert chooser.choose(4, arms, rows) != following
+        for _ in range(800):
+            chooser.observe(stored, 4, 4 * (1 + accepted), 0.012, [accepted] * 4, rows)
+        assert chooser.choose(4, arms, rows) == following
 
 
 def test_drafts_that_are_accepted_in_small_batches_alone_are_made_there_alone():
