@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from logged import make_rollout
 
 from tlt_hpc.common.records import Rollout, SampleKey
-from tlt_hpc.config import AlgorithmSection, ConfigError, load_config, parse_config, to_toml
+from tlt_hpc.config import AlgorithmSection, ConfigError, load_config, load_saved_config, parse_config, to_toml
 from tlt_hpc.config.recipes import RECIPES, Correction, CorrectionName, Recipe
 from tlt_hpc.models.policy_model import _Read
 from tlt_hpc.rl.advantage import (
@@ -61,8 +61,8 @@ def test_what_a_name_stands_for(name: Any, parts: Any) -> None:
 @pytest.mark.parametrize(
     ("overrides", "bounds"),
     [
-        (["algorithm.name=gspo", "algorithm.clip_low=0.1"], (0.1, 4e-4)),
-        (["algorithm.name=cispo", "algorithm.clip_high=1"], (1.0, 1.0)),
+        (["algorithm.name=gspo", "algorithm.clip=[0.1,4e-4]"], (0.1, 4e-4)),
+        (["algorithm.name=cispo", "algorithm.clip=[1.0,1.0]"], (1.0, 1.0)),
     ],
 )
 def test_bounds_that_are_set_replace_the_algorithms(overrides: list[str], bounds: tuple[float, float]) -> None:
@@ -73,7 +73,7 @@ def test_bounds_that_are_set_replace_the_algorithms(overrides: list[str], bounds
 def test_what_a_run_saves_is_resolved() -> None:
     text = to_toml(load_config(TINY, ["algorithm.name=gspo", "algorithm.rollout_correction=tis"]))
     section = text[text.index("[algorithm]") : text.index("[optimizer]")]
-    assert "clip_high = 0.0004" in section and 'kl_estimator = "k3"' in section and "auto" not in section
+    assert "clip = [0.0003, 0.0004]" in section and 'kl_estimator = "k3"' in section and "auto" not in section
     assert parse_config(tomllib.loads(text)).algorithm.recipe == RECIPES["gspo"]
 
 
@@ -83,11 +83,26 @@ def test_a_run_saved_without_a_correction_can_be_the_job_of_one_with_it() -> Non
     assert parse_config(saved).algorithm.correction == Correction("tis", 0.0, 2.0)
 
 
-def test_a_key_of_an_earlier_commit_is_named_with_what_replaces_it() -> None:
-    with pytest.raises(
-        ConfigError, match=r"offload_parameters', which was removed: use optimizer.offload = 'parameters'"
-    ):
-        load_config(TINY, ["optimizer.offload_parameters=true"])
+@pytest.mark.parametrize(
+    ("override", "advice"),
+    [
+        ("optimizer.offload_parameters=true", "use optimizer.offload = 'parameters'"),
+        ("checkpoint.replay=false", "logged steps are always repeated; remove a step's folder in rollouts/"),
+        ("checkpoint.keep_responses_seconds=60", "finished responses are written every 300 s; leave it out"),
+        ("algorithm.clip_low=0.1", "use algorithm.clip = [LOW, HIGH]"),
+        ("algorithm.clip_high=0.1", "use algorithm.clip = [LOW, HIGH]"),
+    ],
+)
+def test_a_key_of_an_earlier_commit_is_named_with_what_replaces_it(override: str, advice: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^unknown key '[\w.]+', which was removed: {re.escape(advice)}"):
+        load_config(TINY, [override])
+
+
+def test_a_run_saved_by_an_earlier_commit_is_read(tmp_path: Path) -> None:
+    config, path = load_config(TINY, ["algorithm.name=dapo"]), tmp_path / "config.toml"
+    text = to_toml(config).replace("clip = [0.2, 0.28]", "clip_low = 0.2\nclip_high = 0.28")
+    path.write_text(text.replace("[checkpoint]", "[checkpoint]\nreplay = false\nkeep_responses_seconds = 60.0"))
+    assert load_saved_config(path) == config
 
 
 # -- advantages -------------------------------------------------------------------------------------------------------

@@ -167,7 +167,9 @@ def test_a_log_that_lacks_own_responses_is_not_made_up_for_by_refills() -> None:
 
     def lacking(responses: Any) -> str:
         scores = np.zeros(len(responses), np.float32)
-        return missing_responses(responses, scores, StepDraws(draws.config, draws.source, 7), (), Path("run/rollouts"))
+        return missing_responses(
+            responses, scores, StepDraws(draws.config, draws.source, 7), (), RunFolder(Path("run"))
+        )
 
     whole = logged([*own, *more])
     lacks = "run/rollouts lacks {} responses of step 8"

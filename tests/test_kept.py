@@ -93,15 +93,15 @@ def clock(monkeypatch):
 
 def test_new_responses_are_written_every_so_often_each_once(tmp_path, clock):
     folder = RunFolder(tmp_path)
-    keeper = Keeper(folder, 5, 2, "here", 60.0)
+    keeper = Keeper(folder, 5, 2, "here")
     finished = [response(9), response(4)]
     keeper.skip(1)  # the first was kept by an earlier start
     assert not keeper.is_due(finished)
-    clock.now += 60
+    clock.now += kept_module.EVERY_SECONDS
     assert keeper.is_due(finished) and not keeper.is_due(finished[:1]), "nothing new is nothing to write"
     keeper.keep(finished)
     assert not keeper.is_due([*finished, response(5)])
-    clock.now += 60
+    clock.now += kept_module.EVERY_SECONDS
     assert keeper.is_due([*finished, response(5)])
     keeper.keep([*finished, response(5), response(3)])
     keeper.keep([*finished, response(5), response(3)])
@@ -111,18 +111,13 @@ def test_new_responses_are_written_every_so_often_each_once(tmp_path, clock):
     drop_kept(folder)
     assert folder.kept_parts(5) == [] and not folder.kept.exists()
     drop_kept(folder)
-    off = Keeper(folder, 5, 0, "here", 0.0)
-    clock.now += 1e6
-    assert not off.is_due([response(1)])
-    off.keep([response(1)])
-    assert len(folder.kept_parts(5)) == 1, "at the end, and at a stop"
 
 
 def test_responses_of_a_step_are_kept_until_its_line_is_there(tmp_path):
     """A start that ends at the line generates only what is missing."""
     folder = RunFolder(tmp_path)
     write_step(folder.rollout_log(5, 0), small_record(5, 0))
-    Keeper(folder, 5, 0, "here", 60.0).keep([response(1)])
+    Keeper(folder, 5, 0, "here").keep([response(1)])
     make_folder(folder.status)
     claim_owner(folder.status, BEAT.start)
     blocked = part_of(folder.metrics)
@@ -168,7 +163,7 @@ def test_lines_that_are_taken_back_are_copied_first(tmp_path):
 def test_all_that_can_be_removed_is_removed(tmp_path, monkeypatch, caplog):
     folder = RunFolder(tmp_path)
     for rank in range(3):
-        Keeper(folder, 5, rank, "here", 60.0).keep([response(rank)])
+        Keeper(folder, 5, rank, "here").keep([response(rank)])
     unlink, refused = os.unlink, []
 
     def refuse_first(path, **options):
@@ -184,7 +179,7 @@ def test_all_that_can_be_removed_is_removed(tmp_path, monkeypatch, caplog):
 
 
 def test_a_full_disk_costs_the_keeping_and_not_the_run(tmp_path, clock, monkeypatch, caplog):
-    keeper = Keeper(RunFolder(tmp_path), 5, 0, "here", 60.0)
+    keeper = Keeper(RunFolder(tmp_path), 5, 0, "here")
 
     def full(path: Path, *_: object) -> None:
         raise WriteError(path, OSError(errno.ENOSPC, "No space left on device"))
@@ -234,9 +229,6 @@ def test_progress_is_the_steps_and_what_is_kept_of_the_next(tmp_path):
         write_kept(folder.kept_part(step, 0, 0), "here", [response(1)], False)
     size = folder.kept_part(2, 0, 0).stat().st_size
     assert describe_progress(config) == f"step 2 and {size} bytes of the next one's responses"
-    (folder.checkpoints / "step-000000").mkdir(parents=True)
-    again = config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"replay": False})})
-    assert describe_progress(again) == "step 0 and 0 bytes of the next one's responses", "both steps are done again"
 
 
 def test_the_next_start_takes_responses_of_its_own_weights_from_whole_files(tmp_path, caplog):

@@ -56,7 +56,7 @@ def make_config(**changes: Any) -> Config:
             "max_new_tokens": 32,
             "temperature": TEMPERATURE,
         },
-        "algorithm": {"updates_per_step": NUM_UPDATES, "clip_low": 0.2, "clip_high": 0.28},
+        "algorithm": {"updates_per_step": NUM_UPDATES, "clip": [0.2, 0.28]},
         "optimizer": {"learning_rate": 1e-2, "micro_batch_tokens": 48},
     }
     for key, value in changes.items():
@@ -378,8 +378,8 @@ CORRECTED: dict[str, Any] = {
 ALGORITHMS: list[dict[str, Any]] = [
     {"algorithm__name": "dr-grpo"},
     {"algorithm__name": "rloo"},
-    {"algorithm__name": "gspo", "algorithm__clip_low": "auto", "algorithm__clip_high": "auto"},
-    {"algorithm__name": "cispo", "algorithm__clip_low": "auto", "algorithm__clip_high": "auto"},
+    {"algorithm__name": "gspo", "algorithm__clip": "auto"},
+    {"algorithm__name": "cispo", "algorithm__clip": "auto"},
     {"algorithm__name": "grpo", "algorithm__aggregation": "seq-mean-token-mean", "algorithm__entropy_coefficient": 0.3},
     CORRECTED,
 ]

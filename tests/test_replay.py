@@ -228,7 +228,8 @@ def test_a_token_that_is_never_sampled_now_ends_the_run(tmp_path: Path) -> None:
     log_step(job, 2, weights=2, response=(19, 21, 1))
     told = (
         f"{tmp_path}/rollouts has a response of step 3 with the token id 21, which is never sampled now; restore the "
-        "model's tokenizer files, or set checkpoint.replay = false to generate the steps again"
+        f"model's tokenizer files, or remove {tmp_path}/rollouts/step-000003 to generate this step and those after it "
+        "again"
     )
     with pytest.raises(ReplayError, match=f"^{re.escape(told)}$"):
         read_ranks(job, 2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -125,8 +126,8 @@ def save_between_and_come_back(folder: str) -> list[dict[str, Any]]:
     """Started again after steps that no checkpoint has: the drafter saved alone, damaged, and of steps to come."""
     world = World.connect()
 
-    def start(*changes: str) -> tuple[Any, int]:
-        config = load_config(TINY, [*OVERRIDES, f"run.folder={folder}", *changes])
+    def start() -> tuple[Any, int]:
+        config = load_config(TINY, [*OVERRIDES, f"run.folder={folder}"])
         job = run.assemble(config, world)
         update, memory = replay.update_policy, job.engine._cache._memory
         replay.update_policy = lambda *given: released.append(memory.is_released) or update(*given)
@@ -149,16 +150,17 @@ def save_between_and_come_back(folder: str) -> list[dict[str, Any]]:
     job.close()
     found = [sorted(path.name for path in alone.iterdir())]
     results = []
-    for change in ("", "damaged", "checkpoint.replay=false"):
+    damages: list[Sequence[Path]] = [(), [*alone.glob("*/drafter-00000*")], job.folder.rollout_logs(0)]
+    for damaged in damages:
         world.barrier()
-        if change == "damaged" and world.rank == 0:
-            for path in alone.glob("*/drafter-00000*"):
+        if world.rank == 0:
+            for path in damaged:
                 path.write_bytes(b"")
         world.barrier()
-        again, step = start(*([change] if "=" in change else []))
+        again, step = start()
         got = state_of(again)
         if world.rank == 0:
-            saving.drop_steps_after(again.folder, again.drafting, step, again.config.checkpoint.replay)
+            saving.drop_steps_after(again.folder, again.drafting, step)
         world.barrier()
         again.close()
         found.append(sorted(path.name for path in alone.iterdir()))

@@ -237,7 +237,7 @@ def drop_replaced(job: Job, step: int) -> None:
     """Remove what steps from ``step`` on are about to write again, unless none is to be done; on rank 0."""
     if step < job.config.run.num_steps and not job.world.stop_requested:
         # logs that are about to be replaced are no committed step's
-        drop_steps_after(job.folder, job.drafting, step, job.config.checkpoint.replay)
+        drop_steps_after(job.folder, job.drafting, step)
         job.folder.finished.unlink(missing_ok=True)  # of fewer steps
 
 

@@ -86,6 +86,10 @@ if __name__ == "__main__":
         from fault_kinds.interception import begin
 
         begin(own)
+    else:
+        from tlt_hpc.run import kept
+
+        kept.EVERY_SECONDS = 0.2
     if "TLT_FAULT" in os.environ:
         where, rank, number = os.environ["TLT_FAULT"].split(":")
         if own == int(rank):

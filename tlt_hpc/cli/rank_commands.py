@@ -54,7 +54,7 @@ def train(config: Config, options: argparse.Namespace, world: World) -> int:
 def compare(config: Config, options: argparse.Namespace, world: World) -> int:
     """``tlt compare`` on this rank."""
     from tlt_hpc.cli.display import Screen, StepReporter, print_comparison
-    from tlt_hpc.look.series import plain
+    from tlt_hpc.look.series import to_json_types
     from tlt_hpc.storage.records import write_json
     from tlt_hpc.studies.compare import MODES, compare, rows_of, speed_rows, to_tree
 
@@ -72,7 +72,7 @@ def compare(config: Config, options: argparse.Namespace, world: World) -> int:
                 for name, found in comparison.speedups().items()
             }
             try:
-                write_json(options.json, {**to_tree(comparison), "speedup": plain(ratios)})
+                write_json(options.json, {**to_tree(comparison), "speedup": to_json_types(ratios)})
             except WriteError as error:
                 raise UserError(
                     f"{error.fact}; the figures are above, and the runs' own in {comparison.folder}"

@@ -321,7 +321,7 @@ def preflight(config: str, submission: Submission, before: Sequence[str], gpu_me
         script = Path(place) / "submission.sh"
         script.write_text(batch_script(submission.jobs_folder, parameters(submission, before)), encoding="utf-8")
         print("checking the job as `tlt preflight` does", flush=True)
-        check_job = load_extra("tlt_hpc.extras.preflight.checklist").check_job
+        check_job = load_extra("tlt_hpc.extras.preflight.checklist", "add --no-preflight").check_job
         for name, finding in check_job(config, arguments, SlurmRequest.of_script(script), gpu_memory):
             findings += 1
             if name == "drafter" and is_made_before:

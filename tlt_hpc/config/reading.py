@@ -99,13 +99,16 @@ def load_saved_config(path: Path) -> Config:
 
 
 def _leave_out_removed(tree: dict[str, Any]) -> None:
-    """Take removed keys out of a saved tree whose values are constant now."""
+    """Take removed keys out of a saved tree whose values are constant now, or put them where they are read now."""
     for key, constant in _CONSTANT_NOW.items():
         section, name = key.split(".")
         saved = tree.get(section)
         is_removed = name not in SECTIONS[section].model_fields
         if is_removed and isinstance(saved, dict) and name in saved and constant in (_ANY, saved[name]):
             del saved[name]
+    algorithm = tree.get("algorithm")
+    if isinstance(algorithm, dict) and {"clip_low", "clip_high"} <= algorithm.keys():
+        algorithm["clip"] = [algorithm.pop("clip_low"), algorithm.pop("clip_high")]
 
 
 def _commit(path: Path) -> str:
@@ -254,12 +257,18 @@ def _shown(value: Any) -> str:
 
 
 _REMOVED = {
+    "algorithm.clip_high": "use algorithm.clip = [LOW, HIGH], the bounds below and above a ratio of 1",
+    "algorithm.clip_low": "use algorithm.clip = [LOW, HIGH], the bounds below and above a ratio of 1",
     "algorithm.correction_bounds": "use algorithm.rollout_correction = {icepop = [0.25, 8.0]}",
     "algorithm.overlong_buffer": "it is called algorithm.overlong",
+    "checkpoint.keep_responses_seconds": "finished responses are written every 300 s; leave it out",
+    "checkpoint.replay": "logged steps are always repeated; remove a step's folder in rollouts/ to generate it again",
     "data.split": "training reads the split 'train' of a folder; give another's folder in data.source, or a pattern",
     "drafter.average_merges": "it is always 5 now; leave it out",
     "drafter.loss": "it follows from drafter.form now; leave it out",
+    "drafter.micro_step_seconds": "it is always 0.3 now; for shorter micro-steps lower drafter.micro_step_tokens",
     "drafter.min_idle": "it is always 1 now; leave it out",
+    "drafter.train": "leave it out; use speculation.mode = 'frozen' for train = false",
     "evaluation.names": "a set is named after its file; leave it out",
     "evaluation.pass_k": "use evaluation.samples",
     "evaluation.split": "evaluation reads the split 'test'; give other files by a pattern in evaluation.sources",
@@ -273,6 +282,10 @@ _REMOVED = {
     "rollout.page_size": "a page holds 128 tokens; leave it out",
     "rollout.tie_guard": "it is on for model.dtype = 'float32'; leave it out",
     "speculation.profile_seconds": "costs are learned during rollouts; leave it out",
+    "warmup.init": "a warm-up starts from drafter.init; leave it out, or set that",
+    "warmup.learning_rate": "a warm-up uses drafter.learning_rate; leave it out, or set that",
+    "warmup.validate_every": "it is a twentieth of warmup.updates, at most 100; leave it out",
+    "warmup.validation_prompts": "it is always 64 now; leave it out",
     "tracking": "use run.trackers = ['tensorboard', 'wandb-offline'], or one of them",
 }
 """Keys and sections that jobs and saved runs of earlier commits have, and what to do instead."""

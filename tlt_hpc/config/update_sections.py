@@ -15,7 +15,6 @@ from tlt_hpc.config.fields import (
     NumSteps,
     NumTokens,
     PositiveInt,
-    Seconds,
     Section,
     TokenCount,
     Unit,
@@ -37,8 +36,6 @@ from tlt_hpc.config.recipes import (
 from tlt_hpc.config.schedule import ScheduleName
 
 LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-Bound = Weight | Literal["auto"]
-_OF_RECIPE = {"aggregation", "clip_low", "clip_high"}
 Bounds = Annotated[tuple[Weight, ...], Field(strict=False, min_length=2, max_length=2)]
 
 
@@ -48,16 +45,14 @@ class AlgorithmSection(Section):
 
     name: AlgorithmName = "grpo"
     """The algorithm (docs/train.md): how the advantage is computed and the probability ratio of new to old policy is
-    clipped. It sets ``aggregation``, ``clip_low`` and ``clip_high``."""
+    clipped. It sets ``aggregation`` and ``clip``."""
     aggregation: Literal["auto", AggregationName] = "auto"
     """How token losses are combined into the step's loss; ``-norm`` divides by ``rollout.max_new_tokens``."""
-    clip_low: Bound = "auto"
-    """The ratio is clipped below 1 minus this value."""
-    clip_high: Bound = "auto"
-    """The ratio is clipped above 1 plus this value."""
+    clip: Bounds | Literal["auto"] = "auto"
+    """The ratio is clipped below 1 minus the first and above 1 plus the second of these values."""
     clip_dual: Weight = 0.0
     """A ratio counts at most this much where the advantage is negative. 0: no limit (verl's default is 3). As
-    ``clip_low`` and ``clip_high``, without effect in a step's first update."""
+    ``clip``, without effect in a step's first update."""
     kl_coefficient: Weight = 0.0
     """Weight of the KL divergence from the reference model. 0: no reference model is kept."""
     kl_estimator: KLName = "k3"
@@ -86,8 +81,12 @@ class AlgorithmSection(Section):
     @property
     def recipe(self) -> Recipe:
         """The named algorithm's parts, with those that are set replaced."""
-        parts = self.model_dump(include=_OF_RECIPE)
-        return replace(RECIPES[self.name], **{name: part for name, part in parts.items() if part != "auto"})
+        recipe = RECIPES[self.name]
+        if self.aggregation != "auto":
+            recipe = replace(recipe, aggregation=self.aggregation)
+        if self.clip != "auto":
+            recipe = replace(recipe, clip_low=self.clip[0], clip_high=self.clip[1])
+        return recipe
 
     @property
     def kl_in(self) -> Literal["loss", "reward"]:
@@ -111,7 +110,7 @@ class AlgorithmSection(Section):
     def resolved(self) -> AlgorithmSection:
         """The same with every ``auto`` replaced, so that a later version's recipes cannot change it."""
         recipe, (name, *bounds) = self.recipe, astuple(self.correction)
-        parts = {name: vars(recipe)[name] for name in _OF_RECIPE}
+        parts = {"aggregation": recipe.aggregation, "clip": (recipe.clip_low, recipe.clip_high)}
         correction = name if name == "none" else {name: tuple(bounds)}
         return self.model_copy(update={**parts, "rollout_correction": correction})
 
@@ -122,7 +121,8 @@ class AlgorithmSection(Section):
 
     def problems(self) -> Iterator[str]:
         if self.recipe.clip_low > 1:
-            yield f"algorithm.clip_low = {self.recipe.clip_low}: a ratio is never below 0; use at most 1.0"
+            low, high = self.recipe.clip_low, self.recipe.clip_high
+            yield f"algorithm.clip = {[low, high]}: a ratio is never below 0; use at most 1.0 as the first value"
         yield from self._bound_problems()
         if self.kl_coefficient and self.kl_in == "reward" and self.recipe.advantage == "group":
             yield (
@@ -141,12 +141,12 @@ class AlgorithmSection(Section):
         if self.clip_dual and recipe.loss == "weight-clip":
             yield (
                 f"algorithm.clip_dual = {self.clip_dual} has no effect with algorithm.name = {self.name!r}, whose "
-                "clip_high bounds the ratios of all tokens; leave it out"
+                "clip bounds the ratios of all tokens; leave it out"
             )
         elif 0 < self.clip_dual <= 1 + recipe.clip_high:
             yield (
-                f"algorithm.clip_dual = {self.clip_dual} is within the bound 1 + clip_high = {1 + recipe.clip_high:g}; "
-                "use a larger ratio, such as 3.0, or 0"
+                f"algorithm.clip_dual = {self.clip_dual} is within the upper bound of algorithm.clip, "
+                f"{1 + recipe.clip_high:g}; use a larger ratio, such as 3.0, or 0"
             )
         if low > high or not (high or self.rollout_correction == "none"):
             yield f"algorithm.rollout_correction has the bounds {[low, high]}; give the smallest ratio, then a larger"
@@ -222,8 +222,3 @@ class CheckpointSection(Section):
     """Interval of checkpoints of policy, optimizer and drafter. The drafter alone is saved after every step."""
     keep: PositiveInt = 2
     """Newest checkpoints that are kept, beside that of the best evaluation."""
-    replay: bool = True
-    """On resume, repeat the updates of logged steps after the last checkpoint; otherwise generate these steps again."""
-    keep_responses_seconds: Seconds = 300.0
-    """Interval at which finished responses are written, for a resume within the step. 0: only at the end of the rollout
-    and on a stop signal."""

@@ -6,8 +6,8 @@
 =====================  ===========================================  ==============================================
 what                   when                                         restored by
 =====================  ===========================================  ==============================================
-finished responses     every ``checkpoint.keep_responses_seconds``  ``kept.open_keeper``: they are not generated again
-(``kept.py``)          of a rollout, and at its end
+finished responses     every five minutes of a rollout, and at its  ``kept.open_keeper``: they are not generated again
+(``kept.py``)          end
 a step's log and its   after the step's update (``train.commit``)   ``replay.replay``: the step's policy update is
 line                                                                repeated, nothing is generated
 drafter alone          after every step, if the last is written     ``replay.replay``, on the way to its step

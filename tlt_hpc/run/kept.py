@@ -19,7 +19,6 @@ from uuid import uuid4
 
 import numpy as np
 
-from tlt_hpc.checkpoint.save import found_in
 from tlt_hpc.common.files import sampled_digest
 from tlt_hpc.common.records import Rollout, SampleKey
 from tlt_hpc.config import Config, ModelSection
@@ -37,15 +36,18 @@ _NAMING = (SCORE, TRAINED_TOKENS, PROBS_DIFF, "timing_s/gen")
 """What of a step's line names the weights after it; the clock's share tells a step from its repetition."""
 
 
+EVERY_SECONDS = 300.0
+"""Interval at which finished responses are written in a rollout, beside its end."""
+
+
 class Keeper:
     """Writes what this rank has finished of one step.
 
     If the disk refuses, nothing more of the step is kept, with a warning: a kill then costs the whole step.
     """
 
-    def __init__(self, folder: RunFolder, step: int, rank: int, origin: str, every_seconds: float) -> None:
+    def __init__(self, folder: RunFolder, step: int, rank: int, origin: str) -> None:
         self._folder, self._step, self._rank, self._origin = folder, step, rank, origin
-        self._every_seconds = every_seconds
         self._num_kept = 0
         self._written_at = time.monotonic()
         self._is_open = True
@@ -56,12 +58,8 @@ class Keeper:
 
     def is_due(self, finished: Sequence[Rollout]) -> bool:
         """Whether it is time to write again, and there is something to write."""
-        return (
-            self._is_open
-            and bool(self._every_seconds)
-            and len(finished) > self._num_kept
-            and time.monotonic() - self._written_at >= self._every_seconds
-        )
+        is_time = time.monotonic() - self._written_at >= EVERY_SECONDS
+        return self._is_open and is_time and len(finished) > self._num_kept
 
     def keep(self, finished: Sequence[Rollout], durable: bool = False) -> None:
         """Write what has been finished since the last time, to a file of its own.
@@ -84,7 +82,7 @@ class Keeper:
 def open_keeper(config: Config, folder: RunFolder, world: World, step: int) -> tuple[Keeper, dict[SampleKey, Rollout]]:
     """What keeps this rank's responses of the step, and all ranks' of an earlier start; collective."""
     origin, paths = world.once(lambda: (find_origin(config.model, folder, step), folder.kept_parts(step)))
-    keeper = Keeper(folder, step, world.rank, origin, config.checkpoint.keep_responses_seconds)
+    keeper = Keeper(folder, step, world.rank, origin)
     if not paths:
         return keeper, {}
     # sharded over the ranks, however many wrote them
@@ -110,8 +108,6 @@ def describe_progress(config: Config) -> str:
     after them. For rank 0."""
     folder = RunFolder(config.folder)
     step = max(read_lines(folder.metrics), default=-1) + 1
-    if not config.checkpoint.replay:  # begins from a checkpoint, whatever was done after it
-        step = max((saved for saved, _ in found_in(folder.checkpoints)), default=0)
     num_bytes = sum(path.stat().st_size for path in folder.kept_parts(step))
     return f"step {step} and {num_bytes} bytes of the next one's responses"
 

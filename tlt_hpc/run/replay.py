@@ -127,7 +127,7 @@ def read_ranks(job: Job, step: int) -> tuple[list[Rollout], NDArray[np.float32],
     damaged = next((damage for damage, _ in reports if damage), "")
     draws = StepDraws(job.config, job.prompts, step)
     excluded = job.assets.excluded_token_ids
-    lacking = damaged or missing_responses(gathered.rollouts, gathered.rewards, draws, excluded, job.folder.rollouts)
+    lacking = damaged or missing_responses(gathered.rollouts, gathered.rewards, draws, excluded, job.folder)
     if lacking:
         if world.rank == 0:
             logger.warning("step %d and those after it are generated again: %s", step + 1, lacking)
@@ -166,7 +166,11 @@ def _read_log(path: Path) -> StepRecord | str:
 
 
 def missing_responses(
-    rollouts: Sequence[Rollout], rewards: NDArray[np.float32], draws: StepDraws, excluded: Sequence[int], log: Path
+    rollouts: Sequence[Rollout],
+    rewards: NDArray[np.float32],
+    draws: StepDraws,
+    excluded: Sequence[int],
+    folder: RunFolder,
 ) -> str:
     """What the log lacks of the responses to the step's requests by the step's weights; empty if it has all.
 
@@ -174,10 +178,10 @@ def missing_responses(
         ReplayError: it has responses to other prompts, or tokens that are never sampled now.
     """
     scores = dict(zip((rollout.key for rollout in rollouts), rewards, strict=True))
-    again = "set checkpoint.replay = false to generate the steps again"
+    step, asked, log = draws.step, dict[SampleKey, bytes](), folder.rollouts
+    again = _generate_again(folder, step)
     if told := excluded_token(rollouts, excluded):
         raise ReplayError(f"{log} has {told}; restore the model's tokenizer files, or {again}")
-    step, asked = draws.step, dict[SampleKey, bytes]()
     requests = draws.requests()
     while requests:
         asked |= {request.key: request.prompt_tokens.tobytes() for request in requests}
@@ -198,6 +202,11 @@ def missing_responses(
     return f"{log} lacks {count} of the {len(asked)} responses of step {step + 1}" if count else ""
 
 
+def _generate_again(folder: RunFolder, step: int) -> str:
+    """The remedy where a step's log cannot be used."""
+    return f"remove {folder.rollout_log(step, 0).parent} to generate this step and those after it again"
+
+
 def check_update(folder: RunFolder, step: int, rewards: NDArray[np.float32], stats: PolicyStats, line: Line) -> None:
     """Refuse an update that is not the one the run's metrics tell of: then log and checkpoint are of different runs.
 
@@ -215,6 +224,5 @@ def check_update(folder: RunFolder, step: int, rewards: NDArray[np.float32], sta
         if not abs(found - line[name]) <= tolerance:
             raise ReplayError(
                 f"step {step + 1}, repeated from {folder.rollouts}, has {name} {found:.6g} where {folder.metrics} has "
-                f"{line[name]:.6g}: log and checkpoint are not of one run; set checkpoint.replay = false to generate "
-                "the steps again"
+                f"{line[name]:.6g}: log and checkpoint are not of one run; {_generate_again(folder, step)}"
             )

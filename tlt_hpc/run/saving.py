@@ -30,7 +30,7 @@ def reserve_copy(job: Job) -> None:
     pinned = job.engine.decoder.device.type == "cuda"
     drafter_bytes = sum(piece.num_bytes for _, piece in drafter_shard(job.drafting, job.world)) if job.drafting else 0
     job.checkpoints.reserve(job.world, job.policy.num_shard_bytes + drafter_bytes, pinned)
-    if job.drafting and job.config.drafter.train:
+    if job.drafting and job.config.speculation.trains_drafter:
         job.drafting.checkpoints.reserve(job.world, drafter_bytes, pinned)
 
 
@@ -81,7 +81,7 @@ def save_drafter_if_due(job: Job, step: int) -> None:
 
     No step waits for it: if the last one is still being written, this one is left out, with one warning in a run.
     """
-    if job.drafting is None or not job.config.drafter.train:
+    if job.drafting is None or not job.config.speculation.trains_drafter:
         return
     store = job.drafting.checkpoints
     store.advance(job.world.allgather(store.report()))
@@ -181,7 +181,7 @@ def resume(job: Job, shown: Callable[[int], None]) -> tuple[int, int]:
             job.policy.load_state(whole, lambda name, *span: read(name, span=FlatRange(*span)), steps)
         if job.drafting:
             job.drafting.load(checkpoint, node)
-    step, alone = replay(job, saved, shown) if job.config.checkpoint.replay else (saved, None)
+    step, alone = replay(job, saved, shown)
     newest = alone or checkpoint
     if job.drafting:
         job.serve_drafter()
@@ -193,7 +193,7 @@ def resume(job: Job, shown: Callable[[int], None]) -> tuple[int, int]:
     return saved, step
 
 
-def drop_steps_after(folder: RunFolder, drafting: Drafting | None, step: int, replays: bool) -> None:
+def drop_steps_after(folder: RunFolder, drafting: Drafting | None, step: int) -> None:
     """Drop the lines and drafter checkpoints of steps after ``step``, which are generated again; on rank 0.
 
     The lines go first: a drafter checkpoint without lines is not loaded, while lines without it would be replayed.
@@ -203,9 +203,8 @@ def drop_steps_after(folder: RunFolder, drafting: Drafting | None, step: int, re
     """
     if dropped := drop_lines(folder.metrics, step):
         logger.warning(
-            "%d steps that were committed (%d to %d) are generated again: no checkpoint has them%s; their lines are "
-            "kept beside %s", len(dropped), dropped[0] + 1, dropped[-1] + 1,
-            "" if replays else " and checkpoint.replay is false", folder.metrics,
+            "%d steps that were committed (%d to %d) are generated again: no checkpoint has them; their lines are "
+            "kept beside %s", len(dropped), dropped[0] + 1, dropped[-1] + 1, folder.metrics,
         )  # fmt: skip
     if drafting:
         drafting.checkpoints.drop_after(step)

@@ -47,10 +47,10 @@ OTHERS = ("kill", "kill", "kill", "limit", "limit", "cancel")
 CYCLE = len(PLACES) + len(OTHERS)
 SETTINGS = (
     "rollout.prompts_per_step=4", "rollout.group_size=4", "rollout.max_new_tokens=200", "rollout.max_live=4",
-    "checkpoint.every_steps=3", "checkpoint.keep_responses_seconds=0.2", "run.stall_factor=0.2",
+    "checkpoint.every_steps=3", "run.stall_factor=0.2",
 )  # fmt: skip
 _AHEAD = (
-    "rollout.prompts_per_step=1", "rollout.max_new_tokens=400", "speculation.ahead=on", "drafter.train=false",
+    "rollout.prompts_per_step=1", "rollout.max_new_tokens=400", "speculation.ahead=on", "speculation.mode=frozen",
 )  # fmt: skip
 JOBS = {
     "plain": Job(2, ("jobs/tiny.toml", *SETTINGS)),

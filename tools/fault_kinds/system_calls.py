@@ -40,7 +40,7 @@ WINDOWS = {"start": "resume"}
 STEPS = 4
 SETTINGS = (
     "jobs/tiny.toml", "rollout.prompts_per_step=2", "rollout.group_size=2", "rollout.max_new_tokens=100",
-    "rollout.max_live=4", "checkpoint.every_steps=2", "checkpoint.keep=1", "checkpoint.keep_responses_seconds=0",
+    "rollout.max_live=4", "checkpoint.every_steps=2", "checkpoint.keep=1",
     "run.stall_factor=0.1", f"run.num_steps={STEPS}",
 )  # fmt: skip
 ERRORS = ("EIO", "ENOSPC", "EDQUOT", "short")
