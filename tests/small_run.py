@@ -119,7 +119,7 @@ def _written_once(num_steps: int, num_ranks: int) -> Path:
             write_step(folder.rollout_log(step, rank), small_record(step, rank, num_ranks))
     folder.rollouts.mkdir(parents=True, exist_ok=True)
     folder.metrics.write_text("".join(json.dumps(line_of(step)) + "\n" for step in range(num_steps)))
-    folder.config.write_text("[rollout]\nmax_new_tokens = 8\n[drafter]\nmicro_step_seconds = 0.03\n")
+    folder.config.write_text("[rollout]\nmax_new_tokens = 8\n[drafter]\nmicro_step_tokens = 1024\n")
     return folder.path
 
 

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.mpi
 OVERRIDES = [
     "rollout.prompts_per_step=2", "rollout.group_size=4", "rollout.max_new_tokens=48", "rollout.max_live=4",
     "checkpoint.every_steps=1", "run.ranks=2", "run.num_steps=2",
-    "drafter.train=false",  # so that rank 0 has nothing to do but wait
+    "speculation.mode=frozen",  # so that rank 0 has nothing to do but wait
 ]  # fmt: skip
 
 # Rank 1's decoder never returns from a round of step 1, begun when rank 0 has told that it waits for it. Only this

@@ -228,7 +228,7 @@ def check_shape(config: Config, shape: ModelShape, num_ranks: int) -> None:
     """
     check_model_limits(config, shape.max_positions)
     check_sharding(shape, config.rollout.tensor_parallel, "rollout.tensor_parallel")
-    if config.speculation.mode == "full" and config.drafter.init == "random":  # a published one has its own width
+    if config.speculation.has_drafter and config.drafter.init == "random":  # a published one has its own width
         check_sharding(replace(shape, num_experts=0), config.rollout.tensor_parallel, DRAFTER_SHARDING)
         if config.drafter.form == "eagle3":
             check_layers(shape, "drafter.form = 'eagle3'")
@@ -257,12 +257,11 @@ def check_experts(config: Config, shape: ModelShape, device: str) -> None:
             "passes, and with it another text; use model.dtype = 'bfloat16'"
         )
     coefficient = config.algorithm.router_aux_coefficient
-    for key, value in (
-        ("optimizer.freeze_router = true", config.optimizer.freeze_router),
-        (f"algorithm.router_aux_coefficient = {coefficient}", coefficient),
-    ):
-        if value and not shape.num_experts:
-            raise ConfigError(f"{key} with a model of family {shape.family!r}, which has no router; leave it out")
+    if coefficient and not shape.num_experts:
+        raise ConfigError(
+            f"algorithm.router_aux_coefficient = {coefficient} with a model of family {shape.family!r}, which has no "
+            "router; leave it out"
+        )
 
 
 def check_strategies(speculation: SpeculationSection) -> None:

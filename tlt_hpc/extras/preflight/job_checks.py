@@ -186,7 +186,7 @@ def check_drafter(job: PlannedJob) -> Finding:
 
     config = job.config
     check_strategies(config.speculation)
-    if config.speculation.mode != "full":
+    if not config.speculation.has_drafter:
         return ok(f"none: speculation.mode = {config.speculation.mode!r}")
     if config.drafter.init != "random":
         initial_drafter(config.drafter.init, config.drafter.form, job.shape, job.model_folder)

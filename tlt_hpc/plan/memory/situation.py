@@ -70,11 +70,11 @@ class Situation:
 
     @property
     def learns_drafting(self) -> bool:
-        return self.config.speculation.mode == "full"
+        return self.config.speculation.has_drafter
 
     @property
     def trains_drafter(self) -> bool:
-        return self.learns_drafting and self.config.drafter.train
+        return self.config.speculation.trains_drafter
 
     @property
     def has_tail(self) -> bool:
