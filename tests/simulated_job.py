@@ -164,7 +164,7 @@ class Driver:
                 raise ScheduleError(f"start {self.starts} ends early, and nobody asked")
 
     def work(self, process: Process) -> int:
-        """One rank of one start, as ``be_rank`` and ``train`` of the command line run it."""
+        """One rank of one start, as ``run_as_rank`` and ``train`` of the command line run it."""
         cluster, plan, folder, start = self.cluster, self.plan, self.folder, process.environ["START"]
         config = SimpleNamespace(
             folder=folder.path, run=SimpleNamespace(num_steps=plan.rounds, seed=0),
