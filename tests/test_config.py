@@ -64,7 +64,7 @@ LARGE = "an integer of thousands of digits; use a smaller one"
     ("override", "message"),
     [
         ("data.task_size=3", "unknown key 'data.task_size'; did you mean 'data.task_args'?"),
-        ("lora.zzz=1", "unknown key 'lora.zzz'; valid keys: lora.rank, lora.alpha, lora.targets"),
+        ("lora.zzz=1", "unknown key 'lora.zzz'; valid keys: lora.rank, lora.alpha"),
         (
             "rollout.min_new_tokens=0",
             "unknown key 'rollout.min_new_tokens', which was removed: a response ends where the policy ends it; "

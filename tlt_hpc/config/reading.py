@@ -270,6 +270,7 @@ _REMOVED = {
     "evaluation.names": "a set is named after its file; leave it out",
     "evaluation.pass_k": "use evaluation.samples",
     "evaluation.split": "evaluation reads the split 'test'; give other files by a pattern in evaluation.sources",
+    "lora.targets": "all linear layers have adapters (of a mixture of experts those of attention); leave it out",
     "optimizer.offload_parameters": "use optimizer.offload = 'parameters'",
     "optimizer.weight_decay": "it is always 0 now; leave it out",
     "reward.format_weight": "use reward.weights = {answer = 1 - w, format = w} for format_weight = w",
