@@ -26,7 +26,7 @@ from tlt_hpc.rl.advantage import (
     overlong_penalties,
 )
 from tlt_hpc.rl.batches import cut_micro_batches, mini_batches, pack, plan_updates
-from tlt_hpc.rl.loss import MismatchWatch, correction_weights, kl_estimate, policy_loss
+from tlt_hpc.rl.loss import MismatchWatch, correction_weights, kl_estimate, mismatch_terms, policy_loss
 from tlt_hpc.rl.stats import NotFiniteError
 from tlt_hpc.rl.update import update_policy
 
@@ -274,6 +274,16 @@ def test_weights_by_hand(name: CorrectionName, wanted: list[float], outside: lis
 def test_a_wild_ratio_stays_finite() -> None:
     weights, _ = correction_weights(Correction("tis", 0.0, math.inf), torch.tensor([0.0]), torch.tensor([-500.0]))
     assert weights.isfinite().all()
+
+
+def test_distances_are_those_of_the_distributions() -> None:
+    """Over all tokens of a vocabulary, weighted by the rollout's probabilities, both estimates are the KL distance."""
+    rollout, old = torch.randn(2, 50, generator=torch.Generator().manual_seed(0)).double().log_softmax(-1)
+    distance, k1, k3 = mismatch_terms(old, rollout)
+    for estimate in (k1, k3):
+        torch.testing.assert_close((rollout.exp() * estimate).sum(), (rollout.exp() * (rollout - old)).sum())
+    assert (k3 >= 0).all()
+    torch.testing.assert_close(distance, (old.exp() - rollout.exp()).abs())
 
 
 # -- what is told -----------------------------------------------------------------------------------------------------

@@ -139,9 +139,9 @@ def test_a_checkpoint_that_is_made_before_all_shards_are_there_is_found(
 
 @pytest.mark.ci
 def test_a_line_that_is_written_before_the_logs_is_found(modules: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    def log_step(job: Any, step: int, record: Any, line: Any) -> None:
-        job.world.once(lambda: train.commit(job.folder, job.world.size, step, line))
-        job.world.all_or_none(lambda: train.write_step(job.folder.rollout_log(step, job.world.rank), record))
+    def log_step(world: Any, folder: Any, step: int, record: Any, line: Any) -> None:
+        world.once(lambda: train.commit(folder, world.size, step, line))
+        world.all_or_none(lambda: train.write_step(folder.rollout_log(step, world.rank), record))
 
     monkeypatch.setattr(train, "log_step", log_step)
     assert "begins with step" in first_error("job", 120)
