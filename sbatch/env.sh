@@ -26,9 +26,9 @@ TLT_LOCAL_DISK="${TLT_LOCAL_DISK:-}"
 TLT_CONTAINER="${TLT_CONTAINER:-}"
 # The network that ranks meet on, where they choose a wrong one ("is stuck in connecting"); names: ip -brief address.
 # export NCCL_SOCKET_IFNAME=ib0 GLOO_SOCKET_IFNAME=ib0
-# The network that NCCL must choose between nodes: IB, or OFI on Slingshot; it falls back silently to a slower one. With
-# another the run ends in one line. Empty: what it chooses is printed.
-export TLT_NETWORK="${TLT_NETWORK:-}"
+# The network that NCCL must use between nodes, or fail: IB, or "AWS Libfabric" on Slingshot. Without it NCCL falls back
+# silently to a slower one; a run prints what it has chosen.
+# export NCCL_NET=IB
 # ---
 
 # sbatch hands on the variables of where it was called. After --export=NONE the ranks would not get this environment; in
@@ -144,6 +144,7 @@ need_pmix() {
             "'mpich<5' in the place of openmpi in environment.yml, or set TLT_LAUNCH=mpirun"
 }
 
+[[ -z ${TLT_NETWORK:-} ]] || die "TLT_NETWORK=$TLT_NETWORK is no longer read; set NCCL_NET=IB, or NCCL_NET='AWS Libfabric'"
 [[ $TLT_LAUNCH == srun || $TLT_LAUNCH == mpirun ]] || die "TLT_LAUNCH=$TLT_LAUNCH is neither srun nor mpirun; correct it"
 if [[ -z $TLT_SRUN_MPI ]]; then
     case $mpi_library in

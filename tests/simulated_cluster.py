@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import logging
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
 from random import Random
+from tempfile import TemporaryDirectory
 
 import simulated_job
 import simulated_owners
@@ -32,7 +33,8 @@ SCENARIOS = {"rollout": simulated_rollout.play, "job": simulated_job.play, "owne
 MOST_RANKS = 512
 LARGE = 1900
 """Each so many seeds one has many ranks."""
-CHUNK = 500
+CHUNK = 9500
+"""Seeds of a process at a time; ``LARGE`` divides it."""
 SHRINK_SECONDS = 60.0
 
 
@@ -51,9 +53,9 @@ class Plan:
     @property
     def command(self) -> str:
         """What runs this schedule again."""
-        drawn = plan_of(self.seed)
-        given = {f.name: getattr(self, f.name) for f in fields(self)[1:]}
-        words = [f"--{name} {value}" for name, value in given.items() if value != getattr(drawn, name)]
+        words = [
+            f"--{name} {value}" for name, value in asdict(self).items() if value != getattr(plan_of(self.seed), name)
+        ]
         return " ".join(["python tests/simulated_cluster.py --seed", str(self.seed), *words])
 
 
@@ -82,11 +84,13 @@ def play(plan: Plan) -> Cluster:
     )
     RUNNING.append(cluster)
     progress.MAX_PAUSE_SECONDS = 4e-3 if plan.scenario == "rollout" else 0.2
-    try:
-        SCENARIOS[plan.scenario](cluster, plan)
-    finally:
-        cluster.close()
-        RUNNING.pop()
+    with TemporaryDirectory(prefix="simulated-", dir="/dev/shm") as folder:
+        cluster.folder = Path(folder)
+        try:
+            SCENARIOS[plan.scenario](cluster, plan)
+        finally:
+            cluster.close()
+            RUNNING.pop()
     return cluster
 
 
@@ -112,86 +116,48 @@ def smaller(plan: Plan) -> Iterator[Plan]:
 def shrink(plan: Plan) -> Plan:
     """The smallest schedule found in a minute that fails too, whatever its error is."""
     end = time.monotonic() + SHRINK_SECONDS
-    while (
-        found := next((less for less in smaller(plan) if time.monotonic() < end and error_of(less)), None)
-    ) is not None:
+    while found := next((less for less in smaller(plan) if time.monotonic() < end and error_of(less)), None):
         plan = found
     return plan
 
 
-@dataclass
-class Tally:
-    """What ran."""
-
-    schedules: Counter[str]
-    sizes: Counter[int]
-    steps: int
-    faults: Counter[str]
-    failures: list[str]
-
-
-def run_seeds(first: int, last: int, only: str | None = None, every: int = 1) -> Tally:
-    """The schedules of a range of seeds: of one scenario ``only``, and of the seeds that ``every`` divides."""
+def run_seeds(seeds: Iterable[int]) -> tuple[Counter[str], list[str]]:
+    """How many schedules of each scenario were run, and what to say of those that failed."""
     logging.disable(logging.CRITICAL)
-    tally = Tally(Counter(), Counter(), 0, Counter(), [])
+    ran, failures = Counter[str](), []
     with simulated():
-        for seed in range(first, last):
-            plan = plan_of(seed)
-            if only not in (None, plan.scenario) or seed % every:
-                continue
-            tally.schedules[plan.scenario] += 1
-            tally.sizes[plan.ranks] += 1
-            try:
-                cluster = play(plan)
-                tally.steps += cluster.steps
-                tally.faults.update(cluster.injected)
-            except Exception as error:  # noqa: BLE001  (any error in a simulated process is a finding)
-                text = f"{type(error).__name__}: {' '.join(str(error).split())[:600]}"
+        for plan in map(plan_of, seeds):
+            ran[plan.scenario] += 1
+            if error := error_of(plan):
                 least = shrink(plan)
-                tally.failures.append(f"{least.command}\n    {error_of(least) or text}\n    (seed {seed}: {text})")
+                failures.append(f"{least.command}\n    {error_of(least)}\n    (seed {plan.seed}: {error})")
     logging.disable(logging.NOTSET)
-    return tally
+    return ran, failures
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", default="0:2000", help="FIRST:LAST, without LAST itself")
     parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--every", type=int, default=1, help=f"only each N-th seed; {LARGE}: those of large sizes")
     parser.add_argument("--seed", type=int, help="one schedule alone")
     for name in ("ranks", "rounds", "faults", "salt"):
         parser.add_argument(f"--{name}", type=int)
-    parser.add_argument("--scenario", choices=SCENARIOS)
-    parser.add_argument("--only", choices=SCENARIOS, help="leave out the seeds of other scenarios")
-    parser.add_argument("--every", type=int, default=1, help=f"only each N-th seed; {LARGE}: those of large sizes")
     options = parser.parse_args()
     if options.seed is not None:
-        changes = {f.name: getattr(options, f.name) for f in fields(Plan)}
-        plan = replace(plan_of(options.seed), **{name: value for name, value in changes.items() if value is not None})
-        print(json.dumps(asdict(plan)))
+        given = {f.name: value for f in fields(Plan) if (value := getattr(options, f.name, None)) is not None}
         with simulated():
-            play(plan)
+            play(replace(plan_of(options.seed), **given))
         return 0
     first, last = map(int, options.seeds.split(":"))
-    starts, begun, total = range(first, last, CHUNK), time.monotonic(), Tally(Counter(), Counter(), 0, Counter(), [])
-    ends = [min(start + CHUNK, last) for start in starts]
+    parts = [range(start, min(start + CHUNK, last), options.every) for start in range(first, last, CHUNK)]
+    total, has_failed = Counter[str](), False
     with ProcessPoolExecutor(options.processes, initializer=gc.freeze) as pool:
-        for number, tally in enumerate(
-            pool.map(run_seeds, starts, ends, [options.only] * len(starts), [options.every] * len(starts)), 1
-        ):
-            for name in ("schedules", "sizes", "faults"):
-                getattr(total, name).update(getattr(tally, name))
-            total.steps += tally.steps
-            total.failures += tally.failures
-            for failure in tally.failures:
-                print(failure, flush=True)
-            if number % 20 == 0 or number == len(starts):
-                count = sum(total.schedules.values())
-                print(
-                    f"{count} schedules {dict(total.schedules)}, {total.steps} scheduler steps, "
-                    f"{len(total.sizes)} sizes up to {max(total.sizes, default=0)}, faults {dict(total.faults)}, "
-                    f"{len(total.failures)} failures, {time.monotonic() - begun:.0f} s", flush=True,
-                )  # fmt: skip
-    return 1 if total.failures else 0
+        for ran, failures in pool.map(run_seeds, parts):
+            total += ran
+            has_failed |= bool(failures)
+            print("\n".join([*failures, f"{total.total()} schedules: {dict(total)}"]), flush=True)
+    return int(has_failed)
 
 
 if __name__ == "__main__":

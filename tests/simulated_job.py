@@ -6,20 +6,17 @@ own, on real files. What a step computes is not.
 
 from __future__ import annotations
 
-import shutil
 import signal
-import tempfile
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from simulated_mpi import Comm, Group
+from simulated_mpi import start_ranks
 from simulated_processes import Cluster, Process, ScheduleError
-from simulated_rollout import SIGNALS, Engine, as_rank, begin, end_all, same
+from simulated_rollout import SIGNALS, Engine, as_rank, begin, end_all, same, start_watch
 from simulated_steps import NUM_WEIGHTS, Policy, Spot, parts
 
 from tlt_hpc import train
@@ -28,7 +25,6 @@ from tlt_hpc.cli import main, rank_commands
 from tlt_hpc.cluster.slurm import SlurmError
 from tlt_hpc.cluster.stopping import END_SECONDS, Stop, know_limits
 from tlt_hpc.cluster.watch.beat import BEAT, Member
-from tlt_hpc.cluster.watch.record import HEARTBEAT_SECONDS, Record, write_record
 from tlt_hpc.mpi.owner import claim_owner
 from tlt_hpc.mpi.pulse import Pulse
 from tlt_hpc.run.job import Drafting
@@ -96,11 +92,7 @@ class Driver:
             environment |= {"SLURM_JOB_ID": str(self.job), "SLURM_RESTART_COUNT": str(self.slurm.restarts)}
         first = self.starts % self.hosts
         self.processes = [Process(cluster, f"node{first + rank // 2}", environment) for rank in range(size)]
-        group = Group(self.processes)
-        for rank, process in enumerate(self.processes):
-            process.comm = Comm(group, rank)
-            process.ended = self.ended
-            process.start(partial(as_rank, process, partial(self.work, self.starts)))
+        start_ranks(self.processes, partial(as_rank, self.work), self.ended)
         if self.slurm.ends_at < 1e8:
             start = self.starts
             cluster.call_at(self.slurm.ends_at, lambda: self.starts == start and self.signal_all("SIGTERM", 30.0))
@@ -171,18 +163,7 @@ class Driver:
             if not stops and self.slurm.ends_at > 1e8:
                 raise ScheduleError(f"start {self.starts} ends early, and nobody asked")
 
-    def beat(self, process: Process) -> None:
-        """The heartbeat of rank 0's watch."""
-        record = Record(
-            process.environ["START"], 0, process.host, process.pid, 0, "rollout", 0, "", 0, "", 0, 0, 0, 0, 0.0
-        )
-        number = 0
-        while True:
-            write_record(self.folder.status, Record(**{**vars(record), "heartbeat": number}))
-            self.cluster.sleep(HEARTBEAT_SECONDS)
-            number += 1
-
-    def work(self, number: int, process: Process) -> int:
+    def work(self, process: Process) -> int:
         """One rank of one start, as ``be_rank`` and ``train`` of the command line run it."""
         cluster, plan, folder, start = self.cluster, self.plan, self.folder, process.environ["START"]
         config = SimpleNamespace(
@@ -203,7 +184,7 @@ class Driver:
 
         world.once(claim)
         if world.rank == 0:
-            process.spawn(partial(self.beat, process))
+            start_watch(process, folder.status, start)
         pulse, engine = Pulse(world.private_comm(), 50e-3), Engine(cluster, 0.3, None)
         engine.chooser = SimpleNamespace(state=dict, load_state=lambda state: None)
         engine.release_pages = lambda: None
@@ -243,20 +224,16 @@ class Driver:
 
 
 def play(cluster: Cluster, plan: Any) -> None:
-    cluster.folder = Path(tempfile.mkdtemp(prefix="simulated-", dir="/dev/shm"))
     cluster.committed = cluster.adding = 0
     cluster.queued = []
     driver = Driver(cluster, plan)
-    try:
-        with parts():
-            cluster.call_at(0.0, driver.start)
-            cluster.run(2_000_000)
-            if not driver.is_over:
-                raise ScheduleError(f"the job never ends: {cluster.describe()}")
-            check_end(driver.folder, plan.rounds)
-            cluster.close()
-    finally:
-        shutil.rmtree(cluster.folder, ignore_errors=True)
+    with parts():
+        cluster.call_at(0.0, driver.start)
+        cluster.run(2_000_000)
+        if not driver.is_over:
+            raise ScheduleError(f"the job never ends: {cluster.describe()}")
+        check_end(driver.folder, plan.rounds)
+        cluster.close()
 
 
 def check_end(folder: RunFolder, num_steps: int) -> None:
@@ -264,9 +241,6 @@ def check_end(folder: RunFolder, num_steps: int) -> None:
     if list(read_lines(folder.metrics)) != list(range(num_steps)):
         raise ScheduleError(f"a finished run of {num_steps} steps has the lines of {list(read_lines(folder.metrics))}")
     found = CheckpointStore(folder.checkpoints, 1).newest()
-    if (
-        found is None
-        or found.step != num_steps
-        or found.read("policy", "weights").tolist() != [num_steps] * NUM_WEIGHTS
-    ):
+    wanted = [num_steps] * NUM_WEIGHTS
+    if found is None or found.step != num_steps or found.read("policy", "weights").tolist() != wanted:
         raise ScheduleError(f"a finished run of {num_steps} steps has the checkpoint {found}")

@@ -7,7 +7,8 @@ communicator that is used before it is there, a call after MPI was finalised.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -30,32 +31,24 @@ class Operation:
     def __init__(self, group: Group, kind: tuple[Any, ...]) -> None:
         self.group, self.kind = group, kind
         self.requests: dict[int, Request] = {}
-        self.num_left = group.size
-        self.result: Any = None
 
     def has_started(self) -> bool:
-        if self.kind[0] == "bcast":
-            return self.kind[1] in self.requests
-        return len(self.requests) == self.group.size
+        return self.kind[1] in self.requests if self.kind[0] == "bcast" else len(self.requests) == self.group.size
 
-    def find_result(self) -> Any:
-        if self.result is None:
-            name, ordered = self.kind[0], [self.requests[rank] for rank in sorted(self.requests)]
-            if name == "bcast":
-                self.result = np.frombuffer(self.requests[self.kind[1]].given, np.uint8)
-            elif name in ("allgather", "allgatherv"):
-                self.result = np.frombuffer(b"".join(request.given for request in ordered), np.uint8)
-            elif name == "allreduce":
-                self.result = np.sum([np.frombuffer(r.given, r.sent.dtype) for r in ordered], 0).view(np.uint8)
-            elif name == "idup":
-                self.result = Group(self.group.processes)
-            elif name == "split":
-                colours = sorted({r.colour for r in ordered})
-                self.result = {
-                    c: Group([r.process for r in sorted(ordered, key=lambda r: r.key) if r.colour == c])
-                    for c in colours
-                }
-        return self.result
+    @cached_property
+    def result(self) -> Any:
+        """What each rank receives, as bytes; or the new group, or the new groups by colour."""
+        name, ordered = self.kind[0], [self.requests[rank] for rank in sorted(self.requests)]
+        if name == "bcast":
+            return np.frombuffer(self.requests[self.kind[1]].given, np.uint8)
+        if name == "allreduce":
+            return np.sum([np.frombuffer(r.given, r.sent.dtype) for r in ordered], 0).view(np.uint8)
+        if name == "idup":
+            return Group(self.group.processes)
+        if name == "split":
+            by_key = sorted(ordered, key=lambda r: r.key)
+            return {c: Group([r.process for r in by_key if r.colour == c]) for c in {r.colour for r in ordered}}
+        return np.frombuffer(b"".join(request.given for request in ordered), np.uint8)
 
 
 class Request:
@@ -84,9 +77,9 @@ class Request:
         if not operation.has_started():
             return False
         if self.due < 0:
-            self.due = cluster.now + (
-                cluster.random.random() ** 6 * 0.1 if cluster.random.random() < cluster.late else 0
-            )
+            self.due = cluster.now
+            if cluster.random.random() < cluster.late:
+                self.due += cluster.random.random() ** 6 * 0.1
         return self.due <= cluster.now
 
     def _advance_weakly(self, operation: Operation, cluster: Cluster) -> bool:
@@ -116,7 +109,7 @@ class Request:
         if operation.kind[0] != "bcast" and self.sent.tobytes() != self.given:
             raise ScheduleError(f"rank {self.rank} has changed what it sends while {operation.kind} was pending")
         if self.received is not None:
-            self.received.reshape(-1).view(np.uint8)[:] = operation.find_result()
+            self.received.reshape(-1).view(np.uint8)[:] = operation.result
 
 
 def progress(process: Process) -> None:
@@ -140,7 +133,7 @@ class Comm:
             assert self._duplication is not None
             if not self._duplication.is_done:
                 raise ScheduleError("a communicator is used before its duplication is complete")
-            self._group = self._duplication.operation.find_result()
+            self._group = self._duplication.operation.result
         return self._group
 
     @property
@@ -198,7 +191,7 @@ class Comm:
         request = self._enter("split", colour=colour, key=key)
         while not request.Test():
             RUNNING[-1].sleep(4e-3)
-        group = request.operation.find_result()[colour]
+        group = request.operation.result[colour]
         return Comm(group, group.processes.index(request.process))
 
     def Free(self) -> None: ...  # noqa: N802
@@ -226,3 +219,15 @@ class Library:
         if process.pending:
             raise ScheduleError(f"MPI is finalised while {process.pending[0].operation.kind} is pending")
         process.finalized = True
+
+
+def start_ranks(
+    processes: Sequence[Process],
+    work: Callable[[Process], int],
+    ended: Callable[[Process], None] = lambda process: None,
+) -> None:
+    """Run ``work`` on processes that form one world; ``ended`` is called as each of them ends."""
+    group = Group(processes)
+    for rank, process in enumerate(processes):
+        process.comm, process.ended = Comm(group, rank), ended
+        process.start(partial(work, process))

@@ -5,24 +5,22 @@ The claim and the commits are the package's own, on real files. Heartbeats are w
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from collections.abc import Callable
-from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from simulated_mpi import Comm, Group
+from simulated_mpi import start_ranks
 from simulated_processes import RUNNING, Cluster, Process, ScheduleError
-from simulated_rollout import as_rank
+from simulated_rollout import as_rank, start_watch
 from simulated_steps import line_of, train_add_line
 
 from tlt_hpc import train
 from tlt_hpc.cli import main
 from tlt_hpc.cluster.watch.beat import BEAT, Member
-from tlt_hpc.cluster.watch.record import FINISHED, HEARTBEAT_SECONDS, Record, write_record
+from tlt_hpc.cluster.watch.record import FINISHED, HEARTBEAT_SECONDS, write_record
 from tlt_hpc.mpi.owner import QUIET_SECONDS, claim_owner
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.step_lines import STEP, read_lines
@@ -44,8 +42,7 @@ class Contest:
 
     def begin(self, host: str) -> Process:
         process = Process(self.cluster, host, {})
-        process.comm = Comm(Group([process]), 0)
-        process.start(partial(as_rank, process, partial(self.work, f"start {len(self.starts)}")))
+        start_ranks([process], partial(as_rank, partial(self.work, f"start {len(self.starts)}")))
         self.starts.append(process)
         return process
 
@@ -59,18 +56,12 @@ class Contest:
         if is_at_work and self.longest_stop < QUIET_SECONDS:
             raise ScheduleError(f"{start} has claimed a folder in which its owner is at work")
         self.owner, self.claimed[process] = process, (begun, cluster.now)
-        record = Record(start, 0, process.host, process.pid, 0, "rollout", 0, "", 0, "", 0, 0, 0, 0, 0.0)
-        process.spawn(partial(self.beat, record))
+        record = start_watch(process, folder.status, start)
         for step in range(max(read_lines(folder.metrics), default=-1) + 1, self.num_steps):
             cluster.sleep(cluster.random.random() * 8.0)
             train.commit(folder, 1, step, line_of(step))
-        write_record(folder.status, Record(**{**vars(record), "ending": FINISHED}))
+        write_record(folder.status, replace(record, ending=FINISHED))
         return 0
-
-    def beat(self, record: Record) -> None:
-        for number in range(10_000):
-            write_record(self.folder.status, Record(**{**vars(record), "heartbeat": number}))
-            self.cluster.sleep(HEARTBEAT_SECONDS)
 
     def add_line(self, path: Path, line: Any, confirm: Callable[[], None]) -> None:
         process, random = RUNNING[-1].process, self.cluster.random
@@ -105,28 +96,22 @@ def fault(contest: Contest) -> None:
 
 
 def play(cluster: Cluster, plan: Any) -> None:
-    cluster.folder = Path(tempfile.mkdtemp(prefix="simulated-", dir="/dev/shm"))
     contest, random = Contest(cluster, plan), cluster.random
-    try:
-        with ExitStack() as stack:
-            stack.enter_context(patch.object(train, "add_line", contest.add_line))
-            for number in range(plan.ranks):
-                when = random.choice((0.0, 1e-3, random.random() * 30.0))
-                cluster.call_at(when, partial(contest.begin, random.choice(("node0", f"node{number}"))))
-            for _ in range(plan.faults):
-                cluster.at_steps.append(
-                    (int(10 ** random.uniform(0.5, 2.5)), lambda: contest.starts and fault(contest))
-                )
-            cluster.at_steps.sort(key=lambda each: -each[0])
-            cluster.run(100_000)
-            cluster.at_steps.clear()
-            contest.begin("node0")
-            cluster.run(200_000)
-            statuses = [process.status for process in contest.starts]
-            if set(statuses) - {0, -9, main.USER_ERROR} or statuses[-1]:
-                raise ScheduleError(f"starts end with statuses {statuses}: {cluster.describe()}")
-            if list(read_lines(contest.folder.metrics)) != list(range(plan.rounds)):
-                raise ScheduleError(f"the lines of {plan.rounds} steps are {list(read_lines(contest.folder.metrics))}")
-            cluster.close()
-    finally:
-        shutil.rmtree(cluster.folder, ignore_errors=True)
+    with patch.object(train, "add_line", contest.add_line):
+        for number in range(plan.ranks):
+            when = random.choice((0.0, 1e-3, random.random() * 30.0))
+            cluster.call_at(when, partial(contest.begin, random.choice(("node0", f"node{number}"))))
+        for _ in range(plan.faults):
+            at = int(10 ** random.uniform(0.5, 2.5))
+            cluster.at_steps.append((at, lambda: contest.starts and fault(contest)))
+        cluster.at_steps.sort(key=lambda each: -each[0])
+        cluster.run(100_000)
+        cluster.at_steps.clear()
+        contest.begin("node0")
+        cluster.run(200_000)
+        statuses = [process.status for process in contest.starts]
+        if set(statuses) - {0, -9, main.USER_ERROR} or statuses[-1]:
+            raise ScheduleError(f"starts end with statuses {statuses}: {cluster.describe()}")
+        if list(read_lines(contest.folder.metrics)) != list(range(plan.rounds)):
+            raise ScheduleError(f"the lines of {plan.rounds} steps are {list(read_lines(contest.folder.metrics))}")
+        cluster.close()

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from simulated_mpi import Comm, Group
+from simulated_mpi import start_ranks
 from simulated_processes import Cluster, Process, ScheduleError
 
 from tlt_hpc.checkpoint.store import CheckpointStore
 from tlt_hpc.cli import main
 from tlt_hpc.cluster.stopping import Stop, StopFlag
+from tlt_hpc.cluster.watch.record import HEARTBEAT_SECONDS, Record, write_record
 from tlt_hpc.config import UserError
 from tlt_hpc.mpi.pulse import Pulse
 from tlt_hpc.mpi.replica import Replica, ReplicaPulse
@@ -132,7 +136,7 @@ def begin(process: Process, know: Callable[[StopFlag], None] = lambda flag: None
     return world
 
 
-def as_rank(process: Process, work: Callable[[Process], int]) -> int:
+def as_rank(work: Callable[[Process], int], process: Process) -> int:
     """A rank's exit status; what ends it early is handled as ``be_rank`` of the command line does."""
     try:
         return work(process)
@@ -156,11 +160,7 @@ def play(cluster: Cluster, plan: Any) -> None:
     )  # fmt: skip
     environment = random.choice(({}, {"SLURM_JOB_ID": "17"}))
     processes = [Process(cluster, f"node{rank // 4}", environment) for rank in range(plan.ranks)]
-    group = Group(processes)
-    for rank, process in enumerate(processes):
-        process.comm = Comm(group, rank)
-        process.ended = partial(end_all, cluster, processes)
-        process.start(partial(as_rank, process, partial(roll, cluster, shape)))
+    start_ranks(processes, partial(as_rank, partial(roll, cluster, shape)), partial(end_all, cluster, processes))
     inject(cluster, plan, processes)
     cluster.run(40_000 + 12_000 * plan.ranks)
     left = [rank for rank, process in enumerate(processes) if process.status is None]
@@ -174,6 +174,19 @@ def play(cluster: Cluster, plan: Any) -> None:
         allowed |= {128 + signal.SIGINT, 128 + signal.SIGTERM, -9}
     if statuses - allowed:
         raise ScheduleError(f"ranks end with statuses {statuses}")
+
+
+def start_watch(process: Process, status: Path, start: str) -> Record:
+    """Have a rank 0 write its heartbeat; its record."""
+    record = Record(start, 0, process.host, process.pid, 0, "rollout", 0, "", 0, "", 0, 0, 0, 0, 0.0)
+
+    def beat() -> None:
+        for number in itertools.count():
+            write_record(status, replace(record, heartbeat=number))
+            process.cluster.sleep(HEARTBEAT_SECONDS)
+
+    process.spawn(beat)
+    return record
 
 
 def end_all(cluster: Cluster, processes: list[Process], ended: Process) -> None:

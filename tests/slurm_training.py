@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from local_slurm import ENDED, LocalSlurm
@@ -39,13 +39,12 @@ class Training:
         folder.mkdir()
         self.log = folder / "log"
         self.job = ""
-        self.script = Path("sbatch/smoke.sh")
 
-    def submit(self, *changes: str, limits: Sequence[str] = ()) -> None:
-        """Submit, or submit the same again."""
+    def submit(self, *options: str) -> None:
+        """Submit, or submit the same again, with further options of sbatch."""
         self.job = self.slurm.sbatch(
-            "--partition=main", f"--output={self.log}", *limits, self.script, "run.name=run",
-            f"run.folder={self.folder}", f"run.num_steps={self.num_steps}", *SETTINGS, *changes,
+            "--partition=main", f"--output={self.log}", *options, "sbatch/smoke.sh", "run.name=run",
+            f"run.folder={self.folder}", f"run.num_steps={self.num_steps}", *SETTINGS,
         )  # fmt: skip
 
     @property

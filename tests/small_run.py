@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import json
+import shutil
+from functools import cache
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 import numpy as np
@@ -100,16 +104,23 @@ def line_of(step: int, **more: float) -> dict[str, float]:
     }
 
 
-def small_run(path: Path, num_steps: int = 3, num_ranks: int = 2, **changes: Any) -> RunFolder:
-    """Such steps, with their lines and a configuration."""
-    folder = RunFolder(path)
+def small_run(path: Path, num_steps: int = 3, num_ranks: int = 2) -> RunFolder:
+    """Such steps, with their lines and a configuration. Copied, as each log that is written waits for the disk."""
+    shutil.copytree(_written_once(num_steps, num_ranks), path, copy_function=shutil.copy, dirs_exist_ok=True)
+    return RunFolder(path)
+
+
+@cache
+def _written_once(num_steps: int, num_ranks: int) -> Path:
+    folder = RunFolder(Path(mkdtemp(prefix="small-run-")))
+    atexit.register(shutil.rmtree, folder.path)
     for step in range(num_steps):
         for rank in range(num_ranks):
-            write_step(folder.rollout_log(step, rank), small_record(step, rank, num_ranks, **changes))
+            write_step(folder.rollout_log(step, rank), small_record(step, rank, num_ranks))
     folder.rollouts.mkdir(parents=True, exist_ok=True)
     folder.metrics.write_text("".join(json.dumps(line_of(step)) + "\n" for step in range(num_steps)))
-    folder.config.write_text("[rollout]\nmax_new_tokens = 8\n[drafter]\nmicro_step_seconds = 0.03\n")
-    return folder
+    folder.config.write_text("[rollout]\nmax_new_tokens = 8\n[drafter]\nmicro_step_tokens = 1024\n")
+    return folder.path
 
 
 def set_lines(folder: RunFolder, *changes: dict[str, float]) -> None:

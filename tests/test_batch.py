@@ -7,15 +7,12 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from local_slurm import LocalSlurm
+from launch_ranks import ROOT
 
 from tlt_hpc.storage.step_lines import read_lines
 
-ROOT = Path(__file__).resolve().parent.parent
 
-
-def program(folder: Path, name: str, body: str) -> None:
-    path = folder / name
+def program(path: Path, body: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f"#!/usr/bin/env bash\n{body}\n")
     path.chmod(0o755)
@@ -29,29 +26,23 @@ SHOWN = "^(HF|HDF5|OMP|MKL|PMI|DS|TRITON|(PY)?TORCH|CUDA|TRANSF|PYTHONNO|SLURM_(
 def run_script(folder: Path, name: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run a batch script with a fake ``srun``, ``mpirun`` and ``python`` that record their arguments."""
     record = f'printf "%s\\n" "$@" && pwd && env | grep -E "{SHOWN}" | sort'
-    program(folder / "bin", "srun", f"{LISTS_MPI}; {record}")
+    program(folder / "bin" / "srun", f"{LISTS_MPI}; {record}")
     for launcher in ("mpirun", "mpiexec"):
-        program(folder / "bin", launcher, f"echo {launcher}; {record}")
+        program(folder / "bin" / launcher, f"echo {launcher}; {record}")
     if not (folder / "bin" / "python").exists():
-        program(folder / "bin", "python", SAYS_MPI)
+        program(folder / "bin" / "python", SAYS_MPI)
     environment = {
-        "PATH": f"{folder / 'bin'}:/usr/bin:/bin",
-        "SLURM_SUBMIT_DIR": str(folder / "clone"),
-        "SLURM_CPUS_PER_TASK": "12",
-        "SLURM_NTASKS": "16",
-        "SLURM_NTASKS_PER_NODE": "8",
-        "SLURM_JOB_ID": "7",
-        "DS_BUILD_OPS": "0",
-        "CALLED": str(folder / "called"),
-        **variables,
-    }
+        "PATH": f"{folder / 'bin'}:/usr/bin:/bin", "SLURM_SUBMIT_DIR": str(folder / "clone"),
+        "SLURM_CPUS_PER_TASK": "12", "SLURM_NTASKS": "16", "SLURM_NTASKS_PER_NODE": "8", "SLURM_JOB_ID": "7",
+        "DS_BUILD_OPS": "0", "CALLED": str(folder / "called"), **variables,
+    }  # fmt: skip
     if not (folder / "clone" / "sbatch").exists():
         shutil.copytree(ROOT / "sbatch", folder / "clone" / "sbatch")
     command = ["bash", str(ROOT / "sbatch" / f"{name}.sh"), *arguments]
     return subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, check=False)
 
 
-def test_every_rank_gets_its_command_and_its_environment(tmp_path: Path) -> None:
+def test_every_rank_gets_its_command_and_its_environment(tmp_path):
     done = run_script(tmp_path, "train_qwen7b", "run.seed=3", TLT_LOCAL_DISK="/scratch/me", SLURM_RESTART_COUNT="2")
     assert done.returncode == 0, done.stderr
     clone = tmp_path / "clone"
@@ -79,17 +70,75 @@ def test_every_rank_gets_its_command_and_its_environment(tmp_path: Path) -> None
     ]
 
 
+MPICH, NO_PMIX = {"MPI_SAYS": "MPICH Version:      5.0.2\nMPICH ABI: 1"}, {"SRUN_HAS": "none pmi2"}
+INHERITED = {
+    "SLURM_EXPORT_ENV": "NONE", "SLURM_STEP_ID": "0", "SLURM_MEM_PER_CPU": "100", "SLURM_GPUS_PER_NODE": "a100:1",
+    "SLURM_TRES_PER_TASK": "gres/gpu:1", "SLURM_CPU_BIND": "quiet,mask_cpu:0x1", "SLURM_MEM_PER_NODE": "3000",
+}  # fmt: skip
+"""Variables that sbatch inherits from an interactive job or from ``--export=NONE``."""
+LOGIN_NODE = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_THREAD_LIMIT", "PMI_RANK", "PMIX_RANK"), "1")
+"""Variables of a login node's profile, or of a shell that srun has started, where sbatch is called."""
+
+
+@pytest.mark.parametrize(
+    ("variables", "shown"),
+    [
+        # caches are on a local disk that every node has
+        ({"TMPDIR": "/scratch/of/the/login/node"}, "HF_HOME=/tmp/tlt-"),
+        ({"TMPDIR": "/local/job.7"}, "HF_HOME=/local/job.7/tlt-"),
+        ({"SLURM_TMPDIR": "/local/slurm"}, "HF_HOME=/local/slurm/tlt-"),
+        ({"SLURM_TMPDIR": "/local/slurm", "TLT_LOCAL_DISK": "/nvme"}, "HF_HOME=/nvme/tlt-"),
+        # the MPI library decides how srun starts ranks, unless the user does
+        (MPICH, "--mpi=pmi2\n"),
+        ({"TLT_SRUN_MPI": "mine"}, "--mpi=mine\n"),
+        ({**NO_PMIX, "TLT_SRUN_MPI": "pmi2"}, "--mpi=pmi2\n"),
+        ({**NO_PMIX, **MPICH}, "--mpi=pmi2\n"),
+        ({"SRUN_HAS": ""}, "--mpi=pmix\n"),  # an empty list says nothing
+        ({"TLT_LAUNCH": "mpirun", **NO_PMIX}, "mpirun\n-n\n16\n--map-by\nppr:8:node\n--bind-to\nnone\npython\n"),
+        ({"TLT_LAUNCH": "mpirun", **MPICH}, "mpiexec\n-n\n16\n-ppn\n8\npython\n"),
+        ({"TLT_CPU_BIND": "mask_cpu:0xf0,0xf"}, "--cpu-bind=mask_cpu:0xf0,0xf\n"),
+        # a rank has a thread for each core, whatever the login node has
+        (LOGIN_NODE, "OMP_NUM_THREADS=12\n"),
+        ({**LOGIN_NODE, "TLT_THREADS": "6"}, "OMP_NUM_THREADS=6\n"),
+        ({**LOGIN_NODE, "SLURM_CPUS_PER_TASK": "1"}, "OMP_NUM_THREADS=1\n"),
+        (INHERITED, "--mpi=pmix\n"),
+    ],
+)
+def test_what_a_site_or_a_user_sets(variables, shown, tmp_path):
+    done = run_script(tmp_path, "smoke", **variables)
+    assert done.returncode == 0 and f"\n{shown}" in done.stdout, done.stderr
+    inherited = ("OMP_THREAD", "MKL", "PMI", "SLURM_")  # a step that requests nothing has all that its own job has
+    assert [line for line in done.stdout.splitlines() if line.startswith(inherited)] == []
+    assert done.stdout.count("\nOMP_NUM_THREADS") == 1
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        (
+            NO_PMIX,
+            "srun --mpi=list has none pmi2. Put 'mpich<5' in the place of openmpi in environment.yml, or set TLT",
+        ),
+        ({"TLT_NETWORK": "IB"}, "TLT_NETWORK=IB is no longer read; set NCCL_NET=IB"),
+        ({"TLT_LAUNCH": "ssh"}, "TLT_LAUNCH=ssh is neither srun nor mpirun"),
+        ({"TLT_ENVIRONMENT": "/none"}, "TLT_ENVIRONMENT=/none is neither"),
+        ({"MPI_SAYS": "Other MPI 1"}, "cannot tell how srun starts ranks of Other MPI 1; set TLT_SRUN_MPI to one of"),
+    ],
+)
+def test_a_mistake_is_one_line_with_the_remedy(variables, message, tmp_path):
+    done = run_script(tmp_path, "smoke", **variables)
+    assert done.returncode == 1 and done.stdout == "" and message in done.stderr and done.stderr.count("\n") == 1
+
+
 @pytest.mark.parametrize(("script", "arguments"), [("warmup_drafter", ()), ("evaluate", ("runs/a",)), ("rehearse", ())])
-def test_a_job_file_of_the_clone_is_found_where_the_store_is_elsewhere(
-    script: str, arguments: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_a_job_file_of_the_clone_is_found_where_the_store_is_elsewhere(script, arguments, tmp_path):
     store, job = tmp_path / "a store", tmp_path / "clone" / "jobs" / "mine.toml"
     store.mkdir()
     job.parent.mkdir(parents=True)
     job.touch()
     edited = (ROOT / "sbatch" / f"{script}.sh").read_text().replace('STORE="$PROJECT"', f'STORE="{store}"')
     (tmp_path / "edited.sh").write_text(edited)
-    program(tmp_path / "bin", "python", f'[[ $2 == -c ]] || printf "%s\\n" "$@"; {SAYS_MPI}')
+    program(tmp_path / "bin" / "python", f'[[ $2 == -c ]] || printf "%s\\n" "$@"; {SAYS_MPI}')
 
     def found() -> list[str]:
         words = run_script(tmp_path, f"{tmp_path}/edited", *arguments, "jobs/mine.toml", "run.seed=3").stdout
@@ -101,7 +150,7 @@ def test_a_job_file_of_the_clone_is_found_where_the_store_is_elsewhere(
     assert "jobs/mine.toml" in found() and str(job) not in found()
 
 
-def test_a_run_is_evaluated_by_its_own_configuration_if_none_is_given(tmp_path: Path) -> None:
+def test_a_run_is_evaluated_by_its_own_configuration_if_none_is_given(tmp_path):
     run = tmp_path / "clone" / "runs" / "a=b"
     run.mkdir(parents=True)
     (run / "config.toml").write_text("[run]")
@@ -111,70 +160,18 @@ def test_a_run_is_evaluated_by_its_own_configuration_if_none_is_given(tmp_path: 
         assert words[at + 1 :][: 2 + len(overrides)] == ["runs/a=b", "runs/a=b/config.toml", *overrides]
 
 
-@pytest.mark.parametrize(
-    ("variables", "disk"),
-    [
-        ({"TMPDIR": "/scratch/of/the/login/node"}, "/tmp"),
-        ({"TMPDIR": "/local/job.7"}, "/local/job.7"),
-        ({"SLURM_TMPDIR": "/local/slurm"}, "/local/slurm"),
-        ({"SLURM_TMPDIR": "/local/slurm", "TLT_LOCAL_DISK": "/nvme"}, "/nvme"),
-    ],
-)
-def test_caches_are_on_a_local_disk_that_every_node_has(variables: dict[str, str], disk: str, tmp_path: Path) -> None:
-    assert f"\nHF_HOME={disk}/tlt-" in run_script(tmp_path, "smoke", **variables).stdout
-
-
-def test_a_user_without_a_name_on_the_node_has_caches(tmp_path: Path) -> None:
-    program(tmp_path / "bin", "id", "echo 1234; echo 'id: cannot find name for user ID 1234' >&2; exit 1")
+def test_a_user_without_a_name_on_the_node_has_caches(tmp_path):
+    program(tmp_path / "bin" / "id", "echo 1234; echo 'id: cannot find name for user ID 1234' >&2; exit 1")
     done = run_script(tmp_path, "smoke")
     assert done.returncode == 0 and not done.stderr and "\nHF_HOME=/tmp/tlt-1234-7-0/huggingface\n" in done.stdout
 
 
-def test_the_mpi_library_decides_how_srun_starts_ranks(tmp_path: Path) -> None:
-    program(tmp_path / "bin", "python", "printf 'MPICH Version:      5.0.2\\nMPICH ABI: 1'")
-    assert "\n--mpi=pmi2\n" in run_script(tmp_path, "smoke").stdout
-    assert "\n--mpi=mine\n" in run_script(tmp_path, "smoke", TLT_SRUN_MPI="mine").stdout
-
-
-def test_open_mpi_without_pmix_is_one_line_with_two_ways_out(tmp_path: Path) -> None:
-    done = run_script(tmp_path, "smoke", SRUN_HAS="none pmi2")
-    assert done.returncode == 1 and done.stdout == ""
-    assert "srun --mpi=list has none pmi2. Put 'mpich<5' in the place of openmpi" in done.stderr
-    for variables in ({"MPI_SAYS": "MPICH Version: 5"}, {"TLT_SRUN_MPI": "pmi2"}, {"TLT_LAUNCH": "mpirun"}):
-        assert run_script(tmp_path, "smoke", SRUN_HAS="none pmi2", **variables).returncode == 0, variables
-    assert run_script(tmp_path, "smoke", SRUN_HAS="").returncode == 0, "a list that is empty says nothing"
-
-
-@pytest.mark.parametrize(
-    ("library", "command"),
-    [
-        ("Open MPI v5", ["mpirun", "-n", "16", "--map-by", "ppr:8:node", "--bind-to", "none", "python"]),
-        ("MPICH Version: 5", ["mpiexec", "-n", "16", "-ppn", "8", "python"]),
-    ],
-)
-def test_mpirun_starts_the_ranks_where_the_user_says_so(library: str, command: list[str], tmp_path: Path) -> None:
-    done = run_script(tmp_path, "train_qwen7b", TLT_LAUNCH="mpirun", MPI_SAYS=library)
-    assert done.stdout.splitlines()[1 : 1 + len(command)] == command and ", mpirun, caches" in done.stdout
-    done = run_script(tmp_path, "train_qwen7b", TLT_LAUNCH="ssh")
-    assert done.returncode == 1 and "TLT_LAUNCH=ssh is neither srun nor mpirun" in done.stderr
-
-
-@pytest.mark.parametrize("script", sorted(path.name for path in (ROOT / "sbatch").glob("*.sh")))
-def test_all_scripts_start_their_ranks_alike(script: str) -> None:
+def test_all_scripts_start_their_ranks_alike():
     """What ``run_ranks`` gives srun, none forgets; smoke_gpu.sh and rehearse.sh leave that to what they start."""
-    text = (ROOT / "sbatch" / script).read_text()
-    if script not in ("env.sh", "smoke_gpu.sh", "rehearse.sh"):
-        assert text.count("\nrun_ranks python -P -m mpi4py -m tlt_hpc ") == 1 and "srun" not in text
-
-
-def test_the_cores_of_ranks_are_the_site_s_to_choose(tmp_path: Path) -> None:
-    done = run_script(tmp_path, "train_qwen7b", TLT_CPU_BIND="mask_cpu:0xf0,0xf")
-    assert "\n--cpu-bind=mask_cpu:0xf0,0xf\n" in done.stdout
-
-
-def venv(folder: Path) -> None:
-    program(folder / "bin", "python", SAYS_MPI)
-    (folder / "bin" / "activate").write_text(f'PATH="{folder}/bin:$PATH"\n: "$NOT_SET"\n')
+    scripts = {path.name: path.read_text() for path in (ROOT / "sbatch").glob("*.sh")}
+    for script in scripts.keys() - {"env.sh", "smoke_gpu.sh", "rehearse.sh"}:
+        text = scripts[script]
+        assert text.count("\nrun_ranks python -P -m mpi4py -m tlt_hpc ") == 1 and "srun" not in text, script
 
 
 @pytest.mark.parametrize(
@@ -189,77 +186,42 @@ def venv(folder: Path) -> None:
         ({"VIRTUAL_ENV": "{venv}", "PATH": "{path}"}, "clone"),
     ],
 )  # fmt: skip
-def test_an_active_environment_precedes_the_demo_one(variables: dict[str, str], used: str, tmp_path: Path) -> None:
+def test_an_active_environment_precedes_the_demo_one(variables, used, tmp_path):
     """`make demo` leaves a .venv without CUDA in the clone."""
-    places = {name: tmp_path / "of" / name for name in ("conda", "venv")}
+    places = {"conda": tmp_path / "of/conda", "venv": tmp_path / "of/venv", "clone": tmp_path / "clone/.venv"}
     for place in places.values():
-        venv(place)
-    places["clone"] = tmp_path / "clone" / ".venv"
-    venv(places["clone"])
+        program(place / "bin" / "python", SAYS_MPI)
+        (place / "bin" / "activate").write_text(f'PATH="{place}/bin:$PATH"\n: "$NOT_SET"\n')
     filled = {name: value.format(**places, path=f"{tmp_path}/bin:/usr/bin:/bin") for name, value in variables.items()}
     done = run_script(tmp_path, "smoke", **filled)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "called").read_text().splitlines()[-1] == f"{places[used]}/bin/python"
 
 
-def test_an_error_names_the_places_that_have_been_searched(tmp_path: Path) -> None:
-    program(tmp_path / "bin", "python", "echo 'No module named mpi4py' >&2; exit 1")
+def test_an_error_names_the_places_that_have_been_searched(tmp_path):
+    program(tmp_path / "bin" / "python", "echo 'No module named mpi4py' >&2; exit 1")
     done = run_script(tmp_path, "smoke")
     assert done.returncode == 1
     for words in ("No module named mpi4py", f"{tmp_path}/clone/.venv", "conda environment tlt_hpc", "on the path"):
         assert words in done.stderr
-    done = run_script(tmp_path, "smoke", TLT_ENVIRONMENT="/none")
-    assert (done.returncode, "TLT_ENVIRONMENT=/none is neither" in done.stderr) == (1, True)
 
 
-INHERITED = {
-    "SLURM_EXPORT_ENV": "NONE",
-    "SLURM_STEP_ID": "0",
-    "SLURM_MEM_PER_CPU": "100",
-    "SLURM_GPUS_PER_NODE": "a100:1",
-    "SLURM_TRES_PER_TASK": "gres/gpu:1",
-    "SLURM_CPU_BIND": "quiet,mask_cpu:0x1",
-}
-"""Variables that sbatch inherits from an interactive job or from ``--export=NONE``."""
-
-
-def test_the_step_requests_no_resources_of_another_job(tmp_path: Path) -> None:
-    """It requests nothing at all and so receives all resources of its own job."""
-    shown = run_script(tmp_path, "smoke", **INHERITED, SLURM_MEM_PER_NODE="3000").stdout.splitlines()
-    assert [line for line in shown if line.startswith("SLURM_")] == []
-
-
-LOGIN_NODE = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_THREAD_LIMIT", "PMI_RANK", "PMIX_RANK"), "1")
-"""Variables of a login node's profile, or of a shell that srun has started, where sbatch is called."""
-
-
-@pytest.mark.parametrize(
-    ("given", "threads"), [({}, "12"), ({"TLT_THREADS": "6"}, "6"), ({"SLURM_CPUS_PER_TASK": "1"}, "1")]
-)
-def test_a_rank_has_a_thread_for_each_core_whatever_the_login_node_has(
-    given: dict[str, str], threads: str, tmp_path: Path
-) -> None:
-    shown = run_script(tmp_path, "smoke", **LOGIN_NODE, **given).stdout.splitlines()
-    assert [line for line in shown if line.startswith(("OMP", "MKL", "PMI"))] == [f"OMP_NUM_THREADS={threads}"]
-
-
-def test_a_container_provides_python_to_the_script_and_the_ranks(tmp_path: Path) -> None:
+def test_a_container_provides_python_to_the_script_and_the_ranks(tmp_path):
     """The host has no usable Python; a fake ``apptainer`` provides one."""
-    program(tmp_path / "bin", "python", "echo 'the host has no mpi4py' >&2; exit 1")
+    program(tmp_path / "bin" / "python", "echo 'the host has no mpi4py' >&2; exit 1")
     inside = tmp_path / "inside"
-    program(inside, "python", SAYS_MPI)
+    program(inside / "python", SAYS_MPI)
     for shell in ("sh", "bash"):
         (inside / shell).symlink_to(f"/bin/{shell}")
-    program(
-        tmp_path / "bin", "apptainer", f'while [[ $1 != *.sif ]]; do shift; done; shift; PATH="{inside}"; exec "$@"'
-    )
+    enter = f'while [[ $1 != *.sif ]]; do shift; done; shift; PATH="{inside}"; exec "$@"'
+    program(tmp_path / "bin" / "apptainer", enter)
     container = "apptainer exec --nv /shared/tlt.sif"
     done = run_script(tmp_path, "smoke", TLT_CONTAINER=container, TLT_ENVIRONMENT="/none", TLT_LOCAL_DISK="/nvme")
     assert done.returncode == 0, done.stderr
     assert "\n".join(["", *container.split(), "python", "-P", "-m", "mpi4py", ""]) in done.stdout
     assert f"\nAPPTAINER_BIND={tmp_path}/clone,/nvme\n" in done.stdout
     assert "no squeue and scontrol in the container" in done.stderr
-    program(inside, "python", "exit 1")
+    program(inside / "python", "exit 1")
     done = run_script(tmp_path, "smoke", TLT_CONTAINER=container)
     assert f"{container} python: mpi4py and its MPI library do not load in it" in done.stderr
 
@@ -269,7 +231,7 @@ def test_a_container_provides_python_to_the_script_and_the_ranks(tmp_path: Path)
 
 @pytest.mark.slurm
 @pytest.mark.mpi
-def test_the_smoke_script_trains_on_two_nodes(slurm: LocalSlurm, tmp_path: Path) -> None:
+def test_the_smoke_script_trains_on_two_nodes(slurm, tmp_path):
     sizes = ("prompts_per_step=2", "max_new_tokens=32", "group_size=2")
     small = ("run.num_steps=1", "speculation.mode=ngram", *(f"rollout.{size}" for size in sizes))
     arguments = ("--partition=main", f"--output={tmp_path}/log", "sbatch/smoke.sh", f"run.folder={tmp_path}", *small)

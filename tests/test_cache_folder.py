@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,40 +16,22 @@ from tlt_hpc.storage.folder import RunFolder, node_folder
 TINY = Path(__file__).parents[1] / "jobs" / "tiny.toml"
 
 
-@dataclass
-class FakeWorld:
-    """One of several ranks on two hosts."""
+HOSTNAMES = ["a", "b", "a", "b", "a"]
 
-    rank: int
-    hostnames: tuple[str, ...] = ("a", "b", "a", "b", "a")
-    errors: tuple[str, ...] = ("",) * 5
 
-    @property
-    def size(self) -> int:
-        return len(self.hostnames)
+def place_of(rank: int, folder: str, run: Path, error: str = "") -> tuple[RunFolder, int, int]:
+    """Of one of several ranks on two hosts; ``error``: of another."""
 
-    @property
-    def hostname(self) -> str:
-        return self.hostnames[self.rank]
-
-    @property
-    def local_rank(self) -> int:
-        return self.hostnames[: self.rank].count(self.hostname)
-
-    def all_or_none(self, work: Any) -> Any:
+    def all_or_none(work: Any) -> Any:
         result = work()
-        for error in filter(None, self.errors):
+        if error:
             raise UserError(error)
         return result
 
-    def allgather(self, item: Any) -> list[Any]:
-        assert item == self.hostname
-        return list(self.hostnames)
-
-
-def place_of(rank: int, folder: str, run: Path, **world: Any) -> tuple[RunFolder, int, int]:
+    world: Any = SimpleNamespace(rank=rank, size=5, hostname=HOSTNAMES[rank], all_or_none=all_or_none)
+    world.local_rank, world.allgather = HOSTNAMES[:rank].count(world.hostname), lambda item: HOSTNAMES
     config = load_config(TINY, [f"drafter.cache_folder={folder}"] if folder else [])
-    return cache_place(config.drafter, FakeWorld(rank, **world), RunFolder(run))
+    return cache_place(config.drafter, world, RunFolder(run))
 
 
 def test_without_a_setting_all_ranks_share_the_runs_folder(tmp_path: Path) -> None:
@@ -80,4 +62,4 @@ def test_a_variable_that_one_node_lacks_is_one_line_on_all(tmp_path: Path, monke
         place_of(1, "$NO_SUCH_DISK/x", tmp_path)
     assert "\n" not in str(caught.value)
     with pytest.raises(UserError, match="no disk on b"):
-        place_of(0, str(tmp_path), tmp_path, errors=("", "no disk on b", "", "", ""))
+        place_of(0, str(tmp_path), tmp_path, "no disk on b")

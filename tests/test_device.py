@@ -39,27 +39,26 @@ def test_a_rank_is_left_with_one_gpu(environment, own):
     assert environment["CUDA_VISIBLE_DEVICES"] == environment[job.GIVEN_GPU] == own
 
 
-@pytest.mark.parametrize(
-    "environment",
-    [
-        {},
-        {"CUDA_VISIBLE_DEVICES": "NoDevFiles", **STEP, "SLURM_LOCALID": "0"},
-        {"CUDA_VISIBLE_DEVICES": "0,1"},
-        {"CUDA_VISIBLE_DEVICES": "0,1", "SLURM_LOCALID": "0"},  # a batch script, outside any step
-        {"CUDA_VISIBLE_DEVICES": "0,1", "SLURM_STEP_ID": "4294967290", "SLURM_LOCALID": "0"},  # a shell of salloc
-    ],
+NOTHING_SAID = (
+    {},
+    {"CUDA_VISIBLE_DEVICES": "NoDevFiles", **STEP, "SLURM_LOCALID": "0"},
+    {"CUDA_VISIBLE_DEVICES": "0,1"},
+    {"CUDA_VISIBLE_DEVICES": "0,1", "SLURM_LOCALID": "0"},  # a batch script, outside any step
+    {"CUDA_VISIBLE_DEVICES": "0,1", "SLURM_STEP_ID": "4294967290", "SLURM_LOCALID": "0"},  # a shell of salloc
 )
-def test_where_nothing_is_said_nothing_is_changed(environment):
-    before = dict(environment)
-    assert device.take_device(environment, 0) is None
-    assert environment == before
+
+
+def test_where_nothing_is_said_nothing_is_changed():
+    for given in NOTHING_SAID:
+        environment = dict(given)
+        assert device.take_device(environment, 0) is None and environment == given
 
 
 def test_more_ranks_than_gpus_is_one_line_with_the_remedy():
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(
+        UserError, match=r"has 2 GPUs \(CUDA_VISIBLE_DEVICES=0,1\) and more than 2.*--ntasks-per-node=2"
+    ):
         device.take_device({"CUDA_VISIBLE_DEVICES": "0,1", **STEP, "SLURM_LOCALID": "2"}, 0)
-    assert "has 2 GPUs (CUDA_VISIBLE_DEVICES=0,1) and more than 2 ranks" in str(caught.value)
-    assert "--ntasks-per-node=2" in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -75,14 +74,11 @@ def test_ranks_that_share_a_gpu_sum_by_gloo_as_nccl_refuses_them(gpus, backend):
     assert distributed.choose_backend(gpus) == backend
 
 
-@pytest.mark.parametrize("own", [None, ":4096:8", ":16:8"])
-def test_a_gpus_products_repeat_unless_the_user_says_how(own):
-    environment = {} if own is None else {device.WORKSPACES: own}
-    device.fix_workspaces(environment)
-    assert environment == {device.WORKSPACES: own or ":4096:8"}
-
-
-def test_workspaces_whose_products_do_not_repeat_end_the_run_at_its_start():
+def test_a_gpus_products_repeat_unless_the_user_says_how():
+    for own in (None, ":4096:8", ":16:8"):
+        environment = {} if own is None else {device.WORKSPACES: own}
+        device.fix_workspaces(environment)
+        assert environment == {device.WORKSPACES: own or ":4096:8"}
     with pytest.raises(UserError, match="CUBLAS_WORKSPACE_CONFIG=:4096:2 makes runs differ: unset it, or set it to"):
         device.fix_workspaces({device.WORKSPACES: ":4096:2"})
 
@@ -98,17 +94,6 @@ def test_a_rank_prepares_its_products_before_it_uses_its_gpu(monkeypatch):
     assert job.choose_device(config.model, world) == torch.device("cuda", 1) and found == [":4096:8"]
 
 
-TAKE = "import os; from tlt_hpc.cluster.device import take_device as t; print(t(os.environ, 0))"
-
-
-@pytest.mark.slurm
-@pytest.mark.ci
-@pytest.mark.parametrize("how", ["--gpus-per-node=2", "--gpus-per-task=1"])
-def test_ranks_under_slurm_have_different_gpus(how, slurm):
-    told = slurm.run("srun", "--nodes=2", "--ntasks-per-node=2", how, "python", "-c", TAKE)
-    assert sorted(told.split()) == ["0", "0", "1", "1"]
-
-
 def test_the_command_takes_a_gpu_and_says_which(tmp_path):
     """With a torch that has none of it, the job ends in one line before it has loaded a model."""
     environment = {"CUDA_VISIBLE_DEVICES": "5,7", "PMI_RANK": "0", "MPI_LOCALRANKID": "1", "TLT_RANKS": "1"}
@@ -122,26 +107,26 @@ def test_the_command_takes_a_gpu_and_says_which(tmp_path):
 # --- the folder for caches ---
 
 
-def test_ranks_that_end_together_with_an_error_leave_no_folder(tmp_path, monkeypatch):
-    """They end without Python's exit functions."""
-    monkeypatch.setattr(ending, "MPI", SimpleNamespace(Is_initialized=lambda: False))
-    make_node_cache({FOLDER: str(tmp_path / "tlt-me-7-0")})
-    assert not ending.all_come_here(0.0) and not list(tmp_path.iterdir())
+@pytest.fixture
+def registered(monkeypatch):
+    """What is to be called at the end of this process."""
+    calls = []
+    monkeypatch.setattr("atexit.register", lambda *call, **options: calls.append(call))
+    return calls
 
 
-def test_the_folder_is_made_for_this_user_alone(tmp_path, monkeypatch):
-    registered = []
-    monkeypatch.setattr("atexit.register", lambda *call, **options: registered.append(call))
+def test_the_folder_is_made_for_this_user_alone_and_removed_at_any_end(tmp_path, registered, monkeypatch):
     folder = tmp_path / "disk" / "tlt-me-7-0"
     make_node_cache({FOLDER: str(folder)})
     assert folder.stat().st_mode & 0o777 == 0o700
     make_node_cache({FOLDER: str(folder)})  # the node's next rank
     assert [call[1] for call in registered] == [folder]
     make_node_cache({})
+    monkeypatch.setattr(ending, "MPI", SimpleNamespace(Is_initialized=lambda: False))
+    assert not ending.all_come_here(0.0) and not folder.exists(), "ranks end so without Python's exit functions"
 
 
-def test_folders_of_the_jobs_earlier_starts_are_removed(tmp_path, monkeypatch):
-    monkeypatch.setattr("atexit.register", lambda *call, **options: None)
+def test_folders_of_the_jobs_earlier_starts_are_removed(tmp_path, registered):
     for name in ("tlt-me-7-0", "tlt-me-7-1", "tlt-me-6-0"):
         (tmp_path / name / "triton").mkdir(parents=True)
     make_node_cache({FOLDER: str(tmp_path / "tlt-me-7-2")})
@@ -150,9 +135,7 @@ def test_folders_of_the_jobs_earlier_starts_are_removed(tmp_path, monkeypatch):
 
 def test_a_folder_that_cannot_be_had_is_one_line(tmp_path):
     (tmp_path / "file").touch()
-    for place in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(UserError, match=r"cannot keep caches in .* name another disk"):
-            make_node_cache({FOLDER: str(place)})
     (tmp_path / "link").symlink_to(tmp_path)
-    with pytest.raises(UserError, match="not this user's own folder"):
-        make_node_cache({FOLDER: str(tmp_path / "link")})
+    for place, why in (("file", "name another disk"), ("file/below", "name another disk"), ("link", "not this user's")):
+        with pytest.raises(UserError, match=rf"cannot keep caches in .*{why}"):
+            make_node_cache({FOLDER: str(tmp_path / place)})

@@ -30,9 +30,14 @@ from tlt_hpc.storage.folder import RunFolder
 WEIGHTS = LossSettings(1.0, 0.1)
 
 
+@pytest.fixture(autouse=True)
+def micro_steps_of_any_length(monkeypatch):
+    monkeypatch.setattr(DrafterSection, "micro_step_seconds", 5.0)
+
+
 def make_trainer(tmp_path, rank=0, average_merges=AVERAGE_MERGES, **settings):
     cache = FeatureCache(RunFolder(tmp_path), rank, 1, 128, 10**9, num_ranks=16)
-    options = DrafterSection(**{"micro_step_seconds": 5.0, "learning_rate": 2e-3, **settings})
+    options = DrafterSection(**{"learning_rate": 2e-3, **settings})
     trainer = SpotTrainer(embedded_decoder(), cache, options, seed=0, rank=rank, average_merges=average_merges)
     return trainer, cache
 
@@ -258,7 +263,8 @@ def test_only_the_passes_of_a_micro_step_round_their_products(tmp_path, monkeypa
 
 
 def test_micro_steps_are_sized_by_the_slowest_of_the_last(tmp_path, monkeypatch):
-    trainer, cache = make_trainer(tmp_path, micro_step_seconds=0.5, micro_step_tokens=4000)
+    monkeypatch.setattr(DrafterSection, "micro_step_seconds", 0.5)
+    trainer, cache = make_trainer(tmp_path, micro_step_tokens=4000)
     fill(cache, 0, 48)
     trainer.begin(0)
     rates, sizes = iter([4000.0, 1000.0, 6000.0, 6000.0, 6000.0, 6000.0, 6000.0, 6000.0, 6000.0]), []
@@ -470,9 +476,8 @@ def test_a_warm_drafters_own_weights_are_the_first_of_the_mean(tmp_path):
     torch.testing.assert_close(trainer.trained.served()["fc"], (warm["fc"] + after) / 2, atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("settings", [{"average_merges": 1}, {"train": False}])
-def test_without_a_mean_what_is_trained_is_served_and_nothing_more_is_held(tmp_path, settings):
-    trainer, cache = make_trainer(tmp_path, **settings)
+def test_without_a_mean_what_is_trained_is_served_and_nothing_more_is_held(tmp_path):
+    trainer, cache = make_trainer(tmp_path, average_merges=1)
     fill(cache, 0, 2)
     weights = [train_and_merge(trainer, step) for step in range(2)]
     assert torch.equal(trainer.trained.served()["fc"], weights[-1])

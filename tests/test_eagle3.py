@@ -162,8 +162,8 @@ def by_definition(drafter, documents, settings):
 def test_packed_loss_and_gradient_are_those_of_paths_rolled_out_one_by_one(name, form, chunked, monkeypatch):
     settings = SETTINGS[name]
     if chunked:
-        monkeypatch.setattr(loss_module, "_MOST_LOGITS", 24 * 5)
-        monkeypatch.setattr(documents_module, "_MOST_SCORES", 4 * 40)
+        monkeypatch.setattr(loss_module, "CHUNK_LOGITS", 24 * 5)
+        monkeypatch.setattr(documents_module, "MAX_SCORES", 4 * 40)
     drafter, decoder = make(form), embedded_decoder()
     documents = documents_of(form)
     if settings.num_steps > 9:
@@ -182,7 +182,7 @@ def test_packed_loss_and_gradient_are_those_of_paths_rolled_out_one_by_one(name,
 
 def make_trainer(tmp_path, **settings):
     cache = FeatureCache(RunFolder(tmp_path), 0, 4, 128, 10**9, num_ranks=1)
-    options = DrafterSection(**{"form": "eagle3", "micro_step_seconds": 9.0, "learning_rate": 3e-3, **settings})
+    options = DrafterSection(**{"form": "eagle3", "learning_rate": 3e-3, **settings})
     return SpotTrainer(embedded_decoder(), cache, options, 0, 0, torch.arange(NUM_TOKENS)), cache
 
 

@@ -133,7 +133,7 @@ def test_a_rollout_never_waits_for_the_gpu(gpu, name):
 def test_the_drafter_learns_and_is_merged_on_the_gpu(gpu, tmp_path, form, is_joined, monkeypatch):
     layers, token_ids = (1, None) if form == "eagle" else (4, torch.arange(3, 15))
     decoder, cache = gpu_decoder(), FeatureCache(RunFolder(tmp_path), 0, layers, 128, 10**9, num_ranks=1)
-    trainer = SpotTrainer(decoder, cache, DrafterSection(micro_step_seconds=5.0), 0, 0, token_ids)
+    trainer = SpotTrainer(decoder, cache, DrafterSection(), 0, 0, token_ids)
     writer = cache.begin_step(0, 0)
     for seed in range(4):
         document = random_document(40, 9, seed, layers)

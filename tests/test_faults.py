@@ -22,7 +22,7 @@ def moments(monkeypatch):
     return importlib.import_module("fault_kinds.moments")
 
 
-@pytest.mark.slow  # test_kills and test_slurm_stops interrupt runs, too
+@pytest.mark.slow  # test_slurm_stops interrupts runs, too
 @pytest.mark.mpi
 @pytest.mark.timeout(600)
 def test_a_run_that_is_interrupted_ends_as_if_it_had_not_been(tmp_path):

@@ -80,15 +80,9 @@ pytestmark = [
 ]
 
 
-@pytest.fixture
-def hosts(tmp_path: Path) -> Path:
-    """What stands for /etc/hosts."""
-    path = tmp_path / "hosts"
-    path.write_text("127.0.0.1 localhost\n" + "".join(f"{address} {name}\n" for name, address in HOSTS.items()))
-    return path
-
-
-def test_ranks_on_two_hosts_find_each_other_and_read_once_a_host(hosts: Path) -> None:
+def test_ranks_on_two_hosts_find_each_other_and_read_once_a_host(tmp_path: Path) -> None:
+    hosts = tmp_path / "hosts"  # stands for /etc/hosts
+    hosts.write_text("127.0.0.1 localhost\n" + "".join(f"{address} {name}\n" for name, address in HOSTS.items()))
     ranks = run_on_ranks(3, meet, str(hosts))
     places = [["tlt-host-a", 0, 0], ["tlt-host-a", 0, 1], ["tlt-host-b", 1, 0]]
     assert [rank["place"] for rank in ranks] == places

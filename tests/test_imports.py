@@ -62,7 +62,7 @@ HOME_OF = {
     "shtab": {"cli"},
     "pickle": {"mpi"},  # between ranks; a file that is unpickled is run
 }
-WITHOUT_TORCH = {"common", "config", "storage", "cluster", "mpi", "data", "rewards", "plan", "look", "cli"}
+WITHOUT_TORCH = {"common", "config", "storage", "cluster", "mpi", "data", "rewards", "look", "cli"}
 
 
 @cache

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
-import socket
 import subprocess
 import sys
 import time
@@ -57,8 +55,11 @@ def test_one_rank_in_a_step_is_named_where_the_job_has_more():
         assert local.alone_in_step(environment, num_ranks, ["train"]) == ""
 
 
-def test_mpiexec_is_not_started_where_it_would_wait_for_ever(tmp_path, monkeypatch):
+def test_mpiexec_is_found_and_not_started_where_it_would_wait_for_ever(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ValueError, match="no mpiexec beside this Python or on PATH; `pip install 'mpich<5'`"):
+        local.find_mpiexec()
     (tmp_path / "mpiexec").touch()
     for environment in ({}, {"SLURM_JOB_ID": "4"}, {**IN_STEP, "SLURM_STEP_ID": "4294967290"}):
         assert local.find_mpiexec(environment) == str(tmp_path / "mpiexec")
@@ -104,11 +105,15 @@ def test_one_line_is_out_before_anything_heavy_is_imported(environment, given, s
     assert done.stdout.strip() == said, done.stderr
 
 
-def test_the_command_ends_all_ranks_when_one_raises(monkeypatch):
+def test_the_command_of_ranks_and_their_environment(monkeypatch):
+    """mpi4py's runner ends all ranks when one raises; one thread a rank unless the user says otherwise."""
     monkeypatch.setattr(local, "find_mpiexec", lambda: "/opt/mpi/bin/mpiexec")
     command = local.launch_command(3, ["train", "jobs/tiny.toml"])
     runner = [sys.executable, "-P", "-m", "mpi4py", "-m", "tlt_hpc"]
     assert command == ["/opt/mpi/bin/mpiexec", "-n", "3", *runner, "train", "jobs/tiny.toml"]
+    assert local.launch_environment(2, {"OMP_NUM_THREADS": "4"})["OMP_NUM_THREADS"] == "4"
+    ranks = local.launch_environment(2, {})
+    assert (ranks["OMP_NUM_THREADS"], ranks["TLT_RANKS"]) == ("1", "2")
 
 
 @pytest.mark.mpi
@@ -127,19 +132,6 @@ def test_modules_of_the_folder_that_one_is_in_are_not_run(tmp_path):
     assert done.returncode == 0 and "finished: 1 step" in done.stdout and "taken" not in done.stderr, done.stderr
 
 
-def test_one_thread_a_rank_unless_the_user_says_otherwise():
-    assert local.launch_environment(2, {"OMP_NUM_THREADS": "4"})["OMP_NUM_THREADS"] == "4"
-    ranks = local.launch_environment(2, {})
-    assert (ranks["OMP_NUM_THREADS"], ranks["TLT_RANKS"]) == ("1", "2")
-
-
-def test_no_mpiexec_is_one_line_with_the_remedy(monkeypatch, tmp_path):
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ValueError, match="no mpiexec beside this Python or on PATH; `pip install 'mpich<5'`"):
-        local.find_mpiexec()
-
-
 @pytest.mark.parametrize(
     ("value", "counts"), [("", False), ("yes", False), ("1", False), ("-5", True), ("+500", False), ("-90000", False)]
 )
@@ -152,30 +144,3 @@ def test_a_start_is_counted_from_the_command_that_started_the_ranks(value: str, 
 def test_what_took_long_in_a_start_is_named() -> None:
     told = start_times(100.0, {"reading": 102.0, "loading": 102.5}, 110.0)
     assert told == "first tokens 10.0 s after the start: loading 7.5, starting 2.0"
-
-
-def test_an_address_fits_in_what_slurm_reads_at_once() -> None:
-    """Two ranks on two nodes by PMI-1, which Slurm's pmi2 reads with one read() of 1,024 bytes a line."""
-    ours, theirs = socket.socketpair()
-    names = {"PMI_FD": str(theirs.fileno()), "PMI_RANK": "0", "PMI_SIZE": "2", "PMI_JOBID": "1.0"}
-    answers = {
-        "init": "response_to_init rc=0 pmi_version=1 pmi_subversion=1",
-        "get_maxes": "maxes rc=0 kvsname_max=256 keylen_max=64 vallen_max=1024",
-        "get_appnum": "appnum rc=0 appnum=0",
-        "get_my_kvsname": "my_kvsname rc=0 kvsname=1.0",
-        "put": "put_result rc=0",
-    }
-    puts = list[str]()
-    command = [sys.executable, "-c", "from mpi4py import MPI"]
-    with ours, theirs, subprocess.Popen(command, env={**os.environ, **names}, pass_fds=[theirs.fileno()]) as rank:
-        try:
-            for line in ours.makefile():
-                name = re.match(r"cmd=(\S+)", line)[1]
-                if name == "barrier_in":
-                    break
-                puts += [line] * (name == "put")
-                mapping = "rc=0 value=(vector,(0,2,1))" if "PMI_process_mapping" in line else "rc=1"
-                ours.sendall(f"cmd={answers.get(name, f'get_result {mapping}')}\n".encode())
-        finally:
-            rank.kill()
-    assert len(puts) == 1 and 100 < len(puts[0]) <= 1024, [(len(put), put[:80]) for put in puts]

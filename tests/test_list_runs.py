@@ -6,6 +6,7 @@ import errno
 import os
 import subprocess
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from tlt_hpc.cluster.watch.record import Record, claim_verdict, write_record
 from tlt_hpc.look.live import list_runs
 from tlt_hpc.storage.records import CurvePoint, DrafterFacts, write_json
 from tlt_hpc.storage.step_lines import add_line
+
+Listed = Callable[..., tuple[list[str], str]]
 
 
 def a_run(folder: Path, num_steps: int, age: float) -> Path:
@@ -29,62 +32,65 @@ def a_run(folder: Path, num_steps: int, age: float) -> Path:
     return folder
 
 
-def test_runs_at_any_depth_are_listed_the_newest_last(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture
+def listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Listed:
+    """``tlt runs`` in an empty folder: the lines of its table, and its warning."""
     monkeypatch.chdir(tmp_path)
+
+    def call(*words: str) -> tuple[list[str], str]:
+        assert main(["runs", *words]) == 0
+        out, err = capsys.readouterr()
+        return out.splitlines(), err
+
+    return call
+
+
+def first_words(listed: Listed) -> list[str]:
+    return [line.split()[0] for line in listed()[0]]
+
+
+def test_runs_at_any_depth_are_listed_the_newest_last(listed: Listed, capsys: pytest.CaptureFixture[str]) -> None:
     a_run(Path("runs/compare-1/plain"), 4, 7200)
     finished = a_run(Path("runs/done"), 2, 60)
     write_json(finished / "finished.json", {"num_steps": 2, "policy_sha256": "ab"})
     os.utime(finished, (time.time() - 60,) * 2)
     a_run(Path("runs/done/checkpoints/step-000002"), 1, 1)  # within a run nothing is looked for
-    assert main(["runs", "--output", "all.csv"]) == 0
-    head, first, second, written = capsys.readouterr().out.splitlines()
+    (head, first, second, written), _ = listed("--output", "all.csv")
     assert head.split() == ["run", "state", "steps", "score", "tokens", "rank-hours", "tokens", "an", "hour"]
-    assert first.split()[:8] == ["runs/compare-1/plain", "no", "sign", "for", "2", "h", "0", "min"]
-    assert first.split()[8:12] == ["4", "0.000", "->", "0.750"]
+    words = ["runs/compare-1/plain", "no", "sign", "for", "2", "h", "0", "min", "4", "0.000", "->", "0.750"]
+    assert first.split()[: len(words)] == words
     assert second.split()[:3] == ["runs/done", "finished", "2"] and written == "written to all.csv"
     assert Path("all.csv").read_text().splitlines()[2].startswith("runs/done,finished,2,,0.0,0.25,")
     assert main(["runs", "--output", "runs"]) == 2
-    said = "tlt: cannot write runs: Is a directory; make room there or give another --output\n"
-    assert capsys.readouterr().err == said
+    warned = "tlt: cannot write runs: Is a directory; make room there or give another --output\n"
+    assert capsys.readouterr().err == warned
 
 
 def test_a_folder_that_is_no_run_is_named_and_the_others_are_listed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    listed: Listed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Other programs write a metrics.jsonl, too; and a run may be removed while it is looked at."""
-    monkeypatch.chdir(tmp_path)
     a_run(Path("runs/own"), 2, 60)
     foreign = Path("runs/theirs/metrics.jsonl")
     foreign.parent.mkdir()
     foreign.write_text('{"loss": 1.0}\n')
-    assert main(["runs"]) == 0
-    out, err = capsys.readouterr()
-    assert [line.split()[0] for line in out.splitlines()] == ["run", "runs/own"]
-    assert err.startswith("tlt: left out: runs/theirs is no run's folder") and len(err.splitlines()) == 1
+    lines, warned = listed()
+    assert [line.split()[0] for line in lines] == ["run", "runs/own"]
+    assert warned.startswith("tlt: left out: runs/theirs is no run's folder") and warned.count("\n") == 1
     monkeypatch.setattr(list_runs, "find_runs", lambda folder: [Path("runs/own"), Path("runs/gone")])
-    assert main(["runs"]) == 0
-    assert "left out: runs/gone does not exist" in capsys.readouterr().err
+    assert "left out: runs/gone does not exist" in listed()[1]
 
 
-def test_a_run_that_a_link_leads_to_is_listed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_a_link_leads_to_is_listed(listed: Listed, tmp_path: Path) -> None:
     """As where the disk of ``runs/`` is small; a link to a folder above is not followed."""
-    monkeypatch.chdir(tmp_path)
     Path("runs").mkdir()
     Path("runs/far").symlink_to(a_run(tmp_path / "scratch" / "far", 2, 60))
     Path("runs/up").symlink_to(tmp_path)
-    assert main(["runs"]) == 0
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["run", "runs/far"]
+    assert first_words(listed) == ["run", "runs/far"]
 
 
-def test_a_folder_that_may_not_be_looked_into_hides_no_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_that_may_not_be_looked_into_hides_no_other(listed: Listed, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its names may be read, and nothing else, as after ``chmod -R 744``. Root may do all: the answer is made here."""
-    monkeypatch.chdir(tmp_path)
     a_run(Path("runs/own"), 2, 60)
     a_run(Path("runs/theirs"), 2, 60)
     Path("runs/theirs/below").mkdir()
@@ -97,15 +103,11 @@ def test_a_folder_that_may_not_be_looked_into_hides_no_other(
 
     monkeypatch.setattr(Path, "stat", refuse)
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != Path("runs/theirs"))
-    assert main(["runs"]) == 0
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["run", "runs/own"]
+    assert first_words(listed) == ["run", "runs/own"]
 
 
-def test_runs_at_work_keep_their_order_and_a_job_may_be_queued_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_runs_at_work_keep_their_order_and_a_job_may_be_queued_again(listed: Listed) -> None:
     """By name, whichever wrote last; one that has stopped in a job of Slurm does not ask to be started again."""
-    monkeypatch.chdir(tmp_path)
     for name, age in (("a", 0.0), ("b", 2.0), ("c", 600.0)):
         a_run(Path("runs", name), 1, age)
     status = Path("runs/c/status")
@@ -115,59 +117,46 @@ def test_runs_at_work_keep_their_order_and_a_job_may_be_queued_again(
     write_record(status, Record("now", 0, "h", 1, 5, "saving", 1, "", 0, "", 0, 9, 0, 9, 0.0, ending="stopped early"))
     for path in (status / "owner", status / "rank-0000", status.parent):
         os.utime(path, (time.time() - 600,) * 2)
-    assert main(["runs"]) == 0
-    rows = capsys.readouterr().out.splitlines()[1:]
+    rows = listed()[0][1:]
     assert [row.split()[0] for row in rows] == ["runs/c", "runs/a", "runs/b"]
     assert rows[0].endswith("stopped early (job 4_1 may be queued again)  1")
 
 
-def test_a_run_whose_rank_was_killed_is_not_said_to_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_whose_rank_was_killed_is_not_said_to_run(listed: Listed) -> None:
     """From the moment that another process has said so, whatever the other ranks' last words were."""
-    monkeypatch.chdir(tmp_path)
     status = a_run(Path("runs/own"), 1, 0.0) / "status"
     status.mkdir()
     write_record(status, Record("now", 0, "h", 1, 5, "rollout", 1, "", 0, "", 0, 9, 0, 9, 0.0))
-    assert main(["runs"]) == 0 and "running (rollout)" in capsys.readouterr().out
+    assert "running (rollout)" in listed()[0][1]
     claim_verdict(status, "now", "rank 1 on h was killed or crashed, last seen in a rollout")
-    assert main(["runs"]) == 0
-    out = capsys.readouterr().out
-    assert "rank 1 on h was killed or crashed" in out and "running" not in out
+    row = listed()[0][1]
+    assert "rank 1 on h was killed or crashed" in row and "running" not in row
 
 
-def test_a_warm_up_is_told_from_a_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_warm_up_is_told_from_a_run(listed: Listed, capsys: pytest.CaptureFixture[str]) -> None:
     """In the list, in ``tlt watch`` and in ``tlt report``, before and after its first validation."""
-    monkeypatch.chdir(tmp_path)
+
+    def watched() -> str:
+        main(["watch", "--once", str(folder)])
+        return capsys.readouterr().out
+
     folder = Path("runs/warm")
     for name in ("rollouts", "features"):
         (folder / name).mkdir(parents=True)
     (folder / "config.toml").write_text('[warmup]\nupdates = 400\n[drafter]\nform = "eagle"\n')
-    assert main(["runs"]) == 0
-    assert "runs/warm  warm-up: no sign for " in capsys.readouterr().out
-    main(["watch", "--once", str(folder)])
-    assert "warm-up: not validated yet" in capsys.readouterr().out
+    assert "runs/warm  warm-up: no sign for " in listed()[0][1]
+    assert "warm-up: not validated yet" in watched()
     (folder / "drafter").mkdir()
     curve = (CurvePoint(100, 9, 1.0, 0.5, 2.25), CurvePoint(200, 9, 1.0, 0.5, 2.0))
     facts = DrafterFacts("tiny", "gcd", 4, 9, 100, 2.25, "drafter-5", 1.0, 4, curve)
     write_json(folder / "drafter" / "facts.json", asdict(facts))
     (folder / "features").rename(folder / "training")  # features may be deleted
-    assert main(["runs", "--output", "all.csv"]) == 0
-    assert ", accept length 2.250\n" in capsys.readouterr().out
-    assert Path("all.csv").read_text().splitlines()[1].endswith('accept length 2.250",,,,,,,,')
-    main(["watch", "--once", str(folder)])
-    assert "warm-up: 200 of 400 updates, accept length 2.250" in capsys.readouterr().out
+    assert listed("--output", "all.csv")[0][1].endswith(", accept length 2.250")
+    assert 'accept length 2.250",,,,,,,' in Path("all.csv").read_text().splitlines()[1]
+    assert "warm-up: 200 of 400 updates, accept length 2.250" in watched()
     assert main(["report", str(folder)]) == 2
-    assert capsys.readouterr().err == (
-        f"tlt: {folder} holds a warm-up, which has no steps to report; see `tlt watch {folder}`\n"
-    )
-
-
-def test_an_empty_folder_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["runs", str(tmp_path)]) == 2
-    assert capsys.readouterr().err == f"tlt: no run in {tmp_path}; `tlt train jobs/tiny.toml` makes one\n"
+    warned = f"tlt: {folder} holds a warm-up, which has no steps to report; see `tlt watch {folder}`\n"
+    assert capsys.readouterr().err == warned
 
 
 def completed(script: str, words: list[str]) -> set[str]:
@@ -178,32 +167,38 @@ def completed(script: str, words: list[str]) -> set[str]:
     return set(done.stdout.split())
 
 
+COMPLETED = [
+    ("tlt tr", {"train"}),
+    ("tlt compare --wi", {"--without"}),
+    ("tlt train mi", {"mine.toml"}),
+    ("tlt train mine.toml rollout.temp", {"rollout.temperature="}),
+    ("tlt train mine.toml speculation.mode =", {"plain", "ngram", "frozen", "full"}),
+    ("tlt train mine.toml speculation.mode = p", {"plain"}),
+    ("tlt keys roll", {"rollout"}),
+    ("tlt sub", {"submit"}),
+    ("tlt submit sta", {"status", "stack"}),
+    ("tlt submit collect --", {"--help", "--output"}),
+    ("tlt submit resubmit --ti", {"--time"}),
+    ("tlt submit mine.toml --sw", {"--sweep"}),
+    ("tlt submit mine.toml rollout.temp", {"rollout.temperature="}),
+    ("tlt submit status ", {"runs/submitted/a", "runs/submitted/b"}),
+    ("tlt submit mine.toml --after stack/", {"stack/of"}),
+    ("tlt submit mine.toml --sweep run.se", {"run.seed="}),
+    ("tlt submit mine.toml --sweep model.batch_invariant =", {"true", "false"}),
+]
+
+
 def test_a_shell_completes_commands_options_files_and_keys(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("mine.toml").touch()
-    assert main(["completion", "bash"]) == 0
-    script = capsys.readouterr().out
-    assert completed(script, ["tlt", "tr"]) == {"train"}
-    assert completed(script, ["tlt", "compare", "--wi"]) == {"--without"}
-    assert completed(script, ["tlt", "train", "mi"]) == {"mine.toml"}
-    assert completed(script, ["tlt", "train", "mine.toml", "rollout.temp"]) == {"rollout.temperature="}
-    assert completed(script, ["tlt", "train", "mine.toml", "speculation.mode", "="]) == {"plain", "ngram", "full"}
-    assert completed(script, ["tlt", "train", "mine.toml", "speculation.mode", "=", "p"]) == {"plain"}
-    assert completed(script, ["tlt", "keys", "roll"]) == {"rollout"}
     for name in ("runs/submitted/b", "runs/submitted/a", "stack/of"):
         Path(name).mkdir(parents=True)
         Path(name, "submission.json").touch()
-    assert completed(script, ["tlt", "sub"]) == {"submit"}
-    assert completed(script, ["tlt", "submit", "sta"]) == {"status", "stack"}
-    assert completed(script, ["tlt", "submit", "collect", "--"]) == {"--help", "--output"}
-    assert completed(script, ["tlt", "submit", "resubmit", "--ti"]) == {"--time"}
-    assert completed(script, ["tlt", "submit", "mine.toml", "--sw"]) == {"--sweep"}
-    assert completed(script, ["tlt", "submit", "mine.toml", "rollout.temp"]) == {"rollout.temperature="}
-    assert completed(script, ["tlt", "submit", "status", ""]) == {"runs/submitted/a", "runs/submitted/b"}
-    assert completed(script, ["tlt", "submit", "mine.toml", "--after", "stack/"]) == {"stack/of"}
-    assert completed(script, ["tlt", "submit", "mine.toml", "--sweep", "run.se"]) == {"run.seed="}
-    assert completed(script, ["tlt", "submit", "mine.toml", "--sweep", "drafter.train", "="]) == {"true", "false"}
+    assert main(["completion", "bash"]) == 0
+    script = capsys.readouterr().out
+    for words, offered in COMPLETED:
+        assert completed(script, words.split(" ")) == offered, words
     assert main(["completion", "zsh"]) == 0
     assert capsys.readouterr().out.startswith("#compdef tlt")

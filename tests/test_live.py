@@ -7,9 +7,7 @@ import io
 import json
 import os
 import time
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -57,39 +55,49 @@ def record(rank: int = 0, **changes: object) -> Record:
     return replace(usual, **changes)
 
 
-def line(step: int, **changes: float) -> dict[str, float]:
+def lines_of(steps: int) -> str:
     names = {
-        "training/global_step": float(step + 1), "critic/score/mean": 0.5, "response_length/mean": 12_345.0,
-        "response_length/max": 32_768.0, "drafter/spec_decode/mean_acceptance_length": 3.21,
-        "rollout/idle_rank_seconds": 12_345.6, "rollout/harvested_rank_seconds": 9_876.5, "rollout/seconds": 2_345.6,
-        "timing_s/step": 3_000.0, "perf/total_num_tokens": 1.6e6,
+        "critic/score/mean": 0.5, "response_length/mean": 12_345.0, "response_length/max": 32_768.0,
+        "drafter/spec_decode/mean_acceptance_length": 3.21, "rollout/idle_rank_seconds": 12_345.6,
+        "rollout/harvested_rank_seconds": 9_876.5, "rollout/seconds": 2_345.6, "timing_s/step": 3_000.0,
+        "perf/total_num_tokens": 1.6e6,
     }  # fmt: skip
-    return names | changes
+    return "".join(json.dumps({"training/global_step": step + 1, **names}) + "\n" for step in range(steps))
+
+
+def own(run: RunFolder, **changes: object) -> None:
+    owner = {"start": "now", "host": "a-long-host-name-0", "pid": 1, "job": "1234567", "restarts": ""}
+    (run.status / "owner").write_text(json.dumps({**owner, "ends_at": time.time() + 7200, **changes}))
+
+
+def report(run: RunFolder, **changes: object) -> None:
+    """What both ranks write."""
+    for rank in range(2):
+        write_record(run.status, record(rank, **changes))
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> RunFolder:
+def run(tmp_path):
     """A run of forty steps on two ranks: twelve are done, and the next one is in its rollout."""
     folder = RunFolder(tmp_path / "run")
     folder.create()
     folder.config.write_text(CONFIG)
-    folder.metrics.write_text("".join(json.dumps(line(step)) + "\n" for step in range(12)))
-    owner = {"start": "now", "host": "a-long-host-name-0", "pid": 1, "job": "1234567", "restarts": ""}
-    (folder.status / "owner").write_text(json.dumps(owner | {"ends_at": time.time() + 7200}))
-    for rank in range(2):
-        write_record(folder.status, record(rank))
+    folder.metrics.write_text(lines_of(12))
+    own(folder)
+    report(folder)
     return folder
 
 
-def screen(run: RunFolder, is_alive: bool | None = True, width: int = 80, height: int = 24) -> list[str]:
-    console = Console(width=width, height=height, force_terminal=False, record=True, file=io.StringIO())
-    console.print(render(read_state(run.path), is_alive, height))
-    return console.export_text().splitlines()
+def screen(run: RunFolder, height: int = 24) -> list[str]:
+    console = Console(width=80, height=height, force_terminal=False, record=True, file=io.StringIO())
+    console.print(render(read_state(run.path), True, height))
+    lines = console.export_text().splitlines()
+    assert len(lines) <= max(height, 19) and max(map(len, lines)) <= 80
+    return lines
 
 
-def test_a_run_at_work_fits_a_small_terminal(run: RunFolder) -> None:
+def test_a_run_at_work_fits_a_small_terminal(run):
     lines = screen(run)
-    assert len(lines) <= 24 and max(map(len, lines)) <= 80
     text = "\n".join(lines)
     assert "a-long-name-of-a-run-in-a-sweep-seed17  full, 2 ranks on 1 node" in text
     assert "12 of 40 steps, about 23 h 20 min to go" in text, "28 steps of 3,000 seconds"
@@ -99,71 +107,60 @@ def test_a_run_at_work_fits_a_small_terminal(run: RunFolder) -> None:
     assert "32768" in text and "12345.6" in text and "3.21" in text, "whole figures, none cut"
 
 
-def test_the_cost_so_far_is_estimated_for_steps_that_are_not_read(run: RunFolder) -> None:
+def test_the_cost_so_far_is_estimated_for_steps_that_are_not_read(run):
     hosts = [{"name": "a", "num_ranks": 2, "processor": "b", "num_cores": 1, "memory_bytes": 1, "gpus": {"H200": 2}}]
     texts = dict.fromkeys(("time", "version", "commit", "source", "python", "cuda", "mpi", "threads"), "")
     start = {**texts, "packages": {}, "hosts": hosts, "slurm": {}, "command": []}
     run.environment.write_text(json.dumps(start) + "\n")
     assert "about 20 GPU-hours, 960,000 tokens per GPU-hour" in screen(run), "12 steps of 3,000 s on 2 GPUs"
-    run.metrics.write_text("".join(json.dumps(line(step)) + "\n" for step in range(2000)))
+    run.metrics.write_text("no line\n" + lines_of(2000))
     state = read_state(run.path)
-    assert len(state.log.lines) < 2000
+    assert state.num_done == 2000 and 100 < len(state.log.lines) < 2000 and not state.log.problems
+    assert list(state.log.lines) == list(range(min(state.log.lines), 2000)), "the end of the file"
     assert "about 3,330 GPU-hours, 960,000 tokens per GPU-hour" in screen(run)
-    assert len(screen(run)) <= 24
 
 
-def test_of_many_ranks_those_that_hold_up_the_others_are_shown(run: RunFolder) -> None:
+def test_of_many_ranks_those_that_hold_up_the_others_are_shown(run):
     for rank in range(64):
         left = 60 if rank == 41 else 0
         write_record(run.status, record(rank, sequences_left=left, part=f"{left} sequences left"))
     lines = screen(run)
-    assert len(lines) <= 24 and max(map(len, lines)) <= 80
     text = "\n".join(lines)
     assert "64 ranks on 16 nodes" in text and "60 of 128 responses to go, 1 of 64 ranks decoding" in text
     assert any(row.split()[:1] == ["41"] and "60 sequences left" in row for row in lines)
     assert "+57" in text and "others, none of them further behind" in text
-    low = screen(run, height=14)
-    assert "+63" in "\n".join(low) and len(low) <= 19, "a terminal of 14 lines does not get all 64"
+    assert "+63" in "\n".join(screen(run, height=14)), "a terminal of 14 lines does not get all 64"
 
 
-def end_all(status: Path, ending: str) -> None:
-    for rank in range(2):
-        write_record(status, record(rank, ending=ending))
+KILLED = "rank 1 on b was killed by signal 9"
+QUEUED = "if Slurm has queued it again (job 1234567), it resumes by itself, else by the same command"
+STANDS = [
+    (lambda run: report(run, still=700, seconds=700.0, waiting="gather of rewards"), 1, "a rank hangs"),
+    (lambda run: report(run, ending="stopped early"), 0, f"ended: stopped early; {QUEUED}"),
+    (lambda run: report(run, ending="finished"), 0, "finished"),
+    (report, 1, f"no rank gives a sign of life; {QUEUED}"),
+    (lambda run: claim_verdict(run.status, "now", KILLED), 1, f"no rank gives a sign of life: {KILLED}; the same"),
+    (lambda run: [status_file(run.status, rank).unlink() for rank in range(2)], 0, "a start has begun, and no rank"),
+    (lambda run: os.utime(run.status / "owner", (time.time() - 600,) * 2), 1, "nobody is at work here"),
+]
+"""A change, and then the exit status of ``tlt watch --once``, and what its last line says."""
 
 
-def test_once_says_how_a_run_stands(
-    run: RunFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The exit status and the last line depend on the status files; no file is changed."""
+def test_once_says_how_a_run_stands(run, monkeypatch, capsys):
     monkeypatch.setattr(watch_run, "_ONCE_SECONDS", 0.3)
-    queued = "if Slurm has queued it again (job 1234567), it resumes by itself, else by the same command"
-    killed = "rank 1 on b was killed by signal 9"
-    stalled = record(1, still=700, seconds=700.0, waiting="gather of rewards")
-    cases: list[tuple[Callable[[], object], int, str]] = [
-        (lambda: write_record(run.status, stalled), 1, "a rank hangs"),
-        (lambda: end_all(run.status, "stopped early"), 0, f"ended: stopped early; {queued}"),
-        (lambda: end_all(run.status, "finished"), 0, "finished"),
-        (lambda: end_all(run.status, ""), 1, f"no rank gives a sign of life; {queued}"),
-        (lambda: claim_verdict(run.status, "now", killed), 1, f"no rank gives a sign of life: {killed}; the same"),
-        (lambda: [status_file(run.status, rank).unlink() for rank in range(2)], 0, "a start has begun, and no rank"),
-        (lambda: os.utime(run.status / "owner", (time.time() - 600,) * 2), 1, "nobody is at work here"),
-    ]
-    for change, status, words in cases:
-        change()
+    for change, status, words in STANDS:
+        change(run)
         before = {path: path.stat().st_mtime_ns for path in run.path.rglob("*")}
         assert main(["watch", str(run.path), "--once"]) == status
         assert words in " ".join(capsys.readouterr().out.split())
         assert {path: path.stat().st_mtime_ns for path in run.path.rglob("*")} == before
 
 
-def test_a_run_of_a_submission_is_resumed_by_its_job(
-    run: RunFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_run_of_a_submission_is_resumed_by_its_job(run, monkeypatch, capsys, tmp_path):
     """Not by the submission's name, which would submit other members too, and only while the last job is of it."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(watch_run, "_ONCE_SECONDS", 0.3)
     folder = tmp_path / "runs" / "submitted" / "sweep"
-    end_all(run.status, "stopped early")
+    report(run, ending="stopped early")
     for job, words in (("1234567", "else by `tlt submit resubmit 1234567`"), ("17", "else by the same command")):
         member = SubmittedRun("tiny", str(run.path), ("train", "x.toml"), jobs=(job,))
         save(Submission(folder, tmp_path, tmp_path, "sweep", "x.toml", SlurmRequest(), (member,), 0.0))
@@ -172,26 +169,20 @@ def test_a_run_of_a_submission_is_resumed_by_its_job(
         assert words in " ".join(capsys.readouterr().out.split())
 
 
-def test_damaged_records_and_those_of_an_earlier_start_are_left_out(run: RunFolder) -> None:
+def test_damaged_records_and_those_of_an_earlier_start_are_left_out(run):
     write_record(run.status, record(2))
     write_record(run.status, record(3, start="before"))
     (run.status / "rank-0000").write_bytes(b"torn")
     assert [one.rank for one in read_state(run.path).records] == [1, 2]
 
 
-def test_only_the_end_of_a_long_metrics_file_is_read(run: RunFolder) -> None:
-    run.metrics.write_text("no line\n" + "".join(json.dumps(line(step)) + "\n" for step in range(2000)))
-    state = read_state(run.path)
-    assert state.num_done == 2000 and 100 < len(state.log.lines) < 2000 and not state.log.problems
-    assert list(state.log.lines) == list(range(min(state.log.lines), 2000))
-
-
-def test_a_mistake_is_one_line(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["watch", str(run.path), "--sample", "3"]) == 2
+def test_a_mistake_is_one_line(run, capsys):
+    sample = ["watch", str(run.path), "--sample", "3"]
+    assert main(sample) == 2
     err = capsys.readouterr().err
     assert "no committed step" in err and err.startswith("tlt: ") and err.count("\n") == 1
     run.training.mkdir()
-    assert main(["watch", str(run.path), "--sample", "3"]) == 2
+    assert main(sample) == 2
     assert "warm-up" in capsys.readouterr().err, "it has no steps to wait for"
     for words in (["watch", "a", "--sample=0"], ["report", "a", "--last=0"], ["ablate", "a.toml", "--steps=0"]):
         with pytest.raises(SystemExit, match="2"):
@@ -205,17 +196,15 @@ def test_a_mistake_is_one_line(run: RunFolder, capsys: pytest.CaptureFixture[str
 
 def response(text: str, pass_lengths: list[int]) -> Rollout:
     tokenizer = load_tokenizer(find_model("embedded:tiny"))
-    tokens = np.array(tokenizer.encode(text).ids, np.int32)
-    prompt = np.array(tokenizer.encode("gcd(4,6)=").ids, np.int32)
+    prompt, tokens = (np.array(tokenizer.encode(each).ids, np.int32) for each in ("gcd(4,6)=", text))
     return Rollout(
         SampleKey(0, 0, 3, 0, 0), prompt, tokens, np.zeros(len(tokens), np.float32), FinishReason.EOS, 3,
         len(pass_lengths), 0.0, np.array(pass_lengths, np.uint8),
     )  # fmt: skip
 
 
-def test_drafted_tokens_are_the_coloured_ones(run: RunFolder) -> None:
-    rollout = response("12345", [1, 3, 1])
-    write_step(run.rollout_log(3, 0), step_record(3, [rollout], [1.0]))
+def test_drafted_tokens_are_the_coloured_ones(run):
+    write_step(run.rollout_log(3, 0), step_record(3, [response("12345", [1, 3, 1])], [1.0]))
     (text,) = show_samples(RunLog(run.path), 5)
     assert text.plain.splitlines()[0].startswith("step 4, prompt 0, sample 0, rank 0  reward 1  5 tokens in 3 passes")
     assert text.plain.endswith("gcd(4,6)=\n12345")
@@ -224,7 +213,7 @@ def test_drafted_tokens_are_the_coloured_ones(run: RunFolder) -> None:
 
 
 @pytest.mark.parametrize("pass_lengths", [[1] * 15, [5, 5, 5]])
-def test_a_character_of_several_tokens_is_shown_whole(pass_lengths: list[int]) -> None:
+def test_a_character_of_several_tokens_is_shown_whole(pass_lengths):
     tokenizer = byte_tokenizer(["a"], 256, [])
     tokens = np.array(tokenizer.encode("a\u4f60\u597db\U0001f600c\xf6").ids, np.int32)
     rollout = replace(response("1", []), prompt_tokens=tokens[:1], pass_lengths=np.array(pass_lengths, np.uint8))
@@ -233,32 +222,7 @@ def test_a_character_of_several_tokens_is_shown_whole(pass_lengths: list[int]) -
         assert text.plain.splitlines()[2] == tokenizer.decode(tokens[:end].tolist())
 
 
-def watched(
-    run: RunFolder, monkeypatch: pytest.MonkeyPatch, first: str | None, *changes: Callable[[], object]
-) -> tuple[int, str, int]:
-    """Exit status of ``tlt watch``, what it showed, and how many of the changes, one before each look, came before
-    its end. ``first``: what squeue prints, until a change; None: there is no squeue."""
-    tools = run.path.parent / "bin"
-    tools.mkdir(exist_ok=True)
-    monkeypatch.setenv("PATH", f"{tools}:/usr/bin:/bin")
-    (tools / "squeue").unlink(missing_ok=True)
-    if first is not None:
-        squeue_prints(run, first)
-    for name, value in (("ASK_SECONDS", 0.0), ("DEAD_SECONDS", 0.0)):
-        monkeypatch.setattr(watch_run, name, value)
-    left = list(changes)
-
-    def sleep(_: float) -> None:
-        if not left:
-            raise KeyboardInterrupt
-        left.pop(0)()
-
-    monkeypatch.setattr(watch_run, "time", SimpleNamespace(sleep=sleep))  # subprocess sleeps, too
-    shown = io.StringIO()
-    status = watch_run.follow(
-        Console(file=shown, width=100, height=40, force_terminal=True), argparse.Namespace(run=run.path)
-    )
-    return status, shown.getvalue(), len(changes) - len(left)
+# --- following ---
 
 
 def squeue_prints(run: RunFolder, text: str) -> None:
@@ -267,23 +231,43 @@ def squeue_prints(run: RunFolder, text: str) -> None:
     place.chmod(0o755)
 
 
-def test_watch_follows_a_job_that_slurm_queues_again_until_it_has_finished(
-    run: RunFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def watched(run, monkeypatch):
+    """Exit status of ``tlt watch``, what it showed, and how many of the changes, one before each look, came before
+    its end. ``first``: what squeue prints, until a change; None: there is no squeue."""
+    tools = run.path.parent / "bin"
+    tools.mkdir()
+    monkeypatch.setenv("PATH", f"{tools}:/usr/bin:/bin")
+    for name in ("ASK_SECONDS", "DEAD_SECONDS"):
+        monkeypatch.setattr(watch_run, name, 0.0)
+
+    def follow(first, *changes):
+        if first is not None:
+            squeue_prints(run, first)
+        left = list(changes)
+
+        def sleep(_: float) -> None:
+            if not left:
+                raise KeyboardInterrupt
+            left.pop(0)()
+
+        monkeypatch.setattr(watch_run, "time", SimpleNamespace(sleep=sleep))  # subprocess sleeps, too
+        shown = Console(file=io.StringIO(), width=100, height=40, force_terminal=True)
+        status = watch_run.follow(shown, argparse.Namespace(run=run.path))
+        return status, shown.file.getvalue(), len(changes) - len(left)
+
+    return follow
+
+
+def test_watch_follows_a_job_that_slurm_queues_again_until_it_has_finished(run, watched):
     def start_again() -> None:
-        owner = json.loads((run.status / "owner").read_text()) | {"start": "later", "restarts": "1"}
-        (run.status / "owner").write_text(json.dumps(owner))
-        for rank in range(2):
-            write_record(run.status, record(rank, start="later", heartbeat=1))
+        own(run, start="later", restarts="1")
+        report(run, start="later", heartbeat=1)
 
-    def finish() -> None:
-        for rank in range(2):
-            write_record(run.status, record(rank, start="later", heartbeat=2, ending="finished"))
-
-    end_all(run.status, "stopped early")
+    report(run, ending="stopped early")
     status, shown, looks = watched(
-        run, monkeypatch, "1234567|RUNNING|None",
-        lambda: squeue_prints(run, "1234567|PENDING|BeginTime"), start_again, finish, lambda: None,
+        "1234567|RUNNING|None", lambda: squeue_prints(run, "1234567|PENDING|BeginTime"), start_again,
+        lambda: report(run, start="later", heartbeat=2, ending="finished"), lambda: None,
     )  # fmt: skip
     assert (status, looks) == (0, 3)
     assert "ended: stopped early; job 1234567 is running, and resumes it" in shown
@@ -301,11 +285,9 @@ def test_watch_follows_a_job_that_slurm_queues_again_until_it_has_finished(
         ("error: no memory", "1234567|RUNNING|None", 1, 0),
     ],
 )
-def test_watch_ends_once_slurm_no_longer_has_the_job(
-    ending: str, queue: str | None, status: int, looks: int, run: RunFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_watch_ends_once_slurm_no_longer_has_the_job(ending, queue, status, looks, run, watched):
     """Ctrl-C at the third look ends it otherwise; nobody knows where there is no squeue."""
-    end_all(run.status, ending)
-    found, shown, num_looks = watched(run, monkeypatch, queue, lambda: None, lambda: None)
+    report(run, ending=ending)
+    found, shown, num_looks = watched(queue, lambda: None, lambda: None)
     assert (found, num_looks) == (status, looks)
     assert ("is pending" in shown) == (queue is not None and "PENDING" in queue)

@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launch_ranks import LAUNCH_ENVIRONMENT, mpiexec, run_on_ranks
+from launch_ranks import LAUNCH_ENVIRONMENT, ROOT, mpiexec, run_on_ranks
 
 from tlt_hpc.config import UserError, load_config
 from tlt_hpc.models.tokenizer import embedded
 from tlt_hpc.plan import nodes
 from tlt_hpc.plan.nodes import NodeFacts, NodeReport, find_difference, refuse_errors
 
-ROOT = Path(__file__).resolve().parent.parent
 FACTS: NodeFacts = {
     "python": "3.11.7",
     "packages": "torch 2.13.0, numpy 2.4.6",
@@ -80,42 +79,41 @@ def test_a_node_with_gpus_and_without_a_c_compiler_is_refused(tmp_path: Path, mo
 
 def test_a_models_digest_follows_its_files(tmp_path: Path) -> None:
     model = shutil.copytree(embedded("tiny"), tmp_path / "model")
-    first = nodes.model_digest(model)
+    found = {nodes.model_digest(model)}
     os.truncate(model / "model.safetensors", 1000)
-    second = nodes.model_digest(model)
+    found.add(nodes.model_digest(model))
     (model / "config.json").write_text((model / "config.json").read_text() + " ")
-    assert len({first, second, nodes.model_digest(model)}) == 3
+    assert len(found | {nodes.model_digest(model)}) == 3
 
 
 # --- on ranks ---
 
 
-def check_as_nodes(odd: int | None) -> dict[str, Any]:
-    """Every rank on a node of its own, one of them with another numpy; what it raised, and how often it gathered."""
-    from mpi4py import MPI
-
+def check_as_nodes() -> list[Any]:
+    """What each rank raised, and how often it gathered: on a node of its own, one with another numpy; two a node."""
     import tlt_hpc.mpi.world as world_module
 
     rank = int(os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK", "0")))
-    world_module.socket.gethostname = lambda: f"node{rank // 2 if odd is None else rank}"
-    world = world_module.World.connect()
-    version, gather, calls = nodes.installed_version, nodes.gather_facts, []
-    nodes.installed_version = lambda name: "1.0" if name == "numpy" and rank == odd else version(name)
+    version, gather, calls, found = nodes.installed_version, nodes.gather_facts, [], list[Any]()
     nodes.gather_facts = lambda config, world: calls.append(1) or gather(config, world)
-    try:
-        nodes.check_nodes(world, load_config(ROOT / "jobs" / "tiny.toml"))
-        error = ""
-    except UserError as caught:
-        error = str(caught)
-    MPI.COMM_WORLD.Barrier()
-    return {"error": error, "calls": len(calls)}
+    for odd, host in ((1, f"node{rank}"), (None, f"node{rank // 2}")):
+        world_module.socket.gethostname = lambda host=host: host
+        world = world_module.World.connect()
+        nodes.installed_version = lambda name, odd=odd: "1" if name == "numpy" and rank == odd else version(name)
+        calls.clear()
+        try:
+            nodes.check_nodes(world, load_config(ROOT / "jobs" / "tiny.toml"))
+            found.append("")
+        except UserError as caught:
+            found.append(str(caught).partition(", where")[0])
+        world.barrier()
+    return [*found, len(calls)]
 
 
 @pytest.mark.mpi
 def test_all_ranks_meet_the_same_error_and_one_rank_a_node_gathers() -> None:
-    found = run_on_ranks(3, check_as_nodes, 1)
-    assert {one["error"].partition(", where")[0] for one in found} == {"node node1: packages numpy 1.0"}
-    assert run_on_ranks(4, check_as_nodes, None) == [{"error": "", "calls": calls} for calls in (1, 0, 1, 0)]
+    odd = "node node1: packages numpy 1"
+    assert run_on_ranks(4, check_as_nodes) == [[odd, "", calls] for calls in (1, 0, 1, 0)]
 
 
 @pytest.mark.mpi

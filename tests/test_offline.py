@@ -25,7 +25,7 @@ from tlt_hpc.studies.warmup.progress import Progress
 from tlt_hpc.studies.warmup.texts import Texts, from_prompts
 
 LENGTHS = [5, 1, 9, 3, 3, 30, 2, 8]
-LIMITS = WarmupSection(updates=100, validate_every=10)
+LIMITS = WarmupSection(updates=100)
 
 
 def document(prompt_length: int, response_length: int, first: int = 0) -> Document:
@@ -141,11 +141,12 @@ def test_the_best_is_the_first_of_the_highest():
 
 
 def test_validation_comes_on_time_at_the_end_and_never_twice():
-    assert [u for u in range(101) if Progress(u).validation_is_due(LIMITS, u > 0)] == [*range(10, 101, 10)]
+    assert [u for u in range(101) if Progress(u).validation_is_due(LIMITS, u > 0)] == [*range(5, 101, 5)]
     assert Progress(0).validation_is_due(LIMITS, is_trained=True), "a drafter that is trained already is validated"
     assert not Progress(10).validated(2.0, 1.0).validation_is_due(LIMITS, is_trained=True)
-    ended = WarmupSection(updates=17, validate_every=10)
-    assert at(17).validation_is_due(ended, is_trained=True), "the last update, in between"
+    ended = WarmupSection(updates=107)
+    assert at(107).validation_is_due(ended, is_trained=True), "the last update, in between"
+    assert [WarmupSection(updates=updates).validation_interval for updates in (9, 1500, 9000)] == [1, 75, 100]
 
 
 def test_progress_counts_and_comes_back_equal_from_json():

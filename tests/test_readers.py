@@ -22,7 +22,7 @@ from tlt_hpc.cli import main as cli
 from tlt_hpc.cluster.watch.record import Record
 from tlt_hpc.common.files import read_bytes
 from tlt_hpc.config import load_config, to_toml
-from tlt_hpc.extras.report.findings import find
+from tlt_hpc.extras.report.findings import read_findings
 from tlt_hpc.extras.report.verdict import cards, gain_of
 from tlt_hpc.look.run_log import RunLog
 from tlt_hpc.storage.folder import RunFolder, WriteError, make_folder
@@ -93,7 +93,7 @@ def test_a_path_that_is_no_regular_file_is_left_out(run: RunFolder, damage: Call
     status, shown, errors = answer("watch", run.path, "--once")
     words = " ".join(shown.split())
     assert (status, errors) == (0, "") and UNFIT[damage][:12] in words and "left out" in words
-    found = find(run.path)
+    found = read_findings(run.path)
     assert f"{run.metrics}: {UNFIT[damage]}" in found.log.problems and f"{log}: {UNFIT[damage]}" in found.log.problems
     assert [rank.rank for rank in found.log.ranks(1)] == [1]
 
@@ -105,7 +105,7 @@ def test_a_hostile_figure(run: RunFolder, value: object) -> None:
         run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
         status, shown, errors = answer("watch", run.path, "--once")
         assert status in (0, 1) and not errors, shown
-        found = find(run.path)
+        found = read_findings(run.path)
         assert cards(found, gain_of(found)) and found.learning.verdict
 
 

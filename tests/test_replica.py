@@ -133,7 +133,7 @@ def run_in_turn(folder: str, runs: list[list[str]]) -> list[str]:
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.ci), pytest.param(4, marks=pytest.mark.slow)])
 def test_a_run_with_texts_generated_ahead_is_a_plain_run_bit_for_bit(tmp_path: Path, ranks: int) -> None:
     """With refills and evaluations between the steps, and on four ranks as two replicas too."""
-    same = ["run.num_steps=3", "drafter.train=false", "algorithm.max_refills=1", "evaluation.every_steps=1"]
+    same = ["run.num_steps=3", "speculation.mode=frozen", "algorithm.max_refills=1", "evaluation.every_steps=1"]
     same += ["evaluation.limit=2", "rollout.shard=sample", f"run.ranks={ranks}"]
     runs = [["run.name=plain", "speculation.mode=plain", *same], ["run.name=ahead", "speculation.ahead=on", *same]]
     runs += [["run.name=split", "speculation.ahead=on", *same, TWO]] * (ranks == 4)

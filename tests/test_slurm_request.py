@@ -15,26 +15,21 @@ from tlt_hpc.config import ConfigError
 def test_a_script_is_read_as_sbatch_reads_it(tmp_path: Path) -> None:
     script = tmp_path / "job.sh"
     script.write_text(SCRIPT)
-    found = SlurmRequest.of_script(script, {}, {})
-    assert (found.nodes, found.ranks_per_node, found.asked("partition"), found.asked("account")) == (
-        2,
-        1,
-        "main",
-        "science",
-    )
-    assert (found.asked("time"), found.memory_mb, found.asked("signal"), found.requeue) == (
-        "10:00:00",
-        16384,
-        "USR2@120",
-        True,
-    )
+
+    def read(given: dict[str, str], variables: dict[str, str], *names: str) -> tuple[SlurmRequest, list[str]]:
+        found = SlurmRequest.of_script(script, given, variables)
+        return found, [found.asked(name) for name in names]
+
+    found, asked = read({}, {}, "partition", "account", "time", "signal")
+    assert (found.nodes, found.ranks_per_node, found.memory_mb, found.requeue) == (2, 1, 16384, True)
+    assert asked == ["main", "science", "10:00:00", "USR2@120"]
     given = {"nodes": "3", "account": "given"}
-    found = SlurmRequest.of_script(script, given, {"SBATCH_PARTITION": "other", "SBATCH_ACCOUNT": "mine"})
-    assert (found.nodes, found.asked("partition"), found.asked("account")) == (3, "other", "given")
+    found, asked = read(given, {"SBATCH_PARTITION": "other", "SBATCH_ACCOUNT": "mine"}, "partition", "account")
+    assert (found.nodes, asked) == (3, ["other", "given"])
     assert (found.source("partition"), found.source("account")) == ("SBATCH_PARTITION", "the script")
     variables = {"SBATCH_TIMELIMIT": "5:00", "SBATCH_GRES": "gpu:2", "SBATCH_NO_REQUEUE": "1"}
-    found = SlurmRequest.of_script(script, given, variables)
-    assert (found.asked("time"), found.gpus_per_node, found.requeue) == ("5:00", 2, False)
+    found, asked = read(given, variables, "time")
+    assert (asked, found.gpus_per_node, found.requeue) == (["5:00"], 2, False)
 
 
 @pytest.mark.parametrize(
@@ -71,14 +66,19 @@ def test_gpus_memory_and_ranks_of_a_node_are_read(asked: str, read: tuple[object
     assert (found.gpus_per_node, found.ranks_per_node, found.memory_mb) == read
 
 
+MEASURE = r"the script asks for --(ntasks|gpus|mem|tres).*; write --(ntasks-per|gpus-per|mem)"
+
+
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
         ("--nodes=two", "--nodes=two is no number"),
         ("-N2 stray", "'stray' is not understood as an option of sbatch; write --OPTION=VALUE"),
+        *((asked, MEASURE) for asked in ("-n 8", "-G 8", "--gpus-per-task=1", "--mem-per-cpu=1G", "--mem-per-gpu=1G")),
+        ("--tres-per-node=gres/gpu:4", MEASURE),
     ],
 )
-def test_options_that_sbatch_would_not_take_are_named(asked: str, message: str) -> None:
+def test_options_that_sbatch_would_not_take_or_that_measure_no_node_are_named(asked: str, message: str) -> None:
     with pytest.raises(ConfigError, match=f"^{message}"):
         SlurmRequest(read_options(shlex.split(asked))).check()
 
@@ -86,18 +86,6 @@ def test_options_that_sbatch_would_not_take_are_named(asked: str, message: str) 
 def test_the_last_word_on_requeue_counts() -> None:
     words = ["--requeue", "--no-requeue", "--requeue"]
     assert [SlurmRequest(read_options(words[:end])).requeue for end in range(4)] == [None, True, False, True]
-
-
-@pytest.mark.parametrize(
-    "asked",
-    ["-n 8", "-G 8", "--gpus-per-task=1", "--mem-per-cpu=1G", "--mem-per-gpu=1G", "--tres-per-node=gres/gpu:4"],
-)
-def test_options_by_another_measure_than_the_node_are_refused(asked: str) -> None:
-    with pytest.raises(
-        ConfigError,
-        match=r"^the script asks for --(ntasks|gpus|mem|tres).*; write --(ntasks-per|gpus-per|mem)",
-    ):
-        SlurmRequest(read_options(shlex.split(asked))).check()
 
 
 def test_gpus_are_counted_in_generic_resources() -> None:

@@ -39,10 +39,6 @@ def space_stripping_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def stops_of(strings: Sequence[str], tokenizer: Tokenizer) -> StopStrings:
-    return StopStrings(strings, tokenizer.decode)
-
-
 def by_brute_force(strings: Sequence[str], tokenizer: Tokenizer, tokens: Sequence[int]) -> int | None:
     for index in range(len(tokens)):
         text = tokenizer.decode(list(tokens[: index + 1]))
@@ -51,29 +47,25 @@ def by_brute_force(strings: Sequence[str], tokenizer: Tokenizer, tokens: Sequenc
     return None
 
 
-def in_chunks(stops: StopStrings, tokens: Sequence[int], size: int) -> int | None:
+def check(strings: Sequence[str], tokenizer: Tokenizer, tokens: Sequence[int]) -> None:
     """As an engine asks: after each round, of all the tokens so far."""
-    for start in range(0, len(tokens), size):
-        found = stops.first_stop(tokens[: start + size], start)
-        if found is not None:
-            return found
-    return None
-
-
-def check(strings: Sequence[str], tokenizer: Tokenizer, tokens: Sequence[int]) -> int | None:
-    expected = by_brute_force(strings, tokenizer, tokens)
-    stops = stops_of(strings, tokenizer)
+    expected, stops = by_brute_force(strings, tokenizer, tokens), StopStrings(strings, tokenizer.decode)
     for size in (1, 3, max(1, len(tokens))):
-        assert in_chunks(stops, tokens, size) == expected, (strings, list(tokens), size)
-    return expected
+        asked = (stops.first_stop(tokens[: start + size], start) for start in range(0, len(tokens), size))
+        found = next((index for index in asked if index is not None), None)
+        assert found == expected, (strings, list(tokens), size)
+
+
+def embedded_stops(*strings: str) -> StopStrings:
+    return StopStrings(strings, embedded_tokenizer().decode)
 
 
 def test_one_that_was_complete_before_does_not_count_again() -> None:
     """What an engine has looked at in earlier rounds does not stop it now."""
     ids = embedded_tokenizer().encode("1,2;3,1,2").ids
-    stops = stops_of(["1,2", "1"], embedded_tokenizer())
+    stops = embedded_stops("1,2", "1")
     assert [stops.first_stop(ids, start) for start in range(len(ids) + 1)] == [0, 2, 2, 6, 6, 6, 6, 8, 8, None]
-    assert stops_of(["1", "999"], embedded_tokenizer()).first_stop(ids[:1] + ids[5:7], 1) == 2  # 1,1
+    assert embedded_stops("1", "999").first_stop(ids[:1] + ids[5:7], 1) == 2  # 1,1
 
 
 def test_special_tokens_have_their_text_in_a_run() -> None:
@@ -104,7 +96,7 @@ def test_work_is_bounded() -> None:
 def test_what_stands_before_the_response_completes_nothing() -> None:
     """A response is looked at where it stands, behind its prompt: to cut it out for each round would copy all of it."""
     ids = embedded_tokenizer().encode("1,2;1,2").ids
-    stops = stops_of(["1,2", ";1"], embedded_tokenizer())
+    stops = embedded_stops("1,2", ";1")
     assert [stops.first_stop(ids, start, start) for start in range(len(ids))] == [2, 4, 4, 4, 6, None, None]
 
 

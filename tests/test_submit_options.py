@@ -6,93 +6,24 @@
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
+from shell_slurm import DEFAULT, TINY, Cluster, make_cluster
 
-from tlt_hpc.cli import command_line, submissions
+from tlt_hpc.cli import command_line
 from tlt_hpc.cli import submit as submit_module
 from tlt_hpc.cli.commands import COMMANDS
-from tlt_hpc.cli.main import main
 from tlt_hpc.cluster.submission import load
 
-ROOT = Path(__file__).resolve().parent.parent
-TINY = str(ROOT / "jobs" / "tiny.toml")
 NAMES = ("submit", "submit list", "submit status", "submit resubmit", "submit collect", "submit cancel")
 
 
-@dataclass
-class Cluster:
-    """A Slurm of shell scripts in an empty folder, and what it is asked for."""
-
-    path: Path
-    capsys: pytest.CaptureFixture[str]
-    checked: list[tuple[Any, ...]] = field(default_factory=list)
-    """What was given to preflight, each time."""
-
-    def program(self, name: str, body: str) -> None:
-        file = self.path / "bin" / name
-        file.parent.mkdir(exist_ok=True)
-        file.write_text(f"#!/usr/bin/env bash\n{body}\n")
-        file.chmod(0o755)
-
-    def tlt(self, *words: str, status: int = 0) -> str:
-        """Run a command; returns what it printed."""
-        self.capsys.readouterr()
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(sys, "argv", ["tlt", *words])
-            try:
-                found = main()
-            except SystemExit as end:
-                found = int(end.code or 0)
-        out, err = self.capsys.readouterr()
-        assert found == status, out + err
-        assert err.count("\n") <= 1, err
-        return str(out + err)
-
-    @property
-    def asked(self) -> set[str]:
-        """The options of the last job that was submitted; empty if there was none since this was read."""
-        script = self.path / "script"
-        lines = script.read_text().splitlines() if script.exists() else []
-        script.unlink(missing_ok=True)
-        named = ("#SBATCH --job-name", "#SBATCH --output", "#SBATCH --open-mode")
-        return {line[10:] for line in lines if line.startswith("#SBATCH --") and not line.startswith(named)}
-
-    @property
-    def cancelled(self) -> str:
-        file = self.path / "cancelled"
-        return file.read_text() if file.exists() else ""
-
-    def failed(self) -> None:
-        """Submit a job, and let it end without a word."""
-        self.tlt("submit", TINY, "--folder=sub")
-        assert self.asked == DEFAULT
-
-
 @pytest.fixture
-def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Cluster]:
-    found = Cluster(tmp_path, capsys)
-    found.program("srun", "true")
-    found.program("sbatch", f"cp $1 {tmp_path}/script; env -0 >{tmp_path}/seen; echo Submitted batch job 4321")
-    found.program("squeue", f"cat {tmp_path}/queue")
-    found.program("scancel", f"echo $* >{tmp_path}/cancelled")
-    (tmp_path / "queue").touch()
-    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{Path(sys.executable).parent}:/usr/bin:/bin")
-    for name in [name for name in os.environ if name.startswith(("SLURM_", "SBATCH_"))]:
-        monkeypatch.delenv(name)
-    monkeypatch.chdir(tmp_path)
-    for module in (submit_module, submissions):
-        monkeypatch.setattr(module, "preflight", lambda *given: found.checked.append(given))
-    yield found
-
-
-DEFAULT = {"nodes=1", "ntasks-per-node=2", "cpus-per-task=1", "time=24:00:00", "signal=USR2@120", "requeue"}
-"""Of a job on CPUs with run.ranks = 2."""
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Cluster:
+    return make_cluster(tmp_path, monkeypatch, capsys)
 
 
 @dataclass(frozen=True)
@@ -114,7 +45,7 @@ class Asks:
         asked = cluster.asked
         assert (asked - DEFAULT, DEFAULT - asked) == (self.now, self.before)
         assert len(cluster.checked) == 1 + again, "a changed request is checked before it is submitted"
-        cluster.tlt("submit", "resubmit", "sub")
+        cluster.submit("resubmit", "sub")
         assert cluster.asked == asked, "it was recorded"
         assert len(cluster.checked) == 1 + again, "what has not changed was checked before"
 
@@ -267,25 +198,7 @@ def test_an_option_of_another_command_is_refused_in_one_line(cluster: Cluster, c
     if command != "submit":
         assert f"tlt {command}: unknown argument b" in cluster.tlt(*command.split(), "a", "b", status=2)
         word = command.split()[1]
-        assert f"comes before all options: tlt {command} ..." in cluster.tlt("submit", "--mem=1", word, status=2)
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        (["--sbatch=--array=0-9"], "--sbatch=--array: tlt submit decides that itself; leave it out"),
-        (["--sbatch=-o x"], "--sbatch=--output: tlt submit decides that itself"),
-        (["--sbatch=--wait"], "--sbatch=--wait: tlt submit decides that itself"),
-        (["--sbatch=--parsable"], "--sbatch=--parsable: tlt submit decides that itself"),
-        (["--sbatch=--ntasks=4"], "--sbatch asks for --ntasks=4; write --ntasks-per-node in its place"),
-        (["--sbatch=--nodes=1-2"], "--nodes=1-2 is no whole number; give one, as a run has a fixed number of ranks"),
-        (["--time=10", "--sbatch=-t 20"], "--time is given as an option and in --sbatch; leave one of them out"),
-        (["--time=soon"], "time 'soon' is not in Slurm's format"),
-    ],
-)
-def test_what_would_go_wrong_after_sbatch_is_refused_before(cluster: Cluster, given: list[str], said: str) -> None:
-    assert cluster.tlt("submit", TINY, "--folder=sub", *given, status=2).startswith(f"tlt: {said}")
-    assert not cluster.asked
+        assert f"comes before all options: tlt {command} ..." in cluster.submit("--mem=1", word, status=2)
 
 
 @pytest.mark.parametrize(
@@ -299,11 +212,15 @@ def test_what_would_go_wrong_after_sbatch_is_refused_before(cluster: Cluster, gi
         (["--time=UNLIMITED"], "time=UNLIMITED", "time=24:00:00"),
         (["--time=0"], "time=0", "time=24:00:00"),
         (["--time=8"], "time=8", "time=24:00:00"),
+        (["--sbatch=-q long", "--sbatch=-Ca100", "--sbatch=exclusive"], "qos=long constraint=a100 exclusive", ""),
+        (["--sbatch=--gres=gpu:a100:4"], "gres=gpu:a100:4 ntasks-per-node=4", "ntasks-per-node=2"),
+        (["--sbatch=--gpus-per-node=a100:4"], "gpus-per-node=a100:4 ntasks-per-node=4", "ntasks-per-node=2"),
+        (["--sbatch=--gres=gpu:4", "--ranks-per-node=2"], "gres=gpu:4", ""),
     ],
 )
 def test_an_option_is_the_same_by_either_name(cluster: Cluster, given: list[str], now: str, before: str) -> None:
     """srun, the ranks that are checked and the signal follow ``--sbatch``, too."""
-    cluster.tlt("submit", TINY, "--folder=sub", *given)
+    cluster.submit(TINY, "--folder=sub", *given)
     script = Path("script").read_text()
     assert cluster.asked ^ DEFAULT == {*now.split(), *before.split()}
     cores = "4" if "cpus-per-task=4" in now else "1"
@@ -312,9 +229,9 @@ def test_an_option_is_the_same_by_either_name(cluster: Cluster, given: list[str]
 
 def test_gpus_that_are_typed_replace_those_of_a_script(cluster: Cluster) -> None:
     Path("job.sh").write_text("#SBATCH --ntasks-per-node=4 --gpus-per-node=4 --gres=disk:1\n")
-    cluster.tlt("submit", TINY, "--folder=sub", "--script=job.sh", "--sbatch=--gres=gpu:2")
+    cluster.submit(TINY, "--folder=sub", "--script=job.sh", "--sbatch=--gres=gpu:2")
     assert cluster.asked ^ DEFAULT == {"gres=gpu:2"}
-    cluster.tlt("submit", "resubmit", "sub", "--gpus-per-node=4")
+    cluster.submit("resubmit", "sub", "--gpus-per-node=4")
     assert cluster.asked ^ DEFAULT == {"gpus-per-node=4", "ntasks-per-node=2", "ntasks-per-node=4"}
 
 
@@ -334,7 +251,7 @@ def test_a_job_inherits_what_the_user_has_set_and_nothing_that_this_program_sets
     monkeypatch.setattr(submit_module, "preflight", check)
     monkeypatch.setenv("HF_HUB_OFFLINE", "")  # is restored after the test
     monkeypatch.delenv("HF_HUB_OFFLINE")
-    cluster.tlt("submit", TINY, "--folder=sub")
+    cluster.submit(TINY, "--folder=sub")
     seen = dict(line.split("=", 1) for line in (cluster.path / "seen").read_text().split("\0") if line)
     own = {"_", "SHLVL", "PWD", "OLDPWD", "SBATCH_TIMELIMIT", "COLUMNS", "LINES"}  # the shell's; readline's, of pytest
     kept = {name: value for name, value in given.items() if name not in own}
@@ -342,5 +259,5 @@ def test_a_job_inherits_what_the_user_has_set_and_nothing_that_this_program_sets
     assert "SBATCH_TIMELIMIT" not in seen
     assert os.environ["DS_ACCELERATOR"] == "cpu", "for what this process still does"
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    cluster.tlt("submit", "resubmit", "sub")
+    cluster.submit("resubmit", "sub")
     assert "\0OMP_NUM_THREADS=3\0" in (cluster.path / "seen").read_text(), "the batch script decides about it"

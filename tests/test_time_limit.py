@@ -39,36 +39,73 @@ def clock(monkeypatch):
 def test_the_most_urgent_request_wins_and_of_equals_the_first():
     flag = StopFlag()
     assert (flag.kind, flag.reason, flag.is_late) == (Stop.NONE, "", False)
-    flag.request(Stop.TIME, "the limit")
-    flag.request(Stop.TIME, "again")
-    flag.request(Stop.ASKED, "Ctrl-C")
-    assert (flag.kind, flag.reason) == (Stop.TIME, "the limit")
-    flag.request(Stop.KILL, "scancel")
-    flag.request(Stop.TIME, "later")
-    assert (flag.kind, flag.reason) == (Stop.KILL, "scancel")
+    for kind, reason, wins in (
+        (Stop.TIME, "the limit", True), (Stop.TIME, "again", False), (Stop.ASKED, "Ctrl-C", False),
+        (Stop.KILL, "scancel", True), (Stop.TIME, "later", False),
+    ):  # fmt: skip
+        before = flag.kind, flag.reason
+        flag.request(kind, reason)
+        assert (flag.kind, flag.reason) == ((kind, reason) if wins else before)
 
 
-def test_a_kill_leaves_ten_seconds(clock):
+def test_a_kill_leaves_ten_seconds_and_a_known_end_the_time_until_then(clock):
     flag = StopFlag()
     assert flag.seconds_left == float("inf")
-    flag.request(Stop.KILL, "scancel")
-    assert flag.seconds_left == 10 and not flag.is_late
-    clock.now += 10
-    assert flag.is_late
-
-
-def test_a_known_end_leaves_the_time_until_then(clock):
-    flag = StopFlag()
     flag.set_time_limit(3600, lambda: None)
+    assert intervals_of(flag.timers) == [3600 - 7.5, 3600 - 120]
     clock.now += 3400
     flag.request(Stop.TIME, "SIGUSR2")  # 200 s ahead: Slurm is not exact
     clock.now += 200 - 15 - 1
     assert not flag.is_late
     clock.now += 2
     assert flag.is_late
-    assert [timer.interval for timer in flag.timers] == [3600 - 7.5, 3600 - 120]
-    for timer in flag.timers:
+    flag.request(Stop.KILL, "scancel")
+    assert flag.seconds_left == 10 and not flag.is_late
+    clock.now += 10
+    assert flag.is_late
+
+
+def intervals_of(timers) -> list[float]:
+    """Of timers, which are cancelled."""
+    for timer in timers:
         timer.cancel()
+    return [timer.interval for timer in timers]
+
+
+@pytest.fixture
+def answering():
+    """A flag that answers this process's signals."""
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
+    before = {number: signal.getsignal(number) for number in numbers}
+    flag = StopFlag()
+    flag.install()
+    flag.is_answered = True
+    yield flag
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize(("number", "kind"), [(signal.SIGTERM, Stop.KILL), (signal.SIGUSR2, Stop.TIME)])
+def test_a_signal_requests_a_stop_and_nothing_else(number, kind, answering):
+    signal.raise_signal(number)
+    assert (answering.kind, answering.reason) == (kind, number.name)
+
+
+def test_a_second_ctrl_c_interrupts_but_its_echo_does_not(answering, clock):
+    """A terminal sends one, and the launcher forwards one."""
+    signal.raise_signal(signal.SIGINT)
+    clock.now += 0.9
+    signal.raise_signal(signal.SIGINT)
+    assert (answering.kind, answering.reason) == (Stop.ASKED, "SIGINT")
+    clock.now += 0.2
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_a_signal_after_the_end_of_all_work_ends_nothing(answering):
+    """Python gives up its handlers before the process is gone: the job would end as killed by the signal."""
+    answering.leave()
+    assert signal.getsignal(signal.SIGUSR2) is signal.SIG_IGN, "what Python leaves as it is"
 
 
 def test_work_that_lasts_beyond_the_end_is_queued_again_from_outside_of_it(command, tmp_path, capsys, monkeypatch):
@@ -77,21 +114,20 @@ def test_work_that_lasts_beyond_the_end_is_queued_again_from_outside_of_it(comma
     monkeypatch.setattr(stopping.BEAT, "leave", endings.append)
     command("squeue", "echo 0:01")
     command("scontrol", f'echo "$@" >> {tmp_path}/asked')
-    for is_left, wanted in ((True, False), (False, True)):
+    for is_left, progress, wanted in (
+        (True, lambda: "step 1", False),  # else the main thread asks nobody
+        (False, None, False),  # work that starts over is not
+        (False, lambda: "step 1", True),
+    ):
         flag = StopFlag()
-        know_limits(flag, JOB, 0, tmp_path, lambda: "step 1")
-        flag.is_left = is_left  # else the main thread asks nobody
+        know_limits(flag, JOB, 0, tmp_path, progress)
+        flag.is_left = is_left
         for timer in flag.timers:
             timer.join(30)
         assert flag.kind is Stop.TIME
         assert (tmp_path / "asked").exists() is wanted
     assert (tmp_path / "asked").read_text() == "requeue 17\n" and endings == ["stopped early"]
     assert capsys.readouterr().out == "tlt: job 17 is queued again and will resume\n"
-    flag = StopFlag()
-    know_limits(flag, JOB, 0, tmp_path, None)  # work that starts over is not
-    for timer in flag.timers:
-        timer.join(30)
-    assert (tmp_path / "asked").read_text() == "requeue 17\n" and capsys.readouterr().out == ""
 
 
 def test_a_job_is_queued_again_once_by_the_timer_or_the_main_thread() -> None:
@@ -128,27 +164,22 @@ print(flag.kind.name, flush=True)
 
 
 @pytest.mark.parametrize(
-    ("number", "status", "said"), [(signal.SIGINT, 130, ""), (signal.SIGTERM, 143, ""), (signal.SIGUSR2, 0, "TIME\n")]
+    ("number", "slurm_job", "status", "said"),
+    [
+        (signal.SIGINT, False, 130, ""),
+        (signal.SIGTERM, False, 143, ""),
+        (signal.SIGTERM, True, 0, "KILL\n"),  # a preempted job that leaves by itself is not queued again
+        (signal.SIGUSR2, False, 0, "TIME\n"),
+    ],
 )
-def test_before_anything_has_begun_a_signal_ends_the_process_but_the_limits_can_wait(number, status, said):
-    assert signalled(number, without_slurm()) == (status, said, "")
-    if number == signal.SIGTERM:  # a preempted job that leaves by itself is not queued again
-        assert signalled(number, {**without_slurm(), **JOB}) == (0, "KILL\n", "")
-
-
-def signalled(number: signal.Signals, environment: dict[str, str]) -> tuple[int, str, str]:
-    """Status and output of ``EARLY``, which gets a signal before anything else."""
-    pipe = subprocess.PIPE
+def test_before_anything_has_begun_a_signal_ends_the_process_but_the_limits_can_wait(number, slurm_job, status, said):
+    outside = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+    pipe, environment = subprocess.PIPE, {**outside, **(JOB if slurm_job else {})}
     command = [sys.executable, "-c", EARLY]
     process = subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
-    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    assert process.stdout.readline() == "ready\n"
     process.send_signal(number)
-    out, errors = process.communicate("\n", timeout=60)
-    return process.returncode, out, errors
-
-
-def without_slurm() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+    assert process.communicate("\n", timeout=60) == (said, "") and process.returncode == status
 
 
 # -- Slurm ----------------------------------------------------------------------------------------------------------
@@ -185,21 +216,16 @@ def command(tmp_path, monkeypatch):
     return make
 
 
-def test_one_rank_knows_when_the_allocation_ends_and_votes_for_all(command, tmp_path):
-    command("squeue", "echo 1:00:00")
+def test_one_rank_knows_when_the_allocation_ends_and_votes_for_all(command, tmp_path, caplog):
     first, second = StopFlag(), StopFlag()
     know_limits(first, JOB, 0, tmp_path, None)
-    assert [timer.interval for timer in first.timers] == [3600 - 7.5, 3600 - 120]
-    for timer in first.timers:
-        timer.cancel()
+    assert "the time limit is not known, only its signal will tell: there is no squeue on PATH" in caplog.text
+    command("squeue", "echo 1:00:00")
+    know_limits(first, JOB, 0, tmp_path, None)
+    assert intervals_of(first.timers) == [3600 - 7.5, 3600 - 120]
     know_limits(second, JOB, 1, tmp_path, None)
     know_limits(second, {}, 0, tmp_path, None)  # not under Slurm
     assert second.timers == []
-
-
-def test_without_an_answer_of_slurm_the_run_continues_with_a_warning(command, caplog, tmp_path):
-    know_limits(StopFlag(), JOB, 0, tmp_path, None)
-    assert "the time limit is not known, only its signal will tell: there is no squeue on PATH" in caplog.text
 
 
 # -- queued again ---------------------------------------------------------------------------------------------------
@@ -289,17 +315,4 @@ def test_a_time_limit_that_was_raised_meanwhile_counts(command, tmp_path, answer
     know_limits(flag, JOB, 0, tmp_path, None)
     for timer in list(flag.timers):
         timer.join(30)
-    later = flag.timers[2:]
-    for timer in later:
-        timer.cancel()
-    assert (flag.kind, [timer.interval for timer in later]) == (kind, intervals)
-
-
-def test_a_signal_after_the_end_of_all_work_ends_nothing() -> None:
-    """Python gives up its handlers before the process is gone: the job would end as killed by the signal."""
-    program = (
-        "import os, signal; from tlt_hpc.cluster.stopping import StopFlag; flag = StopFlag(); flag.install();"
-        "flag.leave(); print(signal.getsignal(signal.SIGUSR2) is signal.SIG_IGN)"  # what Python leaves as it is
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (0, "True\n")
+    assert (flag.kind, intervals_of(flag.timers[2:])) == (kind, intervals)

@@ -195,18 +195,8 @@ def test_wandb_has_each_step_once_under_one_id(config, folder, library, caplog):
     assert list(library.runs.values()) == [WHOLE[:3]]
     library.fail_in("init", error=ValueError("its server is away"))
     follow(config, folder, 4, 4)
-    assert [line.partition(":")[0] for line in warnings_in(caplog)] == ["wandb failed (ValueError"]
-    library.before = lambda called: None
+    assert len(warnings_in(caplog)) == 1 and warnings_in(caplog)[0].startswith("wandb failed (ValueError: ")
     go_back(folder, 1)
-    follow(config, folder, 1, 2)
-    assert list(library.runs.values())[1:] == [[(1, 0.0), (2, 2 / 7)]], "another run with all of its steps"
-
-
-def test_a_run_with_steps_that_were_taken_back_is_not_continued_later(config, folder, library):
-    """Also if the tracker could not be opened before the new steps were as many as the old."""
-    follow(config, folder, 4)
-    go_back(folder, 1)
-    library.fail_in("init", error=ValueError())
     follow(config, folder, 2)
     library.before = lambda called: None
     commit(folder, 2, 3, factor=2.0)
@@ -270,18 +260,11 @@ def test_a_tracker_that_cannot_keep_up_is_dropped_and_has_what_it_was_given(
     released.set()
     worker_of(tracking)._thread.join()
     assert list(library.runs.values()) == [WHOLE[:1]], "a dropped tracker gets nothing more"
-
-
-def test_a_slow_tracker_gets_the_steps_in_order(config, folder, library, caplog):
-    """Also as many as no queue holds, if it is switched on late."""
-    count = trackers.MAX_BEHIND + 30
-    commit(folder, *range(4, count))
-    library.before = lambda called: time.sleep(0.002)
+    monkeypatch.setattr(trackers, "MAX_BEHIND", 4)
     with Tracking(config, folder) as tracking:
-        for num_steps in range(count - 10, count + 1):
-            tracking.follow(num_steps)
-    assert [[step for step, _ in run] for run in library.runs.values()] == [list(range(1, count + 1))]
-    assert not warnings_in(caplog) and library.exit_codes == [0]
+        tracking.follow(9)
+    assert [step for step, _ in list(library.runs.values())[-1]] == list(range(1, 10)), "as many as no queue holds"
+    assert library.exit_codes == [0] and len(warnings_in(caplog)) == 1
 
 
 @pytest.mark.parametrize("error", [KeyError("a\nb"), SystemExit(3)])
@@ -295,24 +278,16 @@ def test_whatever_a_tracker_raises_is_one_line(error, config, folder, library, c
 
 @pytest.mark.parametrize(
     ("damaged", "reason"),
-    [
-        (b'{"wandb": 3, "wan', "invalid JSON"),
-        (b'{"wandb": "3", "wandb_id": "a"}', "'wandb' is '3'"),
-        (None, "Is a dir"),
-    ],
+    [('{"wandb": 3, "wan', "invalid JSON"), ('{"wandb": "3", "wandb_id": "a"}', "'wandb' is '3'")],
 )
 def test_a_damaged_record_of_the_trackers_is_one_line(damaged, reason, config, folder, library, caplog):
     follow(config, folder, 1)
-    folder.tracking.unlink()
-    folder.tracking.mkdir() if damaged is None else folder.tracking.write_bytes(damaged)
+    folder.tracking.write_text(damaged)
     follow(config, folder, 2)
-    line, *others = warnings_in(caplog)
+    (line,) = warnings_in(caplog)
     assert line.startswith(f"{folder.tracking} cannot be used (") and reason in line
     assert line.endswith("): the trackers get new runs") and "\n" not in line
-    if damaged is None:  # nor can it be replaced
-        assert [line.partition(":")[0] for line in others] == ["wandb failed (WriteError"]
-        return
-    assert not others and list(library.runs.values()) == [WHOLE[:1], WHOLE[:2]]
+    assert list(library.runs.values()) == [WHOLE[:1], WHOLE[:2]]
     assert json.loads(folder.tracking.read_text()) == {"wandb": 2, "wandb_id": list(library.runs)[1]}
 
 
@@ -350,13 +325,12 @@ def test_a_preempted_job_waits_for_slurm_whatever_its_tracker_does(tmp_path, mon
 # --- starts in a process of their own, with the real libraries ---
 
 START = """
-import os, signal, sys, threading
+import os, signal, sys
 from pathlib import Path
 sys.path.insert(0, "tests")
 from test_tracking import commit, config_for, settle
 from tlt_hpc.extras import trackers
 from tlt_hpc.look import tracking
-from tlt_hpc.look.trackers import TensorBoard
 from tlt_hpc.storage.folder import RunFolder
 place = Path(sys.argv[1]); config = config_for(place, sys.argv[2]); folder = RunFolder(place / "tiny")
 """
@@ -365,15 +339,6 @@ place = Path(sys.argv[1]); config = config_for(place, sys.argv[2]); folder = Run
 def start(place: Path, tracker: str, code: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", START + code, str(place), tracker]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
-
-
-def test_a_process_ends_although_a_tracker_does_not_answer(tmp_path):
-    code = (
-        "TensorBoard.__init__ = lambda *_: threading.Event().wait(); tracking.ANSWER_SECONDS = 0.2; commit(folder, 0)\n"
-        "with tracking.Tracking(config, folder) as followed: followed.follow(1)\n"
-    )
-    done = start(tmp_path, "tensorboard", code)
-    assert (done.returncode, done.stderr) == (0, f"tensorboard had no time left to end: {REST}\n")
 
 
 @needs_wandb

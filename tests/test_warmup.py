@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -42,8 +43,8 @@ SMALL = (
     "warmup.responses=36",
     "warmup.updates=9",
     "warmup.batch_tokens=128",
-    "warmup.validate_every=4",
-    "warmup.validation_prompts=6",
+    "drafter.init=random",
+    "drafter.learning_rate=3e-3",
 )
 
 
@@ -81,9 +82,15 @@ class Reporter:
             self._world.flag.request(Stop.ASKED, "test")
 
 
-def start(folder: Path, *overrides: str, reporter: Reporter | None = None, world: World | None = None) -> WarmupResult:
+def start(
+    folder: Path, *overrides: str, reporter: Reporter | None = None, world: World | None = None, interval: int = 4
+) -> WarmupResult:
     config = config_of(load_config(TINY, [f"run.folder={folder}", *SMALL, *overrides]))
-    return warm_up(config, world or World.connect(), reporter or Reporter())
+    with (
+        patch.object(WarmupSection, "validation_interval", interval),
+        patch.object(WarmupSection, "validation_prompts", 6),
+    ):
+        return warm_up(config, world or World.connect(), reporter or Reporter())
 
 
 def kept(folder: Path) -> dict[str, torch.Tensor]:
@@ -168,8 +175,7 @@ def test_patience_ends_it_and_the_best_is_kept(tmp_path, monkeypatch):
     # a rate at which the drafter gets worse, from one that is good
     monkeypatch.setattr(WarmupSection, "patience", 2)
     monkeypatch.setattr(WarmupSection, "ramp_updates", 0)
-    bad = ("warmup.init=embedded:tiny", "warmup.learning_rate=0.3")
-    result = start(tmp_path, *bad, "warmup.validate_every=1")
+    result = start(tmp_path, "drafter.init=embedded:tiny", "drafter.learning_rate=0.3", interval=1)
     assert result.reason == "no new best in 2 validations"
     assert [point.updates for point in result.progress.curve] == [0, 1, 2]
     assert result.progress.best == result.progress.curve[0]
@@ -372,7 +378,7 @@ def refusal(capsys, *arguments: str) -> str:
 def test_a_mistake_is_one_line(capsys, tmp_path):
     for override, words in (
         ("speculation.mode=ngram", "speculation.mode = 'ngram' has no learned drafter"),
-        ("warmup.init=nowhere", "warmup.init = 'nowhere'"),
+        ("drafter.init=nowhere", "drafter.init = 'nowhere'"),
         ("warmup.updates=0", "warmup.updates = 0"),
     ):
         assert words in refusal(capsys, override, f"run.folder={tmp_path}")
@@ -394,8 +400,8 @@ def test_sources_that_cannot_be_used_are_named(capsys, tmp_path, logged):
 def test_what_may_change_and_what_may_not(straight, tmp_path):
     with pytest.raises(ValueError, match=r"warmup\.responses = 36, now 49; use the old value or give another"):
         start(straight, "warmup.responses=49")
-    with pytest.raises(ValueError, match=r"warmup\.learning_rate = 0\.003, now 0\.1; .* delete .*training to train"):
-        start(straight, "warmup.learning_rate=0.1")
+    with pytest.raises(ValueError, match=r"drafter\.learning_rate = 0\.003, now 0\.1; .* delete .*training to train"):
+        start(straight, "drafter.learning_rate=0.1")
     reporter = Reporter()
     result = start(straight, reporter=reporter)
     assert result.was_finished and reporter.seen == {} and result.reason == "warmup.updates = 9"

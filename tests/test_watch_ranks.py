@@ -23,7 +23,7 @@ PATIENCE = 60.0
 # Steps as a run takes them: a rollout under a pulse in which the ranks have 10, 20 and 30 rounds to decode, then a
 # collective. In step 1 rank 1 gets into trouble.
 WORKING = """
-import ctypes, os, signal, subprocess, sys, time
+import ctypes, os, signal, sys, time
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 from tlt_hpc.cluster.local import launched_rank
@@ -32,25 +32,17 @@ from tlt_hpc.mpi.roster import State, Status
 from tlt_hpc.mpi.world import World
 from tlt_hpc.cluster.watch.beat import BEAT, Phase
 from tlt_hpc.cluster.watch.watch import Watch
-from tlt_hpc.cluster.watch.witness import Witness
+from tlt_hpc.cluster.watch.exit_monitor import ExitMonitor
 
 folder, trouble, factor, look = Path(sys.argv[2]), sys.argv[3], float(sys.argv[4]), float(sys.argv[5])
-victim = int(sys.argv[6])
 
-def stop_for(seconds):
-    subprocess.Popen(["sh", "-c", f"sleep {seconds}; kill -CONT {os.getpid()}"], start_new_session=True)
-    os.kill(os.getpid(), signal.SIGSTOP)
+def kill_own(world):
+    os.kill(os.getpid(), signal.SIGKILL)
 
 TROUBLES = {
     "hang": lambda world: time.sleep(100),
     "library": lambda world: ctypes.PyDLL(None).sleep(100),  # holds the interpreter
-    "parted": lambda world: world.broadcast(1),
-    "killed": lambda world: os.kill(os.getpid(), signal.SIGKILL),
-    "killed, on emulated nodes": lambda world: os.kill(os.getpid(), signal.SIGKILL),
-    "another fails, then killed": lambda world: (time.sleep(0.3), os.kill(os.getpid(), signal.SIGKILL)),
-    "killed, then another fails": lambda world: os.kill(os.getpid(), signal.SIGKILL),
-    "stopped": lambda world: stop_for(100),
-    "paused": lambda world: stop_for(1),
+    "another fails, then killed": lambda world: (time.sleep(0.3), kill_own(world)),
 }
 
 def lose_another(world):
@@ -69,7 +61,7 @@ def decode(world, step, left):
     if (step, left) == (1, 5):
         lose_another(world)
     if (world.rank, step, left) == (1, 1, 5):
-        TROUBLES[trouble](world)
+        TROUBLES.get(trouble, kill_own)(world)
     time.sleep(0.005)
 
 def roll_out(world, pulse, step):
@@ -86,8 +78,8 @@ def main(watch):
     world = World.connect()
     if trouble == "killed early":
         world.barrier()
-        if world.rank == victim:
-            os.kill(os.getpid(), signal.SIGKILL)
+        if world.rank == 0:
+            kill_own(world)
         world.barrier()
     if trouble == "refused":
         BEAT.leave("refused")
@@ -106,74 +98,62 @@ def main(watch):
 
 rank = launched_rank(os.environ)
 is_first = rank == 0 or trouble.endswith("emulated nodes")  # each of which has a first rank
-with Watch(factor, rank, Witness.fork() if is_first else Witness(), look_seconds=look) as watch:
+with Watch(factor, rank, ExitMonitor.fork() if is_first else ExitMonitor(), look_seconds=look) as watch:
     main(watch)
 """
 
 
-def work(folder: Path, trouble: str, limit: float = PATIENCE, victim: int = 1) -> tuple[int, list[str], str]:
+def work(folder: Path, trouble: str, limit: float = PATIENCE) -> tuple[int, list[str], str]:
     """Exit status, the lines of the watch, and all that the job wrote on standard error."""
     script, status = folder / "working.py", folder / "status"
     script.write_text(WORKING)
     status.mkdir(exist_ok=True)
-    arguments = [str(script), str(ROOT), str(status), trouble, str(limit / 300), str(LOOK), str(victim)]
+    arguments = [str(script), str(ROOT), str(status), trouble, str(limit / 300), str(LOOK)]
     code, _, err = launch(RANKS, arguments, timeout=120)
     return code, [line for line in err.splitlines() if line.startswith("tlt: ")], err
 
 
-@pytest.mark.parametrize(
-    ("trouble", "named"),
-    [
-        ("hang", r"rank 1 on \S+ is stuck in rollout of step 2 \(5 sequences left\) for [\d.]+ s, at "
-                 r"<lambda> \(\S+/working.py:\d+\); ranks 0, 2 wait in pulse \(rollout of step 2 "),
-        ("library", r"rank 1 on \S+ shows no sign of life \(its process runs, but its interpreter does not: a call "
-                    r"into a library that does not return\), last seen in rollout of step 2.*; ranks 0, 2 wait in "),
-        pytest.param(
-            "stopped", r"rank 1 on \S+ shows no sign of life \(its process is stopped\), last seen in rollout of step",
-            marks=pytest.mark.ci,
-        ),
-        pytest.param(
-            "parted", r"the ranks have parted: ranks 0, 2 wait in pulse number \d+ \(rollout of step 2 .*\), "
-            r"rank 1 waits in broadcast number \d+ \(rollout of step 2",
-            marks=pytest.mark.ci,
-        ),
-    ],
-)  # fmt: skip
-def test_a_rank_that_holds_up_the_others_is_named(tmp_path, trouble, named):
+HANGS = {
+    "hang": r"rank 1 on \S+ is stuck in rollout of step 2 \(5 sequences left\) for [\d.]+ s, at "
+            r"<lambda> \(\S+/working.py:\d+\); ranks 0, 2 wait in pulse \(rollout of step 2 ",
+    "library": r"rank 1 on \S+ shows no sign of life \(its process runs, but its interpreter does not: a call into a "
+               r"library that does not return\), last seen in rollout of step 2.*; ranks 0, 2 wait in ",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("trouble", HANGS)
+def test_a_rank_that_holds_up_the_others_is_named(tmp_path, trouble):
     code, lines, err = work(tmp_path, trouble, LIMIT)
     assert code == STALLED, err
-    assert len(lines) == 1 and re.match(f"tlt: the job hangs: {named}", lines[0]), err
+    assert len(lines) == 1 and re.match(f"tlt: the job hangs: {HANGS[trouble]}", lines[0]), err
     start, line = read_verdict(tmp_path / "status")
     assert line in lines[0] and start == read_record(status_file(tmp_path / "status", 0)).start
     stacks = tmp_path / "status" / "rank-0001.stacks"
-    assert stacks.exists() == (trouble in ("hang", "parted")), "a process that does not run cannot tell"
+    assert stacks.exists() == (trouble == "hang"), "a process that does not run cannot tell"
     assert not stacks.exists() or "decode" in stacks.read_text()
     assert clear_last(tmp_path / "status", "") == line
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize("trouble", ["killed", "killed, on emulated nodes"])
+@pytest.mark.parametrize("trouble", ["killed", pytest.param("killed, on emulated nodes", marks=pytest.mark.ci)])
 def test_a_rank_that_is_killed_is_named_at_once_and_by_the_next_start(tmp_path, trouble):
-    """Though the launcher kills all others within milliseconds. Nodes of Slurm on one machine share a witness."""
+    """Though the launcher kills all others within milliseconds. Nodes of Slurm on one machine share a monitor."""
     code, lines, err = work(tmp_path, trouble)
     told = clear_last(tmp_path / "status", "")
     assert re.match(r"rank 1 on \S+ was killed or crashed, last seen in \w+ of step [12]", told), err
     assert code == 9 and lines in ([], [f"tlt: {told}; the same command resumes"]), "the launcher may drop the line"
 
 
-@pytest.mark.parametrize("victim", [0, pytest.param(2, marks=pytest.mark.ci)])
-def test_a_rank_that_is_killed_before_there_is_a_folder_is_named(tmp_path, victim):
+def test_a_rank_that_is_killed_before_there_is_a_folder_is_named(tmp_path):
     for _ in range(3):  # the launcher may drop the line
-        code, lines, err = work(tmp_path, "killed early", victim=victim)
+        code, lines, err = work(tmp_path, "killed early")
         if lines:
             break
-    named = rf"tlt: rank {victim} on \S+ was killed or crashed before the run's folder was claimed; the same command "
+    named = r"tlt: rank 0 on \S+ was killed or crashed before the run's folder was claimed; the same command "
     assert code == 9 and len(lines) == 1 and re.match(named, lines[0]), err
 
 
-@pytest.mark.parametrize(
-    "trouble", ["another fails, then killed", pytest.param("killed, then another fails", marks=pytest.mark.ci)]
-)
+@pytest.mark.ci
+@pytest.mark.parametrize("trouble", ["another fails, then killed", "killed, then another fails"])
 def test_what_another_rank_says_of_it_is_not_the_cause(tmp_path, trouble):
     """A rank may see that its neighbour is gone before the system has closed all that this had open."""
     _, _, err = work(tmp_path, trouble)
@@ -183,11 +163,3 @@ def test_what_another_rank_says_of_it_is_not_the_cause(tmp_path, trouble):
 def test_ranks_that_say_why_they_end_are_not_called_killed(tmp_path):
     code, lines, err = work(tmp_path, "refused")
     assert code in (2, 9) and lines == [], err  # 9: of a rank that the launcher kills because another has left
-
-
-@pytest.mark.ci
-def test_a_rank_that_is_stopped_for_less_than_the_limit_is_waited_for(tmp_path):
-    code, lines, err = work(tmp_path, "paused", 10 * LIMIT)
-    assert (code, lines) == (0, []), err
-    assert {read_record(status_file(tmp_path / "status", rank)).ending for rank in range(RANKS)} == {"finished"}
-    assert clear_last(tmp_path / "status", "") == ""

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tlt_hpc.cluster.watch import witness
+from tlt_hpc.cluster.watch import exit_monitor
 from tlt_hpc.cluster.watch.beat import Beat, Member, Phase
 from tlt_hpc.cluster.watch.diagnosis import Sighting, describe, judge, judge_alone
 from tlt_hpc.cluster.watch.record import (
@@ -56,37 +56,46 @@ def line_of(*records: Record, silent: tuple[int, ...] = (), lost: tuple[int, ...
     return judge([*seen, *(Sighting(rank, None, "there is no file") for rank in lost)])
 
 
-def test_a_rank_at_work_comes_before_those_that_wait():
-    line = line_of(waits(0), stuck(1, part="7 sequences left", where="step (rollout/engine.py:88)"), waits(2), waits(3))
-    assert line == (
+ENGINE = {"part": "7 sequences left", "where": "step (rollout/engine.py:88)"}
+LAST_PART = {"phase": "update", "part": "micro-batch 8 of 8", "part_number": 8}
+SECOND_PART = {"phase": "update", "part": "micro-batch 2 of 8", "part_number": 2}
+
+NAMED = {
+    "of a rank at work and those that wait, the one at work": (
+        [waits(0), stuck(1, **ENGINE), waits(2), waits(3)],
         "rank 1 on node2 is stuck in rollout of step 13 (7 sequences left) for 301 s, at step "
-        "(rollout/engine.py:88); ranks 0, 2-3 wait in allgather (rollout of step 13)"
-    )
-
-
-def test_nobody_is_named_while_a_rank_may_still_come():
-    assert line_of(waits(0), record(1, still=299)) is None
-    assert line_of(waits(0), replace(waits(1), still=2)) is None, "it has come only now"
-    assert line_of(record(0), record(1)) is None, "all make progress"
-    assert line_of(waits(0), record(1, limit=0, still=9999)) is None, "its limit is off"
-
-
-def test_ranks_in_different_collectives_are_listed_apart():
-    assert line_of(waits(0), waits(1), waits(2, "broadcast", 18)) == (
+        "(rollout/engine.py:88); ranks 0, 2-3 wait in allgather (rollout of step 13)",
+    ),
+    "those in different collectives apart": (
+        [waits(0), waits(1), waits(2, "broadcast", 18)],
         "the ranks have parted: ranks 0-1 wait in allgather number 17 (rollout of step 13), "
-        "rank 2 waits in broadcast number 18 (rollout of step 13)"
-    )
-    assert "ask the MPI library or the network" in str(line_of(waits(0), waits(1)))
+        "rank 2 waits in broadcast number 18 (rollout of step 13)",
+    ),
+    "the library, if all are in one": (
+        [waits(0), waits(1)],
+        "ranks 0-1 wait in allgather number 17 (rollout of step 13), which does not end though all are there: ask the "
+        "MPI library or the network",
+    ),
+    # the watch does not see that a rank waits in a collective of torch; the part of the work tells who is late
+    "of several at work the least far": (
+        [stuck(0, **LAST_PART), stuck(1, **SECOND_PART), stuck(2, **LAST_PART)],
+        "rank 1 on node2 is stuck in update of step 13 (micro-batch 2 of 8) for 301 s",
+    ),
+    "one that is a step behind": (
+        [stuck(0, **LAST_PART), stuck(1, step=12, **LAST_PART)],
+        "rank 1 on node2 is stuck in update of step 12 (micro-batch 8 of 8) for 301 s",
+    ),
+    "nobody while a rank may still come": ([waits(0), record(1, still=299)], None),
+    "nobody where one has come only now": ([waits(0), replace(waits(1), still=2)], None),
+    "nobody if all make progress": ([record(0), record(1)], None),
+    "nobody whose limit is off": ([waits(0), record(1, limit=0, still=9999)], None),
+}
 
 
-def test_of_several_at_work_the_least_far_are_named():
-    """The watch does not see that a rank waits in a collective of torch; the part of the work tells who is late."""
-    update = {"phase": "update", "part": "micro-batch 8 of 8", "part_number": 8}
-    behind = stuck(1, phase="update", part="micro-batch 2 of 8", part_number=2)
-    assert str(line_of(stuck(0, **update), behind, stuck(2, **update))) == (
-        "rank 1 on node2 is stuck in update of step 13 (micro-batch 2 of 8) for 301 s"
-    )
-    assert str(line_of(stuck(0, **update), stuck(1, step=12, **update))).startswith("rank 1")
+@pytest.mark.parametrize("who", NAMED)
+def test_who_is_named(who):
+    records, line = NAMED[who]
+    assert line_of(*records) == line
 
 
 def test_a_rank_without_a_sign_of_life_is_named_after_one_that_is_seen_to_hang():
@@ -231,47 +240,39 @@ def test_how_the_last_start_ended(tmp_path):
     assert clear_last(tmp_path, "start") == "", "it is this one"
     write_record(tmp_path, record(1, ending="failed: OSError: no room"))
     assert clear_last(tmp_path, "") == "rank 1 on node2 failed: OSError: no room (in rollout of step 13)"
+    claim_verdict(tmp_path, "start", "rank 1 on node2 was killed")
+    assert clear_last(tmp_path, "") == "rank 1 on node2 was killed"
+    assert read_verdict(tmp_path) is None, "it is given once"
+
+
+LAST_SEEN = "rank 1 on b was killed or crashed, last seen in rollout of step 13"
 
 
 @pytest.mark.parametrize(
     ("hosts", "ending", "verdict"),
     [
-        ("aa", "", "rank 1 on a was killed or crashed, last seen in rollout of step 13"),
-        ("ab", "", "rank 1 on b was killed or crashed, last seen in rollout of step 13; the cause may also be a"),
+        ("bb", "", LAST_SEEN),
+        ("ab", "", f"{LAST_SEEN}; the cause may also be a node that was lost"),
         ("ab", "failed: OSError: no room", None),  # on another node, and this one's ranks were ended for that
-        ("aa", "finished", None),
-        ("aa", f"failed: RuntimeError: {GLOO}", "rank 1 on a was killed"),
+        ("bb", "finished", None),
+        ("bb", f"failed: RuntimeError: {GLOO}", LAST_SEEN),
+        ("b", "", "rank 1 on b was killed or crashed, not seen yet"),
     ],
 )
 def test_a_rank_that_ends_without_a_word_is_named_unless_another_has_said_why(
     hosts, ending, verdict, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(witness, "_OTHER_NODES_SECONDS", 0.2)
-    write_record(tmp_path, record(0, host=hosts[0], ending=ending))
-    write_record(tmp_path, record(1, host=hosts[1]))
+    monkeypatch.setattr(exit_monitor, "_OTHER_NODES_SECONDS", 0.2)
     write_record(tmp_path, record(2, host="c", start="another", ending="failed: earlier"))
     (tmp_path / "rank-0000.stacks").touch()
-    witness._testify("start", hosts[1], tmp_path, 1, {1})
-    found = read_verdict(tmp_path)
-    assert (found is None) == (verdict is None) and (found is None or found[1].startswith(verdict))
-
-
-def test_a_rank_that_is_killed_before_it_has_written_a_status_is_named(tmp_path):
-    write_record(tmp_path, record(0, host="a"))
-    witness._testify("start", "a", tmp_path, 1, set())
-    found = read_verdict(tmp_path)
-    assert found is not None and found[1] == "rank 1 on a was killed or crashed, not seen yet"
-
-
-def test_the_verdict_on_the_last_start_is_given_once(tmp_path):
-    write_record(tmp_path, record(0))
-    claim_verdict(tmp_path, "start", "rank 1 on node2 was killed")
-    assert clear_last(tmp_path, "") == "rank 1 on node2 was killed"
-    assert read_verdict(tmp_path) is None
+    for rank, host in enumerate(hosts):
+        write_record(tmp_path, record(rank, host=host, ending=ending * (not rank)))
+    exit_monitor._report_exit("start", "b", tmp_path, 1, {1})
+    assert read_verdict(tmp_path) == (verdict and ("start", verdict))
 
 
 def test_a_member_knows_the_processes_on_its_host():
     told = [("a", 11, "x"), ("a", 12, "y"), ("b", 11, "z")]
     assert Member.of(1, told) == Member(1, 3, "a", "x", {0: 11, 1: 12}, "x")
-    assert (Member.of(2, told).neighbours, Member.of(2, told).witness) == ({2: 11}, "z")
+    assert (Member.of(2, told).neighbours, Member.of(2, told).monitor) == ({2: 11}, "z")
     assert describe(2**22 + 1) == "its process is gone"

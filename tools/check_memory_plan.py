@@ -39,7 +39,8 @@ from tlt_hpc.mpi.roster import Roster
 from tlt_hpc.mpi.world import World
 from tlt_hpc.plan.memory.engine import PAGES
 from tlt_hpc.plan.memory.phases import plan_memory
-from tlt_hpc.plan.memory.plan import MemoryPlan, Situation
+from tlt_hpc.plan.memory.plan import MemoryPlan
+from tlt_hpc.plan.memory.situation import Situation
 from tlt_hpc.rl.distributed import leave_process_group
 from tlt_hpc.rl.update import update_policy
 from tlt_hpc.run.job import Job, assemble
@@ -52,7 +53,7 @@ JOB = Path(__file__).resolve().parent.parent / "jobs" / "tiny.toml"
 SHORT = (
     "rollout.prompts_per_step=4", "rollout.group_size=4", "rollout.max_new_tokens=96", "rollout.max_live=16",
     "optimizer.micro_batch_tokens=1024", "algorithm.updates_per_step=1",
-    "drafter.micro_step_tokens=512", "run.num_steps=2", "drafter.micro_step_seconds=1000",
+    "drafter.micro_step_tokens=512", "run.num_steps=2",
 )  # fmt: skip
 """Seconds instead of minutes."""
 MICRO_STEPS, TOLERANCE = 3, 0.15

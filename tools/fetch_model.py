@@ -20,7 +20,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tlt_hpc.common.script import ending
-from tlt_hpc.storage.folder import share
+from tlt_hpc.storage.folder import apply_umask
 
 FOLDERS = {"smollm2": "smollm2-135m-instruct", "gemma3": "gemma-3-270m"}
 END_TOKENS = {"smollm2": ("<|im_end|>", "<|endoftext|>"), "gemma3": ("<eos>", "<end_of_turn>")}
@@ -77,7 +77,7 @@ def convert_gguf(file: Path, folder: Path, end_tokens: tuple[str, ...]) -> None:
         written = Path(part) / "model"
         model.save_pretrained(written)
         tokenizer.save_pretrained(written)
-        share(*written.iterdir())
+        apply_umask(*written.iterdir())
         if not folder.exists():  # another process may have converted the same file in the meantime
             written.rename(folder)
 

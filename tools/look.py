@@ -30,7 +30,7 @@ from tlt_hpc.extras.report.analysis.acceptance import ACCEPTANCE
 from tlt_hpc.extras.report.analysis.comparison import analyse_comparison
 from tlt_hpc.extras.report.analysis.learning import analyse_learning
 from tlt_hpc.extras.report.analysis.lengths import LENGTHS
-from tlt_hpc.extras.report.analysis.survey import Survey, take
+from tlt_hpc.extras.report.analysis.survey import Survey, run_survey
 from tlt_hpc.extras.report.analysis.throughput import THROUGHPUT
 from tlt_hpc.extras.report.analysis.timeline import analyse_timeline
 from tlt_hpc.look.run_log import RunLog
@@ -84,7 +84,7 @@ def analyse(what: str, runs: list[RunLog], step: int | None) -> Analysis:
     if what == "learning":
         return analyse_learning(runs[0])
     surveys: dict[str, Survey[Any]] = {"throughput": THROUGHPUT, "acceptance": ACCEPTANCE, "lengths": LENGTHS}
-    found: Analysis = take(runs[0], surveys[what])
+    found: Analysis = run_survey(runs[0], surveys[what])
     return found
 
 

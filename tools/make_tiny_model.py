@@ -26,7 +26,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from tlt_hpc.data.prompts import GcdProblem, draw_from_split
-from tlt_hpc.storage.folder import share
+from tlt_hpc.storage.folder import apply_umask
 
 # Every token of the task; two-character marks are one token each so that lengths count reasoning, not spelling.
 VOCABULARY = ("<pad>", "<eos>", *"0123456789", ",", ";", "gcd(", ")=", "<think>", "</think>", "\\boxed{", "}")
@@ -209,7 +209,7 @@ Held-out problems: {warm:.3f} right at temperature 1 (n=1024, mean length {lengt
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>").save_pretrained(
         arguments.output
     )
-    share(*arguments.output.glob("*.*"))
+    apply_umask(*arguments.output.glob("*.*"))
     arguments.log.write_text(log)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tlt_hpc.common.script import ending
-from tlt_hpc.storage.folder import share
+from tlt_hpc.storage.folder import apply_umask
 
 NUM_TOKENS, WINDOW = 96, 32
 SIZES: dict[str, Any] = {
@@ -94,7 +94,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     random_model(arguments.family, arguments.seed).save_pretrained(arguments.folder)
-    share(*arguments.folder.iterdir())
+    apply_umask(*arguments.folder.iterdir())
 
 
 if __name__ == "__main__":

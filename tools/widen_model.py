@@ -32,7 +32,7 @@ from tlt_hpc.models.folder import DTYPES
 from tlt_hpc.models.shape import ModelShape, read_shape, shape_from
 from tlt_hpc.models.tokenizer import embedded, read_json
 from tlt_hpc.models.weight_files import EMBEDDING, INDEX, UNREADABLE, read_heads, reading_files
-from tlt_hpc.storage.folder import share
+from tlt_hpc.storage.folder import apply_umask
 
 EMBEDDED = "embedded:"
 FAMILIES = ("llama", "mistral", "qwen2")
@@ -128,7 +128,7 @@ def save(tensors: dict[str, torch.Tensor], folder: Path, layer: int, num_layers:
     """Write a layer's file; returns the file of each tensor."""
     file = f"model-{layer + 1:05d}-of-{num_layers + 1:05d}.safetensors"
     save_file(tensors, folder / file, metadata={"format": "pt"})
-    share(folder / file)
+    apply_umask(folder / file)
     return dict.fromkeys(tensors, file)
 
 

@@ -43,9 +43,9 @@ def test_arms_differ_only_in_the_keys_that_they_are_named_after():
     own = {
         "plain": {"speculation.mode": "plain", **off},
         "ngram": {"speculation.mode": "ngram", **off},
-        "frozen": {"drafter.train": False, **off},
+        "frozen": {"speculation.mode": "frozen", **off},
         "tail": off,
-        "ahead": {"drafter.train": False, **on},
+        "ahead": {"speculation.mode": "frozen", **on},
         "ahead-tail": on,
     }
     # a correction reads the last bits of the rollout
@@ -102,8 +102,8 @@ def test_an_ablation_may_grow_but_not_change(tmp_path):
     assert study.finished_arms(grown) == {}, "the new steps are missing"
     with pytest.raises(ConfigError, match="is of 4 steps; give --steps 4 or more"):
         plan(tmp_path, steps=3)
-    with pytest.raises(ConfigError, match=r"has drafter.micro_step_seconds = 0.03, now 0.1"):
-        plan(tmp_path, "drafter.micro_step_seconds=0.1", steps=4)
+    with pytest.raises(ConfigError, match=r"has drafter.micro_step_tokens = 1024, now 512"):
+        plan(tmp_path, "drafter.micro_step_tokens=512", steps=4)
     world = SimpleNamespace(size=4, once=lambda read: read())
     add_environment(folder.environment, ENVIRONMENT)
     with pytest.raises(ConfigError, match=r"ablate/tail was begun on 12 ranks, now 4; start 12, or give another run"):
@@ -208,7 +208,7 @@ def test_the_error_of_a_gain_is_its_spread_over_repetitions():
 
 SMALL = [
     "rollout.prompts_per_step=4", "rollout.group_size=4", "rollout.max_new_tokens=120", "run.ranks=2",
-    "warmup.responses=40", "warmup.validation_prompts=1",
+    "warmup.responses=40",
 ]  # fmt: skip
 
 

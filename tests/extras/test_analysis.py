@@ -23,17 +23,11 @@ from tlt_hpc.extras.report.analysis.comparison import analyse_comparison
 from tlt_hpc.extras.report.analysis.kinds import KINDS, Kind, Pieces
 from tlt_hpc.extras.report.analysis.learning import analyse_learning, moving_mean
 from tlt_hpc.extras.report.analysis.lengths import LENGTHS
-from tlt_hpc.extras.report.analysis.survey import take
+from tlt_hpc.extras.report.analysis.survey import run_survey
 from tlt_hpc.extras.report.analysis.throughput import THROUGHPUT
 from tlt_hpc.extras.report.analysis.timeline import analyse_timeline
-from tlt_hpc.extras.report.figures.steps import (
-    draw_acceptance,
-    draw_comparison,
-    draw_learning,
-    draw_lengths,
-    draw_throughput,
-)
-from tlt_hpc.extras.report.figures.style import THEMES, save, themed
+from tlt_hpc.extras.report.figures import steps
+from tlt_hpc.extras.report.figures.style import themed
 from tlt_hpc.extras.report.figures.timeline import draw_timeline
 from tlt_hpc.look.run_log import RunLog
 from tlt_hpc.look.series import speed_of
@@ -42,19 +36,19 @@ from tlt_hpc.storage.rollout_log import write_step
 
 ANALYSES: dict[str, Callable[[RunLog], Any]] = {
     "timeline": analyse_timeline,
-    "lengths": partial(take, survey=LENGTHS),
-    "acceptance": partial(take, survey=ACCEPTANCE),
-    "throughput": partial(take, survey=THROUGHPUT),
+    "lengths": partial(run_survey, survey=LENGTHS),
+    "acceptance": partial(run_survey, survey=ACCEPTANCE),
+    "throughput": partial(run_survey, survey=THROUGHPUT),
     "learning": analyse_learning,
     "comparison": lambda run: analyse_comparison([run, run]),
 }
 DRAWN: dict[str, Callable[[Any], Figure]] = {
     "timeline": draw_timeline,
-    "lengths": draw_lengths,
-    "acceptance": draw_acceptance,
-    "throughput": draw_throughput,
-    "learning": draw_learning,
-    "comparison": draw_comparison,
+    "lengths": steps.draw_lengths,
+    "acceptance": steps.draw_acceptance,
+    "throughput": steps.draw_throughput,
+    "learning": steps.draw_learning,
+    "comparison": steps.draw_comparison,
 }
 
 
@@ -115,7 +109,7 @@ def test_a_refill_has_its_own_tail(tmp_path: Path) -> None:
 
 
 def test_lengths(folder: RunFolder) -> None:
-    found = take(RunLog(folder.path), LENGTHS)
+    found = run_survey(RunLog(folder.path), LENGTHS)
     assert found.steps.tolist() == [1, 2, 3] and found.cap == 8
     assert found.p50.tolist() == [4.5] * 3 and found.longest.tolist() == [8] * 3 and found.mean.tolist() == [5.25] * 3
     assert found.num_cut.tolist() == [1] * 3 and found.num_responses.tolist() == [4] * 3
@@ -124,7 +118,7 @@ def test_lengths(folder: RunFolder) -> None:
 
 
 def test_acceptance(folder: RunFolder) -> None:
-    found = take(RunLog(folder.path), ACCEPTANCE)
+    found = run_survey(RunLog(folder.path), ACCEPTANCE)
     assert found.strategies == NAMES and found.bucket_names == ["1", "2"]
     assert found.accept_length == pytest.approx([21 / 11] * 3)
     off, drafter = found.by_bucket
@@ -134,11 +128,11 @@ def test_acceptance(folder: RunFolder) -> None:
     assert found.own_accept_length == pytest.approx([2.0, 2.1, 2.2])
     assert "90 % of the tokens" in found.verdict and "5.00 with 1 live and 3.50 with 2" in found.verdict
     set_lines(folder, *[{"drafter/own_accept_length": 1.0, "drafter/own_sequences": 0.0}] * 3)
-    assert np.isnan(take(RunLog(folder.path), ACCEPTANCE).own_accept_length).all(), "the drafter was not used"
+    assert np.isnan(run_survey(RunLog(folder.path), ACCEPTANCE).own_accept_length).all(), "the drafter was not used"
 
 
 def test_throughput(folder: RunFolder) -> None:
-    found = take(RunLog(folder.path), THROUGHPUT)
+    found = run_survey(RunLog(folder.path), THROUGHPUT)
     expected = {
         Kind.PREFILL: 0.75, Kind.DECODE: 0.25, Kind.SPECULATE: 3.0, Kind.TRAIN: 0.9, Kind.IDLE: 1.6,
         Kind.REWARD: 0.4, Kind.UPDATE: 2.0, Kind.REFRESH: 0.5, Kind.SAVE: 0.5,
@@ -148,7 +142,7 @@ def test_throughput(folder: RunFolder) -> None:
     assert found.tokens_per_second == pytest.approx(21 / 6.5)
     assert "Ranks waited for 38 % of their time" in found.verdict
     set_lines(folder, *[{"rollout/kept_tokens": 14.0}] * 3)
-    found = take(RunLog(folder.path), THROUGHPUT)
+    found = run_survey(RunLog(folder.path), THROUGHPUT)
     assert found.tokens_per_second == pytest.approx(7 / 6.5), "without the tokens of an earlier start"
 
 
@@ -226,16 +220,16 @@ def test_logs_of_uncommitted_steps_are_left_out(folder: RunFolder) -> None:
     folder.metrics.write_text(folder.metrics.read_text().splitlines(keepends=True)[0])
     run = RunLog(folder.path)
     assert run.steps == (0,) and run.logged_steps == (0, 1, 2)
-    assert all(take(run, survey).steps.tolist() == [1] for survey in (LENGTHS, THROUGHPUT))  # type: ignore[attr-defined]
+    assert all(run_survey(run, survey).steps.tolist() == [1] for survey in (LENGTHS, THROUGHPUT))  # type: ignore[attr-defined]
     assert analyse_timeline(run).step == 1 and "left out: the logs of step 2, 3" in " ".join(run.problems)
     assert analyse_timeline(run, step=3).step == 3, "unless it is asked for"
 
 
 def test_rounds_of_a_replica_count_once(folder: RunFolder) -> None:
-    both = take(RunLog(folder.path), ACCEPTANCE)
+    both = run_survey(RunLog(folder.path), ACCEPTANCE)
     folder.config.write_text("[rollout]\nmax_new_tokens = 8\ntensor_parallel = 2\n")
     run = RunLog(folder.path)
-    found = take(run, ACCEPTANCE)
+    found = run_survey(run, ACCEPTANCE)
     assert found.tokens.sum() == 3 * 8 < both.tokens.sum(), "rank 0's rounds alone"
     assert np.array_equal(found.accept_length, both.accept_length)
     assert analyse_timeline(run).live.max() == 2
@@ -303,16 +297,3 @@ def test_nothing_is_cut_off_or_written_over(runs: dict[str, RunLog], name: str, 
         assert inside, f"{text!r} leaves the figure: {box} of {whole}"
     for (a, first), (b, second) in combinations(shown, 2):
         assert overlap(first, second) < 4, f"{a!r} lies over {b!r}"
-
-
-@pytest.mark.parametrize("name", DRAWN)
-def test_svg_is_text_and_the_same_bytes_each_time(runs: dict[str, RunLog], tmp_path: Path, name: str) -> None:
-    before, saved = mpl.rcParams["figure.facecolor"], []
-    for place in ("a", "b"):
-        with themed("dark"):
-            paths = save(DRAWN[name](ANALYSES[name](runs["few"])), tmp_path / place, name)
-        assert [path.name for path in paths] == [f"{name}.png", f"{name}.svg"]
-        saved.append([path.read_bytes() for path in paths])
-    assert saved[0] == saved[1] and mpl.rcParams["figure.facecolor"] == before
-    svg = saved[0][1].decode()
-    assert svg.count("<text") > 10 and THEMES["dark"]["background"] in svg and len(svg) < 400_000

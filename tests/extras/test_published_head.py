@@ -426,7 +426,7 @@ def test_a_drafter_of_other_settings_is_not_taken_up(tmp_path):
 
 def test_a_warm_up_trains_all_of_a_head_and_keeps_its_settings(tmp_path):
     head = eagle_with_bias(tmp_path / "head")
-    warmed_up(tmp_path, f"warmup.init={head}", "warmup.updates=2", "warmup.learning_rate=0.01")
+    warmed_up(tmp_path, f"drafter.init={head}", "warmup.updates=2", "drafter.learning_rate=0.01")
     after, before = kept(tmp_path), imported(head, "eagle")
     assert torch.equal(after[SETTINGS], before[SETTINGS])
     weights = [name for name in before if name != SETTINGS]
@@ -437,7 +437,7 @@ def two_steps_at_once_and_in_two_starts(folder: str, head: str) -> list[str]:
     world = World.connect()
 
     def steps(name: str, count: int) -> str:
-        changes = [f"drafter.init={head}", "drafter.form=eagle3", "drafter.train=false", "checkpoint.every_steps=1"]
+        changes = [f"drafter.init={head}", "drafter.form=eagle3", "speculation.mode=frozen", "checkpoint.every_steps=1"]
         changes += ["rollout.prompts_per_step=2", "rollout.group_size=4", "rollout.max_new_tokens=60"]
         changes += [f"run.folder={folder}", f"run.name={name}", f"run.num_steps={count}"]
         return run.run(load_config(TINY, changes), world, Silent()).policy_sha256

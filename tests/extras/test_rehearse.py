@@ -15,7 +15,7 @@ from slurm_training import SETTINGS, wait_for
 
 from tlt_hpc.cli.main import main
 from tlt_hpc.extras.rehearse import faults, rehearse
-from tlt_hpc.extras.rehearse.rehearse import Rehearsal, Rehearsed, Start, committed, see_end
+from tlt_hpc.extras.rehearse.rehearse import Rehearsal, Rehearsed, Start, committed, record_end
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.step_lines import STEP, add_line
 
@@ -71,13 +71,13 @@ def test_a_line_or_a_log_that_is_not_as_it_was_is_lost(tmp_path: Path, capsys: p
         folder.rollout_log(step, 0).write_bytes(b"a log")
         add_line(folder.metrics, {STEP: step + 1, "critic/score/mean": step})
     before = committed(folder)
-    assert see_end(rehearsal, Rehearsed([], before), 9).starts[0].lost == []
+    assert record_end(rehearsal, Rehearsed([], before), 9).starts[0].lost == []
     folder.rollout_log(1, 0).write_bytes(b"another")
     add_line(folder.metrics, {STEP: 3, "critic/score/mean": 0.5})
-    found = see_end(rehearsal, Rehearsed([], before), 9).starts[0]
+    found = record_end(rehearsal, Rehearsed([], before), 9).starts[0]
     assert (found.lost, found.struck, found.status) == ([1, 2], True, 9)
     kill, end = Start("kill", True, 9, 1.0, 2.0, []), Start("", False, 0, 0.0, 3.0, [1, 2])
-    assert rehearse.report(rehearsal, Rehearsed([kill, end])) == 1
+    assert rehearse.report_losses(rehearsal, Rehearsed([kill, end])) == 1
     assert "steps 2, 3\n" in capsys.readouterr().out
 
 
@@ -93,9 +93,9 @@ def test_a_fault_that_the_run_does_not_report_fails(
     status: int, log: str, exit_status: int, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rehearsal = a_start(tmp_path, "kill", faults.BEGUN, faults.STRUCK, log=log)
-    state = see_end(rehearsal, Rehearsed(), status)
+    state = record_end(rehearsal, Rehearsed(), status)
     ended = Rehearsed([*state.starts, Start("", False, 0, 0.0, 3.0, [])])
-    assert rehearse.report(rehearsal, ended) == exit_status
+    assert rehearse.report_losses(rehearsal, ended) == exit_status
     assert said in capsys.readouterr().out
 
 
@@ -115,7 +115,7 @@ def test_what_a_site_does_otherwise_is_said(
     """A job that its time limit has ended, this program with it."""
     monkeypatch.setenv("BASH_FUNC_run_ranks%%", "() { :; }")
     rehearsal = a_start(tmp_path, "limit", faults.BEGUN, log=log)
-    state = see_end(rehearsal, Rehearsed(), -1)
+    state = record_end(rehearsal, Rehearsed(), -1)
     assert state.starts[0].struck and state.next_fault(2) == "kill"
     assert said in "\n".join(rehearse.differences(rehearsal, state))
 

@@ -271,14 +271,14 @@ def test_from_a_run(rows_of: Callable[..., list[Any]], tmp_path: Path) -> None:
     tokens = read_run(folder).lengths.sum((1, 2)).mean()
     assert row["step_seconds"] - row["rollout_seconds"] == pytest.approx(2 + 0.1 * tokens, rel=0.2)
     (large,) = rows_of(QWEN, "--lengths", str(folder), "--nodes", "1")
-    assert large["rollout_seconds"] < 1, "of 60 tokens at most"
+    assert large["rollout_seconds"] < 2, "of 60 tokens at most"
 
 
 @pytest.mark.parametrize(("arguments", "words"), [
     ([], "nothing to simulate"),
     ([QWEN, "--from", "/nowhere"], "/nowhere does not exist"),
     ([QWEN, "rollout.tensor_parallel=3"], "tensor_parallel"),
-    ([QWEN, "--nodes", "1", "--steps", "1", "--json", "/"], "; make room there or give another --json"),
+    ([QWEN, "--nodes", "1", "--steps", "1", "--json", "/proc/figures"], "; make room there or give another --json"),
     (["--from=a", "--shape=Qwen2.5-7B"], "not allowed with argument --"),
     ([QWEN, "--median=100", "--lengths=a"], "not allowed with argument --"),
 ])  # fmt: skip

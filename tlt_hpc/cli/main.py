@@ -35,8 +35,8 @@ from tlt_hpc.cluster.local import (
 )
 from tlt_hpc.cluster.stopping import StopFlag, know_limits
 from tlt_hpc.cluster.watch.beat import BEAT
+from tlt_hpc.cluster.watch.exit_monitor import ExitMonitor
 from tlt_hpc.cluster.watch.watch import Watch
-from tlt_hpc.cluster.watch.witness import Witness
 from tlt_hpc.common.files import has_remedy, told
 from tlt_hpc.common.host_memory import importing
 from tlt_hpc.common.printable import PrintableStream, escape_streams, one_line
@@ -137,9 +137,10 @@ def be_rank(config: Config, options: argparse.Namespace, flag: StopFlag, rank: i
             settle(config, rank)
         progress = COMMANDS[options.command].progress
         PrintableStream.outlives_reader = True  # what is trained is not lost with a terminal
-        witness = None if rank is None else Witness() if local_rank(os.environ) else Witness.fork()  # before threads
+        # before threads
+        monitor = None if rank is None else ExitMonitor() if local_rank(os.environ) else ExitMonitor.fork()
         know_limits(flag, os.environ, rank or 0, config.folder, progress and partial(progress, config))
-        with Watch(config.run.stall_factor, rank, witness) as watch:
+        with Watch(config.run.stall_factor, rank, monitor) as watch:
             return watch.ended(work_together(config, options, flag))
     except (UserError, OSError) as caught:
         if isinstance(caught, OSError) and not (isinstance(caught, WriteError) or has_remedy(caught)):
@@ -151,7 +152,7 @@ def be_rank(config: Config, options: argparse.Namespace, flag: StopFlag, rank: i
 
 
 def settle(config: Config, rank: int) -> None:
-    """What a rank needs of its node before torch looks at it: a folder for caches, and one GPU.
+    """Give a rank a folder for caches and one GPU of its node, before torch looks for GPUs.
 
     Raises:
         UserError: the folder cannot be made, or the node has more ranks than GPUs.

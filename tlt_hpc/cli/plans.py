@@ -1,4 +1,4 @@
-"""What a command that runs on ranks would do: its configuration, held against the files that it names, in words."""
+"""Describes what a command on ranks would do: its configuration, checked against the files that it names."""
 
 from __future__ import annotations
 
@@ -67,9 +67,8 @@ def plan_with(config: Config, assets: ModelAssets, options: argparse.Namespace, 
     Raises:
         ValueError: as ``plan_command``.
     """
-    if config.speculation.mode == "full" and config.drafter.init != "random":
-        key = "warmup.init" if options.command == "warmup" else "drafter.init"
-        check_drafter(config.drafter, assets, key, is_read=options.dry_run)
+    if config.speculation.has_drafter and config.drafter.init != "random":
+        check_drafter(config.drafter, assets, is_read=options.dry_run)
     if options.command == "ablate":
         ablation_plan = load_extra("tlt_hpc.extras.ablate.ablation_plan")
         words: str = ablation_plan.describe(ablation_plan.plan_ablation(config, options), num_ranks)
@@ -107,11 +106,8 @@ def plan_run(config: Config, assets: ModelAssets, num_ranks: int) -> str:
     return said + describe(config, assets, num_ranks)
 
 
-def check_drafter(drafter: DrafterSection, assets: ModelAssets, key: str, is_read: bool) -> None:
+def check_drafter(drafter: DrafterSection, assets: ModelAssets, is_read: bool) -> None:
     """See whether the drafter that training starts with is there, and read it if asked: ranks do, with torch.
-
-    Args:
-        key: the one that names it.
 
     Raises:
         ValueError: it is missing, broken or of another model.
@@ -120,13 +116,13 @@ def check_drafter(drafter: DrafterSection, assets: ModelAssets, key: str, is_rea
 
     init = drafter.init
     try:
-        find_initial_drafter(init, f"{key} = {init!r}")
+        find_initial_drafter(init, f"drafter.init = {init!r}")
     except ValueError as error:
         raise ConfigError(f"{error} or 'random'") from None
     if is_read:
         from tlt_hpc.models.drafter_file import initial_drafter
 
-        initial_drafter(init, drafter.form, assets.shape, assets.folder, key)
+        initial_drafter(init, drafter.form, assets.shape, assets.folder)
 
 
 def plan_evaluation(config: Config, options: argparse.Namespace, num_ranks: int) -> str:

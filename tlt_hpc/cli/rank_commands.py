@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from tlt_hpc.mpi.world import World
 
 _LEAVING_SECONDS = 3.0
-"""What the ranks take to end together, once nothing else is to be done."""
+"""Time in which the ranks end together once nothing else is to be done."""
 
 
 def train(config: Config, options: argparse.Namespace, world: World) -> int:
@@ -54,7 +54,7 @@ def train(config: Config, options: argparse.Namespace, world: World) -> int:
 def compare(config: Config, options: argparse.Namespace, world: World) -> int:
     """``tlt compare`` on this rank."""
     from tlt_hpc.cli.display import Screen, StepReporter, print_comparison
-    from tlt_hpc.look.series import plain
+    from tlt_hpc.look.series import to_json_types
     from tlt_hpc.storage.records import write_json
     from tlt_hpc.studies.compare import MODES, compare, rows_of, speed_rows, to_tree
 
@@ -72,7 +72,7 @@ def compare(config: Config, options: argparse.Namespace, world: World) -> int:
                 for name, found in comparison.speedups().items()
             }
             try:
-                write_json(options.json, {**to_tree(comparison), "speedup": plain(ratios)})
+                write_json(options.json, {**to_tree(comparison), "speedup": to_json_types(ratios)})
             except WriteError as error:
                 raise UserError(
                     f"{error.fact}; the figures are above, and the runs' own in {comparison.folder}"
@@ -147,12 +147,12 @@ def stop_early(
 
 
 def run_progress(config: Config) -> str:
-    """How far ``tlt train`` has come."""
+    """Return the progress of ``tlt train`` as words."""
     from tlt_hpc.run.kept import describe_progress
 
     return describe_progress(config)
 
 
 def written_files(config: Config) -> str:
-    """How far a warm-up or an evaluation has come, where it cannot say so itself."""
+    """Return the progress of a warm-up or an evaluation by the files that it has written, as words."""
     return f"{len(list(config.folder.rglob('*.h5')))} files of responses and features"

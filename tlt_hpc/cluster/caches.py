@@ -61,7 +61,7 @@ def remove_node_cache() -> None:
 
 
 def is_own(folder: Path) -> bool:
-    """Whether it is a folder, no link to one, and this user's."""
+    """Return True if the path is a folder that this user owns, and no link to one. Reads the disk."""
     try:
         found = folder.lstat()
     except FileNotFoundError:
@@ -70,7 +70,7 @@ def is_own(folder: Path) -> bool:
 
 
 def in_memory(environment: Mapping[str, str]) -> str:
-    """A line on caches that take this node's memory, as where it has no disk; empty where they do not."""
+    """Return a warning if the caches of this node are in its memory, as where it has no disk; else an empty text."""
     folder = Path(environment.get(FOLDER, ""))
     mount = System.of(environment).mount(folder)
     if FOLDER not in environment or not mount.is_memory:

@@ -89,7 +89,7 @@ def drop_overruling(environment: MutableMapping[str, str], options: Iterable[str
 
 @contextmanager
 def as_given(own: MutableMapping[str, str], given: Mapping[str, str]) -> Iterator[None]:
-    """Undo for a while what this program and its libraries have set: threads, a device, settings for offline use.
+    """Restore the environment variables that were ``given`` while inside: libraries set threads, a device, offline use.
 
     A variable that was removed stays so.
     """

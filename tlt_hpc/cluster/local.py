@@ -41,7 +41,7 @@ def launched_rank(environment: Mapping[str, str]) -> int | None:
 
 
 def launched_count(environment: Mapping[str, str]) -> int | None:
-    """How many ranks the launcher started, where there was one."""
+    """Return the number of ranks that the launcher started; None where there was none."""
     return None if launched_rank(environment) is None else _first_number(_SIZE_VARIABLES, "", environment)
 
 
@@ -75,7 +75,7 @@ def alone_in_step(environment: Mapping[str, str], num_ranks: int, given: Sequenc
 
 
 def crowding(num_ranks: int, num_cores: int) -> str:
-    """What is added to that line if ranks of this machine outnumber the cores that they may run on."""
+    """Return the end of that line if ranks of this machine outnumber the cores that they may run on; else empty."""
     return f" on {count(num_cores, 'core')}, which will be slow" if num_ranks > num_cores else ""
 
 
@@ -89,7 +89,7 @@ def started_at(environment: Mapping[str, str]) -> float | None:
 
 
 def given_job(environment: Mapping[str, str], path: str) -> bytes | None:
-    """What the job file ``path`` had in it when the ranks were started; None where nobody says so, or to no rank."""
+    """Return the text of the job file ``path`` as the launcher read it; None if it was not handed on to this rank."""
     if launched_rank(environment) is None or environment.get(JOB_FILE) != path:
         return None
     return os.fsencode(environment[JOB_TEXT])

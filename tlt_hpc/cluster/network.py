@@ -11,11 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tlt_hpc.cluster.caches import FOLDER
-from tlt_hpc.common.words import count
-from tlt_hpc.config import UserError
 
-REQUIRED = "TLT_NETWORK"
-"""What NCCL must choose, such as ``IB``, or ``OFI`` for libfabric's plugin; empty: anything."""
 _LOG_VARIABLES = ("NCCL_DEBUG", "NCCL_DEBUG_SUBSYS", "NCCL_DEBUG_FILE")
 _CHOSEN = re.compile(r"NCCL INFO (?:Using network|Assigned NET plugin) (.+?)(?: to comm)?\s*$", re.MULTILINE)
 _CARDS = re.compile(r"NCCL INFO NET/\w+ ?: Using (\[\d.*)$", re.MULTILINE)
@@ -34,30 +30,18 @@ class ChosenNetwork:
 
     @property
     def words(self) -> str:
+        """Name and cards for the user."""
         return (self.name or "unknown") + (f" ({', '.join(self.cards)})" if self.cards else "")
 
     @property
     def is_socket(self) -> bool:
+        """True if NCCL communicates by TCP."""
         return self.name == _SOCKET
-
-    def fits(self, required: str) -> bool:
-        """Whether it is the network that a site requires: NCCL's name, or how that begins."""
-        own = "ofi" if "libfabric" in self.name.lower() else self.name.lower()
-        return self.name.lower().startswith(required.lower()) or own.startswith(required.lower())
 
 
 def start_log(environment: MutableMapping[str, str]) -> Path | None:
-    """Have NCCL write a log of its start, before this process uses NCCL; None where the user has NCCL write another.
-
-    Raises:
-        UserError: NCCL's log is the user's own, and ``TLT_NETWORK`` needs it.
-    """
-    if given := [name for name in _LOG_VARIABLES if name in environment]:
-        if environment.get(REQUIRED):
-            raise UserError(
-                f"{REQUIRED}={environment[REQUIRED]} cannot be checked where {given[0]} is set: NCCL writes one log; "
-                f"unset {' and '.join(given)}, or {REQUIRED}"
-            )
+    """Have NCCL write a log of its start, before this process uses NCCL; None where the user has NCCL write another."""
+    if any(name in environment for name in _LOG_VARIABLES):
         return None
     handle, name = tempfile.mkstemp(prefix="nccl-", suffix=".log", dir=environment.get(FOLDER))
     os.close(handle)
@@ -66,7 +50,7 @@ def start_log(environment: MutableMapping[str, str]) -> Path | None:
 
 
 def read_log(path: Path, environment: MutableMapping[str, str]) -> ChosenNetwork:
-    """What NCCL chose, once the ranks have met; removes the log, and the variables of ``start_log``."""
+    """Read NCCL's choice, once the ranks have met; removes the log file and the variables of ``start_log``."""
     for name in _LOG_VARIABLES:
         environment.pop(name, None)
     text = path.read_text(encoding="utf-8", errors="replace")
@@ -80,29 +64,12 @@ def parse_log(text: str) -> ChosenNetwork:
     if not chosen:
         return ChosenNetwork("")
     name = chosen[-1]
-    if ChosenNetwork(name).fits("OFI"):
+    if "libfabric" in name.lower():
         return ChosenNetwork(
             name, tuple(f"{number or 1} x {provider}" for provider, number in _PROVIDER.findall(text)[-1:])
         )
     # NCCL tries one network after another, and stops at the first that works
     return ChosenNetwork(name, tuple(re.findall(r"\[\d+\]([^:\s]+)", "".join(_CARDS.findall(text)[-1:]))))
-
-
-def refuse_network(choices: Mapping[str, ChosenNetwork], required: str) -> str:
-    """A line that ends the run, empty if all nodes have the network that is required.
-
-    Args:
-        choices: by node, in the order of their ranks.
-    """
-    odd = {host: choice for host, choice in choices.items() if not choice.fits(required)}
-    if not required or not odd:
-        return ""
-    host, choice = next(iter(odd.items()))
-    others = f" and {count(len(odd) - 1, 'node')} more" if len(odd) > 1 else ""
-    return (
-        f"NCCL chose the network {choice.words} on {host}{others}, and {REQUIRED} requires {required}; load the site's "
-        f"module for NCCL (aws-ofi-nccl on Slingshot); without {REQUIRED}, NCCL_DEBUG=INFO shows why"
-    )
 
 
 def warning_of(choices: Mapping[str, ChosenNetwork], cards: Sequence[str]) -> str:
@@ -119,6 +86,6 @@ def warning_of(choices: Mapping[str, ChosenNetwork], cards: Sequence[str]) -> st
     if cards and all(choice.is_socket for choice in choices.values()):
         return (
             f"NCCL communicates by sockets, though there are {', '.join(cards)}: two to three times slower; load the "
-            f"site's module for NCCL (aws-ofi-nccl on Slingshot), then have {REQUIRED} forbid it"
+            "site's module for NCCL (aws-ofi-nccl on Slingshot), and have NCCL_NET require it (IB, 'AWS Libfabric')"
         )
     return ""

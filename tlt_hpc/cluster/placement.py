@@ -22,7 +22,7 @@ _NOT_KNOWN = "-"
 
 @dataclass(frozen=True)
 class Seat:
-    """Where a rank runs; all ranks gather these."""
+    """The host, cores, GPU and network card of one rank; all ranks gather these."""
 
     hostname: str
     cores: frozenset[int]
@@ -46,12 +46,12 @@ class Seat:
 
     @property
     def is_far(self) -> bool:
-        """Whether none of its cores is near its GPU."""
+        """True if none of its cores is near its GPU."""
         return self.gpu_numa != UNKNOWN and bool(self.numa) and self.gpu_numa not in self.numa
 
 
 def read_seat(system: System, environment: Mapping[str, str], hostname: str, uses_gpu: bool) -> Seat:
-    """The seat of this process."""
+    """Read the seat of this process from the system's files."""
     numa_cores, cores = system.numa_cores(), frozenset(os.sched_getaffinity(0))
     gpu = own_gpu(system.gpus(), environment) if uses_gpu else None
     numa = numa_of(cores, numa_cores)
@@ -110,7 +110,7 @@ def share_cores(
 
 
 def may_bind(seats: Sequence[Seat], shares: Sequence[frozenset[int]]) -> bool:
-    """Whether the ranks of a node bind themselves to their shares: where nobody has bound them, and none loses by it.
+    """Return True if the ranks of a node bind themselves to their shares: nobody has bound them, and none loses by it.
 
     Ranks without GPUs have no shares, and are left as they are: on a laptop the system moves them better.
     """
@@ -133,6 +133,7 @@ class NodeLayout:
 
     @property
     def name(self) -> str:
+        """The first host and how many others are alike."""
         others = len(self.hostnames) - 1
         return self.hostnames[0] + (f" and {count(others, 'node')} alike" if others else "")
 
@@ -218,7 +219,7 @@ def _sharing(seats: Sequence[Seat]) -> list[int]:
 
 
 def remedy_of(seats: Sequence[Seat]) -> str:
-    """How the ranks of a node get cores near their GPUs."""
+    """Return the user's remedy that gives the ranks of a node cores near their GPUs."""
     if not all(seat.best for seat in seats):
         return "ask for whole nodes (--exclusive), so that the cores near each GPU are the job's"
     masks = ",".join(f"{sum(1 << core for core in seat.best):#x}" for seat in seats)

@@ -50,7 +50,7 @@ class Allocation:
         return seconds_of(ask_slurm("squeue", *asked, within=within).strip())
 
     def is_preempted(self) -> bool:
-        """Whether Slurm is about to end it for the sake of another job.
+        """Ask Slurm, and return True if it is about to end the job for the sake of another.
 
         Raises:
             SlurmError: ``scontrol`` is not there, does not answer, or knows no such job.
@@ -58,7 +58,7 @@ class Allocation:
         return _PREEMPTED.search(ask_slurm("scontrol", "--oneliner", "show", "job", self.job_id)) is not None
 
     def is_queued_again(self) -> bool:
-        """Whether a ``requeue`` was accepted.
+        """Ask Slurm, and return True if a ``requeue`` was accepted.
 
         Raises:
             SlurmError: as ``is_preempted``.
@@ -91,7 +91,7 @@ def job_number(environment: Mapping[str, str]) -> str:
 
 
 def is_task(environment: Mapping[str, str]) -> bool:
-    """Whether srun started this process as a rank: batch scripts and shells of ``salloc`` have those variables, too."""
+    """Return True if srun started this process as a rank, which SLURM_PROCID alone does not say."""
     return environment.get("SLURM_STEP_ID", _SHELL_OF_SALLOC) != _SHELL_OF_SALLOC
 
 
@@ -105,11 +105,12 @@ class QueuedJob:
 
     @property
     def is_blocked(self) -> bool:
-        """Whether it waits for a job that has failed, and so for ever."""
+        """True if it waits for a job that has failed, and so for ever."""
         return self.reason == "DependencyNeverSatisfied"
 
     @property
     def is_live(self) -> bool:
+        """True if it waits or runs."""
         return self.state not in ENDED and not self.is_blocked
 
 
@@ -129,7 +130,7 @@ def read_queue(users: Iterable[int] = ()) -> Mapping[str, QueuedJob]:
 
 
 def parse_queue(text: str) -> dict[str, QueuedJob]:
-    """What ``squeue`` printed, in the format that ``read_queue`` asks for; ``17_[0-3]`` counts as the array's own."""
+    """Parse the output of ``squeue`` in the format of ``read_queue``; ``17_[0-3]`` counts as the array's own."""
     rows = (line.strip().split("|", 2) for line in text.splitlines() if line.strip())  # a reason may be any text
     return {job.partition("_[")[0]: QueuedJob(state, reason) for job, state, reason in rows}
 
@@ -152,7 +153,7 @@ def seconds_of(text: str) -> float:
 
 
 def ask_slurm(command: str, *arguments: str, within: float = ANSWER_SECONDS) -> str:
-    """What a command of Slurm prints within so many seconds.
+    """Run a command of Slurm and return its output, within so many seconds.
 
     Raises:
         SlurmError: it is not there, does not answer, or fails.

@@ -19,7 +19,7 @@ FINISHED, CANCELLED, UNKNOWN = "finished", "cancelled", "not known"
 
 @dataclass(frozen=True)
 class MemberStatus:
-    """How one member stands; ``state`` is ``finished``, ``stopped early``, ``failed (status N)``, ``not known`` or, in
+    """State of one member; ``state`` is ``finished``, ``stopped early``, ``failed (status N)``, ``not known`` or, in
     lower case, what Slurm says, with its reason for a job that waits."""
 
     member: SubmittedRun
@@ -33,7 +33,7 @@ class MemberStatus:
 
 
 def read_statuses(submission: Submission, queue: Mapping[str, QueuedJob] | None) -> list[MemberStatus]:
-    """How all members stand, by the newest job of each.
+    """Read the exit statuses of all members and return the state of each, by its newest job.
 
     Args:
         queue: None: Slurm does not answer.
@@ -45,7 +45,7 @@ def read_statuses(submission: Submission, queue: Mapping[str, QueuedJob] | None)
 
 
 def member_status(submission: Submission, member: SubmittedRun, queue: Mapping[str, QueuedJob] | None) -> MemberStatus:
-    """How one member stands, by its newest job."""
+    """Read the exit status of one member's newest job and return its state."""
     if not member.jobs:
         return MemberStatus(member, "not submitted", False, False, None)
     job, known = member.jobs[-1], queue or {}
@@ -64,7 +64,7 @@ def member_status(submission: Submission, member: SubmittedRun, queue: Mapping[s
 
 
 def has_finished(place: Path, member: SubmittedRun) -> bool:
-    """Whether a member's run, in folder ``place``, has done all the steps that it is to have.
+    """Return True if a member's run, in folder ``place``, has done all the steps that it is to have.
 
     Raises:
         UserError: its word of that is damaged, or cannot be read.
@@ -74,7 +74,7 @@ def has_finished(place: Path, member: SubmittedRun) -> bool:
 
 
 def cancelled_file(submission: Submission, job: str) -> Path:
-    """What ``tlt submit cancel`` leaves of a job, since Slurm forgets it after a few minutes."""
+    """Return the path of the file that ``tlt submit cancel`` leaves: Slurm forgets a job after a few minutes."""
     return submission.jobs_folder / f"{job}.cancelled"
 
 

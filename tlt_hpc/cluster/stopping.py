@@ -67,12 +67,12 @@ MAX_IDLE_STARTS = 3
 
 
 def seconds_ahead(limit: float) -> float:
-    """How long before the end of ``limit`` seconds a run is asked to stop: two minutes, or the last quarter."""
+    """Return how many seconds before the end of ``limit`` a run is asked to stop: two minutes, or the last quarter."""
     return min(ASKED_AHEAD_SECONDS, limit / 4)
 
 
 class Stop(IntEnum):
-    """How urgently a run is to stop; the largest request wins."""
+    """Urgency of a request to stop; the largest wins."""
 
     NONE = 0
     ASKED = 1
@@ -110,7 +110,7 @@ class StopFlag:
 
     @property
     def is_late(self) -> bool:
-        """Whether the time for an orderly stop has run out; never without a deadline."""
+        """True if the time for an orderly stop has run out; never without a deadline."""
         return time.monotonic() >= self._most_urgent[2]
 
     @property
@@ -318,7 +318,7 @@ def _try_again(ask: Callable[[], T]) -> T:
 
 
 def how_to_resume(environment: Mapping[str, str]) -> str:
-    """How the work of a job that is not queued again is resumed, in words."""
+    """Return the words that say how the work of a job that is not queued again is resumed."""
     return f"`{environment[AGAIN]}` resumes" if AGAIN in environment else "submit the same script, which resumes"
 
 
@@ -330,7 +330,7 @@ def stopped_early(reason: str, how_far: str, folder: Path) -> str:
 
 
 def await_preemption(environment: Mapping[str, str]) -> None:
-    """Where this job is being preempted, wait to be killed. Else return at once.
+    """Ask Slurm, and wait to be killed if this job is being preempted; else return at once.
 
     Slurm queues a job again that it had to end, and takes one that left by itself within its grace time for finished.
     """

@@ -48,10 +48,12 @@ class Mount:
 
     @property
     def is_shared(self) -> bool:
+        """True if several machines may have it."""
         return self.kind.startswith(_SHARED)
 
     @property
     def is_memory(self) -> bool:
+        """True if its files take memory."""
         return self.kind in ("tmpfs", "ramfs")
 
 
@@ -63,7 +65,7 @@ class System:
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> System:
-        """Those that the environment names, else this machine's own."""
+        """Return the system that the environment names, else this machine's own."""
         return cls(Path(environment.get(ROOT, "/")))
 
     def numa_cores(self) -> dict[int, frozenset[int]]:

@@ -49,8 +49,11 @@ def git_commit(clone: Path = PACKAGE.parent) -> str:
         return ""
 
 
-def load_extra(module: str) -> Any:
+def load_extra(module: str, instead: str = "") -> Any:
     """Import and return a module, given by its full name: of a command, or of ``tlt_hpc.extras``.
+
+    Args:
+        instead: what a user without it may do, after "or".
 
     Raises:
         UserError: this installation lacks it.
@@ -60,6 +63,5 @@ def load_extra(module: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name is None or not module.startswith(error.name):  # a library that the extra needs
             raise
-        raise UserError(
-            f"this installation lacks {error.name}", "install the whole package (docs/install.md)"
-        ) from None
+        remedy = f"install the whole package (docs/install.md){instead and f', or {instead}'}"
+        raise UserError(f"this installation lacks {error.name}", remedy) from None

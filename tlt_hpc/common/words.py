@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+GB = 1_000_000_000
 FIRST_STEP = 1
-"""What steps are counted from in all that a run writes; the code counts them from 0."""
+"""Number of the first step in all that a run writes; the code counts from 0."""
 
 
 def count(number: int | float, noun: str) -> str:
@@ -30,3 +31,13 @@ def table(rows: Sequence[Sequence[str]]) -> str:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
     return "\n".join(line.rstrip() for line in lines)
+
+
+def size(num_bytes: float) -> str:
+    """Bytes in words."""
+    return f"{few_digits(num_bytes / GB)} GB" if num_bytes >= GB else f"{num_bytes / GB * 1000:.0f} MB"
+
+
+def few_digits(value: float) -> str:
+    """A number with one or two digits after the point."""
+    return f"{value:,.1f}" if value >= 9.995 or not value else f"{value:.2f}"

@@ -19,7 +19,7 @@ _FREE = {
     "reward": ("workers",),
     "rollout": ("max_live", "kv_bytes", "tensor_parallel"),
     "speculation": ("strategies",),
-    "drafter": ("learning_rate", "micro_step_tokens", "micro_step_seconds", "cache_bytes", "cache_folder"),
+    "drafter": ("learning_rate", "micro_step_tokens", "cache_bytes", "cache_folder"),
     "optimizer": (
         *("zero_stage", "offload", "micro_batch_tokens"),
         *("gradient_checkpointing", "sequence_parallel"),

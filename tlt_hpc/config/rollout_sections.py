@@ -14,7 +14,6 @@ from tlt_hpc.config.fields import (
     NumRanks,
     NumTokens,
     PositiveInt,
-    PositiveSeconds,
     Section,
     Share,
     SomePath,
@@ -66,15 +65,25 @@ _STRATEGIES = ("ngram-4", "drafter-2", "drafter-4", "drafter-8")
 class SpeculationSection(Section):
     """Speculative decoding of rollouts; it changes their speed, not their text."""
 
-    mode: Literal["plain", "ngram", "full"] = "full"
+    mode: Literal["plain", "ngram", "frozen", "full"] = "full"
     """``plain``: no speculation; ``ngram``: n-gram drafts only; ``full``: n-grams and the drafter, which is trained in
-    the tail."""
+    the tail; ``frozen``: as ``full``, but the drafter keeps its initial weights."""
     strategies: Annotated[tuple[_StrategyName, ...], Field(strict=False, min_length=1, max_length=64)] = _STRATEGIES
     """What to choose from each round, beside ``off``. Chains: ``ngram-4``, ``drafter-6``; a tree: ``drafter-5x2v9``
     (depth, branching, drafts to verify); ``a1.5`` at the end sharpens the drafter's choice."""
     ahead: Literal["auto", "on", "off"] = "auto"
     """Idle ranks generate the next step's responses ahead once training no longer pays; these texts become drafts.
     ``auto``: if enough of them are accepted and ranks do not outnumber cores."""
+
+    @property
+    def has_drafter(self) -> bool:
+        """Whether there is a learned drafter."""
+        return self.mode in ("frozen", "full")
+
+    @property
+    def trains_drafter(self) -> bool:
+        """Whether idle ranks train it."""
+        return self.mode == "full"
 
 
 class DrafterSection(Section):
@@ -84,24 +93,25 @@ class DrafterSection(Section):
     """``eagle``: one layer on the last hidden state, with the policy's head; ``eagle3``: one layer on the features of
     three layers, with a head of its own over a smaller vocabulary."""
     init: SomePath = "random"
-    """Initial weights: ``random``, ``embedded:tiny``, the drafter folder of a run, or a published EAGLE or EAGLE-3 head
-    for the model."""
+    """Initial weights, of a run and of its warm-up: ``random``, ``embedded:tiny``, the drafter folder of a run, or a
+    published EAGLE or EAGLE-3 head for the model."""
     vocabulary: NumTokens = 32768
     """Most tokens that drafts are chosen from: end tokens, added tokens, and the most frequent in prompts and answers
     (``eagle3``, in a warm-up: in responses). Fewer make drafts cheaper, but fewer may be accepted."""
     learning_rate: LearningRate = 1e-3
-    """Learning rate of AdamW, constant."""
+    """Learning rate of Adam: constant in a run; in a warm-up the highest, reached after 50 updates and followed by a
+    cosine."""
     micro_step_tokens: NumTokens = 2048
-    """Most tokens of one micro-step; the time limit may make it smaller."""
-    micro_step_seconds: PositiveSeconds = 0.2
-    """Longest micro-step, and so the longest that training may delay the end of a rollout."""
-    train: bool = True
-    """Train the drafter; otherwise it keeps its initial weights."""
+    """Most tokens of one micro-step. It has fewer where they would take longer than 0.3 s, the most by which training
+    may delay the end of a rollout."""
     cache_bytes: Annotated[NumBytes, Field(ge=1)] = 2_000_000_000
     """Disk space for one rank's training features: half for the current step, half for the one before."""
     cache_folder: FilePath = ""
     """Folder for these features on each node, such as ``$TMPDIR``. Ranks then train on those of their own node only.
     Empty: in the run's folder, where all ranks read all."""
+
+    micro_step_seconds: ClassVar[float] = 0.3
+    """Longest micro-step, and so the longest that training may delay the end of a rollout."""
 
     @property
     def num_unrolled(self) -> int:
@@ -113,8 +123,6 @@ class DrafterSection(Section):
 class WarmupSection(Section):
     """``tlt warmup``, which trains the drafter before reinforcement learning; ``tlt train`` does not read it."""
 
-    init: SomePath = "random"
-    """Initial weights of the drafter, as in ``drafter.init``."""
     sources: Annotated[tuple[FilePath, ...], Field(strict=False, max_length=MAX_ITEMS)] = ()
     """Run folders whose logged responses are trained on, newest first (``--from``). Empty: responses are generated."""
     responses: PositiveInt = 4096
@@ -124,16 +132,17 @@ class WarmupSection(Section):
     warm-up earlier."""
     batch_tokens: NumTokens = 8192
     """Response tokens of one update over all ranks; a single longer response exceeds it."""
-    learning_rate: LearningRate = 1e-3
-    """Highest learning rate: reached after 50 updates, followed by a cosine."""
-    validate_every: Annotated[PositiveInt, Unit("updates")] = 100
-    """Interval at which the accept length is measured and the training saved."""
-    validation_prompts: Annotated[PositiveInt, Unit("prompts")] = 64
-    """Prompts held out from the training; at most a fifth of all."""
 
+    validation_prompts: ClassVar[int] = 64
+    """Prompts held out from the training; at most a fifth of all."""
     validation_tokens: ClassVar[int] = 512
     """Longest validation response: the accept length changes little beyond."""
     patience: ClassVar[int] = 8
     """Validations without a new best that end the warm-up: it has converged, or diverged."""
     ramp_updates: ClassVar[int] = 50
     """Updates in which the learning rate rises, while Adam's moments are formed."""
+
+    @property
+    def validation_interval(self) -> int:
+        """Updates after which the accept length is measured and the training saved."""
+        return max(1, min(100, self.updates // 20))

@@ -21,9 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from tlt_hpc.drafting.pool import PackedBatch
 from tlt_hpc.models.documents import PathAttention
 from tlt_hpc.models.drafter import Drafter
-
-_MOST_LOGITS = 1 << 26
-"""Logits of one kind in memory at once: for large vocabularies, parts are recomputed in the backward pass."""
+from tlt_hpc.models.policy_model import CHUNK_LOGITS
 
 
 @contextmanager
@@ -104,7 +102,7 @@ def _step_loss(drafter: Drafter, states: Tensor, wanted: Tensor, head: Tensor, s
 
 
 def _token_loss(drafter: Drafter, states: Tensor, wanted: Tensor, head: Tensor) -> Tensor:
-    rows = max(1, _MOST_LOGITS // len(head))
+    rows = max(1, CHUNK_LOGITS // len(head))  # for large vocabularies, parts are recomputed in the backward pass
     total = states.new_zeros(())
     for own, true in zip(torch.split(states, rows), torch.split(wanted, rows), strict=True):
         whole = len(states) <= rows

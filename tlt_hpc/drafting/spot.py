@@ -56,9 +56,14 @@ class SpotTrainer:
         own: DraftLayer = AS_TARGET,
         average_merges: int = AVERAGE_MERGES,
     ) -> None:
-        """``token_ids`` [W]: the vocabulary of an EAGLE-3 drafter; without it the drafter is of EAGLE's form."""
+        """Make an untrained drafter.
+
+        Args:
+            token_ids: [W], the vocabulary of an EAGLE-3 drafter; without it the drafter is of EAGLE's form.
+            average_merges: 1 where nothing is merged.
+        """
         drafter = make_drafter(decoder.shape, seed, torch.float32, decoder.device, token_ids, own)
-        self.trained = TrainedDrafter(drafter, settings.learning_rate, average_merges if settings.train else 1)
+        self.trained = TrainedDrafter(drafter, settings.learning_rate, average_merges)
         self._decoder, self._cache, self._settings = decoder, cache, settings
         self._seed, self._rank = seed, rank
         self._loss = LossSettings(num_steps=settings.num_unrolled)
@@ -215,8 +220,8 @@ class SpotTrainer:
         """Bytes that training takes besides the engine, without activations; the merge's on the drafter's device."""
         weights = sum(parameter.nbytes for parameter in self.trained.parameters.values())
         table = {"trained drafter": weights, "its moments": 2 * weights}
-        if self._settings.train:
+        if average := self.trained.average.num_bytes:
             copies = 1 if self._decoder.device.type == "cuda" else 2  # sent and received stand in host memory
             merge = copies * 3 * weights
-            table |= {"its average": self.trained.average.num_bytes, "its gradients": weights, "its merge": merge}
+            table |= {"its average": average, "its gradients": weights, "its merge": merge}
         return table

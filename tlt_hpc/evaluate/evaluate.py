@@ -116,7 +116,7 @@ def make_engine(session: Session, exam: Exam, checkpoint: Checkpoint | None) -> 
         ConfigError: ``drafter.init`` names what does not fit the model, or the budget of pages is too small.
     """
     config, drafter = session.config, None
-    if config.speculation.mode == "full":
+    if config.speculation.has_drafter:
         weights = read_all_once(
             session.world.node_group, lambda: _drafter_weights(config, checkpoint, session.decoder.shape)
         )

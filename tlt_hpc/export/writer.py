@@ -16,9 +16,9 @@ from tlt_hpc.storage.folder import (
     PART_SUFFIX,
     RunFolder,
     WriteError,
+    apply_umask,
     check_writable,
     make_folder,
-    share,
     sync,
 )
 
@@ -75,7 +75,7 @@ def write_folder(folder: Path, fill: Callable[[Path], Iterable[Path]]) -> None:
         shutil.rmtree(part, ignore_errors=True)  # a killed export's
         part.mkdir()
         for path in fill(part):
-            share(path)
+            apply_umask(path)
             sync(path)
         if final.exists():
             shutil.rmtree(final)

@@ -29,13 +29,13 @@ class RunRow(NamedTuple):
     steps: int | None
     """None: it is a warm-up, which has none."""
     num_steps: int | None
-    """That it is to have."""
+    """Steps that it is to have."""
     score_first: float | None
     """Mean score of the first quarter of the steps."""
     score_last: float | None
     cost: Cost | None
     restarts: str = ""
-    """How often Slurm has queued its job again; empty for never."""
+    """Number of times that Slurm has queued its job again; empty for never."""
 
 
 def row_of(name: str, state: str, folder: Path, until: int | None = None) -> RunRow:

@@ -36,9 +36,9 @@ COLUMNS = {
     "step": Column("timing_s/step", "Step", "seconds"),
 }
 LEARNING = (SCORE, "reward", "length", "entropy", "update_kl", "reference_kl", "mismatch_k3", "grad_norm")
-"""Whether the policy learns."""
+"""Columns that show whether the policy learns."""
 COMPARED = (SCORE, "length", "accept_length", "rollout", "step", "idle", "harvested")
-"""Of which runs are compared."""
+"""Columns in which runs are compared."""
 STEP_TABLE = {
     "reward": SCORE, "length": "length", "max": "longest", "accept": "accept_length", "idle s": "idle",
     "harvested s": "harvested", "drafter": "drafter", "rollout s": "rollout", "step s": "step",

@@ -19,7 +19,7 @@ class Cost:
     """The cost of steps and evaluations; starts, saves and steps that were cut off before their end do not count."""
 
     hours: float
-    """Of all GPUs together, or of all ranks if they have no GPU."""
+    """Sum over all GPUs, or over all ranks if they have no GPU."""
     unit: str
     """``GPU-hours`` or ``rank-hours``."""
     lost_hours: float
@@ -61,7 +61,7 @@ def cost_of(log: RunLog) -> Cost | None:
 
 
 class _Devices:
-    """How many GPUs, or ranks without one, were at work in a step."""
+    """The number of GPUs, or of ranks without one, that were at work in a step."""
 
     def __init__(self, log: RunLog) -> None:
         self._log, starts = log, [(_num_ranks(start), _num_gpus(start)) for start in log.starts]

@@ -130,7 +130,7 @@ def summarise(
 
 
 def _released(times: Sequence[RolloutTiming]) -> float:
-    """When the last rank left a rollout."""
+    """The time at which the last rank left a rollout."""
     return max(timing.release_seconds for timing in times)
 
 

@@ -27,7 +27,7 @@ from tlt_hpc.common.files import (
 from tlt_hpc.look.words import first_few
 from tlt_hpc.storage.folder import RunFolder, no_run, rank_of
 from tlt_hpc.storage.hdf5 import DamagedFile
-from tlt_hpc.storage.records import Environment, FinishedWord, read_environments, read_finished
+from tlt_hpc.storage.records import Environment, FinishedRecord, read_environments, read_finished
 from tlt_hpc.storage.rollout_log import StepRecord, StepSummary, read_step, read_summary
 from tlt_hpc.storage.step_lines import Line, StepLines, check_counting, parse_lines
 
@@ -209,7 +209,7 @@ class RunLog:
         return tuple(found)
 
     @cached_property
-    def finished(self) -> FinishedWord | None:
+    def finished(self) -> FinishedRecord | None:
         """The content of finished.json; None if the run has not finished, or the file is damaged."""
         try:
             return read_finished(self.folder.finished)
@@ -239,7 +239,7 @@ class RunLog:
         return self.steps[-1] if self.steps else None
 
     def _read(self, step: int, read: Callable[[Path], RankFile]) -> list[RankFile]:
-        """What is read of a step, one for each readable log."""
+        """Read the logs of a step, with one result for each readable log."""
         ranks = list[RankFile]()
         for path in self.files(step).values():
             try:

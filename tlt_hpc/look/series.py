@@ -23,7 +23,7 @@ _MAY_DIFFER = {"speculation", "drafter", "checkpoint", "evaluation", "warmup"} |
 """Sections and keys that may differ between two runs that are compared."""
 
 
-def numbered(steps: Iterable[int]) -> NDArray[np.int64]:
+def step_numbers(steps: Iterable[int]) -> NDArray[np.int64]:
     """The numbers [S] from 1 of steps that a run log counts from 0: all results of analyses have these."""
     return np.array([step + FIRST_STEP for step in steps], np.int64)
 
@@ -81,7 +81,7 @@ def series_of(run: RunLog, name: str) -> RunSeries:
     for each in _TIMED:
         series[each][run.metric("rollout/kept_tokens") > 0] = np.nan
     num_ranks = max((len(run.files(step)) for step in run.steps), default=0)
-    return RunSeries(name, numbered(run.lines), series, num_ranks)
+    return RunSeries(name, step_numbers(run.lines), series, num_ranks)
 
 
 def other_settings(theirs: dict[str, Any], ours: dict[str, Any]) -> list[str]:
@@ -151,17 +151,17 @@ def speed_of(first: RunSeries, other: RunSeries) -> Speed | None:
     return Speed(rollout.median, step.median, rollout.low, rollout.high, steps)
 
 
-def plain(value: Any) -> Any:
+def to_json_types(value: Any) -> Any:
     """Turn arrays into lists, dataclasses into dictionaries, and NaN and infinity into None."""
     if is_dataclass(value) and not isinstance(value, type):
         # dataclasses.asdict would copy every array
-        return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
+        return {field.name: to_json_types(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, np.ndarray):
-        return plain(value.tolist())
+        return to_json_types(value.tolist())
     if isinstance(value, Mapping):
-        return {str(plain(key)): plain(each) for key, each in value.items()}
+        return {str(to_json_types(key)): to_json_types(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
-        return [plain(each) for each in value]
+        return [to_json_types(each) for each in value]
     if isinstance(value, np.generic):
-        return plain(value.item())
+        return to_json_types(value.item())
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -19,11 +19,11 @@ from tlt_hpc.storage.folder import RunFolder
 logger = logging.getLogger(__name__)
 
 ANSWER_SECONDS = 60.0
-"""How long one call of a tracker may take, and how long the end of a run waits for it."""
+"""Seconds that one call of a tracker may take, and that the end of a run waits for it."""
 MAX_BEHIND = 100
-"""How many steps a tracker may be behind, not counting those of earlier starts."""
+"""Steps that a tracker may be behind, not counting those of earlier starts."""
 EXIT_SECONDS = 5.0
-"""How long the exit of the process waits for a tracker that was dropped."""
+"""Seconds that the exit of the process waits for a tracker that was dropped."""
 
 Figures = Mapping[str, float]
 
@@ -36,14 +36,14 @@ class TrackerThread:
 
     def __init__(self, name: str) -> None:
         self.is_done = False
-        """Whether nothing more will be called."""
+        """True if nothing more will be called."""
         self.is_dropped = False
         self.remedy = ""
-        """As that of the tracker."""
+        """``Tracker.remedy``."""
         self._name = name
         self._calls: Queue[Sequence[Callable[[], None]]] = Queue(MAX_BEHIND)
         self._called_at = math.inf
-        """When the call began that has not returned."""
+        """Time at which the call began that has not returned."""
         self._dropping = threading.Lock()
         # a daemon is not joined at exit: the other ranks may wait for this process to end
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
@@ -100,9 +100,9 @@ class Tracker(ABC):
     run_id = ""
     """Empty if each start makes a new run and gives it all steps."""
     gets_all = False
-    """Whether it is to be given all steps again although it has a ``run_id``."""
+    """True if it is to be given all steps again although it has a ``run_id``."""
     remedy = ""
-    """What to type if it cannot be closed."""
+    """The command to type if it cannot be closed."""
 
     @abstractmethod
     def __init__(self, config: Config, folder: RunFolder, run_id: str) -> None: ...

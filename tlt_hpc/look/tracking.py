@@ -25,7 +25,7 @@ from tlt_hpc.storage.step_lines import Line, read_lines
 logger = logging.getLogger(__name__)
 
 FAILED_FINISH_SECONDS = 5.0
-"""How long the end of a run waits for trackers if an exception ends it, because all other ranks wait."""
+"""Seconds that the end of a run waits for trackers if an exception ends it, because all other ranks wait."""
 _POLL_SECONDS = 0.05
 
 
@@ -41,15 +41,15 @@ class Tracking:
         self._waiting = list(config.run.tracker_packages)
         self._kinds = {name: tracker_of(name) for name in self._waiting}
         self._workers: dict[str, TrackerThread] = {}
-        self._num_told = 0
-        """Of how many steps the workers have been told."""
+        self._num_queued = 0
+        """Steps that were handed to the workers."""
         self._noting = threading.Lock()
         # from here on: used by the workers
         self._trackers: dict[str, Tracker] = {}
         self._given: dict[str, int] = {}
         """By tracker, the first step that it has not been given."""
         self._state: dict[str, int | str] = {}
-        """What tracking.json holds."""
+        """Content of tracking.json."""
 
     def __enter__(self) -> Tracking:
         return self
@@ -65,15 +65,15 @@ class Tracking:
         """
         if not self._waiting and not any(worker.is_waited_for() for worker in self._workers.values()):
             return
-        lines = read_lines(self._folder.metrics, 0 if self._waiting else self._num_told)
+        lines = read_lines(self._folder.metrics, 0 if self._waiting else self._num_queued)
         if self._waiting:
             self._state = self._read_state()
             for name in self._waiting:
                 worker = self._workers[name] = TrackerThread(name)
                 worker.put([partial(self._open, name, worker, lines.keys(), num_steps)])
             self._waiting = []
-        new = [(step, numbers_of(lines[step])) for step in range(self._num_told, num_steps) if step in lines]
-        self._num_told = num_steps
+        new = [(step, numbers_of(lines[step])) for step in range(self._num_queued, num_steps) if step in lines]
+        self._num_queued = num_steps
         for name, worker in self._workers.items():
             worker.put([partial(self._give, name, step, figures) for step, figures in new])
 

@@ -24,7 +24,7 @@ from tlt_hpc.models.shape import TAKE_CONFIG, ModelShape
 from tlt_hpc.models.sharding import WHOLE, Sharding
 from tlt_hpc.models.weight_files import each_expert, is_expert
 
-_HEAD_ROWS = 2048
+HEAD_ROWS = 2048
 """Of the head, that are in float64 at once: all would take twice the memory of a wide vocabulary's weights."""
 
 
@@ -74,7 +74,7 @@ class Decoder:
     @property
     def weight_bytes(self) -> int:
         """Bytes of all weights."""
-        tensors = {tensor.data_ptr(): tensor.nbytes for tensor in (self.embedding, self.head, self.final_norm.weight)}
+        tensors = {id(tensor): tensor.nbytes for tensor in (self.embedding, self.head, self.final_norm.weight)}
         return sum(tensors.values()) + sum(layer.weight_bytes for layer in self.layers)
 
     @property
@@ -121,7 +121,7 @@ class Decoder:
                 f"weight {wrong[0]!r} holds values that are not finite, as {len(wrong)} of {len(finite)} weights do; "
                 f"download the model again or, if this run has trained it, {LOWER_RATE}"
             )
-        self._pack()
+        self.pack()
         self.version = version
 
     @torch.inference_mode()
@@ -162,8 +162,8 @@ class Decoder:
     @torch.inference_mode()
     def reference_head(self, hidden: Tensor) -> Tensor:
         """Float64 logits of float64 hidden states [T, H] -> [T, V]."""
-        scratch = torch.empty(_HEAD_ROWS, self.head.shape[1], dtype=torch.float64, device=self.device)
-        parts = torch.split(self.head, _HEAD_ROWS)
+        scratch = torch.empty(HEAD_ROWS, self.head.shape[1], dtype=torch.float64, device=self.device)
+        parts = torch.split(self.head, HEAD_ROWS)
         logits = torch.cat([F.linear(hidden, scratch[: len(part)].copy_(part)) for part in parts], 1)
         return exclude(logits, self._excluded)
 
@@ -238,7 +238,8 @@ class Decoder:
             all_reduce=self.sharding.all_reduce if self.sharding.size > 1 else None,
         )
 
-    def _pack(self) -> None:
+    def pack(self) -> None:
+        """Derive from the weights what the fast paths read; ``load`` does."""
         self.final_norm.pack()
         self._head.pack()
         for layer in self.layers:

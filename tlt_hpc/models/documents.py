@@ -22,9 +22,9 @@ from torch.utils.checkpoint import checkpoint
 from tlt_hpc.kernels.varlen import varlen_attention, varlen_kernel
 from tlt_hpc.models.layers import Attend
 
-_RUN_TOKENS = 128
+RUN_TOKENS = 128
 """Documents up to this length together are attended to in one product."""
-_MOST_SCORES = 1 << 24
+MAX_SCORES = 1 << 24
 """Scores of a path's step in memory at once: where there are more, rows go in chunks that the backward pass repeats."""
 
 
@@ -49,7 +49,7 @@ def _runs(lengths: Sequence[int], device: torch.device) -> Iterator[_Run]:
 def _grouped(lengths: Sequence[int]) -> Iterator[list[int]]:
     group: list[int] = []
     for length in lengths:
-        if group and sum(group) + length > _RUN_TOKENS:
+        if group and sum(group) + length > RUN_TOKENS:
             yield group
             group = []
         group.append(length)
@@ -91,7 +91,7 @@ def _attend_near(query: Tensor, key_value: Tensor, shown: Tensor | None, window:
         return _attend(query, key_value, shown)
     if shown is not None:
         return _attend(query, key_value, shown.triu(1 - window))
-    parts, step = [], max(window, _RUN_TOKENS)
+    parts, step = [], max(window, RUN_TOKENS)
     for start in range(0, count, step):
         stop, first = min(start + step, count), max(0, start - window + 1)
         own = torch.arange(start, stop, device=query.device).unsqueeze(1)
@@ -155,7 +155,7 @@ class PathAttention:
             inside = torch.arange(run.end - run.start, device=device)
             shown = inside.unsqueeze(0) <= inside.unsqueeze(1) if run.shown is None else run.shown
             begin, end = torch.searchsorted(self._starts, self._starts.new_tensor([run.start, run.end])).tolist()
-            most = max(1, _MOST_SCORES // (num_heads * len(inside)))
+            most = max(1, MAX_SCORES // (num_heads * len(inside)))
             for row in range(begin, end, most):
                 rows = slice(row, min(row + most, end))
                 of = shown[self._starts[rows] - run.start]

@@ -172,10 +172,8 @@ def eagle3_sizes(target: ModelShape, num_drafted: int, own: DraftLayer = AS_TARG
     return {**sizes, **norms, "head": (num_drafted, h), TOKEN_IDS: (num_drafted,)}
 
 
-def initial_drafter(
-    init: str, form: Form, shape: ModelShape, model: Path, key: str = "drafter.init"
-) -> dict[str, Tensor] | None:
-    """The tensors that ``init`` (the configuration's ``key``) names, as ``read_drafter``; None for a random start.
+def initial_drafter(init: str, form: Form, shape: ModelShape, model: Path) -> dict[str, Tensor] | None:
+    """The tensors that ``drafter.init`` names, as ``read_drafter``; None for a random start.
 
     Args:
         model: the folder of the target, with whose embedding a published head's is compared.
@@ -185,7 +183,7 @@ def initial_drafter(
     """
     if init == "random":
         return None
-    asked = f"{key} = {init!r}"
+    asked = f"drafter.init = {init!r}"
     try:
         is_own = find_initial_drafter(init, asked).name == DRAFTER_FILE
         weights = read_drafter(init, shape, asked) if is_own else _read_head(Path(init), model, shape, asked)
@@ -196,7 +194,7 @@ def initial_drafter(
     found = "eagle3" if TOKEN_IDS in weights else "eagle"
     if found != form:
         raise ConfigError(
-            f"{key} = {init!r} is of the form {found!r}; set drafter.form = {found!r}, or {key} to 'random' or to what "
+            f"{asked} is of the form {found!r}; set drafter.form = {found!r}, or drafter.init to 'random' or to what "
             f"tlt warmup makes with drafter.form={form}"
         )
     return weights

@@ -30,8 +30,12 @@ _FULL_ROWS = 4
 
 
 def _can_block(weight: Tensor) -> bool:
-    """Whether oneDNN multiplies by a blocked copy of this matrix, and gains by it."""
-    if weight.device.type != "cpu" or weight.numel() < _LEAST_PACKED or not _HAS_ONEDNN:
+    """True if oneDNN multiplies by a blocked copy of this matrix, and gains by it.
+
+    Tensors without memory, by which a run is planned, are taken for a CPU's as long as oneDNN is enabled.
+    """
+    is_enabled = _HAS_ONEDNN and torch.backends.mkldnn.enabled
+    if weight.device.type not in ("cpu", "meta") or weight.numel() < _LEAST_PACKED or not is_enabled:
         return False
     return weight.dtype == torch.float32 or (
         weight.dtype == torch.bfloat16 and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
@@ -50,7 +54,11 @@ class Linear:
 
     def pack(self) -> None:
         """Derive the blocked copy again from the weight, on CPUs and for matrices where it pays."""
-        if _can_block(self.weight):
+        if not _can_block(self.weight):
+            return
+        if self.weight.is_meta:
+            self._blocked = torch.empty_like(self.weight)
+        else:
             # any hint over 1 gives one and the same layout, which serves every number of rows without a reorder
             self._blocked = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach(), _FULL_ROWS)
 

@@ -23,7 +23,7 @@ from tlt_hpc.models.sharding import SequenceGroup
 
 _ATTENTION = "tlt_documents"
 _ROUTER = "Qwen3MoeTopKRouter"
-_CHUNK_LOGITS = 1 << 26
+CHUNK_LOGITS = 1 << 26
 """Logits in memory at once, in float32 a quarter of a gigabyte; the backward pass makes them again."""
 
 
@@ -183,7 +183,7 @@ class _Read(torch.autograd.Function):
 
 def _chunks(hidden: Tensor, weight: Tensor) -> list[slice]:
     """Rows whose logits are in memory at once."""
-    most = max(1, _CHUNK_LOGITS // len(weight))
+    most = max(1, CHUNK_LOGITS // len(weight))
     return [slice(start, start + most) for start in range(0, len(hidden), most)]
 
 

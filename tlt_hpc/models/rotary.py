@@ -29,6 +29,11 @@ class RotaryTable:
     num_rotated: int
     num_values: int
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of both tables."""
+        return self.cosine.nbytes + self.sine.nbytes
+
     def at(self, positions: Tensor) -> RotaryRows:
         """The rotation of a pass over ``positions`` [T]."""
         return RotaryRows(self, positions)
@@ -87,6 +92,11 @@ class LayerRotaries:
         if shape.local_theta is not None and any(shape.local_layers):
             self._tables.append(rotary_table(shape, num_positions, dtype, device, is_local=True))
         self._of_layer = [int(local) % len(self._tables) for local in shape.local_layers or (False,) * shape.num_layers]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tables."""
+        return sum(table.num_bytes for table in self._tables)
 
     def at(self, positions: Tensor) -> list[RotaryRows]:
         """The rotation of each layer in a pass over ``positions`` [T]."""

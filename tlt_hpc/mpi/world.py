@@ -170,7 +170,7 @@ class World(NodeGroup):
         check_thread_level(MPI.Query_thread(), MPI.Get_library_version())
         check_rank_count(MPI.COMM_WORLD.size, os.environ)
         world = cls(MPI.COMM_WORLD, flag)
-        told = world.allgather((world.hostname, os.getpid(), BEAT.word or uuid4().hex))
+        told = world.allgather((world.hostname, os.getpid(), BEAT.monitor or uuid4().hex))
         BEAT.join(Member.of(world.rank, told), MPI.COMM_WORLD.Abort)
         return world
 

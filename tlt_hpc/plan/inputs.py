@@ -225,7 +225,7 @@ def check_shape(config: Config, shape: ModelShape, num_ranks: int) -> None:
     """
     check_model_limits(config, shape.max_positions)
     check_sharding(shape, config.rollout.tensor_parallel, "rollout.tensor_parallel")
-    if config.speculation.mode == "full" and config.drafter.init == "random":  # a published one has its own width
+    if config.speculation.has_drafter and config.drafter.init == "random":  # a published one has its own width
         check_sharding(replace(shape, num_experts=0), config.rollout.tensor_parallel, DRAFTER_SHARDING)
         if config.drafter.form == "eagle3":
             check_layers(shape, "drafter.form = 'eagle3'")

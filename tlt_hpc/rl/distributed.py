@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from tlt_hpc.cluster.network import REQUIRED, read_log, refuse_network, start_log, warning_of
+from tlt_hpc.cluster.network import read_log, start_log, warning_of
 from tlt_hpc.cluster.topology import System
 from tlt_hpc.cluster.watch.beat import BEAT, Phase
 from tlt_hpc.common.host_memory import importing
-from tlt_hpc.config import Config, OptimizerSection, UserError
+from tlt_hpc.config import Config, OptimizerSection
 from tlt_hpc.config.schedule import scheduled_rate
 from tlt_hpc.models.sharding import SequenceGroup
 
@@ -44,9 +44,6 @@ def join_process_group(world: World, device_type: Literal["cpu", "cuda"]) -> Non
     """Make the process group of all ranks, of the backend that ``choose_backend`` gives; collective.
 
     Does nothing where this process has joined already.
-
-    Raises:
-        UserError: on all ranks, where NCCL has chosen another network than ``TLT_NETWORK`` requires.
     """
     if torch.distributed.is_initialized():
         assert (torch.distributed.get_rank(), torch.distributed.get_world_size()) == (world.rank, world.size)
@@ -100,14 +97,9 @@ def name_network(world: World, log: Path | None) -> None:
 
     Args:
         log: NCCL's, on each node's first rank; None on the others, or where the user has NCCL write another.
-
-    Raises:
-        UserError: on all ranks, where it is not the one that ``TLT_NETWORK`` requires.
     """
     own = None if log is None else read_log(log, os.environ)
     choices = {host: choice for host, choice in world.allgather((world.hostname, own)) if choice is not None}
-    if refusal := refuse_network(choices, os.environ.get(REQUIRED, "")):
-        raise UserError(refusal)
     if choices and world.rank == 0:
         world.say(f"network     {next(iter(choices.values())).words}")
         if slow := warning_of(choices, [card.name for card in System.of(os.environ).cards()]):

@@ -193,6 +193,7 @@ class RolloutEngine:
     def memory_table(self) -> dict[str, int]:
         """Bytes that the engine holds, by purpose; the cache is allocated as a whole at the start."""
         drafter = sum(p.nbytes for p in self.drafter.parameters()) if self.drafter is not None else 0
+        angles = self.decoder.rotaries.num_bytes + (self.drafter.rotary.num_bytes if self.drafter is not None else 0)
         return {
             "weights": self.decoder.weight_bytes,
             "packed weights": self.decoder.packed_bytes,
@@ -201,6 +202,7 @@ class RolloutEngine:
             "drafts' part of the head": 0 if self._learned is None else self._learned.head_bytes,
             "keys, values, features": self._cache.num_bytes,
             "noise and rows": self._noise.num_bytes + self._rows.num_bytes,
+            "angles": angles,
             "graphs": self._rounds.graph_bytes,
         }
 

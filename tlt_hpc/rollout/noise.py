@@ -98,7 +98,8 @@ class NoiseWindow:
 
     @property
     def num_bytes(self) -> int:
-        return 0 if self._ring is None else self._ring.nbytes
+        """Bytes of the ring, from its first use on; 0 where kernels generate the noise themselves."""
+        return 0 if self.words.is_cuda else 4 * len(self.words) * self.width * self.vocab_size
 
     @property
     def _noise(self) -> Tensor:

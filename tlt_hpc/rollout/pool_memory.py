@@ -83,7 +83,9 @@ class PoolMemory:
         self._tensors.clear()
 
     def _make(self, num_bytes: int) -> HostMemory | GpuMemory | None:
-        if self._device.type != "cuda":
+        if self._device.type == "meta":
+            return None
+        if self._device.type == "cpu":
             return HostMemory(num_bytes)
         try:
             return GpuMemory(num_bytes, self._device)

@@ -73,7 +73,7 @@ def check_settings(settings: EngineSettings, drafter: Drafter | None) -> None:
     """
     largest = settings.num_tokens - 1
     ids = drafter.served_ids if drafter is not None else None
-    if ids is not None and int(ids[-1]) > largest:
+    if ids is not None and not ids.is_meta and int(ids[-1]) > largest:
         raise ValueError(
             f"the drafter drafts token {int(ids[-1])}, and the vocabulary has ids 0 to {largest}; give one that was "
             "made for this tokenizer"

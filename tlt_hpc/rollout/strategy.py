@@ -84,7 +84,12 @@ MAX_DEPTH, MAX_BRANCHES = 32, 16
 MAX_SLOTS = 64
 """The attention kernels mark what a drafted token sees by the bits of one int64."""
 _STORED_LOGITS = 2**26
-_SOURCES: dict[str, tuple[Source, ...]] = {"plain": (), "ngram": ("ngram",), "full": ("ngram", "drafter")}
+_SOURCES: dict[str, tuple[Source, ...]] = {
+    "plain": (),
+    "ngram": ("ngram",),
+    "frozen": ("ngram", "drafter"),
+    "full": ("ngram", "drafter"),
+}
 _NAME = re.compile(
     r"(?P<source>[a-z]+)-(?P<depth>\d+)(x(?P<branching>\d+)v(?P<num_verify>\d+))?(a(?P<sharpness>\d+(\.\d+)?))?"
 )

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from tlt_hpc.common.words import count
 from tlt_hpc.config import Config, load_saved_config
 from tlt_hpc.storage.folder import RunFolder
-from tlt_hpc.storage.records import FinishedWord, read_finished, write_json
+from tlt_hpc.storage.records import FinishedRecord, read_finished, write_json
 
 
 def record_finished(config: Config, num_steps: int, policy_sha256: str) -> None:
@@ -16,7 +16,7 @@ def record_finished(config: Config, num_steps: int, policy_sha256: str) -> None:
     Raises:
         WriteError: no room or no permission.
     """
-    write_json(RunFolder(config.folder).finished, asdict(FinishedWord(num_steps, policy_sha256)))
+    write_json(RunFolder(config.folder).finished, asdict(FinishedRecord(num_steps, policy_sha256)))
 
 
 def finished_message(config: Config) -> str:

@@ -102,12 +102,13 @@ def assemble(config: Config, world: World) -> Job:
     for warning in (node.once(lambda: assets.prompts.warning), truncation_warning(config.rollout)):
         if world.rank == 0 and warning:
             logger.warning("%s", warning)
-    has_drafter = config.speculation.mode == "full"
+    has_drafter, trains_drafter = config.speculation.has_drafter, config.speculation.trains_drafter
     warm = read_initial_drafter(config, assets.shape, node) if has_drafter else None
     session, folder = open_session(config, world, assets), RunFolder(config.folder)
     device, parts = session.decoder.device, session.parts
     with closed_on_error(session):
-        drafting = make_drafting(session, assets, folder, warm) if has_drafter else None
+        merges = AVERAGE_MERGES if trains_drafter else 1
+        drafting = make_drafting(session, assets, folder, warm, merges) if has_drafter else None
         if drafting:
             parts.callback(drafting.cache.abandon_step)  # still open if the run failed: its thread ends here
         environment = gather_environment(world, device, assets.excluded_token_ids)
@@ -140,7 +141,7 @@ def assemble(config: Config, world: World) -> Job:
             drafting=drafting,
             bench=bench,
             mismatch=MismatchWatch(config.model.dtype, config.algorithm.correction.name != "none"),
-            plan=TailPlan(drafting is not None and config.drafter.train, ahead),
+            plan=TailPlan(trains_drafter, ahead),
         )
 
 
@@ -183,7 +184,7 @@ def make_drafting(
     assets: Assets,
     folder: RunFolder,
     warm: dict[str, torch.Tensor] | None,
-    average_merges: int = AVERAGE_MERGES,
+    average_merges: int,
 ) -> Drafting:
     """Collective. Build the drafter (from the weights ``warm``, or random), its cache and its trainer."""
     config, world, decoder = session.config, session.world, session.decoder

@@ -30,7 +30,7 @@ def reserve_copy(job: Job) -> None:
     pinned = job.engine.decoder.device.type == "cuda"
     drafter_bytes = sum(piece.num_bytes for _, piece in drafter_shard(job.drafting, job.world)) if job.drafting else 0
     job.checkpoints.reserve(job.world, job.policy.num_shard_bytes + drafter_bytes, pinned)
-    if job.drafting and job.config.drafter.train:
+    if job.drafting and job.config.speculation.trains_drafter:
         job.drafting.checkpoints.reserve(job.world, drafter_bytes, pinned)
 
 
@@ -81,7 +81,7 @@ def save_drafter_if_due(job: Job, step: int) -> None:
 
     No step waits for it: if the last one is still being written, this one is left out, with one warning in a run.
     """
-    if job.drafting is None or not job.config.drafter.train:
+    if job.drafting is None or not job.config.speculation.trains_drafter:
         return
     store = job.drafting.checkpoints
     store.advance(job.world.allgather(store.report()))

@@ -109,6 +109,7 @@ class FeatureCacheReader:
             return read_document(self._features, prompt, response, self.weight_version, start, count)
 
     def close(self) -> None:
+        """Close the file."""
         self._file.close()
 
     @cached_property

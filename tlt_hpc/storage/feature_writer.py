@@ -22,11 +22,11 @@ from tlt_hpc.storage.feature_file import KIND, Document, Span, read_document, ru
 from tlt_hpc.storage.folder import make_folder, part_of, publish
 
 BLOCK_BYTES = 4 * 2**20
-"""What is handed to the writing thread at a time: enough that its calls cost nothing, and ``close`` is short."""
+"""Bytes handed to the writing thread at a time: enough that its calls cost nothing, and ``close`` is short."""
 PIECE_BYTES = 2**20
-"""What is written in one call of h5py, whose lock a reader of the open file waits for."""
+"""Bytes written in one call of h5py, whose lock a reader of the open file waits for."""
 QUEUE_BYTES = 256 * 2**20
-"""How far the writing thread may fall behind; one response alone may be more."""
+"""Bytes by which the writing thread may fall behind; one response alone may be more."""
 
 # Of a row, beside its features: at worst a prompt and a response of one row each, an extent each, and checksums.
 _BYTES_BESIDE_ROW = 100
@@ -84,7 +84,7 @@ class Retention:
     def __init__(self, capacity: int) -> None:
         self.space = RowSpace(capacity)
         self.responses: list[StoredResponse] = []
-        """Those that are kept, in order of arrival."""
+        """The kept responses, in order of arrival."""
         self.num_evicted = 0
         """Responses that were evicted, or not taken."""
         self._prompts: dict[bytes, Span] = {}
@@ -232,7 +232,7 @@ class FeatureCacheWriter:
 
     @property
     def waited_seconds(self) -> float:
-        """How long appends waited for the thread."""
+        """Seconds that appends waited for the thread."""
         return self._thread.waited_seconds
 
     def append(
@@ -359,7 +359,7 @@ class OpenDocuments:
 
     @property
     def is_current(self) -> bool:
-        """Whether nothing was appended since, and the file is still open."""
+        """True if nothing was appended since, and the file is still open."""
         return self._writer is None or (self._writer.is_open and self._num_appended == self._writer.num_appended)
 
     @property

@@ -24,7 +24,7 @@ COMPARISON = "-compare-"
 GIVE_OUTPUT = "give another place with --output"
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 NFS_SECONDS = 60.0
-"""How long an NFS client may by default use an old listing of a folder."""
+"""Seconds for which an NFS client may by default use an old listing of a folder."""
 
 
 class WriteError(OSError):
@@ -50,36 +50,36 @@ class RunFolder:
         self.data = self.path / "data.json"
         """Fingerprints of the data that the run draws from."""
         self.tracking = self.path / "tracking.json"
-        """What each tracker has been given."""
+        """The steps that each tracker has been given."""
         self.checkpoints = self.path / "checkpoints"
         self.drafter_checkpoints = self.path / "drafter-checkpoints"
         self.rollouts = self.path / "rollouts"
         self.cache = self.path / "cache"
         self.kept = self.path / "kept"
         self.status = self.path / "status"
-        """What each rank does, or did when it ended."""
+        """The activity of each rank, the last one where it has ended."""
         self.features = self.path / "features"
         self.training = self.path / "training"
         """These two are a warm-up's: what it learns from, and where its training stands."""
 
     @property
     def is_warmup(self) -> bool:
-        """Whether a drafter is, or was, warmed up here; features may be deleted afterwards."""
+        """True if a drafter is, or was, warmed up here; features may be deleted afterwards."""
         return self.training.is_dir() or self.features.is_dir()
 
     def kept_part(self, step: int, rank: int, number: int) -> Path:
-        """Where a rank keeps finished responses of a step in progress, the ``number``-th time."""
+        """The file of a rank's finished responses of a step in progress, saved for the ``number``-th time."""
         return _folder_of(self.kept, step) / f"rank-{rank:04d}-{number:06d}.h5"
 
     def next_kept_part(self, step: int, rank: int) -> Path:
-        """The first such file after those that exist."""
+        """The rank's first file of ``kept_part`` that does not exist yet."""
         numbers = [path.stem.rpartition("-")[2] for path in self.kept_parts(step) if rank_of(path) == rank]
         return self.kept_part(
             step, rank, max((int(number) for number in numbers if number.isdecimal()), default=-1) + 1
         )
 
     def kept_parts(self, step: int) -> list[Path]:
-        """Such files of all ranks, in order."""
+        """All ranks' files of ``kept_part`` that exist, in order."""
         return sorted(_folder_of(self.kept, step).glob("rank-*-[0-9]*.h5"))
 
     def create(self) -> None:
@@ -92,9 +92,11 @@ class RunFolder:
             make_folder(folder)
 
     def rollout_log(self, step: int, rank: int) -> Path:
+        """The file of a rank's rollout log of a step."""
         return _folder_of(self.rollouts, step) / f"rank-{rank:04d}.h5"
 
     def feature_cache(self, step: int, rank: int) -> Path:
+        """The file of a rank's feature cache of a step."""
         return _folder_of(self.cache, step) / f"rank-{rank:04d}.h5"
 
     def rollout_steps(self) -> list[int]:
@@ -124,7 +126,7 @@ class RunFolder:
 
 
 def node_folder(template: str, run: Path, hostname: str) -> Path:
-    """Where a run keeps what belongs to one node, below ``template`` with ``~`` and variables as they are there.
+    """The folder of a run on one node, below ``template`` with ``~`` and variables as they are there.
 
     It is the run's and the node's alone, even where the folder turns out to be shared: named after the run, the whole
     path of its folder and the host.
@@ -148,7 +150,7 @@ def rank_of(path: Path) -> int:
 
 
 def part_of(path: Path) -> Path:
-    """Where a file is written until it is whole."""
+    """The path at which a file is written until it is whole."""
     return path.with_name(path.name + PART_SUFFIX)
 
 
@@ -162,7 +164,7 @@ def publish(path: Path, durable: bool = True) -> None:
     """
     is_changed = False
     try:
-        share(part_of(path))
+        apply_umask(part_of(path))
         if durable:
             sync(part_of(path))
         part_of(path).replace(path)
@@ -231,7 +233,7 @@ def make_synced(folder: Path) -> None:
             sync(each.parent)
 
 
-def share(*paths: Path) -> None:
+def apply_umask(*paths: Path) -> None:
     """Give files the permissions that the user's umask asks for; some writers, as of safetensors, make theirs private.
 
     The umask is read from /proc: ``os.umask`` would change it for all threads for a moment.
@@ -257,7 +259,7 @@ def sync(path: Path) -> None:
 
 
 def hidden_files(folder: Path, names: Set[str]) -> Set[str]:
-    """Which of these files a folder still does not list after the time that NFS may take; returns once it lists all.
+    """The names that a folder still does not list after the time that NFS may take; returns once it lists all.
 
     It is listed, not asked for the names: a client keeps for a while that a name was not there.
     """
@@ -284,7 +286,7 @@ def _closed_files(folder: Path, step: int) -> list[Path]:
 
 
 def _names(folder: Path) -> list[str]:
-    """What a folder has, nothing where there is none; ``glob`` would say the same of one that may not be read.
+    """The names in a folder, none where there is no folder; ``glob`` would return none where it may not be read, too.
 
     Raises:
         OSError: it cannot be read.
@@ -300,7 +302,7 @@ _MAX_RUNS = 4
 
 
 def no_run(path: Path, lacks: str = "rollouts/ and no metrics.jsonl") -> str:
-    """Why a path is not the folder of a run, and which runs are in it or beside it."""
+    """A message: why a path is not the folder of a run, and which runs are in it or beside it."""
     if path.is_file():
         return f"{path} is a file; give a run's folder, with its rollouts/ and metrics.jsonl"
     why = f"{path} holds no {lacks}" if path.exists() else f"{path} does not exist"

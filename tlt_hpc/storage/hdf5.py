@@ -57,7 +57,7 @@ class UnreadableFile(DamagedFile):
 
 @dataclass(frozen=True)
 class FileKind:
-    """What a file says it is; ``remedy`` tells the user what to do about a damaged one."""
+    """The kind that a file names in its header; ``remedy`` tells the user what to do about a damaged one."""
 
     name: str
     schema: int
@@ -202,6 +202,7 @@ class CommittedFile:
             raise DamagedFile(f"{self._path}: damaged {self._kind.name}: {reason}; {self._kind.remedy}") from error
 
     def close(self) -> None:
+        """Close the file."""
         self._groups.clear()
         self._file.close()
         with suppress(OSError):  # it was only read, and what was read had its checksums
@@ -239,7 +240,7 @@ class CommittedFile:
         return self._groups[name]
 
     def _open(self, name: str) -> Any:
-        """What has this path; a link is not followed."""
+        """The object with this path; a link is not followed."""
         place, _, own = name.rpartition("/")
         group, key = self._group(place), own.encode()
         if group.links.get_info(key).type != h5l.TYPE_HARD:  # raises KeyError if there is none
@@ -338,7 +339,7 @@ def _check_array(node: Any, name: str) -> None:
 
 
 def _has_checksum(array: h5d.DatasetID) -> bool:
-    """Whether it has one for each chunk; an array of another file has no chunks."""
+    """True if each chunk has one; an array of another file has no chunks."""
     made = array.get_create_plist()
     return made.get_layout() == h5d.CHUNKED and made.get_filter_by_id(h5z.FILTER_FLETCHER32) is not None
 

@@ -73,7 +73,7 @@ class DrafterFacts:
     """Behind the weights that were kept."""
     accept_length: float
     strategy: str
-    """What validation drafted with."""
+    """The drafting strategy of the validations."""
     temperature: float
     num_validation_prompts: int
     curve: tuple[CurvePoint, ...]
@@ -89,20 +89,20 @@ def read_facts(folder: Path) -> DrafterFacts | None:
 
 
 @dataclass(frozen=True)
-class FinishedWord:
-    """How many steps a run has done, and the digest of the policy after them."""
+class FinishedRecord:
+    """The number of steps of a run that has finished, and the digest of its last policy."""
 
     num_steps: Count
     policy_sha256: str
 
 
-def read_finished(path: Path) -> FinishedWord | None:
+def read_finished(path: Path) -> FinishedRecord | None:
     """The record; None if the run has not finished.
 
     Raises:
         UserError: it is damaged, or cannot be read.
     """
-    return read_record(path, FinishedWord, "remove it, and the run looks for itself")
+    return read_record(path, FinishedRecord, "remove it, and the run looks for itself")
 
 
 @dataclass(frozen=True)
@@ -113,31 +113,31 @@ class Host:
     num_ranks: Count
     processor: str
     num_cores: Count
-    """Those that the ranks may run on."""
+    """Cores that the ranks may run on."""
     memory_bytes: Count
-    """Of the whole node."""
+    """Memory of the whole node."""
     gpus: Mapping[str, Count]
     """Name -> number, of those that ranks use."""
 
 
 @dataclass(frozen=True)
 class Environment:
-    """What one start of a run ran on; versions are those of rank 0."""
+    """The nodes and software of one start of a run; versions are those of rank 0."""
 
     time: str
     """ISO 8601, UTC."""
     version: str
     commit: str
-    """That is checked out where the package is a clone; else empty."""
+    """Commit that is checked out where the package is a clone; else empty."""
     source: str
     """Digest of the package's files as they are, which a commit does not tell."""
     python: str
     packages: Mapping[str, str]
-    """Those that are installed, of the ones that make a difference."""
+    """Package -> version, of the installed ones that make a difference."""
     cuda: str
-    """That torch is built for; empty for CPUs alone."""
+    """Version that torch is built for; empty for CPUs alone."""
     mpi: str
-    """What the library says of itself."""
+    """Name and version, as the library states them."""
     hosts: tuple[Host, ...]
     """In the order of their first ranks."""
     threads: str

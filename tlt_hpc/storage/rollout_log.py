@@ -88,7 +88,7 @@ def read_keys(file: CommittedFile, place: str) -> list[SampleKey]:
 
 
 def read_rollouts(file: CommittedFile) -> tuple[Rollout, ...]:
-    """What ``rollout_columns`` was given, from the group ``rollouts``."""
+    """Read back from the group ``rollouts`` what ``rollout_columns`` was given."""
     keys = [replace(key, step=key.step - FIRST_STEP) for key in read_keys(file, "rollouts")]
     parts: dict[str, Any] = {
         name: np.split(file.array(f"rollouts/{name}"), file.array(f"rollouts/{ends}"))
@@ -123,7 +123,7 @@ def check_counts(file: CommittedFile, *further: str) -> None:
 
 
 def put_arrays(group: Group, arrays: dict[str, NDArray[Any]]) -> None:
-    """Write each as a dataset of the group."""
+    """Write each array as a dataset of the group."""
     for name, array in arrays.items():
         put_array(group, name, array)
 
@@ -143,7 +143,7 @@ _TIMING = ("start_seconds", "last_token_seconds", "release_seconds")
 
 @dataclass(frozen=True, kw_only=True)
 class _Step:
-    """What a record and a summary share. ``strategy_tokens`` [S] int64 belong to ``strategy_names`` [S]."""
+    """The fields that a record and a summary share. ``strategy_tokens`` [S] int64 belong to ``strategy_names`` [S]."""
 
     step: int
     rank: int
@@ -154,14 +154,14 @@ class _Step:
     strategy_names: tuple[str, ...]
     strategy_tokens: NDArray[np.int64]
     refills: tuple[RolloutTiming, ...] = ()
-    """As ``timing``, of each refill."""
+    """The same as ``timing`` of each refill."""
     phases: tuple[PhaseSpan, ...] = ()
     spans: EngineSpans = NO_SPANS
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord(_Step):
-    """What one rank writes for one step.
+    """The record that one rank writes for one step.
 
     ``rollouts`` [N] are this rank's shard, ordered by key; ``rewards`` and ``advantages`` [N] float32 belong to them;
     an advantage is that of the first token, or NaN if dynamic sampling left the response out of the update.

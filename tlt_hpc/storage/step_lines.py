@@ -21,17 +21,17 @@ logger = logging.getLogger(__name__)
 
 STEP = "training/global_step"
 TEXTS = frozenset({"drafter/why"})
-"""What of a line is text; all else are numbers."""
+"""Names whose values are text; all others are numbers."""
 _MAX_STEPS, _MAX_WHOLE = 10**9, 2**63
 _MAX_NUMBER = 1e30
-"""Of a figure: sums and axes of larger ones leave the range of a float."""
+"""Largest figure: sums and axes of larger ones leave the range of a float."""
 
 Line = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class StepLines:
-    """What the lines of a file are, in the file's order."""
+    """The parsed lines of a file, in the file's order."""
 
     numbered: tuple[tuple[int, int, Line], ...]
     """Number of the line from 1, step from 0, figures."""
@@ -180,7 +180,7 @@ def drop_lines(path: Path, step: int) -> list[int]:
 
 
 def best_evaluated(path: Path, steps: Iterable[int]) -> int | None:
-    """Of these numbers of steps, that after which the policy's evaluation was best, the later one of equals.
+    """The number of steps, one of ``steps``, after which the policy's evaluation was best; the later one of equals.
 
     The figure is the mean over the data sets of mean@N, or of the greedy accuracy if nothing was sampled. Evaluations
     on other data sets than the newest one's do not count. None: none was evaluated.

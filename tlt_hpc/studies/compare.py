@@ -149,7 +149,8 @@ def take_turns(jobs: Mapping[str, Job], num_steps: int, reporter_of: Callable[[s
 
 def config_of(config: Config, mode: str, num_steps: int, parent: Path) -> Config:
     """The configuration of one mode's run: only the mode, the length and the folder differ."""
-    speculation = {"mode": mode if mode in ("plain", "ngram") else "full"}
+    with_drafter = "frozen" if config.speculation.mode == "frozen" else "full"
+    speculation = {"mode": mode if mode in ("plain", "ngram") else with_drafter}
     if mode != "ahead-tail":
         speculation["ahead"] = "off"
     return without_side_effects(config).model_copy(

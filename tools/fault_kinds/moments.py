@@ -50,7 +50,7 @@ SETTINGS = (
     "checkpoint.every_steps=3", "run.stall_factor=0.2",
 )  # fmt: skip
 _AHEAD = (
-    "rollout.prompts_per_step=1", "rollout.max_new_tokens=400", "speculation.ahead=on", "drafter.train=false",
+    "rollout.prompts_per_step=1", "rollout.max_new_tokens=400", "speculation.ahead=on", "speculation.mode=frozen",
 )  # fmt: skip
 JOBS = {
     "plain": Job(2, ("jobs/tiny.toml", *SETTINGS)),

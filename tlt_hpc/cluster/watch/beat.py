@@ -15,7 +15,7 @@ from pathlib import Path
 
 
 class Phase(Enum):
-    """What a rank does, in the words of a verdict."""
+    """Activity of a rank, as a verdict names it."""
 
     STARTING = "starting"
     LOADING = "loading"
@@ -40,7 +40,7 @@ LIMIT_SECONDS = dict.fromkeys(Phase, 1800.0) | {
 
 @dataclass(frozen=True)
 class Member:
-    """Which rank this process is, and of what start of the job."""
+    """Rank, host and start of the job of this process."""
 
     rank: int
     size: int
@@ -49,8 +49,8 @@ class Member:
     """The same on all ranks of a start, and no other's."""
     neighbours: dict[int, int]
     """rank -> process id, of all ranks on this host, this one among them."""
-    witness: str = ""
-    """Names the witness of this host: the word of its first rank, also where Slurm has several nodes on it."""
+    monitor: str = ""
+    """Address of the exit monitor of this host, from its first rank, also where Slurm has several nodes on it."""
 
     @classmethod
     def of(cls, rank: int, told: Sequence[tuple[str, int, str]]) -> Member:
@@ -61,7 +61,7 @@ class Member:
 
 
 class Beat:
-    """Where the main thread is; ``progress`` grows whenever it advances in work of its own."""
+    """Position of the main thread; ``progress`` grows whenever it advances in work of its own."""
 
     def __init__(self) -> None:
         self.phase = Phase.STARTING
@@ -82,8 +82,8 @@ class Beat:
         self.is_asking = False
         """Whether the ranks ask each other repeatedly how far a save is, which is no progress."""
         self.member: Member | None = None
-        self.word = ""
-        """Of this rank's witness, if it has forked one."""
+        self.monitor = ""
+        """Address of the exit monitor that this rank has forked; empty if it has not."""
         self.abort: Callable[[int], None] | None = None
         self.began = time.time()
         """When the command was given, in seconds since the epoch; only for display."""

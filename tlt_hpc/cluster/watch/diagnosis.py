@@ -29,7 +29,7 @@ _ORDER = [phase.value for phase in Phase]
 
 @dataclass(frozen=True)
 class Sighting:
-    """What was found in a rank's status file."""
+    """Content of a rank's status file as it was read."""
 
     rank: int
     record: Record | None
@@ -113,7 +113,7 @@ def process_state(pid: int) -> str:
 
 
 def describe(pid: int) -> str:
-    """Why a process does not move its heartbeat, in words."""
+    """Return the reason why a process of this host does not move its heartbeat."""
     state = process_state(pid)
     return _WORDS.get(state, _UNANSWERED) if state else "its process is gone"
 
@@ -122,7 +122,7 @@ def describe(pid: int) -> str:
 
 
 def judge(sightings: Sequence[Sighting]) -> str | None:
-    """Which rank blocks the others, in one line; None while that cannot be decided.
+    """Return the line that names the rank which blocks the others; None while that cannot be decided.
 
     Called by a rank that has stalled, so at least one of the records is ``stalled``.
     """

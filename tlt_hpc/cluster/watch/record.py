@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Record:
-    """What a rank reports about itself."""
+    """Status of a rank, written by itself."""
 
     start: str
     rank: Count
@@ -69,7 +69,7 @@ class Record:
 
     @property
     def stalled(self) -> bool:
-        """Whether it has made no progress for longer than its phase allows."""
+        """True if it has made no progress for longer than its phase allows."""
         return not self.ending and 0 < self.limit <= self.still
 
     @property
@@ -85,12 +85,12 @@ class Record:
 
 
 def status_file(folder: Path, rank: int) -> Path:
-    """Where a rank's record is."""
+    """Return the path of a rank's record."""
     return folder / f"rank-{rank:04d}"
 
 
 def stacks_file(folder: Path, rank: int) -> Path:
-    """Where a rank that has stalled writes the stacks of its threads."""
+    """Return the path of the stacks that a stalled rank writes."""
     return folder / f"rank-{rank:04d}.stacks"
 
 
@@ -202,7 +202,7 @@ def read_verdict(folder: Path) -> tuple[str, str] | None:
 
 
 def clear_last(folder: Path, start: str) -> str:
-    """How the start before this one ended, empty if it ended in order; removes its verdict.
+    """Read how the start before this one ended, empty if it ended in order, and remove its verdict.
 
     For one rank of ``start``, before any of its ranks writes a record.
 

@@ -23,8 +23,8 @@ from types import TracebackType
 
 from tlt_hpc.cluster.watch.beat import BEAT, LIMIT_SECONDS, Beat, Member, Phase
 from tlt_hpc.cluster.watch.diagnosis import Diagnosis, judge_alone
+from tlt_hpc.cluster.watch.exit_monitor import ExitMonitor
 from tlt_hpc.cluster.watch.record import FINISHED, HEARTBEAT_SECONDS, Record, claim_verdict, stacks_file, write_record
-from tlt_hpc.cluster.watch.witness import Witness
 from tlt_hpc.common.words import FIRST_STEP
 
 STALLED = 71
@@ -47,7 +47,7 @@ class Watch:
     Args:
         factor: stretches the limits of all phases; 0: a job that hangs is not ended.
         rank: this process's by its launcher's variables, None without a launcher.
-        witness: the node's.
+        monitor: of the node's exits; None: there is none.
 
     The other arguments are for tests.
     """
@@ -56,12 +56,12 @@ class Watch:
         self,
         factor: float,
         rank: int | None,
-        witness: Witness | None = None,
+        monitor: ExitMonitor | None = None,
         beat: Beat = BEAT,
         look_seconds: float = LOOK_SECONDS,
         end: Callable[[int], None] = os._exit,
     ) -> None:
-        self._beat, self._exit, self._look_seconds, self._witness = beat, end, look_seconds, witness
+        self._beat, self._exit, self._look_seconds, self._monitor = beat, end, look_seconds, monitor
         self._counter = ProgressCounter(beat, factor, look_seconds)
         self._nobody = Member(rank or 0, 1, socket.gethostname(), "", {})
         self._writer = StatusWriter()
@@ -77,8 +77,8 @@ class Watch:
     def __enter__(self) -> Watch:
         self._beat.phase, self._beat.step, self._beat.waiting = Phase.STARTING, None, None
         self._beat.is_asking = self._beat.in_pulse = False
-        self._beat.ending, self._beat.on_leaving, self._beat.on_joining = "", self._report_end, self._meet_witness
-        self._beat.on_signal = None if self._witness is None else self._witness.take_leave
+        self._beat.ending, self._beat.on_leaving, self._beat.on_joining = "", self._report_end, self._join_monitor
+        self._beat.on_signal = None if self._monitor is None else self._monitor.send_ending
         self._thread.start()
         return self
 
@@ -91,7 +91,7 @@ class Watch:
             self._beat.ending = f"failed: {type(error).__name__}: {error}"
         self._report_end()
         self._beat.member = self._beat.folder = self._beat.abort = None
-        self._beat.word = ""
+        self._beat.monitor = ""
         self._beat.on_leaving = self._beat.on_joining = self._beat.on_signal = None
 
     def ended(self, status: int) -> int:
@@ -104,7 +104,7 @@ class Watch:
         return self._beat.member or self._nobody
 
     def look(self) -> None:
-        """What the thread does every second."""
+        """Take one look, as the thread does every second."""
         self._counter.look()
         member, folder = self._member, self._beat.folder
         self._leave_old_folder(folder)
@@ -116,17 +116,17 @@ class Watch:
             self._end_alone(record, folder)
         else:
             self._diagnose(record, folder)
-        self._tell_witness()
+        self._send_folder()
         if folder is not None:
             self._writer.run_if_idle(partial(self._write_and_read, folder, record, self._diagnosis))
 
-    def _tell_witness(self) -> None:
-        if self._witness is not None and self._member.start:
-            self._witness.tell(self._member, self._beat.folder)
+    def _send_folder(self) -> None:
+        if self._monitor is not None and self._member.start:
+            self._monitor.send_folder(self._member, self._beat.folder)
 
-    def _meet_witness(self) -> None:
-        if self._witness is not None:
-            self._witness.join(self._member)
+    def _join_monitor(self) -> None:
+        if self._monitor is not None:
+            self._monitor.join(self._member)
 
     def _watch(self) -> None:
         while not self._closing.wait(self._look_seconds):
@@ -220,8 +220,8 @@ class Watch:
     def _report_end(self) -> None:
         """Write the last record; returns once it is on the disk, or the folder does not answer."""
         member, folder, ending = self._member, self._beat.folder, self._beat.ending or FINISHED
-        if self._witness is not None:
-            self._witness.take_leave(ending)
+        if self._monitor is not None:
+            self._monitor.send_ending(ending)
         if folder is not None:
             record = self._counter.record(member, ending)
             if not self._writer.run_within(LAST_WORD_SECONDS, partial(self._write, folder, record)):
@@ -229,7 +229,7 @@ class Watch:
 
 
 def is_due(record: Record, written: Record | None, heartbeat_looks: int) -> bool:
-    """Whether a record is to be written: its phase or state is new, or it is time for a heartbeat."""
+    """Return True if a record is to be written: its phase or state is new, or it is time for a heartbeat."""
     if written is None or record.heartbeat - written.heartbeat >= heartbeat_looks:
         return True
     return _state_of(record) != _state_of(written)
@@ -252,7 +252,7 @@ class StatusWriter:
 
     @property
     def is_idle(self) -> bool:
-        """Whether the last task is done."""
+        """True if the last task is done."""
         return self._thread is None or not self._thread.is_alive()
 
     def run_if_idle(self, task: Callable[[], None]) -> bool:

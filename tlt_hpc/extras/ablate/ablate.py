@@ -99,7 +99,7 @@ class AblationFigures:
         return " ".join(parts)
 
     def _tail_or_ahead(self) -> str:
-        """Which of the two uses of the tail gains more in rollout seconds."""
+        """A sentence on which of the two uses of the tail gains more in rollout seconds."""
         tail, ahead = self.comparison.runs["tail"], self.comparison.runs["ahead"]
         median, low, high = paired_ratio(tail.by_step["rollout"], ahead.by_step["rollout"])
         verb = "gains more than" if low > 1 else "gains less than" if high < 1 else "does not clearly differ from"
@@ -188,7 +188,7 @@ def measure(ablation: Ablation, world: World) -> dict[str, Passes] | None:
     with closing(open_session(config, world, assets)) as session:
         for arm in arms:
             load_policy(ablation, arm, session)
-            own = answer(session, ablation, arm, requests)
+            own = measure_arm(session, ablation, arm, requests)
             if own is None:
                 return None
             rows = sorted(chain.from_iterable(world.allgather(own)))
@@ -210,7 +210,7 @@ def load_policy(ablation: Ablation, arm: str, session: Session) -> None:
     session.decoder.load(weights, ablation.num_steps)
 
 
-def answer(
+def measure_arm(
     session: Session, ablation: Ablation, arm: str, requests: list[Request]
 ) -> list[tuple[SampleKey, int, int]] | None:
     """Tokens and passes of this rank's share of the responses with an arm's drafter; None after a stop request."""

@@ -33,12 +33,8 @@ ARMS = {
 """Arms in the order in which they run, and what they are."""
 WITHOUT_DRAFTER = ("plain", "ngram")
 _AHEAD = ("ahead", "ahead-tail")
-_DRAFTER_KEYS: dict[str, dict[str, Any]] = {
-    "frozen": {"train": False},
-    "tail": {"train": True},
-    "ahead": {"train": False},
-    "ahead-tail": {"train": True},
-}
+_MODES = {"frozen": "frozen", "tail": "full", "ahead": "frozen", "ahead-tail": "full"}
+"""Modes of speculation of the arms with a drafter."""
 _MAY_CHANGE = ("run.num_steps", "run.folder")
 
 
@@ -64,9 +60,7 @@ class Ablation:
         """
         tree = without_side_effects(self.config).model_dump()
         tree["run"] |= {"name": arm, "folder": str(self.folder), "num_steps": self.num_steps}
-        mode = arm if arm in WITHOUT_DRAFTER else "full"
-        tree["speculation"] |= {"mode": mode, "ahead": "on" if arm in _AHEAD else "off"}
-        tree["drafter"] |= _DRAFTER_KEYS.get(arm, {})
+        tree["speculation"] |= {"mode": _MODES.get(arm, arm), "ahead": "on" if arm in _AHEAD else "off"}
         return parse_config(tree)
 
 
@@ -105,7 +99,7 @@ def plan_ablation(config: Config, options: argparse.Namespace) -> Ablation:
 
 
 def _obstacle(config: Config, arm: str) -> str:
-    """Why the job cannot have an arm, with the remedy; empty if it can."""
+    """The reason why the job cannot have an arm, with the remedy; empty if it can."""
     strategies = strategies_of("full", config.speculation.strategies)
     if arm == "ngram" and not any(strategy.source == "ngram" for strategy in strategies):
         return "speculation.strategies has no n-grams; add e.g. 'ngram-4' or leave the arm out of --arms"

@@ -13,12 +13,11 @@ from functools import partial
 from pathlib import Path
 
 from tlt_hpc.cluster.request import SlurmRequest, words_of
-from tlt_hpc.common.words import count
+from tlt_hpc.common.words import GB, count
 from tlt_hpc.config import ConfigError, find_problems
 from tlt_hpc.extras.preflight import job_checks, mpi, slurm_checks, system_checks
 from tlt_hpc.extras.preflight.planned_job import PlannedJob
 from tlt_hpc.extras.preflight.results import Finding, Level, failure_of, judge, ok
-from tlt_hpc.plan.memory.plan import GB
 from tlt_hpc.plan.plan_options import GPU_MEMORY, at_least_one, gpu_gb
 
 FOUND_FAILURES = 1

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tlt_hpc.common.words import size
 from tlt_hpc.config import (
     EMBEDDED_MODEL,
     EMBEDDED_TASK,
@@ -24,7 +25,6 @@ from tlt_hpc.config.data_sections import is_function
 from tlt_hpc.extras.preflight.planned_job import PlannedJob
 from tlt_hpc.extras.preflight.results import Finding, Skip, failure, failure_of, ok, warning
 from tlt_hpc.mpi.owner import find_at_work
-from tlt_hpc.plan.memory.plan import size
 from tlt_hpc.storage.folder import RunFolder
 
 if TYPE_CHECKING:
@@ -186,7 +186,7 @@ def check_drafter(job: PlannedJob) -> Finding:
 
     config = job.config
     check_strategies(config.speculation)
-    if config.speculation.mode != "full":
+    if not config.speculation.has_drafter:
         return ok(f"none: speculation.mode = {config.speculation.mode!r}")
     if config.drafter.init != "random":
         initial_drafter(config.drafter.init, config.drafter.form, job.shape, job.model_folder)

@@ -13,7 +13,8 @@ from tlt_hpc.extras.preflight.results import Skip
 
 if TYPE_CHECKING:
     from tlt_hpc.models.shape import ModelShape
-    from tlt_hpc.plan.memory.plan import DeviceType, MemoryPlan
+    from tlt_hpc.plan.memory.plan import MemoryPlan
+    from tlt_hpc.plan.memory.situation import DeviceType
 
 
 GPUS = Path("/proc/driver/nvidia/gpus")
@@ -83,7 +84,7 @@ class PlannedJob:
     def plan(self) -> MemoryPlan:
         """The memory that the job takes."""
         from tlt_hpc.plan.memory.phases import plan_memory
-        from tlt_hpc.plan.memory.plan import Situation
+        from tlt_hpc.plan.memory.situation import Situation
 
         device: DeviceType = "cuda" if self.uses_gpu else "cpu"
         return plan_memory(Situation(self.config, self.shape, self.num_ranks, self.ranks_per_node, device))

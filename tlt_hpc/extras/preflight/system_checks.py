@@ -18,10 +18,10 @@ from typing import TypeVar
 from tlt_hpc.cluster.slurm import SlurmError
 from tlt_hpc.cluster.topology import System
 from tlt_hpc.common.host_memory import available_bytes
+from tlt_hpc.common.words import size
 from tlt_hpc.extras.preflight import slurm_checks
 from tlt_hpc.extras.preflight.planned_job import PlannedJob
 from tlt_hpc.extras.preflight.results import Finding, Skip, failure, ok, warning
-from tlt_hpc.plan.memory.plan import HERE, MemoryLimits, size
 from tlt_hpc.plan.nodes import NEEDS_COMPILER, missing_for_triton
 from tlt_hpc.storage.folder import WriteError
 
@@ -33,6 +33,7 @@ _MAKE_ROOM = "make room there, set run.folder to another place, or lower checkpo
 
 def check_memory(job: PlannedJob) -> Finding:
     """The peak of each GPU and of each node's host memory, as ``tlt plan`` predicts them."""
+    from tlt_hpc.plan.memory.plan import HERE, MemoryLimits
     from tlt_hpc.plan.memory.summary import verdict, way_out
 
     plan, asked = job.plan, (job.request.memory_mb or 0) * _MB

@@ -24,7 +24,7 @@ VARIABLE = "TLT_REHEARSAL"
 BEGUN, STRUCK = "begun", "struck"
 """Marks: files that the rank makes when its first rollout generates, and when it strikes."""
 DISK_BYTES = 65536
-"""What a file may have on the full disk: enough for lines and status, not for a checkpoint or features."""
+"""Bytes that a file may have on the full disk: enough for lines and status, not for a checkpoint or features."""
 _POLL_SECONDS = 5e-3
 
 
@@ -69,19 +69,19 @@ class Order:
         return cls(fault, int(rank), Path(folder))
 
 
-def strike(order: Order) -> None:
+def inject(order: Order) -> None:
     """Mark the first round of the first rollout; strike in the middle of the next step's rollout.
 
     An error here ends the process: without the fault the run would not end.
     """
     try:
-        _strike(order)
+        _inject(order)
     except (OSError, ValueError):
         traceback.print_exc()
         os._exit(1)
 
 
-def _strike(order: Order) -> None:
+def _inject(order: Order) -> None:
     first = wait_for_rollout(None)
     (order.folder / BEGUN).touch()
     if order.fault in FAULTS:
@@ -99,9 +99,9 @@ def wait_for_rollout(after: int | None) -> int:
         time.sleep(_POLL_SECONDS)
 
 
-def obey(environment: Mapping[str, str]) -> None:
+def inject_if_ordered(environment: Mapping[str, str]) -> None:
     """Have this process, if it is the rank that is meant, strike itself while it trains."""
     given = Order.read(environment[VARIABLE])
     # the signal reaches all ranks; another fault one of them
     if launched_rank(environment) == given.rank or given.fault == "limit":
-        threading.Thread(target=strike, args=(given,), daemon=True).start()
+        threading.Thread(target=inject, args=(given,), daemon=True).start()

@@ -32,7 +32,7 @@ STALL_FACTOR = 0.15
 MAX_SECONDS = 3600.0
 """A start that lasts longer, outside of a Slurm job, is ended, and the rehearsal with it."""
 MAX_STARTS = 12
-"""Of a job that Slurm queues again and again, because its time is too short for the next fault."""
+"""Starts of a job that Slurm queues again and again, because its time is too short for the next fault."""
 LAST_STEPS = 2
 """Steps of the start after the last fault."""
 SLOW_SECONDS = 60.0
@@ -69,7 +69,7 @@ class Start:
     """Empty: the last start, which ends by itself."""
     struck: bool
     status: int
-    """Of the launcher; -1 where Slurm has ended the job with it."""
+    """Exit status of the launcher; -1 where Slurm has ended the job with it."""
     seconds: float
     """From the fault to the end of all ranks."""
     until_rollout: float
@@ -162,13 +162,13 @@ def run(options: argparse.Namespace) -> int:
     if rehearsal.num_ranks == 1:
         print("one rank: no hang is tried, as no other rank would see it")
     if rehearsal.log(len(state.starts)).exists():  # the job's end has ended this program with its ranks
-        state = see_end(rehearsal, state, -1)
+        state = record_end(rehearsal, state, -1)
         write_json(path, asdict(state))
     while not state.is_over:
         fault, number = state.next_fault(rehearsal.num_ranks), len(state.starts)
         wait = "; the watch finds it after one to two minutes" if fault == "hang" else ""
         print(f"start {number + 1}: {KINDS[fault].words if fault else 'to its end'}{wait}", flush=True)
-        state = see_end(rehearsal, state, start_ranks(rehearsal, fault, number))
+        state = record_end(rehearsal, state, start_ranks(rehearsal, fault, number))
         write_json(path, asdict(state))
         if fault and not state.starts[-1].struck and rehearsal.is_over_time(number):
             print("the job's time ended before that; queued again, or submitted again with more --time, it continues")
@@ -180,7 +180,7 @@ def run(options: argparse.Namespace) -> int:
             return STOPPED_EARLY
         if not fault and state.starts[-1].status:
             raise UserError(f"the run could not be resumed to its end; see the end of {rehearsal.log(number)}")
-    return report(rehearsal, state)
+    return report_losses(rehearsal, state)
 
 
 def prepare(options: argparse.Namespace) -> Rehearsal:
@@ -239,7 +239,7 @@ def start_ranks(rehearsal: Rehearsal, fault: str, number: int) -> int:
                     os.killpg(process.pid, signal.SIGKILL)
 
 
-def see_end(rehearsal: Rehearsal, state: Rehearsed, status: int) -> Rehearsed:
+def record_end(rehearsal: Rehearsal, state: Rehearsed, status: int) -> Rehearsed:
     """The state with the start that has ended."""
     number = len(state.starts)
     marks, log = rehearsal.marks(number), rehearsal.log(number)
@@ -275,7 +275,7 @@ def committed(folder: RunFolder) -> dict[str, str]:
     return found
 
 
-def report(rehearsal: Rehearsal, state: Rehearsed) -> int:
+def report_losses(rehearsal: Rehearsal, state: Rehearsed) -> int:
     """Print what each fault cost, what the run said of it, and what the site did otherwise; the exit status.
 
     1 if anything was lost, or if a run that a fault struck did not report it or ended as if it had succeeded.

@@ -6,8 +6,8 @@ import os
 import sys
 
 from tlt_hpc.cli.main import main
-from tlt_hpc.extras.rehearse.faults import obey
+from tlt_hpc.extras.rehearse.faults import inject_if_ordered
 
 if __name__ == "__main__":
-    obey(os.environ)
+    inject_if_ordered(os.environ)
     sys.exit(main())

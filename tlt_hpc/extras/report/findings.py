@@ -12,7 +12,7 @@ from tlt_hpc.extras.report.analysis.acceptance import ACCEPTANCE, AcceptLengths
 from tlt_hpc.extras.report.analysis.comparison import RunComparison, analyse_comparison
 from tlt_hpc.extras.report.analysis.learning import Learning, analyse_learning
 from tlt_hpc.extras.report.analysis.lengths import LENGTHS, ResponseLengths
-from tlt_hpc.extras.report.analysis.survey import take_all
+from tlt_hpc.extras.report.analysis.survey import run_surveys
 from tlt_hpc.extras.report.analysis.throughput import THROUGHPUT, Throughput
 from tlt_hpc.extras.report.analysis.timeline import Timeline, analyse_timeline
 from tlt_hpc.look.run_log import RunLog
@@ -44,7 +44,7 @@ class RunFindings:
         return dtype == "float32" or invariant is True or device == "cpu"
 
 
-def find(path: Path, against: Path | None = None, last: int | None = None) -> RunFindings:
+def read_findings(path: Path, against: Path | None = None, last: int | None = None) -> RunFindings:
     """Read a run and the one to compare it with.
 
     Raises:
@@ -54,7 +54,7 @@ def find(path: Path, against: Path | None = None, last: int | None = None) -> Ru
     other = None if against is None else RunLog(against)
     if other is not None and other.folder.path.resolve() == log.folder.path.resolve():
         raise UserError(f"--against {against}: that is the run itself; give another, such as one without speculation")
-    lengths, acceptance, throughput = take_all(log, (LENGTHS, ACCEPTANCE, THROUGHPUT))
+    lengths, acceptance, throughput = run_surveys(log, (LENGTHS, ACCEPTANCE, THROUGHPUT))
     drawn = typical_step(throughput)
     return RunFindings(
         log=log,

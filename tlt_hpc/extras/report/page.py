@@ -24,7 +24,7 @@ from tlt_hpc.extras.report.figures.style import THEMES, inline_svg, themed
 from tlt_hpc.extras.report.figures.timeline import MAX_LANES, draw_timeline
 from tlt_hpc.extras.report.findings import RunFindings
 from tlt_hpc.extras.report.verdict import RunGain, cards
-from tlt_hpc.look.series import plain
+from tlt_hpc.look.series import to_json_types
 from tlt_hpc.look.words import seconds, share, span_of
 
 _MAX_STARTS = 20
@@ -47,7 +47,7 @@ def render(found: RunFindings, gain: RunGain | None, made_at: float) -> str:
         cards=cards(found, gain),
         sections=_sections(found),
         max_lanes=MAX_LANES,
-        starts=[(start, json.dumps(plain(start), indent=1)) for start in starts[: -_MAX_STARTS - 1 : -1]],
+        starts=[(start, json.dumps(to_json_types(start), indent=1)) for start in starts[: -_MAX_STARTS - 1 : -1]],
         config=_config(found),
         run=shlex.quote(str(found.log.folder.path)),
         made_at=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(made_at)),

@@ -59,7 +59,7 @@ def gain_of(found: RunFindings) -> RunGain | None:
         unlike.append(f"it ran on {listed(sorted(theirs))}, this on {listed(sorted(ours))}")
     if any(step is not None for step in found.comparison.first_difference.values()):
         unlike.append("the responses differ, so the work was not the same")
-    is_of_speculation = found.other.mode == "plain" and found.log.mode in ("ngram", "full") and not unlike
+    is_of_speculation = found.other.mode == "plain" and found.log.mode in ("ngram", "frozen", "full") and not unlike
     return RunGain(other.name, speed, tuple(unlike), is_of_speculation)
 
 
@@ -106,7 +106,7 @@ def _waiting(found: RunFindings) -> list[KeyFigure]:
         return []
     words = f"of the ranks' rollout time was spent waiting for the last rank ({seconds(idle)} together)"
     known = [KeyFigure("Idle", share(idle, whole), words)]
-    if found.log.mode == "full" and idle > 0:
+    if found.log.mode in ("frozen", "full") and idle > 0:
         updates = count(found.log.total("drafter/steps"), "update")
         words = f"of the waiting trained the draft model ({updates}) or generated responses ahead"
         known.append(KeyFigure("Harvested", share(found.throughput.harvested, idle), words))
@@ -131,7 +131,7 @@ def _gained(gain: RunGain | None) -> KeyFigure | None:
 
 
 def _text(found: RunFindings) -> KeyFigure | None:
-    """Whether speculation changed any token, and how that is known."""
+    """The key figure on whether speculation changed any token, and how that is known."""
     if found.other is not None and found.comparison is not None and len(found.comparison.compared_steps):
         name, steps = found.comparison.runs[0].name, count(len(found.comparison.compared_steps), "step")
         first = next((step for step in found.comparison.first_difference.values() if step is not None), None)

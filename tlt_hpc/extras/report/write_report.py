@@ -36,11 +36,11 @@ def run(options: argparse.Namespace) -> int:
         see = shlex.join(("tlt", "watch", str(options.run)))
         raise UserError(f"{options.run} holds a warm-up, which has no steps to report; see `{see}`")
     print(f"reading    {options.run}", flush=True)
-    from tlt_hpc.extras.report.findings import find
+    from tlt_hpc.extras.report.findings import read_findings
     from tlt_hpc.extras.report.verdict import cards, gain_of
 
     against = options.against or plain_beside(options.run)
-    found = find(options.run, against, options.last)
+    found = read_findings(options.run, against, options.last)
     gain = gain_of(found)
     for card in cards(found, gain):
         print(f"{card.label.lower():<10} {card.value:<14} {card.words}")

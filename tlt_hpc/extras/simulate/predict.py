@@ -56,7 +56,7 @@ class SimulatedJob:
     phases: StepPhases
     lengths: Ints
     origin: tuple[str, ...]
-    """Where costs and lengths come from, in words."""
+    """The sources of costs and lengths, in words."""
 
     def run(self, num_ranks: int, costs: TokenCosts) -> Steps:
         """Simulate the steps; lengths are the same for any number of ranks, with and without speculation."""

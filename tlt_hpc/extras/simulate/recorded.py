@@ -123,7 +123,7 @@ def _is_number(value: object) -> bool:
 
 
 def _is_complete(ranks: Sequence[StepSummary], line: Line) -> bool:
-    """Whether all ranks logged the rounds of one rollout, of which no earlier start generated a part."""
+    """True if all ranks logged the rounds of one rollout, of which no earlier start generated a part."""
     whole = all(len(log.spans) and not log.refills for log in ranks)
     return whole and 0 < len(ranks) == ranks[0].num_ranks and not line.get("rollout/kept_tokens")
 

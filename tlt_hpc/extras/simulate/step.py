@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tlt_hpc.config import Config
+from tlt_hpc.config import Config, DrafterSection
 from tlt_hpc.extras.simulate.costs import Floats, TokenCosts
 from tlt_hpc.extras.simulate.lengths import Ints
 
@@ -26,7 +26,7 @@ class Setting:
     prompt_tokens: float = 0.0
     read_share: float = 1.0
     """Share of the responses whose prompt is read: one of each group if groups stay together."""
-    micro_step_seconds: float = 0.2
+    micro_step_seconds: float = DrafterSection.micro_step_seconds
     trains: bool = True
     stop_seconds: float = 0.0
     """From the last token of any rank until all have left the rollout."""
@@ -74,14 +74,13 @@ class Steps:
 
 def setting_from(config: Config) -> Setting:
     """The settings of a job."""
-    rollout, drafter = config.rollout, config.drafter
+    rollout = config.rollout
     return Setting(
         ranks_per_replica=rollout.tensor_parallel,
         max_live=rollout.max_live,
         prompt_tokens=config.data.max_prompt_tokens / 2,
         read_share=1 / rollout.group_size if rollout.shard == "group" else 1.0,
-        micro_step_seconds=drafter.micro_step_seconds,
-        trains=drafter.train and config.speculation.mode == "full",
+        trains=config.speculation.trains_drafter,
         stop_seconds=0.005,
     )
 

@@ -2,49 +2,67 @@
 
 from __future__ import annotations
 
-from tlt_hpc.plan.memory.engine import PAGES, engine_parts, rollout_workspace
-from tlt_hpc.plan.memory.plan import MemoryPlan, NamedBytes, PhaseMemory, Situation, present, total
+from tlt_hpc.checkpoint.save import CHUNK_BYTES
+from tlt_hpc.plan.memory.engine import PAGES, PlannedEngine
+from tlt_hpc.plan.memory.plan import MemoryPlan, PhaseMemory
+from tlt_hpc.plan.memory.situation import NamedBytes, Situation, present, total
 from tlt_hpc.plan.memory.training import (
     FROZEN,
     MOMENTS,
     TrainingState,
     drafter_activations,
     gathered_reference,
-    num_drafter_parameters,
     reference_parts,
     training_state,
     update_activations,
 )
 
-RUNTIME_BYTES = 2_000_000_000
-"""Assumed for CUDA's context, NCCL's buffers and what the allocator cannot reuse, on each GPU."""
+CONTEXT_BYTES, COMMUNICATOR_BYTES = 1_500_000_000, 700_000_000
+"""Assumed on each GPU: for CUDA's context and what the allocator cannot reuse, and for each communicator of NCCL."""
 PROCESS_BYTES = {"cuda": 3_000_000_000, "cpu": 1_000_000_000}
 """Assumed for a rank's process in host memory: Python, torch, DeepSpeed and their libraries."""
-COPY_CHUNK_BYTES = 1 << 24
-"""Host memory for a checkpoint's copy is allocated in chunks of this size (``checkpoint.save``)."""
 _LOG_BYTES = 8
 """Bytes of a response token in the rollout log: the token and its log-probability, before compression."""
 
 
-def plan_memory(situation: Situation) -> MemoryPlan:
-    """What the run takes on each rank's device by phase, on each rank in host memory, and on disk."""
+def plan_memory(situation: Situation, engine: PlannedEngine | None = None) -> MemoryPlan:
+    """Bytes that the run takes on each rank's device by phase, on each rank in host memory, and on disk.
+
+    Args:
+        engine: of a situation that differs in training alone; None: it is constructed.
+
+    Raises:
+        ConfigError: ``rollout.kv_bytes`` holds no response of full length.
+    """
     state, is_cuda = training_state(situation), situation.device == "cuda"
-    runtime = present({"CUDA, NCCL (assumed)": RUNTIME_BYTES if is_cuda else 0})
-    resident = runtime | engine_parts(situation) | _drafter(situation) | state.resident | reference_parts(situation)
-    start = {name: count for name, count in resident.items() if name != MOMENTS}  # the first step makes them
-    if not is_cuda:  # the host's memory is the device's
-        resident |= _checkpoint_copy(situation)
+    engine = engine or PlannedEngine(situation)
+    num_drafter = engine.num_drafter_parameters
+    saved = _saved(situation, num_drafter)
+    runtime = {"CUDA, NCCL (assumed)": CONTEXT_BYTES + COMMUNICATOR_BYTES * _num_communicators(situation)}
+    training = _drafter(situation, num_drafter) | state.resident | reference_parts(situation)
+    start = {name: count for name, count in training.items() if name != MOMENTS}  # the first step makes them
+    held = (runtime if is_cuda else {}) | engine.parts
+    # on CPUs the host's memory is the device's
+    resident = held | training | ({} if is_cuda else _checkpoint_copy(situation, saved))
     phases = [
-        PhaseMemory("start", start | _start(situation, state)),
-        PhaseMemory("rollout", resident | rollout_workspace(situation)),
-        *([PhaseMemory("tail", resident | _tail(situation))] if situation.has_tail else []),
-        PhaseMemory("update", {**resident, PAGES: 0} | _update(situation, state)),  # given back meanwhile
+        PhaseMemory("start", held | start | _start(situation, state)),
+        PhaseMemory("rollout", resident | engine.workspace),
+        *([PhaseMemory("tail", resident | _tail(situation, num_drafter))] if situation.has_tail else []),
+        PhaseMemory("update", {**resident, PAGES: 0} | _update(situation, state, num_drafter)),  # given back meanwhile
         PhaseMemory("save", resident),
     ]
     loaded = {"weights while loading": situation.item * situation.shape.num_parameters if is_cuda else 0}
     is_sharded = situation.config.optimizer.zero_stage == 3  # rank 0 reads the policy and the reference for all
-    host = _host(situation, state, {} if is_sharded else loaded)
-    return MemoryPlan(situation, tuple(phases), host, present(loaded if is_sharded else {}), _disk(situation))
+    copy = _checkpoint_copy(situation, saved) if is_cuda else {}
+    host = _host(situation, state, copy if is_sharded else loaded | copy)
+    first_host = present(loaded if is_sharded else {})
+    return MemoryPlan(situation, engine, tuple(phases), host, first_host, _disk(situation, saved))
+
+
+def _num_communicators(situation: Situation) -> int:
+    """Groups of ranks with a communicator: torch's of all, DeepSpeed's of all, a replica's, and one for sequences."""
+    config, several = situation.config, situation.num_ranks > 1
+    return 1 + several + (config.rollout.tensor_parallel > 1) + (config.optimizer.sequence_parallel > 1)
 
 
 def micro_batch_tokens(situation: Situation) -> int:
@@ -58,10 +76,9 @@ def micro_batch_tokens(situation: Situation) -> int:
     return -(-tokens // sharing)
 
 
-def _drafter(situation: Situation) -> NamedBytes:
-    settings, weights = situation.config.drafter, 4 * num_drafter_parameters(situation)
-    average = weights if settings.train else 0
-    return present({"drafter in training": weights, "drafter's moments": 2 * weights, "drafter's average": average})
+def _drafter(situation: Situation, count: int) -> NamedBytes:
+    average = 4 * count if situation.config.speculation.trains_drafter else 0
+    return present({"drafter in training": 4 * count, "drafter's moments": 8 * count, "drafter's average": average})
 
 
 def _start(situation: Situation, state: TrainingState) -> NamedBytes:
@@ -84,17 +101,17 @@ def _start(situation: Situation, state: TrainingState) -> NamedBytes:
     return present({"policy, not yet shared out": max(0, whole) if stage else 0})
 
 
-def _tail(situation: Situation) -> NamedBytes:
+def _tail(situation: Situation, num_drafter: int) -> NamedBytes:
     activations = drafter_activations(situation, situation.config.drafter.micro_step_tokens)
-    return present({"drafter's gradients": 4 * num_drafter_parameters(situation), "drafter's activations": activations})
+    return present({"drafter's gradients": 4 * num_drafter, "drafter's activations": activations})
 
 
-def _update(situation: Situation, state: TrainingState) -> NamedBytes:
+def _update(situation: Situation, state: TrainingState, num_drafter: int) -> NamedBytes:
     """The update at its largest: in a backward pass, at the end of one, or in the optimiser's step."""
     activations = update_activations(situation, micro_batch_tokens(situation))
     # on a CPU the sum in progress is held as tensors; on a GPU it has ended before, and takes less than what follows
     merges = situation.device == "cpu" and situation.has_tail
-    merge = {"merge of the drafters": 12 * num_drafter_parameters(situation) if merges else 0}
+    merge = {"merge of the drafters": 12 * num_drafter if merges else 0}
     gathered = state.held | gathered_reference(situation)
     if state.stepping > total(gathered) + max(activations, state.reduced):
         return present({**merge, "optimiser's step": state.stepping})
@@ -102,47 +119,43 @@ def _update(situation: Situation, state: TrainingState) -> NamedBytes:
     return present({**merge, **gathered, largest: max(state.reduced, activations)})
 
 
-def _host(situation: Situation, state: TrainingState, loaded: dict[str, int]) -> NamedBytes:
+def _host(situation: Situation, state: TrainingState, more: dict[str, int]) -> NamedBytes:
     """Host memory of one rank."""
-    is_cuda = situation.device == "cuda"
     reference = situation.item * situation.own_parameters  # a rank's shard
     return present(
         {
             "process (assumed)": PROCESS_BYTES[situation.device],
-            **loaded,
-            **(_checkpoint_copy(situation) if is_cuda else {}),
+            **more,
             "optimiser (offload)": state.host,
             "reference (offload)": reference * (situation.has_reference and situation.offloads_parameters),
         }
     )
 
 
-def _checkpoint_copy(situation: Situation) -> dict[str, int]:
-    """A rank's share of a checkpoint, and of the drafter's own checkpoint, in whole chunks each."""
-    shares = (_saved(situation), _saved_alone(situation))
-    chunks = sum(-(-share // (situation.num_ranks * COPY_CHUNK_BYTES)) for share in shares)
-    return {"copy for checkpoints": chunks * COPY_CHUNK_BYTES}
+def _saved(situation: Situation, num_drafter: int) -> tuple[int, int]:
+    """Bytes of a checkpoint, and of one of the drafter alone, which are written between those.
+
+    Masters and moments of the policy; those of the drafter with its average.
+    """
+    drafter = 16 * num_drafter
+    return 12 * situation.trained_parameters + drafter, drafter * situation.trains_drafter
 
 
-def _saved_alone(situation: Situation) -> int:
-    """Bytes of a checkpoint of the drafter alone, written between the whole ones."""
-    return 16 * num_drafter_parameters(situation) * situation.trains_drafter
+def _checkpoint_copy(situation: Situation, saved: tuple[int, int]) -> NamedBytes:
+    """A rank's share of either kind of checkpoint, in whole chunks each."""
+    chunks = sum(-(-num_bytes // (situation.num_ranks * CHUNK_BYTES)) for num_bytes in saved)
+    return {"copy for checkpoints": chunks * CHUNK_BYTES}
 
 
-def _saved(situation: Situation) -> int:
-    """Bytes of a checkpoint: masters and moments, the drafter's with its average."""
-    return 12 * situation.trained_parameters + 16 * num_drafter_parameters(situation)
-
-
-def _disk(situation: Situation) -> NamedBytes:
+def _disk(situation: Situation, saved: tuple[int, int]) -> NamedBytes:
     """Upper bound of what the whole run writes."""
     config = situation.config
     step = config.samples_per_step * (4 * situation.longest + (_LOG_BYTES - 4) * config.rollout.max_new_tokens)
     return present(
         {
             # the next is written before the oldest is removed; the best by an evaluation is kept beside the newest
-            "checkpoints": (config.checkpoint.keep + 1 + bool(config.evaluation.every_steps)) * _saved(situation),
-            "the drafter's between them": 3 * _saved_alone(situation),
+            "checkpoints": (config.checkpoint.keep + 1 + bool(config.evaluation.every_steps)) * saved[0],
+            "the drafter's between them": 3 * saved[1],
             "features": config.drafter.cache_bytes * situation.num_ranks if situation.learns_drafting else 0,
             "rollout logs": step * config.run.num_steps,
         }

@@ -8,9 +8,8 @@ from dataclasses import dataclass, field, replace
 
 from tlt_hpc.config import ConfigError, check_sequence_parallel, parse_config
 from tlt_hpc.models.shape import check_sharding
-from tlt_hpc.plan.memory.engine import page_bytes, pool_bytes, positions
 from tlt_hpc.plan.memory.phases import plan_memory
-from tlt_hpc.plan.memory.plan import MemoryLimits, MemoryPlan, Situation
+from tlt_hpc.plan.memory.plan import MemoryLimits, MemoryPlan
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,7 @@ def save_memory(plan: MemoryPlan, limits: MemoryLimits) -> Savings:
     """
     found, times = Savings(plan), Counter[str]()
     while not limits.hold(found.plan):
-        for key, value in sorted(_changes(found.plan.situation), key=lambda change: times[change[0]]):
+        for key, value in sorted(_changes(found.plan), key=lambda change: times[change[0]]):
             changed = _savings(plan, {**found.changed, key: value})
             if changed is not None and (key == "optimizer.zero_stage" or _helps(found.plan, changed.plan, limits)):
                 found = changed
@@ -70,14 +69,16 @@ def _savings(plan: MemoryPlan, changed: dict[str, object]) -> Savings | None:
         check_sequence_parallel(
             config.optimizer, situation.shape.num_heads, situation.shape.num_kv_heads, situation.num_ranks
         )
+        same_engine = plan.engine if config.rollout == situation.config.rollout else None
+        return Savings(plan_memory(replace(situation, config=config), same_engine), changed)
     except ConfigError:
         return None
-    return Savings(plan_memory(replace(situation, config=config)), changed)
 
 
-def _changes(situation: Situation) -> Iterator[tuple[str, object]]:
+def _changes(plan: MemoryPlan) -> Iterator[tuple[str, object]]:
     """One further change of each setting, the least costly first: more passes, then more communication, fewer replicas
     or live sequences, a slower update, host memory."""
+    situation, sizes = plan.situation, plan.engine.sizes
     config, longest = situation.config, situation.longest
     rollout, optimizer, drafter = config.rollout, config.optimizer, config.drafter
     if optimizer.micro_batch_tokens > longest:
@@ -87,10 +88,9 @@ def _changes(situation: Situation) -> Iterator[tuple[str, object]]:
     if optimizer.zero_stage < 3:
         yield "optimizer.zero_stage", 3
     yield "optimizer.sequence_parallel", 2 * optimizer.sequence_parallel
-    size = page_bytes(situation)
-    pages = pool_bytes(situation) // size // 2
-    if rollout.kv_bytes and pages > -(-positions(situation) // rollout.page_size):  # room for one of full length
-        yield "rollout.kv_bytes", pages * size
+    pages = (sizes.num_pages + 1) // 2
+    if rollout.kv_bytes and pages > -(-sizes.num_positions // sizes.page_size):  # room for one of full length
+        yield "rollout.kv_bytes", pages * plan.engine.page_bytes
     elif not rollout.kv_bytes and rollout.max_live > 1:  # the rows determine the number of pages
         yield "rollout.max_live", rollout.max_live // 2
     if not situation.ranks_per_node % (2 * rollout.tensor_parallel):

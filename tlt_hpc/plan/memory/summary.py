@@ -11,14 +11,16 @@ from rich.table import Table
 
 from tlt_hpc.common.console import TextConsole
 from tlt_hpc.common.host_memory import available_bytes
+from tlt_hpc.common.words import GB, few_digits, size
 from tlt_hpc.config import Config, ConfigError, ModelSection, check_ranks, check_replicas, load_config
 from tlt_hpc.models.shape import ModelShape
 from tlt_hpc.models.weight_check import check_weights
 from tlt_hpc.plan.inputs import check_shape
 from tlt_hpc.plan.memory.phases import plan_memory
-from tlt_hpc.plan.memory.plan import GB, HERE, MemoryLimits, MemoryPlan, NamedBytes, Situation, few_digits, size, total
+from tlt_hpc.plan.memory.plan import HERE, MemoryLimits, MemoryPlan
 from tlt_hpc.plan.memory.savings import save_memory
 from tlt_hpc.plan.memory.shapes import find_shape
+from tlt_hpc.plan.memory.situation import NamedBytes, Situation, total
 
 DOES_NOT_FIT = 1
 """Exit status of a plan that exceeds what there is."""

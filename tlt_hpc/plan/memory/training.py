@@ -10,29 +10,27 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from tlt_hpc.models.documents import MAX_SCORES, RUN_TOKENS
+from tlt_hpc.models.policy_model import CHUNK_LOGITS
 from tlt_hpc.models.shape import ModelShape
-from tlt_hpc.plan.memory.plan import NamedBytes, Situation, present
+from tlt_hpc.plan.memory.situation import NamedBytes, Situation, present
+from tlt_hpc.rl.distributed import REDUCE_BUCKET_ELEMENTS
 
 MOMENTS, FROZEN = "Adam moments", "frozen weights"
-BUCKET_ELEMENTS = 50_000_000
-"""Gradients reduced in one collective (``rl.distributed.REDUCE_BUCKET_ELEMENTS``)."""
-CHUNK_LOGITS = 1 << 26
-"""Logits in memory at once, of policy and drafter alike."""
 _KEPT_WHOLE = 100_000
 """Parameters up to this size stay gathered at stage 3 (DeepSpeed's stage3_param_persistence_threshold)."""
 _MAX_GATHERED = 1_000_000_000
 """Parameters gathered at once at stage 3 (its stage3_max_live_parameters)."""
 _PREFETCHED = 50_000_000
 """Parameters of the next layers that are gathered ahead (its stage3_prefetch_bucket_size)."""
+_SUB_GROUP = 1_000_000_000
+"""A rank's parameters that an optimiser on the host steps at once (its sub_group_size)."""
 _STAGE_0_REDUCED = 500_000_000
 """Gradients that stage 0 copies at once to reduce them."""
 _LOGIT_BYTES = 16
 """Bytes of a logit of the policy's head: logits, their log-softmax, its exponential and its product, in float32."""
 _DRAFT_LOGIT_BYTES = 20
 """Bytes of a logit in the drafter's loss: both logits, both softmaxes, their gradient."""
-_MASKED_RUN = 128
-"""Keys of a run of short documents, whose mask every layer keeps (``models.documents``); on CPUs."""
-_MAX_SCORES = 1 << 24
 _MULTIPROCESSORS = 132
 """Of an H100 or H200; other GPUs have fewer, or about as many."""
 
@@ -85,7 +83,7 @@ def _stage_1_in_bf16(situation: Situation) -> TrainingState:
 def _stage_1_or_2(situation: Situation) -> TrainingState:
     count, own = situation.trained_parameters, situation.own_parameters
     is_stage_1 = situation.config.optimizer.zero_stage == 1
-    bucket = 4 * min(count, BUCKET_ELEMENTS)
+    bucket = 4 * min(count, REDUCE_BUCKET_ELEMENTS)
     # stage 1 adds up whole gradients over the micro-batches, stage 2 each rank's shard
     held = {"gradients": situation.item * count if is_stage_1 else 4 * own, "bucket of gradients": bucket}
     return TrainingState(
@@ -98,7 +96,7 @@ def _stage_1_or_2(situation: Situation) -> TrainingState:
 
 def _stage_3(situation: Situation) -> TrainingState:
     count, own, item = situation.trained_parameters, situation.own_parameters, situation.item
-    bucket = 4 * min(count, BUCKET_ELEMENTS)
+    bucket = 4 * min(count, REDUCE_BUCKET_ELEMENTS)
     gathered = (
         min(count + situation.frozen_parameters, small_parameters(situation) + _MAX_GATHERED)
         if situation.num_ranks > 1
@@ -114,16 +112,26 @@ def _stage_3(situation: Situation) -> TrainingState:
 
 
 def _offloaded(state: TrainingState, situation: Situation) -> TrainingState:
-    """Moves masters, moments and the rank's gradients to host memory, where the step is taken too; its parameters if
-    asked."""
+    """The state with masters, moments and the rank's gradients in host memory, where the step is taken too; its
+    parameters if asked.
+
+    The host has the gradients twice: as they are added up, and as the step reads them.
+    """
     own, moves_parameters = situation.own_parameters, situation.offloads_parameters
+    groups = [min(_SUB_GROUP, own - start) for start in range(0, own, _SUB_GROUP)]
+    host = 12 * own + _pinned(4 * own) + sum(_pinned(4 * count) for count in groups)
     away = {"fp32 masters", MOMENTS, "gradients"} | ({"policy", FROZEN} if moves_parameters else set())
     return TrainingState(
         resident={name: count for name, count in state.resident.items() if name not in away},
         held={name: count for name, count in state.held.items() if name not in away},
         reduced=state.reduced,
-        host=16 * own + sum(state.resident.get(name, 0) for name in ("policy", FROZEN) if moves_parameters),
+        host=host + sum(_pinned(state.resident.get(name, 0)) for name in ("policy", FROZEN) if moves_parameters),
     )
+
+
+def _pinned(num_bytes: int) -> int:
+    """What torch's allocator takes for so many bytes of pinned host memory: the next power of two."""
+    return 1 << (num_bytes - 1).bit_length() if num_bytes else 0
 
 
 def _head_reduction(situation: Situation) -> dict[str, int]:
@@ -135,7 +143,7 @@ def _head_reduction(situation: Situation) -> dict[str, int]:
     largest = max(shape.vocab_size * shape.hidden_size, *_mlp_matrices(shape))
     count = 0 if situation.frozen_parameters else largest
     size = situation.item + (4 if situation.item == 2 else 0)
-    return {"head's gradient": count * size if count > BUCKET_ELEMENTS else 0}
+    return {"head's gradient": count * size if count > REDUCE_BUCKET_ELEMENTS else 0}
 
 
 def small_parameters(situation: Situation) -> int:
@@ -227,7 +235,7 @@ def _policy_layer_bytes(situation: Situation) -> int:
     total += 8 + 4 * s.num_heads  # norms' factors, attention's log-sum-exp
     if s.head_norm:
         total += (norm - item) * (q + k)
-    return total + (item * _MASKED_RUN if situation.device == "cpu" else 0)
+    return total + (item * RUN_TOKENS if situation.device == "cpu" else 0)
 
 
 def drafter_activations(situation: Situation, num_tokens: int) -> int:
@@ -236,40 +244,14 @@ def drafter_activations(situation: Situation, num_tokens: int) -> int:
     q, k = s.num_heads * s.head_dim, s.num_kv_heads * s.head_dim
     wide = 10 if settings.form == "eagle" else 16
     step = 4 * (wide * s.hidden_size + 4 * (q + k) + 4 * s.intermediate_size + 64)
-    step += 4 * _MASKED_RUN if situation.device == "cpu" else 0
+    step += 4 * RUN_TOKENS if situation.device == "cpu" else 0
     kept, most = step * num_tokens, 0
     length = min(num_tokens, situation.longest)
     if settings.num_unrolled > 1:
         scores = s.num_heads * length
-        recomputes = scores * length > _MAX_SCORES
+        recomputes = scores * length > MAX_SCORES
         kept += (settings.num_unrolled - 1) * num_tokens * (step + (0 if recomputes else 8 * scores))
-        most = 20 * _MAX_SCORES if recomputes else 0
+        most = 20 * MAX_SCORES if recomputes else 0
     # the target's logits are the larger half, whatever the drafter's vocabulary is
     logits = _DRAFT_LOGIT_BYTES * min(num_tokens * s.vocab_size, CHUNK_LOGITS)
     return kept + max(most, logits, 6 * s.intermediate_size * num_tokens)
-
-
-# --- the drafter's size ---
-
-
-def num_drafter_parameters(situation: Situation) -> int:
-    """Weights of the learned drafter; 0 if there is none."""
-    settings = situation.config.drafter
-    if not situation.learns_drafting:
-        return 0
-    return drafter_parameters(situation.shape, settings.form, settings.vocabulary)
-
-
-def drafter_parameters(shape: ModelShape, form: str, vocabulary: int) -> int:
-    """Weights of a drafter; ``vocabulary``: of an EAGLE-3 one."""
-    h, layer = shape.hidden_size, drafter_layer_parameters(shape, form)
-    if form == "eagle":
-        return 2 * h * h + layer + h
-    return 3 * h * h + layer + 4 * h + min(vocabulary, shape.vocab_size) * h
-
-
-def drafter_layer_parameters(shape: ModelShape, form: str) -> int:
-    """Weights of the drafter layer's matrices; EAGLE-3's attention reads states and embeddings side by side."""
-    rows = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
-    attention = (1 if form == "eagle" else 2) * rows + shape.num_heads * shape.head_dim
-    return shape.hidden_size * (attention + 3 * shape.intermediate_size)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from tlt_hpc.checkpoint.claim import claim_folder
 from tlt_hpc.checkpoint.store import CheckpointStore
@@ -27,8 +28,8 @@ from tlt_hpc.run.session import Session, closed_on_error, load_folder, open_sess
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.studies.warmup.texts import Texts, from_logs, from_prompts
 
-# What the responses and the held-out prompts depend on. The rest of [warmup] is the training's.
-_OF_RESPONSES = ("sources", "responses", "validation_prompts")
+# What the responses and the held-out prompts depend on. The rest is the training's.
+_OF_RESPONSES = ("warmup.sources", "warmup.responses")
 _NUM_SAVES = 2
 
 
@@ -57,7 +58,7 @@ def assemble(config: Config, world: World) -> Warmup:
     node = world.node_group
     assets = read_assets_once(config, world.size, node)
     form, shape = config.drafter.form, assets.shape
-    init = partial(initial_drafter, config.warmup.init, form, shape, assets.folder, "warmup.init")
+    init = partial(initial_drafter, config.drafter.init, form, shape, assets.folder)
     warm = read_all_once(node, init)
     num_tokens = num_used_tokens(assets.tokenizer, assets.shape)
     if config.warmup.sources:
@@ -79,18 +80,24 @@ def assemble(config: Config, world: World) -> Warmup:
 
 
 def _check_same(folder: RunFolder, config: Config) -> None:
-    """Refuse another [warmup] where responses, or a training that has begun, depend on it.
+    """Refuse settings other than the saved ones where responses, or a training that has begun, depend on them.
 
     Raises:
         ConfigError: with both values.
     """
     if not folder.config.exists():
         return
-    old, new = load_saved_config(folder.config).warmup.model_dump(), config.warmup.model_dump()
-    for name in (*_OF_RESPONSES, *(old if folder.training.exists() else ())):
-        if old[name] != new[name]:
-            remedy = "" if name in _OF_RESPONSES else f", delete {folder.training} to train again on the same responses"
+    old, new = _settings(load_saved_config(folder.config)), _settings(config)
+    for key in old if folder.training.exists() else _OF_RESPONSES:
+        if old[key] != new[key]:
+            remedy = "" if key in _OF_RESPONSES else f", delete {folder.training} to train again on the same responses"
             raise ConfigError(
-                f"{folder.config} holds a warm-up with warmup.{name} = {old[name]!r}, now {new[name]!r}; use the old "
+                f"{folder.config} holds a warm-up with {key} = {old[key]!r}, now {new[key]!r}; use the old "
                 f"value{remedy} or give another run.name"
             )
+
+
+def _settings(config: Config) -> dict[str, Any]:
+    """The settings of a warm-up which may otherwise change when a run continues."""
+    own = {f"warmup.{name}": value for name, value in config.warmup.model_dump().items()}
+    return {**own, "drafter.learning_rate": config.drafter.learning_rate}

@@ -13,19 +13,18 @@ VALIDATION = strategy_named("drafter-5")
 
 
 def config_of(config: Config) -> Config:
-    """A job's configuration as its warm-up has it: a folder of its own, and what the warm-up begins from.
+    """A job's configuration as its warm-up has it: a folder of its own.
 
     Raises:
         ConfigError: there is no drafter to warm up.
     """
-    if config.speculation.mode != "full":
+    if not config.speculation.has_drafter:
         raise ConfigError(
             f"speculation.mode = {config.speculation.mode!r} has no learned drafter to warm up; "
             "use speculation.mode = 'full'"
         )
     run = config.run.model_copy(update={"name": config.run.name + SUFFIX})
-    drafter = config.drafter.model_copy(update={"init": config.warmup.init})
-    return config.model_copy(update={"run": run, "drafter": drafter})
+    return config.model_copy(update={"run": run})
 
 
 def describe(config: Config, assets: ModelAssets, num_ranks: int) -> str:
@@ -34,13 +33,13 @@ def describe(config: Config, assets: ModelAssets, num_ranks: int) -> str:
     origin = f"logged in {', '.join(warmup.sources)}" if warmup.sources else f"to prompts of {config.data.source_name}"
     lines = [
         f"warm-up     {config.folder}: on {count(num_ranks, 'rank')}, seed {config.run.seed}; "
-        f"drafter from {warmup.init}",
+        f"drafter from {config.drafter.init}",
         *describe_model(config.model, assets),
         f"responses   up to {warmup.responses:,} {origin}; features within "
         f"{config.drafter.cache_bytes / 1e9:g} GB a rank",
         f"training    up to {count(warmup.updates, 'update')} of {count(warmup.batch_tokens, 'token')}; "
-        f"learning rate {warmup.learning_rate:g}",
-        f"validation  every {count(warmup.validate_every, 'update')}: {VALIDATION.name} on up to "
+        f"learning rate {config.drafter.learning_rate:g}",
+        f"validation  every {count(warmup.validation_interval, 'update')}: {VALIDATION.name} on up to "
         f"{count(warmup.validation_prompts, 'prompt')}; ends after {warmup.patience} without a new best",
     ]
     return "\n".join([*lines, "", to_toml(config)])

@@ -60,5 +60,5 @@ class Progress:
         last = self.curve[-1].updates if self.curve else -1
         if self.updates == 0:
             return is_trained and last < 0
-        is_time = self.updates % limits.validate_every == 0 or bool(self.end_reason(limits))
+        is_time = self.updates % limits.validation_interval == 0 or bool(self.end_reason(limits))
         return last < self.updates and is_time

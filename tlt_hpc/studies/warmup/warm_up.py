@@ -163,12 +163,13 @@ def choose_vocabulary(warmup: Warmup, shelf: Shelf) -> None:
 @deterministic()
 def take_update(warmup: Warmup, shelf: Shelf, batch: Sequence[int], progress: Progress) -> tuple[Progress, bool]:
     """One update on a batch of documents, and whether a rank votes to stop; collective. The clock is rank 0's."""
-    world, trainer, limits, start = warmup.world, warmup.trainer, warmup.config.warmup, time.perf_counter()
+    world, trainer, start = warmup.world, warmup.trainer, time.perf_counter()
+    settings, limits = warmup.config.drafter, warmup.config.warmup
     own = balanced_shards(batch, shelf.lengths, world.size)[world.rank]
-    passes = passes_of([shelf.read(index) for index in own], warmup.config.drafter.micro_step_tokens)
+    passes = passes_of([shelf.read(index) for index in own], settings.micro_step_tokens)
     done = progress.share_done(limits)
     rise = limits.ramp_updates + 1
-    trainer.trained.learning_rate = scheduled_rate(limits.learning_rate, progress.updates, rise, done, "cosine")
+    trainer.trained.learning_rate = scheduled_rate(settings.learning_rate, progress.updates, rise, done, "cosine")
     loss = learn(trainer, (pack(excerpts, warmup.decoder.device) for excerpts in passes), world)
     seconds = world.broadcast(time.perf_counter() - start)
     progress = progress.learned(loss, sum(shelf.lengths[index] for index in batch), seconds)

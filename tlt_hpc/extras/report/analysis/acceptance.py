@@ -12,7 +12,7 @@ from tlt_hpc.extras.report.analysis.base import StepAnalysis
 from tlt_hpc.extras.report.analysis.kinds import OFF
 from tlt_hpc.extras.report.analysis.survey import Survey
 from tlt_hpc.look.run_log import RunLog
-from tlt_hpc.look.series import numbered
+from tlt_hpc.look.series import step_numbers
 from tlt_hpc.look.words import listed, share, span_of
 from tlt_hpc.storage.rollout_log import StepSummary
 
@@ -108,7 +108,7 @@ def _found(run: RunLog, steps: list[int], rows: list[_Row]) -> AcceptLengths:
     return AcceptLengths(
         run=run.name,
         problems=run.problems,
-        steps=numbered(steps),
+        steps=step_numbers(steps),
         accept_length=np.array([row[2] for row in rows], np.float64),
         own_accept_length=np.where(judged, run.metric("drafter/own_accept_length", steps), np.nan),
         strategies=names,

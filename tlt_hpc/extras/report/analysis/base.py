@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tlt_hpc.look.series import plain
+from tlt_hpc.look.series import to_json_types
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Analysis(ABC):
 
     def to_json(self) -> dict[str, Any]:
         """All fields and the verdict in JSON's types; NaN and infinity become null."""
-        tree = plain(self)
+        tree = to_json_types(self)
         return {"run": tree.pop("run"), "verdict": self.verdict, **tree}
 
 

@@ -13,7 +13,7 @@ from tlt_hpc.common.words import count
 from tlt_hpc.extras.report.analysis.base import Analysis
 from tlt_hpc.look.columns import COLUMNS, COMPARED
 from tlt_hpc.look.run_log import RunLog
-from tlt_hpc.look.series import RunSeries, numbered, series_of, speed_of
+from tlt_hpc.look.series import RunSeries, series_of, speed_of, step_numbers
 from tlt_hpc.look.words import listed, share
 
 MAX_TOKENS = 8_000_000
@@ -90,8 +90,8 @@ def analyse_comparison(runs: Sequence[RunLog]) -> RunComparison:
     return RunComparison(
         run=", ".join(names),
         runs=tuple(series_of(run, name) for run, name in zip(runs, names, strict=True)),
-        common_steps=numbered(sorted(set.intersection(*(set(run.lines) for run in runs)))),
-        compared_steps=numbered(compared),
+        common_steps=step_numbers(sorted(set.intersection(*(set(run.lines) for run in runs)))),
+        compared_steps=step_numbers(compared),
         first_difference=differences,
         problems=tuple(f"{name}: {each}" for run, name in zip(runs, names, strict=True) for each in run.problems),
     )

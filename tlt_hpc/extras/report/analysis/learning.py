@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from tlt_hpc.extras.report.analysis.base import StepAnalysis
 from tlt_hpc.look.columns import COLUMNS, LEARNING, SCORE
 from tlt_hpc.look.run_log import RunLog
-from tlt_hpc.look.series import change_of, numbered
+from tlt_hpc.look.series import change_of, step_numbers
 from tlt_hpc.look.words import listed
 
 _CORE = "val-core/"
@@ -67,7 +67,7 @@ def analyse_learning(run: RunLog) -> Learning:
     return Learning(
         run=run.name,
         problems=run.problems,
-        steps=numbered(run.lines),
+        steps=step_numbers(run.lines),
         series={name: run.metric(COLUMNS[name].metric) for name in LEARNING},
         evaluations={name.removeprefix(_CORE): run.metric(name) for name in names if not name.endswith("/stderr")},
         not_finite=bad,
@@ -98,7 +98,7 @@ def _change(what: str, values: NDArray[np.float64], form: str, unit: str = "") -
 
 
 def _noise(score: NDArray[np.float64]) -> str:
-    """Whether the change of the score is larger than the variation from step to step."""
+    """A sentence on whether the change of the score is larger than the variation from step to step."""
     change = change_of(score)
     if change is None or change.error is None:
         return "That is too few steps to tell a trend from chance."

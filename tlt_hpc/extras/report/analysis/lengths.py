@@ -12,7 +12,7 @@ from tlt_hpc.common.words import count
 from tlt_hpc.extras.report.analysis.base import StepAnalysis
 from tlt_hpc.extras.report.analysis.survey import Survey
 from tlt_hpc.look.run_log import RunLog
-from tlt_hpc.look.series import numbered
+from tlt_hpc.look.series import step_numbers
 from tlt_hpc.look.words import share, span_of
 from tlt_hpc.storage.rollout_log import StepSummary
 
@@ -68,7 +68,7 @@ def _found(run: RunLog, all_steps: list[int], rows: list[_Row]) -> ResponseLengt
     return ResponseLengths(
         run=run.name,
         problems=run.problems,
-        steps=numbered(step for step, _, _ in pairs),
+        steps=step_numbers(step for step, _, _ in pairs),
         p50=quantiles[:, 0],
         p90=quantiles[:, 1],
         p99=quantiles[:, 2],

@@ -21,13 +21,13 @@ class Survey(NamedTuple, Generic[Found]):
     found: Callable[[RunLog, list[int], list[Any]], Found]
 
 
-def take(run: RunLog, survey: Survey[Found]) -> Found:
+def run_survey(run: RunLog, survey: Survey[Found]) -> Found:
     """Run one survey."""
-    found: Found = take_all(run, (survey,))[0]
+    found: Found = run_surveys(run, (survey,))[0]
     return found
 
 
-def take_all(run: RunLog, surveys: Sequence[Survey[Any]]) -> list[Any]:
+def run_surveys(run: RunLog, surveys: Sequence[Survey[Any]]) -> list[Any]:
     """Run several surveys in one pass. A damaged log is noted and left out of all of them."""
     rows = {step: [survey.row(run, ranks) for survey in surveys] for step in run.steps if (ranks := run.ranks(step))}
     return [survey.found(run, list(rows), [row[i] for row in rows.values()]) for i, survey in enumerate(surveys)]

@@ -13,7 +13,7 @@ from tlt_hpc.extras.report.analysis.base import StepAnalysis
 from tlt_hpc.extras.report.analysis.kinds import KINDS, OF_PHASE, Kind, engine_kinds
 from tlt_hpc.extras.report.analysis.survey import Survey
 from tlt_hpc.look.run_log import RunLog
-from tlt_hpc.look.series import numbered
+from tlt_hpc.look.series import step_numbers
 from tlt_hpc.look.words import listed, seconds, share, span_of
 from tlt_hpc.storage.rollout_log import StepSummary
 
@@ -35,7 +35,7 @@ class Throughput(StepAnalysis):
     """Response tokens, without those that an earlier start generated: none of the seconds belong to them."""
     num_ranks: NDArray[np.int64]
     is_whole: NDArray[np.bool_]
-    """Whether all ranks' logs were read."""
+    """True where all ranks' logs were read."""
     idle_rank_seconds: NDArray[np.float64]
     harvested_rank_seconds: NDArray[np.float64]
     rollout_seconds: NDArray[np.float64]
@@ -143,7 +143,7 @@ def _found(run: RunLog, steps: list[int], rows: list[dict[str, Any]]) -> Through
     return Throughput(
         run=run.name,
         problems=run.problems,
-        steps=numbered(steps),
+        steps=step_numbers(steps),
         kinds=tuple(KINDS[i] for i in used),
         seconds=table[:, used],
         tokens=(column("tokens") - kept).astype(np.int64),

@@ -1,4 +1,4 @@
-"""Names the rank that was killed: a process of each node that sees which of its ranks ends first.
+"""Names the rank that was killed: a monitor process on each node sees which of its ranks exits first.
 
 Once a rank is killed, the launcher kills all others within milliseconds, so no rank can tell. This process is forked
 from the node's first rank before that has threads, MPI or much memory, and leaves its process group. Each rank of the
@@ -23,7 +23,7 @@ from uuid import uuid4
 from tlt_hpc.cluster.watch.beat import BEAT, Member
 from tlt_hpc.cluster.watch.record import Record, claim_verdict, read_records
 
-_LONGEST_WORD = 1 << 16
+_MAX_MESSAGE_BYTES = 1 << 16
 _OF_ANOTHER = re.compile(r"[Cc]onnection (closed|reset|refused)|Broken pipe|Socket closed|remote process exited")
 """In the error of a rank that has lost another, of gloo or NCCL."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2, signal.SIGHUP)
@@ -35,8 +35,8 @@ _POLL_SECONDS = 0.1
 _LONGEST_ENDING = 400
 
 
-class Witness:
-    """A rank's connection to its node's witness.
+class ExitMonitor:
+    """A rank's connection to its node's monitor process.
 
     Args:
         pipe: to the process, on the rank that has forked it; None on the others.
@@ -44,17 +44,17 @@ class Witness:
 
     def __init__(self, pipe: int | None = None) -> None:
         self._pipe = pipe
-        self._told: tuple[str, Path | None] | None = None
+        self._sent: tuple[str, Path | None] | None = None
         self._connection: socket.socket | None = None
 
     @classmethod
-    def fork(cls) -> Witness:
+    def fork(cls) -> ExitMonitor:
         """Start the process, if the system allows another; before this one has threads, and before MPI."""
-        BEAT.word = uuid4().hex
+        BEAT.monitor = uuid4().hex
         reading, writing = os.pipe()
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
-            listener.bind(_address(BEAT.word))
+            listener.bind(_address(BEAT.monitor))
             listener.listen(1024)  # ranks connect once they have met, whenever the process looks
             child = os.fork()
         except OSError:  # a limit on processes: nobody is named then
@@ -68,7 +68,7 @@ class Witness:
             return cls(writing)
         try:
             _detach({reading, listener.fileno()})
-            _watch(reading, listener)
+            _await_exit(reading, listener)
         except Exception as error:  # noqa: BLE001  nobody else would say it
             os.write(2, f"tlt: a rank that is killed will not be named: {error!r}\n".encode())
         finally:
@@ -76,29 +76,29 @@ class Witness:
 
     def join(self, member: Member) -> None:
         """Have this rank watched, once the ranks have met."""
-        self.tell(member, None)
+        self.send_folder(member, None)
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
-            connection.connect(_address(member.witness))
+            connection.connect(_address(member.monitor))
             connection.send(str(member.rank).encode())
         except OSError:  # a node that cannot have one
             connection.close()
         else:
             self._connection = connection
 
-    def tell(self, member: Member, folder: Path | None) -> None:
-        """Say where the start writes its status, once that is known; cheap once told."""
-        if self._pipe is not None and (member.start, folder) != self._told:
-            self._told = member.start, folder
+    def send_folder(self, member: Member, folder: Path | None) -> None:
+        """Send where the start writes its status, once that is known; cheap once sent."""
+        if self._pipe is not None and (member.start, folder) != self._sent:
+            self._sent = member.start, folder
             is_whole = len(member.neighbours) == member.size
             place = "" if folder is None else str(folder.absolute())
             with suppress(BrokenPipeError):  # it has ended
                 os.write(self._pipe, json.dumps([member.start, is_whole, place]).encode() + b"\n")
 
-    def take_leave(self, ending: str) -> None:
-        """Say that this rank is about to end, and how; safe in a signal handler."""
+    def send_ending(self, ending: str) -> None:
+        """Send how this rank is about to end; safe in a signal handler."""
         if self._connection is not None:
-            with suppress(OSError):  # the witness has ended
+            with suppress(OSError):  # the monitor has ended
                 self._connection.send(ending.encode()[:_LONGEST_ENDING], socket.MSG_DONTWAIT)
 
 
@@ -122,8 +122,8 @@ def _detach(own: Set[int]) -> None:
                 os.close(int(path.name))
 
 
-def _watch(pipe: int, listener: socket.socket) -> None:
-    """Wait for the first rank to end, and say so if no rank has said how it ends."""
+def _await_exit(pipe: int, listener: socket.socket) -> None:
+    """Wait for the first rank to exit, and report it if no rank has sent how it ends."""
     start, is_whole, folder = "", False, None
     listener.setblocking(False)
     ranks: dict[int, tuple[int, socket.socket]] = {}
@@ -137,30 +137,30 @@ def _watch(pipe: int, listener: socket.socket) -> None:
             poll.register(accepted[1], select.EPOLLIN)
         for number in [number for number in dict.fromkeys((*events, *ranks)) if number in ranks]:
             rank, connection = ranks[number]
-            word = _word_of(connection)
-            if word is None:
+            ending = _read_ending(connection)
+            if ending is None:
                 continue
-            if is_whole and _OF_ANOTHER.search(word):  # of one here, whose own connection is not closed yet
+            if is_whole and _OF_ANOTHER.search(ending):  # of one here, whose own connection is not closed yet
                 poll.unregister(connection)
                 del ranks[number]
                 continue
-            if not word:
+            if not ending:
                 signal.alarm(_LAST_SECONDS)
-                _testify(start, socket.gethostname(), folder, rank, {other for other, _ in ranks.values()})
-            return  # after a word, this rank is the cause, or has lost one that may be on another node
+                _report_exit(start, socket.gethostname(), folder, rank, {other for other, _ in ranks.values()})
+            return  # after a message, this rank is the cause, or has lost one that may be on another node
         if pipe in events:
-            told = os.read(pipe, _LONGEST_WORD)
-            if not told and not ranks:  # the first rank has ended before any could be watched
+            sent = os.read(pipe, _MAX_MESSAGE_BYTES)
+            if not sent and not ranks:  # the first rank has ended before any could be watched
                 return
-            if not told:
+            if not sent:
                 poll.unregister(pipe)
                 continue
-            start, is_whole, place = json.loads(told.splitlines()[-1])
+            start, is_whole, place = json.loads(sent.splitlines()[-1])
             folder = Path(place) if place else None
 
 
-def _word_of(connection: socket.socket) -> str | None:
-    """How a rank has said that it ends; empty if it has ended without a word; None while it lives."""
+def _read_ending(connection: socket.socket) -> str | None:
+    """How a rank has sent that it ends; empty if it has exited without a message; None while it lives."""
     try:
         return connection.recv(_LONGEST_ENDING).decode(errors="replace")
     except BlockingIOError:
@@ -188,12 +188,12 @@ def _accept(listener: socket.socket) -> tuple[int, socket.socket] | None:
     return None
 
 
-def _testify(start: str, host: str, folder: Path | None, ended: int, watched: Set[int]) -> None:
-    """Leave the verdict on the rank that has ended, unless one elsewhere has said why it ends: that is the cause.
+def _report_exit(start: str, host: str, folder: Path | None, ended: int, watched: Set[int]) -> None:
+    """Write the verdict on the rank that has exited, unless one elsewhere has said why it ends: that is the cause.
 
     Args:
         folder: of the status files; None: not claimed yet.
-        watched: ranks that would have told this process first.
+        watched: ranks whose exit this process would have seen first.
     """
     if folder is None:
         _say(f"rank {ended} on {host} was killed or crashed before the run's folder was claimed")
