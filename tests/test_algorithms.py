@@ -23,7 +23,6 @@ from tlt_hpc.config.recipes import RECIPES, Correction, CorrectionName, Recipe
 from tlt_hpc.rl.advantage import (
     advantages_of,
     group_advantages,
-    overlong_penalties,
 )
 from tlt_hpc.rl.batches import cut_micro_batches, mini_batches, pack, plan_updates
 from tlt_hpc.rl.loss import MismatchWatch, correction_weights, kl_estimate, mismatch_terms, policy_loss
@@ -93,11 +92,6 @@ def test_token_advantages_are_whitened_returns_to_go(lengths: list[int], seed: i
         return
     wanted = (np.array(returns) - np.mean(returns)) / math.sqrt(statistics.variance(returns) + 1e-8)
     np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
-
-
-def test_coming_close_to_the_longest_costs_evenly() -> None:
-    lengths = np.array([1, 80, 81, 90, 100, 120])
-    assert overlong_penalties(lengths, 100, 20).tolist() == pytest.approx([0, 0, -0.05, -0.5, -1, -1])
 
 
 # -- aggregation ------------------------------------------------------------------------------------------------------
@@ -356,12 +350,6 @@ def test_what_is_not_finite_ends_the_step_and_is_named(value: float, monkeypatch
     left_out = "rollout.prompts_per_step=1", "algorithm.updates_per_step=1", "algorithm.max_refills=1"
     with pytest.raises(NotFiniteError, match=r"log-probabilities of 2 responses \(draw 1 sample 0, draw 1 sample 1\)"):
         learned(*left_out, scores=np.array([1, 0, 1, 1], np.float32))
-
-
-def test_without_penalties_rewards_are_scores() -> None:
-    update, given = learned("algorithm.name=dr-grpo")
-    assert update.rewards.tolist() == SCORES.tolist() and update.reward_kl == 0 and update.stats == "stats"
-    assert given == update.advantages.tolist() == [0.5, -0.5, 0, 0]
 
 
 def test_length_is_punished_before_the_advantage() -> None:
