@@ -196,7 +196,7 @@ def test_line_endings_and_marks_of_other_systems(tmp_path):
 
 def test_without_a_tokenizer_nothing_is_rendered(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", [verl_row(6)])
-    prompt = PromptReader(load_config(TINY, [f"data.source={path}"]).data, 0, None).read(0)
+    prompt = PromptReader(load_config(TINY, [f"data.source={path}"]).data, None).read(0)
     assert len(prompt.tokens) == 0 and json.loads(prompt.text) == [{"role": "user", "content": "gcd(6,4)="}]
 
 

@@ -62,7 +62,7 @@ def _readers(config: Config, folder: Path | None, is_judged: bool) -> Iterator[P
         return check_answer(config.reward, prompt) if is_judged else ""
 
     if config.data.source != EMBEDDED_TASK:
-        yield PromptReader(config.data, config.run.seed, tokenizer, chat, check)
+        yield PromptReader(config.data, tokenizer, chat, check)
     for source in sources:
         yield open_reader(config, source, tokenizer, chat, check)
 
