@@ -12,6 +12,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 from data_sets import (
+    TINY,
     all_prompts,
     gcd_row,
     gcd_rows,
@@ -24,7 +25,6 @@ from data_sets import (
 from tlt_hpc.config import ConfigError, UserError, load_config
 from tlt_hpc.data.evaluation_sets import open_reader
 
-TINY = Path(__file__).parent.parent / "jobs" / "tiny.toml"
 FIRST, SECOND = gcd_rows(4)[:2], gcd_rows(4)[2:]
 ALL = [row["prompt"] for row in gcd_rows(4)]
 

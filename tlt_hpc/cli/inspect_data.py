@@ -50,7 +50,7 @@ def _readers(config: Config, folder: Path | None, is_judged: bool) -> Iterator[P
     """What is trained on and evaluated on; ``is_judged``: answers are checked, since the kind of reward is known."""
     sources = [source for source in config.evaluation.sources if source != EMBEDDED_TASK]
     if config.data.source == EMBEDDED_TASK and not sources:
-        raise ConfigError(f"{EMBEDDED_TASK!r} makes its problems again at every step; give a file, folder or task")
+        raise ConfigError(f"{EMBEDDED_TASK!r} makes its problems again at every step; give a file or folder")
     tokenizer = chat = shape = None
     if folder is not None:
         tokenizer, shape = load_tokenizer(folder), read_shape(folder)
