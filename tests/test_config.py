@@ -203,12 +203,12 @@ def test_a_configuration_that_another_version_saved_is_one_line(tmp_path: Path) 
 
 def test_a_saved_run_resumes_with_removed_keys_at_the_values_that_are_constant_now(tmp_path: Path) -> None:
     path, now = tmp_path / "config.toml", load_config(TINY)
-    path.write_text(to_toml(now).replace("[optimizer]", "[optimizer]\nweight_decay = 0.0"))
+    path.write_text(to_toml(now).replace("[optimizer]", "[optimizer]\nfreeze_router = false"))
     assert load_saved_config(path) == now
     path.write_text(to_toml(now).replace("[rollout]", "[rollout]\nmin_p = 0.0\nmin_new_tokens = 0"))
     assert load_saved_config(path) == now
-    path.write_text(to_toml(now).replace("[optimizer]", "[optimizer]\nweight_decay = 0.1"))
-    assert "unknown key 'optimizer.weight_decay', which was removed" in refused(lambda: load_saved_config(path))
+    path.write_text(to_toml(now).replace("[optimizer]", "[optimizer]\nfreeze_router = true"))
+    assert "unknown key 'optimizer.freeze_router', which was removed" in refused(lambda: load_saved_config(path))
 
 
 def test_a_resumed_run_may_change_what_decides_no_token(tmp_path: Path) -> None:
