@@ -21,7 +21,7 @@ from shell_slurm import ROOT, TINY, Cluster, make_cluster
 from tlt_hpc.cli import submit as submit_module
 from tlt_hpc.cli.submissions import rows_of
 from tlt_hpc.cluster import executor, status
-from tlt_hpc.cluster.local import given_job
+from tlt_hpc.cluster.launcher import given_job
 from tlt_hpc.cluster.request import SlurmRequest
 from tlt_hpc.cluster.slurm import Allocation, parse_queue, read_queue
 from tlt_hpc.cluster.stopping import AGAIN
