@@ -44,7 +44,7 @@ def state_of(job: Any) -> dict[str, Any]:
             (job.drafting.served.state_dict()["fc"] != job.drafting.spot.trained.drafter.state_dict()["fc"]).any()
         ),
         "served": {name: tensor.clone() for name, tensor in job.drafting.served.state_dict().items()},
-        "chooser": json.loads(json.dumps(job.engine.chooser.state())),
+        "chooser": json.loads(json.dumps(job.engine.chooser.acceptance.state())),
     }
 
 
