@@ -193,9 +193,9 @@ def test_dry_run_prints_the_plan_and_writes_nothing(here: Path, capfd: pytest.Ca
 
 def test_a_configuration_that_another_version_saved_is_one_line(tmp_path: Path) -> None:
     path = tmp_path / "config.toml"
-    path.write_text(to_toml(load_config(TINY)).replace("[data]", "[data]\ntask_size = 3"))
+    path.write_text(to_toml(load_config(TINY)).replace("[data]", "[data]\nprompt_kye = 3"))
     message = refused(lambda: load_saved_config(path))
-    assert message.startswith(f"{path}, which the run saved: unknown key 'data.task_size'; did you mean")
+    assert message.startswith(f"{path}, which the run saved: unknown key 'data.prompt_kye'; did you mean")
     assert message.endswith("open the run with its commit)")
     (tmp_path / "environment.jsonl").write_text('{"commit": "12"}\n{"commit": "e26e4e3"}\n')
     assert refused(lambda: load_saved_config(path)).endswith("open the run with its commit, e26e4e3)")
