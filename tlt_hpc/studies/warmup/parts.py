@@ -46,11 +46,12 @@ class Warmup(Session):
 
     @property
     def features(self) -> Path:
+        """The folder of the features of all parts."""
         return RunFolder(self.path).features
 
 
 def assemble(config: Config, world: World) -> Warmup:
-    """Build all parts of the warm-up that ``config`` (from ``plan.config_of``) describes; collective.
+    """Build all parts of the warm-up that ``config`` (from ``plan.config_of``) describes. Collective.
 
     Raises:
         ValueError: the user's mistake, before anything is written.

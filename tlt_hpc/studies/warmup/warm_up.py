@@ -42,20 +42,25 @@ _ONLY_TRAINING = (".trained", ".exp_avg", ".exp_avg_sq")
 class WarmupReporter(Protocol):
     """Shows a warm-up to its user; called on rank 0 alone."""
 
-    def started(self, config: Config, texts: Texts, progress: Progress) -> None: ...
+    def started(self, config: Config, texts: Texts, progress: Progress) -> None:
+        """Show the start, or that it continues from ``progress``."""
 
-    def capturing(self, num_done: int, num_texts: int) -> None: ...
+    def capturing(self, num_done: int, num_texts: int) -> None:
+        """Show how many texts have their features."""
 
-    def training(self, num_documents: int, num_tokens: int) -> None: ...
+    def training(self, num_documents: int, num_tokens: int) -> None:
+        """Show what is trained on, in documents and response tokens."""
 
-    def learned(self, progress: Progress) -> None: ...
+    def learned(self, progress: Progress) -> None:
+        """Show the progress after an update."""
 
-    def validated(self, point: CurvePoint, is_best: bool) -> None: ...
+    def validated(self, point: CurvePoint, is_best: bool) -> None:
+        """Show a point of the curve."""
 
 
 @dataclass(frozen=True)
 class WarmupResult:
-    """Where a warm-up stood when it ended; the same on every rank."""
+    """The state of a warm-up when it ended; the same on every rank."""
 
     folder: Path
     progress: Progress
@@ -66,7 +71,7 @@ class WarmupResult:
 
 
 def warm_up(config: Config, world: World, reporter: WarmupReporter) -> WarmupResult:
-    """Warm up, or resume warming up, the drafter that ``config`` (from ``plan.config_of``) describes; collective.
+    """Warm up, or resume warming up, the drafter that ``config`` (from ``plan.config_of``) describes. Collective.
 
     Raises:
         ValueError: the user's mistake (configuration, model folder, data, logs).
@@ -92,6 +97,7 @@ class Shelf:
     """
 
     def __init__(self, files: Sequence[Path]) -> None:
+        """Open the files of all parts, in the order that numbers the documents."""
         self._readers = [FeatureCacheReader(path) for path in files]
         lengths = ((reader, index, n) for reader in self._readers for index, n in enumerate(reader.lengths.tolist()))
         self._places = [place for place in lengths if place[2] >= LEAST_LENGTH]
@@ -104,7 +110,7 @@ class Shelf:
             )
 
     def read(self, index: int) -> Document:
-        """One document.
+        """Read one document.
 
         Raises:
             DamagedFile: its bytes do not match their checksum.
@@ -113,12 +119,13 @@ class Shelf:
         return reader.read(place)
 
     def close(self) -> None:
+        """Close all files."""
         for reader in self._readers:
             reader.close()
 
 
 def train(warmup: Warmup, progress: Progress, reporter: WarmupReporter) -> Progress:
-    """Update and validate until it is over, or a stop vote comes; collective. What it returns has been saved."""
+    """Update and validate until it is over, or a stop vote comes; return the progress, which is saved. Collective."""
     limits = warmup.config.warmup
     files = warmup.world.once(lambda: sorted(warmup.features.glob("part-*/cache/step-*/rank-*.h5")))
     with closing(Shelf(files)) as shelf:
@@ -149,7 +156,7 @@ def train(warmup: Warmup, progress: Progress, reporter: WarmupReporter) -> Progr
 
 
 def choose_vocabulary(warmup: Warmup, shelf: Shelf) -> None:
-    """Give a new drafter with a vocabulary of its own the tokens that responses are made of; collective."""
+    """Give a new EAGLE-3 drafter the tokens that responses are made of as its vocabulary. Collective."""
     ids, world = warmup.trainer.trained.drafter.token_ids, warmup.world
     if ids is None or warmup.trainer.trained.has_learned:
         return
@@ -162,7 +169,10 @@ def choose_vocabulary(warmup: Warmup, shelf: Shelf) -> None:
 @BEAT.within(Phase.UPDATE)
 @deterministic()
 def take_update(warmup: Warmup, shelf: Shelf, batch: Sequence[int], progress: Progress) -> tuple[Progress, bool]:
-    """One update on a batch of documents, and whether a rank votes to stop; collective. The clock is rank 0's."""
+    """Take one update on a batch of documents, numbered as in ``shelf``. Collective.
+
+    Returns the progress, by rank 0's clock, and whether a rank votes to stop.
+    """
     world, trainer, start = warmup.world, warmup.trainer, time.perf_counter()
     settings, limits = warmup.config.drafter, warmup.config.warmup
     own = balanced_shards(batch, shelf.lengths, world.size)[world.rank]
@@ -177,7 +187,7 @@ def take_update(warmup: Warmup, shelf: Shelf, batch: Sequence[int], progress: Pr
 
 
 def make_validation_engine(warmup: Warmup) -> RolloutEngine:
-    """An engine with the validation strategy alone, and the rollout's sampling.
+    """Return a calibrated engine with the validation strategy alone, and the rollout's sampling. Collective.
 
     It has no tie guard: a single exchanged token does not change an accept length.
     """
@@ -200,7 +210,10 @@ def make_validation_engine(warmup: Warmup) -> RolloutEngine:
 def validate(
     warmup: Warmup, engine: RolloutEngine, shelf: Shelf, progress: Progress, reporter: WarmupReporter
 ) -> tuple[Progress, bool]:
-    """One point of the curve, and the drafter kept where it is the best; whether a rank votes to stop instead."""
+    """Measure one point of the curve, and write the drafter if it is the best. Collective.
+
+    Returns the progress, and whether a rank votes to stop, which leaves it as it was.
+    """
     world, start = warmup.world, time.perf_counter()
     digests = set(world.allgather(warmup.trainer.trained.fingerprint()))
     assert len(digests) == 1, f"the ranks' drafters differ: {digests}"
@@ -243,7 +256,7 @@ def keep_drafter(warmup: Warmup) -> None:
 
 
 def keep_facts(warmup: Warmup, shelf: Shelf, progress: Progress) -> None:
-    """Write what is on record of the kept drafter.
+    """Write the facts of the kept drafter.
 
     Raises:
         WriteError: the disk refused.
@@ -266,7 +279,7 @@ def keep_facts(warmup: Warmup, shelf: Shelf, progress: Progress) -> None:
 
 
 def save(warmup: Warmup, progress: Progress) -> None:
-    """Save what the next update needs; collective.
+    """Save the state that the next update needs. Collective.
 
     Raises:
         CheckpointError: on all ranks, where one could not write.
@@ -278,7 +291,7 @@ def save(warmup: Warmup, progress: Progress) -> None:
 
 
 def resume(warmup: Warmup) -> Progress:
-    """Load the newest save, if there is one; collective.
+    """Load the newest save, if there is one, and return its progress. Collective.
 
     Raises:
         CheckpointError: there are saves, and none is good.
