@@ -133,8 +133,8 @@ class Merge:
         """Take up the drafter of the first rank that has it as it was before the rollout: finite, and not trained."""
         trained, world = self._trained, self._world
         is_kept = not self._num_tokens and not self._is_dropped
-        told = world.allgather((is_kept, trained.has_learned))
-        source = next((rank for rank, (kept, _) in enumerate(told) if kept), None)
+        states = world.allgather((is_kept, trained.has_learned))
+        source = next((rank for rank, (kept, _) in enumerate(states) if kept), None)
         if source is None:
             raise UserError(
                 "no rank has a drafter with finite weights and moments: resume from the last checkpoint with a lower "
@@ -144,4 +144,4 @@ class Merge:
         if self._rank != source:
             flat.zero_()
         trained.assign(start_sum(world, flat)())
-        trained.has_learned = told[source][1]
+        trained.has_learned = states[source][1]

@@ -49,13 +49,13 @@ def _shuffled_epochs(num: int, seed: int) -> Iterator[int]:
 
 def balanced_shards(batch: Sequence[int], lengths: Sequence[int], num_ranks: int) -> list[list[int]]:
     """Return a batch's documents by rank, with nearly equal tokens: the longest first, to the rank that has fewest."""
-    hands: list[list[int]] = [[] for _ in range(num_ranks)]
+    shards: list[list[int]] = [[] for _ in range(num_ranks)]
     tokens = [(0, rank) for rank in range(num_ranks)]  # a heap
     for index in sorted(batch, key=lambda index: -lengths[index]):
         least, rank = tokens[0]
-        hands[rank].append(index)
+        shards[rank].append(index)
         heapreplace(tokens, (least + lengths[index], rank))
-    return hands
+    return shards
 
 
 def passes_of(documents: Sequence[Document], most_pairs: int) -> list[list[Excerpt]]:

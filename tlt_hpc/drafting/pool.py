@@ -1,4 +1,4 @@
-"""The documents that an idle rank trains on: its own finished responses of this step, and everybody's of the previous one.
+"""The documents that an idle rank trains on: its finished responses of this step, and all ranks' of the previous one.
 
 Early finishers are short and the tail is long, so the previous step's long responses stand in for those that are
 still being written (one step off, TLT section 4.2). Knows the feature cache, no loss and no weights.

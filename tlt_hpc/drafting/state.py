@@ -91,7 +91,7 @@ class TrainedDrafter:
 
     # -- what is saved and restored -----------------------------------------------------------------------------
 
-    def served(self) -> dict[str, Tensor]:
+    def averaged_weights(self) -> dict[str, Tensor]:
         """Return the weights that the engine drafts with, averaged over the last merges, by parameter name."""
         return {**self.drafter.state_dict(), **self.average.means()}
 

@@ -56,7 +56,7 @@ def capture(warmup: Warmup, shown: Callable[[int, int], None]) -> bool:
         shown: called on rank 0 with the numbers of texts that are done and of all.
     """
     parts, num_replicas = parts_of(warmup), warmup.replica.count
-    engine = warmup.make_engine(settings_of(warmup), warmup.served)
+    engine = warmup.make_engine(settings_of(warmup), warmup.engine_drafter)
     warmup.calibrate_on(engine, requests_of(parts[0], warmup.config.run.seed)[:1])
     max_bytes, used, largest = warmup.config.drafter.cache_bytes * warmup.world.size, 0, 0
     for first in range(0, len(parts), num_replicas):
@@ -112,7 +112,7 @@ def capture_block(
 def begin_file(warmup: Warmup, engine: RolloutEngine, part: CapturePart, max_bytes: int) -> FeatureCache:
     """Open the file of a part, direct the engine's features to it, and return its cache."""
     # a cache has half of its bytes for one step, and this one has no other
-    shape = warmup.served.num_features, warmup.decoder.shape.hidden_size
+    shape = warmup.engine_drafter.num_features, warmup.decoder.shape.hidden_size
     cache = FeatureCache(part.folder, 0, *shape, max(2, 2 * max_bytes), num_ranks=1)
     cache.remove_parts()
     sink: FeatureSink = cache.begin_step(0, warmup.decoder.version).append

@@ -88,7 +88,7 @@ def warm_up(config: Config, world: World, reporter: WarmupReporter) -> WarmupRes
     return WarmupResult(warmup.path, progress, was_finished, reason)
 
 
-class Shelf:
+class CapturedDocuments:
     """All captured documents with a response that can be learned from, numbered; the same on every rank.
 
     Raises:
@@ -128,26 +128,28 @@ def train(warmup: Warmup, progress: Progress, reporter: WarmupReporter) -> Progr
     """Update and validate until it is over, or a stop vote comes; return the progress, which is saved. Collective."""
     limits = warmup.config.warmup
     files = warmup.world.once(lambda: sorted(warmup.features.glob("part-*/cache/step-*/rank-*.h5")))
-    with closing(Shelf(files)) as shelf:
+    with closing(CapturedDocuments(files)) as captured:
         if warmup.world.rank == 0:
-            reporter.training(len(shelf.lengths), sum(shelf.lengths))
-        if progress.documents not in (0, len(shelf.lengths)):
+            reporter.training(len(captured.lengths), sum(captured.lengths))
+        if progress.documents not in (0, len(captured.lengths)):
             raise UserError(
-                f"{warmup.features} has {len(shelf.lengths)} of the {progress.documents} responses that the training "
+                f"{warmup.features} has {len(captured.lengths)} of the {progress.documents} responses the training "
                 f"began with; delete {warmup.path / 'training'} to train again on those that are left"
             )
-        progress = replace(progress, documents=len(shelf.lengths))
+        progress = replace(progress, documents=len(captured.lengths))
         if progress.updates == 0:
-            choose_vocabulary(warmup, shelf)
-        batches = islice(batches_of(shelf.lengths, limits.batch_tokens, warmup.config.run.seed), progress.updates, None)
+            choose_vocabulary(warmup, captured)
+        batches = islice(
+            batches_of(captured.lengths, limits.batch_tokens, warmup.config.run.seed), progress.updates, None
+        )
         engine = make_validation_engine(warmup)
         stopped = False
         while not progress.is_finished and not stopped:
             is_validation = progress.validation_is_due(limits, warmup.trainer.trained.has_learned)
             if is_validation:
-                progress, stopped = validate(warmup, engine, shelf, progress, reporter)
+                progress, stopped = validate(warmup, engine, captured, progress, reporter)
             else:
-                progress, stopped = take_update(warmup, shelf, next(batches), progress)
+                progress, stopped = take_update(warmup, captured, next(batches), progress)
                 if warmup.world.rank == 0:
                     reporter.learned(progress)
             if is_validation or stopped:
@@ -155,12 +157,12 @@ def train(warmup: Warmup, progress: Progress, reporter: WarmupReporter) -> Progr
     return progress
 
 
-def choose_vocabulary(warmup: Warmup, shelf: Shelf) -> None:
+def choose_vocabulary(warmup: Warmup, captured: CapturedDocuments) -> None:
     """Give a new EAGLE-3 drafter the tokens that responses are made of as its vocabulary. Collective."""
     ids, world = warmup.trainer.trained.drafter.token_ids, warmup.world
     if ids is None or warmup.trainer.trained.has_learned:
         return
-    documents = map(shelf.read, range(world.rank, len(shelf.lengths), world.size))
+    documents = map(captured.read, range(world.rank, len(captured.lengths), world.size))
     settings = warmup.settings()
     counts = world.sum(count_tokens((d.tokens[d.prompt_length :] for d in documents), settings.num_tokens))
     warmup.trainer.trained.draft_among(most_frequent_tokens(counts, len(ids), settings.eos_token_ids))
@@ -168,21 +170,23 @@ def choose_vocabulary(warmup: Warmup, shelf: Shelf) -> None:
 
 @BEAT.within(Phase.UPDATE)
 @deterministic()
-def take_update(warmup: Warmup, shelf: Shelf, batch: Sequence[int], progress: Progress) -> tuple[Progress, bool]:
-    """Take one update on a batch of documents, numbered as in ``shelf``. Collective.
+def take_update(
+    warmup: Warmup, captured: CapturedDocuments, batch: Sequence[int], progress: Progress
+) -> tuple[Progress, bool]:
+    """Take one update on a batch of documents, numbered as in ``captured``. Collective.
 
     Returns the progress, by rank 0's clock, and whether a rank votes to stop.
     """
     world, trainer, start = warmup.world, warmup.trainer, time.perf_counter()
     settings, limits = warmup.config.drafter, warmup.config.warmup
-    own = balanced_shards(batch, shelf.lengths, world.size)[world.rank]
-    passes = passes_of([shelf.read(index) for index in own], settings.micro_step_tokens)
+    own = balanced_shards(batch, captured.lengths, world.size)[world.rank]
+    passes = passes_of([captured.read(index) for index in own], settings.micro_step_tokens)
     done = progress.share_done(limits)
     rise = limits.ramp_updates + 1
     trainer.trained.learning_rate = scheduled_rate(settings.learning_rate, progress.updates, rise, done, "cosine")
     loss = learn(trainer, (pack(excerpts, warmup.decoder.device) for excerpts in passes), world)
     seconds = world.broadcast(time.perf_counter() - start)
-    progress = progress.learned(loss, sum(shelf.lengths[index] for index in batch), seconds)
+    progress = progress.learned(loss, sum(captured.lengths[index] for index in batch), seconds)
     return progress, bool(world.agree_to_stop())
 
 
@@ -201,14 +205,14 @@ def make_validation_engine(warmup: Warmup) -> RolloutEngine:
         max_live=min(settings.max_live, -(-len(requests) // warmup.replica.count)),
         max_prompt_tokens=max(len(request.prompt_tokens) for request in requests),
     )
-    engine = warmup.make_engine(settings, warmup.served)
+    engine = warmup.make_engine(settings, warmup.engine_drafter)
     warmup.calibrate_on(engine, requests[:1])
     return engine
 
 
 @BEAT.within(Phase.EVALUATION)
 def validate(
-    warmup: Warmup, engine: RolloutEngine, shelf: Shelf, progress: Progress, reporter: WarmupReporter
+    warmup: Warmup, engine: RolloutEngine, captured: CapturedDocuments, progress: Progress, reporter: WarmupReporter
 ) -> tuple[Progress, bool]:
     """Measure one point of the curve, and write the drafter if it is the best. Collective.
 
@@ -235,7 +239,7 @@ def validate(
     def keep() -> None:
         if is_best:
             keep_drafter(warmup)
-        keep_facts(warmup, shelf, progress)
+        keep_facts(warmup, captured, progress)
 
     world.once(keep)
     if world.rank == 0:
@@ -255,7 +259,7 @@ def keep_drafter(warmup: Warmup) -> None:
     write_drafter(warmup.path / "drafter", state)
 
 
-def keep_facts(warmup: Warmup, shelf: Shelf, progress: Progress) -> None:
+def keep_facts(warmup: Warmup, captured: CapturedDocuments, progress: Progress) -> None:
     """Write the facts of the kept drafter.
 
     Raises:
@@ -266,8 +270,8 @@ def keep_facts(warmup: Warmup, shelf: Shelf, progress: Progress) -> None:
     facts = DrafterFacts(
         target=config.model.path,
         data=", ".join(config.warmup.sources) or config.data.source_name,
-        num_responses=len(shelf.lengths),
-        num_tokens=sum(shelf.lengths),
+        num_responses=len(captured.lengths),
+        num_tokens=sum(captured.lengths),
         num_updates=best.updates,
         accept_length=best.accept_length,
         strategy=VALIDATION.name,
