@@ -17,7 +17,6 @@ from tlt_hpc.cli.main import main
 from tlt_hpc.config import (
     Config,
     ConfigError,
-    apply_override,
     check_learns,
     check_model_limits,
     check_sequence_parallel,
@@ -102,20 +101,6 @@ def test_ranks_that_cannot_share_a_sequence() -> None:
     for shape in ((14, 2, 8), (28, 4, 6)):
         message = refused(lambda shape=shape: check_sequence_parallel(config.optimizer, *shape))
         assert message.startswith("optimizer.sequence_parallel = 4") and message.endswith("use one of 1, 2")
-
-
-# --- overrides ---
-
-
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [("0.9", 0.9), ("3", 3), ("true", True), ("[2, 4]", [2, 4]), ('"0.9"', "0.9"), ("a/B-2.5", "a/B-2.5"), ("", "")],
-)
-def test_an_override_is_toml_or_a_bare_string(text: str, value: Any) -> None:
-    tree: dict[str, Any] = {"section": {"kept": 1}}
-    apply_override(tree, f"section.key={text}")
-    assert tree == {"section": {"kept": 1, "key": value}}
-    assert type(tree["section"]["key"]) is type(value)
 
 
 def test_the_text_is_promised_unless_libraries_round_it() -> None:

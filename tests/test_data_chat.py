@@ -1,25 +1,26 @@
-"""Chat templates: the same tokens as transformers renders, and mistakes in templates and messages."""
+"""Chat templates: the same tokens as transformers renders, of known models and of small ones, and mistakes in them."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import random
 from pathlib import Path
 from typing import Any
 
 import pytest
-from data_sets import PLAIN, all_prompts, texts, write_jsonl
+from data_sets import PLAIN, RAW, all_prompts, config_of, gcd_row, open_data, texts, write_jsonl
 from smollm2 import smollm2_folder
 from tiny import byte_tokenizer
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer
 
 from tlt_hpc.common.records import ChatFormat
-from tlt_hpc.config import ConfigError, load_config
+from tlt_hpc.config import ConfigError
+from tlt_hpc.data.chat import ChatTemplate
+from tlt_hpc.data.prompts import open_prompts
 from tlt_hpc.data.reader import PromptReader
 from tlt_hpc.data.rows import RowError
 from tlt_hpc.models.tokenizer import load_tokenizer, read_chat_format
-
-TINY = Path(__file__).resolve().parent.parent / "jobs" / "tiny.toml"
 
 CHATML = """{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
@@ -31,41 +32,68 @@ REASONING = """{{- bos_token if bos_token is defined else '(none)' }}
 DATED = "{{ strftime_now('%d %b %Y') }}{% for m in messages %}{{ m.content }}{% endfor %}"
 STRICT = """{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}
 {{ raise_exception('Conversation roles must alternate user/assistant') }}{% endif %}{{ m['content'] }}{% endfor %}"""
+SPEC = importlib.util.find_spec("trl")
+assert SPEC is not None and SPEC.origin is not None
+TEMPLATES = Path(SPEC.origin).parent / "chat_templates"
+MISTRAL = """{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}{{ '[INST] ' + m.content + '[/INST]' }}
+{%- else %}{{ ' ' + m.content + eos_token }}{% endif %}{% endfor %}"""
+ZEPHYR = """{% for m in messages %}{{ '<|' + m.role + '|>\\n' + m.content + eos_token }}
+{% if loop.last and add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}{% endfor %}"""
+SPECIAL = [
+    "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>",
+    "<|eot_id|>", "<bos>", "<start_of_turn>", "<end_of_turn>", "<s>", "</s>", "[INST]", "[/INST]", "<|user|>",
+    "<\uff5cbegin▁of▁sentence\uff5c>", "<\uff5cend▁of▁sentence\uff5c>", "<\uff5cUser\uff5c>", "<\uff5cAssistant\uff5c>",
+    "<|start|>", "<|message|>", "<|return|>", "<|channel|>", "<|end|>", "<think>", "</think>", "<|END_RESPONSE|>",
+    "<|END_OF_TURN_TOKEN|>",
+]  # fmt: skip
+TOKENIZER = byte_tokenizer([CHATML, REASONING, STRICT, "<|im_start|>user\n1+1?<|im_end|>"], 500, SPECIAL)
+BOS = {"bos_token": "<bos>", "eos_token": "</s>"}
+LONG = "data.max_prompt_tokens=9000"
+Chat = list[dict[str, Any]]
 
 
-TOKENIZER = byte_tokenizer([CHATML, REASONING, STRICT], 400, ["<|im_start|>", "<|im_end|>", "<|user|>"])
+def template(name: str) -> str:
+    known = {"mistral": MISTRAL, "zephyr": ZEPHYR}
+    return known.get(name) or (TEMPLATES / f"{name}.jinja").read_text()
 
 
-def folder_with(template: str | None, place: Path, **settings: Any) -> Path:
+def folder_with(text: str | None, place: Path, **settings: Any) -> Path:
     """A model folder with this chat template."""
     place.mkdir(parents=True, exist_ok=True)
     TOKENIZER.save(str(place / "tokenizer.json"))
     (place / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **settings}))
-    if template is not None:
-        (place / "chat_template.jinja").write_text(template)
+    if text is not None:
+        (place / "chat_template.jinja").write_text(text)
     return place
 
 
-Chat = list[dict[str, Any]]
-
-
-def rendered(folder: Path, chats: list[Chat], place: Path) -> list[tuple[str, list[int]]]:
+def rendered(folder: Path, chats: list[Chat], *overrides: str) -> list[tuple[str, list[int]]]:
     """Text and tokens of chats as the prompts of a run with this model folder."""
-    path = write_jsonl(place / "chats.jsonl", [{"prompt": chat, "answer": "1"} for chat in chats])
-    config = load_config(TINY, [f"data.source={path}", "data.max_prompt_tokens=900"])
-    reader = PromptReader(config.data, 0, load_tokenizer(folder), read_chat_format(folder))
+    path = write_jsonl(Path("chats.jsonl"), [{"prompt": chat, "answer": "1"} for chat in chats])
+    data = config_of(path, LONG, *overrides).data
+    reader = PromptReader(data, 0, load_tokenizer(folder), read_chat_format(folder))
     return [(prompt.text, prompt.tokens.tolist()) for prompt in map(reader.read, range(len(chats)))]
 
 
-def rendered_by_transformers(folder: Path, chats: list[Chat]) -> list[tuple[str, list[int]]]:
-    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder)
+def by_transformers(folder: Path, chats: list[Chat], **options: Any) -> list[tuple[str, list[int]]]:
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    options = options or {"add_generation_prompt": True}
     return [
         (
-            tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False),
-            list(tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=True)["input_ids"]),
+            tokenizer.apply_chat_template(chat, tokenize=False, **options),
+            list(tokenizer.apply_chat_template(chat, tokenize=True, **options)["input_ids"]),
         )
         for chat in chats
     ]
+
+
+def user(content: object) -> Chat:
+    return [{"role": "user", "content": content}]
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
 
 
 def random_chats(count: int, first: str = "user") -> list[Chat]:
@@ -81,16 +109,12 @@ def random_chats(count: int, first: str = "user") -> list[Chat]:
     return found
 
 
-def user(content: str) -> Chat:
-    return [{"role": "user", "content": content}]
-
-
-@pytest.mark.parametrize("template", [CHATML, REASONING, ""], ids=["chatml", "reasoning", "smollm2"])
-def test_templates_render_as_transformers_renders_them(template: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("text", [CHATML, REASONING, ""], ids=["chatml", "reasoning", "smollm2"])
+def test_templates_render_as_transformers_renders_them(text: str, tmp_path: Path) -> None:
     tokens = {"eos_token": "<|im_end|>", "bos_token": {"__type": "AddedToken", "content": "<|im_start|>"}}
-    folder = folder_with(template, tmp_path / "model", **tokens) if template else smollm2_folder()
+    folder = folder_with(text, tmp_path / "model", **tokens) if text else smollm2_folder()
     chats = random_chats(40) + random_chats(20, "system")
-    assert rendered(folder, chats, tmp_path) == rendered_by_transformers(folder, chats)
+    assert rendered(folder, chats) == by_transformers(folder, chats)
 
 
 def test_reasoning_under_any_of_its_names(tmp_path: Path) -> None:
@@ -98,22 +122,102 @@ def test_reasoning_under_any_of_its_names(tmp_path: Path) -> None:
     names = "reasoning_content", "thinking", "reasoning"
     unset = {**user("c")[0], **dict.fromkeys(names)}
     chats = [[*user("a"), {"role": "assistant", "content": "b", name: "I think"}, unset] for name in names]
-    found = rendered(folder, chats, tmp_path)
-    assert found == rendered_by_transformers(folder, chats)
+    found = rendered(folder, chats)
+    assert found == by_transformers(folder, chats)
     assert all("<think>I think</think>" in text for text, _ in found)
 
 
 def test_templates_in_the_tokenizers_configuration(tmp_path: Path) -> None:
-    chats = [user("1,2")]
     several = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": CHATML}]
     folder = folder_with(None, tmp_path / "several", chat_template=several)
-    assert rendered(folder, chats, tmp_path) == rendered_by_transformers(folder, chats)
+    assert rendered(folder, [user("1,2")]) == by_transformers(folder, [user("1,2")])
 
 
 def test_the_date_is_always_the_same(tmp_path: Path) -> None:
     """With the clock's date, which transformers takes, a prompt would depend on the day of the run."""
-    ((text, _),) = rendered(folder_with(DATED, tmp_path / "model"), [user("1")], tmp_path)
+    ((text, _),) = rendered(folder_with(DATED, tmp_path / "model"), [user("1")])
     assert text == "26 Jul 20241"
+
+
+# --- arguments ---
+
+
+@pytest.mark.parametrize(
+    ("name", "args"),
+    [
+        ("qwen3", {"enable_thinking": False}),
+        ("qwen3", {"enable_thinking": True}),
+        ("gptoss", {"reasoning_effort": "high", "model_identity": "M"}),
+    ],
+)
+def test_arguments_are_those_of_transformers(name: str, args: dict[str, Any], tmp_path: Path) -> None:
+    text = template(name).replace("strftime_now(", "'today'.format(")  # gptoss writes the day
+    folder = folder_with(text, tmp_path / "model", **BOS)
+    given = "{" + ", ".join(f"{key} = {json.dumps(value)}" for key, value in args.items()) + "}"
+    found = rendered(folder, [user("1+1?")], f"data.template_args={given}")
+    assert found == by_transformers(folder, [user("1+1?")], add_generation_prompt=True, **args)
+    assert (found == rendered(folder, [user("1+1?")])) == (args == {"enable_thinking": True})
+
+
+def test_arguments_that_have_no_effect_are_warned_of(tmp_path: Path) -> None:
+    chat, text = write_jsonl(tmp_path / "chat.jsonl", [{"prompt": user("1"), "answer": "1"}]), tmp_path / "text.jsonl"
+    write_jsonl(text, [gcd_row(1)])
+    args = "data.template_args={enable_thinking = false, low = 1}"
+    reads = ChatFormat("{% if enable_thinking is defined %}1{% else %}2{% endif %}{{ messages[0].content }}")
+    warned = "data.template_args: the chat template does not read 'low', which has no effect"
+    assert open_data(chat, args, chat=reads, count=1).warning == warned
+    assert open_data(chat, chat=reads, count=1).warning == ""
+    ignored = (
+        "data.template_args = {'enable_thinking': False, 'low': 1} has no effect: no prompt is rendered by a chat "
+    )
+    assert open_data(text, args, chat=reads, count=1).warning.startswith(ignored)
+    assert open_data(text, args, chat=ChatFormat(), count=1).warning.startswith(ignored)
+    with pytest.raises(ConfigError, match=r"^data\.template_args has 'messages', which every prompt is rendered with"):
+        config_of(text, "data.template_args={messages = []}")
+
+
+def test_arguments_are_part_of_what_a_resume_compares(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "chat.jsonl", [{"prompt": user("1"), "answer": "1"}])
+    marks = [open_data(path, *args, chat=PLAIN).fingerprints()["chat template"] for args in (
+        [], ["data.template_args={}"], ["data.template_args={a = 1}"], ["data.template_args={a = 2}"]
+    )]  # fmt: skip
+    assert marks[0] == marks[1] and len(set(marks)) == 3
+
+
+# --- parts, and an assistant's message that is continued ---
+
+CONTINUED = "data.template_args={continue_final_message=true}"
+
+
+@pytest.mark.parametrize(
+    ("name", "is_as_given"), [("gemma3", True), ("qwen2_5_vl", True), ("qwen2_5", False), ("llama3", False)]
+)
+def test_text_parts(name: str, is_as_given: bool, tmp_path: Path) -> None:
+    """A template that reads parts gets them; for others, which refuse a list or write Python's, they are joined."""
+    folder = folder_with(template(name), tmp_path / "model", **BOS)
+    parts = [{"type": "text", "text": "1 + 1 "}, {"type": "text", "text": " is?"}]
+    found = rendered(folder, [user(parts)])
+    assert found == by_transformers(folder, [user(parts if is_as_given else "1 + 1  is?")])
+    assert "type" not in found[0][0]
+    if name == "gemma3":
+        chat = [*user("1+1?"), {"role": "assistant", "content": parts}]
+        assert rendered(folder, [chat], CONTINUED) == by_transformers(folder, [chat], continue_final_message=True)
+
+
+@pytest.mark.parametrize("name", ["qwen2_5", "qwen3", "llama3", "gemma3", "deepseek_r1_distill", "mistral", "smollm2"])
+def test_a_final_message_is_continued_as_in_transformers(name: str, tmp_path: Path) -> None:
+    folder = smollm2_folder() if name == "smollm2" else folder_with(template(name), tmp_path / "model", **BOS)
+    contents = "Let me think", "<think>\n", "b ", "1<|im_end|>", " "
+    chats = [[*user("1+1?"), {"role": "assistant", "content": content}] for content in contents]
+    *continued, asked = rendered(folder, [*chats, user("2")], CONTINUED)
+    assert continued == by_transformers(folder, chats, continue_final_message=True)
+    assert [asked] == by_transformers(folder, [user("2")])
+
+
+def test_a_final_message_that_the_template_leaves_out(tmp_path: Path) -> None:
+    path = chat_file(tmp_path, ("user", "1"), ("assistant", "2"))
+    with pytest.raises(RowError, match="the chat template refuses the messages: it leaves out some of the assistant's"):
+        open_data(path, CONTINUED, chat=ChatFormat("{{ messages[0].content }}"))
 
 
 # --- what is fed, and what is refused ---
@@ -178,3 +282,61 @@ def test_messages_that_a_template_refuses(template: str, reason: str, tmp_path: 
     with pytest.raises(RowError) as caught:
         all_prompts(path, chat=ChatFormat(template))
     assert str(caught.value).startswith(f"{path}:1: the chat template refuses the messages: {reason}")
+
+
+# --- ends of turns ---
+
+# the token that ends a turn of known templates, by the tokens that their folders name
+ENDS = {
+    "qwen2_5": "<|im_end|>",
+    "qwen3": "<|im_end|>",
+    "qwen3_instruct_2507": "<|im_end|>",
+    "llama3": "<|eot_id|>",
+    "llama3_2": "<|eot_id|>",
+    "gemma": "<end_of_turn>",
+    "gemma3": "<end_of_turn>",
+    "mistral": "</s>",
+    "zephyr": "</s>",
+    "deepseek_r1_distill": "<\uff5cend▁of▁sentence\uff5c>",
+    "phi3": "<|end|>",
+    "gptoss": "<|return|>",
+}
+
+
+def warned(name: str, ends: list[str], place: Path) -> str:
+    """The line about data of chats for a model that has these end tokens."""
+    path = write_jsonl(place / "chat.jsonl", [{"prompt": user("1+1?"), "answer": "2"}])
+    ids = tuple(TOKENIZER.token_to_id(end) for end in ends)
+    chat = ChatFormat(template(name), tuple(BOS.items()), ids)
+    return open_prompts(config_of(path, LONG), TOKENIZER, chat).warning
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_the_end_of_a_turn_is_an_end_token_or_warned_of(name: str, tmp_path: Path) -> None:
+    assert warned(name, [ENDS[name], "<|endoftext|>"], tmp_path) == ""
+    token = TOKENIZER.token_to_id(ENDS[name])
+    assert warned(name, ["<|endoftext|>"], tmp_path) == (
+        f"the chat template ends a turn with {ENDS[name]!r}, which is no end token of the model, so that responses "
+        f"run on to their largest length: add {token} to eos_token_id in generation_config.json of the model folder"
+    )
+
+
+def test_a_turn_may_end_with_several_tokens(tmp_path: Path) -> None:
+    assert warned("cohere2", ["<|END_OF_TURN_TOKEN|>"], tmp_path) == ""
+    assert "ends a turn with '<|END_RESPONSE|>'" in warned("cohere2", ["<|endoftext|>"], tmp_path)
+
+
+def test_smollm2_ends_its_turns() -> None:
+    found = read_chat_format(smollm2_folder())
+    assert ChatTemplate(found.template, dict(found.special_tokens), "").turn_end() == "<|im_end|>\n"
+
+
+def test_texts_and_templates_without_an_end_are_not_warned_of(tmp_path: Path) -> None:
+    """A base model that reads plain texts ends with its own token, whatever its template says."""
+    path = write_jsonl(tmp_path / "text.jsonl", [gcd_row(1)])
+    assert open_data(path, chat=ChatFormat(template("qwen2_5"), (), (1,)), count=1).warning == ""
+    assert open_data(path, "data.text_prompts=chat", chat=ChatFormat(RAW.template, (), (1,)), count=1).warning == ""
+    refuses = ChatFormat(
+        "{{ messages[0].content }}{% if messages[1] %}{{ raise_exception('one') }}{% endif %}", (), (1,)
+    )
+    assert open_data(path, "data.text_prompts=chat", chat=refuses, count=1).warning == ""

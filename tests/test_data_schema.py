@@ -1,15 +1,19 @@
-"""Prompt, answer, source and extra of a row: verl's schema, other columns, and rows that are broken."""
+"""Prompt, answer, source and extra of a row; rows that are broken; and the counts of ``tlt data inspect``."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from decimal import Decimal
+from pathlib import Path
 
 import pytest
 from data_sets import (
     PLAIN,
+    RAW,
     TINY,
     all_prompts,
+    config_of,
     gcd_row,
     open_data,
     reader_of,
@@ -18,11 +22,17 @@ from data_sets import (
     write_jsonl,
     write_parquet,
 )
+from tiny import embedded_tokenizer
+from tokenizers import Tokenizer, processors
 
+from tlt_hpc.cli.main import main
+from tlt_hpc.common.records import ChatFormat
 from tlt_hpc.config import ConfigError, load_config
 from tlt_hpc.data.inspect import inspect
+from tlt_hpc.data.prompts import open_prompts
 from tlt_hpc.data.reader import PromptReader
 from tlt_hpc.data.rows import RowError
+from tlt_hpc.plan.inputs import read_assets
 from tlt_hpc.rewards.answer import Answer
 from tlt_hpc.rewards.functions import call_function
 
@@ -54,11 +64,15 @@ def test_verls_schema(write, tmp_path):
         ([[1, 2], 3], "[[1, 2], 3]"),
         ([{"input": 1}], '[{"input": 1}]'),
         ({"a": 1}, '{"a": 1}'),
+        (Decimal("4.5"), "4.5"),
+        ([Decimal("4.5")], '["4.5"]'),
         ("", ""),
     ],
 )
 def test_answers_that_are_no_texts(answer, text, tmp_path):
-    (prompt,) = all_prompts(write_jsonl(tmp_path / "a.jsonl", [{"prompt": "1=", "answer": answer}]))
+    is_decimal = "Decimal" in repr(answer)
+    path, write = (tmp_path / "a.parquet", write_parquet) if is_decimal else (tmp_path / "a.jsonl", write_jsonl)
+    (prompt,) = all_prompts(write(path, [{"prompt": "1=", "answer": answer}]))
     assert prompt.answer == text
 
 
@@ -70,13 +84,8 @@ def test_a_function_gets_the_list_of_the_row(truth, tmp_path):
     answer = Answer("a.py:f", prompt.source, "", prompt.answer, prompt.extra)
     call_function(lambda **each: given.append(each["ground_truth"]), answer)
     assert given == [truth]
-
-
-def test_an_answer_of_a_decimal_column(tmp_path):
-    (prompt,) = all_prompts(write_parquet(tmp_path / "a.parquet", [{"prompt": "1=", "answer": Decimal("4.5")}]))
-    assert prompt.answer == "4.5"
-    (prompt,) = all_prompts(write_parquet(tmp_path / "b.parquet", [{"prompt": "1=", "answer": [Decimal("4.5")]}]))
-    assert prompt.answer == '["4.5"]'
+    call_function(lambda **each: given.append(each["ground_truth"]), replace(answer, truth="of another column"))
+    assert given[1:] == ["of another column"]
 
 
 def test_columns_by_name(tmp_path):
@@ -94,77 +103,25 @@ def test_columns_that_are_found(names, tmp_path):
 
 
 GOOD = '{"prompt": "gcd(6,4)=", "answer": 2}'
-FIX = "fix or remove the row"
-SURROGATE = "has half of a surrogate pair; fix the row"
 
 
 def chat(*messages: object) -> dict[str, object]:
     return {"prompt": list(messages), "answer": "1"}
 
 
-@pytest.mark.parametrize(
-    ("row", "reason"),
-    [
-        ("{", "no JSON object (Expecting property name"),
-        (
-            '{"prompt": "1", "answer": 2\n\n',
-            "no JSON object (Expecting ',' delimiter: line 1 column 28 (char 27)); each line must be one: fix or",
-        ),
-        ("[" * 100_000, "no JSON object (it is nested too deep)"),
-        ('{"prompt": "1", "answer": ' + "9" * 5000 + "}", "no JSON object (Exceeds the limit"),
-        ({"text": "1=", "answer": "3"}, "has no 'prompt' or 'problem' or 'question' or 'messages', but answer, text; "),
-        ({"prompt": "1="}, "has no 'reward_model.ground_truth' or 'answer' or 'ground_truth', but prompt; fix or "),
-        ({"prompt": "1=", "answer": None}, f"'answer' is null; {FIX}"),
-        ('{"prompt": "1", "answer": NaN}', f"'answer' is nan; {FIX}"),
-        (verl_row(6) | {"reward_model": {"ground_truth": None}}, f"'reward_model.ground_truth' is null; {FIX}"),
-        ('{"prompt": "1\\ud800", "answer": 2}', SURROGATE),
-        ('{"prompt": "1", "answer": 1, "extra_info": {"\\udc00": 1}}', SURROGATE),
-        (chat(), "the prompt is empty; fix or remove the row"),
-        ({"prompt": "", "answer": 2}, "the prompt is empty; fix or remove the row"),
-        ({"prompt": 3, "answer": 2}, "the prompt is no text and no list of messages but '3'; fix the row"),
-        (chat({"role": "user"}), "message 0: \"{'role': 'user'}\" needs 'role' and 'content', both texts; "),
-        (chat({"role": "user", "content": "1"}, {"role": "user", "content": 3}), "message 1: "),
-        (
-            chat({"role": "human", "content": "1="}),
-            "message 0: role 'human' is none of system, user, assistant, tool, ",
-        ),
-        (
-            chat({"role": "user", "content": "1="}, {"role": "assistant", "content": "1"}),
-            "the prompt ends with a message of the assistant, so with an answer; cut it off, or set data."
-            "template_args = {continue_final_message = true} if the response is to continue it",
-        ),
-        (
-            chat({"role": "user", "content": [{"type": "text", "text": "1"}, {"type": "image", "image": "a.png"}]}),
-            "message 0: content has a part of type 'image', and only parts of type 'text' with a text are read; fix",
-        ),
-        (
-            chat({"role": "user", "content": [{"type": "text"}]}),
-            "message 0: content has \"{'type': 'text'}\", and only",
-        ),
-        (
-            chat({"content": [{"type": "text", "text": "1="}]}),
-            "message 0: \"{'content': [{'type': 'text', 'text': '1='}]}\" needs 'role' and 'content', both ",
-        ),
-        (chat({"role": ["user"], "content": [{"type": "text", "text": "1="}]}), "message 0: "),
-        (chat({"role": "user", "content": ["1="]}), "message 0: content has '1=', and only parts of type 'text'"),
-        (chat({"role": "user", "content": []}), "message 0: \"{'role': 'user', 'content': []}\" needs 'role' and "),
-        ({"prompt": "1=", "answer": "1", "tools": [{"name": "f"}]}, "has 'tools', and a run calls no tools; leave the"),
-        (
-            {"prompt": str([{"role": "user", "content": "1="}]), "answer": "1"},
-            "the prompt \"[{'role': 'user', 'content': '1='}]\" is messages as text and no JSON; write a list",
-        ),
-        (
-            {"prompt": '[{"role": "user", "content": "1="}\n {"role": "user", "content": "1="}]', "answer": "1"},
-            'the prompt \'[{"role": "user", "content": "1="}\\n {"ro\' is messages as text and no JSON; write a list',
-        ),
-        ({"prompt": '[{"role": "human", "content": "1="}]', "answer": "1"}, "message 0: role 'human' is none of "),
-    ],
-)
-def test_a_broken_row_is_named_by_file_and_line(row, reason, tmp_path):
-    path = write_jsonl(tmp_path / "data.jsonl", [GOOD, "", row])
+LONG_ROWS = [
+    {"row": "[" * 100_000, "reason": "no JSON object (it is nested too deep)"},
+    {"row": '{"prompt": "1", "answer": ' + "9" * 5000 + "}", "reason": "no JSON object (Exceeds the limit"},
+]
+BROKEN = [json.loads(line) for line in Path(__file__).with_name("broken_rows.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("case", [*BROKEN, *LONG_ROWS], ids=lambda case: case["reason"][:40])
+def test_a_broken_row_is_named_by_file_and_line(case, tmp_path):
+    path = write_jsonl(tmp_path / "data.jsonl", [GOOD, "", case["row"]])
     with pytest.raises(RowError) as caught:
         open_data(path)
-    assert str(caught.value).startswith(f"{path}:3: {reason}") and "\n" not in str(caught.value)
+    assert str(caught.value).startswith(f"{path}:3: {case['reason']}") and "\n" not in str(caught.value)
     (error,) = inspect(reader_of(path), 16).broken
     assert str(error) == str(caught.value)
 
@@ -241,3 +198,100 @@ def test_without_a_tokenizer_nothing_is_rendered(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", [verl_row(6)])
     prompt = PromptReader(load_config(TINY, [f"data.source={path}"]).data, 0, None).read(0)
     assert len(prompt.tokens) == 0 and json.loads(prompt.text) == [{"role": "user", "content": "gcd(6,4)="}]
+
+
+# --- tlt data inspect ---
+
+
+Captured = pytest.CaptureFixture[str]
+
+
+def test_counts(tmp_path):
+    rows = [gcd_row(i, data_source="ab"[i % 2]) for i in (3, 4, 5, 6, 3)]
+    rows += [gcd_row(7, data_source="a", answer=""), {"prompt": "1=" * 10, "answer": "1", "data_source": "a"}]
+    found = inspect(reader_of(write_jsonl(tmp_path / "a.jsonl", [*rows, *["{"] * 25])), 16)
+    a, b = found.sources
+    assert (found.num_rows, len(found.broken)) == (32, 25)
+    assert (a.source, a.lengths, a.num_overlong, a.num_unanswered) == ("a", [5, 6, 6, 20], 1, 1)
+    assert (b.source, b.lengths, b.num_repeated, b.num_unanswered) == ("b", [5, 6, 5], 1, 0)
+
+
+def test_a_table_and_status_0(tmp_path, capsys):
+    path = str(write_jsonl(tmp_path / "a.jsonl", [gcd_row(i) for i in range(1, 8)]))
+    assert main(["data", "inspect", path, "--model", "embedded:tiny", "max_prompt_tokens=5"]) == 0
+    out = capsys.readouterr().out
+    assert "7 rows, 0 broken" in " ".join(out.split())  # the title is broken where the path is long
+    (line,) = (line for line in out.splitlines() if "│ jsonl" in line)
+    assert [cell.strip() for cell in line.strip("│").split("│")] == ["jsonl", "7", "5", "5", "6", "6", "3", "0", "0"]
+    assert "prompts over data.max_prompt_tokens = 5: 3\n" in out
+
+
+def test_prompts_that_the_tokenizer_does_not_know_are_counted_and_warned_of(tmp_path, capsys):
+    rows = [gcd_row(1), gcd_row(2, prompt="Natalia sold 48 clips. gcd(2,5)="), gcd_row(3, prompt="gcd(3, 4)=")]
+    path = write_jsonl(tmp_path / "a.jsonl", rows)
+    assert main(["data", "inspect", str(path), "--model", "embedded:tiny"]) == 0
+    assert "characters that the model's tokenizer does not know: 2; the model" in capsys.readouterr().out
+    said = read_assets(config_of(path), 1).prompts.warning
+    assert f"does not know some characters in 2 of 3 prompts, the first {path}:2, and" in said
+    assert read_assets(config_of(write_jsonl(tmp_path / "b.jsonl", rows[:1])), 1).prompts.warning == ""
+
+
+def test_prompts_without_the_token_that_begins_every_text_are_warned_of(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", [gcd_row(1)])
+    tokenizer = Tokenizer.from_str(embedded_tokenizer().to_str())
+    tokenizer.post_processor = processors.TemplateProcessing(single="<eos> $A", special_tokens=[("<eos>", 1)])
+    raw = open_prompts(config_of(path), tokenizer)
+    assert raw.warning.startswith(f"data.source = '{path}': prompts do not begin with '<eos>', which the model's ")
+    chat = ChatFormat(f"<eos>{RAW.template}")
+    assert open_prompts(config_of(path, "data.text_prompts=chat"), tokenizer, chat).warning == ""
+
+
+def test_broken_rows_are_named_and_status_is_1(tmp_path, capsys):
+    rows = [
+        verl_row(1, "[red]set[/red]"),
+        *({**verl_row(i), "reward_model": {"ground_truth": None}} for i in range(22)),
+    ]
+    path = str(write_parquet(tmp_path / "a.parquet", rows))
+    assert main(["data", "inspect", path]) == 1
+    out = capsys.readouterr().out
+    assert "[red]set[/red]" in out and "no tokens counted: give --model FOLDER\n" in out
+    assert f"{path} row 1: 'reward_model.ground_truth' is null; fix or remove the row\n" in out
+    assert out.count("is null") == 20 and out.endswith("... and 2 more broken rows\n")
+
+
+def test_tests_of_programs_are_read_before_a_run_and_by_the_inspection(tmp_path, capsys):
+    answers = ["assert f(1) == 2", '["f(1)"]', '{"inputs": [1]}']
+    path = write_jsonl(tmp_path / "a.jsonl", [gcd_row(i, answer=text) for i, text in enumerate(answers, 1)])
+    assert main(["data", "inspect", str(path), "reward.default=code"]) == 1
+    out, cause = capsys.readouterr().out, "reward kind 'code' cannot read the tests"
+    assert f"{path}:2: {cause} '[\"f(1)\"]': 'f(1)' asserts nothing; fix or remove the row\n" in out
+    assert out.count(cause) == 2
+    with pytest.raises(RowError, match=f":2: {cause}"):
+        read_assets(config_of(path, "reward.default=code"), 1)
+    read_assets(config_of(path), 1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["none.jsonl"], "data.source = 'none.jsonl' does not exist; give "),
+        (["a.jsonl", "data.prompt_kye=text"], "unknown key 'data.prompt_kye'; did you mean 'data.prompt_key'?"),
+        (["a.jsonl", "--model", "none"], "model.path = 'none' does not exist; "),
+        (["embedded:gcd"], "'embedded:gcd' makes its problems again at every step; give a file, folder or task"),
+        (["chat.jsonl", "--model", "embedded:tiny"], "chat.jsonl:1: the prompt is a list of messages, and the model "),
+    ],
+)
+def test_mistakes_are_one_line_and_status_2(arguments, message, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_jsonl(tmp_path / "a.jsonl", [gcd_row(1)])
+    write_jsonl(tmp_path / "chat.jsonl", [verl_row(1)])
+    assert main(["data", "inspect", *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith(f"tlt: {message}") and err.count("\n") == 1
+
+
+def test_fewer_prompts_than_a_step_takes_are_told(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "few.jsonl", [gcd_row(1), gcd_row(2)])
+    told = f"data.source = '{path}': 2 prompts, and a step takes rollout.prompts_per_step = 3, so that it has the same "
+    assert open_data(path, count=3).warning == f"{told}prompt more than once"
+    assert open_data(path, count=2).warning == ""

@@ -1,7 +1,10 @@
-"""The prompts of a step: a function of seed and step alone, and whole epochs."""
+"""The prompts of a step: a function of seed and step alone, in whole epochs; and the embedded task that makes them."""
 
 from __future__ import annotations
 
+import itertools
+import math
+import random
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -9,14 +12,33 @@ from typing import Any
 import numpy as np
 import pytest
 from data_sets import TINY, gcd_row, gcd_rows, open_data, texts, write_jsonl
-from tiny import embedded_tokenizer
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny import embedded_tokenizer, response_text
 
 from tlt_hpc.cluster.watch.beat import BEAT
 from tlt_hpc.common.records import Prompt
 from tlt_hpc.config import ConfigError, load_config
 from tlt_hpc.data import prompts as prompts_module
-from tlt_hpc.data.prompts import FilePrompts, GcdProblem, GcdPrompts, PromptSource, SharedPrompts, open_prompts
+from tlt_hpc.data.prompts import (
+    MAX_DIVISOR,
+    MAX_NUMBER,
+    MAX_WORKING_TOKENS,
+    Draws,
+    FilePrompts,
+    GcdProblem,
+    GcdPrompts,
+    PromptSource,
+    SharedPrompts,
+    Split,
+    draw_from_split,
+    draw_problem,
+    num_working_tokens,
+    open_prompts,
+    shuffled,
+)
 from tlt_hpc.data.reader import PromptReader
+from tlt_hpc.data.rows import RowError
 
 
 def gcd_prompts(folder: Path, seed: int = 0, count: int = 8) -> GcdPrompts:
@@ -43,15 +65,9 @@ def test_prompts_of_the_embedded_task_are_known(tmp_path: Path) -> None:
     source = gcd_prompts(tmp_path, count=3)
     assert texts(source.batch(0)) == ["gcd(115,184)=", "gcd(48,324)=", "gcd(374,286)="]
     assert texts(source.refill(0, 2)) == ["gcd(88,242)=", "gcd(60,160)="]
-
-
-def test_prompts_of_the_embedded_task(tmp_path: Path) -> None:
-    for prompt in gcd_prompts(tmp_path, count=50).batch(0):
-        a, b = (int(part) for part in prompt.text[4:-2].split(","))
-        assert GcdProblem(a, b).split == "train"
-        assert prompt.answer == GcdProblem(a, b).answer
-        assert prompt.tokens.dtype == np.int32
-        assert embedded_tokenizer().decode(prompt.tokens.tolist()) == prompt.text
+    assert [prompt.answer for prompt in source.batch(0)] == ["23", "12", "22"]
+    for prompt in source.batch(1):
+        assert prompt.tokens.dtype == np.int32 and embedded_tokenizer().decode(prompt.tokens.tolist()) == prompt.text
 
 
 @pytest.mark.parametrize("count", [1, 3, 10, 25])
@@ -93,3 +109,100 @@ def test_the_configuration_names_the_source(tmp_path: Path) -> None:
     assert isinstance(open_prompts(load_config(TINY), embedded_tokenizer()), GcdPrompts)
     with pytest.raises(ConfigError, match=r"have up to 9 tokens; use data.max_prompt_tokens = 9 or more"):
         open_prompts(load_config(TINY, ["data.max_prompt_tokens=8"]), embedded_tokenizer())
+
+
+# --- the order of draws ---
+
+
+def test_the_order_is_the_same_on_every_machine_and_version():
+    """Known answers: with another order a resumed run would draw other prompts."""
+    assert shuffled(10, 0, 0).tolist() == [1, 0, 9, 7, 5, 8, 3, 2, 6, 4]
+    assert shuffled(10, 0, 1).tolist() == [2, 6, 0, 7, 3, 5, 4, 8, 9, 1]
+    assert shuffled(10, 2**63 - 1, 0).tolist() == [0, 2, 9, 7, 8, 1, 6, 3, 5, 4]
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=30), st.integers(0, 90), st.integers(0, 20))
+def test_draws_are_all_epochs_one_after_another_without_dropped_rows(is_kept, start, count):
+    if not any(is_kept):
+        return
+    found, epoch = list[int](), 0
+    while len(found) < start + count:
+        found += [int(row) for row in shuffled(len(is_kept), 0, epoch) if is_kept[row]]
+        epoch += 1
+    assert Draws(np.array(is_kept), 0).rows(start, start + count) == found[start : start + count]
+
+
+def test_rows_behind_those_that_are_checked_first(tmp_path, monkeypatch):
+    """A huge file is not read through: a fault there is found at its draw, alike on all ranks."""
+    monkeypatch.setattr("tlt_hpc.data.prompts.CHECKED_ROWS", 4)
+    rows: list[Any] = gcd_rows(12)
+    last = int(shuffled(12, 0, 0)[11])
+    rows[last] = "{"
+    source = open_data(write_jsonl(tmp_path / "a.jsonl", rows), count=6)
+    source.batch(0)
+    with pytest.raises(RowError, match=rf"a\.jsonl:{last + 1}: no JSON object"):
+        source.batch(1)
+
+
+# --- the embedded task ---
+
+numbers = st.integers(1, MAX_NUMBER)
+problems = st.builds(GcdProblem, numbers, numbers)
+SPLITS: tuple[Split, ...] = ("supervised", "train", "evaluation")
+
+
+@given(problems)
+def test_subtractions_lead_to_the_answer(problem: GcdProblem) -> None:
+    pairs = problem.subtractions()
+    assert pairs[0] == (problem.a, problem.b)
+    for (a, b), (c, d) in itertools.pairwise(pairs):
+        assert a != b
+        assert (c, d) == ((a - b, b) if a > b else (a, b - a))
+    assert pairs[-1] == (math.gcd(problem.a, problem.b),) * 2
+    assert problem.answer == str(pairs[-1][0])
+
+
+def test_the_texts_to_the_letter() -> None:
+    problem = GcdProblem(6, 4)
+    assert problem.prompt == "gcd(6,4)="
+    assert response_text(problem.subtractions(), problem.answer) == "<think>6,4;2,4;2,2</think>\\boxed{2}"
+
+
+@given(problems)
+def test_lengths_are_counted_as_the_tokenizer_counts(problem: GcdProblem) -> None:
+    pairs = problem.subtractions()
+    response = embedded_tokenizer().encode(response_text(pairs, problem.answer))
+    assert response.tokens[0] == "<think>"
+    assert response.tokens.index("</think>") - 1 == num_working_tokens(pairs)
+    assert embedded_tokenizer().decode(response.ids) == response_text(pairs, problem.answer)
+
+
+@given(st.integers(0, 2**32))
+def test_drawn_problems_keep_the_bounds(seed: int) -> None:
+    problem = draw_problem(random.Random(seed))
+    assert 1 <= min(problem.a, problem.b) < max(problem.a, problem.b) <= MAX_NUMBER
+    assert 1 <= int(problem.answer) <= MAX_DIVISOR
+    assert num_working_tokens(problem.subtractions()) <= MAX_WORKING_TOKENS
+
+
+def test_splits_are_disjoint_and_their_shares_right() -> None:
+    source = random.Random(0)
+    drawn = {draw_problem(source) for _ in range(6000)}
+    shares = {split: sum(problem.split == split for problem in drawn) / len(drawn) for split in SPLITS}
+    # over 5,000 different problems: three standard errors are 0.02
+    assert shares == pytest.approx({"supervised": 0.6, "train": 0.3, "evaluation": 0.1}, abs=0.02)
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_draws_stay_in_their_split(split: Split) -> None:
+    source = random.Random(1)
+    drawn = [draw_from_split(source, split) for _ in range(200)]
+    assert {problem.split for problem in drawn} == {split}
+    assert len(set(drawn)) > 150
+
+
+def test_the_split_is_of_the_text_alone() -> None:
+    """Known answers: another hash would hand RL the problems that the shipped model was trained on."""
+    problems = [(196, 364), (12, 18), (7, 5), (90, 45), (8, 6), (21, 14)]
+    expected = ["supervised", "train", "train", "evaluation", "supervised", "evaluation"]
+    assert [GcdProblem(a, b).split for a, b in problems] == expected

@@ -1,24 +1,25 @@
-"""What counts as the right answer by the kinds that read text alone, which kind judges what, how forms are mixed in."""
+"""The kind that judges a response, the text that is judged, the parts of a reward, and the rewards of a step."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
-from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
 import pytest
 from logged import make_rollout
+from smollm2 import smollm2_folder
+from tiny import byte_tokenizer
+from tokenizers import AddedToken, Tokenizer, decoders, models
 
 from tlt_hpc.common.records import Prompt, Rollout, SampleKey
 from tlt_hpc.config import ConfigError, RewardSection, load_config
-from tlt_hpc.extras.prepare_data.prepare import math_answer
 from tlt_hpc.plan.inputs import read_assets
-from tlt_hpc.rewards import text as texts
 from tlt_hpc.rewards.answer import Answer, Failure, Verdict
-from tlt_hpc.rewards.judge import judge, kind_for
+from tlt_hpc.rewards.judge import check_answer, judge, kind_for
 from tlt_hpc.rewards.scorer import Judge, Scorer, Unjudged, joined, standing_judge, without_form
+from tlt_hpc.rewards.text import tags
+from tlt_hpc.run.session import text_of
 
 TINY = Path(__file__).resolve().parent.parent / "jobs" / "tiny.toml"
 BOXED = RewardSection()
@@ -28,131 +29,7 @@ def reward(kind: str, text: str, truth: str, settings: RewardSection = BOXED) ->
     return judge(Answer(kind, "a", text, truth), settings).reward
 
 
-# --- boxed ---
-
-
-@pytest.mark.parametrize(
-    ("text", "wanted"),
-    [
-        ("\\boxed{28}", 1.0),
-        ("<think>196,364</think>\\boxed{ 28 }\n ", 1.0),
-        ("\\boxed{3} no, \\boxed{28}", 1.0),
-        ("\\boxed{28} no, \\boxed{3}", 0.0),
-        ("\\boxed{28}.", 0.0),
-        ("\\boxed{28", 0.0),
-        ("\\boxed{28}}", 0.0),
-        ("", 0.0),
-    ],
-)
-def test_the_last_box_must_be_the_answer_and_the_end(text: str, wanted: float) -> None:
-    assert reward("boxed", text, " 28") == wanted
-
-
-def test_braces_inside_the_box_are_balanced() -> None:
-    assert reward("boxed", "so \\boxed{\\frac{1}{2}}", "\\frac{1}{2}") == 1.0
-    assert reward("boxed", "so \\boxed{\\frac{1}{2}", "\\frac{1}{2}") == 0.0
-    assert reward("boxed", "so \\boxed{\\frac{1}{2}}}", "\\frac{1}{2}") == 0.0
-    assert reward("boxed", "so \\boxed{a}{b}", "a}{b") == 0.0, "the box ends after the a"
-
-
-@pytest.mark.parametrize("mark", ["(", " "])
-def test_a_response_of_one_character_takes_no_time(mark: str) -> None:
-    """Letters are read in the rank itself, which decodes nothing meanwhile."""
-    start = time.process_time()
-    assert all(reward("choice", f"\\boxed{{{mark * 4000}1}}", "C") == 0.0 for _ in range(10))
-    assert time.process_time() - start < 0.5
-
-
-@pytest.mark.parametrize("answer", [r"\left\{x, 3\right.", r"[0, 1\}", r"\{1, 2\}", r"1 \\"])
-def test_braces_that_latex_shows_open_and_close_nothing(answer: str) -> None:
-    """As in answers that ``tlt data prepare`` takes from boxes."""
-    solution = f"so \\boxed{{{answer}}}"
-    assert math_answer(solution) == answer and reward("boxed", solution, answer) == 1.0
-
-
-# --- numeric ---
-
-
-@pytest.mark.parametrize(
-    ("text", "truth", "wanted"),
-    [
-        ("so \\boxed{1,234}", "1234", 1.0),
-        ("... #### 1234", "blah blah #### 1,234", 1.0),
-        ("first 3, then 18.", "18", 1.0),
-        ("\\boxed{18} apples of 20", "18", 1.0),
-        ("\\boxed{\\frac{1}{3}}", "1/3", 1.0),
-        ("\\boxed{0.333333}", "1/3", 1.0),
-        ("\\boxed{0.3333}", "1/3", 0.0),
-        ("\\boxed{x = -2.50}", "-2.5", 1.0),
-        ("\\boxed{10{,}000}", "10000", 1.0),
-        ("\\boxed{\\frac12}", "0.5", 1.0),
-        ("\\boxed{-3\\frac{1}{2}}", "-3.5", 1.0),
-        ("\\boxed{1.5 \\times 10^{-3} \\text{ m}}", "0.0015", 1.0),
-        ("15", "1.5 \\cdot 10^1", 1.0),
-        ("it is \u22125", "-5", 1.0),
-        ("costs \\$18.00", "18", 1.0),
-        ("\\boxed{1/0}", "1", 0.0),
-        ("none", "1", 0.0),
-        ("12345678901234567891", "12345678901234567890", 1.0),
-    ],
-)
-def test_numbers_are_compared_by_value(text: str, truth: str, wanted: float) -> None:
-    assert reward("numeric", text, truth) == wanted
-
-
-def test_the_tolerance_is_relative_above_one() -> None:
-    assert reward("numeric", "1000.0009", "1000") == 1.0
-    assert reward("numeric", "1000.0011", "1000") == 0.0
-    assert reward("numeric", "0.0000009", "0") == 1.0
-    assert reward("numeric", "0.0000011", "0") == 0.0
-    assert texts.number_of("\\boxed{" + "9" * 4000 + "}") == Fraction(10**4000 - 1), "no limit of digits is met"
-
-
-# --- choice ---
-
-
-@pytest.mark.parametrize(
-    ("text", "wanted"),
-    [
-        ("\\boxed{C}", 1.0),
-        ("\\boxed{\\text{C}}", 1.0),
-        ("\\boxed{C. Paris}", 1.0),
-        ("\\boxed{\\textbf{(C)}\\ 12}", 1.0),
-        ("\\boxed{\\mathrm{C}}", 1.0),
-        ("\\boxed{Cat}", 0.0),
-        ("\\boxed{B} but answer: C", 0.0),
-        ("The answer I would choose is C", 1.0),
-        ("I chose C. The choice I would take: D", 0.0),
-        ("The answer is (C).", 1.0),
-        ("Answer: A\nno. Answer: **C**", 1.0),
-        ("the answer is a cat", 0.0),
-        ("C is wrong, so\nD", 0.0),
-        ("", 0.0),
-    ],
-)
-def test_a_choice_is_a_letter(text: str, wanted: float) -> None:
-    for truth in ("C", "(C)", " c. "):
-        assert reward("choice", text, truth) == wanted
-
-
-# --- form ---
-
-
-@pytest.mark.parametrize(
-    ("text", "wanted"),
-    [
-        ("<think>a</think><answer>b</answer>", 1.0),
-        ("\n<think>\na < b\n</think> \n<answer>b</answer>\n", 1.0),
-        ("<think>a</think>so <answer>b</answer>", 0.0),
-        ("<think>a</think><answer>b</answer> done", 0.0),
-        ("<answer>b</answer><think>a</think>", 0.0),
-        ("<think><think>a</think></think><answer>b</answer>", 0.0),
-        ("", 0.0),
-    ],
-)
-def test_tags_in_order_each_once(text: str, wanted: float) -> None:
-    settings = RewardSection(default="format", format_tags=("think", "answer"))
-    assert reward("format", text, "", settings) == wanted
+# --- parts ---
 
 
 def test_the_form_is_mixed_into_every_other_kind() -> None:
@@ -166,31 +43,26 @@ def test_the_form_is_mixed_into_every_other_kind() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "failure", "wanted"),
+    ("kind", "truth", "failure", "wanted"),
     [
-        ("code", Failure.CPU, -0.25),
-        ("code", Failure.UNREADABLE, -0.25),
-        ("math", Failure.CPU, -0.25),
-        ("math", Failure.SIZE, -0.25),
-        ("math", Failure.UNREADABLE, 0.0),
-        ("math", Failure.WALL, 0.0),
-        ("a.py:f", Failure.CPU, 0.0),
+        ("code", "assert f(1) == 1", Failure.CPU, -0.25),
+        ("code", "assert f(1) == 1", Failure.UNREADABLE, -0.25),
+        ("code", "f(1)", Failure.UNREADABLE, 0.0),
+        ("math", "1", Failure.CPU, -0.25),
+        ("math", "1", Failure.SIZE, -0.25),
+        ("math", "1", Failure.UNREADABLE, 0.0),
+        ("math", "1", Failure.WALL, 0.0),
+        ("a.py:f", "1", Failure.CPU, 0.0),
     ],
 )
 def test_a_response_that_fails_has_the_other_parts_of_a_wrong_answer(
-    kind: str, failure: Failure, wanted: float, monkeypatch: pytest.MonkeyPatch
+    kind: str, truth: str, failure: Failure, wanted: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else it could have more than one that is wrong, where a part is negative; it is still said to have failed."""
     monkeypatch.setattr("tlt_hpc.rewards.judge._judge", lambda *_: Verdict(0.0, failure))
     settings = RewardSection(default="code", format_tags=("think",), weights={"format": -0.25})
-    found = judge(Answer(kind, "a", "<think></think>", "assert f(1) == 1"), settings)
+    found = judge(Answer(kind, "a", "<think></think>", truth), settings)
     assert (found.reward, found.failure) == (wanted, failure)
-
-
-def test_tests_that_cannot_be_read_leave_no_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tlt_hpc.rewards.judge._judge", lambda *_: Verdict(0.0, Failure.UNREADABLE))
-    settings = RewardSection(default="code", format_tags=("think",), weights={"format": -0.25})
-    assert judge(Answer("code", "a", "<think></think>", "f(1)"), settings) == Verdict(0.0, Failure.UNREADABLE)
 
 
 def test_an_evaluation_measures_the_answer_alone() -> None:
@@ -219,26 +91,17 @@ def test_a_source_has_its_own_kind_else_the_first_pattern_else_the_default() -> 
     assert kind_for("gcd", "boxed", {}) == "boxed"
 
 
-@pytest.mark.parametrize(
-    ("content", "name", "message"),
-    [
-        (None, "f", "{path}: No such file or directory; give a file that is there"),
-        ("def g(): pass", "grade", "{path} has no 'grade'; name a function that it has"),
-    ],
-)
-def test_a_function_that_is_not_there_is_named_before_anything_starts(
-    tmp_path: Path, content: str | None, name: str, message: str
-) -> None:
-    path = tmp_path / "own.py"
-    if content is not None:
-        path.write_text(content)
-    for key, overrides in (
-        ("reward.default =", [f"reward.default={path}:{name}"]),
-        ("reward.weights:", [f"reward.weights={{'{path}:{name}'=1}}"]),
+def test_a_function_that_is_not_there_is_named_before_anything_starts(tmp_path: Path) -> None:
+    none, other = tmp_path / "none.py", tmp_path / "other.py"
+    other.write_text("def g(): pass")
+    for spec, reason in (
+        (f"{none}:f", f"{none}: No such file or directory; give a file that is there"),
+        (f"{other}:grade", f"{other} has no 'grade'; name a function that it has"),
     ):
-        with pytest.raises(ConfigError) as caught:
-            read_assets(load_config(TINY, overrides), 1)
-        assert str(caught.value) == f"{key} '{path}:{name}': " + message.format(path=path)
+        for key, override in (("default =", f"default={spec}"), ("weights:", f"weights={{'{spec}'=1}}")):
+            with pytest.raises(ConfigError) as caught:
+                read_assets(load_config(TINY, [f"reward.{override}"]), 1)
+            assert str(caught.value) == f"reward.{key} '{spec}': {reason}"
 
 
 # --- the scorer ---
@@ -370,6 +233,65 @@ def test_a_response_that_was_cut_off_gives_no_answer_outside_a_box(kind: str, te
     assert rewards == [1.0, 0.0]
 
 
-def test_one_of_several_numbers_among_words_is_no_answer() -> None:
-    assert reward("numeric", "\\boxed{between 3 red apples and 5 pears}", "3") == 0.0
-    assert reward("numeric", "\\boxed{about 3 red apples of that tree}", "3") == 1.0
+# --- the data's answers, before a start ---
+
+
+def problem(kind: str, truth: str, **settings: object) -> str:
+    section = RewardSection.model_validate({"by_source": {"a": kind}, **settings})
+    return check_answer(section, Prompt(np.zeros(1, np.int32), "", truth, "a"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "truth", "wrong"), [("numeric", "forty", "forty"), ("numeric", '["1", "two"]', "two"), ("boxed", "{", "{")]
+)
+def test_an_answer_that_no_response_can_match_is_named(kind: str, truth: str, wrong: str) -> None:
+    found = problem(kind, truth)
+    assert found.startswith(f"reward kind {kind!r}: ") and repr(wrong) in found and "\n" not in found
+    assert problem(kind, truth, format_tags=["think"], weights={"format": 0.5}) == found, "the form makes none right"
+
+
+def test_only_answers_that_are_compared_and_tests_are_checked() -> None:
+    assert problem("a.py:f", "anything") == problem("format", "", format_tags=["a"]) == ""
+    assert problem("code", "assert f(1) == 2") == ""
+    with pytest.raises(ValueError, match=r"^reward kind 'code' cannot read the tests '\[\]': "):
+        problem("code", "[]")
+
+
+# --- the text of a response ---
+
+
+TAGS = ["<think>", "</think>", "<answer>", "</answer>"]
+TEXT = "<think>a é</think>\n<answer>42</answer>"
+
+
+def read(tokenizer: Tokenizer, text: str) -> str:
+    return text_of(tokenizer, np.array(tokenizer.encode(text, add_special_tokens=False).ids, np.int32))
+
+
+@pytest.mark.parametrize("is_special", [False, True])
+def test_tags_stay_and_control_tokens_do_not(is_special: bool) -> None:
+    tokenizer = byte_tokenizer([TEXT], 300, ["<|im_end|>", "<s>", "</s>", "<end_of_turn>", "<eos>"])
+    tokenizer.add_tokens([AddedToken(tag, special=is_special) for tag in TAGS])
+    found = read(tokenizer, f"<s>{TEXT}<end_of_turn><|im_end|></s><eos>")
+    assert found == TEXT and tags(found, ["think", "answer"]) == 1.0
+
+
+def test_spaces_are_those_of_the_whole_text() -> None:
+    """Decoders of this kind strip a text's first space, so tags must not cut the text into several."""
+    tokenizer = Tokenizer(models.WordLevel({"▁a": 0, "▁b": 1, "?": 2}, unk_token="?"))
+    tokenizer.decoder = decoders.Metaspace()
+    tokenizer.add_special_tokens([AddedToken(name) for name in ("<think>", "</think>", "</s>")])
+    assert text_of(tokenizer, np.array([0, 3, 1, 4, 1, 5])) == "a<think> b</think> b"
+
+
+def test_tokens_that_the_tokenizer_lacks_are_left_out() -> None:
+    """Models may have more rows than their tokenizer has tokens."""
+    tokenizer = byte_tokenizer([TEXT], 300, ["<|im_end|>"])
+    assert text_of(tokenizer, np.array([60000, *tokenizer.encode("a").ids, 2**31 - 1], np.int32)) == "a"
+    assert text_of(tokenizer, np.array([], np.int32)) == ""
+
+
+def test_real_tokenizers_text_is_what_it_was() -> None:
+    tokenizer = Tokenizer.from_file(str(smollm2_folder() / "tokenizer.json"))
+    ids = tokenizer.encode("<|im_start|>assistant\nGrößer 数学 🙂 <think>\\boxed{1}</think><|im_end|>\n<file_sep>").ids
+    assert text_of(tokenizer, np.array(ids)) == tokenizer.decode(ids, skip_special_tokens=True)

@@ -65,13 +65,8 @@ def test_broken_rows_are_named_and_the_others_judged(tmp_path: Path, capsys: Cap
 
 
 def test_the_first_verdict_that_was_not_expected_is_shown(tmp_path: Path, capsys: Captured) -> None:
-    rows = [
-        {"response": "\\boxed{4}", "answer": "4", "expected": 1},
-        {"response": "\\boxed{5}", "answer": "4", "expected": False},
-        {"response": "no:\n\\boxed{5}", "answer": "4", "expected": True},
-        {"response": "\\boxed{5}", "answer": "4", "expected": None},
-        {"response": "\\boxed{5}", "answer": "4", "expected": 0.5},
-    ]
+    texts = {"\\boxed{4}": 1, "\\boxed{5}": False, "no:\n\\boxed{5}": True, "\\boxed{6}": None, "\\boxed{7}": 0.5}
+    rows = [{"response": text, "answer": "4", "expected": expected} for text, expected in texts.items()]
     path = write_jsonl(tmp_path / "a.jsonl", rows)
     judge(path, status=1)
     out = capsys.readouterr().out
@@ -79,22 +74,20 @@ def test_the_first_verdict_that_was_not_expected_is_shown(tmp_path: Path, capsys
     assert "\n  found     wrong, reward 0 (not '4')\n" in out and "\n  response  no:\n            \\boxed{5}\n" in out
     judge(write_jsonl(tmp_path / "a.jsonl", rows[:2]))
     assert "2 verdicts as expected" in capsys.readouterr().out
+
+
+def test_the_column_of_expectations_and_those_that_are_none(tmp_path: Path, capsys: Captured) -> None:
     named = [{"response": "\\boxed{4}", "answer": "4", "label": "4", "human": 0}]
-    judge(write_jsonl(tmp_path / "a.jsonl", named))
-    judge(write_jsonl(tmp_path / "a.jsonl", named), "--expected", "human", status=1)
-    judge(write_jsonl(tmp_path / "a.jsonl", named), "--expected", "label", status=1)
+    path = write_jsonl(tmp_path / "a.jsonl", named)
+    judge(path)
+    judge(path, "--expected", "human", status=1)
+    judge(path, "--expected", "label", status=1)
     assert "'label' is '4', not a number or true or false; fix it" in capsys.readouterr().out
-
-
-def test_an_expectation_that_is_none_is_said_to_be_ignored(tmp_path: Path, capsys: Captured) -> None:
     rows = [{"response": "\\boxed{4}", "answer": "4", "expected": each} for each in (None, 1, "right", "wrong")]
-    path = write_jsonl(tmp_path / "a.jsonl", rows)
-    assert words(judge(path)) == ["right"] * 4
+    assert words(judge(write_jsonl(path, rows))) == ["right"] * 4
     out = capsys.readouterr().out
     ignored = f"2 rows expect nothing that can be compared ({path}:3: 'expected' is 'right', not a number or true or "
     assert ignored + "false)\n" in out and "1 verdict as expected" in out
-    judge(write_jsonl(tmp_path / "a.jsonl", rows[:1]), "--expected", "expected")
-    assert "can be compared" not in capsys.readouterr().out
 
 
 OWN = """

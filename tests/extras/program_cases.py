@@ -1,15 +1,30 @@
 """Programs with tests whose verdict is known by construction: problems, times forms of tests, times forms of responses.
 
-A right program is one function that gives what the tests want; the others each differ from it in one way.
+They stand in ``program_cases.toml``. A right program is one function that gives what the tests want; the others each
+differ from it in one way.
 """
 
 from __future__ import annotations
 
 import json
 import random
+import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+from jinja2 import Environment
+
+_TABLES: dict[str, Any] = tomllib.loads(Path(__file__).with_name("program_cases.toml").read_text("utf-8"))
+_JINJA = Environment(
+    variable_start_string="«", variable_end_string="»", comment_start_string="«#", trim_blocks=True,
+    keep_trailing_newline=True,
+)  # fmt: skip
+
+
+def _filled(form: str, **values: Any) -> str:
+    return _JINJA.from_string(form).render(values)
 
 
 @dataclass(frozen=True)
@@ -28,30 +43,24 @@ class Problem:
     def method(self, body: str) -> str:
         return f"class Solution:\n    def {self.name}(self, {self.arguments}):\n        {body}\n"
 
+    def call(self, arguments: tuple[Any, ...], function: str = "") -> str:
+        return f"{function or self.name}({', '.join(map(repr, arguments))})"
 
-BIG = 7**6000
-PROBLEMS = (
-    Problem("add", "a, b", "return a + b", "return a - b", (((1, 2), 3), ((-1, 0), -1), ((10**20, 1), 10**20 + 1))),
-    Problem("gcd", "a, b", "return math.gcd(a, b)", "return a", (((12, 8), 4), ((7, 3), 1))),
-    Problem("sort_all", "xs: List[int]", "return sorted(xs)", "return xs", ((([3, 1, 2],), [1, 2, 3]), (([],), []))),
-    Problem("as_text", "n", "return str(n)", "return [n]", (((100,), "100"), ((0,), "0"))),
-    Problem("word", "s", "return s[::-1]", "return s", ((("true x",), "x eurt"), (("é\n\"'",), "'\"\né"))),
-    Problem("no_or_yes", "n", "return n % 2 == 0", "return n % 2 == 1", (((4,), True), ((5,), False))),
-    Problem("half", "x: float", "return x / 2", "return x / 2.001", (((1,), 0.5), ((3,), 1.5), ((1e-3,), 0.0005))),
-    Problem("first", "xs", "return xs[0] if xs else None", "return xs and xs[0]", ((([5],), 5), (([],), None))),
-    Problem("pairs", "n", "return [(i, i * i) for i in range(n)]", "return [(i, i) for i in range(n)]",
-            (((3,), [(0, 0), (1, 1), (2, 4)]), ((0,), []))),
-    Problem("count", "s", "return dict(Counter(s))", "return dict.fromkeys(s, 1)", ((("aab",), {"a": 2, "b": 1}),)),
-    Problem("squares", "n", "return {i: i * i for i in range(n)}", "return {i: i for i in range(n)}",
-            (((3,), {0: 0, 1: 1, 2: 4}),)),
-    Problem("unique", "xs", "return set(xs)", "return set(xs[1:])", ((([1, 2, 2, 3],), {1, 2, 3}),)),
-    Problem("power", "n", "return 7**n", "return 7**n + 1", (((6000,), BIG), ((2,), 49))),
-    Problem("largest", "xs", "return reduce(max, xs, -inf)", "return min(xs)", ((([3, 9, 4],), 9),)),
-    Problem("place", "xs, x", "return bisect_left(xs, x)", "return len(xs)", ((([1, 3, 5], 3), 1), (([1, 3], 0), 0))),
-    Problem("point", "p", "return (p[1], p[0])", "return (p[0], p[1])", ((((1, 2),), (2, 1)),)),
-    Problem("grid", "n", "return [[0] * n for _ in range(n)]", "return [0] * n", (((2,), [[0, 0], [0, 0]]),)),
-    Problem("sum", "a, b", "return a + b + 0", "return a", (((10, 15), 25), ((-1, 1), 0))),
-)  # fmt: skip
+    def asserts(self, function: str = "", indent: str = "", message: str = "") -> str:
+        lines = (
+            f"{indent}assert {self.call(given, function)} == {wanted!r}{message}\n" for given, wanted in self.calls
+        )
+        return "".join(lines)
+
+    def tests(self, form: str) -> str:
+        """Tests in a form of ``program_cases.toml``."""
+        values = {"name": self.name, "calls": list(self.calls), "call": self.call, "asserts": self.asserts}
+        values |= {"repr": repr, "json": json.dumps, "lines": self.asserts().splitlines()}
+        parts = {name: _filled(part, **values) for name, part in _TABLES["parts"].items()}
+        return _filled(form, **values, **parts)
+
+
+PROBLEMS = tuple(Problem(**{**row, "calls": tuple(eval(row["calls"]))}) for row in _TABLES["problem"])
 
 
 @dataclass(frozen=True)
@@ -69,22 +78,7 @@ class Case:
         return f"{self.form}, {'right' if self.is_right else 'wrong'}: {self.response!r}"
 
 
-def _call(problem: Problem, arguments: tuple[Any, ...], function: str = "") -> str:
-    return f"{function or problem.name}({', '.join(map(repr, arguments))})"
-
-
-def _asserts(problem: Problem, function: str = "", indent: str = "", message: str = "") -> str:
-    return "".join(
-        f"{indent}assert {_call(problem, given, function)} == {wanted!r}{message}\n" for given, wanted in problem.calls
-    )
-
-
-def _is_json(problem: Problem) -> bool:
-    """Whether what is wanted is the same as JSON: a function that gives a set does not give a list."""
-    return problem.name != "unique"
-
-
-# --- forms of tests: the data's answer, and the row's other columns ---
+# --- forms of tests that are values: the data's answer ---
 
 
 def verl_values(problem: Problem) -> Any:
@@ -110,101 +104,12 @@ def _livecodebench(problem: Problem, metadata: Any) -> Any:
             for given, wanted in zip(texts["inputs"], texts["outputs"], strict=True)]  # fmt: skip
 
 
-FUNCTION_FORMS: dict[str, Callable[[Problem], Any]] = {
+VALUE_FORMS: dict[str, Callable[[Problem], Any]] = {
     "verl's values": verl_values,
     "results in a list": verl_wrapped,
     "verl's texts": verl_texts,
     "LiveCodeBench": lambda problem: _livecodebench(problem, {"func_name": problem.name}),
     "LiveCodeBench, metadata as text": lambda problem: _livecodebench(problem, json.dumps({"func_name": problem.name})),
-}
-
-
-def _check(problem: Problem) -> str:
-    return "\n\nMETADATA = {'author': 'x'}\n\n\ndef check(candidate):\n" + _asserts(problem, "candidate", "    ")
-
-
-def _unittest(problem: Problem) -> str:
-    lines = "".join(
-        f"        self.assertEqual({_call(problem, given)}, {wanted!r})\n" for given, wanted in problem.calls
-    )
-    return f"import unittest\n\nclass AllTests(unittest.TestCase):\n    def test_all(self):\n{lines}"
-
-
-def _parametrized(problem: Problem) -> str:
-    rows = [(given, wanted) for given, wanted in problem.calls]
-    return (
-        f"import pytest\nfrom solution import {problem.name}\n\n@pytest.mark.parametrize('given, wanted', {rows!r})\n"
-        f"def test_all(given, wanted):\n    assert {problem.name}(*given) == wanted\n"
-    )
-
-
-def _table(problem: Problem) -> str:
-    return f"cases = {list(problem.calls)!r}\nfor given, wanted in cases:\n    assert {problem.name}(*given) == wanted, f'{{given}}'\n"
-
-
-def _raising(problem: Problem) -> str:
-    lines = "".join(
-        f"if {_call(problem, given)} != {wanted!r}:\n    raise ValueError('no')\n" for given, wanted in problem.calls
-    )
-    return f"def main():\n    pass\n{lines}main()\n"
-
-
-PYTHON_FORMS: dict[str, Callable[[Problem], Any]] = {
-    "assertions": _asserts,
-    "a list of assertions": lambda problem: _asserts(problem).rstrip("\n").replace("\nassert", "\0assert").split("\0"),
-    "assertions with a message": lambda problem: _asserts(problem, message=", 'it differs'"),
-    "a table": _table,
-    "errors": _raising,
-    "HumanEval": _check,
-    "HumanEval, one builtin": lambda problem: _check(problem).replace("assert ", "assert len([candidate]) == 1 and "),
-    "HumanEval, called": lambda problem: f"{_check(problem)}\ncheck({problem.name})\n",
-    "HumanEval, main guard": lambda problem: (
-        f"{_check(problem)}\nif __name__ == '__main__':\n    check({problem.name})\n"
-    ),
-    "a main guard": lambda problem: f"if __name__ == '__main__':\n{_asserts(problem, indent='    ')}",
-    "a function of pytest": lambda problem: (
-        f"from solution import *\ndef test_it():\n{_asserts(problem, indent='    ')}"
-    ),
-    "a class of pytest": lambda problem: (
-        f"class TestIt:\n    def test_it(self):\n{_asserts(problem, indent='        ')}"
-    ),
-    "parameters of pytest": _parametrized,
-    "unittest": _unittest,
-    "unittest with main": lambda problem: f"{_unittest(problem)}\nif __name__ == '__main__':\n    unittest.main()\n",
-    "an import": lambda problem: f"import solution\n{_asserts(problem, f'solution.{problem.name}')}",
-    "another name": lambda problem: f"from solution import {problem.name} as tested\n{_asserts(problem, 'tested')}",
-}
-METHOD_FORMS: dict[str, Callable[[Problem], Any]] = {
-    "a method": lambda problem: _asserts(problem, f"Solution().{problem.name}"),
-    "a method called by name": _asserts,
-    "an object": lambda problem: f"s = Solution()\n{_asserts(problem, f's.{problem.name}')}",
-    "HumanEval": _check,
-    "HumanEval, method called": lambda problem: f"{_check(problem)}\ncheck(Solution().{problem.name})\n",
-    **FUNCTION_FORMS,
-}
-
-# --- forms of responses ---
-
-DRAFT = "```python\ndef draft(): pass\n```\nThat is wrong. Better:\n"
-RESPONSES: dict[str, Callable[[str], str]] = {
-    "no fence": lambda code: code,
-    "a fence": lambda code: f"It's simple.\n\n```python\n{code}```\nIt is O(n).",
-    "no language": lambda code: f"```\n{code}\n```",
-    "after a draft": lambda code: f"{DRAFT}```Python\n{code}```\nOutput:\n```text\n1\n```\n",
-    "in a list": lambda code: (
-        "1. Code:\n\n   ```py\n" + "".join(f"   {line}\n" for line in code.split("\n")) + "   ```\n2. Done."
-    ),
-    "beside a mark of a list": lambda code: (
-        "- ```python\n" + "".join(f"  {line}\n" for line in code.split("\n")) + "  ```\n"
-    ),
-    "tildes": lambda code: f"~~~python\n{code}~~~\n",
-    "a longer fence": lambda code: f"````python3\n{code}\n# ```\n````\n",
-    "a docstring with a fence": lambda code: f'```python\n"""Use:\n```\nx\n```\n"""\n{code}```\n',
-    "not closed": lambda code: f"So:\n```python\n{code}",
-    "closed on the last line": lambda code: f"So:\n```python\n{code.rstrip()}```",
-    "Windows' lines": lambda code: f"```python\n{code}```\n".replace("\n", "\r\n"),
-    "a quotation": lambda code: "".join(f"> {line}\n" for line in f"```python\n{code}```".split("\n")),
-    "with an example": lambda code: f"```python\n{code}\nif __name__ == '__main__':\n    assert False\n```",
 }
 
 
@@ -245,23 +150,27 @@ def cases(seed: int) -> Iterator[Case]:
     draw = random.Random(seed)
 
     def respond(form: str, code: str, tree: Any, is_right: bool, is_script: bool = False) -> Case:
-        forms = [name for name in RESPONSES if not (is_script and name == "with an example")]
+        forms = [name for name in _TABLES["responses"] if not (is_script and name == "with an example")]
         wrap = draw.choice(forms if code.strip() else ["a fence"])
         truth = tree if isinstance(tree, str) else json.dumps(tree)
         named = {"entry_point": draw.choice((problem.name, f"Solution().{problem.name}"))}
         extra = json.dumps({"extra_info": named}) if draw.random() < 0.3 else ""
-        return Case(f"{problem.name}, {form}, {wrap}", RESPONSES[wrap](code), truth, extra, is_right)
+        response = _filled(_TABLES["responses"][wrap], code=code)
+        return Case(f"{problem.name}, {form}, {wrap}", response, truth, extra, is_right)
 
     for problem in PROBLEMS:
-        for as_method, forms in ((False, {**PYTHON_FORMS, **FUNCTION_FORMS}), (True, METHOD_FORMS)):
+        for as_method, table in ((False, "python_forms"), (True, "method_forms")):
+            forms = {name: problem.tests(form) for name, form in _TABLES[table].items()}
+            if problem.name != "unique":  # a function that gives a set gives no JSON
+                forms |= {name: make(problem) for name, make in VALUE_FORMS.items()}
             write = problem.method if as_method else problem.program
             wrong = list(_wrong_programs(problem, as_method))
-            for form, make in forms.items():
-                if (form in FUNCTION_FORMS and not _is_json(problem)) or (problem.name == "sum" and "class" in form):
+            for form, tests in forms.items():
+                if problem.name == "sum" and "class" in form:
                     continue
-                yield respond(form, write(problem.body), make(problem), True)
+                yield respond(form, write(problem.body), tests, True)
                 for code in draw.sample(wrong, 2):
-                    yield respond(form, code, make(problem), False)
+                    yield respond(form, code, tests, False)
         for form, tree in _stdin_forms(problem):
             yield respond(form, _stdin(problem, problem.body), tree, True, is_script=True)
             yield respond(form, _stdin(problem, problem.wrong), tree, False, is_script=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -95,25 +96,23 @@ def test_gsm8k_from_every_kind_of_file(write: Any) -> None:
     assert {row["data_source"] for row in written("out.jsonl")} == {"openai/gsm8k"}
 
 
-@pytest.mark.parametrize(
-    ("solution", "answer"),
-    [
-        (r"so $x=\boxed{5}$.", "5"),
-        (r"first \boxed{1}, then $\boxed{\frac{1}{\sqrt{2}}}$", r"\frac{1}{\sqrt{2}}"),
-        (r"$\fbox{12}$", "12"),
-        (r"\fbox{1} and \boxed{2}", "2"),
-        (r"\boxed{1} and \fbox{2}", "2"),
-        (r"\boxed{\left\{x \mid x>0\right.}", r"\left\{x \mid x>0\right."),
-        (r"\boxed {7}", "7"),
-        (r"it is $\boxed 9$ in all", "9"),
-        (r"\boxedtext{3}", ""),
-        (r"\boxed{1}, \boxed{2", ""),
-        (r"\boxed{ }", ""),
-        ("none", ""),
-    ],
-)
-def test_the_last_box_is_the_answer_of_math(solution: str, answer: str) -> None:
-    assert math_answer(solution) == answer
+SOLUTIONS = {
+    r"so $x=\boxed{5}$.": "5",
+    r"first \boxed{1}, then $\boxed{\frac{1}{\sqrt{2}}}$": r"\frac{1}{\sqrt{2}}",
+    r"$\fbox{12}$": "12",
+    r"\fbox{1} and \boxed{2}": "2",
+    r"\boxed{1} and \fbox{2}": "2",
+    r"so \boxed{\left\{x, 3\right.}": r"\left\{x, 3\right.",
+    r"so \boxed{[0, 1\}}": r"[0, 1\}",
+    r"\boxed {7}": "7",
+    r"it is $\boxed 9$ in all": "9",
+    **dict.fromkeys((r"\boxedtext{3}", r"\boxed{1}, \boxed{2", r"\boxed{ }", "none"), ""),
+}
+
+
+def test_the_last_box_is_the_answer_of_math_and_a_marked_number_that_of_gsm8k() -> None:
+    assert {solution: math_answer(solution) for solution in SOLUTIONS} == SOLUTIONS
+    assert gsm8k_answer("72") == gsm8k_answer(None) == gsm8k_answer("so ####  ") == ""
 
 
 def test_math_from_the_folders_of_its_subjects() -> None:
@@ -136,27 +135,18 @@ def test_sets_to_evaluate_on() -> None:
     ]
 
 
-def test_a_number_without_a_mark_is_no_answer_of_gsm8k() -> None:
-    assert gsm8k_answer("72") == gsm8k_answer(None) == gsm8k_answer("so ####  ") == ""
-
-
 # --- what is left out ---
 
 
-def test_questions_with_several_answers_are_left_out_and_named(capsys: Captured) -> None:
+def test_questions_with_several_answers_are_left_out_and_the_first_named(capsys: Captured) -> None:
     rows = [dapo_row("A?", "1"), dapo_row("B?", "2"), dapo_row("A?", "1"), dapo_row("A?", "[b]3[/b]")]
+    rows += [dapo_row(f"{n}?", answer) for n in range(7) for answer in "12"]
     assert prepare("dapo-math", write_parquet(Path("x.parquet"), rows)) == 0
     out = capsys.readouterr().out
     assert [row["answer"] for row in written("data/dapo_math.jsonl")] == ["2"]
-    assert counts(out) == [4, 0, 3, 0, 1]
-    assert "conflicts                3 (rows of 1 question with several answers)\n" in out
+    assert counts(out) == [18, 0, 17, 0, 1]
+    assert "conflicts               17 (rows of 8 questions with several answers)\n" in out
     assert "left out: x.parquet row 0 has the answer '1', x.parquet row 3 for the same question '[b]3[/b]'\n" in out
-
-
-def test_of_many_conflicts_the_first_are_named(capsys: Captured) -> None:
-    rows = [dapo_row(f"{n}?", answer) for n in range(8) for answer in "12"]
-    assert prepare("dapo-math", write_parquet(Path("x.parquet"), [*rows, dapo_row("A?", "1")])) == 0
-    out = capsys.readouterr().out
     assert out.count("left out: ") == 5 and "... and 3 more such questions\n" in out
 
 
@@ -265,17 +255,6 @@ def test_mistakes_are_one_line_and_write_nothing(arguments: list[str], message: 
     assert sorted(Path().iterdir()) == files
 
 
-def test_it_loads_no_torch_and_no_mpi() -> None:
-    write_parquet(Path("x.parquet"), [dapo_row("A?", "1")])
-    code = (
-        "import sys; from tlt_hpc.cli.main import main; main(['data', 'prepare', 'dapo-math', 'x.parquet']); "
-        "print(*{name.split('.')[0] for name in sys.modules})"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    loaded = set(done.stdout.splitlines()[-1].split())
-    assert "pyarrow" in loaded and not {"torch", "mpi4py", "transformers", "huggingface_hub"} & loaded
-
-
 # --- the commands that errors name ---
 
 
@@ -294,6 +273,7 @@ def test_a_missing_file_of_a_shipped_job_names_the_commands_that_make_it(monkeyp
 
 
 def test_the_commands_write_the_file_that_is_missing() -> None:
+    """And load neither torch nor MPI for it."""
     job = load_config(ROOT / "jobs" / "qwen0.5b.toml", ["data.source=my data/gsm8k.jsonl"])
     with pytest.raises(UserError) as caught:
         open_rows(job.data, 0, frozenset())
@@ -305,16 +285,20 @@ def test_the_commands_write_the_file_that_is_missing() -> None:
     row = gsm8k_row("A?", "#### 1")
     write_parquet(Path("data/gsm8k/main/train-00000-of-00001.parquet"), [row])
     write_parquet(Path("data/gsm8k/main/test-00000-of-00001.parquet"), [row, gsm8k_row("B?", "#### 1")])
-    command = str(caught.value).rpartition(" && ")[2].replace("tlt", f"{sys.executable} -m tlt_hpc", 1)
-    subprocess.run(command, shell=True, check=True, capture_output=True)
+    code = (
+        "import sys; from tlt_hpc.cli.main import main; main(sys.argv[1:]); "
+        "print(*{name.split('.')[0] for name in sys.modules})"
+    )
+    words = shlex.split(str(caught.value).rpartition(" && tlt ")[2])
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=True)
+    loaded = set(done.stdout.splitlines()[-1].split())
+    assert "pyarrow" in loaded and not {"torch", "mpi4py", "transformers", "huggingface_hub"} & loaded
     assert len(open_rows(job.data, 0, frozenset())) == 1
 
 
 @pytest.mark.parametrize(
     ("path", "command"),
     [
-        ("models/Qwen2.5-7B", "Qwen/Qwen2.5-7B --local-dir models/Qwen2.5-7B"),
-        ("models/DeepSeek-R1-Distill-Qwen-7B", "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B --local-dir "),
         ("/my models/Llama-3.3-70B-Instruct", "meta-llama/Llama-3.3-70B-Instruct --local-dir '/my models/Llama-"),
         ("models/SmolLM2-135M", "HuggingFaceTB/SmolLM2-135M --local-dir "),
         ("models/mine", "ORG/NAME --local-dir models/mine"),

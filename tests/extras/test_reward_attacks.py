@@ -24,7 +24,7 @@ from tlt_hpc.rewards.answer import Verdict
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMITS = ProgramLimits(cpu_seconds=0.3, memory_bytes=2**28, output_bytes=10**6)
-SETTINGS = RewardSection(default="code", cpu_seconds=2.0, memory_mb=256)
+SETTINGS = RewardSection(default="code", cpu_seconds=2.0)
 SYSTEM_PYTHON = "/usr/bin/python3"
 
 
@@ -51,43 +51,27 @@ def secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     assert [entry.name for entry in tmp_path.iterdir()] == ["secret.txt"], "no core, no file"
 
 
+@pytest.mark.parametrize("has_numpy", [False, pytest.param(True, marks=pytest.mark.ci)], ids=["", "numpy"])
 @pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.name)
-def test_attack(attack: Attack, secret: Path, template: Template) -> None:
-    """It is contained, and an honest program in the same sandbox still does its work."""
-    code = attack.code.replace("{secret}", str(secret)).replace("{pid}", str(os.getpid()))
-    with Sandbox(template) as sandbox:
+def test_attack(attack: Attack, has_numpy: bool, secret: Path, template: Template) -> None:
+    """It is contained, also with numpy, and an honest program in the same sandbox still does its work."""
+    code = attack.code(secret, os.getpid())
+    with Sandbox(template, has_numpy=has_numpy) as sandbox:
         # a program that computes may have to wait for a core longer than the tests want to watch one that sleeps
         limits = replace(LIMITS, asleep_seconds=0.5) if attack.failure == "asleep" else LIMITS
-        outcome = sandbox.run(code, "3", limits)
+        outcome = sandbox.run(f"import numpy\n{code}" if has_numpy else code, "3", limits)
         honest = sandbox.run("print(int(input()) * 2)", "21", ProgramLimits(5.0, 2**28, 1000))
     assert "breached" not in outcome.output
     assert re.search(rf"({attack.says})\b", outcome.output) or not attack.says, outcome
     assert outcome.failure == attack.failure
-    assert attack.status is None or outcome.status == attack.status
+    assert attack.status is None or has_numpy or outcome.status == attack.status
     assert (honest.output, honest.status, honest.failure) == ("42\n", 0, None)
-
-
-@pytest.mark.ci
-@pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.name)
-def test_attack_with_numpy(attack: Attack, secret: Path, template: Template) -> None:
-    """Sandboxes with numpy have the same walls, limits and filter."""
-    code = attack.code.replace("{secret}", str(secret)).replace("{pid}", str(os.getpid()))
-    with Sandbox(template, has_numpy=True) as sandbox:
-        limits = replace(LIMITS, asleep_seconds=0.5) if attack.failure == "asleep" else LIMITS
-        outcome = sandbox.run(f"import numpy\n{code}", "3", limits)
-    assert "breached" not in outcome.output
-    assert re.search(rf"({attack.says})\b", outcome.output) or not attack.says, outcome
-    assert outcome.failure == attack.failure
 
 
 def test_a_signal_to_the_process_group_reaches_no_other_sandbox(template: Template) -> None:
     with Sandbox(template) as one, Sandbox(template) as other:
         one.run("import os\nos.kill(0, 9)", "", LIMITS)
         assert other.run("print(1)", "", LIMITS).output == "1\n"
-
-
-def test_there_are_enough_of_them() -> None:
-    assert len({attack.name for attack in ATTACKS}) == len(ATTACKS) >= 30
 
 
 def test_nothing_outlives_its_answer(template: Template) -> None:
@@ -154,14 +138,13 @@ def test_an_answer_finds_nothing_of_the_last_one(template: Template) -> None:
 
 
 @pytest.mark.parametrize("truth", [DOUBLE, CALLED, ASSERTED], ids=["script", "call", "assertions"])
-def test_the_honest_program_is_paid(truth: str, template: Template) -> None:
-    assert passes_tests(f"```python\n{HONEST[truth]}\n```", truth, SETTINGS, template) == Verdict(1.0)
-
-
-@pytest.mark.parametrize("truth", [DOUBLE, CALLED, ASSERTED], ids=["script", "call", "assertions"])
-@pytest.mark.parametrize("name", FORGERIES)
-def test_a_forgery_is_not_paid(name: str, truth: str, template: Template) -> None:
-    assert passes_tests(f"```python\n{FORGERIES[name]}\n```", truth, SETTINGS, template).reward == 0.0
+def test_only_the_honest_program_is_paid(truth: str, template: Template) -> None:
+    programs = {"the honest program": HONEST[truth], **FORGERIES}
+    found = {
+        name: passes_tests(f"```python\n{code}\n```", truth, SETTINGS, template) for name, code in programs.items()
+    }
+    assert [name for name, verdict in found.items() if verdict.reward] == ["the honest program"]
+    assert found["the honest program"] == Verdict(1.0)
 
 
 # --- one layer alone: what the filter of system calls refuses is refused by Landlock or the supervisor too ---
@@ -254,30 +237,21 @@ AS_WEAK_ROOT = ["setpriv", "--bounding-set=-sys_admin"]
 FORBID = 'echo 0 > /proc/sys/user/max_user_namespaces; exec setpriv --bounding-set=-all --inh-caps=-all "$@"'
 WITHOUT_NAMESPACES = ["unshare", "--user", "--map-root-user", "sh", "-c", FORBID, "sh"]
 """A user namespace in which no further one may be made, and a process in it that is not its root."""
-EVERYBODY = pytest.mark.parametrize(
-    "prefix", [[], AS_NOBODY, AS_WEAK_ROOT], ids=["root", "nobody", "root without rights"]
-)
 
 
 @needs_root
-@EVERYBODY
-def test_the_walls_are_the_same_for_everybody(prefix: list[str]) -> None:
-    done = sandbox_as(*prefix)
+@pytest.mark.parametrize("kind", ["", "Landlock"])
+@pytest.mark.parametrize("prefix", [[], AS_NOBODY, AS_WEAK_ROOT], ids=["root", "nobody", "root without rights"])
+def test_the_walls_are_the_same_for_everybody(prefix: list[str], kind: str) -> None:
+    done = sandbox_as(*prefix, kind=kind)
     assert done.returncode == 0, done.stderr
-    kind, who, blocked, limited, honest = done.stdout.splitlines()
-    assert kind == "namespaces"
-    assert "65534 ['tmp', 'usr'] [1, 1, 0]" in who, "read-only but for the scratch folder"
-    assert "status=1" in blocked and "status=1" in limited and "output='42\\n', status=0" in honest
-
-
-@needs_root
-@EVERYBODY
-def test_landlock_is_the_same_for_everybody(prefix: list[str]) -> None:
-    done = sandbox_as(*prefix, kind="Landlock")
-    assert done.returncode == 0, done.stderr
-    _, who, blocked, limited, honest = done.stdout.splitlines()
-    assert all("output='', status=1" in refused for refused in (who, blocked, limited))
-    assert "output='42\\n', status=0" in honest
+    found, who, blocked, limited, honest = done.stdout.splitlines()
+    assert found == (kind or "namespaces")
+    if kind:
+        assert "output='', status=1" in who
+    else:
+        assert "65534 ['tmp', 'usr'] [1, 1, 0]" in who, "read-only but for the scratch folder"
+    assert all("status=1" in refused for refused in (blocked, limited)) and "output='42\\n', status=0" in honest
 
 
 @needs_root

@@ -1,4 +1,4 @@
-"""What a user may type: the parser, its help by group, suggestions for mistyped words, and options of some commands.
+"""Parses what a user types: the parser, its help by group, suggestions for mistyped words, options of some commands.
 
 Imports nothing heavy.
 """
@@ -35,7 +35,7 @@ class Command(NamedTuple):
     work: str | Callable[[Config, argparse.Namespace, World], int]
     """A function that all ranks run, or a module whose ``run`` is called in one process."""
     progress: Callable[[Config], str] | None = None
-    """Of a command that is queued again at its time limit: how far it has come; the others start over."""
+    """Progress of a command that is queued again at its time limit; None for commands that start over."""
 
 
 _EXAMPLES = """\
@@ -57,6 +57,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, **given)  # an abbreviation could change its meaning with a new option
 
     def error(self, message: str) -> NoReturn:
+        """Print one line that begins with the command, and exit with status 2."""
         if match := _CHOICE.fullmatch(message):
             name, given, known = match[1], match[2].strip("'\""), re.findall(r"'([^']*)'", match[3])
             what = f"no command {given!r}" if name == "COMMAND" or "|" in name else f"{name} has no {given!r}"
@@ -139,7 +140,7 @@ def parse(parser: Parser, arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def find_evaluation_config(options: argparse.Namespace) -> None:
-    """Of ``tlt evaluate``: take the run's own configuration if none is given.
+    """Take the run's own configuration for ``tlt evaluate`` if none is given.
 
     argparse cannot distinguish an optional configuration from the overrides, which may stand before it.
     """
@@ -150,7 +151,7 @@ def find_evaluation_config(options: argparse.Namespace) -> None:
 
 
 def _is_override(word: str) -> bool:
-    """Whether a word is an override, perhaps a mistyped one, rather than a file."""
+    """Return True for an override, perhaps a mistyped one, and False for a file."""
     return bool(re.match(r"[\w.]+(=|$)", word)) and not word.endswith(".toml") and not Path(word).is_file()
 
 

@@ -1,4 +1,4 @@
-"""What a user sees of a job's progress: a line for each step, and how far something has come if that takes long."""
+"""Prints a job's progress: a line for each step, and the progress of work that takes long."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Screen:
         self.console = make_console()
         self.console.quiet = not shows
         self.names_columns = False
-        """Whether the next step's line is the first since a run has started."""
+        """True if the names of the columns are printed above the next line."""
         self._said_at, self._patience = time.monotonic(), _PATIENCE_SECONDS
 
     def say(self, line: str) -> None:
@@ -61,7 +61,7 @@ class Screen:
 
 
 def start_times(began: float, stages: Mapping[str, float], end: float) -> str:
-    """How long a start took until the first tokens, and the stages that took at least a tenth of it."""
+    """Return the seconds from a start to its first tokens, and the stages that took at least a tenth of it."""
     times = [began, *stages.values(), end]
     spent = (later - earlier for earlier, later in pairwise(times))
     parts = sorted(zip(("starting", *stages), spent, strict=True), key=lambda part: -part[1])
@@ -78,9 +78,11 @@ class StepReporter:
         self._is_first = True
 
     def replayed(self, step: int) -> None:
+        """Print that a step's update was repeated from the rollout log."""
         self._screen.say(f"step {step + 1}: its update repeated from the rollout log, nothing generated again")
 
     def started(self, config: Config, first_step: int, memory: Mapping[str, int]) -> None:
+        """Print the run's folder and length, and at the first start the engine's ``memory`` of a rank in bytes."""
         note = f", resuming from step {first_step}" if first_step else ""
         steps = count(config.run.num_steps, "step")
         self._screen.say(f"{config.folder} ({config.speculation.mode}): {steps}{note}")
@@ -90,6 +92,7 @@ class StepReporter:
         self._is_first, self._screen.names_columns = False, True
 
     def rolling(self, step: int, roster: Roster) -> None:
+        """Show the progress of a rollout; at the first one print the times of the start."""
         if self._stages is not None:
             self._screen.say(f"  {start_times(BEAT.began, self._stages, time.time())}")
             self._stages = None
@@ -100,9 +103,11 @@ class StepReporter:
         self._screen.progress(f"step {step + 1}: rollout, {left} left, {roster.num_busy} busy, {training} training")
 
     def phase(self, step: int, name: str) -> None:
+        """Show the phase of a step that has begun."""
         self._screen.progress(f"step {step + 1}: {name}")
 
     def stepped(self, line: Line) -> None:
+        """Print the line of a finished step."""
         if self._screen.names_columns:
             self._screen.row(_COLUMNS, _COLUMNS, "  mode" if self._mode else "")
             self._screen.names_columns = False
@@ -115,13 +120,14 @@ class StepReporter:
             )
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Print the results of an evaluation after ``step`` steps."""
         core = {name: 100 * metrics[name] for name in metrics if name.startswith("val-core/")}
         told = ", ".join(f"{name.removeprefix('val-core/')} {share:.1f}" for name, share in core.items())
         self._screen.say(f"evaluated after {count(step, 'step')}, %: {told}")
 
 
 def print_result(config: Config, result: RunResult) -> None:
-    """How a run ended and where it wrote."""
+    """Print the end of a run and the folder that it wrote to."""
     console = make_console()
     if cost := cost_of(RunLog(config.folder)):
         console.print(f"cost: {cost.number} {cost.words}", soft_wrap=True)
@@ -167,32 +173,37 @@ class WarmupScreen:
         self._left = self._reads = ""
 
     def started(self, config: Config, texts: Texts, progress: Progress) -> None:
+        """Print the warm-up's folder and its texts."""
         self._config, self._reads = config, "logged responses" if texts.are_logged else "prompts to answer"
         note = f", resuming from update {progress.updates}" if progress.updates else ""
         kept = f"{count(len(texts.held_out), 'prompt')} held out"
         self._screen.say(f"{config.folder}: {len(texts.training):,} {self._reads}, {kept}{note}")
 
     def capturing(self, num_done: int, num_texts: int) -> None:
+        """Show how many texts have been read or answered."""
         self._screen.progress(f"{self._reads}: {num_done:,} of {num_texts:,}")
 
     def training(self, num_documents: int, num_tokens: int) -> None:
+        """Print the size of the training set, and the names of the columns."""
         self._screen.say(f"training on {count(num_documents, 'response')}, {count(num_tokens, 'token')}")
         self._screen.row(_CURVE_COLUMNS, _CURVE_COLUMNS)
 
     def learned(self, progress: Progress) -> None:
+        """Show the updates so far and the last loss."""
         assert self._config is not None
         done = progress.share_done(self._config.warmup)  # if it continues as it did, and no patience ends it
         self._left = f"{progress.seconds / done * (1.0 - done) if done else 0.0:.0f}"
         self._screen.progress(f"training: {count(progress.updates, 'update')}, loss {progress.losses[-1]:.3f}")
 
     def validated(self, point: CurvePoint, is_best: bool) -> None:
+        """Print the line of a validation."""
         loss = "-" if point.loss is None else f"{point.loss:.3f}"
         figures = f"{point.updates}", f"{point.tokens:,}", loss, f"{point.accept_length:.3f}", f"{point.seconds:.0f}"
         self._screen.row((*figures, self._left), _CURVE_COLUMNS, "  best" if is_best else "")
 
 
 def print_warmup(result: WarmupResult, config_path: str, form: str) -> None:
-    """How a warm-up ended, and what to type next with a drafter of this form."""
+    """Print the end of a warm-up, and the next command for a drafter of this form."""
     best, updates = result.progress.best, count(result.progress.updates, "update")
     if not result.progress.is_finished:
         text = stopped_early(result.reason, f" after {updates}", result.folder)

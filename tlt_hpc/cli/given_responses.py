@@ -13,7 +13,7 @@ import numpy as np
 from tlt_hpc.common.records import Prompt
 from tlt_hpc.config import Config, UserError
 from tlt_hpc.data.files import ARGUMENT, data_files, open_rows
-from tlt_hpc.data.reader import answer_in, split_row, wanted_columns
+from tlt_hpc.data.reader import answer_of_row, split_row, wanted_columns
 from tlt_hpc.data.rows import Row, RowError, Rows
 
 _RESPONSES = ("response", "responses", "completion", "solution_str", "output")
@@ -71,7 +71,7 @@ class GivenResponses:
                 yield error
 
     def _is_missing(self, path: str) -> bool:
-        """Whether the rows that can be read, if there are any, lack a column."""
+        """Return True if there are rows that can be read and none has a column."""
         has_rows = False
         for index in range(len(self.rows)):
             with suppress(RowError):
@@ -83,7 +83,7 @@ class GivenResponses:
     def _of_row(self, row: Row, where: str) -> list[Given]:
         data = self._data.model_copy(update={"prompt_key": "prompt"})
         shown = next((text for name in self._prompts if isinstance(text := value_at(row, name), str)), "")
-        answer_in(row, self._data, where)  # before the row has a prompt, which a message would say that it has
+        answer_of_row(row, self._data, where)  # before the row has a prompt, which a message would say that it has
         parts = split_row({**row, "prompt": "-"}, data, self.rows.kind, where)
         prompt = Prompt(np.empty(0, np.int32), shown, parts.answer, parts.source, parts.extra)
         texts, expected = self._texts(row, where), self._expectation(row, where)
@@ -138,7 +138,7 @@ def value_at(row: Row, path: str) -> Any:
 
 
 def _has(row: Row, path: str) -> bool:
-    """Whether a row has something at a dotted path, be it null."""
+    """Return True if a row has a value, null included, at a dotted path."""
     parents, _, name = path.rpartition(".")
     parent = value_at(row, parents) if parents else row
     return isinstance(parent, Mapping) and name in parent

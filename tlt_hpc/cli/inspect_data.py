@@ -47,7 +47,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _readers(config: Config, folder: Path | None, is_judged: bool) -> Iterator[PromptReader]:
-    """What is trained on and evaluated on; ``is_judged``: answers are checked, since the kind of reward is known."""
+    """Yield the readers of the data sets for training and evaluation; ``is_judged``: answers are checked, too."""
     sources = [source for source in config.evaluation.sources if source != EMBEDDED_TASK]
     if config.data.source == EMBEDDED_TASK and not sources:
         raise ConfigError(f"{EMBEDDED_TASK!r} makes its problems again at every step; give a file, folder or task")

@@ -61,7 +61,7 @@ def run(options: argparse.Namespace) -> int:
 
 @contextmanager
 def _writing(path: Path | None) -> Iterator[Callable[[str], object]]:
-    """What writes to the file, which appears when all is written; without a file it does nothing."""
+    """Yield a function that writes to the file, which appears once all is written; without a file it does nothing."""
     if path is None:
         yield lambda _: None
         return

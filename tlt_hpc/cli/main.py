@@ -152,7 +152,7 @@ def be_rank(config: Config, options: argparse.Namespace, flag: StopFlag, rank: i
 
 
 def settle(config: Config, rank: int) -> None:
-    """What a rank needs of its node before torch looks at it: a folder for caches, and one GPU.
+    """Give a rank a folder for caches and one GPU of its node, before torch looks for GPUs.
 
     Raises:
         UserError: the folder cannot be made, or the node has more ranks than GPUs.

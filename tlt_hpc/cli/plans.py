@@ -1,4 +1,4 @@
-"""What a command that runs on ranks would do: its configuration, held against the files that it names, in words."""
+"""Describes what a command on ranks would do: its configuration, checked against the files that it names."""
 
 from __future__ import annotations
 

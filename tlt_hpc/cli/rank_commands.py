@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from tlt_hpc.mpi.world import World
 
 _LEAVING_SECONDS = 3.0
-"""What the ranks take to end together, once nothing else is to be done."""
+"""Time in which the ranks end together once nothing else is to be done."""
 
 
 def train(config: Config, options: argparse.Namespace, world: World) -> int:
@@ -147,12 +147,12 @@ def stop_early(
 
 
 def run_progress(config: Config) -> str:
-    """How far ``tlt train`` has come."""
+    """Return the progress of ``tlt train`` as words."""
     from tlt_hpc.run.kept import describe_progress
 
     return describe_progress(config)
 
 
 def written_files(config: Config) -> str:
-    """How far a warm-up or an evaluation has come, where it cannot say so itself."""
+    """Return the progress of a warm-up or an evaluation by the files that it has written, as words."""
     return f"{len(list(config.folder.rglob('*.h5')))} files of responses and features"

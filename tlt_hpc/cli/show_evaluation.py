@@ -1,4 +1,4 @@
-"""What a user sees of an evaluation: how far it is, and the table at its end. Reads, never decides."""
+"""Prints an evaluation: its progress, and the table at its end. It decides nothing."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ class EvaluationScreen:
         self._screen, self._total = screen, 0
 
     def started(self, name: str, folder: Path, num_responses: int, num_done: int, warning: str) -> None:
+        """Print the data set, the number of its responses and those that are there already."""
         self._total = num_responses
         note = f", {num_done:,} of them there already" if num_done else ""
         self._screen.say(f"{name}: {count(num_responses, 'response')}{note}; {folder}")
@@ -30,6 +31,7 @@ class EvaluationScreen:
             self._screen.say(f"warning: {warning}")
 
     def answering(self, roster: Roster) -> None:
+        """Show how many responses and tokens have been generated."""
         if roster.round:
             done = self._total - sum(status.sequences_left for status in roster.statuses)
             tokens = sum(status.tokens for status in roster.statuses)

@@ -1,4 +1,4 @@
-"""What a user sees of the verdicts on given responses: what was read and why, sums, the first disagreement."""
+"""Prints the verdicts on given responses: texts that were read as answers, sums, the first disagreement."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ class Judged:
 
     @property
     def is_judged(self) -> bool:
+        """True if the reward comes from the answer, and not from a failure to judge it."""
         return is_judged(self.kind, self.verdict.failure)
 
     @property
@@ -43,11 +44,12 @@ class Judged:
 
     @property
     def is_right(self) -> bool:
-        """Whether the answer is right as an evaluation counts it."""
+        """True if an evaluation counts the answer as right."""
         return self.is_judged and self.answer >= 1
 
     @property
     def word(self) -> str:
+        """The verdict as a word: right, wrong or not judged."""
         return "right" if self.is_right else "wrong" if self.is_judged else "not judged"
 
     @property
@@ -57,7 +59,7 @@ class Judged:
 
     @property
     def disagrees(self) -> bool:
-        """Whether the row expects another verdict (true: right), or a number that neither reward nor answer is."""
+        """True if the row expects another verdict (true: right), or a number that neither reward nor answer is."""
         expected = self.given.expected
         if expected is None or isinstance(expected, bool):
             return expected is not None and expected != self.is_right
@@ -94,6 +96,7 @@ class Group:
     parts: dict[str, list[float]] = field(default_factory=dict)
 
     def add(self, each: Judged) -> None:
+        """Add a response to the sums."""
         self.num_right += each.is_right
         self.num_judged += each.is_judged
         self.num_disputed += each.verdict.is_disputed
@@ -110,12 +113,13 @@ class Summary:
     groups: dict[tuple[str, str], Group] = field(default_factory=dict)
     broken: list[RowError] = field(default_factory=list)
     failures: list[tuple[Any, str]] = field(default_factory=list)
-    """Of the responses that were not judged."""
+    """Kind of failure, place and detail of each response that was not judged."""
     num_expected: int = 0
     num_disagreements: int = 0
     first_disagreement: Judged | None = None
 
     def add(self, each: Judged | RowError) -> None:
+        """Add a response, or a row that cannot be used, to the sums."""
         if isinstance(each, RowError):
             self.broken.append(each)
             return
@@ -130,7 +134,7 @@ class Summary:
 
     @property
     def has_trouble(self) -> bool:
-        """Whether a row is broken, a verdict is not the one expected, or nothing could be judged."""
+        """True if a row is broken, a verdict is not the one expected, or nothing could be judged."""
         everything = self.groups.get(("all", ""), Group())
         return bool(self.broken or self.num_disagreements or not everything.num_judged)
 

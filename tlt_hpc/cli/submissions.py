@@ -102,7 +102,7 @@ def the_one_to_cancel(known: Sequence[Submission]) -> Submission:
 
 
 def queue_or_nothing(submissions: Iterable[Submission]) -> Mapping[str, QueuedJob] | None:
-    """What waits and runs of the users of these submissions; None, with a line, if Slurm does not answer."""
+    """Return the jobs in squeue of the users of these submissions; None, with a warning, if Slurm does not answer."""
     try:
         return read_queue(each.user for each in submissions)
     except SlurmError as error:
@@ -227,7 +227,7 @@ def run_collect(
 
 
 def rows_of(submission: Submission, statuses: Sequence[MemberStatus], known: Sequence[Submission] = ()) -> list[RunRow]:
-    """What each member has reached, and what it took, without the steps of a later one of the ``known`` submissions."""
+    """Return each member's results and costs, without the steps of a later one of the ``known`` submissions."""
     rows = []
     for each in statuses:
         member, place = each.member, submission.place(each.member)
@@ -246,7 +246,7 @@ def rows_of(submission: Submission, statuses: Sequence[MemberStatus], known: Seq
 
 
 def state_in_files(place: Path) -> str:
-    """How the run in a folder stands by its own files."""
+    """Return the state of the run in a folder by its own files."""
     try:
         return state_of(place)
     except UserError:  # it has written nothing

@@ -47,7 +47,7 @@ _OWN_OPTIONS = (
     *("job-name", "output", "error", "open-mode", "array"),
     *("parsable", "quiet", "test-only", "wait", "wrap", "help", "usage", "version"),
 )
-"""Of sbatch, that a submission sets itself, or after which its answer would not name the job."""
+"""Options of sbatch that a submission sets itself, or after which sbatch would not name the job."""
 _SHOWN = {
     "nodes": "nodes", "gpus-per-node": "gpus-per-node", "ntasks-per-node": "ranks-per-node",
     "cpus-per-task": "cpus-per-rank", "partition": "partition", "account": "account", "time": "time", "mem": "mem",
@@ -55,7 +55,7 @@ _SHOWN = {
 """sbatch's options that are also options of ``tlt submit``, and their names there."""
 _DEFAULTS = {"nodes": "1", "cpus-per-task": "1", "time": "24:00:00"}
 _SIGNAL = "USR2@120"
-"""What the batch scripts ask for; a submission asks for it by its own time limit."""
+"""The signal of the batch scripts; a submission chooses its own by its time limit."""
 
 
 def folder_of(word: str) -> Path:
@@ -110,7 +110,7 @@ def describe(submission: Submission, members: Sequence[SubmittedRun], before: Se
 
 
 def make_submission(options: argparse.Namespace) -> Submission:
-    """What is to be submitted.
+    """Return the submission that the options describe; nothing is written.
 
     Raises:
         ConfigError: a member's configuration is wrong, or the folder has a submission.
@@ -141,7 +141,7 @@ def make_submission(options: argparse.Namespace) -> Submission:
 
 
 def is_job(word: str) -> bool:
-    """Whether a word of ``--after`` is a job's number, and no folder."""
+    """Return True if a word of ``--after`` is a job's number, False for a folder."""
     return word.replace("_", "").isdecimal()
 
 
@@ -158,7 +158,7 @@ def find_project() -> Path:
 
 
 def request_of(options: argparse.Namespace, before: Mapping[str, str], num_ranks: int = 0) -> SlurmRequest:
-    """What the options ask of Slurm; what they leave open, earlier options of sbatch decide.
+    """Return the request that the options make of Slurm; earlier options of sbatch decide what they leave open.
 
     Args:
         before: the earlier ones: a script's, or what a submission asked for before.
@@ -291,7 +291,7 @@ def check_member(config: str, member: SubmittedRun, num_ranks: int) -> None:
 
 
 def drafters_before(after: Sequence[str]) -> set[Path]:
-    """What the warm-ups that ``--after`` names by their folders will write."""
+    """Return the drafter folders that the warm-ups named by ``--after`` will write."""
     warmups = [load(Path(word)) for word in after if not is_job(word)]
     return {
         warmup.place(member) / "drafter"

@@ -1,1 +1,1 @@
-"""What every package uses: records, errors, reading of files, and text for terminals."""
+"""Shared by all packages: records, errors, reading of files, and text for terminals."""

@@ -14,5 +14,5 @@ class UserError(ValueError):
 
     @property
     def fact(self) -> str:
-        """What is wrong; with the remedy, if the error was made from the whole text."""
+        """The mistake, without its remedy unless the error was made from the whole text."""
         return str(self.args[0])

@@ -160,7 +160,7 @@ def read_json(path: Path, kind: type[T], most: int = DOCUMENT_BYTES) -> T:
 
 
 def parse_json(data: bytes, kind: type[T]) -> T:
-    """What JSON holds; keys that ``kind`` does not know are left out.
+    """Parse JSON into a value of ``kind``; keys that it does not know are left out.
 
     Raises:
         DamagedText: as ``read_json``.
@@ -229,7 +229,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def parse_toml(data: bytes) -> dict[str, Any]:
-    """What TOML holds.
+    """Parse the bytes of a TOML file.
 
     Raises:
         DamagedText: as ``toml_of``.
@@ -238,7 +238,7 @@ def parse_toml(data: bytes) -> dict[str, Any]:
 
 
 def toml_of(text: str) -> dict[str, Any]:
-    """What the TOML in a text holds.
+    """Parse a text as TOML.
 
     Raises:
         NotTomlError: it is no TOML.
@@ -255,7 +255,7 @@ def toml_of(text: str) -> dict[str, Any]:
 
 
 def has_remedy(error: OSError) -> bool:
-    """Whether ``told`` has a remedy: then a path or its file system is the cause, not a program."""
+    """Return True if ``told`` has a remedy for an error: a path or its file system is the cause, not a program."""
     return error.filename is not None and error.errno in _REMEDIES
 
 

@@ -25,7 +25,7 @@ def available_bytes(root: Path = Path("/")) -> int:
 
 
 def _cgroup_rooms(root: Path) -> Iterator[int]:
-    """What is left of each limit on this process's cgroup and those above it, in cgroups of version 1 or 2."""
+    """Yield the bytes left below each limit on this process's cgroup and those above it, of version 1 or 2."""
     for line in (root / "proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers not in ("", "memory"):

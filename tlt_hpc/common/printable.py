@@ -41,9 +41,9 @@ class PrintableStream(io.TextIOBase):
     """
 
     outlives_reader = False
-    """Whether the process has work to do that does not end with its output; for all streams."""
+    """True if the process has work to do that does not end with its output; for all streams."""
     has_reader = True
-    """Whether the output can still be read; for all streams."""
+    """True while the output can be read; for all streams."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream
@@ -54,6 +54,7 @@ class PrintableStream(io.TextIOBase):
         return self.stream.encoding
 
     def write(self, text: str, /) -> int:
+        """Write a text with its control characters escaped; returns its length."""
         try:
             self.stream.write(printable(text))
         except BrokenPipeError:
@@ -61,15 +62,18 @@ class PrintableStream(io.TextIOBase):
         return len(text)
 
     def flush(self) -> None:
+        """Flush the stream."""
         try:
             self.stream.flush()
         except BrokenPipeError:
             reader_gone(self.stream)
 
     def isatty(self) -> bool:
+        """True if the stream is a terminal."""
         return self.stream.isatty()
 
     def fileno(self) -> int:
+        """Descriptor of the stream."""
         return self.stream.fileno()
 
 

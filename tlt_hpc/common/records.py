@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 
 class Stream(IntEnum):
-    """Which of the run's independent random streams a sample belongs to."""
+    """The independent random streams of a run, one of which a sample belongs to."""
 
     TRAIN = 0
     EVALUATION = 1
@@ -37,7 +37,7 @@ class SampleKey:
 
 
 class FinishReason(IntEnum):
-    """Why a response ended."""
+    """Reasons for the end of a response."""
 
     EOS = 0
     LENGTH = 1
@@ -55,12 +55,12 @@ class Prompt:
     source: str
     """The row's ``data_source``: which data it is of, by which its reward is chosen."""
     extra: str = ""
-    """What else the row has for a reward, as JSON: ``extra_info``, ``reward_model``, ``ability``; empty: nothing."""
+    """Further parts of the row for a reward, as JSON: ``extra_info``, ``reward_model``, ``ability``; empty: nothing."""
 
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """How a model wants a chat written: its template in Jinja (empty: it has none) and its special tokens by name."""
+    """Format of a model's chats: its template in Jinja (empty: it has none) and its special tokens by name."""
 
     template: str = ""
     special_tokens: tuple[tuple[str, str], ...] = ()
@@ -70,7 +70,7 @@ class ChatFormat:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one response is sampled and where it ends.
+    """Parameters of the sampling of one response, and of its end.
 
     Temperature 0 is argmax; ``top_k`` 0 and ``top_p`` 1 are off. End tokens are the engine's.
     """
@@ -132,7 +132,7 @@ PREFILL = -1
 
 @dataclass(frozen=True)
 class EngineSpans:
-    """What a rank's engine did when: a round or a prefill pass each, [K] in the order of their ends.
+    """Rounds and prefill passes of a rank's engine in time, [K] in the order of their ends.
 
     ``strategy_index`` int16 counts in the strategies' names, or is ``PREFILL``; ``num_live`` int32 are the sequences
     that took part and ``num_tokens`` int32 what they were given, or read; ``start_seconds`` float64 is since the epoch,
@@ -177,10 +177,12 @@ class RolloutTiming:
 
     @property
     def rollout_seconds(self) -> float:
+        """Seconds from the start of the rollout to its release."""
         return self.release_seconds - self.start_seconds
 
     @property
     def idle_seconds(self) -> float:
+        """Seconds that the rank waited for others."""
         return self.release_seconds - self.last_token_seconds
 
 

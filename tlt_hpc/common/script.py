@@ -1,4 +1,4 @@
-"""What a script of the clone (``tools/``, ``jobs/``) begins and ends with.
+"""Start and end of a script of the clone (``tools/``, ``jobs/``).
 
 To be imported before any library: one that this Python lacks is then named in one line, with the Python that has it.
 """

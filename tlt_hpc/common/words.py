@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 GB = 1_000_000_000
 FIRST_STEP = 1
-"""What steps are counted from in all that a run writes; the code counts them from 0."""
+"""Number of the first step in all that a run writes; the code counts from 0."""
 
 
 def count(number: int | float, noun: str) -> str:

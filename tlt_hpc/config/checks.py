@@ -1,4 +1,4 @@
-"""What the sections of a configuration, the model and the ranks must agree on."""
+"""Checks of values that sections of a configuration, the model and the ranks share."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def find_contradictions(config: Config) -> Iterator[str]:
 
 
 def truncation_warning(rollout: RolloutSection) -> str:
-    """What to tell who trains on responses that were not sampled from the whole softmax; empty where they were."""
+    """Return a warning for training on responses of a truncated distribution; empty if it is not truncated."""
     named = [
         f"rollout.{key} = {getattr(rollout, key)}"
         for key, off in (("top_k", 0), ("top_p", 1.0))

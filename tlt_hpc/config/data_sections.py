@@ -36,7 +36,7 @@ TASK_PREFIX = "reasoning-gym:"
 
 
 def _expected_to_expand(key: str, path: str) -> Iterator[str]:
-    """What is wrong with a path that a shell would expand, but not behind ``run.folder=``."""
+    """Yield a problem if a path has ``~`` or a variable, which a shell does not expand behind ``run.folder=``."""
     if re.match(r"~|.*\$[A-Za-z_{]", path):
         yield f"{key} = {path!r}: ~ and variables are not expanded in it; give the path itself"
 
@@ -82,6 +82,7 @@ class RunSection(Section):
             check_package(f"run.trackers with {name!r}", package)
 
     def problems(self) -> Iterator[str]:
+        """Yield each problem with the values of this section as one line with the remedy."""
         yield from _expected_to_expand("run.folder", self.folder)
         if len(self.tracker_packages) < len(self.trackers):
             yield f"run.trackers = {list(self.trackers)} names a tracker twice; name each once"
@@ -101,6 +102,7 @@ class ModelSection(Section):
     """Where the model runs. ``auto``: on CUDA if there is a GPU."""
 
     def problems(self) -> Iterator[str]:
+        """Yield each problem with the values of this section as one line with the remedy."""
         yield from _expected_to_expand("model.path", self.path)
 
 
@@ -140,7 +142,7 @@ class DataSection(Section):
 
     @property
     def continues_chats(self) -> bool:
-        """Whether a response continues an assistant's message that a chat ends with."""
+        """True if a response continues an assistant's message that a chat ends with."""
         return bool(self.template_args.get(CONTINUES))
 
     @property
@@ -149,6 +151,7 @@ class DataSection(Section):
         return self.source if isinstance(self.source, str) else ", ".join(self.source)
 
     def problems(self) -> Iterator[str]:
+        """Yield each problem with the values of this section as one line with the remedy."""
         if self.task_args and not self.source_name.startswith(TASK_PREFIX):
             yield (
                 f"data.task_args = {self.task_args!r} has no effect with data.source = {self.source_name!r}; "
@@ -174,7 +177,7 @@ ANSWER, FORMAT = "answer", "format"
 
 
 def is_function(kind: str) -> bool:
-    """Whether a kind of reward, or a term of ``reward.weights``, is a function of the user: ``path.py:name``."""
+    """Return True if a kind of reward or a term of ``reward.weights`` names a function: ``path.py:name``."""
     return ":" in kind
 
 
@@ -204,8 +207,6 @@ class RewardSection(Section):
     itself."""
     cpu_seconds: PositiveSeconds = 5.0
     """CPU time for one response; beyond it the reward is 0. The limit of wall-clock time is 60 times as long."""
-    memory_mb: Annotated[int, Field(ge=1, le=2**24), Unit("MiB")] = 1024
-    """Memory for one response, in addition to that of an idle worker; beyond it the reward is 0."""
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -233,6 +234,7 @@ class RewardSection(Section):
         return min(60 * self.cpu_seconds, MAX_SECONDS)
 
     def problems(self) -> Iterator[str]:
+        """Yield each problem with the values of this section as one line with the remedy."""
         if len(set(self.format_tags)) < len(self.format_tags):
             yield f"reward.format_tags = {list(self.format_tags)} names a tag twice; name each tag once"
         if bool(self.format_tags) != ("format" in self.kinds or FORMAT in self.weights):

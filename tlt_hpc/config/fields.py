@@ -1,4 +1,4 @@
-"""What the keys of a configuration are made of: their types and bounds, and the section that they stand in.
+"""Types and bounds of the keys of a configuration, and the base class of its sections.
 
 Every number is bounded on both sides and every text in length, with room beyond what is known to be useful.
 """

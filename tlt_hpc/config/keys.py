@@ -26,7 +26,7 @@ class Key:
     unit: str
     meaning: str
     is_free: bool
-    """Whether it may change when a run is resumed."""
+    """True if it may change when a run is resumed."""
 
 
 def describe_section(section: str) -> str:

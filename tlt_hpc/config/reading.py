@@ -276,6 +276,7 @@ _REMOVED = {
     "optimizer.weight_decay": "it is always 0 now; leave it out",
     "reward.format_weight": "use reward.weights = {answer = 1 - w, format = w} for format_weight = w",
     "reward.function": "leave it out, and name a function itself in reward.default or reward.by_source",
+    "reward.memory_mb": "it is always 1024 now; leave it out",
     "reward.tolerance": "it is always 1e-6 now; leave it out, or use a function of your own",
     "rollout.min_new_tokens": "a response ends where the policy ends it; leave it out",
     "rollout.min_p": "leave it out, or use rollout.top_p, which truncates as well",

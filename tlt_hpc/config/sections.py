@@ -60,6 +60,7 @@ class EvaluationSection(Section):
         return self.sources or ((EMBEDDED_TASK,) if data.source == EMBEDDED_TASK else ())
 
     def problems(self) -> Iterator[str]:
+        """Yield each problem with the values of this section as one line with the remedy."""
         if self.samples and self.temperature == 0:
             yield (
                 f"evaluation.temperature = 0 repeats the greedy answer evaluation.samples = {self.samples} times; use "
@@ -86,19 +87,22 @@ class Config(Section):
 
     @property
     def samples_per_step(self) -> int:
+        """Responses of one step, over all ranks."""
         return self.rollout.prompts_per_step * self.rollout.group_size
 
     @property
     def num_optimizer_steps(self) -> int:
+        """Optimizer steps of the whole run."""
         return self.run.num_steps * self.algorithm.updates_per_step
 
     @property
     def is_exact(self) -> bool:
-        """Whether the text is promised not to depend on speculation."""
+        """True if the text of a response does not depend on speculation."""
         return self.model.dtype == "float32" or self.model.batch_invariant or self.model.device == "cpu"
 
     @property
     def folder(self) -> Path:
+        """Folder of the run: ``run.folder/run.name``."""
         return Path(self.run.folder) / self.run.name
 
 

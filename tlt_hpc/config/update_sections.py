@@ -90,7 +90,7 @@ class AlgorithmSection(Section):
 
     @property
     def kl_in(self) -> Literal["loss", "reward"]:
-        """Where the divergence is applied.
+        """Place where the divergence is applied: the reward or the loss.
 
         In the reward k1 gives the gradient of KL(policy || reference), in the loss none in the mean. There k2 and k3+
         give this gradient; k3 and low_var_kl give that of KL(reference || policy), which is close only where the two
@@ -120,6 +120,7 @@ class AlgorithmSection(Section):
         return 0 if self.overlong == "mask" else self.overlong
 
     def problems(self) -> Iterator[str]:
+        """Yield each problem with the values of this section as one line with the remedy."""
         if self.recipe.clip_low > 1:
             low, high = self.recipe.clip_low, self.recipe.clip_high
             yield f"algorithm.clip = {[low, high]}: a ratio is never below 0; use at most 1.0 as the first value"
@@ -202,10 +203,11 @@ class OptimizerSection(Section):
     """Do not train the routers of a mixture of experts. With adapters (``lora.rank``) they are never trained."""
 
     def repeats_layers(self, device: str) -> bool:
-        """Whether the backward pass computes each layer again, on a device of type ``cpu`` or ``cuda``."""
+        """Return True if the backward pass computes each layer again, on a device of type ``cpu`` or ``cuda``."""
         return device == "cuda" if self.gradient_checkpointing == "auto" else self.gradient_checkpointing
 
     def problems(self) -> Iterator[str]:
+        """Yield each problem with the values of this section as one line with the remedy."""
         if self.offload == "parameters" and self.zero_stage < 3:
             yield (
                 f"optimizer.offload = 'parameters' with optimizer.zero_stage = {self.zero_stage}: only stage 3 shards "
@@ -216,7 +218,7 @@ class OptimizerSection(Section):
 
 
 class CheckpointSection(Section):
-    """What is saved, and how a resumed run uses it."""
+    """Checkpoints, from which a run is resumed."""
 
     every_steps: NumSteps = 10
     """Interval of checkpoints of policy, optimizer and drafter. The drafter alone is saved after every step."""

@@ -79,7 +79,7 @@ class ChatTemplate:
         return self._continued(chat) if chat[-1]["role"] == "assistant" else self._write(chat, True)
 
     def turn_end(self) -> str:
-        """What the template writes after the assistant's last message; empty if it does not show the message."""
+        """The text that the template writes after the assistant's last message; empty if it leaves the message out."""
         try:
             text = self._write([*_user("A"), {"role": "assistant", "content": _MARK}], False)
         except ChatError:
@@ -89,7 +89,7 @@ class ChatTemplate:
 
     @cached_property
     def _reads_parts(self) -> bool:
-        """Whether the template writes the texts of a list of parts; many write it as a list of Python."""
+        """True if the template writes the texts of a list of parts; many write it as a list of Python."""
         try:
             text = self._write(_user([{"type": "text", "text": _MARK}]), True)
         except ChatError:
@@ -97,7 +97,7 @@ class ChatTemplate:
         return _MARK in text and not any(f"{quote}{_MARK}{quote}" in text for quote in "'\"")
 
     def _continued(self, chat: list[dict[str, Any]]) -> str:
-        """As transformers' ``continue_final_message``: up to where the last message's text ends."""
+        """The chat up to the end of its last message, as with transformers' ``continue_final_message``."""
         content = chat[-1]["content"]
         last = content[-1]["text"] if isinstance(content, list) else content
         marked = f"{last}{_CONTINUED}"

@@ -19,7 +19,7 @@ from tlt_hpc.data.prompts import draw_from_split, kept_rows, make_prompt, never_
 from tlt_hpc.data.reader import PromptCheck, PromptReader
 
 _TASK_SEED = 2**31
-"""Of a task's problems: problem n is made from seed + n, so that with a seed near a run's it would be trained on."""
+"""Seed of a task's problems: problem n is made from seed + n, and those of a seed near a run's are trained on."""
 _EMBEDDED_PROMPTS = 256
 """Number of problems of the embedded task, which has no end, without ``evaluation.limit``."""
 _MAX_EMBEDDED = 2048

@@ -1,4 +1,4 @@
-"""Which files a data source names: files, lists, patterns, folders; and the rows of these, or of a task."""
+"""Finds the files of a data source (files, lists, patterns, folders) and opens the rows of these, or of a task."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _IN_FOLDERS = (".jsonl", ".ndjson", ".parquet", ".arrow")
 _SPLITS = frozenset({"train", "test", "validation", "valid", "val", "dev", "eval"})
 """Usual names of splits: if a file of a folder has one, the file names of the folder name their splits."""
 TRAINED, EVALUATED, ARGUMENT = "data.source", "evaluation.sources", "FILE"
-"""What names files: a key of the configuration, or an argument of a command that takes files alone."""
+"""The key of the configuration, or argument of a command, that names files."""
 _TASKS = f", '{TASK_PREFIX}NAME' or '{EMBEDDED_TASK}' (docs/data.md)"
 
 
@@ -209,6 +209,7 @@ class TaskRows:
         }
 
     def where(self, index: int) -> str:
+        """The task and the problem's number, as a message names them."""
         return f"{self.name} problem {index}"
 
     def digest(self) -> str:
@@ -236,7 +237,7 @@ class KnownSet:
 
     @property
     def output(self) -> Path:
-        """Where it is written unless another place is given; the shipped jobs read it there."""
+        """The file that it is written to by default; the shipped jobs read it there."""
         return Path("data") / f"{self.name.replace('-', '_')}.jsonl"
 
     @property

@@ -37,7 +37,7 @@ class Inspection:
 
     @property
     def is_of_use(self) -> bool:
-        """Whether no row is broken, and a response to some row can be right."""
+        """True if no row is broken, and a response to some row can be right."""
         num_right = sum(len(counts.lengths) - len(counts.never_right) for counts in self.sources)
         return num_right > 0 and not self.broken
 

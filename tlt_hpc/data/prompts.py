@@ -1,4 +1,4 @@
-"""Which prompts a step draws: a pure function of data, seed and step, whatever the ranks."""
+"""Draws the prompts of a step: a pure function of data, seed and step, whatever the ranks."""
 
 from __future__ import annotations
 
@@ -81,12 +81,15 @@ class GcdPrompts:
         self._tokenizer, self._seed, self._count = tokenizer, seed, prompts_per_step
 
     def batch(self, step: int) -> list[Prompt]:
+        """The prompts of a step, in draw order."""
         return self._draw(f"gcd/train/{self._seed}/{step}", self._count)
 
     def refill(self, step: int, count: int) -> list[Prompt]:
+        """The first ``count`` prompts that replace a step's groups without variance."""
         return self._draw(f"gcd/train/{self._seed}/{step}/refill", count)
 
     def fingerprints(self) -> Mapping[str, str]:
+        """The name of the task, whose problems no file can change."""
         return {"data.source": EMBEDDED_TASK}
 
     def _draw(self, seed: str, count: int) -> list[Prompt]:
@@ -118,6 +121,7 @@ class FilePrompts:
 
     @property
     def warning(self) -> str:
+        """A line about rows, as ``PromptSource.warning``; empty: none."""
         unknown = ""
         if self._unknown:
             unknown = (
@@ -140,12 +144,19 @@ class FilePrompts:
         return "; ".join(filter(None, (few, unknown, unbegun, self._never_right, self._reader.warning, self._kept[1])))
 
     def batch(self, step: int) -> list[Prompt]:
+        """The prompts of a step, in draw order.
+
+        Raises:
+            RowError: a row that was not checked before cannot be used.
+        """
         return list(map(self._reader.read, self._rows(step)))
 
     def refill(self, step: int, count: int) -> list[Prompt]:
+        """The first ``count`` prompts that replace a step's groups without variance."""
         return list(map(self._reader.read, self._refills.rows(step, self._rows(step), count)))
 
     def fingerprints(self) -> Mapping[str, str]:
+        """Hashes, by name, of the data; reads all files."""
         return {
             "data.source": self._reader.rows.digest(),
             "chat template": self._reader.template_digest,
@@ -169,7 +180,7 @@ class FilePrompts:
 
 
 class SharedPrompts:
-    """A ``PromptSource`` that one rank of a node reads for all; ``batch`` and ``refill`` are collective over the node.
+    """A ``PromptSource`` that one rank of a node reads for all; ``batch`` and ``refill`` are collective on the node.
 
     Args:
         source: None on all ranks but the node's first.
@@ -180,18 +191,20 @@ class SharedPrompts:
         self._source, self._once = source, once
 
     def batch(self, step: int) -> list[Prompt]:
+        """Collective on the node: the prompts of a step, in draw order."""
         return self._once(lambda: self._own.batch(step))
 
     def refill(self, step: int, count: int) -> list[Prompt]:
+        """Collective on the node: the first ``count`` prompts that replace a step's groups without variance."""
         return self._once(lambda: self._own.refill(step, count))
 
     def fingerprints(self) -> Mapping[str, str]:
-        """On a node's first rank alone, such as rank 0."""
+        """Hashes, by name, of the data; on a node's first rank alone, such as rank 0."""
         return self._own.fingerprints()
 
     @property
     def warning(self) -> str:
-        """On a node's first rank alone."""
+        """A line about rows, as ``PromptSource.warning``; on a node's first rank alone."""
         return self._own.warning
 
     @property
@@ -201,7 +214,7 @@ class SharedPrompts:
 
 
 def kept_rows(data: DataSection, reader: PromptReader) -> tuple[NDArray[np.bool_], str]:
-    """Which rows [N] are used, and a line about the others; reads every row if too long prompts are dropped.
+    """A mask [N] of the rows that are used, and a line about the others; reads all rows if long prompts are dropped.
 
     Raises:
         ConfigError: no row is left.
@@ -334,10 +347,12 @@ class GcdProblem:
 
     @property
     def prompt(self) -> str:
+        """The text that a model is fed."""
         return f"gcd({self.a},{self.b})="
 
     @property
     def answer(self) -> str:
+        """The greatest common divisor, in decimal digits."""
         return str(math.gcd(self.a, self.b))
 
     @property

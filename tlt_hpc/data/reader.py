@@ -22,7 +22,7 @@ from tlt_hpc.data.rows import Row, RowError
 from tlt_hpc.models.tokenizer import control_token_ids
 
 PromptCheck = Callable[[Prompt], str]
-"""Why no response to the prompt can be right, in words; raises ValueError if the prompt cannot be used at all."""
+"""Gives the reason, in words, why no response to a prompt can be right; raises ValueError if it cannot be used."""
 
 
 class OverlongError(RowError):
@@ -93,7 +93,12 @@ class PromptReader:
         return prompt
 
     def read_unlimited(self, index: int) -> Prompt:
-        """The same, whatever its length."""
+        """A row's prompt, whatever its length.
+
+        Raises:
+            RowError: the row is broken.
+            ConfigError: as ``read``.
+        """
         where = self.rows.where(index)
         row = split_row(self.rows[index], self.data, self.rows.kind, where)
         text = self._text_of(row.prompt, where)
@@ -103,7 +108,7 @@ class PromptReader:
         return Prompt(tokens, text, row.answer, row.source, row.extra)
 
     def check(self, index: int, prompt: Prompt) -> str:
-        """Why no response to a row that was read can be right, with the row's place; empty: one can.
+        """The reason why no response to a row that was read can be right, with the row's place; empty: one can.
 
         Raises:
             RowError: the row cannot be used.
@@ -115,7 +120,7 @@ class PromptReader:
         return f"{self.rows.where(index)}: {problem}" if problem else ""
 
     def is_partly_unknown(self, prompt: Prompt) -> bool:
-        """Whether the tokenizer reads some of the prompt's characters as its token for unknown text."""
+        """True if the tokenizer reads some of the prompt's characters as its token for unknown text."""
         return self._unknown is not None and bool((prompt.tokens == self._unknown).any())
 
     def left_out_start(self, index: int) -> str:
@@ -237,7 +242,7 @@ def split_row(row: Row, data: DataSection, kind: str, where: str) -> RowText:
             "the prompt ends with a message of the assistant, so with an answer; cut it off, or set "
             "data.template_args = {continue_final_message = true} if the response is to continue it",
         )
-    answer = answer_in(row, data, where)
+    answer = answer_of_row(row, data, where)
     source, kept = row.get("data_source"), {name: row[name] for name in _KEPT if row.get(name) is not None}
     try:
         found = RowText(
@@ -255,7 +260,7 @@ def split_row(row: Row, data: DataSection, kind: str, where: str) -> RowText:
     return found
 
 
-def answer_in(row: Row, data: DataSection, where: str) -> Any:
+def answer_of_row(row: Row, data: DataSection, where: str) -> Any:
     """A row's answer.
 
     Raises:

@@ -92,9 +92,11 @@ class JsonlRows:
             ) from None
 
     def where(self, index: int) -> str:
+        """The file and line, as a message names them."""
         return f"{self._path}:{self._numbers[index]}"
 
     def digest(self) -> str:
+        """The SHA-256 of the file; reads it all."""
         return digest_of(self._path)
 
 
@@ -131,9 +133,11 @@ class ArrowRows:
             raise RowError(self.where(index), f"cannot be read ({first_line(error)}); write the file again") from None
 
     def where(self, index: int) -> str:
+        """The file and row, as a message names them."""
         return f"{self._path} row {index}"
 
     def digest(self) -> str:
+        """The SHA-256 of the file; reads it all."""
         return digest_of(self._path)
 
 
@@ -153,10 +157,12 @@ class JoinedRows:
         return part[within]
 
     def where(self, index: int) -> str:
+        """The file and line, or row, as a message names them."""
         part, within = self._place(index)
         return part.where(within)
 
     def digest(self) -> str:
+        """The SHA-256 of each file, joined by "+"; reads all files."""
         return "+".join(part.digest() for part in self._parts)
 
     def _place(self, index: int) -> tuple[Rows, int]:

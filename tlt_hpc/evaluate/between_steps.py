@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 TESTING = "timing_s/testing"
 """The figure that every evaluated step's line has, as verl calls it."""
 # of [reward]: what a verdict depends on
-_JUDGING = ("default", "by_source", "format_tags", "cpu_seconds", "memory_mb")
+_JUDGING = ("default", "by_source", "format_tags", "cpu_seconds")
 
 
 def prepare(config: Config, world: World, shape: ModelShape, tokenizer: Tokenizer) -> Exam | None:

@@ -64,7 +64,7 @@ def tally(
         own = [responses[request.key] for request in each.requests]
         texts = [text_of(tokenizer, response.tokens) for response in own]
         votes = votes_of(exam.judge, exam.judge.kind_of(each.prompt), texts, list(map(is_right, own)))
-        failures.update(r.failure for r in own if r.failure and exam.judge.leaves_open(each.prompt, r.failure))
+        failures.update(r.failure for r in own if r.failure and exam.judge.leaves_unjudged(each.prompt, r.failure))
         name, answers = each.of_set.name, PromptAnswers(own, votes)
         groups.setdefault(name, []).append(answers)
         if name in mixed:

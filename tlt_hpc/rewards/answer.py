@@ -10,9 +10,11 @@ from enum import StrEnum
 from typing import IO, Any
 
 MAX_CHARACTERS = 4_000_000
-"""Of a response that a worker judges: a longer one has reward 0. 32,768 tokens make a thirtieth of it."""
+"""Longest response that a worker judges: a longer one has reward 0. 32,768 tokens make a thirtieth of it."""
+MEMORY_BYTES = 2**30
+"""For one response, in addition to the memory of an idle worker: beyond it the reward is 0."""
 PART, WITH_PARTS = "reward/part/", "reward/with_parts"
-"""Of a rank's figures: what begins the means of the parts of its rewards, and the number of rewards in these."""
+"""Among a rank's figures: how the means of the parts of its rewards begin, and the number of rewards in these."""
 
 
 class Failure(StrEnum):
@@ -63,7 +65,7 @@ class Answer:
     opening: str = ""
     """The first tag of the form, where the prompt ends with it: chat templates may begin the reasoning."""
     is_finished: bool = True
-    """Whether the response ended by itself, not at its largest length."""
+    """False: the response was cut off at its largest length."""
 
 
 @dataclass(frozen=True)
@@ -74,9 +76,9 @@ class Verdict:
     failure: Failure | None = None
     detail: str = ""
     read: str = field(default="", compare=False)
-    """What was read as the response's answer; empty: nothing, or the kind reads none."""
+    """The text that was read as the response's answer; empty: none, or the kind reads none."""
     is_disputed: bool = field(default=False, compare=False)
-    """Whether one comparison said "equal" and the other did not, so that the reward is 0."""
+    """True: one comparison found it equal and the other did not, so that the reward is 0."""
     parts: Mapping[str, float] = field(default_factory=dict, compare=False)
     """The terms that the reward was made from, by name, where ``reward.weights`` are given."""
     seconds: float = field(default=0.0, compare=False)
@@ -104,6 +106,8 @@ def accepted_answers(truth: str) -> list[str]:
 # -- JSON documents on a byte stream between two processes, each preceded by its length -------------------------------
 
 _LENGTH = struct.Struct("<Q")
+RECEIVED_BYTES = 2**20
+"""Read from a socket or pipe at once."""
 
 
 def pack(tree: Any) -> bytes:

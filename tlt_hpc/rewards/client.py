@@ -20,7 +20,7 @@ from typing import Any
 from tlt_hpc.cluster.local import PYTHON
 from tlt_hpc.cluster.watch.beat import BEAT
 from tlt_hpc.config import RewardSection, UserError
-from tlt_hpc.rewards.answer import Answer, Failure, FrameBuffer, Verdict, pack
+from tlt_hpc.rewards.answer import RECEIVED_BYTES, Answer, Failure, FrameBuffer, Verdict, pack
 
 _PASSED = frozenset({
     "PATH", "HOME", "USER", "LOGNAME", "TMPDIR", "TZ", "LANG", "LANGUAGE", "LD_LIBRARY_PATH", "LD_PRELOAD",
@@ -31,7 +31,6 @@ _PASSED = frozenset({
 offline. Names that hold secrets are not known beforehand, so none is passed on unless it stands here."""
 _AT_ONCE = 64
 """Answers a worker that the server may have: enough to keep it busy through one of the rank's micro-steps."""
-_RECEIVED_BYTES = 2**20
 _ENDING_SECONDS = 5.0
 _STALLED_SECONDS = 60.0
 """Beyond the far limit of an answer: a server that is silent for so long is stopped or stuck."""
@@ -46,7 +45,7 @@ class RewardClient:
         self._waiting: deque[int] = deque()
         self._at_server: dict[int, None] = {}
         self._answers: dict[int, Answer] = {}
-        """Of all that have no verdict yet."""
+        """Those without a verdict, by number."""
         self._verdicts: dict[int, Verdict] = {}
         self._suspects: set[int] = set()
         """Answers that the server had when it died, until they have a verdict."""
@@ -191,7 +190,7 @@ class RewardClient:
             return self._process.wait()
 
     def _has_room(self) -> bool:
-        """Whether the server may have one more answer: one at a time while it may die of them."""
+        """True if the server may have one more answer: one at a time while it may die of them."""
         if not self._waiting or not self._is_ready:
             return False
         if self._suspects:
@@ -199,7 +198,7 @@ class RewardClient:
         return len(self._at_server) < _AT_ONCE * self._settings.workers
 
     def _fill(self) -> None:
-        while len(self._outgoing) < _RECEIVED_BYTES and self._has_room():
+        while len(self._outgoing) < RECEIVED_BYTES and self._has_room():
             number = self._waiting.popleft()
             if not self._at_server:  # it was silent because it had nothing to judge, for minutes in an update
                 self._heard_at = time.monotonic()
@@ -216,7 +215,7 @@ class RewardClient:
     def _receive(self) -> None:
         while True:
             try:
-                received = self._socket.recv(_RECEIVED_BYTES)
+                received = self._socket.recv(RECEIVED_BYTES)
             except BlockingIOError:
                 return
             if not received:

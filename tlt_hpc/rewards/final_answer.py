@@ -43,7 +43,7 @@ _NUMBER = re.compile(
     r"(?:/\d+)?(?:\s?\\?%)?"
 )
 _CLOSING = re.compile(r"(?:\s|</[A-Za-z][\w-]*>)*+")
-"""What may follow a box that a response ends with."""
+"""Text that may follow the box that a response ends with."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class FoundAnswer:
 
     text: str
     place: str = "all"
-    """Which mathematics of the text is the answer: ``all``; the ``first`` or ``last`` where words may surround it."""
+    """The mathematics of the text that is the answer: ``all``; the ``first`` or ``last`` where words surround it."""
 
 
 def find_answer(text: str, is_finished: bool = True) -> FoundAnswer | None:
@@ -115,7 +115,7 @@ def answer_in(found: FoundAnswer) -> str:
 
 
 def _are_joined(text: str, before: re.Match[str], after: re.Match[str]) -> bool:
-    """Whether only a comma, "and" or "or" stands between two parts of an answer."""
+    """True if only a comma, "and" or "or" stands between two parts of an answer."""
     return _AND.fullmatch(text, before.end(), after.start()) is not None
 
 

@@ -19,7 +19,7 @@ from tlt_hpc.rewards.answer import OF_PROGRAMS, OF_RESPONSES, Answer, Failure, V
 from tlt_hpc.rewards.functions import RewardFunction, call_function
 
 CODE = "tlt_hpc.extras.code_rewards.code"
-"""What judges the kind ``code``."""
+"""Module that judges the kind ``code``."""
 SAME_MATH = "same-math"
 """No reward: whether a response and another, given as the truth, answer alike as mathematics."""
 WORKER_KINDS = frozenset({"math", "code"})
@@ -70,7 +70,7 @@ def lacks_parts(verdict: Verdict, answer: Answer, settings: RewardSection) -> bo
 
 
 def _is_own(verdict: Verdict, answer: Answer) -> bool:
-    """Whether a failure is the response's own: one that gains by failing would be learnt."""
+    """True if a failure is the response's own: one that gains by failing would be learnt."""
     if answer.kind == "code" and verdict.failure is Failure.UNREADABLE:
         code = load_extra(CODE)
         try:

@@ -15,12 +15,12 @@ from tlt_hpc.common.records import FinishReason, Prompt, Rollout, SampleKey
 from tlt_hpc.config import RewardSection
 from tlt_hpc.config.data_sections import is_function, part_name
 from tlt_hpc.rewards import judge as kinds
-from tlt_hpc.rewards.answer import MAX_CHARACTERS, PART, WITH_PARTS, Answer, Failure, Verdict
+from tlt_hpc.rewards.answer import MAX_CHARACTERS, MEMORY_BYTES, PART, WITH_PARTS, Answer, Failure, Verdict
 from tlt_hpc.rewards.client import RewardClient
 
 _CAUSES = {
     Failure.CPU: "judging them took more CPU time than reward.cpu_seconds; make the reward function faster or raise it",
-    Failure.MEMORY: "judging them took more memory than reward.memory_mb; let the reward function use less or raise it",
+    Failure.MEMORY: f"judging them took more than {MEMORY_BYTES >> 20} MiB of memory; let the reward function use less",
     Failure.WALL: "judging them took 60 times reward.cpu_seconds; see what the reward function waits for or raise it",
     Failure.SIZE: f"they are longer than {MAX_CHARACTERS} characters; lower rollout.max_new_tokens",
     Failure.CRASH: "the process that judged them ended; see whether the reward function crashes or calls os._exit",
@@ -76,7 +76,7 @@ class Judge:
         kind = self.kind_of(prompt)
         return bool(self.settings.added_functions) or kind in kinds.WORKER_KINDS or is_function(kind)
 
-    def leaves_open(self, prompt: Prompt, failure: str) -> bool:
+    def leaves_unjudged(self, prompt: Prompt, failure: str) -> bool:
         """True if a failure leaves a response to the prompt unjudged; a program that fails is judged by that."""
         return not kinds.is_judged(self.kind_of(prompt), failure)
 
@@ -169,7 +169,7 @@ class Scorer:
         return {**figures, **failed, **waited}
 
     def _means_of_parts(self) -> dict[str, float]:
-        """Of the verdicts that have parts, and how many these are; empty without ``reward.weights``."""
+        """The means of the parts of verdicts, and how many verdicts have parts; empty without ``reward.weights``."""
         if not self._judge.settings.weights:
             return {}
         parts = [verdict.parts for verdict in self._verdicts.values() if verdict.parts]
@@ -183,7 +183,7 @@ class Scorer:
             (verdict.failure, verdict.detail)
             for rollout in rollouts
             if (verdict := self._verdicts[rollout.key]).failure is not None
-            and self._judge.leaves_open(self._prompt_of(rollout), verdict.failure)
+            and self._judge.leaves_unjudged(self._prompt_of(rollout), verdict.failure)
         ]
         return Unjudged(len(rollouts), tuple(failures))
 

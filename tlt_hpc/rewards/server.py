@@ -29,7 +29,17 @@ from typing import Any
 
 from tlt_hpc.common.source import load_extra
 from tlt_hpc.config import RewardSection
-from tlt_hpc.rewards.answer import MAX_CHARACTERS, Answer, Failure, FrameBuffer, JudgeError, Verdict, pack
+from tlt_hpc.rewards.answer import (
+    MAX_CHARACTERS,
+    MEMORY_BYTES,
+    RECEIVED_BYTES,
+    Answer,
+    Failure,
+    FrameBuffer,
+    JudgeError,
+    Verdict,
+    pack,
+)
 from tlt_hpc.rewards.functions import (
     RewardFunction,
     comes_from_function,
@@ -42,7 +52,6 @@ from tlt_hpc.rewards.judge import CODE, judge, lacks_parts
 
 _MAX_DETAIL = 300
 _PR_SET_PDEATHSIG = 1
-_RECEIVED_BYTES = 2**20
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -53,7 +62,7 @@ class Worker:
     number: int
     answer: Answer
     failed: Verdict | None
-    """What is known of the answer: it only has its other parts found."""
+    """The verdict of an answer that failed before: only its other parts are found."""
     pid: int
     verdict_fd: int
     started: float
@@ -80,7 +89,7 @@ class Worker:
         self.kill()  # what it started and left; before its id, which is the group's, can be another's
         _, status = os.waitpid(self.pid, 0)
         try:
-            written = os.read(self.verdict_fd, _RECEIVED_BYTES)  # a verdict fits the pipe
+            written = os.read(self.verdict_fd, RECEIVED_BYTES)  # a verdict fits the pipe
         except BlockingIOError:  # a grandchild still has it open
             written = b""
         os.close(self.verdict_fd)
@@ -113,7 +122,7 @@ def _enter(parent: int, settings: RewardSection) -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     num_pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
-    size = num_pages * resource.getpagesize() + settings.memory_mb * 2**20
+    size = num_pages * resource.getpagesize() + MEMORY_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (size, size))
 
 
@@ -181,7 +190,7 @@ class Server:
         self._workers.clear()
 
     def _receive(self, frames: FrameBuffer) -> bool:
-        received = self._channel.recv(_RECEIVED_BYTES)
+        received = self._channel.recv(RECEIVED_BYTES)
         self._take(frames, received)
         return bool(received)
 
@@ -265,7 +274,7 @@ def load_kinds(settings: RewardSection) -> tuple[dict[str, RewardFunction], Any 
     return functions, load_extra(CODE).working_template() if "code" in settings.kinds else None
 
 
-def tell_error(channel: socket.socket, settings: RewardSection, error: BaseException) -> None:
+def send_error(channel: socket.socket, settings: RewardSection, error: BaseException) -> None:
     """Send the rank one line about why the server could not start."""
     told = str(error) if isinstance(error, JudgeError) else _one_line(error)
     if spec := loaded_at(error):
@@ -282,7 +291,7 @@ def main() -> None:
     os.dup2(2, 1)  # what a user's function prints is no output of the rank's
     frames = FrameBuffer()
     settings = RewardSection.model_validate_json(_first(channel, frames))
-    sys.excepthook = lambda _kind, error, _trace: tell_error(channel, settings, error)
+    sys.excepthook = lambda _kind, error, _trace: send_error(channel, settings, error)
     functions, template = load_kinds(settings)
     sys.excepthook = sys.__excepthook__
     channel.sendall(pack({"ready": True, "sandbox": template.kind if template else ""}))
@@ -298,7 +307,7 @@ def main() -> None:
 
 
 def _first(channel: socket.socket, frames: FrameBuffer) -> Any:
-    while received := channel.recv(_RECEIVED_BYTES):
+    while received := channel.recv(RECEIVED_BYTES):
         for frame in frames.feed(received):
             return frame
     sys.exit(0)

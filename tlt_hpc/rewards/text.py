@@ -44,7 +44,7 @@ _HINTS = (
     "answer", "option", "choice", "letter", "ans", "choose", "pick", "select", "go with", "\u7b54", "\u9009", "correct",
     "right", "true",
 )  # fmt: skip
-"""What each choice has in it: the long expression is tried from the first of these on."""
+"""Each choice has one of these in it: the long expression is tried from the first of them on."""
 _BEFORE_HINT = 24
 
 
@@ -61,7 +61,7 @@ def boxed(text: str, truth: str) -> Verdict:
 
 
 def are_near(given: Fraction, wanted: Fraction) -> bool:
-    """Whether a number is within a millionth of the wanted one: relative to it, absolute below 1."""
+    """True if a number is within a millionth of the wanted one: relative to it, absolute below 1."""
     return abs(given - wanted) <= Fraction(1e-6) * max(Fraction(1), abs(wanted))
 
 

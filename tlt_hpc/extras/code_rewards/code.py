@@ -15,7 +15,7 @@ from tlt_hpc.extras.code_rewards.fences import extract_program
 from tlt_hpc.extras.code_rewards.results import same_output, same_result
 from tlt_hpc.extras.code_rewards.sandbox.outside import Outcome, ProgramLimits, Sandbox, Template, check
 from tlt_hpc.extras.code_rewards.sandbox.outside import working_template as working_template
-from tlt_hpc.rewards.answer import Failure, Verdict
+from tlt_hpc.rewards.answer import MEMORY_BYTES, Failure, Verdict
 
 _SPARE_OUTPUT_BYTES = 2**16
 _NUMPY = re.compile(r"\bnumpy\b|\bnp\.")
@@ -35,22 +35,20 @@ def passes_tests(text: str, truth: str, settings: RewardSection, template: Templ
     except ValueError as error:
         return Verdict(0.0, Failure.UNREADABLE, f"tests {truth[:80]!r}: {error}")
     code = extract_program(text)
-    verdict = _hold(code, tests, settings, template) if tests.texts else _match(code, tests, settings, template)
+    find_verdict = _check_assertions if tests.texts else _compare_outputs
+    verdict = find_verdict(code, tests, settings, template)
     first, *others = code.strip().split("\n")
     return replace(verdict, read=first[:_SHOWN] + (f" (and {count(len(others), 'line')})" if others else ""))
 
 
-def _match(code: str, tests: Tests, settings: RewardSection, template: Template) -> Verdict:
+def _compare_outputs(code: str, tests: Tests, settings: RewardSection, template: Template) -> Verdict:
     used = 0.0
     with Sandbox(template, has_numpy=_NUMPY.search(code) is not None) as sandbox:
         for number, (given, wanted) in enumerate(tests.pairs, 1):
             expected = json.dumps(wanted) if tests.function else wanted
             # CPU time is counted over all tests; UTF-8 takes four bytes a character at most
-            limits = ProgramLimits(
-                max(0.0, settings.cpu_seconds - used),
-                settings.memory_mb * 2**20,
-                8 * len(expected) + _SPARE_OUTPUT_BYTES,
-            )
+            seconds_left = max(0.0, settings.cpu_seconds - used)
+            limits = ProgramLimits(seconds_left, MEMORY_BYTES, 8 * len(expected) + _SPARE_OUTPUT_BYTES)
             if tests.function:
                 outcome = sandbox.call(code, tests.function, given, limits)
                 is_right = same_result(outcome.output, wanted)
@@ -66,8 +64,8 @@ def _match(code: str, tests: Tests, settings: RewardSection, template: Template)
     return Verdict(1.0)
 
 
-def _hold(code: str, tests: Tests, settings: RewardSection, template: Template) -> Verdict:
-    limits = ProgramLimits(settings.cpu_seconds, settings.memory_mb * 2**20, _SPARE_OUTPUT_BYTES)
+def _check_assertions(code: str, tests: Tests, settings: RewardSection, template: Template) -> Verdict:
+    limits = ProgramLimits(settings.cpu_seconds, MEMORY_BYTES, _SPARE_OUTPUT_BYTES)
     program, checked = check(
         template, code, tests.texts, limits, tests.entry, any(map(_NUMPY.search, (code, *tests.texts)))
     )
@@ -75,13 +73,14 @@ def _hold(code: str, tests: Tests, settings: RewardSection, template: Template) 
         if verdict := _not_judged(outcome, outcome.cpu_seconds, settings):
             return verdict
     report: dict[str, Any] = json.loads(checked.output) if checked.output else {"trouble": _gave(checked)}
+    trouble = report["trouble"].replace("\n", " ")  # errors of numpy have several lines
     if program.status != 0 or report.get("is_silent"):
-        is_over = any(error in report["trouble"] for error in ("BrokenPipeError: ", "ConnectionResetError: "))
-        why = "before a test called it, as by an error of syntax or import" if is_over else report["trouble"]
+        is_over = any(error in trouble for error in ("BrokenPipeError: ", "ConnectionResetError: "))
+        why = "before a test called it, as by an error of syntax or import" if is_over else trouble
         return Verdict(0.0, detail=f"the program {_gave(program)}: {why}"[: 3 * _SHOWN])
-    if report["trouble"] and not report.get("is_unreadable"):
-        return Verdict(0.0, detail=f"test {report.get('held', 0) + 1}: {report['trouble']}")
-    trouble = report["trouble"] or ("" if report["held"] else "no assertion was executed")
+    if trouble and not report.get("is_unreadable"):
+        return Verdict(0.0, detail=f"test {report.get('held', 0) + 1}: {trouble}")
+    trouble = trouble or ("" if report["held"] else "no assertion was executed")
     if trouble or not report["answers"]:
         return Verdict(0.0, Failure.UNREADABLE, f"tests {tests.texts[0][:80]!r}: {trouble or 'nothing was called'}")
     return Verdict(1.0)

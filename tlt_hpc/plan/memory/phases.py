@@ -17,8 +17,8 @@ from tlt_hpc.plan.memory.training import (
     update_activations,
 )
 
-RUNTIME_BYTES = 2_000_000_000
-"""Assumed for CUDA's context, NCCL's buffers and what the allocator cannot reuse, on each GPU."""
+CONTEXT_BYTES, COMMUNICATOR_BYTES = 1_500_000_000, 700_000_000
+"""Assumed on each GPU: for CUDA's context and what the allocator cannot reuse, and for each communicator of NCCL."""
 PROCESS_BYTES = {"cuda": 3_000_000_000, "cpu": 1_000_000_000}
 """Assumed for a rank's process in host memory: Python, torch, DeepSpeed and their libraries."""
 _LOG_BYTES = 8
@@ -38,10 +38,10 @@ def plan_memory(situation: Situation, engine: PlannedEngine | None = None) -> Me
     engine = engine or PlannedEngine(situation)
     num_drafter = engine.num_drafter_parameters
     saved = _saved(situation, num_drafter)
-    runtime = present({"CUDA, NCCL (assumed)": RUNTIME_BYTES if is_cuda else 0})
+    runtime = {"CUDA, NCCL (assumed)": CONTEXT_BYTES + COMMUNICATOR_BYTES * _num_communicators(situation)}
     training = _drafter(situation, num_drafter) | state.resident | reference_parts(situation)
     start = {name: count for name, count in training.items() if name != MOMENTS}  # the first step makes them
-    held = runtime | engine.parts
+    held = (runtime if is_cuda else {}) | engine.parts
     # on CPUs the host's memory is the device's
     resident = held | training | ({} if is_cuda else _checkpoint_copy(situation, saved))
     phases = [
@@ -57,6 +57,12 @@ def plan_memory(situation: Situation, engine: PlannedEngine | None = None) -> Me
     host = _host(situation, state, copy if is_sharded else loaded | copy)
     first_host = present(loaded if is_sharded else {})
     return MemoryPlan(situation, engine, tuple(phases), host, first_host, _disk(situation, saved))
+
+
+def _num_communicators(situation: Situation) -> int:
+    """Groups of ranks with a communicator: torch's of all, DeepSpeed's of all, a replica's, and one for sequences."""
+    config, several = situation.config, situation.num_ranks > 1
+    return 1 + several + (config.rollout.tensor_parallel > 1) + (config.optimizer.sequence_parallel > 1)
 
 
 def micro_batch_tokens(situation: Situation) -> int:

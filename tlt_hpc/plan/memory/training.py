@@ -23,6 +23,8 @@ _MAX_GATHERED = 1_000_000_000
 """Parameters gathered at once at stage 3 (its stage3_max_live_parameters)."""
 _PREFETCHED = 50_000_000
 """Parameters of the next layers that are gathered ahead (its stage3_prefetch_bucket_size)."""
+_SUB_GROUP = 1_000_000_000
+"""A rank's parameters that an optimiser on the host steps at once (its sub_group_size)."""
 _STAGE_0_REDUCED = 500_000_000
 """Gradients that stage 0 copies at once to reduce them."""
 _LOGIT_BYTES = 16
@@ -110,16 +112,26 @@ def _stage_3(situation: Situation) -> TrainingState:
 
 
 def _offloaded(state: TrainingState, situation: Situation) -> TrainingState:
-    """Moves masters, moments and the rank's gradients to host memory, where the step is taken too; its parameters if
-    asked."""
+    """The state with masters, moments and the rank's gradients in host memory, where the step is taken too; its
+    parameters if asked.
+
+    The host has the gradients twice: as they are added up, and as the step reads them.
+    """
     own, moves_parameters = situation.own_parameters, situation.offloads_parameters
+    groups = [min(_SUB_GROUP, own - start) for start in range(0, own, _SUB_GROUP)]
+    host = 12 * own + _pinned(4 * own) + sum(_pinned(4 * count) for count in groups)
     away = {"fp32 masters", MOMENTS, "gradients"} | ({"policy", FROZEN} if moves_parameters else set())
     return TrainingState(
         resident={name: count for name, count in state.resident.items() if name not in away},
         held={name: count for name, count in state.held.items() if name not in away},
         reduced=state.reduced,
-        host=16 * own + sum(state.resident.get(name, 0) for name in ("policy", FROZEN) if moves_parameters),
+        host=host + sum(_pinned(state.resident.get(name, 0)) for name in ("policy", FROZEN) if moves_parameters),
     )
+
+
+def _pinned(num_bytes: int) -> int:
+    """What torch's allocator takes for so many bytes of pinned host memory: the next power of two."""
+    return 1 << (num_bytes - 1).bit_length() if num_bytes else 0
 
 
 def _head_reduction(situation: Situation) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""Whether two answers are equal as mathematics: exactly where they are rational, otherwise by two ways that must agree.
+"""Compares two answers as mathematics: exactly where they are rational, otherwise by two ways that must agree.
 
 The first way evaluates the tree that ``expression.py`` reads, with mpmath; the second reads the same text with
 latex2sympy2_extended and evaluates it with sympy at other points. docs/rewards.md states the rules.
@@ -114,7 +114,7 @@ def _compare(given: Reading, wanted: Reading) -> Verdict:
 
 
 def _are_confirmed(pairs: Sequence[tuple[Node, Node]]) -> bool:
-    """Whether the second way finds all pairs equal, too."""
+    """True if the second way finds all pairs equal, too."""
     from tlt_hpc.rewards.mathematics.second_way import confirmed  # sympy takes 0.5 s: most answers need none
 
     return all(confirmed(*pair) for pair in pairs)
@@ -126,7 +126,7 @@ def _bare(text: str) -> str:
 
 
 def _same_words(given: str, wanted: str) -> bool:
-    """Whether two answers that are no mathematics are the same words, or the same list of them in any order."""
+    """True if two answers that are no mathematics are the same words, or the same list of them in any order."""
     if max(len(given), len(wanted)) > MAX_CHARACTERS:
         return given == wanted
     texts = [_LETTER_IN_BRACKETS.sub(r"\1", _TEXT.sub(r" \1 ", text)) for text in (given, wanted)]

@@ -11,8 +11,9 @@ from fractions import Fraction
 from tlt_hpc.rewards.mathematics.exact import decimal_of, exact_value
 from tlt_hpc.rewards.mathematics.forms import (
     UNORDERED,
-    agree,
     as_group,
+    bare_source,
+    bases_agree,
     difference,
     digits_of,
     fraction_parts,
@@ -22,14 +23,13 @@ from tlt_hpc.rewards.mathematics.forms import (
     is_plain,
     may_be_same_list,
     replaced,
-    settled,
-    spelled,
+    simplified,
+    smaller_side_first,
     strictness,
     terms,
-    turned,
 )
 from tlt_hpc.rewards.mathematics.node import Node, number_node
-from tlt_hpc.rewards.mathematics.units import known_unit, large, times, without_unit
+from tlt_hpc.rewards.mathematics.units import factor_of_word, known_unit, times, without_unit
 from tlt_hpc.rewards.mathematics.values import (
     NoValueError,
     constant_value,
@@ -54,13 +54,13 @@ class AnswerComparison:
 
     def same(self, given: Node, wanted: Node) -> bool:
         """True if two answers are equal, except for ``pairs``, which are left to be confirmed."""
-        given, wanted = settled(given), settled(wanted)
+        given, wanted = simplified(given), simplified(wanted)
         if "percent" in (given.kind, wanted.kind):
             return self._same_percent(given, wanted)
         if given.kind == "unit" or wanted.kind == "unit":
             return self._same_unit(given, wanted)
         if "based" in (given.kind, wanted.kind):
-            return digits_of(given) == digits_of(wanted) and agree(given.name, wanted.name)
+            return digits_of(given) == digits_of(wanted) and bases_agree(given.name, wanted.name)
         if is_equation(given) or is_equation(wanted):
             return self._same_equation(given, wanted)
         if is_set_of_reals(given) or is_set_of_reals(wanted):
@@ -90,7 +90,7 @@ class AnswerComparison:
         values = [without_unit(node) for node in (given, wanted)]
         if given.kind == wanted.kind and {value.kind for value in values} == {"ratio"}:  # times of day
             return self._in_order(values[0].parts, values[1].parts)
-        factors = [large(node) for node in (given, wanted)]
+        factors = [factor_of_word(node) for node in (given, wanted)]
         if self.same(*values) and (factors[0] == factors[1] or 1 in factors):
             return True
         return factors[0] != factors[1] and self.same(*map(times, values, factors))
@@ -102,13 +102,13 @@ class AnswerComparison:
             one = _said_value(given)
         if one is not None and other is not None:
             have_names = is_equation(given) and is_equation(wanted)
-            if not have_names or spelled(given.parts[0]) == spelled(wanted.parts[0]):
+            if not have_names or bare_source(given.parts[0]) == bare_source(wanted.parts[0]):
                 return self.same(one, other)
         is_pair = is_equation(given) and is_equation(wanted) and len(given.parts) == len(wanted.parts) == 2
         return is_pair and self._same_condition(given, wanted, either_sign=True)
 
     def _same_condition(self, given: Node, wanted: Node, either_sign: bool) -> bool:
-        """Whether the differences of the sides are one a constant multiple of the other."""
+        """True if the difference of one's sides is a constant multiple of that of the other's."""
         first, second = (difference(node) for node in (given, wanted))
         names = symbols_of(first) | symbols_of(second)
         if not names or any(name.startswith("set ") for name in names):
@@ -134,7 +134,9 @@ class AnswerComparison:
             if self._is_turned(given, wanted):
                 return True
             is_pair = len(given.parts) == 2 and strictness(given) == strictness(wanted) is not None
-            return is_pair and self._same_condition(turned(given), turned(wanted), either_sign=False)
+            return is_pair and self._same_condition(
+                smaller_side_first(given), smaller_side_first(wanted), either_sign=False
+            )
         return given.name == wanted.name and self._in_order(given.parts, wanted.parts)
 
     def _same_group(self, given: Node, wanted: Node) -> bool:
@@ -150,7 +152,7 @@ class AnswerComparison:
         return self._in_order(given.parts, wanted.parts)
 
     def _is_turned(self, given: Node, wanted: Node) -> bool:
-        """Whether two chains have the same sides, in one direction or the other."""
+        """True if two chains have the same sides, in one direction or the other."""
         mirror = {"<": ">", ">": "<", "<=": ">=", ">=": "<="}
         backwards = " ".join(mirror.get(sign, sign) for sign in reversed(given.name.split()))
         if given.name == wanted.name and self._in_order(given.parts, wanted.parts):
@@ -161,7 +163,7 @@ class AnswerComparison:
         return len(given) == len(wanted) and all(map(self.same, given, wanted))
 
     def _in_any_order(self, given: Sequence[Node], wanted: Sequence[Node]) -> bool:
-        """Whether each has an equal one on the other side; repeated elements of a set count once."""
+        """True if each part has an equal one on the other side; repeated elements of a set count once."""
         return all(any(self.same(each, other) for other in wanted) for each in given) and all(
             any(self.same(each, other) for each in given) for other in wanted
         )
@@ -199,7 +201,7 @@ class AnswerComparison:
 
 def _in_order_of_names(node: Node) -> tuple[Node, ...] | None:
     """The equations of a list that gives each of several names a value, by name; None if it is no such list."""
-    names = [spelled(part.parts[0]) for part in node.parts if is_equation(part) and len(part.parts) == 2]
+    names = [bare_source(part.parts[0]) for part in node.parts if is_equation(part) and len(part.parts) == 2]
     if len(names) < 2 or len(set(names)) < len(node.parts):
         return None
     if not all(re.fullmatch("[A-Za-z]", name) for name in names):
@@ -208,7 +210,7 @@ def _in_order_of_names(node: Node) -> tuple[Node, ...] | None:
 
 
 def _named_value(node: Node) -> Node | None:
-    """What an equation says that its first side is; the node itself if it is no equation; None: no value."""
+    """The value that an equation gives its first side; the node itself if it is no equation; None: no value."""
     if not is_equation(node):
         return node
     sides, signs = list(node.parts), node.name.split()
@@ -235,7 +237,7 @@ def _said_value(node: Node) -> Node | None:
 
 
 def _have_one_value(first: Node, second: Node) -> bool:
-    """Whether two sides of an equation have one value."""
+    """True if two sides of an equation have one value."""
     return AnswerComparison().same(first, second)
 
 
@@ -251,7 +253,7 @@ def _at_one_point(ratio: Node, names: frozenset[str]) -> Fraction | None:
 
 
 def _is_rounded(given: Node, wanted: Node) -> bool:
-    """Whether one is a decimal, and the other no decimal and no integer, whose value it has to the digits it shows."""
+    """True if one is a decimal that shows the value of the other, no decimal and no integer, to its last digit."""
     one, other = decimal_of(given), decimal_of(wanted)
     rounded, full = (one, wanted) if one is not None else (other, given)
     least = _MIN_DIGITS if one is not None else _MIN_DIGITS_OF_DATA

@@ -10,10 +10,10 @@ from typing import Any
 from tlt_hpc.rewards.mathematics.node import Node
 
 _MAX_BITS = 20_000
-"""Of an exact number; a larger one is computed as a floating-point number with an exponent of any size."""
+"""Bits of an exact number; a larger one is computed as a floating-point number with an exponent of any size."""
 _MAX_FACTORIAL = 1000
 _MAX_ROOT_BITS = 4000
-"""Of a number whose exact root is looked for."""
+"""Bits of a number whose exact root is looked for."""
 
 
 @dataclass(frozen=True)

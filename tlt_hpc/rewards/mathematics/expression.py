@@ -5,13 +5,13 @@ What the grammar does not have is refused: nothing is skipped, so no part of an 
 
 from __future__ import annotations
 
-import re
 from fractions import Fraction
 
 from tlt_hpc.rewards.mathematics.node import Node, UnreadableError
 from tlt_hpc.rewards.mathematics.tokens import (
     ACCENTS,
     CLOSING,
+    FACTORS,
     FIGURES,
     FUNCTIONS,
     GREEK,
@@ -20,19 +20,12 @@ from tlt_hpc.rewards.mathematics.tokens import (
     TIMES,
     TokenReader,
 )
-from tlt_hpc.rewards.mathematics.units import UNITS
+from tlt_hpc.rewards.mathematics.units import unit_name
 
 MAX_CHARACTERS = 5000
 _MAX_DIGITS = 4300
-"""Of a number: Python reads no more."""
+"""Digits of a number: Python reads no more."""
 _MAX_DEPTH = 40
-_MIN_WORD = 3
-"""Letters of a word that is a unit behind a blank; fewer are a product, unless the unit is known."""
-_MAX_UNIT_WORDS = 5
-_NO_UNIT = re.compile(
-    r"\b(?:or|less|more|least|most|fewer|greater|not|no|wrong|incorrect|if|unless|than|hundred|dozen|times|other|plus|minus)\b"
-)
-"""Words that change the value before them."""
 _MAX_PRODUCT = 4
 """Letters that are read as a product of variables; a longer word is none."""
 
@@ -59,20 +52,15 @@ class _Parser(TokenReader):
         self._in_builder = False
 
     def whole(self) -> Node:
+        """The tree of all tokens.
+
+        Raises:
+            UnreadableError: they are none of the grammar's.
+        """
         node = self._list()
         if self._place < len(self._tokens):
             raise UnreadableError(self._next().text)
         return node
-
-    def _from(self, start: int, kind: str, *parts: Node, name: str = "", value: Fraction = Fraction(0)) -> Node:
-        """A node of what was read since the token ``start``."""
-        source = self._text[self._tokens[start].start : self._tokens[self._place - 1].end]
-        return Node(
-            kind, parts, name, value, source.replace("\\text{", "{") if kind == "number" else self._begun(start, source)
-        )
-
-    def _begun(self, start: int, source: str) -> str:
-        return ("\\" if self._tokens[start].kind in ("command", "row") else "") + source
 
     # --- from the loosest binding to the tightest ---
 
@@ -198,33 +186,10 @@ class _Parser(TokenReader):
         if token.kind == "sign":
             return token.text in ("(", "{", "[") or (token.text == "|" and not self._bars and not self._in_builder)
         if token.kind == "command":
-            known = token.text in (*FUNCTIONS, *GREEK, *ACCENTS, *FIGURES)
-            return known or token.text in (
-                "frac",
-                "sqrt",
-                "pi",
-                "binom",
-                "dbinom",
-                "tbinom",
-                "lfloor",
-                "lceil",
-                "infty",
-                "lvert",
-            )
+            return token.text in FACTORS
         return token.kind in ("number", "begin") or (token.kind == "word" and not self._junction())
 
     # --- units ---
-
-    def _starts_unit(self) -> bool:
-        token = self._next()
-        if self._junction():
-            return False
-        if token.kind == "text":
-            return True
-        is_last = self._next(1).kind == "end"
-        known = token.text in UNITS and (len(token.text) > 1 or (token.after_space and is_last))
-        is_word = token.kind == "word"
-        return is_word and (known or (token.after_space and len(token.text) >= _MIN_WORD and not token.text.isupper()))
 
     def _with_unit(self, start: int, node: Node) -> Node:
         """The value with the words behind it, up to the end of this part of the answer."""
@@ -239,9 +204,7 @@ class _Parser(TokenReader):
         if token.kind != "end" and not self._junction() and token.text not in (*RELATIONS, ",", ";", ")", "]", "}"):
             raise UnreadableError("words within an expression")
         words = self._text[self._tokens[first].start : self._tokens[self._place - 1].end]
-        if _NO_UNIT.search(words) or len(re.findall(r"[A-Za-z]+", words)) > _MAX_UNIT_WORDS:
-            raise UnreadableError("words that are no unit")
-        return Node("unit", (node,), re.sub(r"\\text\s*|[{}\s]", "", words), source=node.source)
+        return Node("unit", (node,), unit_name(words), source=node.source)
 
     # --- powers and what stands behind a value ---
 
@@ -274,21 +237,14 @@ class _Parser(TokenReader):
         return self._argument()
 
     def _argument(self) -> Node:
-        """What a command takes: a group, or one digit, letter or command."""
+        """The argument of a command: a group, or one digit, letter or command."""
         token = self._next()
         if self._is("{"):
             return self._braces()
-        if (
-            token.kind in ("number", "word")
-            and len(token.text) > 1
-            and not (token.kind == "number" and (self._is_plain() or token.text[0] == "."))
-        ):
+        is_whole = token.kind == "number" and (self._is_plain() or token.text[0] == ".")
+        if token.kind in ("number", "word") and len(token.text) > 1 and not is_whole:
             self._split(1)
         return self._atom()
-
-    def _is_plain(self) -> bool:
-        """Whether the whole text is no LaTeX, where 2^10 has an exponent of two digits."""
-        return "\\" not in self._text
 
     # --- single things ---
 
@@ -327,36 +283,6 @@ class _Parser(TokenReader):
             return self._atom()
         self._place += 1
         return self._subscripted(start, name)
-
-    def _subscripted(self, start: int, name: str) -> Node:
-        if self._take("_"):
-            index = self._argument_text()
-            name = f"{name}_{index}"
-        while self._take("'"):
-            name += "'"
-        return self._from(start, "symbol", name=name)
-
-    def _argument_text(self) -> str:
-        """The text of a subscript."""
-        start = self._place
-        if self._take("{"):
-            while not self._take("}"):
-                if self._next().kind == "end":
-                    raise UnreadableError("no }")
-                self._place += 1
-            return "".join(token.text for token in self._tokens[start + 1 : self._place - 1])
-        if self._next().kind in ("number", "word") and len(self._next().text) > 1:
-            self._split(1) if "\\" in self._text else None
-        if self._next().kind == "end":
-            raise UnreadableError("no subscript")
-        self._place += 1
-        return self._tokens[start].text
-
-    def _based(self, start: int, digits: str) -> Node:
-        self._expect("_")
-        base = {"two": "2", "three": "3", "five": "5", "eight": "8", "ten": "10", "sixteen": "16"}
-        index = self._argument_text()
-        return self._from(start, "based", name=f"{digits} {base.get(index, index)}")
 
     def _command(self) -> Node:
         token, start = self._next(), self._place
@@ -408,12 +334,8 @@ class _Parser(TokenReader):
             parts[:0] = group.parts if group.kind == "group" else [group]
         else:
             parts.insert(0, self._bare_argument())
-        if (
-            exponent is not None
-            and exponent.kind == "neg"
-            and exponent.source.replace(" ", "") == "-1"
-            and name in ("sin", "cos", "tan")
-        ):
+        is_inverse = exponent is not None and exponent.kind == "neg" and exponent.source.replace(" ", "") == "-1"
+        if is_inverse and name in ("sin", "cos", "tan"):
             return self._from(start, f"arc{name}", *parts)
         node = self._from(start, name, *parts)
         return node if exponent is None else self._from(start, "^", node, exponent)
@@ -465,7 +387,7 @@ class _Parser(TokenReader):
         return self._from(start, "abs", node)
 
     def _items(self, start: int, left: str) -> Node:
-        """What stands in brackets: a list, one value, or a set by its condition."""
+        """The content of brackets: a list, one value, or a set by its condition."""
         wanted = ("]", ")") if left in ("(", "[") else (CLOSING[left],)
         bars, self._bars = self._bars, 0
         if self._is(*wanted):
@@ -509,12 +431,12 @@ class _Parser(TokenReader):
             self._place += 1
             if token.text == "&":
                 cells.append(self._relation())
-            elif (token.kind in ("row", "end") and token.kind != "end") or (token.kind == "end" and token.text == name):
+            elif token.kind == "row" or (token.kind, token.text) == ("end", name):
                 rows.append(Node("row", tuple(cells)))
-                if token.kind == "end":
-                    return self._from(start, "matrix", *rows)
-                if self._next().kind == "end" and self._next().text == name:
+                if token.kind == "row" and (self._next().kind, self._next().text) == ("end", name):
+                    token = self._next()
                     self._place += 1
+                if token.kind == "end":
                     return self._from(start, "matrix", *rows)
                 cells = [self._relation()]
             else:

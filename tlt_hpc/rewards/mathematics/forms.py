@@ -1,4 +1,4 @@
-"""What the parts of an answer are, and other forms of the same part, for the comparison."""
+"""Tells the kinds of parts of an answer apart, and rewrites a part in other forms, for the comparison."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tlt_hpc.rewards.mathematics.node import Node, number_node
 UNORDERED = ("", "{}")
 
 
-def settled(node: Node) -> Node:
+def simplified(node: Node) -> Node:
     """The node without degrees, signs and brackets that change nothing, and with both values of a plus-minus."""
     while node.kind == "degree" or (node.kind == "group" and node.name in ("()", "[]") and len(node.parts) == 1):
         node = node.parts[0]
@@ -26,13 +26,13 @@ def settled(node: Node) -> Node:
         pairs = zip(node.parts[0].parts, node.parts[1].parts, strict=True)
         return Node("group", tuple(Node("relation", pair, "=") for pair in pairs))
     if node.kind == "group" and node.name in UNORDERED:
-        items = [settled(item) if _num_sign_choices(item) else item for item in node.parts]
+        items = [simplified(item) if _num_sign_choices(item) else item for item in node.parts]
         flat = [
             part for item in items for part in (item.parts if item.kind == "group" and item.name == "" else (item,))
         ]
         return Node("group", tuple(flat), node.name, source=node.source)
     if node.kind == "relation" and node.name == "=" and _num_sign_choices(node.parts[1]) == 1:
-        return settled(node.parts[1])
+        return simplified(node.parts[1])
     if node.kind not in ("relation", "group") and _num_sign_choices(node) == 1:  # of several each may have its own
         return Node("group", (_with_sign(node, "+"), _with_sign(node, "neg")))
     return node
@@ -61,7 +61,7 @@ def _signed_source(source: str, sign: str) -> str:
 
 
 def _names_of_tuple(node: Node) -> bool:
-    """Whether it is (x, y) = (1, 2)."""
+    """True for an equation of tuples such as (x, y) = (1, 2)."""
     if not is_equation(node) or len(node.parts) != 2 or {part.kind for part in node.parts} != {"group"}:
         return False
     names, values = node.parts
@@ -88,7 +88,7 @@ def is_equation(node: Node) -> bool:
     return node.kind == "relation" and set(node.name.split()) <= {"=", "~", "=="}
 
 
-def spelled(node: Node) -> str:
+def bare_source(node: Node) -> str:
     """The source without what may be left out."""
     return re.sub(r"[{}\s]", "", node.source)
 
@@ -113,7 +113,7 @@ def difference(node: Node) -> Node:
     return Node("+", (first, Node("neg", (second,))), source=f"({first.source})-({second.source})")
 
 
-def turned(node: Node) -> Node:
+def smaller_side_first(node: Node) -> Node:
     """The relation with its smaller side first."""
     return Node("relation", node.parts[::-1], node.name.replace(">", "<")) if ">" in node.name else node
 
@@ -144,7 +144,7 @@ def digits_of(node: Node) -> str:
     return node.name.partition(" ")[0] if node.kind == "based" else node.source
 
 
-def agree(given: str, wanted: str) -> bool:
+def bases_agree(given: str, wanted: str) -> bool:
     """True if the bases of two numbers are the same, or one has none."""
     bases = [name.partition(" ")[2] for name in (given, wanted)]
     return bases[0] == bases[1] or not all(bases)

@@ -151,7 +151,7 @@ def _commands(text: str) -> str:
 
 
 def _is_any_case(word: str) -> bool:
-    """Whether its capitals say nothing: they begin a sentence, or are no name's."""
+    """True if a word's capitals say nothing: they begin a sentence, or are no name's."""
     return len(word) > 1 and (word[1:] == word[1:].lower() or word.lower() in _VERDICTS)
 
 

@@ -60,7 +60,7 @@ def _numeric(expression: sympy.Expr, point: dict[str, sympy.Expr]) -> Any:
 
 
 def _is_odd_root(expression: sympy.Basic) -> bool:
-    """Whether it is a root of -1 that has a real value, which sympy does not take."""
+    """True for a root of -1 that has a real value, which sympy does not take."""
     is_power = (
         isinstance(expression, sympy.Pow) and expression.base == -1 and isinstance(expression.exp, sympy.Rational)
     )

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 from typing import NamedTuple
 
-from tlt_hpc.rewards.mathematics.node import UnreadableError
+from tlt_hpc.rewards.mathematics.node import Node, UnreadableError
+from tlt_hpc.rewards.mathematics.units import MIN_WORD, UNITS
 
 _TOKEN = re.compile(
     r"\s*(?:(?P<number>\d+(?:\.\d+)?|\.\d+)|\\text\s*\{(?P<text>[^{}]*)\}|\\begin\{(?P<begin>[a-z]+\*?)\}"
@@ -33,6 +35,11 @@ GREEK = frozenset({
     "Delta", "Theta", "Lambda", "Xi", "Pi", "Sigma", "Phi", "Psi", "Omega", "ell",
 })  # fmt: skip
 FIGURES = frozenset({"angle", "measuredangle", "triangle"})
+FACTORS = frozenset({
+    *FUNCTIONS, *GREEK, *ACCENTS, *FIGURES,
+    "frac", "sqrt", "pi", "binom", "dbinom", "tbinom", "lfloor", "lceil", "infty", "lvert",
+})  # fmt: skip
+"""Commands that may stand behind a value as a factor without a sign."""
 CLOSING = {"(": ")", "[": "]", "{": "}", "langle": "rangle", "lfloor": "rfloor", "lceil": "rceil"}
 
 
@@ -65,7 +72,7 @@ def tokens_of(text: str) -> list[Token]:
 
 
 class TokenReader:
-    """A reader of the tokens of a text, in order."""
+    """A reader of the tokens of a text, in order: of all that holds no expression, such as names and subscripts."""
 
     def __init__(self, text: str) -> None:
         self._text, self._tokens, self._place = text, tokens_of(text), 0
@@ -107,3 +114,58 @@ class TokenReader:
             token._replace(text=token.text[length:], start=middle, after_space=False),
         )
         self._tokens[self._place : self._place + 1] = parts
+
+    def _is_plain(self) -> bool:
+        """True if the whole text is no LaTeX, where 2^10 has an exponent of two digits."""
+        return "\\" not in self._text
+
+    def _from(self, start: int, kind: str, *parts: Node, name: str = "", value: Fraction = Fraction(0)) -> Node:
+        """A node of what was read since the token ``start``."""
+        source = self._text[self._tokens[start].start : self._tokens[self._place - 1].end]
+        return Node(
+            kind, parts, name, value, source.replace("\\text{", "{") if kind == "number" else self._begun(start, source)
+        )
+
+    def _begun(self, start: int, source: str) -> str:
+        return ("\\" if self._tokens[start].kind in ("command", "row") else "") + source
+
+    def _starts_unit(self) -> bool:
+        token = self._next()
+        if self._junction():
+            return False
+        if token.kind == "text":
+            return True
+        is_last = self._next(1).kind == "end"
+        known = token.text in UNITS and (len(token.text) > 1 or (token.after_space and is_last))
+        is_word = token.kind == "word"
+        return is_word and (known or (token.after_space and len(token.text) >= MIN_WORD and not token.text.isupper()))
+
+    def _subscripted(self, start: int, name: str) -> Node:
+        if self._take("_"):
+            index = self._argument_text()
+            name = f"{name}_{index}"
+        while self._take("'"):
+            name += "'"
+        return self._from(start, "symbol", name=name)
+
+    def _argument_text(self) -> str:
+        """The text of a subscript."""
+        start = self._place
+        if self._take("{"):
+            while not self._take("}"):
+                if self._next().kind == "end":
+                    raise UnreadableError("no }")
+                self._place += 1
+            return "".join(token.text for token in self._tokens[start + 1 : self._place - 1])
+        if not self._is_plain() and self._next().kind in ("number", "word") and len(self._next().text) > 1:
+            self._split(1)
+        if self._next().kind == "end":
+            raise UnreadableError("no subscript")
+        self._place += 1
+        return self._tokens[start].text
+
+    def _based(self, start: int, digits: str) -> Node:
+        self._expect("_")
+        base = {"two": "2", "three": "3", "five": "5", "eight": "8", "ten": "10", "sixteen": "16"}
+        index = self._argument_text()
+        return self._from(start, "based", name=f"{digits} {base.get(index, index)}")

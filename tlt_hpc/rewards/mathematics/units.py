@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
-from tlt_hpc.rewards.mathematics.node import Node, number_node
+from tlt_hpc.rewards.mathematics.node import Node, UnreadableError, number_node
 
 UNITS = {
     word: unit
@@ -24,8 +24,26 @@ UNITS = {
     for word in words.split()
 }  # fmt: skip
 """Units that are told apart by name; with all others a number is read as it is without them."""
+MIN_WORD = 3
+"""Letters of a word that is a unit behind a blank; fewer are a product, unless the unit is known."""
+_MAX_UNIT_WORDS = 5
+_NO_UNIT = re.compile(
+    r"\b(?:or|less|more|least|most|fewer|greater|not|no|wrong|incorrect|if|unless|than|hundred|dozen|times|other|plus|minus)\b"
+)
+"""Words that change the value before them."""
 _LARGE = re.compile(r"(?:thousand|million|billion|trillion)", re.IGNORECASE)
 _LARGE_POWERS = {"thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+
+
+def unit_name(words: str) -> str:
+    """The words behind a value as the name of a unit, without layout.
+
+    Raises:
+        UnreadableError: they are no unit.
+    """
+    if _NO_UNIT.search(words) or len(re.findall(r"[A-Za-z]+", words)) > _MAX_UNIT_WORDS:
+        raise UnreadableError("words that are no unit")
+    return re.sub(r"\\text\s*|[{}\s]", "", words)
 
 
 def without_unit(node: Node) -> Node:
@@ -33,7 +51,7 @@ def without_unit(node: Node) -> Node:
     return node.parts[0] if node.kind == "unit" else node
 
 
-def large(node: Node) -> int:
+def factor_of_word(node: Node) -> int:
     """The number that a word behind the value stands for, as in 1.5 million; 1 if there is none."""
     match = _LARGE.match(node.name) if node.kind == "unit" else None
     return 10 ** _LARGE_POWERS[match[0].lower()] if match else 1

@@ -72,7 +72,7 @@ def same_constant(first: Node, second: Node) -> bool:
 
 
 def _vanishes(node: Node) -> bool:
-    """Whether a value is smaller by as many digits as it is computed with; a small one stays as it is."""
+    """True if a value is smaller by as many digits as it is computed with; a small one stays as it is."""
     try:
         rough, _ = _evaluated_constant(node, mp.dps)
         with mp.workdps(2 * mp.dps):
@@ -307,7 +307,7 @@ def _ends(node: Node) -> Iterator[Any]:
 
 
 def _is_expression(node: Node) -> bool:
-    """Whether it has variables, but is none."""
+    """True if it has variables, but is none."""
     return (
         node.kind != "symbol"
         and node.kind not in (*_COMBINED, "group", "builder", "relation")
@@ -397,7 +397,7 @@ def _in_group(node: Node, x: Any) -> bool:
 
 
 def _holds(node: Node, x: Any) -> bool:
-    """Whether a chain of relations holds; each side is the variable or a constant."""
+    """True if a chain of relations holds; each side is the variable or a constant."""
     sides = node.parts
     return all(
         _hold(left, sign, right, x) for left, sign, right in zip(sides, node.name.split(), sides[1:], strict=False)
