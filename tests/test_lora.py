@@ -58,7 +58,7 @@ class PeftReference(Reference):
         trained = [parameter for parameter in self.inner.parameters() if parameter.requires_grad]
         settings = config.optimizer
         self.optimizer = torch.optim.AdamW(
-            trained, settings.learning_rate, eps=self.optimizer.defaults["eps"], weight_decay=0.0
+            trained, settings.learning_rate, eps=self.optimizer.defaults["eps"], weight_decay=settings.weight_decay
         )
 
 

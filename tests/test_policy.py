@@ -57,7 +57,7 @@ def make_config(**changes: Any) -> Config:
             "temperature": TEMPERATURE,
         },
         "algorithm": {"updates_per_step": NUM_UPDATES, "clip": [0.2, 0.28]},
-        "optimizer": {"learning_rate": 1e-2, "micro_batch_tokens": 48},
+        "optimizer": {"learning_rate": 1e-2, "weight_decay": 0.1, "micro_batch_tokens": 48},
     }
     for key, value in changes.items():
         section, name = key.split("__")
@@ -137,7 +137,7 @@ class Reference:
         self.model = make_model()
         settings = config.optimizer
         self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), settings.learning_rate, eps=EPSILON, weight_decay=0.0
+            self.model.parameters(), settings.learning_rate, eps=EPSILON, weight_decay=settings.weight_decay
         )
         self.gradients: list[dict[str, torch.Tensor]] = []
         self.norms: list[float] = []

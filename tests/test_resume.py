@@ -46,7 +46,7 @@ def state_of(job: Any) -> dict[str, Any]:
         "drafter_steps": job.drafting.spot.trained.num_steps,
         "served is not trained": bool((engine_drafter["fc"] != job.drafting.spot.trained.drafter.fc).any()),
         "served": {name: tensor.clone() for name, tensor in engine_drafter.items()},
-        "chooser": json.loads(json.dumps(job.engine.chooser.state())),
+        "chooser": json.loads(json.dumps(job.engine.chooser.acceptance.state())),
     }
 
 

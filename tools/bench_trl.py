@@ -24,7 +24,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tlt_hpc.cli.display import Screen, StepReporter
-from tlt_hpc.cluster.local import find_mpiexec
+from tlt_hpc.cluster.launcher import find_mpiexec
 from tlt_hpc.config import Config, load_config
 
 JOB = Path(__file__).resolve().parent.parent / "jobs" / "tiny.toml"

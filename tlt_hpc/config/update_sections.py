@@ -175,10 +175,12 @@ class LoraSection(Section):
 
 
 class OptimizerSection(Section):
-    """AdamW of the policy (betas 0.9 and 0.999, no weight decay), and how its work is spread over ranks and memory."""
+    """AdamW of the policy (betas 0.9 and 0.999), and how its work is spread over ranks and memory."""
 
     learning_rate: LearningRate = 1e-6
     """Highest learning rate."""
+    weight_decay: Annotated[float, Field(ge=0.0, le=100.0)] = 0.0
+    """Decoupled weight decay."""
     max_grad_norm: Annotated[float, Field(ge=0.0, le=1e9), zero_or_from(1e-6, 1e9)] = 1.0
     """Gradients are scaled down to this norm. 0: no clipping."""
     warmup_steps: Count = 0
@@ -199,8 +201,6 @@ class OptimizerSection(Section):
     gradient_checkpointing: bool | Literal["auto"] = "auto"
     """Keep one hidden state per layer and token, and recompute the rest: a third more time, a fraction of the memory.
     ``auto``: on for CUDA."""
-    freeze_router: bool = False
-    """Do not train the routers of a mixture of experts. With adapters (``lora.rank``) they are never trained."""
 
     def repeats_layers(self, device: str) -> bool:
         """Return True if the backward pass computes each layer again, on a device of type ``cpu`` or ``cuda``."""

@@ -74,11 +74,11 @@ def evaluate_policy(job: Job, exam: Exam, step: int, shown: Callable[[Roster], N
     # a run that steps were taken back from, or whose settings have changed, comes by the same step again
     done = job.world.once(lambda: folder.claim(facts, replaces=True))
     if exam.missing(done):
-        learned = job.engine.chooser.state()
-        job.engine.outbox.sink = None  # the drafter learns from the policy's own rollouts
+        learned = job.engine.chooser.acceptance.state()
+        job.engine.outbox.send_to(None)  # the drafter learns from the policy's own rollouts
         is_whole = answer(job, job.engine, exam, folder, done, shown, step)
         # accept lengths at another temperature tell little about the next rollout's
-        job.engine.chooser.load_state(learned)
+        job.engine.chooser.acceptance.load_state(learned)
         job.engine.take_counts()
         if not is_whole:
             return None

@@ -257,12 +257,11 @@ def check_experts(config: Config, shape: ModelShape, device: str) -> None:
             "passes, and with it another text; use model.dtype = 'bfloat16'"
         )
     coefficient = config.algorithm.router_aux_coefficient
-    for key, value in (
-        ("optimizer.freeze_router = true", config.optimizer.freeze_router),
-        (f"algorithm.router_aux_coefficient = {coefficient}", coefficient),
-    ):
-        if value and not shape.num_experts:
-            raise ConfigError(f"{key} with a model of family {shape.family!r}, which has no router; leave it out")
+    if coefficient and not shape.num_experts:
+        raise ConfigError(
+            f"algorithm.router_aux_coefficient = {coefficient} with a model of family {shape.family!r}, which has no "
+            "router; leave it out"
+        )
 
 
 def check_strategies(speculation: SpeculationSection) -> None:

@@ -237,7 +237,7 @@ def begin_features(drafting: Drafting, engine: RolloutEngine, step: int) -> None
     """Open this rank's feature cache for the step, and have the engine fill it; a full disk leaves the step without."""
     with drafting.cache.giving_up():
         drafting.cache.begin_step(step, engine.decoder.version)
-    engine.outbox.sink = drafting.cache.append
+    engine.outbox.send_to(drafting.cache.append)
     drafting.spot.begin(step)
 
 

@@ -69,7 +69,7 @@ def begin_save(job: Job, step: int) -> None:
         shards["drafter"] = drafter_shard(job.drafting, job.world)
     state = {
         "optimizer_steps": job.policy.optimizer_step_count,
-        "strategies": job.engine.chooser.state(),
+        "strategies": job.engine.chooser.acceptance.state(),
         "seed": job.config.run.seed,
     }
     job.checkpoints.begin(step, job.world, shards, state)
@@ -95,7 +95,10 @@ def save_drafter_if_due(job: Job, step: int) -> None:
             )  # fmt: skip
         return
     store.begin(
-        step, job.world, {"drafter": drafter_shard(job.drafting, job.world)}, {"strategies": job.engine.chooser.state()}
+        step,
+        job.world,
+        {"drafter": drafter_shard(job.drafting, job.world)},
+        {"strategies": job.engine.chooser.acceptance.state()},
     )
 
 
@@ -186,7 +189,7 @@ def resume(job: Job, shown: Callable[[int], None]) -> tuple[int, int]:
     own = job.shard(StepDraws(job.config, job.prompts, step).requests())
     job.calibrate(job.engine, own[:: job.config.rollout.group_size])
     if newest is not None:
-        job.engine.chooser.load_state(newest.state["strategies"])
+        job.engine.chooser.acceptance.load_state(newest.state["strategies"])
     return saved, step
 
 
