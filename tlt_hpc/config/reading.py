@@ -273,6 +273,7 @@ _REMOVED = {
     "evaluation.names": "a set is named after its file; leave it out",
     "evaluation.pass_k": "use evaluation.samples",
     "evaluation.split": "evaluation reads the split 'test'; give other files by a pattern in evaluation.sources",
+    "lora.targets": "all linear layers have adapters (of a mixture of experts those of attention); leave it out",
     "optimizer.freeze_router": "train adapters (lora.rank), which leave the routers as they are, or leave it out",
     "optimizer.offload_parameters": "use optimizer.offload = 'parameters'",
     "reward.format_weight": "use reward.weights = {answer = 1 - w, format = w} for format_weight = w",
