@@ -111,6 +111,7 @@ def compare_strategies(session: Any, batch: int, turns: list[list[Request]]) -> 
 
 
 def make_parser() -> argparse.ArgumentParser:
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = parser.add_subparsers(dest="name", required=True, metavar="NAME")
 
@@ -132,6 +133,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main() -> int:
+    """Run the benchmark that the command line names."""
     options = make_parser().parse_args()
     options.work(options)
     return 0

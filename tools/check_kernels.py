@@ -73,6 +73,7 @@ class Case:
 
 
 def draw(*sizes: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Normal random numbers of these sizes."""
     return torch.randn(*sizes, device=device).to(dtype)
 
 
@@ -312,7 +313,7 @@ def check_graphs(device: torch.device) -> bool:
 
 
 def check_rows(device: torch.device) -> bool:
-    """Whether rows have the same bits alone and in wider passes, in one or several programs; half precision."""
+    """Return True if rows have the same bits alone and in wider passes, in one or several programs; half precision."""
     right, dtype = True, torch.bfloat16
     for N, K in LAYERS:
         x, weight = draw(300, K, dtype=dtype, device=device), draw(N, K, dtype=dtype, device=device)
@@ -360,7 +361,7 @@ def check_documents(device: torch.device) -> bool:
 
 
 def check_update(device: torch.device) -> bool:
-    """Whether the policy's update repeats its gradients: embedding, attention by document and head, three times."""
+    """Return True if an update repeats its gradients three times: embedding, attention by document, and head."""
     lengths, dtype = (1, 7, 130, 1, 900, 3000), torch.bfloat16
     tokens = torch.randint(0, 50, (sum(lengths),), device=device)  # few: many gradients meet in a row
     where = torch.arange(0, sum(lengths), 2, device=device)
@@ -384,7 +385,7 @@ def check_update(device: torch.device) -> bool:
 
 
 def check_pool(device: torch.device) -> bool:
-    """Whether memory of a page pool can be given back, and a graph finds it again."""
+    """Return True if memory of a page pool can be given back, and a graph finds it again."""
     memory, graphs = PoolMemory(device), GraphPool(device)
     x = memory.zeros(1 << 28, dtype=torch.uint8)
     graphs.capture("add", lambda: (x.add_(1)[:1],), (), (x,))
@@ -401,6 +402,7 @@ def check_pool(device: torch.device) -> bool:
 
 
 def check_on_gpu() -> int:
+    """Run and time all cases and checks; returns 1 if one is wrong."""
     fix_workspaces(os.environ)
     device = torch.device("cuda")
     torch.manual_seed(0)
@@ -427,6 +429,7 @@ def check_on_gpu() -> int:
 
 
 def main() -> None:
+    """Check the kernels of this machine's GPU."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.parse_args()
     if not dispatch.has_triton():

@@ -43,6 +43,7 @@ class CompileOnly:
         )
 
     def get_current_target(self) -> Any:
+        """The architecture that is compiled for."""
         from triton.backends.compiler import GPUTarget
 
         if self.architecture.startswith("gfx"):
@@ -50,12 +51,15 @@ class CompileOnly:
         return GPUTarget("cuda", int(self.architecture), 32)
 
     def get_current_device(self) -> int:
+        """The number of the absent GPU."""
         return 0
 
     def get_current_stream(self, _device: int) -> int:
+        """The number of its stream."""
         return 0
 
     def launcher_cls(self, _source: object, _metadata: object) -> Callable[..., None]:
+        """A launcher that launches nothing."""
         return lambda *_: None
 
     def _take(self, name: str, binary: bytes, shared: int, _device: int) -> tuple[int, int, int, int, int]:
@@ -88,8 +92,10 @@ def amd_usage_of(binary: bytes) -> str:
 
 
 def arithmetic_of(compiled: Any) -> tuple[str, int, str]:
-    """What decides the bits of a compiled program: its matrix instruction without the width, how many multiplications
-    are fused with additions, and over which layout it sums. The fused ones of a logarithm (ftz) do not count.
+    """The properties of a compiled program on which the bits of its result depend.
+
+    Its matrix instruction without the width; how many multiplications are fused with additions, without those of a
+    logarithm (ftz); over which layout it sums.
     """
     code = compiled.asm.get("ptx") or compiled.asm["amdgcn"]
     sums = re.findall(r"tensor<[^>]*> *\) -> tensor<[^>]*#ttg.slice[^>]*>", compiled.asm["ttgir"])
