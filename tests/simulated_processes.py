@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import sys
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -183,15 +184,10 @@ class Cluster:
 
     def describe(self) -> str:
         """Where the main threads are that have not ended."""
-        stuck = [fiber for fiber in self.fibers if fiber.process.status is None and fiber is fiber.process.main]
-        places = []
-        for number, fiber in enumerate(stuck[:6]):
-            frame, names = fiber.gr_frame, list[str]()
-            while frame is not None:
-                names.append(f"{frame.f_code.co_name}:{frame.f_lineno}")
-                frame = frame.f_back
-            places.append(f"{number} of {len(stuck)}: {' < '.join(names[:8])}")
-        return "; ".join(places)
+        mains = [fiber for fiber in self.fibers if fiber.process.status is None and fiber is fiber.process.main]
+        stacks = [traceback.extract_stack(fiber.gr_frame, 8) for fiber in mains[:6] if fiber.gr_frame]
+        places = [" < ".join(f"{frame.name}:{frame.lineno}" for frame in reversed(stack)) for stack in stacks]
+        return "; ".join([f"of {len(mains)} ranks", *places])
 
     def close(self) -> None:
         """Unwind all threads that are left."""

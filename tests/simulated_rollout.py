@@ -291,7 +291,7 @@ def generate(
     before = counts[rank]
     roster = Session.generate(
         job, engine, requests, on_idle=lambda roster: rollout_loop.use_wait(job, scorer, use, ahead, roster),
-        status=lambda: rollout_loop.status(job, ahead), shown=look, epoch=number,
+        status=lambda: rollout_loop.rank_status(engine, job.world, job.drafting, ahead), shown=look, epoch=number,
     )  # fmt: skip
     look(roster)
     same(cluster, ("last round", epoch), roster.round)

@@ -123,7 +123,7 @@ def test_the_folder_is_made_for_this_user_alone_and_removed_at_any_end(tmp_path,
     assert [call[1] for call in registered] == [folder]
     make_node_cache({})
     monkeypatch.setattr(ending, "MPI", SimpleNamespace(Is_initialized=lambda: False))
-    assert not ending.all_come_here(0.0) and not folder.exists(), "ranks end so without Python's exit functions"
+    assert not ending.all_ranks_arrive(0.0) and not folder.exists(), "ranks end so without Python's exit functions"
 
 
 def test_folders_of_the_jobs_earlier_starts_are_removed(tmp_path, registered):

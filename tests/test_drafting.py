@@ -60,7 +60,7 @@ def fill(cache, step, num_prompts=6, seed=0):
     """A rollout of the embedded model whose features land in the cache."""
     drafter = Eagle(embedded_decoder().shape, 0, torch.float32, CPU)
     engine = make_engine([OFF], drafter=drafter, max_live=32)
-    engine.outbox.sink = cache.begin_step(step, 0).append
+    engine.outbox.send_to(cache.begin_step(step, 0).append)
     return generate(engine, gcd_requests(num_prompts, 4, step, seed))
 
 

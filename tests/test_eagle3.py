@@ -82,7 +82,8 @@ def test_the_text_is_that_of_plain_decoding(strategies, attention, plain):
 
 def test_features_are_what_enters_three_layers_and_the_last_hidden_state():
     engine = engine_of([CHAIN, TREE, OFF], chooser="random", max_live=5, page_size=8)
-    engine.outbox.sink = kept = KeptFeatures()
+    kept = KeptFeatures()
+    engine.outbox.send_to(kept)
     rollouts = generate(engine, REQUESTS)
     model = AutoModelForCausalLM.from_pretrained(embedded_folder(), dtype=torch.float32, local_files_only=True).eval()
     assert len(kept.whole) == len({(*r.prompt_tokens.tolist(), *r.response_tokens.tolist()) for r in rollouts})

@@ -12,7 +12,6 @@ from tiny import CPU, EOS, NUM_TOKENS, embedded_decoder, embedded_tokenizer, gcd
 
 from tlt_hpc.common.records import FinishReason, SampleKey, SamplingParams
 from tlt_hpc.models.eagle import Eagle
-from tlt_hpc.rollout.device_cache import DevicePagedCache
 from tlt_hpc.rollout.kv_cache import page_bytes
 from tlt_hpc.rollout.strategy import OFF, STORED, Strategy
 
@@ -72,11 +71,6 @@ def random_engine(source):
     return engine, pages
 
 
-def num_pages_held(engine):
-    cache = engine._cache
-    return (cache._keys if isinstance(cache, DevicePagedCache) else cache._pool).shape[1]
-
-
 def check(engine, rollout, request, text):
     params, tokens = request.params, rollout.response_tokens.tolist()
     ends = set(engine.settings.eos_token_ids)
@@ -118,7 +112,6 @@ def throw(num_requests, seed):
             engine.submit_ahead(ahead)
         engine.step()
         assert pool.num_used <= pages
-        assert num_pages_held(engine) == pages + 1, "the pool never grows"
         if waiting and source.random() < 0.02:
             done += engine.abort()
             finished = {rollout.key for rollout in engine.finished}
@@ -140,9 +133,3 @@ def throw(num_requests, seed):
 @pytest.mark.parametrize("seed", range(4))
 def test_random_requests(seed):
     throw(40, seed)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(100, 150))
-def test_ten_thousand_random_requests(seed):
-    throw(200, seed)

@@ -56,8 +56,12 @@ def assert_holds(documents: OpenDocuments | FeatureCacheReader, expected: list[A
     assert len(documents) == len(expected)
     assert documents.lengths.tolist() == [len(tokens) - prompt_length for tokens, prompt_length, _ in expected]
     assert documents.prompt_lengths.tolist() == [prompt_length for _, prompt_length, _ in expected]
-    for index in reversed(range(len(expected))):
+    for index, (tokens, prompt_length, features) in reversed(list(enumerate(expected))):
         assert_same(documents.read(index), expected[index])
+        start, count = index % len(tokens), 5 * index % 40
+        window = np.zeros_like(features)
+        window[start : start + count] = features[start : start + count]
+        assert_same(documents.read(index, start, count), (tokens, prompt_length, window))
 
 
 def assert_file_holds(path: Path, expected: list[Arrays]) -> None:
@@ -100,20 +104,6 @@ def test_open_and_closed_file_hold_what_was_appended(tmp_path, shapes, block_byt
         assert len(file["response_tokens"]) == sum(length for length, _, _ in shapes)
         assert len(file["prompt_tokens"]) == sum(length for length, _ in seen), "a group's prompt is there once"
     (tmp_path / "a.h5").unlink()
-
-
-@pytest.mark.parametrize("is_flushed", [False, True])
-def test_a_window_is_read_alone_at_its_place(tmp_path, is_flushed):
-    tokens, prompt_length, features = make_document(0, 300, 20)
-    writer = open_writer(tmp_path / "a.h5")
-    writer.append(tokens, prompt_length, features)
-    if is_flushed:
-        writer.flush()
-    for start, count in [(0, 5), (10, 30), (19, 1), (18, 2), (200, 119), (318, 50), (0, None), (100, None)]:
-        wanted = np.zeros_like(features)
-        chosen = slice(start, None if count is None else start + count)
-        wanted[chosen] = features[chosen]
-        assert_same(OpenDocuments(writer).read(0, start, count), (tokens, prompt_length, wanted))
 
 
 def test_damage_is_noticed(tmp_path, monkeypatch):
@@ -339,8 +329,8 @@ def test_rows_that_are_used_again_while_the_thread_is_behind(tmp_path, disk):
     writer.close()
     with h5py.File(tmp_path / "a.h5") as file:
         assert len(file["extents"]) > 2 * len(kept) + 5, "the longest lies in pieces"
+    assert_file_holds(tmp_path / "a.h5", kept)
     with closing(FeatureCacheReader(tmp_path / "a.h5")) as reader:
-        assert_holds(reader, kept)
         for start in range(0, 100, 7):
             wanted = np.zeros_like(kept[-2][2])
             wanted[start : start + 20] = kept[-2][2][start : start + 20]

@@ -44,7 +44,7 @@ def test_what_the_cache_holds_is_what_a_pass_over_the_text_gives(tmp_path, way, 
     engine = make(STRATEGIES, **{"max_live": 10, "chooser": "random", "seed": 5, **options})
     engine.load_policy(folder_weights(embedded_folder()), 17)
     cache = FeatureCache(RunFolder(tmp_path), 0, 1, 128, 10**9, num_ranks=1)
-    engine.outbox.sink = cache.begin_step(3, engine.decoder.version).append
+    engine.outbox.send_to(cache.begin_step(3, engine.decoder.version).append)
     rollouts = [np.concatenate([r.prompt_tokens, r.response_tokens]).tolist() for r in generate(engine, requests)]
     counts = engine.take_counts()
     assert (counts.num_preempted > 0) == ("preempted" in way)
@@ -64,21 +64,20 @@ def test_what_the_cache_holds_is_what_a_pass_over_the_text_gives(tmp_path, way, 
 def test_a_prompts_features_are_copied_and_handed_over_once(monkeypatch):
     copied = []
 
-    class Counting(PendingHostCopy):
-        def __init__(self, x, is_own=False):
-            copied.append(len(x))
-            super().__init__(x, is_own)
+    def counting(x, is_own):
+        copied.append(len(x))
+        return PendingHostCopy(x, is_own)
 
-    monkeypatch.setattr(feature_outbox, "PendingHostCopy", Counting)
+    monkeypatch.setattr(feature_outbox, "PendingHostCopy", counting)
     monkeypatch.setattr(feature_outbox, "_POSITIONS", 20)
     engine = full_engine([OFF], max_live=6)
-    engine.outbox.sink = kept = KeptFeatures()
+    engine.outbox.send_to(kept := KeptFeatures())
     for turn in ("first", "other weights", "another sink"):
         kept.firsts.clear()
         if turn == "other weights":
             engine.load_policy(folder_weights(embedded_folder()), 1)
         if turn == "another sink":
-            engine.outbox.sink = kept = KeptFeatures()
+            engine.outbox.send_to(kept := KeptFeatures())
         rollouts = generate(engine, REQUESTS)
         prompts = {tuple(request.prompt_tokens.tolist()) for request in REQUESTS}
         assert sorted(prompt for prompt, first in kept.firsts if first == 0) == sorted(prompts)

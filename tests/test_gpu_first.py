@@ -36,11 +36,6 @@ def test_a_part_that_fails_or_hangs_is_named_and_the_others_run(tmp_path):
     assert "| last | Is it there? | did not run | 0 |" in page
 
 
-def test_what_is_left_of_the_minutes_ends_a_part(tmp_path):
-    part = Part("endless", "Does it end?", [*PYTHON, "import time; time.sleep(60)"], seconds=60)
-    assert run(part, part.command, tmp_path, 0.5).verdict.startswith("ended after")
-
-
 def test_tools_that_are_copied_import_no_others():
     """``tlt init`` copies some tools alone, and the wheel has no more."""
     copied = {Path(pattern).stem for pattern in PATTERNS if pattern.startswith("tools/")}
@@ -60,13 +55,3 @@ def test_the_commands_of_a_gpu_are_accepted_by_their_tools(tmp_path):
             continue
         done = subprocess.run([*part.command], capture_output=True, text=True, check=False, cwd=tmp_path, timeout=120)
         assert done.returncode and "no CUDA device" in done.stderr, (part.name, done.stderr)
-
-
-@pytest.mark.slow  # each part is tested by itself
-def test_all_of_it_on_a_cpu(tmp_path):
-    command = [sys.executable, str(ROOT / "tools" / "gpu_first.py"), "--device", "cpu", "--output", str(tmp_path / "f")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=900)
-    page = (tmp_path / "f" / "page.md").read_text()
-    assert done.returncode == 0, page
-    assert page.count("| passed |") == 5 and page.count("| did not run |") == 3
-    assert "no responses differ" in page and "of the bandwidth" in page and "final policy weights equal: yes" in page

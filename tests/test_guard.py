@@ -35,19 +35,23 @@ def zones(tie_guard, *lengths):
 
 
 def test_the_largest_error_of_the_last_four_texts_counts(measured):
-    assert zones(TieGuard(embedded_decoder(), active=True), 9, 3, 4, 2, 1, 0, 0, 0) == [9, 9, 9, 9, 4, 4, 2, 1]
+    found = zones(TieGuard(embedded_decoder(), active=True), 9, 3, 4, 2, 1, 0, 0, 0, 0)
+    assert found == [9, 9, 9, 9, 4, 4, 2, 1, 0.001], "the zone has a floor"
 
 
 def test_an_error_shown_by_a_guarded_token_counts_as_long(measured):
-    tie_guard = TieGuard(embedded_decoder(), active=True)
-    tie_guard.probe([[0]] * 4)
-    tie_guard._check(0.5)
-    assert tie_guard.logit_tolerance == SAFETY * 0.5
-    assert zones(tie_guard, 1, 1, 1, 1) == [500, 500, 500, 1]
-
-
-def test_the_zone_has_a_floor(measured):
-    assert zones(TieGuard(embedded_decoder(), active=True), 0) == [0.001]
+    """And the token is the canonical one, whatever the fast path said."""
+    tie_guard, prefix = TieGuard(embedded_decoder(), active=True), torch.from_numpy(REQUESTS[0].prompt_tokens).long()
+    tie_guard.probe([[0] * 10])
+    exact, rule = embedded_decoder().reference_logits(prefix, 1)[0], SamplingRule(1.0, 20)
+    best = int(exact[:20].argmax())
+    assert tie_guard.decide(prefix, torch.zeros(20), exact.float(), rule) == best
+    assert (tie_guard.logit_tolerance, tie_guard.num_raised, tie_guard.num_guarded) == (SAFETY * 0.01, 0, 1)
+    wrong = exact.float().index_fill(0, torch.tensor([best]), float(exact[best]) - 0.5)
+    assert tie_guard.decide(prefix, torch.zeros(20), wrong, rule) == best
+    assert tie_guard.logit_tolerance == pytest.approx(SAFETY * 0.5, rel=1e-5)
+    assert (tie_guard.num_raised, tie_guard.num_guarded) == (1, 2)
+    assert zones(tie_guard, 1, 1, 1, 1)[1:] == [pytest.approx(500, rel=1e-5)] * 2 + [1]
 
 
 def test_each_load_measures_the_longest_text_since_the_last(measured):

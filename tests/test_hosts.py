@@ -39,7 +39,7 @@ def move_to(host: str, hosts: Path) -> None:
 
 
 def meet(hosts: str) -> dict[str, Any]:
-    from tlt_hpc.cluster.local import launched_rank
+    from tlt_hpc.cluster.launcher import launched_rank
 
     host = RANKS[launched_rank(os.environ) or 0]
     move_to(host, Path(hosts))

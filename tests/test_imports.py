@@ -51,7 +51,6 @@ HOME_OF = {
     "triton": {"kernels"},
     "pyarrow": {"data"},
     "jinja2": {"data", "extras"},
-    "reasoning_gym": {"data"},
     "flash_attn": {"kernels"},
     "latex2sympy2_extended": {"rewards"},
     "sympy": {"rewards"},
@@ -59,7 +58,6 @@ HOME_OF = {
     "tensorboard": {"look"},
     "wandb": {"extras"},
     "huggingface_hub": {"export", "models", "extras"},  # the last names its errors alone
-    "shtab": {"cli"},
     "pickle": {"mpi"},  # between ranks; a file that is unpickled is run
 }
 WITHOUT_TORCH = {"common", "config", "storage", "cluster", "mpi", "data", "rewards", "look", "cli"}

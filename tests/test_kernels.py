@@ -19,7 +19,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from interpreter import interpreted
-from test_noise import KNOWN
 from torch import Tensor
 
 from tlt_hpc.common.records import SampleKey
@@ -88,10 +87,6 @@ def rotary_case(T: int, h: int, g: int, d: int, page_size: int, dtype: torch.dty
     }
 
 
-def clone(case: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in case.items()}
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize(
@@ -101,7 +96,7 @@ def clone(case: dict[str, Tensor]) -> dict[str, Tensor]:
 def test_rotate_and_store(triton, T, h, g, d, page_size, normed, dtype):
     case = rotary_case(T, h, g, d, page_size, dtype)
     norms = (draw(d, seed=5, dtype=dtype), draw(d, seed=6, dtype=dtype), 1e-6) if normed else None
-    there = clone(case)
+    there = {name: tensor.clone() for name, tensor in case.items()}
     wanted = rotary.rotate_and_store_reference(**there, norms=norms)
     got = rotary.rotate_and_store(**case, norms=norms)
     # a norm may round differently by one unit, which the rotation passes on
@@ -111,41 +106,17 @@ def test_rotate_and_store(triton, T, h, g, d, page_size, normed, dtype):
     assert torch.equal(case["value_pages"], there["value_pages"])
 
 
-EITHER = pytest.mark.parametrize("run", [rotary.rotate_and_store, rotary.rotate_and_store_reference])
-
-
-@EITHER
-def test_tokens_may_share_a_slot(triton, run):
-    """A row that repeats its last position writes it again; what nobody reads gets one or the other."""
-    case, spare = rotary_case(6, 4, 2, 32, 16, torch.float32), 79
-    assert spare not in case["slots"]
-    once = clone(case)
-    rotary.rotate_and_store_reference(**once)
-    for name in ("qkv", "positions", "slots"):
-        case[name] = torch.cat([case[name], case[name][[1, 1, 3, 5, 0, 2]]])
-    case["slots"][-2:] = spare
-    run(**case)
-    for name in ("key_pages", "value_pages"):
-        assert_close(case[name].flatten(0, 1)[:spare], once[name].flatten(0, 1)[:spare])
-    found, (first, second) = case["value_pages"].flatten(0, 1)[spare], case["qkv"][[0, 2], 6:]
-    assert ((found == first) | (found == second)).all()
-
-
 WORDS = torch.tensor([noise.noise_key(SampleKey(1, 0, 0, 0, i)) for i in range(7)], device=DEVICE)
+TEMPERATURES = torch.tensor([1.0, 0.0, 0.6, 1.7, 0.05, 1.0, 0.0], device=DEVICE)
+POSITIONS = torch.tensor([0, 3, 2**31, 5, 9, 11, 2**32 - 1], device=DEVICE)
 
 
 @pytest.mark.parametrize("vocab", [20, 1, 1024, 4099])
 def test_triton_noise(triton, vocab):
-    positions = torch.tensor([0, 3, 2**31, 5, 9, 11, 2**32 - 1], device=DEVICE)
-    assert_close(
-        gumbel.gumbel_noise(WORDS, positions, vocab), gumbel.gumbel_noise_reference(WORDS, positions, vocab), scale=0.5
-    )
     ids = torch.randperm(152_064, generator=torch.Generator().manual_seed(0))[:vocab].to(DEVICE)
-    assert_close(
-        gumbel.gumbel_noise(WORDS, positions, ids),
-        gumbel.gumbel_noise_reference(WORDS, positions, 152_064)[:, ids],
-        scale=0.5,
-    )
+    every = gumbel.gumbel_noise_reference(WORDS, POSITIONS, 152_064)
+    assert_close(gumbel.gumbel_noise(WORDS, POSITIONS, vocab), every[:, :vocab], scale=0.5)
+    assert_close(gumbel.gumbel_noise(WORDS, POSITIONS, ids), every[:, ids], scale=0.5)
 
 
 def extreme_words() -> Tensor:
@@ -167,17 +138,12 @@ def test_triton_gumbel_is_accurate_at_both_tails(triton):
     assert ((got.double() - exact).abs() / exact.abs().clamp(min=1.0)).max() < 1e-6
 
 
-@pytest.mark.parametrize(("counter", "key", "words"), KNOWN)
-def test_triton_philox_gives_the_published_answers(triton, counter, key, words):
-    columns = 4 * counter[0] + torch.arange(4, device=DEVICE)
-    stream = torch.tensor([[*key, counter[2], counter[3]]], device=DEVICE)
-    position = torch.tensor([counter[1]], device=DEVICE)
-    wanted = gumbel.gumbel(torch.tensor(words))
-    assert_close(gumbel.gumbel_noise(stream, position, columns)[0].cpu(), wanted, scale=0.5)
-
-
-TEMPERATURES = torch.tensor([1.0, 0.0, 0.6, 1.7, 0.05, 1.0, 0.0], device=DEVICE)
-POSITIONS = torch.tensor([0, 3, 2**31, 5, 9, 11, 2**32 - 1], device=DEVICE)
+def both_choices(
+    logits: Tensor, num_tokens: int, temperatures: Tensor = TEMPERATURES
+) -> tuple[gumbel.GumbelChoice, gumbel.GumbelChoice]:
+    R = len(logits)
+    arguments = (logits, temperatures[:R], WORDS[:R], POSITIONS[:R], num_tokens)
+    return gumbel.gumbel_argmax(*arguments), gumbel.gumbel_argmax_reference(*arguments)
 
 
 def assert_same_choice(got: gumbel.GumbelChoice, wanted: gumbel.GumbelChoice) -> None:
@@ -193,36 +159,28 @@ def assert_same_choice(got: gumbel.GumbelChoice, wanted: gumbel.GumbelChoice) ->
 def test_gumbel_argmax(triton, vocab, num_tokens, dtype):
     logits = 4 * draw(7, vocab, dtype=dtype)
     logits[:, num_tokens:] = 1000.0  # padding, never chosen
-    arguments = (logits, TEMPERATURES, WORDS, POSITIONS, num_tokens)
-    assert_same_choice(gumbel.gumbel_argmax(*arguments), gumbel.gumbel_argmax_reference(*arguments))
+    assert_same_choice(*both_choices(logits, num_tokens))
 
 
-def both_choices(logits: Tensor, temperature: float, num_tokens: int) -> list[gumbel.GumbelChoice]:
-    R = len(logits)
-    arguments = (logits, torch.full((R,), temperature, device=DEVICE), WORDS[:R], POSITIONS[:R], num_tokens)
-    return [gumbel.gumbel_argmax(*arguments), gumbel.gumbel_argmax_reference(*arguments)]
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_choices_at_the_edge(triton, temperature):
+def test_choices_at_the_edge(triton):
     """Banned tokens, a whole block of them too; NaN; and of equal scores the first."""
     logits = draw(3, 3000)
     logits[:, 1:2999] = -torch.inf
-    got, wanted = both_choices(logits, temperature, 3000)
+    got, wanted = both_choices(logits, 3000)
     assert_same_choice(got, wanted)
     assert set(got.token.tolist()) <= {0, 2999} and torch.isfinite(got.log_normaliser).all()
     logits[:, 0] = -torch.inf
-    for choice in both_choices(logits, temperature, 3000):
+    for choice in both_choices(logits, 3000):
         assert choice.token.tolist() == [2999] * 3 and (choice.second == -torch.inf).all()
     logits[:] = -torch.inf
-    for choice in both_choices(logits, temperature, 3000):
+    for choice in both_choices(logits, 3000):
         assert ((choice.token >= 0) & (choice.token < 3000)).all() and (choice.best == -torch.inf).all()
     logits[:, 1500] = torch.nan
-    for choice in both_choices(logits, temperature, 3000):
+    for choice in both_choices(logits, 3000):
         assert choice.log_normaliser.isnan().all() and ((choice.token >= 0) & (choice.token < 3000)).all()
     equal = torch.zeros(2, 3000, device=DEVICE)
     equal[0, [700, 701, 2500]] = equal[1, [2047, 2048]] = 1.0
-    for choice in both_choices(equal, 0.0, 3000):
+    for choice in both_choices(equal, 3000, torch.zeros(7, device=DEVICE)):
         assert choice.token.tolist() == [700, 2047] and torch.equal(choice.best, choice.second)
 
 
@@ -284,31 +242,17 @@ def by_definition(case: dict[str, Tensor], window: int = 0) -> Tensor:
     return out.flatten(2)
 
 
-CASES = [  # B, N, h, g, d, page_size, longest
-    (1, 1, 2, 2, 32, 16, 5),
-    (4, 4, 4, 2, 32, 16, 70),
-    (3, 5, 6, 2, 64, 48, 530),
-    (1, 64, 7, 1, 128, 256, 70),
-    (5, 3, 8, 1, 64, 32, 40),
-    (2, 17, 8, 1, 80, 64, 33),
+CASES = [  # (B, N, h, g, d, page_size, longest), window, tall tiles
+    ((1, 1, 2, 2, 32, 16, 5), 0, False),
+    ((4, 4, 4, 2, 32, 16, 70), 0, True),
+    ((3, 5, 6, 2, 64, 48, 530), 0, False),
+    ((3, 5, 6, 2, 64, 48, 530), 1, False),
+    ((3, 5, 6, 2, 64, 48, 530), 33, True),
+    ((3, 5, 6, 2, 64, 48, 530), 300, False),
+    ((1, 64, 7, 1, 128, 256, 70), 0, True),
+    ((5, 3, 8, 1, 64, 32, 40), 0, False),
+    ((2, 17, 8, 1, 80, 64, 33), 0, False),
 ]
-
-
-@pytest.fixture
-def tall(triton, monkeypatch):
-    """Half precision in tiles of 64 rows, as on Hopper."""
-    from tlt_hpc.kernels.programs import attention as programs
-
-    monkeypatch.setattr(programs, "is_hopper", lambda x: True)
-
-
-@pytest.mark.parametrize("by_span", [False, True])
-@pytest.mark.parametrize("kind", ["chain", "tree"])
-@pytest.mark.parametrize(("sizes", "window"), [(CASES[1], 0), (CASES[2], 0), (CASES[2], 33), (CASES[3], 0)])
-def test_paged_attention_in_tall_tiles(tall, sizes, window, kind, by_span):
-    case = attention_case(*sizes, DOT_DTYPES[1], kind)
-    wanted = by_definition(case, window).to(DOT_DTYPES[1])
-    assert_close(attention.paged_attention(**case, by_span=by_span, window=window), wanted, DOT_DTYPES[1], scale=2.0)
 
 
 @pytest.mark.parametrize("window", [0, 100])
@@ -334,40 +278,21 @@ def test_programs_share_the_spans_of_all_sequences(triton, N, B, kind, window, m
     assert all(torch.equal(other, found[0]) for other in found[1:])
 
 
-def test_programs_share_spans_unless_partial_results_are_large(triton):
-    from tlt_hpc.kernels.programs.attention import HALF, HOPPER, shares_spans
-
-    def shares(B: int, N: int, h: int, g: int, num_spans: int = 128, tile=HOPPER) -> bool:
-        return shares_spans(B, N, h, g, num_spans, tile, 264)
-
-    assert shares(1, 64, 28, 4) and shares(32, 17, 28, 4), "the GPU has too little to do"
-    assert shares(128, 9, 28, 4) and shares(64, 16, 32, 8), "a long sequence among short ones"
-    assert not shares(33, 17, 28, 4) and not shares(64, 64, 28, 4), "wide trees and prompts of many sequences"
-    assert not shares(1, 1, 28, 4, num_spans=1)
-    assert shares(13, 10, 28, 4, tile=HALF) and not shares(14, 10, 28, 4, tile=HALF)
-
-
 @pytest.mark.parametrize("dtype", DOT_DTYPES)
 @pytest.mark.parametrize("by_span", [False, True])
 @pytest.mark.parametrize("kind", ["chain", "tree"])
-@pytest.mark.parametrize("sizes", CASES)
-def test_paged_attention(triton, sizes, kind, by_span, dtype):
+@pytest.mark.parametrize(("sizes", "window", "tall"), CASES)
+def test_paged_attention(triton, monkeypatch, sizes, window, tall, kind, by_span, dtype):
+    """Also within a window, and in the tiles of 64 rows that Hopper takes."""
+    from tlt_hpc.kernels.programs import attention as programs
+
+    monkeypatch.setattr(programs, "is_hopper", lambda x: tall)
     case = attention_case(*sizes, dtype, kind)
-    wanted = by_definition(case).to(dtype)
-    got = attention.paged_attention(**case, by_span=by_span)
+    wanted = by_definition(case, window).to(dtype)
+    got = attention.paged_attention(**case, by_span=by_span, window=window)
     assert got.shape == wanted.shape and got.dtype == dtype
     assert_close(got, wanted, dtype, scale=2.0)
-    assert_close(attention.paged_attention_reference(**case), wanted, dtype, scale=2.0)
-
-
-@pytest.mark.parametrize("window", [1, 33, 300])
-@pytest.mark.parametrize("by_span", [False, True])
-@pytest.mark.parametrize("kind", ["chain", "tree"])
-def test_attention_within_a_window(triton, kind, by_span, window):
-    case = attention_case(*CASES[2], torch.float32, kind)
-    wanted = by_definition(case, window).float()
-    assert_close(attention.paged_attention(**case, by_span=by_span, window=window), wanted, torch.float32, scale=2.0)
-    assert_close(attention.paged_attention_reference(**case, window=window), wanted, torch.float32, scale=2.0)
+    assert_close(attention.paged_attention_reference(**case, window=window), wanted, dtype, scale=2.0)
 
 
 @pytest.mark.parametrize("dtype", DOT_DTYPES)
@@ -400,14 +325,8 @@ def test_invariant_linear(triton, T, N, K, by_chunk, dtype):
             assert_close(linear.invariant_linear_reference(x, weight, given, out), wanted, dtype, scale=K**0.5)
 
 
-@pytest.mark.parametrize(
-    "target",
-    [
-        pytest.param("80", marks=pytest.mark.slow),
-        pytest.param("90", marks=pytest.mark.ci),
-        pytest.param("gfx942", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.ci
+@pytest.mark.parametrize("target", [pytest.param("80", marks=pytest.mark.slow), "90"])
 def test_programs_compile_for_a_gpu_that_is_not_there(tmp_path, target):
     if not dispatch.has_triton():
         pytest.skip("triton is not installed")
@@ -418,9 +337,8 @@ def test_programs_compile_for_a_gpu_that_is_not_there(tmp_path, target):
     assert len(used) >= 30, done.stderr
     assert max(map(int, used)) <= 64, "registers are spilled"
     assert max(map(int, re.findall(r"shared +(\d+)", done.stdout))) <= 100_000, "two programs must fit on a processor"
-    alike = target != "gfx942"  # there the height of the instruction follows from the number of rows
-    assert done.returncode == (not alike), done.stderr
-    assert ("\nbatch-invariant: all forms of a program compute alike" in done.stdout) == alike
+    assert done.returncode == 0, done.stderr
+    assert "\nbatch-invariant: all forms of a program compute alike" in done.stdout
 
 
 def test_graph_pool_runs_on_static_buffers():

@@ -11,7 +11,7 @@ import pytest
 from launch_ranks import LAUNCH_ENVIRONMENT, ROOT
 
 from tlt_hpc.cli.display import start_times
-from tlt_hpc.cluster import local
+from tlt_hpc.cluster import launcher
 
 
 @pytest.mark.parametrize(
@@ -28,8 +28,8 @@ from tlt_hpc.cluster import local
     ],
 )
 def test_who_was_launched(environment, rank, count):
-    assert local.launched_rank(environment) == rank
-    assert local.launched_count(environment) == count
+    assert launcher.launched_rank(environment) == rank
+    assert launcher.launched_count(environment) == count
 
 
 IN_STEP = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_JOB_ID": "4"}
@@ -37,12 +37,12 @@ IN_STEP = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1
 
 
 def test_one_rank_in_a_step_is_named_where_the_job_has_more():
-    said = local.alone_in_step({**IN_STEP, "PMI_RANK": "0", "PMI_SIZE": "1"}, 2, ["train", "my job.toml"])
+    said = launcher.alone_in_step({**IN_STEP, "PMI_RANK": "0", "PMI_SIZE": "1"}, 2, ["train", "my job.toml"])
     assert said == (
         "srun started one rank, but run.ranks = 2; to start all of them: "
         f"`srun --overlap --overcommit -n 2 {sys.executable} -P -m mpi4py -m tlt_hpc train 'my job.toml'`"
     )
-    assert local.alone_in_step(IN_STEP, 2, ["train", "my job.toml"]) == said
+    assert launcher.alone_in_step(IN_STEP, 2, ["train", "my job.toml"]) == said
     for environment, num_ranks in (
         (IN_STEP, 1),
         ({**IN_STEP, "SLURM_STEP_NUM_TASKS": "2"}, 4),  # the launcher's number counts
@@ -52,24 +52,24 @@ def test_one_rank_in_a_step_is_named_where_the_job_has_more():
         ({"PMI_RANK": "0", "PMI_SIZE": "1"}, 2),  # mpiexec -n 1
         ({}, 2),
     ):
-        assert local.alone_in_step(environment, num_ranks, ["train"]) == ""
+        assert launcher.alone_in_step(environment, num_ranks, ["train"]) == ""
 
 
 def test_mpiexec_is_found_and_not_started_where_it_would_wait_for_ever(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ValueError, match="no mpiexec beside this Python or on PATH; `pip install 'mpich<5'`"):
-        local.find_mpiexec()
+        launcher.find_mpiexec()
     (tmp_path / "mpiexec").touch()
     for environment in ({}, {"SLURM_JOB_ID": "4"}, {**IN_STEP, "SLURM_STEP_ID": "4294967290"}):
-        assert local.find_mpiexec(environment) == str(tmp_path / "mpiexec")
+        assert launcher.find_mpiexec(environment) == str(tmp_path / "mpiexec")
     with pytest.raises(ValueError, match=r"within a step of Slurm \(SLURM_STEP_ID=0\).*srun --overlap, or leave"):
-        local.find_mpiexec(IN_STEP)
+        launcher.find_mpiexec(IN_STEP)
 
 
 def test_more_ranks_than_cores_are_named():
-    assert local.starting(64) + local.crowding(64, 2) == "starting 64 ranks on 2 cores, which will be slow"
-    assert (local.crowding(3, 1), local.crowding(2, 2)) == (" on 1 core, which will be slow", "")
+    assert launcher.starting(64) + launcher.crowding(64, 2) == "starting 64 ranks on 2 cores, which will be slow"
+    assert (launcher.crowding(3, 1), launcher.crowding(2, 2)) == (" on 1 core, which will be slow", "")
 
 
 TINY = ROOT / "jobs" / "tiny.toml"
@@ -107,12 +107,12 @@ def test_one_line_is_out_before_anything_heavy_is_imported(environment, given, s
 
 def test_the_command_of_ranks_and_their_environment(monkeypatch):
     """mpi4py's runner ends all ranks when one raises; one thread a rank unless the user says otherwise."""
-    monkeypatch.setattr(local, "find_mpiexec", lambda: "/opt/mpi/bin/mpiexec")
-    command = local.launch_command(3, ["train", "jobs/tiny.toml"])
+    monkeypatch.setattr(launcher, "find_mpiexec", lambda: "/opt/mpi/bin/mpiexec")
+    command = launcher.launch_command(3, ["train", "jobs/tiny.toml"])
     runner = [sys.executable, "-P", "-m", "mpi4py", "-m", "tlt_hpc"]
     assert command == ["/opt/mpi/bin/mpiexec", "-n", "3", *runner, "train", "jobs/tiny.toml"]
-    assert local.launch_environment(2, {"OMP_NUM_THREADS": "4"})["OMP_NUM_THREADS"] == "4"
-    ranks = local.launch_environment(2, {})
+    assert launcher.launch_environment(2, {"OMP_NUM_THREADS": "4"})["OMP_NUM_THREADS"] == "4"
+    ranks = launcher.launch_environment(2, {})
     assert (ranks["OMP_NUM_THREADS"], ranks["TLT_RANKS"]) == ("1", "2")
 
 
@@ -137,8 +137,8 @@ def test_modules_of_the_folder_that_one_is_in_are_not_run(tmp_path):
 )
 def test_a_start_is_counted_from_the_command_that_started_the_ranks(value: str, counts: bool) -> None:
     at = str(time.time() + float(value)) if value[:1] in "+-" and value else value
-    assert (local.started_at({local.STARTED: at}) is not None) == counts
-    assert local.started_at({}) is None
+    assert (launcher.started_at({launcher.STARTED: at}) is not None) == counts
+    assert launcher.started_at({}) is None
 
 
 def test_what_took_long_in_a_start_is_named() -> None:

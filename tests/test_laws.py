@@ -1,5 +1,5 @@
-"""The law of what comes out, on a vocabulary of 8: the first token's and the joint one of three, for every drafter, and
-for every truncation at other temperatures than 1.
+"""The law of what comes out, on a vocabulary of 8: the joint one of three tokens, for every kind of drafter, and for
+truncations at other temperatures than 1; and what truncation does to an update.
 
 Adversarial drafters propose the unlikeliest tokens, always the same one, or nothing that is a number.
 """
@@ -7,15 +7,19 @@ Adversarial drafters propose the unlikeliest tokens, always the same one, or not
 from collections import Counter
 from copy import deepcopy
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from by_definition import law_of
+from launch_ranks import ROOT
 from tiny import CPU, generate
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from tlt_hpc.cli.main import main
 from tlt_hpc.common.records import Request, SampleKey, SamplingParams
+from tlt_hpc.config import load_config, truncation_warning
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.eagle import Eagle
 from tlt_hpc.models.shape import shape_from
@@ -26,23 +30,11 @@ from tlt_hpc.rollout.strategy import OFF, strategy_named
 
 V, NUM_SAMPLES, PROMPT = 8, 4000, [3, 1, 5]
 CONFIG = Qwen2Config(
-    vocab_size=V,
-    hidden_size=16,
-    intermediate_size=32,
-    num_hidden_layers=2,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    max_position_embeddings=32,
-    initializer_range=0.5,
-    tie_word_embeddings=False,
-)
+    vocab_size=V, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+    num_key_value_heads=1, max_position_embeddings=32, initializer_range=0.5, tie_word_embeddings=False,
+)  # fmt: skip
 SHAPE = shape_from(CONFIG.to_dict(), "test")
 PLAIN = SamplingRule(1.0, V)
-TRUNCATED = [
-    SamplingRule(0.7, V, top_p=0.8),
-    SamplingRule(1.6, V, top_k=4),
-    SamplingRule(1.6, V, top_p=0.8),
-]
 
 
 @cache
@@ -76,83 +68,119 @@ def triples_law(rule):
     return chances
 
 
-def drafters():
-    honest = Eagle(SHAPE, 0, torch.float32, CPU).state_dict()
-    yield "random", honest
-    yield "contrary", {name: -20 * tensor for name, tensor in honest.items()}
-    yield "constant", {name: torch.zeros_like(tensor) for name, tensor in honest.items()}
-    yield "not a number", {name: torch.full_like(tensor, torch.nan) for name, tensor in honest.items()}
-
-
 CASES = [
-    *((name, strategy) for name in dict(drafters()) for strategy in ("drafter-2", "drafter-2x3v6", "drafter-2x2v4")),
-    ("random", "ngram-2"),
-    ("random", "off"),
-    ("random", "drafter-2x8v20a3"),
+    (PLAIN, "random", "ngram-2", {}),
+    (PLAIN, "random", "drafter-2x8v20a3", {}),
+    (PLAIN, "contrary", "drafter-2x2v4", {}),
+    (PLAIN, "constant", "drafter-2", {}),
+    (PLAIN, "not a number", "drafter-2x3v6", {}),
+    (SamplingRule(0.7, V, top_p=0.8), "random", "drafter-2x3v6", {"attention": "paged-kernel", "tie_guard": False}),
+    (SamplingRule(1.6, V, top_k=4), "random", "drafter-2x3v6", {"attention": "paged-kernel", "tie_guard": False}),
+    (SamplingRule(1.6, V, top_p=0.8), "random", "drafter-2x3v6", {}),
 ]
+WEIGHTS = {
+    "random": lambda x: x,
+    "contrary": lambda x: -20 * x,
+    "constant": torch.zeros_like,
+    "not a number": lambda x: torch.full_like(x, torch.nan),
+}
 
 
-def draw(decoder, drafter, strategy, seed, rule=PLAIN, **options):
+def draw(decoder, seed, rule, drafter, strategy, options):
     """Triples of tokens under keys of this seed."""
-    chosen = strategy_named(strategy)
     settings = EngineSettings(
-        params=SamplingParams(3, rule.temperature, rule.top_k, rule.top_p),
-        num_tokens=V,
-        eos_token_ids=(),
-        max_live=256,
-        max_prompt_tokens=4,
-        page_size=4,
-        strategies=tuple(dict.fromkeys((OFF, chosen))),
-        chooser="random",
-        seed=seed,
-        **{"tie_guard": True} | options,
-    )
-    engine = RolloutEngine(decoder, settings, Eagle(SHAPE, 0, torch.float32, CPU))
-    engine.load_drafter(dict(drafters())[drafter])
-    prompt = np.array(PROMPT, np.int32)
+        params=SamplingParams(3, rule.temperature, rule.top_k, rule.top_p), num_tokens=V, eos_token_ids=(),
+        max_live=256, max_prompt_tokens=4, page_size=4, strategies=(OFF, strategy_named(strategy)),
+        chooser="random", seed=seed, **{"tie_guard": True} | options,
+    )  # fmt: skip
+    own = Eagle(SHAPE, 0, torch.float32, CPU)
+    engine, prompt = RolloutEngine(decoder, settings, own), np.array(PROMPT, np.int32)
+    engine.load_drafter({name: WEIGHTS[drafter](tensor) for name, tensor in own.state_dict().items()})
     engine.calibrate([Request(SampleKey(seed, 3, 0, 0, 0), prompt)])
     got = generate(engine, [Request(SampleKey(seed, 0, 0, 0, i), prompt) for i in range(NUM_SAMPLES)])
-    counts = engine.take_counts()
-    assert strategy == "off" or drafter == "not a number" or counts.strategies[strategy][0] > 3
-    return [tuple(rollout.response_tokens.tolist()) for rollout in got]
+    assert drafter == "not a number" or engine.take_counts().strategies[strategy][0] > 3
+    return Counter(tuple(rollout.response_tokens.tolist()) for rollout in got)
 
 
-def chi_square(observed, law):
-    """The statistic and its degrees of freedom; outcomes expected less than five times are taken together."""
-    expected = {outcome: p * NUM_SAMPLES for outcome, p in law.items()}
-    common = [outcome for outcome, e in expected.items() if e >= 5]
-    pairs = [(observed[outcome], expected[outcome]) for outcome in common]
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_tokens_have_the_law_of_their_rule(decoder, case):
+    """By chi-square, which is wrong about once in ten thousand times; the keys are fixed: what passes once passes
+    always. Outcomes that are expected less than five times are taken together.
+    """
+    law, observed = triples_law(case[0]), draw(decoder, CASES.index(case), *case)
+    assert set(observed) <= set(law), "a token that the rule does not keep"
+    expected = {triple: p * NUM_SAMPLES for triple, p in law.items()}
+    pairs = [(observed[triple], count) for triple, count in expected.items() if count >= 5]
     rest = NUM_SAMPLES - sum(o for o, _ in pairs), NUM_SAMPLES - sum(e for _, e in pairs)
     pairs += [rest] if rest[1] >= 5 else []
-    return sum((o - e) ** 2 / e for o, e in pairs), len(pairs) - 1
+    statistic, degrees = sum((o - e) ** 2 / e for o, e in pairs), len(pairs) - 1
+    assert statistic < degrees + 4.5 * (2 * degrees) ** 0.5 + 4, f"{statistic:.1f} at {degrees} degrees"
+    assert degrees >= 3, "a law worth testing"
 
 
-def check_law(triples, law):
-    """Both the first token and the triple; each is wrongly refused about once in ten thousand times, and the keys are
-    fixed: what passes once passes always.
+# -- truncated rollouts: an update scores the whole softmax; by enumeration of all responses ------------------------
+
+
+def gradients(rule: SamplingRule) -> tuple[torch.Tensor, torch.Tensor, float]:
+    """The mean reward's gradient under a rule's law, the mean of the trainer's estimate of it, and the mean of minus
+    the logarithm of the kept mass, per token.
+
+    A response is worth 1 if its tokens add up to an even number. Which tokens are kept does not change with a step.
     """
-    assert set(triples) <= set(law), "a token that the rule does not keep"
-    of_first = Counter()
-    for triple, p in law.items():
-        of_first[triple[0]] += p
-    for observed, wanted in ((Counter(triple[0] for triple in triples), of_first), (Counter(triples), law)):
-        statistic, degrees = chi_square(observed, wanted)
-        assert statistic < degrees + 4.5 * (2 * degrees) ** 0.5 + 4, f"{statistic:.1f} at {degrees} degrees"
-    assert degrees >= 3
+    policy, law = model(), triples_law(rule)
+    rewards = {tokens: float(sum(tokens) % 2 == 0) for tokens in law}
+    baseline = sum(p * rewards[tokens] for tokens, p in law.items())
+    logits = policy(torch.tensor([[*PROMPT, *tokens[:2]] for tokens in law])).logits[:, len(PROMPT) - 1 :]
+    exact, estimate, lost = torch.zeros(()), torch.zeros(()), 0.0
+    for row, (tokens, p) in zip((logits / rule.temperature).log_softmax(-1), law.items(), strict=True):
+        full = torch.stack([row[i, token] for i, token in enumerate(tokens)]).sum()
+        kept = [sorted({other[i] for other in law if other[:i] == tokens[:i]}) for i in range(3)]
+        mass = torch.stack([row[i, among].logsumexp(0) for i, among in enumerate(kept)]).sum()
+        weight = p * (rewards[tokens] - baseline)
+        exact, estimate, lost = exact + weight * (full - mass), estimate + weight * full, lost - p * mass.item() / 3
+    parameters = list(policy.parameters())
+    of_exact, of_estimate = (
+        torch.cat([part.flatten() for part in torch.autograd.grad(value, parameters, retain_graph=True)])
+        for value in (exact, estimate)
+    )
+    return of_exact, of_estimate, lost
 
 
-@pytest.mark.parametrize(("drafter", "strategy"), CASES)
-def test_tokens_have_the_targets_law(decoder, drafter, strategy):
-    law = triples_law(PLAIN)
-    entropy = -sum(p * np.log(p) for p in law.values())
-    assert 3.0 < entropy < 6.0, "a law worth testing"
-    check_law(draw(decoder, drafter, strategy, CASES.index((drafter, strategy))), law)
+@pytest.mark.parametrize(
+    ("rule", "distance", "error"),
+    [
+        (SamplingRule(1.0, V), 0.0, 0.0),
+        (SamplingRule(1.0, V, top_p=0.99), 0.006, 0.007),
+        (SamplingRule(1.0, V, top_p=0.95), 0.035, 0.029),
+        (SamplingRule(1.0, V, top_p=0.8), 0.140, 0.107),
+        (SamplingRule(1.0, V, top_k=4), 0.067, 0.028),
+    ],
+    ids=str,
+)
+def test_the_bias_that_the_page_states(rule: SamplingRule, distance: float, error: float) -> None:
+    """The figures of docs/train.md; the distance is KL(sampled || scored) in nats a token."""
+    exact, estimate, lost = gradients(rule)
+    assert lost == pytest.approx(distance, abs=1e-3)
+    assert float((estimate - exact).norm() / exact.norm()) == pytest.approx(error, abs=2e-3)
 
 
-@pytest.mark.parametrize("attention", ["auto", "paged-kernel"])
-@pytest.mark.parametrize("rule", TRUNCATED, ids=str)
-def test_truncated_tokens_have_the_truncated_law(decoder, rule, attention):
-    """On the host with the tie guard, and as a device carries rounds out."""
-    options = {"attention": attention, "tie_guard": attention == "auto"}
-    triples = draw(decoder, "random", "drafter-2x3v6", TRUNCATED.index(rule), rule, **options)
-    check_law(triples, triples_law(rule))
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ([], ""),
+        (["rollout.temperature=0.7"], ""),
+        (["rollout.top_p=0.9"], "rollout.top_p = 0.9: responses"),
+        (["rollout.top_k=20", "rollout.top_p=0.8"], "rollout.top_k = 20 and rollout.top_p = 0.8: responses"),
+        (["rollout.temperature=0", "rollout.top_p=0.9", "algorithm.name=reinforce++"], ""),
+    ],
+)
+def test_a_start_says_that_the_gradient_is_biased(overrides: list[str], said: str) -> None:
+    found = truncation_warning(load_config(ROOT / "jobs" / "tiny.toml", overrides).rollout)
+    assert found.startswith(said) and bool(found) == bool(said) and "\n" not in found
+
+
+def test_the_warning_is_printed_at_a_dry_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = ["train", str(ROOT / "jobs" / "tiny.toml"), f"run.folder={tmp_path}", "--dry-run"]
+    assert main([*job, "rollout.top_p=0.9"]) == 0
+    said = "rollout.top_p = 0.9: responses come from a truncated distribution"
+    assert capsys.readouterr().out.count(f"warning     {said}") == 1

@@ -1,10 +1,9 @@
-"""``tlt runs`` and ``tlt completion``."""
+"""``tlt runs``."""
 
 from __future__ import annotations
 
 import errno
 import os
-import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -157,48 +156,3 @@ def test_a_warm_up_is_told_from_a_run(listed: Listed, capsys: pytest.CaptureFixt
     assert main(["report", str(folder)]) == 2
     warned = f"tlt: {folder} holds a warm-up, which has no steps to report; see `tlt watch {folder}`\n"
     assert capsys.readouterr().err == warned
-
-
-def completed(script: str, words: list[str]) -> set[str]:
-    """What bash offers for the last of the words."""
-    program = f"{script}\ncompopt() {{ :; }}\nCOMP_WORDS=({' '.join(words)}); COMP_CWORD={len(words) - 1}\n"
-    program += '_shtab_tlt; printf "%s\\n" "${COMPREPLY[@]}"'
-    done = subprocess.run(["bash", "-c", program], capture_output=True, text=True, check=True, timeout=60)
-    return set(done.stdout.split())
-
-
-COMPLETED = [
-    ("tlt tr", {"train"}),
-    ("tlt compare --wi", {"--without"}),
-    ("tlt train mi", {"mine.toml"}),
-    ("tlt train mine.toml rollout.temp", {"rollout.temperature="}),
-    ("tlt train mine.toml speculation.mode =", {"plain", "ngram", "frozen", "full"}),
-    ("tlt train mine.toml speculation.mode = p", {"plain"}),
-    ("tlt keys roll", {"rollout"}),
-    ("tlt sub", {"submit"}),
-    ("tlt submit sta", {"status", "stack"}),
-    ("tlt submit collect --", {"--help", "--output"}),
-    ("tlt submit resubmit --ti", {"--time"}),
-    ("tlt submit mine.toml --sw", {"--sweep"}),
-    ("tlt submit mine.toml rollout.temp", {"rollout.temperature="}),
-    ("tlt submit status ", {"runs/submitted/a", "runs/submitted/b"}),
-    ("tlt submit mine.toml --after stack/", {"stack/of"}),
-    ("tlt submit mine.toml --sweep run.se", {"run.seed="}),
-    ("tlt submit mine.toml --sweep model.batch_invariant =", {"true", "false"}),
-]
-
-
-def test_a_shell_completes_commands_options_files_and_keys(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("mine.toml").touch()
-    for name in ("runs/submitted/b", "runs/submitted/a", "stack/of"):
-        Path(name).mkdir(parents=True)
-        Path(name, "submission.json").touch()
-    assert main(["completion", "bash"]) == 0
-    script = capsys.readouterr().out
-    for words, offered in COMPLETED:
-        assert completed(script, words.split(" ")) == offered, words
-    assert main(["completion", "zsh"]) == 0
-    assert capsys.readouterr().out.startswith("#compdef tlt")

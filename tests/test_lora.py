@@ -29,16 +29,16 @@ from transformers import AutoModelForCausalLM
 
 from tlt_hpc.config import ConfigError, LoraSection, parse_config
 from tlt_hpc.models.folder import load_policy_model
-from tlt_hpc.models.lora import adapter_names, add_adapters, merged, named_adapters
+from tlt_hpc.models.lora import adapter_names, add_adapters, merged, named_adapters, target_layers
 from tlt_hpc.models.shape import adapter_parameters, read_shape
 from tlt_hpc.models.tokenizer import find_model
 from tlt_hpc.models.weight_files import read_heads
 from tlt_hpc.rl.distributed import leave_process_group
 from tlt_hpc.rl.policy import Policy
 
-RANK, ALPHA, TARGETS = 4, 16, ("q_proj", "v_proj", "o_proj", "gate_proj", "down_proj")
-CHANGES = {"lora__rank": RANK, "lora__alpha": ALPHA, "lora__targets": list(TARGETS)}
-LORA = LoraSection(rank=RANK, alpha=ALPHA, targets=TARGETS)
+RANK, ALPHA, TARGETS = 4, 16, target_layers(has_experts=False)
+CHANGES = {"lora__rank": RANK, "lora__alpha": ALPHA}
+LORA = LoraSection(rank=RANK, alpha=ALPHA)
 RUN = ("jobs/tiny.toml", "lora.rank=8", "optimizer.learning_rate=2e-3", "rollout.prompts_per_step=4")
 RUN += ("rollout.group_size=4", "rollout.max_new_tokens=60", "checkpoint.every_steps=1", "run.name=run")
 
@@ -58,7 +58,7 @@ class PeftReference(Reference):
         trained = [parameter for parameter in self.inner.parameters() if parameter.requires_grad]
         settings = config.optimizer
         self.optimizer = torch.optim.AdamW(
-            trained, settings.learning_rate, eps=self.optimizer.defaults["eps"], weight_decay=0.0
+            trained, settings.learning_rate, eps=self.optimizer.defaults["eps"], weight_decay=settings.weight_decay
         )
 
 
@@ -207,7 +207,7 @@ def test_a_run_with_adapters_resumes_bit_for_bit_and_is_exported_and_evaluated(t
     names = [name for path in saved for name in load_file(path)]
     assert all("lora_" in name for name in names)
     count = sum(tensor.numel() for path in saved for tensor in load_file(path).values())
-    assert count == 3 * adapter_parameters(shape, 8, LoraSection().targets)
+    assert count == 3 * adapter_parameters(shape, 8)
 
     run, model, adapter = whole / "run", tmp_path / "model", tmp_path / "adapter"
     tlt(1, "export-policy", str(run), "--dtype", "float32", "--output", str(model))
@@ -258,8 +258,7 @@ def check_another_base(run: Path, tmp_path: Path) -> None:
     ("changes", "said"),
     [
         ({"rank": -1}, "lora.rank"),
-        ({"rank": 8, "targets": ["q"]}, "lora.targets"),
-        ({"rank": 8, "targets": []}, "lora.targets"),
+        ({"rank": 8, "targets": ["q_proj"]}, "lora.targets', which was removed: all linear layers have adapters"),
         ({"rank": 8, "alpha": 0}, "lora.alpha"),
     ],
 )

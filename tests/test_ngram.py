@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from tlt_hpc.common.records import Request, SampleKey, SamplingParams
 from tlt_hpc.models.ngram import ORDERS, SuffixDrafter
-from tlt_hpc.rollout import ngram_drafts
 from tlt_hpc.rollout.ngram_drafts import NgramDrafts
 from tlt_hpc.rollout.responses import Response
 from tlt_hpc.rollout.sampling import SamplingRule
@@ -58,14 +57,6 @@ def test_the_own_group_counts_more_than_many_others() -> None:
     assert offered(drafter, [1, 2, 3], "a third")[0] == 7
 
 
-def test_tokens_before_the_start_are_context_only() -> None:
-    drafter = SuffixDrafter(10_000, (1,))
-    drafter.learn(OTHERS, [1, 2, 3, 4], 2)
-    assert offered(drafter, [1]) == []
-    assert offered(drafter, [2]) == [3]
-    assert offered(drafter, [3]) == [4]
-
-
 few_tokens = st.lists(st.integers(0, 3), max_size=60)
 
 
@@ -98,30 +89,6 @@ def test_the_older_half_is_forgotten_and_the_newer_kept() -> None:
         drafter.learn(OTHERS, list(range(start, start + 10)), 0)
     assert offered(drafter, [1, 2]) == []
     assert offered(drafter, [997, 998]) == [999]
-
-
-def test_the_older_half_still_counts() -> None:
-    drafter = taught([1, 2, 3], [1, 2, 3], orders=(2,), history=100)
-    drafter.learn("own", [1, 2, 4], 0)
-    drafter.learn(OTHERS, list(range(100, 150)), 0)
-    assert drafter._older and not drafter._recent
-    assert offered(drafter, [1, 2], "own") == [4]
-    drafter.learn("own", [1, 2, 5], 0)
-    assert offered(drafter, [1, 2], "own") == [5, 4]
-
-
-def test_what_the_table_would_forget_at_once_is_not_learned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows that n-grams were not asked for: the newest tokens of each, together no more than the table remembers."""
-    monkeypatch.setattr(ngram_drafts, "HISTORY_TOKENS", 60)
-    table, rows = NgramDrafts(active=True), list[Response]()
-    for first in (100, 300):
-        request = Request(SampleKey(0, 0, 0, first, 0), np.array([1], np.int32))
-        params = SamplingParams(max_tokens=200)
-        rows.append(Response(request, params, SamplingRule(1.0, 500), first, text=[1, *range(first, first + 100)]))
-    table.learn(rows)
-    known = {token for row in rows for token in row.text if table._table.continuations(row.prompt, [token])}
-    assert known == {token for row in rows for token in row.text[-31:-1]}
-    assert [row.num_learned for row in rows] == [101, 101]
 
 
 @pytest.mark.parametrize(("temperature", "wanted"), [(1.0, 6), (0.0, 8)])

@@ -21,7 +21,7 @@ from tiny import embedded_folder
 
 from tlt_hpc.cli import main as cli
 from tlt_hpc.cli.display import Screen, StepReporter
-from tlt_hpc.cluster.local import given_job, launch_environment
+from tlt_hpc.cluster.launcher import given_job, launch_environment
 from tlt_hpc.cluster.stopping import StopFlag
 from tlt_hpc.config import load_config
 from tlt_hpc.models import piece

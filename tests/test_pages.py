@@ -31,4 +31,4 @@ def test_the_pool_agrees_with_a_plain_count(operations):
         assert pool.num_used == len(used)
         assert all(pool._holders[page] == sum(some.count(page) for some in held) for page in range(12))
         assert pool.high_water == max(used, default=-1) + 1
-        assert pool.is_loose == (len(used) < 0.75 * pool.high_water)
+        assert pool.is_fragmented == (len(used) < 0.75 * pool.high_water)

@@ -188,16 +188,3 @@ def test_a_router_that_is_not_known_is_refused(monkeypatch: pytest.MonkeyPatch) 
     words = r"^transformers 5\S* has a router Qwen3MoeTopKRouter in 1 of the model's 2 layers with experts, .*; install"
     with pytest.raises(UserError, match=words):
         PolicyModel(model)
-
-
-def test_a_frozen_router_has_a_gradient_of_zero_and_the_same_numbers() -> None:
-    batch, found = make_batch(), []
-    for freezes in (False, True):
-        policy = PolicyModel(moe_model(torch.float32), freezes_router=freezes)
-        log_probs, *_ = policy(**batch)
-        found.append((log_probs.detach(), gradients(policy.inner, log_probs.sum())))
-    (free, of_free), (frozen, of_frozen) = found
-    assert torch.equal(free, frozen)
-    routers = [name for name in of_free if name.endswith("mlp.gate.weight")]
-    assert len(routers) == 2 and all(of_free[name].any() and not of_frozen[name].any() for name in routers)
-    assert all(torch.equal(of_free[name], of_frozen[name]) for name in of_free if name not in routers)

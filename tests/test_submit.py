@@ -21,7 +21,7 @@ from shell_slurm import ROOT, TINY, Cluster, make_cluster
 from tlt_hpc.cli import submit as submit_module
 from tlt_hpc.cli.submissions import rows_of
 from tlt_hpc.cluster import executor, status
-from tlt_hpc.cluster.local import given_job
+from tlt_hpc.cluster.launcher import given_job
 from tlt_hpc.cluster.request import SlurmRequest
 from tlt_hpc.cluster.slurm import Allocation, parse_queue, read_queue
 from tlt_hpc.cluster.stopping import AGAIN
@@ -261,14 +261,18 @@ def test_a_submission_waits_for_another(cluster: Cluster) -> None:
     cluster.submit("resubmit", "second")
     assert "dependency=afterok:4321_0:4321_1" in cluster.asked, "17 is gone since"
     assert cluster.cancelled == "4322\n"
+    cluster.queue("4321_1|PENDING|None")
+    leave_status(load(Path("first")), "4321_0", "0\n")
+    told = cluster.submit(TINY, "--after", "first", "run.name=b", "--dry-run")
+    assert "--dependency=afterok:4321_1\n" in told, "the other has finished"
     cluster.submit("cancel", "first")
-    assert cluster.cancelled == "4321_0 4321_1\n"
+    assert cluster.cancelled == "4321_1\n"
     told = cluster.submit(TINY, "--after", "99", "--folder", "third", status=2)
     assert told.startswith("tlt: --after 99: no such job in squeue; ")
     leave_status(load(Path("first")), "4321_1", "1\n")
     cluster.queue()
     told = cluster.submit(TINY, "--after", "first", "--folder", "third", status=2)
-    assert told == "tlt: --after first: tiny-seed0-warmup cancelled; resubmit it first\n"
+    assert told == "tlt: --after first: tiny-seed1-warmup cancelled; resubmit it first\n"
 
 
 def test_nothing_is_submitted_that_preflight_refuses(cluster: Cluster) -> None:

@@ -133,10 +133,10 @@ def test_a_command_ends_silently_when_the_reader_of_its_output_closes(tmp_path: 
 
 RANKS = """
 import os, sys
-from tlt_hpc.cluster import local
+from tlt_hpc.cluster import launcher
 script = "for i in 1 2 3 4 5 6; do echo line $i || exit 7; echo error $i >&2 || exit 8; sleep 0.1; done; touch done"
-local.launch_command = lambda num_ranks, arguments: ["/bin/sh", "-c", script]
-local.become_ranks(2, [], "")
+launcher.launch_command = lambda num_ranks, arguments: ["/bin/sh", "-c", script]
+launcher.become_ranks(2, [], "")
 """
 
 

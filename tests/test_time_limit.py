@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import stat
-import subprocess
 import sys
-import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -130,56 +127,26 @@ def test_work_that_lasts_beyond_the_end_is_queued_again_from_outside_of_it(comma
     assert capsys.readouterr().out == "tlt: job 17 is queued again and will resume\n"
 
 
-def test_a_job_is_queued_again_once_by_the_timer_or_the_main_thread() -> None:
-    flag, asked, is_asking, may_end = StopFlag(), [], threading.Event(), threading.Event()
-
-    def ask_slowly() -> None:
-        is_asking.set()
-        assert may_end.wait(30)
-        asked.append("timer")
-
-    timer = threading.Thread(target=flag.finish, args=(ask_slowly,))
-    timer.start()
-    assert is_asking.wait(30)
-    main = threading.Thread(target=flag.finish, args=(lambda: asked.append("main"),))
-    main.start()
-    main.join(0.2)
-    assert main.is_alive()  # a process that ended now would leave its request to Slurm half done
-    may_end.set()
-    main.join(30)
-    timer.join(30)
-    assert asked == ["timer"]
-
-
-# Waits for a line of input before it tells what has come.
-EARLY = """
-import sys
-from tlt_hpc.cluster.stopping import StopFlag
-flag = StopFlag()
-flag.install()
-print("ready", flush=True)
-sys.stdin.readline()
-print(flag.kind.name, flush=True)
-"""
-
-
 @pytest.mark.parametrize(
-    ("number", "slurm_job", "status", "said"),
+    ("number", "slurm_job", "status"),
     [
-        (signal.SIGINT, False, 130, ""),
-        (signal.SIGTERM, False, 143, ""),
-        (signal.SIGTERM, True, 0, "KILL\n"),  # a preempted job that leaves by itself is not queued again
-        (signal.SIGUSR2, False, 0, "TIME\n"),
+        (signal.SIGINT, False, 130),
+        (signal.SIGTERM, False, 143),
+        (signal.SIGTERM, True, None),  # a preempted job that leaves by itself is not queued again
+        (signal.SIGUSR2, False, None),
     ],
 )
-def test_before_anything_has_begun_a_signal_ends_the_process_but_the_limits_can_wait(number, slurm_job, status, said):
-    outside = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
-    pipe, environment = subprocess.PIPE, {**outside, **(JOB if slurm_job else {})}
-    command = [sys.executable, "-c", EARLY]
-    process = subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
-    assert process.stdout.readline() == "ready\n"
-    process.send_signal(number)
-    assert process.communicate("\n", timeout=60) == (said, "") and process.returncode == status
+def test_before_anything_has_begun_a_signal_ends_the_process_but_the_limits_can_wait(
+    number, slurm_job, status, answering, monkeypatch
+):
+    answering.is_answered = False
+    monkeypatch.setattr(stopping, "os", SimpleNamespace(environ=JOB if slurm_job else {}, _exit=sys.exit))
+    if status is None:
+        signal.raise_signal(number)
+        assert answering.kind > Stop.ASKED
+    else:
+        with pytest.raises(SystemExit, match=str(status)):
+            signal.raise_signal(number)
 
 
 # -- Slurm ----------------------------------------------------------------------------------------------------------

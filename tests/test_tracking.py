@@ -278,24 +278,16 @@ def test_whatever_a_tracker_raises_is_one_line(error, config, folder, library, c
 
 @pytest.mark.parametrize(
     ("damaged", "reason"),
-    [
-        (b'{"wandb": 3, "wan', "invalid JSON"),
-        (b'{"wandb": "3", "wandb_id": "a"}', "'wandb' is '3'"),
-        (None, "Is a dir"),
-    ],
+    [('{"wandb": 3, "wan', "invalid JSON"), ('{"wandb": "3", "wandb_id": "a"}', "'wandb' is '3'")],
 )
 def test_a_damaged_record_of_the_trackers_is_one_line(damaged, reason, config, folder, library, caplog):
     follow(config, folder, 1)
-    folder.tracking.unlink()
-    folder.tracking.mkdir() if damaged is None else folder.tracking.write_bytes(damaged)
+    folder.tracking.write_text(damaged)
     follow(config, folder, 2)
-    line, *others = warnings_in(caplog)
+    (line,) = warnings_in(caplog)
     assert line.startswith(f"{folder.tracking} cannot be used (") and reason in line
     assert line.endswith("): the trackers get new runs") and "\n" not in line
-    if damaged is None:  # nor can it be replaced
-        assert [line.partition(":")[0] for line in others] == ["wandb failed (WriteError"]
-        return
-    assert not others and list(library.runs.values()) == [WHOLE[:1], WHOLE[:2]]
+    assert list(library.runs.values()) == [WHOLE[:1], WHOLE[:2]]
     assert json.loads(folder.tracking.read_text()) == {"wandb": 2, "wandb_id": list(library.runs)[1]}
 
 

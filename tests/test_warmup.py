@@ -310,7 +310,7 @@ def logged(tmp_path_factory):
         prompts[prompt] = features[: prompt_length - 1]
         captured.setdefault(tokens[:-1].tobytes(), (prompt_length, features))
 
-    engine.outbox.sink = sink
+    engine.outbox.send_to(sink)
     # the model never reads the last token: another one shows that the logged token is kept
     rollouts = [with_response(r, [*r.response_tokens[:-1], 7]) for r in generate(engine, gcd_requests(12, 2))]
     folder = tmp_path_factory.mktemp("logged") / "run"

@@ -26,7 +26,7 @@ WORKING = """
 import ctypes, os, signal, sys, time
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
-from tlt_hpc.cluster.local import launched_rank
+from tlt_hpc.cluster.launcher import launched_rank
 from tlt_hpc.mpi.pulse import Pulse
 from tlt_hpc.mpi.roster import State, Status
 from tlt_hpc.mpi.world import World

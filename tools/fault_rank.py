@@ -79,7 +79,7 @@ def die() -> None:
 
 if __name__ == "__main__":
     from tlt_hpc.cli.main import main
-    from tlt_hpc.cluster.local import launched_rank
+    from tlt_hpc.cluster.launcher import launched_rank
 
     own = launched_rank(os.environ) or 0
     if "TLT_SYSTEM_CALL" in os.environ:

@@ -219,7 +219,7 @@ PLANTED: list[tuple[Plant, str, str]] = [
     (slurm("--time", "--mail-user"), "partition", "warning: .*give --time"),
     (all_of(slurm(), variable("SBATCH_TIMELIMIT", "9-0")), "partition",
      "failure: time 9-0 is in SBATCH_TIMELIMIT, and partition 'main' at most"),
-    (all_of(slurm(), on_gpus()), "gpus", "failure: .*--gpus-per-node"),
+    (all_of(slurm(), on_gpus()), "gpus", "failure: model.device = 'cuda' and no GPUs are asked for; .*--gpus-per-node"),
     (slurm("science", "YOUR_ACCOUNT"), "sbatch", r"failure: .*still says YOUR_ACCOUNT.*edit"),
     (sbatch("echo 'sbatch: error: Batch job submission failed' >&2; exit 1"), "sbatch", f"{REFUSED}Batch job"),
     (sbatch("printf 'sbatch: error: %s\\n' 'Give a QOS' 'Batch job submission failed' >&2; exit 1"), "sbatch",

@@ -169,13 +169,11 @@ def test_only_a_plain_run_of_the_same_job_measures_speculation(
     ("precision", "value"),
     [
         ("batch_invariant = true", "not compared"),
-        ('batch_invariant = false, device = "cpu"', "not compared"),
-        ('batch_invariant = false, device = "auto"', "exact samples"),
+        ('device = "cpu"', "not compared"),
+        ('device = "cuda"', "exact samples"),
     ],
 )
-def test_what_is_promised_of_the_text_follows_from_the_model_section(
-    run: RunFolder, precision: str, value: str
-) -> None:
+def test_what_is_promised_of_the_text_follows_from_the_model(run: RunFolder, precision: str, value: str) -> None:
     run.config.write_text(CONFIG.replace('dtype = "float32"', f'dtype = "bfloat16", {precision}'))
     assert cards_of(run)["Text"].value == value
 

@@ -205,11 +205,6 @@ def add_init_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("folder", type=Path, metavar="FOLDER", help="where jobs/ and sbatch/ go; made if missing")
 
 
-def add_completion_options(command: argparse.ArgumentParser) -> None:
-    """The options of ``tlt completion``."""
-    command.add_argument("shell", choices=("bash", "zsh"), help='in ~/.bashrc: eval "$(tlt completion bash)"')
-
-
 def add_submit_options(command: argparse.ArgumentParser) -> None:
     """The options of ``tlt submit``."""
     command.usage = (

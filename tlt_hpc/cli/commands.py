@@ -19,7 +19,6 @@ _SIMULATE = "predict seconds and GPU-hours of a run by number of nodes"
 _PREFLIGHT = "find before a job what would end it; status 1: something would"
 _REHEARSE = "interrupt a short run of a job by four kinds of faults, and resume it; status 1: something is lost"
 _INIT = "copy the shipped job files and batch scripts into a folder"
-_COMPLETION = "print what a shell needs to complete commands, options, files and keys"
 _SUBMIT = "check a run or a sweep, and submit it to Slurm"
 _LIST = "list what was submitted"
 _STATUS = "show how the runs of a submission stand; status 1: one has failed"
@@ -72,5 +71,4 @@ COMMANDS = {
         "use the results", _DRAFTER, f"{_EXTRAS}.drafter_formats.options", f"{_EXTRAS}.drafter_formats.export_drafter"
     ),
     "init": Command("set up", _INIT, command_line.add_init_options, "tlt_hpc.cli.init_folder"),
-    "completion": Command("set up", _COMPLETION, command_line.add_completion_options, "tlt_hpc.cli.completion"),
 }

@@ -21,7 +21,7 @@ from tlt_hpc.cli.commands import COMMANDS
 from tlt_hpc.cli.plans import check_folder, config_of, plan_command
 from tlt_hpc.cluster.caches import in_memory, make_node_cache
 from tlt_hpc.cluster.device import GIVEN, take_device
-from tlt_hpc.cluster.local import (
+from tlt_hpc.cluster.launcher import (
     STARTED,
     alone_in_step,
     become_ranks,
@@ -194,14 +194,14 @@ def as_error(error: ValueError | OSError) -> ValueError:
 
 def fail_together(error: ValueError, rank: int, status: int = USER_ERROR) -> int:
     """End all ranks with one line: rank 0's, or of another that stands alone with its error."""
-    from tlt_hpc.mpi.ending import all_come_here, exit_now, is_alone
+    from tlt_hpc.mpi.ending import all_ranks_arrive, exit_now, is_alone
 
     if not rank:
         print(f"tlt: {one_line(error)}", file=sys.stderr, flush=True)
         if is_alone():
             return status
-        all_come_here(_FIRST_WORD_SECONDS)
-    elif not all_come_here(_FIRST_WORD_SECONDS):
+        all_ranks_arrive(_FIRST_WORD_SECONDS)
+    elif not all_ranks_arrive(_FIRST_WORD_SECONDS):
         print(f"tlt: rank {rank}: {one_line(error)}", file=sys.stderr, flush=True)
     return exit_now(status)
 

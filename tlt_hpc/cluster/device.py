@@ -8,7 +8,7 @@ import logging
 import socket
 from collections.abc import Mapping, MutableMapping
 
-from tlt_hpc.cluster.local import local_rank
+from tlt_hpc.cluster.launcher import local_rank
 from tlt_hpc.config import UserError
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"

@@ -32,7 +32,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TypeVar
 
-from tlt_hpc.cluster.local import launched_rank
+from tlt_hpc.cluster.launcher import launched_rank
 from tlt_hpc.cluster.slurm import Allocation, SlurmError, allocation
 from tlt_hpc.cluster.watch.beat import BEAT
 from tlt_hpc.common.files import LINES_BYTES, DamagedText, parse_json, read_bytes

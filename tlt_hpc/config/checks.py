@@ -33,16 +33,10 @@ def find_contradictions(config: Config) -> Iterator[str]:
             f"optimizer.zero_stage = 0 with model.dtype = {config.model.dtype!r} has no fp32 master weights, so small "
             "updates are lost; use optimizer.zero_stage = 1"
         )
-    if algorithm.router_aux_coefficient and (config.optimizer.freeze_router or config.lora.rank):
-        other = f"lora.rank = {config.lora.rank}" if config.lora.rank else "optimizer.freeze_router = true"
+    if algorithm.router_aux_coefficient and config.lora.rank:
         yield (
-            f"algorithm.router_aux_coefficient = {algorithm.router_aux_coefficient} with {other}, which leaves the "
-            "routers as they are; leave one of them out"
-        )
-    if config.optimizer.freeze_router and config.lora.rank:
-        yield (
-            f"optimizer.freeze_router = true has no effect with lora.rank = {config.lora.rank}, which trains adapters "
-            "alone; leave optimizer.freeze_router out"
+            f"algorithm.router_aux_coefficient = {algorithm.router_aux_coefficient} with lora.rank = "
+            f"{config.lora.rank}, which leaves the routers as they are; leave one of them out"
         )
     warmup, schedule = config.optimizer.warmup_steps, config.optimizer.schedule
     if schedule != "constant" and warmup >= config.num_optimizer_steps:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import astuple, replace
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -35,7 +35,6 @@ from tlt_hpc.config.recipes import (
 )
 from tlt_hpc.config.schedule import ScheduleName
 
-LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 Bounds = Annotated[tuple[Weight, ...], Field(strict=False, min_length=2, max_length=2)]
 
 
@@ -154,15 +153,14 @@ class AlgorithmSection(Section):
 
 
 class LoraSection(Section):
-    """Adapters of low rank (LoRA) that are trained in place of the policy's weights, which do not change. Needs the
-    package peft, and a learning rate ten to a hundred times as large."""
+    """Adapters of low rank (LoRA) that are trained in place of the policy's weights, which do not change: of all linear
+    layers, in a mixture of experts of those of attention. Needs the package peft, and a learning rate ten to a hundred
+    times as large."""
 
     rank: Annotated[int, Field(ge=0, le=4096)] = 0
     """Rank of the adapters. 0: no adapters, all weights are trained."""
     alpha: Annotated[int, Field(ge=1, le=10**6)] = 32
     """What the adapters add is multiplied by this value divided by ``rank``."""
-    targets: Annotated[tuple[LoraTarget, ...], Field(strict=False, min_length=1, max_length=7)] = get_args(LoraTarget)
-    """The linear layers that get an adapter, in every layer of the model."""
 
     def check_installed(self) -> None:
         """Refuse to begin without peft where there are adapters; nothing is imported.
@@ -175,10 +173,12 @@ class LoraSection(Section):
 
 
 class OptimizerSection(Section):
-    """AdamW of the policy (betas 0.9 and 0.999, no weight decay), and how its work is spread over ranks and memory."""
+    """AdamW of the policy (betas 0.9 and 0.999), and how its work is spread over ranks and memory."""
 
     learning_rate: LearningRate = 1e-6
     """Highest learning rate."""
+    weight_decay: Annotated[float, Field(ge=0.0, le=100.0)] = 0.0
+    """Decoupled weight decay."""
     max_grad_norm: Annotated[float, Field(ge=0.0, le=1e9), zero_or_from(1e-6, 1e9)] = 1.0
     """Gradients are scaled down to this norm. 0: no clipping."""
     warmup_steps: Count = 0
@@ -199,8 +199,6 @@ class OptimizerSection(Section):
     gradient_checkpointing: bool | Literal["auto"] = "auto"
     """Keep one hidden state per layer and token, and recompute the rest: a third more time, a fraction of the memory.
     ``auto``: on for CUDA."""
-    freeze_router: bool = False
-    """Do not train the routers of a mixture of experts. With adapters (``lora.rank``) they are never trained."""
 
     def repeats_layers(self, device: str) -> bool:
         """Return True if the backward pass computes each layer again, on a device of type ``cpu`` or ``cuda``."""

@@ -86,7 +86,9 @@ def evaluate(config: Config, subject: Subject, world: World, reporter: Evaluatio
     subject, checkpoint = open_checkpoint(subject, world)
     folder = EvaluationFolder(subject.folder(config))
     with closing(open_session(config, world, assets)) as session:
-        facts = facts_of(session, sets, load_weights(session.decoder, subject, checkpoint, config, world))
+        facts = facts_of(
+            config, session.assets, sets, load_weights(session.decoder, subject, checkpoint, config, world)
+        )
         done = world.once(lambda: claim(folder, facts))
         BEAT.folder = folder.status
         num_missing, total = len(exam.missing(done)), len(exam.missing(()))
@@ -99,7 +101,9 @@ def evaluate(config: Config, subject: Subject, world: World, reporter: Evaluatio
                 reason = world.first_stop_reason()
                 return EvaluationResult(subject.name, folder.path, num_missing - num_left, num_left, None, reason)
     named, log = {"evaluated": subject.name, **facts}, subject.log(config)
-    results = world.once(lambda: count_results(session, exam, folder, log, named, subject.step))
+    results = world.once(
+        lambda: count_results(config.evaluation, session.tokenizer, exam, folder, log, named, subject.step)
+    )
     return EvaluationResult(subject.name, folder.path, num_missing, 0, results)
 
 

@@ -39,11 +39,9 @@ class PolicyModel(torch.nn.Module):
         repeats_layers: bool = False,
         sequence: SequenceGroup | None = None,
         excluded: Sequence[int] = (),
-        freezes_router: bool = False,
     ) -> None:
         """``sequence``: the ranks that compute each batch together; all of them give and get the whole of it.
-        ``excluded``: ids without a probability, as those of ``Decoder``. ``freezes_router``: the routers of a mixture
-        of experts have a gradient of zero.
+        ``excluded``: ids without a probability, as those of ``Decoder``.
         """
         super().__init__()
         self.inner = model
@@ -53,7 +51,7 @@ class PolicyModel(torch.nn.Module):
             model.activation_checkpointing_enable(activation_checkpointing_kwargs=settings)
         self.head = _Head(model.get_output_embeddings().weight, excluded)
         _attend_by_document(model)
-        _route_as_decoder(model, freezes_router)
+        _route_as_decoder(model)
 
     def forward(
         self,
@@ -232,7 +230,7 @@ def _attention(
     return (out if sequence is None else sequence.gather_heads(out)).unsqueeze(0), None
 
 
-def _route_as_decoder(model: Any, freezes_router: bool) -> None:
+def _route_as_decoder(model: Any) -> None:
     """Have the routers of a model of transformers choose experts by the decoder's rule.
 
     Raises:
@@ -247,15 +245,12 @@ def _route_as_decoder(model: Any, freezes_router: bool) -> None:
             "rollout; install an earlier version, such as 5.23.0"
         )
     for router in routers:
-        router.forward = partial(_route, router, freezes_router)
+        router.forward = partial(_route, router)
 
 
-def _route(router: Any, is_frozen: bool, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _route(router: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """hidden [T, H] -> the router's logits [T, E], the weights of the chosen experts and their numbers [T, k]."""
-    weight = router.weight
-    if is_frozen:  # the same numbers, and a gradient, which every sharded weight must have: zero
-        weight = weight.detach() + 0.0 * (weight - weight.detach())
-    logits = torch.nn.functional.linear(hidden.reshape(-1, router.hidden_dim), weight)
+    logits = torch.nn.functional.linear(hidden.reshape(-1, router.hidden_dim), router.weight)
     weights, experts = best_experts(
         logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32)), router.top_k
     )

@@ -18,8 +18,8 @@ def is_alone() -> bool:
     return not MPI.Is_initialized() or MPI.Is_finalized() or MPI.COMM_WORLD.size == 1
 
 
-def all_come_here(seconds: float) -> bool:
-    """True if every rank calls this, before it ends, within ``seconds``; False without MPI."""
+def all_ranks_arrive(seconds: float) -> bool:
+    """Collective. Return True if every rank calls this, before it ends, within ``seconds``; False without MPI."""
     remove_node_cache()  # once another rank has ended, the launcher kills this one
     if not MPI.Is_initialized() or MPI.Is_finalized():
         time.sleep(seconds)

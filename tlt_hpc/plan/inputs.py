@@ -217,9 +217,6 @@ def describe(config: Config, assets: ModelAssets, num_ranks: int) -> str:
     return "\n".join([*lines, "", to_toml(config)])
 
 
-_IN_EXPERTS = {"gate_proj", "up_proj", "down_proj"}
-
-
 def check_shape(config: Config, shape: ModelShape, num_ranks: int) -> None:
     """Refuse a model whose positions, heads or layers do not suit the job.
 
@@ -234,11 +231,6 @@ def check_shape(config: Config, shape: ModelShape, num_ranks: int) -> None:
             check_layers(shape, "drafter.form = 'eagle3'")
     check_experts(config, shape, config.model.device)
     check_sequence_parallel(config.optimizer, shape.num_heads, shape.num_kv_heads, num_ranks)
-    if config.lora.rank and shape.num_experts and _IN_EXPERTS.intersection(config.lora.targets):
-        raise ConfigError(
-            f"lora.targets names {sorted(_IN_EXPERTS.intersection(config.lora.targets))[0]!r}, and experts get no "
-            'adapters; use lora.targets = ["q_proj", "k_proj", "v_proj", "o_proj"]'
-        )
 
 
 def check_experts(config: Config, shape: ModelShape, device: str) -> None:
@@ -257,12 +249,11 @@ def check_experts(config: Config, shape: ModelShape, device: str) -> None:
             "passes, and with it another text; use model.dtype = 'bfloat16'"
         )
     coefficient = config.algorithm.router_aux_coefficient
-    for key, value in (
-        ("optimizer.freeze_router = true", config.optimizer.freeze_router),
-        (f"algorithm.router_aux_coefficient = {coefficient}", coefficient),
-    ):
-        if value and not shape.num_experts:
-            raise ConfigError(f"{key} with a model of family {shape.family!r}, which has no router; leave it out")
+    if coefficient and not shape.num_experts:
+        raise ConfigError(
+            f"algorithm.router_aux_coefficient = {coefficient} with a model of family {shape.family!r}, which has no "
+            "router; leave it out"
+        )
 
 
 def check_strategies(speculation: SpeculationSection) -> None:

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from tlt_hpc.cluster.local import PYTHON
+from tlt_hpc.cluster.launcher import PYTHON
 from tlt_hpc.cluster.watch.beat import BEAT
 from tlt_hpc.config import RewardSection, UserError
 from tlt_hpc.rewards.answer import RECEIVED_BYTES, Answer, Failure, FrameBuffer, Verdict, pack

@@ -328,6 +328,6 @@ def _make_optimizer(model: torch.nn.Module, settings: OptimizerSection, offloade
         model.parameters(),
         lr=settings.learning_rate,
         eps=ADAM_EPSILON,
-        weight_decay=0.0,
+        weight_decay=settings.weight_decay,
         fused=offloaded or None,  # on host memory as fast as DeepSpeed's, which each node would compile first
     )

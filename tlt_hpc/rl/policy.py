@@ -99,7 +99,7 @@ class Policy:
         repeats_layers = config.optimizer.repeats_layers(deepspeed.get_accelerator().device_name())
         self._sequence = join_sequence_group(world, config.optimizer.sequence_parallel)
         self._excluded = excluded
-        trained = PolicyModel(model, repeats_layers, self._sequence, excluded, config.optimizer.freeze_router)
+        trained = PolicyModel(model, repeats_layers, self._sequence, excluded)
         self.engine = start_engine(trained, config, world.size)
         self._state = TrainState(self.engine, self._parameters, self._stage, world)
         self._recipe = config.algorithm.recipe

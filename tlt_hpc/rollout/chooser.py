@@ -9,7 +9,7 @@ of what was observed, so ranks that observe the same make the same choice.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from tlt_hpc.rollout.acceptance import Acceptance, StoredAcceptance
@@ -88,7 +88,9 @@ class Chooser:
         self._num_rounds = [0] * len(self.strategies)
         self._random, self._trial_chance, self._agree = random.Random(seed), TRIAL_CHANCE, agree
         self._costs, self._budget = RoundCosts(self.strategies), TrialBudget(TRIAL_SHARE)
-        self._acceptance, self._stored = Acceptance(usual), StoredAcceptance()
+        self._stored = StoredAcceptance()
+        self.acceptance = Acceptance(usual)
+        """Counts of accepted drafts, which a checkpoint keeps; costs belong to the machine and are learned again."""
 
     def index_of(self, strategy: Strategy) -> int:
         """Index of a strategy, with or without its ``rest``."""
@@ -133,26 +135,13 @@ class Chooser:
             lost = seconds - num_tokens / outlook.rates[outlook.best]
         self._budget.add(seconds, lost)
         self._costs.add(index, num_live, seconds, rest)
-        self._acceptance.add(strategy.rest or strategy, num_rest, accepted[:num_rest])
-
-    def discount(self, factor: float) -> None:
-        """Keep only this share of what is known about the drafter's acceptance: it has been replaced."""
-        assert 0 <= factor <= 1
-        self._acceptance.discount(factor)
-
-    def state(self) -> dict[str, list[float]]:
-        """Counts of accepted drafts, for a checkpoint. Costs belong to the machine and are learned again."""
-        return self._acceptance.state()
-
-    def load_state(self, state: Mapping[str, Sequence[float]]) -> None:
-        """Continue from ``state``; families that do not exist any more are ignored."""
-        self._acceptance.load_state(state)
+        self.acceptance.add(strategy.rest or strategy, num_rest, accepted[:num_rest])
 
     def _outlook(self, num_live: int) -> _Outlook:
-        seconds, lengths = self._costs.seconds(num_live), self._acceptance.lengths(num_live)
+        seconds, lengths = self._costs.seconds(num_live), self.acceptance.lengths(num_live)
         rates = [num_live * length / cost for length, cost in zip(lengths, seconds, strict=False)]
         known = [
-            not self.strategies[index].reach or (self._acceptance.is_known(index) and self._costs.is_known(index))
+            not self.strategies[index].reach or (self.acceptance.is_known(index) and self._costs.is_known(index))
             for index in range(len(lengths))
         ]
         return _Outlook(num_live, self._usable, seconds, rates, known)

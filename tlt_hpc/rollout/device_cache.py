@@ -55,6 +55,7 @@ class DevicePagedCache(PagedCache):
         """The kernels read the tables alone."""
 
     def move_slots(self, source: Tensor, target: Tensor) -> None:
+        """Copy the target model's keys and values from slots [m] to slots [m]."""
         for pages in self._pools:
             flat = pages[: self._num_target_layers].flatten(1, 2)
             flat[:, target] = flat[:, source]

@@ -46,23 +46,28 @@ class DeviceRounds(HostRounds):
         self._in_flight: deque[_Round] = deque()
 
     def capture(self, truncates: bool) -> None:
+        """Record the graphs of rounds in which a row's rule truncates, or none does."""
         self._graphs.capture(truncates)
 
     @property
     def graph_bytes(self) -> int:
+        """Device memory of captured graphs, bytes."""
         return self._graphs.num_bytes
 
     @property
     def num_in_flight(self) -> int:
+        """Number of rounds that were launched and have not been read."""
         return len(self._in_flight) + super().num_in_flight
 
     @property
     def tokens_in_flight(self) -> int:
+        """Tokens that a row may have got in rounds that have not been read."""
         return sum(started.plan.strategy.reach + 1 for started in self._in_flight)
 
     # -- which rounds -------------------------------------------------------------------------------------------
 
     def overlaps(self, strategy: Strategy) -> bool:
+        """True if neither the guard nor the strategy's drafts need the texts of the round before."""
         needs_texts = strategy.source in ("ngram", "stored")
         return not (self.is_guarded or needs_texts)
 
@@ -153,6 +158,7 @@ class DeviceRounds(HostRounds):
     # -- read ---------------------------------------------------------------------------------------------------
 
     def read(self) -> RoundResult:
+        """Wait for the oldest round under way, and append its tokens to the texts."""
         if not self._in_flight:
             return super().read()
         started, num_guarded = self._in_flight.popleft(), self.guard.num_guarded
@@ -184,7 +190,7 @@ class DeviceRounds(HostRounds):
     def _take(
         self, responses: Sequence[Response], outcome: list[list[int]], log_probs: Tensor
     ) -> tuple[list[int], list[bool], list[int]]:
-        """As ``append``, of rows of ``GraphRound.verify``'s first output, with their log-probs [B, m]."""
+        """Append what ``GraphRound.verify`` gave the rows, with log-probs [B, m]; returns as ``append`` does."""
         counts, ended, accepted, kept = list[int](), list[bool](), list[int](), list[tuple[int, int, int, int]]()
         for i, (response, row) in enumerate(zip(responses, outcome, strict=True)):
             count, num_accepted, flags = row[-NUM_FIGURES:]

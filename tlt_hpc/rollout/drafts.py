@@ -192,7 +192,7 @@ class LearnedDrafts:
         return feature
 
     def read(self, rows: LiveRows, which: slice | Tensor, layout: Layout | None, width: int) -> Tensor:
-        """As ``catch_up``, for the rows ``which`` [B], none of which has more than ``width`` positions to read.
+        """Read the next positions, at most ``width``, of the rows ``which`` [B]; returns as ``catch_up`` does.
 
         ``layout`` is that of these rows.
         """

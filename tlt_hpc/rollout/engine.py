@@ -82,7 +82,7 @@ class RolloutEngine:
         self._stops: dict[tuple[str, ...], StopStrings] = {}
         self._finished: list[Rollout] = []
         self.outbox = FeatureOutbox(self._cache, decoder.shape.hidden_size)
-        """Hands the features of finished responses to its ``sink``, where a drafter is trained."""
+        """Hands over the features of finished responses where a drafter is trained."""
         self._num_submitted = self._num_own = 0
         """Requests of all kinds so far; the step's own that have not finished."""
         self._counts = self._new_counts()
@@ -115,7 +115,7 @@ class RolloutEngine:
         for request, params in checked:
             self._num_submitted += 1
             self._num_own += 1
-            self._scheduler.wait(self._response(request, params))
+            self._scheduler.enqueue(self._response(request, params))
 
     def _response(self, request: Request, params: SamplingParams) -> Response:
         stored = self._stored_texts.get(request.key)
@@ -142,6 +142,7 @@ class RolloutEngine:
 
     @property
     def has_work(self) -> bool:
+        """True if any of the step's own requests has not finished."""
         return self._num_own > 0
 
     @property
@@ -151,6 +152,7 @@ class RolloutEngine:
 
     @property
     def num_unfinished(self) -> int:
+        """Number of the step's own requests that have not finished."""
         return self._num_own
 
     @property
@@ -269,7 +271,7 @@ class RolloutEngine:
         self._cache.clear(drafter_only=True)
         self._rounds.drafter_is_sound = True
         self._drafter_is_trained = trained
-        self.chooser.discount(0.5)
+        self.chooser.acceptance.discount(0.5)
 
     def calibrate(self, requests: Sequence[Request]) -> None:
         """Prepare for the first rollout: capture graphs on a GPU, measure the tie guard's tolerance on real text.
@@ -315,7 +317,7 @@ class RolloutEngine:
         if not (self._num_own or scheduler.waiting):
             num_free = self._rows.capacity - self._rows.num_live - len(scheduler.prefilling)
             for response in self.ahead.next_rows(num_free, bool(self._rows.num_live or scheduler.prefilling)):
-                scheduler.wait(response)
+                scheduler.enqueue(response)
         scheduler.admit()
         if not self._num_own:
             max_tokens = self.ahead.prefill_tokens(max_tokens, bool(self._rows.num_live))

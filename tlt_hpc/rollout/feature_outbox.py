@@ -59,13 +59,8 @@ class FeatureOutbox:
     def __len__(self) -> int:
         return len(self._queue)
 
-    @property
-    def sink(self) -> FeatureSink | None:
-        """Who gets the features; a new one has seen no prompt."""
-        return self._sink
-
-    @sink.setter
-    def sink(self, sink: FeatureSink | None) -> None:
+    def send_to(self, sink: FeatureSink | None) -> None:
+        """Hand the features over to ``sink`` from now on, prompts' included; None: copy none."""
         self._sink = sink
         self.forget_prompts()
 

@@ -132,7 +132,7 @@ class PagedCache(ABC):
         self._memory.close()
 
     def renew(self) -> None:
-        """As ``clear``, of memory that was given back or not."""
+        """Take the memory again if it was given back, and clear it."""
         if self._memory.is_released:
             self._memory.restore()
         else:
@@ -297,9 +297,11 @@ class HostPagedCache(PagedCache):
         self._offsets = torch.arange(sizes.page_size, device=device)
 
     def layout(self, tables: Sequence[Sequence[int]], high_water: int) -> Layout:
+        """The entries (page, row that reads it) of passes over rows with these pages."""
         return make_layout(tables, high_water, self.page_size, self._pool.device)
 
     def move_slots(self, source: Tensor, target: Tensor) -> None:
+        """Copy the target model's keys and values from slots [m] to slots [m]."""
         layers, d = self._num_target_layers, self._heads[2]
         flat = self._pool[:layers].view(layers, -1, d)
         to, of = self._entries(target), self._entries(source)

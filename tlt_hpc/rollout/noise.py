@@ -54,11 +54,11 @@ def _fused(vocab_size: int) -> Callable[[Tensor, Tensor, int], Tensor]:
     try:
         fused(torch.zeros(2, 4, dtype=torch.int64), torch.zeros(2, dtype=torch.int64), vocab_size)  # compiles it
     except BackendCompilerFailed as error:
-        told = [line.strip() for line in str(error.inner_exception).splitlines() if line.strip()]
+        lines = [line.strip() for line in str(error.inner_exception).splitlines() if line.strip()]
         logger.warning(
             "%s does not compile the noise, which takes five times as long without; set CXX to another compiler, or "
             "TORCHINDUCTOR_CACHE_DIR to an empty folder: %s",
-            compiler, next((line for line in told if "error:" in line), "".join(told[-1:])),
+            compiler, next((line for line in lines if "error:" in line), "".join(lines[-1:])),
         )  # fmt: skip
         return gumbel_noise_reference
 

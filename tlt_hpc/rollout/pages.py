@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 
-_LOOSEST = 0.75
+_MIN_DENSITY = 0.75
 """Below this share of used pages among those up to the highest used one, pages are worth moving together."""
 
 
@@ -18,10 +18,12 @@ class PagePool:
 
     @property
     def num_free(self) -> int:
+        """Number of pages that nobody holds."""
         return len(self._free)
 
     @property
     def num_used(self) -> int:
+        """Number of pages that somebody holds."""
         return self.num_pages - len(self._free)
 
     @property
@@ -52,9 +54,9 @@ class PagePool:
                 heapq.heappush(self._free, page)
 
     @property
-    def is_loose(self) -> bool:
+    def is_fragmented(self) -> bool:
         """True if a pass over all pages up to the highest would read many unused ones."""
-        return self.num_used < _LOOSEST * self.high_water
+        return self.num_used < _MIN_DENSITY * self.high_water
 
     def pack(self) -> dict[int, int]:
         """Move the highest pages into the lowest holes; returns old -> new. Whoever holds pages relabels them."""

@@ -107,15 +107,18 @@ class HostMemory:
         self._map = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
     def tensor(self) -> Tensor:
+        """The bytes [n] as a uint8 tensor."""
         return torch.frombuffer(self._map, dtype=torch.uint8)
 
     def release(self) -> None:
+        """Give the memory back: its contents are lost."""
         self._map.madvise(mmap.MADV_DONTNEED)
 
     def restore(self) -> None:
         """Nothing to do: memory comes with the first touch."""
 
     def close(self) -> None:
+        """Give the memory back; the addresses stay until the tensor is gone."""
         self.release()
 
 

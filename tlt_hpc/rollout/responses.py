@@ -57,6 +57,7 @@ class Response:
 
     @property
     def num_response(self) -> int:
+        """Number of response tokens so far."""
         return len(self.text) - self.prompt_length
 
     @property

@@ -46,18 +46,22 @@ class LiveRows:
 
     @property
     def num_live(self) -> int:
+        """Number of rows that have a sequence."""
         return len(self.responses)
 
     @property
     def capacity(self) -> int:
+        """Number of rows, padding included."""
         return len(self.lengths)
 
     @property
     def num_bytes(self) -> int:
+        """Bytes of tokens and log-probs."""
         return self.tokens.nbytes + self.log_probs.nbytes
 
     @property
     def response_lengths(self) -> list[int]:
+        """Response tokens so far, of each live row."""
         return [response.num_response for response in self.responses]
 
     def add(self, response: Response) -> int:

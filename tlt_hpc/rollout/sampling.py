@@ -24,6 +24,7 @@ class SamplingRule:
 
     @property
     def truncates(self) -> bool:
+        """True if top-k or top-p leaves tokens out."""
         return self.top_k > 0 or self.top_p < 1.0
 
 

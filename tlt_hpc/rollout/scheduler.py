@@ -32,6 +32,7 @@ class PrefillChunk:
 
     @property
     def num_read(self) -> int:
+        """Positions that the pass reads, repeated ones not counted."""
         return sum(self.ends) - sum(response.num_cached for response in self.responses)
 
 
@@ -49,13 +50,14 @@ class Scheduler:
 
     @property
     def num_unfinished(self) -> int:
+        """Number of sequences that wait, are prefilled or have a row."""
         return len(self.waiting) + len(self.prefilling) + self.rows.num_live
 
     @property
     def layout(self) -> Layout | None:
-        """Who reads which page among the live rows."""
+        """The cache's layout of passes over the live rows; made again only after their pages have changed."""
         if self._layout is None:
-            if self.cache.wants_packing and self.pool.is_loose:
+            if self.cache.wants_packing and self.pool.is_fragmented:
                 self._pack()
             tables = [response.pages for response in self.rows.responses]
             self._layout = self.cache.layout(tables, self.pool.high_water)
@@ -73,10 +75,11 @@ class Scheduler:
         return self._first_layout[1]
 
     def pages_for(self, num_tokens: int) -> int:
+        """Number of pages that so many tokens take."""
         return -(-num_tokens // self.cache.page_size)
 
-    def wait(self, response: Response) -> None:
-        """Let a sequence wait for pages."""
+    def enqueue(self, response: Response) -> None:
+        """Add a sequence to those that wait for pages, at the place of its arrival."""
         insort(self.waiting, response, key=attrgetter("order"))
 
     # -- in -----------------------------------------------------------------------------------------------------
@@ -93,7 +96,7 @@ class Scheduler:
                 later.append(response)
                 break
         for response in later:
-            self.wait(response)
+            self.enqueue(response)
 
     def _prompt_is_prefilling(self, response: Response) -> bool:
         return any(other.prompt == response.prompt for other in self.prefilling)
@@ -182,7 +185,7 @@ class Scheduler:
             if lacking > self.pool.num_free:
                 victim = self._preempt()
                 num_preempted += not victim.is_ahead
-                self.wait(victim)
+                self.enqueue(victim)
                 row = 0  # rows have moved; those that have their pages take none again
                 continue
             if lacking:
@@ -225,7 +228,7 @@ class Scheduler:
         responses = self.rows.responses
         for response in responses:
             if response.stored is not None:
-                response.stored.look(response.text, response.prompt_length, response.room)
+                response.stored.follow(response.text, response.prompt_length, response.room)
                 if response.stored.is_spent:
                     response.stored = None
         num_rest = sum(not response.num_stored for response in responses)

@@ -44,10 +44,11 @@ class StoredText:
         self._num_seen = self._shift = self._lost_at = 0
         self._places: dict[tuple[int, ...], list[int]] | None = None
         self.num_drafts = 0
-        """Drafts that it has for the next round, as ``look`` found."""
+        """Drafts that it has for the next round, as ``follow`` found."""
 
     @property
     def is_sure(self) -> bool:
+        """True if the last ``SURE`` tokens of the response stand before the cursor."""
         return self._num_agreed >= SURE
 
     @property
@@ -57,20 +58,21 @@ class StoredText:
             return self._num_seen - self._lost_at > _GIVEN_UP
         return self._next >= len(self._tokens)
 
-    def look(self, text: Sequence[int], start: int, room: int) -> int:
+    def follow(self, text: Sequence[int], start: int, room: int) -> int:
         """Follow a response that begins at ``start`` of its ``text``; returns how many drafts there are for its next
         ``room`` tokens.
         """
-        self._follow(text, start)
+        self._advance(text, start)
         left = len(self._tokens) - self._next if self._next >= 0 else 0
         count = min(left, room, len(self._tokens) if self.is_sure else _UNSURE_DRAFTS)
         self.num_drafts = count if count >= _MIN_DRAFTS else 0
         return self.num_drafts
 
     def drafts(self, most: int) -> list[int]:
+        """The next tokens of the text, at most so many and no more than ``num_drafts``."""
         return self._tokens[self._next : self._next + min(most, self.num_drafts)]
 
-    def _follow(self, text: Sequence[int], start: int) -> None:
+    def _advance(self, text: Sequence[int], start: int) -> None:
         new = text[start + self._num_seen :]
         self._num_seen += len(new)
         if self._next >= 0:

@@ -60,6 +60,7 @@ class Strategy:
 
     @cached_property
     def name(self) -> str:
+        """Its name in ``speculation.strategies``, in logs and metrics, such as ngram-4 or drafter-6x4v16a2."""
         if self.source in ("off", "stored"):
             return "off" if self.source == "off" else f"stored-{self.depth}"
         tree = f"x{self.branching}v{self.num_drafts}" if self.branching > 1 or self.num_drafts != self.depth else ""

@@ -44,6 +44,7 @@ class PendingHostCopy:
 
     @property
     def is_ready(self) -> bool:
+        """True if ``wait`` would not wait."""
         return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
 
     def wait(self) -> Tensor:

@@ -31,6 +31,7 @@ class DraftTree:
 
     @property
     def num_nodes(self) -> int:
+        """Number of nodes of each row, node 0 and empty ones included."""
         return self.tokens.shape[1]
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tlt_hpc.cluster.local import find_mpiexec
+from tlt_hpc.cluster.launcher import find_mpiexec
 from tlt_hpc.common.errors import UserError
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.hdf5 import DamagedFile

@@ -11,7 +11,7 @@ import re
 import shutil
 from typing import Any
 
-from tlt_hpc.cluster.local import PYTHON, find_mpiexec, launch_environment
+from tlt_hpc.cluster.launcher import PYTHON, find_mpiexec, launch_environment
 from tlt_hpc.cluster.slurm import is_task
 from tlt_hpc.config import UserError
 from tlt_hpc.extras.preflight.planned_job import PlannedJob

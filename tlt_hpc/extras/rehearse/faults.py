@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from tlt_hpc.cluster.local import launched_rank
+from tlt_hpc.cluster.launcher import launched_rank
 from tlt_hpc.cluster.watch.beat import BEAT, Phase
 
 VARIABLE = "TLT_REHEARSAL"

@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from tlt_hpc.cluster.local import PYTHON, find_mpiexec, launch_environment
+from tlt_hpc.cluster.launcher import PYTHON, find_mpiexec, launch_environment
 from tlt_hpc.cluster.stopping import STOPPED_EARLY
 from tlt_hpc.common.words import count, table
 from tlt_hpc.config import ConfigError, UserError, load_config

@@ -61,7 +61,7 @@ class Situation:
     def trained_parameters(self) -> int:
         """Parameters that have gradients and moments: the model's, or those of its adapters."""
         lora = self.config.lora
-        return adapter_parameters(self.shape, lora.rank, lora.targets) if lora.rank else self.shape.num_parameters
+        return adapter_parameters(self.shape, lora.rank) if lora.rank else self.shape.num_parameters
 
     @property
     def frozen_parameters(self) -> int:

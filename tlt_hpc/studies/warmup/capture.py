@@ -101,7 +101,7 @@ def capture_block(
     roster = warmup.generate(engine, requests, shown=on_round)
     has_finished = engine.abort() == 0
     engine.collect()
-    engine.outbox.sink = None
+    engine.outbox.send_to(None)
     if cache is not None and has_finished:
         cache.end_step(durable=True)  # a later start takes it as it is
     elif cache is not None:
@@ -116,7 +116,7 @@ def begin_file(warmup: Warmup, engine: RolloutEngine, part: CapturePart, max_byt
     cache = FeatureCache(part.folder, 0, *shape, max(2, 2 * max_bytes), num_ranks=1)
     cache.remove_parts()
     sink: FeatureSink = cache.begin_step(0, warmup.decoder.version).append
-    engine.outbox.sink = naming_responses(sink, part.texts) if warmup.texts.are_logged else sink
+    engine.outbox.send_to(naming_responses(sink, part.texts) if warmup.texts.are_logged else sink)
     return cache
 
 
