@@ -194,7 +194,7 @@ class Driver:
         )
         job = SimpleNamespace(
             world=world, pulse=pulse, engine=engine, folder=folder, config=config, drafting=drafting, start=start,
-            serve_drafter=lambda: None,
+            load_engine_drafter=lambda: None,
             replica=SimpleNamespace(size=1, number=world.rank, mark=None), policy=Policy(world.rank, world.size),
             checkpoints=CheckpointStore(folder.checkpoints, 2), load_policy=lambda step: cluster.sleep(1e-3),
             prompts=None, shard=list, calibrate=lambda *_: None, plan=SimpleNamespace(learn=lambda line: None),

@@ -376,7 +376,7 @@ PROMPT, RESPONSE, NUM_DRAFTED = 128, 2048, 32_768
 
 
 def kernels_of(shape: ModelShape, rows: int, num_drafted: int) -> Iterator[tuple[str, int, int]]:
-    """Of each strategy, the kernels of its two graphs and what a round launches beside them, copies included.
+    """Kernels of each strategy's two graphs, and what a round launches beside them, copies included.
 
     ``num_drafted``: tokens that drafts are chosen among.
     """
@@ -400,6 +400,7 @@ def kernels_of(shape: ModelShape, rows: int, num_drafted: int) -> Iterator[tuple
 
 
 def main() -> None:
+    """Print the kernels of a round."""
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     torch.set_num_threads(1)
     for strategy, in_graphs, beside in kernels_of(shape_from(QWEN_7B, "Qwen2.5-7B"), 16, NUM_DRAFTED):

@@ -45,7 +45,7 @@ _SHOWN_SPANS = 4
 
 @dataclass(frozen=True)
 class ModelAssets:
-    """What the configuration names of a model, as far as it can be read without loading weights."""
+    """Files of a model that the configuration names, as far as they can be read without loading weights."""
 
     folder: Path
     shape: ModelShape
@@ -204,7 +204,7 @@ def describe_model(model: ModelSection, assets: ModelAssets) -> list[str]:
 
 
 def describe(config: Config, assets: ModelAssets, num_ranks: int) -> str:
-    """What the ranks and the model add to the configuration, in words; then the resolved configuration as TOML."""
+    """A run in words, as ranks and model determine it beside the configuration; then the configuration as TOML."""
     rollout, parallel = config.rollout, config.rollout.tensor_parallel
     lines = [
         f"run         {config.folder}: {count(config.run.num_steps, 'step')} on {count(num_ranks, 'rank')}, "
