@@ -169,7 +169,7 @@ class Driver:
         config = SimpleNamespace(
             folder=folder.path, run=SimpleNamespace(num_steps=plan.rounds, seed=0),
             checkpoint=SimpleNamespace(every_steps=self.every),
-            drafter=SimpleNamespace(train=True), rollout=SimpleNamespace(group_size=1),
+            speculation=SimpleNamespace(trains_drafter=True), rollout=SimpleNamespace(group_size=1),
             evaluation=SimpleNamespace(every_steps=0),
         )  # fmt: skip
         progress = partial(describe_progress, config)
@@ -186,7 +186,7 @@ class Driver:
         if world.rank == 0:
             start_watch(process, folder.status, start)
         pulse, engine = Pulse(world.private_comm(), 50e-3), Engine(cluster, 0.3, None)
-        engine.chooser = SimpleNamespace(state=dict, load_state=lambda state: None)
+        engine.chooser = SimpleNamespace(acceptance=SimpleNamespace(state=dict, load_state=lambda state: None))
         engine.release_pages = lambda: None
         cache = SimpleNamespace(giving_up=nullcontext, end_step=lambda: None, abandon_step=lambda: None)
         drafting = (

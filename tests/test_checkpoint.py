@@ -349,7 +349,7 @@ def test_no_step_waits_for_the_drafters_own_saves(tmp_path, disk, caplog):
     job: Any = SimpleNamespace(
         drafting=SimpleNamespace(checkpoints=store, spot=spot, warned=[]), world=OneRank(), folder=RunFolder(tmp_path),
         config=SimpleNamespace(speculation=SimpleNamespace(trains_drafter=True)),
-        engine=SimpleNamespace(chooser=SimpleNamespace(state=dict)),
+        engine=SimpleNamespace(chooser=SimpleNamespace(acceptance=SimpleNamespace(state=dict))),
     )  # fmt: skip
     for step in (2, 4, 6):
         save_drafter_if_due(job, step)
