@@ -164,7 +164,7 @@ class Driver:
                 raise ScheduleError(f"start {self.starts} ends early, and nobody asked")
 
     def work(self, process: Process) -> int:
-        """One rank of one start, as ``be_rank`` and ``train`` of the command line run it."""
+        """One rank of one start, as ``run_as_rank`` and ``train`` of the command line run it."""
         cluster, plan, folder, start = self.cluster, self.plan, self.folder, process.environ["START"]
         config = SimpleNamespace(
             folder=folder.path, run=SimpleNamespace(num_steps=plan.rounds, seed=0),
@@ -194,7 +194,7 @@ class Driver:
         )
         job = SimpleNamespace(
             world=world, pulse=pulse, engine=engine, folder=folder, config=config, drafting=drafting, start=start,
-            serve_drafter=lambda: None,
+            load_engine_drafter=lambda: None,
             replica=SimpleNamespace(size=1, number=world.rank, mark=None), policy=Policy(world.rank, world.size),
             checkpoints=CheckpointStore(folder.checkpoints, 2), load_policy=lambda step: cluster.sleep(1e-3),
             prompts=None, shard=list, calibrate=lambda *_: None, plan=SimpleNamespace(learn=lambda line: None),

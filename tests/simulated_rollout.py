@@ -137,7 +137,7 @@ def begin(process: Process, know: Callable[[StopFlag], None] = lambda flag: None
 
 
 def as_rank(work: Callable[[Process], int], process: Process) -> int:
-    """A rank's exit status; what ends it early is handled as ``be_rank`` of the command line does."""
+    """A rank's exit status; what ends it early is handled as ``run_as_rank`` of the command line does."""
     try:
         return work(process)
     except (UserError, WriteError) as error:

@@ -34,16 +34,15 @@ class Silent:
 def state_of(job: Any) -> dict[str, Any]:
     """All that is to come back, copied."""
     policy = {name: (piece.start, piece.values.clone()) for name, piece in job.policy.state_shard()}
+    engine_drafter = job.drafting.engine_drafter.state_dict()
     return {
         "policy": policy,
         "optimizer_steps": job.policy.optimizer_step_count,
         "weights": {name: weight.clone() for name, weight in job.policy.named_weights()},
         "drafter": job.drafting.spot.trained.state(),
         "drafter_steps": job.drafting.spot.trained.num_steps,
-        "served is not trained": bool(
-            (job.drafting.served.state_dict()["fc"] != job.drafting.spot.trained.drafter.state_dict()["fc"]).any()
-        ),
-        "served": {name: tensor.clone() for name, tensor in job.drafting.served.state_dict().items()},
+        "served is not trained": bool((engine_drafter["fc"] != job.drafting.spot.trained.drafter.fc).any()),
+        "served": {name: tensor.clone() for name, tensor in engine_drafter.items()},
         "chooser": json.loads(json.dumps(job.engine.chooser.acceptance.state())),
     }
 

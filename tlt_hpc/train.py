@@ -231,7 +231,7 @@ def merging(job: Job, trains_drafter: bool) -> Iterator[None]:
         job.engine.release_pages()  # the merge needs memory, too
     with job.drafting.spot.merging(job.world):
         yield
-    job.serve_drafter()
+    job.load_engine_drafter()
 
 
 def drop_replaced(job: Job, step: int) -> None:

@@ -67,7 +67,7 @@ def bench_strategies(options: argparse.Namespace) -> None:
 
 def compare_strategies(session: Any, batch: int, turns: list[list[Request]]) -> None:
     """Print a line for each way at one batch size; the first turn is for learning."""
-    from tlt_hpc.models.drafter_file import serving_drafter
+    from tlt_hpc.models.drafter_file import inference_drafter
     from tlt_hpc.rollout.strategy import OFF
     from tlt_hpc.run.job import read_initial_drafter
     from tlt_hpc.studies.compare import num_mismatched
@@ -80,7 +80,7 @@ def compare_strategies(session: Any, batch: int, turns: list[list[Request]]) -> 
     ways = {"off": (OFF,), **{s.name: (s,) for s in settings.strategies if s != OFF}, "adaptive": settings.strategies}
     engines, differ = dict[str, Any](), Counter[str]()
     for way, strategies in ways.items():
-        drafter = serving_drafter(weights, session.decoder) if weights else None
+        drafter = inference_drafter(weights, session.decoder) if weights else None
         own = replace(settings, max_live=batch, strategies=strategies, kv_bytes=settings.kv_bytes // len(ways))
         engine = engines[way] = session.make_engine(own, drafter, drafter_is_trained=drafter is not None)
         session.calibrate(engine, turns[0])

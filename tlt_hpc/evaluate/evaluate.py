@@ -26,7 +26,7 @@ from tlt_hpc.evaluate.exam import Exam, answer, open_exam, sampling_params
 from tlt_hpc.evaluate.folder import EvaluationFolder
 from tlt_hpc.evaluate.subject import Subject, load_weights, open_checkpoint
 from tlt_hpc.evaluate.tally import Results
-from tlt_hpc.models.drafter_file import initial_drafter, is_served, serving_drafter
+from tlt_hpc.models.drafter_file import inference_drafter, initial_drafter, is_inference_tensor
 from tlt_hpc.models.eagle import Eagle
 from tlt_hpc.models.piece import read_all_once
 from tlt_hpc.models.shape import ModelShape, check_sharding, read_shape
@@ -120,7 +120,7 @@ def make_engine(session: Session, exam: Exam, checkpoint: Checkpoint | None) -> 
         weights = read_all_once(
             session.world.node_group, lambda: _drafter_weights(config, checkpoint, session.decoder.shape)
         )
-        drafter = None if weights is None else serving_drafter(weights, session.decoder)
+        drafter = None if weights is None else inference_drafter(weights, session.decoder)
         if isinstance(drafter, Eagle):
             draft_among_frequent(drafter, config, session.assets, [p for each in exam.sets for p in each.prompts])
     settings = session.settings()
@@ -138,7 +138,7 @@ def _drafter_weights(config: Config, checkpoint: Checkpoint | None, shape: Model
     if not int(checkpoint.read("drafter", "num_steps")) and config.drafter.init == "random":
         return None
     with checkpoint.reading("drafter") as read:
-        return {name: read(name) for name in filter(is_served, checkpoint.names("drafter"))}
+        return {name: read(name) for name in filter(is_inference_tensor, checkpoint.names("drafter"))}
 
 
 def claim(folder: EvaluationFolder, facts: dict[str, object]) -> set[SampleKey]:

@@ -50,7 +50,7 @@ class Drafting:
 
     cache: FeatureCache
     spot: SpotTrainer
-    served: Drafter
+    engine_drafter: Drafter
     """The engine's copy, in the decoder's precision; refreshed after every merge."""
     checkpoints: CheckpointStore
     """Saves of the drafter alone, after each step that no whole checkpoint follows."""
@@ -87,10 +87,10 @@ class Job(Session):
         """Collective. Put the policy's weights into the decoder; the drafter reads its embedding and head there."""
         self.engine.load_policy(self.policy.named_weights(), version)
 
-    def serve_drafter(self) -> None:
+    def load_engine_drafter(self) -> None:
         """Copy the trained drafter into the engine's."""
         assert self.drafting is not None
-        self.engine.load_drafter(self.drafting.spot.trained.served(), self.drafting.spot.trained.has_learned)
+        self.engine.load_drafter(self.drafting.spot.trained.averaged_weights(), self.drafting.spot.trained.has_learned)
 
 
 def assemble(config: Config, world: World) -> Job:
@@ -117,7 +117,7 @@ def assemble(config: Config, world: World) -> Job:
         if drafting:
             drafting.cache.remove_parts()
         ahead = ahead_mode(config, world, device)
-        served = drafting.served if drafting else None
+        served = drafting.engine_drafter if drafting else None
         engine = session.make_engine(session.settings(ahead != "off"), served, keeps=session.keeps)
         world.say("joining the process group")
         join_process_group(world, "cuda" if device.type == "cuda" else "cpu")

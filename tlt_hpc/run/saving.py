@@ -184,7 +184,7 @@ def resume(job: Job, shown: Callable[[int], None]) -> tuple[int, int]:
     step, alone = replay(job, saved, shown)
     newest = alone or checkpoint
     if job.drafting:
-        job.serve_drafter()
+        job.load_engine_drafter()
     job.load_policy(step)
     own = job.shard(StepDraws(job.config, job.prompts, step).requests())
     job.calibrate(job.engine, own[:: job.config.rollout.group_size])
