@@ -38,8 +38,8 @@ def text_of(page: Path) -> str:
 
 @cache
 def prose_of(page: Path) -> str:
-    """A page without its blocks of code."""
-    return _FENCE.sub("", text_of(page))
+    """A page without its blocks of code and without files of earlier commits."""
+    return re.sub(r"`[^`]+`\s+of\s+commit", "", _FENCE.sub("", text_of(page)))
 
 
 def inline_code(page: Path) -> list[str]:
