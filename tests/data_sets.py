@@ -75,7 +75,7 @@ def open_data(source: Any, *overrides: str, chat: ChatFormat = RAW, count: int =
 
 
 def reader_of(source: Any, *overrides: str, chat: ChatFormat = RAW) -> PromptReader:
-    return PromptReader(config_of(source, *overrides).data, 0, embedded_tokenizer(), chat)
+    return PromptReader(config_of(source, *overrides).data, embedded_tokenizer(), chat)
 
 
 def all_prompts(source: Any, *overrides: str, chat: ChatFormat = RAW) -> list[Prompt]:

@@ -164,12 +164,12 @@ class Driver:
                 raise ScheduleError(f"start {self.starts} ends early, and nobody asked")
 
     def work(self, process: Process) -> int:
-        """One rank of one start, as ``be_rank`` and ``train`` of the command line run it."""
+        """One rank of one start, as ``run_as_rank`` and ``train`` of the command line run it."""
         cluster, plan, folder, start = self.cluster, self.plan, self.folder, process.environ["START"]
         config = SimpleNamespace(
             folder=folder.path, run=SimpleNamespace(num_steps=plan.rounds, seed=0),
             checkpoint=SimpleNamespace(every_steps=self.every),
-            drafter=SimpleNamespace(train=True), rollout=SimpleNamespace(group_size=1),
+            speculation=SimpleNamespace(trains_drafter=True), rollout=SimpleNamespace(group_size=1),
             evaluation=SimpleNamespace(every_steps=0),
         )  # fmt: skip
         progress = partial(describe_progress, config)
@@ -186,7 +186,7 @@ class Driver:
         if world.rank == 0:
             start_watch(process, folder.status, start)
         pulse, engine = Pulse(world.private_comm(), 50e-3), Engine(cluster, 0.3, None)
-        engine.chooser = SimpleNamespace(state=dict, load_state=lambda state: None)
+        engine.chooser = SimpleNamespace(acceptance=SimpleNamespace(state=dict, load_state=lambda state: None))
         engine.release_pages = lambda: None
         cache = SimpleNamespace(giving_up=nullcontext, end_step=lambda: None, abandon_step=lambda: None)
         drafting = (
@@ -194,7 +194,7 @@ class Driver:
         )
         job = SimpleNamespace(
             world=world, pulse=pulse, engine=engine, folder=folder, config=config, drafting=drafting, start=start,
-            serve_drafter=lambda: None,
+            load_engine_drafter=lambda: None,
             replica=SimpleNamespace(size=1, number=world.rank, mark=None), policy=Policy(world.rank, world.size),
             checkpoints=CheckpointStore(folder.checkpoints, 2), load_policy=lambda step: cluster.sleep(1e-3),
             prompts=None, shard=list, calibrate=lambda *_: None, plan=SimpleNamespace(learn=lambda line: None),

@@ -137,7 +137,7 @@ def begin(process: Process, know: Callable[[StopFlag], None] = lambda flag: None
 
 
 def as_rank(work: Callable[[Process], int], process: Process) -> int:
-    """A rank's exit status; what ends it early is handled as ``be_rank`` of the command line does."""
+    """A rank's exit status; what ends it early is handled as ``run_as_rank`` of the command line does."""
     try:
         return work(process)
     except (UserError, WriteError) as error:
@@ -291,7 +291,7 @@ def generate(
     before = counts[rank]
     roster = Session.generate(
         job, engine, requests, on_idle=lambda roster: rollout_loop.use_wait(job, scorer, use, ahead, roster),
-        status=lambda: rollout_loop.status(job, ahead), shown=look, epoch=number,
+        status=lambda: rollout_loop.rank_status(engine, job.world, job.drafting, ahead), shown=look, epoch=number,
     )  # fmt: skip
     look(roster)
     same(cluster, ("last round", epoch), roster.round)

@@ -20,24 +20,16 @@ from logged import make_rollout
 from tlt_hpc.common.records import Rollout, SampleKey
 from tlt_hpc.config import AlgorithmSection, ConfigError, load_config, load_saved_config, parse_config, to_toml
 from tlt_hpc.config.recipes import RECIPES, Correction, CorrectionName, Recipe
-from tlt_hpc.models.policy_model import _Read
 from tlt_hpc.rl.advantage import (
     advantages_of,
-    centred_advantages,
     group_advantages,
-    leave_one_out_advantages,
-    overlong_penalties,
-    token_weights,
-    whiten,
 )
 from tlt_hpc.rl.batches import cut_micro_batches, mini_batches, pack, plan_updates
-from tlt_hpc.rl.loss import MismatchWatch, clipped_loss, correction_weights, kl_estimate, mismatch_terms, policy_loss
+from tlt_hpc.rl.loss import MismatchWatch, correction_weights, kl_estimate, mismatch_terms, policy_loss
 from tlt_hpc.rl.stats import NotFiniteError
 from tlt_hpc.rl.update import update_policy
 
 TINY = Path(__file__).parent.parent / "jobs" / "tiny.toml"
-REWARDS = np.array([1, 0, 0, 3, 2, 2, 2, 2], np.float32)
-LENGTHS = np.array([1, 2, 3, 4, 5, 6, 7, 8])
 KEY = SampleKey(0, 0, 0, 0, 0)
 
 
@@ -45,29 +37,15 @@ KEY = SampleKey(0, 0, 0, 0, 0)
 
 
 @pytest.mark.parametrize(
-    ("name", "parts"),
+    ("name", "clip", "parts"),
     [
-        ("grpo", ("group", "clip", "token-mean", 0.2, 0.2)),
-        ("dr-grpo", ("group-mean", "clip", "seq-mean-token-sum-norm", 0.2, 0.2)),
-        ("dapo", ("group", "clip", "token-mean", 0.2, 0.28)),
-        ("rloo", ("leave-one-out", "clip", "seq-mean-token-sum", 0.2, 0.2)),
-        ("gspo", ("group", "sequence-clip", "seq-mean-token-mean", 3e-4, 4e-4)),
+        ("grpo", "auto", ("group", "clip", "token-mean", 0.2, 0.2)),
+        ("dapo", "auto", ("group", "clip", "token-mean", 0.2, 0.28)),
+        ("gspo", [0.1, 4e-4], ("group", "sequence-clip", "seq-mean-token-mean", 0.1, 4e-4)),
     ],
 )
-def test_what_a_name_stands_for(name: Any, parts: Any) -> None:
-    assert AlgorithmSection(name=name).recipe == Recipe(*parts)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "bounds"),
-    [
-        (["algorithm.name=gspo", "algorithm.clip=[0.1,4e-4]"], (0.1, 4e-4)),
-        (["algorithm.name=cispo", "algorithm.clip=[1.0,1.0]"], (1.0, 1.0)),
-    ],
-)
-def test_bounds_that_are_set_replace_the_algorithms(overrides: list[str], bounds: tuple[float, float]) -> None:
-    recipe = load_config(TINY, overrides).algorithm.recipe
-    assert (recipe.clip_low, recipe.clip_high) == bounds
+def test_what_a_name_stands_for_and_bounds_in_place_of_its_own(name: Any, clip: Any, parts: Any) -> None:
+    assert AlgorithmSection(name=name, clip=clip).recipe == Recipe(*parts)
 
 
 def test_what_a_run_saves_is_resolved() -> None:
@@ -75,12 +53,6 @@ def test_what_a_run_saves_is_resolved() -> None:
     section = text[text.index("[algorithm]") : text.index("[optimizer]")]
     assert "clip = [0.0003, 0.0004]" in section and 'kl_estimator = "k3"' in section and "auto" not in section
     assert parse_config(tomllib.loads(text)).algorithm.recipe == RECIPES["gspo"]
-
-
-def test_a_run_saved_without_a_correction_can_be_the_job_of_one_with_it() -> None:
-    saved = tomllib.loads(to_toml(load_config(TINY, [])))
-    saved["algorithm"]["rollout_correction"] = "tis"
-    assert parse_config(saved).algorithm.correction == Correction("tis", 0.0, 2.0)
 
 
 @pytest.mark.parametrize(
@@ -108,48 +80,6 @@ def test_a_run_saved_by_an_earlier_commit_is_read(tmp_path: Path) -> None:
 # -- advantages -------------------------------------------------------------------------------------------------------
 
 
-def test_the_groups_mean_is_the_baseline() -> None:
-    assert centred_advantages(REWARDS, 4).tolist() == [0, -1, -1, 2, 0, 0, 0, 0]
-
-
-def test_leave_one_out_is_the_reward_less_the_others_mean() -> None:
-    wanted = [1 - 1, 0 - 4 / 3, 0 - 4 / 3, 3 - 1 / 3, 0, 0, 0, 0]
-    assert leave_one_out_advantages(REWARDS, 4).tolist() == pytest.approx(wanted)
-
-
-def test_whitened_values_have_mean_zero_and_variance_one_over_tokens() -> None:
-    whitened = whiten(REWARDS.astype(np.float64), LENGTHS)
-    tokens = np.repeat(whitened.astype(np.float64), LENGTHS)
-    assert tokens.mean() == pytest.approx(0, abs=1e-6) and tokens.var(ddof=1) == pytest.approx(1, abs=1e-6)
-    assert (np.argsort(whitened, kind="stable") == np.argsort(REWARDS, kind="stable")).all()
-    assert whiten(np.full(3, 0.1), np.array([1, 2, 3])).tolist() == [0, 0, 0]
-
-
-def test_advantages_are_found_by_name() -> None:
-    starts = np.cumsum(LENGTHS) - LENGTHS
-    for kind, wanted in {
-        "group": group_advantages(REWARDS, 4),
-        "group-mean": centred_advantages(REWARDS, 4),
-        "leave-one-out": leave_one_out_advantages(REWARDS, 4),
-        "batch": whiten(REWARDS.astype(np.float64), LENGTHS),
-        "group-mean-batch": whiten(centred_advantages(REWARDS, 4).astype(np.float64), LENGTHS),
-    }.items():
-        found = advantages_of(kind, REWARDS, LENGTHS, 4)  # type: ignore[arg-type]
-        assert found.dtype == np.float32 and found[starts].tolist() == wanted.tolist(), kind
-        assert found.tolist() == np.repeat(wanted, LENGTHS).tolist(), kind
-
-
-def test_a_token_is_worth_what_comes_after_it() -> None:
-    """REINFORCE++ (2501.03262), eq. 6 to 8, with the reward at the last token and the divergence at each."""
-    kl = np.array([0.1, 0.2, 0.3, 0.4, 0.4, 0.3, 0.2, 0.1])
-    totals = np.array([1 - 1.0, 0 - 1.0], np.float32)
-    found = advantages_of("batch", totals, np.array([4, 4]), 1, token_rewards=-kl)
-    assert found.dtype == np.float32
-    assert found.tolist() == pytest.approx([0.25, 0.44, 0.84, 1.43, -1.73, -0.94, -0.35, 0.05], abs=0.006)
-    alike = advantages_of("batch", totals, np.array([4, 4]), 1)
-    assert alike.tolist() == pytest.approx([0.935] * 4 + [-0.935] * 4, abs=0.001)
-
-
 @given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=6), seed=st.integers(0, 2**32))
 def test_token_advantages_are_whitened_returns_to_go(lengths: list[int], seed: int) -> None:
     generator = np.random.default_rng(seed)
@@ -164,65 +94,10 @@ def test_token_advantages_are_whitened_returns_to_go(lengths: list[int], seed: i
     np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
 
 
-def test_coming_close_to_the_longest_costs_evenly() -> None:
-    lengths = np.array([1, 80, 81, 90, 100, 120])
-    assert overlong_penalties(lengths, 100, 20).tolist() == pytest.approx([0, 0, -0.05, -0.5, -1, -1])
-
-
 # -- aggregation ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("kind", "wanted"),
-    [
-        ("token-mean", [1 / 6, 1 / 6, 1 / 6]),
-        ("seq-mean-token-mean", [1 / 3, 1 / 6, 1 / 9]),
-        ("seq-mean-token-sum", [1 / 3, 1 / 3, 1 / 3]),
-        ("seq-mean-token-sum-norm", [1 / 30, 1 / 30, 1 / 30]),
-    ],
-)
-def test_what_a_token_counts(kind: Any, wanted: list[float]) -> None:
-    weights = token_weights([1, 2, 3], kind, norm_length=10)
-    assert weights.tolist() == pytest.approx(wanted)
-    if kind.endswith("mean"):
-        assert float((weights * [1, 2, 3]).sum()) == pytest.approx(1), "a mean of ones is one"
-
-
 # -- losses -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("kind", "bounds", "ratios", "advantages", "gradients", "clipped"),
-    [  # the clip takes effect only where it lowers the objective
-        ("clip", (0.2, 0.28), [1.0, 1.5, 1.5, 0.5, 0.5, 1.25, 1.25], [2.0, 1.0, -1.0, 1.0, -1.0, 1.0, -1.0],
-         [-2.0, 0.0, 1.5, -0.5, 0.0, -1.25, 1.25], [1, 4]),
-        # the ratios of two sequences are the geometric means of their tokens': 1.0, and 1.1 held at 1.05
-        ("sequence-clip", (0.2, 0.05), [2.0, 0.5, 1.21, 1.0], [3.0, 3.0, 1.0, 1.0], [-3.0, -3.0, 0.0, 0.0], [2, 3]),
-        # a clipped weight leaves every token its gradient
-        ("weight-clip", (1.0, 5.0), [9.0, 2.0, 0.01], [1.0, -1.0, 2.0], [-6.0, 2.0, -0.02], [0]),
-    ],
-)  # fmt: skip
-def test_gradients_by_hand(kind, bounds, ratios, advantages, gradients, clipped) -> None:
-    old = torch.full((len(ratios),), -1.5, dtype=torch.float64)
-    log_probs = (old + torch.tensor(ratios, dtype=torch.float64).log()).requires_grad_()
-    rows = torch.arange(len(ratios)) // 2
-    losses, found = policy_loss(kind, log_probs, old, torch.tensor(advantages), rows, *bounds)
-    losses.sum().backward()
-    assert log_probs.grad is not None and log_probs.grad.tolist() == pytest.approx(gradients)
-    assert found.nonzero().flatten().tolist() == clipped
-
-
-def test_a_negative_advantage_counts_a_wild_ratio_up_to_a_bound() -> None:
-    """Dual-clip PPO (1912.09729), eq. 5; as TRL's delta and verl's clip_ratio_c."""
-    ratios = torch.tensor([0.5, 1.5, 2.9, 3.1, 400.0, 0.5, 1.1, 3.1], dtype=torch.float64)
-    advantages = torch.tensor([-1.0, -1.0, -1.0, -2.0, -1.0, 1.0, 1.0, 1.0], dtype=torch.float64)
-    for kind, rows in (("clip", torch.arange(8)), ("sequence-clip", torch.arange(8))):
-        log_probs = ratios.log().requires_grad_()
-        losses, clipped = policy_loss(kind, log_probs, torch.zeros_like(ratios), advantages, rows, 0.2, 0.2, 3.0)  # type: ignore[arg-type]
-        assert losses.tolist() == pytest.approx([0.8, 1.5, 2.9, 6.0, 3.0, -0.5, -1.1, -1.2])
-        (gradient,) = torch.autograd.grad(losses.sum(), log_probs)
-        assert gradient.tolist() == pytest.approx([0, 1.5, 2.9, 0, 0, -0.5, -1.1, 0])
-        assert clipped.nonzero().flatten().tolist() == [0, 3, 4, 7]
 
 
 def test_a_wild_ratio_stays_finite_whatever_the_loss() -> None:
@@ -233,13 +108,6 @@ def test_a_wild_ratio_stays_finite_whatever_the_loss() -> None:
 
 
 # -- distance from the reference --------------------------------------------------------------------------------------
-
-
-def test_the_estimates_of_the_distance() -> None:
-    policy, reference = torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -1.0])
-    assert kl_estimate("k1", policy, reference).tolist() == pytest.approx([0.5, -1.0])
-    assert kl_estimate("k2", policy, reference).tolist() == pytest.approx([0.125, 0.5])
-    assert kl_estimate("k3", policy, reference).tolist() == pytest.approx([np.exp(-0.5) - 0.5, np.exp(1.0) - 2.0])
 
 
 def policies_apart(distance: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -299,46 +167,10 @@ def test_a_bounded_estimate_gives_up_tokens_that_the_reference_makes_14_times_li
     assert gradient.count_nonzero() == 3
 
 
-def test_gradients_equal_finite_differences() -> None:
-    generator = torch.Generator().manual_seed(1)
-    log_probs = torch.randn(8, dtype=torch.float64, generator=generator).requires_grad_()
-    old, advantages = log_probs.detach() + 0.1, torch.randn(8, dtype=torch.float64, generator=generator)
-    assert torch.autograd.gradcheck(lambda x: clipped_loss(x, old, advantages, 0.2, 0.28)[0], log_probs)
-    assert torch.autograd.gradcheck(lambda x: kl_estimate("k2", x, old), log_probs)
-    assert torch.autograd.gradcheck(lambda x: kl_estimate("k3", x, old), log_probs)
-
-
 # -- log-probabilities ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
-def test_log_probs_and_entropy_are_of_the_tempered_softmax(temperature: float) -> None:
-    logits = torch.randn(6, 11, generator=torch.Generator().manual_seed(0))
-    targets = torch.tensor([0, 10, 3, 3, 7, 1])
-    probabilities = torch.softmax(logits.double() / temperature, -1)
-    chosen = torch.tensor([float(row[target]) for row, target in zip(probabilities, targets, strict=True)])
-    log_probs, found = _Read.apply(torch.eye(6), logits.t().contiguous(), targets, temperature, False)
-    torch.testing.assert_close(log_probs, chosen.log(), rtol=1e-5, atol=1e-6)
-    entropy = [-sum(p * math.log(p) for p in row.tolist()) for row in probabilities]
-    torch.testing.assert_close(found, torch.tensor(entropy), rtol=1e-5, atol=1e-6)
-
-
 # -- a group's advantages, updates, shares and micro-batches --
-
-
-lengths_strategy = st.lists(st.integers(2, 300), min_size=1, max_size=40)
-
-
-def test_advantages_are_the_formula_group_by_group() -> None:
-    rewards = [1.0, 0.0, 0.0, 1.0, 0.25, 0.5, 0.0, 0.0]
-    expected = [
-        (reward - statistics.mean(group)) / (statistics.stdev(group) + 1e-6)
-        for group in (rewards[:4], rewards[4:])
-        for reward in group
-    ]
-    advantages = group_advantages(np.array(rewards, np.float32), 4)
-    assert advantages.dtype == np.float32
-    np.testing.assert_allclose(advantages, expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize("reward", [0.0, 1.0, 0.1, 1e-8, 12345.678])
@@ -348,16 +180,15 @@ def test_equal_rewards_give_exact_zeros(reward: float) -> None:
     assert not advantages[:7].any() and advantages[13] > 2
 
 
-@pytest.mark.parametrize(("num_rewards", "group_size"), [(7, 2), (4, 1)])
-def test_rewards_that_are_no_groups_are_a_programmers_error(num_rewards: int, group_size: int) -> None:
-    with pytest.raises(AssertionError):
-        group_advantages(np.zeros(num_rewards, np.float32), group_size)
-
-
 # --- updates, shares, micro-batches ---
 
 
-@given(lengths=lengths_strategy, num_ranks=st.integers(1, 6), budget=st.integers(1, 1000), data=st.data())
+@given(
+    lengths=st.lists(st.integers(2, 300), min_size=1, max_size=40),
+    num_ranks=st.integers(1, 6),
+    budget=st.integers(1, 1000),
+    data=st.data(),
+)
 def test_a_plan_holds_every_sample_once_within_the_budget(
     lengths: list[int], num_ranks: int, budget: int, data: st.DataObject
 ) -> None:
@@ -417,17 +248,6 @@ ROLLOUT = torch.tensor([-1.0, -3.0, -0.5, -2.0, -1.2])
 OLD = ROLLOUT + RATIOS.log()
 
 
-def test_bounds_that_are_set_replace_the_corrections() -> None:
-    for name, bounds, wanted in (
-        ("tis", (0.5, 3.0), [1.5, 3, 0.5, 0.8, 1.5]),
-        ("mis", (0.5, 3.0), [1.5, 0, 0, 0.8, 1.5]),
-        ("icepop", (0.2, 1.4), [0, 0, 0.4, 0.8, 0]),
-    ):
-        section = AlgorithmSection(rollout_correction={name: bounds})
-        weights, _ = correction_weights(section.correction, OLD, ROLLOUT)
-        torch.testing.assert_close(weights, torch.tensor(wanted, dtype=torch.float32), rtol=1e-5, atol=0)
-
-
 @pytest.mark.parametrize(
     ("name", "wanted", "outside"),
     [
@@ -452,12 +272,10 @@ def test_a_wild_ratio_stays_finite() -> None:
 
 def test_distances_are_those_of_the_distributions() -> None:
     """Over all tokens of a vocabulary, weighted by the rollout's probabilities, both estimates are the KL distance."""
-    generator = torch.Generator().manual_seed(0)
-    rollout, old = torch.randn(2, 50, generator=generator, dtype=torch.float64).log_softmax(-1)
-    wanted = (rollout.exp() * (rollout - old)).sum()
+    rollout, old = torch.randn(2, 50, generator=torch.Generator().manual_seed(0)).double().log_softmax(-1)
     distance, k1, k3 = mismatch_terms(old, rollout)
     for estimate in (k1, k3):
-        torch.testing.assert_close((rollout.exp() * estimate).sum(), wanted)
+        torch.testing.assert_close((rollout.exp() * estimate).sum(), (rollout.exp() * (rollout - old)).sum())
     assert (k3 >= 0).all()
     torch.testing.assert_close(distance, (old.exp() - rollout.exp()).abs())
 
@@ -475,13 +293,9 @@ def test_distances_are_those_of_the_distributions() -> None:
         (0.02, "bfloat16", True, "lower optimizer.learning_rate"),
     ],
 )
-def test_the_warning_names_a_remedy(k3: float, dtype: str, corrected: bool, said: str) -> None:
-    assert re.search(said, MismatchWatch(dtype, corrected).look(0.05, k3))
-
-
-def test_it_warns_once() -> None:
-    watch = MismatchWatch("bfloat16", False)
-    assert [bool(watch.look(0.05, k3)) for k3 in (1e-4, 0.02, 0.02)] == [False, True, False]
+def test_the_warning_names_a_remedy_once(k3: float, dtype: str, corrected: bool, said: str) -> None:
+    watch = MismatchWatch(dtype, corrected)
+    assert re.search(said, watch.look(0.05, k3)) and not watch.look(0.05, k3)
 
 
 # -- from scores to the policy's update --
@@ -538,12 +352,6 @@ def test_what_is_not_finite_ends_the_step_and_is_named(value: float, monkeypatch
         learned(*left_out, scores=np.array([1, 0, 1, 1], np.float32))
 
 
-def test_without_penalties_rewards_are_scores() -> None:
-    update, given = learned("algorithm.name=dr-grpo")
-    assert update.rewards.tolist() == SCORES.tolist() and update.reward_kl == 0 and update.stats == "stats"
-    assert given == update.advantages.tolist() == [0.5, -0.5, 0, 0]
-
-
 def test_length_is_punished_before_the_advantage() -> None:
     update, given = learned("algorithm.name=dr-grpo", "algorithm.overlong=20")
     assert update.rewards.tolist() == pytest.approx([1, -0.5, 0.25, 0])
@@ -557,19 +365,6 @@ def test_what_dynamic_sampling_leaves_out_is_not_learned_from() -> None:
     assert update.informative_share == 0.5, "of all groups that were drawn"
 
 
-def test_the_distance_is_taken_from_the_reward() -> None:
-    update, given = learned("algorithm.name=rloo", "algorithm.kl_estimator=k1", "algorithm.kl_coefficient=0.1")
-    assert update.rewards.tolist() == pytest.approx([0.95, -0.1, 1.05, 0.8])
-    assert given == pytest.approx([1.05, -1.05, 0.25, -0.25])
-    assert update.reward_kl == pytest.approx(3.0 / sum(TOKENS))
-
-
-def test_whole_batch_advantages_count_tokens() -> None:
-    _, given = learned("algorithm.name=reinforce++")
-    mean = 205 / 295
-    assert given[0] / given[1] == pytest.approx((1 - mean) / -mean, rel=1e-4)
-
-
 @pytest.mark.parametrize(("name", "differ"), [("reinforce++", True), ("reinforce++-baseline", False), ("rloo", False)])
 def test_the_distance_is_of_the_tokens_that_follow(name: str, differ: bool) -> None:
     """Where a response has one baseline, its whole distance is part of its one reward, as in verl and TRL."""
@@ -579,6 +374,7 @@ def test_the_distance_is_of_the_tokens_that_follow(name: str, differ: bool) -> N
     policy: Any = Policy()
     update = update_policy(config, policy, rollouts, SCORES)
     assert update.advantages.tolist() == [tokens[0] for tokens in policy.given]
+    assert update.reward_kl == pytest.approx(3.0 / sum(TOKENS))
     assert update.rewards.tolist() == pytest.approx([0.95, -0.1, 1.05, 0.8])
     for tokens, kl_sum in zip(policy.given, (0.5, 1.0, -0.5, 2.0), strict=True):
         steps = np.diff(tokens)

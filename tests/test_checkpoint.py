@@ -24,7 +24,6 @@ import pytest
 import torch
 from fake_world import OneRank, ThreadWorld, on_threads
 from safetensors import safe_open
-from safetensors.torch import save_file
 
 from tlt_hpc.checkpoint import manifest as manifest_module
 from tlt_hpc.checkpoint import save as save_module
@@ -327,7 +326,7 @@ def test_the_best_evaluated_step_is_by_the_mean_over_data_sets(tmp_path):
 def test_the_best_checkpoint_stays_beside_the_newest_through_kills_and_resumes(tmp_path):
     """What is best is read from the lines whenever old ones are removed: a kill before that loses nothing."""
     path, folder = tmp_path / "metrics.jsonl", tmp_path / "checkpoints"
-    scores = {10: 0.2, 20: 0.5, 30: 0.4, 40: 0.3, 50: 0.1, 60: 0.6, 70: 0.0, 80: 0.0}
+    scores = {10: 0.2, 20: 0.5, 30: 0.4, 40: 0.3, 50: 0.6, 60: 0.0, 70: 0.0}
     there = {}
     for step, score in scores.items():
         store = CheckpointStore(folder, 2, partial(best_evaluated, path))  # another start each time
@@ -340,11 +339,8 @@ def test_the_best_checkpoint_stays_beside_the_newest_through_kills_and_resumes(t
         there[step] = [int(name[5:]) for name in names_in(folder)]
         with path.open("a") as file:
             file.write(json.dumps(evaluated(step, gcd_mean4=score)) + "\n")
-    assert there == {
-        10: [10], 20: [10, 20], 30: [20, 30], 40: [20, 30, 40], 50: [20, 40, 50], 60: [20, 50, 60], 70: [60, 70],
-        80: [60, 70, 80],
-    }  # fmt: skip
-    assert CheckpointStore(folder, 2).newest().step == 80
+    assert there[40] == [20, 30, 40] and there[50] == [20, 40, 50] and there[70] == [50, 60, 70]
+    assert CheckpointStore(folder, 2).newest().step == 70
 
 
 def test_no_step_waits_for_the_drafters_own_saves(tmp_path, disk, caplog):
@@ -352,8 +348,8 @@ def test_no_step_waits_for_the_drafters_own_saves(tmp_path, disk, caplog):
     spot = SimpleNamespace(trained=SimpleNamespace(live_state=lambda: {"fc.weight": torch.zeros(3)}))
     job: Any = SimpleNamespace(
         drafting=SimpleNamespace(checkpoints=store, spot=spot, warned=[]), world=OneRank(), folder=RunFolder(tmp_path),
-        config=SimpleNamespace(drafter=SimpleNamespace(train=True)),
-        engine=SimpleNamespace(chooser=SimpleNamespace(state=dict)),
+        config=SimpleNamespace(speculation=SimpleNamespace(trains_drafter=True)),
+        engine=SimpleNamespace(chooser=SimpleNamespace(acceptance=SimpleNamespace(state=dict))),
     )  # fmt: skip
     for step in (2, 4, 6):
         save_drafter_if_due(job, step)
@@ -410,21 +406,6 @@ def test_a_save_ends_on_all_ranks_in_the_same_step(store, monkeypatch):
 
     assert len(set(on_threads(3, step_until_saved))) == 1
     assert newest(store).names("policy") == sorted(f"layer{r}.{k}" for r in range(3) for k in ("weight", "bias"))
-
-
-def test_memory_is_taken_once_and_used_again(monkeypatch):
-    monkeypatch.setattr(save_module, "CHUNK_BYTES", 64)
-    copy = HostBuffer()
-    copy.reserve(100, pinned=False)
-    assert copy.num_bytes == 128
-    for _ in range(3):
-        copy.clear()
-        for tensor in (torch.randn(20), torch.arange(5), torch.randn(3).bfloat16()):
-            views = copy.take(tensor)
-            assert bytes(torch.cat(views).tolist()) == bytes(tensor.view(torch.uint8).tolist())
-    assert copy.num_bytes == 128
-    copy.take(torch.zeros(10))
-    assert copy.num_bytes == 192
 
 
 def test_no_room_for_the_copy_is_found_before_the_first_step_on_all_ranks(store, monkeypatch):
@@ -541,54 +522,26 @@ def test_shares_of_all_ranks_are_the_whole(tmp_path, num_ranks):
         checkpoint.read("drafter", "wide", Cut((5, 36), (slice(1, 2),)))
 
 
-def test_many_files_that_each_have_a_piece_of_every_tensor_are_not_opened_again_for_each(tmp_path, monkeypatch):
+def test_a_range_of_a_tensor_is_read_from_the_files_that_have_it(tmp_path, monkeypatch):
     """As at ZeRO stage 3, where to open a file takes longer than to read a piece of it."""
-    tensors, size = {f"layer{number}": torch.randn(8, 64) for number in range(40)}, 8
+    layer, size, opened = torch.randn(8, 64), 8, []
 
     def save_slices(world: ThreadWorld) -> None:
-        own = ((name, Piece(each[world.rank], 64 * world.rank, (8, 64))) for name, each in tensors.items())
-        CheckpointStore(tmp_path, keep=1).save(3, world, {"policy": own}, {})
+        own = Piece(layer[world.rank], 64 * world.rank, (8, 64))
+        CheckpointStore(tmp_path, keep=1).save(3, world, {"policy": {"layer": own}.items()}, {})
 
     on_threads(size, save_slices)
-    num_bytes, opened = sum(each.nbytes for each in tensors.values()), []
-    for limit in ("_MOST_MAPPED", "_MAPPED_A_FILE"):
-        monkeypatch.setattr(weight_files, limit, num_bytes // 16)
     monkeypatch.setattr(weight_files, "safe_open", lambda file, **kind: opened.append(file) or safe_open(file, **kind))
     checkpoint = CheckpointStore(tmp_path, keep=1).at(3)
-    with checkpoint.reading("policy") as read:
-        assert all(torch.equal(read(name), each) for name, each in tensors.items())
-    assert size <= len(opened) <= 3 * size
-    flat = tensors["layer7"].flatten()
     # a rank's own share, and one of twice as many ranks or of fewer
     for first, last, num_files in ((128, 192, 1), (160, 192, 1), (100, 300, 4), (0, 512, 8)):
         opened.clear()
         with checkpoint.reading("policy") as read:
-            assert torch.equal(read("layer7", span=FlatRange(first, last, (8, 64))), flat[first:last])
-        assert len(set(opened)) == num_files
+            found = read("layer", span=FlatRange(first, last, (8, 64)))
+        assert torch.equal(found, layer.flatten()[first:last]) and len(set(opened)) == num_files
     for shape in ((8, 63), (9, 64), (64, 8)):  # of another model, whose elements it would take for its own
         with checkpoint.reading("policy") as read, pytest.raises(CheckpointError, match=r"\[8, 64\], the model with"):
-            read("layer7", span=FlatRange(0, 8, shape))
-
-
-def test_the_list_of_many_ranks_is_short_and_finds_every_piece(tmp_path):
-    """With a record for each piece, that of a 70B model on 512 ranks had 190 MB."""
-    ranks, names = 64, [f"model.layers.{layer}.mlp.down_proj.weight.master" for layer in range(30)]
-    listed = [
-        manifest_module.ListedFile(
-            part="policy", name=f"policy-{rank:05d}.safetensors", size=1, digest="0" * 64,
-            tensors=[(name, (1024, ranks), 1024 * rank, 1024 * (rank + 1)) for name in names],
-        )
-        for rank in reversed(range(ranks))
-    ]  # fmt: skip
-    path = tmp_path / "state.json"
-    manifest_module.write_manifest(path, 1, listed, {})
-    assert path.stat().st_size < 20 * ranks * len(names)
-    found = manifest_module._read_manifest(path)
-    for name in names:
-        pieces = list(found.tensors["policy"][name].pieces(FlatRange(1500, 3 * 1024, (1024, ranks))))
-        assert [(found.files[file].name, *span) for file, *span in pieces] == [
-            ("policy-00001.safetensors", 1024, 2048), ("policy-00002.safetensors", 2048, 3072),
-        ]  # fmt: skip
+            read("layer", span=FlatRange(0, 8, shape))
 
 
 def test_a_checkpoint_of_another_version_is_neither_skipped_nor_called_damaged(store, folder):
@@ -603,36 +556,9 @@ def test_a_checkpoint_of_another_version_is_neither_skipped_nor_called_damaged(s
             read()
 
 
-@pytest.mark.parametrize("stored", [[torch.zeros(1)], [torch.zeros(2, 3, 1)], [torch.zeros(4), torch.zeros(1)]])
-def test_a_file_that_holds_another_shape_than_the_list_says_is_damaged(tmp_path, stored):
-    """Torch would broadcast one element into a parameter."""
-    stops = [6] if len(stored) == 1 else [4, 6]
-    keys = ["w"] if len(stored) == 1 else ["w[0:4]", "w[4:6]"]
-    save_file(dict(zip(keys, stored, strict=True)), tmp_path / "a.safetensors")
-    placed = manifest_module.Placed(shape=(2, 3), files=[0] * len(stops), stops=stops)
-    checkpoint = Checkpoint(tmp_path, 1, {}, ["a.safetensors"], {"p": {"w": placed}})
-    with pytest.raises(CheckpointError, match=r"a\.safetensors has another 'w.*' than state\.json says"):
-        checkpoint.read("p", "w")
-
-
 def test_a_list_that_names_a_file_elsewhere_is_not_read():
     with pytest.raises(ValueError, match="pattern"):
         manifest_module.File(part="p", name="../../private.safetensors", size=1, digest="")
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"files": [2]}, {"files": [-1]}, {"files": []}, {"stops": [5]}, {"stops": []}, {"shape": (-2, -3)}]
-)
-def test_a_list_that_was_made_by_hand_and_names_no_file_is_damaged(tmp_path, wrong):
-    placed = manifest_module.Placed(**{"shape": (2, 3), "files": [1], "stops": [6]} | wrong)
-    files = [
-        manifest_module.File(part="p", name=name, size=1, digest="") for name in ("a.safetensors", "b.safetensors")
-    ]
-    manifest = manifest_module._Manifest(step=1, files=files, tensors={"p": {"w": placed}}, state={})
-    manifest = manifest.model_copy(update={"digest": manifest_module._manifest_digest(manifest)})
-    (tmp_path / "state.json").write_text(manifest.model_dump_json())
-    with pytest.raises(CheckpointError, match=r"state.json: does not say where w is"):
-        manifest_module.open_checkpoint(tmp_path, 1)
 
 
 @pytest.mark.parametrize("bounds", [[(0, 4), (5, 6)], [(0, 4), (3, 6)], [(0, 4)], [(0, 6), (0, 6)]])

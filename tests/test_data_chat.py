@@ -71,7 +71,7 @@ def rendered(folder: Path, chats: list[Chat], *overrides: str) -> list[tuple[str
     """Text and tokens of chats as the prompts of a run with this model folder."""
     path = write_jsonl(Path("chats.jsonl"), [{"prompt": chat, "answer": "1"} for chat in chats])
     data = config_of(path, LONG, *overrides).data
-    reader = PromptReader(data, 0, load_tokenizer(folder), read_chat_format(folder))
+    reader = PromptReader(data, load_tokenizer(folder), read_chat_format(folder))
     return [(prompt.text, prompt.tokens.tolist()) for prompt in map(reader.read, range(len(chats)))]
 
 

@@ -15,7 +15,6 @@ import pytest
 from tlt_hpc.cli.main import main, make_parser, parse
 from tlt_hpc.config import Config, load_config
 from tlt_hpc.rewards.functions import load_functions
-from tlt_hpc.studies.compare import MODES
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
@@ -39,8 +38,8 @@ def text_of(page: Path) -> str:
 
 @cache
 def prose_of(page: Path) -> str:
-    """A page without its blocks of code."""
-    return _FENCE.sub("", text_of(page))
+    """A page without its blocks of code and without files of earlier commits."""
+    return re.sub(r"`[^`]+`\s+of\s+commit", "", _FENCE.sub("", text_of(page)))
 
 
 def inline_code(page: Path) -> list[str]:
@@ -218,14 +217,6 @@ def test_targets_of_make_exist() -> None:
     named = {word for command in commands_with("make") for word in command.words[1:] if "=" not in word}
     named |= {code.split()[1] for page in PAGES for code in inline_code(page) if re.match(r"make [\w-]+", code)}
     assert named and named <= targets
-
-
-def test_the_demo_continues_a_run_of_its_comparison() -> None:
-    recipe = text_of(ROOT / "Makefile").partition("\ndemo:")[2].partition("\n\n")[0]
-    continued = set(re.findall(r"run\.folder=\$\$folder run\.name=([\w-]+)|\$\$folder/([\w-]+) ", recipe + " "))
-    left_out = set(re.findall(r"--without ([\w-]+)", recipe))
-    assert {name for pair in continued for name in pair if name} | {"plain"} == set(MODES) - left_out
-    assert f"on the folder {MODES[-1]} that" in text_of(ROOT / "tlt_hpc/extras/report/page.html.jinja")
 
 
 def options_of(parser: argparse.ArgumentParser) -> set[str]:

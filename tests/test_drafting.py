@@ -42,6 +42,14 @@ def make_trainer(tmp_path, rank=0, average_merges=AVERAGE_MERGES, **settings):
     return trainer, cache
 
 
+def filled_trainer(tmp_path, num_prompts=2, **options):
+    """A trainer in its first rollout, with that rollout's documents."""
+    trainer, cache = make_trainer(tmp_path, **options)
+    fill(cache, 0, num_prompts)
+    trainer.begin(0)
+    return trainer
+
+
 def merge(trainers):
     """Each trainer's report of a merge of two ranks, which post one after another."""
     world = RanksInTurn()
@@ -211,10 +219,7 @@ def test_a_rollout_goes_through_without_the_cache(tmp_path, caplog, refused):
 
 def test_a_release_inside_a_micro_step_leaves_no_trace(tmp_path):
     """At each of the moments in which it is asked: before drawing, packing, forward, backward and update."""
-    trainer, cache = make_trainer(tmp_path)
-    fill(cache, 0, 4)
-    twin, twin_cache = make_trainer(tmp_path / "twin")
-    fill(twin_cache, 0, 4)
+    trainer, twin = filled_trainer(tmp_path), filled_trainer(tmp_path / "twin")
     before = trainer.trained.fingerprint()
     for moment in range(5):
         trainer.begin(0)
@@ -223,32 +228,21 @@ def test_a_release_inside_a_micro_step_leaves_no_trace(tmp_path):
         assert trainer.micro_step(lambda: next(answers))  # noqa: B023
         assert next(answers, None) is None, "the micro-step continued"
         assert (trainer.trained.fingerprint(), trainer.trained.num_steps, trainer.records) == (before, 0, [])
-        assert trainer.cut_seconds > 0
-        assert not trainer.trained.has_learned
+        assert trainer.cut_seconds > 0 and not trainer.trained.has_learned
         trainer.end()
     for each in (trainer, twin):
         each.begin(1)
-        assert each.micro_step()
+        each._update_seconds = 0.0
+        answers = iter([False] * 4)
+        assert each.micro_step(lambda: next(answers, True)), "a cheap update is carried out"  # noqa: B023
     assert trainer.trained.fingerprint() == twin.trained.fingerprint()
-    assert trainer.cut_seconds == 0
-
-
-def test_a_cheap_update_whose_gradient_is_there_is_carried_out(tmp_path):
-    trainer, cache = make_trainer(tmp_path)
-    fill(cache, 0, 4)
-    trainer.begin(0)
-    answers = iter([False] * 4)
-    assert trainer.micro_step(lambda: next(answers, True))
-    assert len(trainer.records) == trainer.trained.num_steps == 1
-    assert trainer.cut_seconds == 0
+    assert (trainer.cut_seconds, len(trainer.records), trainer.trained.num_steps) == (0, 1, 1)
 
 
 def test_only_the_passes_of_a_micro_step_round_their_products(tmp_path, monkeypatch):
     """On a GPU; whatever a micro-step does not finish, nothing after it is rounded."""
-    trainer, cache = make_trainer(tmp_path)
-    fill(cache, 0, 4)
-    seen, update = [], trainer._update
-    allowed = torch.backends.cuda.matmul
+    trainer, allowed, seen = filled_trainer(tmp_path), torch.backends.cuda.matmul, []
+    update = trainer._update
 
     def observed(*arguments):
         seen.append(allowed.allow_tf32)
@@ -256,7 +250,6 @@ def test_only_the_passes_of_a_micro_step_round_their_products(tmp_path, monkeypa
 
     monkeypatch.setattr(spot, "drafter_loss", observed)
     monkeypatch.setattr(trainer, "_update", lambda loss: (seen.append(allowed.allow_tf32), update(loss))[1])
-    trainer.begin(0)
     assert trainer.micro_step() and seen == [True, False] and not allowed.allow_tf32
     answers = iter([False] * 3 + [True])
     assert trainer.micro_step(lambda: next(answers)) and seen[2:] == [True] and not allowed.allow_tf32
@@ -284,19 +277,16 @@ def test_micro_steps_are_sized_by_the_slowest_of_the_last(tmp_path, monkeypatch)
 
 
 def test_a_micro_step_without_a_finite_gradient_is_skipped_and_counted(tmp_path, monkeypatch, caplog):
-    trainer, cache = make_trainer(tmp_path)
-    fill(cache, 0, num_prompts=2)
-    trainer.begin(0)
+    trainer = filled_trainer(tmp_path)
     assert trainer.micro_step()
     before = trainer.trained.fingerprint()
-    true_loss = spot.drafter_loss
-    monkeypatch.setattr(spot, "drafter_loss", lambda *given: true_loss(*given) * torch.inf)
-    assert trainer.micro_step() and trainer.micro_step(), "there is something to train on all the same"
+    with monkeypatch.context() as patch:
+        patch.setattr(spot, "drafter_loss", lambda *given: drafter_loss(*given) * torch.inf)
+        assert trainer.micro_step() and trainer.micro_step(), "there is something to train on all the same"
     assert trainer.trained.fingerprint() == before
     assert (trainer.num_skipped, len(trainer.records), trainer.trained.num_steps) == (2, 1, 1)
-    (warning,) = [record.getMessage() for record in caplog.records]
+    (warning,) = caplog.messages
     assert "the gradient of a micro-step of the drafter is not finite" in warning and "skipped" in warning
-    monkeypatch.undo()
     assert trainer.micro_step() and trainer.trained.num_steps == 2
     assert all(bool(tensor.isfinite().all()) for tensor in trainer.trained.tensors())
     trainer.begin(1)
@@ -304,15 +294,11 @@ def test_a_micro_step_without_a_finite_gradient_is_skipped_and_counted(tmp_path,
 
 
 def test_an_update_of_all_ranks_without_a_finite_gradient_is_an_error(tmp_path, monkeypatch):
-    trainer, cache = make_trainer(tmp_path)
-    fill(cache, 0, num_prompts=2)
-    trainer.begin(0)
+    trainer, _ = make_trainer(tmp_path)
     before = trainer.trained.fingerprint()
-    batch = pack(TrainingPool(cache, random.Random(0)).draw(64), torch.device("cpu"))
-    true_loss = spot.drafter_loss
-    monkeypatch.setattr(spot, "drafter_loss", lambda *given: true_loss(*given) * torch.inf)
+    monkeypatch.setattr(spot, "drafter_loss", lambda *given: drafter_loss(*given) * torch.inf)
     with pytest.raises(UserError, match="not finite: use a lower learning rate than"):
-        learn(trainer, [batch], RanksInTurn())
+        learn(trainer, [pack([whole(random_document(40, 5, 0))], CPU)], RanksInTurn())
     assert trainer.trained.fingerprint() == before
 
 
@@ -425,7 +411,7 @@ def test_the_merge_lasts_as_long_as_the_update_or_on_gpus_precedes_it(tmp_path, 
     assert trainer.micro_step()
     done = []
     job: Any = SimpleNamespace(
-        drafting=SimpleNamespace(spot=trainer), world=RanksInTurn(1), serve_drafter=lambda: done.append("served"),
+        drafting=SimpleNamespace(spot=trainer), world=RanksInTurn(1), load_engine_drafter=lambda: done.append("served"),
         engine=SimpleNamespace(release_pages=lambda: done.append("pages released")),
     )  # fmt: skip
     with pytest.raises(ZeroDivisionError), train.merging(job, True):
@@ -444,6 +430,10 @@ def test_the_merge_lasts_as_long_as_the_update_or_on_gpus_precedes_it(tmp_path, 
     assert done[-1] == "served" and done.count("served") == 1, "a step that trains no drafter merges none"
 
 
+def averaged_fc(trainer):
+    return trainer.trained.averaged_weights()["fc"]
+
+
 def train_and_merge(trainer, step):
     trainer.begin(step)
     assert trainer.micro_step()
@@ -452,66 +442,55 @@ def train_and_merge(trainer, step):
     return trainer.trained.drafter.state_dict()["fc"].clone()
 
 
-def test_what_is_served_is_the_mean_over_the_last_merges(tmp_path):
-    trainer, cache = make_trainer(tmp_path, average_merges=3)
-    fill(cache, 0, 2)
+@pytest.mark.parametrize("span", [1, 3])
+def test_what_is_served_is_the_mean_over_the_last_merges(tmp_path, span):
+    trainer = filled_trainer(tmp_path, average_merges=span)
     weights = [train_and_merge(trainer, step) for step in range(4)]
-    served = trainer.trained.served()["fc"]
+    served = averaged_fc(trainer).clone()
     mean = (weights[0] + weights[1] + weights[2]) / 3
-    torch.testing.assert_close(served, mean + (weights[3] - mean) / 3, atol=1e-6, rtol=1e-5)
-    assert not torch.allclose(served, weights[3], atol=1e-5), "the mean is what is trained"
-    before = trainer.trained.served()["fc"].clone()
+    torch.testing.assert_close(served, weights[3] if span == 1 else mean + (weights[3] - mean) / 3)
+    has_mean = ["its average" in trainer.memory_table(), any(n.endswith(".trained") for n in trainer.trained.state())]
+    assert has_mean == [span > 1] * 2, "without a mean nothing more is held"
     trainer.begin(4)
     merge([trainer])
-    assert torch.equal(trainer.trained.served()["fc"], before), "a step in which nobody trained is no merge"
+    assert torch.equal(averaged_fc(trainer), served), "a step in which nobody trained is no merge"
 
 
 def test_a_warm_drafters_own_weights_are_the_first_of_the_mean(tmp_path):
-    trainer, cache = make_trainer(tmp_path, average_merges=3)
-    fill(cache, 0, 2)
+    trainer = filled_trainer(tmp_path, average_merges=3)
     warm = Eagle(embedded_decoder().shape, 7, torch.float32, CPU).state_dict()
     trainer.trained.start_from({f"{name}.weight": tensor for name, tensor in warm.items()})
-    assert torch.equal(trainer.trained.served()["fc"], warm["fc"])
+    assert torch.equal(averaged_fc(trainer), warm["fc"])
     after = train_and_merge(trainer, 0)
-    torch.testing.assert_close(trainer.trained.served()["fc"], (warm["fc"] + after) / 2, atol=1e-6, rtol=1e-5)
-
-
-def test_without_a_mean_what_is_trained_is_served_and_nothing_more_is_held(tmp_path):
-    trainer, cache = make_trainer(tmp_path, average_merges=1)
-    fill(cache, 0, 2)
-    weights = [train_and_merge(trainer, step) for step in range(2)]
-    assert torch.equal(trainer.trained.served()["fc"], weights[-1])
-    assert not trainer.memory_table().get("its average")
-    assert not [name for name in trainer.trained.state() if name.endswith(".trained")]
+    torch.testing.assert_close(averaged_fc(trainer), (warm["fc"] + after) / 2, atol=1e-6, rtol=1e-5)
 
 
 def test_a_mean_goes_on_where_it_was_saved(tmp_path):
-    trainer, cache = make_trainer(tmp_path, average_merges=3)
-    fill(cache, 0, 2)
+    trainer = filled_trainer(tmp_path, average_merges=3)
     for step in range(2):
         train_and_merge(trainer, step)
     state = trainer.trained.state()
-    assert torch.equal(state["fc.weight"], trainer.trained.served()["fc"]), "what is served is the file's drafter"
-    again = SpotTrainer(embedded_decoder(), cache, trainer._settings, seed=0, rank=0, average_merges=3)
+    assert torch.equal(state["fc.weight"], averaged_fc(trainer)), "what is served is the file's drafter"
+    again, old = (
+        SpotTrainer(embedded_decoder(), trainer._cache, trainer._settings, seed=0, rank=0, average_merges=3)
+        for _ in range(2)
+    )
     again.trained.load_state(state)
     assert (again.trained.fingerprint(), again.trained.num_steps) == (trainer.trained.fingerprint(), 2)
     with pytest.raises(ValueError, match=r"'fc\.weight': \[2, 2\], this model needs \[128, 256\]"):
         again.trained.load_state({**state, "fc.weight": torch.zeros(2, 2)})
-    again._rates.extend([1e9])
-    trainer._rates.extend([1e9] * 6)  # micro-steps of one size
     for one in (trainer, again):
+        one._rates.extend([1e9] * 6)  # micro-steps of one size
         train_and_merge(one, 2)
-    assert torch.equal(again.trained.served()["fc"], trainer.trained.served()["fc"])
+    assert torch.equal(averaged_fc(again), averaged_fc(trainer))
 
     # continues with a run without a mean
-    old = SpotTrainer(embedded_decoder(), cache, trainer._settings, seed=0, rank=0, average_merges=3)
-    old.trained.load_state(
-        {name: t for name, t in state.items() if not name.endswith(".trained") and name != "num_averaged"}
-    )
-    assert torch.equal(old.trained.served()["fc"], state["fc.weight"])
+    is_new = {name: name.endswith(".trained") or name == "num_averaged" for name in state}
+    old.trained.load_state({name: tensor for name, tensor in state.items() if not is_new[name]})
+    assert torch.equal(averaged_fc(old), state["fc.weight"])
     assert torch.equal(old.trained.drafter.state_dict()["fc"], state["fc.weight"])
     after = train_and_merge(old, 2)
-    torch.testing.assert_close(old.trained.served()["fc"], (state["fc.weight"] + after) / 2, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(averaged_fc(old), (state["fc.weight"] + after) / 2, atol=1e-6, rtol=1e-5)
 
 
 def test_the_update_is_adam():

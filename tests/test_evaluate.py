@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from data_sets import gcd_row, write_parquet
 from fake_world import OneRank
 from launch_ranks import run_on_ranks
@@ -29,7 +28,6 @@ from tlt_hpc.evaluate.figures import RIGHT
 from tlt_hpc.evaluate.folder import EvaluationFolder
 from tlt_hpc.evaluate.subject import evaluation_config, find_subject
 from tlt_hpc.evaluate.tally import tally, votes_of
-from tlt_hpc.models.eagle import Eagle
 from tlt_hpc.models.folder import folder_weights
 from tlt_hpc.models.tokenizer import embedded, load_tokenizer
 from tlt_hpc.mpi.world import World
@@ -113,21 +111,6 @@ def test_speculation_changes_no_token(plain, tmp_path, mode):
     # how often drafts are chosen depends on measured times
     assert result.results is not None and result.results.accept_length > 1.0
     assert tokens_in(tmp_path) == tokens_in(plain[0])
-
-
-def test_drafts_are_among_the_tokens_that_its_prompts_have(tmp_path, monkeypatch):
-    """And not among low ids, as where nothing is counted: accept lengths would not be those of training."""
-    served = []
-
-    def serve(_: Eagle, token_ids: torch.Tensor) -> None:
-        served.extend(token_ids.tolist())
-        raise Killed
-
-    monkeypatch.setattr(Eagle, "draft_among", serve)
-    with pytest.raises(Killed):
-        start(tmp_path, "drafter.vocabulary=8")
-    tokenizer = load_tokenizer(embedded("tiny"))
-    assert len(served) == 8 and {tokenizer.token_to_id("gcd("), tokenizer.token_to_id(")=")} <= set(served)
 
 
 def on_a_rank(folder: str, *overrides: str) -> int:
@@ -359,24 +342,6 @@ def test_a_program_that_fails_is_a_wrong_answer_and_not_one_that_was_not_judged(
     failed = {key: JudgedResponse(key, np.array([2], np.int32), FinishReason.EOS, 1, 0.0, "cpu") for key in keys}
     results = tally(exam, failed, load_tokenizer(embedded("tiny")), ())
     assert results.figures["a/programs"].greedy.value == 0.0 and results.failures == {"cpu": 1}
-
-
-def test_a_tally_looks_at_the_prompts_of_a_set_once_and_not_once_for_each():
-    looks = []
-
-    class Watched(tuple):
-        def __iter__(self):
-            looks.append(self)
-            return super().__iter__()
-
-    prompts = Watched(Prompt(np.array([2], np.int32), "", "", "gcd") for _ in range(9))
-    sets = (EvaluationSet("a", tuple(range(9)), prompts, ""),)
-    wanted = wanted_responses(load_config(TINY, ["evaluation.samples=0"]), sets)
-    keys = [request.key for each in wanted for request in each.requests]
-    done = {key: JudgedResponse(key, np.array([2], np.int32), FinishReason.EOS, 1, 0.0, "") for key in keys}
-    looks.clear()
-    tally(Exam(sets, wanted, Judge(RewardSection(), None)), done, load_tokenizer(embedded("tiny")), ())
-    assert len(looks) == 1
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3, 64])

@@ -105,12 +105,6 @@ def test_metrics_have_verls_names():
     assert metrics["val-aux/aime24/response_length/mean"] == 10.0
 
 
-def test_kinds_without_answers_have_no_majority():
-    figures = figures_of([prompt(0, None, can_tell=False)], ())
-    assert figures.majority is None and figures.unanswered_share is None
-    assert "maj@2/mean" not in "".join(metrics_of("x", figures))
-
-
 @pytest.mark.parametrize(
     ("kind", "texts", "rights", "votes"),
     [

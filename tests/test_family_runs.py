@@ -67,8 +67,7 @@ def test_a_run_resumes_bit_for_bit_and_does_not_depend_on_how_layers_are_shared(
 def test_adapters_of_a_mixture_of_experts_are_for_attention(tmp_path):
     settings = (*RUN, f"model.path={model_folder('qwen3_moe', tmp_path / 'model')}", f"run.folder={tmp_path}")
     settings += learns(tmp_path)
-    refused = tlt(1, "train", *settings, "run.num_steps=1", "lora.rank=4", status=2)
-    assert "lora.targets names 'down_proj', and experts get no adapters; use" in refused.stderr
-    targets = 'lora.targets=["q_proj","k_proj","v_proj","o_proj"]'
-    tlt(1, "train", *settings, "run.num_steps=1", "lora.rank=4", targets)
-    tlt(1, "export-policy", str(tmp_path / "run"), "--dtype", "float32")
+    tlt(1, "train", *settings, "run.num_steps=1", "lora.rank=4")
+    tlt(1, "export-policy", str(tmp_path / "run"), "--dtype", "float32", "--output", str(tmp_path / "out"), "--adapter")
+    targets = json.loads((tmp_path / "out" / "adapter_config.json").read_text())["target_modules"]
+    assert targets == ["k_proj", "o_proj", "q_proj", "v_proj"]

@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -111,23 +110,3 @@ def test_a_run_without_a_step_for_too_long_hangs(moments, tmp_path, monkeypatch)
         process.kill()
         process.wait()
         assert moments.advances_until(process, tmp_path, lambda: False), "it has ended"
-
-
-def test_faults_that_came_too_late_do_not_count(moments, tmp_path, monkeypatch):
-    tried = []
-
-    def interrupt(place, number, fault):
-        tried.append(number)
-        wrong = ["lost line 0", "status 1, not 9"] if number == 1 else []
-        return results.Result(str(number), "merge", "too late" if number == 1 else "struck", wrong)
-
-    results = importlib.import_module("fault_kinds.results")
-    monkeypatch.setattr(moments, "interrupt", interrupt)
-    monkeypatch.setattr(moments, "draw", lambda *of: ("plain", moments.Fault("place", 0, "merge:0:0")))
-    for count in (2, 1):
-        found = results.Results(tmp_path)
-        moments.strike(SimpleNamespace(seed=0, count=count, only=None), found)
-    assert tried == [0, 1, 2, 3] and found.num_wrong == 1
-    assert found.table().splitlines() == [
-        "| case | number | struck | wrong |", "| --- | --- | --- | --- |", "| merge | 4 | 3 | 1 |",
-    ]  # fmt: skip

@@ -51,7 +51,6 @@ HOME_OF = {
     "triton": {"kernels"},
     "pyarrow": {"data"},
     "jinja2": {"data", "extras"},
-    "reasoning_gym": {"data"},
     "flash_attn": {"kernels"},
     "latex2sympy2_extended": {"rewards"},
     "sympy": {"rewards"},

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -32,11 +31,9 @@ from tlt_hpc.run import kept as kept_module
 from tlt_hpc.run import saving, session
 from tlt_hpc.run.kept import Keeper, describe_progress, drop_kept, open_keeper, origin_of, origin_of_start
 from tlt_hpc.run.rollout_loop import still_to_do
-from tlt_hpc.storage import step_lines
 from tlt_hpc.storage.folder import RunFolder, WriteError, make_folder, part_of
-from tlt_hpc.storage.hdf5 import DamagedFile
 from tlt_hpc.storage.rollout_log import read_kept, read_step, write_kept, write_step
-from tlt_hpc.storage.step_lines import STEP, add_line, drop_lines, read_lines
+from tlt_hpc.storage.step_lines import STEP, add_line, read_lines
 
 OVERRIDES = [
     "rollout.prompts_per_step=8", "rollout.group_size=4", "rollout.max_new_tokens=200", "rollout.max_live=2",
@@ -53,21 +50,11 @@ def response(draw: int, sample: int = 0, length: int = 3) -> Rollout:
 # -- files ----------------------------------------------------------------------------------------------------------
 
 
-def test_what_was_kept_comes_back_and_a_damaged_file_is_named(tmp_path):
-    path, rollouts = tmp_path / "k.h5", [response(draw, length=25 * draw) for draw in range(3)]
-    write_kept(path, "here", rollouts, True)
-    whole, num_caught = path.read_bytes(), 0
-    for offset in (None, *range(0, len(whole), max(1, len(whole) // 60))):
-        if offset is not None:
-            path.write_bytes(whole[:offset] + bytes([whole[offset] ^ 0x10]) + whole[offset + 1 :])
-        try:
-            origin, found = read_kept(path)
-        except DamagedFile as error:
-            num_caught += 1
-            assert offset is not None and str(path) in str(error) and "\n" not in str(error)
-        else:  # whole, or a bit that nothing reads
-            assert origin == "here" and len(found) == 3 and all(map(same, rollouts, found))
-    assert num_caught > 20
+def test_what_was_kept_comes_back(tmp_path):
+    rollouts = [response(draw, length=25 * draw) for draw in range(3)]
+    write_kept(tmp_path / "k.h5", "here", rollouts, True)
+    origin, found = read_kept(tmp_path / "k.h5")
+    assert origin == "here" and len(found) == 3 and all(map(same, rollouts, found))
 
 
 def test_weights_are_named_by_their_step_or_their_files(tmp_path):
@@ -133,51 +120,6 @@ def test_responses_of_a_step_are_kept_until_its_line_is_there(tmp_path):
     assert list(read_lines(folder.metrics).values()) == [{STEP: 6, "val": 0.5}, {STEP: 7}]
 
 
-def test_a_step_reads_the_newest_lines_alone(tmp_path, monkeypatch):
-    """Of the thousands that a long run has, when a step begins and when it is committed."""
-    config, folder = load_config(ROOT / "jobs" / "tiny.toml"), RunFolder(tmp_path)
-    make_folder(folder.status)
-    claim_owner(folder.status, BEAT.start)
-    for step in range(40):
-        add_line(folder.metrics, {STEP: step + 1, "actor/loss": float(step)})
-    read, parse_line = [], step_lines.parse_line
-    monkeypatch.setattr(step_lines, "parse_line", lambda text: read.append(text) or parse_line(text))
-    assert kept_module.find_origin(config.model, folder, 40) == origin_of({STEP: 40, "actor/loss": 39.0})
-    run.commit(folder, 1, 40, {STEP: 41})
-    assert 0 < len(read) <= 4
-
-
-def test_lines_that_are_taken_back_are_copied_first(tmp_path):
-    metrics = tmp_path / "metrics.jsonl"
-    for step in range(3):
-        add_line(metrics, {STEP: step + 1})
-    copy = tmp_path / "metrics.dropped-000002.jsonl"
-    part_of(copy).mkdir()
-    with pytest.raises(WriteError):
-        drop_lines(metrics, 1)
-    assert list(read_lines(metrics)) == [0, 1, 2]
-    part_of(copy).rmdir()
-    assert drop_lines(metrics, 1) == [1, 2] and list(read_lines(metrics)) == [0] and list(read_lines(copy)) == [1, 2]
-
-
-def test_all_that_can_be_removed_is_removed(tmp_path, monkeypatch, caplog):
-    folder = RunFolder(tmp_path)
-    for rank in range(3):
-        Keeper(folder, 5, rank, "here").keep([response(rank)])
-    unlink, refused = os.unlink, []
-
-    def refuse_first(path, **options):
-        if refused:
-            return unlink(path, **options)
-        refused.append(path)
-        raise PermissionError(errno.EACCES, "Permission denied", path)
-
-    monkeypatch.setattr(os, "unlink", refuse_first)
-    drop_kept(folder)
-    assert len(folder.kept_parts(5)) == 1
-    assert [record.levelname for record in caplog.records] == ["WARNING"] and str(folder.kept) in caplog.text
-
-
 def test_a_full_disk_costs_the_keeping_and_not_the_run(tmp_path, clock, monkeypatch, caplog):
     keeper = Keeper(RunFolder(tmp_path), 5, 0, "here")
 
@@ -192,7 +134,7 @@ def test_a_full_disk_costs_the_keeping_and_not_the_run(tmp_path, clock, monkeypa
     assert not keeper.is_due([response(1), response(2)])
 
 
-def test_a_kept_response_to_another_prompt_ends_the_run():
+def test_a_kept_response_to_another_prompt_or_with_an_excluded_token_ends_the_run():
     kept = {response(1).key: response(1)}
     same_prompt = Request(response(1).key, np.arange(2, dtype=np.int32))
     other = Request(response(2).key, np.arange(2, dtype=np.int32))
@@ -200,10 +142,7 @@ def test_a_kept_response_to_another_prompt_ends_the_run():
     foreign = Request(response(1).key, np.arange(3, dtype=np.int32))
     with pytest.raises(UserError, match=r"a response of step 6 .* data.source = 'd.jsonl' gives; .*remove .* kept/"):
         still_to_do([foreign], kept, "d.jsonl", ())
-
-
-def test_a_kept_token_that_is_never_sampled_now_ends_the_run():
-    """As one of a version that sampled all ids, unless its request is not the step's any more."""
+    # a token that is never sampled now, as of a version that sampled all ids, unless the step asks for it no more
     old = replace(response(1), response_tokens=np.array([3, 22, 1], np.int32))
     request = Request(old.key, old.prompt_tokens)
     told = (

@@ -138,9 +138,7 @@ def test_training_state_by_stage(
     gradients = sum(num_bytes for name, num_bytes in state.held.items() if name.startswith("gradients"))
     by_parameter = found / count, gradients / count, state.stepping / count
     assert by_parameter == pytest.approx((resident, held, stepping), rel=2e-3)
-    if stage:
-        away = training_state(replace(given, config=load_config(JOBS / "qwen7b.toml", ["optimizer.zero_stage=3"])))
-        assert away.host >= 20 * -(-given.shape.num_parameters // ranks) and state.host == 0
+    assert state.host == 0
 
 
 def test_offload_takes_20_bytes_a_parameter_and_pinned_memory_in_powers_of_two() -> None:
@@ -341,15 +339,7 @@ def run_with(left: int | None, words: list[str]) -> subprocess.CompletedProcess[
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize(
-    "settings",
-    [
-        ["optimizer.zero_stage=0"],
-        ["lora.rank=4"],
-        ["optimizer.zero_stage=1", "optimizer.offload=true"],
-        ["optimizer.zero_stage=3", "optimizer.offload=parameters"],
-    ],
-)
+@pytest.mark.parametrize("settings", [["lora.rank=4"], ["optimizer.zero_stage=3", "optimizer.offload=parameters"]])
 def test_plan_preflight_and_a_run_on_cpus_count_the_same_host_memory(
     settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

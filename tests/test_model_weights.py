@@ -194,7 +194,7 @@ def write(made: Made) -> Path:
 JOB = (TINY, "model.path=mine", "drafter.init=random")
 COMMANDS = {
     "train": ("train", *JOB, "--dry-run"),
-    "train adapters": ("train", *JOB, "lora.rank=2", 'lora.targets=["q_proj"]', "--dry-run"),
+    "train adapters": ("train", *JOB, "lora.rank=2", "--dry-run"),
     "evaluate": ("evaluate", "mine", TINY, "--dry-run"),
     "warmup": ("warmup", *JOB, "--dry-run"),
     "plan": ("plan", *JOB),

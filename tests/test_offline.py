@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from functools import partial
-from itertools import count, islice, pairwise
+from itertools import islice, pairwise
 from types import SimpleNamespace
 
 import numpy as np
@@ -36,10 +36,9 @@ def document(prompt_length: int, response_length: int, first: int = 0) -> Docume
 
 def texts_from(num_distinct: int) -> Texts:
     """50 training texts and at most 8 held out, of prompts that come again after ``num_distinct``."""
-    numbers = count()
-    batch = [Prompt(np.array([7, i % num_distinct], np.int32), str(i), "", "") for i in islice(numbers, 1000)]
-    config = SimpleNamespace(warmup=SimpleNamespace(responses=50, validation_prompts=8))
-    return from_prompts(config.warmup, SimpleNamespace(batch=lambda step: batch))  # type: ignore[arg-type]
+    batch = [Prompt(np.array([7, i % num_distinct], np.int32), str(i), "", "") for i in range(1000)]
+    warmup, prompts = SimpleNamespace(responses=50, validation_prompts=8), SimpleNamespace(batch=lambda step: batch)
+    return from_prompts(warmup, prompts)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("num_distinct", "num_kept"), [(1000, 8), (40, 8), (20, 4), (7, 1), (2, 1)])
@@ -48,9 +47,6 @@ def test_no_prompt_is_trained_on_and_validated_with(num_distinct, num_kept):
     kept = {tuple(tokens) for tokens in texts.held_out}
     assert len(texts.training) == 50 and len(texts.held_out) == len(kept) == num_kept
     assert not kept & {tuple(text.prompt) for text in texts.training}
-
-
-def test_one_prompt_alone_is_refused():
     with pytest.raises(ConfigError, match=r"no prompt is left for validation: 58 responses have 1 distinct.*more"):
         texts_from(1)
 

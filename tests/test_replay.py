@@ -4,34 +4,29 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from io import FileIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
-import torch
 from fake_world import OneRank
-from launch_ranks import ROOT, tlt
+from launch_ranks import ROOT
 from logged import make_rollout, step_record
-from whole_run import REFERENCE, SAVED, STEPS
 
-from tlt_hpc.checkpoint.store import CheckpointStore
 from tlt_hpc.common.records import Prompt
 from tlt_hpc.config import UserError, load_config
 from tlt_hpc.rl.draws import StepDraws
 from tlt_hpc.rl.stats import PolicyStats, RolloutMismatch
 from tlt_hpc.run.replay import ReplayError, check_update, is_committed, read_ranks
 from tlt_hpc.storage import folder as storage_folder
-from tlt_hpc.storage import step_lines
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.rollout_log import read_step, write_step
-from tlt_hpc.storage.step_lines import add_line, drop_lines, parse_line, read_lines, replace_line
+from tlt_hpc.storage.step_lines import add_line, drop_lines, read_lines, replace_line
 
 # -- the lines that commit a step ----------------------------------------------------------------------------------
 
@@ -78,23 +73,6 @@ def test_a_line_that_no_run_wrote_is_named_and_none_is_lost(tmp_path: Path, text
     path.write_text(before + text + "\n")
     with pytest.raises(UserError, match=r"metrics\.jsonl:2 is no line"):
         add_line(path, line(3))
-
-
-def test_a_commit_looks_at_the_last_line_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run of thousands of steps would otherwise read all its lines in each of them."""
-    path, read = tmp_path / "metrics.jsonl", list[bytes]()
-    monkeypatch.setattr(step_lines, "parse_line", lambda text: read.append(text) or parse_line(text))
-    for step in range(4):
-        add_line(path, line(step))
-    texts = [json.dumps(line(step)).encode() + b"\n" for step in range(4)]
-    assert path.read_bytes() == b"".join(texts) and read == texts[:3]
-    read.clear()
-    assert read_lines(path, 2) == {2: line(2), 3: line(3)} and texts[0] not in read
-    assert read_lines(path, 4) == {} and list(read_lines(path, 0)) == [0, 1, 2, 3]
-    path.write_bytes(path.read_bytes()[:-1])
-    read.clear()
-    add_line(path, line(4))
-    assert path.read_bytes() == b"".join(texts) + json.dumps(line(4)).encode() + b"\n", "without its last line break"
 
 
 def test_a_last_line_that_was_cut_off_commits_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -216,6 +194,15 @@ def test_a_damaged_log_has_nothing_that_can_be_repeated(tmp_path: Path, caplog: 
     assert f"generated again: {path}" in caplog.text
 
 
+def test_a_file_that_cannot_be_read_now_is_no_damaged_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = make_job(tmp_path, [[3, 4]])
+    path = log_step(job, 2, weights=2)
+    stale = Mock(side_effect=OSError(116, "Stale file handle", str(path)))
+    monkeypatch.setattr("tlt_hpc.storage.hdf5.open_regular", stale)
+    with pytest.raises(UserError, match=rf"^{path}: Stale file handle; .* start again; nothing was changed$"):
+        read_ranks(job, 2)
+
+
 def test_responses_to_other_prompts_end_the_run(tmp_path: Path) -> None:
     log_step(make_job(tmp_path, [[3, 4]]), 2, weights=2)
     with pytest.raises(ReplayError, match=r"another prompt than data\.source = 'embedded:gcd' gives; restore that, or"):
@@ -237,127 +224,5 @@ def test_a_token_that_is_never_sampled_now_ends_the_run(tmp_path: Path) -> None:
     assert read_ranks(job, 2) is not None
 
 
-@pytest.mark.parametrize("num_reads", [None, 0, 1, 5])
-def test_a_file_that_cannot_be_read_now_is_no_damaged_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_reads: int | None
-) -> None:
-    """At its opening, or after so many reads."""
-    job = make_job(tmp_path, [[3, 4]])
-    path = log_step(job, 2, weights=2)
-    left = num_reads
-
-    class Stale(FileIO):
-        def readinto(self, buffer: Any) -> int:
-            nonlocal left
-            if not left:
-                raise OSError(116, "Stale file handle")
-            left -= 1
-            return super().readinto(buffer)
-
-        def detach(self) -> FileIO:
-            return self
-
-    def open_stale(path: Path) -> FileIO:
-        if num_reads is None:
-            raise OSError(116, "Stale file handle", str(path))
-        return Stale(path)
-
-    monkeypatch.setattr("tlt_hpc.storage.hdf5.open_regular", open_stale)
-    with pytest.raises(UserError, match=rf"^{path}: Stale file handle; .* start again; nothing was changed$"):
-        read_ranks(job, 2)
-    assert left in (None, 0)
-
-
 def test_a_line_of_an_earlier_version_commits_nothing() -> None:
     assert is_committed(LINE) and not is_committed({"critic/rewards/mean": 0.5}) and not is_committed(None)
-
-
-# -- whole runs --------------------------------------------------------------------------------------------------------
-
-
-def train(folder: Path) -> str:
-    arguments = [str(ROOT / "jobs" / "tiny.toml"), *REFERENCE, f"run.folder={folder}", "run.ranks=2"]
-    (folder / "tiny" / "finished.json").unlink(missing_ok=True)  # with it, a finished run looks no further
-    done = tlt(2, "train", *arguments)
-    return done.stdout + done.stderr
-
-
-@pytest.fixture
-def broken(reference_run: Path, tmp_path: Path) -> Path:
-    """The run as a kill leaves it before its last checkpoint is whole."""
-    shutil.copytree(reference_run, tmp_path, dirs_exist_ok=True)
-    shutil.rmtree(tmp_path / "tiny" / "checkpoints" / f"step-{STEPS:06d}")
-    return tmp_path
-
-
-def logs(folder: Path, step: int) -> list[tuple[Path, int]]:
-    paths = RunFolder(folder / "tiny").rollout_logs(step)
-    return [(path, path.stat().st_ino) for path in paths]
-
-
-def drafter_steps(folder: Path, step: int) -> int:
-    checkpoint = CheckpointStore(folder / "tiny" / "checkpoints", keep=1).at(step)
-    return int(checkpoint.read("drafter", "num_steps"))
-
-
-def logged_micro_steps(folder: Path, step: int) -> int:
-    return sum(len(read_step(path).micro_steps) for path, _ in logs(folder, step))
-
-
-def policy(folder: Path) -> dict[str, torch.Tensor]:
-    checkpoint = CheckpointStore(folder / "tiny" / "checkpoints", keep=1).at(STEPS)
-    assert len(checkpoint.names("policy")) > 200
-    return {name: checkpoint.read("policy", name) for name in checkpoint.names("policy")}
-
-
-def assert_same_policy(folder: Path, straight: Path) -> None:
-    wanted, got = policy(straight), policy(folder)
-    assert wanted.keys() == got.keys()
-    assert [name for name in wanted if not torch.equal(wanted[name], got[name])] == []
-
-
-@pytest.mark.mpi
-def test_logged_steps_end_in_the_same_policy_and_generate_nothing(reference_run: Path, broken: Path) -> None:
-    before = [logs(broken, step) for step in range(STEPS)]
-    shown = train(broken)
-    for step in range(SAVED, STEPS):
-        assert f"step {step + 1}: its update repeated" in shown
-    assert f"resuming from step {STEPS}" in shown
-    assert [logs(broken, step) for step in range(STEPS)] == before
-    assert_same_policy(broken, reference_run)
-    assert read_lines(broken / "tiny" / "metrics.jsonl") == read_lines(reference_run / "tiny" / "metrics.jsonl")
-    # the drafter was saved alone after three steps, and as many micro-steps are taken again on the features of step 3,
-    # where a merge counts those of the rank with the most
-    saves = CheckpointStore(RunFolder(broken / "tiny").drafter_checkpoints, keep=2).within(0, STEPS)
-    assert list(saves) == [SAVED - 1, STEPS - 1]
-    repeated = drafter_steps(broken, STEPS) - int(saves[STEPS - 1].read("drafter", "num_steps"))
-    # on a busy machine there may have been none
-    assert repeated == -(-logged_micro_steps(broken, 3) // 2)
-
-
-@pytest.mark.mpi
-@pytest.mark.ci
-def test_a_drafter_that_was_not_saved_alone_is_trained_again(broken: Path) -> None:
-    shutil.rmtree(RunFolder(broken / "tiny").drafter_checkpoints)
-    assert f"resuming from step {STEPS}" in train(broken)
-    # the features of the last two steps are on disk
-    repeated = drafter_steps(broken, STEPS) - drafter_steps(broken, SAVED)
-    counts = [logged_micro_steps(broken, step) for step in (2, 3)]
-    assert sum(counts) > 0 and repeated == sum(-(-count // 2) for count in counts)
-
-
-@pytest.mark.mpi
-@pytest.mark.ci
-def test_a_damaged_log_is_named_and_its_step_generated_again(reference_run: Path, broken: Path) -> None:
-    (kept, _), (damaged, inode) = logs(broken, 3)
-    content = bytearray(damaged.read_bytes())
-    content[len(content) // 2] ^= 0xFF
-    damaged.write_bytes(content)
-    shown = train(broken)
-    assert "step 3: its update repeated" in shown
-    assert "step 4 and those after it are generated again" in shown and damaged.name in shown
-    assert "resuming from step 3" in shown
-    assert dict(logs(broken, 3))[damaged] != inode
-    assert_same_policy(broken, reference_run)
-    assert len(read_lines(broken / "tiny" / "metrics.jsonl")) == STEPS
-    assert kept.exists()

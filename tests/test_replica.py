@@ -7,7 +7,6 @@ import random
 import time
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock, call
 
 import pytest
 import torch
@@ -38,12 +37,6 @@ def test_a_replica_over_two_nodes_is_refused() -> None:
         "rollout.tensor_parallel = 2: ranks 2 to 3 decode together and are on a, b; start a multiple of 2 ranks on "
         "each node, one node after another (srun --distribution=block)"
     )
-
-
-def test_only_the_communicator_of_the_replica_is_kept() -> None:
-    everyone = Mock()
-    replica = Replica(Mock(rank=3, size=4, private_comm=lambda: everyone), 2)
-    assert everyone.mock_calls == [call.Split(1, 1), call.Free()] and (replica.number, replica.index) == (1, 1)
 
 
 # -- agreement ------------------------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tlt_hpc.storage.feature_file import runs_of
 from tlt_hpc.storage.feature_writer import Retention, RowSpace
 
 
@@ -37,40 +36,6 @@ def test_a_row_is_taken_once_and_the_file_no_longer_than_the_most_held(steps):
         assert len(used) == len(set(used)) == 200 - space.num_free
         most = max(most, len(used))
         assert space.high_water == most > max(used, default=-1)
-
-
-def test_the_lowest_free_rows_are_taken_first():
-    space = RowSpace(10)
-    parts = [space.take(2) for _ in range(4)]
-    space.give_back(parts[2])
-    space.give_back(parts[0])
-    rows = space.take(5)
-    assert rows.tolist() == [0, 1, 4, 5, 8]
-    assert [rows[run].tolist() for run in runs_of(rows)] == [[0, 1], [4, 5], [8]]
-    assert not list(runs_of(rows[:0]))
-
-
-def test_a_prompt_is_stored_once_and_waits_for_a_longer_response():
-    retention = Retention(100)
-    assert add(retention, 20, prompt_length=11, group=1) and add(retention, 30, prompt_length=11, group=1)
-    assert retention.space.num_free == 40
-    assert add(retention, 60, group=2)
-    assert lengths(retention) == [30, 60] and [len(prompt.tokens) for prompt in retention.prompts] == [11, 1]
-    assert add(retention, 80, group=2), "the first prompt stays without a response"
-    assert lengths(retention) == [80] and len(retention.prompts) == 1 and retention.space.num_free == 10
-    assert add(retention, 85, prompt_length=11, group=1, first=10), "its prompt came with an earlier one"
-    assert [len(prompt.tokens) for prompt in retention.prompts] == [11] and retention.space.num_free == 5
-
-
-def test_unused_prompts_are_evicted_before_responses_the_oldest_first():
-    retention = Retention(100)
-    add(retention, 1, prompt_length=11, group=1)
-    add(retention, 2, prompt_length=16, group=2)
-    assert add(retention, 75, group=3) and retention.space.num_free == 0
-    assert add(retention, 4, prompt_length=5, group=4) and retention.space.num_free == 2, "in the rows of prompt 1"
-    assert add(retention, 3, prompt_length=16, group=2, first=15) is False, "only longer responses could make room"
-    assert add(retention, 16, group=5) and retention.space.num_free == 1, "in the rows of prompt 2"
-    assert lengths(retention) == [75, 4, 16]
 
 
 def test_a_late_response_outlives_its_prompt():

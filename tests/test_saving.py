@@ -49,7 +49,7 @@ def job_in(folder) -> Any:
     return SimpleNamespace(
         world=AloneWorld(), folder=SimpleNamespace(status=folder),
         checkpoints=CheckpointStore(folder, 2), drafting=None, policy=policy,
-        engine=SimpleNamespace(chooser=SimpleNamespace(state=dict)),
+        engine=SimpleNamespace(chooser=SimpleNamespace(acceptance=SimpleNamespace(state=dict))),
         config=SimpleNamespace(run=SimpleNamespace(seed=0)),
     )  # fmt: skip
 

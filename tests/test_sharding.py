@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
 
 import pytest
 import torch
+from fake_world import ThreadWorld, on_threads
 from tiny import CPU, decode_in_pieces, embedded_folder, gcd_requests, generate, make_engine, texts
 
 from tlt_hpc.common.records import Rollout
@@ -27,7 +24,6 @@ from tlt_hpc.plan.inputs import check_shape
 from tlt_hpc.rollout.engine import RolloutEngine
 from tlt_hpc.rollout.strategy import OFF, Strategy
 
-T = TypeVar("T")
 TINY = Path(__file__).resolve().parent.parent / "jobs" / "tiny.toml"
 SHAPE = read_shape(embedded_folder())
 OWN = DraftLayer(intermediate_size=192, rope_theta=300.0, norm_before_residual=True, fc_bias=True)
@@ -37,45 +33,8 @@ NGRAM = Strategy("ngram", 4)
 REQUESTS = gcd_requests(4, 3)
 
 
-class Ranks:
-    """Threads in the place of a replica's ranks: what one gives, all get at the next meeting."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self._barrier = threading.Barrier(size, timeout=60)
-        self._given: list[object] = [None] * size
-
-    def meet(self, index: int, item: T) -> list[T]:
-        self._given[index] = item
-        self._barrier.wait()
-        seen = list(self._given)
-        self._barrier.wait()
-        return seen
-
-    def sharding(self, index: int) -> Sharding:
-        def all_reduce(x: torch.Tensor) -> torch.Tensor:
-            first, *more = self.meet(index, x.clone())
-            total = first.clone()
-            for part in more:
-                total += part
-            return total
-
-        return Sharding(index, self.size, all_reduce)
-
-    def run(self, work: Callable[[int], T]) -> list[T]:
-        with ThreadPoolExecutor(self.size) as pool:
-            futures = [pool.submit(self._one, work, index) for index in range(self.size)]
-        failed = [error for future in futures if (error := future.exception())]
-        for error in sorted(failed, key=lambda error: isinstance(error, threading.BrokenBarrierError)):
-            raise error
-        return [future.result() for future in futures]
-
-    def _one(self, work: Callable[[int], T], index: int) -> T:
-        try:
-            return work(index)
-        except BaseException:
-            self._barrier.abort()  # or the others would wait for this rank
-            raise
+def sharding_of(world: ThreadWorld) -> Sharding:
+    return Sharding(world.rank, world.size, lambda x: sum(world.allgather(x.clone())))
 
 
 def random_weights(shape: ModelShape, seed: int = 0) -> dict[str, torch.Tensor]:
@@ -93,8 +52,8 @@ def logits_of(decoder: Decoder, tokens: torch.Tensor) -> torch.Tensor:
     return decoder.logits(decode_in_pieces(decoder, tokens.unsqueeze(0), [half, len(tokens) - half])[0])
 
 
-def decoder_of(ranks: Ranks, index: int, shape: ModelShape, weights: dict[str, torch.Tensor]) -> Decoder:
-    decoder = Decoder(shape, torch.float32, CPU, ranks.sharding(index))
+def decoder_of(sharding: Sharding, shape: ModelShape, weights: dict[str, torch.Tensor]) -> Decoder:
+    decoder = Decoder(shape, torch.float32, CPU, sharding)
     decoder.load(weights.items(), 0)
     return decoder
 
@@ -121,15 +80,13 @@ def test_logits_are_one_ranks_to_a_hair_and_the_same_bits_on_all(plain: list[Rol
     if name == "embedded":  # on random tokens its activations, and the error, are ten times as large
         weights = dict(folder_weights(embedded_folder()))
         tokens = torch.tensor([*plain[0].prompt_tokens.tolist(), *plain[0].response_tokens.tolist()])
-    whole = Decoder(shape, torch.float32, CPU)
-    whole.load(weights.items(), 0)
-    ranks = Ranks(size)
+    whole = decoder_of(Sharding(), shape, weights)
 
-    def both(index: int) -> tuple[torch.Tensor, torch.Tensor, int]:
-        decoder = decoder_of(ranks, index, shape, weights)
+    def both(world: ThreadWorld) -> tuple[torch.Tensor, torch.Tensor, int]:
+        decoder = decoder_of(sharding_of(world), shape, weights)
         return logits_of(decoder, tokens), decoder.reference_logits(tokens, 3), decoder.weight_bytes
 
-    (first, exact, num_bytes), *others = ranks.run(both)
+    (first, exact, num_bytes), *others = on_threads(size, both)
     assert all(torch.equal(first, fast) and torch.equal(exact, slow) for fast, slow, _ in others)
     assert (first - logits_of(whole, tokens)).abs().max() < 1e-4
     assert (exact - whole.reference_logits(tokens, 3)).abs().max() < 1e-10
@@ -143,10 +100,8 @@ def test_a_folder_gives_a_rank_the_part_that_whole_weights_would() -> None:
         by_part.load(folder_weights(embedded_folder(), by_part.weight_cuts()), 0, are_cut=True)
         by_whole.load(folder_weights(embedded_folder()), 0)
         for mine, other in zip(by_part.layers, by_whole.layers, strict=True):
-            assert torch.equal(mine.qkv.weight, other.qkv.weight) and torch.equal(
-                mine.mlp.down.weight, other.mlp.down.weight
-            )
-            assert torch.equal(mine.output.weight, other.output.weight)
+            for part, same in zip(mine.parts(), other.parts(), strict=True):
+                assert all(map(torch.equal, part.tensors, same.tensors))
         cut = by_part.weight_cuts()["model.layers.0.mlp.down_proj.weight"]
         assert cut.slices[1] == slice(index * 128, index * 128 + 128)
 
@@ -195,14 +150,14 @@ def test_a_loss_of_the_router_is_refused_where_none_is_trained() -> None:
 # -- the engine -----------------------------------------------------------------------------------------------------
 
 
-def engine_of(ranks: Ranks | None, index: int, strategies: tuple[Strategy, ...], **changes: object) -> RolloutEngine:
-    sharding = ranks.sharding(index) if ranks else Sharding()
-    decoder = Decoder(SHAPE, torch.float32, CPU, sharding)
+def engine_of(world: ThreadWorld | None, strategies: tuple[Strategy, ...], **changes: object) -> RolloutEngine:
+    sharding = sharding_of(world) if world else Sharding()
     weights = read_drafter("embedded:tiny", SHAPE, "the test's drafter")
     drafter = make_drafter(SHAPE, 0, torch.float32, CPU, weights.get(TOKEN_IDS))
-    drafter.split(sharding) if ranks else None
-    agree = (lambda choice: ranks.meet(index, choice)[0]) if ranks else None
-    options = {"decoder": decoder, "drafter": drafter, "agree": agree, "max_live": 8, "seed": index, **changes}
+    if world:
+        drafter.split(sharding)
+    options = {"decoder": Decoder(SHAPE, torch.float32, CPU, sharding), "drafter": drafter, "max_live": 8, **changes}
+    options |= {"agree": world.broadcast if world else None, "seed": sharding.index}
     engine = make_engine(strategies, max_new_tokens=120, **options)
     engine.load_drafter({name.removesuffix(".weight"): tensor for name, tensor in weights.items()})
     return engine
@@ -210,7 +165,7 @@ def engine_of(ranks: Ranks | None, index: int, strategies: tuple[Strategy, ...],
 
 @pytest.fixture(scope="module")
 def plain() -> list[Rollout]:
-    return generate(engine_of(None, 0, (OFF,)), REQUESTS)
+    return generate(engine_of(None, (OFF,)), REQUESTS)
 
 
 def draft_of(drafter: Drafter) -> torch.Tensor:
@@ -228,20 +183,18 @@ def test_a_drafter_that_is_split_drafts_what_it_did_whole(
     size: int, own: DraftLayer, token_ids: torch.Tensor | None
 ) -> None:
     whole = make_drafter(SHAPE, 3, torch.float32, CPU, token_ids, own)
-    whole.load_state_dict(
-        whole.state_dict() | ({"fc_bias": torch.ones(128)} if "fc_bias" in whole.state_dict() else {})
-    )
+    state = whole.state_dict()
+    whole.load_state_dict(state | ({"fc_bias": torch.ones(128)} if "fc_bias" in state else {}))
     whole.pack()
-    ranks = Ranks(size)
 
-    def work(index: int) -> torch.Tensor:
+    def work(world: ThreadWorld) -> torch.Tensor:
         drafter = make_drafter(SHAPE, 0, torch.float32, CPU, token_ids, own)
-        drafter.split(ranks.sharding(index))
+        drafter.split(sharding_of(world))
         drafter.pack()
         drafter.load_state_dict(whole.state_dict())
         return draft_of(drafter)
 
-    first, *others = ranks.run(work)
+    first, *others = on_threads(size, work)
     assert all(torch.equal(first, other) for other in others)
     assert (first - draft_of(whole)).abs().max() < 1e-5
 
@@ -254,16 +207,13 @@ def test_a_drafter_whose_own_width_cannot_be_divided_is_not_split() -> None:
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_text_is_one_ranks_whatever_is_drafted(plain: list[Rollout], size: int) -> None:
-    ranks = Ranks(size)
-
-    def work(index: int) -> tuple[dict, int, dict[str, tuple[int, int]], float]:
-        engine = engine_of(ranks, index, (OFF, CHAIN, TREE, NGRAM), chooser="random")
+    def work(world: ThreadWorld) -> tuple[dict, int, dict[str, tuple[int, int]], float]:
+        engine = engine_of(world, (OFF, CHAIN, TREE, NGRAM), chooser="random")
         rollouts = generate(engine, REQUESTS)
         counts = engine.take_counts()
-        accepted = counts.num_tokens / counts.num_row_passes
-        return texts(rollouts), engine.text_mark, counts.strategies, accepted
+        return texts(rollouts), engine.text_mark, counts.strategies, counts.num_tokens / counts.num_row_passes
 
-    results = ranks.run(work)
+    results = on_threads(size, work)
     assert all(found == texts(plain) for found, *_ in results)
     assert all(result == results[0] for result in results), "ranks took different ways, though of different seeds"
     assert all(rounds > 0 for rounds, _ in results[0][2].values())

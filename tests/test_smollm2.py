@@ -1,6 +1,5 @@
 """A real model with a real vocabulary: the decoder against transformers, and the job that trains it."""
 
-import gc
 import json
 import re
 import runpy
@@ -10,15 +9,11 @@ import pytest
 import torch
 from launch_ranks import tlt
 from smollm2 import TEXTS, smollm2_decoder, smollm2_folder
-from tiny import CPU, decode_in_pieces
+from tiny import decode_in_pieces
 from transformers import LlamaForCausalLM
 
 from tlt_hpc.cli.main import main
 from tlt_hpc.config import load_config
-from tlt_hpc.models import linear
-from tlt_hpc.models.decoder import Decoder
-from tlt_hpc.models.folder import folder_weights
-from tlt_hpc.models.shape import read_shape
 from tlt_hpc.models.tokenizer import load_tokenizer
 
 NUM_TOKENS = 96
@@ -30,60 +25,29 @@ def prompts():
     return torch.tensor([tokenizer.encode(text).ids[:NUM_TOKENS] for text in TEXTS])
 
 
-def transformers_logits(prompts, dtype):
-    model = LlamaForCausalLM.from_pretrained(smollm2_folder(), dtype=dtype)
-    with torch.no_grad():
-        logits = model(prompts).logits
-    del model
-    gc.collect()
-    return logits
-
-
-@pytest.fixture(scope="module")
-def expected(prompts):
-    return transformers_logits(prompts, torch.float32)
-
-
-def decoded(prompts, pieces, decoder):
-    return decoder.logits(decode_in_pieces(decoder, prompts, pieces))
-
-
 PIECES = {"prefill": [NUM_TOKENS], "steps": [32, *[1] * 24, *[4] * 10]}
 
 
-@pytest.fixture(scope="module")
-def plain_decoder():
-    """With the products that PyTorch itself uses instead of the packed ones."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(linear, "_can_block", lambda weight: False)
-        decoder = Decoder(read_shape(smollm2_folder()), torch.float32, CPU)
-        decoder.load(folder_weights(smollm2_folder()), 0)
-    assert decoder.packed_bytes == 0
-    return decoder
-
-
 @pytest.mark.parametrize("pieces", PIECES.values(), ids=PIECES)
-def test_logits_equal_transformers_in_fp32(prompts, expected, pieces, plain_decoder):
-    # transformers itself is 0.9e-4 off its own float64 (logits to 36)
-    difference = (decoded(prompts, pieces, plain_decoder) - expected).abs()
-    assert difference.max() < 1.5e-4
-    assert difference.pow(2).mean().sqrt() < 2e-5
-
-
-@pytest.mark.parametrize("pieces", PIECES.values(), ids=PIECES)
-def test_packed_products_cost_a_bit_of_the_last_digits(prompts, expected, pieces):
-    """They sum in an order of their own."""
-    difference = (decoded(prompts, pieces, smollm2_decoder()) - expected).abs()
-    assert difference.max() < 2.5e-4
+def test_logits_equal_transformers_in_fp32(prompts, pieces):
+    """Products of packed weights sum in an order of their own, and cost a bit of the last digits."""
+    decoder = smollm2_decoder()
+    found = decoder.logits(decode_in_pieces(decoder, prompts, pieces))
+    difference = (found - logits_of_transformers(prompts, torch.float32)).abs()
+    assert difference.max() < 2.5e-4  # transformers itself is 0.9e-4 off its own float64 (logits to 36)
     assert difference.pow(2).mean().sqrt() < 3e-5
     assert (difference > 1e-4).float().mean() < 3e-3  # 0.0017 with the products of an AMD EPYC
 
 
+@torch.no_grad()
+def logits_of_transformers(prompts, dtype):
+    return LlamaForCausalLM.from_pretrained(smollm2_folder(), dtype=dtype)(prompts).logits
+
+
 def test_the_float64_pass_equals_transformers_in_float64(prompts):
     """transformers rounds its rotary angles to fp32 even there."""
-    expected = transformers_logits(prompts[:1], torch.float64)
     exact = smollm2_decoder().reference_logits(prompts[0], NUM_TOKENS)
-    assert (exact - expected[0]).abs().max() < 5e-5
+    assert (exact - logits_of_transformers(prompts[:1], torch.float64)[0]).abs().max() < 5e-5
 
 
 # -- jobs/smollm2.toml ----------------------------------------------------------------------------------------------
@@ -152,14 +116,12 @@ JUDGE = "def score(data_source, solution_str, ground_truth, extra_info=None):\n 
 @pytest.mark.timeout(600)  # half a minute a start on two cores of their own, several on busy ones
 def test_the_job_starts_trains_and_resumes_with_a_reward_of_ones_own(problems, tmp_path):
     (tmp_path / "judge.py").write_text(JUDGE)
-    settings = [str(JOBS / "smollm2.toml"), f"model.path={smollm2_folder()}", f"run.folder={tmp_path}"]
-    settings += [
-        f"data.source={problems / 'word_problems.jsonl'}",
-        "evaluation.every_steps=0",
-        "checkpoint.every_steps=1",
-    ]
-    settings += [f"reward.default={tmp_path / 'judge.py'}:score"]
-    settings += ["rollout.prompts_per_step=2", "rollout.max_live=4", "optimizer.micro_batch_tokens=128"]
+    settings = [
+        str(JOBS / "smollm2.toml"), f"model.path={smollm2_folder()}", f"run.folder={tmp_path}",
+        f"data.source={problems / 'word_problems.jsonl'}", f"reward.default={tmp_path / 'judge.py'}:score",
+        "evaluation.every_steps=0", "checkpoint.every_steps=1", "rollout.prompts_per_step=2", "rollout.max_live=4",
+        "optimizer.micro_batch_tokens=128",
+    ]  # fmt: skip
     for num_steps in (1, 2):
         tlt(2, "train", *settings, f"run.num_steps={num_steps}")
     steps = [json.loads(line) for line in (tmp_path / "smollm2" / "metrics.jsonl").read_text().splitlines()]

@@ -59,6 +59,7 @@ def sources(path: Path, kind: str) -> str:
     return f"data.source={path}" if kind == "data" else f'evaluation.sources=["{path}"] evaluation.every_steps=10'
 
 
+NUMERIC = " reward.by_source={n='numeric'}"
 CASES = [
     ("train", "data"), ("train", "evaluation"), ("evaluate", "evaluation"), ("preflight", "data"),
     ("preflight", "evaluation"), ("submit", "data"), ("submit", "evaluation"), ("data inspect", "data"),
@@ -66,29 +67,34 @@ CASES = [
 ]  # fmt: skip
 
 
+FAULTS = {
+    "tokens that the model lacks": (
+        [gcd_row(1), gcd_row(2, prompt="<e>gcd(48,36)=")], "",
+        "rows.jsonl:2: the tokenizer makes a token 24 of it, and the model has",
+    ),
+    "tests that cannot be read": (
+        [gcd_row(1, answer="assert f(1) == 2", data_source="c"), gcd_row(2, answer="f(1)", data_source="c")],
+        " reward.by_source={c='code'}", "rows.jsonl:2: reward kind 'code' cannot read the tests 'f(1)'",
+    ),
+    "answers that no response can match": (
+        [gcd_row(n, answer="forty", data_source="n") for n in (2, 3)],
+        NUMERIC, "rows.jsonl:1: reward kind 'numeric': answer 'forty' ",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize(("command", "kind"), CASES)
-def test_tokens_that_the_model_lacks(command: str, kind: str, said: Said, tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / "evx.jsonl", [gcd_row(1), gcd_row(2, prompt="<e>gcd(48,36)=")])
-    found = said(command, sources(path, kind))
-    assert found[0] != "0" and found.count("evx.jsonl:2: the tokenizer makes a token 24 of it, and the model has") == 1
+def test_a_fault_of_the_rows_is_named(command: str, kind: str, fault: str, said: Said, tmp_path: Path) -> None:
+    rows, keys, line = FAULTS[fault]
+    found = said(command, sources(write_jsonl(tmp_path / "rows.jsonl", rows), kind) + keys)
+    assert found[0] != "0" and found.count(line) == 1
 
 
-@pytest.mark.parametrize(("command", "kind"), CASES)
-def test_tests_that_cannot_be_read(command: str, kind: str, said: Said, tmp_path: Path) -> None:
-    rows = [gcd_row(1, answer="assert f(1) == 2", data_source="c"), gcd_row(2, answer="f(1)", data_source="c")]
-    found = said(command, f"{sources(write_jsonl(tmp_path / 'code.jsonl', rows), kind)} reward.by_source={{c='code'}}")
-    assert found[0] != "0" and found.count("code.jsonl:2: reward kind 'code' cannot read the tests 'f(1)'") == 1
-
-
-@pytest.mark.parametrize(("command", "kind"), CASES)
-def test_answers_that_no_response_can_match(command: str, kind: str, said: Said, tmp_path: Path) -> None:
+def test_some_answers_that_no_response_can_match_are_a_warning(said: Said, tmp_path: Path) -> None:
     rows = [gcd_row(1, data_source="n"), *(gcd_row(n, answer="forty", data_source="n") for n in (2, 3))]
-    keys = "reward.by_source={n='numeric'}"
-    some = said(command, f"{sources(write_jsonl(tmp_path / 'some.jsonl', rows), kind)} {keys}")
-    none = said(command, f"{sources(write_jsonl(tmp_path / 'none.jsonl', rows[1:]), kind)} {keys}")
-    assert none[0] != "0" and none.count("none.jsonl:1: reward kind 'numeric': answer 'forty' ") == 1
-    assert "no response can be right for 2 of 2 rows" in none
-    assert some[0] == "0" and (command == "submit" or some.count("for 2 of 3 rows, the first ") == 1)
+    found = said("train", sources(write_jsonl(tmp_path / "some.jsonl", rows), "data") + NUMERIC)
+    assert found[0] == "0" and found.count("for 2 of 3 rows, the first ") == 1
 
 
 @pytest.mark.parametrize(("command", "kind"), CASES)

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import h5py
 import pytest
@@ -24,11 +20,6 @@ from tlt_hpc.storage.step_lines import read_lines
 ROOT = Path(__file__).parents[1]
 SMALL = ("run.num_steps=2", "run.ranks=1", "rollout.prompts_per_step=2", "rollout.group_size=4",
          "rollout.max_new_tokens=64", "checkpoint.every_steps=1", "run.trackers=tensorboard")  # fmt: skip
-
-
-def tool(name: str, *arguments: object) -> str:
-    command = [sys.executable, ROOT / "tools" / f"{name}.py", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def names_in(folder: Path) -> list[str]:
@@ -58,15 +49,7 @@ def test_the_last_of_two_steps_is_step_2_everywhere(tmp_path: Path, capsys: pyte
     assert capsys.readouterr().out.startswith("step 2, prompt ")
     assert main(["report", str(run)]) == 0
     assert "2 steps, 1 to 2." in (run / "report.html").read_text()
-
-    for what, steps in (("learning", [1, 2]), ("lengths", [1, 2]), ("timeline", 2)):
-        found = tool("look", what, run, "--output", tmp_path / "out", "--json", "-")
-        assert shown_by(found)["step" if what == "timeline" else "steps"] == steps
-    assert "open it at" in (out := tool("export_run", run, "--output", tmp_path / "out")) and "(step 2;" in out
-    for table, column in (("steps", "training/global_step"), ("responses", "step")):
-        with (tmp_path / "out" / f"{table}.csv").open(newline="") as file:
-            assert [float(row[column]) for row in csv.DictReader(file)][-1] == 2
-    assert tool("inspect_run", run, "--check")
+    assert RunFolder(run).kept_part(1, 0, 0).parent.name == "step-000002"
 
 
 def told_to_tensorboard(run: Path) -> dict[int, float]:
@@ -75,15 +58,6 @@ def told_to_tensorboard(run: Path) -> dict[int, float]:
     reader = reading.EventAccumulator(str(run / "tensorboard"))
     reader.Reload()
     return {event.step: event.value for event in reader.Scalars("training/global_step")}
-
-
-def shown_by(text: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(text[text.index("{") : text.rindex("}") + 1])
-    return found
-
-
-def test_what_is_kept_of_a_step_has_its_number(tmp_path: Path) -> None:
-    assert RunFolder(tmp_path).kept_part(1, 0, 0).parent.name == "step-000002"
 
 
 def test_a_run_whose_files_count_from_0_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

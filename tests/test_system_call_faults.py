@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT / "tools"))
 import faults
 from fault_kinds.interception import CallFault, unavailable
 from fault_kinds.runs import forking
-from fault_kinds.system_calls import SETTINGS, STARTS, Campaign, Case, few
+from fault_kinds.system_calls import SETTINGS, STARTS, Campaign, Case
 
 from tlt_hpc.common import files
 from tlt_hpc.config import ConfigError, UserError, load_config, reading
@@ -116,11 +116,6 @@ os._exit(3)
 # -- the campaign ---------------------------------------------------------------------------------------------------
 
 
-def test_calls_on_the_same_file_are_thinned_out() -> None:
-    assert few(["a", "b", "a", "a", "a", "a", "a"], "a", 3) == [1, 4, 7]
-    assert few(["a", "b", "a"], "a", 0) == few(["a", "b", "a"], "a", 2) == [1, 3]
-
-
 @pytest.fixture(scope="module")
 def campaign(tmp_path_factory: pytest.TempPathFactory) -> Campaign:
     campaign = Campaign(tmp_path_factory.mktemp("calls"), forking(1, SETTINGS))
@@ -211,13 +206,17 @@ def refuse(*_: Any, **__: Any) -> Any:
     raise OSError(errno.EIO, os.strerror(errno.EIO))
 
 
+class FailsAtItsClose(files.io.FileIO):
+    def close(self) -> None:
+        super().close()
+        refuse()
+
+    def detach(self) -> FailsAtItsClose:
+        return self
+
+
 def test_a_file_that_fails_at_its_close_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "owner").write_text("{}")
-
-    class FailsAtItsClose(files.io.FileIO):
-        def close(self) -> None:
-            super().close()
-            refuse()
 
     monkeypatch.setattr(files, "open_regular", FailsAtItsClose)
     for read in (files.read_bytes, lambda path: files.read_last_lines(path, 10)):
@@ -260,14 +259,6 @@ def test_a_folder_that_does_not_reach_the_disk_is_named(tmp_path: Path, monkeypa
 def test_a_log_that_fails_at_its_close_has_been_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_step(tmp_path / "log.h5", small_record(0, 0))
 
-    class FailsAtItsClose(files.io.FileIO):
-        def close(self) -> None:
-            super().close()
-            refuse()
-
-        def detach(self) -> FailsAtItsClose:
-            return self
-
     monkeypatch.setattr(hdf5, "open_regular", FailsAtItsClose)
     assert read_step(tmp_path / "log.h5").step == 0
 
@@ -309,9 +300,6 @@ def test_weights_that_the_disk_refuses_are_one_line(
         pass
     with pytest.raises(UserError, match=f"cannot read the model in {tmp_path}: "), folder.naming_folder(tmp_path):
         raise error
-
-
-def test_another_error_of_torch_stays_what_it_is(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="out of memory"), folder.naming_folder(tmp_path):
         raise RuntimeError("out of memory")
 

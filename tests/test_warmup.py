@@ -33,7 +33,7 @@ from tlt_hpc.storage.records import read_facts
 from tlt_hpc.storage.rollout_log import write_step
 from tlt_hpc.studies.warmup import warm_up as warm_up_module
 from tlt_hpc.studies.warmup.plan import config_of
-from tlt_hpc.studies.warmup.warm_up import Shelf, WarmupResult, warm_up
+from tlt_hpc.studies.warmup.warm_up import CapturedDocuments, WarmupResult, warm_up
 
 ROOT = Path(__file__).parent.parent
 TINY = ROOT / "jobs" / "tiny.toml"
@@ -115,8 +115,8 @@ def feature_files(folder: Path) -> list[Path]:
 
 
 def documents(folder: Path) -> list[Document]:
-    with closing(Shelf(feature_files(folder))) as shelf:
-        return [shelf.read(i) for i in range(len(shelf.lengths))]
+    with closing(CapturedDocuments(feature_files(folder))) as captured:
+        return [captured.read(i) for i in range(len(captured.lengths))]
 
 
 @pytest.fixture(autouse=True)
@@ -153,8 +153,8 @@ def test_each_validation_is_of_the_drafter_as_it_is_then(tmp_path, monkeypatch):
     """One that knows the model takes the place of the one that has hardly learned, after the first validation."""
     take_update = warm_up_module.take_update
 
-    def learned(warmup, shelf, batch, progress):
-        taken = take_update(warmup, shelf, batch, progress)
+    def learned(warmup, captured, batch, progress):
+        taken = take_update(warmup, captured, batch, progress)
         if taken[0].updates == 6:
             warmup.trainer.trained.start_from(load_file(embedded("tiny_drafter") / DRAFTER_FILE))
         return taken
@@ -247,10 +247,10 @@ def stopped(folder: str, *overrides: str) -> bool:
 
 def warmed_up(folder: str, *overrides: str) -> list:
     """The curve, and the number of documents that this rank read to train on."""
-    read, counted = Shelf.read, []
-    Shelf.read = lambda shelf, index: counted.append(index) or read(shelf, index)
+    read, counted = CapturedDocuments.read, []
+    CapturedDocuments.read = lambda captured, index: counted.append(index) or read(captured, index)
     result = start(Path(folder), *overrides)
-    Shelf.read = read
+    CapturedDocuments.read = read
     return [[[p.updates, p.loss, p.accept_length] for p in result.progress.curve], len(counted)]
 
 

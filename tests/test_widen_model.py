@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny import CPU
 from transformers import AutoModelForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
@@ -25,7 +26,6 @@ from tlt_hpc.models.shape import read_shape
 from tlt_hpc.models.tokenizer import embedded, load_tokenizer
 from tlt_hpc.models.weight_check import check_weights
 
-CPU = torch.device("cpu")
 WIDE = {"hidden_size": 180, "intermediate_size": 224, "vocab_size": 130, "num_hidden_layers": 9}
 WIDE |= {"num_attention_heads": 15, "num_key_value_heads": 3}
 PLAIN_LLAMA = {"tie_word_embeddings": True, "rms_norm_eps": 1e-2}
@@ -45,10 +45,14 @@ def source(request, tmp_path, monkeypatch) -> Path:
 
 
 def logits(folder: Path) -> torch.Tensor:
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
     with torch.no_grad():
-        found: torch.Tensor = model(TOKENS).logits
-    return found
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()(TOKENS).logits
+
+
+def decoder_of(folder: Path) -> Decoder:
+    decoder = Decoder(read_shape(folder), torch.float32, CPU)
+    decoder.load(folder_weights(folder), 0)
+    return decoder
 
 
 def test_the_wide_model_computes_the_same_function(source, tmp_path):
@@ -64,61 +68,43 @@ def test_the_wide_model_computes_the_same_function(source, tmp_path):
     assert load_tokenizer(wide).get_vocab() == load_tokenizer(source).get_vocab()
     assert shape.num_parameters == sum(tensor.numel() for _, tensor in folder_weights(wide))
     assert len(list(wide.glob("*.safetensors"))) == shape.num_layers + 1
-    decoder = Decoder(shape, torch.float32, CPU)
-    decoder.load(folder_weights(wide), 0)
-    decoded = decoder.reference_logits(TOKENS[0], TOKENS.shape[1])
+    decoded = decoder_of(wide).reference_logits(TOKENS[0], TOKENS.shape[1])
     torch.testing.assert_close(decoded[:, : random_models.NUM_TOKENS], expected[0], atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma3_text"])
-def test_other_families_are_refused(family, tmp_path):
-    random_models.random_model(family).save_pretrained(tmp_path / "source")
-    with pytest.raises(ValueError, match=f"of the family {family}; use a model of llama"):
-        widen_model.widen(tmp_path / "source", tmp_path / "wide", WIDE, torch.float32)
-    assert not (tmp_path / "wide").exists()
-
-
 @pytest.mark.parametrize(
-    "sizes",
+    ("family", "sizes", "words"),
     [
-        {"hidden_size": 45},
-        {"intermediate_size": 64},
-        {"num_attention_heads": 4, "num_key_value_heads": 4},  # one query head to a key head, where the source has two
-        {"vocab_size": 90},
+        ("qwen3", {}, "of the family qwen3; use a model of llama"),
+        ("llama", {"hidden_size": 45}, "do not fit into"),
+        ("llama", {"intermediate_size": 64}, "do not fit into"),
+        # one query head to a key head, where the source has two
+        ("llama", {"num_attention_heads": 4, "num_key_value_heads": 4}, "do not fit into"),
+        ("llama", {"vocab_size": 90}, "do not fit into"),
+        ("biases that config.json does not name", {}, "94 weights, not 66"),
     ],
 )
-def test_sizes_that_do_not_fit_are_refused(sizes, tmp_path):
-    random_models.random_model("llama").save_pretrained(tmp_path / "source")
-    with pytest.raises(ValueError, match="do not fit into"):
-        widen_model.widen(tmp_path / "source", tmp_path / "wide", WIDE | sizes, torch.float32)
-    assert not (tmp_path / "wide").exists()
-
-
-def test_weights_without_a_place_are_refused(tmp_path):
-    random_models.random_model("llama").save_pretrained(tmp_path / "source")  # with biases
-    config = tmp_path / "source" / "config.json"
-    config.write_text(json.dumps({**json.loads(config.read_text()), "attention_bias": False}))
-    with pytest.raises(ValueError, match="94 weights, not 66"):
-        widen_model.widen(tmp_path / "source", tmp_path / "wide", WIDE, torch.float32)
+def test_what_cannot_be_widened_is_refused(family, sizes, words, tmp_path):
+    source = tmp_path / "source"
+    random_models.random_model("qwen3" if family == "qwen3" else "llama").save_pretrained(source)
+    if family.startswith("biases"):
+        raw = json.loads((source / "config.json").read_text())
+        (source / "config.json").write_text(json.dumps({**raw, "attention_bias": False}))
+    with pytest.raises(ValueError, match=words):
+        widen_model.widen(source, tmp_path / "wide", WIDE | sizes, torch.float32)
+    assert family.startswith("biases") or not (tmp_path / "wide").exists()
 
 
 def test_the_wide_drafter_computes_the_same_function(tmp_path):
     source, wide = embedded("tiny"), tmp_path / "wide"
-    widen_model.widen(
-        source,
-        wide,
-        WIDE | {"num_attention_heads": 12, "intermediate_size": 288, "num_hidden_layers": 10},
-        torch.float32,
-    )
+    sizes = WIDE | {"num_attention_heads": 12, "intermediate_size": 288, "num_hidden_layers": 10}
+    widen_model.widen(source, wide, sizes, torch.float32)
     widen_model.widen_drafter("embedded:tiny", read_shape(source), wide, torch.float32)
-    found, generator = [], torch.Generator().manual_seed(1)
-    tokens, states = torch.arange(20), torch.randn(20, 128, generator=generator)
+    tokens, states = torch.arange(20), torch.randn(20, 128, generator=torch.Generator().manual_seed(1))
+    found = []
     for folder, place in ((source, "embedded:tiny"), (wide, str(wide / "drafter"))):
-        decoder = Decoder(read_shape(folder), torch.float32, CPU)
-        decoder.load(folder_weights(folder), 0)
-        width = decoder.shape.hidden_size
-        given = torch.zeros(20, width)
-        given[:, :128] = states
+        decoder = decoder_of(folder)
+        given = torch.nn.functional.pad(states, (0, decoder.shape.hidden_size - 128))
         drafter = load_drafter(place, decoder, "here")
         found.append(drafter(decoder.embedding[tokens], given, torch.arange(20), attend_documents([20])))
     torch.testing.assert_close(found[1][:, :128], found[0], atol=1e-5, rtol=1e-5)

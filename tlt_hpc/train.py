@@ -79,7 +79,7 @@ class Reporter(RollingReporter, Protocol):
 
 @dataclass(frozen=True)
 class RunResult:
-    """Where a run stood when it ended; the same on every rank."""
+    """The state of a run at its end; the same on every rank."""
 
     first_step: int
     """The step it began with, after what a checkpoint and the log had."""
@@ -92,7 +92,7 @@ class RunResult:
 
 
 def run(config: Config, world: World, reporter: Reporter, follow: Callable[[int], None] | None = None) -> RunResult:
-    """Run, or resume, the job that ``config`` describes; collective.
+    """Collective. Run, or resume, the job that ``config`` describes.
 
     Args:
         follow: on rank 0, called with the number of steps whose lines are whole, for trackers.
@@ -107,7 +107,7 @@ def run(config: Config, world: World, reporter: Reporter, follow: Callable[[int]
 
 
 def take_steps(job: Job, follow: Callable[[int], None] | None, reporter: Reporter) -> Iterator[RunResult | None]:
-    """The steps that are left; yields None before each of them, and at last how the run ended. Collective.
+    """Collective. Take the steps that are left; yields None before each of them, and at last the run's result.
 
     Raises:
         ValueError: as ``run``.
@@ -151,7 +151,7 @@ def take_steps(job: Job, follow: Callable[[int], None] | None, reporter: Reporte
 
 
 def take_step(job: Job, step: int, reporter: Reporter, is_saved: bool = False, timer: PhaseTimer | None = None) -> bool:
-    """One step of the run; False where a stop vote ended it before the policy changed.
+    """Collective. Take one step of the run; False where a stop vote ended it before the policy changed.
 
     ``is_saved``, alike on all ranks: there is a checkpoint of this step already, so a stop leaves nothing to save.
     ``timer`` has recorded what happened since the step before.
@@ -196,7 +196,8 @@ def take_step(job: Job, step: int, reporter: Reporter, is_saved: bool = False, t
         **summarise(job.world, record, update, merged, timer.take()),
         "drafter/why": tail.use.why if job.drafting or tail.use.ahead else "no learned drafter",
     }
-    log_step(job, step, record, line)
+    job.plan.learn(line)
+    log_step(job.world, job.folder, step, record, line)
     if shows:
         reporter.stepped(line)
         if warning := job.mismatch.look(line[PROBS_DIFF], line[K3]):
@@ -205,7 +206,7 @@ def take_step(job: Job, step: int, reporter: Reporter, is_saved: bool = False, t
 
 
 def merge_for_checkpoint(job: Job, step: int, tail: Tail, reporter: Reporter) -> None:
-    """Merge what was trained until a stop: it belongs to the checkpoint, and to all ranks alike. Collective.
+    """Collective. Merge what was trained until a stop: it belongs to the checkpoint, and to all ranks alike.
 
     Where the job is killed at once, nothing is merged.
     """
@@ -219,7 +220,7 @@ def merge_for_checkpoint(job: Job, step: int, tail: Tail, reporter: Reporter) ->
 
 @contextmanager
 def merging(job: Job, trains_drafter: bool) -> Iterator[None]:
-    """Merge the ranks' drafters, as ``SpotTrainer.merging``, and hand the engine the merged one; collective.
+    """Collective. Merge the ranks' drafters, as ``SpotTrainer.merging``, and load the merged one into the engine.
 
     Does nothing in a step that trains none.
     """
@@ -230,7 +231,7 @@ def merging(job: Job, trains_drafter: bool) -> Iterator[None]:
         job.engine.release_pages()  # the merge needs memory, too
     with job.drafting.spot.merging(job.world):
         yield
-    job.serve_drafter()
+    job.load_engine_drafter()
 
 
 def drop_replaced(job: Job, step: int) -> None:
@@ -241,16 +242,15 @@ def drop_replaced(job: Job, step: int) -> None:
         job.folder.finished.unlink(missing_ok=True)  # of fewer steps
 
 
-def log_step(job: Job, step: int, record: StepRecord, line: Line) -> None:
-    """Write each rank's log of a step, then the step's line; collective."""
-    job.plan.learn(line)
-    agree_on_owner(job.world, job.folder.status, BEAT.start)
-    job.world.all_or_none(lambda: write_step(job.folder.rollout_log(step, job.world.rank), record))
-    job.world.once(lambda: commit(job.folder, job.world.size, step, line))
+def log_step(world: World, folder: RunFolder, step: int, record: StepRecord, line: Line) -> None:
+    """Collective. Write each rank's log of a step, then the step's line."""
+    agree_on_owner(world, folder.status, BEAT.start)
+    world.all_or_none(lambda: write_step(folder.rollout_log(step, world.rank), record))
+    world.once(lambda: commit(folder, world.size, step, line))
 
 
 def commit(folder: RunFolder, num_ranks: int, step: int, line: Line) -> None:
-    """Once every rank's log is there, the step's line, which commits it; on rank 0.
+    """Commit a step by its line, once every rank's log is there; on rank 0.
 
     Raises:
         UserError, WriteError: the folder is another start's by now, or it cannot be written.
@@ -264,7 +264,7 @@ def commit(folder: RunFolder, num_ranks: int, step: int, line: Line) -> None:
 
 
 def check_judged(world: World, step: int, tail: Tail) -> None:
-    """Warn of responses that could not be judged, and end a run that has no others: it would learn nothing; collective.
+    """Collective. Warn of responses that could not be judged, and end a run that has no others.
 
     Raises:
         UserError: on all ranks.
@@ -290,7 +290,7 @@ def check_judged(world: World, step: int, tail: Tail) -> None:
 def gather_step(
     job: Job, rollouts: Sequence[Rollout], rewards: NDArray[np.float32]
 ) -> tuple[list[Rollout], NDArray[np.float32]]:
-    """All ranks' rollouts and rewards, as ``gather``; the engine gets the texts that were generated ahead for it."""
+    """Collective. Return all ranks' rollouts and rewards; the engine gets the texts generated ahead for its prompts."""
     texts = job.engine.ahead.take()  # the same on all ranks of a replica: one of them sends
     found = gather(job.world, rollouts, rewards, texts if job.replica.index == 0 else {})
     job.engine.draft_from(longest_texts(found.texts, lambda key: job.replica_of(key) == job.replica.number))
@@ -300,7 +300,7 @@ def gather_step(
 def judge_and_track(
     job: Job, evaluation: Exam | None, follow: Callable[[int], None] | None, step: int, reporter: Reporter
 ) -> bool:
-    """``evaluate_if_due``, then tell the trackers of all steps whose lines are whole now."""
+    """Collective. ``evaluate_if_due``, then give trackers all steps whose lines are complete."""
     judged = evaluate_if_due(job, evaluation, step, reporter)
     if follow:
         follow(step if judged else step - 1)
@@ -308,9 +308,9 @@ def judge_and_track(
 
 
 def evaluate_if_due(job: Job, evaluation: Exam | None, step: int, reporter: Reporter) -> bool:
-    """Judge the policy after ``step`` steps where that is due and the last step's line has no figures of it.
+    """Collective. Evaluate the policy after ``step`` steps if that is due and the step's line has no figures of it.
 
-    Collective. False if a stop vote cut it short: the next start resumes it.
+    False if a stop vote cut it short: the next start resumes it.
     """
     every = job.config.evaluation.every_steps
     if evaluation is None or not step or (step % every and step < job.config.run.num_steps):
@@ -356,7 +356,7 @@ def make_record(
     advantages: NDArray[np.float32],
     timer: PhaseTimer,
 ) -> StepRecord:
-    """What this rank's log keeps of a step; advantages are NaN where dynamic sampling has left a response out."""
+    """Return this rank's record of a step; ``advantages`` [responses] are NaN where dynamic sampling left one out."""
     counts = job.engine.take_counts()
     if job.replica.index > 0:
         counts = counts.without_shared_counts()
@@ -404,7 +404,7 @@ def make_record(
 
 
 def drafter_metrics(spot: SpotTrainer, trains: bool) -> dict[str, float]:
-    """What this rank did for the learned drafter in a step that ``trains`` it, or not."""
+    """Return figures of the learned drafter's training on this rank; ``trains``: the step trains it."""
     return {
         DUE: float(trains),
         MERGE_EXPOSED: spot.merge_report.exposed_seconds,

@@ -2,10 +2,9 @@
 
     python tools/bench.py shape --device cuda   # plain decoding at the shape of a 7B model, random weights
     python tools/bench.py strategies JOB        # rollouts of a job: plain, each strategy alone, and all of them
-    python tools/bench.py trl                   # whole RL steps against TRL's GRPOTrainer
 
 Run them with OMP_NUM_THREADS=1. Sides take turns; figures are medians, and a ratio is the median of those of each turn.
-``python tools/bench.py NAME --help`` says what is measured, and what is to be installed.
+``python tools/bench.py NAME --help`` says what is measured.
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ from tlt_hpc.common.script import ending
 
 # isort: split
 import bench_shape
-import bench_trl
 from bench_shape import requests_of, run_all
 
 from tlt_hpc.common.errors import UserError
@@ -69,7 +67,7 @@ def bench_strategies(options: argparse.Namespace) -> None:
 
 def compare_strategies(session: Any, batch: int, turns: list[list[Request]]) -> None:
     """Print a line for each way at one batch size; the first turn is for learning."""
-    from tlt_hpc.models.drafter_file import serving_drafter
+    from tlt_hpc.models.drafter_file import inference_drafter
     from tlt_hpc.rollout.strategy import OFF
     from tlt_hpc.run.job import read_initial_drafter
     from tlt_hpc.studies.compare import num_mismatched
@@ -82,7 +80,7 @@ def compare_strategies(session: Any, batch: int, turns: list[list[Request]]) -> 
     ways = {"off": (OFF,), **{s.name: (s,) for s in settings.strategies if s != OFF}, "adaptive": settings.strategies}
     engines, differ = dict[str, Any](), Counter[str]()
     for way, strategies in ways.items():
-        drafter = serving_drafter(weights, session.decoder) if weights else None
+        drafter = inference_drafter(weights, session.decoder) if weights else None
         own = replace(settings, max_live=batch, strategies=strategies, kv_bytes=settings.kv_bytes // len(ways))
         engine = engines[way] = session.make_engine(own, drafter, drafter_is_trained=drafter is not None)
         session.calibrate(engine, turns[0])
@@ -113,6 +111,7 @@ def compare_strategies(session: Any, batch: int, turns: list[list[Request]]) -> 
 
 
 def make_parser() -> argparse.ArgumentParser:
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = parser.add_subparsers(dest="name", required=True, metavar="NAME")
 
@@ -130,13 +129,11 @@ def make_parser() -> argparse.ArgumentParser:
     strategies.add_argument("--batches", type=at_least_one_each, default=[1, 8, 32])
     strategies.add_argument("--repeats", type=at_least_one, default=5)
     strategies.add_argument("--sequences-per-row", type=at_least_one, help="1: all start together, the batch shrinks")
-    trl = add("trl", bench_trl.bench, bench_trl.__doc__)
-    trl.add_argument("--steps", type=int, default=4, help="timed steps of a launch")
-    trl.add_argument("--repeats", type=int, default=2, help="launches of each side")
     return parser
 
 
 def main() -> int:
+    """Run the benchmark that the command line names."""
     options = make_parser().parse_args()
     options.work(options)
     return 0

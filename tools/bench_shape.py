@@ -119,6 +119,7 @@ def random_prompts(vocabulary: int, count: int, length: int, step: int) -> NDArr
 
 
 def run_all(engine: RolloutEngine) -> None:
+    """Decode until the engine has no requests left."""
     while engine.has_work:
         engine.step()
 
@@ -141,6 +142,7 @@ def measure(decoder: Decoder, batch: int, response: int, repeats: int) -> tuple[
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``bench.py shape``."""
     parser.add_argument("--config", type=Path, help="a config.json; without it Qwen2.5-7B")
     parser.add_argument("--layers", type=int, help="fewer layers than the config has, to try it out")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
@@ -154,6 +156,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def main() -> int:
+    """Measure as the command line says."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser)
     bench(parser.parse_args())

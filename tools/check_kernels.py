@@ -1,7 +1,6 @@
 """Runs every Triton program of ``tlt_hpc.kernels`` against its PyTorch reference on a GPU, and times it.
 
-    python tools/check_kernels.py              # on a CUDA machine; exit status 1 on a mismatch
-    python tools/check_kernels.py --compile 90 # without a GPU: compile all for sm_90 (or gfx942), show their needs
+    python tools/check_kernels.py       # on a CUDA machine; exit status 1 on a mismatch
 
 Needs torch and triton only. Microseconds are per call inside a CUDA graph; GB/s count each byte read or written once,
 and may exceed the memory's rate where the data fits into the cache.
@@ -12,16 +11,12 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
-import re
 import statistics
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -78,6 +73,7 @@ class Case:
 
 
 def draw(*sizes: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Normal random numbers of these sizes."""
     return torch.randn(*sizes, device=device).to(dtype)
 
 
@@ -317,7 +313,7 @@ def check_graphs(device: torch.device) -> bool:
 
 
 def check_rows(device: torch.device) -> bool:
-    """Whether rows have the same bits alone and in wider passes, in one or several programs; half precision."""
+    """Return True if rows have the same bits alone and in wider passes, in one or several programs; half precision."""
     right, dtype = True, torch.bfloat16
     for N, K in LAYERS:
         x, weight = draw(300, K, dtype=dtype, device=device), draw(N, K, dtype=dtype, device=device)
@@ -365,7 +361,7 @@ def check_documents(device: torch.device) -> bool:
 
 
 def check_update(device: torch.device) -> bool:
-    """Whether the policy's update repeats its gradients: embedding, attention by document and head, three times."""
+    """Return True if an update repeats its gradients three times: embedding, attention by document, and head."""
     lengths, dtype = (1, 7, 130, 1, 900, 3000), torch.bfloat16
     tokens = torch.randint(0, 50, (sum(lengths),), device=device)  # few: many gradients meet in a row
     where = torch.arange(0, sum(lengths), 2, device=device)
@@ -389,7 +385,7 @@ def check_update(device: torch.device) -> bool:
 
 
 def check_pool(device: torch.device) -> bool:
-    """Whether memory of a page pool can be given back, and a graph finds it again."""
+    """Return True if memory of a page pool can be given back, and a graph finds it again."""
     memory, graphs = PoolMemory(device), GraphPool(device)
     x = memory.zeros(1 << 28, dtype=torch.uint8)
     graphs.capture("add", lambda: (x.add_(1)[:1],), (), (x,))
@@ -406,6 +402,7 @@ def check_pool(device: torch.device) -> bool:
 
 
 def check_on_gpu() -> int:
+    """Run and time all cases and checks; returns 1 if one is wrong."""
     fix_workspaces(os.environ)
     device = torch.device("cuda")
     torch.manual_seed(0)
@@ -431,127 +428,16 @@ def check_on_gpu() -> int:
     return 1 if failed else 0
 
 
-class CompileOnly:
-    """Stands in for Triton's driver: kernels are compiled to machine code for a GPU that is not there.
-
-    Follows the driver interface of Triton 3.6 and 3.7.
-    """
-
-    def __init__(self, architecture: str, max_shared_bytes: int) -> None:
-        self.architecture = architecture
-        self.rows: list[tuple[str, int, str]] = []
-        self.utils = SimpleNamespace(
-            load_binary=self._take, get_device_properties=lambda _: {"max_shared_mem": max_shared_bytes}
-        )
-
-    def get_current_target(self) -> Any:
-        from triton.backends.compiler import GPUTarget
-
-        if self.architecture.startswith("gfx"):
-            return GPUTarget("hip", self.architecture, 64)
-        return GPUTarget("cuda", int(self.architecture), 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, _device: int) -> int:
-        return 0
-
-    def launcher_cls(self, _source: object, _metadata: object) -> Callable[..., None]:
-        return lambda *_: None
-
-    def _take(self, name: str, binary: bytes, shared: int, _device: int) -> tuple[int, int, int, int, int]:
-        """The place where a real driver loads the machine code."""
-        usage = amd_usage_of if self.architecture.startswith("gfx") else usage_of
-        self.rows.append((name, shared, usage(binary)))
-        return 0, 0, 0, 0, 1024
-
-
-def usage_of(binary: bytes) -> str:
-    """Registers and stack (spilled) bytes of a compiled kernel, as cuobjdump has them."""
-    import triton
-
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(binary)
-        file.flush()
-        shown = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    return next(line.strip() for line in shown.splitlines() if "REG:" in line)
-
-
-def amd_usage_of(binary: bytes) -> str:
-    """The same of a kernel for an AMD GPU, from the MessagePack map in its notes."""
-
-    def number(name: bytes) -> int:
-        first, *following = binary[binary.index(name) + len(name) :][:3]
-        return int.from_bytes(following[: first - 0xCB], "big") if first in (0xCC, 0xCD) else first
-
-    return f"REG:{number(b'.vgpr_count')} STACK:{number(b'.private_segment_fixed_size')}"
-
-
-def arithmetic_of(compiled: Any) -> tuple[str, int, str]:
-    """What decides the bits of a compiled program: its matrix instruction without the width, how many multiplications
-    are fused with additions, and over which layout it sums. The fused ones of a logarithm (ftz) do not count.
-    """
-    code = compiled.asm.get("ptx") or compiled.asm["amdgcn"]
-    sums = re.findall(r"tensor<[^>]*> *\) -> tensor<[^>]*#ttg.slice[^>]*>", compiled.asm["ttgir"])
-    instructions = re.findall(r"(?:wgmma\.mma_async|mma\.sync)\.[\w.]+|v_mfma_\w+", code)
-    layouts = re.findall(r"warpsPerCTA = \[[\d, ]*\]", compiled.asm["ttgir"]) if sums else []
-    kinds = {re.sub(r"n\d+k", "nNk", name) for name in instructions}
-    return " ".join(sorted(kinds)), len(re.findall(r"\bfma\.(?!rn\.ftz)", code)), " ".join(sorted({*sums, *layouts}))
-
-
-def num_unlike(groups: Sequence[Sequence[Any]]) -> int:
-    """Groups of programs whose forms for half precision do not all compute alike; prints what each computes with."""
-    unlike = 0
-    for programs in groups:
-        caches = [cache for program in programs for cache in program.device_caches.values()]
-        forms = [arithmetic_of(one) for cache in caches for one in cache[0].values()]
-        alike = {form for form in forms if form[0]}  # float32 has no matrix instruction, and tiles of its own
-        unlike += len(alike) != 1
-        names = ", ".join(program.__name__ for program in programs)
-        print(f"{names}: {len(forms)} forms, {'; '.join(sorted(form[0] for form in alike))}")
-    return unlike
-
-
-def compile_all(architecture: str) -> int:
-    """Compile what the cases launch and print what each program takes; a compiler's error ends it."""
-    import triton
-
-    from tlt_hpc.kernels.programs import attention as programs
-
-    max_shared_bytes = {"80": 166_912, "90": 232_448, "gfx942": 65_536}.get(architecture, 101_376)
-    driver = CompileOnly(architecture, max_shared_bytes)
-    triton.runtime.driver.set_active(driver)
-    programs.is_hopper = lambda x: architecture == "90"
-    spilled = 0
-    with dispatch.forced():
-        for case in all_cases(torch.device("cpu"), small=True):
-            before = len(driver.rows)
-            case.run()
-            for name, shared, usage in driver.rows[before:]:
-                print(f"{case.name:44} {name:20} shared {shared:6}  {usage}")
-                spilled += "STACK:0" not in usage
-    print(f"{len(driver.rows)} programs for {architecture}, {spilled} with spilled registers")
-    from tlt_hpc.kernels.programs.attention import _attend, _attend_spans
-    from tlt_hpc.kernels.programs.experts import _multiply_experts
-    from tlt_hpc.kernels.programs.linear import _multiply
-
-    unlike = num_unlike([(_attend, _attend_spans), (_multiply,), (_multiply_experts,)])
-    print("NOT batch-invariant" if unlike else "batch-invariant: all forms of a program compute alike")
-    return 1 if unlike else 0
-
-
 def main() -> None:
+    """Check the kernels of this machine's GPU."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--compile", metavar="TARGET", help="compile only, e.g. 90 for H100 and H200, gfx942 for MI300")
-    arguments = parser.parse_args()
+    parser.parse_args()
     if not dispatch.has_triton():
         raise SystemExit("triton is not installed: it comes with a CUDA build of torch, or pip install triton==3.7.1")
-    if arguments.compile is not None:
-        raise SystemExit(compile_all(arguments.compile))
     if not torch.cuda.is_available():
-        raise SystemExit("no CUDA device; without one, --compile 90 compiles the programs and pytest interprets them")
+        raise SystemExit(
+            "no CUDA device; without one, compile_kernels.py compiles the programs and pytest interprets them"
+        )
     raise SystemExit(check_on_gpu())
 
 

@@ -194,11 +194,12 @@ def take_step(job: Job, step: int, meter: Meter) -> None:
 
 
 def assumed(plan: MemoryPlan) -> int:
-    """What the plan assumes of CUDA itself, which is no tensor."""
+    """Bytes that the plan assumes of CUDA itself, which are no tensors."""
     return sum(count for name, count in plan.phases[0].parts.items() if "assumed" in name)
 
 
 def main() -> int:
+    """Measure, and compare with the plan; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the figures there as well")

@@ -1,14 +1,11 @@
 """A GPU that computes nothing: what runs on "cuda:0" is checked and counted, on a machine without one.
 
-    python tools/fake_gpu.py    # a round of Qwen2.5-7B by strategy: kernels in graphs, and operations beside them
-
 Tensors on the GPU have shapes but no numbers (PyTorch's FakeTensorMode); those on the CPU are real. What a CUDA graph
 cannot hold, or would silently replay with old values, raises ``GraphError``: see ``FakeGpu``.
 """
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import os
 import shutil
@@ -27,11 +24,10 @@ from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tlt_hpc.common.script import ending
 
 # isort: split
 import torch
-from bench_shape import QWEN_7B, plain_engine, random_prompts, requests_of
+from bench_shape import QWEN_7B
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -39,12 +35,7 @@ from torch.utils._pytree import tree_map
 
 from tlt_hpc.config import UserError
 from tlt_hpc.kernels import graphs
-from tlt_hpc.models.decoder import Decoder
-from tlt_hpc.models.drafter_file import make_drafter
-from tlt_hpc.models.eagle import Eagle
-from tlt_hpc.models.shape import ModelShape, shape_from
 from tlt_hpc.rollout import pool_memory
-from tlt_hpc.rollout.strategy import OFF, Strategy
 
 SMALL = {**QWEN_7B, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 512}
 SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -367,44 +358,3 @@ class _Event:
 
     def elapsed_time(self, other: object) -> float:
         return 1.0
-
-
-# -- counts of a round ------------------------------------------------------------------------------------------------
-
-STRATEGIES = (OFF, Strategy("drafter", 4), Strategy("drafter", 4, 2, 9))
-PROMPT, RESPONSE, NUM_DRAFTED = 128, 2048, 32_768
-
-
-def kernels_of(shape: ModelShape, rows: int, num_drafted: int) -> Iterator[tuple[str, int, int]]:
-    """Of each strategy, the kernels of its two graphs and what a round launches beside them, copies included.
-
-    ``num_drafted``: tokens that drafts are chosen among.
-    """
-    for strategy in STRATEGIES:
-        with FakeGpu() as gpu:
-            decoder = Decoder(shape, torch.bfloat16, GPU, is_invariant=True)
-            drafter = make_drafter(shape, 0, torch.bfloat16, GPU)
-            assert isinstance(drafter, Eagle)
-            drafter.draft_among(torch.arange(num_drafted))
-            engine = plain_engine(
-                decoder, rows, PROMPT, RESPONSE, strategies=(strategy,), attention="paged-kernel", drafter=drafter
-            )
-            engine.submit(requests_of(random_prompts(shape.vocab_size, rows, PROMPT, 0), 0))
-            for _ in range(2):
-                engine.step()
-            gpu.counts.clear()
-            engine.step()
-            pool = engine._rounds._graphs._graphs._captured  # type: ignore[attr-defined]
-            graphs_of_round = [each.graph.kernels.total() for each in pool.values()]  # type: ignore[attr-defined]
-            yield strategy.name, sum(graphs_of_round), gpu.counts.total()
-
-
-def main() -> None:
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
-    torch.set_num_threads(1)
-    for strategy, in_graphs, beside in kernels_of(shape_from(QWEN_7B, "Qwen2.5-7B"), 16, NUM_DRAFTED):
-        print(f"{strategy:14} {in_graphs:6,} kernels in graphs, {beside:4} operations beside them", flush=True)
-
-
-if __name__ == "__main__":
-    sys.exit(ending("fake_gpu", main))

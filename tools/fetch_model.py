@@ -83,6 +83,7 @@ def convert_gguf(file: Path, folder: Path, end_tokens: tuple[str, ...]) -> None:
 
 
 def main() -> None:
+    """Fetch the model that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", choices=list(FOLDERS))
     parser.add_argument("--folder", type=Path)

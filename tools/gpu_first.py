@@ -58,7 +58,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a part: its exit status, None if it did not run, and the end of its log."""
+    """Result of a part: its exit status, None if it did not run, and the end of its log."""
 
     part: Part
     status: int | None
@@ -67,6 +67,7 @@ class Outcome:
 
     @property
     def verdict(self) -> str:
+        """The result in words."""
         if self.status is None:
             return "did not run"
         if self.status == 0:
@@ -75,10 +76,12 @@ class Outcome:
 
 
 def tool(name: str, *arguments: str) -> list[str]:
+    """The command of a tool beside this one."""
     return [sys.executable, str(TOOLS / name), *arguments]
 
 
 def tlt(folder: Path, *arguments: str) -> list[str]:
+    """A command of ``tlt`` whose runs are in the folder."""
     return [sys.executable, "-m", "tlt_hpc", *arguments, f"run.folder={folder / 'runs'}"]
 
 
@@ -151,6 +154,7 @@ def page_of(outcomes: Sequence[Outcome], device: str, place: str) -> str:
 
 
 def main() -> int:
+    """Run all parts; returns 1 if one failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, metavar="FOLDER")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")

@@ -116,7 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def is_own(folder: Path) -> bool:
-    """Whether this tool made a folder."""
+    """Return True if this tool made the folder."""
     settings = folder / "slurm.conf"
     return settings.is_file() and settings.read_text(encoding="utf-8", errors="replace").startswith(MARK)
 
@@ -167,6 +167,7 @@ def start(folder: Path, memory: int = MEMORY_MB) -> None:
 
 
 def node_states(folder: Path) -> list[str]:
+    """The state of each node, as sinfo has it."""
     return ask(folder, "sinfo", "-h", "-N", "-p", "main", "-o", "%T").split()
 
 
@@ -206,7 +207,7 @@ def free_ports(count: int) -> int:
 
 
 def is_free(port: int) -> bool:
-    """Whether a daemon could listen on a port, on all interfaces."""
+    """Return True if a daemon could listen on a port, on all interfaces."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

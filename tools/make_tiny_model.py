@@ -83,6 +83,7 @@ def jumps(problem: GcdProblem) -> list[tuple[int, int]]:
 
 
 def draw_example(source: random.Random) -> str:
+    """A prompt with a right response, in one of the styles."""
     problem = draw_from_split(source, "supervised")
     style = source.choices(list(STYLE_SHARES), list(STYLE_SHARES.values()))[0]
     pairs = {"subtractions": problem.subtractions(), "jumps": jumps(problem), "guess": []}[style]
@@ -176,6 +177,7 @@ def train(model: Qwen2ForCausalLM, tokenizer: Tokenizer) -> list[str]:
 
 
 def main() -> None:
+    """Train the model and write its folder."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--log", type=Path, required=True)

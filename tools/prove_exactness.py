@@ -66,6 +66,7 @@ class Model:
 
     @property
     def shape(self) -> ModelShape:
+        """The sizes of the model."""
         return read_shape(self.folder)
 
     def drafter(self, decoder: Decoder) -> Drafter:
@@ -180,7 +181,7 @@ def generate(
 
 
 def texts_ahead(engine: RolloutEngine, wanted: list[Request], change: float, model: Model) -> Texts:
-    """What most of the responses are under changed weights, some of them cut short."""
+    """Texts that most of the responses have under changed weights, some of them cut short."""
     source = torch.Generator().manual_seed(0)
     weights = dict(folder_weights(model.folder))
     moved = {n: w + change * w.abs().mean() * torch.randn(w.shape, generator=source) for n, w in weights.items()}
@@ -245,6 +246,7 @@ def compare(
 
 
 def main() -> int:
+    """Compare the texts; returns 1 if one differs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=1_000_000, help="tokens to compare")
     parser.add_argument("--ways", default="", metavar="TEXT", help="only those with this text in their names")

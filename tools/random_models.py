@@ -88,6 +88,7 @@ def model_of(config: Any, seed: int = 0) -> Any:
 
 
 def main() -> None:
+    """Write the model that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("family", choices=list(FAMILIES))
     parser.add_argument("folder", type=Path)

@@ -170,6 +170,7 @@ def layer_of(name: str) -> int:
 
 
 def main() -> None:
+    """Write the wider model."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("source")
     parser.add_argument("folder", type=Path)

@@ -73,10 +73,6 @@ class Case:
     extra: str
     is_right: bool
 
-    @property
-    def name(self) -> str:
-        return f"{self.form}, {'right' if self.is_right else 'wrong'}: {self.response!r}"
-
 
 # --- forms of tests that are values: the data's answer ---
 

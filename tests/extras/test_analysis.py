@@ -129,6 +129,9 @@ def test_acceptance(folder: RunFolder) -> None:
     assert "90 % of the tokens" in found.verdict and "5.00 with 1 live and 3.50 with 2" in found.verdict
     set_lines(folder, *[{"drafter/own_accept_length": 1.0, "drafter/own_sequences": 0.0}] * 3)
     assert np.isnan(run_survey(RunLog(folder.path), ACCEPTANCE).own_accept_length).all(), "the drafter was not used"
+    spans = replace(small_record(0, 0).spans, num_live=np.full(3, 3, np.int32))
+    write_step(folder.rollout_log(0, 0), small_record(0, 0, spans=spans))
+    assert run_survey(RunLog(folder.path), ACCEPTANCE).bucket_names == ["1", "2", "3\u20134"]
 
 
 def test_throughput(folder: RunFolder) -> None:

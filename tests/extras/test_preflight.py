@@ -195,7 +195,7 @@ PLANTED: list[tuple[Plant, str, str]] = [
      "run", r"warning: .*a start of this run is at work there \(job 17, x\)"),
     (sets("run.ranks=3"), "ranks", r"failure: .*not divisible by 3 ranks.*set it to 15"),
     (on_gpus("--gpu-memory", "0.1"), "memory",
-     r"failure: Does not fit.*3.68 GB more than the 100 MB of each GPU.*rollout.max_live"),
+     r"failure: Does not fit.*[45].\d\d GB more than the 100 MB of each GPU"),
     (small_disk, "disk", r"failure: .*0 MB free of .*, the run writes .*make room"),
     # a folder in which root cannot write either
     (sets("run.folder=/sys/tlt"), "run folder", r"failure: .*/sys .*not permitted.*set run.folder"),
@@ -219,7 +219,7 @@ PLANTED: list[tuple[Plant, str, str]] = [
     (slurm("--time", "--mail-user"), "partition", "warning: .*give --time"),
     (all_of(slurm(), variable("SBATCH_TIMELIMIT", "9-0")), "partition",
      "failure: time 9-0 is in SBATCH_TIMELIMIT, and partition 'main' at most"),
-    (all_of(slurm(), on_gpus()), "gpus", "failure: .*--gpus-per-node"),
+    (all_of(slurm(), on_gpus()), "gpus", "failure: model.device = 'cuda' and no GPUs are asked for; .*--gpus-per-node"),
     (slurm("science", "YOUR_ACCOUNT"), "sbatch", r"failure: .*still says YOUR_ACCOUNT.*edit"),
     (sbatch("echo 'sbatch: error: Batch job submission failed' >&2; exit 1"), "sbatch", f"{REFUSED}Batch job"),
     (sbatch("printf 'sbatch: error: %s\\n' 'Give a QOS' 'Batch job submission failed' >&2; exit 1"), "sbatch",

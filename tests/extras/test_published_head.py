@@ -24,26 +24,24 @@ from transformers import AutoModelForCausalLM
 
 from tlt_hpc import train as run
 from tlt_hpc.cli.main import main
-from tlt_hpc.config import ConfigError, DrafterSection, UserError, load_config
-from tlt_hpc.drafting.spot import SpotTrainer
+from tlt_hpc.config import ConfigError, UserError, load_config
+from tlt_hpc.drafting.state import TrainedDrafter
 from tlt_hpc.evaluate import evaluate as evaluation
 from tlt_hpc.models.documents import attend_documents
 from tlt_hpc.models.draft_layer import SETTINGS, TOKEN_IDS, DraftLayer, layer_between, layer_of
 from tlt_hpc.models.drafter import Drafter
 from tlt_hpc.models.drafter_file import (
     DRAFTER_FILE,
+    inference_drafter,
     initial_drafter,
     load_drafter,
     make_drafter,
     read_drafter,
-    serving_drafter,
 )
 from tlt_hpc.models.shape import read_shape, shape_from
 from tlt_hpc.mpi.world import World
 from tlt_hpc.rl.distributed import leave_process_group
 from tlt_hpc.rollout.strategy import OFF, Strategy
-from tlt_hpc.storage.feature_cache import FeatureCache
-from tlt_hpc.storage.folder import RunFolder
 
 TINY = ROOT / "jobs" / "tiny.toml"
 V, INNER = 24, 192
@@ -124,17 +122,11 @@ def eagle3_of_all_tokens(folder: Path) -> Path:
 
 def eagle_with_bias(folder: Path) -> Path:
     """An EAGLE head as EAGLE's reference has it: fc with a bias, and the embedding."""
-    config = BASE | {
-        "architectures": ["LlamaForCausalLM"],
-        "intermediate_size": INNER,
-        "rms_norm_eps": 0.02,
-        "rope_theta": 300.0,
-    }
+    own = {"intermediate_size": INNER, "rms_norm_eps": 0.02, "rope_theta": 300.0}
     tensors = random_tensors("eagle", "layers.0.", INNER) | {"embed_tokens.weight": embedding().half()}
-    source = torch.Generator().manual_seed(2)
-    bias = {"fc.bias": torch.randn(H, generator=source).half()}
+    bias = {"fc.bias": torch.randn(H, generator=torch.Generator().manual_seed(2)).half()}
     zeros = {f"layers.0.{name}.bias": torch.zeros(rows) for name, rows in QKV}
-    return head_folder(folder, config, tensors | bias | zeros)
+    return head_folder(folder, BASE | own | {"architectures": ["LlamaForCausalLM"]}, tensors | bias | zeros)
 
 
 HEADS: dict[str, tuple[str, Callable[[Path], Path]]] = {
@@ -215,7 +207,7 @@ def test_exports_of_every_rotary_and_head_size_come_back_and_draft_the_same(rota
 def test_an_imported_head_drafts_what_a_plain_reader_of_it_drafts(name, tmp_path, model):
     form, write = HEADS[name]
     head = write(tmp_path / "head")
-    drafter = serving_drafter(imported(head, form), embedded_decoder())
+    drafter = inference_drafter(imported(head, form), embedded_decoder())
     assert drafter.form == form
     if name != "all tokens":
         assert drafter.shape.intermediate_size == INNER != embedded_decoder().shape.intermediate_size
@@ -351,11 +343,9 @@ def test_another_head_is_refused_in_one_line(name, tmp_path):
     write, words = REFUSED[name]
     with pytest.raises(ConfigError, match=words) as found:
         imported(write(tmp_path), "eagle3")
-    told = str(found.value)
-    assert told.startswith(f"drafter.init = {str(tmp_path)!r}: ") and told.endswith(
-        "; give a head for this model or 'random'"
-    )
-    assert "\n" not in told
+    said = str(found.value)
+    assert said.startswith(f"drafter.init = {str(tmp_path)!r}: ") and "\n" not in said
+    assert said.endswith("; give a head for this model or 'random'")
 
 
 def test_the_head_that_the_changes_are_made_to_is_fit(tmp_path):
@@ -377,18 +367,23 @@ def test_mistakes_are_named_before_ranks_start(tmp_path, capsys):
     assert main(["train", str(TINY), "--dry-run", f"drafter.init={tmp_path / 'head'}", "drafter.form=eagle"]) == 0
 
 
-def test_settings_that_are_none_are_refused(tmp_path):
-    good = {name: tensor.float() for name, tensor in embedded_eagle().items() if name.endswith(".weight")}
-    for settings, words in (
-        (torch.tensor(list(b'{"norm_epsilon": -1}'), dtype=torch.uint8), "norm_epsilon: .* greater than 0"),
-        (torch.tensor(list(b"{"), dtype=torch.uint8), "holds no drafter's settings"),
-        (torch.tensor(list(b'{"norm_before_residual": true}'), dtype=torch.uint8), "is of another form"),
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (b'{"norm_epsilon": -1}', "norm_epsilon: .* greater than 0"),
+        (b"{", "holds no drafter's settings"),
+        (b'{"norm_before_residual": true}', "is of another form"),
         (torch.ones(3), "is no row of bytes"),
-    ):
-        save_file(good | {SETTINGS: settings}, tmp_path / DRAFTER_FILE)
-        with pytest.raises(UserError, match=words) as found:
-            read_drafter(str(tmp_path), embedded_decoder().shape, "here")
-        assert "\n" not in str(found.value)
+    ],
+)
+def test_settings_that_are_none_are_refused(settings, words, tmp_path):
+    good = {name: tensor.float() for name, tensor in embedded_eagle().items() if name.endswith(".weight")}
+    if isinstance(settings, bytes):
+        settings = torch.tensor(list(settings), dtype=torch.uint8)
+    save_file(good | {SETTINGS: settings}, tmp_path / DRAFTER_FILE)
+    with pytest.raises(UserError, match=words) as found:
+        read_drafter(str(tmp_path), embedded_decoder().shape, "here")
+    assert "\n" not in str(found.value)
 
 
 # --- runs ---
@@ -398,7 +393,7 @@ def test_settings_that_are_none_are_refused(tmp_path):
 def test_the_text_is_that_of_plain_decoding(name, tmp_path):
     form, write = HEADS[name]
     requests = gcd_requests(3, 3)
-    drafter = serving_drafter(imported(write(tmp_path), form), embedded_decoder())
+    drafter = inference_drafter(imported(write(tmp_path), form), embedded_decoder())
     strategies = [Strategy("drafter", 4), Strategy("drafter", 3, 3, 7), OFF]
     options = {"max_new_tokens": 60, "chooser": "random", "max_live": 6, "page_size": 8}
     engine = make_engine(strategies, drafter=drafter, drafter_is_trained=True, **options)
@@ -407,21 +402,18 @@ def test_the_text_is_that_of_plain_decoding(name, tmp_path):
 
 def test_a_drafter_of_other_settings_is_not_taken_up(tmp_path):
     warm = imported(eagle3_with_all(tmp_path / "head"), "eagle3")
-    cache = FeatureCache(RunFolder(tmp_path), 0, 4, H, 10**7, 1)
 
-    def trainer(state: dict[str, Tensor]) -> SpotTrainer:
-        return SpotTrainer(
-            embedded_decoder(), cache, DrafterSection(form="eagle3"), 0, 0, warm["token_ids"], layer_of(state)
-        )
+    def trained(state: dict[str, Tensor]) -> TrainedDrafter:
+        own, ids = layer_of(state), warm["token_ids"]
+        return TrainedDrafter(make_drafter(embedded_decoder().shape, 0, torch.float32, CPU, ids, own), 1e-3, 1)
 
-    one, plain = trainer(warm), trainer({})
-    one.trained.start_from(warm)
-    assert torch.equal(one.trained.state()[SETTINGS], warm[SETTINGS])
-    trainer(warm).trained.load_state(one.trained.state())
-    with pytest.raises(
-        UserError, match=r'has the settings \{"intermediate_size":192,.*, and this run\'s \{\}; use the'
-    ):
-        plain.trained.load_state(one.trained.state())
+    one = trained(warm)
+    one.start_from(warm)
+    assert torch.equal(one.state()[SETTINGS], warm[SETTINGS])
+    trained(warm).load_state(one.state())
+    said = r'has the settings \{"intermediate_size":192,.*, and this run\'s \{\}; use the'
+    with pytest.raises(UserError, match=said):
+        trained({}).load_state(one.state())
 
 
 def test_a_warm_up_trains_all_of_a_head_and_keeps_its_settings(tmp_path):
@@ -460,8 +452,8 @@ def test_a_run_with_a_head_resumes_is_evaluated_and_exported(tmp_path, monkeypat
     assert main(["export-drafter", run_folder, "--format", "speculators"]) == 0
     exports = imported(tmp_path / "broken" / "export" / "speculators", "eagle3")
     assert all(torch.equal(exports[name].float(), wanted[name].float()) for name in wanted)
-    drafters, true_load = list[Drafter](), evaluation.serving_drafter
-    monkeypatch.setattr(evaluation, "serving_drafter", lambda *of: drafters.append(true_load(*of)) or drafters[0])
+    drafters, true_load = list[Drafter](), evaluation.inference_drafter
+    monkeypatch.setattr(evaluation, "inference_drafter", lambda *of: drafters.append(true_load(*of)) or drafters[0])
     small = ["evaluation.limit=2", "evaluation.samples=2", "rollout.max_new_tokens=40"]
     assert evaluated(tmp_path, *small, place=run_folder).num_left == 0
     assert drafters[0].own == layer_of(wanted) and torch.equal(drafters[0].fc, wanted["fc.weight"].float())

@@ -29,7 +29,7 @@ def claim_folder(
     prompts: PromptSource | None = None,
     environment: Environment | None = None,
 ) -> None:
-    """Save configuration and fingerprints of the data with the run, or check them against what is there; collective.
+    """Collective. Save configuration and fingerprints of the data with the run, or compare them with the saved ones.
 
     ``environment``: on rank 0, what is to be noted of this start.
 
@@ -112,7 +112,7 @@ def claim_data(folder: Path, facts: Mapping[str, str]) -> None:
 
 
 def start_facts(config: Config, model: Path) -> dict[str, str]:
-    """What a run notes of the model that it begins with, where its checkpoints do not hold all that it needs of it.
+    """Facts of the model that a run begins with, by name; none where its checkpoints hold all that it needs of it.
 
     Adapters are merged into that model, and it is the reference that a divergence is measured from: with another one a
     resumed run would learn something else, without a word.

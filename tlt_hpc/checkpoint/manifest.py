@@ -81,6 +81,7 @@ class Stored(NamedTuple):
 
     @property
     def is_whole(self) -> bool:
+        """True if the piece is the whole tensor."""
         return self.stop - self.start == math.prod(self.shape)
 
     @property
@@ -114,7 +115,7 @@ class ListedFile(File):
 
 
 class Placed(_Record):
-    """Where a tensor's elements are: those up to ``stops[i]``, counted flat, are in the file with number ``files[i]``.
+    """The files of a tensor's elements: those up to ``stops[i]``, counted flat, are in file number ``files[i]``.
 
     Every rank may hold a piece of every tensor: a record of each piece would take 190 MB for a 70B model on 512 ranks.
     """
@@ -124,7 +125,7 @@ class Placed(_Record):
     stops: list[int]
 
     def is_sound(self, num_files: int) -> bool:
-        """Whether the pieces are in files that there are, and together have all elements."""
+        """Return True if the pieces are in files that there are, and together have all elements."""
         bounds, are_there = [0, *self.stops], all(0 <= file < num_files for file in self.files)
         whole = (
             bounds == sorted(bounds) and self.stops[-1:] == [math.prod(self.shape)] and min(self.shape, default=0) >= 0
@@ -132,7 +133,7 @@ class Placed(_Record):
         return whole and are_there and len(self.files) == len(self.stops)
 
     def pieces(self, span: FlatRange | None = None) -> Iterator[tuple[int, int, int]]:
-        """File, start and stop of each piece, in order; of a range, those that have some of its elements."""
+        """Yield file, start and stop of each piece, in order; of a range, those that have some of its elements."""
         for file, start, stop in zip(self.files, [0, *self.stops[:-1]], self.stops, strict=True):
             if span is None or (start < span.stop and stop > span.start):
                 yield file, start, stop
@@ -144,10 +145,10 @@ class _Manifest(_Record):
     step: int
     files: list[File]
     tensors: dict[str, dict[str, Placed]]
-    """part -> name of a tensor -> where it is."""
+    """part -> name of a tensor -> its files."""
     state: dict[str, JSON]
     digest: str = ""
-    """Of all the rest."""
+    """sha256 of all the rest."""
 
 
 @dataclass(frozen=True)
@@ -162,11 +163,11 @@ class Checkpoint:
     """part -> name of a tensor -> which of the files have it, whichever ranks wrote them."""
 
     def names(self, part: str) -> list[str]:
-        """The names of a part's tensors, sorted; none where the part was not saved."""
+        """Return the names of a part's tensors, sorted; none where the part was not saved."""
         return sorted(self.tensors.get(part, {}))
 
     def read(self, part: str, name: str, cut: Cut | None = None) -> Tensor:
-        """One tensor, whole or a block of it, on the CPU.
+        """Read one tensor, whole or a block of it, to the CPU.
 
         Raises:
             CheckpointError, ValueError: as ``reading``.
@@ -237,7 +238,7 @@ def write_manifest(path: Path, step: int, listed: Sequence[ListedFile], state: M
 
 
 def open_checkpoint(folder: Path, step: int) -> Checkpoint:
-    """The checkpoint in a folder, after its files have been compared with their list.
+    """Compare the files in a folder with their list, and return the checkpoint that they are.
 
     Raises:
         CheckpointError: what is wrong with it.
@@ -254,7 +255,7 @@ def open_checkpoint(folder: Path, step: int) -> Checkpoint:
 
 
 def _placed(listed: Sequence[ListedFile]) -> dict[str, dict[str, Placed]]:
-    """Where every tensor is."""
+    """Return the files of every tensor, by part and name."""
     found: dict[str, dict[str, list[tuple[int, int, int, tuple[int, ...]]]]] = {}
     for number, file in enumerate(listed):
         pieces = found.setdefault(file.part, defaultdict(list))

@@ -65,7 +65,7 @@ class PolicyWeights:
 
     checkpoint: Checkpoint
     config: Config
-    """Of the run."""
+    """The configuration of the run."""
     model: Path
     """The folder that the run began with; read where the run trains adapters."""
 
@@ -124,7 +124,7 @@ class PolicyWeights:
             yield lambda name: trained(name + _MASTER)
 
     def readers(self) -> Iterator[tuple[str, ReadCut]]:
-        """Each weight, to be read before the next is asked for."""
+        """Yield each weight's name with a function that reads it, or a cut of it, before the next is asked for."""
         with self.reading() as read:
             for name in self.shapes:
                 yield name, partial(_read_cut, read, name)

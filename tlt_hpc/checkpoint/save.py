@@ -83,6 +83,7 @@ class Save(threading.Thread):
         self.start()
 
     def run(self) -> None:
+        """Write this rank's share; ``report`` has what went wrong."""
         try:
             self._copy.wait()
             self.write()
@@ -98,7 +99,7 @@ class Save(threading.Thread):
             self._error = error
 
     def report(self) -> Report:
-        """How far it is; raises what the thread raised, unless that is a failure to write."""
+        """Return the state of the save; raise what the thread raised, unless that is a failure to write."""
         if self.is_alive():
             return Report(is_done=False)
         if self._error is not None:
@@ -179,7 +180,7 @@ class Save(threading.Thread):
 
 
 def found_in(folder: Path) -> list[tuple[int, Path]]:
-    """Step and folder of all checkpoints under a final name, the newest last."""
+    """Return step and folder of all checkpoints under a final name, the newest last."""
     if not folder.is_dir():
         return []
     matches = ((NAME.fullmatch(path.name), path) for path in folder.iterdir() if path.is_dir())
@@ -187,7 +188,7 @@ def found_in(folder: Path) -> list[tuple[int, Path]]:
 
 
 def try_open(folder: Path, step: int, verb: str) -> Checkpoint | None:
-    """A checkpoint; None, with a warning, if it is damaged. ``verb``: what becomes of it.
+    """Return a checkpoint; None, with a warning, if it is damaged. ``verb``: what becomes of it.
 
     Raises:
         OtherVersionError: another version of this program wrote it.
@@ -244,6 +245,7 @@ class Held:
 
     @property
     def stored(self) -> Stored:
+        """The piece as the manifest and the file name it."""
         return Stored(self.name, self.shape, self.start, self.stop)
 
 
@@ -299,7 +301,7 @@ class HostBuffer:
         return len(self._chunks) * CHUNK_BYTES
 
     def reserve(self, num_bytes: int, pinned: bool) -> None:
-        """Have memory for copies of so many bytes, already in place: the first save is as fast as the next.
+        """Allocate and touch memory for copies of so many bytes, so that the first save is as fast as the next.
 
         Raises:
             CheckpointError: the host has no room.
@@ -312,7 +314,7 @@ class HostBuffer:
         self._used = 0
 
     def take(self, values: Tensor) -> list[Tensor]:
-        """Copy a flat tensor; its bytes, in order, as views of the chunks, to be read after ``wait``.
+        """Copy a flat tensor [N]; return its bytes, in order, as uint8 views of the chunks, to be read after ``wait``.
 
         Raises:
             CheckpointError: the host has no room.

@@ -33,14 +33,14 @@ if TYPE_CHECKING:
     from tlt_hpc.mpi.world import World
 
 Shard = Mapping[str, Tensor | Piece] | Iterable[tuple[str, Tensor | Piece]]
-"""What a rank holds of a part of the state; an iterator is asked for one tensor at a time."""
+"""One rank's tensors, or pieces of them, of a part of the state; an iterator is asked for one at a time."""
 
 ASK_EVERY_SECONDS = 0.05
-"""How often ranks that wait for a save ask each other."""
+"""Interval at which ranks that wait for a save exchange reports."""
 
 
 def chosen_step(run: RunFolder, step: int | str | None) -> int | None:
-    """The step that ``--step`` names: ``best`` is that of the best evaluation among those with a checkpoint.
+    """Return the step that ``--step`` names: ``best`` is that of the best evaluation among those with a checkpoint.
 
     Raises:
         UserError: no step that has a checkpoint was evaluated.
@@ -71,7 +71,7 @@ class CheckpointStore:
     # -- saving -------------------------------------------------------------------------------------------------
 
     def reserve(self, world: World, num_bytes: int, pinned: bool) -> None:
-        """Take the memory of this rank's copies now, ``num_bytes`` of them; collective.
+        """Collective. Allocate the memory of this rank's copies, ``num_bytes``.
 
         Raises:
             CheckpointError: on all ranks, if a node has not enough for its ranks.
@@ -81,11 +81,11 @@ class CheckpointStore:
 
     @property
     def is_saving(self) -> bool:
-        """Whether a save is in progress, as of the last ``advance``; on all ranks alike."""
+        """True while a save is in progress, as of the last ``advance``; the same on all ranks."""
         return self._save is not None
 
     def begin(self, step: int, world: World, shards: Mapping[str, Shard], state: Mapping[str, JSON]) -> None:
-        """Copy what is to be saved, and start to write it; collective.
+        """Collective. Copy what is to be saved, and start to write it.
 
         What is saved is the state of now, whatever becomes of the tensors later.
 
@@ -123,11 +123,11 @@ class CheckpointStore:
         return held
 
     def report(self) -> Report | None:
-        """How far this rank is; None if nothing is being saved, on all ranks alike."""
+        """Return the state of this rank's save; None, on all ranks, if nothing is being saved."""
         return None if self._save is None else self._save.report()
 
     def advance(self, reports: Sequence[Report | None]) -> None:
-        """Take note of all ranks' ``report``: whether the save in progress has ended, or has failed.
+        """End the save in progress if all ranks' ``reports`` say that it is written, or that one has failed.
 
         Raises:
             CheckpointError: on all ranks, if one could not write; earlier checkpoints are unchanged.
@@ -148,7 +148,7 @@ class CheckpointStore:
             self._save = None
 
     def finish(self, world: World) -> None:
-        """Wait until nothing is being saved; collective.
+        """Collective. Wait until nothing is being saved.
 
         Raises:
             CheckpointError: as ``advance``.
@@ -169,7 +169,7 @@ class CheckpointStore:
         self._is_abandoned = True
 
     def save(self, step: int, world: World, shards: Mapping[str, Shard], state: Mapping[str, JSON]) -> Path:
-        """``begin`` and ``finish``: the folder of the checkpoint; collective.
+        """Collective. ``begin`` and ``finish``; return the folder of the checkpoint.
 
         An undamaged checkpoint of the step is left as it is: a run's state at a step is one and the same.
 
@@ -191,7 +191,7 @@ class CheckpointStore:
     # -- finding ------------------------------------------------------------------------------------------------
 
     def newest(self) -> Checkpoint | None:
-        """The newest undamaged checkpoint, None if there is none of any kind; damaged ones are named in warnings.
+        """Return the newest undamaged checkpoint, None if there is none at all; warn of damaged ones.
 
         Reads up to 32 MiB of each file, so call it on one rank and broadcast what it returns.
 
@@ -211,7 +211,7 @@ class CheckpointStore:
         return None
 
     def within(self, first: int, last: int) -> dict[int, Checkpoint]:
-        """The undamaged checkpoints of these steps, by step; reads as much of each as ``newest``."""
+        """Return the undamaged checkpoints of steps ``first`` to ``last``, by step; reads each as ``newest``."""
         steps = [(step, folder) for step, folder in found_in(self._folder) if first <= step <= last]
         return {step: found for step, folder in steps if (found := try_open(folder, step, "skipping"))}
 
@@ -231,7 +231,7 @@ class CheckpointStore:
                     raise CheckpointError(f"cannot remove {folder}: {error.strerror}; remove it by hand") from None
 
     def at(self, step: int) -> Checkpoint:
-        """The checkpoint of a step; reads as much as ``newest``.
+        """Return the checkpoint of a step; reads as much as ``newest``.
 
         Raises:
             CheckpointError: there is none, or it is not in good order.
@@ -248,12 +248,8 @@ class CheckpointStore:
             raise CheckpointError(f"checkpoint {folders[step]} is damaged ({error}); use another one") from None
 
 
-if TYPE_CHECKING:
-    from tlt_hpc.mpi.world import World
-
-
 def check_room(world: World, num_bytes: int) -> None:
-    """Refuse copies for which the ranks of a node together have no memory; collective.
+    """Collective. Refuse copies, of ``num_bytes`` on this rank, for which the ranks of a node have no host memory.
 
     Raises:
         CheckpointError: on all ranks.

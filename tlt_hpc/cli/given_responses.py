@@ -57,7 +57,7 @@ class GivenResponses:
         self.files = data_files(self._data, ARGUMENT)
         if not self.files:
             raise UserError(f"FILE = {file!r} is a task, which has no responses; give a file")
-        self.rows: Rows = open_rows(self._data, 0, wanted, ARGUMENT)
+        self.rows: Rows = open_rows(self._data, wanted, ARGUMENT)
         for option, name in (("--response", response), ("--expected", expected)):
             if name and self._is_missing(name):
                 raise UserError(f"{option} {name!r}: no row has that column; give one that a row has")

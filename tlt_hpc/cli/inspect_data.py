@@ -50,7 +50,7 @@ def _readers(config: Config, folder: Path | None, is_judged: bool) -> Iterator[P
     """Yield the readers of the data sets for training and evaluation; ``is_judged``: answers are checked, too."""
     sources = [source for source in config.evaluation.sources if source != EMBEDDED_TASK]
     if config.data.source == EMBEDDED_TASK and not sources:
-        raise ConfigError(f"{EMBEDDED_TASK!r} makes its problems again at every step; give a file, folder or task")
+        raise ConfigError(f"{EMBEDDED_TASK!r} makes its problems again at every step; give a file or folder")
     tokenizer = chat = shape = None
     if folder is not None:
         tokenizer, shape = load_tokenizer(folder), read_shape(folder)
@@ -62,7 +62,7 @@ def _readers(config: Config, folder: Path | None, is_judged: bool) -> Iterator[P
         return check_answer(config.reward, prompt) if is_judged else ""
 
     if config.data.source != EMBEDDED_TASK:
-        yield PromptReader(config.data, config.run.seed, tokenizer, chat, check)
+        yield PromptReader(config.data, tokenizer, chat, check)
     for source in sources:
         yield open_reader(config, source, tokenizer, chat, check)
 

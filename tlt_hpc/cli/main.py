@@ -74,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if rank == 0 and is_rank and STARTED not in os.environ:
         print(starting(launched_count(os.environ)), flush=True)
     if rank is None:
-        say_soon(f"checking {options.config}", is_result=not options.dry_run)
+        print_before_imports(f"checking {options.config}", is_result=not options.dry_run)
     try:
         if options.command == "evaluate":
             check_is_run(options)
@@ -98,11 +98,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as caught:
         error = as_error(caught)
         if is_rank and rank is not None:
-            return tell_all_ranks(error, rank)
+            return report_to_all_ranks(error, rank)
         if not rank:
             print(f"tlt: {one_line(error)}", file=sys.stderr)
         return USER_ERROR
-    return be_rank(config, options, flag, rank)
+    return run_as_rank(config, options, flag, rank)
 
 
 def check_is_run(options: argparse.Namespace) -> None:
@@ -120,13 +120,13 @@ def check_is_run(options: argparse.Namespace) -> None:
     raise UserError(no_run(place, own.name))
 
 
-def say_soon(words: str, is_result: bool) -> None:
+def print_before_imports(words: str, is_result: bool) -> None:
     """Print a line before the seconds that imports take; if it is not part of the result, on a terminal alone."""
     if is_result or sys.stderr.isatty():
         print(words, file=sys.stdout if is_result else sys.stderr, flush=True)
 
 
-def be_rank(config: Config, options: argparse.Namespace, flag: StopFlag, rank: int | None) -> int:
+def run_as_rank(config: Config, options: argparse.Namespace, flag: StopFlag, rank: int | None) -> int:
     """Run a command's own work, as one of its ranks or alone; returns the exit status.
 
     Raises:
@@ -134,7 +134,7 @@ def be_rank(config: Config, options: argparse.Namespace, flag: StopFlag, rank: i
     """
     try:
         if rank is not None:
-            settle(config, rank)
+            take_caches_and_gpu(config, rank)
         progress = COMMANDS[options.command].progress
         PrintableStream.outlives_reader = True  # what is trained is not lost with a terminal
         # before threads
@@ -151,7 +151,7 @@ def be_rank(config: Config, options: argparse.Namespace, flag: StopFlag, rank: i
         return fail_together(interrupted, rank or 0, INTERRUPTED)
 
 
-def settle(config: Config, rank: int) -> None:
+def take_caches_and_gpu(config: Config, rank: int) -> None:
     """Give a rank a folder for caches and one GPU of its node, before torch looks for GPUs.
 
     Raises:
@@ -165,8 +165,8 @@ def settle(config: Config, rank: int) -> None:
         print(f"a GPU for each rank; rank 0 on {socket.gethostname()} uses GPU {own}", flush=True)
 
 
-def tell_all_ranks(error: ValueError, rank: int) -> int:
-    """End all ranks with an error that this one met before they meet, and maybe no other: a node without the data."""
+def report_to_all_ranks(error: ValueError, rank: int) -> int:
+    """Collective. End all ranks with an error that this one alone may have met, such as a node without the data."""
     from tlt_hpc.mpi.world import LaunchError, World
     from tlt_hpc.plan.nodes import report_error
 
@@ -234,7 +234,7 @@ def run_alone(module: str, options: argparse.Namespace) -> int:
     """Call ``run`` of a module; its user's mistakes end as one line."""
     try:
         if options.command.startswith("export"):
-            say_soon(f"reading {options.place}", is_result=False)
+            print_before_imports(f"reading {options.place}", is_result=False)
         return load_extra(module).run(options) or 0
     except (ValueError, OSError) as error:
         print(f"tlt: {one_line(as_error(error))}", file=sys.stderr)

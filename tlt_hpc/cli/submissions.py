@@ -14,15 +14,15 @@ from pathlib import Path
 
 from tlt_hpc.cli.command_line import did_you_mean
 from tlt_hpc.cli.submit import (
+    as_typed,
     check_member,
     describe,
-    folder_of,
     is_job,
     jobs_before,
     preflight,
     request_of,
     run_submit,
-    short,
+    submission_folder,
     submit,
 )
 from tlt_hpc.cluster.slurm import QueuedJob, SlurmError, ask_slurm, read_queue
@@ -43,9 +43,9 @@ def run(options: argparse.Namespace) -> int:
     """
     command = options.command.removeprefix("submit").strip()
     if not command:
-        if options.config in LATER:
+        if options.config in SUBMISSION_COMMANDS:
             raise ConfigError(f"{options.config} comes before all options: tlt submit {options.config} ...")
-        if near := did_you_mean(options.config, LATER):
+        if near := did_you_mean(options.config, SUBMISSION_COMMANDS):
             raise ConfigError(f"no job file and no command {options.config!r}{near}")
         return run_submit(options)
     if command == "list":
@@ -53,14 +53,14 @@ def run(options: argparse.Namespace) -> int:
     if command == "collect" and options.output is not None and not options.output.parent.is_dir():
         raise ConfigError(f"--output {options.output}: its folder does not exist; make it first")
     if options.submission:
-        submission, names = find(options.submission)
+        submission, names = find_submission(options.submission)
         newest = {job for member in submission.chosen(names) for job in member.jobs[-1:]}
         word = options.submission
         if command == "cancel" and is_job(word) and not any(word in (job, job.partition("_")[0]) for job in newest):
             raise ConfigError(f"job {word} was submitted again since; give the newest: {', '.join(sorted(newest))}")
         known = known_submissions(submission.folder.parent)
     elif known := known_submissions():
-        submission = the_one_to_cancel(known) if command == "cancel" else known[-1]
+        submission = submission_to_cancel(known) if command == "cancel" else known[-1]
         names = {member.name for member in submission.members}
     else:
         raise ConfigError(f"no submission in {SUBMITTED}; give its folder")
@@ -69,25 +69,25 @@ def run(options: argparse.Namespace) -> int:
     return COMMANDS[command](submission, names, known, options)
 
 
-def find(word: str) -> tuple[Submission, set[str]]:
+def find_submission(word: str) -> tuple[Submission, set[str]]:
     """The submission in a folder, of a name in ``runs/submitted``, or of a job; and the members that are meant.
 
     Raises:
         ConfigError: there is none, or it is damaged.
     """
-    if (folder_of(word) / FILE).exists():
-        submission = load(folder_of(word))
+    if (submission_folder(word) / FILE).exists():
+        submission = load(submission_folder(word))
         return submission, {member.name for member in submission.members}
     known = known_submissions()
     for submission in reversed(known):
         if is_job(word) and (names := submission.members_of(word)):
             return submission, names
-    there = ", ".join(str(short(each.folder)) for each in known[-5:])
+    there = ", ".join(str(as_typed(each.folder)) for each in known[-5:])
     remedy = f"there are {there} (all: tlt submit list)" if there else "give the folder that `tlt submit` has named"
     raise ConfigError(f"no submission {word}; {remedy}")
 
 
-def the_one_to_cancel(known: Sequence[Submission]) -> Submission:
+def submission_to_cancel(known: Sequence[Submission]) -> Submission:
     """The newest submission, if it is the only one with jobs to cancel, or none has any.
 
     Raises:
@@ -96,12 +96,12 @@ def the_one_to_cancel(known: Sequence[Submission]) -> Submission:
     queue = read_queue()
     live = [each for each in known if any(one.is_live or one.is_blocked for one in read_statuses(each, queue))]
     if any(each != known[-1] for each in live):
-        folders = ", ".join(str(short(each.folder)) for each in live)
+        folders = ", ".join(str(as_typed(each.folder)) for each in live)
         raise ConfigError(f"jobs of an earlier submission wait or run; give one of {folders}")
     return known[-1]
 
 
-def queue_or_nothing(submissions: Iterable[Submission]) -> Mapping[str, QueuedJob] | None:
+def read_queue_or_warn(submissions: Iterable[Submission]) -> Mapping[str, QueuedJob] | None:
     """Return the jobs in squeue of the users of these submissions; None, with a warning, if Slurm does not answer."""
     try:
         return read_queue(each.user for each in submissions)
@@ -114,12 +114,12 @@ def run_list(known: Sequence[Submission]) -> int:
     """Print all submissions, the newest last, with their time, number of runs and states."""
     if not known:
         raise ConfigError(f"no {SUBMITTED} in {Path.cwd()}; call this where they were submitted, or give the folder")
-    queue, rows = queue_or_nothing(known), [("submission", "submitted", "runs", "states")]
+    queue, rows = read_queue_or_warn(known), [("submission", "submitted", "runs", "states")]
     for each in known:
         states = Counter(status.state for status in read_statuses(each, queue))
         words = ", ".join(f"{number} {state}" for state, number in states.items())
         rows.append((
-            str(short(each.folder)), f"{datetime.fromtimestamp(each.made):%Y-%m-%d %H:%M}", str(len(each.members)),
+            str(as_typed(each.folder)), f"{datetime.fromtimestamp(each.made):%Y-%m-%d %H:%M}", str(len(each.members)),
             words,
         ))  # fmt: skip
     print(table(rows))
@@ -131,11 +131,11 @@ def run_status(
 ) -> int:
     """Print how each member stands, after those of the submissions waited for; status 1 if one has failed."""
     chain = submission.chain(known)
-    queue, failed = queue_or_nothing(chain), set[str]()
+    queue, failed = read_queue_or_warn(chain), set[str]()
     for each in chain:
         statuses = [one for one in read_statuses(each, queue) if each != submission or one.member.name in names]
         print(f"submission  {each.folder}")
-        print(as_table(rows_of(each, statuses, known), [str(short(one.log)) if one.log else "" for one in statuses]))
+        print(as_table(rows_of(each, statuses, known), [str(as_typed(one.log)) if one.log else "" for one in statuses]))
         failed |= unfinished(statuses)
     return int(bool(failed))
 
@@ -155,11 +155,11 @@ def run_resubmit(
     for member in submission.chosen(again):
         later, _ = submission.continued_by(member, known)
         if later:
-            folder = shlex.quote(str(short(later.folder)))
+            folder = shlex.quote(str(as_typed(later.folder)))
             raise ConfigError(f"{member.run}: {folder} has continued it since; `tlt submit resubmit {folder}`")
     if not again:
         live = [status.member.jobs[-1] for status in statuses if status.is_live]
-        first = f"tlt submit cancel {shlex.quote(str(short(submission.folder)))}"
+        first = f"tlt submit cancel {shlex.quote(str(as_typed(submission.folder)))}"
         more = f" and {len(live) - 1} more are" if live[1:] else " is"
         remedy = f"; {live[0]}{more} in the queue: to ask for something else, `{first}` first" if live else ""
         print(f"nothing has failed; nothing was submitted{remedy}")
@@ -215,7 +215,7 @@ def run_collect(
     submission: Submission, names: Collection[str], known: Sequence[Submission], options: argparse.Namespace
 ) -> int:
     """Print what each member has reached and what it took; with ``--output``, write it as CSV as well."""
-    queue = queue_or_nothing([submission])
+    queue = read_queue_or_warn([submission])
     statuses = [one for one in read_statuses(submission, queue) if one.member.name in names]
     rows = rows_of(submission, statuses, known)
     print(as_table(rows))
@@ -236,7 +236,7 @@ def rows_of(submission: Submission, statuses: Sequence[MemberStatus], known: Seq
         until = min((end for end in ends if end is not None), default=None)
         row = row_of(member.name, each.state, place, until)
         if each.state == UNKNOWN:
-            row = row._replace(state=state_in_files(place))
+            row = row._replace(state=recorded_state(place))
         elif row.steps is None:  # a warm-up
             row = row._replace(state=each.state + accepted(place))
         owner = read_owner(place / "status")
@@ -245,7 +245,7 @@ def rows_of(submission: Submission, statuses: Sequence[MemberStatus], known: Seq
     return rows
 
 
-def state_in_files(place: Path) -> str:
+def recorded_state(place: Path) -> str:
     """Return the state of the run in a folder by its own files."""
     try:
         return state_of(place)
@@ -254,4 +254,4 @@ def state_in_files(place: Path) -> str:
 
 
 COMMANDS = {"status": run_status, "resubmit": run_resubmit, "collect": run_collect, "cancel": run_cancel}
-LATER = ("list", *COMMANDS)
+SUBMISSION_COMMANDS = ("list", *COMMANDS)

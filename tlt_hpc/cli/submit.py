@@ -58,13 +58,13 @@ _SIGNAL = "USR2@120"
 """The signal of the batch scripts; a submission chooses its own by its time limit."""
 
 
-def folder_of(word: str) -> Path:
+def submission_folder(word: str) -> Path:
     """The folder of a submission that is given by its path, or by its name in ``runs/submitted``."""
     named = SUBMITTED / word
     return named if (named / FILE).exists() and not (Path(word) / FILE).exists() else Path(word)
 
 
-def short(folder: Path) -> Path:
+def as_typed(folder: Path) -> Path:
     """A folder as a user would type it here."""
     return folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
 
@@ -75,7 +75,7 @@ def run_submit(options: argparse.Namespace) -> int:
     Raises:
         ValueError: of the first member that would fail.
     """
-    options.after = [word if is_job(word) else str(folder_of(word)) for word in options.after]
+    options.after = [word if is_job(word) else str(submission_folder(word)) for word in options.after]
     submission = make_submission(options)
     for member in submission.members:
         check_member(options.config, member, submission.request.num_ranks)
@@ -95,7 +95,7 @@ def run_submit(options: argparse.Namespace) -> int:
     if options.command_of_job == "warmup":
         made = (f"drafter.init={member.run}/drafter" for member in submission.members)
         print("for the runs after it:", *map(shlex.quote, made))
-    print(f"how it stands: tlt submit status {shlex.quote(str(short(submission.folder)))}")
+    print(f"how it stands: tlt submit status {shlex.quote(str(as_typed(submission.folder)))}")
     return 0
 
 
@@ -224,8 +224,8 @@ def refuse_second_starts(submission: Submission, before: Set[str]) -> None:
             job = member.jobs[-1]
             if queue and job in queue and queue[job].is_live and before.isdisjoint((job, job.partition("_")[0])):
                 raise ConfigError(
-                    f"{member.run}: job {job} of {short(earlier.folder)} is {queue[job].state.lower()}; wait for it, "
-                    f"add --after {job}, or give another run.name"
+                    f"{member.run}: job {job} of {as_typed(earlier.folder)} is {queue[job].state.lower()}; wait for "
+                    f"it, add --after {job}, or give another run.name"
                 )
 
 

@@ -17,7 +17,6 @@ from tlt_hpc.config.data_sections import (
     CONTINUES,
     EMBEDDED_MODEL,
     EMBEDDED_TASK,
-    TASK_PREFIX,
     DataSection,
     ModelSection,
     RewardSection,

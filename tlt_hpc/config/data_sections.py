@@ -32,7 +32,6 @@ from tlt_hpc.config.fields import (
 TrackerName = Literal["tensorboard", "wandb", "wandb-offline"]
 EMBEDDED_MODEL = "embedded:tiny"
 EMBEDDED_TASK = "embedded:gcd"
-TASK_PREFIX = "reasoning-gym:"
 
 
 def _expected_to_expand(key: str, path: str) -> Iterator[str]:
@@ -116,8 +115,7 @@ class DataSection(Section):
 
     source: SomePath | Annotated[tuple[SomePath, ...], Field(strict=False, min_length=1, max_length=MAX_ITEMS)]
     """``embedded:gcd``; a .jsonl, .parquet or .arrow file, a list of files, or a pattern (``data/*.parquet``); a folder
-    of the Hugging Face hub or of ``datasets`` (the split ``train``); or ``reasoning-gym:NAME``. ``~`` and ``$NAME`` are
-    expanded."""
+    of the Hugging Face hub or of ``datasets`` (the split ``train``). ``~`` and ``$NAME`` are expanded."""
     prompt_key: ColumnName = ""
     """Column of the prompt, a text or a list of messages; dots select a field (``input.text``). Empty: the first that
     exists of ``prompt``, ``problem``, ``question``, ``messages``."""
@@ -137,8 +135,6 @@ class DataSection(Section):
     """System message for prompts that are lists of messages without one."""
     text_prompts: Literal["raw", "chat"] = "raw"
     """How a prompt that is a text is passed to the model: ``raw`` unchanged, ``chat`` rendered as a user's message."""
-    task_args: dict[str, JsonValue] = Field(default_factory=dict)
-    """Settings of a ``reasoning-gym`` task, such as ``{max_digits = 3}``; ``size``: number of problems (10,000)."""
 
     @property
     def continues_chats(self) -> bool:
@@ -152,11 +148,6 @@ class DataSection(Section):
 
     def problems(self) -> Iterator[str]:
         """Yield each problem with the values of this section as one line with the remedy."""
-        if self.task_args and not self.source_name.startswith(TASK_PREFIX):
-            yield (
-                f"data.task_args = {self.task_args!r} has no effect with data.source = {self.source_name!r}; "
-                f"use data.source = '{TASK_PREFIX}NAME' or leave data.task_args out"
-            )
         if given := sorted(_OF_EVERY_TEMPLATE & self.template_args.keys()):
             yield f"data.template_args has {given[0]!r}, which every prompt is rendered with; leave it out"
         if not isinstance(wanted := self.template_args.get(CONTINUES, False), bool):

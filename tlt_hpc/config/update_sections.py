@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import astuple, replace
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -35,7 +35,6 @@ from tlt_hpc.config.recipes import (
 )
 from tlt_hpc.config.schedule import ScheduleName
 
-LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 Bounds = Annotated[tuple[Weight, ...], Field(strict=False, min_length=2, max_length=2)]
 
 
@@ -154,15 +153,14 @@ class AlgorithmSection(Section):
 
 
 class LoraSection(Section):
-    """Adapters of low rank (LoRA) that are trained in place of the policy's weights, which do not change. Needs the
-    package peft, and a learning rate ten to a hundred times as large."""
+    """Adapters of low rank (LoRA) that are trained in place of the policy's weights, which do not change: of all linear
+    layers, in a mixture of experts of those of attention. Needs the package peft, and a learning rate ten to a hundred
+    times as large."""
 
     rank: Annotated[int, Field(ge=0, le=4096)] = 0
     """Rank of the adapters. 0: no adapters, all weights are trained."""
     alpha: Annotated[int, Field(ge=1, le=10**6)] = 32
     """What the adapters add is multiplied by this value divided by ``rank``."""
-    targets: Annotated[tuple[LoraTarget, ...], Field(strict=False, min_length=1, max_length=7)] = get_args(LoraTarget)
-    """The linear layers that get an adapter, in every layer of the model."""
 
     def check_installed(self) -> None:
         """Refuse to begin without peft where there are adapters; nothing is imported.

@@ -12,14 +12,12 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from tlt_hpc.common.records import ChatFormat, Prompt
-from tlt_hpc.config import EMBEDDED_TASK, TASK_PREFIX, Config, ConfigError, EvaluationSection
+from tlt_hpc.config import EMBEDDED_TASK, Config, ConfigError, EvaluationSection
 from tlt_hpc.data.chat import TEMPLATE_DATE
 from tlt_hpc.data.files import EVALUATED
 from tlt_hpc.data.prompts import draw_from_split, kept_rows, make_prompt, never_right, shuffled
 from tlt_hpc.data.reader import PromptCheck, PromptReader
 
-_TASK_SEED = 2**31
-"""Seed of a task's problems: problem n is made from seed + n, and those of a seed near a run's are trained on."""
 _EMBEDDED_PROMPTS = 256
 """Number of problems of the embedded task, which has no end, without ``evaluation.limit``."""
 _MAX_EMBEDDED = 2048
@@ -78,7 +76,7 @@ def open_sets(
 
 def name_of(source: str) -> str:
     """The name of a source: ``aime_2024`` for ``data/aime_2024.jsonl``, ``gcd`` for ``embedded:gcd``."""
-    if source == EMBEDDED_TASK or source.startswith(TASK_PREFIX):
+    if source == EMBEDDED_TASK:
         return source.partition(":")[2]
     path = Path(source)
     return path.parent.name or source if set("*?[") & set(path.name) else path.stem
@@ -92,10 +90,7 @@ def open_reader(
     Raises:
         ConfigError: as ``PromptReader``.
     """
-    changed: dict[str, object] = {"source": source}
-    if not source.startswith(TASK_PREFIX):
-        changed["task_args"] = {}
-    return PromptReader(config.data.model_copy(update=changed), _TASK_SEED, tokenizer, chat, check, EVALUATED)
+    return PromptReader(config.data.model_copy(update={"source": source}), tokenizer, chat, check, EVALUATED)
 
 
 def _open(

@@ -1,14 +1,12 @@
-"""Finds the files of a data source (files, lists, patterns, folders) and opens the rows of these, or of a task."""
+"""Finds the files of a data source (files, lists, patterns, folders) and opens their rows."""
 
 from __future__ import annotations
 
 import difflib
-import hashlib
-import json
 import os
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,15 +14,13 @@ from typing import Any
 from tlt_hpc.config import (
     EMBEDDED_MODEL,
     EMBEDDED_TASK,
-    TASK_PREFIX,
     Config,
     ConfigError,
     DataSection,
-    UserError,
     apply_override,
     parse_config,
 )
-from tlt_hpc.data.rows import ArrowRows, JoinedRows, JsonlRows, Row, RowError, Rows, first_line
+from tlt_hpc.data.rows import ArrowRows, JoinedRows, JsonlRows, Rows
 
 _JSONL = (".jsonl", ".ndjson", ".json")
 _IN_FOLDERS = (".jsonl", ".ndjson", ".parquet", ".arrow")
@@ -32,15 +28,14 @@ _SPLITS = frozenset({"train", "test", "validation", "valid", "val", "dev", "eval
 """Usual names of splits: if a file of a folder has one, the file names of the folder name their splits."""
 TRAINED, EVALUATED, ARGUMENT = "data.source", "evaluation.sources", "FILE"
 """The key of the configuration, or argument of a command, that names files."""
-_TASKS = f", '{TASK_PREFIX}NAME' or '{EMBEDDED_TASK}' (docs/data.md)"
 
 
 def _choice(key: str) -> str:
-    tasks = "" if key == ARGUMENT else _TASKS
-    return f"give a .jsonl, .parquet or .arrow file, a folder or pattern of them{tasks}"
+    task = "" if key == ARGUMENT else f", or '{EMBEDDED_TASK}' (docs/data.md)"
+    return f"give a .jsonl, .parquet or .arrow file, a folder or pattern of them{task}"
 
 
-def open_rows(data: DataSection, seed: int, wanted: frozenset[str], key: str = TRAINED) -> Rows:
+def open_rows(data: DataSection, wanted: frozenset[str], key: str = TRAINED) -> Rows:
     """The rows that a configuration names, with those top-level columns of ``wanted`` that there are.
 
     Args:
@@ -49,8 +44,6 @@ def open_rows(data: DataSection, seed: int, wanted: frozenset[str], key: str = T
     Raises:
         ConfigError: no such file, a file that cannot be read, no rows.
     """
-    if isinstance(data.source, str) and data.source.startswith(TASK_PREFIX):
-        return TaskRows(data.source.removeprefix(TASK_PREFIX), seed, data.task_args, key)
     files = data_files(data, key)
     rows = JoinedRows(
         [JsonlRows(path, key) if path.suffix in _JSONL else ArrowRows(path, wanted, key) for path in files]
@@ -67,7 +60,7 @@ def data_files(data: DataSection, key: str = TRAINED) -> list[Path]:
         ConfigError: no such file, or one of an unknown kind.
     """
     sources = (data.source,) if isinstance(data.source, str) else data.source
-    if isinstance(data.source, str) and (data.source == EMBEDDED_TASK or data.source.startswith(TASK_PREFIX)):
+    if data.source == EMBEDDED_TASK:
         return []
     files = [path for source in sources for path in _files_of(source, key)]
     for path in files:
@@ -154,68 +147,6 @@ def config_of(source: str | Sequence[str], overrides: Sequence[str] = ()) -> Con
     for override in overrides:
         apply_override(tree, override if "." in override.partition("=")[0] else f"data.{override}")
     return parse_config(tree)
-
-
-_SIZE = 10_000
-_PROBED = 16
-
-
-class TaskRows:
-    """The problems of a task, 10,000 unless the arguments have ``size``; each is made on demand from seed and index.
-
-    Raises:
-        UserError: the package is not installed, has no such task, or the task refuses the arguments; ``key`` is
-            what named the task.
-    """
-
-    kind = "reasoning-gym"
-
-    def __init__(self, name: str, seed: int, arguments: Mapping[str, Any], key: str) -> None:
-        try:
-            import reasoning_gym
-            from reasoning_gym.factory import DATASETS
-        except ModuleNotFoundError as error:
-            raise UserError(
-                f"{key} = {TASK_PREFIX + name!r} needs the package {error.name!r}; pip install reasoning-gym"
-            ) from None
-        if name not in DATASETS:
-            raise ConfigError(
-                f"{key} = {TASK_PREFIX + name!r}: reasoning-gym has no such task; its gallery lists the names"
-            )
-        self.name, self._size = TASK_PREFIX + name, arguments.get("size", _SIZE)
-        others = {key: value for key, value in arguments.items() if key != "size"}
-        self._made_from = json.dumps([name, self._size, seed, others], sort_keys=True)
-        try:
-            self._task = reasoning_gym.create_dataset(name, **others, size=self._size, seed=seed)
-        except (AssertionError, TypeError, ValueError) as error:
-            raise ConfigError(
-                f"data.task_args = {dict(arguments)!r}: {self.name!r} refuses them ({first_line(error)}); "
-                "fix data.task_args"
-            ) from None
-
-    def __len__(self) -> int:
-        return int(self._size)
-
-    def __getitem__(self, index: int) -> Row:
-        entry = self._task[index]
-        answer = entry["answer"]
-        if not isinstance(entry["question"], str):
-            raise RowError(self.where(index), "its question is no text; use another task")
-        return {
-            "prompt": entry["question"],
-            "answer": "" if answer is None else answer,  # some tasks judge by the entry alone, which is in extra_info
-            "data_source": self.name,
-            "extra_info": entry,
-        }
-
-    def where(self, index: int) -> str:
-        """The task and the problem's number, as a message names them."""
-        return f"{self.name} problem {index}"
-
-    def digest(self) -> str:
-        """Digest of the task's arguments and first problems: another version of the package may make others."""
-        first = [self._task[index] for index in range(min(_PROBED, len(self)))]
-        return hashlib.sha256((self._made_from + json.dumps(first, sort_keys=True, default=str)).encode()).hexdigest()
 
 
 @dataclass(frozen=True)

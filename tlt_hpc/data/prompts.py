@@ -61,7 +61,7 @@ def open_prompts(
     """
     count, limit = config.rollout.prompts_per_step, config.data.max_prompt_tokens
     if config.data.source != EMBEDDED_TASK:
-        reader = PromptReader(config.data, config.run.seed, tokenizer, chat, check)
+        reader = PromptReader(config.data, tokenizer, chat, check)
         return FilePrompts(config.data, reader, config.run.seed, count)
     longest = len(encode(tokenizer, f"gcd({MAX_NUMBER},{MAX_NUMBER})="))
     if longest > limit:
@@ -99,7 +99,7 @@ class GcdPrompts:
 
 
 class FilePrompts:
-    """Rows of files or of a task, every epoch in an order of its own; a step may span two epochs."""
+    """Rows of files, every epoch in an order of its own; a step may span two epochs."""
 
     def __init__(self, data: DataSection, reader: PromptReader, seed: int, prompts_per_step: int) -> None:
         """Reads the first rows of the order; where too long prompts are dropped, the first draw reads all rows.

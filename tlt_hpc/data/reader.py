@@ -48,13 +48,12 @@ class PromptReader:
     def __init__(
         self,
         data: DataSection,
-        seed: int,
         tokenizer: Tokenizer | None,
         chat: ChatFormat | None = None,
         check: PromptCheck = lambda _: "",
         key: str = TRAINED,
     ) -> None:
-        self.rows = open_rows(data, seed, wanted_columns(data), key)
+        self.rows = open_rows(data, wanted_columns(data), key)
         self.source = f"{key} = {data.source_name!r}"
         """The data set in messages."""
         self.data, self._tokenizer, self._check = data, tokenizer, check

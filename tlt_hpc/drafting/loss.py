@@ -56,10 +56,17 @@ class LossSettings:
 def drafter_loss(
     drafter: Drafter, batch: PackedBatch, embedding: Tensor, head: Tensor, settings: LossSettings
 ) -> Tensor:
-    """Mean over paths, one from each pair that predicts a response token, of the weighted losses of their steps.
+    """Return the mean over paths of the weighted losses of their steps (EAGLE-3, section 3.2).
 
-    A path that has ended adds nothing, so the loss of several batches is their mean weighted with ``counts``.
-    ``embedding`` and ``head`` [V, H] are the policy's: they are read as they are, and get no gradient.
+    A path begins at each pair that predicts a response token. One that has ended adds nothing, so the loss of several
+    batches is their mean weighted with ``counts``.
+
+    Args:
+        embedding: [V, H] of the policy; gets no gradient.
+        head: [V, H] of the policy; gets no gradient.
+
+    Returns:
+        A float32 scalar.
     """
     total = torch.zeros((), device=batch.features.device)
     for step, (states, pairs) in enumerate(_unroll(drafter, batch, embedding, settings.num_steps)):
@@ -121,7 +128,12 @@ def _token_sum(drafter: Drafter, states: Tensor, wanted: Tensor, head: Tensor) -
 
 
 def soft_cross_entropy(target: Tensor, drafted: Tensor, ids: Tensor | None = None) -> Tensor:
-    """Cross-entropy [T] - sum_v p_v log q_v over the draft vocabulary: target logits [T, V], drafted [T, W].
+    """Return the cross-entropy [T], - sum_v p_v log q_v over the draft vocabulary (EAGLE, arXiv 2401.15077).
+
+    Args:
+        target: logits [T, V].
+        drafted: logits [T, W].
+        ids: [W] int64, the draft vocabulary; None: all tokens.
 
     A position counts as far as the target's choice can be drafted at all: where its mass lies outside ``ids`` [W] there
     is nothing to learn. (EAGLE-3's code leaves out positions whose likeliest token is outside, and rescales the rest.)

@@ -22,29 +22,34 @@ logger = logging.getLogger(__name__)
 class Pending(Protocol):
     """A sum under way."""
 
-    def wait(self) -> NDArray[np.float32]: ...
+    def wait(self) -> NDArray[np.float32]:
+        """Return the sum [n], once all ranks have posted theirs."""
 
 
 class SumOverRanks(Protocol):
     """The part of the world that a merge needs."""
 
     @property
-    def size(self) -> int: ...
+    def size(self) -> int:
+        """The number of ranks."""
 
-    def start_sum(self, array: NDArray[np.float32]) -> Pending: ...
+    def start_sum(self, array: NDArray[np.float32]) -> Pending:
+        """Post the sum of ``array`` [n] over all ranks. Collective."""
 
-    def allgather(self, item: Any) -> list[Any]: ...
+    def allgather(self, item: Any) -> list[Any]:
+        """Return the items of all ranks, in their order. Collective."""
 
 
 def sums_on_gpus() -> bool:
-    """Whether every rank has a GPU of its own, and they are connected; the same on all ranks."""
+    """Return True if every rank has a GPU of its own and NCCL connects them; the same on all ranks."""
     return torch.distributed.is_initialized() and torch.distributed.get_backend() == "nccl"
 
 
 def start_sum(world: SumOverRanks, flat: Tensor) -> Callable[[], Tensor]:
-    """Post the sum of ``flat`` [n], which belongs to it from now on; what is returned waits for it.
+    """Post the sum of ``flat`` [n] over all ranks, and return the function that waits for it. Collective.
 
-    With a process group of GPUs it is summed on them, beside other work; else through host memory by MPI.
+    ``flat`` belongs to the sum from now on. With a process group of GPUs it is summed on them, beside other work; else
+    through host memory by MPI.
     """
     if sums_on_gpus():
         work = torch.distributed.all_reduce(flat, async_op=True)
@@ -61,7 +66,7 @@ def start_sum(world: SumOverRanks, flat: Tensor) -> Callable[[], Tensor]:
 
 @dataclass(frozen=True)
 class MergeReport:
-    """What a merge did; the same on every rank but for ``exposed_seconds`` and ``is_dropped``."""
+    """The result of a merge; the same on every rank but for ``exposed_seconds`` and ``is_dropped``."""
 
     num_tokens: int
     num_steps: int
@@ -71,14 +76,18 @@ class MergeReport:
     exposed_seconds: float
     """Time this rank waited for the sum."""
     is_dropped: bool = False
-    """Whether this rank's drafter was not finite, and had no part in it."""
+    """This rank's drafter was not finite, and had no part in the mean."""
 
 
 class Merge:
-    """The mean of all ranks' weights and Adam moments; its sum is posted by the constructor. Collective."""
+    """The mean of all ranks' weights and Adam moments, weighted by tokens; the constructor posts the sum."""
 
     def __init__(self, trained: TrainedDrafter, num_tokens: int, rank: int, world: SumOverRanks) -> None:
-        """``num_tokens``, which this rank trained on, is its weight; a drafter that is not finite weighs nothing."""
+        """Post this rank's part of the sum. Collective.
+
+        Args:
+            num_tokens: response tokens that this rank trained on, its weight; a drafter that is not finite has none.
+        """
         self._trained, self._num_tokens, self._rank, self._world = trained, num_tokens, rank, world
         tensors = trained.tensors()
         # one copy: three times the drafter is much
@@ -90,7 +99,9 @@ class Merge:
         self._wait = start_sum(world, flat)
 
     def finish(self) -> MergeReport:
-        """Take the mean; unchanged where nobody trained. Asserts that every rank holds the same drafter. Only once.
+        """Wait for the mean and assign it, unless nobody trained. Collective; call it once.
+
+        Asserts that every rank then holds the same drafter.
 
         Raises:
             UserError: on all ranks, if no rank has a finite drafter left.
@@ -122,8 +133,8 @@ class Merge:
         """Take up the drafter of the first rank that has it as it was before the rollout: finite, and not trained."""
         trained, world = self._trained, self._world
         is_kept = not self._num_tokens and not self._is_dropped
-        told = world.allgather((is_kept, trained.has_learned))
-        source = next((rank for rank, (kept, _) in enumerate(told) if kept), None)
+        states = world.allgather((is_kept, trained.has_learned))
+        source = next((rank for rank, (kept, _) in enumerate(states) if kept), None)
         if source is None:
             raise UserError(
                 "no rank has a drafter with finite weights and moments: resume from the last checkpoint with a lower "
@@ -133,4 +144,4 @@ class Merge:
         if self._rank != source:
             flat.zero_()
         trained.assign(start_sum(world, flat)())
-        trained.has_learned = told[source][1]
+        trained.has_learned = states[source][1]

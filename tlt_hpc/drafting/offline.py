@@ -21,9 +21,13 @@ from tlt_hpc.storage.feature_file import Document
 
 
 def batches_of(lengths: Sequence[int], num_tokens: int, seed: int) -> Iterator[list[int]]:
-    """Indices of the documents of each update, without end: whole ones, ``num_tokens`` together unless one is longer.
+    """Yield the indices of the documents of each update, without end.
 
-    ``lengths`` are the response lengths. Each epoch has an order of its own, and a batch may span two.
+    Args:
+        lengths: of the responses, in tokens.
+        num_tokens: most response tokens of an update; a single longer response exceeds it.
+
+    Each epoch has an order of its own, and a batch may span two.
     """
     assert sum(lengths) > 0, "nothing to train on"
     batch: list[int] = []
@@ -44,18 +48,18 @@ def _shuffled_epochs(num: int, seed: int) -> Iterator[int]:
 
 
 def balanced_shards(batch: Sequence[int], lengths: Sequence[int], num_ranks: int) -> list[list[int]]:
-    """A batch's documents by rank, so that the ranks have nearly equal tokens: the longest first, to who has fewest."""
-    hands: list[list[int]] = [[] for _ in range(num_ranks)]
+    """Return a batch's documents by rank, with nearly equal tokens: the longest first, to the rank that has fewest."""
+    shards: list[list[int]] = [[] for _ in range(num_ranks)]
     tokens = [(0, rank) for rank in range(num_ranks)]  # a heap
     for index in sorted(batch, key=lambda index: -lengths[index]):
         least, rank = tokens[0]
-        hands[rank].append(index)
+        shards[rank].append(index)
         heapreplace(tokens, (least + lengths[index], rank))
-    return hands
+    return shards
 
 
 def passes_of(documents: Sequence[Document], most_pairs: int) -> list[list[Excerpt]]:
-    """The excerpts of each forward pass, ``most_pairs`` pairs at most; longer documents are cut into windows.
+    """Return the excerpts of each forward pass, at most ``most_pairs`` pairs; longer documents are cut into windows.
 
     Windows that predict no response token are left out.
     """
@@ -81,7 +85,7 @@ def _windows(document: Document, most_pairs: int) -> Iterator[Excerpt]:
 
 
 def learn(trainer: SpotTrainer, batches: Iterable[PackedBatch], world: SumOverRanks) -> float:
-    """One update on the mean loss over the tokens of all ranks' batches, and that loss; collective.
+    """Take one update on the mean loss over the tokens of all ranks' batches, and return that loss. Collective.
 
     The ranks' drafters stay equal without a merge. A rank may have no batch.
 

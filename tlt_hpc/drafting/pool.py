@@ -1,4 +1,4 @@
-"""What an idle rank trains on: its own finished responses of this step, and everybody's of the previous one.
+"""The documents that an idle rank trains on: its finished responses of this step, and all ranks' of the previous one.
 
 Early finishers are short and the tail is long, so the previous step's long responses stand in for those that are
 still being written (one step off, TLT section 4.2). Knows the feature cache, no loss and no weights.
@@ -28,7 +28,7 @@ from tlt_hpc.storage.hdf5 import DamagedFile
 logger = logging.getLogger(__name__)
 
 LEAST_LENGTH = 2
-"""Of a response: a pair that predicts one of its tokens needs the feature after it."""
+"""Shortest response to learn from, in tokens: a pair that predicts one of its tokens needs the feature after it."""
 _COVERED = 0.25
 """Weight of an earlier response of a length that this step has finished itself: its features are of older weights."""
 _LISTING_SECONDS = 2.0
@@ -50,7 +50,11 @@ class _Place:
 def training_weights(
     own: NDArray[np.int64], previous: Sequence[NDArray[np.int64]]
 ) -> tuple[NDArray[np.float64], list[NDArray[np.float64]]]:
-    """How likely each response is drawn, given the lengths of this step's and, by file, of the previous one's.
+    """Return the chances, up to a factor, with which each response is drawn.
+
+    Args:
+        own: lengths [n] of this step's responses, in tokens.
+        previous: by file, the lengths of the previous step's.
 
     In proportion to length, as tokens come in a rollout. Of the previous step those longer than all that this step has
     finished count in full, since they alone tell of the tail; the others a quarter, since there are newer ones.
@@ -67,6 +71,7 @@ class TrainingPool:
     """
 
     def __init__(self, cache: FeatureCache, random_source: random.Random) -> None:
+        """Read what ``cache`` has of this rank's responses; files of the previous step follow in ``refresh``."""
         self._cache, self._random = cache, random_source
         self._own = cache.own_documents()
         self._readers: dict[Path, FeatureCacheReader] = {}
@@ -78,11 +83,11 @@ class TrainingPool:
         self._weigh()
 
     def __len__(self) -> int:
-        """Documents to draw from, as of the last ``refresh``."""
+        """Return the number of documents to draw from, as of the last ``refresh``."""
         return len(self._places)
 
     def refresh(self) -> None:
-        """Take in own responses that have finished and files that have appeared; once in a micro-step is enough."""
+        """Take in own responses that have finished, and open files that have appeared; once in a micro-step."""
         has_changed = self._open_more()
         if not self._own.is_current:
             self._own, has_changed = self._cache.own_documents(), True
@@ -90,7 +95,7 @@ class TrainingPool:
             self._weigh()
 
     def draw(self, num_tokens: int) -> list[Excerpt]:
-        """Excerpts of distinct documents, at most ``num_tokens`` pairs together, drawn until the next would not fit.
+        """Return excerpts of distinct documents, at most ``num_tokens`` pairs, drawn until the next would not fit.
 
         The first is cut to a random window where it is longer than that; the others are whole. They are those that
         ``refresh`` last found.
@@ -185,14 +190,15 @@ class PackedBatch:
     positions: Tensor
     """[T] int64, i within its document."""
     documents: Tensor
-    """[T] int64, which document."""
+    """[T] int64, the number of the pair's document."""
     counts: Tensor
-    """[T] bool: whether the pair predicts a response token."""
+    """[T] bool, True where the pair predicts a response token."""
     lengths: tuple[int, ...]
     """Pairs of each document."""
 
     @property
     def num_tokens(self) -> int:
+        """The number of pairs, T."""
         return len(self.next_tokens)
 
 
@@ -206,12 +212,12 @@ class Excerpt:
 
 
 def whole(document: Document) -> Excerpt:
-    """All pairs of a document."""
+    """Return all pairs of a document as one excerpt."""
     return Excerpt(document, 0, len(document.features) - 1)
 
 
 def pack(excerpts: Sequence[Excerpt], device: torch.device) -> PackedBatch:
-    """One flat batch of excerpts, which keep the positions they have in their documents."""
+    """Return one flat batch of excerpts on ``device``; they keep the positions they have in their documents."""
     starts, pairs = [e.start for e in excerpts], [e.num_pairs for e in excerpts]
     features = [_to_tensor(e.document.features[e.start : e.start + e.num_pairs + 1]) for e in excerpts]
     positions = [torch.arange(start, start + n) for start, n in zip(starts, pairs, strict=True)]

@@ -73,7 +73,7 @@ class SpotTrainer:
         """Tokens per second of the last micro-steps."""
         self._most_tokens = settings.micro_step_tokens
         self._update_seconds = 0.0
-        """Of the last update, once its gradient was there."""
+        """Seconds of the last update, from when its gradient was there."""
         self._reset()
 
     def _reset(self) -> None:
@@ -84,10 +84,10 @@ class SpotTrainer:
         self.num_skipped = 0
         """Updates of the current rollout that were left out because their gradient was not finite."""
         self.merge_report = MergeReport(0, self.trained.num_steps, "", 0.0)
-        """Of the merge after the current rollout."""
+        """The report of the merge after the current rollout."""
 
     def begin(self, step: int) -> None:
-        """Start a rollout: nothing trained yet."""
+        """Start the rollout of ``step``, with nothing trained yet; on every rank, also where none will train."""
         self._random = random.Random(f"{self._seed}/{step}/{self._rank}")
         self._reset()
         self.take_up_head()  # here, where all ranks do: where nobody trains, they must be equal after the merge too
@@ -95,13 +95,13 @@ class SpotTrainer:
             self.trained.average.take()  # a warm drafter's own weights are the first
 
     def take_up_head(self) -> None:
-        """A drafter that has learned nothing yet begins with the policy's own head, where it is to have one."""
+        """Give an EAGLE-3 drafter that has learned nothing yet the policy's own head and final norm."""
         drafter = self.trained.drafter
         if isinstance(drafter, Eagle3) and not self.trained.has_learned:
             drafter.read_like(self._decoder.head, self._decoder.final_norm.weight)
 
     def micro_step(self, is_over: Callable[[], bool] = lambda: False) -> bool:
-        """One optimiser step within the time budget; False where there is nothing to train on.
+        """Take one optimiser step within the time budget; return False if there is nothing to train on.
 
         ``is_over`` is asked between packing, forward, backward and update: once it says so the micro-step is dropped
         and leaves nothing but ``cut_seconds``. An update that is cheap and all that is missing is carried out.
@@ -152,7 +152,7 @@ class SpotTrainer:
             self.records.append(MicroStepRecord(start, end, int(batch.counts.sum()), value))
 
     def loss(self, batch: PackedBatch) -> Tensor:
-        """``drafter_loss`` with the policy's embedding and head of now."""
+        """Return ``drafter_loss``, a scalar, with the policy's embedding and head of now."""
         return drafter_loss(self.trained.drafter, batch, self._decoder.embedding, self._decoder.head, self._loss)
 
     def _update(self, loss: Tensor) -> float | None:
@@ -194,14 +194,14 @@ class SpotTrainer:
         return min(self._most_tokens, max(fitting, _LEAST_TOKENS))
 
     def end(self) -> None:
-        """Leave the tail: the pool's files are closed."""
+        """End the rollout's training, and close the pool's files."""
         if self._pool is not None:
             self._pool.close()
             self._pool = None
 
     @contextmanager
     def merging(self, world: SumOverRanks) -> Iterator[None]:
-        """Merge all ranks' drafters: through host memory while the block runs, on GPUs before it; collective.
+        """Merge all ranks' drafters: through host memory while the block runs, on GPUs before it. Collective.
 
         ``merge_report`` then says what it did. A block that fails leaves the drafter as it was.
 
@@ -217,7 +217,7 @@ class SpotTrainer:
             self.merge_report = merge.finish()
 
     def memory_table(self) -> dict[str, int]:
-        """Bytes that training takes besides the engine, without activations; the merge's on the drafter's device."""
+        """Return the bytes that training takes besides the engine, without activations, by what takes them."""
         weights = sum(parameter.nbytes for parameter in self.trained.parameters.values())
         table = {"trained drafter": weights, "its moments": 2 * weights}
         if average := self.trained.average.num_bytes:

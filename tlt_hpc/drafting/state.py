@@ -27,10 +27,15 @@ class TrainedDrafter:
     """A drafter in float32 with its optimiser; every rank holds one, and merges make them equal."""
 
     def __init__(self, drafter: Drafter, learning_rate: float, span: int) -> None:
-        """``span``: merges over which the served weights are averaged; see ``WeightAverage``."""
+        """Begin with zero moments.
+
+        Args:
+            learning_rate: of Adam.
+            span: merges over which the served weights are averaged; see ``WeightAverage``.
+        """
         self.drafter, self.learning_rate = drafter, learning_rate
         self.has_learned = False
-        """Whether the weights have ever learned anything; a random drafter is not worth asking."""
+        """The weights have learned something; a random drafter is not worth asking."""
         self.num_steps = 0
         """Optimiser steps that the weights have seen."""
         self.parameters = dict(drafter.named_parameters())
@@ -38,7 +43,7 @@ class TrainedDrafter:
         self.average = WeightAverage({name: p.data for name, p in self.parameters.items()}, span)
 
     def step(self) -> bool:
-        """Clip the gradient and take an optimiser step; False where it is not finite, which changes nothing."""
+        """Clip the gradient and take a step of Adam; return False, and change nothing, if it is not finite."""
         norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), _MAX_GRAD_NORM)
         if bool(norm.isfinite()):
             self._adam()
@@ -63,13 +68,14 @@ class TrainedDrafter:
             parameter.grad = None
 
     def drop_gradients(self) -> None:
+        """Free all gradients."""
         for parameter in self.parameters.values():
             parameter.grad = None
 
     # -- all weights and moments as one array -------------------------------------------------------------------
 
     def tensors(self) -> list[Tensor]:
-        """Weights and moments, which the next step changes."""
+        """Return weights and moments: the tensors themselves, which the next step changes."""
         return [tensor for name, p in self.parameters.items() for tensor in (p.data, *self._moments[name])]
 
     def assign(self, flat: Tensor) -> None:
@@ -79,22 +85,22 @@ class TrainedDrafter:
             tensor.copy_(values.view_as(tensor))
 
     def fingerprint(self) -> str:
-        """A digest of the bits of weights, moments and averaged weights, computed on their device."""
+        """Return a digest of the bits of weights, moments and averaged weights, computed on their device."""
         sums = torch.stack([_bit_sum(tensor) for tensor in (*self.tensors(), *self.average.means().values())])
         return hashlib.sha256(sums.cpu().numpy().tobytes()).hexdigest()
 
     # -- what is saved and restored -----------------------------------------------------------------------------
 
-    def served(self) -> dict[str, Tensor]:
-        """What the engine is to draft with, by parameter name: weights averaged over the last merges."""
+    def averaged_weights(self) -> dict[str, Tensor]:
+        """Return the weights that the engine drafts with, averaged over the last merges, by parameter name."""
         return {**self.drafter.state_dict(), **self.average.means()}
 
     def state(self) -> dict[str, Tensor]:
-        """Weights, averaged and as they are, moments and counters by name, copied to the host."""
+        """Return a copy in host memory of weights, averaged and as they are, moments and counters, by name."""
         return {name: tensor.cpu().clone() for name, tensor in self.live_state().items()}
 
     def live_state(self) -> dict[str, Tensor]:
-        """``state``, but the tensors themselves, which the next micro-step or merge changes.
+        """Return what ``state`` copies: the tensors themselves, which the next micro-step or merge changes.
 
         ``<name>.weight`` is what is served, and ``<name>.trained``, where it may differ, what training continues from.
         """
@@ -109,7 +115,7 @@ class TrainedDrafter:
         }
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """The inverse of ``state``, also of one that was averaged otherwise.
+        """Restore ``state``, also one that was averaged over another span.
 
         Raises:
             UserError: a tensor is missing or has another shape, or the layer other settings.
@@ -128,7 +134,7 @@ class TrainedDrafter:
         self.average.load({name: state[f"{name}.weight"] for name in self.parameters}, averaged)
 
     def start_from(self, state: Mapping[str, Tensor]) -> None:
-        """Take up another drafter's weights, in any precision, but neither its moments nor its step count.
+        """Copy another drafter's weights, in any precision, but neither its moments nor its step count.
 
         Raises:
             UserError: a weight is missing or has another shape, or the layer other settings.
@@ -141,7 +147,7 @@ class TrainedDrafter:
         self.has_learned = True
 
     def draft_among(self, token_ids: NDArray[np.int64]) -> None:
-        """Give an untrained drafter with a vocabulary of its own another one of the same size [W], ascending."""
+        """Replace the vocabulary of an untrained EAGLE-3 drafter by ``token_ids`` [W], ascending."""
         assert self.drafter.token_ids is not None and not self.has_learned
         self.drafter.token_ids.copy_(torch.from_numpy(token_ids))
 
@@ -158,7 +164,7 @@ class TrainedDrafter:
             self.drafter.token_ids.copy_(state[TOKEN_IDS])
 
     def _training_tensors(self, kind: str) -> dict[str, Tensor]:
-        """What training continues from: weights under ``<name>.<kind>``, and both moments."""
+        """Return the tensors that training continues from: weights as ``<name>.<kind>``, and both moments."""
         names = [f"{name}.{part}" for name in self.parameters for part in (kind, *_MOMENTS)]
         return dict(zip(names, self.tensors(), strict=True))
 
@@ -170,6 +176,7 @@ class WeightAverage:
     """
 
     def __init__(self, weights: Mapping[str, Tensor], span: int) -> None:
+        """Follow ``weights``, the tensors themselves, by name."""
         assert span >= 1, f"span = {span}"
         self._weights, self._span = weights, span
         self._means = {name: torch.empty_like(weight) for name, weight in weights.items()} if span > 1 else {}
@@ -178,11 +185,12 @@ class WeightAverage:
 
     @property
     def num_bytes(self) -> int:
+        """The bytes of the means; 0 if ``span`` is 1."""
         return sum(mean.nbytes for mean in self._means.values())
 
     @torch.no_grad()
     def take(self) -> None:
-        """Let the weights of now into the mean, the first time as all of it."""
+        """Add the current weights to the mean; the first time they are all of it."""
         self.num_taken += 1
         share = 1 / min(self.num_taken, self._span)
         for name, mean in self._means.items():
@@ -192,11 +200,11 @@ class WeightAverage:
                 mean.lerp_(self._weights[name], share)
 
     def means(self) -> Mapping[str, Tensor]:
-        """The mean by name; the tensors themselves, which the next ``take`` changes."""
+        """Return the mean by name: the tensors themselves, which the next ``take`` changes."""
         return self._means if self._means and self.num_taken else self._weights
 
     def load(self, means: Mapping[str, Tensor], num_taken: int) -> None:
-        """Resume from ``means()`` and ``num_taken`` of another one."""
+        """Restore ``means`` and ``num_taken`` of an earlier average."""
         self.num_taken = num_taken
         for name, mean in self._means.items():
             mean.copy_(means[name])

@@ -1,4 +1,4 @@
-"""What idle ranks do in the next tail: train the drafter, or generate the next step's drafts ahead.
+"""Decides what idle ranks do in the next tail: train the drafter, or generate the next step's drafts ahead.
 
 Training comes first as long as it pays: while the accept length of the drafter grows fast enough. All ranks decide
 alike, from the metrics of the steps before, which are equal on all of them.
@@ -19,7 +19,7 @@ ACCEPT_LENGTH, SEQUENCES = "drafter/own_accept_length", "drafter/own_sequences"
 STORED_TOKENS, STORED_ACCEPTED = "ahead/stored_tokens", "ahead/accepted_drafts"
 
 _LEAST_STEPS, _MOST_STEPS = 6, 16
-"""Of which the growth of the accept length is taken."""
+"""Fewest and most steps over which the growth of the accept length is taken."""
 _LEAST_GROWTH, _MOST_ERROR = 0.0075, 0.01
 """Growth of the accept length per step from which on training pays: over 20 steps it adds up to 15 %, about what
 draft-ahead gains on the shipped job with a long tail. A slope with a larger standard error decides nothing.
@@ -33,19 +33,17 @@ _CERTAIN = 3.0
 """Standard errors from which a loss is taken for one: the steps' texts differ."""
 _LEAST_SEQUENCES = 16
 _LEAST_SHARE, _PAUSE = 0.25, 8
-"""Of the tokens that were generated ahead this share must be accepted, over a window; else none are generated for so
-many steps.
-"""
+"""Share of the tokens generated ahead that must be accepted, over a window, and the steps without any if it is less."""
 _LEAST_TOKENS = 200
 
 
 @dataclass(frozen=True)
 class TailUse:
-    """What idle ranks do in one tail, and why."""
+    """The work of idle ranks in one tail, and the reason for it."""
 
     trains: bool
     ahead: bool
-    """Whether they generate responses of the next step."""
+    """They generate responses of the next step."""
     why: str
 
 
@@ -53,7 +51,12 @@ class TailPlan:
     """Decides from step to step; a run that is resumed begins with training again."""
 
     def __init__(self, trains: bool, ahead: str) -> None:
-        """``trains``: whether there is a drafter that may be trained; ``ahead``: "auto", "on" or "off"."""
+        """Begin with training, if there is a drafter to train.
+
+        Args:
+            trains: there is a drafter that may be trained.
+            ahead: "auto", "on" or "off", as ``speculation.ahead``.
+        """
         self._may_train, self._ahead = trains, ahead
         self._may_be_ahead = ahead != "off"
         self._is_training = trains
@@ -65,7 +68,7 @@ class TailPlan:
         """Tokens that were there for each step, and how many were accepted, since the last pause."""
 
     def next(self) -> TailUse:
-        """The use of the next tail."""
+        """Return the use of the next tail; the same on all ranks."""
         self._use = self._next()
         return self._use
 
@@ -83,7 +86,7 @@ class TailPlan:
         return self._by_accept_length()
 
     def learn(self, line: Mapping[str, float]) -> None:
-        """Take in a step's metrics."""
+        """Take in a step's metrics, by their names in metrics.jsonl."""
         self._judge_drafts(line.get(STORED_TOKENS, 0.0), line.get(STORED_ACCEPTED, 0.0))
         if line.get(SEQUENCES, 0.0) < _LEAST_SEQUENCES:
             self._num_unmeasured += 1
@@ -124,7 +127,7 @@ class TailPlan:
 
 
 def growth_per_step(lengths: Sequence[float]) -> tuple[float, float]:
-    """Slope of the line through these, as a share of their mean, and its standard error."""
+    """Return the slope of the least-squares line through ``lengths``, and its standard error, over their mean."""
     steps, mean = range(len(lengths)), fmean(lengths)
     slope, start = linear_regression(steps, lengths)
     squares = math.fsum((length - start - slope * step) ** 2 for step, length in zip(steps, lengths, strict=True))
@@ -133,7 +136,11 @@ def growth_per_step(lengths: Sequence[float]) -> tuple[float, float]:
 
 
 def in_order(own: int, shards: Sequence[Sequence[T]], busy: Set[int]) -> list[T]:
-    """The order in which rank ``own`` generates the next step's responses ahead, given the ``shards`` of all ranks.
+    """Return the order in which rank ``own`` generates the next step's responses ahead.
+
+    Args:
+        shards: the responses of each rank.
+        busy: ranks that still decode this step's.
 
     Those of busy ranks are mixed with its own, and each idle rank begins at another place of theirs. So all shards are
     covered alike if all ranks but one are idle: were a rank's own first, it alone would be faster in the next step,

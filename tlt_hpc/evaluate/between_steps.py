@@ -21,6 +21,7 @@ from tlt_hpc.common.files import LINES_BYTES, read_text
 from tlt_hpc.common.words import count, spans_of
 from tlt_hpc.config import Config, UserError
 from tlt_hpc.config.data_sections import is_function
+from tlt_hpc.config.sections import EvaluationSection
 from tlt_hpc.data.evaluation_sets import EvaluationSet, longest_response, warning_of
 from tlt_hpc.data.rows import digest_of
 from tlt_hpc.evaluate.exam import Exam, answer, open_exam
@@ -30,10 +31,10 @@ from tlt_hpc.models.shape import ModelShape
 from tlt_hpc.models.tokenizer import find_model
 from tlt_hpc.mpi.roster import Roster
 from tlt_hpc.mpi.world import World
-from tlt_hpc.plan.inputs import open_checked_sets
+from tlt_hpc.plan.inputs import ModelAssets, open_checked_sets
 from tlt_hpc.rewards.scorer import without_form
 from tlt_hpc.run.job import Job
-from tlt_hpc.run.session import Session, open_bench
+from tlt_hpc.run.session import open_bench
 from tlt_hpc.storage.records import add_json_line, write_json
 
 logger = logging.getLogger(__name__)
@@ -63,14 +64,14 @@ def prepare(config: Config, world: World, shape: ModelShape, tokenizer: Tokenize
 
 @BEAT.within(Phase.EVALUATION)
 def evaluate_policy(job: Job, exam: Exam, step: int, shown: Callable[[Roster], None]) -> dict[str, float] | None:
-    """Judge the policy that the engine holds, after ``step`` steps; collective. None where a stop vote came first.
+    """Collective. Evaluate the policy that the engine holds, after ``step`` steps; None where a stop vote came first.
 
     Returns on all ranks the figures under verl's names, with ``timing_s/testing``.
     """
     start = time.perf_counter()
     folder, log = EvaluationFolder(step_folder(job.folder, step)), job.folder.path / "evaluations.jsonl"
     fingerprint = fingerprint_of(job.policy.named_weights(), job.engine.decoder.shape.tied_head)
-    facts = facts_of(job, exam.sets, fingerprint)
+    facts = facts_of(job.config, job.assets, exam.sets, fingerprint)
     # a run that steps were taken back from, or whose settings have changed, comes by the same step again
     done = job.world.once(lambda: folder.claim(facts, replaces=True))
     if exam.missing(done):
@@ -83,18 +84,19 @@ def evaluate_policy(job: Job, exam: Exam, step: int, shown: Callable[[Roster], N
         if not is_whole:
             return None
     named = {"evaluated": f"{job.folder.path}, step {step}", **facts}
-    metrics = job.world.once(lambda: count_results(job, exam, folder, log, named, step).metrics)
+    settings, tokenizer = job.config.evaluation, job.tokenizer
+    metrics = job.world.once(lambda: count_results(settings, tokenizer, exam, folder, log, named, step).metrics)
     return {**metrics, TESTING: job.world.broadcast(time.perf_counter() - start)}
 
 
-def facts_of(session: Session, sets: Sequence[EvaluationSet], fingerprint: str) -> dict[str, object]:
-    """The settings that responses and verdicts depend on, by name."""
-    config, evaluation = session.config, session.config.evaluation
+def facts_of(config: Config, assets: ModelAssets, sets: Sequence[EvaluationSet], fingerprint: str) -> dict[str, object]:
+    """Return the settings that responses and verdicts depend on, by name."""
+    evaluation = config.evaluation
     functions = filter(is_function, config.reward.kinds)
     return {
         WEIGHTS: fingerprint,
-        "the model's end tokens": sorted(session.assets.eos_token_ids),
-        NEVER_SAMPLED: ", ".join(spans_of(session.assets.excluded_token_ids)),
+        "the model's end tokens": sorted(assets.eos_token_ids),
+        NEVER_SAMPLED: ", ".join(spans_of(assets.excluded_token_ids)),
         "model.dtype": config.model.dtype,
         "data.prompt_key": config.data.prompt_key,
         "data.answer_key": config.data.answer_key,
@@ -110,9 +112,15 @@ def facts_of(session: Session, sets: Sequence[EvaluationSet], fingerprint: str) 
 
 
 def count_results(
-    session: Session, exam: Exam, folder: EvaluationFolder, log: Path, facts: dict[str, Any], step: int | None
+    evaluation: EvaluationSection,
+    tokenizer: Tokenizer,
+    exam: Exam,
+    folder: EvaluationFolder,
+    log: Path,
+    facts: dict[str, Any],
+    step: int | None,
 ) -> Results:
-    """The figures of all responses, also left in the folder and as a line of the log, once; on rank 0.
+    """Compute the figures of all responses, and write them to the folder and, once, to the log; on rank 0.
 
     Raises:
         UserError: some responses cannot be read although they were written.
@@ -124,7 +132,7 @@ def count_results(
             f"{folder.path} lacks {count(len(lacking), 'response')} that were written: their files are damaged; "
             "start again, and they are generated again"
         )
-    results = tally(exam, responses, session.tokenizer, session.config.evaluation.ks)
+    results = tally(exam, responses, tokenizer, evaluation.ks)
     tree = {
         **facts,
         "responses": results.num_responses,

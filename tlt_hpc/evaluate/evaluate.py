@@ -26,7 +26,7 @@ from tlt_hpc.evaluate.exam import Exam, answer, open_exam, sampling_params
 from tlt_hpc.evaluate.folder import EvaluationFolder
 from tlt_hpc.evaluate.subject import Subject, load_weights, open_checkpoint
 from tlt_hpc.evaluate.tally import Results
-from tlt_hpc.models.drafter_file import initial_drafter, is_served, serving_drafter
+from tlt_hpc.models.drafter_file import inference_drafter, initial_drafter, is_inference_tensor
 from tlt_hpc.models.eagle import Eagle
 from tlt_hpc.models.piece import read_all_once
 from tlt_hpc.models.shape import ModelShape, check_sharding, read_shape
@@ -86,7 +86,9 @@ def evaluate(config: Config, subject: Subject, world: World, reporter: Evaluatio
     subject, checkpoint = open_checkpoint(subject, world)
     folder = EvaluationFolder(subject.folder(config))
     with closing(open_session(config, world, assets)) as session:
-        facts = facts_of(session, sets, load_weights(session.decoder, subject, checkpoint, config, world))
+        facts = facts_of(
+            config, session.assets, sets, load_weights(session.decoder, subject, checkpoint, config, world)
+        )
         done = world.once(lambda: claim(folder, facts))
         BEAT.folder = folder.status
         num_missing, total = len(exam.missing(done)), len(exam.missing(()))
@@ -99,7 +101,9 @@ def evaluate(config: Config, subject: Subject, world: World, reporter: Evaluatio
                 reason = world.first_stop_reason()
                 return EvaluationResult(subject.name, folder.path, num_missing - num_left, num_left, None, reason)
     named, log = {"evaluated": subject.name, **facts}, subject.log(config)
-    results = world.once(lambda: count_results(session, exam, folder, log, named, subject.step))
+    results = world.once(
+        lambda: count_results(config.evaluation, session.tokenizer, exam, folder, log, named, subject.step)
+    )
     return EvaluationResult(subject.name, folder.path, num_missing, 0, results)
 
 
@@ -116,7 +120,7 @@ def make_engine(session: Session, exam: Exam, checkpoint: Checkpoint | None) -> 
         weights = read_all_once(
             session.world.node_group, lambda: _drafter_weights(config, checkpoint, session.decoder.shape)
         )
-        drafter = None if weights is None else serving_drafter(weights, session.decoder)
+        drafter = None if weights is None else inference_drafter(weights, session.decoder)
         if isinstance(drafter, Eagle):
             draft_among_frequent(drafter, config, session.assets, [p for each in exam.sets for p in each.prompts])
     settings = session.settings()
@@ -134,7 +138,7 @@ def _drafter_weights(config: Config, checkpoint: Checkpoint | None, shape: Model
     if not int(checkpoint.read("drafter", "num_steps")) and config.drafter.init == "random":
         return None
     with checkpoint.reading("drafter") as read:
-        return {name: read(name) for name in filter(is_served, checkpoint.names("drafter"))}
+        return {name: read(name) for name in filter(is_inference_tensor, checkpoint.names("drafter"))}
 
 
 def claim(folder: EvaluationFolder, facts: dict[str, object]) -> set[SampleKey]:

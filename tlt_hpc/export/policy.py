@@ -196,7 +196,7 @@ def export_adapter(options: argparse.Namespace, policy: PolicyWeights) -> None:
         with policy.reading_adapters() as read:
             tensors = {peft_name(name): rounded(name, read(name), dtype) for name in policy.adapters}
         save_file(tensors, part / ADAPTER, metadata={"format": "pt"})
-        settings = peft_settings(policy.config.lora, str(policy.model))
+        settings = peft_settings(policy.config.lora, str(policy.model), policy.adapters)
         (part / ADAPTER_CONFIG).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
         # by its card a later export knows that it may replace this one
         words = f"{what} of {escaped(policy.config.run.name)}, for {escaped(str(policy.model))}"

@@ -104,7 +104,7 @@ def stored_name(name: str) -> str:
     return name if name in _NO_WEIGHTS else f"{name}.weight"
 
 
-def is_served(name: str) -> bool:
+def is_inference_tensor(name: str) -> bool:
     """True if drafting needs the tensor of this name in a file or checkpoint; false if only training does."""
     return name.endswith(".weight") or name in _NO_WEIGHTS
 
@@ -119,10 +119,10 @@ def load_drafter(place: str, decoder: Decoder, asked: str, node: NodeGroup | Non
     """
     weights = read_all_once(node, lambda: read_drafter(place, decoder.shape, asked))
     assert weights is not None
-    return serving_drafter(weights, decoder)
+    return inference_drafter(weights, decoder)
 
 
-def serving_drafter(weights: dict[str, Tensor], decoder: Decoder) -> Drafter:
+def inference_drafter(weights: dict[str, Tensor], decoder: Decoder) -> Drafter:
     """A drafter with ``weights``, as ``read_drafter`` gives them, in the decoder's precision and split as it is."""
     own = layer_of(weights)
     drafter = make_drafter(decoder.shape, 0, decoder.dtype, decoder.device, weights.get(TOKEN_IDS), own)

@@ -6,7 +6,7 @@ An adapted weight W [out, in] acts as W + alpha / r B A, of A [r, in] and B [out
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -16,8 +16,14 @@ from torch import Tensor
 if TYPE_CHECKING:
     from tlt_hpc.config import LoraSection
 
+_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _BASE, _DOWN, _UP = ".base_layer", ".lora_A.default", ".lora_B.default"
 """What peft puts into the names of an adapted layer's tensors: those that it had, A and B."""
+
+
+def target_layers(has_experts: bool) -> tuple[str, ...]:
+    """The linear layers that get an adapter, in every layer of the model: all, or those of attention beside experts."""
+    return _ATTENTION if has_experts else (*_ATTENTION, "gate_proj", "up_proj", "down_proj")
 
 
 def add_adapters(model: torch.nn.Module, settings: LoraSection, seed: int) -> None:
@@ -27,7 +33,8 @@ def add_adapters(model: torch.nn.Module, settings: LoraSection, seed: int) -> No
     """
     from peft import LoraConfig, inject_adapter_in_model
 
-    wanted = LoraConfig(r=settings.rank, lora_alpha=settings.alpha, target_modules=list(settings.targets))
+    targets = target_layers(any(".experts." in name for name, _ in model.named_parameters()))
+    wanted = LoraConfig(r=settings.rank, lora_alpha=settings.alpha, target_modules=list(targets))
     inject_adapter_in_model(wanted, model)
     for number, (name, parameter) in enumerate(named_adapters(model)):
         if _DOWN in name:
@@ -84,15 +91,15 @@ def peft_name(name: str) -> str:
     return f"base_model.model.{name.replace('.default.', '.')}"
 
 
-def peft_settings(settings: LoraSection, base: str) -> dict[str, object]:
-    """The content of peft's ``adapter_config.json`` for adapters to the model ``base``."""
+def peft_settings(settings: LoraSection, base: str, adapters: Iterable[str]) -> dict[str, object]:
+    """The content of peft's ``adapter_config.json`` for adapters, by their names, to the model ``base``."""
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
         "r": settings.rank,
         "lora_alpha": settings.alpha,
-        "target_modules": list(settings.targets),
+        "target_modules": sorted({name.partition(".lora_")[0].rpartition(".")[2] for name in adapters}),
         "lora_dropout": 0.0,
         "bias": "none",
         "inference_mode": True,

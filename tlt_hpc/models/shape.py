@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -111,13 +110,11 @@ def part_of(shape: ModelShape, size: int) -> ModelShape:
     )
 
 
-def adapter_parameters(shape: ModelShape, rank: int, targets: Collection[str]) -> int:
-    """Weights of adapters of this rank to linear layers such as ``q_proj``, in every layer."""
-    h, i = shape.hidden_size, shape.intermediate_size
-    queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    sides = {"q_proj": h + queries, "k_proj": h + keys, "v_proj": h + keys, "o_proj": queries + h}
-    sides |= dict.fromkeys(("gate_proj", "up_proj", "down_proj"), h + i)
-    return rank * shape.num_layers * sum(sides[target] for target in set(targets))
+def adapter_parameters(shape: ModelShape, rank: int) -> int:
+    """Weights of adapters of this rank to all linear layers; in a mixture of experts to those of attention."""
+    h, queries, keys = shape.hidden_size, shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    attention, mlp = 2 * (h + queries) + 2 * (h + keys), 3 * (h + shape.intermediate_size)
+    return rank * shape.num_layers * (attention if shape.num_experts else attention + mlp)
 
 
 LEAST_LAYERS = 7

@@ -45,7 +45,7 @@ _SHOWN_SPANS = 4
 
 @dataclass(frozen=True)
 class ModelAssets:
-    """What the configuration names of a model, as far as it can be read without loading weights."""
+    """Files of a model that the configuration names, as far as they can be read without loading weights."""
 
     folder: Path
     shape: ModelShape
@@ -204,7 +204,7 @@ def describe_model(model: ModelSection, assets: ModelAssets) -> list[str]:
 
 
 def describe(config: Config, assets: ModelAssets, num_ranks: int) -> str:
-    """What the ranks and the model add to the configuration, in words; then the resolved configuration as TOML."""
+    """A run in words, as ranks and model determine it beside the configuration; then the configuration as TOML."""
     rollout, parallel = config.rollout, config.rollout.tensor_parallel
     lines = [
         f"run         {config.folder}: {count(config.run.num_steps, 'step')} on {count(num_ranks, 'rank')}, "
@@ -215,9 +215,6 @@ def describe(config: Config, assets: ModelAssets, num_ranks: int) -> str:
         f"replicas    {num_ranks // parallel}, of {count(parallel, 'rank')} each",
     ]
     return "\n".join([*lines, "", to_toml(config)])
-
-
-_IN_EXPERTS = {"gate_proj", "up_proj", "down_proj"}
 
 
 def check_shape(config: Config, shape: ModelShape, num_ranks: int) -> None:
@@ -234,11 +231,6 @@ def check_shape(config: Config, shape: ModelShape, num_ranks: int) -> None:
             check_layers(shape, "drafter.form = 'eagle3'")
     check_experts(config, shape, config.model.device)
     check_sequence_parallel(config.optimizer, shape.num_heads, shape.num_kv_heads, num_ranks)
-    if config.lora.rank and shape.num_experts and _IN_EXPERTS.intersection(config.lora.targets):
-        raise ConfigError(
-            f"lora.targets names {sorted(_IN_EXPERTS.intersection(config.lora.targets))[0]!r}, and experts get no "
-            'adapters; use lora.targets = ["q_proj", "k_proj", "v_proj", "o_proj"]'
-        )
 
 
 def check_experts(config: Config, shape: ModelShape, device: str) -> None:

@@ -43,7 +43,7 @@ NodeFacts = dict[str, str]
 
 @dataclass(frozen=True)
 class NodeReport:
-    """What a rank contributes: its node's facts if it is the first rank there, and its own error if it has one."""
+    """A rank's contribution: its node's facts if it is the first rank there, and its own error if it has one."""
 
     hostname: str
     facts: NodeFacts | None
@@ -82,7 +82,7 @@ def check_compiler(model: ModelSection, environment: Mapping[str, str]) -> None:
 
 
 def missing_for_triton(environment: Mapping[str, str]) -> str:
-    """What this machine lacks for the small C program with which Triton launches each kernel; empty: nothing.
+    """Name the part that this machine lacks for Triton's small C program that launches kernels; empty: none.
 
     Triton compiles it where the job runs: by ``CC``, gcc or clang, with Python's headers.
     """

@@ -50,7 +50,7 @@ class Drafting:
 
     cache: FeatureCache
     spot: SpotTrainer
-    served: Drafter
+    engine_drafter: Drafter
     """The engine's copy, in the decoder's precision; refreshed after every merge."""
     checkpoints: CheckpointStore
     """Saves of the drafter alone, after each step that no whole checkpoint follows."""
@@ -58,7 +58,7 @@ class Drafting:
     """The step, if any, whose warning said that its save was left out."""
 
     def load(self, checkpoint: Checkpoint, node: NodeGroup) -> None:
-        """Load the drafter of a checkpoint; collective over the node.
+        """Collective over the node. Load the drafter of a checkpoint.
 
         Raises:
             UserError: it is of another shape.
@@ -79,22 +79,22 @@ class Job(Session):
     checkpoints: CheckpointStore
     drafting: Drafting | None
     bench: Judge
-    """What gives responses their rewards; its server outlives the job, for further ones of this process."""
+    """Judges responses; its server outlives the job, for further ones of this process."""
     mismatch: MismatchWatch
     plan: TailPlan
 
     def load_policy(self, version: int) -> None:
-        """Put the policy's weights into the decoder; the drafter reads its embedding and head there. Collective."""
+        """Collective. Put the policy's weights into the decoder; the drafter reads its embedding and head there."""
         self.engine.load_policy(self.policy.named_weights(), version)
 
-    def serve_drafter(self) -> None:
+    def load_engine_drafter(self) -> None:
         """Copy the trained drafter into the engine's."""
         assert self.drafting is not None
-        self.engine.load_drafter(self.drafting.spot.trained.served(), self.drafting.spot.trained.has_learned)
+        self.engine.load_drafter(self.drafting.spot.trained.averaged_weights(), self.drafting.spot.trained.has_learned)
 
 
 def assemble(config: Config, world: World) -> Job:
-    """Build all parts of a run; collective. If one cannot be built, those before it are closed."""
+    """Collective. Build all parts of a run; if one cannot be built, those before it are closed."""
     bench = open_bench(config.reward, world)
     node = world.node_group
     world.say("reading the model and the data")
@@ -117,7 +117,7 @@ def assemble(config: Config, world: World) -> Job:
         if drafting:
             drafting.cache.remove_parts()
         ahead = ahead_mode(config, world, device)
-        served = drafting.served if drafting else None
+        served = drafting.engine_drafter if drafting else None
         engine = session.make_engine(session.settings(ahead != "off"), served, keeps=session.keeps)
         world.say("joining the process group")
         join_process_group(world, "cuda" if device.type == "cuda" else "cpu")
@@ -160,7 +160,7 @@ def ahead_mode(config: Config, world: World, device: torch.device) -> str:
 
 
 def read_initial_drafter(config: Config, shape: ModelShape, node: NodeGroup) -> dict[str, torch.Tensor] | None:
-    """The weights that ``drafter.init`` names; None if it is random. Collective over the node.
+    """Collective over the node. Read the weights that ``drafter.init`` names; None if it is random.
 
     Raises:
         ConfigError: there are none, or they are of another model.
@@ -186,7 +186,7 @@ def make_drafting(
     warm: dict[str, torch.Tensor] | None,
     average_merges: int,
 ) -> Drafting:
-    """The drafter (from the weights ``warm``, or random), its cache and its trainer; collective."""
+    """Collective. Build the drafter (from the weights ``warm``, or random), its cache and its trainer."""
     config, world, decoder = session.config, session.world, session.decoder
     shape, seed, settings = decoder.shape, config.run.seed, config.drafter
     token_ids = warm.get(TOKEN_IDS) if warm is not None else None
@@ -207,7 +207,7 @@ def make_drafting(
 
 
 def cache_place(drafter: DrafterSection, world: World, folder: RunFolder) -> tuple[RunFolder, int, int]:
-    """Where the feature cache is, and which of how many ranks this one is there; collective.
+    """Collective. Return the folder of the feature cache, this rank's number there, and the number of ranks.
 
     Raises:
         UserError: on all ranks, if a node does not have a variable in ``drafter.cache_folder``.

@@ -53,11 +53,11 @@ class Keeper:
         self._is_open = True
 
     def skip(self, count: int) -> None:
-        """The next so many of what is finished are on disk already; what came before them has been kept."""
+        """Count the next ``count`` finished responses as written: they are on disk already."""
         self._num_kept += count
 
     def is_due(self, finished: Sequence[Rollout]) -> bool:
-        """Whether it is time to write again, and there is something to write."""
+        """Return True if it is time to write again, and there is something to write."""
         is_time = time.monotonic() - self._written_at >= EVERY_SECONDS
         return self._is_open and is_time and len(finished) > self._num_kept
 
@@ -80,7 +80,7 @@ class Keeper:
 
 
 def open_keeper(config: Config, folder: RunFolder, world: World, step: int) -> tuple[Keeper, dict[SampleKey, Rollout]]:
-    """What keeps this rank's responses of the step, and all ranks' of an earlier start; collective."""
+    """Collective. Open the keeper of this rank's responses of the step, and read all ranks' of earlier starts."""
     origin, paths = world.once(lambda: (find_origin(config.model, folder, step), folder.kept_parts(step)))
     keeper = Keeper(folder, step, world.rank, origin)
     if not paths:
@@ -104,8 +104,8 @@ def excluded_token(rollouts: Iterable[Rollout], excluded: Sequence[int]) -> str:
 
 
 def describe_progress(config: Config) -> str:
-    """How far a run has come: the steps that its next start has no more to do, and the responses kept of the step
-    after them. For rank 0."""
+    """Return a run's progress in words: the committed steps, and the size of the responses kept of the step after
+    them. For rank 0."""
     folder = RunFolder(config.folder)
     step = max(read_lines(folder.metrics), default=-1) + 1
     num_bytes = sum(path.stat().st_size for path in folder.kept_parts(step))

@@ -44,7 +44,7 @@ class ReplayError(UserError):
 
 
 def replay(job: Job, step: int, shown: Callable[[int], None]) -> tuple[int, Checkpoint | None]:
-    """Repeat the committed steps' updates from ``step`` on; collective.
+    """Collective. Repeat the committed steps' updates from ``step`` on.
 
     Returns the first step that is still to be generated, and the checkpoint that the drafter was last loaded from.
 
@@ -84,7 +84,7 @@ def replay(job: Job, step: int, shown: Callable[[int], None]) -> tuple[int, Chec
 
 
 def train_drafter(job: Job, step: int, num_micro_steps: int) -> None:
-    """Train the drafter on a step's features as often as the run did, the ranks together; collective.
+    """Collective. Train the drafter on a step's features for as many micro-steps as the run did.
 
     Does nothing if the run did not, or no rank sees the step's features any more. A stop request ends it early.
     """
@@ -104,14 +104,14 @@ def train_drafter(job: Job, step: int, num_micro_steps: int) -> None:
 
 
 def is_committed(line: Line | None) -> bool:
-    """Whether a step has a line that its repetition can be compared with, as those of earlier versions have not."""
+    """Return True if a step has a line with all figures that its repetition is compared with."""
     return line is not None and {SCORE, TRAINED_TOKENS, PROBS_DIFF} <= line.keys()
 
 
 def read_ranks(job: Job, step: int) -> tuple[list[Rollout], NDArray[np.float32], int] | None:
-    """A step from all its files: rollouts and rewards ordered by key, and the drafter's micro-steps on all ranks.
+    """Collective. Read a step from all its files: rollouts and rewards by key, the drafter's micro-steps on all ranks.
 
-    None if the log lacks any response. Collective: the files are sharded over the ranks, however many wrote them.
+    Returns None if the log lacks any response. The files are sharded over the ranks, however many wrote them.
 
     Raises:
         UserError: on all ranks, if a file exists and cannot be read now, or the responses are to other prompts.
@@ -136,7 +136,7 @@ def read_ranks(job: Job, step: int) -> tuple[list[Rollout], NDArray[np.float32],
 
 
 def find_logs(folder: RunFolder, step: int) -> list[Path]:
-    """All ranks' logs of a committed step, which a client of NFS may not list yet; each tells how many there are."""
+    """Return all ranks' logs of a committed step, after waiting for those that a client of NFS does not list yet."""
     first = folder.rollout_log(step, 0)
     if not hidden_files(first.parent, {first.name}):
         with suppress(DamagedFile, FileNotFoundError):  # as is reported when it is read
@@ -172,7 +172,7 @@ def missing_responses(
     excluded: Sequence[int],
     folder: RunFolder,
 ) -> str:
-    """What the log lacks of the responses to the step's requests by the step's weights; empty if it has all.
+    """Return in words which responses of a step its log lacks, or has of other weights; empty if it has all.
 
     Raises:
         ReplayError: it has responses to other prompts, or tokens that are never sampled now.

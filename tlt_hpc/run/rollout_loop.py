@@ -59,7 +59,7 @@ class Tail:
 
 
 def roll_out(job: Job, step: int, reporter: RollingReporter) -> Tail:
-    """Generate a step's responses, apart from those that an earlier start has kept; collective.
+    """Collective. Generate a step's responses, apart from those that an earlier start has kept.
 
     A rank that has finished meanwhile scores responses and trains the drafter.
     """
@@ -133,7 +133,7 @@ def still_to_do(
 
 @BEAT.within(Phase.REWARD)
 def refill(world: World, engine: RolloutEngine, draws: StepDraws, scorer: Scorer) -> list[Request]:
-    """All ranks' requests that replace the zero-variance groups; none if there are enough others. Collective."""
+    """Collective. Draw all ranks' requests that replace zero-variance groups; none if there are enough others."""
     if not draws.needs_scores():
         return []
     own = list(engine.finished)
@@ -172,6 +172,9 @@ def generate_part(
         last_token, cpu_last = time.time(), time.process_time()
         scorer.offer(engine.finished)
 
+    def status() -> Status:
+        return rank_status(engine, world, job.drafting, ahead)
+
     def on_idle(roster: Roster) -> bool:
         return use_wait(job, scorer, use, ahead, roster)
 
@@ -183,9 +186,7 @@ def generate_part(
             reporter.rolling(step, roster)
 
     own = job.shard(requests)
-    roster = job.generate(
-        engine, own, on_idle=on_idle, on_round=on_round, status=lambda: status(job, ahead), shown=shown, epoch=step
-    )
+    roster = job.generate(engine, own, on_idle=on_idle, on_round=on_round, status=status, shown=shown, epoch=step)
     late_seconds = time.perf_counter() - job.pulse.released_at
     timing = RolloutTiming(start, last_token, time.time())
     engine.abort()  # of its own, what a stop leaves
@@ -199,7 +200,7 @@ def use_wait(job: Job, scorer: Scorer, use: TailUse, ahead: AheadTail, roster: R
 
     The pulse continues meanwhile, so that the release ends any of them at once.
     """
-    now = status(job, ahead)
+    now = rank_status(job.engine, job.world, job.drafting, ahead)
     if job.world.stop_requested and (now.state is not State.AHEAD or job.replica.size == 1):
         return False  # nothing is begun while the vote is on its way, and the core is left to others
     if scorer.has_unscored(job.engine.finished):
@@ -222,9 +223,9 @@ def is_over(pulse: Pulse, world: World) -> bool:
     return pulse.over or world.stop_requested
 
 
-def status(job: Job, ahead: AheadTail) -> Status:
-    """Status that this rank reports to the others."""
-    now, steps = engine_status(job.engine, job.world), len(job.drafting.spot.records) if job.drafting else 0
+def rank_status(engine: RolloutEngine, world: World, drafting: Drafting | None, ahead: AheadTail) -> Status:
+    """Return the status that this rank reports to the others in a training run's rollout."""
+    now, steps = engine_status(engine, world), len(drafting.spot.records) if drafting else 0
     state = now.state
     if state is State.IDLE and ahead.is_left:
         state = State.AHEAD

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 def reserve_copy(job: Job) -> None:
-    """Take the host memory for copies of this rank's state before the first step; collective."""
+    """Collective. Allocate the host memory for copies of this rank's state, before the first step."""
     pinned = job.engine.decoder.device.type == "cuda"
     drafter_bytes = sum(piece.num_bytes for _, piece in drafter_shard(job.drafting, job.world)) if job.drafting else 0
     job.checkpoints.reserve(job.world, job.policy.num_shard_bytes + drafter_bytes, pinned)
@@ -35,19 +35,19 @@ def reserve_copy(job: Job) -> None:
 
 
 def drafter_shard(drafting: Drafting, world: World) -> Iterator[tuple[str, Piece]]:
-    """This rank's share of the drafter's state, which is the same on all ranks after a merge."""
+    """Yield this rank's share of the drafter's state, which is the same on all ranks after a merge."""
     return own_pieces(drafting.spot.trained.live_state().items(), world.rank, world.size)
 
 
 def should_continue(world: World, checkpoints: CheckpointStore) -> bool:
-    """Whether no rank was asked to stop; the same collective advances a checkpoint that is being written."""
+    """Collective. Return False if a rank was asked to stop; also advances a checkpoint that is being written."""
     reports, stop = world.exchange(checkpoints.report())
     checkpoints.advance(reports)
     return not stop
 
 
 def save_checkpoint(job: Job, step: int, saved: int) -> int:
-    """Begin to save what the next step needs, after the save of step ``saved`` has ended; collective.
+    """Collective. Begin to save what the next step needs, after the save of step ``saved`` has ended.
 
     Returns the step of the last save that was not given up: ``saved`` if a stop left no time to wait for that one.
 
@@ -62,7 +62,7 @@ def save_checkpoint(job: Job, step: int, saved: int) -> int:
 
 @BEAT.within(Phase.SAVING)
 def begin_save(job: Job, step: int) -> None:
-    """Copy what the next step needs, and begin to write it; collective, while nothing else is being saved."""
+    """Collective. Copy what the next step needs, and begin to write it; nothing else may be being saved."""
     agree_on_owner(job.world, job.folder.status, BEAT.start)
     shards: dict[str, Shard] = {"policy": job.policy.state_shard()}
     if job.drafting:
@@ -77,7 +77,7 @@ def begin_save(job: Job, step: int) -> None:
 
 @BEAT.within(Phase.SAVING)
 def save_drafter_if_due(job: Job, step: int) -> None:
-    """Begin to save the drafter alone, if it is trained, and what the chooser has counted; collective.
+    """Collective. Begin to save the drafter alone, if it is trained, and the chooser's counts.
 
     No step waits for it: if the last one is still being written, this one is left out, with one warning in a run.
     """
@@ -103,10 +103,10 @@ def save_drafter_if_due(job: Job, step: int) -> None:
 
 
 class Waited(NamedTuple):
-    """How a wait for saves ended, on all ranks alike."""
+    """The end of a wait for saves, the same on all ranks."""
 
     stop: Stop
-    """What was agreed on last."""
+    """The stop that ranks agreed on last."""
     is_whole: bool
     """Nothing is being saved any more, and nothing was given up."""
     is_late: bool
@@ -114,10 +114,10 @@ class Waited(NamedTuple):
 
 
 def save_at_end(job: Job, saved: int, step: int) -> tuple[Stop, bool]:
-    """Save what no checkpoint has, and wait until nothing is being saved, as long as a stop leaves time for it.
+    """Collective. Save the step if no checkpoint has it, and wait for all saves, as long as a stop leaves time.
 
-    What is given up then is repeated from the log by the next start. Collective; returns what ended the run, and
-    whether all was saved, alike on all ranks.
+    The next start repeats from the log what was given up. Returns the stop that ended the run, and True if all was
+    saved; the same on all ranks.
 
     Raises:
         CheckpointError: on all ranks, where one could not write.
@@ -130,13 +130,13 @@ def save_at_end(job: Job, saved: int, step: int) -> tuple[Stop, bool]:
 
 
 def finish_saves(job: Job) -> Waited:
-    """Wait for all saves; as ``wait_for_saves``."""
+    """Collective. Wait for the saves of all stores, as ``wait_for_saves``."""
     return wait_for_saves(job.world, [job.checkpoints, *([job.drafting.checkpoints] if job.drafting else [])])
 
 
 @BEAT.within(Phase.SAVING)
 def wait_for_saves(world: World, stores: Sequence[CheckpointStore]) -> Waited:
-    """Wait until these save nothing any more, or a stop leaves no more time and they are given up; collective.
+    """Collective. Wait until these stores save nothing any more, or give up saves that a stop leaves no time for.
 
     Raises:
         CheckpointError: on all ranks, where one could not write.
@@ -162,10 +162,10 @@ def wait_for_saves(world: World, stores: Sequence[CheckpointStore]) -> Waited:
 
 @BEAT.within(Phase.LOADING)
 def resume(job: Job, shown: Callable[[int], None]) -> tuple[int, int]:
-    """Load the newest checkpoint if there is one, repeat what was logged since, and load the engine's weights.
+    """Collective. Load the newest checkpoint, repeat the steps logged since, and load the engine's weights.
 
     ``shown`` is called on rank 0 with every step that was repeated.
-    Returns the step of the checkpoint (0 without one) and the first step to do. Collective.
+    Returns the step of the checkpoint (0 without one) and the first step to do.
 
     Raises:
         CheckpointError: on all ranks, where there are checkpoints and none is good.
@@ -184,7 +184,7 @@ def resume(job: Job, shown: Callable[[int], None]) -> tuple[int, int]:
     step, alone = replay(job, saved, shown)
     newest = alone or checkpoint
     if job.drafting:
-        job.serve_drafter()
+        job.load_engine_drafter()
     job.load_policy(step)
     own = job.shard(StepDraws(job.config, job.prompts, step).requests())
     job.calibrate(job.engine, own[:: job.config.rollout.group_size])

@@ -51,7 +51,7 @@ CALIBRATION_RESPONSES = 8
 
 @dataclass(frozen=True)
 class Session:
-    """What every command that generates text has on one rank: training, evaluation, warm-up, ablation and bench."""
+    """The parts on one rank of a command that generates text: training, evaluation, warm-up, ablation, bench."""
 
     config: Config
     world: World
@@ -135,11 +135,11 @@ class Session:
             engine.calibrate(requests)
 
     def keeps(self, key: SampleKey) -> bool:
-        """Whether this rank keeps a response that its replica generates."""
+        """Return True if this rank keeps a response that its replica generates."""
         return self.replica.keeps(unit_of(self.config.rollout, key))
 
     def is_own(self, key: SampleKey) -> bool:
-        """Whether a response is this rank's to score, train on and log: its replica's, and its own among them."""
+        """Return True if this rank scores, trains on and logs a response: its replica's, and its own among them."""
         return self.replica.takes(unit_of(self.config.rollout, key)) and self.keeps(key)
 
     def replica_of(self, key: SampleKey) -> int:
@@ -168,7 +168,7 @@ class Session:
         shown: Callable[[Roster], None] | None = None,
         epoch: int = 0,
     ) -> Roster:
-        """Generate this rank's requests, and return once all ranks have finished or one asks to stop; collective.
+        """Collective. Generate this rank's requests; return once all ranks have finished or one asks to stop.
 
         Args:
             on_idle: does something useful while other ranks generate; returns False if there is nothing to do.
@@ -201,7 +201,7 @@ class Session:
 
 
 def open_session(config: Config, world: World, assets: ModelAssets) -> Session:
-    """Build what generates text, without weights; collective.
+    """Collective. Build what generates text, without weights.
 
     Raises:
         ConfigError: a replica would span several nodes, or this rank has no usable device.
@@ -238,13 +238,13 @@ def closed_on_error(session: Session) -> Iterator[None]:
 
 
 def load_folder(session: Session) -> None:
-    """Load the weights of the job's model folder into the decoder; collective over the node."""
+    """Collective over the node. Load the weights of the job's model folder into the decoder."""
     weights = folder_weights(session.assets.folder, session.decoder.weight_cuts(), session.world.node_group)
     session.decoder.load(weights, 0, are_cut=True)
 
 
 def engine_status(engine: RolloutEngine, world: World) -> Status:
-    """What a rank that only generates reports to the others."""
+    """Return the status of a rank that only generates."""
     state = State.BUSY if engine.has_work else State.IDLE
     return Status(state, engine.num_unfinished, engine.num_tokens, 0, world.stop_requested)
 
@@ -265,7 +265,7 @@ def decode(engine: RolloutEngine, pulse: Pulse) -> None:
 
 
 def open_bench(reward: RewardSection, world: World) -> Judge:
-    """What this rank judges responses with, ready to; collective where it has a server.
+    """Open what this rank judges responses with, ready for use; collective where it has a server.
 
     Raises:
         ConfigError: on all ranks, where a rank's server cannot judge what it is asked to.
@@ -311,7 +311,7 @@ def choose_device(model: ModelSection, world: World) -> torch.device:
 
 
 def make_sharding(replica: Replica, world: World, device: torch.device, in_order: bool) -> Sharding:
-    """Which part of the decoder this rank holds, and how its replica sums (``replica_sum``); collective.
+    """Collective. Return this rank's part of the decoder, with the sum over its replica (``replica_sum``).
 
     Raises:
         ConfigError: on all ranks, where the ranks of a replica share a GPU.
@@ -334,7 +334,7 @@ def unit_of(rollout: RolloutSection, key: SampleKey) -> int:
 
 
 def drawn_first(run: RunSection, source: PromptSource) -> list[Prompt]:
-    """The prompts of a run's first steps; collective over the node."""
+    """Collective over the node. Return the prompts of a run's first steps."""
     return [prompt for step in range(min(run.num_steps, _COUNTED_STEPS)) for prompt in source.batch(step)]
 
 
@@ -360,7 +360,7 @@ def draft_among_frequent(drafter: Eagle, config: Config, assets: ModelAssets, pr
 
 
 def count_tokens(texts: Iterable[NDArray[np.int32]], num_tokens: int) -> NDArray[np.int64]:
-    """How often each of ``num_tokens`` tokens occurs in texts [T]: [num_tokens]."""
+    """Count each of ``num_tokens`` tokens in texts, each [T] int32; returns counts [num_tokens] int64."""
     counts = np.zeros(num_tokens, np.int64)
     for text in texts:
         counts += np.bincount(text, minlength=num_tokens)[:num_tokens]

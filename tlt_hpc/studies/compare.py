@@ -31,18 +31,16 @@ from tlt_hpc.storage.step_lines import read_lines
 from tlt_hpc.train import Reporter, run, take_steps
 
 MODES = ("plain", "ngram", "tail", "ahead-tail")
-"""What is compared, each with the first; named as the arms of ``tlt ablate``, which also set whether the drafter is
-trained.
-"""
+"""Modes that are compared, each with the first; named as the arms of ``tlt ablate``."""
 TIMED = {"rollout": "rollout/seconds", "decode_cpu": DECODE_CPU, "step": "timing_s/step"}
-"""What speeds are printed of -> its name in a step's line."""
+"""Names of what speeds are printed of, and its name in a step's line."""
 WARM_UP = "warm-up"
 """Name of a run of one step that does not count: the first run of a process is slower than the others."""
 
 
 @dataclass(frozen=True)
 class RunFigures:
-    """What one run gave; tokens, seconds and updates are sums over its steps.
+    """The figures of one run; tokens, seconds and updates are sums over its steps.
 
     CPU seconds are user and system time of all ranks, without the processes that judge responses. Those of decoding are
     of one rank in each step, the one that used most of them until its last token.
@@ -77,16 +75,17 @@ class Comparison:
     num_steps: int
     num_ranks: int
     is_exact: bool
-    """Whether the texts are promised to be equal."""
+    """The texts are promised to be equal."""
     runs: dict[str, RunFigures]
 
     @property
     def mismatched_tokens(self) -> int:
+        """Response tokens of all runs that differ from the first run's."""
         return sum(run.mismatched_tokens for run in self.runs.values())
 
     @property
     def equal(self) -> dict[str, bool]:
-        """What is compared, and whether it is the same in all runs."""
+        """By what is compared (tokens, rewards, policy): True if it is the same in all runs."""
         return {
             "tokens": self.mismatched_tokens == 0,
             "rewards": all(run.rewards_equal for run in self.runs.values()),
@@ -94,7 +93,10 @@ class Comparison:
         }
 
     def speedups(self) -> dict[str, dict[str, PairedRatio]]:
-        """Seconds of the plain run divided by a run's, step by step, by run and ``TIMED``; if they took turns."""
+        """Return the plain run's seconds divided by each run's, step by step, by run and by name of ``TIMED``.
+
+        Meaningful only for runs that took turns.
+        """
         plain = self.runs["plain"].by_step
         return {
             name: {what: paired_ratio(plain[what], run.by_step[what]) for what in TIMED}
@@ -105,11 +107,14 @@ class Comparison:
 def compare(
     config: Config, modes: Sequence[str], num_steps: int, world: World, reporter_of: Callable[[str], Reporter]
 ) -> Comparison | None:
-    """Run the modes on the same seeds, one step of each in turn; collective. None if a signal stopped them.
+    """Run the modes on the same seeds, one step of each in turn, and compare them. Collective.
 
     Args:
         modes: of ``MODES``, the first of them included. All are in memory at once.
-        reporter_of: what shows the run of this name.
+        reporter_of: gives the reporter that shows the run of a name.
+
+    Returns:
+        The comparison; None if a signal stopped the runs.
     """
     stamp = world.broadcast(time.strftime("%Y%m%d-%H%M%S"))
     parent = Path(config.run.folder) / f"{config.run.name}{COMPARISON}{stamp}"
@@ -129,7 +134,7 @@ def compare(
 
 
 def take_turns(jobs: Mapping[str, Job], num_steps: int, reporter_of: Callable[[str], Reporter]) -> dict[str, str]:
-    """Run the jobs, one step of each in turn; collective.
+    """Run the jobs, one step of each in turn. Collective.
 
     Returns the digest of each one's last policy, in the order of ``jobs``; empty if a signal stopped them.
     """
@@ -148,7 +153,7 @@ def take_turns(jobs: Mapping[str, Job], num_steps: int, reporter_of: Callable[[s
 
 
 def config_of(config: Config, mode: str, num_steps: int, parent: Path) -> Config:
-    """The configuration of one mode's run: only the mode, the length and the folder differ."""
+    """Return the configuration of one mode's run: only the mode, the length and the folder differ."""
     with_drafter = "frozen" if config.speculation.mode == "frozen" else "full"
     speculation = {"mode": mode if mode in ("plain", "ngram") else with_drafter}
     if mode != "ahead-tail":
@@ -176,7 +181,7 @@ def read_comparison(
 
 
 def read_run(folder: RunFolder, first: RunFolder, num_steps: int, num_ranks: int, digest: str) -> RunFigures:
-    """One run's figures, compared step by step with the run in ``first``."""
+    """Read one run's logs, and compare them step by step with those of the run in ``first``."""
     totals = dict.fromkeys(("tokens", "passes", "idle", "harvested", "updates", "guarded", "mismatched"), 0.0)
     rewards: list[float] = []
     rewards_equal = True
@@ -217,7 +222,7 @@ def read_run(folder: RunFolder, first: RunFolder, num_steps: int, num_ranks: int
 
 
 def read_ranks(run: RunFolder, step: int, num_ranks: int) -> list[StepRecord]:
-    """What all ranks have logged of a step: of fewer, the rest would pass for the whole.
+    """Read the logs of a step of all ranks; of fewer, the rest would pass for the whole.
 
     Raises:
         UserError: a log is not there, nor comes within the time that NFS may take.
@@ -229,18 +234,18 @@ def read_ranks(run: RunFolder, step: int, num_ranks: int) -> list[StepRecord]:
 
 
 def tokens_by_key(records: list[StepRecord]) -> dict[SampleKey, np.ndarray]:
-    """Response tokens of every sample."""
+    """Return the response tokens [n] int32 of every sample."""
     return {rollout.key: rollout.response_tokens for record in records for rollout in record.rollouts}
 
 
 def rewards_by_key(records: list[StepRecord]) -> dict[SampleKey, float]:
-    """Reward of every sample."""
+    """Return the reward of every sample."""
     pairs = (pair for record in records for pair in zip(record.rollouts, record.rewards, strict=True))
     return {rollout.key: float(reward) for rollout, reward in pairs}
 
 
 def num_mismatched(left: dict[SampleKey, np.ndarray], right: dict[SampleKey, np.ndarray]) -> int:
-    """Tokens that differ or that only one side has, over all samples of both."""
+    """Return the number of tokens that differ or that only one side has, over all samples of both."""
     empty, total = np.empty(0, np.int32), 0
     for key in left.keys() | right.keys():
         a, b = left.get(key, empty), right.get(key, empty)
@@ -250,7 +255,7 @@ def num_mismatched(left: dict[SampleKey, np.ndarray], right: dict[SampleKey, np.
 
 
 def to_tree(comparison: Comparison) -> dict[str, Any]:
-    """The figures as JSON."""
+    """Return the figures as a tree for JSON."""
     return {
         "runs": {name: asdict(figures) for name, figures in comparison.runs.items()},
         "equal": {**comparison.equal, "mismatched_tokens": comparison.mismatched_tokens},
@@ -258,7 +263,7 @@ def to_tree(comparison: Comparison) -> dict[str, Any]:
 
 
 def rows_of(comparison: Comparison) -> dict[str, list[str]]:
-    """The table: names of figures, each with a cell for every run."""
+    """Return the table: names of figures, each with a cell for every run."""
     formats = {
         "tokens": ",", "reward_mean": ".4f", "policy_sha256": ".12", "guarded_near_ties": ",", "accept_length": ".3f",
         "rollout_seconds": ".2f", "rollout_cpu_seconds": ".2f", "decode_cpu_seconds": ".2f", "step_seconds": ".2f",
@@ -273,7 +278,7 @@ def rows_of(comparison: Comparison) -> dict[str, list[str]]:
 
 
 def speed_rows(comparison: Comparison) -> dict[str, list[str]]:
-    """The rows on speed: the median of the steps' ratios, with its interval if there are enough steps."""
+    """Return the rows on speed: the median of the steps' ratios, with its 95 % interval if there are enough steps."""
     rows = dict[str, list[str]]()
     for name, ratios in comparison.speedups().items():
         for what, (median, low, high) in ratios.items():
@@ -283,7 +288,7 @@ def speed_rows(comparison: Comparison) -> dict[str, list[str]]:
 
 
 def equality_of(comparison: Comparison) -> str:
-    """One line on what is equal in all runs."""
+    """Return one line that says what is equal in all runs."""
     words = {name: "yes" if is_equal else "NO" for name, is_equal in comparison.equal.items()}
     return (
         f"tokens equal: {words['tokens']} ({comparison.mismatched_tokens} mismatched); rewards equal: "

@@ -20,7 +20,7 @@ from tlt_hpc.export.export_options import output_of
 from tlt_hpc.export.model_card import escaped
 from tlt_hpc.export.writer import CARD, CONFIG, MARK, WEIGHTS, check_output, checkpoint_at, write_folder
 from tlt_hpc.extras.drafter_formats.formats import SPECULATIVE_TOKENS, Files, Target, lay_out, read_target
-from tlt_hpc.models.drafter_file import DRAFTER_FILE, TOKEN_IDS, checked_drafter, is_served, read_drafter
+from tlt_hpc.models.drafter_file import DRAFTER_FILE, TOKEN_IDS, checked_drafter, is_inference_tensor, read_drafter
 from tlt_hpc.models.tokenizer import embedded
 from tlt_hpc.storage.folder import RunFolder, no_run
 from tlt_hpc.storage.records import read_facts
@@ -118,7 +118,7 @@ def find_drafter(options: argparse.Namespace) -> Source:
     checkpoint = checkpoint_at(run, options.step)
     if checkpoint is not None and checkpoint.names("drafter"):
         with checkpoint.reading("drafter") as read:
-            stored = {name: read(name) for name in filter(is_served, checkpoint.names("drafter"))}
+            stored = {name: read(name) for name in filter(is_inference_tensor, checkpoint.names("drafter"))}
         drafter = checked_drafter(stored, target.shape, str(checkpoint.folder))
         line = read_lines(run.metrics).get(checkpoint.step - 1, {})
         recorded = {

@@ -62,7 +62,7 @@ def _open(files: Sequence[str], known: KnownSet, wanted: frozenset[str]) -> Rows
     if not all(files):
         raise UserError("FILE = '' names no file", download)
     try:
-        return open_rows(config_of(files).data, 0, wanted, ARGUMENT)
+        return open_rows(config_of(files).data, wanted, ARGUMENT)
     except ConfigError as error:
         raise UserError(error.fact, download) from None
 

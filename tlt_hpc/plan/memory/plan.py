@@ -10,13 +10,14 @@ from tlt_hpc.plan.memory.situation import NamedBytes, Situation, total
 
 @dataclass(frozen=True)
 class PhaseMemory:
-    """What a rank's device holds at the peak of a phase: what is resident, and what only the phase itself takes."""
+    """Bytes on a rank's device at the peak of a phase, by part: resident ones, and those of the phase alone."""
 
     name: str
     parts: NamedBytes
 
     @property
     def num_bytes(self) -> int:
+        """Bytes of all parts."""
         return total(self.parts)
 
 
@@ -34,6 +35,7 @@ class MemoryPlan:
 
     @property
     def peak(self) -> PhaseMemory:
+        """The phase that takes most."""
         return max(self.phases, key=lambda phase: phase.num_bytes)
 
     @property
@@ -57,7 +59,7 @@ class MemoryLimits:
     """What ``host`` is of, in words."""
 
     def hold(self, plan: MemoryPlan) -> bool:
-        """Whether the plan stays within what was given."""
+        """Return True if the plan stays within the limits."""
         return max(self.shares(plan)) <= 1
 
     def shares(self, plan: MemoryPlan) -> tuple[float, float]:

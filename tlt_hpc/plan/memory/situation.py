@@ -44,7 +44,7 @@ class Situation:
 
     @property
     def is_guarded(self) -> bool:
-        """Whether the tie guard is on, as it is where rollouts are not in half precision."""
+        """True where the tie guard is on: rollouts are not in half precision."""
         return self.decoding_item >= 4
 
     @property
@@ -61,7 +61,7 @@ class Situation:
     def trained_parameters(self) -> int:
         """Parameters that have gradients and moments: the model's, or those of its adapters."""
         lora = self.config.lora
-        return adapter_parameters(self.shape, lora.rank, lora.targets) if lora.rank else self.shape.num_parameters
+        return adapter_parameters(self.shape, lora.rank) if lora.rank else self.shape.num_parameters
 
     @property
     def frozen_parameters(self) -> int:
@@ -70,30 +70,32 @@ class Situation:
 
     @property
     def learns_drafting(self) -> bool:
+        """True if the job has a learned drafter."""
         return self.config.speculation.has_drafter
 
     @property
     def trains_drafter(self) -> bool:
+        """True if the run trains it."""
         return self.config.speculation.trains_drafter
 
     @property
     def has_tail(self) -> bool:
-        """Whether there is a replica that can wait for another, and trains the drafter meanwhile."""
+        """True if there is a replica that can wait for another, and trains the drafter meanwhile."""
         return self.trains_drafter and self.num_ranks > self.config.rollout.tensor_parallel
 
     @property
     def has_reference(self) -> bool:
-        """Whether a second model is held; with adapters the first one without them is the reference."""
+        """True if a second model is held; with adapters the first one without them is the reference."""
         return self.config.algorithm.kl_coefficient > 0 and not self.config.lora.rank
 
     @property
     def offloads(self) -> bool:
-        """Whether the optimiser's state is in host memory, on a machine where that is not the device's own."""
+        """True if the optimiser's state is in host memory, on a machine where that is not the device's own."""
         return bool(self.config.optimizer.offload) and self.device == "cuda"
 
     @property
     def offloads_parameters(self) -> bool:
-        """Whether a rank's parameters are in host memory too."""
+        """True if a rank's parameters are in host memory too."""
         return self.offloads and self.config.optimizer.offload == "parameters"
 
 

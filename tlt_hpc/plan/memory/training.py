@@ -51,7 +51,7 @@ class TrainingState:
 
 
 def training_state(situation: Situation) -> TrainingState:
-    """What the policy's engine takes at the configured stage."""
+    """Bytes of the policy's engine at the configured ZeRO stage."""
     stage = situation.config.optimizer.zero_stage
     if stage == 0:
         state = _stage_0(situation.trained_parameters)
@@ -170,7 +170,7 @@ def _mlp_matrices(s: ModelShape) -> list[int]:
 
 
 def reference_parts(situation: Situation) -> NamedBytes:
-    """What stays on the device; at stage 3 the rank's shard, and small tensors whole once they have been read."""
+    """Bytes of the reference model on the device; at stage 3 its shard, and small tensors whole once they were read."""
     if not situation.has_reference:
         return {}
     count = situation.shape.num_parameters
@@ -181,7 +181,7 @@ def reference_parts(situation: Situation) -> NamedBytes:
 
 
 def gathered_reference(situation: Situation) -> NamedBytes:
-    """What a forward pass of a sharded reference gathers at once: a table, and what is prefetched."""
+    """Bytes that a forward pass of a sharded reference gathers at once: a table, and what is prefetched."""
     is_sharded = situation.config.optimizer.zero_stage == 3 and situation.num_ranks > 1
     if not situation.has_reference or not is_sharded:
         return {}

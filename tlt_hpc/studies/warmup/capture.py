@@ -48,15 +48,15 @@ class CapturePart:
 
 @BEAT.within(Phase.ROLLOUT)
 def capture(warmup: Warmup, shown: Callable[[int, int], None]) -> bool:
-    """Make the parts that are missing, one of each replica at a time, until all ranks' bytes for features are used.
+    """Write the missing parts, one of each replica at a time, until all ranks' bytes for features are used. Collective.
 
-    Returns False if a stop vote came first. Collective.
+    Returns False if a stop vote came first.
 
     Args:
         shown: called on rank 0 with the numbers of texts that are done and of all.
     """
     parts, num_replicas = parts_of(warmup), warmup.replica.count
-    engine = warmup.make_engine(settings_of(warmup), warmup.served)
+    engine = warmup.make_engine(settings_of(warmup), warmup.engine_drafter)
     warmup.calibrate_on(engine, requests_of(parts[0], warmup.config.run.seed)[:1])
     max_bytes, used, largest = warmup.config.drafter.cache_bytes * warmup.world.size, 0, 0
     for first in range(0, len(parts), num_replicas):
@@ -77,7 +77,7 @@ def capture_block(
     max_bytes: int,
     shown: Callable[[int, int], None],
 ) -> int | None:
-    """Make what is missing of one part for each replica, of ``max_bytes`` each at most; collective.
+    """Write what is missing of one part for each replica, of ``max_bytes`` each at most. Collective.
 
     Returns the bytes of all of them; None if a stop vote came first.
     """
@@ -110,9 +110,9 @@ def capture_block(
 
 
 def begin_file(warmup: Warmup, engine: RolloutEngine, part: CapturePart, max_bytes: int) -> FeatureCache:
-    """The cache that the engine writes a part's features to."""
+    """Open the file of a part, direct the engine's features to it, and return its cache."""
     # a cache has half of its bytes for one step, and this one has no other
-    shape = warmup.served.num_features, warmup.decoder.shape.hidden_size
+    shape = warmup.engine_drafter.num_features, warmup.decoder.shape.hidden_size
     cache = FeatureCache(part.folder, 0, *shape, max(2, 2 * max_bytes), num_ranks=1)
     cache.remove_parts()
     sink: FeatureSink = cache.begin_step(0, warmup.decoder.version).append
@@ -121,7 +121,7 @@ def begin_file(warmup: Warmup, engine: RolloutEngine, part: CapturePart, max_byt
 
 
 def parts_of(warmup: Warmup) -> list[CapturePart]:
-    """The parts of the training texts, the same on every rank and at every start. Collective."""
+    """Return the parts of the training texts, the same on every rank and at every start. Collective; rank 0 writes."""
     texts = warmup.texts.training
     size = warmup.world.once(lambda: _part_size(warmup, len(texts)))
     return [
@@ -131,7 +131,7 @@ def parts_of(warmup: Warmup) -> list[CapturePart]:
 
 
 def _part_size(warmup: Warmup, num_texts: int) -> int:
-    """What the first start decided: later ones may have another number of ranks."""
+    """Return the size that the first start decided: later ones may have another number of ranks."""
     path = warmup.features / _SIZE_FILE
     if path.is_file():
         return int(json.loads(path.read_text(encoding="utf-8"))["size"])
@@ -141,13 +141,13 @@ def _part_size(warmup: Warmup, num_texts: int) -> int:
 
 
 def part_size(num_texts: int, num_replicas: int, most: int) -> int:
-    """Texts of a part: ``most`` at most, and such that every replica has as many parts."""
+    """Return the texts of a part: ``most`` at most, and such that every replica has as many parts."""
     rounds = -(-num_texts // (num_replicas * most))
     return -(-num_texts // (num_replicas * rounds))
 
 
 def settings_of(warmup: Warmup) -> EngineSettings:
-    """One strategy: what is chosen by measured times would not be chosen again by a second try."""
+    """Return an engine's settings with one strategy: a choice by measured times would differ at a second try."""
     base = replace(warmup.settings(), tie_guard=False, strategies=(OFF,))
     if not warmup.texts.are_logged:
         return base
@@ -156,7 +156,7 @@ def settings_of(warmup: Warmup) -> EngineSettings:
 
 
 def requests_of(part: CapturePart, seed: int) -> list[Request]:
-    """The texts as the engine takes them: a prompt to answer, or a text to read but for its last token.
+    """Return the engine's requests for a part's texts: a prompt to answer, or a text to read but for its last token.
 
     Texts that are alike up to there are read once.
     """
@@ -169,7 +169,7 @@ def requests_of(part: CapturePart, seed: int) -> list[Request]:
 
 
 def naming_responses(sink: FeatureSink, texts: Sequence[Text]) -> FeatureSink:
-    """A sink of texts that were read as prompts, which corrects where the response begins and what its last token is.
+    """Return a sink of texts read as prompts, which corrects where the response begins and what its last token is.
 
     The engine reads all of a text but the last token, and samples that: the features are those of the text.
     """

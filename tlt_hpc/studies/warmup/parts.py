@@ -40,17 +40,18 @@ class Warmup(Session):
     path: Path
     texts: Texts
     trainer: SpotTrainer
-    served: Drafter
+    engine_drafter: Drafter
     """The engines' copy, in the decoder's precision."""
     saves: CheckpointStore
 
     @property
     def features(self) -> Path:
+        """The folder of the features of all parts."""
         return RunFolder(self.path).features
 
 
 def assemble(config: Config, world: World) -> Warmup:
-    """Build all parts of the warm-up that ``config`` (from ``plan.config_of``) describes; collective.
+    """Build all parts of the warm-up that ``config`` (from ``plan.config_of``) describes. Collective.
 
     Raises:
         ValueError: the user's mistake, before anything is written.
@@ -75,7 +76,12 @@ def assemble(config: Config, world: World) -> Warmup:
         claim_folder(folder, config, world, None if config.warmup.sources else assets.prompts)
         saves = CheckpointStore(folder.training, _NUM_SAVES)
         return Warmup(
-            **vars(session), path=folder.path, texts=texts, trainer=drafting.spot, served=drafting.served, saves=saves
+            **vars(session),
+            path=folder.path,
+            texts=texts,
+            trainer=drafting.spot,
+            engine_drafter=drafting.engine_drafter,
+            saves=saves,
         )
 
 

@@ -1,4 +1,4 @@
-"""What a warm-up would do: its configuration completed, checked and described, before any rank starts or writes."""
+"""Plans a warm-up: its configuration completed, checked and described, before any rank starts or writes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ VALIDATION = strategy_named("drafter-5")
 
 
 def config_of(config: Config) -> Config:
-    """A job's configuration as its warm-up has it: a folder of its own.
+    """Return a job's configuration as its warm-up has it, with a folder of its own.
 
     Raises:
         ConfigError: there is no drafter to warm up.
@@ -28,7 +28,7 @@ def config_of(config: Config) -> Config:
 
 
 def describe(config: Config, assets: ModelAssets, num_ranks: int) -> str:
-    """The plan in words, then the resolved configuration as TOML."""
+    """Return the plan in words, then the resolved configuration as TOML."""
     warmup = config.warmup
     origin = f"logged in {', '.join(warmup.sources)}" if warmup.sources else f"to prompts of {config.data.source_name}"
     lines = [

@@ -1,4 +1,4 @@
-"""What a warm-up learns from: prompts to answer, or responses that runs have logged; and the held-out prompts.
+"""The texts of a warm-up: prompts to answer, or responses that runs have logged; and the held-out prompts.
 
 All of it is the same on every rank, whatever their number.
 """
@@ -28,7 +28,7 @@ Tokens = NDArray[np.int32]
 _SHARE = 5
 """At most one in so many distinct prompts is held out."""
 _FIRST_STEP = 1_000_000
-"""Of the draws: behind those of any run, so that a warm-up sees other prompts where there is no end of them."""
+"""First step whose prompts are drawn: behind those of any run, so that a warm-up sees other prompts if it can."""
 
 
 @dataclass(frozen=True)
@@ -40,30 +40,30 @@ class Text:
 
     @property
     def tokens(self) -> Tokens:
-        """What the engine reads: the prompt, or of a text with a response all but the last token."""
+        """The tokens [n] int32 that the engine reads: the prompt, or of a text with a response all but the last."""
         return self.prompt if self.response is None else np.concatenate([self.prompt, self.response[:-1]])
 
 
 @dataclass(frozen=True)
 class Texts:
-    """What to learn from, and the prompts to validate with, none of which is among the former's."""
+    """The texts to learn from, and the prompts to validate with, none of which is among the former's."""
 
     training: tuple[Text, ...]
     held_out: tuple[Tokens, ...]
 
     @property
     def are_logged(self) -> bool:
-        """Whether the responses are there already."""
+        """The responses are there already."""
         return self.training[0].response is not None
 
     def validation_requests(self, seed: int) -> list[Request]:
-        """The same at every validation, so that two drafters are compared on the same responses."""
+        """Return the same requests at every validation, so that drafters are compared on the same responses."""
         keys = (SampleKey(seed, Stream.EVALUATION, 0, draw, 0) for draw in range(len(self.held_out)))
         return [Request(key, prompt) for key, prompt in zip(keys, self.held_out, strict=True)]
 
 
 def hold_out(prompts: Sequence[Tokens], most: int) -> dict[bytes, Tokens]:
-    """The first distinct prompts by their bytes: ``most`` of them, but a fifth of all at most, and one at least.
+    """Return the first distinct prompts by their bytes: ``most``, but a fifth of all at most, and one at least.
 
     Raises:
         ConfigError: there are not two distinct ones.
@@ -78,7 +78,7 @@ def hold_out(prompts: Sequence[Tokens], most: int) -> dict[bytes, Tokens]:
 
 
 def from_prompts(warmup: WarmupSection, prompts: PromptSource) -> Texts:
-    """Prompts of the job's data; one that is drawn again counts again.
+    """Draw prompts of the job's data to answer; one that is drawn again counts again.
 
     Raises:
         ConfigError: too few distinct ones to hold any out.
@@ -92,7 +92,7 @@ def from_prompts(warmup: WarmupSection, prompts: PromptSource) -> Texts:
 
 
 def from_logs(warmup: WarmupSection, max_positions: int, num_tokens: int) -> Texts:
-    """The newest logged responses of the sources, ``warmup.responses`` at most.
+    """Read the newest logged responses of the sources, ``warmup.responses`` at most.
 
     Raises:
         UserError: there are none, or they are not of a model with so many positions and tokens.
@@ -118,7 +118,7 @@ def from_logs(warmup: WarmupSection, max_positions: int, num_tokens: int) -> Tex
 
 
 def newest_first(folders: list[RunFolder]) -> Iterator[Path]:
-    """The runs' logs, the last step of each first, then the last but one of each."""
+    """Yield the runs' logs, the last step of each first, then the last but one of each."""
     aged = [(age, i, step) for i in range(len(folders)) for age, step in enumerate(folders[i].rollout_steps()[::-1])]
     for _, i, step in sorted(aged):
         yield from folders[i].rollout_logs(step)

@@ -42,20 +42,25 @@ _ONLY_TRAINING = (".trained", ".exp_avg", ".exp_avg_sq")
 class WarmupReporter(Protocol):
     """Shows a warm-up to its user; called on rank 0 alone."""
 
-    def started(self, config: Config, texts: Texts, progress: Progress) -> None: ...
+    def started(self, config: Config, texts: Texts, progress: Progress) -> None:
+        """Show the start, or that it continues from ``progress``."""
 
-    def capturing(self, num_done: int, num_texts: int) -> None: ...
+    def capturing(self, num_done: int, num_texts: int) -> None:
+        """Show how many texts have their features."""
 
-    def training(self, num_documents: int, num_tokens: int) -> None: ...
+    def training(self, num_documents: int, num_tokens: int) -> None:
+        """Show what is trained on, in documents and response tokens."""
 
-    def learned(self, progress: Progress) -> None: ...
+    def learned(self, progress: Progress) -> None:
+        """Show the progress after an update."""
 
-    def validated(self, point: CurvePoint, is_best: bool) -> None: ...
+    def validated(self, point: CurvePoint, is_best: bool) -> None:
+        """Show a point of the curve."""
 
 
 @dataclass(frozen=True)
 class WarmupResult:
-    """Where a warm-up stood when it ended; the same on every rank."""
+    """The state of a warm-up when it ended; the same on every rank."""
 
     folder: Path
     progress: Progress
@@ -66,7 +71,7 @@ class WarmupResult:
 
 
 def warm_up(config: Config, world: World, reporter: WarmupReporter) -> WarmupResult:
-    """Warm up, or resume warming up, the drafter that ``config`` (from ``plan.config_of``) describes; collective.
+    """Warm up, or resume warming up, the drafter that ``config`` (from ``plan.config_of``) describes. Collective.
 
     Raises:
         ValueError: the user's mistake (configuration, model folder, data, logs).
@@ -83,7 +88,7 @@ def warm_up(config: Config, world: World, reporter: WarmupReporter) -> WarmupRes
     return WarmupResult(warmup.path, progress, was_finished, reason)
 
 
-class Shelf:
+class CapturedDocuments:
     """All captured documents with a response that can be learned from, numbered; the same on every rank.
 
     Raises:
@@ -92,6 +97,7 @@ class Shelf:
     """
 
     def __init__(self, files: Sequence[Path]) -> None:
+        """Open the files of all parts, in the order that numbers the documents."""
         self._readers = [FeatureCacheReader(path) for path in files]
         lengths = ((reader, index, n) for reader in self._readers for index, n in enumerate(reader.lengths.tolist()))
         self._places = [place for place in lengths if place[2] >= LEAST_LENGTH]
@@ -104,7 +110,7 @@ class Shelf:
             )
 
     def read(self, index: int) -> Document:
-        """One document.
+        """Read one document.
 
         Raises:
             DamagedFile: its bytes do not match their checksum.
@@ -113,34 +119,37 @@ class Shelf:
         return reader.read(place)
 
     def close(self) -> None:
+        """Close all files."""
         for reader in self._readers:
             reader.close()
 
 
 def train(warmup: Warmup, progress: Progress, reporter: WarmupReporter) -> Progress:
-    """Update and validate until it is over, or a stop vote comes; collective. What it returns has been saved."""
+    """Update and validate until it is over, or a stop vote comes; return the progress, which is saved. Collective."""
     limits = warmup.config.warmup
     files = warmup.world.once(lambda: sorted(warmup.features.glob("part-*/cache/step-*/rank-*.h5")))
-    with closing(Shelf(files)) as shelf:
+    with closing(CapturedDocuments(files)) as captured:
         if warmup.world.rank == 0:
-            reporter.training(len(shelf.lengths), sum(shelf.lengths))
-        if progress.documents not in (0, len(shelf.lengths)):
+            reporter.training(len(captured.lengths), sum(captured.lengths))
+        if progress.documents not in (0, len(captured.lengths)):
             raise UserError(
-                f"{warmup.features} has {len(shelf.lengths)} of the {progress.documents} responses that the training "
+                f"{warmup.features} has {len(captured.lengths)} of the {progress.documents} responses the training "
                 f"began with; delete {warmup.path / 'training'} to train again on those that are left"
             )
-        progress = replace(progress, documents=len(shelf.lengths))
+        progress = replace(progress, documents=len(captured.lengths))
         if progress.updates == 0:
-            choose_vocabulary(warmup, shelf)
-        batches = islice(batches_of(shelf.lengths, limits.batch_tokens, warmup.config.run.seed), progress.updates, None)
+            choose_vocabulary(warmup, captured)
+        batches = islice(
+            batches_of(captured.lengths, limits.batch_tokens, warmup.config.run.seed), progress.updates, None
+        )
         engine = make_validation_engine(warmup)
         stopped = False
         while not progress.is_finished and not stopped:
             is_validation = progress.validation_is_due(limits, warmup.trainer.trained.has_learned)
             if is_validation:
-                progress, stopped = validate(warmup, engine, shelf, progress, reporter)
+                progress, stopped = validate(warmup, engine, captured, progress, reporter)
             else:
-                progress, stopped = take_update(warmup, shelf, next(batches), progress)
+                progress, stopped = take_update(warmup, captured, next(batches), progress)
                 if warmup.world.rank == 0:
                     reporter.learned(progress)
             if is_validation or stopped:
@@ -148,12 +157,12 @@ def train(warmup: Warmup, progress: Progress, reporter: WarmupReporter) -> Progr
     return progress
 
 
-def choose_vocabulary(warmup: Warmup, shelf: Shelf) -> None:
-    """Give a new drafter with a vocabulary of its own the tokens that responses are made of; collective."""
+def choose_vocabulary(warmup: Warmup, captured: CapturedDocuments) -> None:
+    """Give a new EAGLE-3 drafter the tokens that responses are made of as its vocabulary. Collective."""
     ids, world = warmup.trainer.trained.drafter.token_ids, warmup.world
     if ids is None or warmup.trainer.trained.has_learned:
         return
-    documents = map(shelf.read, range(world.rank, len(shelf.lengths), world.size))
+    documents = map(captured.read, range(world.rank, len(captured.lengths), world.size))
     settings = warmup.settings()
     counts = world.sum(count_tokens((d.tokens[d.prompt_length :] for d in documents), settings.num_tokens))
     warmup.trainer.trained.draft_among(most_frequent_tokens(counts, len(ids), settings.eos_token_ids))
@@ -161,23 +170,28 @@ def choose_vocabulary(warmup: Warmup, shelf: Shelf) -> None:
 
 @BEAT.within(Phase.UPDATE)
 @deterministic()
-def take_update(warmup: Warmup, shelf: Shelf, batch: Sequence[int], progress: Progress) -> tuple[Progress, bool]:
-    """One update on a batch of documents, and whether a rank votes to stop; collective. The clock is rank 0's."""
+def take_update(
+    warmup: Warmup, captured: CapturedDocuments, batch: Sequence[int], progress: Progress
+) -> tuple[Progress, bool]:
+    """Take one update on a batch of documents, numbered as in ``captured``. Collective.
+
+    Returns the progress, by rank 0's clock, and whether a rank votes to stop.
+    """
     world, trainer, start = warmup.world, warmup.trainer, time.perf_counter()
     settings, limits = warmup.config.drafter, warmup.config.warmup
-    own = balanced_shards(batch, shelf.lengths, world.size)[world.rank]
-    passes = passes_of([shelf.read(index) for index in own], settings.micro_step_tokens)
+    own = balanced_shards(batch, captured.lengths, world.size)[world.rank]
+    passes = passes_of([captured.read(index) for index in own], settings.micro_step_tokens)
     done = progress.share_done(limits)
     rise = limits.ramp_updates + 1
     trainer.trained.learning_rate = scheduled_rate(settings.learning_rate, progress.updates, rise, done, "cosine")
     loss = learn(trainer, (pack(excerpts, warmup.decoder.device) for excerpts in passes), world)
     seconds = world.broadcast(time.perf_counter() - start)
-    progress = progress.learned(loss, sum(shelf.lengths[index] for index in batch), seconds)
+    progress = progress.learned(loss, sum(captured.lengths[index] for index in batch), seconds)
     return progress, bool(world.agree_to_stop())
 
 
 def make_validation_engine(warmup: Warmup) -> RolloutEngine:
-    """An engine with the validation strategy alone, and the rollout's sampling.
+    """Return a calibrated engine with the validation strategy alone, and the rollout's sampling. Collective.
 
     It has no tie guard: a single exchanged token does not change an accept length.
     """
@@ -191,16 +205,19 @@ def make_validation_engine(warmup: Warmup) -> RolloutEngine:
         max_live=min(settings.max_live, -(-len(requests) // warmup.replica.count)),
         max_prompt_tokens=max(len(request.prompt_tokens) for request in requests),
     )
-    engine = warmup.make_engine(settings, warmup.served)
+    engine = warmup.make_engine(settings, warmup.engine_drafter)
     warmup.calibrate_on(engine, requests[:1])
     return engine
 
 
 @BEAT.within(Phase.EVALUATION)
 def validate(
-    warmup: Warmup, engine: RolloutEngine, shelf: Shelf, progress: Progress, reporter: WarmupReporter
+    warmup: Warmup, engine: RolloutEngine, captured: CapturedDocuments, progress: Progress, reporter: WarmupReporter
 ) -> tuple[Progress, bool]:
-    """One point of the curve, and the drafter kept where it is the best; whether a rank votes to stop instead."""
+    """Measure one point of the curve, and write the drafter if it is the best. Collective.
+
+    Returns the progress, and whether a rank votes to stop, which leaves it as it was.
+    """
     world, start = warmup.world, time.perf_counter()
     digests = set(world.allgather(warmup.trainer.trained.fingerprint()))
     assert len(digests) == 1, f"the ranks' drafters differ: {digests}"
@@ -222,7 +239,7 @@ def validate(
     def keep() -> None:
         if is_best:
             keep_drafter(warmup)
-        keep_facts(warmup, shelf, progress)
+        keep_facts(warmup, captured, progress)
 
     world.once(keep)
     if world.rank == 0:
@@ -242,8 +259,8 @@ def keep_drafter(warmup: Warmup) -> None:
     write_drafter(warmup.path / "drafter", state)
 
 
-def keep_facts(warmup: Warmup, shelf: Shelf, progress: Progress) -> None:
-    """Write what is on record of the kept drafter.
+def keep_facts(warmup: Warmup, captured: CapturedDocuments, progress: Progress) -> None:
+    """Write the facts of the kept drafter.
 
     Raises:
         WriteError: the disk refused.
@@ -253,8 +270,8 @@ def keep_facts(warmup: Warmup, shelf: Shelf, progress: Progress) -> None:
     facts = DrafterFacts(
         target=config.model.path,
         data=", ".join(config.warmup.sources) or config.data.source_name,
-        num_responses=len(shelf.lengths),
-        num_tokens=sum(shelf.lengths),
+        num_responses=len(captured.lengths),
+        num_tokens=sum(captured.lengths),
         num_updates=best.updates,
         accept_length=best.accept_length,
         strategy=VALIDATION.name,
@@ -266,7 +283,7 @@ def keep_facts(warmup: Warmup, shelf: Shelf, progress: Progress) -> None:
 
 
 def save(warmup: Warmup, progress: Progress) -> None:
-    """Save what the next update needs; collective.
+    """Save the state that the next update needs. Collective.
 
     Raises:
         CheckpointError: on all ranks, where one could not write.
@@ -278,7 +295,7 @@ def save(warmup: Warmup, progress: Progress) -> None:
 
 
 def resume(warmup: Warmup) -> Progress:
-    """Load the newest save, if there is one; collective.
+    """Load the newest save, if there is one, and return its progress. Collective.
 
     Raises:
         CheckpointError: there are saves, and none is good.
