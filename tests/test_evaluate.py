@@ -202,21 +202,6 @@ def test_sets_and_the_sources_within_them(tmp_path):
     assert tokens_in(other).items() <= tokens_in(tmp_path).items() and len(tokens_in(other)) == 6
 
 
-@pytest.mark.parametrize(
-    ("override", "said"),
-    [
-        ("evaluation.sources=['no.parquet']", "evaluation.sources = 'no.parquet' does not exist"),
-        ("evaluation.sources=['embedded:gcd','embedded:gcd']", "'embedded:gcd'] have the same file name; rename one"),
-        ("evaluation.max_new_tokens=5000", "set evaluation.max_new_tokens = 1015 or less"),
-        ("evaluation.limit=5000", "'embedded:gcd' holds out 2048 at most; lower it"),
-    ],
-)
-def test_what_cannot_work_ends_before_a_rank_starts(override, said, capsys):
-    assert main(["evaluate", "embedded:tiny", str(TINY), "--dry-run", override]) == 2
-    error = capsys.readouterr().err
-    assert said in error and error.count("\n") == 1
-
-
 @pytest.fixture
 def run(tmp_path) -> RunFolder:
     """A run with a checkpoint of step 2: the embedded model's weights."""
@@ -243,6 +228,8 @@ def test_checkpoints_that_are_not_there(run, tmp_path):
     assert f"step-000002 is damaged ({damaged.name}: 100 bytes, of " in refused(tmp_path, run, 2)
     shutil.rmtree(run.checkpoints)
     assert refused(tmp_path, run) == f"{run.path} has no checkpoint yet; train on until it has saved one"
+    with pytest.raises(UserError, match="or the folder of a run; give a folder of its own"):
+        find_subject("embedded:tiny", None, run.path)
 
 
 def test_a_checkpoint_of_another_model_than_the_folder_has(run, tmp_path):
@@ -292,31 +279,13 @@ def test_a_stopped_one_keeps_what_it_has_and_more_samples_are_added(tmp_path, mo
     assert start(tmp_path, "evaluation.samples=2", "evaluation.limit=12").num_generated == 12 * 3 - there
 
 
-def test_places_that_cannot_be_evaluated(run, tmp_path):
-    file = tmp_path / "results"
-    file.touch()
-    for place_step_out, said in [
-        ((str(tmp_path),), "neither a run's folder (config.toml) nor a model's (config.json)"),
-        ((f"{tmp_path}x",), f"no folder {tmp_path}x; did you mean {tmp_path}?"),
-        (("none/x",), "no folder none/x; give a run's or a model's, or embedded:tiny"),
-        (("embedded:tiny", 3), "--step 3: embedded:tiny is no run's folder"),
-        (("embedded:tiny", None, file), f"--output {file} is a file, or the folder of a run; give a folder of its own"),
-        (("embedded:tiny", None, run.path), "or the folder of a run; give a folder of its own"),
-    ]:
-        with pytest.raises(UserError, match=re.escape(said)):
-            find_subject(*place_step_out)
-
-
-def test_an_evaluation_of_other_facts_is_refused_or_replaced(tmp_path, caplog):
+def test_an_evaluation_of_other_facts_is_replaced(tmp_path, caplog):
     folder = EvaluationFolder(tmp_path / "step-000002")
     folder.path.mkdir()
     folder.claim({"evaluation.seed": 0})
     (folder.path / "results.json").touch()
-    found = f"{folder.path} holds an evaluation with evaluation.seed = 0, now 1"
-    with pytest.raises(ConfigError, match=re.escape(f"{found}; use what it was, or give another folder")):
-        folder.claim({"evaluation.seed": 1})
     assert folder.claim({"evaluation.seed": 1}, replaces=True) == set() and not folder.results.exists()
-    assert caplog.messages == [f"{found}: evaluated again"]
+    assert caplog.messages == [f"{folder.path} holds an evaluation with evaluation.seed = 0, now 1: evaluated again"]
     folder.facts.write_text("{")
     with pytest.raises(ConfigError, match=r"evaluation\.json is damaged; delete .*step-000002 to evaluate again"):
         folder.claim({})

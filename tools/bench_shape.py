@@ -4,7 +4,7 @@
     python tools/bench_shape.py --config MODEL/config.json --batches 1,32
 
 What plain decoding costs does not depend on what the weights say, so no download is needed; drafts would, so there are
-none. Prompts are random, responses all of one length. The same as ``tools/bench.py shape``.
+none. Prompts are random, responses all of one length.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ from torch import Tensor
 from tlt_hpc.common.errors import UserError
 from tlt_hpc.common.records import Request, SampleKey, SamplingParams, Stream
 from tlt_hpc.models.decoder import Decoder
-from tlt_hpc.models.drafter import Drafter
 from tlt_hpc.models.folder import DTYPES
 from tlt_hpc.models.shape import ModelShape, shape_from
 from tlt_hpc.models.tokenizer import read_json
@@ -95,17 +94,10 @@ def random_decoder(shape: ModelShape, dtype: torch.dtype, device: torch.device, 
     return decoder
 
 
-def plain_engine(
-    decoder: Decoder, batch: int, prompt: int, response: int, drafter: Drafter | None = None, **settings: Any
-) -> RolloutEngine:
-    """An engine that ends no response before its length, and decodes plainly unless ``settings`` say otherwise."""
+def plain_engine(decoder: Decoder, batch: int, prompt: int, response: int) -> RolloutEngine:
+    """An engine that decodes plainly and ends no response before its length."""
     limits = SamplingParams(response), decoder.shape.vocab_size, (), batch, prompt
-    return RolloutEngine(
-        decoder,
-        EngineSettings(*limits, **{"tie_guard": False, **settings}),
-        drafter,
-        drafter_is_trained=drafter is not None,
-    )
+    return RolloutEngine(decoder, EngineSettings(*limits, tie_guard=False))
 
 
 def requests_of(prompts: Iterable[Any], step: int, stream: Stream = Stream.TRAIN) -> list[Request]:
@@ -141,8 +133,9 @@ def measure(decoder: Decoder, batch: int, response: int, repeats: int) -> tuple[
     return statistics.median(seconds[1:]), num_tokens
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``bench.py shape``."""
+def make_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, help="a config.json; without it Qwen2.5-7B")
     parser.add_argument("--layers", type=int, help="fewer layers than the config has, to try it out")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
@@ -153,18 +146,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--library", action="store_true", help="products by the library, as with batch_invariant = false"
     )
+    return parser
 
 
-def main() -> int:
-    """Measure as the command line says."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_options(parser)
-    bench(parser.parse_args())
-    return 0
-
-
-def bench(options: argparse.Namespace) -> None:
-    """Measure and print a line for each batch size."""
+def main() -> None:
+    """Measure as the command line says, and print a line for each batch size."""
+    options = make_parser().parse_args()
     device = choose_device(options.device)
     shape = shape_from(read_json(options.config) if options.config else QWEN_7B, str(options.config or "Qwen2.5-7B"))
     shape = replace(shape, num_layers=options.layers or shape.num_layers)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
-import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -56,8 +55,6 @@ LAYERS = [
     (HIDDEN, INTERMEDIATE),
 ]
 NEAR_TIE = 1e-4
-CALLS = 20
-"""Calls in one timed graph."""
 
 
 @dataclass(frozen=True)
@@ -271,25 +268,6 @@ def error_of(case: Case) -> float:
     return worst
 
 
-def microseconds(run: Callable[[], object]) -> float:
-    """Median over replays of a graph of ``CALLS`` calls."""
-    run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(CALLS):
-            run()
-    taken = []
-    for _ in range(12):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        taken.append(1e3 * start.elapsed_time(end) / CALLS)
-    return float(statistics.median(taken[2:]))
-
-
 def check_graphs(device: torch.device) -> bool:
     """A pool of graphs over two batch sizes gives what the eager call gives."""
     GraphPool.checks_inputs = True
@@ -403,6 +381,8 @@ def check_pool(device: torch.device) -> bool:
 
 def check_on_gpu() -> int:
     """Run and time all cases and checks; returns 1 if one is wrong."""
+    from triton.testing import do_bench_cudagraph
+
     fix_workspaces(os.environ)
     device = torch.device("cuda")
     torch.manual_seed(0)
@@ -414,7 +394,7 @@ def check_on_gpu() -> int:
         torch.use_deterministic_algorithms(True, warn_only=True)
         error = error_of(case)
         torch.use_deterministic_algorithms(False)
-        taken = microseconds(case.run)
+        taken = 1e3 * do_bench_cudagraph(case.run, return_mode="median")
         wrong = not error <= case.tolerance
         failed += wrong
         rate = case.num_bytes / taken / 1e3

@@ -1,6 +1,6 @@
 """Compiles every Triton program of ``tlt_hpc.kernels`` for a GPU that need not be there, and shows what each takes.
 
-    python tools/compile_kernels.py 90     # for sm_90 (H100, H200), or gfx942 (MI300)
+    python tools/compile_kernels.py 90     # for sm_90 (H100, H200)
 
 Exit status 1: forms of a program for half precision do not all compute alike.
 """
@@ -46,8 +46,6 @@ class CompileOnly:
         """The architecture that is compiled for."""
         from triton.backends.compiler import GPUTarget
 
-        if self.architecture.startswith("gfx"):
-            return GPUTarget("hip", self.architecture, 64)
         return GPUTarget("cuda", int(self.architecture), 32)
 
     def get_current_device(self) -> int:
@@ -64,8 +62,7 @@ class CompileOnly:
 
     def _take(self, name: str, binary: bytes, shared: int, _device: int) -> tuple[int, int, int, int, int]:
         """The place where a real driver loads the machine code."""
-        usage = amd_usage_of if self.architecture.startswith("gfx") else usage_of
-        self.rows.append((name, shared, usage(binary)))
+        self.rows.append((name, shared, usage_of(binary)))
         return 0, 0, 0, 0, 1024
 
 
@@ -81,25 +78,15 @@ def usage_of(binary: bytes) -> str:
     return next(line.strip() for line in shown.splitlines() if "REG:" in line)
 
 
-def amd_usage_of(binary: bytes) -> str:
-    """The same of a kernel for an AMD GPU, from the MessagePack map in its notes."""
-
-    def number(name: bytes) -> int:
-        first, *following = binary[binary.index(name) + len(name) :][:3]
-        return int.from_bytes(following[: first - 0xCB], "big") if first in (0xCC, 0xCD) else first
-
-    return f"REG:{number(b'.vgpr_count')} STACK:{number(b'.private_segment_fixed_size')}"
-
-
 def arithmetic_of(compiled: Any) -> tuple[str, int, str]:
     """The properties of a compiled program on which the bits of its result depend.
 
     Its matrix instruction without the width; how many multiplications are fused with additions, without those of a
     logarithm (ftz); over which layout it sums.
     """
-    code = compiled.asm.get("ptx") or compiled.asm["amdgcn"]
+    code = compiled.asm["ptx"]
     sums = re.findall(r"tensor<[^>]*> *\) -> tensor<[^>]*#ttg.slice[^>]*>", compiled.asm["ttgir"])
-    instructions = re.findall(r"(?:wgmma\.mma_async|mma\.sync)\.[\w.]+|v_mfma_\w+", code)
+    instructions = re.findall(r"(?:wgmma\.mma_async|mma\.sync)\.[\w.]+", code)
     layouts = re.findall(r"warpsPerCTA = \[[\d, ]*\]", compiled.asm["ttgir"]) if sums else []
     kinds = {re.sub(r"n\d+k", "nNk", name) for name in instructions}
     return " ".join(sorted(kinds)), len(re.findall(r"\bfma\.(?!rn\.ftz)", code)), " ".join(sorted({*sums, *layouts}))
@@ -124,7 +111,7 @@ def compile_all(architecture: str) -> int:
 
     from tlt_hpc.kernels.programs import attention as programs
 
-    max_shared_bytes = {"80": 166_912, "90": 232_448, "gfx942": 65_536}.get(architecture, 101_376)
+    max_shared_bytes = {"80": 166_912, "90": 232_448}.get(architecture, 101_376)
     driver = CompileOnly(architecture, max_shared_bytes)
     triton.runtime.driver.set_active(driver)
     programs.is_hopper = lambda x: architecture == "90"
@@ -149,7 +136,7 @@ def compile_all(architecture: str) -> int:
 def main() -> int:
     """Compile for the architecture that the command line names; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("architecture", help="e.g. 90 for H100 and H200, gfx942 for MI300")
+    parser.add_argument("architecture", help="e.g. 90 for H100 and H200")
     architecture = parser.parse_args().architecture
     if not dispatch.has_triton():
         raise SystemExit("triton is not installed: it comes with a CUDA build of torch, or pip install triton==3.7.1")

@@ -1,7 +1,7 @@
-"""A run's records for other programs: CSV or parquet tables, and a trace of all ranks for Perfetto or chrome://tracing.
+"""A run's records for other programs: CSV tables, and a trace of all ranks for Perfetto or chrome://tracing.
 
     python tools/export_run.py runs/tiny                       # CSV tables, and the last step's trace
-    python tools/export_run.py runs/tiny --steps 4:8 --format parquet
+    python tools/export_run.py runs/tiny --steps 4:8
 
 Tables: ``steps`` (the lines of metrics.jsonl), ``responses``, ``micro_steps``, ``phases`` and ``rounds``, each with the
 step and the rank; times are seconds since the epoch. Tokens are left out. Open the trace at https://ui.perfetto.dev:
@@ -81,7 +81,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Write a run's records as tables, and a trace of its ranks.")
     parser.add_argument("run", metavar="RUN", type=Path, help="the run's folder, e.g. runs/tiny, or a copy of it")
     parser.add_argument("--output", metavar="FOLDER", type=Path, help="where to write (default: RUN/export-tables)")
-    parser.add_argument("--format", choices=("csv", "parquet"), default="csv", help="of the tables; default csv")
     parser.add_argument(
         "--steps", metavar="FIRST:LAST", help="these steps alone, from 1 (default: all; the trace: the last)"
     )
@@ -90,11 +89,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     chosen = steps_of(run, options.steps)
     folder: Path = options.output or options.run / "export-tables"
     check_writable(folder, GIVE_OUTPUT)
-    put_table = put_csv if options.format == "csv" else parquet_writer()
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("steps", *TABLES):
-        path = folder / f"{name}.{options.format}"
-        num_rows = put_table(path, line_parts(run, chosen) if name == "steps" else table_parts(run, name, chosen))
+        path = folder / f"{name}.csv"
+        num_rows = put_csv(path, line_parts(run, chosen) if name == "steps" else table_parts(run, name, chosen))
         print(f"wrote {path} ({num_rows:,} rows)")
     traced = chosen if options.steps else [step for step in [run.last_whole_step()] if step is not None]
     path = folder / "trace.json"
@@ -204,27 +202,6 @@ def put_csv(path: Path, parts: Iterator[Part]) -> int:
             writer.writerows(rows)
             num_rows += len(rows)
     return num_rows
-
-
-def parquet_writer() -> Any:
-    """Return a function like ``put_csv`` for parquet.
-
-    Raises:
-        UserError: pyarrow is not installed.
-    """
-    try:
-        import pyarrow
-        from pyarrow import parquet
-    except ImportError:
-        raise UserError("--format parquet needs pyarrow, which is not installed here; take --format csv") from None
-
-    def put(path: Path, parts: Iterator[Part]) -> int:
-        tables = [pyarrow.table(part) for part in parts]
-        table = pyarrow.concat_tables(tables, promote_options="permissive") if tables else pyarrow.table({})
-        parquet.write_table(table, path)
-        return int(table.num_rows)
-
-    return put
 
 
 if __name__ == "__main__":

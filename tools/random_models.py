@@ -1,19 +1,8 @@
-"""Small models with random weights, one of each family, as transformers writes them: for tests and proofs.
-
-python tools/random_models.py gemma3_text FOLDER
-"""
+"""Small models with random weights, one of each family, as transformers writes them."""
 
 from __future__ import annotations
 
-import argparse
-import sys
-from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from tlt_hpc.common.script import ending
-from tlt_hpc.storage.folder import apply_umask
 
 NUM_TOKENS, WINDOW = 96, 32
 SIZES: dict[str, Any] = {
@@ -85,18 +74,3 @@ def model_of(config: Any, seed: int = 0) -> Any:
         else:
             parameter.data.copy_(drawn * parameter.shape[-1] ** -0.5)
     return model
-
-
-def main() -> None:
-    """Write the model that the command line names."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("family", choices=list(FAMILIES))
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
-    random_model(arguments.family, arguments.seed).save_pretrained(arguments.folder)
-    apply_umask(*arguments.folder.iterdir())
-
-
-if __name__ == "__main__":
-    sys.exit(ending("random_models", main))

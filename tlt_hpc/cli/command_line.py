@@ -16,7 +16,7 @@ from tlt_hpc import __version__
 from tlt_hpc.common.printable import one_line
 from tlt_hpc.common.source import load_extra
 from tlt_hpc.export.export_options import add_step
-from tlt_hpc.plan.plan_options import GPU_MEMORY, at_least_one, at_least_zero, gpu_gb
+from tlt_hpc.plan.plan_options import GPU_MEMORY, at_least_one, gpu_gb
 
 if TYPE_CHECKING:
     from tlt_hpc.config import Config
@@ -271,23 +271,6 @@ def _add_checked_request(command: argparse.ArgumentParser, default: str, default
     add("--mem", metavar="M", help="memory of a node; 0: all of it")
     words = "a further option: --sbatch=--qos=long"
     add("--sbatch", action="append", default=[], metavar="--OPTION=VALUE", help=words)
-
-
-def add_reward_options(command: argparse.ArgumentParser) -> None:
-    """The options of ``tlt reward``."""
-    add = command.add_argument
-    add("config", metavar="CONFIG.toml", help="the job whose [reward] and data.answer_key count, e.g. jobs/tiny.toml")
-    add("file", metavar="FILE", help=".jsonl, .parquet or .arrow with responses, and the answers as in training data")
-    add("overrides", nargs="*", metavar="section.key=value", help="e.g. reward.default=math")
-    words = "column of the response (default: response, responses, completion, solution_str or output)"
-    add("--response", default="", metavar="COLUMN", help=words)
-    words = "column of the expected reward, or true for right (default: expected, reward, score or label)"
-    add("--expected", default="", metavar="COLUMN", help=words)
-    add(
-        "--rows", type=at_least_zero, default=20, metavar="N", help="show the first N (default 20); the sums are of all"
-    )
-    add("--wrong", action="store_true", help="show only responses that are not right")
-    add("--output", type=Path, metavar="FILE.jsonl", help="write all verdicts there as well, a line each")
 
 
 def add_keys_options(command: argparse.ArgumentParser) -> None:

@@ -51,7 +51,7 @@ COMMANDS = {
     "ablate": Command("run", _ABLATE, f"{_EXTRAS}.ablate.ablation_plan", ablate),
     "data": Command("prepare and check", _DATA, command_line.add_data_options, "tlt_hpc.cli.inspect_data"),
     "data prepare": of_extra("prepare and check", _PREPARE, "prepare_data.prepare_data"),
-    "reward": Command("prepare and check", _REWARD, command_line.add_reward_options, "tlt_hpc.cli.judge_given"),
+    "reward": of_extra("prepare and check", _REWARD, "judge_responses.judge_responses"),
     "keys": Command("prepare and check", _KEYS, command_line.add_keys_options, "tlt_hpc.cli.show_keys"),
     "plan": Command("prepare and check", _PLAN, plan_options.add_plan_options, "tlt_hpc.plan.memory.summary"),
     "simulate": of_extra("prepare and check", _SIMULATE, "simulate.predict"),

@@ -88,9 +88,7 @@ def load_saved_config(path: Path) -> Config:
         ConfigError: as ``load_config``.
     """
     try:
-        tree = _read_tree(path, ())
-        _leave_out_removed(tree)
-        return parse_config(tree)
+        return parse_config(_read_tree(path, ()))
     except ConfigError as error:
         raise ConfigError(
             f"{path}, which the run saved: {error} (in that file; if another version wrote it, open the run with its "
@@ -146,6 +144,8 @@ def _read_tree(path: Path, overrides: Sequence[str], content: bytes | None = Non
         ) from None
     except DamagedText as error:
         raise ConfigError(f"config file {path} is not valid TOML: {error}; fix it") from None
+    if path.name == "config.toml":  # as a run saves it; a command may read a run's configuration as a job
+        _leave_out_removed(tree)
     for override in overrides:
         apply_override(tree, override)
     return tree

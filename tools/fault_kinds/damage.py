@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import pickle
 import random
+import re
 import shutil
 import socket
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -105,8 +107,27 @@ def _insert(data: bytes, source: random.Random) -> bytes:
     return data[:place] + source.choice(wrong) + data[place:]
 
 
-def _deep(data: bytes, source: random.Random) -> bytes:
-    return source.choice((b"[", b'{"a":')) * source.choice((1000, 100_000))
+def _replace_one(pattern: str, values: Sequence[str]) -> Damage:
+    """Damage that replaces one place of a text that matches."""
+
+    def change(data: bytes, source: random.Random) -> bytes:
+        spots = [*re.finditer(pattern.encode(), data, re.MULTILINE)]
+        start, end = source.choice(spots).span("it") if spots else (0, 0)
+        return data[:start] + source.choice(values).encode() + data[end:]
+
+    return of_bytes(change)
+
+
+def of_record(damage: Damage) -> Damage:
+    """The same of a rank's status record, which gets the checksum that belongs to it."""
+
+    def apply(path: Path, source: random.Random) -> None:
+        path.write_bytes(path.read_bytes()[9:].rstrip())
+        damage(path, source)
+        data = path.read_bytes()
+        path.write_bytes((f"{zlib.crc32(data):08x} ".encode() + data).ljust(2047)[:2047] + b"\n")
+
+    return apply
 
 
 def _torch_archive(path: Path, source: random.Random) -> None:
@@ -117,15 +138,6 @@ def _torch_archive(path: Path, source: random.Random) -> None:
 
 def _pickle(path: Path, source: random.Random) -> None:
     path.write_bytes(pickle.dumps({"policy": _Canary(path.parent / "canary")}, protocol=source.choice((0, 2, 5))))
-
-
-def _other_value(path: Path, source: random.Random) -> None:
-    """Replace one value of JSON or TOML by one of another type, or far too large."""
-    text = path.read_text(encoding="utf-8")
-    if spots := [place for place, letter in enumerate(text) if letter.isdigit() or letter == '"']:
-        place = source.choice(spots)
-        value = source.choice(("null", "[]", "{}", "-1", "1e999", "NaN", "9" * 400, '"x"', "true", "0.5", '"\\ud800"'))
-        path.write_text(text[:place] + value + text[place + 1 :], encoding="utf-8")
 
 
 def _other_hdf5(path: Path, source: random.Random) -> str:
@@ -147,13 +159,15 @@ def _other_hdf5(path: Path, source: random.Random) -> str:
     }
     kind = source.choice((*kinds, "attribute"))
     with h5py.File(path, "r+") as file:
+        nodes: dict[str, Any] = {"/": file}
+        file.visititems(nodes.__setitem__)
         if kind == "attribute":
-            values = (-1, 2**60, "text", [1, 2], float("nan"))
-            file.attrs[source.choice(sorted(file.attrs))] = source.choice(values)
-            return kind
-        found: list[str] = []
-        file.visititems(lambda name, node: found.append(name) if isinstance(node, h5py.Dataset) else None)
-        name = source.choice(sorted(found))
+            place, name = source.choice([(place, name) for place, node in nodes.items() for name in node.attrs])
+            value = source.choice((-1, 0.0, 2**62, "text", [1, 2], float("nan"), float("inf"), 1e300, -1e300))
+            del nodes[place].attrs[name]
+            nodes[place].attrs[name] = value
+            return f"{place} {name} = {value}"
+        name = source.choice(sorted(name for name, node in nodes.items() if isinstance(node, h5py.Dataset)))
         del file[name]
         kinds[kind](file, name)
     return kind
@@ -172,13 +186,27 @@ BINARY: dict[str, Damage] = {
     "a pickle": _pickle,
     "a torch archive": _torch_archive,
 }
-TEXT: dict[str, Damage] = {
-    **BINARY, "another value": _other_value, "deeply nested": of_bytes(_deep), "invalid UTF-8": of_bytes(_insert)
-}  # fmt: skip
+VALUES = (
+    "1e300", "-1e300", "1e999", "NaN", "-Infinity", "-1", "9" * 400, "9" * 6000, str(2**63), "true", "null", "0.5",
+    '"text"', '"\\ud800"', '"[bold red]x[/nope]"', '"\\u001b[31m"', "[]", "{}", "[" * 100_000, '{"a":' * 2000, "",
+    "1979-05-27",
+)  # fmt: skip
+"""In place of a value of JSON or TOML."""
+_DOCUMENTS = ('{"hello": "world"}', "[]", "3", '"text"', "null", "{}", "[[[]]]", "{}\n{}", "\ufeff{}", "[" * 100_000)
+DOCUMENT: dict[str, Damage] = {
+    "another value": _replace_one(r'(?:":\s*|^\w+ = )(?P<it>[^,}\n]+)', VALUES),
+    "without a key": _replace_one(r'(?P<it>"[^"]+":\s*[^][{},\n]+,\s*|^\w+ = .*\n)', ("",)),
+    "another document": of_bytes(lambda data, source: source.choice(_DOCUMENTS).encode()),
+}
+"""Of JSON or TOML."""
 
 
-def damages_of(name: str) -> dict[str, Damage]:
+def damages_of(path: Path) -> dict[str, Damage]:
     """What may happen to the bytes of a file, by its kind."""
-    if name.endswith(".h5"):
+    if path.suffix == ".h5":
         return {**BINARY, "another object in HDF5": _other_hdf5}
-    return TEXT if name.endswith((".json", ".jsonl", ".toml")) else BINARY
+    if path.match("status/rank-*"):
+        return BINARY | {name: of_record(damage) for name, damage in DOCUMENT.items()}
+    if path.suffix in (".json", ".jsonl", ".toml") or path.name == "owner":
+        return {**BINARY, **DOCUMENT, "invalid UTF-8": of_bytes(_insert)}
+    return BINARY

@@ -5,17 +5,15 @@ from __future__ import annotations
 import json
 import random
 import shutil
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import h5py
 import inspect_run
-import numpy as np
 
 from fault_kinds.commands import Case, Command
-from fault_kinds.damage import FOR_A_FILE, FOR_A_FOLDER, Damage, damages_of
+from fault_kinds.damage import FOR_A_FILE, FOR_A_FOLDER, VALUES, Damage, damages_of
 from fault_kinds.runs import ROOT
 from tlt_hpc.cli.main import main
 
@@ -43,13 +41,6 @@ FILES: dict[str, frozenset[str]] = {
     "report.html": NOBODY,
 }
 """What is damaged -> the commands that cannot do without it, or that report whether it is sound."""
-VALUES = (
-    "1e300", "-1e300", "1e999", "NaN", "-Infinity", "-1", "9" * 400, "9" * 6000, str(2**63), "true", "null", "0.5",
-    '"text"', '"\\ud800"', '"[bold red]x[/nope]"', '"\\u001b[31m"', "[]", "{}", "[" * 100_000, '{"a":' * 2000, "",
-)  # fmt: skip
-"""In place of a value of JSON."""
-_DOCUMENTS = ('{"hello": "world"}', "[]", "3", '"text"', "null", "{}", "[[[]]]", "{}\n{}", "\ufeff{}")
-_LOG = "rollouts/step-000002/rank-0000.h5"
 
 
 def make(number: int, folder: Path, base_run: Path, source: random.Random) -> Case:
@@ -72,9 +63,7 @@ def damage_run(number: int, run: Path, source: random.Random) -> tuple[str, froz
     path = run / name
     add_missing(path)
     special = FOR_A_FOLDER if path.is_dir() else FOR_A_FILE
-    kinds = special if path.is_dir() else damages_of(path.name) | special
-    if path.suffix == ".json" or path.match("status/rank-*") or path.name == "owner":
-        kinds |= DOCUMENTS
+    kinds = special if path.is_dir() else damages_of(path) | special
     kind = source.choice(sorted(kinds))
     kinds[kind](path, source)
     return f"{name}: {kind}", FILES[name] if kind in special and kind != "a dangling link" else NOBODY
@@ -129,59 +118,13 @@ def _other_type(lines: list[Any], source: random.Random) -> list[Any]:
     return lines
 
 
-def _extreme(lines: list[Any], source: random.Random) -> list[Any]:
-    value = source.choice((1e300, 1e308, -1e308, float("nan"), float("inf"), -1.0, 0.0, 10**300))
-    kept = ("training/global_step", "drafter/why")
-    return [{key: line[key] if key in kept else value for key in line} for line in lines]
-
-
 def _other_step(run: Path, source: random.Random) -> str:
-    value = source.choice(("1e300", "NaN", "-1", "0.5", "9" * 400, "9" * 6000, '"1"', "true", "[0]", str(2**63)))
-    text = (run / "metrics.jsonl").read_text()
+    value, text = source.choice(VALUES), (run / "metrics.jsonl").read_text()
     (run / "metrics.jsonl").write_text(text.replace('"training/global_step": 2.0', f'"training/global_step": {value}'))
     return value[:20]
 
 
-# -- documents of JSON ----------------------------------------------------------------------------------------------
-
-
-def of_document(change: Callable[[dict[str, Any], random.Random], str]) -> Damage:
-    """Damage to a JSON document; of a status record with the checksum that belongs to it."""
-
-    def apply(path: Path, source: random.Random) -> None:
-        text, is_record = path.read_text(), path.match("status/rank-*")
-        data = change(json.loads(text[9:] if is_record else text), source).encode()
-        record = (f"{zlib.crc32(data):08x} ".encode() + data).ljust(2047)[:2047]
-        path.write_bytes((record if is_record else data) + b"\n")
-
-    return apply
-
-
-def _hostile_value(tree: dict[str, Any], source: random.Random) -> str:
-    return json.dumps({**tree, source.choice(sorted(tree)): "HERE"}).replace('"HERE"', source.choice(VALUES))
-
-
-def _without(tree: dict[str, Any], source: random.Random) -> str:
-    key = source.choice(sorted(tree))
-    return json.dumps({name: value for name, value in tree.items() if name != key})
-
-
-DOCUMENTS = {
-    "a hostile value": of_document(_hostile_value),
-    "without a key": of_document(_without),
-    "another document": of_document(lambda tree, source: source.choice(_DOCUMENTS)),
-}
-
 # -- other files ----------------------------------------------------------------------------------------------------
-
-
-def _other_setting(run: Path, source: random.Random) -> str:
-    lines = (run / "config.toml").read_text().splitlines()
-    spot = source.choice([number for number, line in enumerate(lines) if " = " in line])
-    value = source.choice(("-1", "1e300", "nan", "'text'", "[]", "{}", "true", "[" * 5000, "9" * 6000, "1979-05-27"))
-    lines[spot] = f"{lines[spot].partition(' = ')[0]} = {value}"
-    (run / "config.toml").write_text("\n".join(lines) + "\n")
-    return lines[spot][:50]
 
 
 def _newer_config(run: Path, source: random.Random) -> None:
@@ -193,23 +136,6 @@ def _newer_log(run: Path, source: random.Random) -> None:
     for path in run.glob("rollouts/*/*.h5"):
         with h5py.File(path, "r+") as log:
             log.attrs["schema"] = 99
-
-
-def _log_attribute(run: Path, source: random.Random) -> str:
-    name = source.choice(("step", "rank", "num_ranks", "harvested_seconds", "guarded_near_ties", "committed"))
-    value = source.choice((-1, 2**62, float("nan"), 1e300, float("inf")))
-    with h5py.File(run / _LOG, "r+") as log:
-        del log.attrs[name]
-        log.attrs[name] = np.float64(value) if isinstance(value, float) else np.int64(value)
-    return f"{name} = {value}"
-
-
-def _log_times(run: Path, source: random.Random) -> str:
-    value = source.choice((-1e300, 1e300, float("nan"), 0.0, -1.0))
-    with h5py.File(run / _LOG, "r+") as log:
-        for name in ("start_seconds", "last_token_seconds", "release_seconds"):
-            log["timing"].attrs[name] = value
-    return str(value)
 
 
 def _strange_entries(run: Path, source: random.Random) -> None:
@@ -263,12 +189,8 @@ RUNS: tuple[tuple[str, Damage, frozenset[str]], ...] = (
     ("metrics.jsonl: without a key", of_lines(_without_a_key), CHECK),
     ("metrics.jsonl: a value of another type", of_lines(_other_type), CHECK | {"train"}),
     ("metrics.jsonl: a wrong step", _other_step, CHECK | {"train"}),
-    ("metrics.jsonl: extreme figures", of_lines(_extreme), NOBODY),
-    ("config.toml: a hostile value", _other_setting, NOBODY),
     ("config.toml: of a newer version", _newer_config, frozenset({"train", "evaluate"})),
     ("rollouts: of a newer version", _newer_log, CHECK),
-    ("rollouts: a wrong scalar", _log_attribute, NOBODY),
-    ("rollouts: wrong times", _log_times, NOBODY),
     ("entries that no run has", _strange_entries, NOBODY),
 )  # fmt: skip
 """Damage to a run -> the commands that may not end with status 0."""

@@ -46,7 +46,7 @@ def make(number: int, folder: Path, base_run: Path, source: random.Random) -> Ca
     place = folder / "inputs"
     make_inputs(place, base_run)
     path = source.choice(sorted(place.glob(pattern)))
-    kind, damage = source.choice(list(damages_of(path.name).items()))
+    kind, damage = source.choice(list(damages_of(path).items()))
     damage(path, source)
     wanted = undamaged(folder.parent, base_run, pattern)
     names = _KEYS if path.name == "config.toml" else "$^"
@@ -171,5 +171,5 @@ INPUTS: dict[str, Reader] = {
     "run/finished.json": read_finished,
 }
 """Pattern of files -> how the program reads them."""
-_KEYS = r"key '\w+(\.\w+)*'|^\w+(\.\w+)* = "
-"""A refusal of a job may name a key instead of the file."""
+_KEYS = r"key '\w+(\.\w+)*'|^\w+(\.\w+)* = |missing section"
+"""A refusal of a job may name a key or a section instead of the file."""

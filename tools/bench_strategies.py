@@ -1,10 +1,9 @@
-"""Benchmarks of this project; each ends with what was measured, in a few lines.
+"""Tokens per second of a job's rollouts by batch size: plain, with each strategy alone, and with all of them.
 
-    python tools/bench.py shape --device cuda   # plain decoding at the shape of a 7B model, random weights
-    python tools/bench.py strategies JOB        # rollouts of a job: plain, each strategy alone, and all of them
+    OMP_NUM_THREADS=1 python tools/bench_strategies.py JOB [section.key=value ...]
 
-Run them with OMP_NUM_THREADS=1. Sides take turns; figures are medians, and a ratio is the median of those of each turn.
-``python tools/bench.py NAME --help`` says what is measured.
+One rank. Each way has an engine that has learned on other prompts, and its part of rollout.kv_bytes. In each repetition
+all answer the same new prompts in turn. A ratio is the median of those of each turn.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tlt_hpc.common.script import ending
 
 # isort: split
-import bench_shape
 from bench_shape import requests_of, run_all
 
 from tlt_hpc.common.errors import UserError
@@ -40,11 +38,7 @@ FIRST_STEP = 1_000_000
 
 
 def bench_strategies(options: argparse.Namespace) -> None:
-    """Tokens per second of a job's rollouts by batch size.
-
-    One rank. Each way has an engine that has learned on other prompts, and its part of rollout.kv_bytes. In each
-    repetition all answer the same new prompts in turn.
-    """
+    """Print the rates of a job's rollouts, by batch size."""
     from tlt_hpc.config import load_config
     from tlt_hpc.mpi.world import World
     from tlt_hpc.plan.inputs import read_assets_once
@@ -110,34 +104,16 @@ def compare_strategies(session: Any, batch: int, turns: list[list[Request]]) -> 
         )
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """The command line."""
+def main() -> None:
+    """Measure as the command line says."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = parser.add_subparsers(dest="name", required=True, metavar="NAME")
-
-    def add(name: str, work: Any, text: str | None = None) -> argparse.ArgumentParser:
-        form = argparse.RawDescriptionHelpFormatter
-        about = text or work.__doc__
-        own = names.add_parser(name, description=about, help=about.split("\n")[0], formatter_class=form)
-        own.set_defaults(work=work)
-        return own
-
-    bench_shape.add_options(add("shape", bench_shape.bench, bench_shape.__doc__))
-    strategies = add("strategies", bench_strategies)
-    strategies.add_argument("config", type=Path)
-    strategies.add_argument("overrides", nargs="*")
-    strategies.add_argument("--batches", type=at_least_one_each, default=[1, 8, 32])
-    strategies.add_argument("--repeats", type=at_least_one, default=5)
-    strategies.add_argument("--sequences-per-row", type=at_least_one, help="1: all start together, the batch shrinks")
-    return parser
-
-
-def main() -> int:
-    """Run the benchmark that the command line names."""
-    options = make_parser().parse_args()
-    options.work(options)
-    return 0
+    parser.add_argument("config", type=Path)
+    parser.add_argument("overrides", nargs="*")
+    parser.add_argument("--batches", type=at_least_one_each, default=[1, 8, 32])
+    parser.add_argument("--repeats", type=at_least_one, default=5)
+    parser.add_argument("--sequences-per-row", type=at_least_one, help="1: all start together, the batch shrinks")
+    bench_strategies(parser.parse_args())
 
 
 if __name__ == "__main__":
-    sys.exit(ending("bench", main))
+    sys.exit(ending("bench_strategies", main))

@@ -10,11 +10,11 @@ from typing import Any
 
 from rich.table import Table
 
-from tlt_hpc.cli.given_responses import Given
 from tlt_hpc.common.console import make_console, print_broken
 from tlt_hpc.common.words import count
 from tlt_hpc.config.data_sections import ANSWER, part_name
 from tlt_hpc.data.rows import RowError
+from tlt_hpc.extras.judge_responses.responses import Given
 from tlt_hpc.rewards.answer import Verdict
 from tlt_hpc.rewards.judge import is_judged
 from tlt_hpc.rewards.scorer import Unjudged

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from data_sets import TINY, write_jsonl, write_parquet
 
-from tlt_hpc.cli.given_responses import Given, GivenResponses
 from tlt_hpc.cli.main import main
 from tlt_hpc.config import load_config
+from tlt_hpc.extras.judge_responses.responses import Given, GivenResponses
 
 Captured = pytest.CaptureFixture[str]
 

@@ -10,12 +10,13 @@ from contextlib import closing, contextmanager, nullcontext
 from itertools import islice
 from pathlib import Path
 
-from tlt_hpc.cli.given_responses import Given, GivenResponses
-from tlt_hpc.cli.show_verdicts import Judged, Summary, print_rows, print_summary
 from tlt_hpc.common.printable import one_line
 from tlt_hpc.common.words import count
 from tlt_hpc.config import RewardSection, UserError, load_config
 from tlt_hpc.data.rows import RowError
+from tlt_hpc.extras.judge_responses.responses import Given, GivenResponses
+from tlt_hpc.extras.judge_responses.verdicts import Judged, Summary, print_rows, print_summary
+from tlt_hpc.plan.plan_options import at_least_zero
 from tlt_hpc.rewards.answer import Verdict
 from tlt_hpc.rewards.client import RewardClient
 from tlt_hpc.rewards.functions import check_functions
@@ -25,6 +26,23 @@ from tlt_hpc.storage.folder import GIVE_OUTPUT, WriteError, writing_beside
 
 _BATCH = 256
 """Responses that are in memory at a time."""
+
+
+def add_options(command: argparse.ArgumentParser) -> None:
+    """Add the options of ``tlt reward``."""
+    add = command.add_argument
+    add("config", metavar="CONFIG.toml", help="the job whose [reward] and data.answer_key count, e.g. jobs/tiny.toml")
+    add("file", metavar="FILE", help=".jsonl, .parquet or .arrow with responses, and the answers as in training data")
+    add("overrides", nargs="*", metavar="section.key=value", help="e.g. reward.default=math")
+    words = "column of the response (default: response, responses, completion, solution_str or output)"
+    add("--response", default="", metavar="COLUMN", help=words)
+    words = "column of the expected reward, or true for right (default: expected, reward, score or label)"
+    add("--expected", default="", metavar="COLUMN", help=words)
+    add(
+        "--rows", type=at_least_zero, default=20, metavar="N", help="show the first N (default 20); the sums are of all"
+    )
+    add("--wrong", action="store_true", help="show only responses that are not right")
+    add("--output", type=Path, metavar="FILE.jsonl", help="write all verdicts there as well, a line each")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -1,0 +1,1 @@
+"""Judges the responses of a file by the rules of a job."""
