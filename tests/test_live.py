@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from logged import step_record
+from logged import make_rollout, step_record
 from rich.console import Console
 from tiny import byte_tokenizer
 
@@ -21,7 +21,7 @@ from tlt_hpc.cluster.request import SlurmRequest
 from tlt_hpc.cluster.status import resubmitted_by
 from tlt_hpc.cluster.submission import Submission, SubmittedRun, save
 from tlt_hpc.cluster.watch.record import Record, claim_verdict, status_file, write_record
-from tlt_hpc.common.records import FinishReason, Rollout, SampleKey
+from tlt_hpc.common.records import Rollout, SampleKey
 from tlt_hpc.look.live import watch_run
 from tlt_hpc.look.live.samples import DRAFTED, sample_text, show_samples
 from tlt_hpc.look.live.state import read_state
@@ -97,6 +97,9 @@ def screen(run: RunFolder, height: int = 24) -> list[str]:
 
 
 def test_a_run_at_work_fits_a_small_terminal(run):
+    """What is damaged, or of an earlier start, is left out."""
+    write_record(run.status, record(2, start="before"))
+    (run.status / "rank-0003").write_bytes(b"torn")
     lines = screen(run)
     text = "\n".join(lines)
     assert "a-long-name-of-a-run-in-a-sweep-seed17  full, 2 ranks on 1 node" in text
@@ -169,38 +172,21 @@ def test_a_run_of_a_submission_is_resumed_by_its_job(run, monkeypatch, capsys, t
         assert words in " ".join(capsys.readouterr().out.split())
 
 
-def test_damaged_records_and_those_of_an_earlier_start_are_left_out(run):
-    write_record(run.status, record(2))
-    write_record(run.status, record(3, start="before"))
-    (run.status / "rank-0000").write_bytes(b"torn")
-    assert [one.rank for one in read_state(run.path).records] == [1, 2]
-
-
-def test_a_mistake_is_one_line(run, capsys):
-    sample = ["watch", str(run.path), "--sample", "3"]
-    assert main(sample) == 2
-    err = capsys.readouterr().err
-    assert "no committed step" in err and err.startswith("tlt: ") and err.count("\n") == 1
-    run.training.mkdir()
-    assert main(sample) == 2
-    assert "warm-up" in capsys.readouterr().err, "it has no steps to wait for"
-    for words in (["watch", "a", "--sample=0"], ["report", "a", "--last=0"], ["ablate", "a.toml", "--steps=0"]):
-        with pytest.raises(SystemExit, match="2"):
-            main(words)
-        err = capsys.readouterr().err
-        assert "'0': use whole numbers of 1 or more" in err and err.count("\n") == 1
-
-
 # --- samples ---
 
 
 def response(text: str, pass_lengths: list[int]) -> Rollout:
-    tokenizer = load_tokenizer(find_model("embedded:tiny"))
-    prompt, tokens = (np.array(tokenizer.encode(each).ids, np.int32) for each in ("gcd(4,6)=", text))
-    return Rollout(
-        SampleKey(0, 0, 3, 0, 0), prompt, tokens, np.zeros(len(tokens), np.float32), FinishReason.EOS, 3,
-        len(pass_lengths), 0.0, np.array(pass_lengths, np.uint8),
-    )  # fmt: skip
+    prompt, tokens = (load_tokenizer(find_model("embedded:tiny")).encode(each).ids for each in ("gcd(4,6)=", text))
+    passes = {"num_target_passes": len(pass_lengths), "pass_lengths": np.array(pass_lengths, np.uint8)}
+    return make_rollout(SampleKey(0, 0, 3, 0, 0), prompt, tokens, **passes)
+
+
+def test_samples_of_a_run_without_steps_are_a_mistake_of_one_line(run, capsys):
+    for words in ("no committed step", "warm-up"):  # which has no steps to wait for
+        assert main(["watch", str(run.path), "--sample", "3"]) == 2
+        err = capsys.readouterr().err
+        assert words in err and err.startswith("tlt: ") and err.count("\n") == 1
+        run.training.mkdir(exist_ok=True)
 
 
 def test_drafted_tokens_are_the_coloured_ones(run):

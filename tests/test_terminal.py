@@ -13,14 +13,14 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
-from logged import step_record
+from logged import make_rollout, step_record
 from small_run import line_of, small_record, small_run
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from tlt_hpc.cli.display import Screen, StepReporter
 from tlt_hpc.common.console import make_console
-from tlt_hpc.common.records import FinishReason, Rollout, SampleKey
+from tlt_hpc.common.records import SampleKey
 from tlt_hpc.config import load_config
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.rollout_log import write_step
@@ -58,11 +58,7 @@ def a_run(folder: Path, name: str = "run", words: str = "word") -> RunFolder:
     config = f"[run]\nname = {json.dumps(name)}\n[model]\npath = {json.dumps(str(model))}\n"
     run.config.write_text(config, encoding="utf-8")
     run.metrics.write_text(json.dumps(line_of(3)) + "\n", encoding="utf-8")
-    tokens = np.zeros(1, np.int32)
-    key = SampleKey(0, 0, 3, 0, 0)
-    rollout = Rollout(
-        key, tokens, tokens, np.zeros(1, np.float32), FinishReason.EOS, 3, 1, 0.0, np.array([1], np.uint8)
-    )
+    rollout = make_rollout(SampleKey(0, 0, 3, 0, 0), [0], [0], pass_lengths=np.array([1], np.uint8))
     write_step(run.rollout_log(3, 0), step_record(3, [rollout], [1.0]))
     return run
 
@@ -88,18 +84,14 @@ def test_markup_of_paths_and_data_is_text(tmp_path: Path, capsys: pytest.Capture
 # -- control characters ---------------------------------------------------------------------------------------------
 
 
-def test_control_characters_of_model_text_are_escaped(tmp_path: Path) -> None:
+def test_control_characters_of_model_text_and_errors_are_escaped(tmp_path: Path) -> None:
     run = a_run(tmp_path / "run", name=CONTROLS, words=CONTROLS)
     done = tlt("watch", run.path, "--sample", "1")
     assert done.returncode == 0 and done.stdout.count(SHOWN) == 2 and no_control(done.stdout)
     done = tlt("watch", run.path, "--once")
     assert SHOWN in done.stdout and no_control(done.stdout)
-
-
-@pytest.mark.parametrize("words", [["plan"], ["train", "--dry-run"], ["watch"], ["data", "inspect"]])
-def test_an_error_message_escapes_control_characters(tmp_path: Path, words: list[str]) -> None:
-    done = tlt(*words, str(tmp_path / "no\x1b[31m\u202e.toml"))
-    assert no_control(done.stdout + done.stderr) and r"\x1b[31m\u202e" in done.stdout + done.stderr
+    done = tlt("train", tmp_path / f"{CONTROLS}.toml")
+    assert SHOWN in done.stderr and no_control(done.stderr)
 
 
 def test_a_traceback_and_a_warning_escape_control_characters(tmp_path: Path) -> None:

@@ -49,10 +49,6 @@ def gsm8k_row(question: str, answer: str) -> dict[str, Any]:
     return {"question": question, "answer": answer}
 
 
-def math_row(problem: str, solution: str) -> dict[str, Any]:
-    return {"problem": problem, "level": "Level 5", "type": "Algebra", "solution": solution}
-
-
 def prepare(*arguments: object) -> int:
     return main(["data", "prepare", *map(str, arguments)])
 
@@ -84,16 +80,27 @@ def test_dapo_math_without_its_instruction_and_its_repeats(capsys: Captured) -> 
 
 
 @pytest.mark.parametrize("write", [write_jsonl, write_arrow, write_parquet])
-def test_gsm8k_from_every_kind_of_file(write: Any) -> None:
+def test_gsm8k_from_every_kind_of_file(write: Any, capsys: Captured) -> None:
+    """White space makes no other question, and the fingerprint is the one that a run keeps."""
     ending = write.__name__.removeprefix("write_")
     rows = [
-        gsm8k_row("How many?", "48/2 = <<48/2=24>>24 clips.\n48+24 = 72.\n#### 72"),
-        gsm8k_row("How much?", "She has $1,200,000.\n#### 1,200,000"),
+        gsm8k_row("How  many\nclips?", "48/2 = <<48/2=24>>24 clips.\n48+24 = 72.\n#### 72"),
+        gsm8k_row("¿Cuánto?", "She has $1,200,000.\n#### 1,200,000"),
+        gsm8k_row(" How many clips? ", "#### 72"),
         gsm8k_row("How cold?", "#### 5 is not it\n#### -3"),
     ]
-    assert prepare("gsm8k", write(Path(f"train-00000-of-00001.{ending}"), rows), "--output", "out.jsonl") == 0
-    assert [row["answer"] for row in written("out.jsonl")] == ["72", "1200000", "-3"]
-    assert {row["data_source"] for row in written("out.jsonl")} == {"openai/gsm8k"}
+    out = "new/folder/out.jsonl"
+    assert prepare("gsm8k", write(Path(f"train-00000-of-00001.{ending}"), rows), "--output", out) == 0
+    told = capsys.readouterr().out
+    assert counts(told) == [4, 1, 0, 0, 3]
+    assert [row["answer"] for row in written(out)] == ["72", "1200000", "-3"]
+    assert written(out)[0] == {
+        "prompt": f"How  many\nclips?\n\n{INSTRUCTION}", "answer": "72", "data_source": "openai/gsm8k"
+    }  # fmt: skip
+    mark = hashlib.sha256(Path(out).read_bytes()).hexdigest()
+    assert told.splitlines()[-2:] == [f"wrote {out}, sha256 {mark[:12]}", f"for the job: data.source={out}"]
+    job = load_config(ROOT / "jobs" / "tiny.toml", [f"data.source={out}"])
+    assert open_rows(job.data, frozenset()).digest() == mark
 
 
 SOLUTIONS = {
@@ -115,70 +122,43 @@ def test_the_last_box_is_the_answer_of_math_and_a_marked_number_that_of_gsm8k() 
     assert gsm8k_answer("72") == gsm8k_answer(None) == gsm8k_answer("so ####  ") == ""
 
 
-def test_math_from_the_folders_of_its_subjects() -> None:
-    write_parquet(Path("math/algebra/train-00000-of-00001.parquet"), [math_row("Q1?", r"\boxed{\text{(A)}}")])
-    write_parquet(Path("math/geometry/train-00000-of-00001.parquet"), [math_row("Q2?", r"\boxed{\{1\}}")])
-    write_parquet(Path("math/geometry/test-00000-of-00001.parquet"), [math_row("Q3?", r"\boxed{3}")])
+def test_math_from_the_folders_of_its_subjects_and_the_sets_to_evaluate_on() -> None:
+    for name, answer in (("algebra/train", r"\text{(A)}"), ("geometry/train", r"\{1\}"), ("geometry/test", "3")):
+        row = {"problem": f"{name}?", "level": "Level 5", "type": "x", "solution": rf"\boxed{{{answer}}}"}
+        write_parquet(Path(f"math/{name}-00000-of-00001.parquet"), [row])
     assert prepare("math", "math/*/train-*.parquet") == 0  # the shell, or the command, finds the files
     assert [row["answer"] for row in written("data/math.jsonl")] == [r"\text{(A)}", r"\{1\}"]
     assert prepare("math", "math/algebra", "math/geometry", "--output", "folders.jsonl") == 0  # their split 'train'
     assert Path("folders.jsonl").read_bytes() == Path("data/math.jsonl").read_bytes()
-
-
-def test_sets_to_evaluate_on() -> None:
     row = {"problem": "Q?", "solution": r"\boxed{1}", "answer": r"\frac{3}{4}", "unique_id": "test/1.json"}
     assert prepare("math-500", write_jsonl(Path("test.jsonl"), [row])) == 0
     assert [row["answer"] for row in written("data/math_500.jsonl")] == [r"\frac{3}{4}"]
     assert prepare("aime-2024", write_parquet(Path("aime-2024.parquet"), [dapo_row("Q?", "33")] * 32)) == 0
-    assert [(row["prompt"], row["data_source"]) for row in written("data/aime_2024.jsonl")] == [
-        (f"Q?\n\n{INSTRUCTION}", "aime2024")
-    ]
+    assert [row["data_source"] for row in written("data/aime_2024.jsonl")] == ["aime2024"]
 
 
 # --- what is left out ---
 
 
-def test_questions_with_several_answers_are_left_out_and_the_first_named(capsys: Captured) -> None:
+def test_questions_with_several_answers_or_none_are_left_out_and_the_first_named(capsys: Captured) -> None:
     rows = [dapo_row("A?", "1"), dapo_row("B?", "2"), dapo_row("A?", "1"), dapo_row("A?", "[b]3[/b]")]
     rows += [dapo_row(f"{n}?", answer) for n in range(7) for answer in "12"]
+    rows += [
+        dapo_row("C?", None),
+        dapo_row("D?", " "),
+        {**dapo_row("E?", "1"), "reward_model": None},
+        dapo_row("", "1"),
+    ]
     assert prepare("dapo-math", write_parquet(Path("x.parquet"), rows)) == 0
     out = capsys.readouterr().out
     assert [row["answer"] for row in written("data/dapo_math.jsonl")] == ["2"]
-    assert counts(out) == [18, 0, 17, 0, 1]
+    assert counts(out) == [22, 0, 17, 4, 1]
     assert "conflicts               17 (rows of 8 questions with several answers)\n" in out
     assert "left out: x.parquet row 0 has the answer '1', x.parquet row 3 for the same question '[b]3[/b]'\n" in out
     assert out.count("left out: ") == 5 and "... and 3 more such questions\n" in out
 
 
-def test_white_space_makes_no_other_question(capsys: Captured) -> None:
-    rows = [gsm8k_row("A  or\nB?", "#### 1"), gsm8k_row("C?", "#### 2"), gsm8k_row(" A or B? ", "#### 1")]
-    assert prepare("gsm8k", write_jsonl(Path("x.jsonl"), rows)) == 0
-    assert [row["prompt"] for row in written("data/gsm8k.jsonl")] == [
-        f"A  or\nB?\n\n{INSTRUCTION}", f"C?\n\n{INSTRUCTION}"
-    ]  # fmt: skip
-    assert counts(capsys.readouterr().out) == [3, 1, 0, 0, 2]
-
-
-def test_rows_without_question_or_answer_are_counted(capsys: Captured) -> None:
-    without_model = {**dapo_row("D?", "1"), "reward_model": None}
-    rows = [dapo_row("A?", "1"), dapo_row("B?", None), dapo_row("C?", " "), without_model, dapo_row("", "1")]
-    assert prepare("dapo-math", write_parquet(Path("x.parquet"), rows)) == 0
-    assert counts(capsys.readouterr().out) == [5, 0, 0, 4, 1]
-
-
 # --- what is written ---
-
-
-def test_the_fingerprint_is_the_one_that_a_run_keeps(capsys: Captured) -> None:
-    path = write_jsonl(Path("x.jsonl"), [gsm8k_row("¿Cuántos?", "#### 1")])
-    assert prepare("gsm8k", path, "--output", "new/folder/out.jsonl") == 0
-    mark = hashlib.sha256(Path("new/folder/out.jsonl").read_bytes()).hexdigest()
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[-2:] == [
-        f"wrote new/folder/out.jsonl, sha256 {mark[:12]}", "for the job: data.source=new/folder/out.jsonl"
-    ]  # fmt: skip
-    job = load_config(ROOT / "jobs" / "tiny.toml", ["data.source=new/folder/out.jsonl"])
-    assert open_rows(job.data, frozenset()).digest() == mark
 
 
 def test_an_existing_file_stays_unless_it_is_the_same(capsys: Captured) -> None:
@@ -232,7 +212,6 @@ def test_other_columns_are_named_with_those_that_are_expected(capsys: Captured) 
         (["gsm8k", "bad.jsonl"], "bad.jsonl:2: no JSON object ("),
         (["gsm8k", "half.jsonl"], "half.jsonl:1: has half of a surrogate pair; fix the row\n"),
         (["gsm8k", "unanswered.jsonl"], "no row is left, and data/gsm8k.jsonl was not written; "),
-        (["gsm8k", "good.jsonl", "--output", "good.jsonl"], "good.jsonl exists and differs"),
         (["gsm8k", "good.jsonl", "--output", "good.jsonl/x.jsonl"], "cannot write good.jsonl: File exists; make room"),
     ],
 )  # fmt: skip
@@ -253,18 +232,24 @@ def test_mistakes_are_one_line_and_write_nothing(arguments: list[str], message: 
 # --- the commands that errors name ---
 
 
-def test_a_missing_file_of_a_shipped_job_names_the_commands_that_make_it(monkeypatch, tmp_path) -> None:
+def test_what_a_shipped_job_lacks_is_named_with_the_commands_that_make_it(monkeypatch, tmp_path) -> None:
     (tmp_path / "jobs").symlink_to(ROOT / "jobs")
     monkeypatch.chdir(tmp_path)
-    sources = set()
+    sources, models = set(), set()
     for job in sorted((ROOT / "jobs").glob("*.toml")):
-        data = load_config(job, []).data
+        config = load_config(job, [])
+        data, path = config.data, config.model.path
+        if path != "embedded:tiny":
+            models.add(path)
+            with pytest.raises(ValueError, match=rf"hf download [\w-]+/{Path(path).name} --local-dir {path}$"):
+                find_model(path)
         if data.source_name.startswith("data/"):
             sources.add(data.source_name)
             makes = r"on the login node: hf download .* && tlt data prep|write it: python jobs/word_problems\.py$"
             with pytest.raises(UserError, match=f"exist; ({makes})"):
                 open_rows(data, frozenset())
     assert sources == {str(KNOWN["dapo-math"].output), str(KNOWN["gsm8k"].output), "data/word_problems.jsonl"}
+    assert len(models) > 4
 
 
 def test_the_commands_write_the_file_that_is_missing() -> None:
@@ -289,11 +274,3 @@ def test_the_commands_write_the_file_that_is_missing() -> None:
     loaded = set(done.stdout.splitlines()[-1].split())
     assert "pyarrow" in loaded and not {"torch", "mpi4py", "transformers", "huggingface_hub"} & loaded
     assert len(open_rows(job.data, frozenset())) == 1
-
-
-def test_the_models_of_the_shipped_jobs_are_of_known_families() -> None:
-    paths = {load_config(job, []).model.path for job in (ROOT / "jobs").glob("*.toml")} - {"embedded:tiny"}
-    assert len(paths) > 4
-    for path in paths:
-        with pytest.raises(ValueError, match=rf"hf download [\w-]+/{Path(path).name} --local-dir {path}$"):
-            find_model(path)

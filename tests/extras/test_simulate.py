@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from logged import step_record
+from logged import make_rollout, step_record
 
 from tlt_hpc.cli.main import main
-from tlt_hpc.common.records import EngineSpans, FinishReason, Rollout, RolloutTiming, SampleKey
+from tlt_hpc.common.records import EngineSpans, RolloutTiming, SampleKey
 from tlt_hpc.config import load_config, to_toml
 from tlt_hpc.extras.simulate.costs import TokenCosts, with_speed_ups
 from tlt_hpc.extras.simulate.lengths import log_normal, resampled, shard_lengths
@@ -56,21 +56,6 @@ def test_idle_and_harvested_seconds_of_ranks_that_end_at_1_4_and_9() -> None:
     assert simulate(lengths_of([7]), costs_of([2.0]), setting, StepPhases(0.5, 3.0)).step_seconds[0] == 14 + 3 + 7 * 0.5
 
 
-# --- laws ---
-
-LENGTHS = st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=9), min_size=1, max_size=4)
-
-
-@settings(max_examples=60, deadline=None)
-@given(LENGTHS, st.integers(1, 5))
-def test_harvested_time_is_idle_time_and_tokens_are_conserved(rows: list[list[int]], live: int) -> None:
-    setting = Setting(max_live=live, micro_step_seconds=1.5)
-    steps = simulate(lengths_of(*rows), costs_of([1.0, 1.5, 2.0, 2.5, 3.0]), setting, StepPhases(1e-3, 1.0))
-    assert 0 <= steps.harvested_rank_seconds[0] <= steps.idle_rank_seconds[0] + 1e-9
-    assert steps.tokens[0] == sum(map(sum, rows))
-    assert 0 <= steps.idle_share < 1
-
-
 # --- token by token ---
 
 
@@ -107,6 +92,9 @@ def test_the_walk_is_the_token_by_token_simulation(
     fast = with_speed_ups(plain, [gains, gains[::-1]])
     ends = walk(np.array([lengths]), fast, live, prompt)
     assert ends[0].tolist() == pytest.approx(reference(lengths, fast, live, prompt))
+    steps = simulate(lengths_of(lengths, [1]), fast, Setting(max_live=live, micro_step_seconds=1.5), NOTHING)
+    assert steps.tokens[0] == sum(lengths) + 1
+    assert 0 <= steps.harvested_rank_seconds[0] <= steps.idle_rank_seconds[0] + 1e-9 and 0 <= steps.idle_share < 1
 
 
 # --- lengths and shards ---
@@ -174,22 +162,15 @@ def _spans(shard: Sequence[int], plainly: Chooser, plain: Seconds) -> EngineSpan
         left = np.maximum(left - ACCEPT, 0)
         for place in np.flatnonzero(left == 0)[: len(queue)]:
             left[place] = queue.pop(0)
-    index, num_live, tokens, seconds = zip(*rounds, strict=True)
-    taken = np.array(seconds, np.float32)
-    return EngineSpans(
-        np.array(index, np.int16), np.array(num_live, np.int32), np.array(tokens, np.int32),
-        1000.0 + np.cumsum(taken, dtype=float) - taken, taken,
-    )  # fmt: skip
+    index, num_live, tokens, seconds = map(np.array, zip(*rounds, strict=True))
+    starts = 1000.0 + np.cumsum(seconds) - seconds
+    whole = (each.astype(np.int32) for each in (num_live, tokens))
+    return EngineSpans(index.astype(np.int16), *whole, starts, seconds.astype(np.float32))
 
 
 def _record(step: int, rank: int, num_ranks: int, shard: Sequence[int], spans: EngineSpans) -> StepRecord:
-    rollouts = tuple(
-        Rollout(
-            SampleKey(0, 0, step, rank + num_ranks * (i // 2), i % 2), np.zeros(2, np.int32),
-            np.zeros(length, np.int32), np.zeros(length, np.float32), FinishReason.EOS, step, length, 1000.0,
-        )
-        for i, length in enumerate(shard)
-    )  # fmt: skip
+    keys = (SampleKey(0, 0, step, rank + num_ranks * (i // 2), i % 2) for i in range(len(shard)))
+    rollouts = [make_rollout(key, (0, 0), [0] * length) for key, length in zip(keys, shard, strict=True)]
     rounds = np.bincount(spans.strategy_index, minlength=len(NAMES)).astype(np.int64)
     end = 1000.0 + float(spans.seconds.sum())
     record = step_record(
@@ -235,36 +216,24 @@ def test_steps_with_missing_rounds_are_omitted(tmp_path: Path) -> None:
 # --- the command ---
 
 
-@pytest.fixture
-def rows_of(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Callable[..., list[Any]]:
-    """Runs the command, and returns the rows of the JSON that it writes."""
-
+def test_the_command_prints_a_table_and_writes_json(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     def rows_of(*arguments: str) -> list[Any]:
         assert main(["simulate", *arguments, "--json", f"{tmp_path}/figures.json"]) == 0
-        capsys.readouterr()
         rows: list[Any] = json.loads((tmp_path / "figures.json").read_text())["rows"]
         return rows
 
-    return rows_of
-
-
-def test_the_table_and_the_json(
-    rows_of: Callable[..., list[Any]], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    assert main(["simulate", QWEN, "--nodes", "1,8", "--steps", "3"]) == 0
+    one, eight = rows_of(QWEN, "--nodes", "8,1", "--steps", "3")
     out = capsys.readouterr().out
     assert "GPU-h" in out and max(map(len, out.splitlines())) <= 80
     assert "above 32 responses at a time they are extrapolated" in " ".join(out.split())
-    assert main(["simulate", QWEN, "--nodes", "1", "--steps", "1", "speculation.mode=plain"]) == 0
-    assert "speed-ups" not in capsys.readouterr().out
-    one, two = rows_of(QWEN, "--nodes", "2,1", "--steps", "3")
-    assert (one["nodes"], two["nodes"], one["ranks"]) == (1, 2, 8) and one["gain"] > 1
-    assert two["rollout_seconds"] < one["rollout_seconds"]
+    assert (one["nodes"], eight["nodes"], one["ranks"]) == (1, 8, 8) and one["gain"] > 1
+    assert eight["rollout_seconds"] < one["rollout_seconds"]
     assert one["gpu_hours"] == pytest.approx(one["step_seconds"] * 8 * 200 / 3600)
-
-
-def test_from_a_run(rows_of: Callable[..., list[Any]], tmp_path: Path) -> None:
+    rows_of(QWEN, "--nodes", "1", "--steps", "1", "speculation.mode=plain")
+    assert "speed-ups" not in capsys.readouterr().out
     folder = write_run(tmp_path / "known")
     (row,) = rows_of("--from", str(folder), "--nodes", "1", "--steps", "200")
     assert row["ranks"] == 2 and row["gain"] == 1.0, "as many a node as the run had"
@@ -272,21 +241,3 @@ def test_from_a_run(rows_of: Callable[..., list[Any]], tmp_path: Path) -> None:
     assert row["step_seconds"] - row["rollout_seconds"] == pytest.approx(2 + 0.1 * tokens, rel=0.2)
     (large,) = rows_of(QWEN, "--lengths", str(folder), "--nodes", "1")
     assert large["rollout_seconds"] < 2, "of 60 tokens at most"
-
-
-@pytest.mark.parametrize(("arguments", "words"), [
-    ([], "nothing to simulate"),
-    ([QWEN, "--from", "/nowhere"], "/nowhere does not exist"),
-    ([QWEN, "rollout.tensor_parallel=3"], "tensor_parallel"),
-    ([QWEN, "--nodes", "1", "--steps", "1", "--json", "/proc/figures"], "; make room there or give another --json"),
-    (["--from=a", "--shape=Qwen2.5-7B"], "not allowed with argument --"),
-    ([QWEN, "--median=100", "--lengths=a"], "not allowed with argument --"),
-])  # fmt: skip
-def test_mistakes_end_as_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str], words: str) -> None:
-    """Of two options of which one would count, none is ignored."""
-    try:
-        status: object = main(["simulate", *arguments])
-    except SystemExit as ended:
-        status = ended.code
-    last = capsys.readouterr().err.splitlines()[-1]
-    assert status == 2 and words in last and last.startswith("tlt")
