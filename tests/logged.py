@@ -27,6 +27,8 @@ def step_record(step: int, rollouts: Sequence[Rollout], rewards: Any, **changes:
     """A step without speculation or drafter, but for the fields in ``changes``; all ordered by key."""
     rewards = np.asarray(rewards, np.float32)
     fields: dict[str, Any] = {
+        "rank": 0,
+        "num_ranks": 1,
         "advantages": np.zeros(len(rewards), np.float32),
         "timing": RolloutTiming(0.0, 3.0, 4.0),
         "micro_steps": (),
@@ -38,4 +40,4 @@ def step_record(step: int, rollouts: Sequence[Rollout], rewards: Any, **changes:
         "guarded_near_ties": 0,
         "metrics": {},
     }
-    return StepRecord(step=step, rank=0, num_ranks=1, rollouts=tuple(rollouts), rewards=rewards, **fields | changes)
+    return StepRecord(step=step, rollouts=tuple(rollouts), rewards=rewards, **fields | changes)

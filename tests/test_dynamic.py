@@ -13,16 +13,16 @@ import numpy as np
 import pytest
 from data_sets import gcd_rows, open_data, texts, write_jsonl
 from launch_ranks import ROOT, tlt
+from test_run import records, tokens_of
 from tiny import embedded_tokenizer
 
 from tlt_hpc.checkpoint.store import CheckpointStore
-from tlt_hpc.common.records import Prompt, Rollout, Stream
+from tlt_hpc.common.records import Prompt, Stream
 from tlt_hpc.config import load_config
 from tlt_hpc.data.prompts import open_prompts, shuffled
 from tlt_hpc.rl.draws import StepDraws, chosen, informative, refill_size
 from tlt_hpc.run.replay import ReplayError, missing_responses
 from tlt_hpc.storage.folder import RunFolder
-from tlt_hpc.storage.rollout_log import StepRecord, read_step
 from tlt_hpc.storage.step_lines import drop_lines, read_lines
 
 TINY = ROOT / "jobs" / "tiny.toml"
@@ -134,8 +134,7 @@ def test_refills_have_keys_of_their_own_and_end() -> None:
 
 def test_enough_groups_need_no_refill_and_none_is_allowed_by_default() -> None:
     draws = make_draws("algorithm.max_refills=1")
-    assert draws.refill(np.array([0, 1] * 4, np.float32)) == []
-    assert draws.num_refills == 0
+    assert draws.refill(np.array([0, 1] * 4, np.float32)) == [] and draws.num_refills == 0
     assert not make_draws().needs_scores()
 
 
@@ -149,19 +148,14 @@ def test_a_log_that_lacks_own_responses_is_not_made_up_for_by_refills() -> None:
     own, more = draws.requests(), draws.refill(np.zeros(8, np.float32))
 
     def lacking(responses: Any) -> str:
-        scores = np.zeros(len(responses), np.float32)
-        return missing_responses(
-            responses, scores, StepDraws(draws.config, draws.source, 7), (), RunFolder(Path("run"))
-        )
+        scores, again = np.zeros(len(responses), np.float32), StepDraws(draws.config, draws.source, 7)
+        return missing_responses(responses, scores, again, (), RunFolder(Path("run")))
 
     whole = logged([*own, *more])
     lacks = "run/rollouts lacks {} responses of step 8"
-    for parts, told in (
-        (whole, ""),
-        (whole[:4] + whole[8:12], lacks.format("4 of the 8")),
-        (whole[:13], lacks.format("3 of the 16")),
-    ):
-        assert lacking(parts) == told
+    assert lacking(whole) == ""
+    assert lacking(whole[:4] + whole[8:12]) == lacks.format("4 of the 8")
+    assert lacking(whole[:13]) == lacks.format("3 of the 16")
     whole[-1].prompt_tokens = whole[0].prompt_tokens
     with pytest.raises(ReplayError, match="another prompt"):
         lacking(whole)
@@ -177,31 +171,16 @@ OVERRIDES = [
 ]  # fmt: skip
 
 
-def train(folder: Path, ranks: int, *overrides: str) -> str:
-    place = [f"run.folder={folder}", f"run.ranks={ranks}"]
-    done = tlt(ranks, "train", str(TINY), *OVERRIDES, *overrides, *place)
+def train(folder: Path) -> str:
+    done = tlt(2, "train", str(TINY), *OVERRIDES, f"run.folder={folder}", "run.ranks=2")
     return done.stdout + done.stderr
-
-
-def records(folder: Path, step: int) -> list[StepRecord]:
-    return [read_step(path) for path in RunFolder(folder / "tiny").rollout_logs(step)]
-
-
-def responses(folder: Path) -> dict[Any, list[int]]:
-    every = (rollout for step in range(STEPS) for record in records(folder, step) for rollout in record.rollouts)
-    return {rollout.key: rollout.response_tokens.tolist() for rollout in every}
 
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("straight")
-    train(folder, 2)
+    train(folder)
     return folder
-
-
-def ordered(parts: Sequence[StepRecord]) -> list[tuple[Rollout, float, float]]:
-    every = (row for part in parts for row in zip(part.rollouts, part.rewards, part.advantages, strict=True))
-    return sorted(every, key=lambda row: row[0].key)
 
 
 @pytest.mark.mpi
@@ -210,8 +189,9 @@ def test_a_run_trains_on_groups_that_teach(straight: Path) -> None:
     lines = read_lines(straight / "tiny" / "metrics.jsonl")
     assert sum(line["rollout/refills"] for line in lines.values()) > 0
     for step in range(STEPS):
-        parts = records(straight, step)
-        rows, line = ordered(parts), lines[step]
+        parts, line = records(straight / "tiny", step), lines[step]
+        unordered = [row for part in parts for row in zip(part.rollouts, part.rewards, part.advantages, strict=True)]
+        rows = sorted(unordered, key=lambda row: row[0].key)
         scores = np.array([reward for _, reward, _ in rows], np.float32)
         trained = ~np.isnan([advantage for _, _, advantage in rows])
         is_informative = informative(scores, SIZE)
@@ -236,10 +216,11 @@ def test_a_run_with_refills_resumes(straight: Path, tmp_path: Path) -> None:
     drop_lines(tmp_path / "tiny" / "metrics.jsonl", 2)
     for path in RunFolder(tmp_path / "tiny").rollout_logs(2):
         path.unlink()
-    shown = train(tmp_path, 2)
+    shown = train(tmp_path)
     assert "step 2: its update repeated" in shown and "resuming from step 2" in shown
     assert all(read_lines(straight / "tiny" / "metrics.jsonl")[step]["rollout/refills"] for step in (1, 2))
-    assert responses(tmp_path) == responses(straight)
+    for step in range(STEPS):
+        assert tokens_of(tmp_path / "tiny", step) == tokens_of(straight / "tiny", step)
     ends = [CheckpointStore(folder / "tiny" / "checkpoints", keep=9).at(STEPS) for folder in (straight, tmp_path)]
     for name in ends[0].names("policy"):
         assert (ends[0].read("policy", name) == ends[1].read("policy", name)).all(), name

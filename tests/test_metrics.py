@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
+from logged import make_rollout, step_record
 
 from tlt_hpc.cli.display import Screen, StepReporter
-from tlt_hpc.common.records import FinishReason, MicroStepRecord, Rollout, RolloutTiming, SampleKey
+from tlt_hpc.common.records import FinishReason, MicroStepRecord, RolloutTiming, SampleKey
 from tlt_hpc.drafting.merge import MergeReport
 from tlt_hpc.look.columns import step_cells
 from tlt_hpc.look.metrics import part_of, summarise
@@ -27,30 +29,25 @@ UPDATE = Update(
 )
 
 
-def rollout(draw: int, length: int, passes: int, reason: FinishReason) -> Rollout:
-    tokens = np.zeros(length, np.int32)
-    return Rollout(
-        SampleKey(0, 0, 4, draw, 0), tokens[:3], tokens, np.zeros(length, np.float32), reason, 4, passes, 0.0
-    )
-
-
 def record(rank: int, lengths: list[int], last_token: float, micro_steps: tuple[MicroStepRecord, ...]) -> StepRecord:
-    return StepRecord(
-        step=4,
-        rank=rank,
-        num_ranks=2,
-        rollouts=tuple(rollout(i, n, n // 2, FinishReason(int(n >= 20))) for i, n in enumerate(lengths)),
-        rewards=np.array([1.0] + [0.0] * (len(lengths) - 1), np.float32),
-        advantages=np.zeros(len(lengths), np.float32),
-        timing=RolloutTiming(100.0, last_token, 108.0),
-        micro_steps=micro_steps,
-        harvested_seconds=sum(m.end_seconds - m.start_seconds for m in micro_steps),
-        strategy_names=("off", "drafter-3"),
-        strategy_rounds=np.array([3, 4]),
-        strategy_tokens=np.array([10, 12 * rank]),
-        decisions=np.zeros((0, 2), np.int32),
-        guarded_near_ties=rank,
-        metrics={
+    rollouts = [
+        make_rollout(
+            SampleKey(0, 0, 4, draw, 0), range(3), range(length),
+            finish_reason=FinishReason(int(length >= 20)), num_target_passes=length // 2,
+        )
+        for draw, length in enumerate(lengths)
+    ]  # fmt: skip
+    changes: dict[str, Any] = {
+        "rank": rank,
+        "num_ranks": 2,
+        "timing": RolloutTiming(100.0, last_token, 108.0),
+        "micro_steps": micro_steps,
+        "harvested_seconds": sum(m.end_seconds - m.start_seconds for m in micro_steps),
+        "strategy_names": ("off", "drafter-3"),
+        "strategy_rounds": np.array([3, 4]),
+        "strategy_tokens": np.array([10, 12 * rank]),
+        "guarded_near_ties": rank,
+        "metrics": {
             "rollout/preemptions": 2.0 + rank,
             "rollout/kept_tokens": 8.0 * rank,
             "rollout/late_seconds": 0.25 / (1 + rank),
@@ -59,7 +56,8 @@ def record(rank: int, lengths: list[int], last_token: float, micro_steps: tuple[
             "drafter/merge_exposed_seconds": 0.5 + rank,
             **DraftCounts([10.0, 8.0, 0.0, 0.0], [8.0, 4.0, 0.0, 0.0]).to_metrics(),
         },
-    )
+    }
+    return step_record(4, rollouts, [1.0] + [0.0] * (len(lengths) - 1), **changes)
 
 
 RECORDS = [
@@ -68,19 +66,10 @@ RECORDS = [
 ]
 
 
-class FakeWorld:
-    """A world whose ranks have these records."""
-
-    def __init__(self, records: list[StepRecord]) -> None:
-        self.parts = [part_of(each) for each in records]
-
-    def allgather(self, item: object) -> list[object]:
-        return self.parts
-
-
 @pytest.fixture
 def summary():
-    return summarise(FakeWorld(RECORDS), RECORDS[0], UPDATE, MergeReport(9, 7, "", 0.5), {"gen": 8.0, "step": 10.0})
+    world = SimpleNamespace(allgather=lambda item: [part_of(each) for each in RECORDS])
+    return summarise(world, RECORDS[0], UPDATE, MergeReport(9, 7, "", 0.5), {"gen": 8.0, "step": 10.0})
 
 
 def test_figures_are_sums_over_the_ranks(summary):

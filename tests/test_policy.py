@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,6 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3Moe
 
 from tlt_hpc.common.records import FinishReason, Rollout, SampleKey
 from tlt_hpc.config import Config, load_config, parse_config
-from tlt_hpc.models import policy_model
 from tlt_hpc.mpi.world import World
 from tlt_hpc.rl import distributed
 from tlt_hpc.rl.distributed import (
@@ -31,7 +31,7 @@ from tlt_hpc.rl.distributed import (
     leave_process_group,
 )
 from tlt_hpc.rl.policy import Policy
-from tlt_hpc.rl.stats import NotFiniteError
+from tlt_hpc.rl.stats import NotFiniteError, PolicyStats
 
 VOCABULARY = 40
 NUM_PROMPTS, GROUP_SIZE, NUM_UPDATES = 3, 4, 2
@@ -109,6 +109,18 @@ def connect() -> Any:
     world = World.connect()
     join_process_group(world, "cpu")
     return world
+
+
+def on_a_rank(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that gets the world first, whose other arguments ``run_on_ranks`` is given."""
+
+    @wraps(function)
+    def connected(*arguments: Any) -> Any:
+        found = function(connect(), *arguments)
+        leave_process_group()
+        return found
+
+    return connected
 
 
 def make_policy(config: Config, world: Any, **changes: Any) -> Any:
@@ -231,38 +243,35 @@ def weights_of(policy: Any) -> dict[str, torch.Tensor]:
 # --- gradients and weights ---
 
 
-def compare_with_reference(stages: list[int], changes: dict[str, Any]) -> list[dict[str, Any]]:
-    world = connect()
-    results = []
-    reference = Reference(make_config(**changes))
+def largest_of(gradients: Sequence[dict[str, torch.Tensor]]) -> float:
+    return max(float(g.abs().max()) for each in gradients for g in each.values())
+
+
+@on_a_rank
+def compare_with_reference(world: World, stages: list[int], changes: dict[str, Any]) -> list[Any]:
+    """Per stage: the weights' hash and the figures of the second step, all as the reference has them."""
+    found, reference = [], Reference(make_config(**changes))
     for step in range(2):
         reference.update(make_rollouts(step), make_advantages(step))
+    updated = dict(reference.model.named_parameters())
+    assert largest_of(reference.gradients[:1]) > 0.05 and reference.clipped > 5
+    assert distance(dict(make_model().named_parameters()), updated) > 0.01
+    num_tokens = sum(rollout.response_tokens.size for rollout in make_rollouts(1))
     for stage in stages:
         policy = make_policy(make_config(optimizer__zero_stage=stage, **changes), world)
         captured = capture_gradients(policy)
         stats = [policy.update(make_rollouts(step), make_advantages(step)) for step in range(2)][1]
-        num_tokens = sum(rollout.response_tokens.size for rollout in make_rollouts(1))
-        results.append(
-            {
-                "stage": stage,
-                "gradient": max(map(distance, captured, reference.gradients)),
-                "largest": float(max(g.abs().max() for g in reference.gradients[0].values())),
-                "weights": distance(weights_of(policy), dict(reference.model.named_parameters())),
-                "moved": distance(dict(make_model().named_parameters()), dict(reference.model.named_parameters())),
-                "norm": abs(stats.grad_norm - float(np.mean(reference.norms[NUM_UPDATES:]))),
-                "pg_loss": abs(stats.pg_loss - reference.pg_loss),
-                "entropy": abs(stats.entropy - reference.entropy / num_tokens),
-                "clipped": abs(stats.pg_clipfrac * num_tokens - reference.clipped),
-                "num_clipped": reference.clipped,
-                "num_tokens": stats.num_tokens - num_tokens,
-                "sha256": policy.sha256(),
-                "steps": policy.optimizer_step_count,
-                "stats": [stats.pg_loss, stats.entropy, stats.ppo_kl, stats.grad_norm, stats.update_seconds],
-            }
-        )
+        apart = max(map(distance, captured, reference.gradients)), distance(weights_of(policy), updated)
+        assert max(apart) < TOLERANCE, (stage, apart)
+        figures = [stats.grad_norm, stats.pg_loss, stats.entropy]
+        wanted = [float(np.mean(reference.norms[NUM_UPDATES:])), reference.pg_loss, reference.entropy / num_tokens]
+        assert figures == pytest.approx(wanted, rel=0, abs=1e-4), (stage, figures, wanted)
+        assert stats.grad_norm > 1.0, "DeepSpeed would clip at 1 where max_grad_norm = 0 says not to"
+        assert abs(stats.pg_clipfrac * num_tokens - reference.clipped) < 1.5
+        assert (stats.num_tokens, policy.optimizer_step_count) == (num_tokens, 4)
+        found.append([policy.sha256(), *figures, stats.ppo_kl, stats.update_seconds])
         policy.close()
-    leave_process_group()
-    return results
+    return found
 
 
 @pytest.mark.parametrize(
@@ -280,46 +289,32 @@ def compare_with_reference(stages: list[int], changes: dict[str, Any]) -> list[d
 )
 def test_gradients_and_weights_equal_plain_torch(num_ranks: int, stages: list[int], changes: dict[str, Any]) -> None:
     ranks = run_on_ranks(num_ranks, compare_with_reference, stages, changes)
-    for result in ranks[0]:
-        assert result["largest"] > 0.05 and result["moved"] > 0.01 and result["num_clipped"] > 5, result
-        assert result["gradient"] < TOLERANCE and result["weights"] < TOLERANCE, result
-        assert max(result["norm"], result["pg_loss"], result["entropy"]) < 1e-4, result
-        assert result["clipped"] < 1.5 and result["num_tokens"] == 0 and result["steps"] == 4, result
-        assert result["stats"][3] > 1.0, "DeepSpeed would clip at 1 where max_grad_norm = 0 says not to"
+    assert len(ranks[0]) == len(stages)
     assert all(rank == ranks[0] for rank in ranks), "hashes and stats differ between ranks"
 
 
 # --- in a fixed order ---
 
 
-def modes_seen() -> dict[str, list[int]]:
-    """PyTorch's mode of determinism in attention's forward and backward passes, and after an update and an error."""
-    world, seen = connect(), dict[str, list[int]]()
-    make_attend = policy_model.attend_documents
+@on_a_rank
+def modes_seen(world: World) -> dict[str, list[int]]:
+    """PyTorch's mode of determinism in forward and backward passes, and after an update and an error."""
+    policy, seen = make_policy(make_config(), world), dict[str, list[int]]()
 
-    def note(when: str) -> None:
-        seen.setdefault(when, []).append(torch.get_deterministic_debug_mode())
+    def noting(when: str, act: Callable[..., Any]) -> Callable[..., Any]:
+        def note_and_act(*given: Any, **named: Any) -> Any:
+            seen.setdefault(when, []).append(torch.get_deterministic_debug_mode())
+            return act(*given, **named)
 
-    def watch(lengths: Sequence[int] | None, windows: Sequence[int] = ()) -> Any:
-        attend = make_attend(lengths, windows)
+        return note_and_act
 
-        def watched(*given: Any) -> torch.Tensor:
-            out: torch.Tensor = attend(*given)
-            note("forward")
-            if out.requires_grad:
-                out.register_hook(lambda _: note("backward"))
-            return out
-
-        return watched
-
-    policy_model.attend_documents = watch
-    policy = make_policy(make_config(optimizer__gradient_checkpointing=True), world)
+    for name in ("forward", "backward"):
+        setattr(policy.engine, name, noting(name, getattr(policy.engine, name)))
     policy.update(make_rollouts(), make_advantages())
-    note("after an update")
+    noting("after an update", min)(0, 0)
     with contextlib.suppress(NotFiniteError):
         policy.update(make_rollouts(), np.full_like(make_advantages(), np.inf))
-    note("after an error")
-    leave_process_group()
+    noting("after an error", min)(0, 0)
     return seen
 
 
@@ -332,32 +327,33 @@ def test_an_update_adds_in_a_fixed_order_and_nothing_else_does() -> None:
 # --- the other algorithms ---
 
 
-def distances_from_objective(every_change: list[dict[str, Any]]) -> list[list[float]]:
-    """By algorithm: largest difference of any gradient, and the largest gradient, over two updates."""
-    world = connect()
-    results = []
-    for changes in every_change:
-        config = make_config(**changes)
-        policy, reference = make_policy(config, world), Reference(config)
-        captured = capture_gradients(policy)
-        advantages = make_advantages()
+def distance_from_objective(
+    world: World, config: Config, rollouts: list[Rollout], advantages: np.ndarray
+) -> list[float]:
+    """The largest difference of any gradient, and the largest gradient; of what is masked there is no objective."""
+    policy, reference = make_policy(config, world), Reference(config)
+    captured = capture_gradients(policy)
+    policy.update(rollouts, advantages)
+    policy.close()
+    kept = [config.algorithm.overlong != "mask" or each.finish_reason != FinishReason.LENGTH for each in rollouts]
+    own = np.repeat(kept, [rollout.response_tokens.size for rollout in rollouts])
+    reference.update([rollout for rollout, is_kept in zip(rollouts, kept, strict=True) if is_kept], advantages[own])
+    return [max(map(distance, captured, reference.gradients)), largest_of(reference.gradients)]
+
+
+@on_a_rank
+def distances_of_algorithms(world: World, every_change: list[dict[str, Any]]) -> list[list[float]]:
+    results, rollouts, advantages = [], make_rollouts(), make_advantages()
+    for config in (make_config(**changes) for changes in every_change):
+        own = advantages
         if config.algorithm.name == "gspo":  # its objective is of whole responses
-            lengths = [rollout.response_tokens.size for rollout in make_rollouts()]
-            advantages = np.repeat(advantages[: len(lengths)], lengths)
-        policy.update(make_rollouts(), advantages)
-        policy.close()
-        reference.update(make_rollouts(), advantages)
-        largest = max(float(g.abs().max()) for each in reference.gradients for g in each.values())
-        results.append([max(map(distance, captured, reference.gradients)), largest])
-    leave_process_group()
+            own = np.repeat(advantages[: len(rollouts)], [rollout.response_tokens.size for rollout in rollouts])
+        results.append(distance_from_objective(world, config, rollouts, own))
     return results
 
 
 MAX_WEIGHT = 2.0
-CORRECTED: dict[str, Any] = {
-    "algorithm__rollout_correction": "tis",
-    "algorithm__entropy_coefficient": 0.3,
-}
+CORRECTED: dict[str, Any] = {"algorithm__rollout_correction": "tis", "algorithm__entropy_coefficient": 0.3}
 ALGORITHMS: list[dict[str, Any]] = [
     {"algorithm__name": "dr-grpo"},
     {"algorithm__name": "gspo", "algorithm__clip": "auto"},
@@ -369,7 +365,7 @@ ALGORITHMS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.ci), 2])
 def test_every_algorithms_gradient_is_its_objectives(num_ranks: int) -> None:
     for changes, (difference, largest) in zip(
-        ALGORITHMS, run_on_ranks(num_ranks, distances_from_objective, ALGORITHMS)[0], strict=True
+        ALGORITHMS, run_on_ranks(num_ranks, distances_of_algorithms, ALGORITHMS)[0], strict=True
     ):
         assert largest > 1e-3 and difference < TOLERANCE * max(1.0, largest), (changes, difference, largest)
 
@@ -382,9 +378,10 @@ def away(model: Any) -> Any:
     return model
 
 
-def figures_of_tokens(sharing: int) -> list[list[float]]:
+@on_a_rank
+def figures_of_tokens(world: World, sharing: int) -> list[list[float]]:
     """Distances of all tokens from a reference and figures of the mismatch with the rollout, each with its formula."""
-    world, rollouts = connect(), make_rollouts()
+    rollouts = make_rollouts()
     distances = {"algorithm__name": "rloo", "algorithm__kl_coefficient": 0.5, "algorithm__kl_estimator": "k1"}
     config = make_config(optimizer__zero_stage=3, optimizer__sequence_parallel=sharing, **CORRECTED, **distances)
     policy = Policy(make_model(), config, world, reference=lambda: away(make_model()))
@@ -402,7 +399,6 @@ def figures_of_tokens(sharing: int) -> list[list[float]]:
     assert 0.1 < outside < 0.9
     figures = [apart.mean(), apart.max(), k1.mean(), k3.mean(), weights.clamp(max=MAX_WEIGHT).mean(), outside]
     policy.close()
-    leave_process_group()
     return [found, wanted.tolist(), mismatch, list(map(float, figures))]
 
 
@@ -416,52 +412,33 @@ def test_distances_from_the_reference_and_the_rollout_are_of_all_tokens_before_t
 # --- repeatability, padding, the other settings ---
 
 
-def vary_settings() -> dict[str, Any]:
+@on_a_rank
+def vary_settings(world: World) -> None:
     """Things that need no second job, on one world."""
-    world = connect()
-    result: dict[str, Any] = {}
-    weights = {}
-    for budget in (1, 48, 10_000):
-        policy = make_policy(make_config(optimizer__micro_batch_tokens=budget), world)
-        policy.update(make_rollouts(), make_advantages())
-        weights[budget] = weights_of(policy)
+
+    def update(num_steps: int = 1, reference: Any = None, **changes: Any) -> tuple[list[PolicyStats], Any]:
+        policy = Policy(make_model(), make_config(**changes), world, reference=reference)
+        stats = [policy.update(make_rollouts(step), make_advantages(step)) for step in range(num_steps)]
+        weights = weights_of(policy)
         policy.close()
-    policy = make_policy(make_config(), world)
-    policy.update(make_rollouts(), make_advantages())
-    again = weights_of(policy)
-    policy.close()
-    result["repeated"] = all(torch.equal(again[name], weights[48][name]) for name in again)
-    result["padding"] = max(distance(weights[1], weights[48]), distance(weights[1], weights[10_000]))
+        return stats, weights
 
-    policy = make_policy(make_config(optimizer__warmup_steps=4), world)
-    stats = [policy.update(make_rollouts(step), make_advantages(step)) for step in range(3)]
-    result["lr"] = [each.lr for each in stats]
-    policy.close()
-
-    config = make_config(algorithm__kl_coefficient=0.5)
-    policy = Policy(make_model(), config, world, reference=make_model)
-    stats = [policy.update(make_rollouts(step), make_advantages(step)) for step in range(2)]
-    result["kl"] = [each.kl_loss for each in stats]
-    result["kl changes the update"] = distance(weights_of(policy), weights[48])
-    policy.close()
-
+    one, usual, again, whole = (update(optimizer__micro_batch_tokens=tokens)[1] for tokens in (1, 48, 48, 10_000))
+    assert all(torch.equal(again[name], usual[name]) for name in usual)
+    assert max(distance(one, usual), distance(one, whole)) < TOLERANCE, "padding counts"
+    stats, _ = update(3, optimizer__warmup_steps=4)
+    assert [each.lr for each in stats] == pytest.approx([0.5e-2, 1e-2, 1e-2])
+    stats, weights = update(2, make_model, algorithm__kl_coefficient=0.5)
+    assert 0 < stats[0].kl_loss < stats[1].kl_loss and distance(weights, usual) > 1e-3
     policy = make_policy(make_config(rollout__temperature=0.0, algorithm__updates_per_step=1), world, tied=True)
-    stats = [policy.update(make_rollouts(), np.zeros_like(make_advantages()))]
-    result["greedy loss"], result["greedy kl"] = stats[0].pg_loss, stats[0].ppo_kl
-    result["tied names"] = [name for name, _ in policy.named_weights() if "head" in name or "embed" in name]
-    policy.close()
-    leave_process_group()
-    return result
+    greedy = policy.update(make_rollouts(), np.zeros_like(make_advantages()))
+    assert greedy.pg_loss == greedy.ppo_kl == 0
+    named = [name for name, _ in policy.named_weights() if "head" in name or "embed" in name]
+    assert named == ["model.embed_tokens.weight"]
 
 
 def test_repetition_padding_warmup_reference_and_ties() -> None:
-    result = run_on_ranks(2, vary_settings)[0]
-    assert result["repeated"] and result["padding"] < TOLERANCE
-    assert result["lr"] == pytest.approx([0.5e-2, 1e-2, 1e-2])
-    assert 0 < result["kl"][0] < result["kl"][1]
-    assert result["kl changes the update"] > 1e-3
-    assert result["greedy loss"] == 0 and result["greedy kl"] == 0
-    assert result["tied names"] == ["model.embed_tokens.weight"]
+    run_on_ranks(2, vary_settings)
 
 
 # --- the learning rate ---
@@ -515,9 +492,9 @@ def balance_by_transformers(plan: list[list[tuple[int, ...]]]) -> tuple[dict[str
     return {n: torch.zeros_like(w) if w.grad is None else w.grad for n, w in weights}, float(mean)
 
 
-def balanced_and_not(every_change: list[dict[str, Any]]) -> list[dict[str, float]]:
+@on_a_rank
+def compare_balance(world: World, every_change: list[dict[str, Any]]) -> None:
     """What a coefficient of 0.1 adds to the gradient of an update, against transformers."""
-    world, results = connect(), []
     for changes in every_change:
         gradients, losses = [], []
         for coefficient in (0.0, 0.1):
@@ -530,13 +507,10 @@ def balanced_and_not(every_change: list[dict[str, Any]]) -> list[dict[str, float
             gradients += captured
         wanted, mean = balance_by_transformers(plan)
         added = {name: (gradients[1][name] - gradients[0][name]) / 0.1 for name in wanted}
-        largest = max(float(g.abs().max()) for n, g in wanted.items() if n.endswith("mlp.gate.weight"))
-        results.append(
-            {"gradient": distance(added, wanted), "largest": largest, "loss": losses[1] - mean, "off": losses[0]}
-        )
-        results[-1] |= {"micro-batches": max(len([part for part in share if part]) for share in plan)}
-    leave_process_group()
-    return results
+        routers = {name: gradient for name, gradient in wanted.items() if name.endswith("mlp.gate.weight")}
+        assert distance(added, wanted) < 10 * TOLERANCE < 1e-2 < largest_of([routers]), changes
+        assert losses == [0, pytest.approx(mean, abs=1e-5)], changes
+        assert max(len([part for part in share if part]) for share in plan) > 1, "several micro-batches"
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
@@ -546,64 +520,38 @@ def test_the_load_balancing_loss_is_that_of_transformers_by_micro_batch(num_rank
         {"optimizer__zero_stage": 3, "optimizer__gradient_checkpointing": True},
         {"optimizer__sequence_parallel": num_ranks, "optimizer__micro_batch_tokens": 41},
     ]
-    for result in run_on_ranks(num_ranks, balanced_and_not, changes)[0]:
-        assert result["gradient"] < 10 * TOLERANCE < 1e-2 < result["largest"] and result["micro-batches"] > 1, result
-        assert abs(result["loss"]) < 1e-5 and result["off"] == 0, result
+    run_on_ranks(num_ranks, compare_balance, changes)
 
 
 # --- responses that were cut ---
 
 
-def with_and_without_cut_responses() -> dict[str, Any]:
-    """Gradients of updates in which responses are cut: all masked, and left out of the objective by hand."""
-    world, result = connect(), dict[str, Any]()
-    cut = {1, 4, 5, 6, 7}
-    rollouts = [
-        replace(rollout, finish_reason=FinishReason.LENGTH if index in cut else rollout.finish_reason)
-        for index, rollout in enumerate(make_rollouts())
-    ]
-    ends = np.cumsum([rollout.response_tokens.size for rollout in rollouts])
-    parts = np.split(make_advantages(), ends[:-1])
-    kept = [index for index in range(len(rollouts)) if index not in cut]
-    once = {"algorithm__updates_per_step": 1, "algorithm__entropy_coefficient": 0.3}
+@on_a_rank
+def mask_cut_responses(world: World) -> None:
+    cut, once = {1, 4, 5, 6, 7}, {"algorithm__updates_per_step": 1, "algorithm__entropy_coefficient": 0.3}
+    all_cut = [replace(rollout, finish_reason=FinishReason.LENGTH) for rollout in make_rollouts()]
+    rollouts = [all_cut[index] if index in cut else each for index, each in enumerate(make_rollouts())]
     for aggregation in ("token-mean", "seq-mean-token-mean"):
         config = make_config(algorithm__aggregation=aggregation, algorithm__overlong="mask", **once)
-        policy, reference = make_policy(config, world), Reference(config)
-        captured = capture_gradients(policy)
-        policy.update(rollouts, make_advantages())
-        policy.close()
-        reference.update([rollouts[index] for index in kept], np.concatenate([parts[index] for index in kept]))
-        result[aggregation] = distance(captured[0], reference.gradients[0])
-        result[f"{aggregation}, largest"] = max(float(g.abs().max()) for g in reference.gradients[0].values())
-    policy = make_policy(make_config(algorithm__overlong="mask", **once), world)
-    all_cut = [replace(rollout, finish_reason=FinishReason.LENGTH) for rollout in rollouts]
-    stats = policy.update(all_cut, make_advantages())
-    policy.close()
-    result["of nothing"] = [stats.grad_norm, stats.pg_loss, stats.num_tokens - int(ends[-1])]
-    leave_process_group()
-    return result
+        difference, largest = distance_from_objective(world, config, rollouts, make_advantages())
+        assert difference < TOLERANCE < 1e-3 < largest, (aggregation, difference, largest)
+    stats = make_policy(config, world).update(all_cut, make_advantages())
+    assert (stats.grad_norm, stats.pg_loss) == (0, 0)
+    assert stats.num_tokens == make_advantages().size, "all that were cut are counted"
 
 
 def test_masked_responses_are_as_if_the_update_had_none_of_them() -> None:
-    for result in run_on_ranks(2, with_and_without_cut_responses):
-        for aggregation in ("token-mean", "seq-mean-token-mean"):
-            assert result[aggregation] < TOLERANCE < 1e-3 < result[f"{aggregation}, largest"], result
-        assert result["of nothing"] == [0, 0, 0], "all that were cut are counted"
+    run_on_ranks(2, mask_cut_responses)
 
 
-def overflow() -> str:
-    world = connect()
-    policy = make_policy(make_config(), world)
+@on_a_rank
+def overflow(world: World) -> str:
     advantages = make_advantages()
     # the first token of the fourth response, which belongs to the second of the two updates
     advantages[sum(rollout.response_tokens.size for rollout in make_rollouts()[:3])] = np.inf
-    try:
-        policy.update(make_rollouts(), advantages)
-    except NotFiniteError as error:
-        return str(error)
-    finally:
-        leave_process_group()
-    return "no error"
+    with pytest.raises(NotFiniteError) as caught:
+        make_policy(make_config(), world).update(make_rollouts(), advantages)
+    return str(caught.value)
 
 
 def test_a_gradient_that_is_not_finite_stops_every_rank() -> None:
@@ -656,9 +604,9 @@ def spread() -> None:
     distributed.engine_settings = with_threshold
 
 
-def save_after_two_steps(stages: list[int], folder: str, is_offloaded: bool = False) -> list[list[str]]:
+@on_a_rank
+def save_after_two_steps(world: World, stages: list[int], folder: str, is_offloaded: bool = False) -> list[list[str]]:
     """Per stage: two steps, save, one more; hashes when saved and at the end, and the weights of the end on disk."""
-    world = connect()
     if is_offloaded:
         offload()
     digests = []
@@ -667,22 +615,19 @@ def save_after_two_steps(stages: list[int], folder: str, is_offloaded: bool = Fa
         assert bool(policy.engine.zero_offload_optimizer()) == is_offloaded
         for step in range(2):
             policy.update(make_rollouts(step), make_advantages(step))
-        whole = gathered_state(policy, world)
-        if world.rank == 0:
-            save_file(whole, Path(folder) / f"stage-{stage}.safetensors")
-        saved = policy.sha256()
+        whole, saved = gathered_state(policy, world), policy.sha256()
         policy.update(make_rollouts(2), make_advantages(2))
         weights = weights_of(policy)
         if world.rank == 0:
+            save_file(whole, Path(folder) / f"stage-{stage}.safetensors")
             save_file(weights, Path(folder) / f"stage-{stage}-after.safetensors")
         digests.append([saved, finish(policy)])
-    leave_process_group()
     return digests
 
 
-def load_in_halves(folder: str, changes: dict[str, bool]) -> list[bool]:
+@on_a_rank
+def load_in_halves(world: World, folder: str, changes: dict[str, bool]) -> list[bool]:
     """In bfloat16 at stage 3: whether each weight that was loaded is its master rounded, before any update."""
-    world = connect()
     if changes:
         offload()
     spread()
@@ -694,13 +639,14 @@ def load_in_halves(folder: str, changes: dict[str, bool]) -> list[bool]:
     weights = weights_of(policy)
     same = [torch.equal(weight, saved[f"{name}.master"].to(weight.dtype)) for name, weight in weights.items()]
     policy.close()
-    leave_process_group()
     return same
 
 
-def load_and_go_on(pairs: list[tuple[int, int]], folder: str, is_offloaded: bool = False) -> list[dict[str, Any]]:
-    """Per (stage saved at, stage loaded at): what came back, and where the next step leads."""
-    world = connect()
+@on_a_rank
+def load_and_go_on(
+    world: World, pairs: list[tuple[int, int]], folder: str, is_offloaded: bool = False
+) -> list[list[str]]:
+    """Per (stage saved at, stage loaded at): hashes of what came back, and of where the next step leads."""
     if is_offloaded:
         offload()
     spread()
@@ -724,55 +670,55 @@ def load_and_go_on(pairs: list[tuple[int, int]], folder: str, is_offloaded: bool
         masters = {name: saved[f"{name}.master"] for name in weights_of(policy)}
         assert all(torch.equal(weight, masters[name]) for name, weight in weights_of(policy).items())
         again = gathered_state(policy, world)
-        roundtrip = again.keys() == saved.keys() and all(torch.equal(saved[name], again[name]) for name in saved)
+        assert again.keys() == saved.keys() and all(torch.equal(saved[name], again[name]) for name in saved)
         policy.update(make_rollouts(2), make_advantages(2))
-        after = distance(weights_of(policy), load_file(Path(folder) / f"stage-{saved_stage}-after.safetensors"))
-        steps = policy.optimizer_step_count
-        results.append({"loaded": loaded, "same": roundtrip, "steps": steps, "after": after, "end": finish(policy)})
-    leave_process_group()
+        after = load_file(Path(folder) / f"stage-{saved_stage}-after.safetensors")
+        assert distance(weights_of(policy), after) < 2e-6 and policy.optimizer_step_count == 3 * NUM_UPDATES
+        results.append([loaded, finish(policy)])
     return results
 
 
-def test_state_goes_on_at_another_rank_count_and_stage(tmp_path: Path) -> None:
-    digests = dict(zip((1, 3), run_on_ranks(2, save_after_two_steps, [1, 3], str(tmp_path))[0], strict=True))
-    plan = {2: [(1, 1), (3, 3), (1, 0)], 3: [(1, 3), (3, 1)]}
-    for num_ranks, pairs in plan.items():
-        for rank in run_on_ranks(num_ranks, load_and_go_on, pairs, str(tmp_path)):
-            for (saved_stage, stage), result in zip(pairs, rank, strict=True):
-                saved, end = digests[saved_stage]
-                where = (num_ranks, saved_stage, stage, result)
-                assert result["loaded"] == saved and result["same"] and result["steps"] == 3 * NUM_UPDATES, where
-                assert result["after"] < 2e-6, where
-                if num_ranks == 2 and saved_stage == stage:
-                    assert result["end"] == end, "not bit-equal at the same rank count and stage"
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, list[str]]]:
+    """States saved by two ranks at stages 1 and 3, and by stage the hashes when saved and a step later."""
+    folder = tmp_path_factory.mktemp("saved")
+    return folder, dict(zip((1, 3), run_on_ranks(2, save_after_two_steps, [1, 3], str(folder))[0], strict=True))
 
 
-def test_a_state_in_half_precision_is_its_masters_rounded(tmp_path: Path) -> None:
-    run_on_ranks(2, save_after_two_steps, [3], str(tmp_path))
-    for changes in ({}, {"optimizer__offload": "parameters"}):
-        for same in run_on_ranks(2, load_in_halves, str(tmp_path), changes):
-            assert len(same) > 20 and all(same)
+@pytest.mark.parametrize(("num_ranks", "pairs"), [(2, [(1, 1), (3, 3), (1, 0)]), (3, [(1, 3), (3, 1)])])
+def test_state_goes_on_at_another_rank_count_and_stage(
+    saved: tuple[Path, dict[int, list[str]]], num_ranks: int, pairs: list[tuple[int, int]]
+) -> None:
+    folder, digests = saved
+    for rank in run_on_ranks(num_ranks, load_and_go_on, pairs, str(folder)):
+        for (saved_stage, stage), (loaded, end) in zip(pairs, rank, strict=True):
+            assert loaded == digests[saved_stage][0], (saved_stage, stage)
+            if num_ranks == 2 and saved_stage == stage:
+                assert end == digests[stage][1], "not bit-equal at the same rank count and stage"
 
 
-def test_offloaded_state_resumes_bit_for_bit_and_as_without_offload(tmp_path: Path) -> None:
+@pytest.mark.parametrize("changes", [{}, {"optimizer__offload": "parameters"}])
+def test_a_state_in_half_precision_is_its_masters_rounded(
+    saved: tuple[Path, dict[int, list[str]]], changes: dict[str, Any]
+) -> None:
+    for same in run_on_ranks(2, load_in_halves, str(saved[0]), changes):
+        assert len(same) > 20 and all(same)
+
+
+def test_offloaded_state_resumes_bit_for_bit_and_as_without_offload(
+    saved: tuple[Path, dict[int, list[str]]], tmp_path: Path
+) -> None:
     """With torch's AdamW, whose count of steps is restored; and what is offloaded trains as what is not."""
-    kept, moved = tmp_path / "kept", tmp_path / "moved"
-    for place in (kept, moved):
-        place.mkdir()
-    plain = run_on_ranks(2, save_after_two_steps, [1, 3], str(kept))[0]
-    digests = run_on_ranks(2, save_after_two_steps, [1, 3], str(moved), True)[0]
-    for rank in run_on_ranks(2, load_and_go_on, [(1, 1), (3, 3)], str(moved), True):
-        for (saved, end), result in zip(digests, rank, strict=True):
-            assert result["loaded"] == saved and result["same"] and result["end"] == end, result
-    assert len(plain) == len(digests)
+    digests = run_on_ranks(2, save_after_two_steps, [1, 3], str(tmp_path), True)[0]
+    assert run_on_ranks(2, load_and_go_on, [(1, 1), (3, 3)], str(tmp_path), True) == [digests] * 2
     for stage in (1, 3):
-        without, with_offload = (load_file(place / f"stage-{stage}-after.safetensors") for place in (kept, moved))
+        without, with_offload = (load_file(at / f"stage-{stage}-after.safetensors") for at in (saved[0], tmp_path))
         assert distance(without, with_offload) < 2e-6
 
 
-def hold_and_gather(stages: list[int]) -> list[list[Any]]:
-    """Per stage: whether the shards are the state that DeepSpeed gathers, and this rank's bytes, said and held."""
-    world = connect()
+@on_a_rank
+def hold_and_gather(world: World, stages: list[int]) -> list[int]:
+    """Per stage: this rank's bytes of the state, which are those it said and what DeepSpeed gathers."""
     results = []
     for stage in stages:
         policy = make_policy(make_config(optimizer__zero_stage=stage), world)
@@ -782,28 +728,21 @@ def hold_and_gather(stages: list[int]) -> list[list[Any]]:
         assert not any(piece.values.any() for name, piece in fresh.items() if not name.endswith("master"))
         assert policy.sha256() == before, "saving a fresh policy changes nothing"
         policy.update(make_rollouts(), make_advantages())
-        held = sum(piece.num_bytes for _, piece in policy.state_shard())
-        same = all(
-            torch.equal(tensor + 0.0, policy._state._full(policy._parameters[name.rpartition(".")[0]], kind) + 0.0)
-            for name, tensor in gathered_state(policy, world).items()
-            for kind in [name.rpartition(".")[2]]
-        )
-        results.append([same, policy.num_shard_bytes, held])
+        for name, tensor in gathered_state(policy, world).items():
+            parameter, _, kind = name.rpartition(".")
+            gathered = policy._state._full(policy._parameters[parameter], kind)
+            assert torch.equal(tensor + 0.0, gathered + 0.0), (stage, name)
+        results.append(sum(piece.num_bytes for _, piece in policy.state_shard()))
+        assert policy.num_shard_bytes == results[-1]
         policy.close()
-    leave_process_group()
     return results
 
 
 def test_a_shard_is_what_the_rank_has_of_the_state_and_no_more() -> None:
     num_ranks = 3
-    ranks = run_on_ranks(num_ranks, hold_and_gather, [0, 1, 3])
     whole = 3 * 4 * sum(parameter.numel() for parameter in make_model().parameters())
-    for stage in range(3):
-        shards = [rank[stage] for rank in ranks]
-        assert all(same for same, _, _ in shards), stage
-        assert [announced for _, announced, _ in shards] == [held for _, _, held in shards]
-        assert sum(held for _, _, held in shards) == whole
-        assert max(held for _, _, held in shards) <= whole / num_ranks * 1.1, (stage, shards)
+    for held in zip(*run_on_ranks(num_ranks, hold_and_gather, [0, 1, 3]), strict=True):
+        assert sum(held) == whole and max(held) <= whole / num_ranks * 1.1, held
 
 
 # --- the process group ---
