@@ -23,7 +23,7 @@ from inspect_run import faults as faults_of_files
 from fault_kinds.disk import CHOICES, Choice, Disk, Part, State, by_chance, content, everything
 from fault_kinds.interception import NOT_RECORDED, Change, described, read_changes, unavailable
 from fault_kinds.results import Result, Results
-from fault_kinds.runs import Job, forking, outcome_of, texts
+from fault_kinds.runs import Job, differences, forking, outcome_of, texts
 from fault_kinds.system_calls import SETTINGS, STEPS
 from tlt_hpc.checkpoint.store import CheckpointStore
 from tlt_hpc.common.errors import UserError
@@ -61,7 +61,7 @@ def strike(options: Namespace, results: Results) -> None:
         Builder(folder / f"files-{number}").build(state, again)
         status, text = job.run(again, log)
         wrong = [f"status {status}: {text[-500:]}"] if status or "Traceback" in text else []
-        wrong += [f"differs in {name}" for name, found in outcome_of(again, STEPS).items() if found != wanted[name]]
+        wrong += differences(outcome_of(again, STEPS), wanted)
         results.add(Result(f"resume {number}", "random, resumed", "right", wrong))
 
 
