@@ -40,68 +40,11 @@ from tlt_hpc.rollout.sampling import SamplingRule
 from tlt_hpc.rollout.strategy import Strategy
 from tlt_hpc.storage.folder import RunFolder
 
-H, INNER, V, W, QUERIES, KEYS = 128, 256, 24, 7, 128, 64
+H, INNER, V, W = 128, 256, 24, 7
 IDS = [2, 3, 5, 8, 13, 17, 19]
-
-LAYER = {
-    "self_attn.q_proj.weight": (QUERIES, H),
-    "self_attn.k_proj.weight": (KEYS, H),
-    "self_attn.v_proj.weight": (KEYS, H),
-    "self_attn.o_proj.weight": (H, QUERIES),
-    "mlp.gate_proj.weight": (INNER, H),
-    "mlp.up_proj.weight": (INNER, H),
-    "mlp.down_proj.weight": (H, INNER),
-    "post_attention_layernorm.weight": (H,),
-}
-WIDE = {f"self_attn.{part}_proj.weight": (rows, 2 * H) for part, rows in zip("qkv", (QUERIES, KEYS, KEYS), strict=True)}
-NORMS = {"hidden_norm.weight": (H,), "input_layernorm.weight": (H,)}
 JOB = str(Path(__file__).parent.parent / "jobs" / "tiny.toml")
-BIASES = {f"layers.0.self_attn.{p}_proj.bias": (n,) for p, n in zip("qkv", (QUERIES, KEYS, KEYS), strict=True)}
-EAGLE = {"fc.weight": (H, 2 * H), **{f"layers.0.{name}": sizes for name, sizes in LAYER.items()}}
-EAGLE3 = {
-    "fc.weight": (H, 3 * H),
-    **{f"midlayer.{name}": sizes for name, sizes in (LAYER | WIDE | NORMS).items()},
-    "norm.weight": (H,),
-    "lm_head.weight": (W, H),
-    "d2t": (W,),
-    "t2d": (V,),
-}
-SIZES = {
-    ("sglang", "eagle"): EAGLE | {"fc.bias": (H,)} | BIASES,
-    ("vllm", "eagle"): EAGLE,
-    ("sglang", "eagle3"): EAGLE3,
-    ("vllm", "eagle3"): EAGLE3,
-    ("speculators", "eagle3"): {name.replace("midlayer.", "layers.0."): size for name, size in EAGLE3.items()},
-}
-CASES = list(SIZES)
-
-CONFIG = {
-    "model_type": "llama", "hidden_size": H, "intermediate_size": INNER, "num_hidden_layers": 1,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": V, "hidden_act": "silu",
-    "rms_norm_eps": 1e-6, "max_position_embeddings": 2048, "rope_theta": 10000.0, "rope_scaling": None,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "tie_word_embeddings": False,
-    "attention_bias": False, "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0, "torch_dtype": "float16",
-}  # fmt: skip
-QWEN2 = {key: value for key, value in CONFIG.items() if key != "attention_bias"}
-LLAMA_EAGLE3 = {**CONFIG, "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": W}
-SGLANG_QWEN2 = {"architectures": ["Qwen2ForCausalLMEagle"], "model_type": "qwen2", "use_sliding_window": False}
-SPECULATORS = {
-    "architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3", "draft_vocab_size": W,
-    "norm_before_residual": False, "norm_before_fc": False, "fc_norm": False, "norm_output": False,
-    "eagle_aux_hidden_state_layer_ids": [2, 4, 5], "target_hidden_size": None, "tie_word_embeddings": False,
-    "torch_dtype": "float16", "transformer_layer_config": CONFIG, "speculators_config": {
-        "algorithm": "eagle3", "default_proposal_method": "greedy", "proposal_methods": [
-            {"proposal_type": "greedy", "speculative_tokens": 5, "verifier_accept_k": 1, "accept_tolerance": 0.0}
-        ], "verifier": {"architectures": [], "name_or_path": str(embedded("tiny"))},
-    },
-}  # fmt: skip
-CONFIGS: dict[tuple[str, str], dict[str, Any]] = {
-    ("sglang", "eagle"): QWEN2 | SGLANG_QWEN2,
-    ("vllm", "eagle"): {**CONFIG, "architectures": ["LlamaForCausalLM"]},
-    ("sglang", "eagle3"): LLAMA_EAGLE3,
-    ("vllm", "eagle3"): LLAMA_EAGLE3,
-    ("speculators", "eagle3"): SPECULATORS,
-}
+FORMATS = json.loads((Path(__file__).parent / "export_formats.json").read_text())
+"""By format and form the exact config.json and the tensors' shapes of an export for the embedded model."""
 
 
 # --- what is exported ---
@@ -181,16 +124,18 @@ def test_what_writes_into_a_run_that_is_anothers_asks_for_another_place(run, mon
 # --- the exact files ---
 
 
-@pytest.mark.parametrize(("kind", "form"), CASES)
-def test_names_sizes_types_and_config_are_exactly_those_of_the_format(kind, form, tmp_path, target):
+@pytest.mark.parametrize("name", FORMATS)
+def test_names_sizes_types_and_config_are_exactly_those_of_the_format(name, tmp_path, target):
+    kind, form = name.split()
+    wanted = json.loads(json.dumps(FORMATS[name]).replace('"MODEL"', json.dumps(str(embedded("tiny")))))
     out = exported(kind, form, tmp_path, target.shape)
     assert {path.name for path in out.iterdir()} == {"config.json", "README.md", "model.safetensors"}
     tensors = load_file(out / "model.safetensors")
-    assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == SIZES[kind, form]
+    assert {name: list(tensor.shape) for name, tensor in tensors.items()} == wanted["shapes"]
     types = {name: tensor.dtype for name, tensor in tensors.items()}
     ids = {"d2t": torch.int64, "t2d": torch.bool} if form == "eagle3" else {}
     assert types == dict.fromkeys(tensors, torch.float16) | ids
-    assert json.loads((out / "config.json").read_text()) == CONFIGS[kind, form]
+    assert json.loads((out / "config.json").read_text()) == wanted["config"]
     assert not any(tensor.any() for name, tensor in tensors.items() if name.endswith(".bias"))
     if form == "eagle3":
         assert (torch.arange(W) + tensors["d2t"]).tolist() == tensors["t2d"].nonzero().flatten().tolist() == IDS
@@ -210,8 +155,9 @@ def test_a_llama_target_with_a_scaled_rotary_embedding(target):
     shape = replace(shape, rope_scaling={**scaling, "rope_theta": 5e5})
     files = lay_out("sglang", drafter, replace(target, shape=shape))
     rope = {"rope_scaling": scaling, "rope_theta": 5e5, "rope_parameters": {**scaling, "rope_theta": 5e5}}
-    assert files.config == {**CONFIG, **rope, "architectures": ["LlamaForCausalLMEagle"]}
-    assert set(files.tensors) == set(EAGLE) | {"fc.bias"}, "a Llama has no biases of queries, keys and values"
+    wanted = FORMATS["vllm eagle"]
+    assert files.config == {**wanted["config"], **rope, "architectures": ["LlamaForCausalLMEagle"]}
+    assert files.tensors.keys() == {*wanted["shapes"], "fc.bias"}, "a Llama has no biases of queries, keys and values"
 
 
 # --- the same tokens ---
@@ -336,7 +282,7 @@ def test_a_mistake_is_one_line_with_the_remedy_and_writes_nothing(command, words
     ("name", "value", "words"),
     [
         ("down.weight", torch.full((H, INNER), torch.nan), "'down' holds values that are no numbers"),
-        ("output.weight", torch.full((H, QUERIES), 1e6), "values beyond torch.float16"),
+        ("output.weight", torch.full((H, H), 1e6), "values beyond torch.float16"),
         ("token_ids", torch.tensor([2, 3, 5, 8, 13, 13, 19]), "each above the one before"),
     ],
 )
@@ -356,21 +302,34 @@ def test_eagle3_needs_a_target_of_seven_layers(target):
 # --- the policy ---
 
 
-def test_a_policy_in_several_files_is_the_checkpoints(run, capsys, monkeypatch):
-    monkeypatch.setattr(policy, "SHARD_BYTES", 1_000_000)
-    assert main(["export-policy", str(run), "--dtype", "float32", "--step", "10"]) == 0
-    out = run / "export" / "policy-step-000010"
-    ours, theirs = (
-        AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32) for place in (out, embedded("tiny"))
-    )
+def test_a_policy_in_several_files_is_the_checkpoints_and_the_newest_replaces_only_it(run, monkeypatch, capsys):
+    out, start = run / "out", embedded("tiny")
+    with monkeypatch.context() as patch:
+        patch.setattr(policy, "SHARD_BYTES", 1_000_000)
+        assert main(["export-policy", str(run), "--dtype=float32", "--step=10", f"--output={out}"]) == 0
+    ours, theirs = (AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32) for place in (out, start))
     torch.testing.assert_close(ours.state_dict(), theirs.state_dict())
-    ours, theirs = (AutoTokenizer.from_pretrained(folder) for folder in (out, embedded("tiny")))
+    ours, theirs = (AutoTokenizer.from_pretrained(folder) for folder in (out, start))
     assert ours("gcd(12,18)=").input_ids == theirs("gcd(12,18)=").input_ids
-    assert (out / "generation_config.json").read_bytes() == (embedded("tiny") / "generation_config.json").read_bytes()
+    assert (out / "generation_config.json").read_bytes() == (start / "generation_config.json").read_bytes()
     files = [load_file(path) for path in sorted(out.glob("model-0000*-of-0000*.safetensors"))]
     sizes = [sum(tensor.nbytes for tensor in file.values()) for file in files]
     assert len(files) > 2 and all(size <= 1e6 or len(file) == 1 for size, file in zip(sizes, files, strict=True))
     assert json.loads((out / "model.safetensors.index.json").read_text())["metadata"]["total_size"] == sum(sizes)
+
+    assert main(["export-policy", str(run), f"--output={out}"]) == 0
+    assert [path.name for path in out.glob("*.safetensors*")] == ["model.safetensors"], "a file of the earlier export"
+    weights, before = load_file(out / "model.safetensors"), load_file(start / "model.safetensors")
+    assert weights.keys() == before.keys()
+    assert all(torch.equal(weight, (before[name].float() * 2).bfloat16()) for name, weight in weights.items())
+    assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
+
+    (out / "notes.txt").write_text("mine")
+    there = {path.name: path.stat().st_ino for path in out.iterdir()}
+    capsys.readouterr()
+    assert main(["export-policy", str(run), f"--output={out}"]) == 2
+    assert "has 'notes.txt' in it and is no earlier export" in capsys.readouterr().err
+    assert {path.name: path.stat().st_ino for path in out.iterdir()} == there
 
 
 def test_the_runs_own_chat_template_goes_with_its_policy(run, tmp_path, capsys):
@@ -391,24 +350,6 @@ def test_the_runs_own_chat_template_goes_with_its_policy(run, tmp_path, capsys):
 def test_a_weight_that_float16_cannot_hold_is_not_exported_as_infinity():
     with pytest.raises(UserError, match=r"^weight 'w' has values beyond torch\.float16; take --dtype bfloat16$"):
         policy.rounded("w", torch.tensor([1.0, 7e4]), torch.float16)
-
-
-def test_the_newest_policy_replaces_an_earlier_export_and_nothing_else(run, capsys, monkeypatch):
-    out = run / "export" / "policy"
-    with monkeypatch.context() as patch:
-        patch.setattr(policy, "SHARD_BYTES", 1_000_000)
-        assert main(["export-policy", str(run)]) == 0
-    assert main(["export-policy", str(run)]) == 0
-    assert [path.name for path in out.glob("*.safetensors*")] == ["model.safetensors"], "a file of the earlier export"
-    weights, start = load_file(out / "model.safetensors"), load_file(embedded("tiny") / "model.safetensors")
-    assert weights.keys() == start.keys()
-    assert all(torch.equal(weight, (start[name].float() * 2).bfloat16()) for name, weight in weights.items())
-    assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
-    (out / "notes.txt").write_text("mine")
-    before = {path.name: path.stat().st_ino for path in out.iterdir()}
-    assert main(["export-policy", str(run)]) == 2
-    assert "has 'notes.txt' in it and is no earlier export" in capsys.readouterr().err
-    assert {path.name: path.stat().st_ino for path in out.iterdir()} == before
 
 
 def test_an_adapter_replaces_an_earlier_one(tmp_path: Path) -> None:

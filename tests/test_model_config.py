@@ -6,6 +6,7 @@ A configuration that the decoder accepts must give the logits of transformers; a
 from __future__ import annotations
 
 import dataclasses
+import json
 import sys
 from collections import Counter
 from copy import deepcopy
@@ -77,52 +78,8 @@ def check_all(cases: list[dict[str, Any]], family: str, least: int) -> None:
 
 # --- the rotary embedding ---
 
-LLAMA3 = {
-    "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32,
-}  # fmt: skip
-NO_ORIGINAL = {key: value for key, value in LLAMA3.items() if key[0] != "o"}
-THETA = {"rope_theta": 300.0}
-FLAT: dict[str, Any] = {
-    "absent": MISSING,
-    "null": None,
-    "empty": {},
-    "a list": [1],
-    "default": {"rope_type": "default", **THETA},
-    "default without theta": {"rope_type": "default"},
-    "default with a factor": {"rope_type": "default", "factor": 4.0, **THETA},
-    "theta alone": THETA,
-    "theta is null": {"rope_type": "default", "rope_theta": None},
-    "linear": {"rope_type": "linear", "factor": 4.0, **THETA},
-    "linear without theta": {"rope_type": "linear", "factor": 4.0},
-    "linear by its older name": {"type": "linear", "factor": 4.0},
-    "two types": {"type": "linear", "rope_type": "default", "factor": 4.0},
-    "llama3": {"rope_type": "llama3", **LLAMA3, **THETA},
-    "llama3 without theta": {"rope_type": "llama3", **LLAMA3},
-    "llama3 without the original": {"rope_type": "llama3", **NO_ORIGINAL},
-    "llama3 crossed": {"rope_type": "llama3", **LLAMA3, "low_freq_factor": 8.0},
-    "llama3 of no band": {"rope_type": "llama3", **LLAMA3, "low_freq_factor": 4.0},
-    "partial": {"rope_type": "default", "partial_rotary_factor": 0.5, **THETA},
-    "partial and linear": {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5},
-    "yarn": {"rope_type": "yarn", "factor": 4.0},
-    "dynamic": {"rope_type": "dynamic", "factor": 4.0},
-    "mrope": {"type": "mrope", "mrope_section": [2, 3, 3]},
-}
-LINEAR, LOCAL = FLAT["linear"], {"rope_type": "default", "rope_theta": 50.0}
-BY_LAYER: dict[str, Any] = {
-    "by layer": {"full_attention": LINEAR, "sliding_attention": LOCAL},
-    "by layer, alike": {"full_attention": FLAT["default"], "sliding_attention": FLAT["default"]},
-    "by layer, without theta": {"full_attention": {"rope_type": "linear", "factor": 4.0}, "sliding_attention": {}},
-    "by layer, full alone": {"full_attention": LINEAR},
-    "by layer, sliding alone": {"sliding_attention": LOCAL},
-    "by layer, null": {"full_attention": None, "sliding_attention": LOCAL},
-    "by layer, llama3": {"full_attention": FLAT["llama3"], "sliding_attention": LOCAL},
-    "by layer, sliding linear": {"full_attention": THETA, "sliding_attention": {"type": "linear", "factor": 3.0}},
-    "by layer, partial": {"full_attention": FLAT["partial"], "sliding_attention": LOCAL},
-    "by layer, theta is null": {"full_attention": {"rope_theta": None}, "sliding_attention": LOCAL},
-    "by layer and flat": {"full_attention": THETA, "sliding_attention": LOCAL, "rope_type": "linear", "factor": 4.0},
-    "by layer, a list": {"full_attention": [1], "sliding_attention": LOCAL},
-}
-SPELLINGS = FLAT | BY_LAYER
+SPELLINGS: dict[str, Any] = json.loads(Path(__file__).with_name("rope_spellings.json").read_text())
+SPELLINGS["absent"] = MISSING
 
 
 def rotations(pairs: list[tuple[str, str]], family: str) -> list[dict[str, Any]]:

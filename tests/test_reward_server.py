@@ -74,13 +74,9 @@ def make_client(**settings: Any) -> RewardClient:
     return client
 
 
-def client_of(own: str, **settings: Any) -> RewardClient:
-    return make_client(default=own, **settings)
-
-
 @pytest.fixture(scope="module")
 def client(own: str) -> Iterator[RewardClient]:
-    with closing(client_of(own)) as client:
+    with closing(make_client(default=own)) as client:
         yield client
 
 
@@ -138,12 +134,6 @@ def test_what_goes_wrong_costs_that_answer_alone(
     assert client.num_restarts == 0
 
 
-def test_an_answer_that_never_ends_meets_the_limit_of_the_clock(own: str) -> None:
-    limit = Verdict(0.0, Failure.WALL, "no verdict in 3.0 s of the clock")
-    with closing(client_of(own, cpu_seconds=0.05)) as client:
-        assert ask(client, "sleep", "a") == [limit, Verdict(1.0)]
-
-
 def test_a_child_that_an_answer_leaves_is_ended(client: RewardClient) -> None:
     assert ask(client, "child") == [Verdict(1.0)]
     wait_until(lambda: not any(map(alive, group_members(client._process.pid))))
@@ -176,8 +166,6 @@ def brevity(data_source, solution_str, ground_truth, extra_info=None):
     match solution_str:
         case "raise": raise KeyError("planted")
         case "nan": return float("nan")
-        case "spin":
-            while True: pass
     return -len(solution_str) / 10
 
 def is_second(**given): return runs == ["score"]
@@ -206,7 +194,6 @@ def test_what_a_part_fails_on_is_not_judged(parts: str) -> None:
     failures = {
         "raise": (Failure.ERROR, "KeyError: 'planted' (parts.py, line 11)"),
         "nan": (Failure.ERROR, "brevity: the function returned 'nan', which is not a number between -1e+06 and 1e+06"),
-        "spin": (Failure.CPU, "more than 1.0 s of CPU time"),
         "": (Failure.ERROR, "ZeroDivisionError: division by zero"),
     }
     weights = {f"{parts}:brevity": 0.5, f"{parts}:fails": 1}
@@ -214,7 +201,7 @@ def test_what_a_part_fails_on_is_not_judged(parts: str) -> None:
         right, *failed = ask(client, "answer: A", *failures, kind="choice", truth="A")
     assert right.parts == {"answer": 1.0, "brevity": -0.9, "fails": 1 / 9}
     assert failed == [Verdict(0.0, *each) for each in failures.values()]
-    assert [each.parts for each in failed] == [{}] * 4 and failed[2].seconds > 0.9
+    assert [each.parts for each in failed] == [{}] * 3
 
 
 FAILING = """
@@ -254,7 +241,7 @@ def test_what_a_response_fails_on_costs_no_more_than_a_wrong_answer_and_no_less(
 
 def test_a_server_that_dies_is_started_again_and_loses_nothing(own: str) -> None:
     """Except an answer that ends it twice."""
-    client = client_of(own)
+    client = make_client(default=own)
     numbers = [client.submit(Answer(own, "own", "x" * length, "")) for length in range(300)]
     os.kill(client._process.pid, signal.SIGKILL)
     verdicts = client.wait(numbers)
@@ -267,18 +254,17 @@ def test_a_server_that_dies_is_started_again_and_loses_nothing(own: str) -> None
 
 
 @pytest.mark.ci
-def test_a_server_that_is_stopped_is_replaced(own: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tlt_hpc.rewards.client._STALLED_SECONDS", 3.0)
-    with closing(client_of(own, cpu_seconds=0.05)) as client:
+def test_an_answer_that_never_ends_meets_the_limit_of_the_clock_and_a_stopped_server_is_replaced(
+    own: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that had nothing to judge for long, as after an update, is not taken for stopped."""
+    limit = Verdict(0.0, Failure.WALL, "no verdict in 3.0 s of the clock")
+    with closing(make_client(default=own, cpu_seconds=0.05)) as client:
+        client._heard_at -= 3600.0
+        assert ask(client, "slow", "sleep", "a") == [Verdict(1.0), limit, Verdict(1.0)] and client.num_restarts == 0
+        monkeypatch.setattr("tlt_hpc.rewards.client._STALLED_SECONDS", 3.0)
         os.kill(client._process.pid, signal.SIGSTOP)
         assert ask(client, "four") == [Verdict(4.0)] and client.num_restarts == 1
-
-
-def test_a_server_that_had_nothing_to_judge_for_long_is_not_taken_for_stopped(own: str) -> None:
-    """As after an update, where the first answer is judged for longer than one look."""
-    with closing(client_of(own)) as client:
-        client._heard_at -= 3600.0
-        assert ask(client, "slow") == [Verdict(1.0)] and client.num_restarts == 0
 
 
 def test_to_wait_for_a_server_that_does_not_start_again_is_no_progress(tmp_path: Path) -> None:
@@ -288,7 +274,7 @@ def test_to_wait_for_a_server_that_does_not_start_again_is_no_progress(tmp_path:
         f"import pathlib, time\nmark = pathlib.Path({str(mark)!r})\nif mark.exists(): time.sleep(10**6)\nmark.touch()\n"
         "def score(data_source, solution_str, ground_truth, extra_info=None): return 1\n"
     )
-    client = client_of(f"{path}:score")
+    client = make_client(default=f"{path}:score")
     assert ask(client, "a") == [Verdict(1.0)]
     os.kill(client._process.pid, signal.SIGKILL)
     ended = list[bool]()
@@ -315,7 +301,7 @@ def test_a_rank_with_a_thousand_connections_waits_for_its_server(own: str) -> No
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limits[1] <= 1100:
         pytest.skip(f"a process may have {limits[1]} descriptors here")
-    with closing(client_of(own)) as client:
+    with closing(make_client(default=own)) as client:
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(limits[0], 1200), limits[1]))
         try:
             with client._socket as low:
@@ -389,11 +375,11 @@ def test_a_function_that_cannot_be_loaded_is_one_line(tmp_path: Path, content: s
 
 def test_an_adapter_and_a_compiled_function_can_be_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path])
-    adapter = "import functools\ndef inner(text): ...\n@functools.wraps(inner)\ndef compute_score(**given): ..."
-    for content in (adapter, "compute_score = max  # has no signature"):
-        (tmp_path / "own.py").write_text(content)
-        (function,) = load_functions([f"{tmp_path / 'own.py'}:compute_score"]).values()
-        assert callable(function)
+    adapter = "import functools\ndef inner(text): ...\n@functools.wraps(inner)\ndef adapter(**given): ...\n"
+    (tmp_path / "own.py").write_text(f"{adapter}compiled = max  # has no signature")
+    assert all(
+        map(callable, load_functions([f"{tmp_path}/own.py:{name}" for name in ("adapter", "compiled")]).values())
+    )
 
 
 SECRETS = dict.fromkeys(("HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "https_proxy", "MY_KEY"), "swordfish")
@@ -408,18 +394,8 @@ def test_the_server_gets_the_variables_that_python_needs_and_no_other(
     assert kept == {**passed, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0", "CUDA_VISIBLE_DEVICES": ""}
     for name, value in SECRETS.items():
         monkeypatch.setenv(name, value)
-    with closing(client_of(own)) as client:
+    with closing(make_client(default=own)) as client:
         assert "swordfish" not in Path(f"/proc/{client._process.pid}/environ").read_text()
-
-
-# --- mathematics ---
-
-
-def test_mathematics_is_judged_in_the_server() -> None:
-    cases = [("\\boxed{2/4}", "1/2"), ("no idea", "3"), ("\\boxed{9^{9^{9^{9}}}}", "3"), ("\\boxed{3}", "$$")]
-    with closing(make_client(default="math")) as client:
-        found = [ask(client, text, kind="math", truth=truth)[0] for text, truth in cases]
-    assert [each.reward for each in found] == [1, 0, 0, 0] and found[3].failure == Failure.UNREADABLE
 
 
 # --- verdicts are a function of the answer ---
@@ -427,19 +403,22 @@ def test_mathematics_is_judged_in_the_server() -> None:
 
 def test_verdicts_depend_on_neither_the_number_of_workers_nor_the_order(client: RewardClient, own: str) -> None:
     texts = ["raise", "spin", "memory", "dict", "order", "state", "segv", "a", "bb"]
-    with closing(client_of(own, workers=4)) as other:
+    with closing(make_client(default=own, workers=4)) as other:
         assert ask(client, *texts) == ask(other, *texts[::-1])[::-1]
 
 
 # --- the sandbox as the server has it ---
 
 
-def test_programs_go_through_the_server() -> None:
+def test_mathematics_and_programs_are_judged_in_the_server() -> None:
+    cases = [("\\boxed{2/4}", "1/2"), ("no idea", "3"), ("\\boxed{9^{9^{9^{9}}}}", "3"), ("\\boxed{3}", "$$")]
     texts = ["def f(n): return n + 1", "def f(n): return n", "import os\nos.abort()", "x = [0] * 10**9"]
     truth = json.dumps({"inputs": [[1]], "outputs": [2], "fn_name": "f"})
     crash = Verdict(0.0, Failure.CRASH, "the program was killed by signal 6")
     with closing(make_client(default="code", cpu_seconds=2.0)) as client:
+        found = [ask(client, text, kind="math", truth=answer)[0] for text, answer in cases]
         verdicts = ask(client, *texts, kind="code", truth=truth)
+    assert [each.reward for each in found] == [1, 0, 0, 0] and found[3].failure == Failure.UNREADABLE
     wrong = Verdict(0.0, detail="test 1: gave '1', expected '2'")
     assert verdicts == [Verdict(1.0), wrong, crash, Verdict(0.0, Failure.MEMORY)]
     assert verdicts[0].read == "def f(n): return n + 1"

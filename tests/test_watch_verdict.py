@@ -98,13 +98,10 @@ def test_who_is_named(who):
     assert line_of(*records) == line
 
 
-def test_a_rank_without_a_sign_of_life_is_named_after_one_that_is_seen_to_hang():
+def test_ranks_without_a_sign_of_life_are_named_after_one_that_hangs_and_files_that_cannot_be_read():
     silent = line_of(waits(0), record(1), record(2), silent=(1,))
     assert "rank 1 on node2 shows no sign of life (dead, stopped, or cut off from the run's folder)" in str(silent)
     assert str(line_of(stuck(0), record(1), silent=(1,))).startswith("rank 0")
-
-
-def test_files_that_cannot_be_read_are_named():
     assert line_of(waits(0), lost=(1,)) == (
         "rank 1 cannot be seen, while rank 0 waits in allgather (rollout of step 13); "
         "the status of rank 1 cannot be read: there is no file"
@@ -125,13 +122,14 @@ def test_no_rank_that_makes_progress_is_named(ranks):
 # -- records ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_record_comes_back_as_it_was(tmp_path):
+def test_a_record_comes_back_as_it_was_and_a_start_has_one_verdict(tmp_path):
     told = stuck(3, where="x" * 50, ending="finished", part="micro-batch 1 of 2")
-    write_record(tmp_path, told)
-    assert read_record(status_file(tmp_path, 3)) == told
-    assert status_file(tmp_path, 3).stat().st_size == SIZE
-    write_record(tmp_path, record(3))
-    assert read_record(status_file(tmp_path, 3)) == record(3), "written in place"
+    for each in (told, record(3)):  # the second is written in place
+        write_record(tmp_path, each)
+        assert read_record(status_file(tmp_path, 3)) == each
+    assert status_file(tmp_path, 3).stat().st_size == SIZE and read_verdict(tmp_path) is None
+    assert claim_verdict(tmp_path, "a", "rank 1 is stuck") and not claim_verdict(tmp_path, "a", "rank 2 is stuck")
+    assert read_verdict(tmp_path) == ("a", "rank 1 is stuck") and len(list(tmp_path.iterdir())) == 2
 
 
 @given(st.integers(0, SIZE - 1), st.integers(1, 255))
@@ -140,14 +138,6 @@ def test_a_damaged_record_is_refused(index, change):
     data[index] ^= change
     with suppress(DamagedText):
         assert decode(bytes(data)) == record(0), "only blanks at its end may change nothing"
-
-
-def test_one_verdict_a_start(tmp_path):
-    assert read_verdict(tmp_path) is None
-    assert claim_verdict(tmp_path, "a", "rank 1 is stuck")
-    assert not claim_verdict(tmp_path, "a", "rank 2 is stuck")
-    assert read_verdict(tmp_path) == ("a", "rank 1 is stuck")
-    assert [path.name for path in tmp_path.iterdir()] == ["verdict.txt"]
 
 
 # -- counting ---------------------------------------------------------------------------------------------------------
@@ -182,22 +172,12 @@ def test_a_rank_that_trains_the_drafter_and_hears_of_no_other_rank_waits_in_the_
             counter.look()
         told = counter.record(MEMBER)
         assert (told.waiting, told.number, told.stalled) == ("pulse", 5, True)
+        beat.stand_by()
+        beat.polled(4, 0, over=False)
+        assert (beat.waiting, counter.record(MEMBER).stalled) == (("pulse", 5), True), "that is no progress"
         beat.polled(5, 0, over=False)
         counter.look()
-        assert not counter.record(MEMBER).stalled
-
-
-def test_polls_of_a_rank_that_stands_by_are_no_progress():
-    beat = Beat()
-    beat.begin_pulse()
-    beat.polled(1, 3, over=False)
-    before = beat.progress
-    beat.stand_by()
-    beat.polled(1, 0, over=False)
-    beat.stand_by()
-    assert (beat.progress, beat.waiting) == (before, ("pulse", 2))
-    beat.polled(2, 0, over=False)
-    assert (beat.progress, beat.waiting) == (before + 1, None)
+        assert beat.waiting is None and not counter.record(MEMBER).stalled
 
 
 def test_bytes_that_a_save_has_written_are_progress_but_asking_for_their_number_is_not():

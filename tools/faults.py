@@ -1,7 +1,6 @@
 """Strike a run of this project with faults, and look whether it keeps what it promises.
 
     python tools/faults.py moments --count 40           # kill -9, SIGUSR2 and SIGTERM at moments of a run
-    python tools/faults.py moments --count 40 --only ahead       # kill -9 of a rank that generates ahead
     python tools/faults.py system-calls --alike 1 --jobs 2       # each system call fails: one of a kind on each file
     python tools/faults.py power-loss --resumes 20      # what a power failure can leave, after each change of a file
     python tools/faults.py inputs --count 1000          # damaged files that the program reads, by its readers
@@ -71,11 +70,10 @@ def make_parser() -> argparse.ArgumentParser:
         own.add_argument("--output", type=Path, help="for the table, in Markdown")
         if kind in COUNTS:
             own.add_argument("--count", type=int, default=COUNTS[kind], help=f"of cases ({COUNTS[kind] or 'all'})")
-        if kind in ("moments", "system-calls"):
-            own.add_argument("--only", help="this kind or place alone; of system calls a pattern of cases")
         if kind in ("system-calls", "power-loss"):
             own.add_argument("--ranks", type=int, default=1)
         if kind == "system-calls":
+            own.add_argument("--only", help="a pattern of cases")
             own.add_argument("--rank", type=int, default=0, help="the one whose call fails")
             own.add_argument("--alike", type=int, default=0, metavar="M", help="at most M calls of a kind on a file")
             own.add_argument("--jobs", type=int, default=1, help="runs at a time")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,19 @@ from launch_ranks import ROOT, run_on_ranks
 from plain_heads import PlainHead
 from safetensors.torch import load_file, save_file
 from test_evaluate import start as evaluated
-from test_export import IDS, H, W, assert_same_drafts, embedded_eagle, exported, proposed, random_eagle3
+from test_export import (
+    FORMATS,
+    IDS,
+    INNER,
+    H,
+    V,
+    W,
+    assert_same_drafts,
+    embedded_eagle,
+    exported,
+    proposed,
+    random_eagle3,
+)
 from test_resume import Silent
 from test_warmup import kept
 from test_warmup import start as warmed_up
@@ -44,22 +57,18 @@ from tlt_hpc.rl.distributed import leave_process_group
 from tlt_hpc.rollout.strategy import OFF, Strategy
 
 TINY = ROOT / "jobs" / "tiny.toml"
-V, INNER = 24, 192
+OWN_INNER = 192
 LLAMA3 = {
     "rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }  # fmt: skip
-BASE: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "hidden_size": H, "intermediate_size": 256,
-    "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": V,
-    "rms_norm_eps": 1e-6, "max_position_embeddings": 2048, "rope_theta": 10000.0, "rope_scaling": None,
-}  # fmt: skip
+BASE = {**FORMATS["vllm eagle3"]["config"]}
+del BASE["draft_vocab_size"], BASE["rope_parameters"]
 SPECULATORS: dict[str, Any] = {
     "architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3", "draft_vocab_size": W,
     "norm_before_residual": False, "speculators_config": {"verifier": {"name_or_path": "ORG/Other-7B"}},
-    "transformer_layer_config": {name: value for name, value in BASE.items() if name[:3] not in ("arc", "max")},
+    "transformer_layer_config": {name: value for name, value in BASE.items() if name != "architectures"},
 }  # fmt: skip
-QKV = [("self_attn.q_proj", 128), ("self_attn.k_proj", 64), ("self_attn.v_proj", 64)]
 
 
 # --- heads as others write them ---
@@ -69,18 +78,15 @@ def embedding() -> Tensor:
     return embedded_decoder().embedding.clone()
 
 
-def random_tensors(form: str, prefix: str, inner: int = 256, num_drafted: int = W) -> dict[str, Tensor]:
+def random_tensors(form: str, prefix: str, inner: int = INNER, num_drafted: int = W) -> dict[str, Tensor]:
     """A head's tensors under published names, of values that float16 holds exactly."""
-    width = 2 * H if form == "eagle3" else H
-    sizes: dict[str, tuple[int, ...]] = {f"{prefix}{name}.weight": (rows, width) for name, rows in QKV}
-    sizes |= {
-        "fc.weight": (H, 3 * H if form == "eagle3" else 2 * H), f"{prefix}self_attn.o_proj.weight": (H, H),
-        f"{prefix}mlp.gate_proj.weight": (inner, H), f"{prefix}mlp.up_proj.weight": (inner, H),
-        f"{prefix}mlp.down_proj.weight": (H, inner), f"{prefix}post_attention_layernorm.weight": (H,),
-    }  # fmt: skip
+    sizes = {
+        re.sub(r"^(midlayer|layers\.0)\.", prefix, name): [inner if n == INNER and "mlp." in name else n for n in size]
+        for name, size in FORMATS[f"vllm {form}"]["shapes"].items()
+        if name not in ("d2t", "t2d")
+    }
     if form == "eagle3":
-        norms = (f"{prefix}input_layernorm.weight", f"{prefix}hidden_norm.weight", "norm.weight")
-        sizes |= {**dict.fromkeys(norms, (H,)), "lm_head.weight": (num_drafted, H)}
+        sizes["lm_head.weight"] = [num_drafted, H]
     source = torch.Generator().manual_seed(1)
     made = {
         name: torch.randn(size, generator=source) * (size[-1] ** -0.5 * (len(size) > 1) or 0.3)
@@ -104,12 +110,14 @@ def head_folder(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]
 
 def eagle3_with_all(folder: Path) -> Path:
     """A head that differs in all that it may, in the layout of speculators."""
-    own = {"intermediate_size": INNER, "rms_norm_eps": 0.05, "rope_theta": 500.0, "rope_scaling": LLAMA3}
+    own = {"intermediate_size": OWN_INNER, "rms_norm_eps": 0.05, "rope_theta": 500.0, "rope_scaling": LLAMA3}
     config = SPECULATORS | {
         "norm_before_residual": True, "eagle_aux_hidden_state_layer_ids": [2, 4, 5],
         "transformer_layer_config": {**SPECULATORS["transformer_layer_config"], **own},
     }  # fmt: skip
-    tensors = with_ids(random_tensors("eagle3", "layers.0.", INNER)) | {"embed_tokens.weight": embedding().bfloat16()}
+    tensors = with_ids(random_tensors("eagle3", "layers.0.", OWN_INNER)) | {
+        "embed_tokens.weight": embedding().bfloat16()
+    }
     tensors |= {"verifier_norm.weight": torch.ones(H)}
     return head_folder(folder, config, tensors)
 
@@ -122,10 +130,11 @@ def eagle3_of_all_tokens(folder: Path) -> Path:
 
 def eagle_with_bias(folder: Path) -> Path:
     """An EAGLE head as EAGLE's reference has it: fc with a bias, and the embedding."""
-    own = {"intermediate_size": INNER, "rms_norm_eps": 0.02, "rope_theta": 300.0}
-    tensors = random_tensors("eagle", "layers.0.", INNER) | {"embed_tokens.weight": embedding().half()}
+    own = {"intermediate_size": OWN_INNER, "rms_norm_eps": 0.02, "rope_theta": 300.0}
+    tensors = random_tensors("eagle", "layers.0.", OWN_INNER) | {"embed_tokens.weight": embedding().half()}
     bias = {"fc.bias": torch.randn(H, generator=torch.Generator().manual_seed(2)).half()}
-    zeros = {f"layers.0.{name}.bias": torch.zeros(rows) for name, rows in QKV}
+    shapes = FORMATS["sglang eagle"]["shapes"]
+    zeros = {name: torch.zeros(shapes[name]) for name in shapes if name.endswith("_proj.bias")}
     return head_folder(folder, BASE | own | {"architectures": ["LlamaForCausalLM"]}, tensors | bias | zeros)
 
 
@@ -150,14 +159,13 @@ def model():
 # --- the same drafter ---
 
 
-@pytest.mark.parametrize(
-    ("kind", "form"),
-    [("sglang", "eagle"), ("vllm", "eagle"), ("sglang", "eagle3"), ("speculators", "eagle3")],
-)
-def test_an_export_comes_back_as_it_was(kind, form, tmp_path):
+@pytest.mark.parametrize("kind", ["sglang", "vllm"])
+def test_an_export_of_the_eagle_form_comes_back_as_it_was(kind, tmp_path):
     shape = embedded_decoder().shape
-    before = read_drafter("embedded:tiny", shape, "") if form == "eagle" else random_eagle3(shape)
-    after = imported(exported(kind, form, tmp_path, shape), form)
+    before, after = (
+        read_drafter("embedded:tiny", shape, ""),
+        imported(exported(kind, "eagle", tmp_path, shape), "eagle"),
+    )
     assert after.keys() == before.keys(), "no settings: the layer is as its target's"
     assert all(torch.equal(after[name].float(), before[name].half().float()) for name in before)
 
@@ -204,14 +212,18 @@ def test_exports_of_every_rotary_and_head_size_come_back_and_draft_the_same(rota
 
 
 @pytest.mark.parametrize("name", HEADS)
-def test_an_imported_head_drafts_what_a_plain_reader_of_it_drafts(name, tmp_path, model):
+def test_an_imported_head_drafts_what_a_plain_reader_of_it_drafts_and_leaves_the_text_as_it_is(name, tmp_path, model):
     form, write = HEADS[name]
     head = write(tmp_path / "head")
     drafter = inference_drafter(imported(head, form), embedded_decoder())
     assert drafter.form == form
     if name != "all tokens":
-        assert drafter.shape.intermediate_size == INNER != embedded_decoder().shape.intermediate_size
+        assert drafter.shape.intermediate_size == OWN_INNER != embedded_decoder().shape.intermediate_size
     assert_same_drafts([head], form, proposed(drafter), model)
+    requests, options = gcd_requests(3, 3), {"chooser": "random", "max_live": 6, "page_size": 8}
+    strategies = [Strategy("drafter", 4), Strategy("drafter", 3, 3, 7), OFF]
+    engine = make_engine(strategies, drafter=drafter, drafter_is_trained=True, max_new_tokens=60, **options)
+    assert texts(generate(engine, requests)) == texts(generate(make_engine(max_new_tokens=60), requests))
 
 
 @pytest.mark.parametrize("name", ["all settings", "a bias"])
@@ -268,23 +280,12 @@ class Trap:
 # --- what is refused ---
 
 
-def changed(
-    config: dict[str, Any] | None = None, nested: dict[str, Any] | None = None, **tensors: Any
-) -> Callable[[Path], Path]:
+def changed(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor | None]) -> Path:
     """A head of speculators that is fit but for these changes; None takes a tensor away."""
-
-    def write(folder: Path) -> Path:
-        layer = {**SPECULATORS["transformer_layer_config"], **(nested or {})}
-        stored = with_ids(random_tensors("eagle3", "layers.0.")) | {"embed_tokens.weight": embedding()}
-        stored |= {name.replace("__", "."): tensor for name, tensor in tensors.items()}
-        kept = {name: tensor for name, tensor in stored.items() if tensor is not None}
-        return head_folder(folder, {**SPECULATORS, "transformer_layer_config": layer, **(config or {})}, kept)
-
-    return write
-
-
-def renamed(names: dict[str, Tensor], **config: Any) -> Callable[[Path], Path]:
-    return lambda folder: head_folder(folder, {**BASE, **config}, names)
+    layer = {**SPECULATORS["transformer_layer_config"], **config.get("transformer_layer_config", {})}
+    stored = {**with_ids(random_tensors("eagle3", "layers.0.")), "embed_tokens.weight": embedding(), **tensors}
+    kept = {name: tensor for name, tensor in stored.items() if tensor is not None}
+    return head_folder(folder, {**SPECULATORS, **config, "transformer_layer_config": layer}, kept)
 
 
 def other_row() -> Tensor:
@@ -292,64 +293,49 @@ def other_row() -> Tensor:
     return embedding().index_copy_(0, torch.tensor([5]), torch.ones(1, H))
 
 
-ONES = torch.ones(128)
-REFUSED: dict[str, tuple[Callable[[Path], Path], str]] = {
-    "medusa": (renamed({"0.0.linear.weight": ONES}, architectures=["MedusaModel"]),
-               r"no EAGLE head: architectures = \['MedusaModel'\], and no tensor 'fc.weight'"),
-    "speculators' eagle": (changed({"speculators_model_type": "eagle"}), "speculators_model_type = 'eagle' is not"),
-    "p-eagle": (changed({"speculators_model_type": "peagle"}), "speculators_model_type = 'peagle' is not supported"),
-    "two layers": (changed(nested={"num_hidden_layers": 2}), "num_hidden_layers = 2, and a drafter has one layer"),
-    "two layers' tensors": (changed(layers__1__mlp__up_proj__weight=ONES), "a tensor 'layers.1.mlp.up_proj.weight'"),
-    "dflash": (changed(fc__weight=torch.ones(H, 5 * H)), r"'fc.weight' has shape \[128, 640\], which neither"),
-    "fc_norm": (changed({"fc_norm": True}), "fc_norm = True is not supported"),
-    "norm_output": (changed({"norm_output": True}), "norm_output = True is not supported"),
-    "no features": (changed({"eagle_config": {"use_aux_hidden_state": False}}), "use_aux_hidden_state = False is not"),
-    "width of another target": (changed({"target_hidden_size": 256}), "target_hidden_size = 256 is not supported"),
-    "a window": (changed(nested={"layer_types": ["sliding_attention"]}), "layer_types = .* is not supported"),
-    "yarn": (changed(nested={"rope_scaling": {"rope_type": "yarn"}}), "rope_type 'yarn' is not supported"),
-    "another family's layer": (changed(nested={"model_type": "mistral", "sliding_window": 64}), "does not have"),
-    "half a scaling": (changed(nested={"rope_scaling": {**LLAMA3, "factor": None}}), "factor is missing; "),
-    "heads": (changed(nested={"num_attention_heads": 8, "head_dim": 16}),
-              "num_attention_heads = 8, and the target's is 4: it is a head for 'ORG/Other-7B', and the target is t"),
-    "key-value heads": (changed(nested={"num_key_value_heads": 4}), "num_key_value_heads = 4, and the target's is 2"),
-    "head_dim": (changed(nested={"head_dim": 64}), "head_dim = 64, and the target's is 32"),
-    "a vocabulary": (changed(nested={"vocab_size": 32}), "vocab_size = 32, and the target's is 24: it is a head for"),
-    "another embedding": (changed(embed_tokens__weight=other_row()),
-                          "row 5 of 'embed_tokens.weight' is not the target's: it is a head for 'ORG/Other-7B', and"),
-    "an embedding's size": (changed(embed_tokens__weight=torch.ones(9, H)), r"'embed_tokens.weight' has shape \[9,"),
-    "layers by SGLang's count": (changed({"eagle_aux_hidden_state_layer_ids": [1, 3, 4]}),
-                                 r"= \[1, 3, 4\], and the features of a drafter here enter the layers \[2, 4, 5\]"),
-    "layers by vLLM's count": (changed({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 4, 5]}}),
-                               r"= \[2, 4, 5\], and the features of a drafter here leave the layers \[1, 3, 4\]"),
-    "no word on the residual": (changed({"norm_before_residual": None}), "norm_before_residual = None is neither true"),
-    "biases": (changed(layers__0__self_attn__q_proj__bias=ONES), "q_proj.bias' is not zero"),
-    "fc's bias": (changed(fc__bias=ONES), "'fc.bias' is not zero"),
-    "norms of heads": (changed(layers__0__self_attn__q_norm__weight=ONES), "a tensor 'layers.0.self_attn.q_norm."),
-    "a hole": (changed(lm_head__weight=None), "it has no tensor 'lm_head.weight'"),
-    "sizes": (changed(nested={"intermediate_size": 300}), r"gate_proj.weight' has shape \[256, 128\], its config"),
-    "drafted": (changed({"draft_vocab_size": 9}), r"has shape \[7, 128\], its config.json asks for \[9, 128\]"),
-    "int8": (changed(norm__weight=torch.ones(H, dtype=torch.int8)), "'norm.weight' is stored as torch.int8"),
-    "a value": (changed(norm__weight=torch.full((H,), torch.nan)), "'final_norm' holds values that are no numbers"),
-    "ids": (changed(d2t=torch.zeros(W, dtype=torch.int64)), "'t2d' does not name the tokens that 'd2t' leads to"),
-    "ids that fall": (changed(d2t=torch.tensor([2, 2, 3, 5, 9, 12, 5])), "'d2t' does not lead to ascending ids"),
-    "ids out of range": (changed(d2t=torch.tensor([2, 2, 3, 5, 9, 12, 18])), "'d2t' does not lead to ascending ids"),
-    "no ids": (changed(d2t=None, t2d=None), "'lm_head.weight' has 7 rows for 24 tokens, and no 'd2t' says which"),
-    "a short map": (changed(t2d=torch.ones(7, dtype=torch.bool)), "'t2d' does not name the tokens"),
-}  # fmt: skip
+ONES, FIRST = torch.ones(128), "layers.0.self_attn"
+LINES = Path(__file__).with_name("unusable_heads.txt").read_text().splitlines()
+"""Changes of config.json, and below each what is said of them."""
+TENSORS: list[tuple[dict[str, Tensor | None], str]] = [
+    ({"layers.1.mlp.up_proj.weight": ONES},
+     "it has a tensor 'layers.1.mlp.up_proj.weight', and its layer here none of that name"),
+    ({"fc.weight": torch.ones(H, 5 * H)}, "'fc.weight' has shape [128, 640], which neither EAGLE nor EAGLE-3 has"),
+    ({"embed_tokens.weight": other_row()}, "row 5 of 'embed_tokens.weight' is not the target's: it is a head for "
+     "'ORG/Other-7B', and the target is tiny"),
+    ({"embed_tokens.weight": torch.ones(9, H)},
+     "'embed_tokens.weight' has shape [9, 128], its config.json asks for [24, 128]"),
+    ({f"{FIRST}.q_proj.bias": ONES}, f"'{FIRST}.q_proj.bias' is not zero, and its layer here has no such bias"),
+    ({"fc.bias": ONES}, "'fc.bias' is not zero, and its layer here has no such bias"),
+    ({"lm_head.weight": None}, "it has no tensor 'lm_head.weight'"),
+    ({"norm.weight": ONES.to(torch.int8)}, "'norm.weight' is stored as torch.int8, which is not supported"),
+    ({"norm.weight": ONES * torch.nan}, "'final_norm' holds values that are no numbers"),
+    ({"d2t": torch.zeros(W, dtype=torch.int64)}, "'t2d' does not name the tokens that 'd2t' leads to"),
+    ({"t2d": torch.ones(7, dtype=torch.bool)}, "'t2d' does not name the tokens that 'd2t' leads to"),
+    ({"d2t": torch.tensor([2, 2, 3, 5, 9, 12, 5])}, "'d2t' does not lead to ascending ids of the target's 24 tokens"),
+    ({"d2t": torch.tensor([2, 2, 3, 5, 9, 12, 18])}, "'d2t' does not lead to ascending ids of the target's 24 tokens"),
+    ({"d2t": None, "t2d": None}, "'lm_head.weight' has 7 rows for 24 tokens, and no 'd2t' says which"),
+]  # fmt: skip
+REFUSED: list[tuple[dict[str, Any], dict[str, Tensor | None], str]] = [
+    *((json.loads(config), {}, words.strip()) for config, words in zip(LINES[::2], LINES[1::2], strict=True)),
+    *(({}, tensors, words) for tensors, words in TENSORS),
+    (
+        {"speculators_model_type": None, "architectures": ["MedusaModel"]},
+        {"fc.weight": None},
+        "it is no EAGLE head: architectures = ['MedusaModel'], and no tensor 'fc.weight'",
+    ),
+]
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_another_head_is_refused_in_one_line(name, tmp_path):
-    write, words = REFUSED[name]
-    with pytest.raises(ConfigError, match=words) as found:
-        imported(write(tmp_path), "eagle3")
-    said = str(found.value)
-    assert said.startswith(f"drafter.init = {str(tmp_path)!r}: ") and "\n" not in said
-    assert said.endswith("; give a head for this model or 'random'")
+@pytest.mark.parametrize(("config", "tensors", "words"), REFUSED, ids=[words for *_, words in REFUSED])
+def test_another_head_is_refused_in_one_line(config, tensors, words, tmp_path):
+    with pytest.raises(ConfigError) as found:
+        imported(changed(tmp_path, config, tensors), "eagle3")
+    remedy = "give a head for this model or 'random'"
+    assert str(found.value) == f"drafter.init = {str(tmp_path)!r}: {words}; {remedy}"
 
 
 def test_the_head_that_the_changes_are_made_to_is_fit(tmp_path):
-    assert SETTINGS not in imported(changed()(tmp_path), "eagle3"), "whatever its verifier is called"
+    assert SETTINGS not in imported(changed(tmp_path, {}, {}), "eagle3"), "whatever its verifier is called"
 
 
 def test_mistakes_are_named_before_ranks_start(tmp_path, capsys):
@@ -387,17 +373,6 @@ def test_settings_that_are_none_are_refused(settings, words, tmp_path):
 
 
 # --- runs ---
-
-
-@pytest.mark.parametrize("name", HEADS)
-def test_the_text_is_that_of_plain_decoding(name, tmp_path):
-    form, write = HEADS[name]
-    requests = gcd_requests(3, 3)
-    drafter = inference_drafter(imported(write(tmp_path), form), embedded_decoder())
-    strategies = [Strategy("drafter", 4), Strategy("drafter", 3, 3, 7), OFF]
-    options = {"max_new_tokens": 60, "chooser": "random", "max_live": 6, "page_size": 8}
-    engine = make_engine(strategies, drafter=drafter, drafter_is_trained=True, **options)
-    assert texts(generate(engine, requests)) == texts(generate(make_engine(max_new_tokens=60), requests))
 
 
 def test_a_drafter_of_other_settings_is_not_taken_up(tmp_path):

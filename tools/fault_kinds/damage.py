@@ -37,11 +37,6 @@ def instead(make: Callable[[Path], object]) -> Damage:
     return apply
 
 
-def _far_loop(path: Path) -> None:
-    path.symlink_to(f"{path.name}.a")
-    path.with_name(f"{path.name}.a").symlink_to(path.name)
-
-
 def _sparse(path: Path) -> None:
     with path.open("wb") as output:
         output.truncate(2**41)
@@ -56,7 +51,6 @@ SPECIAL: dict[str, Damage] = {
     "a FIFO": instead(os.mkfifo),
     "a link to /dev/zero": instead(lambda path: path.symlink_to("/dev/zero")),
     "a link to itself": instead(lambda path: path.symlink_to(path.name)),
-    "a loop of links": instead(_far_loop),
     "a dangling link": instead(lambda path: path.symlink_to("/nowhere/at/all")),
     "a socket": instead(_socket),
     "forbidden": lambda path, source: path.chmod(0),

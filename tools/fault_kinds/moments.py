@@ -23,6 +23,7 @@ from fault_kinds.runs import (
     HANG_STATUS,
     Job,
     advances_until,
+    differences,
     ends_within,
     num_steps,
     outcome_of,
@@ -30,7 +31,6 @@ from fault_kinds.runs import (
     send,
 )
 from tlt_hpc.cluster.watch.record import read_verdict
-from tlt_hpc.common.errors import UserError
 from tlt_hpc.extras.rehearse.rehearse import committed
 from tlt_hpc.storage.folder import RunFolder
 
@@ -86,11 +86,9 @@ class Fault:
 
 def strike(options: Namespace, results: Results) -> None:
     """Interrupt runs by the next numbers of the plan, until so many more faults came before the run's end."""
-    if options.only not in (None, *PLACES, *OTHERS):
-        raise UserError(f"--only {options.only}: take one of {', '.join([*PLACES, *dict.fromkeys(OTHERS)])}")
     number, left = 1 + max(map(int, filter(str.isdecimal, results.found)), default=-1), options.count
     while left > 0:
-        variant, fault = draw(options.seed, number, options.only)
+        variant, fault = draw(options.seed, number)
         result = interrupt(results.folder / variant, number, fault)
         results.add(result)
         print(f"{number}: {variant}, {fault}: {result.outcome}", flush=True)
@@ -99,12 +97,12 @@ def strike(options: Namespace, results: Results) -> None:
     compare_with_straight(results)
 
 
-def draw(seed: int, number: int, only: str | None = None) -> tuple[str, Fault]:
+def draw(seed: int, number: int) -> tuple[str, Fault]:
     """The fault of this number, and the run that it is for; each cycle has every kind and every place."""
     cycle, index = divmod(number, CYCLE)
     kinds = [*sorted(PLACES), *OTHERS]
     random.Random(f"{seed} {cycle}").shuffle(kinds)
-    name, source = only or kinds[index], random.Random(f"{seed} {number} 0")
+    name, source = kinds[index], random.Random(f"{seed} {number} 0")
     variant = {3: "refills", 6: "replicas"}.get(number % 9, "plain")
     if name == OF_AHEAD or (name in OTHERS and number % 2):
         variant = "ahead"
@@ -114,7 +112,7 @@ def draw(seed: int, number: int, only: str | None = None) -> tuple[str, Fault]:
         return variant, Fault(name, rank, after_steps=steps, seconds=seconds)
     rank = 0 if name in OF_RANK_0 else rank
     most = {"replay": 2, "ahead": 20}.get(name, 6)
-    count = 2 * source.randrange(most) + (number if only else cycle) % 2  # even: before the function, odd: after it
+    count = 2 * source.randrange(most) + cycle % 2  # even: before the function, odd: after it
     return variant, Fault("place", rank, f"{name}:{rank}:{count}")
 
 
@@ -224,7 +222,6 @@ def compare_with_straight(results: Results) -> None:
                 shutil.rmtree(place / "straight", ignore_errors=True)
                 job.succeed(again, place / "logs" / "end", None, f"run.num_steps={steps + 1}")
                 found.append(outcome_of(again, steps + 1))
-            wrong = [f"differs in {name}" for name in sorted(found[0].keys() | found[1].keys())
-                     if found[0].get(name) != found[1].get(name)]  # fmt: skip
+            wrong = differences(*found)
             wrong += [f"left {path.relative_to(place)}" for path in (place / "run").rglob("*.part*")]
             results.add(Result(variant, "the same run, uninterrupted", "equal", wrong))

@@ -15,6 +15,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from logging.handlers import BufferingHandler
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -23,7 +24,7 @@ from inspect_run import faults as faults_of_files
 from fault_kinds.disk import CHOICES, Choice, Disk, Part, State, by_chance, content, everything
 from fault_kinds.interception import NOT_RECORDED, Change, described, read_changes, unavailable
 from fault_kinds.results import Result, Results
-from fault_kinds.runs import Job, forking, outcome_of, texts
+from fault_kinds.runs import Job, differences, forking, outcome_of, texts
 from fault_kinds.system_calls import SETTINGS, STEPS
 from tlt_hpc.checkpoint.store import CheckpointStore
 from tlt_hpc.common.errors import UserError
@@ -61,7 +62,7 @@ def strike(options: Namespace, results: Results) -> None:
         Builder(folder / f"files-{number}").build(state, again)
         status, text = job.run(again, log)
         wrong = [f"status {status}: {text[-500:]}"] if status or "Traceback" in text else []
-        wrong += [f"differs in {name}" for name, found in outcome_of(again, STEPS).items() if found != wanted[name]]
+        wrong += differences(outcome_of(again, STEPS), wanted)
         results.add(Result(f"resume {number}", "random, resumed", "right", wrong))
 
 
@@ -207,17 +208,6 @@ def wrong_of(run: RunFolder, ranks: int, wanted: list[dict[Any, Any]]) -> Iterat
     read_owner(run.status)
 
 
-class _Warnings(logging.Handler):
-    """Warnings of the package while a state is read."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.lines = list[str]()
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
 @dataclass
 class Trial:
     """Opens the states of a recording, in a folder of its own."""
@@ -279,11 +269,12 @@ class Trial:
             yield "random, in any order", by_chance(f"{seed}-{number}", any_order=True)
 
     def _open(self, state: State, builder: Builder) -> list[str]:
-        place, heard, logger = self.folder / "state", _Warnings(), logging.getLogger("tlt_hpc")
+        place, heard, logger = self.folder / "state", BufferingHandler(10**6), logging.getLogger("tlt_hpc")
+        heard.setLevel(logging.WARNING)
         builder.build(state, place)
         logger.addHandler(heard)
         try:
-            return [*self.look(place), *heard.lines]
+            return [*self.look(place), *(record.getMessage() for record in heard.buffer)]
         except Exception as error:  # noqa: BLE001 (a reader that raises is what is looked for)
             return [f"{type(error).__name__}: {error}"]
         finally:

@@ -134,8 +134,7 @@ def ranks_in(place: Path) -> dict[int, int]:
 
 def num_steps(place: Path) -> int:
     """Return the number of committed steps."""
-    path = RunFolder(place / "run").metrics
-    return path.read_bytes().count(b"\n") if path.exists() else 0
+    return len(lines_of(place))
 
 
 def lines_of(place: Path) -> set[int]:
@@ -167,3 +166,8 @@ def outcome_of(place: Path, steps: int) -> dict[str, Any]:
     found["policy"] = run.finished.exists() and json.loads(run.finished.read_text())["policy_sha256"]
     saved = run.checkpoints / f"step-{steps:06d}"
     return found | {path.name: path.read_bytes() for path in saved.glob("policy-*")}
+
+
+def differences(found: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
+    """In what two outcomes differ, a few words each."""
+    return [f"differs in {name}" for name in sorted(found.keys() | wanted) if found.get(name) != wanted.get(name)]

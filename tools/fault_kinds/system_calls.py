@@ -26,7 +26,7 @@ from inspect_run import faults as faults_of_files
 
 from fault_kinds.interception import CALLS, CallFault, Report, described, unavailable
 from fault_kinds.results import Result, Results
-from fault_kinds.runs import HANG_STATUS, ROOT, Job, forking, lines_of, outcome_of
+from fault_kinds.runs import HANG_STATUS, ROOT, Job, differences, forking, lines_of, outcome_of
 from tlt_hpc.checkpoint.manifest import CheckpointError, open_checkpoint
 from tlt_hpc.checkpoint.save import found_in
 from tlt_hpc.common.errors import UserError
@@ -239,7 +239,7 @@ class Campaign:
                 if name.startswith("texts") and (isinstance(each, str) or wanted[name] | each != wanted[name])
             ]  # a step that is not committed may lack the logs of a rank
             return wrong if lines == 1 else [*wrong, f"{lines} lines"]
-        wrong += [f"differs in {name}" for name in wanted if found.get(name) != wanted[name]]
+        wrong += differences(found, wanted)
         other = {name for name in self._files[STARTS[case.part]] ^ files_of(place) if not _REMADE.match(name)}
         other |= {name for name in files_of(place) if name.endswith(".part")}
         is_told = _WARNING.search(before + text) is not None
