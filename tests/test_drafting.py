@@ -74,13 +74,10 @@ def fill(cache, step, num_prompts=6, seed=0):
 
 @pytest.mark.ci
 def test_training_from_the_cache_makes_drafts_that_are_accepted(tmp_path):
-    trainer, cache = make_trainer(tmp_path)
-    fill(cache, 0, num_prompts=16)
-    trainer.begin(0)
+    trainer = filled_trainer(tmp_path, 16)
     for _ in range(45):
         assert trainer.micro_step()
     trainer.end()
-    cache.end_step()
     losses = [record.loss for record in trainer.records]
     assert np.mean(losses[-5:]) < 0.6 * np.mean(losses[:5])
     plain = texts(generate(make_engine(), gcd_requests(4, 4, 7)))
@@ -107,19 +104,16 @@ def test_the_pool_holds_own_documents_and_all_ranks_of_the_previous_step(tmp_pat
     pool = TrainingPool(cache, random.Random(0))
     pool.refresh()
     assert len(pool) == 9
-    by_tokens = {d.tokens.tobytes(): d for d in documents}
-    seen = {}
+    by_tokens, seen = {d.tokens.tobytes(): d for d in documents}, {}
     for _ in range(60):
         drawn = pool.draw(200)
-        assert len(drawn) > 1
+        by_name = {excerpt.document.tokens.tobytes(): excerpt for excerpt in drawn}
+        assert 1 < len(by_name) == len(drawn), "no document twice in a batch"
         assert sum(e.num_pairs for e in drawn) <= 200
         assert all(e.start == 0 and e.num_pairs == len(e.document.tokens) - 2 for e in drawn)
-        names = [e.document.tokens.tobytes() for e in drawn]
-        assert len(set(names)) == len(names), "no document twice in a batch"
-        seen.update(dict.fromkeys(names))
-    assert set(seen) == set(by_tokens)
-    for excerpt in pool.draw(400):
-        name = excerpt.document.tokens.tobytes()
+        seen.update(by_name)
+    assert seen.keys() == by_tokens.keys()
+    for name, excerpt in seen.items():
         np.testing.assert_array_equal(excerpt.document.features, by_tokens[name].features)
     windows = [pool.draw(10) for _ in range(30)]
     assert all(len(drawn) == 1 and drawn[0].num_pairs == 10 for drawn in windows), "a longer document is cut"
@@ -140,11 +134,6 @@ def test_chances_prefer_earlier_responses_longer_than_what_has_finished():
     assert [weights.tolist() for weights in others] == [[1.25, 10, 41, 400], [], [9.75]]
     _, (nothing_finished,) = training_weights(np.array([], np.int64), [np.array([5, 40])])
     assert nothing_finished.tolist() == [5, 40]
-    lengths = np.arange(1, 100)
-    for reach in (0, 20, 99):
-        _, (weights,) = training_weights(np.array([reach]), [lengths])
-        per_token = weights / lengths
-        assert set(per_token[lengths > reach]) <= {1.0} and set(per_token[lengths <= reach]) <= {0.25}
 
 
 def test_the_pool_draws_by_these_chances(tmp_path):
@@ -257,9 +246,7 @@ def test_only_the_passes_of_a_micro_step_round_their_products(tmp_path, monkeypa
 
 def test_micro_steps_are_sized_by_the_slowest_of_the_last(tmp_path, monkeypatch):
     monkeypatch.setattr(DrafterSection, "micro_step_seconds", 0.5)
-    trainer, cache = make_trainer(tmp_path, micro_step_tokens=4000)
-    fill(cache, 0, 48)
-    trainer.begin(0)
+    trainer = filled_trainer(tmp_path, 48, micro_step_tokens=4000)
     rates, sizes = iter([4000.0, 1000.0, 6000.0, 6000.0, 6000.0, 6000.0, 6000.0, 6000.0, 6000.0]), []
     clock = [0.0]
     monkeypatch.setattr(spot.time, "time", lambda: clock[0])
@@ -304,11 +291,8 @@ def test_an_update_of_all_ranks_without_a_finite_gradient_is_an_error(tmp_path, 
 
 def test_a_replica_that_is_not_finite_has_no_part_in_the_merge(tmp_path, caplog):
     """And where no replica at all is finite, the run says what to do."""
-    trainers = [make_trainer(tmp_path / str(rank), rank, average_merges=1)[0] for rank in range(2)]
-    for trainer in trainers:
-        fill(trainer._cache, 0, num_prompts=2)
-        trainer.begin(0)
-        assert trainer.micro_step()
+    trainers = [filled_trainer(tmp_path / str(rank), rank=rank, average_merges=1) for rank in range(2)]
+    assert all(trainer.micro_step() for trainer in trainers)
     trainers[1].trained._moments["down"][1].view(-1)[7] = torch.nan
     sound, reports = trainers[0].trained.state()["fc.weight"], merge(trainers)
     assert [report.is_dropped for report in reports] == [False, True] and reports[1].num_steps == 0
@@ -321,11 +305,9 @@ def test_a_replica_that_is_not_finite_has_no_part_in_the_merge(tmp_path, caplog)
 
 
 def test_where_no_trained_replica_is_finite_the_drafter_of_an_untrained_rank_stays(tmp_path):
-    trainers = [make_trainer(tmp_path / str(rank), rank, average_merges=1)[0] for rank in range(2)]
+    trainers = [filled_trainer(tmp_path, average_merges=1), make_trainer(tmp_path, 1, average_merges=1)[0]]
     before = trainers[1].trained.fingerprint()
-    fill(trainers[0]._cache, 0, num_prompts=2)
-    for trainer in trainers:
-        trainer.begin(0)
+    trainers[1].begin(0)
     assert trainers[0].micro_step()
     trainers[0].trained._moments["down"][1].view(-1)[7] = torch.nan
 
@@ -341,31 +323,21 @@ def test_where_no_trained_replica_is_finite_the_drafter_of_an_untrained_rank_sta
     assert not any(trainer.trained.has_learned for trainer in trainers)
 
 
-def test_a_prompt_weighs_nothing_in_the_merge(tmp_path):
-    trainer, cache = make_trainer(tmp_path)
-    document = random_document(60, 50, 0)
-    append(cache.begin_step(0, 0), document)
-    trainer.begin(0)
-    assert trainer.micro_step()
-    counted = int(pack([whole(document)], CPU).counts.sum())
-    assert [record.num_tokens for record in trainer.records] == [counted] and 0 < counted <= 10
-    assert merge([trainer])[0].num_tokens == counted
-
-
-def test_ranks_that_join_late_or_have_nothing_long_merge_by_what_they_trained_on(tmp_path):
-    """Three idle moments: one rank trained three micro-steps, one had time for one, the last has only stubs."""
+def test_ranks_that_join_late_or_have_nothing_long_merge_by_the_response_tokens_they_trained_on(tmp_path):
+    """One rank trained three micro-steps, one had time for one of a long prompt's response, the last has only stubs."""
     trainers = [make_trainer(tmp_path / str(rank), rank)[0] for rank in range(3)]
+    long_prompt = random_document(60, 50, 0)
     for rank, trainer in enumerate(trainers):
-        if rank < 2:
-            fill(trainer._cache, 0, num_prompts=3, seed=rank)
+        if rank == 0:
+            fill(trainer._cache, 0, num_prompts=3)
         else:
-            append(trainer._cache.begin_step(0, 0), random_document(10, 9, 0))
+            append(trainer._cache.begin_step(0, 0), long_prompt if rank == 1 else random_document(10, 9, 0))
         trainer.begin(0)
         for _ in range((3, 1, 2)[rank]):
             assert trainer.micro_step() == (rank < 2)
     start = {name: tensor.clone() for name, tensor in trainers[2].trained.state().items()}
     states, tokens = [t.trained.state() for t in trainers], [sum(r.num_tokens for r in t.records) for t in trainers]
-    assert tokens[0] > tokens[1] > tokens[2] == 0
+    assert tokens[0] > 10 >= tokens[1] == int(pack([whole(long_prompt)], CPU).counts.sum()) > tokens[2] == 0
     assert torch.equal(start["fc.weight"], make_trainer(tmp_path / "new")[0].trained.state()["fc.weight"])
     reports = merge(trainers)
     assert len({report.fingerprint for report in reports}) == 1
@@ -405,9 +377,7 @@ def test_replicas_that_differ_in_a_bit_after_a_merge_are_caught(tmp_path):
 def test_the_merge_lasts_as_long_as_the_update_or_on_gpus_precedes_it(tmp_path, monkeypatch, on_gpus):
     for module in (spot, train):
         monkeypatch.setattr(module, "sums_on_gpus", lambda: on_gpus)
-    trainer, cache = make_trainer(tmp_path)
-    fill(cache, 0, 2)
-    trainer.begin(0)
+    trainer = filled_trainer(tmp_path)
     assert trainer.micro_step()
     done = []
     job: Any = SimpleNamespace(

@@ -89,19 +89,6 @@ def test_a_hang_and_a_run_that_ended_before_its_fault(moments):
     assert moments.find_wrong(fault, False, 2, 0.0, BEGUN, False) == ["status 2, not 0"]
 
 
-def test_a_lost_line_or_a_changed_log_is_seen(moments, tmp_path):
-    run = moments.RunFolder(tmp_path / "run")
-    run.rollout_log(0, 0).parent.mkdir(parents=True)
-    run.rollout_log(0, 0).write_bytes(b"a log")
-    run.metrics.write_text('{"training/global_step": 1}\n')
-    before = moments.committed(run)
-    run.rollout_log(0, 0).write_bytes(b"another")
-    assert list(before) == ["0"] and moments.committed(run).keys() == before.keys()
-    assert moments.committed(run) != before
-    run.metrics.write_text("")
-    assert moments.committed(run) == {}
-
-
 def test_a_run_without_a_step_for_too_long_hangs(moments, tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.import_module("fault_kinds.runs"), "HANG_SECONDS", 0.2)
     with subprocess.Popen(["sleep", "60"]) as process:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from tlt_hpc.storage import feature_writer, hdf5
 from tlt_hpc.storage.feature_cache import FeatureCache
-from tlt_hpc.storage.feature_file import Document, FeatureCacheReader
+from tlt_hpc.storage.feature_file import Document, FeatureCacheReader, runs_of
 from tlt_hpc.storage.feature_writer import FeatureCacheWriter, OpenDocuments, row_capacity
 from tlt_hpc.storage.folder import RunFolder, WriteError, part_of
 
@@ -104,6 +104,10 @@ def test_open_and_closed_file_hold_what_was_appended(tmp_path, shapes, block_byt
         assert len(file["response_tokens"]) == sum(length for length, _, _ in shapes)
         assert len(file["prompt_tokens"]) == sum(length for length, _ in seen), "a group's prompt is there once"
     (tmp_path / "a.h5").unlink()
+
+
+def test_rows_are_cut_where_one_is_left_out():
+    assert list(runs_of(np.array([0, 1, 3, 4, 9]))) == [slice(0, 2), slice(2, 4), slice(4, 5)]
 
 
 def test_damage_is_noticed(tmp_path, monkeypatch):

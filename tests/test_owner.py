@@ -103,20 +103,17 @@ def test_one_that_is_ending_is_waited_for(tmp_path, clock):
     check_owner(tmp_path, "second")
 
 
-def test_a_killed_ones_record_stands_still_and_holds_nobody_up_for_long(tmp_path, clock):
+def test_a_killed_ones_record_stands_still_and_on_its_own_host_the_process_itself_is_looked_at(tmp_path, clock):
     claim_owner(tmp_path, "first")
     write_record(tmp_path, record(0, start="first", host="elsewhere"))
     claim_owner(tmp_path, "second")
     assert clock.now == owner.QUIET_SECONDS
-
-
-def test_on_its_own_host_the_process_itself_is_looked_at(tmp_path, clock):
     dead = subprocess.Popen(["true"])
     dead.wait()
-    write_record(tmp_path, record(0, start="first", host=os.uname().nodename, pid=dead.pid))
-    claim_owner(tmp_path, "second")
-    assert clock.now == 0
-    check_owner(tmp_path, "second")
+    write_record(tmp_path, record(0, start="second", host=os.uname().nodename, pid=dead.pid))
+    claim_owner(tmp_path, "third")
+    assert clock.now == owner.QUIET_SECONDS, "nobody waits for it"
+    check_owner(tmp_path, "third")
 
 
 def test_slurm_has_ended_what_the_same_job_began(tmp_path, monkeypatch, clock):
@@ -133,13 +130,8 @@ def test_slurm_has_ended_what_the_same_job_began(tmp_path, monkeypatch, clock):
         check_owner(tmp_path, "first")
 
 
-def claim_elsewhere(folder, start: str) -> None:
-    """As if by a process on another node, which has not left any record yet."""
-    (folder / "owner").write_text(json.dumps(asdict(Owner(start, "elsewhere", 4711, "", ""))))
-
-
 def test_one_that_has_just_begun_is_given_time_for_its_first_sign_of_life(tmp_path, clock):
-    claim_elsewhere(tmp_path, "first")
+    (tmp_path / "owner").write_text(json.dumps(asdict(Owner("first", "elsewhere", 4711, "", ""))))
     first = record(0, start="first", host="elsewhere", heartbeat=1)
     clock.meanwhile.append(lambda: clock.now >= 5 and write_record(tmp_path, first))
     claim_owner(tmp_path, "second")  # for nothing came after that

@@ -586,29 +586,26 @@ def finish(policy: Any) -> str:
     return digest
 
 
-def offload() -> None:
-    """Have the optimiser's state handled as ZeRO offload does, though everything is in host memory anyway."""
-    settings = distributed.engine_settings
-    distributed.engine_settings = lambda config, num_ranks, _: settings(config, num_ranks, "cuda")
+def change_settings(is_offloaded: bool, is_spread: bool = False) -> None:
+    """Have the optimiser's state handled as ZeRO offload does, though everything is in host memory anyway.
 
-
-def spread() -> None:
-    """Have ZeRO stage 3 divide all but the smallest parameters, as it does those of large models."""
+    ``is_spread``: stage 3 divides all but the smallest parameters, as it does those of large models.
+    """
     settings = distributed.engine_settings
 
-    def with_threshold(*given: Any) -> dict[str, Any]:
-        found = settings(*given)
-        found["zero_optimization"]["stage3_param_persistence_threshold"] = 200
+    def changed(config: Config, num_ranks: int, device: str) -> dict[str, Any]:
+        found = settings(config, num_ranks, "cuda" if is_offloaded else device)
+        if is_spread:
+            found["zero_optimization"]["stage3_param_persistence_threshold"] = 200
         return found
 
-    distributed.engine_settings = with_threshold
+    distributed.engine_settings = changed
 
 
 @on_a_rank
 def save_after_two_steps(world: World, stages: list[int], folder: str, is_offloaded: bool = False) -> list[list[str]]:
     """Per stage: two steps, save, one more; hashes when saved and at the end, and the weights of the end on disk."""
-    if is_offloaded:
-        offload()
+    change_settings(is_offloaded)
     digests = []
     for stage in stages:
         policy = make_policy(make_config(optimizer__zero_stage=stage, optimizer__offload=is_offloaded), world)
@@ -628,9 +625,7 @@ def save_after_two_steps(world: World, stages: list[int], folder: str, is_offloa
 @on_a_rank
 def load_in_halves(world: World, folder: str, changes: dict[str, bool]) -> list[bool]:
     """In bfloat16 at stage 3: whether each weight that was loaded is its master rounded, before any update."""
-    if changes:
-        offload()
-    spread()
+    change_settings(bool(changes), is_spread=True)
     saved = load_file(Path(folder) / "stage-3.safetensors")
     config = make_config(optimizer__zero_stage=3, model__dtype="bfloat16", **changes)
     policy = make_policy(config, world)
@@ -647,9 +642,7 @@ def load_and_go_on(
     world: World, pairs: list[tuple[int, int]], folder: str, is_offloaded: bool = False
 ) -> list[list[str]]:
     """Per (stage saved at, stage loaded at): hashes of what came back, and of where the next step leads."""
-    if is_offloaded:
-        offload()
-    spread()
+    change_settings(is_offloaded, is_spread=True)
     results = []
     for saved_stage, stage in pairs:
         saved = load_file(Path(folder) / f"stage-{saved_stage}.safetensors")

@@ -136,7 +136,7 @@ def straight(tmp_path_factory) -> Path:
 # -- what it leaves -------------------------------------------------------------------------------------------------
 
 
-def test_it_leaves_a_drafter_and_its_facts(straight):
+def test_it_leaves_a_drafter_and_its_facts_that_train_and_export_take(straight):
     facts = read_facts(straight / "tiny-warmup" / "drafter")
     assert facts is not None
     assert [point.updates for point in facts.curve] == [4, 8, 9]
@@ -147,6 +147,8 @@ def test_it_leaves_a_drafter_and_its_facts(straight):
     assert facts.curve[-1].tokens > 0.7 * 9 * 128
     assert int(kept(straight)["num_steps"]) == facts.num_updates
     assert not [name for name in kept(straight) if "exp_avg" in name]
+    assert main(["train", str(TINY), f"drafter.init={straight / 'tiny-warmup' / 'drafter'}", "--dry-run"]) == 0
+    assert main(["export-drafter", str(straight / "tiny-warmup"), "--format", "sglang"]) == 0
 
 
 def test_each_validation_is_of_the_drafter_as_it_is_then(tmp_path, monkeypatch):
@@ -163,12 +165,6 @@ def test_each_validation_is_of_the_drafter_as_it_is_then(tmp_path, monkeypatch):
     start(tmp_path)
     first, second, _ = (accept_length for *_, accept_length in curve(tmp_path))
     assert first < 1.3 < 1.8 < second
-
-
-def test_train_and_export_take_the_drafter(straight, tmp_path, capsys):
-    place = straight / "tiny-warmup" / "drafter"
-    assert main(["train", str(TINY), f"drafter.init={place}", "--dry-run"]) == 0
-    assert main(["export-drafter", str(straight / "tiny-warmup"), "--format", "sglang"]) == 0
 
 
 def test_patience_ends_it_and_the_best_is_kept(tmp_path, monkeypatch):
@@ -369,31 +365,19 @@ def test_after_the_bytes_ran_out_it_resumes_to_the_same_bits(tmp_path_factory, t
     assert_equal(tmp_path, folder)
 
 
-def refusal(capsys, *arguments: str) -> str:
-    assert main(["warmup", str(TINY), *arguments, "run.ranks=1"]) == 2
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("tlt: ")]
-    return line
-
-
-def test_a_mistake_is_one_line(capsys, tmp_path):
-    for override, words in (
-        ("speculation.mode=ngram", "speculation.mode = 'ngram' has no learned drafter"),
-        ("drafter.init=nowhere", "drafter.init = 'nowhere'"),
-        ("warmup.updates=0", "warmup.updates = 0"),
-    ):
-        assert words in refusal(capsys, override, f"run.folder={tmp_path}")
-    assert not list(tmp_path.iterdir())
-
-
 def test_sources_that_cannot_be_used_are_named(capsys, tmp_path, logged):
     _, rollouts, _ = logged
-    where = f"run.folder={tmp_path / 'out'}"
     (tmp_path / "empty").mkdir()
-    assert "no readable response there" in refusal(capsys, "--from", str(tmp_path / "empty"), where)
     write_log(tmp_path / "foreign", [with_response(rollouts[0], [5, 77]), *rollouts[1:]])
-    assert "have token 77 and" in refusal(capsys, "--from", str(tmp_path / "foreign"), where)
     write_log(tmp_path / "single", rollouts[:2])
-    assert "no prompt is left for validation" in refusal(capsys, "--from", str(tmp_path / "single"), where)
+    for name, words in (
+        ("empty", "no readable response there"),
+        ("foreign", "have token 77 and"),
+        ("single", "no prompt is left for validation"),
+    ):
+        source = ["--from", str(tmp_path / name), f"run.folder={tmp_path / 'out'}", "run.ranks=1"]
+        assert main(["warmup", str(TINY), *source]) == 2
+        assert words in capsys.readouterr().err
     assert not (tmp_path / "out").exists(), "nothing was written"
 
 

@@ -15,6 +15,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from logging.handlers import BufferingHandler
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -207,17 +208,6 @@ def wrong_of(run: RunFolder, ranks: int, wanted: list[dict[Any, Any]]) -> Iterat
     read_owner(run.status)
 
 
-class _Warnings(logging.Handler):
-    """Warnings of the package while a state is read."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.lines = list[str]()
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
 @dataclass
 class Trial:
     """Opens the states of a recording, in a folder of its own."""
@@ -279,11 +269,12 @@ class Trial:
             yield "random, in any order", by_chance(f"{seed}-{number}", any_order=True)
 
     def _open(self, state: State, builder: Builder) -> list[str]:
-        place, heard, logger = self.folder / "state", _Warnings(), logging.getLogger("tlt_hpc")
+        place, heard, logger = self.folder / "state", BufferingHandler(10**6), logging.getLogger("tlt_hpc")
+        heard.setLevel(logging.WARNING)
         builder.build(state, place)
         logger.addHandler(heard)
         try:
-            return [*self.look(place), *heard.lines]
+            return [*self.look(place), *(record.getMessage() for record in heard.buffer)]
         except Exception as error:  # noqa: BLE001 (a reader that raises is what is looked for)
             return [f"{type(error).__name__}: {error}"]
         finally:
