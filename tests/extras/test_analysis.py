@@ -1,4 +1,4 @@
-"""Analyses of logs made by hand, some of them damaged, and their figures: nothing is cut off."""
+"""Analyses of logs made by hand, some of them damaged, and their figures: no text is cut off or over other text."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+import matplotlib as mpl
 import numpy as np
 import pytest
 from matplotlib.figure import Figure
+from matplotlib.transforms import Bbox
 from small_run import NAMES, START, set_lines, small_record, small_run
 
 from tlt_hpc.common.records import NO_SPANS, PhaseSpan, RolloutTiming
@@ -31,15 +34,22 @@ from tlt_hpc.look.series import speed_of
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.rollout_log import write_step
 
-DRAWN: dict[str, tuple[Callable[[RunLog], Any], Callable[[Any], Figure]]] = {
-    "timeline": (analyse_timeline, draw_timeline),
-    "lengths": (partial(run_survey, survey=LENGTHS), steps.draw_lengths),
-    "acceptance": (partial(run_survey, survey=ACCEPTANCE), steps.draw_acceptance),
-    "throughput": (partial(run_survey, survey=THROUGHPUT), steps.draw_throughput),
-    "learning": (analyse_learning, steps.draw_learning),
-    "comparison": (lambda run: analyse_comparison([run, run]), steps.draw_comparison),
+ANALYSES: dict[str, Callable[[RunLog], Any]] = {
+    "timeline": analyse_timeline,
+    "lengths": partial(run_survey, survey=LENGTHS),
+    "acceptance": partial(run_survey, survey=ACCEPTANCE),
+    "throughput": partial(run_survey, survey=THROUGHPUT),
+    "learning": analyse_learning,
+    "comparison": lambda run: analyse_comparison([run, run]),
 }
-"""How each is computed and drawn."""
+DRAWN: dict[str, Callable[[Any], Figure]] = {
+    "timeline": draw_timeline,
+    "lengths": steps.draw_lengths,
+    "acceptance": steps.draw_acceptance,
+    "throughput": steps.draw_throughput,
+    "learning": steps.draw_learning,
+    "comparison": steps.draw_comparison,
+}
 
 
 @pytest.fixture
@@ -66,7 +76,7 @@ def rows_of(found: Pieces) -> list[tuple[Kind, float, float]]:
 # --- timeline ---
 
 
-def test_the_timeline_of_two_ranks_and_of_a_refill(folder: RunFolder, tmp_path: Path) -> None:
+def test_the_timeline_of_two_ranks(folder: RunFolder) -> None:
     found = analyse_timeline(RunLog(folder.path))
     assert found.step == 3 and found.num_ranks == 2 and found.rollout_seconds == pytest.approx(6.5)
     assert rows_of(found.lanes[0].pieces) == [
@@ -87,9 +97,12 @@ def test_the_timeline_of_two_ranks_and_of_a_refill(folder: RunFolder, tmp_path: 
     assert "tail lasted 4.50 s: rank 0" in found.verdict and "5.00 s together, 38 %" in found.verdict
     live = {second: int(found.live[np.searchsorted(found.live_seconds, second)]) for second in (1.5, 3.0, 5.0, 6.2)}
     assert live == {1.5: 4, 3.0: 2, 5.0: 1, 6.2: 0}
-    found = analyse_timeline(RunLog(run_with_refill(tmp_path / "refill", spans=NO_SPANS).path))
+
+
+def test_a_refill_has_its_own_tail(tmp_path: Path) -> None:
+    found = analyse_timeline(RunLog(run_with_refill(tmp_path / "run", spans=NO_SPANS).path))
     assert np.allclose(found.tails, [(1.0, 4.0), (8.5, 10.0)]) and found.rollout_seconds == pytest.approx(6.0)
-    assert found.lanes[0].idle_seconds == pytest.approx(3 + 1), "a refill has its own tail"
+    assert found.lanes[0].idle_seconds == pytest.approx(3 + 1)
 
 
 # --- lengths, acceptance, throughput, learning ---
@@ -157,24 +170,29 @@ def test_learning_separates_a_trend_from_chance(tmp_path: Path) -> None:
 # --- several runs ---
 
 
-def test_runs_are_compared_by_token_on_any_number_of_ranks(tmp_path: Path) -> None:
-    runs = [small_run(tmp_path / name) for name in "abc"]
-    record = small_record(1, 1)
-    record.rollouts[0].response_tokens[3] += 1
-    write_step(runs[2].rollout_log(1, 1), record)
-    one = RunFolder(tmp_path / "one")
+def test_the_same_tokens_on_another_number_of_ranks(tmp_path: Path) -> None:
+    a, b = small_run(tmp_path / "a"), RunFolder(tmp_path / "b")
     for step in range(3):
         rollouts = small_record(step, 0).rollouts + small_record(step, 1).rollouts
         ones = np.ones(4, np.float32)
         changes = {"rollouts": rollouts, "rewards": ones, "advantages": ones}
-        write_step(one.rollout_log(step, 0), small_record(step, 0, 1, **changes))
-    set_lines(one, *[{"rollout/seconds": 13.0}] * 3)
-    found = analyse_comparison([RunLog(run.path) for run in (one, *runs)])
-    assert found.first_difference == {"a": None, "b": None, "c": 2} and found.compared_steps.tolist() == [1, 2, 3]
-    assert "c differs from step 2 on" in found.tokens_in_words
-    speed = speed_of(*found.runs[:2])
+        write_step(b.rollout_log(step, 0), small_record(step, 0, 1, **changes))
+    set_lines(b, *[{"rollout/seconds": 13.0}] * 3)
+    found = analyse_comparison([RunLog(b.path), RunLog(a.path)])
+    assert found.first_difference == {"a": None} and found.compared_steps.tolist() == [1, 2, 3]
+    speed = speed_of(*found.runs)
     assert speed is not None and speed.rollout == 2.0 and speed.step == pytest.approx((13 + 3.1) / 9.6)
     assert "its rollouts are 2.00 times as fast on 2 ranks instead of 1." in found.verdict
+
+
+def test_the_first_step_with_another_token_is_named(tmp_path: Path) -> None:
+    runs = [small_run(tmp_path / name) for name in "abc"]
+    record = small_record(1, 1)
+    record.rollouts[0].response_tokens[3] += 1
+    write_step(runs[2].rollout_log(1, 1), record)
+    found = analyse_comparison([RunLog(run.path) for run in runs])
+    assert found.first_difference == {"b": None, "c": 2}
+    assert "b has the same tokens and c differs from step 2 on" in found.tokens_in_words
     runs[1].rollout_log(2, 1).unlink()
     assert analyse_comparison([RunLog(run.path) for run in runs[:2]]).compared_steps.tolist() == [1, 2]
 
@@ -190,7 +208,7 @@ def test_damage_is_named_and_left_out(folder: RunFolder) -> None:
         file.write('{"training/global_step": 4.0, "critic/sc')
     folder.config.write_text("[rollout")
     run = RunLog(folder.path)
-    found = {name: analyse(run) for name, (analyse, _) in DRAWN.items() if name != "comparison"}
+    found = {name: analyse(run) for name, analyse in ANALYSES.items() if name != "comparison"}
     assert found["timeline"].step == 1, "the last step with the logs of all its ranks"
     assert all(each.steps.tolist() == [1, 2, 3] for name, each in found.items() if name != "timeline")
     assert "1 of 2 ranks" in analyse_timeline(run, step=3).verdict
@@ -222,30 +240,63 @@ def test_rounds_of_a_replica_count_once(folder: RunFolder) -> None:
 
 # --- figures ---
 
-
-def with_scores(folder: RunFolder, num_steps: int) -> RunFolder:
-    set_lines(folder, *[{"val-core/gsm8k/acc/mean@8": 0.1 * step} for step in range(num_steps)])
-    return folder
+CASES = ("few", "begun", "ranks", "refill", "long")
 
 
-MADE: dict[str, Callable[[Path], RunFolder]] = {
-    "few": lambda path: with_scores(small_run(path), 3),
-    "begun": lambda path: small_run(path, num_steps=0),
-    "ranks": lambda path: small_run(path, num_steps=1, num_ranks=40),
-    "refill": lambda path: run_with_refill(path, phases=(PhaseSpan("testing", START - 400, START - 1),)),
-    "long": lambda path: with_scores(small_run(path, 60, 1), 60),
-}
+def make_run(path: Path, case: str) -> RunLog:
+    """The runs that the figures are tried on."""
+    folder = RunFolder(path)
+    if case == "begun":
+        folder.create()
+    elif case == "ranks":
+        small_run(path, num_steps=1, num_ranks=40)
+    elif case == "refill":
+        run_with_refill(path, phases=(PhaseSpan("testing", START - 400, START - 1),))
+    else:
+        num_steps = 3 if case == "few" else 60
+        small_run(path, num_steps, 2 if case == "few" else 1)
+        set_lines(folder, *[{"val-core/gsm8k/acc/mean@8": 0.1 * step} for step in range(num_steps)])
+    return RunLog(path)
 
 
-@pytest.mark.parametrize("case", MADE)
-def test_nothing_is_cut_off(tmp_path: Path, case: str) -> None:
-    run = RunLog(MADE[case](tmp_path / "run").path)
-    for name, (analyse, draw) in DRAWN.items():
-        if (case, name) == ("begun", "timeline"):
-            continue  # there is no step to show
-        with themed("light"):
-            figure = draw(analyse(run))
-            figure.canvas.draw()
-        box, (width, height) = figure.get_tightbbox(), figure.get_size_inches()
-        inside = min(box.x0, box.y0, width - box.x1, height - box.y1) > -0.04  # inches; boxes have a margin
-        assert inside, f"{name} leaves the figure: {box} of {width} x {height}"
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, RunLog]:
+    """Each made once."""
+    return {case: make_run(tmp_path_factory.mktemp(case) / "run", case) for case in CASES}
+
+
+def texts_of(figure: Figure) -> list[tuple[str, Bbox]]:
+    """All visible text outside of legends, with its place; drawn before."""
+    renderer = figure.canvas.get_renderer()  # type: ignore[attr-defined]
+    hidden = set[int]()
+    for axes in figure.axes:
+        if not axes.get_visible():
+            hidden |= {id(text) for text in axes.findobj(mpl.text.Text)}
+        for axis in (axes.xaxis, axes.yaxis):  # ticks beyond the limits exist, but are not drawn
+            low, high = sorted(axis.get_view_interval())
+            for tick in [*axis.get_major_ticks(), *axis.get_minor_ticks()]:
+                if not low <= tick.get_loc() <= high or not tick.label1.get_visible():
+                    hidden |= {id(tick.label1), id(tick.label2)}
+    texts = [t for t in figure.findobj(mpl.text.Text) if t.get_visible() and t.get_text().strip()]
+    return [(t.get_text(), t.get_window_extent(renderer)) for t in texts if id(t) not in hidden]
+
+
+def overlap(a: Bbox, b: Bbox) -> float:
+    """Of two boxes, in square pixels."""
+    return max(0.0, min(a.x1, b.x1) - max(a.x0, b.x0)) * max(0.0, min(a.y1, b.y1) - max(a.y0, b.y0))
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("name", DRAWN)
+def test_nothing_is_cut_off_or_written_over(runs: dict[str, RunLog], name: str, case: str) -> None:
+    if case == "begun" and name == "timeline":
+        pytest.skip("there is no step to show")
+    with themed("light"):
+        figure = DRAWN[name](ANALYSES[name](runs[case]))
+        figure.canvas.draw()
+        shown, whole = texts_of(figure), figure.bbox
+    for text, box in shown:
+        inside = box.x0 >= -1 and box.y0 >= -1 and box.x1 <= whole.x1 + 1 and box.y1 <= whole.y1 + 1
+        assert inside, f"{text!r} leaves the figure: {box} of {whole}"
+    for (a, first), (b, second) in combinations(shown, 2):
+        assert overlap(first, second) < 4, f"{a!r} lies over {b!r}"
