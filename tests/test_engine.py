@@ -250,7 +250,7 @@ def params(**changes):
 
 
 KINDS = (
-    {}, {"temperature": 0.0}, {"temperature": 0.7, "top_k": 3}, {"stop_strings": ("1,", "4;")}, {"max_tokens": 1},
+    {}, {"stop_strings": ("1,", "4;")}, {"temperature": 0.0}, {"temperature": 0.7, "top_k": 3}, {"max_tokens": 1},
     {"temperature": 0.8, "top_p": 0.9}, {"temperature": 1.5, "top_p": 0.95, "top_k": 9},
 )  # fmt: skip
 
