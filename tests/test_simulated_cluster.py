@@ -71,7 +71,8 @@ def test_what_once_failed(what: str, modules: None) -> None:
 def test_a_seed_is_one_schedule_in_any_process(modules: None) -> None:
     program = "from test_simulated_cluster import *\nwith simulated():\n    ends = ends_of_some()\nprint(ends)"
     command, place = [sys.executable, "-c", program], Path(__file__).parent
-    done = subprocess.run(command, cwd=place, env={"PYTHONHASHSEED": "1"}, capture_output=True, text=True, check=True)
+    environment = {"PYTHONHASHSEED": "1", "PYTHONPATH": str(place.parent)}  # this tree, whichever is installed
+    done = subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == str(ends_of_some())
 
 
