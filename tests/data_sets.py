@@ -9,6 +9,7 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from answers import TINY
 from tiny import embedded_tokenizer
 
 from tlt_hpc.common.records import ChatFormat, Prompt
@@ -16,7 +17,6 @@ from tlt_hpc.config import Config, load_config
 from tlt_hpc.data.prompts import FilePrompts, open_prompts
 from tlt_hpc.data.reader import PromptReader
 
-TINY = Path(__file__).resolve().parent.parent / "jobs" / "tiny.toml"
 # what the embedded tokenizer can read: messages one after another, and a mark where the answer begins
 PLAIN = ChatFormat("{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}={% endif %}")
 RAW = ChatFormat("{% for m in messages %}{{ m['content'] }}{% endfor %}")

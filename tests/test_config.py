@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import os
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from answers import TINY, refusal
+from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import BaseModel
 
 from tlt_hpc.cli.main import main
 from tlt_hpc.config import (
     Config,
-    ConfigError,
     check_learns,
     check_model_limits,
     check_sequence_parallel,
@@ -32,16 +31,6 @@ from tlt_hpc.config.resume import check_resumable
 from tlt_hpc.config.sections import SECTIONS
 
 MAX_KEYS = 85
-ROOT = Path(__file__).resolve().parent.parent
-TINY = ROOT / "jobs" / "tiny.toml"
-
-
-def refused(call: Callable[[], object]) -> str:
-    with pytest.raises(ConfigError) as caught:
-        call()
-    message = str(caught.value)
-    assert "\n" not in message
-    return message
 
 
 # --- values: tests/mistakes.txt has those that are refused ---
@@ -74,6 +63,7 @@ def test_values_at_the_bounds_of_the_checks_are_accepted(overrides: str) -> None
     loaded = load_config(TINY, overrides.split())
     check_learns(loaded)
     check_model_limits(loaded, loaded.data.max_prompt_tokens + loaded.rollout.max_new_tokens)
+    assert parse_config(tomllib.loads(to_toml(loaded))) == loaded
     config = loaded.model_dump(mode="json")
     for override in overrides.split():
         key, _, value = override.partition("=")
@@ -83,7 +73,7 @@ def test_values_at_the_bounds_of_the_checks_are_accepted(overrides: str) -> None
 
 
 def test_a_message_shows_the_beginning_of_a_long_value() -> None:
-    message = refused(lambda: load_config(TINY, ["run.seed=" + "9" * 5000]))
+    message = refusal(load_config, TINY, ["run.seed=" + "9" * 5000])
     assert message.startswith(f"override 'run.seed={'9' * 190}... (5011 characters): an integer of thousands of digits")
 
 
@@ -100,7 +90,7 @@ def test_ranks_that_cannot_share_a_sequence() -> None:
     check_sequence_parallel(config.optimizer, 4, 2, 8)
     check_sequence_parallel(config.optimizer, 28, 8, 8)
     for shape in ((14, 2, 8), (28, 4, 6)):
-        message = refused(lambda shape=shape: check_sequence_parallel(config.optimizer, *shape))
+        message = refusal(check_sequence_parallel, config.optimizer, *shape)
         assert message.startswith("optimizer.sequence_parallel = 4") and message.endswith("use one of 1, 2")
 
 
@@ -113,58 +103,15 @@ def test_the_text_is_promised_unless_libraries_round_it() -> None:
 # --- round trip ---
 
 
-def keys() -> Iterator[tuple[str, str, Any]]:
-    for section, field in Config.model_fields.items():
-        assert field.annotation is not None
-        assert issubclass(field.annotation, BaseModel)
-        for key, inner in field.annotation.model_fields.items():
-            yield section, key, inner.annotation
+VALUES = st.recursive(
+    st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+)
 
 
-def values_for(annotation: Any) -> st.SearchStrategy[Any]:
-    """Values of a key's type, whether or not its bounds allow them."""
-    simple = {
-        bool: st.booleans(),
-        int: st.integers(1, 2**63 - 1),
-        float: st.floats(0, 1e300, allow_nan=False),
-        str: st.text(st.characters(exclude_categories=["Cs"]), max_size=30),
-    }
-    if annotation in simple:
-        return simple[annotation]
-    if get_origin(annotation) is dict:
-        names = [name for name in get_args(get_args(annotation)[1]) if isinstance(name, str)]
-        values = st.sampled_from(names) if names else st.booleans() | st.integers() | st.text(max_size=9)
-        return st.dictionaries(st.text(max_size=9), values, max_size=3)
-    if get_args(annotation) and isinstance(get_args(annotation)[0], str):
-        return st.sampled_from(get_args(annotation))
-    return st.lists(st.integers(1, 64), min_size=1, max_size=4)
-
-
-KEYS = list(keys())
-
-
-@st.composite
-def changes(draw: st.DrawFn) -> tuple[str, str, Any]:
-    section, key, annotation = draw(st.sampled_from(KEYS))
-    return section, key, draw(values_for(annotation))
-
-
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # the machine may have other work
-@given(st.lists(changes(), max_size=4))
-def test_round_trip(changed: list[tuple[str, str, Any]]) -> None:
-    """What passes validation reads back equal, and writes the same text again."""
-    tree = tomllib.loads(TINY.read_text())
-    for section, key, value in changed:
-        tree.setdefault(section, {})[key] = value
-    try:
-        config = parse_config(tree)
-    except ConfigError as error:
-        assert "\n" not in str(error)
-        return
-    text = to_toml(config)
-    again = parse_config(tomllib.loads(text))
-    assert again == config
-    assert to_toml(again) == text
+@given(VALUES)
+def test_values_read_back_as_they_were_written(value: Any) -> None:
+    assert tomllib.loads(f"_ = {toml_value(value)}")["_"] == value
 
 
 # --- the command ---
@@ -195,11 +142,11 @@ def test_dry_run_prints_the_plan_and_writes_nothing(here: Path, capfd: pytest.Ca
 def test_a_configuration_that_another_version_saved_is_one_line(tmp_path: Path) -> None:
     path = tmp_path / "config.toml"
     path.write_text(to_toml(load_config(TINY)).replace("[data]", "[data]\nprompt_kye = 3"))
-    message = refused(lambda: load_saved_config(path))
+    message = refusal(load_saved_config, path)
     assert message.startswith(f"{path}, which the run saved: unknown key 'data.prompt_kye'; did you mean")
     assert message.endswith("open the run with its commit)")
     (tmp_path / "environment.jsonl").write_text('{"commit": "12"}\n{"commit": "e26e4e3"}\n')
-    assert refused(lambda: load_saved_config(path)).endswith("open the run with its commit, e26e4e3)")
+    assert refusal(load_saved_config, path).endswith("open the run with its commit, e26e4e3)")
 
 
 def test_a_saved_run_resumes_with_removed_keys_at_the_values_that_are_constant_now(tmp_path: Path) -> None:
@@ -215,25 +162,21 @@ def test_a_saved_run_resumes_with_removed_keys_at_the_values_that_are_constant_n
     path.write_text("\n".join(lines))
     assert load_saved_config(path) == load_config(path) == now
     path.write_text(to_toml(now).replace("[optimizer]", "[optimizer]\nfreeze_router = true"))
-    assert "unknown key 'optimizer.freeze_router', which was removed" in refused(lambda: load_saved_config(path))
+    assert "unknown key 'optimizer.freeze_router', which was removed" in refusal(load_saved_config, path)
 
 
 def test_a_resumed_run_may_change_what_decides_no_token(tmp_path: Path) -> None:
     path = tmp_path / "config.toml"
     path.write_text(to_toml(load_config(TINY)))
     check_resumable(path, load_config(TINY, ["run.num_steps=99", "rollout.max_live=2"]))
-    with pytest.raises(ConfigError, match=r"a run with run.seed = 0, now 1: resume with the old value or"):
-        check_resumable(path, load_config(TINY, ["run.seed=1"]))
-    with pytest.raises(ConfigError, match=r"temperature = 1.0, now 0.5: resume with the old values or"):
-        check_resumable(path, load_config(TINY, ["run.seed=1", "rollout.temperature=0.5"]))
-
-
-def test_a_run_whose_learning_rate_falls_to_its_end_keeps_its_length(tmp_path: Path) -> None:
-    path = tmp_path / "config.toml"
+    said = refusal(check_resumable, path, load_config(TINY, ["run.seed=1"]))
+    assert "a run with run.seed = 0, now 1: resume with the old value or" in said
+    said = refusal(check_resumable, path, load_config(TINY, ["run.seed=1", "rollout.temperature=0.5"]))
+    assert "temperature = 1.0, now 0.5: resume with the old values or" in said
+    # a learning rate that falls to the run's end depends on its length
     path.write_text(to_toml(load_config(TINY, ["optimizer.schedule=linear", "run.num_steps=50"])))
-    check_resumable(path, load_config(TINY, ["optimizer.schedule=linear", "run.num_steps=50", "rollout.max_live=2"]))
-    with pytest.raises(ConfigError, match=r"a run with run.num_steps = 50, now 60: resume with the old value or"):
-        check_resumable(path, load_config(TINY, ["optimizer.schedule=linear", "run.num_steps=60"]))
+    said = refusal(check_resumable, path, load_config(TINY, ["optimizer.schedule=linear", "run.num_steps=60"]))
+    assert "a run with run.num_steps = 50, now 60: resume with the old value or" in said
 
 
 # --- tlt keys, docs/configuration.md and bounds ---
@@ -242,7 +185,7 @@ def test_a_run_whose_learning_rate_falls_to_its_end_keeps_its_length(tmp_path: P
 def test_the_page_of_the_keys_is_current(capsys: pytest.CaptureFixture[str]) -> None:
     """``tlt keys --markdown > docs/configuration.md`` writes it."""
     assert main(["keys", "--markdown"]) == 0
-    assert capsys.readouterr().out == (TINY.parent.parent / "docs" / "configuration.md").read_text()
+    assert capsys.readouterr().out == (TINY.parents[1] / "docs" / "configuration.md").read_text()
 
 
 def test_every_key_has_a_meaning_and_there_are_few_enough() -> None:
@@ -285,17 +228,12 @@ def test_a_function_that_another_users_file_names_is_run_only_if_the_command_nam
     assert load_config(path).reward.default == "judge me.py:score"
     os.chown(path, 12345, -1)
     said = "belongs to another user and names code to run; if you trust it, add 'reward.default=judge me.py:score' to"
-    with pytest.raises(ConfigError, match=said):
-        load_config(path)
-    with pytest.raises(ConfigError, match=said):
-        find_problems(path)
+    assert all(said in refusal(read, path) for read in (load_config, find_problems))
     assert load_config(path, named).reward.default == load_saved_config(path).reward.default
     path.write_text(to_toml(load_config(path, ["reward.default=boxed"])))
     load_config(path)
     further = 'reward.weights={"a.py:f" = 0.5}'
     path.write_text(to_toml(load_config(path, [*named, further])))
-    with pytest.raises(ConfigError, match=said + " the command$"):
-        load_config(path, [further])
-    with pytest.raises(ConfigError, match=r"""add 'reward.weights=\{"a.py:f" = 0.5\}' to the command$"""):
-        load_config(path, named)
+    assert refusal(load_config, path, [further]).endswith(said + " the command")
+    assert refusal(load_config, path, named).endswith("""add 'reward.weights={"a.py:f" = 0.5}' to the command""")
     assert load_config(path, [*named, further]).reward.functions == ("judge me.py:score", "a.py:f")

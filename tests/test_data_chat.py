@@ -9,16 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from answers import refusal
 from data_sets import PLAIN, RAW, all_prompts, config_of, gcd_row, open_data, texts, write_jsonl
 from smollm2 import smollm2_folder
 from tiny import byte_tokenizer
 from transformers import AutoTokenizer
 
 from tlt_hpc.common.records import ChatFormat
-from tlt_hpc.config import ConfigError
 from tlt_hpc.data.prompts import open_prompts
 from tlt_hpc.data.reader import PromptReader
-from tlt_hpc.data.rows import RowError
 from tlt_hpc.models.tokenizer import load_tokenizer, read_chat_format
 
 CHATML = """{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}
@@ -202,8 +201,8 @@ def test_a_final_message_is_continued_as_in_transformers(name: str, tmp_path: Pa
 
 def test_a_final_message_that_the_template_leaves_out(tmp_path: Path) -> None:
     path = chat_file(tmp_path, ("user", "1"), ("assistant", "2"))
-    with pytest.raises(RowError, match="the chat template refuses the messages: it leaves out some of the assistant's"):
-        open_data(path, CONTINUED, chat=ChatFormat("{{ messages[0].content }}"))
+    said = refusal(open_data, path, CONTINUED, chat=ChatFormat("{{ messages[0].content }}"))
+    assert "the chat template refuses the messages: it leaves out some of the assistant's" in said
 
 
 # --- what is fed, and what is refused ---
@@ -222,9 +221,7 @@ def test_a_system_prompt_comes_before_chats_without_one(tmp_path: Path) -> None:
     text = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "1,2", "answer": "1"}])
     assert texts(all_prompts(text, chat=PLAIN)) == ["1,2"], "a text is not changed without a request"
     assert texts(all_prompts(text, system, "data.text_prompts=chat", chat=PLAIN)) == ["8,1,2="]
-    with pytest.raises(ConfigError) as caught:
-        all_prompts(text, system, chat=PLAIN)
-    assert str(caught.value) == (
+    assert refusal(all_prompts, text, system, chat=PLAIN) == (
         f"data.system_prompt is set, but the prompt of {text}:1 is a text that is fed as it is; "
         "set data.text_prompts = 'chat' or omit data.system_prompt"
     )
@@ -234,14 +231,14 @@ def test_a_template_of_ones_own_and_none(tmp_path: Path) -> None:
     path = chat_file(tmp_path, ("user", "1"))
     (tmp_path / "mine.jinja").write_text("{{ messages[0].content }},")
     assert texts(all_prompts(path, f"data.chat_template={tmp_path}/mine.jinja", chat=PLAIN)) == ["1,"]
-    with pytest.raises(ConfigError, match=f"^{path}:1: the prompt is a list of messages, and the model folder has no "):
-        all_prompts(path, chat=ChatFormat())
+    said = refusal(all_prompts, path, chat=ChatFormat())
+    assert said.startswith(f"{path}:1: the prompt is a list of messages, and the model folder has no ")
 
 
 def test_templates_that_are_no_jinja(tmp_path: Path) -> None:
     path = chat_file(tmp_path, ("user", "1"))
-    with pytest.raises(ConfigError, match=r"^the model folder: the chat template is no Jinja .*Expected an expression"):
-        all_prompts(path, chat=ChatFormat("\n{% for x in %}"))
+    said = refusal(all_prompts, path, chat=ChatFormat("\n{% for x in %}"))
+    assert said.startswith("the model folder: the chat template is no Jinja ") and "Expected an expression" in said
     mine = tmp_path / "mine.jinja"
     for content, place, reason in (
         (b"{{ x", mine, "the chat template is no Jinja"),
@@ -250,8 +247,8 @@ def test_templates_that_are_no_jinja(tmp_path: Path) -> None:
         (b" \n", mine, "is empty"),
     ):
         mine.write_bytes(content)
-        with pytest.raises(ConfigError, match=f"^data.chat_template = '{place}'.* {reason}.*; "):
-            all_prompts(path, f"data.chat_template={place}")
+        said = refusal(all_prompts, path, f"data.chat_template={place}")
+        assert said.startswith(f"data.chat_template = '{place}'") and reason in said
 
 
 @pytest.mark.parametrize(
@@ -265,9 +262,8 @@ def test_templates_that_are_no_jinja(tmp_path: Path) -> None:
 )
 def test_messages_that_a_template_refuses(template: str, reason: str, tmp_path: Path) -> None:
     path = chat_file(tmp_path, ("user", "1"), ("user", "2"))
-    with pytest.raises(RowError) as caught:
-        all_prompts(path, chat=ChatFormat(template))
-    assert str(caught.value).startswith(f"{path}:1: the chat template refuses the messages: {reason}")
+    said = refusal(all_prompts, path, chat=ChatFormat(template))
+    assert said.startswith(f"{path}:1: the chat template refuses the messages: {reason}")
 
 
 # --- ends of turns ---
@@ -275,11 +271,7 @@ def test_messages_that_a_template_refuses(template: str, reason: str, tmp_path: 
 # the token that ends a turn of known templates, by the tokens that their folders name
 ENDS = {
     "qwen2_5": "<|im_end|>",
-    "qwen3": "<|im_end|>",
-    "qwen3_instruct_2507": "<|im_end|>",
     "llama3": "<|eot_id|>",
-    "llama3_2": "<|eot_id|>",
-    "gemma": "<end_of_turn>",
     "gemma3": "<end_of_turn>",
     "mistral": "</s>",
     "deepseek_r1_distill": "<\uff5cend▁of▁sentence\uff5c>",

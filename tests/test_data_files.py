@@ -7,33 +7,17 @@ import gzip
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pytest
-from data_sets import (
-    TINY,
-    all_prompts,
-    gcd_row,
-    gcd_rows,
-    texts,
-    write_arrow,
-    write_jsonl,
-    write_parquet,
-)
+from answers import TINY, refusal
+from data_sets import all_prompts, gcd_row, gcd_rows, texts, write_arrow, write_jsonl, write_parquet
 
-from tlt_hpc.config import ConfigError, UserError, load_config
+from tlt_hpc.config import load_config
 from tlt_hpc.data.evaluation_sets import open_reader
 
 FIRST, SECOND = gcd_rows(4)[:2], gcd_rows(4)[2:]
 ALL = [row["prompt"] for row in gcd_rows(4)]
-
-
-def refusal(source: Any, *overrides: str) -> str:
-    with pytest.raises(UserError) as caught:
-        all_prompts(source, *overrides)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -70,21 +54,25 @@ TRAIN, TEST = ("train-00000-of-00002", "train-00001-of-00002"), "test-00000-of-0
         ([f"data/{name}.parquet" for name in TRAIN], f"data/{TEST}.parquet", write_parquet),
         # as datasets saves a DatasetDict
         ([f"train/data-0000{i}-of-00002.arrow" for i in (0, 1)], "test/data-00000-of-00001.arrow", write_arrow),
+        ([f"data-0000{i}-of-00002.arrow" for i in (0, 1)], "", write_arrow),
         (["gsm8k-train.arrow", "gsm8k.train-2.arrow"], "gsm8k-test.arrow", write_arrow),
     ],
-    ids=["hub", "hub, data", "saved", "names"],
+    ids=["hub", "hub, data", "saved", "no splits", "names"],
 )
 def test_a_folder_of_splits(train: list[str], test: str, write: Callable[..., Path], tmp_path: Path) -> None:
     for name, rows in zip(train, (FIRST, SECOND), strict=True):
         write(tmp_path / name, rows)
         (tmp_path / name).with_name("state.json").write_text("{}")
         write(tmp_path / name.rpartition("/")[0] / "cache-1f.arrow", [gcd_row(99)])  # of a map of datasets
-    write(tmp_path / test, [gcd_row(9)])
+    if test:
+        write(tmp_path / test, [gcd_row(9)])
     assert texts(all_prompts(tmp_path)) == ALL
+    if not test:
+        return
     for name in train:
         (tmp_path / name).unlink()
     start = f"data.source = {str(tmp_path)!r} has no split 'train'; give a pattern such as FOLDER/**/*validation* for "
-    assert refusal(tmp_path).startswith(f"{start}the files of one of test, or give")
+    assert refusal(all_prompts, tmp_path).startswith(f"{start}the files of one of test, or give")
 
 
 def test_an_evaluation_reads_the_split_called_test_and_tells_how_to_read_another(tmp_path: Path) -> None:
@@ -92,11 +80,9 @@ def test_an_evaluation_reads_the_split_called_test_and_tells_how_to_read_another
     write_parquet(folder / "train.parquet", FIRST)
     write_parquet(folder / "validation.parquet", SECOND)
     config, no_check = load_config(TINY), lambda _: ""
-    with pytest.raises(ConfigError) as caught:
-        open_reader(config, str(folder), None, None, no_check)
     wanted = f"evaluation.sources = {str(folder)!r} has no split 'test'; give a pattern such as "
     remedy = "FOLDER/**/*validation* for the files of one of train, validation, or give one of its folders"
-    assert str(caught.value) == wanted + remedy
+    assert refusal(open_reader, config, str(folder), None, None, no_check) == wanted + remedy
     write_parquet(tmp_path / "hub" / "data" / "validation-00000-of-00001.parquet", SECOND)
     for place in (folder, tmp_path / "hub"):
         pattern = open_reader(config, str(place / "**" / "*validation*"), None, None, no_check)
@@ -105,26 +91,22 @@ def test_an_evaluation_reads_the_split_called_test_and_tells_how_to_read_another
     assert len(open_reader(config, str(folder), None, None, no_check).rows) == len(FIRST)
 
 
-def test_a_folder_without_splits(tmp_path: Path) -> None:
-    write_arrow(tmp_path / "data-00000-of-00002.arrow", FIRST)
-    write_arrow(tmp_path / "data-00001-of-00002.arrow", SECOND)
-    (tmp_path / "state.json").write_text("{}")
-    assert texts(all_prompts(tmp_path)) == ALL
-
-
 # --- what is refused ---
 
 
 def test_sources_that_are_not_there(tmp_path: Path) -> None:
     kinds = "a .jsonl, .parquet or .arrow file, a folder or pattern of them, or 'embedded:gcd'"
     choice = f"{kinds} (docs/data.md)"
-    assert refusal(tmp_path) == f"data.source = {str(tmp_path)!r} has no data file; give {choice}"
+    assert refusal(all_prompts, tmp_path) == f"data.source = {str(tmp_path)!r} has no data file; give {choice}"
     for source in (str(tmp_path / "none.jsonl"), "openai/gsm8k", "https://nowhere/train.parquet"):
-        assert refusal(source) == f"data.source = {source!r} does not exist; give {choice}"
+        assert refusal(all_prompts, source) == f"data.source = {source!r} does not exist; give {choice}"
     pattern = str(tmp_path / "*.parquet")
-    assert refusal(pattern) == f"data.source = {pattern!r}: no file is named like that; fix the pattern"
+    assert refusal(all_prompts, pattern) == f"data.source = {pattern!r}: no file is named like that; fix the pattern"
     (tmp_path / "a.csv").touch()
-    assert refusal(tmp_path / "a.csv") == f"data.source: {tmp_path}/a.csv is of an unknown kind; give {choice}"
+    assert (
+        refusal(all_prompts, tmp_path / "a.csv")
+        == f"data.source: {tmp_path}/a.csv is of an unknown kind; give {choice}"
+    )
 
 
 @pytest.mark.parametrize(("name", "kind"), [("a.parquet", "parquet"), ("a.arrow", "arrow")])
@@ -132,7 +114,7 @@ def test_sources_that_are_not_there(tmp_path: Path) -> None:
 def test_a_file_that_is_not_what_its_name_says(name: str, kind: str, content: bytes, tmp_path: Path) -> None:
     path = tmp_path / name
     path.write_bytes(content)
-    start, reason, end = re.split(r"[()]", refusal(path), maxsplit=2)  # the reason is pyarrow's
+    start, reason, end = re.split(r"[()]", refusal(all_prompts, path), maxsplit=2)  # the reason is pyarrow's
     assert start == f"data.source: {path} cannot be read as {kind} " and len(reason) > 9
     assert end.rpartition(")")[2] == "; write or download it again"
 
@@ -141,7 +123,7 @@ def test_files_without_rows(tmp_path: Path) -> None:
     empty, none = write_jsonl(tmp_path / "a.jsonl", ["", "  "]), tmp_path / "none.parquet"
     pa.parquet.write_table(pa.schema([("prompt", pa.string()), ("answer", pa.string())]).empty_table(), none)
     for path in (empty, none):
-        assert refusal(path) == f"data.source = {str(path)!r} has no rows; give a file that has some"
+        assert refusal(all_prompts, path) == f"data.source = {str(path)!r} has no rows; give a file that has some"
 
 
 ROW = '{"prompt": "Größe 6 und 4", "answer": 2}\n'
@@ -165,13 +147,11 @@ COPIED = "convert it: iconv -t UTF-8 -f"
 def test_a_file_that_is_no_utf8_text_is_named_with_what_converts_it(content: bytes, words: str, tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(content)
-    assert refusal(path) == f"data.source: {path} is {words}"
+    assert refusal(all_prompts, path) == f"data.source: {path} is {words}"
 
 
-def test_a_byte_order_mark_of_utf8_is_no_fault_and_latin_1_is_named_by_its_row(tmp_path: Path) -> None:
+def test_latin_1_is_named_by_its_row(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
-    path.write_bytes(codecs.BOM_UTF8 + ROW.encode() * 2)
-    assert texts(all_prompts(path)) == ["Größe 6 und 4"] * 2
     path.write_bytes(ROW.encode("latin-1"))
     words = f"byte 0xf6 at position 14 is not UTF-8; if the file is Latin-1, {COPIED} LATIN1"
-    assert f"a.jsonl:1: no JSON object ({words})" in refusal(path)
+    assert f"a.jsonl:1: no JSON object ({words})" in refusal(all_prompts, path)

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,14 +14,13 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
-from launch_ranks import tlt
+from answers import python
+from launch_ranks import ROOT, tlt
 from small_run import small_record
 
 from tlt_hpc.checkpoint import manifest as checkpoint_manifest
 from tlt_hpc.storage.rollout_log import write_kept, write_step
 
-ROOT = Path(__file__).resolve().parent.parent
-CAPTURED = {"capture_output": True, "text": True}
 PAGE = (ROOT / "docs" / "files.md").read_text(encoding="utf-8")
 
 
@@ -100,9 +97,7 @@ def test_the_example_reads_responses_with_h5py_alone(tmp_path: Path) -> None:
     assert set(re.findall(r"^(?:import|from) (\w+)", example[1], re.MULTILINE)) == {"sys", "h5py", "numpy"}
     path = tmp_path / "log.h5"
     write_step(path, small_record(1, 0))
-    done = subprocess.run([sys.executable, "-c", example[1], path], check=False, cwd=tmp_path, **CAPTURED)
-    assert done.returncode == 0, done.stderr
-    said = done.stdout.splitlines()
+    said = python("-c", example[1], path).stdout.splitlines()
     assert said == ["2 responses, mean reward 1.000", "longest: 4 tokens, reward 1, ids [100, 101, 102, 103] ..."]
 
 

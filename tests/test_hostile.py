@@ -6,20 +6,17 @@ import importlib
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+from answers import TINY, python
+from launch_ranks import ROOT
 from small_run import small_run
 
 from tlt_hpc.cluster.watch.record import Record, encode
 from tlt_hpc.config import load_config, to_toml
-
-ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +24,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run's folder with everything that the tool damages, written by hand."""
     folder = small_run(tmp_path_factory.mktemp("base") / "tiny")
     folder.create()
-    folder.config.write_text(to_toml(load_config(ROOT / "jobs" / "tiny.toml", ["run.name=tiny"])))
+    folder.config.write_text(to_toml(load_config(TINY, ["run.name=tiny"])))
     folder.finished.write_text(json.dumps({"num_steps": 3, "policy_sha256": "a" * 64}))
     (folder.path / "data.json").write_text(json.dumps({"data.source": "embedded:gcd"}))
     record = Record("s", 0, "node1", 1, 1, "update", 1, "", 0, "", 0, 1, 0, 10, 0.0, ending="finished")
@@ -37,28 +34,14 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder.path
 
 
-@pytest.fixture
-def tool(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
-    monkeypatch.syspath_prepend(str(ROOT / "tools"))
-    return importlib.import_module
-
-
-def campaign(*words: object) -> str:
-    command = [sys.executable, "tools/faults.py", *map(str, words)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
 def test_damaged_run_folders_are_answered_in_a_line(base: Path) -> None:
-    told = campaign("folders", "--seed", 3, "--count", 3, "--run", base)
+    told = python("tools/faults.py", "folders", "--seed", 3, "--count", 3, "--run", base).stdout
     assert "18 cases in" in told and ": 0 wrong" in told
 
 
 @pytest.mark.ci
 def test_damaged_inputs_are_refused_or_read_as_written() -> None:
-    assert ": 0 wrong" in campaign("inputs", "--seed", 5, "--count", 20)
+    assert ": 0 wrong" in python("tools/faults.py", "inputs", "--seed", 5, "--count", 20).stdout
 
 
 def say(text: str) -> int:
@@ -81,8 +64,9 @@ def say(text: str) -> int:
         (lambda out: (out.parent / "in" / "file").write_text("x"), "changed files"),
     ],
 )
-def test_each_fault_is_seen(tool, tmp_path: Path, monkeypatch, command, fault: str) -> None:
-    commands = tool("fault_kinds.commands")
+def test_each_fault_is_seen(tmp_path: Path, monkeypatch, command, fault: str) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    commands = importlib.import_module("fault_kinds.commands")
     monkeypatch.setattr(commands, "SECONDS", 0.5 if fault == "hang" else 90.0)
     (tmp_path / "in").mkdir()
     case = commands.Case("none", {"careless": command}, frozenset({"careless"}), r"file\.json", tmp_path / "in")

@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+from answers import mistake
 
 from tlt_hpc.cli.main import main
 from tlt_hpc.cluster.watch.record import Record, claim_verdict, write_record
@@ -60,9 +61,8 @@ def test_runs_at_any_depth_are_listed_the_newest_last(listed: Listed, capsys: py
     assert first.split()[: len(words)] == words
     assert second.split()[:3] == ["runs/done", "finished", "2"] and written == "written to all.csv"
     assert Path("all.csv").read_text().splitlines()[2].startswith("runs/done,finished,2,,0.0,0.25,")
-    assert main(["runs", "--output", "runs"]) == 2
     warned = "tlt: cannot write runs: Is a directory; make room there or give another --output\n"
-    assert capsys.readouterr().err == warned
+    assert mistake(capsys, "runs", "--output", "runs") == warned
 
 
 def test_a_folder_that_is_no_run_is_named_and_the_others_are_listed(
@@ -153,6 +153,5 @@ def test_a_warm_up_is_told_from_a_run(listed: Listed, capsys: pytest.CaptureFixt
     assert listed("--output", "all.csv")[0][1].endswith(", accept length 2.250")
     assert 'accept length 2.250",,,,,,,' in Path("all.csv").read_text().splitlines()[1]
     assert "warm-up: 200 of 400 updates, accept length 2.250" in watched()
-    assert main(["report", str(folder)]) == 2
     warned = f"tlt: {folder} holds a warm-up, which has no steps to report; see `tlt watch {folder}`\n"
-    assert capsys.readouterr().err == warned
+    assert mistake(capsys, "report", folder) == warned

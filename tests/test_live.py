@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from answers import mistake
 from logged import make_rollout, step_record
 from rich.console import Console
 from tiny import byte_tokenizer
@@ -183,9 +184,7 @@ def response(text: str, pass_lengths: list[int]) -> Rollout:
 
 def test_samples_of_a_run_without_steps_are_a_mistake_of_one_line(run, capsys):
     for words in ("no committed step", "warm-up"):  # which has no steps to wait for
-        assert main(["watch", str(run.path), "--sample", "3"]) == 2
-        err = capsys.readouterr().err
-        assert words in err and err.startswith("tlt: ") and err.count("\n") == 1
+        assert words in mistake(capsys, "watch", run.path, "--sample", 3)
         run.training.mkdir(exist_ok=True)
 
 

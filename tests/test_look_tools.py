@@ -5,20 +5,21 @@ from __future__ import annotations
 import csv
 import importlib
 import json
-import subprocess
-import sys
 from pathlib import Path
+from subprocess import CompletedProcess
 from typing import Any
 
 import h5py
 import pytest
+from answers import python
+from launch_ranks import ROOT
 from small_run import small_record, small_run
 
 from tlt_hpc.look.run_log import RunLog
 from tlt_hpc.storage.folder import RunFolder, part_of
 from tlt_hpc.storage.rollout_log import write_step
 
-TOOLS = Path(__file__).parents[1] / "tools"
+TOOLS = ROOT / "tools"
 ANALYSES = ("timeline", "lengths", "acceptance", "learning", "throughput", "compare")
 FORBIDDEN = ("torch", "mpi4py", "pydantic", "transformers", "deepspeed", "pyarrow")
 WITHOUT = f"""
@@ -34,10 +35,9 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-def start(tool: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+def start(tool: str, *arguments: str | Path, status: int = 0) -> CompletedProcess[str]:
     """Run a tool in another folder, where the forbidden libraries cannot be imported."""
-    command = [sys.executable, "-c", WITHOUT, TOOLS / f"{tool}.py", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False, cwd="/", env={"HOME": "/tmp"})
+    return python("-c", WITHOUT, TOOLS / f"{tool}.py", *arguments, status=status, cwd="/", env={"HOME": "/tmp"})
 
 
 @pytest.fixture
@@ -46,9 +46,9 @@ def folder(tmp_path: Path) -> RunFolder:
 
 
 @pytest.fixture
-def inspect_run(monkeypatch: pytest.MonkeyPatch) -> Any:
+def tool(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(str(TOOLS))
-    return importlib.import_module("inspect_run")
+    return importlib.import_module
 
 
 @pytest.mark.parametrize("what", ANALYSES)
@@ -56,18 +56,16 @@ def test_verdict_figure_and_json(tmp_path: Path, folder: RunFolder, what: str) -
     runs = [folder.path, small_run(tmp_path / "other").path] if what == "compare" else [folder.path]
     out = tmp_path / "out"
     done = start("look", what, *runs, "--output", out, "--theme", "dark", "--json", tmp_path / "found.json")
-    assert done.returncode == 0 and done.stderr == "", done.stderr
+    assert done.stderr == ""
     found = json.loads((tmp_path / "found.json").read_text())
     lines = done.stdout.splitlines()
     assert lines[0] == found["verdict"] and all(line.startswith("wrote ") for line in lines[1:])
     assert sorted(path.name for path in out.iterdir()) == [f"{what}-dark.png", f"{what}-dark.svg"]
 
 
-def test_no_text_of_a_csv_is_a_formula(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(TOOLS))
-    export_run = importlib.import_module("export_run")
+def test_no_text_of_a_csv_is_a_formula(tmp_path: Path, tool: Any) -> None:
     part = {"text": ["=1+1", "-x", "a=b"], "=score": [-1.0, 2.0, 3.0]}
-    assert export_run.put_csv(tmp_path / "a.csv", iter([part])) == 3
+    assert tool("export_run").put_csv(tmp_path / "a.csv", iter([part])) == 3
     assert (tmp_path / "a.csv").read_text().split() == ["text,'=score", "'=1+1,-1.0", "'-x,2.0", "a=b,3.0"]
 
 
@@ -79,14 +77,12 @@ def test_mistakes_are_one_line(tmp_path: Path, folder: RunFolder) -> None:
         ("inspect_run", no),
         ("export_run", run, "--steps", "7:9"),
     ):
-        done = start(tool, *arguments)
-        assert done.returncode == 2 and done.stderr.count("\n") == 1, (tool, arguments, done.stderr)
-        assert done.stderr.startswith(f"{tool}: ")
+        done = start(tool, *arguments, status=2)
+        assert done.stderr.startswith(f"{tool}: ") and done.stderr.count("\n") == 1, done.stderr
 
 
 def test_export(tmp_path: Path, folder: RunFolder) -> None:
-    done = start("export_run", folder.path, "--output", tmp_path / "csv")
-    assert done.returncode == 0, done.stderr
+    start("export_run", folder.path, "--output", tmp_path / "csv")
 
     def table(name: str) -> list[dict[str, str]]:
         with (tmp_path / "csv" / f"{name}.csv").open(newline="") as file:
@@ -115,7 +111,6 @@ def test_inspect_names_what_is_wrong(folder: RunFolder) -> None:
     part.write_bytes(b"half")
     write_step(folder.rollout_log(3, 0), small_record(3, 0))
     done = start("inspect_run", folder.path)
-    assert done.returncode == 0
     assert f"half written: {part}" in done.stdout and "not committed yet: step 4" in done.stdout
     told = start("look", "timeline", folder.path).stdout
     assert told.startswith("Step 3,"), "the last with the logs of all ranks"
@@ -125,21 +120,22 @@ def test_inspect_names_what_is_wrong(folder: RunFolder) -> None:
     for rank in range(2):
         folder.rollout_log(2, rank).unlink()
     folder.metrics.write_bytes(folder.metrics.read_bytes() + b'{"torn')
-    done = start("inspect_run", folder.path, "--check")
-    assert done.returncode == 1 and f"{path}: damaged rollout log" in done.stdout
+    done = start("inspect_run", folder.path, "--check", status=1)
+    assert f"{path}: damaged rollout log" in done.stdout
     for fault in ("step 2: no log of rank 0", "committed steps without logs: 3", "metrics.jsonl:4 is cut off"):
         assert fault in done.stdout
 
 
-def test_a_flipped_bit_is_found_only_if_files_are_read_completely(folder: RunFolder, inspect_run: Any) -> None:
+def test_a_flipped_bit_is_found_only_if_files_are_read_completely(folder: RunFolder, tool: Any) -> None:
     path = folder.rollout_log(1, 0)
     with h5py.File(path) as file:
         place = file["rollouts/response_tokens"].id.get_chunk_info(0).byte_offset
     data = bytearray(path.read_bytes())
     data[place + 2] ^= 4
     path.write_bytes(data)
-    assert not list(inspect_run.faults(RunLog(folder.path), read_whole=False))
-    (fault,) = inspect_run.faults(RunLog(folder.path))
+    faults = tool("inspect_run").faults
+    assert not list(faults(RunLog(folder.path), read_whole=False))
+    (fault,) = faults(RunLog(folder.path))
     assert str(path) in fault
 
 

@@ -11,15 +11,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from data_sets import TINY, gcd_row, gcd_rows, open_data, texts, write_jsonl
+from answers import TINY, refusal
+from data_sets import gcd_row, gcd_rows, open_data, texts, write_jsonl
 from hypothesis import given
 from hypothesis import strategies as st
 from tiny import embedded_tokenizer, response_text
 
 from tlt_hpc.cluster.watch.beat import BEAT
 from tlt_hpc.common.records import Prompt
-from tlt_hpc.config import ConfigError, load_config
-from tlt_hpc.data import prompts as prompts_module
+from tlt_hpc.config import load_config
 from tlt_hpc.data.prompts import (
     MAX_DIVISOR,
     MAX_NUMBER,
@@ -38,7 +38,6 @@ from tlt_hpc.data.prompts import (
     shuffled,
 )
 from tlt_hpc.data.reader import PromptReader
-from tlt_hpc.data.rows import RowError
 
 
 def gcd_prompts(folder: Path, seed: int = 0, count: int = 8) -> GcdPrompts:
@@ -92,7 +91,7 @@ def test_one_rank_of_a_node_reads_for_all(tmp_path: Path) -> None:
 def test_where_prompts_are_dropped_the_first_draw_reads_all_rows_once(tmp_path: Path, monkeypatch: Any) -> None:
     reads, true_read = list[int](), PromptReader.read
     monkeypatch.setattr(PromptReader, "read", lambda self, row: reads.append(row) or true_read(self, row))
-    monkeypatch.setattr(prompts_module, "CHECKED_ROWS", 5)
+    monkeypatch.setattr("tlt_hpc.data.prompts.CHECKED_ROWS", 5)
     rows = [gcd_row(number) for number in range(3000)] + [{"prompt": "1=" * 9, "answer": "1"}]
     source = open_data(write_jsonl(tmp_path / "a.jsonl", rows), "data.overlong=drop", count=4)
     assert len(reads) == 5, "no more than without dropping, for the launcher opens the data, too"
@@ -107,8 +106,8 @@ def test_the_configuration_names_the_source(tmp_path: Path) -> None:
     config = load_config(TINY, [f"data.source={path}", "rollout.prompts_per_step=2"])
     assert sorted(texts(open_prompts(config, embedded_tokenizer()).batch(0))) == ["gcd(1,3)=", "gcd(2,5)="]
     assert isinstance(open_prompts(load_config(TINY), embedded_tokenizer()), GcdPrompts)
-    with pytest.raises(ConfigError, match=r"have up to 9 tokens; use data.max_prompt_tokens = 9 or more"):
-        open_prompts(load_config(TINY, ["data.max_prompt_tokens=8"]), embedded_tokenizer())
+    said = refusal(open_prompts, load_config(TINY, ["data.max_prompt_tokens=8"]), embedded_tokenizer())
+    assert "have up to 9 tokens; use data.max_prompt_tokens = 9 or more" in said
 
 
 # --- the order of draws ---
@@ -140,8 +139,7 @@ def test_rows_behind_those_that_are_checked_first(tmp_path, monkeypatch):
     rows[last] = "{"
     source = open_data(write_jsonl(tmp_path / "a.jsonl", rows), count=6)
     source.batch(0)
-    with pytest.raises(RowError, match=rf"a\.jsonl:{last + 1}: no JSON object"):
-        source.batch(1)
+    assert f"a.jsonl:{last + 1}: no JSON object" in refusal(source.batch, 1)
 
 
 # --- the embedded task ---
@@ -162,12 +160,6 @@ def test_subtractions_lead_to_the_answer(problem: GcdProblem) -> None:
     assert problem.answer == str(pairs[-1][0])
 
 
-def test_the_texts_to_the_letter() -> None:
-    problem = GcdProblem(6, 4)
-    assert problem.prompt == "gcd(6,4)="
-    assert response_text(problem.subtractions(), problem.answer) == "<think>6,4;2,4;2,2</think>\\boxed{2}"
-
-
 @given(problems)
 def test_lengths_are_counted_as_the_tokenizer_counts(problem: GcdProblem) -> None:
     pairs = problem.subtractions()
@@ -183,14 +175,6 @@ def test_drawn_problems_keep_the_bounds(seed: int) -> None:
     assert 1 <= min(problem.a, problem.b) < max(problem.a, problem.b) <= MAX_NUMBER
     assert 1 <= int(problem.answer) <= MAX_DIVISOR
     assert num_working_tokens(problem.subtractions()) <= MAX_WORKING_TOKENS
-
-
-def test_splits_are_disjoint_and_their_shares_right() -> None:
-    source = random.Random(0)
-    drawn = {draw_problem(source) for _ in range(6000)}
-    shares = {split: sum(problem.split == split for problem in drawn) / len(drawn) for split in SPLITS}
-    # over 5,000 different problems: three standard errors are 0.02
-    assert shares == pytest.approx({"supervised": 0.6, "train": 0.3, "evaluation": 0.1}, abs=0.02)
 
 
 @pytest.mark.parametrize("split", SPLITS)

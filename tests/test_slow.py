@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
+from answers import python
 
 pytestmark = [pytest.mark.slow, pytest.mark.mpi, pytest.mark.timeout(3600)]
-
-ROOT = Path(__file__).parent.parent
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_reward_on_held_out_problems_rises_within_30_steps(tmp_path, seed):
-    command = [sys.executable, "-m", "tlt_hpc", "train", "jobs/tiny.toml", f"run.seed={seed}", f"run.folder={tmp_path}"]
-    subprocess.run(command, check=True, cwd=ROOT)
+    python("-m", "tlt_hpc", "train", "jobs/tiny.toml", f"run.seed={seed}", f"run.folder={tmp_path}")
     rows = [json.loads(line) for line in (tmp_path / "tiny" / "metrics.jsonl").read_text().splitlines()]
     rewards = np.array([row["critic/score/mean"] for row in rows])
     assert len(rewards) == 30
@@ -32,7 +27,7 @@ def test_reward_on_held_out_problems_rises_within_30_steps(tmp_path, seed):
 def test_a_long_comparison_is_equal(tmp_path):
     path = tmp_path / "compare.json"
     options = ["--steps", "30", "--json", str(path), f"run.folder={tmp_path}"]
-    subprocess.run([sys.executable, "-m", "tlt_hpc", "compare", "jobs/tiny.toml", *options], check=True, cwd=ROOT)
+    python("-m", "tlt_hpc", "compare", "jobs/tiny.toml", *options)
     found = json.loads(path.read_text())
     print(json.dumps(found["speedup"]))
     assert found["equal"] == {"tokens": True, "rewards": True, "policy": True, "mismatched_tokens": 0}

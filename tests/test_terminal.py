@@ -8,11 +8,14 @@ import re
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+from answers import TINY, python
+from launch_ranks import ROOT
 from logged import make_rollout, step_record
 from small_run import line_of, small_record, small_run
 from tokenizers import Tokenizer
@@ -25,7 +28,6 @@ from tlt_hpc.config import load_config
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.rollout_log import write_step
 
-ROOT = Path(__file__).resolve().parents[1]
 MARKUP = "[bold red]x[/nope] :smile:"
 CONTROLS = "\x1b[31m\x1b]0;owned\x07 \x9b2J \x7f \u202e \u2066 \r"
 SHOWN = r"\x1b[31m\x1b]0;owned\x07 \x9b2J \x7f \u202e \u2066 \r"
@@ -33,18 +35,6 @@ SHOWN = r"\x1b[31m\x1b]0;owned\x07 \x9b2J \x7f \u202e \u2066 \r"
 
 def environment(**more: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUTF8": "1", **more}
-
-
-def run_script(*words: str | Path, **more: str) -> subprocess.CompletedProcess[str]:
-    """Run a script of this project in a process of its own."""
-    return subprocess.run(
-        [sys.executable, *map(str, words)], capture_output=True, text=True, check=False, env=environment(**more),
-        encoding="utf-8", cwd=ROOT,
-    )  # fmt: skip
-
-
-def tlt(*words: str | Path, **more: str) -> subprocess.CompletedProcess[str]:
-    return run_script("-m", "tlt_hpc", *words, **more)
 
 
 def a_run(folder: Path, name: str = "run", words: str = "word") -> RunFolder:
@@ -75,7 +65,7 @@ def no_control(text: str) -> bool:
 
 def test_markup_of_paths_and_data_is_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("runs[red]", "runs[/b]"):
-        StepReporter(Screen(True)).started(load_config("jobs/tiny.toml", [f"run.folder={tmp_path / name}"]), 0, {})
+        StepReporter(Screen(True)).started(load_config(TINY, [f"run.folder={tmp_path / name}"]), 0, {})
         assert name in capsys.readouterr().out.replace("\n", "")
     make_console().print(MARKUP)
     assert MARKUP in capsys.readouterr().out
@@ -86,6 +76,7 @@ def test_markup_of_paths_and_data_is_text(tmp_path: Path, capsys: pytest.Capture
 
 def test_control_characters_of_model_text_and_errors_are_escaped(tmp_path: Path) -> None:
     run = a_run(tmp_path / "run", name=CONTROLS, words=CONTROLS)
+    tlt = partial(python, "-m", "tlt_hpc", env=environment(), status=None)
     done = tlt("watch", run.path, "--sample", "1")
     assert done.returncode == 0 and done.stdout.count(SHOWN) == 2 and no_control(done.stdout)
     done = tlt("watch", run.path, "--once")
@@ -101,8 +92,8 @@ def test_a_traceback_and_a_warning_escape_control_characters(tmp_path: Path) -> 
         f"def fails(options):\n    {says}; sys.stderr.write('\\udc1b'); raise RuntimeError({CONTROLS!r})\n"
         "import tlt_hpc.plan.memory.summary as module\nmodule.run = fails\nsys.exit(cli.main(['plan', 'x']))"
     )
-    done = run_script("-c", code)
-    assert done.returncode == 1 and no_control(done.stdout + done.stderr)
+    done = python("-c", code, env=environment(), status=1)
+    assert no_control(done.stdout + done.stderr)
     assert done.stdout == SHOWN + "\n" and r"\udc1b" in done.stderr
     assert f"RuntimeError: {SHOWN}" in done.stderr and f"UserWarning: {SHOWN}" in done.stderr
 
@@ -147,8 +138,8 @@ def test_ranks_outlive_the_reader_of_their_output(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("script", ["tools/look.py", "jobs/submit.py", "-m tlt_hpc"])
 def test_a_python_without_the_libraries_ends_with_one_line(script: str, tmp_path: Path) -> None:
-    done = run_script("-S", *script.split())
-    assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
+    done = python("-S", *script.split(), status=1)
+    assert done.stderr.count("\n") == 1, done.stderr
     name = "tlt" if script == "-m tlt_hpc" else Path(script).stem
     assert re.match(rf"{name}: no \w+ in /\S+: use this project's environment", done.stderr)
 
@@ -177,8 +168,7 @@ def test_pages_and_figures_escape_control_characters(tmp_path: Path) -> None:
         for rank in range(2):
             write_step(run.rollout_log(step, rank), small_record(step, rank, **strategy))
     for words in (["-m", "tlt_hpc", "report"], ["tools/look.py", "acceptance"], ["tools/look.py", "timeline"]):
-        done = run_script(*words, run.path)
-        assert done.returncode == 0, done.stderr
+        python(*words, run.path, env=environment())
     pages = [run.path / "report.html", *sorted((run.path / "figures").glob("*.svg"))]
     texts = [page.read_text(encoding="utf-8") for page in pages]
     assert len(pages) == 3 and all(map(no_control, texts))
@@ -194,5 +184,5 @@ def test_a_locale_without_utf_8_ends_nothing() -> None:
         "from tlt_hpc.common.console import TextConsole\n"
         "print('0.74 \u2192 0.92'); TextConsole(width=80).print('\u00b1')"
     )
-    done = run_script("-c", program, PYTHONUTF8="0", PYTHONIOENCODING="ascii")
-    assert (done.returncode, done.stdout) == (0, "0.74 \\u2192 0.92\n\\xb1\n"), done.stderr
+    done = python("-c", program, env=environment(PYTHONUTF8="0", PYTHONIOENCODING="ascii"))
+    assert done.stdout == "0.74 \\u2192 0.92\n\\xb1\n"

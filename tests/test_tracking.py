@@ -7,7 +7,6 @@ import json
 import os
 import re
 import struct
-import subprocess
 import sys
 import threading
 import time
@@ -16,9 +15,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from answers import TINY, mistake, python
+from launch_ranks import ROOT
 
 from tlt_hpc.cli import rank_commands
-from tlt_hpc.cli.main import main
 from tlt_hpc.cluster.stopping import Stop, StopFlag
 from tlt_hpc.config import Config, RunSection, load_config
 from tlt_hpc.look import trackers
@@ -28,8 +28,6 @@ from tlt_hpc.mpi import ending
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.step_lines import add_line, drop_lines, read_lines
 
-ROOT = Path(__file__).parent.parent
-TINY = ROOT / "jobs" / "tiny.toml"
 needs_wandb = pytest.mark.skipif(not importlib.util.find_spec("wandb"), reason="wandb not installed")
 
 
@@ -103,9 +101,9 @@ def test_event_files_hold_what_metrics_hold_after_kills_and_steps_taken_back(tmp
 def test_an_absent_package_is_one_line_before_anything_runs(tmp_path, capsys, monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "wandb" else find(name, *a))
-    assert main(["train", str(TINY), f"run.folder={tmp_path}", "run.trackers=wandb-offline"]) == 2
+    said = mistake(capsys, "train", TINY, f"run.folder={tmp_path}", "run.trackers=wandb-offline")
     words = "run.trackers with 'wandb-offline' needs the package 'wandb', which is not installed; pip install wandb"
-    assert capsys.readouterr().err == f"tlt: {words}\n" and not list(tmp_path.iterdir())
+    assert said == f"tlt: {words}\n" and not list(tmp_path.iterdir())
 
 
 # --- in place of Weights & Biases, a library that fails as it is told ---
@@ -332,11 +330,6 @@ place = Path(sys.argv[1]); config = config_for(place, sys.argv[2]); folder = Run
 """
 
 
-def start(place: Path, tracker: str, code: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", START + code, str(place), tracker]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
-
-
 @needs_wandb
 def test_a_process_ends_although_that_of_wandb_does_not_answer(tmp_path):
     code = (
@@ -345,8 +338,8 @@ def test_a_process_ends_although_that_of_wandb_does_not_answer(tmp_path):
         "    os.kill(trackers.WeightsAndBiases._process.pid, signal.SIGSTOP)\n"
         "    followed.follow(1)\n"
     )
-    done = start(tmp_path, "wandb-offline", code)
-    assert (done.returncode, done.stderr) == (0, f"wandb had no time left to end: {REST}\n")
+    done = python("-c", START + code, tmp_path, "wandb-offline", timeout=60)
+    assert done.stderr == (f"wandb had no time left to end: {REST}\n")
 
 
 def wandb_rows(path: Path) -> list[tuple[int, float]]:
@@ -380,8 +373,8 @@ def test_a_start_after_a_kill_writes_all_steps_to_the_offline_file(tmp_path):
             f"followed = tracking.Tracking(config, folder); followed.follow({steps}); settle(followed)\n"
             f"os.kill(os.getpid(), signal.SIGKILL) if {status} else followed.close(lambda: 60.0)\n"
         )
-        done = start(tmp_path, "wandb-offline", code)
-        assert done.returncode == status and "failed" not in done.stderr, done.stderr
+        done = python("-c", START + code, tmp_path, "wandb-offline", status=status, timeout=60)
+        assert "failed" not in done.stderr, done.stderr
         (file,) = (place / "wandb").glob("offline-run-*/run-*.wandb")
         ids |= {json.loads((place / "tracking.json").read_text())["wandb_id"], file.stem.removeprefix("run-")}
     assert len(ids) == 1 and wandb_rows(file) == WHOLE
@@ -391,7 +384,5 @@ def test_ranks_that_track_nothing_do_not_load_mlflow(tmp_path):
     """DeepSpeed would import it, for seconds; whoever imports it afterwards gets it."""
     (tmp_path / "mlflow.py").write_text("print('imported')")
     code = "from tlt_hpc.rl.distributed import load_deepspeed; load_deepspeed(); print('loaded'); import mlflow"
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}"}
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    done = python("-c", code, env={**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}"})
     assert done.stdout.split()[-2:] == ["loaded", "imported"]

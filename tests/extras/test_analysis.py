@@ -34,21 +34,13 @@ from tlt_hpc.look.series import speed_of
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.rollout_log import write_step
 
-ANALYSES: dict[str, Callable[[RunLog], Any]] = {
-    "timeline": analyse_timeline,
-    "lengths": partial(run_survey, survey=LENGTHS),
-    "acceptance": partial(run_survey, survey=ACCEPTANCE),
-    "throughput": partial(run_survey, survey=THROUGHPUT),
-    "learning": analyse_learning,
-    "comparison": lambda run: analyse_comparison([run, run]),
-}
-DRAWN: dict[str, Callable[[Any], Figure]] = {
-    "timeline": draw_timeline,
-    "lengths": steps.draw_lengths,
-    "acceptance": steps.draw_acceptance,
-    "throughput": steps.draw_throughput,
-    "learning": steps.draw_learning,
-    "comparison": steps.draw_comparison,
+ANALYSES: dict[str, tuple[Callable[[RunLog], Any], Callable[[Any], Figure]]] = {
+    "timeline": (analyse_timeline, draw_timeline),
+    "lengths": (partial(run_survey, survey=LENGTHS), steps.draw_lengths),
+    "acceptance": (partial(run_survey, survey=ACCEPTANCE), steps.draw_acceptance),
+    "throughput": (partial(run_survey, survey=THROUGHPUT), steps.draw_throughput),
+    "learning": (analyse_learning, steps.draw_learning),
+    "comparison": (lambda run: analyse_comparison([run, run]), steps.draw_comparison),
 }
 
 
@@ -208,7 +200,7 @@ def test_damage_is_named_and_left_out(folder: RunFolder) -> None:
         file.write('{"training/global_step": 4.0, "critic/sc')
     folder.config.write_text("[rollout")
     run = RunLog(folder.path)
-    found = {name: analyse(run) for name, analyse in ANALYSES.items() if name != "comparison"}
+    found = {name: analyse(run) for name, (analyse, _) in ANALYSES.items() if name != "comparison"}
     assert found["timeline"].step == 1, "the last step with the logs of all its ranks"
     assert all(each.steps.tolist() == [1, 2, 3] for name, each in found.items() if name != "timeline")
     assert "1 of 2 ranks" in analyse_timeline(run, step=3).verdict
@@ -240,29 +232,18 @@ def test_rounds_of_a_replica_count_once(folder: RunFolder) -> None:
 
 # --- figures ---
 
-CASES = ("few", "begun", "ranks", "refill", "long")
-
-
-def make_run(path: Path, case: str) -> RunLog:
-    """The runs that the figures are tried on."""
-    folder = RunFolder(path)
-    if case == "begun":
-        folder.create()
-    elif case == "ranks":
-        small_run(path, num_steps=1, num_ranks=40)
-    elif case == "refill":
-        run_with_refill(path, phases=(PhaseSpan("testing", START - 400, START - 1),))
-    else:
-        num_steps = 3 if case == "few" else 60
-        small_run(path, num_steps, 2 if case == "few" else 1)
-        set_lines(folder, *[{"val-core/gsm8k/acc/mean@8": 0.1 * step} for step in range(num_steps)])
-    return RunLog(path)
-
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, RunLog]:
-    """Each made once."""
-    return {case: make_run(tmp_path_factory.mktemp(case) / "run", case) for case in CASES}
+    """The runs that the figures are tried on, each made once."""
+    place = tmp_path_factory.mktemp("runs")
+    RunFolder(place / "begun").create()
+    small_run(place / "ranks", num_steps=1, num_ranks=40)
+    run_with_refill(place / "refill", phases=(PhaseSpan("testing", START - 400, START - 1),))
+    for name, num_steps, num_ranks in (("few", 3, 2), ("long", 60, 1)):
+        folder = small_run(place / name, num_steps, num_ranks)
+        set_lines(folder, *[{"val-core/gsm8k/acc/mean@8": 0.1 * step} for step in range(num_steps)])
+    return {path.name: RunLog(path) for path in place.iterdir()}
 
 
 def texts_of(figure: Figure) -> list[tuple[str, Bbox]]:
@@ -286,13 +267,14 @@ def overlap(a: Bbox, b: Bbox) -> float:
     return max(0.0, min(a.x1, b.x1) - max(a.x0, b.x0)) * max(0.0, min(a.y1, b.y1) - max(a.y0, b.y0))
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("name", DRAWN)
+@pytest.mark.parametrize("case", ["few", "begun", "ranks", "refill", "long"])
+@pytest.mark.parametrize("name", ANALYSES)
 def test_nothing_is_cut_off_or_written_over(runs: dict[str, RunLog], name: str, case: str) -> None:
     if case == "begun" and name == "timeline":
         pytest.skip("there is no step to show")
     with themed("light"):
-        figure = DRAWN[name](ANALYSES[name](runs[case]))
+        analyse, draw = ANALYSES[name]
+        figure = draw(analyse(runs[case]))
         figure.canvas.draw()
         shown, whole = texts_of(figure), figure.bbox
     for text, box in shown:

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from answers import TINY, loaded_by, mistake, refusal
 from data_sets import write_arrow, write_jsonl, write_parquet
 
 from tlt_hpc.cli.main import main
-from tlt_hpc.config import UserError, load_config
+from tlt_hpc.config import load_config
 from tlt_hpc.data.files import KNOWN, open_rows
 from tlt_hpc.data.reader import PromptReader
 from tlt_hpc.extras.prepare_data.prepare import INSTRUCTION, gsm8k_answer, math_answer
 from tlt_hpc.models.tokenizer import find_model
 
-ROOT = Path(__file__).resolve().parents[2]
+JOBS = TINY.parent
 BEFORE = (
     "Solve the following math problem step by step. The last line of your response should be of the form Answer: "
     "$Answer (without quotes) where $Answer is the answer to the problem.\n\n"
@@ -77,6 +77,8 @@ def test_dapo_math_without_its_instruction_and_its_repeats(capsys: Captured) -> 
     ]
     assert counts(out) == [500, 495, 0, 0, 5]
     assert out.startswith("reading dapo/data/x.parquet\n500 rows\n")
+    reader = PromptReader(load_config(JOBS / "qwen7b.toml").data, None)
+    assert (reader.read(0).text, reader.read(4).answer) == (f"What is $0+1$?\n\n{INSTRUCTION}", "5")
 
 
 @pytest.mark.parametrize("write", [write_jsonl, write_arrow, write_parquet])
@@ -99,7 +101,7 @@ def test_gsm8k_from_every_kind_of_file(write: Any, capsys: Captured) -> None:
     }  # fmt: skip
     mark = hashlib.sha256(Path(out).read_bytes()).hexdigest()
     assert told.splitlines()[-2:] == [f"wrote {out}, sha256 {mark[:12]}", f"for the job: data.source={out}"]
-    job = load_config(ROOT / "jobs" / "tiny.toml", [f"data.source={out}"])
+    job = load_config(TINY, [f"data.source={out}"])
     assert open_rows(job.data, frozenset()).digest() == mark
 
 
@@ -167,24 +169,11 @@ def test_an_existing_file_stays_unless_it_is_the_same(capsys: Captured) -> None:
     before = Path("data/gsm8k.jsonl").stat()
     assert prepare("gsm8k", first) == 0
     assert "\nunchanged: data/gsm8k.jsonl, sha256 " in capsys.readouterr().out
-    assert prepare("gsm8k", second) == 2
-    err = capsys.readouterr().err
-    assert err.startswith("tlt: data/gsm8k.jsonl exists and differs (sha256 ") and err.count("\n") == 1
+    said = mistake(capsys, "data", "prepare", "gsm8k", second)
+    assert said.startswith("tlt: data/gsm8k.jsonl exists and differs (sha256 ")
     after = Path("data/gsm8k.jsonl").stat()
     assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
     assert sorted(path.name for path in Path("data").iterdir()) == ["gsm8k.jsonl"]
-
-
-def test_a_job_reads_what_was_written(capsys: Captured) -> None:
-    rows = [dapo_row(f"gcd({n},4)=", str(n)) for n in range(1, 6)] * 100
-    assert prepare("dapo-math", write_parquet(Path("x.parquet"), rows)) == 0
-    assert main(["data", "inspect", "data/dapo_math.jsonl"]) == 0
-    (line,) = (line for line in capsys.readouterr().out.splitlines() if "│ math_dapo" in line)
-    cells = [cell.strip() for cell in line.strip("│").split("│")]
-    assert (cells[1], *cells[-2:]) == ("5", "0", "0")  # rows, repeated, no answer
-    reader = PromptReader(load_config(ROOT / "jobs" / "qwen7b.toml", []).data, None)
-    assert [reader.read(row).answer for row in range(len(reader))] == ["1", "2", "3", "4", "5"]
-    assert reader.read(0).text == f"gcd(1,4)=\n\n{INSTRUCTION}"
 
 
 # --- mistakes ---
@@ -192,30 +181,16 @@ def test_a_job_reads_what_was_written(capsys: Captured) -> None:
 
 def test_other_columns_are_named_with_those_that_are_expected(capsys: Captured) -> None:
     path = write_parquet(Path("x.parquet"), [{"question": "A?", "solution": "#### 1", "level": 1}])
-    assert prepare("gsm8k", path) == 2
-    assert capsys.readouterr().err == (
+    assert mistake(capsys, "data", "prepare", "gsm8k", path) == (
         "tlt: x.parquet row 0 has the columns level, question, solution, and 'gsm8k' has question, answer; give files "
         "of openai/gsm8k, or another NAME\n"
     )
     path = write_jsonl(Path("x.jsonl"), [dapo_row("A?", "1"), {**dapo_row("B?", "1"), "reward_model": {"style": "x"}}])
-    assert prepare("dapo-math", path) == 2
-    assert "x.jsonl:2 has the columns" in capsys.readouterr().err
+    assert "x.jsonl:2 has the columns" in mistake(capsys, "data", "prepare", "dapo-math", path)
     assert not Path("data").exists()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["gsm8k", ""], "FILE = '' names no file; on the login node: hf "),
-        (["gsm8k", "broken.parquet"], "FILE: broken.parquet cannot be read as parquet ("),
-        (["gsm8k", "empty.jsonl"], "FILE = 'empty.jsonl' has no rows; "),
-        (["gsm8k", "bad.jsonl"], "bad.jsonl:2: no JSON object ("),
-        (["gsm8k", "half.jsonl"], "half.jsonl:1: has half of a surrogate pair; fix the row\n"),
-        (["gsm8k", "unanswered.jsonl"], "no row is left, and data/gsm8k.jsonl was not written; "),
-        (["gsm8k", "good.jsonl", "--output", "good.jsonl/x.jsonl"], "cannot write good.jsonl: File exists; make room"),
-    ],
-)  # fmt: skip
-def test_mistakes_are_one_line_and_write_nothing(arguments: list[str], message: str, capsys: Captured) -> None:
+def test_mistakes_are_one_line_and_write_nothing(capsys: Captured) -> None:
     Path("broken.parquet").write_bytes(b"version https://git-lfs")
     Path("empty.jsonl").touch()
     write_jsonl(Path("bad.jsonl"), [gsm8k_row("A?", "#### 1"), "{"])
@@ -223,21 +198,27 @@ def test_mistakes_are_one_line_and_write_nothing(arguments: list[str], message: 
     write_jsonl(Path("unanswered.jsonl"), [gsm8k_row("A?", "1")])
     write_jsonl(Path("good.jsonl"), [gsm8k_row("A?", "#### 1")])
     files = sorted(Path().iterdir())
-    assert prepare(*arguments) == 2
-    err = capsys.readouterr().err
-    assert err.startswith(f"tlt: {message}") and err.count("\n") == 1
+    for words, message in (
+        ([""], "FILE = '' names no file; on the login node: hf "),
+        (["broken.parquet"], "FILE: broken.parquet cannot be read as parquet ("),
+        (["empty.jsonl"], "FILE = 'empty.jsonl' has no rows; "),
+        (["bad.jsonl"], "bad.jsonl:2: no JSON object ("),
+        (["half.jsonl"], "half.jsonl:1: has half of a surrogate pair; fix the row\n"),
+        (["unanswered.jsonl"], "no row is left, and data/gsm8k.jsonl was not written; "),
+        (["good.jsonl", "--output", "good.jsonl/x.jsonl"], "cannot write good.jsonl: File exists; make room"),
+    ):
+        assert mistake(capsys, "data", "prepare", "gsm8k", *words).startswith(f"tlt: {message}")
     assert sorted(Path().iterdir()) == files
 
 
 # --- the commands that errors name ---
 
 
-def test_what_a_shipped_job_lacks_is_named_with_the_commands_that_make_it(monkeypatch, tmp_path) -> None:
-    (tmp_path / "jobs").symlink_to(ROOT / "jobs")
-    monkeypatch.chdir(tmp_path)
+def test_what_a_shipped_job_lacks_is_named_with_the_commands_that_make_it(tmp_path) -> None:
+    (tmp_path / "jobs").symlink_to(JOBS)
     sources, models = set(), set()
-    for job in sorted((ROOT / "jobs").glob("*.toml")):
-        config = load_config(job, [])
+    for job in sorted(JOBS.glob("*.toml")):
+        config = load_config(job)
         data, path = config.data, config.model.path
         if path != "embedded:tiny":
             models.add(path)
@@ -246,18 +227,16 @@ def test_what_a_shipped_job_lacks_is_named_with_the_commands_that_make_it(monkey
         if data.source_name.startswith("data/"):
             sources.add(data.source_name)
             makes = r"on the login node: hf download .* && tlt data prep|write it: python jobs/word_problems\.py$"
-            with pytest.raises(UserError, match=f"exist; ({makes})"):
-                open_rows(data, frozenset())
+            assert re.search(f"exist; ({makes})", refusal(open_rows, data, frozenset()))
     assert sources == {str(KNOWN["dapo-math"].output), str(KNOWN["gsm8k"].output), "data/word_problems.jsonl"}
     assert len(models) > 4
 
 
 def test_the_commands_write_the_file_that_is_missing() -> None:
     """And load neither torch nor MPI for it."""
-    job = load_config(ROOT / "jobs" / "qwen0.5b.toml", ["data.source=my data/gsm8k.jsonl"])
-    with pytest.raises(UserError) as caught:
-        open_rows(job.data, frozenset())
-    assert str(caught.value) == (
+    job = load_config(JOBS / "qwen0.5b.toml", ["data.source=my data/gsm8k.jsonl"])
+    said = refusal(open_rows, job.data, frozenset())
+    assert said == (
         "data.source = 'my data/gsm8k.jsonl' does not exist; on the login node: hf download openai/gsm8k --repo-type "
         "dataset --local-dir data/gsm8k && tlt data prepare gsm8k data/gsm8k/main/train-*.parquet --output "
         "'my data/gsm8k.jsonl'"
@@ -265,12 +244,7 @@ def test_the_commands_write_the_file_that_is_missing() -> None:
     row = gsm8k_row("A?", "#### 1")
     write_parquet(Path("data/gsm8k/main/train-00000-of-00001.parquet"), [row])
     write_parquet(Path("data/gsm8k/main/test-00000-of-00001.parquet"), [row, gsm8k_row("B?", "#### 1")])
-    code = (
-        "import sys; from tlt_hpc.cli.main import main; main(sys.argv[1:]); "
-        "print(*{name.split('.')[0] for name in sys.modules})"
-    )
-    words = shlex.split(str(caught.value).rpartition(" && tlt ")[2])
-    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=True)
-    loaded = set(done.stdout.splitlines()[-1].split())
+    code = "import sys; from tlt_hpc.cli.main import main; main(sys.argv[1:])"
+    loaded = loaded_by(code, *shlex.split(said.rpartition(" && tlt ")[2]), cwd=Path.cwd())
     assert "pyarrow" in loaded and not {"torch", "mpi4py", "transformers", "huggingface_hub"} & loaded
     assert len(open_rows(job.data, frozenset())) == 1

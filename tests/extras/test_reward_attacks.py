@@ -13,7 +13,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from answers import python
 from attacks import ASSERTED, ATTACKS, CALLED, DOUBLE, FORGERIES, HONEST, Attack
+from launch_ranks import ROOT
 from test_reward_server import alive, wait_until
 
 from tlt_hpc.config import RewardSection
@@ -22,7 +24,6 @@ from tlt_hpc.extras.code_rewards.sandbox.kinds import KINDS
 from tlt_hpc.extras.code_rewards.sandbox.outside import ProgramLimits, Sandbox, SandboxError, Template, check
 from tlt_hpc.rewards.answer import Verdict
 
-ROOT = Path(__file__).resolve().parents[2]
 LIMITS = ProgramLimits(cpu_seconds=0.3, memory_bytes=2**28, output_bytes=10**6)
 SETTINGS = RewardSection(default="code", cpu_seconds=2.0)
 SYSTEM_PYTHON = "/usr/bin/python3"
@@ -166,9 +167,7 @@ def behind_landlock(program: str) -> str:
     )
     end = "    os._exit(0)\nos.wait()\nwalls.end_all()\nos.close(says)\nprint(open(said).read())\n"
     lines = "".join(f"    {line}\n" for line in program.splitlines())
-    done = subprocess.run(
-        [sys.executable, "-c", start + lines + end], cwd=ROOT, capture_output=True, text=True, check=False, timeout=60
-    )
+    done = python("-c", start + lines + end, status=None, timeout=60)
     if "landlock_create_ruleset" in done.stderr:
         pytest.skip(done.stderr.splitlines()[-1])
     assert done.returncode == 0, done.stderr
@@ -255,13 +254,9 @@ def test_the_walls_are_the_same_for_everybody(prefix: list[str], kind: str) -> N
 
 
 @needs_root
-def test_landlock_is_used_where_there_are_no_namespaces() -> None:
+def test_landlock_is_used_where_there_are_no_namespaces_and_without_it_nothing_is_run() -> None:
     done = sandbox_as(*WITHOUT_NAMESPACES)
     assert done.returncode == 0 and done.stdout.startswith("Landlock\n"), done.stderr
-
-
-@needs_root
-def test_where_the_system_allows_no_sandbox_nothing_is_run() -> None:
     done = sandbox_as(*WITHOUT_NAMESPACES, before=NO_LANDLOCK)
     assert done.returncode == 1 and done.stdout == ""
     assert "this machine allows none (no sandbox by namespaces: unshare(user, mount, process, " in done.stderr

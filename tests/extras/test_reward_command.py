@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from data_sets import TINY, write_jsonl, write_parquet
+from answers import TINY, loaded_by, mistake
+from data_sets import write_jsonl, write_parquet
 
 from tlt_hpc.cli.main import main
 from tlt_hpc.config import load_config
@@ -144,30 +143,21 @@ def test_what_cannot_be_judged_at_all_is_status_1(tmp_path: Path, capsys: Captur
     assert f"not judged: 1, their data's answers cannot be read (for example: {path}:1: " in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (
-            ["a.csv"],
-            "a.csv is of an unknown kind; give a .jsonl, .parquet or .arrow file, a folder or pattern of them\n",
-        ),
+def test_a_mistake_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+    write_jsonl(tmp_path / "a.jsonl", ["{", {"response": "3", "answer": "3"}])
+    (tmp_path / "a.csv").touch()
+    monkeypatch.chdir(tmp_path)
+    kinds = "give a .jsonl, .parquet or .arrow file, a folder or pattern of them\n"
+    for words, message in (
+        (["a.csv"], f"a.csv is of an unknown kind; {kinds}"),
         (["a.jsonl", "--output", "."], "cannot write .: it is a folder; give another place with --output"),
         (["a.jsonl", "--output", "a.jsonl/b"], "cannot write a.jsonl: File exists; give another"),
         (["a.jsonl", "--output", "./a.jsonl"], "--output a.jsonl is the file of the responses; give another"),
         (["a.jsonl", "reward.weights={'no.py:f'=1}"], "reward.weights: 'no.py:f': no.py: No such file"),
         (["a.jsonl", "--response", "nope"], "--response 'nope': no row has that column; give one that a row has"),
         (["a.jsonl", "--expected", "response.nope"], "--expected 'response.nope': no row has that column; give one"),
-    ],
-)
-def test_a_mistake_is_one_line(
-    words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
-) -> None:
-    write_jsonl(tmp_path / "a.jsonl", ["{", {"response": "3", "answer": "3"}])
-    (tmp_path / "a.csv").touch()
-    monkeypatch.chdir(tmp_path)
-    assert main(["reward", str(TINY), *words]) == 2
-    said = capsys.readouterr().err
-    assert message in said and said.count("\n") == 1
+    ):
+        assert message in mistake(capsys, "reward", TINY, *words)
 
 
 def test_a_prompt_that_is_text_and_a_response_that_was_cut_are_judged_as_in_training(tmp_path: Path) -> None:
@@ -211,11 +201,6 @@ def test_a_response_that_was_cut_and_one_that_is_no_utf8_are_read(tmp_path: Path
 
 def test_neither_torch_nor_mpi_nor_the_model_is_loaded(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [{"response": "\\boxed{2/4}", "answer": "1/2"}])
-    code = (
-        "import sys\nfrom tlt_hpc.cli.main import main\n"
-        f"assert main(['reward', {str(TINY)!r}, {str(path)!r}, 'reward.default=math', 'model.path=nowhere']) == 0\n"
-        "print('loaded', *{name.split('.')[0] for name in sys.modules})"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    loaded = done.stdout.partition("loaded")[2].split()
-    assert loaded and not {"torch", "mpi4py", "transformers", "sympy", "h5py"} & set(loaded)
+    words = ["reward", str(TINY), str(path), "reward.default=math", "model.path=nowhere"]
+    loaded = loaded_by(f"from tlt_hpc.cli.main import main\nassert main({words}) == 0")
+    assert loaded and not {"torch", "mpi4py", "transformers", "sympy", "h5py"} & loaded
