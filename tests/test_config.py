@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from answers import TINY, refusal
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tlt_hpc.cli.main import main
@@ -110,6 +110,7 @@ VALUES = st.recursive(
 
 
 @given(VALUES)
+@example("\x7f")
 def test_values_read_back_as_they_were_written(value: Any) -> None:
     assert tomllib.loads(f"_ = {toml_value(value)}")["_"] == value
 
