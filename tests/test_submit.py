@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from shell_slurm import ROOT, TINY, Cluster, make_cluster
+from launch_ranks import ROOT
+from shell_slurm import TINY, Cluster
 
 from tlt_hpc.cli import submit as submit_module
 from tlt_hpc.cli.submissions import rows_of
@@ -35,11 +36,6 @@ from tlt_hpc.storage.records import CurvePoint, DrafterFacts, write_json
 from tlt_hpc.storage.step_lines import add_line
 
 PREFLIGHT = submit_module.preflight
-
-
-@pytest.fixture
-def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Cluster:
-    return make_cluster(tmp_path, monkeypatch, capsys)
 
 
 def make(folder: Path, points: Sequence[str], config: str = TINY, **asked: str) -> Submission:

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 from huggingface_hub.utils import filter_repo_objects
-from preflight_place import NODES, ROOT, SCRIPT, Place, answer_of_mpich, make_place
+from launch_ranks import ROOT
+from preflight_place import NODES, SCRIPT, Place, answer_of_mpich
 
 from tlt_hpc.cli.main import main, parse
 from tlt_hpc.cluster.topology import Mount, System
@@ -26,11 +27,6 @@ from tlt_hpc.extras.preflight.program import NoAnswer, ProgramOutput, ask
 from tlt_hpc.storage.step_lines import add_line
 
 Plant = Callable[[Place], object]
-
-
-@pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
-    return make_place(tmp_path, monkeypatch)
 
 
 def test_the_command_prints_a_line_for_each_finding(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
