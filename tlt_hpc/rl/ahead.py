@@ -14,8 +14,8 @@ from tlt_hpc.drafting.tail_plan import in_order
 from tlt_hpc.mpi.pulse import Pulse
 from tlt_hpc.mpi.replica import Replica
 from tlt_hpc.mpi.roster import Roster, State, Status
-from tlt_hpc.rollout.ahead_work import Texts
 from tlt_hpc.rollout.engine import RolloutEngine
+from tlt_hpc.rollout.responses import Texts
 
 _SLICE_SECONDS = 0.02
 """Rounds between two looks at the other ranks."""
