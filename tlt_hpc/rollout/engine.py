@@ -36,7 +36,7 @@ from tlt_hpc.rollout.strategy import OFF, Strategy
 
 
 class RolloutEngine:
-    """Continuous batching over paged memory, with speculation that in float32 does not change the text."""
+    """Continuous batching over paged memory, with speculation that does not change the text."""
 
     def __init__(
         self,
