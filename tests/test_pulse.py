@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,23 +36,25 @@ def connected() -> Iterator[tuple[World, Pulse]]:
 
 
 def hold_up(folder: str) -> list[Any]:
-    """Rank 0 does not poll before another rank has continued: it is silent, or in a call that lets MPI progress."""
+    """Rank 0 does not poll before another rank has continued: it is silent, or in a call that lets MPI progress; or
+    before the rollout is over, in a call in which a thread takes part for it."""
     with connected() as (world, pulse):
-        for is_long_call in (True, False):
-            seen = Path(folder) / f"seen {is_long_call}"
-            pulse.begin(7 + is_long_call)
+        calls = {"none": nullcontext, "long": pulse.progressing, "takes part": partial(pulse.progressing, IDLE)}
+        for epoch, (kind, call) in enumerate(calls.items()):
+            seen = Path(folder) / kind
+            pulse.begin(epoch)
             roster, num_polls = pulse.poll(BUSY), 0
             if world.rank == 0:
                 end = time.monotonic() + 60
-                with pulse.progressing() if is_long_call else nullcontext():
-                    while not seen.exists() and time.monotonic() < end:
+                with call():
+                    while not (pulse.over if kind == "takes part" else seen.exists()) and time.monotonic() < end:
                         time.sleep(1e-3)
-                assert seen.exists(), "the others came no further"
+                assert pulse.over if kind == "takes part" else seen.exists(), "the others came no further"
             while not roster.over:
                 roster, num_polls = pulse.poll(IDLE), num_polls + 1
-                if world.rank == 1 and (roster.round == 1 if is_long_call else num_polls == 20):
+                if world.rank == 1 and (num_polls == 20 if kind == "none" else roster.round == 1):
                     # round 1 may be complete for this rank without any further call of rank 0, round 2 never
-                    assert is_long_call or roster.round <= 1
+                    assert kind != "none" or roster.round <= 1
                     seen.touch()
                 pulse.back_off()
     return [roster.round, str(roster.statuses)]
