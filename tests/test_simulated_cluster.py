@@ -24,7 +24,7 @@ from tlt_hpc.mpi.replica import ReplicaPulse
 from tlt_hpc.mpi.world import World
 from tlt_hpc.run.session import Session
 
-SLICE, BIG_SLICE = 2400, 100_000
+SLICE, BIG_SLICE = 1600, 100_000
 
 
 REST = pytest.param(range(SLICE, BIG_SLICE), marks=[pytest.mark.slow, pytest.mark.timeout(7200)])
