@@ -6,15 +6,9 @@ import os
 from pathlib import Path
 
 import pytest
-from shell_slurm import DEFAULT, TINY, Cluster, make_cluster
+from shell_slurm import DEFAULT, TINY, Cluster
 
 from tlt_hpc.cli import submit as submit_module
-
-
-@pytest.fixture
-def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Cluster:
-    return make_cluster(tmp_path, monkeypatch, capsys)
-
 
 SUBMIT = [
     ("--nodes=2", "nodes=2 ntasks-per-node=1", "nodes=1 ntasks-per-node=2"),

@@ -125,8 +125,7 @@ def compile_all(architecture: str) -> int:
                 spilled += "STACK:0" not in usage
     print(f"{len(driver.rows)} programs for {architecture}, {spilled} with spilled registers")
     from tlt_hpc.kernels.programs.attention import _attend, _attend_spans
-    from tlt_hpc.kernels.programs.experts import _multiply_experts
-    from tlt_hpc.kernels.programs.linear import _multiply
+    from tlt_hpc.kernels.programs.linear import _multiply, _multiply_experts
 
     unlike = num_unlike([(_attend, _attend_spans), (_multiply,), (_multiply_experts,)])
     print("NOT batch-invariant" if unlike else "batch-invariant: all forms of a program compute alike")

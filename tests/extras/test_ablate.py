@@ -23,9 +23,8 @@ from tlt_hpc.extras.ablate import ablate as study
 from tlt_hpc.extras.ablate.ablate import AblationFigures, Passes, gain_of
 from tlt_hpc.extras.ablate.ablation_plan import ARMS, Ablation, _flat, check_ranks, describe, plan_ablation
 from tlt_hpc.mpi.world import World
-from tlt_hpc.run.finished import record_finished
 from tlt_hpc.storage.folder import RunFolder
-from tlt_hpc.storage.records import add_environment
+from tlt_hpc.storage.records import add_environment, record_finished
 from tlt_hpc.studies.compare import read_comparison
 from tlt_hpc.train import RunResult
 

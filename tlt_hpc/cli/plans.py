@@ -16,8 +16,8 @@ from tlt_hpc.config import (
     truncation_warning,
     without_side_effects,
 )
-from tlt_hpc.run.finished import finished_message
 from tlt_hpc.storage.folder import GIVE_OUTPUT, RunFolder, check_writable
+from tlt_hpc.storage.records import finished_message
 from tlt_hpc.storage.step_lines import read_lines
 
 if TYPE_CHECKING:

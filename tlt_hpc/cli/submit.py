@@ -39,7 +39,7 @@ from tlt_hpc.common.source import load_extra
 from tlt_hpc.common.words import count
 from tlt_hpc.config import ConfigError, load_config
 from tlt_hpc.look.collect import row_of
-from tlt_hpc.run.finished import finished_message
+from tlt_hpc.storage.records import finished_message
 
 _OF_THIS_MACHINE = ("rewards", "memory", "disk", "run folder", "torch", "mpi", "ranks talk")
 """Checks of preflight whose failure may mean only that a login node is no compute node."""

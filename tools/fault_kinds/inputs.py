@@ -30,9 +30,9 @@ from tlt_hpc.models.tokenizer import embedded, load_tokenizer
 from tlt_hpc.models.weight_check import check_weights
 from tlt_hpc.models.weight_files import end_token_ids
 from tlt_hpc.plan.inputs import read_assets
-from tlt_hpc.run.finished import finished_message
 from tlt_hpc.storage.feature_file import FeatureCacheReader
 from tlt_hpc.storage.folder import RunFolder
+from tlt_hpc.storage.records import finished_message
 from tlt_hpc.storage.rollout_log import read_step
 from tlt_hpc.storage.step_lines import read_lines
 
