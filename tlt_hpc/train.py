@@ -146,7 +146,7 @@ def take_steps(job: Job, follow: Callable[[int], None] | None, reporter: Reporte
     if finished:
         world.once(lambda: save_drafter(job.folder, job.drafting))
         digest = job.policy.sha256()  # gathers the whole policy
-        world.once(lambda: record_finished(config, step, digest))
+        world.once(lambda: record_finished(job.folder.finished, step, digest))
     yield RunResult(first, step, finished, digest, world.flag.reason if stop and not finished else "")
 
 

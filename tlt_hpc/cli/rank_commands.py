@@ -14,13 +14,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tlt_hpc.cli.plans import finished_message
 from tlt_hpc.cluster.stopping import STOPPED_EARLY, Stop, await_preemption, queue_again
 from tlt_hpc.cluster.watch.beat import BEAT
 from tlt_hpc.common.source import load_extra
 from tlt_hpc.common.words import count
 from tlt_hpc.config import Config, UserError
 from tlt_hpc.storage.folder import RunFolder, WriteError
-from tlt_hpc.storage.records import finished_message
 
 if TYPE_CHECKING:
     from tlt_hpc.mpi.world import World

@@ -13,9 +13,7 @@ from typing import Any, TypeVar
 
 from tlt_hpc.common.errors import UserError
 from tlt_hpc.common.files import LINES_BYTES, Count, DamagedText, parse_json, read_bytes, read_json, told
-from tlt_hpc.common.words import count
-from tlt_hpc.config import Config, load_saved_config
-from tlt_hpc.storage.folder import RunFolder, WriteError, writing_beside
+from tlt_hpc.storage.folder import WriteError, writing_beside
 
 T = TypeVar("T")
 
@@ -96,6 +94,15 @@ class FinishedRecord:
 
     num_steps: Count
     policy_sha256: str
+
+
+def record_finished(path: Path, num_steps: int, policy_sha256: str) -> None:
+    """Record that a run has finished; for rank 0.
+
+    Raises:
+        WriteError: no room or no permission.
+    """
+    write_json(path, asdict(FinishedRecord(num_steps, policy_sha256)))
 
 
 def read_finished(path: Path) -> FinishedRecord | None:
@@ -201,30 +208,3 @@ def read_environments(path: Path) -> tuple[list[Environment], list[str]]:
         except DamagedText as error:
             problems.append(f"{path}:{number} is cut off or no line that a run writes ({error}), and is left out")
     return found, problems
-
-
-def record_finished(config: Config, num_steps: int, policy_sha256: str) -> None:
-    """Record in the run's folder that it has finished; for rank 0.
-
-    Raises:
-        WriteError: no room or no permission.
-    """
-    write_json(RunFolder(config.folder).finished, asdict(FinishedRecord(num_steps, policy_sha256)))
-
-
-def finished_message(config: Config) -> str:
-    """The message for a user who starts a finished run again with the same configuration; else empty.
-
-    A run that is to be extended or evaluated differently has another configuration.
-
-    Raises:
-        UserError: what the run has left is damaged.
-    """
-    folder = RunFolder(config.folder)
-    word = read_finished(folder.finished)
-    if word is None or not folder.config.is_file():
-        return ""
-    if word.num_steps < config.run.num_steps or load_saved_config(folder.config) != config:
-        return ""
-    steps, digest = count(word.num_steps, "step"), word.policy_sha256[:12]
-    return f"already finished: {steps} in {config.folder}, policy {digest}; raise run.num_steps to continue"
