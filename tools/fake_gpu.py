@@ -1,4 +1,4 @@
-"""A GPU that computes nothing: what runs on "cuda:0" is checked and counted, on a machine without one.
+"""A GPU that computes nothing: what runs on "cuda:0" is checked and counted, on a machine without one. For tests.
 
 Tensors on the GPU have shapes but no numbers (PyTorch's FakeTensorMode); those on the CPU are real. What a CUDA graph
 cannot hold, or would silently replay with old values, raises ``GraphError``: see ``FakeGpu``.
@@ -27,7 +27,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 # isort: split
 import torch
-from bench_shape import QWEN_7B
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -37,8 +36,6 @@ from tlt_hpc.config import UserError
 from tlt_hpc.kernels import graphs
 from tlt_hpc.rollout import pool_memory
 
-SMALL = {**QWEN_7B, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 512}
-SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2}
 GPU = torch.device("cuda", 0)
 PROPERTIES = SimpleNamespace(multi_processor_count=132, total_memory=85_520_809_984, name="fake", major=9, minor=0)
 """Of an H100."""
