@@ -4,6 +4,8 @@ import torch
 from hypothesis import settings
 from interpreter import load_interpreter
 from local_slurm import slurm  # noqa: F401  a fixture
+from preflight_place import place  # noqa: F401  a fixture
+from shell_slurm import cluster  # noqa: F401  a fixture
 from whole_run import reference_run  # noqa: F401  a fixture
 
 from tlt_hpc.kernels import dispatch

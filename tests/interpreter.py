@@ -18,7 +18,7 @@ def load_interpreter() -> None:
     """Import Triton as an interpreter, before anything imports it as a compiler; nothing uses it by itself."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(_INTERPRET, "1")
-        from tlt_hpc.kernels.programs import attention, gumbel, linear, pointwise, rotary  # noqa: F401
+        from tlt_hpc.kernels.programs import attention, gumbel, linear, pointwise  # noqa: F401
 
 
 @contextmanager

@@ -77,6 +77,16 @@ def tlt(num_ranks: int, *arguments: str, timeout: float = 240, status: int = 0) 
     return done
 
 
+def run_python(
+    *words: str | Path, cwd: Path = ROOT, timeout: float = 240, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """What ``python WORDS`` did with the package of this tree."""
+    return subprocess.run(
+        [sys.executable, *words], env={**os.environ, **LAUNCH_ENVIRONMENT, "PYTHONPATH": str(ROOT), **environment},
+        cwd=cwd, timeout=timeout, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+
+
 def launch(num_ranks: int, program: Sequence[str], timeout: float, python: Sequence[str] = OWN) -> tuple[int, str, str]:
     """Start ``python -m mpi4py PROGRAM`` on ``num_ranks`` ranks; exit status, standard output and error.
 

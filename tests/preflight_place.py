@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from launch_ranks import ROOT
+from shell_slurm import program
 
 from tlt_hpc.cli.main import parse
 from tlt_hpc.extras.preflight import mpi, system_checks
@@ -17,7 +19,6 @@ from tlt_hpc.extras.preflight.program import ProgramOutput
 from tlt_hpc.extras.preflight.results import Finding
 from tlt_hpc.models.tokenizer import embedded
 
-ROOT = Path(__file__).resolve().parent.parent
 NODES = "main*|up|1-00:00:00|256000|gpu:a100:4(S:0-1)"
 SCRIPT = """#!/usr/bin/env bash
 #SBATCH --account=science
@@ -56,11 +57,7 @@ class Place:
 
     def command(self, name: str, script: str) -> Path:
         """A program on PATH."""
-        file = self.path / "bin" / name
-        file.parent.mkdir(exist_ok=True)
-        file.write_text(f"#!/bin/sh\n{script}\n")
-        file.chmod(0o755)
-        return file
+        return program(self.path / "bin" / name, script)
 
     def prints(self, name: str, text: str, status: int = 0) -> Path:
         """A program that prints a text."""
@@ -101,9 +98,10 @@ class Place:
         return [f"{key}={value}" for key, value in keys.items()]
 
 
-def make_place(path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
     """The embedded model, forty problems, and the answers of a working MPI, without starting it."""
-    place = Place(path, monkeypatch)
+    path, place = tmp_path, Place(tmp_path, monkeypatch)
     shutil.copytree(embedded("tiny"), place.model)
     rows = [{"prompt": f"gcd({2 * n},{3 * n})=", "answer": str(n)} for n in range(1, 41)]
     place.data.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -1,7 +1,7 @@
 """Owns a process that has imported the large libraries once and forks a rank for each connection.
 
 ``python rank_forks.py LISTENER``, the number of a listening socket; a connection, from ``forked_rank.py``, stands for
-one rank, and a kill of any of the three ends it. A fork has its client's files, environment and working folder, starts
+one rank, and a kill of any of them ends it. A fork has its client's files, environment and working folder, starts
 MPI itself, and takes with it whatever it leaves behind. Before a fork neither MPI nor a thread may be started. Ends
 with its standard input.
 """
@@ -15,7 +15,7 @@ import fcntl
 import gc
 import marshal
 import os
-import selectors
+import select
 import signal
 import socket
 import sys
@@ -116,45 +116,38 @@ def end_well() -> None:
 
 
 def serve(listener: socket.socket) -> Job:
-    """Fork a rank for each connection; returns there alone, what the rank is to be."""
-    selector = selectors.DefaultSelector()
-    selector.register(listener, selectors.EVENT_READ)
-    selector.register(LIFELINE, selectors.EVENT_READ)
-    clients: dict[int, tuple[int, socket.socket]] = {}
-    """File of a process -> its number, and whom it stands for."""
+    """Fork for each connection a process that attends to its rank; returns in a rank alone, what it is to be."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for these
     while True:
-        key = selector.select()[0][0]  # one at a time: what is done about one event may close another's file
-        if key.fileobj == LIFELINE:
+        if LIFELINE in select.select([listener, LIFELINE], [], [])[0]:
             os._exit(0)
-        if key.fileobj is listener:
-            client = listener.accept()[0]
-            if (job := Job.receive(client)) is None:
-                client.close()
-                continue
-            pid = os.fork()
-            if pid == 0:
-                LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-                for process, (_, other) in clients.items():
-                    os.close(process), other.close()
-                selector.close(), listener.close(), client.close()
-                return job
-            for file in job.files:
-                os.close(file)
-            clients[process := os.pidfd_open(pid)] = (pid, client)
-            selector.register(process, selectors.EVENT_READ)
-            selector.register(client, selectors.EVENT_READ, process)
-        elif key.data is not None:  # the client was killed
-            selector.unregister(key.fileobj)
-            os.kill(clients[key.data][0], signal.SIGKILL)
-        else:
-            pid, client = clients.pop(key.fd)
-            _, status = os.waitpid(pid, 0)
-            if client in selector.get_map():
-                selector.unregister(client)
-                with contextlib.suppress(BrokenPipeError):  # it was killed at the same time
-                    client.sendall(status.to_bytes(4, "little"))
-            selector.unregister(key.fd)
-            os.close(key.fd), client.close()
+        client = listener.accept()[0]
+        if os.fork() == 0:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            listener.close()
+            return attend(client)
+        client.close()
+
+
+def attend(client: socket.socket) -> Job:
+    """Fork the rank that a client stands for, and tell the client how it ended; returns in the rank alone."""
+    if (job := Job.receive(client)) is None:
+        os._exit(0)
+    pid = os.fork()
+    if pid == 0:
+        LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        client.close()
+        return job
+    for file in job.files:
+        os.close(file)
+    process = os.pidfd_open(pid)
+    if process not in select.select([client, process], [], [])[0]:  # the client was killed
+        os.kill(pid, signal.SIGKILL)
+    status = os.waitpid(pid, 0)[1]
+    with contextlib.suppress(BrokenPipeError):
+        client.sendall(status.to_bytes(4, "little"))
+    os._exit(0)
 
 
 if __name__ == "__main__":

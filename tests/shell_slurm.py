@@ -9,15 +9,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from launch_ranks import ROOT
 
 from tlt_hpc.cli import submissions
 from tlt_hpc.cli import submit as submit_module
 from tlt_hpc.cli.main import main
 
-ROOT = Path(__file__).resolve().parent.parent
 TINY = str(ROOT / "jobs" / "tiny.toml")
 DEFAULT = {"nodes=1", "ntasks-per-node=2", "cpus-per-task=1", "time=24:00:00", "signal=USR2@120", "requeue"}
 """What a job on CPUs with run.ranks = 2 asks for."""
+
+
+def program(file: Path, body: str) -> Path:
+    """A program of lines of shell."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(f"#!/bin/bash\n{body}\n")
+    file.chmod(0o755)
+    return file
 
 
 @dataclass
@@ -31,10 +39,7 @@ class Cluster:
     """What was given to preflight, each time."""
 
     def program(self, name: str, body: str) -> None:
-        file = self.path / "bin" / name
-        file.parent.mkdir(exist_ok=True)
-        file.write_text(f"#!/usr/bin/env bash\n{body}\n")
-        file.chmod(0o755)
+        program(self.path / "bin" / name, body)
 
     def queue(self, *jobs: str) -> None:
         """Have squeue print ``jobs``, each as JOB|STATE|REASON."""
@@ -80,9 +85,10 @@ class Cluster:
         assert self.asked == DEFAULT
 
 
-def make_cluster(path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Cluster:
+@pytest.fixture
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Cluster:
     """Slurm's commands on PATH, its variables unset, and preflight replaced by a record of its calls."""
-    found = Cluster(path, monkeypatch, capsys)
+    path, found = tmp_path, Cluster(tmp_path, monkeypatch, capsys)
     found.program("srun", "true")
     number = f"echo >>{path}/count; echo Submitted batch job $((4320 + $(wc -l <{path}/count)))"
     found.program("sbatch", f"cp $1 {path}/script; env -0 >{path}/seen; {number}")

@@ -297,6 +297,8 @@ def generate(
     same(cluster, ("last round", epoch), roster.round)
     if counts[rank] - before != roster.round:
         raise ScheduleError(f"rank {rank} has posted {counts[rank] - before} rounds, and leaves with {roster.round}")
+    if any(status.tokens for other, status in enumerate(roster.statuses) if other % job.replica.size):
+        raise ScheduleError(f"the tokens of a replica are counted more than once: {roster.statuses}")
     if not roster.over:
         raise ScheduleError(f"rank {rank} leaves rollout {epoch} before it is over")
     if not roster.stopping and (engine.left or len(posted) < job.world.size):

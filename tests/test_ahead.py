@@ -15,9 +15,9 @@ from test_engine import PAGES_OF_8, full_engine
 from tiny import KeptFeatures, embedded_folder, embedded_tokenizer, gcd_requests, generate, make_engine, texts
 
 from tlt_hpc.common.records import SampleKey, Stream
-from tlt_hpc.drafting.tail_plan import ACCEPT_LENGTH, SEQUENCES, STORED_ACCEPTED, STORED_TOKENS, TailPlan, in_order
+from tlt_hpc.drafting.tail_plan import ACCEPT_LENGTH, SEQUENCES, STORED_ACCEPTED, STORED_TOKENS, TailPlan
 from tlt_hpc.models.folder import folder_weights
-from tlt_hpc.rl.ahead import longest_texts
+from tlt_hpc.rl.ahead import in_order, longest_texts
 from tlt_hpc.rollout.engine import RolloutEngine
 from tlt_hpc.rollout.stored_text import SURE, StoredText
 from tlt_hpc.rollout.strategy import OFF, STORED, Strategy

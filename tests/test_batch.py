@@ -8,15 +8,9 @@ from pathlib import Path
 
 import pytest
 from launch_ranks import ROOT
+from shell_slurm import program
 
 from tlt_hpc.storage.step_lines import read_lines
-
-
-def program(path: Path, body: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f"#!/usr/bin/env bash\n{body}\n")
-    path.chmod(0o755)
-
 
 SAYS_MPI = 'echo "$0" >>"$CALLED"; echo "${MPI_SAYS:-Open MPI v5.0.8, package: site}"'
 LISTS_MPI = '[[ $1 != --mpi=list ]] || { echo "MPI plugin types are..."; echo "${SRUN_HAS-none pmix}"; exit; }'

@@ -8,13 +8,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from shell_slurm import TINY
 
 from tlt_hpc.config import UserError, load_config
 from tlt_hpc.run.job import cache_place
 from tlt_hpc.storage.folder import RunFolder, node_folder
-
-TINY = Path(__file__).parents[1] / "jobs" / "tiny.toml"
-
 
 HOSTNAMES = ["a", "b", "a", "b", "a"]
 

@@ -27,8 +27,7 @@ from tlt_hpc.config import (
     to_toml,
 )
 from tlt_hpc.config.keys import keys_of
-from tlt_hpc.config.reading import _ANY, _CONSTANT_NOW, toml_value
-from tlt_hpc.config.resume import check_resumable
+from tlt_hpc.config.reading import _ANY, _CONSTANT_NOW, check_resumable, toml_value
 from tlt_hpc.config.sections import SECTIONS
 
 MAX_KEYS = 85

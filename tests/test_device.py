@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
+from launch_ranks import run_python
 
 from tlt_hpc.cluster import device
 from tlt_hpc.cluster.caches import FOLDER, make_node_cache
@@ -97,8 +96,7 @@ def test_a_rank_prepares_its_products_before_it_uses_its_gpu(monkeypatch):
 def test_the_command_takes_a_gpu_and_says_which(tmp_path):
     """With a torch that has none of it, the job ends in one line before it has loaded a model."""
     environment = {"CUDA_VISIBLE_DEVICES": "5,7", "PMI_RANK": "0", "MPI_LOCALRANKID": "1", "TLT_RANKS": "1"}
-    command = [sys.executable, "-m", "tlt_hpc", "train", "jobs/tiny.toml", f"run.folder={tmp_path}"]
-    done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, check=False)
+    done = run_python("-m", "tlt_hpc", "train", "jobs/tiny.toml", f"run.folder={tmp_path}", **environment)
     assert "uses GPU 7" in done.stdout
     assert "has no CUDA device that torch sees" in done.stderr
     assert done.returncode == 2

@@ -8,15 +8,15 @@ import sys
 from pathlib import Path
 
 import pytest
+from launch_ranks import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
 
-import gpu_first  # noqa: E402
-from gpu_first import Outcome, Part, page_of, run  # noqa: E402
+import gpu_first
+from gpu_first import Outcome, Part, page_of, run
 
-from tlt_hpc.cli.init_folder import PATTERNS  # noqa: E402
-from tlt_hpc.kernels.dispatch import has_triton  # noqa: E402
+from tlt_hpc.cli.init_folder import PATTERNS
+from tlt_hpc.kernels.dispatch import has_triton
 
 PYTHON = [sys.executable, "-c"]
 

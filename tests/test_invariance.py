@@ -17,7 +17,7 @@ from test_engine import full_engine
 from tiny import CPU, embedded_decoder, embedded_folder, gcd_requests, generate, texts
 from torch import Tensor
 
-from tlt_hpc.kernels import attention, dispatch, experts, linear
+from tlt_hpc.kernels import attention, dispatch, linear
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.drafter_file import load_drafter
 from tlt_hpc.models.folder import folder_weights
@@ -60,10 +60,10 @@ def expert_case(source: random.Random) -> None:
     N, K, T = source.choice((8, 70)), source.choice((40, 64, 200)), source.choice((1, 2, 5, 17, 70))
     weight, x = noise(source, num_experts, N, K, dtype=dtype), noise(source, T, K, dtype=dtype)
     chosen = torch.tensor([source.sample(range(num_experts), each) for _ in range(T)])
-    every = experts.expert_linear(x, weight, experts.sort_by_expert(chosen, num_experts), each)
+    every = linear.expert_linear(x, weight, linear.sort_by_expert(chosen, num_experts), each)
     for row in source.sample(range(T), min(T, 2)):
-        order = experts.sort_by_expert(chosen[row : row + 1], num_experts)
-        alone = experts.expert_linear(x[row : row + 1], weight, order, each)
+        order = linear.sort_by_expert(chosen[row : row + 1], num_experts)
+        alone = linear.expert_linear(x[row : row + 1], weight, order, each)
         assert torch.equal(alone, every[row * each : (row + 1) * each]), f"row {row} of {T}, {N} x {K}, {dtype}"
 
 

@@ -22,7 +22,7 @@ from interpreter import interpreted
 from torch import Tensor
 
 from tlt_hpc.common.records import SampleKey
-from tlt_hpc.kernels import attention, dispatch, experts, graphs, gumbel, linear, pointwise, rotary
+from tlt_hpc.kernels import attention, dispatch, graphs, gumbel, linear, pointwise
 from tlt_hpc.kernels.graphs import GraphPool
 from tlt_hpc.rollout import noise
 
@@ -97,8 +97,8 @@ def test_rotate_and_store(triton, T, h, g, d, page_size, normed, dtype):
     case = rotary_case(T, h, g, d, page_size, dtype)
     norms = (draw(d, seed=5, dtype=dtype), draw(d, seed=6, dtype=dtype), 1e-6) if normed else None
     there = {name: tensor.clone() for name, tensor in case.items()}
-    wanted = rotary.rotate_and_store_reference(**there, norms=norms)
-    got = rotary.rotate_and_store(**case, norms=norms)
+    wanted = pointwise.rotate_and_store_reference(**there, norms=norms)
+    got = pointwise.rotate_and_store(**case, norms=norms)
     # a norm may round differently by one unit, which the rotation passes on
     scale = 4.0 if normed else 1.0
     assert_close(got, wanted, dtype, scale)
@@ -303,12 +303,12 @@ def test_expert_linear(triton, T, each, num_experts, dtype):
     weight = draw(num_experts, N, K, seed=1, dtype=dtype)
     generator = torch.Generator().manual_seed(T)
     chosen = torch.rand(T, num_experts - 1, generator=generator).argsort(1)[:, :each].to(DEVICE)
-    order = experts.sort_by_expert(chosen, num_experts)
+    order = linear.sort_by_expert(chosen, num_experts)
     for x, shared in ((draw(T, K, dtype=dtype), each), (draw(T * each, K, dtype=dtype), 1)):
         pairs = x.double().repeat_interleave(shared, 0)
         wanted = torch.einsum("pk,pnk->pn", pairs, weight[chosen.flatten()].double())
-        assert_close(experts.expert_linear(x, weight, order, shared), wanted, dtype, scale=K**0.5)
-        assert_close(experts.expert_linear_reference(x, weight, order, shared), wanted, dtype, scale=K**0.5)
+        assert_close(linear.expert_linear(x, weight, order, shared), wanted, dtype, scale=K**0.5)
+        assert_close(linear.expert_linear_reference(x, weight, order, shared), wanted, dtype, scale=K**0.5)
 
 
 @pytest.mark.parametrize("dtype", DOT_DTYPES)

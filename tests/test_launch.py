@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-import re
-import socket
 import subprocess
 import sys
 import time
 
 import pytest
-from launch_ranks import LAUNCH_ENVIRONMENT, ROOT
+from launch_ranks import ROOT, run_python
 
 from tlt_hpc.cli.display import start_times
 from tlt_hpc.cluster import launcher
@@ -126,11 +124,7 @@ def test_modules_of_the_folder_that_one_is_in_are_not_run(tmp_path):
     small = ["rollout.prompts_per_step=2", "rollout.max_new_tokens=20", "run.num_steps=1"]
     program = "import sys; from tlt_hpc.__main__ import main; sys.exit(main())"
     words = ["train", str(TINY), f"run.folder={tmp_path}", "reward.default=math", *small]
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", program, *words],
-        cwd=tmp_path, env={**os.environ, **LAUNCH_ENVIRONMENT, "PYTHONPATH": str(ROOT)},
-        capture_output=True, text=True, check=False, timeout=120,
-    )  # fmt: skip
+    done = run_python("-P", "-c", program, *words, cwd=tmp_path)
     assert done.returncode == 0 and "finished: 1 step" in done.stdout and "taken" not in done.stderr, done.stderr
 
 
@@ -146,30 +140,3 @@ def test_a_start_is_counted_from_the_command_that_started_the_ranks(value: str, 
 def test_what_took_long_in_a_start_is_named() -> None:
     told = start_times(100.0, {"reading": 102.0, "loading": 102.5}, 110.0)
     assert told == "first tokens 10.0 s after the start: loading 7.5, starting 2.0"
-
-
-def test_an_address_fits_in_what_slurm_reads_at_once() -> None:
-    """Two ranks on two nodes by PMI-1, which Slurm's pmi2 reads with one read() of 1,024 bytes a line."""
-    ours, theirs = socket.socketpair()
-    names = {"PMI_FD": str(theirs.fileno()), "PMI_RANK": "0", "PMI_SIZE": "2", "PMI_JOBID": "1.0"}
-    answers = {
-        "init": "response_to_init rc=0 pmi_version=1 pmi_subversion=1",
-        "get_maxes": "maxes rc=0 kvsname_max=256 keylen_max=64 vallen_max=1024",
-        "get_appnum": "appnum rc=0 appnum=0",
-        "get_my_kvsname": "my_kvsname rc=0 kvsname=1.0",
-        "put": "put_result rc=0",
-    }
-    puts = list[str]()
-    command = [sys.executable, "-c", "from mpi4py import MPI"]
-    with ours, theirs, subprocess.Popen(command, env={**os.environ, **names}, pass_fds=[theirs.fileno()]) as rank:
-        try:
-            for line in ours.makefile():
-                name = re.match(r"cmd=(\S+)", line)[1]
-                if name == "barrier_in":
-                    break
-                puts += [line] * (name == "put")
-                mapping = "rc=0 value=(vector,(0,2,1))" if "PMI_process_mapping" in line else "rc=1"
-                ours.sendall(f"cmd={answers.get(name, f'get_result {mapping}')}\n".encode())
-        finally:
-            rank.kill()
-    assert len(puts) == 1 and 100 < len(puts[0]) <= 1024, [(len(put), put[:80]) for put in puts]

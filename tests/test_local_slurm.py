@@ -1,16 +1,14 @@
-"""The private Slurm: a second start changes nothing, and it harms nothing else."""
+"""The private Slurm harms nothing else."""
 
 from __future__ import annotations
 
 import os
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from local_slurm import TOOL, LocalSlurm
+from local_slurm import TOOL
 
 from tlt_hpc.common.errors import UserError
 
@@ -18,18 +16,6 @@ from tlt_hpc.common.errors import UserError
 @pytest.fixture
 def tool() -> dict[str, Any]:
     return runpy.run_path(str(TOOL))
-
-
-@pytest.mark.slurm
-def test_a_second_start_leaves_it_as_it_is(slurm: LocalSlurm) -> None:
-    folder = Path(slurm.environment["SLURM_CONF"]).parent
-    before = {path.name: path.read_text() for path in folder.glob("*.pid")}
-    assert len(before) == 6
-    again = subprocess.run(
-        [sys.executable, TOOL, "start", "--folder", folder], capture_output=True, text=True, check=False
-    )
-    assert again.returncode == 2 and again.stderr.startswith(f"local_slurm: a Slurm is up in {folder}; to use it: ")
-    assert {path.name: path.read_text() for path in folder.glob("*.pid")} == before
 
 
 def test_it_removes_its_own_folder_and_leaves_that_of_something_else(tool: dict[str, Any], tmp_path: Path) -> None:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from launch_ranks import LAUNCH_ENVIRONMENT, ROOT, mpiexec, run_on_ranks
+from launch_ranks import ROOT, run_on_ranks
 
+from tlt_hpc.cluster.launcher import launched_rank
 from tlt_hpc.config import UserError, load_config
 from tlt_hpc.models.tokenizer import embedded
+from tlt_hpc.mpi import world as world_module
 from tlt_hpc.plan import nodes
 from tlt_hpc.plan.nodes import NodeFacts, NodeReport, find_difference, refuse_errors
 
@@ -90,19 +90,25 @@ def test_a_models_digest_follows_its_files(tmp_path: Path) -> None:
 
 
 def check_as_nodes() -> list[Any]:
-    """What each rank raised, and how often it gathered: on a node of its own, one with another numpy; two a node."""
-    import tlt_hpc.mpi.world as world_module
-
-    rank = int(os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK", "0")))
+    """What each rank raised, and how often it gathered: on a node of its own, where one has another numpy, or lacks a
+    file, or has failed before; then two a node."""
+    rank = launched_rank(os.environ) or 0
     version, gather, calls, found = nodes.installed_version, nodes.gather_facts, [], list[Any]()
     nodes.gather_facts = lambda config, world: calls.append(1) or gather(config, world)
-    for odd, host in ((1, f"node{rank}"), (None, f"node{rank // 2}")):
-        world_module.socket.gethostname = lambda host=host: host
+    nodes.installed_version = lambda name: "1" if name == "numpy" and (rank, case) == (1, "odd") else version(name)
+
+    def look() -> None:
+        if (rank, case) == (2, "lacks"):
+            raise UserError("no data; copy it")
+
+    for case in ("odd", "lacks", "fails", "alike"):
+        world_module.socket.gethostname = lambda: f"node{rank // 2 if case == 'alike' else rank}"  # noqa: B023
         world = world_module.World.connect()
-        nodes.installed_version = lambda name, odd=odd: "1" if name == "numpy" and rank == odd else version(name)
         calls.clear()
         try:
-            nodes.check_nodes(world, load_config(ROOT / "jobs" / "tiny.toml"))
+            if (rank, case) == (2, "fails"):
+                nodes.report_error(world, UserError("no data; copy it"))
+            nodes.check_nodes(world, load_config(ROOT / "jobs" / "tiny.toml"), look)
             found.append("")
         except UserError as caught:
             found.append(str(caught).partition(", where")[0])
@@ -112,26 +118,7 @@ def check_as_nodes() -> list[Any]:
 
 @pytest.mark.mpi
 def test_all_ranks_meet_the_same_error_and_one_rank_a_node_gathers() -> None:
+    """Where one node has no data: before, its rank ended without a word."""
+    lacks = "rank 2 on node2: no data; copy it"
     odd = "node node1: packages numpy 1"
-    assert run_on_ranks(4, check_as_nodes) == [[odd, "", calls] for calls in (1, 0, 1, 0)]
-
-
-@pytest.mark.mpi
-@pytest.mark.ci
-def test_a_rank_that_lacks_a_file_ends_all_with_its_name(tmp_path: Path) -> None:
-    """As on a node to which the data was not copied: before, that rank ended without a word."""
-    (tmp_path / "data.jsonl").write_text('{"prompt": "gcd(2,4)=", "answer": "2"}\n' * 20)
-    job = ["train", str(ROOT / "jobs" / "tiny.toml"), f"run.folder={tmp_path / 'runs'}"]
-    on_other = (
-        "import socket, sys; socket.gethostname = lambda: 'n2'; from tlt_hpc.cli.main import main; sys.exit(main())"
-    )
-    command = [mpiexec(), "-n", "1", sys.executable, "-m", "mpi4py", "-m", "tlt_hpc", *job,
-               f"data.source={tmp_path / 'data.jsonl'}", ":",
-               "-n", "1", sys.executable, "-m", "mpi4py", "-c", on_other, *job,
-               f"data.source={tmp_path / 'nowhere.jsonl'}"]  # fmt: skip
-    environment = {**os.environ, **LAUNCH_ENVIRONMENT, "TLT_RANKS": "2"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
-    lines = [line for line in done.stderr.splitlines() if line.startswith("tlt:")]
-    assert done.returncode == 2 and len(lines) == 1, done.stderr
-    assert lines[0].startswith("tlt: rank 1 on n2: ") and "nowhere.jsonl' does not exist" in lines[0]
-    assert not (tmp_path / "runs").exists()
+    assert run_on_ranks(4, check_as_nodes) == [[odd, lacks, lacks, "", calls] for calls in (1, 0, 1, 0)]

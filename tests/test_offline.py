@@ -15,7 +15,7 @@ from pydantic import TypeAdapter
 
 from tlt_hpc.common.records import Prompt
 from tlt_hpc.config import ConfigError, UserError, WarmupSection
-from tlt_hpc.config.schedule import scheduled_rate
+from tlt_hpc.config.recipes import scheduled_rate
 from tlt_hpc.drafting.offline import balanced_shards, batches_of, passes_of
 from tlt_hpc.drafting.pool import pack
 from tlt_hpc.storage.feature_file import Document

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import launch_ranks
-import numpy as np
 import pytest
 import torch
 from launch_ranks import LAUNCH_ENVIRONMENT, ROOT, mpiexec, run_on_ranks
@@ -21,13 +20,14 @@ from tiny import embedded_folder
 
 from tlt_hpc.cli import main as cli
 from tlt_hpc.cli.display import Screen, StepReporter
-from tlt_hpc.cluster.launcher import given_job, launch_environment
+from tlt_hpc.cluster.launcher import given_job, launch_environment, launched_rank
 from tlt_hpc.cluster.stopping import StopFlag
 from tlt_hpc.config import load_config
 from tlt_hpc.models import piece
 from tlt_hpc.models.piece import read_all_once, read_each_once
 from tlt_hpc.models.tokenizer import embedded
 from tlt_hpc.mpi import world as world_module
+from tlt_hpc.rl import distributed
 from tlt_hpc.rl.distributed import leave_process_group
 from tlt_hpc.train import run
 
@@ -109,44 +109,38 @@ def test_each_file_is_opened_by_one_rank_of_the_node(tmp_path: Path) -> None:
 
 # --- the node's ranks ---
 
+HOSTS = ("localhost", "localhost", "elsewhere")
+"""Of three ranks; nobody can look up the second name."""
 
-def read_as_nodes(num_bytes: int) -> dict[str, Any]:
-    """Two ranks a node: what each was given of three reads, how often it read, and the error that its node met."""
-    world_module.BLOCK_BYTES = 1000
-    rank = int(os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK", "0")))
-    world_module.socket.gethostname = lambda: f"node{rank // 2}"
-    node, calls = world_module.World.connect().node_group, []
 
-    def read() -> bytes:
-        calls.append(rank)
-        return bytes([rank]) * num_bytes
+def meet_as_nodes() -> dict[str, Any]:
+    """Where a rank is, what its store and its reads were, and whether tensors of any kind arrive as they are."""
+    rank = launched_rank(os.environ) or 0
+    world_module.socket.gethostname = lambda: HOSTS[rank]
+    served, calls, opened = list[str](), list[int](), distributed.TCPStore
+    distributed.TCPStore = lambda host, *rest, **named: served.append(host) or opened(host, *rest, **named)
+    world = world_module.World.connect()
+    distributed.join_process_group(world, "cpu")
+    total = torch.full((1,), float(rank + 1))
+    torch.distributed.all_reduce(total)
+    leave_process_group()
+    node = world.node_group
+    given = node.once(lambda: calls.append(rank) or rank)
 
     def fail() -> None:
         raise ValueError(f"rank {rank} lacks it")
 
-    given = node.once(read)
-    values = np.full(num_bytes, rank, np.uint8)
-    node.broadcast_bytes(values)
-    try:
+    with pytest.raises(ValueError, match="lacks it") as caught:
         node.once(fail)
-    except ValueError as error:
-        text = str(error)
-    return {"given": [len(given), *set(given)], "values": values.tolist(), "calls": calls, "error": text}
+    place = [world.node, world.local_rank]
+    return {
+        "place": place, "total": total.item(), "store": served, "calls": calls, "given": given,
+        "error": str(caught.value), "tensors": list(tensors_of(node)),
+    }  # fmt: skip
 
 
-@pytest.mark.mpi
-def test_the_first_rank_of_each_node_reads() -> None:
-    num_bytes = 2345
-    for rank, found in enumerate(run_on_ranks(4, read_as_nodes, num_bytes)):
-        first = rank // 2 * 2
-        assert found["given"] == [num_bytes, first] and set(found["values"]) == {first}
-        assert found["calls"] == ([rank] if rank == first else [])
-        assert found["error"] == f"rank {first} lacks it"
-
-
-def tensors_as_node() -> list[bool]:
-    """Of tensors of any kind, sent each alone, some together, and all together: whether each is the one sent."""
-    node = world_module.World.connect().node_group
+def tensors_of(node: world_module.NodeGroup) -> set[bool]:
+    """Of tensors that are sent each alone, some together, and all together: whether each is the one sent."""
     tensors = {
         "bf16": torch.arange(12, dtype=torch.bfloat16).view(3, 4),
         "turned": torch.arange(6.0).view(2, 3).T,
@@ -155,16 +149,22 @@ def tensors_as_node() -> list[bool]:
     }
     own = tensors if node.rank == 0 else {}
     assert read_all_once(node, lambda: None) is None
-    equal = list[bool]()
+    equal = set[bool]()
     for piece.BLOCK_BYTES in (1, 30, 2**24):
         for given in (dict(read_each_once(node, tensors, own.__getitem__)), read_all_once(node, lambda: own)):
             assert given is not None and list(given) == list(tensors)
-            equal += [
-                given[name].dtype == each.dtype and torch.equal(given[name], each) for name, each in tensors.items()
-            ]
+            for name, each in tensors.items():
+                equal.add(given[name].dtype == each.dtype and torch.equal(given[name], each))
     return equal
 
 
 @pytest.mark.mpi
-def test_tensors_of_any_kind_arrive_as_they_are() -> None:
-    assert run_on_ranks(3, tensors_as_node) == [[True] * 24] * 3
+def test_ranks_on_two_hosts_find_each_other_and_the_first_of_each_reads() -> None:
+    ranks = run_on_ranks(3, meet_as_nodes)
+    assert [rank["place"] for rank in ranks] == [[0, 0], [0, 1], [1, 0]]
+    for rank, found in enumerate(ranks):
+        first = 2 * (rank // 2)
+        assert found["total"] == 6 and found["tensors"] == [True]
+        assert set(found["store"]) == {"localhost"}, "by name: the loopback is each host's own"
+        assert found["calls"] == ([rank] if rank == first else []) and found["given"] == first
+        assert found["error"] == f"rank {first} lacks it"

@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tlt_hpc.rollout.pages import PagePool
+from tlt_hpc.rollout.scheduler import PagePool
 
 
 @settings(max_examples=200, deadline=None)

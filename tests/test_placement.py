@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -372,36 +371,3 @@ def test_caches_that_take_memory_are_named(tmp_path):
     node.write("proc/mounts", f"/dev/sda / ext4 rw 0 0\ntmpfs {tmp_path}/my\\040disk tmpfs rw 0 0")
     found = node.system.mount(tmp_path / "my disk" / "x")
     assert (found.point, found.kind) == (f"{tmp_path}/my disk", "tmpfs"), "as the kernel writes it"
-
-
-# --- a real Slurm ---
-
-START = """
-import os
-from tlt_hpc.cluster.device import take_device
-from tlt_hpc.mpi.placing import place_ranks
-from tlt_hpc.mpi.world import World
-print("GPU", take_device(os.environ, 0))
-place_ranks(World.connect(), True)
-"""
-
-
-@pytest.mark.slurm
-@pytest.mark.mpi
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
-def test_under_slurm_each_rank_binds_itself_to_the_core_near_its_own_gpu(slurm, tmp_path):
-    """Two ranks, and the GPU of each near the other's core."""
-    first, second = sorted(os.sched_getaffinity(0))[:2]
-    node = FakeNode(tmp_path, {0: str(first), 1: str(second)})
-    node.nvidia(0, "0000:1b:00.0", 1, "pci0000:10")
-    node.nvidia(1, "0000:9b:00.0", 0, "pci0000:90")
-    options = ("--mpi=pmi2", "--nodes=1", "--ntasks-per-node=2", "--gpus-per-node=2", "--mem=1000")
-    start = ("bash", "-c", f'exec taskset -c {first},{second} python -m mpi4py -c "$START"')
-    said = slurm.run("srun", *options, *start, START=START, TLT_SYSTEM_ROOT=str(tmp_path)).splitlines()
-    assert sorted(line for line in said if line.startswith("GPU")) == ["GPU 0", "GPU 1"]
-    head, _, *rows = (line for line in said if not line.startswith("GPU"))
-    assert head.strip() == f"ranks on {socket.gethostname()}, each bound by itself to cores near its GPU:"
-    assert [row.split() for row in rows] == [
-        ["0", "0000:1b:00.0", str(second), "1", "1", "-"],
-        ["1", "0000:9b:00.0", str(first), "0", "0", "-"],
-    ]

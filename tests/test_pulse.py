@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +19,7 @@ from tlt_hpc.cluster.watch.beat import BEAT
 from tlt_hpc.mpi.library import MPI
 from tlt_hpc.mpi.progress import MAX_PAUSE_SECONDS, TESTS, YIELDS, ProgressThread, wait
 from tlt_hpc.mpi.pulse import Pulse
-from tlt_hpc.mpi.roster import Roster, State, Status
+from tlt_hpc.mpi.roster import State, Status
 from tlt_hpc.mpi.world import World
 
 BUSY = Status(State.BUSY, sequences_left=1, tokens=0, drafter_steps=0)
@@ -35,88 +35,26 @@ def connected() -> Iterator[tuple[World, Pulse]]:
     pulse.close()
 
 
-def roll_out(pulse: Pulse, rank: int, epoch: int, num_steps: int, vote_at: int | None, random: Any) -> list[Roster]:
-    """The loop of a rank with ``num_steps`` decoding steps, which votes to stop at ``vote_at``; every new roster.
-
-    In a third of the rollouts it trains in micro-steps which only the release ends.
-    """
-    pulse.begin(epoch)
-    rosters: list[Roster] = []
-    done = trained = turns = 0
-    while True:
-        state = State.BUSY if done < num_steps else State.TRAINING if trained else State.IDLE
-        stop = vote_at is not None and turns >= vote_at
-        roster = pulse.poll(status := Status(state, num_steps - done, 17 * done, trained, stop))
-        if roster.round > (rosters[-1].round if rosters else 0):
-            rosters.append(roster)
-        if roster.over:
-            return rosters
-        turns += 1
-        if done < num_steps:
-            time.sleep(random.uniform(0, 1e-4))
-            done += 1
-        elif roster.worth_training(rank):
-            if epoch % 3 == 2 and not stop:
-                with pulse.progressing(status):
-                    end = time.monotonic() + 60
-                    while not pulse.over and time.monotonic() < end:
-                        time.sleep(1e-3)
-                    assert pulse.over, "the release did not come inside the micro-step"
-            trained += 1
-        else:
-            pulse.back_off()
-
-
-def random_rollouts(num_rollouts: int, seed: int) -> dict[str, Any]:
-    """Rollouts with long-tailed lengths and stop votes at random moments; what this rank saw, as one hash."""
-    with connected() as (world, pulse):
-        random = np.random.default_rng([seed, world.rank])
-        seen = hashlib.sha256()
-        num_stopped = num_rounds = 0
-        for epoch in range(num_rollouts):
-            num_steps = min(int(2 * random.pareto(1.2)), 60)
-            vote_at = int(random.integers(0, 40)) if random.random() < 0.1 else None
-            rosters = roll_out(pulse, world.rank, epoch, num_steps, vote_at, random)
-            if epoch % 3 == 2:  # the helper thread takes some of them
-                rosters = rosters[-1:]
-            else:
-                assert [roster.round for roster in rosters] == list(range(1, len(rosters) + 1))
-            seen.update(repr([(roster.round, roster.statuses) for roster in rosters]).encode())
-            num_rounds += rosters[-1].round
-            num_stopped += rosters[-1].stopping
-            assert rosters[-1].over and not any(roster.over for roster in rosters[:-1])
-        world.barrier()
-        assert pulse.num_rounds == num_rounds
-    return {"seen": seen.hexdigest(), "num_rounds": num_rounds, "num_stopped": num_stopped}
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("num_ranks", [1, 5])
-def test_every_rank_sees_the_same_rosters_and_rounds_continue_inside_micro_steps(num_ranks: int) -> None:
-    results = run_on_ranks(num_ranks, random_rollouts, 100, num_ranks)
-    assert len({result["seen"] for result in results}) == 1, "ranks saw different rosters"
-    assert results[0]["num_rounds"] >= 100
-    assert 0 < results[0]["num_stopped"] < 100, "the votes were not exercised"
-
-
 def hold_up(folder: str) -> list[Any]:
-    """Rank 0 does not poll before another rank has continued: it is silent, or in a call that lets MPI progress."""
+    """Rank 0 does not poll before another rank has continued: it is silent, or in a call that lets MPI progress; or
+    before the rollout is over, in a call in which a thread takes part for it."""
     with connected() as (world, pulse):
-        for is_long_call in (True, False):
-            seen = Path(folder) / f"seen {is_long_call}"
-            pulse.begin(7 + is_long_call)
+        calls = {"none": nullcontext, "long": pulse.progressing, "takes part": partial(pulse.progressing, IDLE)}
+        for epoch, (kind, call) in enumerate(calls.items()):
+            seen = Path(folder) / kind
+            pulse.begin(epoch)
             roster, num_polls = pulse.poll(BUSY), 0
             if world.rank == 0:
                 end = time.monotonic() + 60
-                with pulse.progressing() if is_long_call else nullcontext():
-                    while not seen.exists() and time.monotonic() < end:
+                with call():
+                    while not (pulse.over if kind == "takes part" else seen.exists()) and time.monotonic() < end:
                         time.sleep(1e-3)
-                assert seen.exists(), "the others came no further"
+                assert pulse.over if kind == "takes part" else seen.exists(), "the others came no further"
             while not roster.over:
                 roster, num_polls = pulse.poll(IDLE), num_polls + 1
-                if world.rank == 1 and (roster.round == 1 if is_long_call else num_polls == 20):
+                if world.rank == 1 and (num_polls == 20 if kind == "none" else roster.round == 1):
                     # round 1 may be complete for this rank without any further call of rank 0, round 2 never
-                    assert is_long_call or roster.round <= 1
+                    assert kind != "none" or roster.round <= 1
                     seen.touch()
                 pulse.back_off()
     return [roster.round, str(roster.statuses)]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +13,7 @@ from test_resume import Silent
 from test_run import SMALL, records, tokens_of
 
 from tlt_hpc.config import ConfigError, load_config
-from tlt_hpc.mpi.replica import Replica, ReplicaPulse, check_nodes
-from tlt_hpc.mpi.roster import State, Status
+from tlt_hpc.mpi.replica import Replica, check_nodes
 from tlt_hpc.mpi.world import World
 from tlt_hpc.rl.distributed import join_process_group, leave_process_group, replica_sum
 from tlt_hpc.train import run
@@ -66,47 +63,6 @@ def test_the_first_rank_decides_and_each_unit_is_kept_once() -> None:
         "rank 1 of replica 1 has decoded another text than its first rank: their devices do not compute alike; use "
         "nodes of one kind, or rollout.tensor_parallel = 1"
     )]  # fmt: skip
-
-
-def leave_together(num_rollouts: int) -> list[list[int]]:
-    """Rounds that this rank took in each rollout, of which every round is a collective of its replica."""
-    world = World.connect()
-    replica = Replica(world, 2)
-    pulse = ReplicaPulse(world.private_comm(), replica, busy_seconds=1e-3)
-    told = []
-    for epoch in range(num_rollouts):
-        source = random.Random(f"{epoch}/{replica.number}")
-        left, voter, vote_after = source.randint(1, 40), epoch % 5, source.randint(0, 30)
-        if epoch < 4:
-            left = 10**6  # only the vote ends these
-        own = random.Random(f"{epoch}/{world.rank}")
-        rounds = 0
-        pulse.begin(epoch)
-        while True:
-            votes = voter == world.rank and rounds >= vote_after
-            roster = pulse.poll(Status(State.BUSY if left else State.IDLE, left, rounds, 0, votes))
-            if roster.over:
-                break
-            if left:
-                replica.agree(rounds)  # a pass: the others would wait here forever for a rank that has left
-                time.sleep(own.uniform(0, 3e-3))
-                left, rounds = left - 1, rounds + 1
-            else:
-                pulse.back_off()
-        told.append([rounds, left, int(roster.stopping), sum(s.tokens for s in roster.statuses)])
-    pulse.close()
-    return told
-
-
-@pytest.mark.mpi
-def test_busy_ranks_of_a_replica_leave_before_the_same_round_whoever_votes() -> None:
-    ranks = run_on_ranks(4, leave_together, 15)
-    assert ranks[0] == ranks[1] and ranks[2] == ranks[3]
-    assert all(stopping and left for _, left, stopping, _ in ranks[0][:4]), "they leave while they decode"
-    for mine, other in zip(ranks[0], ranks[2], strict=True):
-        assert mine[2:] == other[2:], "all saw the same last roster"
-        if not mine[2]:
-            assert mine[3] == mine[0] + other[0], "what a replica generates is counted once"
 
 
 # -- runs -----------------------------------------------------------------------------------------------------------

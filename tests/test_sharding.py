@@ -14,8 +14,7 @@ from tlt_hpc.common.records import Rollout
 from tlt_hpc.config import ConfigError, load_config
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.documents import attend_documents
-from tlt_hpc.models.draft_layer import AS_TARGET, DraftLayer
-from tlt_hpc.models.drafter import Drafter
+from tlt_hpc.models.drafter import AS_TARGET, Drafter, DraftLayer
 from tlt_hpc.models.drafter_file import TOKEN_IDS, make_drafter, read_drafter
 from tlt_hpc.models.folder import folder_weights
 from tlt_hpc.models.shape import ModelShape, check_sharding, read_shape

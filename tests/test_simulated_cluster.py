@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import inspect
 import logging
-import subprocess
-import sys
 import textwrap
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
+from launch_ranks import ROOT, run_python
 from simulated_cluster import LARGE, SCENARIOS, Plan, error_of, plan_of, play, run_seeds
 from simulated_modules import simulated
-from simulated_mpi import Comm, Request, start_ranks
-from simulated_processes import RUNNING, Cluster, Process, ScheduleError
 
 from tlt_hpc import train
 from tlt_hpc.checkpoint.save import Save
@@ -29,7 +24,7 @@ from tlt_hpc.mpi.replica import ReplicaPulse
 from tlt_hpc.mpi.world import World
 from tlt_hpc.run.session import Session
 
-SLICE, BIG_SLICE = 2400, 100_000
+SLICE, BIG_SLICE = 1600, 100_000
 
 
 REST = pytest.param(range(SLICE, BIG_SLICE), marks=[pytest.mark.slow, pytest.mark.timeout(7200)])
@@ -70,10 +65,8 @@ def test_what_once_failed(what: str, modules: None) -> None:
 
 def test_a_seed_is_one_schedule_in_any_process(modules: None) -> None:
     program = "from test_simulated_cluster import *\nwith simulated():\n    ends = ends_of_some()\nprint(ends)"
-    command, place = [sys.executable, "-c", program], Path(__file__).parent
-    environment = {"PYTHONHASHSEED": "1", "PYTHONPATH": str(place.parent)}  # this tree, whichever is installed
-    done = subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == str(ends_of_some())
+    done = run_python("-c", program, cwd=ROOT / "tests", PYTHONHASHSEED="1")
+    assert done.stdout.strip() == str(ends_of_some()), done.stderr
 
 
 def ends_of_some() -> list[tuple[int, float]]:
@@ -132,78 +125,3 @@ def test_a_changed_line_is_found(what: str, modules: None, monkeypatch: pytest.M
     exec(changed, inspect.unwrap(getattr(place, name)).__globals__, scope)
     monkeypatch.setattr(place, name, scope[name])
     assert found in error_of(plan_of(seed))
-
-
-# -- the simulated MPI ----------------------------------------------------------------------------------------------
-
-
-def ranks(size: int, work: Callable[[Comm], Any], weak: bool = False) -> list[Any]:
-    """What ``work`` returns on each rank."""
-    cluster, results = Cluster("a test", weak=weak), [None] * size
-
-    def run(process: Process) -> int:
-        results[process.comm.rank] = work(process.comm)
-        return 0
-
-    RUNNING.append(cluster)
-    try:
-        start_ranks([Process(cluster, "node0", {}) for _ in range(size)], run)
-        cluster.run(100_000)
-    finally:
-        cluster.close()
-        RUNNING.pop()
-    return results
-
-
-def wait(request: Request) -> float:
-    while not request.Test():
-        RUNNING[-1].sleep(1e-3)
-    return RUNNING[-1].now
-
-
-@pytest.mark.parametrize("weak", [False, True])
-@pytest.mark.parametrize("size", [2, 3, 8, 13])
-def test_collectives_give_what_they_should_and_no_rank_leaves_too_early(size: int, weak: bool) -> None:
-    def work(comm: Comm) -> Any:
-        own = np.array([comm.rank, 7 * comm.rank], np.int64)
-        every, total, sent = np.zeros((comm.size, 2), np.int64), np.zeros(2, np.int64), np.array([comm.rank])
-        requests = [comm.Iallgather(own, every), comm.Iallreduce(own, total, "sum"), comm.Ibcast(sent, size - 1)]
-        for request in requests:
-            wait(request)
-        RUNNING[-1].sleep(0.5 * comm.rank)
-        entered = RUNNING[-1].now
-        return every.tolist(), total.tolist(), sent.tolist(), entered, wait(comm.Ibarrier())
-
-    found = ranks(size, work, weak)
-    rows = [[rank, 7 * rank] for rank in range(size)]
-    assert all(each[:3] == (rows, np.sum(rows, 0).tolist(), [size - 1]) for each in found)
-    assert min(left for *_, left in found) >= max(entered for *_, entered, _ in found)
-
-
-def enter_in_another_order(comm: Comm) -> None:
-    wait(comm.Ibarrier() if comm.rank else comm.Ibcast(np.zeros(1), 0))
-
-
-def change_what_is_sent(comm: Comm) -> None:
-    own, every = np.zeros(1), np.zeros((comm.size, 1))
-    request = comm.Iallgather(own, every)
-    own[:] = 1
-    wait(request)
-
-
-def leave_another_waiting(comm: Comm) -> None:
-    if comm.rank:
-        wait(comm.Ibarrier())
-
-
-@pytest.mark.parametrize(
-    ("work", "error"),
-    [
-        (enter_in_another_order, r"collective 0: rank . is in"),
-        (change_what_is_sent, "has changed what it sends"),
-        (leave_another_waiting, "no end after"),
-    ],
-)
-def test_what_a_program_may_not_do_is_an_error(work: Callable[[Comm], None], error: str) -> None:
-    with pytest.raises(ScheduleError, match=error):
-        ranks(2, work)

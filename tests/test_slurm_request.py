@@ -58,6 +58,7 @@ def test_lines_count_up_to_the_first_command(lines: str, read: dict[str, str] | 
         ("--gpus-per-node=a100:4,h100:2 --mem=0", (6, 6, 0)),
         ("--gres=gres/gpu:a100:4", (4, 4, None)),
         ("--gres=craynetwork:1,gpu,lscratch:200 -N 2-4 --mem=100", (1, 1, 100)),
+        ("-A acc -p gpu -N 2 -t 1:00:00 --gres gpu:4 --exclusive -C=a100", (4, 4, None)),
         ("-J tiny --mem 2G -s --gpus-per-node 3 -H --ntasks-per-node=5 --gpus-per-node=1", (1, 5, 2048)),
     ],
 )
@@ -73,6 +74,7 @@ MEASURE = r"the script asks for --(ntasks|gpus|mem|tres).*; write --(ntasks-per|
     ("asked", "message"),
     [
         ("--nodes=two", "--nodes=two is no number"),
+        ("-Z 3", "'-Z' is not understood as an option of sbatch"),
         ("-N2 stray", "'stray' is not understood as an option of sbatch; write --OPTION=VALUE"),
         *((asked, MEASURE) for asked in ("-n 8", "-G 8", "--gpus-per-task=1", "--mem-per-cpu=1G", "--mem-per-gpu=1G")),
         ("--tres-per-node=gres/gpu:4", MEASURE),

@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 from data_sets import gcd_row, write_jsonl
-from preflight_place import ROOT, Place, make_place
+from launch_ranks import ROOT
+from preflight_place import Place
+from shell_slurm import TINY
 from tokenizers import AddedToken, Tokenizer
 
 from tlt_hpc.cli.main import main
 
-TINY = str(ROOT / "jobs" / "tiny.toml")
 ENDS = "{% for m in messages %}{{ m['content'] }}{% if m.role == 'assistant' %}<|im_end|>{% endif %}{% endfor %}"
 
 Captured = pytest.CaptureFixture[str]
@@ -23,15 +24,14 @@ Said = Callable[[str, str], str]
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
+def place(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
     """Data to train on and the embedded model, whose tokenizer has an end of turns, and one token that it lacks."""
-    found = make_place(tmp_path, monkeypatch)
-    path = str(found.model / "tokenizer.json")
+    path = str(place.model / "tokenizer.json")
     tokenizer = Tokenizer.from_file(path)
     tokenizer.add_special_tokens([AddedToken(text) for text in ("<|im_end|>", "[21]", "[22]", "[23]", "<e>")])
     tokenizer.save(path)
     monkeypatch.chdir(tmp_path)
-    return found
+    return place
 
 
 @pytest.fixture
@@ -113,8 +113,8 @@ def test_a_turn_that_ends_with_no_end_token(command: str, kind: str, said: Said,
 def test_what_a_job_is_evaluated_on_has_a_table_of_its_own(said: Said, tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "held.jsonl", [gcd_row(n, data_source="held") for n in (1, 2)])
     found = said("data inspect", f'evaluation.sources=["{path}","embedded:gcd"]')
-    titles = " ".join(found.split())  # a long path wraps
-    assert found[0] == "0" and "40 rows" in titles and "2 rows" in found and "│ held" in found
+    titles = "".join(found.split())  # a line wraps where the length of its path has it
+    assert found[0] == "0" and ":40rows" in titles and ":2rows" in titles and "│ held" in found
     assert "│ held" in said("data inspect", f'data.source=embedded:gcd evaluation.sources=["{path}"]')
     missing = said("data inspect", 'evaluation.sources=["no.jsonl"]')
     assert missing[0] == "2" and "tlt: evaluation.sources = 'no.jsonl' does not exist" in missing

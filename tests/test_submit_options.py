@@ -6,15 +6,9 @@ import os
 from pathlib import Path
 
 import pytest
-from shell_slurm import DEFAULT, TINY, Cluster, make_cluster
+from shell_slurm import DEFAULT, TINY, Cluster
 
 from tlt_hpc.cli import submit as submit_module
-
-
-@pytest.fixture
-def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Cluster:
-    return make_cluster(tmp_path, monkeypatch, capsys)
-
 
 SUBMIT = [
     ("--nodes=2", "nodes=2 ntasks-per-node=1", "nodes=1 ntasks-per-node=2"),
@@ -39,7 +33,7 @@ BOTH = [
     ("--sbatch=--no-requeue", "no-requeue", "requeue"),
     ("--sbatch=--time-min=2", "time-min=2 signal=USR2@30", "signal=USR2@120"),
     ("--sbatch=--signal=USR2@300", "signal=USR2@300", "signal=USR2@120"),
-    ("--sbatch=-qlong --sbatch=-Ca100 --sbatch=exclusive", "qos=long constraint=a100 exclusive", ""),
+    ("--sbatch=-qlong --sbatch=-C=a100 --sbatch=exclusive", "qos=long constraint=a100 exclusive", ""),
     ("--sbatch=--gres=gpu:4 --ranks-per-node=2", "gres=gpu:4", ""),
 ]
 """Options, lines of the batch script that there are with them alone, and those that there are without them alone."""

@@ -1,8 +1,7 @@
-"""What ``tlt submit`` submits, on a real Slurm: an array of which one member fails, and it again; a sweep of runs."""
+"""What ``tlt submit`` submits, on a real Slurm: an array of which one member fails, and jobs that are cancelled."""
 
 from __future__ import annotations
 
-import csv
 import getpass
 import os
 import re
@@ -10,7 +9,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from launch_ranks import ROOT
 from local_slurm import ENDED, LocalSlurm
+from shell_slurm import TINY
 from slurm_training import wait_for
 from whole_run import SMALL
 
@@ -21,8 +22,6 @@ from tlt_hpc.cluster.slurm import ask_slurm
 from tlt_hpc.cluster.submission import Submission, SubmittedRun, load, parameters, save
 from tlt_hpc.storage.step_lines import add_line
 
-ROOT = Path(__file__).resolve().parent.parent
-TINY = str(ROOT / "jobs" / "tiny.toml")
 Command = Callable[..., int]
 pytestmark = [pytest.mark.slurm, pytest.mark.ci]
 
@@ -88,33 +87,6 @@ def test_of_six_members_the_failed_one_is_named_and_submitted_again_alone(
     capsys.readouterr()
     assert submit("resubmit", "sub") == 0
     assert "nothing has failed" in capsys.readouterr().out
-
-
-def test_a_sweep_is_checked_runs_and_is_collected(
-    slurm: LocalSlurm, submit: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """With preflight, which asks Slurm about the script that it then gets."""
-    job = [TINY, "run.num_steps=2", *SMALL, "--ranks-per-node=2", "--partition=main", "--time=10", "--folder=sub"]
-    assert submit(*job, "--sweep=run.seed=0,1", "--sbatch=--constraint=none-such") == 2
-    found = capsys.readouterr()
-    assert "failure  sbatch       sbatch would refuse the job" in found.out and "nothing was submitted" in found.err
-    assert submit(*job, "--sweep=run.seed=0,1") == 0
-    assert "job " in capsys.readouterr().out
-    wait_for_all(slurm, tmp_path / "sub")
-    assert submit("status", "sub") == 0, capsys.readouterr().out
-    capsys.readouterr()
-    assert submit(*job, "--sweep=run.seed=0,1", "--folder=again") == 2
-    assert capsys.readouterr().err == (
-        "tlt: runs/tiny-seed0 has finished: 2 of 2 steps; raise run.num_steps or give another run.name\n"
-    )
-    assert submit("collect", "sub", "--output", "all.csv") == 0
-    with (tmp_path / "all.csv").open(encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
-    assert [(row["run"], row["state"], row["steps"]) for row in rows] == [
-        ("tiny-seed0", "finished", "2"),
-        ("tiny-seed1", "finished", "2"),
-    ]
-    assert all(float(row["rank-hours"]) > 0 and int(row["tokens"]) > 0 for row in rows)
 
 
 def test_a_cancelled_run_is_not_taken_for_a_finished_one(

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import signal
-import stat
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from shell_slurm import program
 
 from tlt_hpc.cluster import slurm, stopping
 from tlt_hpc.cluster.slurm import allocation, seconds_of
@@ -172,15 +172,8 @@ def test_the_allocation_is_the_environments():
 @pytest.fixture
 def command(tmp_path, monkeypatch):
     """Makes a command on the path, of a line of shell; without it there is none of Slurm's."""
-    (tmp_path / "bin").mkdir()
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
-
-    def make(name: str, line: str) -> None:
-        path = tmp_path / "bin" / name
-        path.write_text(f"#!/bin/sh\n{line}\n")
-        path.chmod(path.stat().st_mode | stat.S_IXUSR)
-
-    return make
+    return lambda name, line: program(tmp_path / "bin" / name, line)
 
 
 def test_one_rank_knows_when_the_allocation_ends_and_votes_for_all(command, tmp_path, caplog):

@@ -12,7 +12,7 @@ import torch.nn.attention.varlen as torch_varlen
 from torch import Tensor
 
 from tlt_hpc.kernels import varlen
-from tlt_hpc.kernels.deterministic import deterministic
+from tlt_hpc.kernels.dispatch import deterministic
 from tlt_hpc.kernels.varlen import VarlenKernel, varlen_kernel
 from tlt_hpc.models import documents
 

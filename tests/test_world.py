@@ -9,9 +9,7 @@ import os
 import pickle
 import re
 import time
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,7 +23,6 @@ from tlt_hpc.data.rows import RowError
 from tlt_hpc.mpi import world as world_module
 from tlt_hpc.mpi.library import MPI
 from tlt_hpc.mpi.world import LaunchError, World, check_rank_count, check_thread_level, place, to_send
-from tlt_hpc.run.session import Session
 from tlt_hpc.storage.folder import WriteError
 
 
@@ -215,20 +212,3 @@ def test_a_rank_that_raises_ends_the_job_with_its_traceback() -> None:
         AssertionError, match=r"(?s)ended with status [1-9].*in raise_on.*ZeroDivisionError: the rank that fails"
     ):
         run_on_ranks(4, raise_on, 2, own=True)
-
-
-def test_calibration_says_what_it_does_and_how_long_it_took(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """It took 155 s for SmolLM2 on two busy cores; the line at its start alone looks like a hang."""
-    monkeypatch.setattr(world_module, "_LONG_SECONDS", 0.05)
-    world: Any = SimpleNamespace(rank=0, stages={})
-    world.say, world.saying = partial(World.say, world), partial(World.saying, world)
-    settings = SimpleNamespace(tie_guard=True, params=SimpleNamespace(max_tokens=256))
-    for seconds in (0.1, 0.0):
-        engine: Any = SimpleNamespace(settings=settings, calibrate=lambda _, seconds=seconds: time.sleep(seconds))
-        Session.calibrate_on(SimpleNamespace(world=world), engine, [None, None])  # type: ignore[arg-type, list-item]
-    assert capsys.readouterr().out == (
-        "  calibrating the rollout engine on 2 responses of at most 256 tokens, which are discarded\n"
-        "  calibrating the rollout engine took 0 s\n"
-    )

@@ -44,7 +44,6 @@ from tlt_hpc.rl.update import update_policy
 from tlt_hpc.rollout.acceptance import DraftCounts
 from tlt_hpc.rollout.rounds import EngineCounts
 from tlt_hpc.rollout.settings import EngineSettings
-from tlt_hpc.run.finished import record_finished
 from tlt_hpc.run.job import Job, assemble
 from tlt_hpc.run.kept import drop_kept
 from tlt_hpc.run.rollout_loop import RollingReporter, Tail, end_features, roll_out
@@ -59,6 +58,7 @@ from tlt_hpc.run.saving import (
     should_continue,
 )
 from tlt_hpc.storage.folder import RunFolder, rank_of, sync
+from tlt_hpc.storage.records import record_finished
 from tlt_hpc.storage.rollout_log import StepRecord, write_step
 from tlt_hpc.storage.step_lines import Line, add_line, read_lines, replace_line
 
@@ -146,7 +146,7 @@ def take_steps(job: Job, follow: Callable[[int], None] | None, reporter: Reporte
     if finished:
         world.once(lambda: save_drafter(job.folder, job.drafting))
         digest = job.policy.sha256()  # gathers the whole policy
-        world.once(lambda: record_finished(config, step, digest))
+        world.once(lambda: record_finished(job.folder.finished, step, digest))
     yield RunResult(first, step, finished, digest, world.flag.reason if stop and not finished else "")
 
 

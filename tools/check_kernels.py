@@ -34,8 +34,8 @@ from torch import Tensor
 
 from tlt_hpc.cluster.device import fix_workspaces
 from tlt_hpc.common.errors import UserError
-from tlt_hpc.kernels import attention, dispatch, experts, gumbel, linear, pointwise, rotary
-from tlt_hpc.kernels.deterministic import deterministic
+from tlt_hpc.kernels import attention, dispatch, gumbel, linear, pointwise
+from tlt_hpc.kernels.dispatch import deterministic
 from tlt_hpc.kernels.graphs import GraphPool
 from tlt_hpc.kernels.varlen import varlen_kernel
 from tlt_hpc.models.documents import attend_documents
@@ -104,15 +104,15 @@ def rotary_case(T: int, dtype: torch.dtype, device: torch.device, normed: bool) 
     angles = torch.rand(4096, HEAD_DIM // 2, device=device).repeat(1, 2)
     cosine, sine = angles.cos().to(dtype), angles.sin().to(dtype)
     qkv = draw(T, heads, HEAD_DIM, dtype=dtype, device=device)
-    pages = [torch.zeros(T // 32 + 1, 64, KV_HEADS, HEAD_DIM, dtype=dtype, device=device) for _ in range(4)]
+    a, b, c, d = (torch.zeros(T // 32 + 1, 64, KV_HEADS, HEAD_DIM, dtype=dtype, device=device) for _ in range(4))
     slots = torch.randperm(64 * (T // 32 + 1), device=device)[:T]
     gains = [draw(HEAD_DIM, dtype=dtype, device=device) for _ in range(2)]
     norms = (gains[0], gains[1], 1e-6) if normed else None
     rest = (cosine, sine, positions)
     return Case(
         f"rotate_and_store{' normed' * normed} T={T} {str(dtype)[6:]}",
-        lambda: (rotary.rotate_and_store(qkv, *rest, pages[0], pages[1], slots, norms), pages[0], pages[1]),
-        lambda: (rotary.rotate_and_store_reference(qkv, *rest, pages[2], pages[3], slots, norms), pages[2], pages[3]),
+        lambda: (pointwise.rotate_and_store(qkv, *rest, a, b, slots, norms), a, b),
+        lambda: (pointwise.rotate_and_store_reference(qkv, *rest, c, d, slots, norms), c, d),
         2 * qkv.numel() * dtype.itemsize,
         5e-6 if dtype == torch.float32 else 3e-2,
     )
@@ -225,11 +225,11 @@ def expert_case(T: int, dtype: torch.dtype, device: torch.device) -> Case:
     num_experts, each, N, K = 32, 8, 1536, 2048
     x = draw(T, K, dtype=dtype, device=device)
     weight = (K**-0.5 * draw(num_experts, N, K, dtype=torch.float32, device=device)).to(dtype)
-    order = experts.sort_by_expert(torch.rand(T, num_experts, device=device).argsort(1)[:, :each], num_experts)
+    order = linear.sort_by_expert(torch.rand(T, num_experts, device=device).argsort(1)[:, :each], num_experts)
     return Case(
         f"experts T={T} {str(dtype)[6:]}",
-        partial(experts.expert_linear, x, weight, order, each),
-        partial(experts.expert_linear_reference, x, weight, order, each),
+        partial(linear.expert_linear, x, weight, order, each),
+        partial(linear.expert_linear_reference, x, weight, order, each),
         (min(num_experts, T * each) * N * K + T * (K + each * N)) * dtype.itemsize,
         1.6e-2 if dtype.itemsize < 4 else 1e-4,
     )
@@ -460,8 +460,7 @@ def compile_all(architecture: str) -> int:
     from triton.backends.compiler import GPUTarget
 
     from tlt_hpc.kernels.programs import attention as programs
-    from tlt_hpc.kernels.programs.experts import _multiply_experts
-    from tlt_hpc.kernels.programs.linear import _multiply
+    from tlt_hpc.kernels.programs.linear import _multiply, _multiply_experts
 
     rows = list[tuple[str, int, str]]()
 

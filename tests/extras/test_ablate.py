@@ -23,9 +23,8 @@ from tlt_hpc.extras.ablate import ablate as study
 from tlt_hpc.extras.ablate.ablate import AblationFigures, Passes, gain_of
 from tlt_hpc.extras.ablate.ablation_plan import ARMS, Ablation, _flat, check_ranks, describe, plan_ablation
 from tlt_hpc.mpi.world import World
-from tlt_hpc.run.finished import record_finished
 from tlt_hpc.storage.folder import RunFolder
-from tlt_hpc.storage.records import add_environment
+from tlt_hpc.storage.records import add_environment, record_finished
 from tlt_hpc.studies.compare import read_comparison
 from tlt_hpc.train import RunResult
 
@@ -95,7 +94,7 @@ def test_an_ablation_may_grow_but_not_change(tmp_path):
     folder = RunFolder(begun.folder / "tail")
     folder.create()
     folder.config.write_text(to_toml(begun.config_of("tail")))
-    record_finished(begun.config_of("tail"), 4, "abc")
+    record_finished(RunFolder(begun.config_of("tail").folder).finished, 4, "abc")
     assert study.finished_arms(begun) == {"tail": "abc"}
     grown = plan(tmp_path, steps=6, arms="tail,frozen")
     assert grown.arms == ("frozen", "tail")
@@ -121,7 +120,7 @@ def test_arms_run_in_order_and_a_second_start_runs_only_the_missing_ones(tmp_pat
         if name == "frozen" and names.count(name) == 1:
             return RunResult(0, 1, False, "", "SIGTERM")
         write_run(config.folder, num_steps=config.run.num_steps)
-        record_finished(config, config.run.num_steps, "same")
+        record_finished(RunFolder(config.folder).finished, config.run.num_steps, "same")
         return RunResult(0, config.run.num_steps, True, "same", "")
 
     monkeypatch.setattr(study, "run", fake_run)

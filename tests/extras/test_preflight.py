@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 from huggingface_hub.utils import filter_repo_objects
-from preflight_place import NODES, ROOT, SCRIPT, Place, answer_of_mpich, make_place
+from launch_ranks import ROOT
+from preflight_place import NODES, SCRIPT, Place, answer_of_mpich
 
 from tlt_hpc.cli.main import main, parse
 from tlt_hpc.cluster.topology import Mount, System
@@ -26,11 +27,6 @@ from tlt_hpc.extras.preflight.program import NoAnswer, ProgramOutput, ask
 from tlt_hpc.storage.step_lines import add_line
 
 Plant = Callable[[Place], object]
-
-
-@pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
-    return make_place(tmp_path, monkeypatch)
 
 
 def test_the_command_prints_a_line_for_each_finding(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
@@ -74,11 +70,11 @@ def all_of(*plants: Plant) -> Plant:
     return plant
 
 
-def function(body: str, key: str = "reward.default={}:score") -> Plant:
+def function(body: str, key: str = "reward.default={}:score", seconds: float = 60.0) -> Plant:
     """A file with a function of the user, and the key that names it."""
 
     def plant(place: Place) -> None:
-        place.monkeypatch.setattr(job_checks, "JUDGE_SECONDS", 6.0)
+        place.monkeypatch.setattr(job_checks, "JUDGE_SECONDS", seconds)
         place.set(key.format(place.write("mine.py", body)))
 
     return plant
@@ -176,14 +172,14 @@ PLANTED: list[tuple[Plant, str, str]] = [
     (row('{"prompt": "Natalia sold clips", "answer": "1"}'), "data",
      "warning: .*does not know some characters in 1 of 41 prompts"),
     (function("import no_such_package\ndef score(**given): return 1.0\n"), "rewards", "failure: .*no_such_package"),
-    (function("import time\ntime.sleep(30)\ndef score(**given): return 1.0\n"), "rewards",
-     r"failure: .*not ready after 6 s.*see what its functions"),
+    (function("import time\ntime.sleep(30)\ndef score(**given): return 1.0\n", seconds=1.0), "rewards",
+     r"failure: .*not ready after 1 s.*see what its functions"),
     (function(f"{SCORES}return solution_str.split('####')[1]"), "rewards",
      rf"{EMPTY}: IndexError: .* \(mine.py, line 2\); .*has reward 0"),
     (function(f"{SCORES}return {{'acc': 1.0}}"), "rewards",
      f"{EMPTY}: the function returned .*, which is a dict without 'score'; .*has reward 0"),
-    (function(f"{SCORES}import time; time.sleep(30)"), "rewards",
-     "warning: .*took more than 6 s for an empty response; make it faster; a run waits up to 300 s"),
+    (function(f"{SCORES}import time; time.sleep(30)", seconds=3.0), "rewards",
+     "warning: .*took more than 3 s for an empty response; make it faster; a run waits up to 300 s"),
     (function(DIVIDES, ADDED), "rewards", r"warning: .*ZeroDivisionError: division by zero \(mine.py, line 2\);"),
     # the server of rewards is tried also before the model is there
     (all_of(function("def score(**given): return 1.0\n"), no_model), "rewards", "ok: "),

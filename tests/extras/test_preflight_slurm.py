@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from launch_ranks import ROOT
 from local_slurm import LocalSlurm
 
-ROOT = Path(__file__).resolve().parents[2]
 ASKS = """#!/usr/bin/env bash
 #SBATCH --partition=main
 #SBATCH --ntasks-per-node=1

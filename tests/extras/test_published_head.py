@@ -41,8 +41,7 @@ from tlt_hpc.config import ConfigError, UserError, load_config
 from tlt_hpc.drafting.state import TrainedDrafter
 from tlt_hpc.evaluate import evaluate as evaluation
 from tlt_hpc.models.documents import attend_documents
-from tlt_hpc.models.draft_layer import SETTINGS, TOKEN_IDS, DraftLayer, layer_between, layer_of
-from tlt_hpc.models.drafter import Drafter
+from tlt_hpc.models.drafter import SETTINGS, TOKEN_IDS, Drafter, DraftLayer, layer_between, layer_of
 from tlt_hpc.models.drafter_file import (
     DRAFTER_FILE,
     inference_drafter,

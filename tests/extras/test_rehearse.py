@@ -1,34 +1,30 @@
-"""``tlt rehearse``: on ranks of this machine, on the tests' own Slurm, and what it says of runs that lost something."""
+"""``tlt rehearse``: on ranks of this machine, and what it says of runs that lost something."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from slurm_training import SETTINGS, wait_for
+from launch_ranks import ROOT, run_python
+from slurm_training import SETTINGS
 
 from tlt_hpc.cli.main import main
 from tlt_hpc.extras.rehearse import faults, rehearse
 from tlt_hpc.extras.rehearse.rehearse import Rehearsal, Rehearsed, Start, committed, record_end
-from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.step_lines import STEP, add_line
 
-ROOT = Path(__file__).resolve().parents[2]
 SHORT = [*SETTINGS, "run.stall_factor=0.05"]
 
 
 @pytest.mark.mpi
 @pytest.mark.timeout(900)
 def test_every_fault_strikes_and_nothing_is_lost(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tlt_hpc", "rehearse", "jobs/tiny.toml", *SHORT, f"run.folder={tmp_path}"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    command = ["-m", "tlt_hpc", "rehearse", "jobs/tiny.toml", *SHORT, f"run.folder={tmp_path}"]
+    done = run_python(*command, timeout=800)
     assert done.returncode == 0 and not done.stderr, done.stdout + done.stderr
     table = re.findall(
         r"^(rank killed|rank hangs|disk full|time limit)[^:\n]*  (\d+)  +(\w+)$", done.stdout, re.MULTILINE
@@ -43,9 +39,11 @@ def test_every_fault_strikes_and_nothing_is_lost(tmp_path: Path) -> None:
         "not started by sbatch/rehearse.sh: Slurm's signal and requeue were not tried",
     ):  # fmt: skip
         assert re.search(rf"^{said}", done.stdout, re.MULTILINE), done.stdout
-    state = json.loads((tmp_path / "tiny-rehearsal" / "rehearsal.json").read_text())
+    place = tmp_path / "tiny-rehearsal"
+    assert "the last start ended so: rank 1 on " in (place / "start-2.log").read_text(), "the one that had hung"
+    state = json.loads((place / "rehearsal.json").read_text())
     assert [start["status"] for start in state["starts"]] == [9, 71, 2, 75, 0]
-    again = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    again = run_python(*command)
     assert again.returncode == 2 and "has a finished rehearsal; remove it" in again.stderr
 
 
@@ -153,25 +151,3 @@ def test_a_start_that_does_not_reach_its_fault_is_one_line(
     monkeypatch.setattr(rehearse, "start_ranks", start_ranks)
     assert main(["rehearse", str(ROOT / "jobs" / "tiny.toml"), f"run.folder={tmp_path}"]) == status
     assert (tmp_path / "tiny-rehearsal").is_dir() and capsys.readouterr().err == f"tlt: {said.format(tmp_path)}\n"
-
-
-@pytest.mark.slow
-@pytest.mark.slurm
-@pytest.mark.timeout(1500)
-def test_a_job_is_queued_again_at_its_time_limit_and_reports(slurm, tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    job = slurm.sbatch(
-        "--partition=main", f"--output={log}", "--time=5", "sbatch/rehearse.sh", "jobs/tiny.toml", *SHORT,
-        f"run.folder={tmp_path}", "model.device=cpu",
-    )  # fmt: skip
-    run = RunFolder(tmp_path / "tiny-rehearsal" / "run")
-
-    def said() -> str:
-        return log.read_text() if log.exists() else ""
-
-    wait_for(
-        lambda: slurm.state(job) in ("COMPLETED", "FAILED"),
-        lambda: f"{said()} {slurm.state(job)} {run.metrics.read_text().count(chr(10)) if run.metrics.exists() else 0}",
-    )
-    assert slurm.state(job) == "COMPLETED", said()
-    assert said().count("nothing\n") == 4 and "the site: nothing was otherwise" in said(), said()

@@ -6,6 +6,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from tlt_hpc.common.source import load_extra
+from tlt_hpc.common.words import count
 from tlt_hpc.config import (
     Config,
     ConfigError,
@@ -13,11 +14,12 @@ from tlt_hpc.config import (
     UserError,
     check_learns,
     check_resumable,
+    load_saved_config,
     truncation_warning,
     without_side_effects,
 )
-from tlt_hpc.run.finished import finished_message
 from tlt_hpc.storage.folder import GIVE_OUTPUT, RunFolder, check_writable
+from tlt_hpc.storage.records import read_finished
 from tlt_hpc.storage.step_lines import read_lines
 
 if TYPE_CHECKING:
@@ -158,3 +160,21 @@ def check_folder(config: Config) -> str:
     check_writable(folder.path, "set run.folder to another place")
     read_lines(folder.metrics)
     return finished_message(config)
+
+
+def finished_message(config: Config) -> str:
+    """The message for a user who starts a finished run again with the same configuration; else empty.
+
+    A run that is to be extended or evaluated differently has another configuration.
+
+    Raises:
+        UserError: what the run has left is damaged.
+    """
+    folder = RunFolder(config.folder)
+    word = read_finished(folder.finished)
+    if word is None or not folder.config.is_file():
+        return ""
+    if word.num_steps < config.run.num_steps or load_saved_config(folder.config) != config:
+        return ""
+    steps, digest = count(word.num_steps, "step"), word.policy_sha256[:12]
+    return f"already finished: {steps} in {config.folder}, policy {digest}; raise run.num_steps to continue"

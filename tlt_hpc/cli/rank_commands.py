@@ -14,12 +14,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tlt_hpc.cli.plans import finished_message
 from tlt_hpc.cluster.stopping import STOPPED_EARLY, Stop, await_preemption, queue_again
 from tlt_hpc.cluster.watch.beat import BEAT
 from tlt_hpc.common.source import load_extra
 from tlt_hpc.common.words import count
 from tlt_hpc.config import Config, UserError
-from tlt_hpc.run.finished import finished_message
 from tlt_hpc.storage.folder import RunFolder, WriteError
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 
 import tlt_hpc
-from tlt_hpc.cli.plans import config_of
+from tlt_hpc.cli.plans import config_of, finished_message
 from tlt_hpc.cluster.executor import batch_script, send
 from tlt_hpc.cluster.request import COUNTS, SlurmRequest, num_gpus, read_options, script_options, words_of
 from tlt_hpc.cluster.slurm import SlurmError, ask_slurm, read_queue
@@ -39,7 +39,6 @@ from tlt_hpc.common.source import load_extra
 from tlt_hpc.common.words import count
 from tlt_hpc.config import ConfigError, load_config
 from tlt_hpc.look.collect import row_of
-from tlt_hpc.run.finished import finished_message
 
 _OF_THIS_MACHINE = ("rewards", "memory", "disk", "run folder", "torch", "mpi", "ranks talk")
 """Checks of preflight whose failure may mean only that a login node is no compute node."""

@@ -23,8 +23,16 @@ from tlt_hpc.config.data_sections import (
     RunSection,
 )
 from tlt_hpc.config.fields import ConfigError, Section
-from tlt_hpc.config.reading import apply_override, find_problems, load_config, load_saved_config, parse_config, to_toml
-from tlt_hpc.config.resume import FREE_ON_RESUME, check_resumable
+from tlt_hpc.config.reading import (
+    FREE_ON_RESUME,
+    apply_override,
+    check_resumable,
+    find_problems,
+    load_config,
+    load_saved_config,
+    parse_config,
+    to_toml,
+)
 from tlt_hpc.config.rollout_sections import DrafterSection, RolloutSection, SpeculationSection, WarmupSection
 from tlt_hpc.config.sections import Config, EvaluationSection
 from tlt_hpc.config.update_sections import AlgorithmSection, LoraSection, OptimizerSection

@@ -11,8 +11,7 @@ from itertools import pairwise
 from pydantic_core import PydanticUndefined
 
 from tlt_hpc.config.fields import ConfigError, Section, Unit, values_of
-from tlt_hpc.config.reading import closest, toml_value
-from tlt_hpc.config.resume import FREE_ON_RESUME
+from tlt_hpc.config.reading import FREE_ON_RESUME, closest, toml_value
 from tlt_hpc.config.sections import SECTIONS
 
 

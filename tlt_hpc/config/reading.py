@@ -1,4 +1,4 @@
-"""A configuration from TOML and overrides, and back to TOML; every mistake ends as one line."""
+"""A configuration from TOML and overrides, and back to TOML; which keys may change on resume. Mistakes are one line."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ from tlt_hpc.common.files import (
 from tlt_hpc.config.checks import find_contradictions
 from tlt_hpc.config.data_sections import RewardSection, is_function
 from tlt_hpc.config.fields import REMEDY, ConfigError, values_of
-from tlt_hpc.config.sections import SECTIONS, Config
+from tlt_hpc.config.rollout_sections import WarmupSection
+from tlt_hpc.config.sections import SECTIONS, Config, EvaluationSection
 
 _SHOWN_CHARACTERS = 200
 """Longest part of a value that a message shows."""
@@ -324,3 +325,50 @@ def closest(location: list[str]) -> str:
     near = difflib.get_close_matches(name, valid, n=1, cutoff=0.4)
     kind = "valid keys" if section else "sections"
     return f"; did you mean {prefix + near[0]!r}?" if near else f"; {kind}: {', '.join(prefix + v for v in valid)}"
+
+
+# What may differ when a run is resumed: how long it continues, where it runs, how often it saves, what it may occupy.
+# None of it changes a token; the rank count and the ZeRO stage change the order of gradient sums, hence last bits.
+_FREE = {
+    "run": ("num_steps", "ranks", "folder", "stall_factor", "trackers"),
+    "model": ("path", "device"),
+    "data": ("overlong",),  # checkpoint/claim.py restricts it
+    "reward": ("workers",),
+    "rollout": ("max_live", "kv_bytes", "tensor_parallel"),
+    "speculation": ("strategies",),
+    "drafter": ("learning_rate", "micro_step_tokens", "cache_bytes", "cache_folder"),
+    "optimizer": (
+        *("zero_stage", "offload", "micro_batch_tokens"),
+        *("gradient_checkpointing", "sequence_parallel"),
+    ),
+    "checkpoint": ("every_steps", "keep"),
+    "warmup": tuple(WarmupSection.model_fields),  # a warm-up and an evaluation check their own keys
+    "evaluation": tuple(EvaluationSection.model_fields),
+}
+FREE_ON_RESUME = frozenset(f"{section}.{name}" for section, names in _FREE.items() for name in names)
+
+
+def check_resumable(saved: Path, config: Config) -> None:
+    """Refuse changes to the ``saved`` configuration that would make it another run.
+
+    Raises:
+        ConfigError: names all such keys with both values.
+    """
+    if not os.path.lexists(saved):
+        return
+    now, before = config.model_dump(), load_saved_config(saved)
+    # a learning rate that falls to the end of the run depends on where that is
+    free = FREE_ON_RESUME - ({"run.num_steps"} if before.optimizer.schedule != "constant" else set())
+    changed = {
+        f"{section}.{name}": (value, now[section][name])
+        for section, values in before.model_dump().items()
+        for name, value in values.items()
+        if value != now[section][name] and f"{section}.{name}" not in free
+    }
+    if changed:
+        told = "; ".join(f"{key} = {old!r}, now {new!r}" for key, (old, new) in changed.items())
+        values = "value" if len(changed) == 1 else "values"
+        raise ConfigError(
+            f"{saved} holds a run with {told}: resume with the old {values} or give another run.name (what may change: "
+            'docs/resume.md, "Changing settings on resume")'
+        )

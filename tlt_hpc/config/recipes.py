@@ -1,9 +1,10 @@
-"""The algorithms: each a combination of an advantage, a token loss with its bounds, and an aggregation over tokens."""
+"""The algorithms: each an advantage, a token loss with bounds and an aggregation; and the learning rate's schedules."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, assert_never
 
 AlgorithmName = Literal["grpo", "dr-grpo", "dapo", "rloo", "reinforce++", "reinforce++-baseline", "gspo", "cispo"]
 AdvantageName = Literal["group", "group-mean", "leave-one-out", "batch", "group-mean-batch"]
@@ -67,3 +68,23 @@ CORRECTION_BOUNDS: dict[CorrectionName, tuple[float, float]] = {
 
 GROUP_ADVANTAGES: frozenset[AdvantageName] = frozenset(RECIPES[name].advantage for name in RECIPES) - {"batch"}
 """Advantages that need more than one response to a prompt."""
+
+
+ScheduleName = Literal["constant", "linear", "cosine"]
+
+
+def scheduled_rate(peak: float, step: int, warmup_steps: int, past: float, kind: ScheduleName) -> float:
+    """The rate of step ``step``, counted from 0: a linear rise to ``peak``, times 1, a straight line or half a cosine.
+
+    Args:
+        warmup_steps: of the rise; its last step has the peak's rate.
+        past: share of the decay that is behind; from 1 on the rate is 0.
+    """
+    rise, past = min(1.0, (step + 1) / max(1, warmup_steps)), min(1.0, past)
+    if kind == "constant":
+        return peak * rise
+    if kind == "linear":
+        return peak * rise * (1.0 - past)
+    if kind == "cosine":
+        return peak * rise * (0.5 * (1.0 + math.cos(math.pi * past)))
+    assert_never(kind)

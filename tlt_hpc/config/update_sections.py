@@ -32,8 +32,8 @@ from tlt_hpc.config.recipes import (
     GivenCorrection,
     KLName,
     Recipe,
+    ScheduleName,
 )
-from tlt_hpc.config.schedule import ScheduleName
 
 Bounds = Annotated[tuple[Weight, ...], Field(strict=False, min_length=2, max_length=2)]
 

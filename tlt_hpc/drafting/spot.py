@@ -24,7 +24,7 @@ from tlt_hpc.drafting.merge import Merge, MergeReport, SumOverRanks, sums_on_gpu
 from tlt_hpc.drafting.pool import PackedBatch, TrainingPool, pack
 from tlt_hpc.drafting.state import TrainedDrafter
 from tlt_hpc.models.decoder import Decoder
-from tlt_hpc.models.draft_layer import AS_TARGET, DraftLayer
+from tlt_hpc.models.drafter import AS_TARGET, DraftLayer
 from tlt_hpc.models.drafter_file import make_drafter
 from tlt_hpc.models.eagle import Eagle3
 from tlt_hpc.storage.feature_cache import FeatureCache

@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tlt_hpc.config import UserError
-from tlt_hpc.models.draft_layer import TOKEN_IDS, layer_of
-from tlt_hpc.models.drafter import Drafter
+from tlt_hpc.models.drafter import TOKEN_IDS, Drafter, layer_of
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _BETAS, _MAX_GRAD_NORM = (0.9, 0.95), 1.0

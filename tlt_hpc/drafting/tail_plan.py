@@ -7,9 +7,8 @@ alike, from the metrics of the steps before, which are equal on all of them.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from operator import itemgetter
 from statistics import fmean, linear_regression, pvariance, variance
 from typing import TypeVar
 
@@ -133,23 +132,3 @@ def growth_per_step(lengths: Sequence[float]) -> tuple[float, float]:
     squares = math.fsum((length - start - slope * step) ** 2 for step, length in zip(steps, lengths, strict=True))
     spread = pvariance(steps) * len(steps)
     return slope / mean, math.sqrt(squares / (len(steps) - 2) / spread) / mean
-
-
-def in_order(own: int, shards: Sequence[Sequence[T]], busy: Set[int]) -> list[T]:
-    """Return the order in which rank ``own`` generates the next step's responses ahead.
-
-    Args:
-        shards: the responses of each rank.
-        busy: ranks that still decode this step's.
-
-    Those of busy ranks are mixed with its own, and each idle rank begins at another place of theirs. So all shards are
-    covered alike if all ranks but one are idle: were a rank's own first, it alone would be faster in the next step,
-    which waits for the others.
-    """
-    placed, count = list[tuple[int, T]](), len(shards)
-    for rank in ((own + i) % count for i in range(count)):
-        if rank in {own, *busy}:
-            shard, share = shards[rank], 1 if rank == own else count - 1
-            start = 0 if rank == own else len(shard) * ((own - rank) % count - 1) // share
-            placed += [((i + 1) * share, one) for i, one in enumerate([*shard[start:], *shard[:start]])]
-    return [one for _, one in sorted(placed, key=itemgetter(0))]

@@ -1,1 +1,1 @@
-"""Writes a run's policy and its drafter for other programs: transformers, SGLang and vLLM."""
+"""Writes a run's policy for other programs: transformers, SGLang and vLLM. The drafter: ``extras.drafter_formats``."""

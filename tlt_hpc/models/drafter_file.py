@@ -16,9 +16,8 @@ from torch import Tensor
 from tlt_hpc.common.source import load_extra
 from tlt_hpc.config import ConfigError, UserError
 from tlt_hpc.models.decoder import Decoder
-from tlt_hpc.models.draft_layer import AS_TARGET, SETTINGS, DraftLayer, drafter_shape, layer_of
-from tlt_hpc.models.draft_layer import TOKEN_IDS as TOKEN_IDS
-from tlt_hpc.models.drafter import Drafter, Form
+from tlt_hpc.models.drafter import AS_TARGET, SETTINGS, Drafter, DraftLayer, Form, drafter_shape, layer_of
+from tlt_hpc.models.drafter import TOKEN_IDS as TOKEN_IDS
 from tlt_hpc.models.eagle import Eagle, Eagle3
 from tlt_hpc.models.piece import read_all_once
 from tlt_hpc.models.shape import ModelShape, check_layers

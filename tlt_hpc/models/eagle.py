@@ -8,8 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from tlt_hpc.models.draft_layer import AS_TARGET, DraftLayer
-from tlt_hpc.models.drafter import Drafter, DrafterParts
+from tlt_hpc.models.drafter import AS_TARGET, Drafter, DrafterParts, DraftLayer
 from tlt_hpc.models.layers import Attend
 from tlt_hpc.models.linear import Linear
 from tlt_hpc.models.shape import LEAST_LAYERS, ModelShape

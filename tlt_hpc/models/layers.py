@@ -14,7 +14,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 
-from tlt_hpc.kernels.rotary import HeadNorms
+from tlt_hpc.kernels.pointwise import HeadNorms
 from tlt_hpc.models.linear import Linear, Norm
 from tlt_hpc.models.mlp import Mlp
 from tlt_hpc.models.rotary import RotaryRows

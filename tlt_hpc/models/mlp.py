@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tlt_hpc.kernels.dispatch import runs_triton
-from tlt_hpc.kernels.experts import expert_linear, mix, sort_by_expert
+from tlt_hpc.kernels.linear import expert_linear, mix, sort_by_expert
 from tlt_hpc.kernels.pointwise import gate_mul
 from tlt_hpc.models.linear import Linear
 

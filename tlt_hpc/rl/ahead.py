@@ -7,15 +7,18 @@ what the next step generates, so there it is verified in a few wide passes inste
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
+from operator import itemgetter
+from typing import TypeVar
 
 from tlt_hpc.common.records import Request, SampleKey
-from tlt_hpc.drafting.tail_plan import in_order
 from tlt_hpc.mpi.pulse import Pulse
 from tlt_hpc.mpi.replica import Replica
 from tlt_hpc.mpi.roster import Roster, State, Status
-from tlt_hpc.rollout.ahead_work import Texts
 from tlt_hpc.rollout.engine import RolloutEngine
+from tlt_hpc.rollout.responses import Texts
+
+T = TypeVar("T")
 
 _SLICE_SECONDS = 0.02
 """Rounds between two looks at the other ranks."""
@@ -27,6 +30,26 @@ def longest_texts(ranks: Iterable[Texts], is_wanted: Callable[[SampleKey], bool]
     """All ranks' texts for the responses that are wanted; where several ranks have one, the longest."""
     wanted = (one for texts in ranks for one in texts.items() if is_wanted(one[0]))
     return dict(sorted(wanted, key=lambda one: len(one[1])))
+
+
+def in_order(own: int, shards: Sequence[Sequence[T]], busy: Set[int]) -> list[T]:
+    """Return the order in which rank ``own`` generates the next step's responses ahead.
+
+    Args:
+        shards: the responses of each rank.
+        busy: ranks that still decode this step's.
+
+    Those of busy ranks are mixed with its own, and each idle rank begins at another place of theirs. So all shards are
+    covered alike if all ranks but one are idle: were a rank's own first, it alone would be faster in the next step,
+    which waits for the others.
+    """
+    placed, count = list[tuple[int, T]](), len(shards)
+    for rank in ((own + i) % count for i in range(count)):
+        if rank in {own, *busy}:
+            shard, share = shards[rank], 1 if rank == own else count - 1
+            start = 0 if rank == own else len(shard) * ((own - rank) % count - 1) // share
+            placed += [((i + 1) * share, one) for i, one in enumerate([*shard[start:], *shard[:start]])]
+    return [one for _, one in sorted(placed, key=itemgetter(0))]
 
 
 class AheadTail:

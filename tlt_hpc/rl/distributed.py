@@ -25,7 +25,7 @@ from tlt_hpc.cluster.topology import System
 from tlt_hpc.cluster.watch.beat import BEAT, Phase
 from tlt_hpc.common.host_memory import importing
 from tlt_hpc.config import Config, OptimizerSection
-from tlt_hpc.config.schedule import scheduled_rate
+from tlt_hpc.config.recipes import scheduled_rate
 from tlt_hpc.models.sharding import SequenceGroup
 
 if TYPE_CHECKING:

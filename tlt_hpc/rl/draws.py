@@ -17,7 +17,7 @@ from tlt_hpc.common.records import Prompt, Request, Rollout, SampleKey, Stream
 from tlt_hpc.config import Config, RolloutSection
 from tlt_hpc.data.prompts import PromptSource
 from tlt_hpc.mpi.world import World
-from tlt_hpc.rollout.ahead_work import Texts
+from tlt_hpc.rollout.responses import Texts
 
 LEAST_SHARE = 0.125
 """Smallest share of informative groups that is assumed, so that a step of zero-variance groups draws no more."""

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from tlt_hpc.cluster.watch.beat import BEAT
 from tlt_hpc.common.records import FinishReason, Rollout
 from tlt_hpc.config import Config
-from tlt_hpc.kernels.deterministic import deterministic
+from tlt_hpc.kernels.dispatch import deterministic
 from tlt_hpc.models.lora import add_adapters, merged, named_adapters, without_adapters
 from tlt_hpc.models.piece import Piece
 from tlt_hpc.models.policy_model import PolicyModel

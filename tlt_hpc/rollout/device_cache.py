@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tlt_hpc.kernels.attention import MAX_QUERIES, paged_attention
-from tlt_hpc.kernels.rotary import HeadNorms, rotate_and_store
+from tlt_hpc.kernels.pointwise import HeadNorms, rotate_and_store
 from tlt_hpc.models.layers import Attend, FusedAttend
 from tlt_hpc.models.rotary import RotaryRows
 from tlt_hpc.models.shape import ModelShape

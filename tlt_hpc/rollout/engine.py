@@ -15,7 +15,6 @@ from torch import Tensor
 from tlt_hpc.common.records import PREFILL, FinishReason, Request, Rollout, SampleKey, SamplingParams
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.drafter import Drafter
-from tlt_hpc.rollout.ahead_work import AheadWork, Texts
 from tlt_hpc.rollout.chooser import Agree, Chooser, RandomChooser
 from tlt_hpc.rollout.decoding import HostRounds
 from tlt_hpc.rollout.device_cache import DevicePagedCache, make_cache
@@ -25,7 +24,7 @@ from tlt_hpc.rollout.feature_outbox import FeatureOutbox
 from tlt_hpc.rollout.guard import NUM_PROBED, TieGuard
 from tlt_hpc.rollout.ngram_drafts import NgramDrafts
 from tlt_hpc.rollout.noise import NoiseWindow
-from tlt_hpc.rollout.responses import Response
+from tlt_hpc.rollout.responses import AheadWork, Response, Texts
 from tlt_hpc.rollout.rounds import EngineCounts, RoundPlan, RoundResult
 from tlt_hpc.rollout.rows import LiveRows
 from tlt_hpc.rollout.sampling import SamplingRule
@@ -37,7 +36,7 @@ from tlt_hpc.rollout.strategy import OFF, Strategy
 
 
 class RolloutEngine:
-    """Continuous batching over paged memory, with speculation that in float32 does not change the text."""
+    """Continuous batching over paged memory, with speculation that does not change the text."""
 
     def __init__(
         self,

@@ -1,7 +1,8 @@
 """The tie guard: near-ties are decided by a float64 pass that no batch, strategy or cache can influence.
 
 Verify passes and one-token passes sum in different orders, so logits differ in their last bits and a near-tie could
-flip. Where the best two perturbed scores lie closer than ``tolerance``, both paths ask this module instead.
+flip. Where the best two perturbed scores lie closer than ``tolerance``, both paths ask this module
+instead. It is off in bfloat16 on GPUs, where kernels are batch-invariant.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ drafter alone          after every step, if the last is written     ``replay.rep
 checkpoint: policy,    every ``checkpoint.every_steps`` steps, at   ``saving.resume``, first of all
 optimizer, reference,  the end and before a stop (``save_at_end``)
 drafter, strategies
-that the run finished  at the end (``finished.record_finished``)    ``finished.finished_message``, before ranks start
+mark of a finished run  at the end (``record_finished``)    ``plans.finished_message``, before ranks start
 =====================  ===========================================  ==============================================
 
 ``saving.resume`` is the whole restart: newest checkpoint, replay, weights to the engine, calibration.

@@ -21,8 +21,7 @@ from tlt_hpc.data.prompts import PromptSource
 from tlt_hpc.drafting.spot import AVERAGE_MERGES, SpotTrainer
 from tlt_hpc.drafting.tail_plan import TailPlan
 from tlt_hpc.look.environment import RankPlace, find_environment
-from tlt_hpc.models.draft_layer import AS_TARGET, TOKEN_IDS, layer_of
-from tlt_hpc.models.drafter import Drafter
+from tlt_hpc.models.drafter import AS_TARGET, TOKEN_IDS, Drafter, layer_of
 from tlt_hpc.models.drafter_file import initial_drafter, make_drafter
 from tlt_hpc.models.folder import import_transformers, start_model
 from tlt_hpc.models.piece import read_all_once, read_each_once

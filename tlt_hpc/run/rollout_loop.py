@@ -1,4 +1,7 @@
-"""One step's rollout on this rank, and its work while it waits for the others: rewards, then the drafter."""
+"""One step's rollout on this rank, and its work while it waits for the others.
+
+It scores responses first; then it trains the drafter or generates responses of the next step ahead.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +64,7 @@ class Tail:
 def roll_out(job: Job, step: int, reporter: RollingReporter) -> Tail:
     """Collective. Generate a step's responses, apart from those that an earlier start has kept.
 
-    A rank that has finished meanwhile scores responses and trains the drafter.
+    A rank that has finished meanwhile scores responses, then trains the drafter or generates the next step's responses.
     """
     use = job.plan.next()
     begun = time.time(), time.process_time()

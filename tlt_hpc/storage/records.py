@@ -1,4 +1,4 @@
-"""Records of a run that are JSON: a drafter's facts, the end of a run, and a line for each of its starts."""
+"""Records of a run that are JSON: a drafter's facts, a line for each start, and that the run has finished."""
 
 from __future__ import annotations
 
@@ -94,6 +94,15 @@ class FinishedRecord:
 
     num_steps: Count
     policy_sha256: str
+
+
+def record_finished(path: Path, num_steps: int, policy_sha256: str) -> None:
+    """Record that a run has finished; for rank 0.
+
+    Raises:
+        WriteError: no room or no permission.
+    """
+    write_json(path, asdict(FinishedRecord(num_steps, policy_sha256)))
 
 
 def read_finished(path: Path) -> FinishedRecord | None:

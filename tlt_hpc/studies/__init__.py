@@ -1,1 +1,1 @@
-"""Experiments made of several runs or of parts of one: warm-up, comparison, ablation."""
+"""Experiments made of several runs or of parts of one: warm-up and comparison."""

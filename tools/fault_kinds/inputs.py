@@ -22,6 +22,7 @@ import pyarrow.parquet as pq
 from fault_kinds.commands import Case
 from fault_kinds.damage import damages_of
 from tlt_hpc.checkpoint.store import CheckpointStore
+from tlt_hpc.cli.plans import finished_message
 from tlt_hpc.config import load_config, load_saved_config
 from tlt_hpc.models.drafter_file import initial_drafter
 from tlt_hpc.models.folder import folder_weights
@@ -30,7 +31,6 @@ from tlt_hpc.models.tokenizer import embedded, load_tokenizer
 from tlt_hpc.models.weight_check import check_weights
 from tlt_hpc.models.weight_files import end_token_ids
 from tlt_hpc.plan.inputs import read_assets
-from tlt_hpc.run.finished import finished_message
 from tlt_hpc.storage.feature_file import FeatureCacheReader
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.rollout_log import read_step

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tlt_hpc.config import EMBEDDED_MODEL, UserError
-from tlt_hpc.models.draft_layer import TOKEN_IDS, DraftLayer, drafter_shape, layer_of
+from tlt_hpc.models.drafter import TOKEN_IDS, DraftLayer, drafter_shape, layer_of
 from tlt_hpc.models.eagle import feature_layers
 from tlt_hpc.models.shape import ModelShape, check_layers, shape_from
 from tlt_hpc.models.tokenizer import find_model, read_json

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tlt_hpc.config import UserError
 from tlt_hpc.extras.drafter_formats.published_config import HeadConfig, head_config, origin_of, refused
-from tlt_hpc.models.draft_layer import TOKEN_IDS, layer_between
+from tlt_hpc.models.drafter import TOKEN_IDS, layer_between
 from tlt_hpc.models.folder import num_used_tokens
 from tlt_hpc.models.shape import ModelShape
 from tlt_hpc.models.tokenizer import load_tokenizer, read_json

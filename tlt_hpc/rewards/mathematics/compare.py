@@ -29,7 +29,7 @@ from tlt_hpc.rewards.mathematics.forms import (
     terms,
 )
 from tlt_hpc.rewards.mathematics.node import Node, number_node
-from tlt_hpc.rewards.mathematics.units import factor_of_word, known_unit, times, without_unit
+from tlt_hpc.rewards.mathematics.tokens import factor_of_word, known_unit, times, without_unit
 from tlt_hpc.rewards.mathematics.values import (
     NoValueError,
     constant_value,

@@ -19,8 +19,8 @@ from tlt_hpc.rewards.mathematics.tokens import (
     SETS,
     TIMES,
     TokenReader,
+    unit_name,
 )
-from tlt_hpc.rewards.mathematics.units import unit_name
 
 MAX_CHARACTERS = 5000
 _MAX_DIGITS = 4300

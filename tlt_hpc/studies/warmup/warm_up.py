@@ -19,10 +19,10 @@ from pydantic import TypeAdapter
 
 from tlt_hpc.cluster.watch.beat import BEAT, Phase
 from tlt_hpc.config import Config, UserError
-from tlt_hpc.config.schedule import scheduled_rate
+from tlt_hpc.config.recipes import scheduled_rate
 from tlt_hpc.drafting.offline import balanced_shards, batches_of, learn, passes_of
 from tlt_hpc.drafting.pool import LEAST_LENGTH, pack
-from tlt_hpc.kernels.deterministic import deterministic
+from tlt_hpc.kernels.dispatch import deterministic
 from tlt_hpc.models.drafter_file import write_drafter
 from tlt_hpc.models.piece import read_each_once
 from tlt_hpc.mpi.world import World
