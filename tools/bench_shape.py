@@ -33,23 +33,11 @@ from tlt_hpc.common.errors import UserError
 from tlt_hpc.common.records import Request, SampleKey, SamplingParams, Stream
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.folder import DTYPES
-from tlt_hpc.models.shape import ModelShape, shape_from
-from tlt_hpc.models.tokenizer import read_json
+from tlt_hpc.models.shape import ModelShape
+from tlt_hpc.plan.memory.shapes import find_shape
 from tlt_hpc.rollout.engine import RolloutEngine
 from tlt_hpc.rollout.settings import EngineSettings
 
-QWEN_7B = {
-    "model_type": "qwen2",
-    "vocab_size": 152_064,
-    "hidden_size": 3584,
-    "intermediate_size": 18_944,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 28,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 32_768,
-    "rope_theta": 1e6,
-    "tie_word_embeddings": False,
-}
 PROMPT_TOKENS = 128
 
 
@@ -136,7 +124,7 @@ def measure(decoder: Decoder, batch: int, response: int, repeats: int) -> tuple[
 def make_parser() -> argparse.ArgumentParser:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", type=Path, help="a config.json; without it Qwen2.5-7B")
+    parser.add_argument("--config", default="Qwen2.5-7B", help="a config.json, or the name of a model (Qwen2.5-7B)")
     parser.add_argument("--layers", type=int, help="fewer layers than the config has, to try it out")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="bfloat16")
@@ -153,7 +141,7 @@ def main() -> None:
     """Measure as the command line says, and print a line for each batch size."""
     options = make_parser().parse_args()
     device = choose_device(options.device)
-    shape = shape_from(read_json(options.config) if options.config else QWEN_7B, str(options.config or "Qwen2.5-7B"))
+    shape = find_shape(options.config, None)
     shape = replace(shape, num_layers=options.layers or shape.num_layers)
     torch.set_num_threads(1)
     is_invariant = device.type == "cuda" and options.dtype == "bfloat16" and not options.library

@@ -1,9 +1,11 @@
 """Runs every Triton program of ``tlt_hpc.kernels`` against its PyTorch reference on a GPU, and times it.
 
-    python tools/check_kernels.py       # on a CUDA machine; exit status 1 on a mismatch
+    python tools/check_kernels.py                # on a CUDA machine; exit status 1 on a mismatch
+    python tools/check_kernels.py --compile 90   # for sm_90 (H100, H200), which need not be there: what each takes
 
 Needs torch and triton only. Microseconds are per call inside a CUDA graph; GB/s count each byte read or written once,
-and may exceed the memory's rate where the data fits into the cache.
+and may exceed the memory's rate where the data fits into the cache. With --compile exit status 1: forms of a program
+for half precision do not all compute alike.
 """
 
 from __future__ import annotations
@@ -11,11 +13,15 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
+import re
+import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -27,6 +33,7 @@ import torch
 from torch import Tensor
 
 from tlt_hpc.cluster.device import fix_workspaces
+from tlt_hpc.common.errors import UserError
 from tlt_hpc.kernels import attention, dispatch, gumbel, linear, pointwise
 from tlt_hpc.kernels.dispatch import deterministic
 from tlt_hpc.kernels.graphs import GraphPool
@@ -399,26 +406,110 @@ def check_on_gpu() -> int:
         failed += wrong
         rate = case.num_bytes / taken / 1e3
         print(f"{case.name:56} {error:9.1e} {case.tolerance:9.1e} {taken:9.1f} {rate:7.0f}{'  WRONG' * wrong}")
-    failed += not check_graphs(device)
-    failed += not check_rows(device)
-    failed += not check_documents(device)
-    failed += not check_update(device)
-    failed += not check_pool(device)
+    for check in (check_graphs, check_rows, check_documents, check_update, check_pool):
+        failed += not check(device)
     print(f"{failed} wrong" if failed else "all right")
     return 1 if failed else 0
 
 
-def main() -> None:
-    """Check the kernels of this machine's GPU."""
+# -- compiled for a GPU that is not there ------------------------------------------------------------------------
+
+
+def usage_of(binary: bytes) -> str:
+    """Registers and stack (spilled) bytes of a compiled kernel, as cuobjdump has them."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary)
+        file.flush()
+        shown = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    return next(line.strip() for line in shown.splitlines() if "REG:" in line)
+
+
+def arithmetic_of(compiled: Any) -> tuple[str, int, str]:
+    """The properties of a compiled program on which the bits of its result depend.
+
+    Its matrix instruction without the width; how many multiplications are fused with additions, without those of a
+    logarithm (ftz); over which layout it sums.
+    """
+    code = compiled.asm["ptx"]
+    sums = re.findall(r"tensor<[^>]*> *\) -> tensor<[^>]*#ttg.slice[^>]*>", compiled.asm["ttgir"])
+    instructions = re.findall(r"(?:wgmma\.mma_async|mma\.sync)\.[\w.]+", code)
+    layouts = re.findall(r"warpsPerCTA = \[[\d, ]*\]", compiled.asm["ttgir"]) if sums else []
+    kinds = {re.sub(r"n\d+k", "nNk", name) for name in instructions}
+    return " ".join(sorted(kinds)), len(re.findall(r"\bfma\.(?!rn\.ftz)", code)), " ".join(sorted({*sums, *layouts}))
+
+
+def num_unlike(groups: Sequence[Sequence[Any]]) -> int:
+    """Groups of programs whose forms for half precision do not all compute alike; prints what each computes with."""
+    unlike = 0
+    for programs in groups:
+        caches = [cache for program in programs for cache in program.device_caches.values()]
+        forms = [arithmetic_of(one) for cache in caches for one in cache[0].values()]
+        alike = {form for form in forms if form[0]}  # float32 has no matrix instruction, and tiles of its own
+        unlike += len(alike) != 1
+        names = ", ".join(program.__name__ for program in programs)
+        print(f"{names}: {len(forms)} forms, {'; '.join(sorted(form[0] for form in alike))}")
+    return unlike
+
+
+def compile_all(architecture: str) -> int:
+    """Compile what the cases launch and print what each program takes; a compiler's error ends it."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    from tlt_hpc.kernels.programs import attention as programs
+    from tlt_hpc.kernels.programs.linear import _multiply, _multiply_experts
+
+    rows = list[tuple[str, int, str]]()
+
+    def take(name: str, binary: bytes, shared: int, _device: int) -> tuple[int, int, int, int, int]:
+        """The place where a real driver loads the machine code."""
+        rows.append((name, shared, usage_of(binary)))
+        return 0, 0, 0, 0, 1024
+
+    properties = {"max_shared_mem": {"80": 166_912, "90": 232_448}.get(architecture, 101_376)}
+    # the driver interface of Triton 3.6 and 3.7; what is launched does nothing
+    driver = SimpleNamespace(
+        get_current_target=lambda: GPUTarget("cuda", int(architecture), 32),
+        get_current_device=lambda: 0,
+        get_current_stream=lambda _device: 0,
+        launcher_cls=lambda _source, _metadata: lambda *_: None,
+        utils=SimpleNamespace(load_binary=take, get_device_properties=lambda _device: properties),
+    )
+    triton.runtime.driver.set_active(driver)
+    programs.is_hopper = lambda x: architecture == "90"
+    spilled = 0
+    with dispatch.forced():
+        for case in all_cases(torch.device("cpu"), small=True):
+            before = len(rows)
+            case.run()
+            for name, shared, usage in rows[before:]:
+                print(f"{case.name:44} {name:20} shared {shared:6}  {usage}")
+                spilled += "STACK:0" not in usage
+    print(f"{len(rows)} programs for {architecture}, {spilled} with spilled registers")
+    unlike = num_unlike([(programs._attend, programs._attend_spans), (_multiply,), (_multiply_experts,)])
+    print("NOT batch-invariant" if unlike else "batch-invariant: all forms of a program compute alike")
+    return 1 if unlike else 0
+
+
+def main() -> int:
+    """Check the kernels of this machine's GPU, or compile them; returns the exit status.
+
+    Raises:
+        UserError: there is no Triton, or no GPU.
+    """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.parse_args()
+    parser.add_argument("--compile", metavar="NN", help="compile for this architecture, e.g. 90 for H100 and H200")
+    architecture = parser.parse_args().compile
     if not dispatch.has_triton():
-        raise SystemExit("triton is not installed: it comes with a CUDA build of torch, or pip install triton==3.7.1")
+        raise UserError("triton is not installed: it comes with a CUDA build of torch, or pip install triton==3.7.1")
+    if architecture:
+        return compile_all(architecture)
     if not torch.cuda.is_available():
-        raise SystemExit(
-            "no CUDA device; without one, compile_kernels.py compiles the programs and pytest interprets them"
-        )
-    raise SystemExit(check_on_gpu())
+        raise UserError("no CUDA device; without one, --compile compiles the programs and pytest interprets them")
+    return check_on_gpu()
 
 
 if __name__ == "__main__":

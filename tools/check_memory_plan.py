@@ -20,7 +20,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -61,24 +61,8 @@ STEPS = 2
 """The first makes the optimiser's moments."""
 
 
-class Meter:
-    """The most bytes of each phase over all that was measured of it."""
-
-    def __init__(self, config: Config, world: World) -> None:
-        self._device = choose_device(config.model, world)
-        with LiveBytes(self._device) as live:
-            self._before = live.at_start
-        self.peaks: dict[str, int] = {}
-
-    @contextmanager
-    def __call__(self, phase: str) -> Iterator[None]:
-        with LiveBytes(self._device) as live:
-            yield
-        self.peaks[phase] = max(self.peaks.get(phase, 0), live.peak - self._before)
-
-
-class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the bytes of living tensors while it is entered, and the most of them at once.
+class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """The most bytes of living tensors in each phase, over all that was measured of it; without those before the first.
 
     A tensor's storage counts once, however many views it has, until the last is gone. On CUDA the allocator's own
     counters are read; elsewhere every operation of this thread is watched, which makes it many times slower. Buffers
@@ -86,45 +70,44 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     of it, so a figure repeats to the byte on a CPU.
     """
 
-    def __init__(self, device: torch.device | None = None) -> None:
+    def __init__(self, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._device = device or torch.device("cpu")
+        self._device = device
         self._sizes: dict[int, int] = {}
-        self._watches: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self._live = 0
-        self.at_start = 0
-        """Bytes alive on entering."""
-        self.peak = 0
-        """Most bytes alive at once since then."""
+        self._live = self._peak = 0
+        self._before = self._begin()
+        self.peaks: dict[str, int] = {}
 
-    def __enter__(self) -> Self:
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Measure what is done within it."""
+        self._begin()
+        with self:
+            yield
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+            self._peak = torch.cuda.max_memory_allocated(self._device)
+        self.peaks[name] = max(self.peaks.get(name, 0), self._peak - self._before)
+
+    def _begin(self) -> int:
+        """Return the bytes that are alive; the peak is counted anew."""
         gc.collect()
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
             torch.cuda.reset_peak_memory_stats(self._device)
-            self._live = torch.cuda.memory_allocated(self._device)
-        else:
-            for tensor in _all_tensors():
-                self._see(tensor)
-        self.at_start = self.peak = self._live
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self
+            return torch.cuda.memory_allocated(self._device)
+        for tensor in _all_tensors():
+            self._see(tensor)
+        self._peak = self._live
+        return self._live
 
-    def __exit__(self, *exception: Any) -> None:
-        super().__exit__(*exception)  # type: ignore[no-untyped-call]
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-            self.peak = torch.cuda.max_memory_allocated(self._device)
-
-    def __torch_dispatch__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         results = func(*args, **(kwargs or {}))
         if self._device.type != "cuda":
             for leaf in tree_leaves(results):
                 if isinstance(leaf, Tensor):
                     self._see(leaf)
-            self.peak = max(self.peak, self._live)
+            self._peak = max(self._peak, self._live)
         return results
 
     def _see(self, tensor: Tensor) -> None:
@@ -133,12 +116,11 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         storage = tensor.untyped_storage()
         key, size = storage._cdata, storage.nbytes()
         if key not in self._sizes:
-            self._watches[key] = weakref.ref(storage, lambda _: self._forget(key))
+            weakref.finalize(storage, self._forget, key)
         self._live += size - self._sizes.get(key, 0)
         self._sizes[key] = size
 
     def _forget(self, key: int) -> None:
-        self._watches.pop(key)
         self._live -= self._sizes.pop(key)
 
 
@@ -153,8 +135,8 @@ def _all_tensors() -> Iterator[Tensor]:
 
 def measure(config: Config, world: World) -> dict[str, int]:
     """The peak of each phase of the plan on this rank, in bytes."""
-    meter = Meter(config, world)
-    with meter("start"):
+    meter = Meter(choose_device(config.model, world))
+    with meter.phase("start"):
         job = assemble(config, world)
     try:
         job.engine._rows.ends.fill_(-1)  # no end token: responses run to their full length
@@ -174,21 +156,24 @@ def measure(config: Config, world: World) -> dict[str, int]:
 
 def take_step(job: Job, step: int, meter: Meter) -> None:
     """As ``run.take_step``, phase by phase, and a checkpoint; nothing is logged."""
-    with meter("rollout"), patch.object(Roster, "worth_training", return_value=False):  # the tail is measured apart
+    with (
+        meter.phase("rollout"),
+        patch.object(Roster, "worth_training", return_value=False),
+    ):  # the tail is measured apart
         tail = roll_out(job, step, StepReporter(Screen(False)))
     assert job.drafting is not None
     if job.world.size > job.replica.size:  # else no rank waits for another, and none trains
-        with meter("tail"):
+        with meter.phase("tail"):
             for _ in range(MICRO_STEPS):
                 job.drafting.spot.micro_step()
     end_features(job.drafting, tail.stopped)
     rollouts, scores = gather_step(job, tail.rollouts, tail.scorer.rewards(tail.rollouts))
     job.engine.release_pages()
-    with meter("update"):
+    with meter.phase("update"):
         with merging(job, tail.use.trains):
             update_policy(job.config, job.policy, rollouts, scores)
         job.load_policy(step + 1)
-    with meter("save"):
+    with meter.phase("save"):
         begin_save(job, step + 1)
         job.checkpoints.finish(job.world)
 

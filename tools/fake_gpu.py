@@ -1,4 +1,4 @@
-"""A GPU that computes nothing: what runs on "cuda:0" is checked and counted, on a machine without one.
+"""A GPU that computes nothing: what runs on "cuda:0" is checked and counted, on a machine without one. For tests.
 
 Tensors on the GPU have shapes but no numbers (PyTorch's FakeTensorMode); those on the CPU are real. What a CUDA graph
 cannot hold, or would silently replay with old values, raises ``GraphError``: see ``FakeGpu``.
@@ -27,18 +27,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 # isort: split
 import torch
-from bench_shape import QWEN_7B
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from tlt_hpc.config import UserError
 from tlt_hpc.kernels import graphs
 from tlt_hpc.rollout import pool_memory
 
-SMALL = {**QWEN_7B, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 512}
-SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2}
 GPU = torch.device("cuda", 0)
 PROPERTIES = SimpleNamespace(multi_processor_count=132, total_memory=85_520_809_984, name="fake", major=9, minor=0)
 """Of an H100."""
@@ -161,10 +158,11 @@ class FakeGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
         yield graphs.GraphPool, "_record", lambda pool, function, static, side: self._capture(function, static)
         yield graphs, "_used_bytes", lambda device: 0
         yield graphs._Captured, "replay", lambda captured: self._replay(captured)  # noqa: PLW0108
+        stream = SimpleNamespace(synchronize=self._wait, wait_stream=lambda other: None)
         for name, value in {
-            "Stream": lambda *_: _Stream(self._wait),
+            "Stream": lambda *_: stream,
             "Event": _Event,
-            "current_stream": lambda *_: _Stream(self._wait),
+            "current_stream": lambda *_: stream,
             "graph_pool_handle": lambda: (0, 0),
             "synchronize": lambda *_: self._wait(),
             "empty_cache": lambda: None,
@@ -179,7 +177,7 @@ class FakeGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func.namespace == "prim":  # a question for the device
             return func(*args)
         kwargs = dict(kwargs or {})
-        given = _flat((*args, *kwargs.values()))
+        given = tree_leaves((args, kwargs))
         if not any(isinstance(x, FakeTensor) or (isinstance(x, torch.device) and x.type == "cuda") for x in given):
             return self._on_cpu(func, args, kwargs)
         if self._released and any(
@@ -202,7 +200,7 @@ class FakeGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if hosts:
             args, kwargs = tree_map(self._to_fake, (args, kwargs))
         made = func(*args, **kwargs)
-        outputs = [x for x in _flat((made,)) if isinstance(x, Tensor)]
+        outputs = [x for x in tree_leaves(made) if isinstance(x, Tensor)]
         is_download = any(x.device.type == "cpu" for x in outputs)
         if is_download or hosts:
             self._check_copy(func, given, hosts)
@@ -306,14 +304,6 @@ class FakeGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise GraphError(f"a graph of {len(captured.graph.steps)} operations would now have {len(now.steps)}")
 
 
-def _flat(values: Sequence[Any]) -> list[Any]:
-    """What stands in (nested) lists and tuples."""
-    flat: list[Any] = []
-    for x in values:
-        flat += _flat(x) if isinstance(x, (list, tuple)) else [x]
-    return flat
-
-
 class _Memory:
     """Of a page pool, which may be given back."""
 
@@ -330,14 +320,6 @@ class _Memory:
         self._released.discard(self._bytes.untyped_storage()._cdata)
 
     close = release
-
-
-class _Stream:
-    def __init__(self, wait: Callable[[], None]) -> None:
-        self.synchronize = wait
-
-    def wait_stream(self, other: object) -> None:
-        pass
 
 
 class _Event:

@@ -18,7 +18,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,7 +36,7 @@ ROOT = TOOLS.parent
 NUM_FIGURES = 8
 """Last lines of a part's log that the page shows."""
 _ENDED = 124
-"""Status of a part that its time limit ended."""
+"""Status of a part that its time limit ended: that of coreutils' timeout."""
 _LEAST_SECONDS = 5.0
 """A part that has less time left does not begin."""
 
@@ -126,21 +125,12 @@ def run(part: Part, command: Sequence[str], folder: Path, seconds: float) -> Out
     environment["HYDRA_LAUNCHER"] = "fork"  # in a job of one task MPICH would ask Slurm for more
     if part.shares_gpu:
         environment["TLT_SHARE_GPUS"] = "1"
+    limited = ["timeout", "--kill-after=5", str(min(part.seconds, seconds)), *command]  # ends its ranks as well
     with log.open("w", encoding="utf-8") as file:
-        # a session of its own: its ranks are ended with it
-        process = subprocess.Popen(
-            command, stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, cwd=folder, env=environment,
-            start_new_session=True,
-        )  # fmt: skip
-        try:
-            status = process.wait(min(part.seconds, seconds))
-        except subprocess.TimeoutExpired:
-            status = _ENDED
-            for signum in (signal.SIGTERM, signal.SIGKILL):
-                os.killpg(process.pid, signum)
-                with suppress(subprocess.TimeoutExpired):
-                    process.wait(5)
-                    break
+        done = subprocess.run(
+            limited, stdout=file, stderr=file, stdin=subprocess.DEVNULL, cwd=folder, env=environment, check=False
+        )
+    status = _ENDED if done.returncode == -signal.SIGKILL else done.returncode  # timeout's own end, where it kills
     lines = [line.rstrip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
     return Outcome(part, status, time.monotonic() - start, lines[-NUM_FIGURES:])
 

@@ -42,7 +42,8 @@ if TYPE_CHECKING:
 
     from tlt_hpc.extras.report.analysis.base import Analysis
 
-NAMES = ("timeline", "throughput", "acceptance", "lengths", "learning", "compare")
+SURVEYS: dict[str, Survey[Any]] = {"throughput": THROUGHPUT, "acceptance": ACCEPTANCE, "lengths": LENGTHS}
+NAMES = ("timeline", *SURVEYS, "learning", "compare")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -83,8 +84,7 @@ def analyse(what: str, runs: list[RunLog], step: int | None) -> Analysis:
         return analyse_timeline(runs[0], step)
     if what == "learning":
         return analyse_learning(runs[0])
-    surveys: dict[str, Survey[Any]] = {"throughput": THROUGHPUT, "acceptance": ACCEPTANCE, "lengths": LENGTHS}
-    found: Analysis = run_survey(runs[0], surveys[what])
+    found: Analysis = run_survey(runs[0], SURVEYS[what])
     return found
 
 

@@ -21,24 +21,13 @@ READERS = frozenset({"watch", "report", "evaluate", "inspect", "check"})
 ALL, CHECK, NOBODY = READERS | {"train"}, frozenset({"check"}), frozenset[str]()
 FILES: dict[str, frozenset[str]] = {
     "config.toml": frozenset({"train", "evaluate"}),
-    "metrics.jsonl": CHECK | {"train"},
-    "rollouts/step-000002/rank-0000.h5": CHECK,
-    "rollouts/step-000001": CHECK,
-    "finished.json": CHECK | {"train"},
-    "environment.jsonl": CHECK,
-    "data.json": CHECK,
-    "status/owner": NOBODY,
-    "status/rank-0000": NOBODY,
-    "status/verdict.txt": NOBODY,
-    "status": NOBODY,
-    "rollouts": CHECK,
-    "checkpoints": NOBODY,
-    "checkpoints/step-000002/state.json": NOBODY,
-    "checkpoints/step-000002/policy-00000-of-00001.safetensors": NOBODY,
-    "drafter-checkpoints/step-000002/state.json": NOBODY,
-    "cache": NOBODY,
-    "cache/step-000002/rank-0000.h5": NOBODY,
-    "report.html": NOBODY,
+    **dict.fromkeys(("metrics.jsonl", "finished.json"), CHECK | {"train"}),
+    **dict.fromkeys(("rollouts", "rollouts/step-000001", "rollouts/step-000002/rank-0000.h5"), CHECK),
+    **dict.fromkeys(("environment.jsonl", "data.json"), CHECK),
+    **dict.fromkeys(("status", "status/owner", "status/rank-0000", "status/verdict.txt"), NOBODY),
+    **dict.fromkeys(("checkpoints", "checkpoints/step-000002/state.json"), NOBODY),
+    **dict.fromkeys(("checkpoints/step-000002/policy-00000-of-00001.safetensors", "report.html"), NOBODY),
+    **dict.fromkeys(("drafter-checkpoints/step-000002/state.json", "cache", "cache/step-000002/rank-0000.h5"), NOBODY),
 }
 """What is damaged -> the commands that cannot do without it, or that report whether it is sound."""
 

@@ -55,7 +55,7 @@ _STATUS = re.compile(r"/status/rank-\d+(\.stacks)?$")
 NOT_RECORDED = re.compile(r"/status/rank-\d+(\.stacks)?$|/shared-\w+$")
 """What says that a rank is alive, and the probe of a shared folder: of no use to a later start."""
 _LIBC = ctypes.CDLL(None, use_errno=True)
-_SECCOMP, _PIDFD_OPEN, _PIDFD_GETFD = 317, 434, 438
+_SECCOMP, _PIDFD_GETFD = 317, 438
 _RECEIVE, _SEND, _ADD_FILE = 0xC0502100, 0xC0182101, 0x40182103
 _SET_NUMBER = 1
 _GO_ON = 0, 0, 1
