@@ -15,7 +15,7 @@ from pathlib import Path
 if (Path(__file__).resolve().parent.parent / "tlt_hpc").is_dir():  # else this is a copy beside an installed package
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tlt_hpc.common.script import ending
+from tlt_hpc.common.script import run_script
 
 
 def main(given: Sequence[str] | None = None) -> int:
@@ -26,4 +26,4 @@ def main(given: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(ending("submit", main))
+    sys.exit(run_script("submit", main))

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tlt_hpc.kernels.dispatch import forced
+from tlt_hpc.kernels.dispatch import forcing_triton
 
 _INTERPRET = "TRITON_INTERPRET"  # Triton's own switch, read when triton and every program are first imported
 
@@ -24,7 +24,7 @@ def load_interpreter() -> None:
 @contextmanager
 def interpreted() -> Iterator[None]:
     """Run Triton programs on CPU tensors while this lasts. Needs ``load_interpreter`` first."""
-    with forced(), pytest.MonkeyPatch.context() as patch:
+    with forcing_triton(), pytest.MonkeyPatch.context() as patch:
         patch.setenv(_INTERPRET, "1")  # the first launch imports more of Triton
         yield
 

@@ -23,7 +23,7 @@ from tlt_hpc import train
 from tlt_hpc.checkpoint.store import CheckpointStore
 from tlt_hpc.cli import main, rank_commands
 from tlt_hpc.cluster.slurm import SlurmError
-from tlt_hpc.cluster.stopping import END_SECONDS, Stop, know_limits
+from tlt_hpc.cluster.stopping import END_SECONDS, Stop, start_time_limit_timers
 from tlt_hpc.cluster.watch.beat import BEAT, Member
 from tlt_hpc.mpi.owner import claim_owner
 from tlt_hpc.mpi.pulse import Pulse
@@ -174,7 +174,8 @@ class Driver:
         )  # fmt: skip
         progress = partial(describe_progress, config)
         world = begin(
-            process, lambda flag: know_limits(flag, process.environ, process.comm.rank, folder.path, progress)
+            process,
+            lambda flag: start_time_limit_timers(flag, process.environ, process.comm.rank, folder.path, progress),
         )
         BEAT.join(Member(world.rank, world.size, process.host, start, {}), lambda status: None)
 
@@ -188,7 +189,7 @@ class Driver:
         pulse, engine = Pulse(world.private_comm(), 50e-3), Engine(cluster, 0.3, None)
         engine.chooser = SimpleNamespace(acceptance=SimpleNamespace(state=dict, load_state=lambda state: None))
         engine.release_pages = lambda: None
-        cache = SimpleNamespace(giving_up=nullcontext, end_step=lambda: None, abandon_step=lambda: None)
+        cache = SimpleNamespace(tolerating_write_errors=nullcontext, end_step=lambda: None, abandon_step=lambda: None)
         drafting = (
             Drafting(cache, Spot(), None, CheckpointStore(folder.drafter_checkpoints, 2)) if self.drafts else None
         )
@@ -218,7 +219,7 @@ class Driver:
                 return agreed
 
             world.agree_to_stop = agree
-            status = rank_commands.stop_early(world, folder.path, progress)
+            status = rank_commands.requeue_stopped_job(world, folder.path, progress)
         world.leave()
         return status
 

@@ -22,7 +22,7 @@ from tlt_hpc.config import UserError
 from tlt_hpc.mpi.pulse import Pulse
 from tlt_hpc.mpi.replica import Replica, ReplicaPulse
 from tlt_hpc.mpi.world import World
-from tlt_hpc.rl.ahead import AheadTail
+from tlt_hpc.rl.ahead import AheadGeneration
 from tlt_hpc.run import rollout_loop
 from tlt_hpc.run.saving import should_continue
 from tlt_hpc.run.session import Session
@@ -84,7 +84,7 @@ class Scorer:
     def has_unscored(self, finished: list[int]) -> bool:
         return self._num_scored < len(finished)
 
-    def score_ahead(self, finished: list[int], is_over: Any) -> None:
+    def score_while_waiting(self, finished: list[int], is_over: Any) -> None:
         while self._num_scored < len(finished) and not is_over():
             self._cluster.sleep(2e-3)
             self._num_scored += 1
@@ -141,10 +141,10 @@ def as_rank(work: Callable[[Process], int], process: Process) -> int:
     try:
         return work(process)
     except (UserError, WriteError) as error:
-        return main.fail_together(main.as_error(error), process.comm.rank)
+        return main.end_ranks_with_error(main.as_error(error), process.comm.rank)
     except KeyboardInterrupt:
         process.cluster.injected["second Ctrl-C"] += 1
-        return main.fail_together(UserError("interrupted"), process.comm.rank, main.INTERRUPTED)
+        return main.end_ranks_with_error(UserError("interrupted"), process.comm.rank, main.INTERRUPTED)
 
 
 def play(cluster: Cluster, plan: Any) -> None:
@@ -251,7 +251,7 @@ def roll(cluster: Cluster, shape: Any, process: Process) -> int:
             raise ScheduleError(f"rank {world.rank} was sent {own!r}, and rollout {epoch} begins")
         spot.records.clear()
         requests = list(shape.work[epoch][replica.number])
-        ahead = AheadTail(engine, replica, pulse, shape.work[epoch] if use.ahead else [])
+        ahead = AheadGeneration(engine, replica, pulse, shape.work[epoch] if use.ahead else [])
         roster = generate(cluster, job, epoch, requests, Scorer(cluster), use, ahead)
         engine.abort()
         ahead.pause()
@@ -269,9 +269,9 @@ def roll(cluster: Cluster, shape: Any, process: Process) -> int:
 
 
 def generate(
-    cluster: Cluster, job: Any, epoch: Any, requests: list[int], scorer: Scorer, use: Any, ahead: AheadTail
+    cluster: Cluster, job: Any, epoch: Any, requests: list[int], scorer: Scorer, use: Any, ahead: AheadGeneration
 ) -> Any:
-    """``Session.generate`` as ``generate_part`` calls it, with what must hold of every roster and of the last one."""
+    """``Session.generate`` as ``generate_until_all_finish`` calls it, with what must hold of every roster and of the last one."""
     rank, engine, counts = job.world.rank, job.engine, job.pulse._comm.group.counts
     posted = cluster.seen.setdefault(("posted", epoch), {})
     rounds = [0]
@@ -290,7 +290,7 @@ def generate(
     engine.at_end = at_end
     before = counts[rank]
     roster = Session.generate(
-        job, engine, requests, on_idle=lambda roster: rollout_loop.use_wait(job, scorer, use, ahead, roster),
+        job, engine, requests, on_idle=lambda roster: rollout_loop.train_or_generate_ahead(job, scorer, use, ahead, roster),
         status=lambda: rollout_loop.rank_status(engine, job.world, job.drafting, ahead), shown=look, epoch=number,
     )  # fmt: skip
     look(roster)

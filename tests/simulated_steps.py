@@ -20,12 +20,12 @@ from simulated_rollout import Scorer, generate, same
 
 from tlt_hpc import train
 from tlt_hpc.checkpoint import save
-from tlt_hpc.checkpoint.save import found_in
+from tlt_hpc.checkpoint.save import list_checkpoints
 from tlt_hpc.cli import rank_commands
 from tlt_hpc.cluster import stopping
 from tlt_hpc.look.metrics import K3, PROBS_DIFF, SCORE, TRAINED_TOKENS
 from tlt_hpc.models.piece import own_pieces
-from tlt_hpc.rl.ahead import AheadTail
+from tlt_hpc.rl.ahead import AheadGeneration
 from tlt_hpc.run import replay, saving
 from tlt_hpc.storage.folder import writing_beside
 from tlt_hpc.storage.step_lines import STEP
@@ -100,7 +100,7 @@ def roll_out(job: Any, step: int, reporter: Any) -> Any:
     random = RUNNING[-1].random
     key = (job.start, step)
     use, requests = SimpleNamespace(trains=False, ahead=False, why=""), [random.randint(1, 4)] * random.randint(0, 2)
-    ahead = AheadTail(job.engine, job.replica, job.pulse, [])
+    ahead = AheadGeneration(job.engine, job.replica, job.pulse, [])
     roster = generate(RUNNING[-1], job, key, requests, Scorer(RUNNING[-1]), use, ahead)
     job.engine.abort()
     scorer = SimpleNamespace(rewards=lambda rollouts: np.zeros(0, np.float32))
@@ -144,7 +144,7 @@ def update(config: Any, policy: Policy, rollouts: Any, scores: Any) -> Any:
 def resume(job: Any, shown: Callable[[int], None]) -> tuple[int, int]:
     """Of a start: all ranks begin with one step, the first that is not committed, from the newest checkpoint."""
     cluster = RUNNING[-1]
-    there = found_in(job.folder.checkpoints)
+    there = list_checkpoints(job.folder.checkpoints)
     saved, step = saving.resume(job, shown)
     same(cluster, ("resumed", job.start), (saved, step, job.drafting and job.drafting.spot.merged))
     if job.world.rank == 0 and saved != (there[-1][0] if there else 0):

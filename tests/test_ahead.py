@@ -17,7 +17,7 @@ from tiny import KeptFeatures, embedded_folder, embedded_tokenizer, gcd_requests
 from tlt_hpc.common.records import SampleKey, Stream
 from tlt_hpc.drafting.tail_plan import ACCEPT_LENGTH, SEQUENCES, STORED_ACCEPTED, STORED_TOKENS, TailPlan
 from tlt_hpc.models.folder import folder_weights
-from tlt_hpc.rl.ahead import in_order, longest_texts
+from tlt_hpc.rl.ahead import longest_texts, order_to_generate_ahead
 from tlt_hpc.rollout.engine import RolloutEngine
 from tlt_hpc.rollout.stored_text import SURE, StoredText
 from tlt_hpc.rollout.strategy import OFF, STORED, Strategy
@@ -215,7 +215,7 @@ def test_features_of_wide_passes_and_new_weights_in_the_middle(world):
 def test_an_idle_rank_begins_at_a_place_of_its_own_in_busy_shards(count, size, data):
     shards = [[(rank, i) for i in range(size)] for rank in range(count)]
     busy = data.draw(st.sets(st.integers(0, count - 1)))
-    orders = {rank: in_order(rank, shards, busy) for rank in range(count)}
+    orders = {rank: order_to_generate_ahead(rank, shards, busy) for rank in range(count)}
     for rank, order in orders.items():
         assert sorted(order) == sorted(one for shard in {rank, *busy} for one in shards[shard])
     for shard in busy:
@@ -229,7 +229,7 @@ def test_an_idle_rank_begins_at_a_place_of_its_own_in_busy_shards(count, size, d
 def test_all_shards_are_covered_alike(count, size, data):
     """If all ranks but one are idle, of each shard about as many responses are among the first ones."""
     shards, slow = [[(rank, i) for i in range(size)] for rank in range(count)], data.draw(st.integers(0, count - 1))
-    orders = [in_order(rank, shards, {slow}) for rank in range(count) if rank != slow]
+    orders = [order_to_generate_ahead(rank, shards, {slow}) for rank in range(count) if rank != slow]
     share = data.draw(st.floats(0, 1))
     first = [one for order in orders for one in order[: round(share * size * count / (count - 1))]]
     covered = [sum(rank == shard for rank, _ in set(first)) for shard in range(count)]

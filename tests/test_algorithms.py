@@ -24,7 +24,7 @@ from tlt_hpc.rl.advantage import (
     advantages_of,
     group_advantages,
 )
-from tlt_hpc.rl.batches import cut_micro_batches, mini_batches, pack, plan_updates
+from tlt_hpc.rl.batches import cut_micro_batches, mini_batches, pack_rollouts, plan_updates
 from tlt_hpc.rl.loss import MismatchWatch, correction_weights, kl_estimate, mismatch_terms, policy_loss
 from tlt_hpc.rl.stats import NotFiniteError
 from tlt_hpc.rl.update import update_policy
@@ -226,7 +226,7 @@ def test_micro_batches_fill_the_budget_longest_first() -> None:
 
 
 def test_packing_keeps_the_positions_that_predict_responses() -> None:
-    micro = pack([make_rollout(KEY, [1, 2, 3], [4, 5]), make_rollout(KEY, [6, 7], [8])])
+    micro = pack_rollouts([make_rollout(KEY, [1, 2, 3], [4, 5]), make_rollout(KEY, [6, 7], [8])])
     assert micro.tokens.tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
     assert micro.positions.tolist() == [0, 1, 2, 3, 4, 0, 1, 2]
     assert micro.lengths == (5, 3)
@@ -235,7 +235,7 @@ def test_packing_keeps_the_positions_that_predict_responses() -> None:
 
 
 def test_an_empty_micro_batch_predicts_nothing() -> None:
-    micro = pack([])
+    micro = pack_rollouts([])
     assert micro.tokens.size == sum(micro.lengths) > 0
     assert micro.where.size == micro.targets.size == micro.rows.size == 0
 

@@ -11,7 +11,7 @@ import pytest
 from shell_slurm import TINY
 
 from tlt_hpc.config import UserError, load_config
-from tlt_hpc.run.job import cache_place
+from tlt_hpc.run.job import gather_cache_placement
 from tlt_hpc.storage.folder import RunFolder, node_folder
 
 HOSTNAMES = ["a", "b", "a", "b", "a"]
@@ -29,7 +29,7 @@ def place_of(rank: int, folder: str, run: Path, error: str = "") -> tuple[RunFol
     world: Any = SimpleNamespace(rank=rank, size=5, hostname=HOSTNAMES[rank], all_or_none=all_or_none)
     world.local_rank, world.allgather = HOSTNAMES[:rank].count(world.hostname), lambda item: HOSTNAMES
     config = load_config(TINY, [f"drafter.cache_folder={folder}"] if folder else [])
-    return cache_place(config.drafter, world, RunFolder(run))
+    return gather_cache_placement(config.drafter, world, RunFolder(run))
 
 
 def test_without_a_setting_all_ranks_share_the_runs_folder(tmp_path: Path) -> None:

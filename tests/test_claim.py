@@ -11,7 +11,7 @@ from fake_world import on_threads
 from tlt_hpc.checkpoint.claim import claim_folder
 from tlt_hpc.config import Config, load_config
 from tlt_hpc.storage import folder
-from tlt_hpc.storage.folder import RunFolder, hidden_files
+from tlt_hpc.storage.folder import RunFolder, wait_for_listed_files
 
 TINY = Path(__file__).parents[1] / "jobs" / "tiny.toml"
 
@@ -42,7 +42,7 @@ def test_a_shared_folder_is_claimed_and_nothing_of_the_check_stays(tmp_path):
 
 def test_a_file_that_nfs_shows_late_is_waited_for(tmp_path):
     threading.Timer(0.3, (tmp_path / "late").touch).start()
-    assert not hidden_files(tmp_path, {"late"})
+    assert not wait_for_listed_files(tmp_path, {"late"})
 
 
 def test_a_folder_that_cannot_be_is_one_error_on_all_ranks(tmp_path):

@@ -19,8 +19,8 @@ from tlt_hpc.config import (
     check_learns,
     check_model_limits,
     check_sequence_parallel,
-    find_problems,
     load_config,
+    load_config_or_problems,
     load_saved_config,
     parse_config,
     to_toml,
@@ -77,11 +77,11 @@ def test_a_message_shows_the_beginning_of_a_long_value() -> None:
 
 
 def test_all_problems_are_found_at_once() -> None:
-    config, problems = find_problems(TINY, ["rollout.top_p=0.0", "run.seed=-1"])
+    config, problems = load_config_or_problems(TINY, ["rollout.top_p=0.0", "run.seed=-1"])
     assert config is None and [str(problem).partition(" ")[0] for problem in problems] == ["run.seed", "rollout.top_p"]
-    config, problems = find_problems(TINY, ["rollout.group_size=1", "algorithm.updates_per_step=3"])
+    config, problems = load_config_or_problems(TINY, ["rollout.group_size=1", "algorithm.updates_per_step=3"])
     assert config is None and len(problems) == 2
-    assert find_problems(TINY) == (load_config(TINY), [])
+    assert load_config_or_problems(TINY) == (load_config(TINY), [])
 
 
 def test_ranks_that_cannot_share_a_sequence() -> None:
@@ -228,7 +228,7 @@ def test_a_function_that_another_users_file_names_is_run_only_if_the_command_nam
     assert load_config(path).reward.default == "judge me.py:score"
     os.chown(path, 12345, -1)
     said = "belongs to another user and names code to run; if you trust it, add 'reward.default=judge me.py:score' to"
-    assert all(said in refusal(read, path) for read in (load_config, find_problems))
+    assert all(said in refusal(read, path) for read in (load_config, load_config_or_problems))
     assert load_config(path, named).reward.default == load_saved_config(path).reward.default
     path.write_text(to_toml(load_config(path, ["reward.default=boxed"])))
     load_config(path)

@@ -34,7 +34,7 @@ STEP = {"SLURM_STEP_ID": "0"}
     ],
 )
 def test_a_rank_is_left_with_one_gpu(environment, own):
-    assert device.take_device(environment, 0) == own
+    assert device.restrict_to_one_gpu(environment, 0) == own
     assert environment["CUDA_VISIBLE_DEVICES"] == environment[job.GIVEN_GPU] == own
 
 
@@ -50,14 +50,14 @@ NOTHING_SAID = (
 def test_where_nothing_is_said_nothing_is_changed():
     for given in NOTHING_SAID:
         environment = dict(given)
-        assert device.take_device(environment, 0) is None and environment == given
+        assert device.restrict_to_one_gpu(environment, 0) is None and environment == given
 
 
 def test_more_ranks_than_gpus_is_one_line_with_the_remedy():
     with pytest.raises(
         UserError, match=r"has 2 GPUs \(CUDA_VISIBLE_DEVICES=0,1\) and more than 2.*--ntasks-per-node=2"
     ):
-        device.take_device({"CUDA_VISIBLE_DEVICES": "0,1", **STEP, "SLURM_LOCALID": "2"}, 0)
+        device.restrict_to_one_gpu({"CUDA_VISIBLE_DEVICES": "0,1", **STEP, "SLURM_LOCALID": "2"}, 0)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from tlt_hpc.models.shape import shape_from
 from tlt_hpc.rollout import device_cache
 from tlt_hpc.rollout.device_cache import DevicePagedCache
 from tlt_hpc.rollout.kv_cache import PoolSizes
-from tlt_hpc.rollout.tree import tree
+from tlt_hpc.rollout.tree import make_tree
 
 INTERPRETS = dispatch.has_triton() and not torch.cuda.is_available()
 needs_interpreter = pytest.mark.skipif(not INTERPRETS, reason="needs triton, imported as an interpreter")
@@ -88,7 +88,7 @@ def all_passes(models, through=lambda attend: attend, length=40):
     first[2, -1] = length - 2
     committed = torch.tensor([length, length, length - 1])
     parents = torch.tensor([[0, 0, 0, 1, 2, 3, 3]] * 3)
-    drafts = tree(torch.zeros_like(parents), parents, 3)
+    drafts = make_tree(torch.zeros_like(parents), parents, 3)
 
     def decode(places, positions, *of_tree):
         attend = through(cache.attend(layout, cache.tables, places, *of_tree))

@@ -40,13 +40,13 @@ def plain():
 @pytest.mark.parametrize("make", [device_engine, full_engine])
 def test_a_backlog_is_read_in_passes_of_bounded_size(make, plain, monkeypatch):
     """And what the drafter then proposes is accepted as often as after one pass over everything."""
-    found, sizes, read_at = [], [], LearnedDrafts._read_at
+    found, sizes, read_at = [], [], LearnedDrafts._run_at_positions
 
     def spied(learned, rows, which, layout, at):
         sizes.append(at.shape)
         return read_at(learned, rows, which, layout, at)
 
-    monkeypatch.setattr(LearnedDrafts, "_read_at", spied)
+    monkeypatch.setattr(LearnedDrafts, "_run_at_positions", spied)
     for bound in (4096, 12):
         monkeypatch.setattr(drafts, "_CATCH_UP_TOKENS", bound)
         sizes.clear()
@@ -102,7 +102,7 @@ def test_what_the_drafter_has_read_is_one_pass_over_the_text(make):
             engine.step()
         engine._settle()
         rows, learned = engine._rows, engine._learned
-        states = learned.catch_up(rows, rows.num_live, engine._scheduler.layout)
+        states = learned.run_on_unread_positions(rows, rows.num_live, engine._scheduler.layout)
         for response, state in zip(rows.responses, states, strict=False):
             text, positions = torch.tensor(response.text), torch.arange(len(response.text) - 1)
             features = decoder.hidden(text[:-1], positions, attend)

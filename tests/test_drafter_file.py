@@ -6,7 +6,7 @@ from safetensors.torch import save_file
 from tiny import CPU, embedded_decoder, embedded_folder
 
 from tlt_hpc.config import ConfigError
-from tlt_hpc.models.drafter_file import DRAFTER_FILE, drafter_sizes, initial_drafter, load_drafter, read_drafter
+from tlt_hpc.models.drafter_file import DRAFTER_FILE, drafter_sizes, load_drafter, read_drafter, read_drafter_of_init
 from tlt_hpc.models.eagle import Eagle
 from tlt_hpc.models.shape import read_shape
 
@@ -50,7 +50,7 @@ def test_what_is_no_drafter_of_the_model_is_one_line_that_says_who_asked(changes
     with pytest.raises(ValueError, match=words) as found:
         load_drafter(str(tmp_path), embedded_decoder(), "--drafter here")
     with pytest.raises(ConfigError, match=words) as asked:
-        initial_drafter(str(tmp_path), "eagle", SHAPE, embedded_folder())
+        read_drafter_of_init(str(tmp_path), "eagle", SHAPE, embedded_folder())
     said = str(asked.value)
     assert str(found.value).startswith("--drafter here: ") and "\n" not in said
     assert said.startswith(f"drafter.init = {str(tmp_path)!r}: ") and said.endswith("or 'random'")

@@ -17,8 +17,8 @@ from tlt_hpc.config import DrafterSection, UserError
 from tlt_hpc.drafting import pool as pool_module
 from tlt_hpc.drafting import spot
 from tlt_hpc.drafting.loss import LossSettings, drafter_loss
-from tlt_hpc.drafting.offline import learn
-from tlt_hpc.drafting.pool import TrainingPool, pack, training_weights, whole
+from tlt_hpc.drafting.offline import update_on_all_ranks
+from tlt_hpc.drafting.pool import TrainingPool, pack_excerpts, sampling_weights, whole
 from tlt_hpc.drafting.spot import AVERAGE_MERGES, SpotTrainer
 from tlt_hpc.models.eagle import Eagle
 from tlt_hpc.rollout.acceptance import DraftCounts
@@ -129,10 +129,10 @@ def drawn_tokens(pool, num_draws, num_tokens=100):
 
 def test_chances_prefer_earlier_responses_longer_than_what_has_finished():
     own, previous = np.array([10, 40]), [np.array([5, 40, 41, 400]), np.array([], np.int64), np.array([39])]
-    first, others = training_weights(own, previous)
+    first, others = sampling_weights(own, previous)
     assert first.tolist() == [10, 40], "in proportion to length"
     assert [weights.tolist() for weights in others] == [[1.25, 10, 41, 400], [], [9.75]]
-    _, (nothing_finished,) = training_weights(np.array([], np.int64), [np.array([5, 40])])
+    _, (nothing_finished,) = sampling_weights(np.array([], np.int64), [np.array([5, 40])])
     assert nothing_finished.tolist() == [5, 40]
 
 
@@ -197,12 +197,12 @@ def test_a_rollout_goes_through_without_the_cache(tmp_path, caplog, refused):
     drafting: Any = SimpleNamespace(cache=cache, spot=trainer)
     if refused == "opening":
         (tmp_path / "cache").write_text("in the way of the steps' folders")
-    tail.begin_features(drafting, engine, 1)
+    tail.open_feature_cache(drafting, engine, 1)
     if refused == "writing":
         cache._writer._file._bytes.error = OSError(28, "No space left on device")
     generate(engine, gcd_requests(2, 2, 1))
     assert trainer.micro_step() == (refused == "writing"), "what is in memory still serves"
-    tail.end_features(drafting, stopped=False)
+    tail.close_feature_cache(drafting, stopped=False)
     assert len(caplog.messages) == 1 and "drafter.cache_folder" in caplog.messages[0]
 
 
@@ -285,7 +285,7 @@ def test_an_update_of_all_ranks_without_a_finite_gradient_is_an_error(tmp_path, 
     before = trainer.trained.fingerprint()
     monkeypatch.setattr(spot, "drafter_loss", lambda *given: drafter_loss(*given) * torch.inf)
     with pytest.raises(UserError, match="not finite: use a lower learning rate than"):
-        learn(trainer, [pack([whole(random_document(40, 5, 0))], CPU)], RanksInTurn())
+        update_on_all_ranks(trainer, [pack_excerpts([whole(random_document(40, 5, 0))], CPU)], RanksInTurn())
     assert trainer.trained.fingerprint() == before
 
 
@@ -337,7 +337,7 @@ def test_ranks_that_join_late_or_have_nothing_long_merge_by_the_response_tokens_
             assert trainer.micro_step() == (rank < 2)
     start = {name: tensor.clone() for name, tensor in trainers[2].trained.state().items()}
     states, tokens = [t.trained.state() for t in trainers], [sum(r.num_tokens for r in t.records) for t in trainers]
-    assert tokens[0] > 10 >= tokens[1] == int(pack([whole(long_prompt)], CPU).counts.sum()) > tokens[2] == 0
+    assert tokens[0] > 10 >= tokens[1] == int(pack_excerpts([whole(long_prompt)], CPU).counts.sum()) > tokens[2] == 0
     assert torch.equal(start["fc.weight"], make_trainer(tmp_path / "new")[0].trained.state()["fc.weight"])
     reports = merge(trainers)
     assert len({report.fingerprint for report in reports}) == 1
@@ -470,7 +470,7 @@ def test_the_update_is_adam():
     twin = Eagle(decoder.shape, 0, torch.float32, CPU)
     optimizer = torch.optim.Adam(twin.parameters(), lr=1e-3, betas=(0.9, 0.95), eps=1e-8)
     for i in range(3):
-        batch = pack([whole(random_document(40, 5, i))], CPU)
+        batch = pack_excerpts([whole(random_document(40, 5, i))], CPU)
         for drafter in (trainer.trained.drafter, twin):
             drafter_loss(drafter, batch, decoder.embedding, decoder.head, WEIGHTS).backward()
         trainer.trained._adam()

@@ -20,7 +20,7 @@ from tlt_hpc.checkpoint.store import CheckpointStore
 from tlt_hpc.common.records import Prompt, Stream
 from tlt_hpc.config import load_config
 from tlt_hpc.data.prompts import open_prompts, shuffled
-from tlt_hpc.rl.draws import StepDraws, chosen, informative, refill_size
+from tlt_hpc.rl.draws import StepDraws, groups_to_train_on, informative_groups, refill_size
 from tlt_hpc.run.replay import ReplayError, missing_responses
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.step_lines import drop_lines, read_lines
@@ -33,8 +33,8 @@ TINY = ROOT / "jobs" / "tiny.toml"
 
 def test_a_group_teaches_where_its_scores_differ() -> None:
     scores = np.array([1, 1, 0, 0, 0, 1, 0.5, 0.5, 0.25, 0.5], np.float32)
-    assert informative(scores, 2).tolist() == [False, False, True, False, True]
-    assert informative(scores[:5], 5).tolist() == [True]
+    assert informative_groups(scores, 2).tolist() == [False, False, True, False, True]
+    assert informative_groups(scores[:5], 5).tolist() == [True]
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_a_refill_draws_what_should_do(num_informative: int, num_drawn: int, wan
     ],
 )
 def test_what_is_trained_on(is_informative: list[int], wanted: int, kept: list[int]) -> None:
-    assert chosen(np.array(is_informative, bool), wanted).tolist() == kept
+    assert groups_to_train_on(np.array(is_informative, bool), wanted).tolist() == kept
 
 
 # -- which rows -------------------------------------------------------------------------------------------------------
@@ -194,7 +194,7 @@ def test_a_run_trains_on_groups_that_teach(straight: Path) -> None:
         rows = sorted(unordered, key=lambda row: row[0].key)
         scores = np.array([reward for _, reward, _ in rows], np.float32)
         trained = ~np.isnan([advantage for _, _, advantage in rows])
-        is_informative = informative(scores, SIZE)
+        is_informative = informative_groups(scores, SIZE)
         assert trained.sum() == GROUPS * SIZE == line["rollout/trained_samples"]
         assert (trained.reshape(-1, SIZE).all(1) == trained.reshape(-1, SIZE).any(1)).all(), "groups stay whole"
         assert (trained.reshape(-1, SIZE)[:, 0] & is_informative).sum() == min(GROUPS, is_informative.sum())

@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM
 from tlt_hpc.config import DrafterSection
 from tlt_hpc.drafting import loss as loss_module
 from tlt_hpc.drafting.loss import LossSettings, drafter_loss
-from tlt_hpc.drafting.pool import pack, whole
+from tlt_hpc.drafting.pool import pack_excerpts, whole
 from tlt_hpc.drafting.spot import SpotTrainer
 from tlt_hpc.models import documents as documents_module
 from tlt_hpc.models.documents import attend_documents
@@ -163,7 +163,9 @@ def test_packed_loss_and_gradient_are_those_of_paths_rolled_out_one_by_one(name,
     documents = documents_of(form)
     if settings.num_steps > 9:
         documents = [document for document in documents if len(document.tokens) < 20]
-    packed = drafter_loss(drafter, pack([whole(d) for d in documents], CPU), decoder.embedding, decoder.head, settings)
+    packed = drafter_loss(
+        drafter, pack_excerpts([whole(d) for d in documents], CPU), decoder.embedding, decoder.head, settings
+    )
     packed.backward()
     got = gradients(drafter)
     alone = by_definition(drafter, documents, settings)

@@ -18,7 +18,7 @@ from launch_ranks import ROOT
 
 import tlt_hpc
 from tlt_hpc.checkpoint.claim import claim_folder
-from tlt_hpc.common.source import git_commit
+from tlt_hpc.common.source import read_git_commit
 from tlt_hpc.config import ConfigError, UserError, load_config
 from tlt_hpc.look.environment import RankPlace, find_environment, hosts_of
 from tlt_hpc.storage.folder import RunFolder
@@ -87,11 +87,13 @@ def test_the_commit_is_git_s_own(tmp_path: Path) -> None:
 
     (tmp_path / "clone").mkdir()
     git("init")
-    assert git_commit(tmp_path / "clone") == ""
+    assert read_git_commit(tmp_path / "clone") == ""
     git("commit", "--allow-empty", "-m", "one")
     git("worktree", "add", "-b", "side", str(tmp_path / "tree"))
     for _ in range(2):
-        assert git_commit(tmp_path / "clone") == git_commit(tmp_path / "tree") == git("rev-parse", "HEAD") != ""
+        assert (
+            read_git_commit(tmp_path / "clone") == read_git_commit(tmp_path / "tree") == git("rev-parse", "HEAD") != ""
+        )
         git("pack-refs", "--all")
 
 

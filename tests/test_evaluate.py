@@ -31,7 +31,7 @@ from tlt_hpc.evaluate.tally import tally, votes_of
 from tlt_hpc.models.folder import folder_weights
 from tlt_hpc.models.tokenizer import embedded, load_tokenizer
 from tlt_hpc.mpi.world import World
-from tlt_hpc.rewards.scorer import Judge, standing_judge
+from tlt_hpc.rewards.scorer import Judge, process_judge
 from tlt_hpc.rl.distributed import leave_process_group
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.rollout_log import JudgedResponse, read_responses
@@ -292,7 +292,7 @@ def test_an_evaluation_of_other_facts_is_replaced(tmp_path, caplog):
 
 
 def test_mathematics_votes_by_meaning():
-    judge = standing_judge(RewardSection(default="math"))
+    judge = process_judge(RewardSection(default="math"))
     assert judge.client is not None
     judge.client.wait_until_ready()
     same = [r"\boxed{\frac{1}{2}}", "so it is 0.5"], [r"$\frac{3}{4}$ then", r"\boxed{\dfrac{3}{4}}"]

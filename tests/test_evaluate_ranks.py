@@ -16,8 +16,8 @@ from tiny import CPU, embedded_decoder, embedded_folder, embedded_tokenizer
 
 from tlt_hpc.config import ConfigError, UserError, load_config
 from tlt_hpc.evaluate import subject as subject_module
-from tlt_hpc.evaluate.between_steps import prepare
-from tlt_hpc.evaluate.exam import first_number, see_all
+from tlt_hpc.evaluate.between_steps import read_exam_all_ranks
+from tlt_hpc.evaluate.exam import agree_all_files_seen, agree_first_file_number
 from tlt_hpc.evaluate.folder import EvaluationFolder, fingerprint_of
 from tlt_hpc.evaluate.subject import Subject, load_weights
 from tlt_hpc.models.decoder import Decoder
@@ -87,7 +87,7 @@ def test_other_files_on_another_node_are_refused_on_all_ranks(tmp_path):
         world.node_group = SimpleNamespace(size=1, once=lambda read: read())
         config = load_config(TINY, ["evaluation.every_steps=2", source_of(tmp_path, world.rank)])
         with pytest.raises(ConfigError) as caught:
-            prepare(config, world, embedded_decoder().shape, embedded_tokenizer())
+            read_exam_all_ranks(config, world, embedded_decoder().shape, embedded_tokenizer())
         return str(caught.value)
 
     message = (
@@ -101,7 +101,9 @@ def test_files_that_nfs_shows_late_are_waited_for(tmp_path):
     folder.responses.mkdir()
     (folder.responses / "000000.h5").touch()
     threading.Timer(0.4, (folder.responses / "000001.h5").touch).start()
-    seen = on_threads(2, lambda world: see_all(folder, [f"00000{world.rank}.h5"], world) or folder.next_number())
+    seen = on_threads(
+        2, lambda world: agree_all_files_seen(folder, [f"00000{world.rank}.h5"], world) or folder.next_number()
+    )
     assert seen == [2, 2]
 
 
@@ -110,7 +112,7 @@ def test_files_that_rank_0_never_sees_end_all_ranks(tmp_path, monkeypatch):
 
     def see(world) -> str:
         with pytest.raises(UserError) as caught:
-            see_all(EvaluationFolder(tmp_path), ["000001.h5"] * world.rank, world)
+            agree_all_files_seen(EvaluationFolder(tmp_path), ["000001.h5"] * world.rank, world)
         return str(caught.value)
 
     message = (
@@ -126,6 +128,6 @@ def test_no_rank_overwrites_what_another_one_already_sees(tmp_path):
         folder.responses.mkdir(parents=True)
         for count in range(3 * world.rank):
             (folder.responses / f"{count:06d}.h5").touch()
-        return first_number(folder, world)
+        return agree_first_file_number(folder, world)
 
     assert on_threads(2, number) == [3, 4]

@@ -355,7 +355,7 @@ def test_a_full_disk_ends_the_steps_file_and_not_the_run(tmp_path, notices, capl
         cache.append(*make_document(index, 40))
         with suppress(WriteError):
             writer._thread.drain()
-    with cache.giving_up():
+    with cache.tolerating_write_errors():
         cache.end_step()
     assert len(caplog.messages) == 1 and "rank-0000.h5.part: No space left on device;" in caplog.messages[0]
     assert "drafter.cache_folder" in caplog.messages[0] and "run.folder" not in caplog.messages[0]

@@ -171,6 +171,6 @@ def test_what_leads_out_of_a_file_is_not_followed(tmp_path: Path, kind: str) -> 
     with (
         pytest.raises(hdf5.DamagedFile, match=r"a.h5: damaged .*(is a link|not stored as|would have)"),
         hdf5.CommittedFile(path, KIND) as file,
-        file.naming_damage(),
+        file.raising_damaged_file(),
     ):
         file.array("a")

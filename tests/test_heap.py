@@ -12,7 +12,7 @@ import pytest
 from launch_ranks import ROOT, run_on_ranks
 from test_resume import Silent
 
-from tlt_hpc.common.host_memory import importing
+from tlt_hpc.common.host_memory import without_garbage_collection
 from tlt_hpc.config import load_config
 from tlt_hpc.mpi.world import World
 from tlt_hpc.rl.distributed import leave_process_group
@@ -30,7 +30,7 @@ def thawed() -> Iterator[None]:
 
 def test_what_is_imported_is_out_of_the_collectors_rounds(thawed: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "colorsys", raising=False)
-    with importing():
+    with without_garbage_collection():
         assert not gc.isenabled()
         import colorsys  # noqa: F401
     assert gc.isenabled()
@@ -39,7 +39,7 @@ def test_what_is_imported_is_out_of_the_collectors_rounds(thawed: None, monkeypa
 
 def test_where_nothing_is_imported_all_remains_collectable(thawed: None) -> None:
     """A later call, when there is an engine, must not exclude it."""
-    with importing():
+    with without_garbage_collection():
         import sys as again  # noqa: F401
     assert gc.get_freeze_count() == 0
 

@@ -29,8 +29,8 @@ from tlt_hpc.mpi.world import World
 from tlt_hpc.rl.distributed import leave_process_group
 from tlt_hpc.run import kept as kept_module
 from tlt_hpc.run import saving, session
-from tlt_hpc.run.kept import Keeper, describe_progress, drop_kept, open_keeper, origin_of, origin_of_start
-from tlt_hpc.run.rollout_loop import still_to_do
+from tlt_hpc.run.kept import Keeper, describe_progress, drop_kept, open_keeper_gather_kept, origin_of, origin_of_start
+from tlt_hpc.run.rollout_loop import requests_without_kept
 from tlt_hpc.storage.folder import RunFolder, WriteError, make_folder, part_of
 from tlt_hpc.storage.rollout_log import read_kept, read_step, write_kept, write_step
 from tlt_hpc.storage.step_lines import STEP, add_line, read_lines
@@ -138,10 +138,10 @@ def test_a_kept_response_to_another_prompt_or_with_an_excluded_token_ends_the_ru
     kept = {response(1).key: response(1)}
     same_prompt = Request(response(1).key, np.arange(2, dtype=np.int32))
     other = Request(response(2).key, np.arange(2, dtype=np.int32))
-    assert [request.key for request in still_to_do([same_prompt, other], kept, "d.jsonl", ())] == [other.key]
+    assert [request.key for request in requests_without_kept([same_prompt, other], kept, "d.jsonl", ())] == [other.key]
     foreign = Request(response(1).key, np.arange(3, dtype=np.int32))
     with pytest.raises(UserError, match=r"a response of step 6 .* data.source = 'd.jsonl' gives; .*remove .* kept/"):
-        still_to_do([foreign], kept, "d.jsonl", ())
+        requests_without_kept([foreign], kept, "d.jsonl", ())
     # a token that is never sampled now, as of a version that sampled all ids, unless the step asks for it no more
     old = replace(response(1), response_tokens=np.array([3, 22, 1], np.int32))
     request = Request(old.key, old.prompt_tokens)
@@ -150,9 +150,9 @@ def test_a_kept_response_to_another_prompt_or_with_an_excluded_token_ends_the_ru
         "run's folder kept/ to generate it again"
     )
     with pytest.raises(UserError, match=f"^{re.escape(told)}$"):
-        still_to_do([request], {old.key: old}, "d.jsonl", (0, 20, 21, 22))
-    assert still_to_do([request], {old.key: old}, "d.jsonl", (0, 20, 21)) == []
-    assert still_to_do([], {old.key: old}, "d.jsonl", (0, 20, 21, 22)) == []
+        requests_without_kept([request], {old.key: old}, "d.jsonl", (0, 20, 21, 22))
+    assert requests_without_kept([request], {old.key: old}, "d.jsonl", (0, 20, 21)) == []
+    assert requests_without_kept([], {old.key: old}, "d.jsonl", (0, 20, 21, 22)) == []
 
 
 # -- how far a run has come ------------------------------------------------------------------------------------------
@@ -177,7 +177,7 @@ def test_the_next_start_takes_responses_of_its_own_weights_from_whole_files(tmp_
     for number, (origin, draws) in enumerate([(own, (3, 1)), ("another", (2,)), (own, (1, 4)), (own, (5,))]):
         write_kept(folder.kept_part(2, 0, number), origin, list(map(response, draws)), False)
     folder.kept_part(2, 0, 3).write_bytes(b"cut off")
-    keeper, kept = open_keeper(config, folder, OneRank(), 2)
+    keeper, kept = open_keeper_gather_kept(config, folder, OneRank(), 2)
     assert sorted(key.draw for key in kept) == [1, 3, 4]
     assert "its responses are generated again" in caplog.text
     keeper.keep([response(9)])
@@ -192,7 +192,7 @@ NEVER = 10**6
 
 def stop_after(num_finished: int, world: Any) -> None:
     """A rank asks to be killed once it has finished so many responses, and finishes no more while the others see it."""
-    true_decode = session.decode
+    true_decode = session.decode_one_round
 
     def decode(engine: Any, pulse: Any) -> None:
         if len(engine.finished) < num_finished:
@@ -201,14 +201,14 @@ def stop_after(num_finished: int, world: Any) -> None:
             world.flag.request(Stop.KILL, "test")
             pulse.back_off()
 
-    session.decode = decode
+    session.decode_one_round = decode
 
 
 def take_one_step(folder: str, stop_at: int) -> dict[str, Any]:
     """Step 0, or what a stop lets be done of it, which comes once a rank has finished ``stop_at`` responses."""
     world = World.connect()
     config = load_config(ROOT / "jobs" / "tiny.toml", [*OVERRIDES, f"run.folder={folder}"])
-    job = run.assemble(config, world)
+    job = run.build_job(config, world)
     saving.resume(job, lambda step: None)
     stop_after(stop_at, world)
     was_whole = run.take_step(job, 0, Silent())

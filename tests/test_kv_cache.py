@@ -11,7 +11,7 @@ from tiny import CPU
 from tlt_hpc.models.shape import shape_from
 from tlt_hpc.rollout.device_cache import DevicePagedCache
 from tlt_hpc.rollout.kv_cache import HostPagedCache, PoolSizes, page_bytes
-from tlt_hpc.rollout.tree import tree
+from tlt_hpc.rollout.tree import make_tree
 
 SHAPE = shape_from(
     {
@@ -100,7 +100,7 @@ def test_attention_is_that_over_dense_tensors(kind, seed, window):
     query, new = torch.randn(len(kv), width, G * R, D), torch.stack([row[-width:] for row in kv])
     committed, close = torch.tensor(lengths), partial(torch.testing.assert_close, atol=1e-5, rtol=1e-5)
     positions = committed.unsqueeze(1) + torch.arange(width)
-    drafts = tree(torch.zeros(len(kv), 6).long(), torch.tensor([[0, 0, 0, 1, 2, 3]] * len(kv)), 3)
+    drafts = make_tree(torch.zeros(len(kv), 6).long(), torch.tensor([[0, 0, 0, 1, 2, 3]] * len(kv)), 3)
 
     def read(layer, part, *of_tree):
         attend = cache.attend(layout, cache.tables, positions[:, part], *of_tree)

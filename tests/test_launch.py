@@ -37,12 +37,12 @@ IN_STEP = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1
 
 
 def test_one_rank_in_a_step_is_named_where_the_job_has_more():
-    said = launcher.alone_in_step({**IN_STEP, "PMI_RANK": "0", "PMI_SIZE": "1"}, 2, ["train", "my job.toml"])
+    said = launcher.single_rank_hint({**IN_STEP, "PMI_RANK": "0", "PMI_SIZE": "1"}, 2, ["train", "my job.toml"])
     assert said == (
         "srun started one rank, but run.ranks = 2; to start all of them: "
         f"`srun --overlap --overcommit -n 2 {sys.executable} -P -m mpi4py -m tlt_hpc train 'my job.toml'`"
     )
-    assert launcher.alone_in_step(IN_STEP, 2, ["train", "my job.toml"]) == said
+    assert launcher.single_rank_hint(IN_STEP, 2, ["train", "my job.toml"]) == said
     for environment, num_ranks in (
         (IN_STEP, 1),
         ({**IN_STEP, "SLURM_STEP_NUM_TASKS": "2"}, 4),  # the launcher's number counts
@@ -52,7 +52,7 @@ def test_one_rank_in_a_step_is_named_where_the_job_has_more():
         ({"PMI_RANK": "0", "PMI_SIZE": "1"}, 2),  # mpiexec -n 1
         ({}, 2),
     ):
-        assert launcher.alone_in_step(environment, num_ranks, ["train"]) == ""
+        assert launcher.single_rank_hint(environment, num_ranks, ["train"]) == ""
 
 
 def test_mpiexec_is_found_and_not_started_where_it_would_wait_for_ever(tmp_path, monkeypatch):

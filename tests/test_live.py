@@ -24,7 +24,7 @@ from tlt_hpc.cluster.submission import Submission, SubmittedRun, save
 from tlt_hpc.cluster.watch.record import Record, claim_verdict, status_file, write_record
 from tlt_hpc.common.records import Rollout, SampleKey
 from tlt_hpc.look.live import watch_run
-from tlt_hpc.look.live.samples import DRAFTED, sample_text, show_samples
+from tlt_hpc.look.live.samples import DRAFTED, read_samples_as_text, sample_text
 from tlt_hpc.look.live.state import read_state
 from tlt_hpc.look.live.view import render
 from tlt_hpc.look.run_log import RunLog
@@ -190,7 +190,7 @@ def test_samples_of_a_run_without_steps_are_a_mistake_of_one_line(run, capsys):
 
 def test_drafted_tokens_are_the_coloured_ones(run):
     write_step(run.rollout_log(3, 0), step_record(3, [response("12345", [1, 3, 1])], [1.0]))
-    (text,) = show_samples(RunLog(run.path), 5)
+    (text,) = read_samples_as_text(RunLog(run.path), 5)
     assert text.plain.splitlines()[0].startswith("step 4, prompt 0, sample 0, rank 0  reward 1  5 tokens in 3 passes")
     assert text.plain.endswith("gcd(4,6)=\n12345")
     coloured = "".join(text.plain[span.start : span.end] for span in text.spans if span.style == DRAFTED)

@@ -29,10 +29,10 @@ from transformers import AutoModelForCausalLM
 
 from tlt_hpc.config import ConfigError, LoraSection
 from tlt_hpc.models.folder import load_policy_model
-from tlt_hpc.models.lora import adapter_names, add_adapters, merged, named_adapters, target_layers
+from tlt_hpc.models.lora import adapter_names, add_adapters, merge_adapters, named_adapters, target_layers
 from tlt_hpc.models.shape import adapter_parameters, read_shape
 from tlt_hpc.models.tokenizer import find_model
-from tlt_hpc.models.weight_files import read_heads
+from tlt_hpc.models.weight_files import read_headers
 from tlt_hpc.rl.distributed import leave_process_group
 from tlt_hpc.rl.policy import Policy
 
@@ -161,7 +161,7 @@ def test_the_adapters_depend_on_the_seed_alone() -> None:
     halves = make_model(torch.bfloat16)
     add_adapters(halves, LORA, 0)
     assert {parameter.dtype for parameter in halves.parameters()} == {torch.bfloat16}
-    named = dict(merged(dict(halves.named_parameters()), LORA))
+    named = dict(merge_adapters(dict(halves.named_parameters()), LORA))
     assert named.keys() == weights.keys() and all(weight.dtype == torch.bfloat16 for weight in named.values())
 
 
@@ -237,7 +237,7 @@ def check_another_base(run: Path, tmp_path: Path) -> None:
     """Weights that the adapters were not trained on are refused by name, in a resume and by an export."""
     other = tmp_path / "other"
     shutil.copytree(find_model("embedded:tiny"), other)
-    (path,) = {stored.file for stored in read_heads(other).values()}
+    (path,) = {stored.file for stored in read_headers(other).values()}
     tensors = load_file(path)
     tensors["model.norm.weight"][0] += 1
     save_file(tensors, path, metadata={"format": "pt"})

@@ -67,9 +67,9 @@ def test_responses_have_their_verdict(line: str) -> None:
     response, is_finished = response.replace("\u23ce", "\n"), not cut
     found = {
         "math": lambda: equal_as_mathematics(response, truth, is_finished),
-        "numeric": lambda: texts.numeric(response, truth, is_finished),
-        "choice": lambda: texts.choice(response, truth, is_finished),
-        "boxed": lambda: texts.boxed(response, truth),
+        "numeric": lambda: texts.numeric_verdict(response, truth, is_finished),
+        "choice": lambda: texts.choice_verdict(response, truth, is_finished),
+        "boxed": lambda: texts.boxed_verdict(response, truth),
         "format": lambda: Verdict(texts.tags(response, truth.split())),
     }[kind]()
     assert found.reward == (verdict == "right"), found
@@ -141,7 +141,7 @@ def test_equal_answers_of_two_responses() -> None:
 def test_a_number_of_many_digits_is_found_soon(term: str) -> None:
     """Numbers are read in the rank itself, which decodes nothing meanwhile."""
     start = time.process_time()
-    assert texts.numeric(f"\\boxed{{{'+'.join([term] * 480)}}}", "5").reward == 0.0
+    assert texts.numeric_verdict(f"\\boxed{{{'+'.join([term] * 480)}}}", "5").reward == 0.0
     assert time.process_time() - start < 0.5
 
 
@@ -162,8 +162,8 @@ def test_random_text_raises_nothing(seed: int) -> None:
     for _ in range(1500):
         text = "".join(draw.choice(alphabet) for _ in range(draw.randint(1, 12)))
         for response in (f"\\boxed{{{text}}}", f"the answer is {text}", text):
-            texts.numeric(response, "5")
-            texts.choice(response, "B")
+            texts.numeric_verdict(response, "5")
+            texts.choice_verdict(response, "B")
             equal_as_mathematics(response, "5")
 
 

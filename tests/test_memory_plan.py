@@ -28,7 +28,7 @@ from tlt_hpc.plan.memory import summary
 from tlt_hpc.plan.memory.engine import PlannedEngine
 from tlt_hpc.plan.memory.phases import plan_memory
 from tlt_hpc.plan.memory.plan import MemoryLimits, MemoryPlan
-from tlt_hpc.plan.memory.savings import save_memory
+from tlt_hpc.plan.memory.savings import find_memory_savings
 from tlt_hpc.plan.memory.shapes import find_shape
 from tlt_hpc.plan.memory.situation import Situation, total
 from tlt_hpc.plan.memory.training import training_state
@@ -231,7 +231,7 @@ def test_settings_that_make_a_plan_fit_are_found_and_each_is_needed(
     given = situation(job, *overrides, ranks=ranks, model="qwen2.5-1.5b" if job == "tiny" else "")
     given, limits = replace(given, ranks_per_node=min(8, ranks)), MemoryLimits(gigabytes * 10**9)
     assert not limits.hold(plan_memory(given))
-    found = save_memory(plan_memory(given), limits)
+    found = find_memory_savings(plan_memory(given), limits)
     assert limits.hold(found.plan) and not set(found.changed) & {"rollout.max_new_tokens", "speculation.mode"}
     changes = found.what.split()
     for left_out in (None, *(change for change in changes if "zero_stage" not in change)):
@@ -319,11 +319,11 @@ ASKING = """
 import sys
 from tlt_hpc.checkpoint import store
 from tlt_hpc.cli import main as cli
-true_check = store.check_room
-def check_room(world, num_bytes):
+true_check = store.check_memory_all_ranks
+def check_memory_all_ranks(world, num_bytes):
     print(f"copies {num_bytes}", flush=True)
     true_check(world, num_bytes)
-store.check_room = check_room
+store.check_memory_all_ranks = check_memory_all_ranks
 left = {left}
 if left is not None:
     store.available_bytes = lambda: left

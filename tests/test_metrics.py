@@ -13,7 +13,7 @@ from tlt_hpc.cli.display import Screen, StepReporter
 from tlt_hpc.common.records import FinishReason, MicroStepRecord, RolloutTiming, SampleKey
 from tlt_hpc.drafting.merge import MergeReport
 from tlt_hpc.look.columns import step_cells
-from tlt_hpc.look.metrics import part_of, summarise
+from tlt_hpc.look.metrics import gather_step_metrics, part_of
 from tlt_hpc.rl.stats import PolicyStats, RolloutMismatch, Update
 from tlt_hpc.rollout.acceptance import DraftCounts
 from tlt_hpc.rollout.rounds import EngineCounts
@@ -69,7 +69,7 @@ RECORDS = [
 @pytest.fixture
 def summary():
     world = SimpleNamespace(allgather=lambda item: [part_of(each) for each in RECORDS])
-    return summarise(world, RECORDS[0], UPDATE, MergeReport(9, 7, "", 0.5), {"gen": 8.0, "step": 10.0})
+    return gather_step_metrics(world, RECORDS[0], UPDATE, MergeReport(9, 7, "", 0.5), {"gen": 8.0, "step": 10.0})
 
 
 def test_figures_are_sums_over_the_ranks(summary):

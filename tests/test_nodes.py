@@ -93,8 +93,8 @@ def check_as_nodes() -> list[Any]:
     """What each rank raised, and how often it gathered: on a node of its own, where one has another numpy, or lacks a
     file, or has failed before; then two a node."""
     rank = launched_rank(os.environ) or 0
-    version, gather, calls, found = nodes.installed_version, nodes.gather_facts, [], list[Any]()
-    nodes.gather_facts = lambda config, world: calls.append(1) or gather(config, world)
+    version, gather, calls, found = nodes.installed_version, nodes.read_node_facts, [], list[Any]()
+    nodes.read_node_facts = lambda config, world: calls.append(1) or gather(config, world)
     nodes.installed_version = lambda name: "1" if name == "numpy" and (rank, case) == (1, "odd") else version(name)
 
     def look() -> None:
@@ -107,7 +107,7 @@ def check_as_nodes() -> list[Any]:
         calls.clear()
         try:
             if (rank, case) == (2, "fails"):
-                nodes.report_error(world, UserError("no data; copy it"))
+                nodes.broadcast_error(world, UserError("no data; copy it"))
             nodes.check_nodes(world, load_config(ROOT / "jobs" / "tiny.toml"), look)
             found.append("")
         except UserError as caught:

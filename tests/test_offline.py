@@ -17,7 +17,7 @@ from tlt_hpc.common.records import Prompt
 from tlt_hpc.config import ConfigError, UserError, WarmupSection
 from tlt_hpc.config.recipes import scheduled_rate
 from tlt_hpc.drafting.offline import balanced_shards, batches_of, passes_of
-from tlt_hpc.drafting.pool import pack
+from tlt_hpc.drafting.pool import pack_excerpts
 from tlt_hpc.storage.feature_file import Document
 from tlt_hpc.storage.records import FACTS_FILE, CurvePoint, DrafterFacts, read_facts, write_json
 from tlt_hpc.studies.warmup.capture import part_size
@@ -82,7 +82,7 @@ def test_passes_predict_each_response_token_once_within_their_size():
     documents = [document(4, 20, 0), document(50, 3, 1), document(2, 7, 2), document(6, 2, 3)]
     passes = passes_of(documents, 16)
     assert all(sum(excerpt.num_pairs for excerpt in one) <= 16 for one in passes)
-    assert sum(int(pack(one, torch.device("cpu")).counts.sum()) for one in passes) == 20 + 3 + 7 + 2
+    assert sum(int(pack_excerpts(one, torch.device("cpu")).counts.sum()) for one in passes) == 20 + 3 + 7 + 2
     windows = [(e.start, e.num_pairs) for one in passes for e in one if e.document is documents[1]]
     assert windows == [(48, 3)], "windows within the prompt predict nothing and are left out"
 

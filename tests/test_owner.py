@@ -21,7 +21,7 @@ from tlt_hpc.cluster.watch.beat import BEAT
 from tlt_hpc.cluster.watch.record import HEARTBEAT_SECONDS, write_record
 from tlt_hpc.config import UserError, load_config
 from tlt_hpc.mpi import owner
-from tlt_hpc.mpi.owner import Owner, check_owner, claim_owner, find_at_work
+from tlt_hpc.mpi.owner import Owner, check_owner, claim_owner, read_running_owner
 from tlt_hpc.mpi.world import World
 from tlt_hpc.rl.distributed import leave_process_group
 from tlt_hpc.run import saving
@@ -87,12 +87,12 @@ def test_a_start_that_lives_is_not_run_over(tmp_path, caplog, clock):
 
 
 def test_a_start_at_work_is_found_and_one_that_stands_still_is_not(tmp_path, clock):
-    assert find_at_work(tmp_path) == ""
+    assert read_running_owner(tmp_path) == ""
     claim_owner(tmp_path, "first")
     with Living(tmp_path, clock):
-        assert re.fullmatch(r"process \d+ on \S+", find_at_work(tmp_path))
+        assert re.fullmatch(r"process \d+ on \S+", read_running_owner(tmp_path))
     assert clock.now <= HEARTBEAT_SECONDS + 0.25, "the first movement is enough"
-    assert find_at_work(tmp_path) == ""
+    assert read_running_owner(tmp_path) == ""
 
 
 def test_one_that_is_ending_is_waited_for(tmp_path, clock):
@@ -157,7 +157,7 @@ def lose_the_folder(folder: str) -> dict[str, Any]:
     """What two ranks leave of a run whose folder another start has claimed after its first step."""
     overrides = ["rollout.prompts_per_step=4", "rollout.max_new_tokens=40"]
     config = load_config(ROOT / "jobs" / "tiny.toml", [*overrides, f"run.folder={folder}", "run.num_steps=9"])
-    job = run.assemble(config, World.connect())
+    job = run.build_job(config, World.connect())
     saving.resume(job, lambda step: None)
     run.take_step(job, 0, Silent())
     own = BEAT.start

@@ -13,11 +13,11 @@ import pytest
 from fake_world import ThreadWorld, on_threads
 
 from tlt_hpc.cluster import caches, placement
-from tlt_hpc.cluster.network import ChosenNetwork, parse_log, read_log, start_log, warning_of
+from tlt_hpc.cluster.network import ChosenNetwork, parse_log, read_and_remove_nccl_log, start_log, warning_of
 from tlt_hpc.cluster.placement import Seat, kinds_of, may_bind, read_seat, share_cores, warnings_of
 from tlt_hpc.cluster.topology import ROOT, System, format_cores, own_gpu, parse_cores
 from tlt_hpc.mpi import placing
-from tlt_hpc.rl.distributed import name_network
+from tlt_hpc.rl.distributed import gather_and_print_network
 
 
 @dataclass
@@ -334,7 +334,7 @@ def test_nccl_s_log_is_the_run_s_own_and_goes_and_one_of_the_user_s_is_left_to_h
     assert path.parent == tmp_path and environment["NCCL_DEBUG_FILE"] == str(path)
     assert environment["NCCL_DEBUG"] == "INFO" and environment["NCCL_DEBUG_SUBSYS"] == "INIT,NET"
     path.write_text(IB_LOG)
-    assert read_log(path, environment).name == "IB"
+    assert read_and_remove_nccl_log(path, environment).name == "IB"
     assert list(tmp_path.iterdir()) == [] and environment == {caches.FOLDER: str(tmp_path)}
     own = {"NCCL_DEBUG": "WARN"}
     assert start_log(own) is None and own == {"NCCL_DEBUG": "WARN"}
@@ -346,7 +346,7 @@ def test_rank_0_says_the_network_once(on_lumi, tmp_path, caplog):
         log = tmp_path / f"{world.rank}"
         if world.rank % 2 == 0:
             log.write_text(SOCKET_LOG)
-        name_network(world, None if world.rank % 2 else log)
+        gather_and_print_network(world, None if world.rank % 2 else log)
         return world.said
 
     assert on_threads(4, meet) == [["network     Socket (eth0, eth1)"], [], [], []]
@@ -363,11 +363,15 @@ def test_caches_that_take_memory_are_named(tmp_path):
     cache.mkdir(parents=True)
     environment = {ROOT: str(node.root), caches.FOLDER: str(cache)}
     node.write("proc/mounts", f"/dev/sda / ext4 rw 0 0\ntmpfs {tmp_path}/disk tmpfs rw 0 0")
-    line = caches.in_memory(environment)
+    line = caches.memory_cache_warning(environment)
     assert line.startswith(f"caches in {cache} take memory: {tmp_path}/disk on ") and " GB free; " in line
-    assert caches.in_memory({ROOT: str(node.root)}) == ""
+    assert caches.memory_cache_warning({ROOT: str(node.root)}) == ""
     node.write("proc/mounts", f"/dev/nvme0 {tmp_path}/disk xfs rw 0 0\ntmpfs {tmp_path} tmpfs rw 0 0")
-    assert caches.in_memory(environment) == caches.in_memory({**environment, ROOT: str(tmp_path / "none")}) == ""
+    assert (
+        caches.memory_cache_warning(environment)
+        == caches.memory_cache_warning({**environment, ROOT: str(tmp_path / "none")})
+        == ""
+    )
     node.write("proc/mounts", f"/dev/sda / ext4 rw 0 0\ntmpfs {tmp_path}/my\\040disk tmpfs rw 0 0")
     found = node.system.mount(tmp_path / "my disk" / "x")
     assert (found.point, found.kind) == (f"{tmp_path}/my disk", "tmpfs"), "as the kernel writes it"

@@ -237,7 +237,7 @@ def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> fl
 
 
 def weights_of(policy: Any) -> dict[str, torch.Tensor]:
-    return {name: weight.clone() for name, weight in policy.named_weights()}
+    return {name: weight.clone() for name, weight in policy.gather_named_weights()}
 
 
 # --- gradients and weights ---
@@ -433,7 +433,7 @@ def vary_settings(world: World) -> None:
     policy = make_policy(make_config(rollout__temperature=0.0, algorithm__updates_per_step=1), world, tied=True)
     greedy = policy.update(make_rollouts(), np.zeros_like(make_advantages()))
     assert greedy.pg_loss == greedy.ppo_kl == 0
-    named = [name for name, _ in policy.named_weights() if "head" in name or "embed" in name]
+    named = [name for name, _ in policy.gather_named_weights() if "head" in name or "embed" in name]
     assert named == ["model.embed_tokens.weight"]
 
 
@@ -723,7 +723,7 @@ def hold_and_gather(world: World, stages: list[int]) -> list[int]:
         policy.update(make_rollouts(), make_advantages())
         for name, tensor in gathered_state(policy, world).items():
             parameter, _, kind = name.rpartition(".")
-            gathered = policy._state._full(policy._parameters[parameter], kind)
+            gathered = policy._state._gather_full_state(policy._parameters[parameter], kind)
             assert torch.equal(tensor + 0.0, gathered + 0.0), (stage, name)
         results.append(sum(piece.num_bytes for _, piece in policy.state_shard()))
         assert policy.num_shard_bytes == results[-1]

@@ -11,7 +11,13 @@ from launch_ranks import ROOT, run_on_ranks
 from tiny import embedded_folder
 
 from tlt_hpc.config import load_config
-from tlt_hpc.models.folder import empty_policy_model, folder_weights, load_policy_model, read_config, start_model
+from tlt_hpc.models.folder import (
+    empty_policy_model,
+    folder_weights,
+    load_policy_all_ranks,
+    load_policy_model,
+    read_config,
+)
 from tlt_hpc.mpi.world import World
 from tlt_hpc.rl.distributed import join_process_group, leave_process_group
 from tlt_hpc.rl.policy import Policy
@@ -22,13 +28,13 @@ def start_from_rank_0(given: str) -> dict[str, Any]:
     world = World.connect()
     join_process_group(world, "cpu")
     device, node = torch.device("cpu"), world.node_group
-    model = start_model(Path(given), "float32", device, is_sharded=True, rank=world.rank, node=node)
+    model = load_policy_all_ranks(Path(given), "float32", device, is_sharded=True, rank=world.rank, node=node)
     if world.rank > 0:
         for tensor in (*model.parameters(), *model.buffers()):
             tensor.data.fill_(7)  # what the memory held
     policy = Policy(model, config, world)
     stored = dict(folder_weights(Path(given)))
-    weights = {name: bool(torch.equal(weight, stored[name].float())) for name, weight in policy.named_weights()}
+    weights = {name: bool(torch.equal(weight, stored[name].float())) for name, weight in policy.gather_named_weights()}
     buffers = [float(buffer.double().sum()) for buffer in policy.engine.module.buffers()]
     policy.close()
     leave_process_group()

@@ -22,7 +22,7 @@ from tlt_hpc.common.records import Prompt
 from tlt_hpc.config import UserError, load_config
 from tlt_hpc.rl.draws import StepDraws
 from tlt_hpc.rl.stats import PolicyStats, RolloutMismatch
-from tlt_hpc.run.replay import ReplayError, check_update, is_committed, read_ranks
+from tlt_hpc.run.replay import ReplayError, check_update, gather_logged_step, is_committed
 from tlt_hpc.storage import folder as storage_folder
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.rollout_log import read_step, write_step
@@ -139,7 +139,7 @@ def log_step(job: Any, step: int, weights: int, lacking: int = 0, response: Sequ
 def test_a_whole_step_is_read_in_the_order_of_its_keys(tmp_path: Path) -> None:
     job = make_job(tmp_path, [[3, 4], [5]])
     log_step(job, 2, weights=2)
-    logged = read_ranks(job, 2)
+    logged = gather_logged_step(job, 2)
     assert logged is not None
     rollouts, rewards, num_micro_steps = logged
     assert [(r.key.draw, r.key.sample) for r in rollouts] == [(0, 0), (0, 1), (1, 0), (1, 1)]
@@ -154,7 +154,7 @@ def test_what_a_step_lacks_is_generated_again(
 ) -> None:
     job = make_job(tmp_path, [[3, 4], [5]])
     log_step(job, 2, weights, lacking)
-    assert read_ranks(job, 2) is None
+    assert gather_logged_step(job, 2) is None
     assert "step 3 and those after it are generated again" in caplog.text and why in caplog.text
 
 
@@ -177,11 +177,11 @@ def test_logs_that_a_client_of_nfs_does_not_list_yet_are_awaited(
 
     monkeypatch.setattr(storage_folder, "_names", names)
     monkeypatch.setattr(storage_folder.time, "sleep", lambda seconds: None)
-    logged = read_ranks(job, 2)
+    logged = gather_logged_step(job, 2)
     assert logged is not None and len(logged[0]) == 4 and not looks and not caplog.records
     second.unlink()
     monkeypatch.setattr(storage_folder, "NFS_SECONDS", 0.0)
-    assert read_ranks(job, 2) is None and "lacks 2 of the 4 responses" in caplog.text, "one that is not there"
+    assert gather_logged_step(job, 2) is None and "lacks 2 of the 4 responses" in caplog.text, "one that is not there"
 
 
 def test_a_damaged_log_has_nothing_that_can_be_repeated(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -190,7 +190,7 @@ def test_a_damaged_log_has_nothing_that_can_be_repeated(tmp_path: Path, caplog: 
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 0x10
     path.write_bytes(data)
-    assert read_ranks(job, 2) is None
+    assert gather_logged_step(job, 2) is None
     assert f"generated again: {path}" in caplog.text
 
 
@@ -200,13 +200,13 @@ def test_a_file_that_cannot_be_read_now_is_no_damaged_one(tmp_path: Path, monkey
     stale = Mock(side_effect=OSError(116, "Stale file handle", str(path)))
     monkeypatch.setattr("tlt_hpc.storage.hdf5.open_regular", stale)
     with pytest.raises(UserError, match=rf"^{path}: Stale file handle; .* start again; nothing was changed$"):
-        read_ranks(job, 2)
+        gather_logged_step(job, 2)
 
 
 def test_responses_to_other_prompts_end_the_run(tmp_path: Path) -> None:
     log_step(make_job(tmp_path, [[3, 4]]), 2, weights=2)
     with pytest.raises(ReplayError, match=r"another prompt than data\.source = 'embedded:gcd' gives; restore that, or"):
-        read_ranks(make_job(tmp_path, [[3, 5]]), 2)
+        gather_logged_step(make_job(tmp_path, [[3, 5]]), 2)
 
 
 def test_a_token_that_is_never_sampled_now_ends_the_run(tmp_path: Path) -> None:
@@ -219,9 +219,9 @@ def test_a_token_that_is_never_sampled_now_ends_the_run(tmp_path: Path) -> None:
         "again"
     )
     with pytest.raises(ReplayError, match=f"^{re.escape(told)}$"):
-        read_ranks(job, 2)
+        gather_logged_step(job, 2)
     job.assets.excluded_token_ids = ()
-    assert read_ranks(job, 2) is not None
+    assert gather_logged_step(job, 2) is not None
 
 
 def test_a_line_of_an_earlier_version_commits_nothing() -> None:

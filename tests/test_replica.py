@@ -15,7 +15,7 @@ from test_run import SMALL, records, tokens_of
 from tlt_hpc.config import ConfigError, load_config
 from tlt_hpc.mpi.replica import Replica, check_nodes
 from tlt_hpc.mpi.world import World
-from tlt_hpc.rl.distributed import join_process_group, leave_process_group, replica_sum
+from tlt_hpc.rl.distributed import join_process_group, leave_process_group, make_replica_all_reduce
 from tlt_hpc.train import run
 
 TWO = "rollout.tensor_parallel=2"
@@ -116,7 +116,7 @@ def sums_in_order() -> bool:
     """On each rank of a replica: each row's sum by itself is that of all rows, and that of the ranks in their order."""
     world = World.connect()
     join_process_group(world, "cpu")
-    add = replica_sum(world, world.size, in_order=True)
+    add = make_replica_all_reduce(world, world.size, in_order=True)
     own = [torch.randn(7, 96, generator=torch.Generator().manual_seed(rank)).bfloat16() for rank in range(world.size)]
     mine = own[world.rank]
     by_row = torch.cat([add(mine[i : i + 1].clone()) for i in range(len(mine))])

@@ -38,7 +38,7 @@ def state_of(job: Any) -> dict[str, Any]:
     return {
         "policy": policy,
         "optimizer_steps": job.policy.optimizer_step_count,
-        "weights": {name: weight.clone() for name, weight in job.policy.named_weights()},
+        "weights": {name: weight.clone() for name, weight in job.policy.gather_named_weights()},
         "drafter": job.drafting.spot.trained.state(),
         "drafter_steps": job.drafting.spot.trained.num_steps,
         "served is not trained": bool((engine_drafter["fc"] != job.drafting.spot.trained.drafter.fc).any()),
@@ -49,7 +49,7 @@ def state_of(job: Any) -> dict[str, Any]:
 
 def have_a_tail() -> None:
     """Rank 1's last responses wait until rank 0, which has none left, has trained."""
-    true_decode = session.decode
+    true_decode = session.decode_one_round
 
     def decode(engine: Any, pulse: Any) -> None:
         others_train = any(status.drafter_steps for status in pulse._roster.statuses)
@@ -58,7 +58,7 @@ def have_a_tail() -> None:
         else:
             true_decode(engine, pulse)
 
-    session.decode = decode
+    session.decode_one_round = decode
 
 
 def differences(wanted: Any, got: Any, at: str = "") -> list[str]:
@@ -80,7 +80,7 @@ def save_and_come_back(folder: str) -> dict[str, Any]:
     world = World.connect()
 
     def start() -> tuple[Any, int]:
-        job = run.assemble(load_config(TINY, [*OVERRIDES, f"run.folder={folder}"]), world)
+        job = run.build_job(load_config(TINY, [*OVERRIDES, f"run.folder={folder}"]), world)
         update, memory = replay.update_policy, job.engine._cache._memory
         replay.update_policy = lambda *given: released.append(memory.is_released) or update(*given)
         step = saving.resume(job, Silent().replayed)[1]

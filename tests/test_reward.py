@@ -17,7 +17,7 @@ from tlt_hpc.config import ConfigError, RewardSection, load_config
 from tlt_hpc.plan.inputs import read_assets
 from tlt_hpc.rewards.answer import Answer, Failure, Verdict
 from tlt_hpc.rewards.judge import check_answer, judge, kind_for
-from tlt_hpc.rewards.scorer import Judge, Scorer, Unjudged, joined, standing_judge, without_form
+from tlt_hpc.rewards.scorer import Judge, Scorer, Unjudged, joined, process_judge, without_form
 from tlt_hpc.rewards.text import tags
 from tlt_hpc.run.session import text_of
 
@@ -122,15 +122,15 @@ def test_rewards_scored_ahead_are_those_scored_after() -> None:
         asked.append(rollout.key.draw)
         return f"\\boxed{{{rollout.key.draw % 3}}}"
 
-    bench = standing_judge(RewardSection())
+    bench = process_judge(RewardSection())
     after = Scorer(bench, lambda _: prompts()[0], text_of).rewards(rollouts(9))
     assert after.dtype == np.float32 and after.tolist() == [0, 1, 0, 0, 1, 0, 0, 1, 0]
     asked.clear()
     scorer, answers = Scorer(bench, lambda _: prompts()[0], text_of), iter([False, False, True])
     assert scorer.has_unscored(rollouts(9))
-    scorer.score_ahead(rollouts(9), lambda: next(answers))
+    scorer.score_while_waiting(rollouts(9), lambda: next(answers))
     assert asked == [0, 1], "the release came after the second answer: none is begun after it"
-    assert scorer.num_ahead == 2 and scorer.seconds_ahead > 0 and scorer.has_unscored(rollouts(9))
+    assert scorer.num_ahead == 2 and scorer.seconds_before_limit > 0 and scorer.has_unscored(rollouts(9))
     in_another_order = rollouts(9)[::-1]
     assert scorer.rewards(in_another_order).tobytes() == after[::-1].tobytes()
     assert sorted(asked) == list(range(9)), "nothing is scored twice"
@@ -175,7 +175,7 @@ def test_what_needs_a_worker_goes_out_as_it_ends_and_the_rest_stays_here() -> No
     scorer.offer(ended[:1])
     assert len(server.submitted) == 1 and not scorer.has_unscored(ended[:1])
     assert scorer.has_unscored(ended[:2]), "the second is judged here"
-    scorer.score_ahead(ended[:2], lambda: False)
+    scorer.score_while_waiting(ended[:2], lambda: False)
     assert scorer.num_ahead == 1 and not scorer.has_unscored(ended[:2])
     server.may_wait, server.verdicts = True, {1: Verdict(0.0, Failure.CPU)}
     assert scorer.rewards(ended).tolist() == [0.0, 1.0, 2.0]

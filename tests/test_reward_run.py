@@ -17,7 +17,7 @@ from tlt_hpc.cluster.stopping import StopFlag
 from tlt_hpc.common.records import Rollout
 from tlt_hpc.config import load_config
 from tlt_hpc.models.tokenizer import find_model, load_tokenizer
-from tlt_hpc.rewards.text import boxed
+from tlt_hpc.rewards.text import boxed_verdict
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.rollout_log import read_step
 
@@ -81,7 +81,7 @@ def judged(rollout: Rollout) -> float:
         tokenizer.decode(tokens.tolist()) for tokens in (rollout.prompt_tokens, rollout.response_tokens)
     )
     first, second = map(int, re.findall(r"\d+", prompt))
-    return boxed(response, str(math.gcd(first, second))).reward
+    return boxed_verdict(response, str(math.gcd(first, second))).reward
 
 
 @pytest.mark.mpi
@@ -111,8 +111,8 @@ def test_the_server_starts_before_mpi_does(command: str, monkeypatch: pytest.Mon
 
     calls: list[str] = []
     monkeypatch.setattr("tlt_hpc.mpi.world.World.connect", connect)
-    monkeypatch.setattr("tlt_hpc.rewards.scorer.standing_judge", lambda section: calls.append(section.default))
+    monkeypatch.setattr("tlt_hpc.rewards.scorer.process_judge", lambda section: calls.append(section.default))
     with pytest.raises(ConnectedError):
         config = load_config(ROOT / "jobs" / "tiny.toml", ["reward.default=math"])
-        cli.work_together(config, argparse.Namespace(command=command), StopFlag())
+        cli.run_on_all_ranks(config, argparse.Namespace(command=command), StopFlag())
     assert calls == ["math", "connect"]

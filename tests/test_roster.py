@@ -16,7 +16,7 @@ def test_before_the_first_round_all_are_busy() -> None:
     first = Roster.before_first_round(epoch=4, num_ranks=3)
     assert (first.epoch, first.round, first.num_busy) == (4, 0, 3)
     assert not first.over and not first.stopping
-    assert first.worth_training(rank=0), "this rank has finished, though no roster shows it yet"
+    assert first.others_still_generate(rank=0), "this rank has finished, though no roster shows it yet"
 
 
 @given(st.lists(STATUSES, min_size=1, max_size=12))
@@ -29,4 +29,4 @@ def test_decisions_follow_from_the_statuses(statuses: list[Status]) -> None:
     assert seen.over == (not busy or seen.stopping)
     for rank, status in enumerate(statuses):
         others = len(busy) - (status.state == State.BUSY)
-        assert seen.worth_training(rank) == (others > 0 and not seen.stopping)
+        assert seen.others_still_generate(rank) == (others > 0 and not seen.stopping)

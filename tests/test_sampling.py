@@ -8,7 +8,14 @@ from by_definition import choice_of, law_of, noise_of
 from tlt_hpc.common.records import SampleKey
 from tlt_hpc.kernels.gumbel import gumbel_argmax
 from tlt_hpc.rollout.noise import noise_key
-from tlt_hpc.rollout.sampling import SamplingRule, choose, choose_rows, kept_tokens, lowest_kept, token_log_probs
+from tlt_hpc.rollout.sampling import (
+    SamplingRule,
+    choose,
+    choose_tokens_by_rule,
+    kept_tokens,
+    lowest_kept,
+    token_log_probs,
+)
 
 V = 12
 
@@ -69,7 +76,7 @@ def test_rows_of_several_rules_have_each_its_own_choice_and_zone():
     rules = [SamplingRule(0.5, V), SamplingRule(2.0, V), SamplingRule(0.5, V), SamplingRule(0.0, V)]
     generator = torch.Generator().manual_seed(7)
     logits, noise = torch.randn(4, 400, V, generator=generator), torch.randn(4, 400, V, generator=generator)
-    found = choose_rows(logits, noise, rules, lambda rule: 0.02 / (rule.temperature or 1.0))
+    found = choose_tokens_by_rule(logits, noise, rules, lambda rule: 0.02 / (rule.temperature or 1.0))
     for row, rule in enumerate(rules):
         heat, zone = rule.temperature or 1.0, 0.02 / (rule.temperature or 1.0)
         scores = (logits[row] / heat + noise[row] * (rule.temperature > 0)).double().sort(-1).values

@@ -97,7 +97,7 @@ CHANGED = {
         ReplicaPulse, "poll", "is_leaving = bool(self._replica.heard)", "is_leaving = roster.over", 262, "no end after",
     ),
     "a job is queued again after SIGTERM, and not at its time limit": (
-        rank_commands, "stop_early", "if stop is Stop.TIME and", "if stop is Stop.KILL and", 61, "asks 1 times to be",
+        rank_commands, "requeue_stopped_job", "if stop is Stop.TIME and", "if stop is Stop.KILL and", 61, "asks 1 times to be",
     ),
     "a request to stop is lost": (
         StopFlag, "request", "self._asked.append", "self._asked or self._asked.append", 261, "vote",

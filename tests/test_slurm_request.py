@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from preflight_place import SCRIPT
 
-from tlt_hpc.cluster.request import SlurmRequest, num_gpus, read_options, script_options
+from tlt_hpc.cluster.request import SlurmRequest, num_gpus, parse_sbatch_options, read_script_options
 from tlt_hpc.config import ConfigError
 
 
@@ -44,10 +44,10 @@ def test_a_script_is_read_as_sbatch_reads_it(tmp_path: Path) -> None:
 def test_lines_count_up_to_the_first_command(lines: str, read: dict[str, str] | str, tmp_path: Path) -> None:
     (tmp_path / "job.sh").write_text("#!/bin/bash\n" + lines)
     if isinstance(read, dict):
-        assert script_options(tmp_path / "job.sh") == read
+        assert read_script_options(tmp_path / "job.sh") == read
         return
     with pytest.raises(ConfigError, match=read):
-        script_options(tmp_path / "job.sh")
+        read_script_options(tmp_path / "job.sh")
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_lines_count_up_to_the_first_command(lines: str, read: dict[str, str] | 
     ],
 )
 def test_gpus_memory_and_ranks_of_a_node_are_read(asked: str, read: tuple[object, ...]) -> None:
-    found = SlurmRequest(read_options(shlex.split(asked))).check()
+    found = SlurmRequest(parse_sbatch_options(shlex.split(asked))).check()
     assert (found.gpus_per_node, found.ranks_per_node, found.memory_mb) == read
 
 
@@ -82,12 +82,12 @@ MEASURE = r"the script asks for --(ntasks|gpus|mem|tres).*; write --(ntasks-per|
 )
 def test_options_that_sbatch_would_not_take_or_that_measure_no_node_are_named(asked: str, message: str) -> None:
     with pytest.raises(ConfigError, match=f"^{message}"):
-        SlurmRequest(read_options(shlex.split(asked))).check()
+        SlurmRequest(parse_sbatch_options(shlex.split(asked))).check()
 
 
 def test_the_last_word_on_requeue_counts() -> None:
     words = ["--requeue", "--no-requeue", "--requeue"]
-    assert [SlurmRequest(read_options(words[:end])).requeue for end in range(4)] == [None, True, False, True]
+    assert [SlurmRequest(parse_sbatch_options(words[:end])).requeue for end in range(4)] == [None, True, False, True]
 
 
 def test_gpus_are_counted_in_generic_resources() -> None:

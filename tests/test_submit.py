@@ -26,7 +26,7 @@ from tlt_hpc.cluster.launcher import given_job
 from tlt_hpc.cluster.request import SlurmRequest
 from tlt_hpc.cluster.slurm import Allocation, parse_queue, read_queue
 from tlt_hpc.cluster.stopping import AGAIN
-from tlt_hpc.cluster.submission import Submission, expand, load, make_members, parameters, save
+from tlt_hpc.cluster.submission import Submission, expand, load, make_members, save, submitit_parameters
 from tlt_hpc.config import load_config, to_toml
 from tlt_hpc.extras.preflight import checklist, job_checks
 from tlt_hpc.extras.preflight.program import ask
@@ -112,7 +112,7 @@ def test_ranks_receive_their_job_file_and_the_command_that_resumes_it(tmp_path: 
     """The batch script's shell reads the job file into the environment, where a rank finds it."""
     config = str(shutil.copy(TINY, tmp_path / "a b.toml"))
     submission = replace(make(tmp_path, ["run.seed=0,1"], config), folder=tmp_path / "my sub")
-    shell = [line for line in parameters(submission)["setup"] if not line.startswith("source ")]
+    shell = [line for line in submitit_parameters(submission)["setup"] if not line.startswith("source ")]
     function = (ROOT / "sbatch" / "env.sh").read_text().partition("read_job() {")[2].partition("\n}")[0]
     program = "\n".join([f"read_job() {{{function}\n}}", "TLT_SRUN_MPI=pmi2", *shell, "env -0"])
     out = subprocess.run(["bash", "-c", program], capture_output=True, check=True, env={}).stdout.decode()
@@ -127,7 +127,11 @@ def test_a_job_whose_ranks_leave_no_status_leaves_its_own(end: str, kept: str | 
     """But no 0, which bash also reports where a signal ends it, and nothing over what a rank has written."""
     submission = make(tmp_path, ["run.seed=0,1"])
     submission.jobs_folder.mkdir(parents=True)
-    setup = [line for line in parameters(submission)["setup"] if not line.startswith(("source ", "[[ $", "read_job"))]
+    setup = [
+        line
+        for line in submitit_parameters(submission)["setup"]
+        if not line.startswith(("source ", "[[ $", "read_job"))
+    ]
     place = {"SLURM_ARRAY_JOB_ID": "100", "SLURM_ARRAY_TASK_ID": "1", "SLURM_JOB_ID": "101", "SLURM_RESTART_COUNT": "2"}
     script = ["bash", "-c", "\n".join(["TLT_SRUN_MPI=pmi2", *setup, end])]
     environment = {"PATH": os.environ["PATH"], **place}
@@ -210,8 +214,10 @@ def test_what_is_asked_for_is_not_overruled_by_variables_of_sbatch(cluster: Clus
         cluster.monkeypatch.setenv(f"SBATCH_{name}", value)
     cluster.monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "17")  # as in a job of an array, which submits the next one
     cluster.monkeypatch.setenv("SLURM_RESTART_COUNT", "2")  # after it was queued again
-    asked = parameters(make(cluster.path, ["run.seed=0,1"], partition="gpu", mem="64G", **{"gpus-per-node": "4"}))
-    sent = executor.send(cluster.path / "jobs", asked, [["train"], ["train"]], os.environ.copy())
+    asked = submitit_parameters(
+        make(cluster.path, ["run.seed=0,1"], partition="gpu", mem="64G", **{"gpus-per-node": "4"})
+    )
+    sent = executor.submit_jobs(cluster.path / "jobs", asked, [["train"], ["train"]], os.environ.copy())
     assert sent == ["4321_0", "4321_1"]
     seen = (cluster.path / "seen").read_text().split("\0")
     assert [line for line in seen if re.match("SBATCH_|SLURM_[AR]", line)] == ["SBATCH_ACCOUNT=mine"]

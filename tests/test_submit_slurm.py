@@ -16,10 +16,10 @@ from slurm_training import wait_for
 from whole_run import SMALL
 
 from tlt_hpc.cli.main import main
-from tlt_hpc.cluster.executor import send
+from tlt_hpc.cluster.executor import submit_jobs
 from tlt_hpc.cluster.request import SlurmRequest
 from tlt_hpc.cluster.slurm import ask_slurm
-from tlt_hpc.cluster.submission import Submission, SubmittedRun, load, parameters, save
+from tlt_hpc.cluster.submission import Submission, SubmittedRun, load, save, submitit_parameters
 from tlt_hpc.storage.step_lines import add_line
 
 Command = Callable[..., int]
@@ -65,7 +65,7 @@ def test_of_six_members_the_failed_one_is_named_and_submitted_again_alone(
     submission = Submission(tmp_path / "sub", tmp_path, ROOT, "six", TINY, asked, members, 0.0)
     save(submission)
     commands = [member.arguments for member in members]
-    jobs = send(submission.jobs_folder, parameters(submission), commands, dict(os.environ))
+    jobs = submit_jobs(submission.jobs_folder, submitit_parameters(submission), commands, dict(os.environ))
     save(submission.with_jobs(dict(zip((member.name for member in members), jobs, strict=True))))
     (tmp_path / "runs" / "member0").mkdir(parents=True)
     add_line(tmp_path / "runs" / "member0" / "metrics.jsonl", {"training/global_step": 1})

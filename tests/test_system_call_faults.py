@@ -222,7 +222,9 @@ def test_a_file_that_fails_at_its_close_is_named(tmp_path: Path, monkeypatch: py
     for read in (files.read_bytes, lambda path: files.read_last_lines(path, 10)):
         with pytest.raises(OSError, match="Input/output error") as caught:
             read(tmp_path / "owner")
-        assert files.told(caught.value).startswith(f"{tmp_path}/owner: Input/output error; the disk or the file server")
+        assert files.os_error_text(caught.value).startswith(
+            f"{tmp_path}/owner: Input/output error; the disk or the file server"
+        )
         assert files.has_remedy(caught.value), "one line, and no traceback"
 
 
@@ -273,7 +275,7 @@ def test_an_old_feature_file_that_cannot_be_removed_ends_no_run(
     monkeypatch.setattr(Path, "unlink", refuse)
     with pytest.raises(WriteError, match=r"cannot write .*cache: Input/output error"):
         cache.begin_step(2, 0)
-    with cache.giving_up():
+    with cache.tolerating_write_errors():
         cache.begin_step(2, 0)
 
 
@@ -295,7 +297,7 @@ def test_weights_that_the_disk_refuses_are_one_line(
     monkeypatch.setattr(weight_files, "safe_open", fail)
     with (
         pytest.raises(UserError, match=re.escape(f"cannot read {tmp_path}/w: {told}") + ".*; do that"),
-        weight_files.opened(tmp_path / "w", "do that"),
+        weight_files.open_safetensors(tmp_path / "w", "do that"),
     ):
         pass
     with pytest.raises(UserError, match=f"cannot read the model in {tmp_path}: "), folder.naming_folder(tmp_path):

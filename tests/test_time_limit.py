@@ -11,8 +11,8 @@ import pytest
 from shell_slurm import program
 
 from tlt_hpc.cluster import slurm, stopping
-from tlt_hpc.cluster.slurm import allocation, seconds_of
-from tlt_hpc.cluster.stopping import AGAIN, Stop, StopFlag, await_preemption, know_limits, queue_again
+from tlt_hpc.cluster.slurm import allocation, parse_slurm_time
+from tlt_hpc.cluster.stopping import AGAIN, Stop, StopFlag, await_preemption, queue_again, start_time_limit_timers
 
 JOB = {"SLURM_JOB_ID": "17"}
 
@@ -117,7 +117,7 @@ def test_work_that_lasts_beyond_the_end_is_queued_again_from_outside_of_it(comma
         (False, lambda: "step 1", True),
     ):
         flag = StopFlag()
-        know_limits(flag, JOB, 0, tmp_path, progress)
+        start_time_limit_timers(flag, JOB, 0, tmp_path, progress)
         flag.is_left = is_left
         for timer in flag.timers:
             timer.join(30)
@@ -159,7 +159,7 @@ def test_before_anything_has_begun_a_signal_ends_the_process_but_the_limits_can_
      ("UNLIMITED", float("inf"))],
 )  # fmt: skip
 def test_times_in_slurms_format(text, seconds):
-    assert seconds_of(text) == seconds
+    assert parse_slurm_time(text) == seconds
 
 
 def test_the_allocation_is_the_environments():
@@ -178,13 +178,13 @@ def command(tmp_path, monkeypatch):
 
 def test_one_rank_knows_when_the_allocation_ends_and_votes_for_all(command, tmp_path, caplog):
     first, second = StopFlag(), StopFlag()
-    know_limits(first, JOB, 0, tmp_path, None)
+    start_time_limit_timers(first, JOB, 0, tmp_path, None)
     assert "the time limit is not known, only its signal will tell: there is no squeue on PATH" in caplog.text
     command("squeue", "echo 1:00:00")
-    know_limits(first, JOB, 0, tmp_path, None)
+    start_time_limit_timers(first, JOB, 0, tmp_path, None)
     assert intervals_of(first.timers) == [3600 - 7.5, 3600 - 120]
-    know_limits(second, JOB, 1, tmp_path, None)
-    know_limits(second, {}, 0, tmp_path, None)  # not under Slurm
+    start_time_limit_timers(second, JOB, 1, tmp_path, None)
+    start_time_limit_timers(second, {}, 0, tmp_path, None)  # not under Slurm
     assert second.timers == []
 
 
@@ -272,7 +272,7 @@ def counting(folder: Path) -> str:
 def test_a_time_limit_that_was_raised_meanwhile_counts(command, tmp_path, answer, kind, intervals):
     command("squeue", f"{counting(tmp_path)}; [ $n = 1 ] && echo 0:01 || {{ {answer}; }}")
     flag = StopFlag()
-    know_limits(flag, JOB, 0, tmp_path, None)
+    start_time_limit_timers(flag, JOB, 0, tmp_path, None)
     for timer in list(flag.timers):
         timer.join(30)
     assert (flag.kind, intervals_of(flag.timers[2:])) == (kind, intervals)

@@ -312,7 +312,7 @@ def test_a_preempted_job_waits_for_slurm_whatever_its_tracker_does(tmp_path, mon
         done.append(f"{seconds_left():.0f} s")
         return False
 
-    assert rank_commands.stop_early(world, tmp_path, lambda: "step 1", close) == 75
+    assert rank_commands.requeue_stopped_job(world, tmp_path, lambda: "step 1", close) == 75
     assert done == ["7 s", "waited", "ends with 75"]
 
 

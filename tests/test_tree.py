@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tlt_hpc.rollout.tree import EMPTY, emitted_counts, path_of, tree, walk
+from tlt_hpc.rollout.tree import EMPTY, emitted_counts, make_tree, nodes_on_path, path_of
 
 CPU = torch.device("cpu")
 
@@ -42,9 +42,9 @@ def test_the_walk_follows_the_choices(seed, num_nodes, num_rows):
     rows = [random_tree(source, source.randint(1, num_nodes)) for _ in range(num_rows)]
     width = max(len(tokens) for tokens, _ in rows)
     padded = [(t + [EMPTY] * (width - len(t)), p + [0] * (width - len(p))) for t, p in rows]
-    drafts = tree(torch.tensor([t for t, _ in padded]), torch.tensor([p for _, p in padded]), width)
+    drafts = make_tree(torch.tensor([t for t, _ in padded]), torch.tensor([p for _, p in padded]), width)
     chosen = torch.tensor([[source.randrange(4) for _ in range(drafts.num_nodes)] for _ in rows])
-    on_path = walk(chosen, drafts)
+    on_path = nodes_on_path(chosen, drafts)
     paths = path_of(on_path, drafts.num_nodes)
     for b, (tokens, parents) in enumerate(rows):
         wanted = plain_walk(chosen[b].tolist(), tokens, parents)
@@ -57,7 +57,7 @@ def test_ancestors_and_depths():
     #    1   2
     #   3 4   5
     #     6
-    drafts = tree(torch.tensor([[9, 1, 2, 1, 2, 3, 1]]), torch.tensor([[0, 0, 0, 1, 1, 2, 4]]), 3)
+    drafts = make_tree(torch.tensor([[9, 1, 2, 1, 2, 3, 1]]), torch.tensor([[0, 0, 0, 1, 1, 2, 4]]), 3)
     assert drafts.depths.tolist() == [[0, 1, 1, 2, 2, 2, 3]]
     paths = [[0], [0, 1], [0, 2], [0, 1, 3], [0, 1, 4], [0, 2, 5], [0, 1, 4, 6]]
     assert [row.nonzero().flatten().tolist() for row in drafts.ancestors[0]] == paths

@@ -19,8 +19,8 @@ from tiny import CPU, embedded_decoder, gcd_requests, generate, make_engine, ran
 from tlt_hpc.cli.main import main
 from tlt_hpc.cluster.stopping import Stop
 from tlt_hpc.config import DrafterSection, UserError, WarmupSection, load_config
-from tlt_hpc.drafting.offline import learn
-from tlt_hpc.drafting.pool import pack, whole
+from tlt_hpc.drafting.offline import update_on_all_ranks
+from tlt_hpc.drafting.pool import pack_excerpts, whole
 from tlt_hpc.drafting.spot import SpotTrainer
 from tlt_hpc.models.drafter_file import DRAFTER_FILE, load_drafter, read_drafter
 from tlt_hpc.models.tokenizer import embedded
@@ -265,8 +265,12 @@ def test_an_update_is_that_of_all_documents_in_one_pass():
     """Compares the posted gradients: Adam's first step would enlarge the rounding errors of the smallest ones."""
     found = [random_document(length, prompt, i) for i, (length, prompt) in enumerate([(40, 5), (9, 7), (25, 3)])]
     whole_batch, in_passes = RanksInTurn(1), RanksInTurn(1)
-    loss = learn(make_trainer(), [pack([whole(document) for document in found], CPU)], whole_batch)
-    again = learn(make_trainer(), [pack([whole(document)], CPU) for document in found], in_passes)
+    loss = update_on_all_ranks(
+        make_trainer(), [pack_excerpts([whole(document) for document in found], CPU)], whole_batch
+    )
+    again = update_on_all_ranks(
+        make_trainer(), [pack_excerpts([whole(document)], CPU) for document in found], in_passes
+    )
     assert again == pytest.approx(loss, abs=1e-5)
     np.testing.assert_allclose(in_passes.arrays[0] / 59, whole_batch.arrays[0] / 59, atol=1e-5, rtol=1e-4)
     assert whole_batch.arrays[0][-1] == 35 + 2 + 22
@@ -276,9 +280,9 @@ def test_a_rank_without_a_document_takes_the_others_update():
     found = [random_document(40, 5, 0)]
     busy, idle, ranks = make_trainer(), make_trainer(), RanksInTurn()
     alone = make_trainer()
-    learn(alone, [pack([whole(found[0])], CPU)], RanksInTurn(1))
-    learn(busy, [pack([whole(found[0])], CPU)], ranks)
-    loss = learn(idle, [], ranks)
+    update_on_all_ranks(alone, [pack_excerpts([whole(found[0])], CPU)], RanksInTurn(1))
+    update_on_all_ranks(busy, [pack_excerpts([whole(found[0])], CPU)], ranks)
+    loss = update_on_all_ranks(idle, [], ranks)
     assert busy.trained.fingerprint() == idle.trained.fingerprint() == alone.trained.fingerprint()
     assert idle.trained.num_steps == 1 and loss > 0
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from launch_ranks import ROOT, launch
 
-from tlt_hpc.cluster.watch.record import clear_last, read_record, read_verdict, status_file
+from tlt_hpc.cluster.watch.record import read_and_clear_last_end, read_record, read_verdict, status_file
 from tlt_hpc.cluster.watch.watch import STALLED
 
 pytestmark = pytest.mark.mpi
@@ -131,14 +131,14 @@ def test_a_rank_that_holds_up_the_others_is_named(tmp_path, trouble):
     stacks = tmp_path / "status" / "rank-0001.stacks"
     assert stacks.exists() == (trouble == "hang"), "a process that does not run cannot tell"
     assert not stacks.exists() or "decode" in stacks.read_text()
-    assert clear_last(tmp_path / "status", "") == line
+    assert read_and_clear_last_end(tmp_path / "status", "") == line
 
 
 @pytest.mark.parametrize("trouble", ["killed", pytest.param("killed, on emulated nodes", marks=pytest.mark.ci)])
 def test_a_rank_that_is_killed_is_named_at_once_and_by_the_next_start(tmp_path, trouble):
     """Though the launcher kills all others within milliseconds. Nodes of Slurm on one machine share a monitor."""
     code, lines, err = work(tmp_path, trouble)
-    told = clear_last(tmp_path / "status", "")
+    told = read_and_clear_last_end(tmp_path / "status", "")
     assert re.match(r"rank 1 on \S+ was killed or crashed, last seen in \w+ of step [12]", told), err
     assert code == 9 and lines in ([], [f"tlt: {told}; the same command resumes"]), "the launcher may drop the line"
 
@@ -157,7 +157,9 @@ def test_a_rank_that_is_killed_before_there_is_a_folder_is_named(tmp_path):
 def test_what_another_rank_says_of_it_is_not_the_cause(tmp_path, trouble):
     """A rank may see that its neighbour is gone before the system has closed all that this had open."""
     _, _, err = work(tmp_path, trouble)
-    assert re.match(r"rank 1 on \S+ was killed or crashed, last seen in", clear_last(tmp_path / "status", "")), err
+    assert re.match(
+        r"rank 1 on \S+ was killed or crashed, last seen in", read_and_clear_last_end(tmp_path / "status", "")
+    ), err
 
 
 def test_ranks_that_say_why_they_end_are_not_called_killed(tmp_path):

@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 
 from tlt_hpc.cluster.watch import exit_monitor
 from tlt_hpc.cluster.watch.beat import Beat, Member, Phase
-from tlt_hpc.cluster.watch.diagnosis import Sighting, describe, judge, judge_alone
+from tlt_hpc.cluster.watch.diagnosis import StatusReading, describe, describe_blocking_rank, judge_alone
 from tlt_hpc.cluster.watch.record import (
     SIZE,
     Record,
     claim_verdict,
-    clear_last,
     decode,
     encode,
+    read_and_clear_last_end,
     read_record,
     read_verdict,
     status_file,
@@ -52,8 +52,8 @@ def waits(rank: int, name: str = "allgather", number: int = 17, **changes: objec
 
 
 def line_of(*records: Record, silent: tuple[int, ...] = (), lost: tuple[int, ...] = ()) -> str | None:
-    seen = [Sighting(r.rank, r, silent=r.rank in silent) for r in records]
-    return judge([*seen, *(Sighting(rank, None, "there is no file") for rank in lost)])
+    seen = [StatusReading(r.rank, r, silent=r.rank in silent) for r in records]
+    return describe_blocking_rank([*seen, *(StatusReading(rank, None, "there is no file") for rank in lost)])
 
 
 ENGINE = {"part": "7 sequences left", "where": "step (rollout/engine.py:88)"}
@@ -214,14 +214,14 @@ def test_phases_nest_and_a_failure_leaves_the_one_it_happened_in():
 def test_how_the_last_start_ended(tmp_path):
     for rank in (0, 1):
         write_record(tmp_path, record(rank))
-    assert clear_last(tmp_path, "") == (
+    assert read_and_clear_last_end(tmp_path, "") == (
         "all 2 ranks on node1, node2 ended without a word, rank 0 last seen in rollout of step 13"
     )
-    assert clear_last(tmp_path, "start") == "", "it is this one"
+    assert read_and_clear_last_end(tmp_path, "start") == "", "it is this one"
     write_record(tmp_path, record(1, ending="failed: OSError: no room"))
-    assert clear_last(tmp_path, "") == "rank 1 on node2 failed: OSError: no room (in rollout of step 13)"
+    assert read_and_clear_last_end(tmp_path, "") == "rank 1 on node2 failed: OSError: no room (in rollout of step 13)"
     claim_verdict(tmp_path, "start", "rank 1 on node2 was killed")
-    assert clear_last(tmp_path, "") == "rank 1 on node2 was killed"
+    assert read_and_clear_last_end(tmp_path, "") == "rank 1 on node2 was killed"
     assert read_verdict(tmp_path) is None, "it is given once"
 
 

@@ -21,7 +21,7 @@ from tlt_hpc.config import Config, UserError
 from tlt_hpc.drafting.merge import sums_on_gpus
 from tlt_hpc.drafting.spot import SpotTrainer
 from tlt_hpc.drafting.tail_plan import STORED_ACCEPTED, STORED_TOKENS
-from tlt_hpc.evaluate.between_steps import TESTING, evaluate_policy, prepare
+from tlt_hpc.evaluate.between_steps import TESTING, evaluate_policy, read_exam_all_ranks
 from tlt_hpc.evaluate.exam import Exam
 from tlt_hpc.look.metrics import (
     DECODE_CPU,
@@ -32,7 +32,7 @@ from tlt_hpc.look.metrics import (
     MERGE_EXPOSED,
     PROBS_DIFF,
     PhaseTimer,
-    summarise,
+    gather_step_metrics,
 )
 from tlt_hpc.mpi.owner import agree_on_owner, check_owner
 from tlt_hpc.mpi.roster import Roster
@@ -44,9 +44,9 @@ from tlt_hpc.rl.update import update_policy
 from tlt_hpc.rollout.acceptance import DraftCounts
 from tlt_hpc.rollout.rounds import EngineCounts
 from tlt_hpc.rollout.settings import EngineSettings
-from tlt_hpc.run.job import Job, assemble
+from tlt_hpc.run.job import Job, build_job
 from tlt_hpc.run.kept import drop_kept
-from tlt_hpc.run.rollout_loop import RollingReporter, Tail, end_features, roll_out
+from tlt_hpc.run.rollout_loop import RollingReporter, RolloutOutcome, close_feature_cache, roll_out
 from tlt_hpc.run.saving import (
     drop_steps_after,
     reserve_copy,
@@ -100,7 +100,7 @@ def run(config: Config, world: World, reporter: Reporter, follow: Callable[[int]
     Raises:
         ValueError: the user's mistake (configuration, model folder, data), before any step.
     """
-    with closing(assemble(config, world)) as job:
+    with closing(build_job(config, world)) as job:
         *_, result = take_steps(job, follow, reporter)
     assert result is not None
     return result
@@ -113,7 +113,7 @@ def take_steps(job: Job, follow: Callable[[int], None] | None, reporter: Reporte
         ValueError: as ``run``.
     """
     config, world = job.config, job.world
-    evaluation = prepare(config, world, job.decoder.shape, job.tokenizer)
+    evaluation = read_exam_all_ranks(config, world, job.decoder.shape, job.tokenizer)
     saved, step = resume(job, reporter.replayed)
     first = step
     reserve_copy(job)
@@ -124,7 +124,7 @@ def take_steps(job: Job, follow: Callable[[int], None] | None, reporter: Reporte
         saved = save_checkpoint(job, step, saved)
     agree_on_owner(world, job.folder.status, BEAT.start)
     world.once(lambda: drop_replaced(job, step))
-    judged = judge_and_track(job, evaluation, follow, step, reporter)
+    judged = evaluate_and_track(job, evaluation, follow, step, reporter)
     timer = PhaseTimer()
     while step < config.run.num_steps:
         yield None
@@ -139,7 +139,7 @@ def take_steps(job: Job, follow: Callable[[int], None] | None, reporter: Reporte
             else:
                 save_drafter_if_due(job, step)
         with timer.between_steps("testing"):
-            judged = judge_and_track(job, evaluation, follow, step, reporter)
+            judged = evaluate_and_track(job, evaluation, follow, step, reporter)
     stop, is_saved = save_at_end(job, saved, step)
     finished = step >= config.run.num_steps and judged and is_saved
     digest = ""
@@ -162,7 +162,7 @@ def take_step(job: Job, step: int, reporter: Reporter, is_saved: bool = False, t
     with timer("gen"):
         tail = roll_out(job, step, reporter)
         if job.drafting:
-            end_features(job.drafting, tail.stopped)
+            close_feature_cache(job.drafting, tail.stopped)
     if tail.stopped:
         if not is_saved:
             merge_for_checkpoint(job, step, tail, reporter)
@@ -193,7 +193,7 @@ def take_step(job: Job, step: int, reporter: Reporter, is_saved: bool = False, t
     record = make_record(job, step, tail, rewards, advantages, timer)
     merged = job.drafting.spot.merge_report if job.drafting else None
     line: Line = {
-        **summarise(job.world, record, update, merged, timer.take()),
+        **gather_step_metrics(job.world, record, update, merged, timer.take()),
         "drafter/why": tail.use.why if job.drafting or tail.use.ahead else "no learned drafter",
     }
     job.plan.learn(line)
@@ -205,7 +205,7 @@ def take_step(job: Job, step: int, reporter: Reporter, is_saved: bool = False, t
     return True
 
 
-def merge_for_checkpoint(job: Job, step: int, tail: Tail, reporter: Reporter) -> None:
+def merge_for_checkpoint(job: Job, step: int, tail: RolloutOutcome, reporter: Reporter) -> None:
     """Collective. Merge what was trained until a stop: it belongs to the checkpoint, and to all ranks alike.
 
     Where the job is killed at once, nothing is merged.
@@ -263,7 +263,7 @@ def commit(folder: RunFolder, num_ranks: int, step: int, line: Line) -> None:
     drop_kept(folder)
 
 
-def check_judged(world: World, step: int, tail: Tail) -> None:
+def check_judged(world: World, step: int, tail: RolloutOutcome) -> None:
     """Collective. Warn of responses that could not be judged, and end a run that has no others.
 
     Raises:
@@ -297,7 +297,7 @@ def gather_step(
     return found.rollouts, found.rewards
 
 
-def judge_and_track(
+def evaluate_and_track(
     job: Job, evaluation: Exam | None, follow: Callable[[int], None] | None, step: int, reporter: Reporter
 ) -> bool:
     """Collective. ``evaluate_if_due``, then give trackers all steps whose lines are complete."""
@@ -351,7 +351,7 @@ def add_figures(folder: RunFolder, line: Line) -> None:
 def make_record(
     job: Job,
     step: int,
-    tail: Tail,
+    tail: RolloutOutcome,
     rewards: NDArray[np.float32],
     advantages: NDArray[np.float32],
     timer: PhaseTimer,

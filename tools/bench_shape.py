@@ -21,7 +21,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tlt_hpc.common.script import ending
+from tlt_hpc.common.script import run_script
 
 # isort: split
 import numpy as np
@@ -160,4 +160,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(ending("bench_shape", main))
+    sys.exit(run_script("bench_shape", main))

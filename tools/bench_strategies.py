@@ -22,7 +22,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tlt_hpc.common.script import ending
+from tlt_hpc.common.script import run_script
 
 # isort: split
 from bench_shape import requests_of, run_all
@@ -116,4 +116,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(ending("bench_strategies", main))
+    sys.exit(run_script("bench_strategies", main))

@@ -26,7 +26,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tlt_hpc.common.script import ending
+from tlt_hpc.common.script import run_script
 
 # isort: split
 import torch
@@ -481,7 +481,7 @@ def compile_all(architecture: str) -> int:
     triton.runtime.driver.set_active(driver)
     programs.is_hopper = lambda x: architecture == "90"
     spilled = 0
-    with dispatch.forced():
+    with dispatch.forcing_triton():
         for case in all_cases(torch.device("cpu"), small=True):
             before = len(rows)
             case.run()
@@ -513,4 +513,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(ending("check_kernels", main))
+    sys.exit(run_script("check_kernels", main))

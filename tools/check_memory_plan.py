@@ -25,7 +25,7 @@ from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tlt_hpc.common.script import ending
+from tlt_hpc.common.script import run_script
 
 # isort: split
 import torch
@@ -43,8 +43,8 @@ from tlt_hpc.plan.memory.plan import MemoryPlan
 from tlt_hpc.plan.memory.situation import Situation
 from tlt_hpc.rl.distributed import leave_process_group
 from tlt_hpc.rl.update import update_policy
-from tlt_hpc.run.job import Job, assemble
-from tlt_hpc.run.rollout_loop import end_features, roll_out
+from tlt_hpc.run.job import Job, build_job
+from tlt_hpc.run.rollout_loop import close_feature_cache, roll_out
 from tlt_hpc.run.saving import begin_save, reserve_copy, resume
 from tlt_hpc.run.session import choose_device
 from tlt_hpc.train import gather_step, merging
@@ -137,7 +137,7 @@ def measure(config: Config, world: World) -> dict[str, int]:
     """The peak of each phase of the plan on this rank, in bytes."""
     meter = Meter(choose_device(config.model, world))
     with meter.phase("start"):
-        job = assemble(config, world)
+        job = build_job(config, world)
     try:
         job.engine._rows.ends.fill_(-1)  # no end token: responses run to their full length
         resume(job, StepReporter(Screen(False)).replayed)
@@ -158,7 +158,7 @@ def take_step(job: Job, step: int, meter: Meter) -> None:
     """As ``run.take_step``, phase by phase, and a checkpoint; nothing is logged."""
     with (
         meter.phase("rollout"),
-        patch.object(Roster, "worth_training", return_value=False),
+        patch.object(Roster, "others_still_generate", return_value=False),
     ):  # the tail is measured apart
         tail = roll_out(job, step, StepReporter(Screen(False)))
     assert job.drafting is not None
@@ -166,7 +166,7 @@ def take_step(job: Job, step: int, meter: Meter) -> None:
         with meter.phase("tail"):
             for _ in range(MICRO_STEPS):
                 job.drafting.spot.micro_step()
-    end_features(job.drafting, tail.stopped)
+    close_feature_cache(job.drafting, tail.stopped)
     rollouts, scores = gather_step(job, tail.rollouts, tail.scorer.rewards(tail.rollouts))
     job.engine.release_pages()
     with meter.phase("update"):
@@ -222,4 +222,4 @@ def report(config: Config, world: World, peaks: dict[str, int], path: Path | Non
 
 
 if __name__ == "__main__":
-    sys.exit(ending("check_memory_plan", main))
+    sys.exit(run_script("check_memory_plan", main))

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tlt_hpc.common.script import ending
+from tlt_hpc.common.script import run_script
 
 # isort: split
 import numpy as np
@@ -205,4 +205,4 @@ def put_csv(path: Path, parts: Iterator[Part]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(ending("export_run", main))
+    sys.exit(run_script("export_run", main))

@@ -30,8 +30,8 @@ PLACES = {
     "checkpoint": "tlt_hpc.checkpoint.save write_file",
     "update": "tlt_hpc.rl.policy Policy.update",
     "replay": "tlt_hpc.run.replay update_policy",
-    "resume": "tlt_hpc.run.rollout_loop open_keeper",
-    "ahead": "tlt_hpc.rl.ahead AheadTail.work",
+    "resume": "tlt_hpc.run.rollout_loop open_keeper_gather_kept",
+    "ahead": "tlt_hpc.rl.ahead AheadGeneration.work",
     "gather": "tlt_hpc.train gather",
 }
 """Functions before or after whose call a rank ends."""

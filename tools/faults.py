@@ -24,7 +24,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tlt_hpc.common.script import ending
+from tlt_hpc.common.script import run_script
 
 # isort: split
 from fault_kinds.results import Results
@@ -87,4 +87,4 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    sys.exit(ending("faults", main))
+    sys.exit(run_script("faults", main))

@@ -19,7 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tlt_hpc.common.script import ending
+from tlt_hpc.common.script import run_script
 from tlt_hpc.storage.folder import apply_umask
 
 FOLDERS = {"smollm2": "smollm2-135m-instruct", "gemma3": "gemma-3-270m"}
@@ -97,4 +97,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(ending("fetch_model", main))
+    sys.exit(run_script("fetch_model", main))

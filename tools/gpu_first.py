@@ -23,7 +23,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tlt_hpc.common.script import ending
+from tlt_hpc.common.script import run_script
 
 # isort: split
 import torch
@@ -173,4 +173,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(ending("gpu_first", main))
+    sys.exit(run_script("gpu_first", main))

@@ -18,11 +18,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tlt_hpc.common.script import ending
+from tlt_hpc.common.script import run_script
 
 # isort: split
 from tlt_hpc.common.errors import UserError
-from tlt_hpc.common.files import LINES_BYTES, DamagedText, parse_object, read_bytes, read_toml, told
+from tlt_hpc.common.files import LINES_BYTES, DamagedText, os_error_text, parse_object, read_bytes, read_toml
 from tlt_hpc.common.words import count
 from tlt_hpc.look.columns import COLUMNS, STEP_TABLE
 from tlt_hpc.look.run_log import RunLog
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("run", type=Path, metavar="RUN", help="the run's folder, e.g. runs/tiny")
     parser.add_argument("--check", action="store_true", help="read every file whole, with its checksums")
     options = parser.parse_args(arguments)
-    return ending("inspect_run", partial(inspect, options))
+    return run_script("inspect_run", partial(inspect, options))
 
 
 def inspect(options: argparse.Namespace) -> int:
@@ -101,7 +101,7 @@ def _faults_of_lines(run: RunLog) -> Iterator[str]:
     except FileNotFoundError:  # a partial copy, or no step is committed yet
         return
     except OSError as error:
-        yield told(error)
+        yield os_error_text(error)
     for number, why in found.faults:
         yield f"{path}:{number} is no line that a run writes ({why})"
     before: int | None = None
@@ -133,7 +133,7 @@ def _faults_of_documents(folder: RunFolder) -> list[str]:
         except FileNotFoundError:
             continue
         except OSError as error:
-            faults.append(told(error))
+            faults.append(os_error_text(error))
         except UserError as error:
             faults.append(str(error))
         except DamagedText as error:

@@ -27,7 +27,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tlt_hpc.common.errors import UserError
-from tlt_hpc.common.script import ending
+from tlt_hpc.common.script import run_script
 
 PACKAGES = {"munged": "munge", "slurmctld": "slurmctld", "slurmd": "slurmd", "sbatch": "slurm-client"}
 """Debian's package for each program that is needed."""
@@ -301,4 +301,4 @@ def wait_until(holds: Callable[[], bool], seconds: float) -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(ending("local_slurm", main))
+    sys.exit(run_script("local_slurm", main))

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tlt_hpc.common.errors import UserError
-from tlt_hpc.common.script import ending
+from tlt_hpc.common.script import run_script
 
 # isort: split
 from tlt_hpc.extras.report.analysis.acceptance import ACCEPTANCE
@@ -116,4 +116,4 @@ def write_json(tree: dict[str, Any], place: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(ending("look", main))
+    sys.exit(run_script("look", main))

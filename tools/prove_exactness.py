@@ -25,7 +25,7 @@ from typing import Any, Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tlt_hpc.common.script import ending
+from tlt_hpc.common.script import run_script
 
 # isort: split
 import numpy as np
@@ -273,4 +273,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(ending("prove_exactness", main))
+    sys.exit(run_script("prove_exactness", main))

@@ -45,10 +45,10 @@ from tlt_hpc.models.drafter import SETTINGS, TOKEN_IDS, Drafter, DraftLayer, lay
 from tlt_hpc.models.drafter_file import (
     DRAFTER_FILE,
     inference_drafter,
-    initial_drafter,
     load_drafter,
     make_drafter,
     read_drafter,
+    read_drafter_of_init,
 )
 from tlt_hpc.models.shape import read_shape, shape_from
 from tlt_hpc.mpi.world import World
@@ -145,7 +145,7 @@ HEADS: dict[str, tuple[str, Callable[[Path], Path]]] = {
 
 
 def imported(folder: Path | str, form: str) -> dict[str, Tensor]:
-    found = initial_drafter(str(folder), form, embedded_decoder().shape, embedded_folder())  # type: ignore[arg-type]
+    found = read_drafter_of_init(str(folder), form, embedded_decoder().shape, embedded_folder())  # type: ignore[arg-type]
     assert found is not None
     return found
 
@@ -195,7 +195,7 @@ def test_exports_of_every_rotary_and_head_size_come_back_and_draft_the_same(rota
     save_file(stored, tmp_path / "own" / DRAFTER_FILE)
     arguments = ["--format", kind, "--model", str(target), "--output", str(tmp_path / "out")]
     assert main(["export-drafter", str(tmp_path / "own"), *arguments]) == 0
-    again = initial_drafter(str(tmp_path / "out"), "eagle3", shape, embedded_folder())
+    again = read_drafter_of_init(str(tmp_path / "out"), "eagle3", shape, embedded_folder())
     assert again is not None and layer_of(again) == settings
     assert all(torch.equal(again[name].float(), stored[name].float()) for name in stored)
 

@@ -8,14 +8,14 @@ from pathlib import Path
 from uuid import uuid4
 
 from tlt_hpc.cluster.watch.beat import BEAT
-from tlt_hpc.cluster.watch.record import warn_of_last
+from tlt_hpc.cluster.watch.record import warn_and_clear_last_end
 from tlt_hpc.config import Config, ConfigError, check_resumable, to_toml
 from tlt_hpc.data.prompts import PromptSource
 from tlt_hpc.models.tokenizer import find_model
 from tlt_hpc.models.weight_files import weight_files, weights_digest
 from tlt_hpc.mpi.owner import claim_owner
 from tlt_hpc.mpi.world import World
-from tlt_hpc.storage.folder import RunFolder, hidden_files, writing_beside
+from tlt_hpc.storage.folder import RunFolder, wait_for_listed_files, writing_beside
 from tlt_hpc.storage.records import Environment, add_environment, read_record, write_json
 
 MODEL = "model.path"
@@ -43,7 +43,7 @@ def claim_folder(
         check_resumable(folder.config, config)
         folder.create()
         claim_owner(folder.status, BEAT.start)
-        warn_of_last(folder.status, BEAT.start)
+        warn_and_clear_last_end(folder.status, BEAT.start)
         with writing_beside(folder.config) as path:
             path.write_text(to_toml(config), encoding="utf-8")
         if prompts is not None:
@@ -69,7 +69,7 @@ def _check_ranks_agree(config: Config, name: str, writer: str, prompts: PromptSo
     """
     drawn = [] if prompts is None else prompts.batch(0)
     digest = sha256(b"".join(prompt.tokens.tobytes() + prompt.answer.encode() for prompt in drawn)).digest()
-    hidden = world.all_or_none(lambda: hidden_files(config.folder, {name}))
+    hidden = world.all_or_none(lambda: wait_for_listed_files(config.folder, {name}))
     seen = world.allgather((world.hostname, not hidden, digest))
     for rank, (hostname, is_there, found) in enumerate(seen):
         if not is_there:

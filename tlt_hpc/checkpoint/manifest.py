@@ -40,7 +40,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
-from tlt_hpc.common.files import LINES_BYTES, naming, read_bytes, sampled_digest, told
+from tlt_hpc.common.files import LINES_BYTES, adding_path_to_errors, os_error_text, read_bytes, sampled_digest
 from tlt_hpc.config import UserError
 from tlt_hpc.models.piece import Cut
 from tlt_hpc.models.weight_files import reading_files
@@ -302,7 +302,7 @@ def _check_file(path: Path, listed: File) -> None:
         size = path.stat().st_size
         if size != listed.size:
             raise CheckpointError(f"{path.name}: {size} bytes, of {listed.size} written")
-        with naming(path):
+        with adding_path_to_errors(path):
             digest = sampled_digest(path)
         if digest != listed.digest:
             raise CheckpointError(f"{path.name}: changed since it was written")
@@ -314,4 +314,4 @@ def _refused(path: Path, error: OSError) -> UserError:
     """The error of a file that cannot be read: it is missing or something else, or the disk fails now."""
     if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EINVAL, errno.EFBIG, errno.ELOOP):
         return CheckpointError(f"{path.name}: {error.strerror}")
-    return UnreadableCheckpointError(f"{told(error)}; nothing was changed")
+    return UnreadableCheckpointError(f"{os_error_text(error)}; nothing was changed")

@@ -21,9 +21,9 @@ from tlt_hpc.models.weight_files import (
     UNREADABLE,
     Place,
     StoredTensor,
+    expert_places,
     is_expert,
-    places,
-    read_heads,
+    read_headers,
     reading_files,
     weights_digest,
 )
@@ -91,12 +91,12 @@ class PolicyWeights:
     @cached_property
     def _experts(self) -> dict[str, tuple[Place, tuple[int, int]]]:
         """The weights that a checkpoint has in a tensor for all experts, by their names in a model's file."""
-        fused = (places(name, shape) for name, shape in self.adapters.items() if is_expert(name))
+        fused = (expert_places(name, shape) for name, shape in self.adapters.items() if is_expert(name))
         return {own: place for each in fused for own, place in each.items()}
 
     @cached_property
     def _stored(self) -> dict[str, StoredTensor]:
-        return read_heads(self.model)
+        return read_headers(self.model)
 
     @contextmanager
     def reading(self) -> Iterator[Callable[[str], Tensor]]:

@@ -36,7 +36,7 @@ from tlt_hpc.checkpoint.manifest import (
 )
 from tlt_hpc.cluster.watch.beat import BEAT
 from tlt_hpc.common.errors import UserError
-from tlt_hpc.common.files import naming, sampled_digest
+from tlt_hpc.common.files import adding_path_to_errors, sampled_digest
 from tlt_hpc.storage.folder import NO_ROOM, make_synced, part_of, sync
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ class Save(threading.Thread):
 
     def _write_part(self, part: str, held: Sequence[Held]) -> ListedFile:
         path = self._part / f"{part}-{self._suffix(self._rank)}.safetensors"
-        with naming(path):
+        with adding_path_to_errors(path):
             write_file(path, held)
             tensors: list[tuple[str, tuple[int, ...], int, int]] = sorted(each.stored for each in held)
             return ListedFile(
@@ -165,7 +165,7 @@ class Save(threading.Thread):
 
     def _prune(self) -> None:
         """Remove leftovers, and the oldest up to this step; a later one is damaged, and is left for the user."""
-        found = [(step, folder) for step, folder in found_in(self._folder) if step <= self._step]
+        found = [(step, folder) for step, folder in list_checkpoints(self._folder) if step <= self._step]
         try:
             best = self._best([step for step, _ in found])
             old = [folder for step, folder in found[: -self._keep] if step != best]
@@ -179,7 +179,7 @@ class Save(threading.Thread):
             logger.warning("cannot remove old checkpoints in %s: %s", self._folder, why)
 
 
-def found_in(folder: Path) -> list[tuple[int, Path]]:
+def list_checkpoints(folder: Path) -> list[tuple[int, Path]]:
     """Return step and folder of all checkpoints under a final name, the newest last."""
     if not folder.is_dir():
         return []

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from tlt_hpc.checkpoint.manifest import JSON, Checkpoint, CheckpointError, OtherVersionError, open_checkpoint
-from tlt_hpc.checkpoint.save import Best, Held, HostBuffer, Report, Save, clear_leftovers, found_in, try_open
+from tlt_hpc.checkpoint.save import Best, Held, HostBuffer, Report, Save, clear_leftovers, list_checkpoints, try_open
 from tlt_hpc.cluster.watch.beat import BEAT
 from tlt_hpc.common.errors import UserError
 from tlt_hpc.common.host_memory import available_bytes
@@ -47,7 +47,7 @@ def chosen_step(run: RunFolder, step: int | str | None) -> int | None:
     """
     if step is None or isinstance(step, int):
         return step
-    best = best_evaluated(run.metrics, [found for found, _ in found_in(run.checkpoints)])
+    best = best_evaluated(run.metrics, [found for found, _ in list_checkpoints(run.checkpoints)])
     if best is None:
         raise UserError(
             f"--step best: no step of {run.path} that has a checkpoint was evaluated; give a number, or train with "
@@ -76,7 +76,7 @@ class CheckpointStore:
         Raises:
             CheckpointError: on all ranks, if a node has not enough for its ranks.
         """
-        check_room(world, num_bytes)
+        check_memory_all_ranks(world, num_bytes)
         world.all_or_none(lambda: self._copy.reserve(num_bytes, pinned))
 
     @property
@@ -102,11 +102,11 @@ class CheckpointStore:
         if not self._is_clear:  # a list of a killed run must not be taken for one of ours
             world.once(self._clear)
             self._is_clear = True
-        held = world.all_or_none(lambda: self._hold(shards))
+        held = world.all_or_none(lambda: self._copy_shards(shards))
         plain = json.loads(json.dumps(state, allow_nan=False))
         self._save = Save(self._folder, step, self._keep, self._best, world, plain, self._copy, held)
 
-    def _hold(self, shards: Mapping[str, Shard]) -> list[Held]:
+    def _copy_shards(self, shards: Mapping[str, Shard]) -> list[Held]:
         self._copy.clear()
         held, finite = list[Held](), dict[str, Tensor]()
         for part, shard in shards.items():
@@ -199,7 +199,7 @@ class CheckpointStore:
             CheckpointError: there are checkpoints, but all are damaged, or another version of this program wrote one.
             UnreadableCheckpointError: the disk refuses to read one now.
         """
-        found = found_in(self._folder)
+        found = list_checkpoints(self._folder)
         for step, folder in reversed(found):
             if checkpoint := try_open(folder, step, "skipping"):
                 return checkpoint
@@ -212,7 +212,7 @@ class CheckpointStore:
 
     def within(self, first: int, last: int) -> dict[int, Checkpoint]:
         """Return the undamaged checkpoints of steps ``first`` to ``last``, by step; reads each as ``newest``."""
-        steps = [(step, folder) for step, folder in found_in(self._folder) if first <= step <= last]
+        steps = [(step, folder) for step, folder in list_checkpoints(self._folder) if first <= step <= last]
         return {step: found for step, folder in steps if (found := try_open(folder, step, "skipping"))}
 
     def drop_after(self, step: int) -> None:
@@ -221,7 +221,7 @@ class CheckpointStore:
         Raises:
             CheckpointError: one cannot be removed.
         """
-        for later, folder in found_in(self._folder):
+        for later, folder in list_checkpoints(self._folder):
             if later > step:
                 try:
                     folder.rename(part_of(folder))
@@ -236,7 +236,7 @@ class CheckpointStore:
         Raises:
             CheckpointError: there is none, or it is not in good order.
         """
-        folders = dict(found_in(self._folder))
+        folders = dict(list_checkpoints(self._folder))
         if step not in folders:
             there = f"step{'s' * (len(folders) > 1)} {', '.join(map(str, folders))}" if folders else "none"
             raise CheckpointError(f"no such checkpoint in {self._folder}, which has {there}; use one that is there")
@@ -248,7 +248,7 @@ class CheckpointStore:
             raise CheckpointError(f"checkpoint {folders[step]} is damaged ({error}); use another one") from None
 
 
-def check_room(world: World, num_bytes: int) -> None:
+def check_memory_all_ranks(world: World, num_bytes: int) -> None:
     """Collective. Refuse copies, of ``num_bytes`` on this rank, for which the ranks of a node have no host memory.
 
     Raises:

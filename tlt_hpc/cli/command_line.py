@@ -135,11 +135,11 @@ def parse(parser: Parser, arguments: Sequence[str]) -> argparse.Namespace:
     if rest:
         options.overrides = [*options.overrides, *rest]
     if options.command == "evaluate":
-        find_evaluation_config(options)
+        set_evaluation_config(options)
     return options
 
 
-def find_evaluation_config(options: argparse.Namespace) -> None:
+def set_evaluation_config(options: argparse.Namespace) -> None:
     """Take the run's own configuration for ``tlt evaluate`` if none is given.
 
     argparse cannot distinguish an optional configuration from the overrides, which may stand before it.

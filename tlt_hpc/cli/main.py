@@ -18,27 +18,27 @@ from typing import TYPE_CHECKING
 
 from tlt_hpc.cli import command_line
 from tlt_hpc.cli.commands import COMMANDS
-from tlt_hpc.cli.plans import check_folder, config_of, plan_command
-from tlt_hpc.cluster.caches import in_memory, make_node_cache
-from tlt_hpc.cluster.device import GIVEN, take_device
+from tlt_hpc.cli.plans import check_folder, command_config, plan_command
+from tlt_hpc.cluster.caches import make_node_cache, memory_cache_warning
+from tlt_hpc.cluster.device import GIVEN, restrict_to_one_gpu
 from tlt_hpc.cluster.launcher import (
     STARTED,
-    alone_in_step,
     become_ranks,
     crowding,
     given_job,
     launched_count,
     launched_rank,
     local_rank,
+    single_rank_hint,
     started_at,
     starting,
 )
-from tlt_hpc.cluster.stopping import StopFlag, know_limits
+from tlt_hpc.cluster.stopping import StopFlag, start_time_limit_timers
 from tlt_hpc.cluster.watch.beat import BEAT
 from tlt_hpc.cluster.watch.exit_monitor import ExitMonitor
 from tlt_hpc.cluster.watch.watch import Watch
-from tlt_hpc.common.files import has_remedy, told
-from tlt_hpc.common.host_memory import importing
+from tlt_hpc.common.files import has_remedy, os_error_text
+from tlt_hpc.common.host_memory import without_garbage_collection
 from tlt_hpc.common.printable import PrintableStream, escape_streams, one_line
 from tlt_hpc.common.source import load_extra
 from tlt_hpc.config import EMBEDDED_MODEL, Config, UserError, load_config
@@ -80,8 +80,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             check_is_run(options)
         config = load_config(options.config, options.overrides, given_job(os.environ, options.config))
         num_ranks = launched_count(os.environ) or config.run.ranks
-        config = config_of(config, options)
-        if not rank and (alone := alone_in_step(os.environ, config.run.ranks, given)):
+        config = command_config(config, options)
+        if not rank and (alone := single_rank_hint(os.environ, config.run.ranks, given)):
             print(alone, flush=True)
         plan = "" if is_rank else plan_command(config, options, num_ranks)  # ranks look once a node, in connect
         if rank is None and options.command == "train" and (finished := check_folder(config)) and not options.dry_run:
@@ -139,16 +139,16 @@ def run_as_rank(config: Config, options: argparse.Namespace, flag: StopFlag, ran
         PrintableStream.outlives_reader = True  # what is trained is not lost with a terminal
         # before threads
         monitor = None if rank is None else ExitMonitor() if local_rank(os.environ) else ExitMonitor.fork()
-        know_limits(flag, os.environ, rank or 0, config.folder, progress and partial(progress, config))
+        start_time_limit_timers(flag, os.environ, rank or 0, config.folder, progress and partial(progress, config))
         with Watch(config.run.stall_factor, rank, monitor) as watch:
-            return watch.ended(work_together(config, options, flag))
+            return watch.ended(run_on_all_ranks(config, options, flag))
     except (UserError, OSError) as caught:
         if isinstance(caught, OSError) and not (isinstance(caught, WriteError) or has_remedy(caught)):
             raise  # of a library, a program or a disk
-        return fail_together(as_error(caught), rank or 0)
+        return end_ranks_with_error(as_error(caught), rank or 0)
     except KeyboardInterrupt:
         interrupted = UserError("interrupted; the same command resumes from what was saved")
-        return fail_together(interrupted, rank or 0, INTERRUPTED)
+        return end_ranks_with_error(interrupted, rank or 0, INTERRUPTED)
 
 
 def take_caches_and_gpu(config: Config, rank: int) -> None:
@@ -158,9 +158,9 @@ def take_caches_and_gpu(config: Config, rank: int) -> None:
         UserError: the folder cannot be made, or the node has more ranks than GPUs.
     """
     make_node_cache(os.environ)
-    if rank == 0 and (words := in_memory(os.environ)):
+    if rank == 0 and (words := memory_cache_warning(os.environ)):
         print(words, flush=True)
-    own = None if config.model.device == "cpu" else take_device(os.environ, rank)
+    own = None if config.model.device == "cpu" else restrict_to_one_gpu(os.environ, rank)
     if own is not None and rank == 0:
         print(f"a GPU for each rank; rank 0 on {socket.gethostname()} uses GPU {own}", flush=True)
 
@@ -168,15 +168,15 @@ def take_caches_and_gpu(config: Config, rank: int) -> None:
 def report_to_all_ranks(error: ValueError, rank: int) -> int:
     """Collective. End all ranks with an error that this one alone may have met, such as a node without the data."""
     from tlt_hpc.mpi.world import LaunchError, World
-    from tlt_hpc.plan.nodes import report_error
+    from tlt_hpc.plan.nodes import broadcast_error
 
     try:
-        report_error(World.connect(), error)
+        broadcast_error(World.connect(), error)
     except LaunchError:  # single ranks: each has its own to say
-        return fail_together(UserError(str(error)), rank)
+        return end_ranks_with_error(UserError(str(error)), rank)
     except UserError as shared:
-        return fail_together(shared, rank)
-    raise AssertionError("report_error always raises")
+        return end_ranks_with_error(shared, rank)
+    raise AssertionError("broadcast_error always raises")
 
 
 def as_error(error: ValueError | OSError) -> ValueError:
@@ -189,10 +189,10 @@ def as_error(error: ValueError | OSError) -> ValueError:
         return error
     if error.filename is None and not isinstance(error, WriteError):
         raise error
-    return UserError(told(error))
+    return UserError(os_error_text(error))
 
 
-def fail_together(error: ValueError, rank: int, status: int = USER_ERROR) -> int:
+def end_ranks_with_error(error: ValueError, rank: int, status: int = USER_ERROR) -> int:
     """End all ranks with one line: rank 0's, or of another that stands alone with its error."""
     from tlt_hpc.mpi.ending import all_ranks_arrive, exit_now, is_alone
 
@@ -247,12 +247,12 @@ def run_alone(module: str, options: argparse.Namespace) -> int:
 def start_processes(config: Config, options: argparse.Namespace) -> None:
     """Start what judges responses, and a tracker's process: a process that has MPI should start no other."""
     from tlt_hpc.look.tracking import start_early
-    from tlt_hpc.rewards.scorer import standing_judge, without_form
+    from tlt_hpc.rewards.scorer import process_judge, without_form
 
     if options.command in ("train", "compare", "evaluate", "ablate"):
-        standing_judge(config.reward)
+        process_judge(config.reward)
         if config.evaluation.every_steps:
-            standing_judge(without_form(config.reward))
+            process_judge(without_form(config.reward))
     if options.command == "train" and not launched_rank(os.environ):
         start_early(config.run)
 
@@ -280,13 +280,13 @@ def connect(config: Config, options: argparse.Namespace, flag: StopFlag) -> Worl
     return world
 
 
-def work_together(config: Config, options: argparse.Namespace, flag: StopFlag) -> int:
+def run_on_all_ranks(config: Config, options: argparse.Namespace, flag: StopFlag) -> int:
     """Run a command on all ranks, from their meeting to their end; returns the exit status."""
     work = COMMANDS[options.command].work
     assert not isinstance(work, str)
     start_processes(config, options)
     world = connect(config, options, flag)
-    with importing():
+    with without_garbage_collection():
         import tlt_hpc.run.job  # noqa: F401  with torch; what is left are modules of this package
     status = work(config, options, world)
     from tlt_hpc.rl.distributed import leave_process_group

@@ -14,9 +14,9 @@ from tlt_hpc.config import (
     UserError,
     check_learns,
     check_resumable,
+    config_for_comparison,
     load_saved_config,
     truncation_warning,
-    without_side_effects,
 )
 from tlt_hpc.storage.folder import GIVE_OUTPUT, RunFolder, check_writable
 from tlt_hpc.storage.records import read_finished
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from tlt_hpc.plan.inputs import ModelAssets
 
 
-def config_of(config: Config, options: argparse.Namespace) -> Config:
+def command_config(config: Config, options: argparse.Namespace) -> Config:
     """The configuration that a command runs.
 
     Raises:
@@ -41,7 +41,7 @@ def config_of(config: Config, options: argparse.Namespace) -> Config:
 
         return evaluation_config(config, find_subject(options.checkpoint, options.step, options.output))
     if options.command == "compare":
-        return without_side_effects(config)
+        return config_for_comparison(config)
     if options.command == "train":
         check_learns(config)
     return config
@@ -60,10 +60,10 @@ def plan_command(config: Config, options: argparse.Namespace, num_ranks: int) ->
     assets = read_assets(config, num_ranks)
     said = assets.prompts.warning if options.dry_run else ""  # it may read all rows, and a start says it itself
     said = _warning(said) + _warning(truncation_warning(config.rollout) if options.command == "train" else "")
-    return said + plan_with(config, assets, options, num_ranks)
+    return said + describe_training_plan(config, assets, options, num_ranks)
 
 
-def plan_with(config: Config, assets: ModelAssets, options: argparse.Namespace, num_ranks: int) -> str:
+def describe_training_plan(config: Config, assets: ModelAssets, options: argparse.Namespace, num_ranks: int) -> str:
     """The plan of a command that trains.
 
     Raises:
@@ -122,9 +122,9 @@ def check_drafter(drafter: DrafterSection, assets: ModelAssets, is_read: bool) -
     except ValueError as error:
         raise ConfigError(f"{error} or 'random'") from None
     if is_read:
-        from tlt_hpc.models.drafter_file import initial_drafter
+        from tlt_hpc.models.drafter_file import read_drafter_of_init
 
-        initial_drafter(init, drafter.form, assets.shape, assets.folder)
+        read_drafter_of_init(init, drafter.form, assets.shape, assets.folder)
 
 
 def plan_evaluation(config: Config, options: argparse.Namespace, num_ranks: int) -> str:

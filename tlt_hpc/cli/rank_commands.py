@@ -47,7 +47,9 @@ def train(config: Config, options: argparse.Namespace, world: World) -> int:
         if world.rank == 0:
             print_result(config, result)
         if not result.finished:
-            return stop_early(world, config.folder, partial(run_progress, config), tracking.close if tracking else None)
+            return requeue_stopped_job(
+                world, config.folder, partial(run_progress, config), tracking.close if tracking else None
+            )
     return 0
 
 
@@ -91,7 +93,7 @@ def warmup(config: Config, options: argparse.Namespace, world: World) -> int:
     if result.progress.is_finished:
         return 0
     updates = count(result.progress.updates, "update")
-    return stop_early(world, result.folder, lambda: f"{written_files(config)}, {updates}")
+    return requeue_stopped_job(world, result.folder, lambda: f"{written_files(config)}, {updates}")
 
 
 def evaluate(config: Config, options: argparse.Namespace, world: World) -> int:
@@ -107,7 +109,7 @@ def evaluate(config: Config, options: argparse.Namespace, world: World) -> int:
         print_evaluation(result)
     if result.finished:
         return 0
-    return stop_early(world, result.folder, lambda: f"{count(result.num_left, 'response')} before the end")
+    return requeue_stopped_job(world, result.folder, lambda: f"{count(result.num_left, 'response')} before the end")
 
 
 def ablate(config: Config, options: argparse.Namespace, world: World) -> int:
@@ -116,7 +118,7 @@ def ablate(config: Config, options: argparse.Namespace, world: World) -> int:
     return status
 
 
-def stop_early(
+def requeue_stopped_job(
     world: World, folder: Path, progress: Callable[[], str], close: Callable[[Callable[[], float]], bool] | None = None
 ) -> int:
     """The end of a job that was stopped and can continue: at its time limit, or if preempted, Slurm queues it again.

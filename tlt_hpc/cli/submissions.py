@@ -16,10 +16,10 @@ from tlt_hpc.cli.command_line import did_you_mean
 from tlt_hpc.cli.submit import (
     as_typed,
     check_member,
-    describe,
     is_job,
     jobs_before,
     preflight,
+    print_submission,
     request_of,
     run_submit,
     submission_folder,
@@ -27,7 +27,7 @@ from tlt_hpc.cli.submit import (
 )
 from tlt_hpc.cluster.slurm import QueuedJob, SlurmError, ask_slurm, read_queue
 from tlt_hpc.cluster.status import UNKNOWN, MemberStatus, cancelled_file, read_statuses, unfinished
-from tlt_hpc.cluster.submission import FILE, SUBMITTED, Submission, known_submissions, load
+from tlt_hpc.cluster.submission import FILE, SUBMITTED, Submission, load, load_known_submissions
 from tlt_hpc.common.words import table
 from tlt_hpc.config import ConfigError, UserError
 from tlt_hpc.look.collect import RunRow, as_table, row_of, write_csv
@@ -49,7 +49,7 @@ def run(options: argparse.Namespace) -> int:
             raise ConfigError(f"no job file and no command {options.config!r}{near}")
         return run_submit(options)
     if command == "list":
-        return run_list(known_submissions(*filter(None, [options.folder])))
+        return run_list(load_known_submissions(*filter(None, [options.folder])))
     if command == "collect" and options.output is not None and not options.output.parent.is_dir():
         raise ConfigError(f"--output {options.output}: its folder does not exist; make it first")
     if options.submission:
@@ -58,8 +58,8 @@ def run(options: argparse.Namespace) -> int:
         word = options.submission
         if command == "cancel" and is_job(word) and not any(word in (job, job.partition("_")[0]) for job in newest):
             raise ConfigError(f"job {word} was submitted again since; give the newest: {', '.join(sorted(newest))}")
-        known = known_submissions(submission.folder.parent)
-    elif known := known_submissions():
+        known = load_known_submissions(submission.folder.parent)
+    elif known := load_known_submissions():
         submission = submission_to_cancel(known) if command == "cancel" else known[-1]
         names = {member.name for member in submission.members}
     else:
@@ -78,7 +78,7 @@ def find_submission(word: str) -> tuple[Submission, set[str]]:
     if (submission_folder(word) / FILE).exists():
         submission = load(submission_folder(word))
         return submission, {member.name for member in submission.members}
-    known = known_submissions()
+    known = load_known_submissions()
     for submission in reversed(known):
         if is_job(word) and (names := submission.members_of(word)):
             return submission, names
@@ -166,7 +166,7 @@ def run_resubmit(
         return 0
     before = jobs_before(submission.after, is_first=False)
     asked = replace(submission, request=request_of(options, submission.request.options))
-    describe(asked, asked.chosen(again), before)
+    print_submission(asked, asked.chosen(again), before)
     if asked.request != submission.request:
         check_again(asked, again, before, with_preflight=not options.no_preflight)
     if options.dry_run:

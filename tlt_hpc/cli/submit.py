@@ -18,9 +18,9 @@ from functools import partial
 from pathlib import Path
 
 import tlt_hpc
-from tlt_hpc.cli.plans import config_of, finished_message
-from tlt_hpc.cluster.executor import batch_script, send
-from tlt_hpc.cluster.request import COUNTS, SlurmRequest, num_gpus, read_options, script_options, words_of
+from tlt_hpc.cli.plans import command_config, finished_message
+from tlt_hpc.cluster.executor import batch_script, submit_jobs
+from tlt_hpc.cluster.request import COUNTS, SlurmRequest, num_gpus, parse_sbatch_options, read_script_options, words_of
 from tlt_hpc.cluster.slurm import SlurmError, ask_slurm, read_queue
 from tlt_hpc.cluster.status import FINISHED, read_statuses
 from tlt_hpc.cluster.submission import (
@@ -29,11 +29,11 @@ from tlt_hpc.cluster.submission import (
     Submission,
     SubmittedRun,
     further_options,
-    known_submissions,
     load,
+    load_known_submissions,
     make_members,
-    parameters,
     save,
+    submitit_parameters,
 )
 from tlt_hpc.common.source import load_extra
 from tlt_hpc.common.words import count
@@ -82,7 +82,7 @@ def run_submit(options: argparse.Namespace) -> int:
         refuse_finished(options.config, submission)
     before = jobs_before(options.after, is_first=True)
     refuse_second_starts(submission, set(before))
-    describe(submission, submission.members, before)
+    print_submission(submission, submission.members, before)
     if not options.no_preflight:
         preflight(options.config, submission, before, options.gpu_memory)
     if options.dry_run:
@@ -98,7 +98,7 @@ def run_submit(options: argparse.Namespace) -> int:
     return 0
 
 
-def describe(submission: Submission, members: Sequence[SubmittedRun], before: Sequence[str]) -> None:
+def print_submission(submission: Submission, members: Sequence[SubmittedRun], before: Sequence[str]) -> None:
     """Print what Slurm is asked for, and the command of each of these members."""
     words = words_of({_SHOWN.get(name, name): value for name, value in submission.request.options.items()})
     words += [f"--dependency=afterok:{':'.join(before)}"] if before else []
@@ -114,7 +114,7 @@ def make_submission(options: argparse.Namespace) -> Submission:
     Raises:
         ConfigError: a member's configuration is wrong, or the folder has a submission.
     """
-    own_config = partial(config_of, options=argparse.Namespace(command=options.command_of_job))
+    own_config = partial(command_config, options=argparse.Namespace(command=options.command_of_job))
     try:
         loaded = own_config(load_config(options.config, options.overrides))
     except ConfigError as error:
@@ -132,7 +132,7 @@ def make_submission(options: argparse.Namespace) -> Submission:
     words = options.command_of_job, options.config, config, options.overrides, options.sweep
     members = make_members(*words, own_config)
     members = tuple(replace(member, first_step=row_of("", "", Path(member.run)).steps or 0) for member in members)
-    before = script_options(options.script) if options.script else {}
+    before = read_script_options(options.script) if options.script else {}
     request = request_of(options, before, 0 if options.script else loaded.run.ranks)
     after = tuple(word if is_job(word) else str(Path(word).resolve()) for word in options.after)
     place = folder.resolve(), Path.cwd(), find_project()
@@ -166,7 +166,7 @@ def request_of(options: argparse.Namespace, before: Mapping[str, str], num_ranks
     Raises:
         ConfigError: an option is not understood, is not the user's to give, or is of another measure than the node.
     """
-    own = read_options([word if word.startswith("-") else f"--{word}" for word in options.sbatch])
+    own = parse_sbatch_options([word if word.startswith("-") else f"--{word}" for word in options.sbatch])
     fields = {name: shown.replace("-", "_") for name, shown in _SHOWN.items()}
     typed = {name: str(vars(options)[field]) for name, field in fields.items() if field in options}
     if name := next((name for name in own if name in _OWN_OPTIONS), ""):
@@ -179,7 +179,7 @@ def request_of(options: argparse.Namespace, before: Mapping[str, str], num_ranks
     if SlurmRequest(own | typed).gpus_per_node:
         before = _without_gpus(before)
     kept = {name: value for name, value in before.items() if name not in _OWN_OPTIONS and value != _SIGNAL}
-    asked = SlurmRequest(read_options([*words_of(kept), *words_of(own)])).check().options
+    asked = SlurmRequest(parse_sbatch_options([*words_of(kept), *words_of(own)])).check().options
     asked = {name: value for name, value in asked.items() if not (name in _SHOWN and value.startswith("YOUR_"))} | typed
     asked = {name: value for name, value in asked.items() if value or name not in _SHOWN}  # --account "" asks for none
     for name in COUNTS:
@@ -215,7 +215,7 @@ def refuse_second_starts(submission: Submission, before: Set[str]) -> None:
         ConfigError: with the job.
     """
     runs, queue = set(map(submission.place, submission.members)), None
-    known = known_submissions(submission.folder.parent)
+    known = load_known_submissions(submission.folder.parent)
     for earlier in known:
         same = [member for member in earlier.members if earlier.place(member) in runs and member.jobs]
         queue = read_queue(each.user for each in known) if same and queue is None else queue
@@ -318,7 +318,9 @@ def preflight(config: str, submission: Submission, before: Sequence[str], gpu_me
     is_made_before = bool(before) and drafter in drafters_before(submission.after)
     with tempfile.TemporaryDirectory() as place:
         script = Path(place) / "submission.sh"
-        script.write_text(batch_script(submission.jobs_folder, parameters(submission, before)), encoding="utf-8")
+        script.write_text(
+            batch_script(submission.jobs_folder, submitit_parameters(submission, before)), encoding="utf-8"
+        )
         print("checking the job as `tlt preflight` does", flush=True)
         check_job = load_extra("tlt_hpc.extras.preflight.checklist", "add --no-preflight").check_job
         for name, finding in check_job(config, arguments, SlurmRequest.of_script(script), gpu_memory):
@@ -357,7 +359,7 @@ def submit(
     """
     chosen = submission.chosen(names)
     commands = [member.arguments for member in chosen]
-    jobs = send(submission.jobs_folder, parameters(submission, before), commands, environment)
+    jobs = submit_jobs(submission.jobs_folder, submitit_parameters(submission, before), commands, environment)
     save(submission.with_jobs(dict(zip((member.name for member in chosen), jobs, strict=True))))
     for member, job in zip(chosen, jobs, strict=True):
         print(f"job {job}: {member.name}")

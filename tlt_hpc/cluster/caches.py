@@ -69,7 +69,7 @@ def is_own(folder: Path) -> bool:
     return found.st_uid == os.geteuid() and stat.S_ISDIR(found.st_mode)
 
 
-def in_memory(environment: Mapping[str, str]) -> str:
+def memory_cache_warning(environment: Mapping[str, str]) -> str:
     """Return a warning if the caches of this node are in its memory, as where it has no disk; else an empty text."""
     folder = Path(environment.get(FOLDER, ""))
     mount = System.of(environment).mount(folder)

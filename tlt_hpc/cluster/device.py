@@ -31,7 +31,7 @@ def visible_devices(environment: Mapping[str, str]) -> list[str]:
     return [] if text in _NONE else [device.strip() for device in text.split(",")]
 
 
-def take_device(environment: MutableMapping[str, str], rank: int) -> str | None:
+def restrict_to_one_gpu(environment: MutableMapping[str, str], rank: int) -> str | None:
     """Let this rank see one GPU alone, and return its name; None where nothing is said of GPUs.
 
     One that is the only one is kept: Slurm may have assigned them by itself (``--gpus-per-task``, ``--gpu-bind``).

@@ -22,7 +22,7 @@ from submitit.core.utils import FailedJobError
 
 from tlt_hpc.cluster.request import OPPOSITE, variable_of
 from tlt_hpc.common.errors import UserError
-from tlt_hpc.common.files import read_text, told
+from tlt_hpc.common.files import os_error_text, read_text
 
 _INSTEAD = {"mem": ("mem-per-cpu", "mem-per-gpu"), "gres": ("gpus-per-node", "gpus"), "gpus-per-node": ("gres", "gpus")}
 """Options that sbatch takes instead of, or beside, one of these, and that ask for something else."""
@@ -30,7 +30,7 @@ _OWN = ("array", "job-name", "open-mode", "output", "wait")
 """Options that submitit sets by itself, and one with which sbatch would not return."""
 
 
-def send(
+def submit_jobs(
     folder: Path, parameters: Mapping[str, Any], commands: Sequence[Sequence[str]], environment: Mapping[str, str]
 ) -> list[str]:
     """Submit one job for each command, as an array if there are several; returns their job numbers.
@@ -46,7 +46,7 @@ def send(
     executor = _executor(folder, parameters)
     try:
         # the error has the same text
-        with redirect_stderr(StringIO()), as_given(os.environ, environment), executor.batch():
+        with redirect_stderr(StringIO()), restoring_environment(os.environ, environment), executor.batch():
             jobs = [executor.submit(run_rank, command) for command in commands]
     except FailedJobError as error:
         raise UserError(f"sbatch refused the job: {' '.join(str(error).split())}") from None
@@ -88,7 +88,7 @@ def drop_overruling(environment: MutableMapping[str, str], options: Iterable[str
 
 
 @contextmanager
-def as_given(own: MutableMapping[str, str], given: Mapping[str, str]) -> Iterator[None]:
+def restoring_environment(own: MutableMapping[str, str], given: Mapping[str, str]) -> Iterator[None]:
     """Restore the environment variables that were ``given`` while inside: libraries set threads, a device, offline use.
 
     A variable that was removed stays so.
@@ -115,7 +115,7 @@ def read_status(folder: Path, job: str) -> int | None:
     try:
         text = read_text(files[-1]).strip()
     except OSError as error:
-        raise UserError(told(error)) from None
+        raise UserError(os_error_text(error)) from None
     return int(text) if re.fullmatch("[0-9]{1,3}", text) else 1
 
 

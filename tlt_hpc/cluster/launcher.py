@@ -61,7 +61,7 @@ def starting(num_ranks: int | None) -> str:
     return f"starting {'the ranks' if num_ranks is None else count(num_ranks, 'rank')}"
 
 
-def alone_in_step(environment: Mapping[str, str], num_ranks: int, given: Sequence[str]) -> str:
+def single_rank_hint(environment: Mapping[str, str], num_ranks: int, given: Sequence[str]) -> str:
     """The line for the user where a step of a Slurm job, such as a shell, has one rank, and ``run.ranks`` says more.
 
     A batch script of ours, which sets the job file, was asked for its ranks. ``given``: the words after ``tlt``.
@@ -131,7 +131,7 @@ def launch_environment(num_ranks: int, environment: Mapping[str, str], job: str 
     return ranks
 
 
-def outlive_readers() -> None:
+def pipe_output_through_tee() -> None:
     """Put ``tee`` before each pipe that we write to: mpiexec kills its ranks if it cannot write.
 
     ``tee`` reads on after its reader has ended, as where Ctrl-C ends all of ``tlt train job.toml | tee log``, until all
@@ -161,5 +161,5 @@ def outlive_readers() -> None:
 def become_ranks(num_ranks: int, arguments: Sequence[str], job: str) -> None:
     """Replace this process by mpiexec with the ranks; does not return."""
     command = launch_command(num_ranks, arguments)
-    outlive_readers()
+    pipe_output_through_tee()
     os.execve(command[0], command, launch_environment(num_ranks, os.environ, job))

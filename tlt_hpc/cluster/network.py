@@ -49,7 +49,7 @@ def start_log(environment: MutableMapping[str, str]) -> Path | None:
     return Path(name)
 
 
-def read_log(path: Path, environment: MutableMapping[str, str]) -> ChosenNetwork:
+def read_and_remove_nccl_log(path: Path, environment: MutableMapping[str, str]) -> ChosenNetwork:
     """Read NCCL's choice, once the ranks have met; removes the log file and the variables of ``start_log``."""
     for name in _LOG_VARIABLES:
         environment.pop(name, None)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
 
-from tlt_hpc.cluster.slurm import seconds_of
+from tlt_hpc.cluster.slurm import parse_slurm_time
 from tlt_hpc.config import ConfigError
 
 _GPU_RESOURCE = re.compile(r"(?:^|,)(?:gres/)?gpu(?::(?!\d+(?:$|[,(]))[^:,()]+)?(?::(\d+))?(?=$|[,(])")
@@ -66,9 +66,9 @@ class SlurmRequest:
         """
         typed = given or {}
         named = {name: value for name in _READ_FROM_VARIABLES if (value := environment.get(variable_of(name)))}
-        words = [word for part in (script_options(script), named, typed) for word in words_of(part)]
+        words = [word for part in (read_script_options(script), named, typed) for word in words_of(part)]
         variables = tuple(variable_of(name) for name in named if name not in typed)
-        return cls(read_options(words), variables, (*words_of(typed), str(script))).check()
+        return cls(parse_sbatch_options(words), variables, (*words_of(typed), str(script))).check()
 
     def asked(self, option: str) -> str:
         """The value of an option of sbatch; empty where it is not given."""
@@ -135,7 +135,7 @@ class SlurmRequest:
         Raises:
             SlurmError: it is not in Slurm's format.
         """
-        return seconds_of(self.asked("time") or "0") or math.inf  # 0 requests no limit
+        return parse_slurm_time(self.asked("time") or "0") or math.inf  # 0 requests no limit
 
     def source(self, option: str) -> str:
         """What decides about an option, to be named to the user: a variable of sbatch if it is set, else the script."""
@@ -152,7 +152,7 @@ def words_of(options: Mapping[str, str]) -> list[str]:
     return [f"--{name}={value}" if value else f"--{name}" for name, value in options.items()]
 
 
-def script_options(script: Path) -> dict[str, str]:
+def read_script_options(script: Path) -> dict[str, str]:
     """The options in the ``#SBATCH`` lines of a batch script before its first command.
 
     Raises:
@@ -170,10 +170,10 @@ def script_options(script: Path) -> dict[str, str]:
         words = [word for line in asked for word in shlex.split(line, comments=True)]
     except ValueError:
         raise ConfigError(f"--script {script}: a quote in an #SBATCH line has no end; close or remove it") from None
-    return read_options(words)
+    return parse_sbatch_options(words)
 
 
-def read_options(words: Sequence[str]) -> dict[str, str]:
+def parse_sbatch_options(words: Sequence[str]) -> dict[str, str]:
     """Options of sbatch by their long names, the last of each name; an empty text for one without a value.
 
     Raises:

@@ -47,7 +47,7 @@ class Allocation:
             SlurmError: ``squeue`` is not there, does not answer, or knows no such job.
         """
         asked = ("--noheader", f"--jobs={self.job_id}", "--format=%L")
-        return seconds_of(ask_slurm("squeue", *asked, within=within).strip())
+        return parse_slurm_time(ask_slurm("squeue", *asked, within=within).strip())
 
     def is_preempted(self) -> bool:
         """Ask Slurm, and return True if it is about to end the job for the sake of another.
@@ -57,7 +57,7 @@ class Allocation:
         """
         return _PREEMPTED.search(ask_slurm("scontrol", "--oneliner", "show", "job", self.job_id)) is not None
 
-    def is_queued_again(self) -> bool:
+    def ask_if_requeued(self) -> bool:
         """Ask Slurm, and return True if a ``requeue`` was accepted.
 
         Raises:
@@ -135,7 +135,7 @@ def parse_queue(text: str) -> dict[str, QueuedJob]:
     return {job.partition("_[")[0]: QueuedJob(state, reason) for job, state, reason in rows}
 
 
-def seconds_of(text: str) -> float:
+def parse_slurm_time(text: str) -> float:
     """Seconds of a time in Slurm's format, such as ``90`` (minutes), ``5:00``, ``24:00:00`` or ``2-00``.
 
     Raises:

@@ -10,7 +10,7 @@ from pathlib import Path
 from tlt_hpc.cluster.executor import read_status
 from tlt_hpc.cluster.slurm import QueuedJob, SlurmError, read_queue
 from tlt_hpc.cluster.stopping import STOPPED_EARLY
-from tlt_hpc.cluster.submission import Submission, SubmittedRun, known_submissions
+from tlt_hpc.cluster.submission import Submission, SubmittedRun, load_known_submissions
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.records import read_finished
 
@@ -109,7 +109,7 @@ def resubmitted_by(run: Path, job: str) -> str:
     return f"tlt submit resubmit {job}" if has_it else ""
 
 
-def job_to_come(run: Path) -> str:
+def describe_pending_job(run: Path) -> str:
     """The submitted job that will write a run's folder, and its state, in words; empty if none waits or runs."""
     if not (found := _submitted(run)):
         return ""
@@ -123,5 +123,5 @@ def job_to_come(run: Path) -> str:
 
 def _submitted(run: Path) -> list[tuple[Submission, SubmittedRun]]:
     """The members whose run is in this folder and that have jobs, the newest last."""
-    known = [(submission, member) for submission in known_submissions() for member in submission.members]
+    known = [(submission, member) for submission in load_known_submissions() for member in submission.members]
     return [(each, member) for each, member in known if member.jobs and each.place(member) == run.resolve()]

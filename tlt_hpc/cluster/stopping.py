@@ -12,7 +12,7 @@
 3. Save. ``should_continue`` (run/saving.py) ends the loop of train.py; a rollout that was cut short has its finished
    responses written (``Keeper.keep`` in run/kept.py), and ``save_at_end`` writes a checkpoint as far as
    ``StopFlag.is_late`` leaves time.
-4. Requeue. ``queue_again``, called by ``stop_early`` of cli/rank_commands.py on rank 0, has Slurm queue the job again.
+4. Requeue. ``queue_again``, called by ``requeue_stopped_job`` of cli/rank_commands.py on rank 0, has Slurm queue the job again.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ MAX_IDLE_STARTS = 3
 """So many starts in a row without progress end a job that would otherwise be queued again forever."""
 
 
-def seconds_ahead(limit: float) -> float:
+def seconds_before_limit(limit: float) -> float:
     """Return how many seconds before the end of ``limit`` a run is asked to stop: two minutes, or the last quarter."""
     return min(ASKED_AHEAD_SECONDS, limit / 4)
 
@@ -146,9 +146,9 @@ class StopFlag:
                 seconds left, which are more if an operator has raised the limit. Infinity: no limit any more.
         """
         self._ends_at = time.monotonic() + seconds
-        ahead = seconds_ahead(seconds)
+        ahead = seconds_before_limit(seconds)
 
-        def near_the_end() -> None:
+        def stop_or_extend_limit() -> None:
             left = ask_again(ahead / 8)
             if left < ahead + RAISED_SECONDS:
                 self.request(Stop.TIME, f"the time limit, in {ahead:.0f} s")
@@ -159,7 +159,7 @@ class StopFlag:
                 self.set_time_limit(left, at_last, ask_again)
 
         last = self._after(seconds - min(END_SECONDS, ahead) / 2, lambda: self.finish(at_last))
-        self._after(seconds - ahead, near_the_end)
+        self._after(seconds - ahead, stop_or_extend_limit)
 
     def _after(self, seconds: float, action: Callable[[], None]) -> threading.Timer:
         self.timers.append(threading.Timer(min(seconds, threading.TIMEOUT_MAX), action))
@@ -216,7 +216,7 @@ class StopFlag:
 # --- under Slurm, on rank 0 ---
 
 
-def know_limits(
+def start_time_limit_timers(
     flag: StopFlag, environment: Mapping[str, str], rank: int, folder: Path, progress: Callable[[], str] | None
 ) -> None:
     """Set when the allocation ends in rank 0's stop flag, which votes for all ranks.
@@ -238,10 +238,10 @@ def know_limits(
     if left == math.inf:
         return
     BEAT.ends_at = time.time() + left
-    if left - seconds_ahead(left) < SHORT_SECONDS:
+    if left - seconds_before_limit(left) < SHORT_SECONDS:
         logger.warning(
             "the allocation ends in %.0f s, and the run stops %.0f s before that, or at an earlier --signal: if a "
-            "start and a step do not fit, nothing is trained; give more --time", left, seconds_ahead(left)
+            "start and a step do not fit, nothing is trained; give more --time", left, seconds_before_limit(left)
         )  # fmt: skip
 
     def at_last() -> None:
@@ -297,7 +297,7 @@ def _requeue(job: Allocation) -> None:
         _try_again(job.requeue)
     except SlurmError:
         with suppress(SlurmError):
-            if job.is_queued_again():  # only the answer was lost
+            if job.ask_if_requeued():  # only the answer was lost
                 return
         raise
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from tlt_hpc.cluster.request import SlurmRequest
-from tlt_hpc.cluster.slurm import seconds_of
-from tlt_hpc.cluster.stopping import AGAIN, seconds_ahead
+from tlt_hpc.cluster.slurm import parse_slurm_time
+from tlt_hpc.cluster.stopping import AGAIN, seconds_before_limit
 from tlt_hpc.common.files import DamagedText, Moment, read_json
 from tlt_hpc.config import Config, ConfigError, load_config
 from tlt_hpc.storage.folder import writing_beside
@@ -184,14 +184,14 @@ def further_options(request: SlurmRequest) -> dict[str, Any]:
         SlurmError: a time limit is not in Slurm's format.
     """
     asked = request.options
-    limits = [seconds_of(asked[name]) for name in ("time", "time-min") if name in asked]
-    ahead = seconds_ahead(min((limit for limit in limits if limit), default=math.inf))  # 0 requests no limit
+    limits = [parse_slurm_time(asked[name]) for name in ("time", "time-min") if name in asked]
+    ahead = seconds_before_limit(min((limit for limit in limits if limit), default=math.inf))  # 0 requests no limit
     requeue = {"requeue": True} if request.requeue is None else {}
     own = {name: value or True for name, value in asked.items() if name not in ("nodes", "ntasks-per-node")}
     return {"signal": f"USR2@{ahead:.0f}"} | requeue | own
 
 
-def parameters(submission: Submission, jobs_before: Sequence[str] = ()) -> dict[str, Any]:
+def submitit_parameters(submission: Submission, jobs_before: Sequence[str] = ()) -> dict[str, Any]:
     """What submitit is given: the same environment and srun as in the scripts of ``sbatch/``.
 
     Args:
@@ -258,7 +258,7 @@ def load(folder: Path) -> Submission:
         raise ConfigError(f"{path} is damaged or of an earlier version ({error}); submit again") from None
 
 
-def known_submissions(beside: Path = SUBMITTED) -> list[Submission]:
+def load_known_submissions(beside: Path = SUBMITTED) -> list[Submission]:
     """Those of this folder's ``runs/submitted``, and those ``beside``, the oldest first; damaged ones are named."""
     found = []
     for path in sorted({path.resolve() for place in (SUBMITTED, beside) for path in place.glob(f"*/{FILE}")}):

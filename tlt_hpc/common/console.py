@@ -10,7 +10,7 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.text import Text
 
-from tlt_hpc.common.printable import printable, raw_stream, reader_gone
+from tlt_hpc.common.printable import discard_output_or_exit, printable, raw_stream
 
 _SHOWN_BROKEN = 20
 
@@ -36,7 +36,7 @@ class TextConsole(Console):
     def on_broken_pipe(self) -> None:
         """As for plain text."""
         self.quiet = True
-        reader_gone(self.file)  # type: ignore[arg-type]
+        discard_output_or_exit(self.file)  # type: ignore[arg-type]
 
 
 def make_console(width: int = 120) -> TextConsole:

@@ -104,7 +104,7 @@ def read_bytes(path: Path, most: int = DOCUMENT_BYTES) -> bytes:
     Raises:
         OSError: as ``open_regular``, or it has more than ``most`` bytes.
     """
-    with naming(path), open_regular(path) as file:  # a close may fail, too
+    with adding_path_to_errors(path), open_regular(path) as file:  # a close may fail, too
         size = os.fstat(file.fileno()).st_size
         data = b"" if size > most else file.read(most + 1)  # some file systems tell a size of 0
     if max(size, len(data)) > most:
@@ -120,7 +120,7 @@ def read_last_lines(path: Path, num_bytes: int) -> bytes:
     Raises:
         OSError: as ``open_regular``.
     """
-    with naming(path), open_regular(path) as file:
+    with adding_path_to_errors(path), open_regular(path) as file:
         start = max(0, file.seek(0, os.SEEK_END) - num_bytes)
         file.seek(start)
         data = file.read(num_bytes)
@@ -128,7 +128,7 @@ def read_last_lines(path: Path, num_bytes: int) -> bytes:
 
 
 @contextmanager
-def naming(path: Path) -> Iterator[None]:
+def adding_path_to_errors(path: Path) -> Iterator[None]:
     """Add the path to errors of reading, which the system reports without it.
 
     Raises:
@@ -259,7 +259,7 @@ def has_remedy(error: OSError) -> bool:
     return error.filename is not None and error.errno in _REMEDIES
 
 
-def told(error: OSError) -> str:
+def os_error_text(error: OSError) -> str:
     """A system error in one line: the path, the cause, and a remedy if there is one."""
     cause = error.strerror or str(error)
     remedy = _REMEDIES.get(error.errno or 0, "")

@@ -42,7 +42,7 @@ def _cgroup_rooms(root: Path) -> Iterator[int]:
 
 
 @contextmanager
-def importing() -> Iterator[None]:
+def without_garbage_collection() -> Iterator[None]:
     """Inside, nothing is collected, and what is imported is excluded from all later collections.
 
     Almost all that an import makes stays. Collections would take a fifth of the import's time, and each later one a

@@ -58,7 +58,7 @@ class PrintableStream(io.TextIOBase):
         try:
             self.stream.write(printable(text))
         except BrokenPipeError:
-            reader_gone(self.stream)
+            discard_output_or_exit(self.stream)
         return len(text)
 
     def flush(self) -> None:
@@ -66,7 +66,7 @@ class PrintableStream(io.TextIOBase):
         try:
             self.stream.flush()
         except BrokenPipeError:
-            reader_gone(self.stream)
+            discard_output_or_exit(self.stream)
 
     def isatty(self) -> bool:
         """True if the stream is a terminal."""
@@ -77,7 +77,7 @@ class PrintableStream(io.TextIOBase):
         return self.stream.fileno()
 
 
-def reader_gone(stream: TextIO) -> None:
+def discard_output_or_exit(stream: TextIO) -> None:
     """Discard what is still to be written to a stream, and end the process if its output was all that it was for.
 
     Raises:

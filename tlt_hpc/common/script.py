@@ -16,7 +16,7 @@ from tlt_hpc.common.printable import escape_streams, one_line
 _WRONG = 2
 
 
-def ending(name: str, work: Callable[[], int | None]) -> int:
+def run_script(name: str, work: Callable[[], int | None]) -> int:
     """Run a script; a user's mistake, or a place that cannot be read or written, is one line and status 2."""
     escape_streams()
     try:
@@ -24,9 +24,9 @@ def ending(name: str, work: Callable[[], int | None]) -> int:
     except UserError as error:
         print(f"{name}: {one_line(error)}", file=sys.stderr)
     except OSError as error:
-        from tlt_hpc.common.files import told  # has libraries of its own
+        from tlt_hpc.common.files import os_error_text  # has libraries of its own
 
-        print(f"{name}: {one_line(told(error))}", file=sys.stderr)
+        print(f"{name}: {one_line(os_error_text(error))}", file=sys.stderr)
     return _WRONG
 
 

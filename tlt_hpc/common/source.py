@@ -35,7 +35,7 @@ def source_digest(folder: Path = PACKAGE) -> str:
     return digest.hexdigest()[:12]
 
 
-def git_commit(clone: Path = PACKAGE.parent) -> str:
+def read_git_commit(clone: Path = PACKAGE.parent) -> str:
     """The commit that is checked out in a clone or a worktree; empty if it is neither.
 
     It is read from the log of HEAD: git need not be installed, and no process is started beside MPI.

@@ -10,8 +10,8 @@ from tlt_hpc.config.checks import (
     check_ranks,
     check_replicas,
     check_sequence_parallel,
+    config_for_comparison,
     truncation_warning,
-    without_side_effects,
 )
 from tlt_hpc.config.data_sections import (
     CONTINUES,
@@ -27,8 +27,8 @@ from tlt_hpc.config.reading import (
     FREE_ON_RESUME,
     apply_override,
     check_resumable,
-    find_problems,
     load_config,
+    load_config_or_problems,
     load_saved_config,
     parse_config,
     to_toml,

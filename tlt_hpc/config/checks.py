@@ -157,7 +157,7 @@ def check_learns(config: Config) -> None:
         )
 
 
-def without_side_effects(config: Config) -> Config:
+def config_for_comparison(config: Config) -> Config:
     """The job without evaluations, trackers and rollout correction, for runs that are compared with each other.
 
     A correction reads the rollout's own probabilities, whose last bits depend on how the text was decoded. The learning

@@ -18,11 +18,11 @@ from tlt_hpc.common.files import (
     LINES_BYTES,
     DamagedText,
     NotTomlError,
+    os_error_text,
     parse_object,
     parse_toml,
     read_bytes,
     read_toml,
-    told,
     toml_of,
 )
 from tlt_hpc.config.checks import find_contradictions
@@ -70,7 +70,7 @@ def refuse_foreign_function(path: Path, overrides: Sequence[str], reward: Reward
         )
 
 
-def find_problems(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Config | None, list[ConfigError]]:
+def load_config_or_problems(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Config | None, list[ConfigError]]:
     """The configuration, or None and all mistakes in its keys and values.
 
     Raises:
@@ -93,7 +93,7 @@ def load_saved_config(path: Path) -> Config:
     except ConfigError as error:
         raise ConfigError(
             f"{path}, which the run saved: {error} (in that file; if another version wrote it, open the run with its "
-            f"commit{_commit(path)})"
+            f"commit{_read_saved_commit(path)})"
         ) from None
 
 
@@ -110,7 +110,7 @@ def _leave_out_removed(tree: dict[str, Any]) -> None:
         algorithm["clip"] = [algorithm.pop("clip_low"), algorithm.pop("clip_high")]
 
 
-def _commit(path: Path) -> str:
+def _read_saved_commit(path: Path) -> str:
     """ ", COMMIT" of the last start of the run that saved a configuration at ``path``; empty if that is not known."""
     try:
         last = read_bytes(path.with_name("environment.jsonl"), LINES_BYTES).splitlines()[-1]
@@ -137,7 +137,7 @@ def _read_tree(path: Path, overrides: Sequence[str], content: bytes | None = Non
         tree = read_toml(path) if content is None else parse_toml(content)
     except OSError as error:
         if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EINVAL, errno.ELOOP):
-            raise ConfigError(f"config file {told(error)}") from None
+            raise ConfigError(f"config file {os_error_text(error)}") from None
         near = difflib.get_close_matches(path.stem, {each.stem: each for each in _jobs()}, n=1)
         raise ConfigError(
             f"config file {path}: {error.strerror}; "

@@ -76,12 +76,12 @@ class ChatTemplate:
         chat = [_with_reasoning(message) for message in plain]
         if any(isinstance(message["content"], list) for message in chat) and not self._reads_parts:
             chat = [{**message, "content": _joined(message["content"])} for message in chat]
-        return self._continued(chat) if chat[-1]["role"] == "assistant" else self._write(chat, True)
+        return self._continued(chat) if chat[-1]["role"] == "assistant" else self._render_template(chat, True)
 
     def turn_end(self) -> str:
         """The text that the template writes after the assistant's last message; empty if it leaves the message out."""
         try:
-            text = self._write([*_user("A"), {"role": "assistant", "content": _MARK}], False)
+            text = self._render_template([*_user("A"), {"role": "assistant", "content": _MARK}], False)
         except ChatError:
             return ""
         _, mark, end = text.rpartition(_MARK)
@@ -91,7 +91,7 @@ class ChatTemplate:
     def _reads_parts(self) -> bool:
         """True if the template writes the texts of a list of parts; many write it as a list of Python."""
         try:
-            text = self._write(_user([{"type": "text", "text": _MARK}]), True)
+            text = self._render_template(_user([{"type": "text", "text": _MARK}]), True)
         except ChatError:
             return False
         return _MARK in text and not any(f"{quote}{_MARK}{quote}" in text for quote in "'\"")
@@ -102,14 +102,14 @@ class ChatTemplate:
         last = content[-1]["text"] if isinstance(content, list) else content
         marked = f"{last}{_CONTINUED}"
         content = [*content[:-1], {**content[-1], "text": marked}] if isinstance(content, list) else marked
-        text = self._write([*chat[:-1], {**chat[-1], "content": content}], False)
+        text = self._render_template([*chat[:-1], {**chat[-1], "content": content}], False)
         end = text.rfind(_CONTINUED.strip())
         if end < 0 or last.strip() not in text:
             raise ChatError("it leaves out some of the assistant's message that is to be continued")
         # without the mark's own space the template trims messages
         return text[:end] if text.startswith(_CONTINUED, end) else text[:end].rstrip()
 
-    def _write(self, chat: list[dict[str, Any]], has_prompt: bool) -> str:
+    def _render_template(self, chat: list[dict[str, Any]], has_prompt: bool) -> str:
         from jinja2 import TemplateError
 
         try:

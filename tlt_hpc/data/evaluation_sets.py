@@ -15,7 +15,7 @@ from tlt_hpc.common.records import ChatFormat, Prompt
 from tlt_hpc.config import EMBEDDED_TASK, Config, ConfigError, EvaluationSection
 from tlt_hpc.data.chat import TEMPLATE_DATE
 from tlt_hpc.data.files import EVALUATED
-from tlt_hpc.data.prompts import draw_from_split, kept_rows, make_prompt, never_right, shuffled
+from tlt_hpc.data.prompts import draw_from_split, kept_rows, make_prompt, never_right_warning, shuffled
 from tlt_hpc.data.reader import PromptCheck, PromptReader
 
 _EMBEDDED_PROMPTS = 256
@@ -102,7 +102,7 @@ def _open(
     limit = config.evaluation.limit or len(good)
     drawn = sorted(good[shuffled(len(good), config.evaluation.seed, 0)[:limit]].tolist())
     prompts = tuple(map(reader.read, drawn))
-    wrong = never_right(reader.source, list(map(reader.check, drawn, prompts)))
+    wrong = never_right_warning(reader.source, list(map(reader.check, drawn, prompts)))
     written = [config.data.system_prompt, config.data.text_prompts, TEMPLATE_DATE]
     digest = hashlib.sha256("\0".join([reader.rows.digest(), reader.template_digest, *written]).encode()).hexdigest()
     warning = "; ".join(filter(None, (wrong, reader.warning, dropped)))

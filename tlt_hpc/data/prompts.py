@@ -117,7 +117,7 @@ class FilePrompts:
                 problems.append(reader.check(row, prompt))
                 if reader.is_partly_unknown(prompt):
                     self._unknown.append(row)
-        self._never_right = never_right(reader.source, problems)
+        self._never_right = never_right_warning(reader.source, problems)
 
     @property
     def warning(self) -> str:
@@ -130,7 +130,7 @@ class FilePrompts:
                 f"{self._reader.rows.where(self._unknown[0])}, and the model does not see them"
             )
         unbegun = ""
-        if start := self._reader.left_out_start(self._checked[0]):
+        if start := self._reader.missing_start_token(self._checked[0]):
             unbegun = (
                 f"{self._reader.source}: prompts do not begin with {start!r}, which the model's "
                 "tokenizer puts before every text (docs/data.md)"
@@ -239,7 +239,7 @@ def kept_rows(data: DataSection, reader: PromptReader) -> tuple[NDArray[np.bool_
     )
 
 
-def never_right(source: str, problems: Sequence[str]) -> str:
+def never_right_warning(source: str, problems: Sequence[str]) -> str:
     """A line about rows to which no response can be right, by what is wrong with each; empty: there are none.
 
     Raises:

@@ -122,7 +122,7 @@ class PromptReader:
         """True if the tokenizer reads some of the prompt's characters as its token for unknown text."""
         return self._unknown is not None and bool((prompt.tokens == self._unknown).any())
 
-    def left_out_start(self, index: int) -> str:
+    def missing_start_token(self, index: int) -> str:
         """The token that the tokenizer puts before every text, if a row's prompt does not begin with it; else empty."""
         assert self._tokenizer is not None, "prompts have no tokens"
         prompt = self.read_unlimited(index)

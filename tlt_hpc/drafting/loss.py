@@ -25,7 +25,7 @@ from tlt_hpc.models.policy_model import CHUNK_LOGITS
 
 
 @contextmanager
-def fast_products() -> Iterator[None]:
+def allowing_tf32() -> Iterator[None]:
     """Multiply float32 matrices on a GPU with factors rounded to 10 bits (TF32) while this lasts.
 
     Training the drafter changes no token, and bears that; the tie guard and the policy's update stay outside.
@@ -96,7 +96,7 @@ def _unroll(drafter: Drafter, batch: PackedBatch, embedding: Tensor, num_steps: 
         pairs = pairs[kept] + 1
         if not len(pairs):
             return
-        states = drafter(embedded[pairs], states[kept], batch.positions[pairs], path.next_step)
+        states = drafter(embedded[pairs], states[kept], batch.positions[pairs], path.attend_next_step)
         yield states, pairs
 
 

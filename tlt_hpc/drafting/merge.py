@@ -117,7 +117,7 @@ class Merge:
             trained.assign(summed[:-2].div_(total))
             trained.average.take()
         elif num_dropped:
-            self._take_back()
+            self._broadcast_untrained_drafter()
         if num_dropped and self._rank == 0:
             logger.warning(
                 "drafters of %d of %d ranks are not finite: left out of the merge", num_dropped, self._world.size
@@ -129,7 +129,7 @@ class Merge:
         trained.has_learned |= total > 0
         return MergeReport(int(total), trained.num_steps, fingerprint, exposed, self._is_dropped)
 
-    def _take_back(self) -> None:
+    def _broadcast_untrained_drafter(self) -> None:
         """Take up the drafter of the first rank that has it as it was before the rollout: finite, and not trained."""
         trained, world = self._trained, self._world
         is_kept = not self._num_tokens and not self._is_dropped

@@ -13,7 +13,7 @@ from itertools import count
 import torch
 
 from tlt_hpc.config import UserError
-from tlt_hpc.drafting.loss import fast_products
+from tlt_hpc.drafting.loss import allowing_tf32
 from tlt_hpc.drafting.merge import SumOverRanks, start_sum
 from tlt_hpc.drafting.pool import Excerpt, PackedBatch
 from tlt_hpc.drafting.spot import SpotTrainer
@@ -84,7 +84,7 @@ def _windows(document: Document, most_pairs: int) -> Iterator[Excerpt]:
             yield Excerpt(document, start, size)
 
 
-def learn(trainer: SpotTrainer, batches: Iterable[PackedBatch], world: SumOverRanks) -> float:
+def update_on_all_ranks(trainer: SpotTrainer, batches: Iterable[PackedBatch], world: SumOverRanks) -> float:
     """Take one update on the mean loss over the tokens of all ranks' batches, and return that loss. Collective.
 
     The ranks' drafters stay equal without a merge. A rank may have no batch.
@@ -97,7 +97,7 @@ def learn(trainer: SpotTrainer, batches: Iterable[PackedBatch], world: SumOverRa
     loss, num_tokens = 0.0, 0
     for batch in batches:
         num_counted = int(batch.counts.sum())
-        with fast_products():
+        with allowing_tf32():
             part = trainer.loss(batch)
             (part * num_counted).backward()  # type: ignore[no-untyped-call]
         loss, num_tokens = loss + float(part.detach()) * num_counted, num_tokens + num_counted

@@ -47,7 +47,7 @@ class _Place:
     num_pairs: int
 
 
-def training_weights(
+def sampling_weights(
     own: NDArray[np.int64], previous: Sequence[NDArray[np.int64]]
 ) -> tuple[NDArray[np.float64], list[NDArray[np.float64]]]:
     """Return the chances, up to a factor, with which each response is drawn.
@@ -65,7 +65,7 @@ def training_weights(
 
 
 class TrainingPool:
-    """Documents of one step's tail, drawn with the chances of ``training_weights``.
+    """Documents of one step's tail, drawn with the chances of ``sampling_weights``.
 
     It grows: own responses come in as they finish, files of the previous step as they appear, a few at a time.
     """
@@ -139,7 +139,7 @@ class TrainingPool:
         """Update the documents and their chances."""
         sources: list[OpenDocuments | FeatureCacheReader] = [self._own, *self._readers.values()]
         own, *previous = [source.lengths for source in sources]
-        first, others = training_weights(own, previous)
+        first, others = sampling_weights(own, previous)
         self._places, weights = [], []
         for source, chances in zip(sources, [first, *others], strict=True):
             prompts, lengths = source.prompt_lengths.tolist(), source.lengths.tolist()
@@ -164,7 +164,7 @@ class TrainingPool:
             self._damaged.add(place)
             return None
         except WriteError as error:  # of the own open file
-            self._cache.give_up(error)
+            self._cache.drop_file_with_warning(error)
             return None
         return Excerpt(document, start, num_pairs) if document is not None else None
 
@@ -216,7 +216,7 @@ def whole(document: Document) -> Excerpt:
     return Excerpt(document, 0, len(document.features) - 1)
 
 
-def pack(excerpts: Sequence[Excerpt], device: torch.device) -> PackedBatch:
+def pack_excerpts(excerpts: Sequence[Excerpt], device: torch.device) -> PackedBatch:
     """Return one flat batch of excerpts on ``device``; they keep the positions they have in their documents."""
     starts, pairs = [e.start for e in excerpts], [e.num_pairs for e in excerpts]
     features = [_to_tensor(e.document.features[e.start : e.start + e.num_pairs + 1]) for e in excerpts]

@@ -19,9 +19,9 @@ from torch import Tensor
 from tlt_hpc.cluster.watch.beat import BEAT
 from tlt_hpc.common.records import MicroStepRecord
 from tlt_hpc.config import DrafterSection
-from tlt_hpc.drafting.loss import LossSettings, drafter_loss, fast_products
+from tlt_hpc.drafting.loss import LossSettings, allowing_tf32, drafter_loss
 from tlt_hpc.drafting.merge import Merge, MergeReport, SumOverRanks, sums_on_gpus
-from tlt_hpc.drafting.pool import PackedBatch, TrainingPool, pack
+from tlt_hpc.drafting.pool import PackedBatch, TrainingPool, pack_excerpts
 from tlt_hpc.drafting.state import TrainedDrafter
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.drafter import AS_TARGET, DraftLayer
@@ -137,9 +137,9 @@ class SpotTrainer:
         if not excerpts:
             return
         yield True
-        batch = pack(excerpts, self._decoder.device)
+        batch = pack_excerpts(excerpts, self._decoder.device)
         yield True
-        with fast_products():
+        with allowing_tf32():
             loss = self.loss(batch)
             yield True
             loss.backward()  # type: ignore[no-untyped-call]

@@ -37,7 +37,7 @@ _LEAST_TOKENS = 200
 
 
 @dataclass(frozen=True)
-class TailUse:
+class IdleWork:
     """The work of idle ranks in one tail, and the reason for it."""
 
     trains: bool
@@ -61,27 +61,27 @@ class TailPlan:
         self._is_training = trains
         self._lengths = list[float]()
         """Accept lengths since idle ranks were last given something else to do."""
-        self._use = TailUse(trains, False, "")
+        self._use = IdleWork(trains, False, "")
         self._num_unmeasured = self._pause = 0
         self._stored = list[tuple[float, float]]()
         """Tokens that were there for each step, and how many were accepted, since the last pause."""
 
-    def next(self) -> TailUse:
+    def next(self) -> IdleWork:
         """Return the use of the next tail; the same on all ranks."""
         self._use = self._next()
         return self._use
 
-    def _next(self) -> TailUse:
+    def _next(self) -> IdleWork:
         if not self._may_be_ahead:
-            return TailUse(self._may_train, False, "always" if self._may_train else "frozen")
+            return IdleWork(self._may_train, False, "always" if self._may_train else "frozen")
         if self._pause:
             self._pause -= 1
-            return TailUse(self._may_train, False, "too few drafts from the tail were accepted")
+            return IdleWork(self._may_train, False, "too few drafts from the tail were accepted")
         if not self._may_train:
-            return TailUse(False, True, "generated ahead: no drafter is trained")
+            return IdleWork(False, True, "generated ahead: no drafter is trained")
         if self._num_unmeasured > 2 * _WINDOW:
             turn = self._num_unmeasured % 2 == 0
-            return TailUse(turn, not turn, "in turn: the drafter is hardly used")
+            return IdleWork(turn, not turn, "in turn: the drafter is hardly used")
         return self._by_accept_length()
 
     def learn(self, line: Mapping[str, float]) -> None:
@@ -102,7 +102,7 @@ class TailPlan:
         if self._ahead == "auto" and is_wasted and len(self._stored) >= _WINDOW:
             self._pause, self._stored = _PAUSE, []
 
-    def _by_accept_length(self) -> TailUse:
+    def _by_accept_length(self) -> IdleWork:
         lengths, num_steps = self._lengths, len(self._lengths)
         if self._is_training and num_steps >= _LEAST_STEPS:
             growth, error = growth_per_step(lengths[-_MOST_STEPS:])
@@ -116,13 +116,13 @@ class TailPlan:
                 return self._change(f"trained: accept length {before:.2f} to {now:.2f} without")
         return self._usual("trained" if self._is_training else "generated ahead")
 
-    def _change(self, why: str) -> TailUse:
+    def _change(self, why: str) -> IdleWork:
         self._is_training = not self._is_training
         self._lengths.clear()
         return self._usual(why)
 
-    def _usual(self, why: str) -> TailUse:
-        return TailUse(self._is_training, not self._is_training, why)
+    def _usual(self, why: str) -> IdleWork:
+        return IdleWork(self._is_training, not self._is_training, why)
 
 
 def growth_per_step(lengths: Sequence[float]) -> tuple[float, float]:

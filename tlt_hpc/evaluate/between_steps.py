@@ -24,7 +24,7 @@ from tlt_hpc.config.data_sections import is_function
 from tlt_hpc.config.sections import EvaluationSection
 from tlt_hpc.data.evaluation_sets import EvaluationSet, longest_response, warning_of
 from tlt_hpc.data.rows import digest_of
-from tlt_hpc.evaluate.exam import Exam, answer, open_exam
+from tlt_hpc.evaluate.exam import Exam, generate_answers_all_ranks, open_exam
 from tlt_hpc.evaluate.folder import NEVER_SAMPLED, WEIGHTS, EvaluationFolder, fingerprint_of, step_folder
 from tlt_hpc.evaluate.tally import Results, tally
 from tlt_hpc.models.shape import ModelShape
@@ -34,7 +34,7 @@ from tlt_hpc.mpi.world import World
 from tlt_hpc.plan.inputs import ModelAssets, open_checked_sets
 from tlt_hpc.rewards.scorer import without_form
 from tlt_hpc.run.job import Job
-from tlt_hpc.run.session import open_bench
+from tlt_hpc.run.session import open_judge
 from tlt_hpc.storage.records import add_json_line, write_json
 
 logger = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ TESTING = "timing_s/testing"
 _JUDGING = ("default", "by_source", "format_tags", "cpu_seconds")
 
 
-def prepare(config: Config, world: World, shape: ModelShape, tokenizer: Tokenizer) -> Exam | None:
+def read_exam_all_ranks(config: Config, world: World, shape: ModelShape, tokenizer: Tokenizer) -> Exam | None:
     """Read the data sets once for the whole run; None where it does not evaluate. Collective.
 
     Raises:
@@ -53,7 +53,7 @@ def prepare(config: Config, world: World, shape: ModelShape, tokenizer: Tokenize
     """
     if not config.evaluation.every_steps:
         return None
-    judge = open_bench(without_form(config.reward), world)
+    judge = open_judge(without_form(config.reward), world)
     folder = find_model(config.model.path)
     sets = world.node_group.once(lambda: open_checked_sets(config, folder, shape, tokenizer))
     exam = open_exam(config, sets, judge, world)
@@ -70,14 +70,14 @@ def evaluate_policy(job: Job, exam: Exam, step: int, shown: Callable[[Roster], N
     """
     start = time.perf_counter()
     folder, log = EvaluationFolder(step_folder(job.folder, step)), job.folder.path / "evaluations.jsonl"
-    fingerprint = fingerprint_of(job.policy.named_weights(), job.engine.decoder.shape.tied_head)
+    fingerprint = fingerprint_of(job.policy.gather_named_weights(), job.engine.decoder.shape.tied_head)
     facts = facts_of(job.config, job.assets, exam.sets, fingerprint)
     # a run that steps were taken back from, or whose settings have changed, comes by the same step again
     done = job.world.once(lambda: folder.claim(facts, replaces=True))
     if exam.missing(done):
         learned = job.engine.chooser.acceptance.state()
         job.engine.outbox.send_to(None)  # the drafter learns from the policy's own rollouts
-        is_whole = answer(job, job.engine, exam, folder, done, shown, step)
+        is_whole = generate_answers_all_ranks(job, job.engine, exam, folder, done, shown, step)
         # accept lengths at another temperature tell little about the next rollout's
         job.engine.chooser.acceptance.load_state(learned)
         job.engine.take_counts()
@@ -85,7 +85,7 @@ def evaluate_policy(job: Job, exam: Exam, step: int, shown: Callable[[Roster], N
             return None
     named = {"evaluated": f"{job.folder.path}, step {step}", **facts}
     settings, tokenizer = job.config.evaluation, job.tokenizer
-    metrics = job.world.once(lambda: count_results(settings, tokenizer, exam, folder, log, named, step).metrics)
+    metrics = job.world.once(lambda: write_results(settings, tokenizer, exam, folder, log, named, step).metrics)
     return {**metrics, TESTING: job.world.broadcast(time.perf_counter() - start)}
 
 
@@ -111,7 +111,7 @@ def facts_of(config: Config, assets: ModelAssets, sets: Sequence[EvaluationSet],
     }
 
 
-def count_results(
+def write_results(
     evaluation: EvaluationSection,
     tokenizer: Tokenizer,
     exam: Exam,

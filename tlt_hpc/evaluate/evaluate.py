@@ -16,17 +16,17 @@ from torch import Tensor
 
 from tlt_hpc.checkpoint.manifest import Checkpoint
 from tlt_hpc.cluster.watch.beat import BEAT, Phase
-from tlt_hpc.cluster.watch.record import warn_of_last
+from tlt_hpc.cluster.watch.record import warn_and_clear_last_end
 from tlt_hpc.common.records import SampleKey
 from tlt_hpc.common.words import count
 from tlt_hpc.config import Config, check_replicas, to_toml
 from tlt_hpc.data.evaluation_sets import EvaluationSet, longest_prompt, longest_response, warning_of
-from tlt_hpc.evaluate.between_steps import count_results, facts_of
-from tlt_hpc.evaluate.exam import Exam, answer, open_exam, sampling_params
+from tlt_hpc.evaluate.between_steps import facts_of, write_results
+from tlt_hpc.evaluate.exam import Exam, generate_answers_all_ranks, open_exam, sampling_params
 from tlt_hpc.evaluate.folder import EvaluationFolder
 from tlt_hpc.evaluate.subject import Subject, load_weights, open_checkpoint
 from tlt_hpc.evaluate.tally import Results
-from tlt_hpc.models.drafter_file import inference_drafter, initial_drafter, is_inference_tensor
+from tlt_hpc.models.drafter_file import inference_drafter, is_inference_tensor, read_drafter_of_init
 from tlt_hpc.models.eagle import Eagle
 from tlt_hpc.models.piece import read_all_once
 from tlt_hpc.models.shape import ModelShape, check_sharding, read_shape
@@ -38,7 +38,7 @@ from tlt_hpc.mpi.roster import Roster
 from tlt_hpc.mpi.world import World
 from tlt_hpc.plan.inputs import ModelAssets, describe_model, open_checked_sets
 from tlt_hpc.rollout.engine import RolloutEngine
-from tlt_hpc.run.session import Session, draft_among_frequent, open_bench, open_session
+from tlt_hpc.run.session import Session, draft_among_frequent, open_judge, open_session
 from tlt_hpc.storage.folder import make_folder
 
 logger = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ def evaluate(config: Config, subject: Subject, world: World, reporter: Evaluatio
     Raises:
         ValueError: the user's mistake (configuration, checkpoint, data, a folder that holds another evaluation).
     """
-    judge = open_bench(config.reward, world)
+    judge = open_judge(config.reward, world)
     assets, sets = world.node_group.once(lambda: read_assets(config, subject, world.size))
     exam = open_exam(config, sets, judge, world)
     subject, checkpoint = open_checkpoint(subject, world)
@@ -96,13 +96,13 @@ def evaluate(config: Config, subject: Subject, world: World, reporter: Evaluatio
             reporter.started(subject.name, folder.path, total, total - num_missing, warning_of(sets))
         if num_missing:
             engine = make_engine(session, exam, checkpoint)
-            if not answer(session, engine, exam, folder, done, reporter.answering):
+            if not generate_answers_all_ranks(session, engine, exam, folder, done, reporter.answering):
                 num_left = world.once(lambda: len(exam.missing(folder.read())))
                 reason = world.first_stop_reason()
                 return EvaluationResult(subject.name, folder.path, num_missing - num_left, num_left, None, reason)
     named, log = {"evaluated": subject.name, **facts}, subject.log(config)
     results = world.once(
-        lambda: count_results(config.evaluation, session.tokenizer, exam, folder, log, named, subject.step)
+        lambda: write_results(config.evaluation, session.tokenizer, exam, folder, log, named, subject.step)
     )
     return EvaluationResult(subject.name, folder.path, num_missing, 0, results)
 
@@ -134,7 +134,7 @@ def make_engine(session: Session, exam: Exam, checkpoint: Checkpoint | None) -> 
 
 def _drafter_weights(config: Config, checkpoint: Checkpoint | None, shape: ModelShape) -> dict[str, Tensor] | None:
     if checkpoint is None or not checkpoint.names("drafter"):
-        return initial_drafter(config.drafter.init, config.drafter.form, shape, find_model(config.model.path))
+        return read_drafter_of_init(config.drafter.init, config.drafter.form, shape, find_model(config.model.path))
     if not int(checkpoint.read("drafter", "num_steps")) and config.drafter.init == "random":
         return None
     with checkpoint.reading("drafter") as read:
@@ -150,7 +150,7 @@ def claim(folder: EvaluationFolder, facts: dict[str, object]) -> set[SampleKey]:
     done = folder.claim(facts)
     make_folder(folder.status)
     claim_owner(folder.status, BEAT.start)
-    warn_of_last(folder.status, BEAT.start)
+    warn_and_clear_last_end(folder.status, BEAT.start)
     return done
 
 

@@ -18,7 +18,7 @@ from tlt_hpc.rewards.judge import judge
 from tlt_hpc.rewards.scorer import Judge
 from tlt_hpc.rollout.engine import RolloutEngine
 from tlt_hpc.run.session import Session, text_of
-from tlt_hpc.storage.folder import hidden_files
+from tlt_hpc.storage.folder import wait_for_listed_files
 from tlt_hpc.storage.rollout_log import JudgedResponse
 
 
@@ -100,7 +100,7 @@ _UNITS = 8
 """Parts of the work that a rank gets at least, as far as there are responses: their lengths differ."""
 
 
-def answer(
+def generate_answers_all_ranks(
     session: Session,
     engine: RolloutEngine,
     exam: Exam,
@@ -117,7 +117,7 @@ def answer(
         epoch: the pulse's; any number that all ranks give.
 
     Raises:
-        UserError: as ``see_all``.
+        UserError: as ``agree_all_files_seen``.
     """
     own = share_of(exam.missing(done), session.replica.number, session.replica.count)
     answers = _Answers(session, engine, exam, folder, {request.key: prompt for prompt, request in own})
@@ -135,7 +135,7 @@ def answer(
         epoch=epoch,
     )
     answers.end(is_whole=not roster.stopping)
-    see_all(folder, answers.written, session.world)
+    agree_all_files_seen(folder, answers.written, session.world)
     return not roster.stopping
 
 
@@ -146,7 +146,7 @@ def share_of(missing: Sequence[T], rank: int, num_ranks: int) -> list[T]:
     return [each for start in starts for each in missing[start : start + size]]
 
 
-def see_all(folder: EvaluationFolder, written: Sequence[str], world: World) -> None:
+def agree_all_files_seen(folder: EvaluationFolder, written: Sequence[str], world: World) -> None:
     """Return once rank 0 sees the files that all ranks have ``written``, for it reads them; collective.
 
     Raises:
@@ -154,7 +154,7 @@ def see_all(folder: EvaluationFolder, written: Sequence[str], world: World) -> N
     """
     files = world.allgather((world.hostname, tuple(written)))
     writers = {name: f"rank {rank} on {hostname}" for rank, (hostname, own) in enumerate(files) for name in own}
-    for name in world.once(lambda: hidden_files(folder.responses, writers.keys())):
+    for name in world.once(lambda: wait_for_listed_files(folder.responses, writers.keys())):
         raise UserError(
             f"{folder.responses}: rank 0 on {files[0][0]} does not see {name}, which {writers[name]} wrote; "
             "use a folder that all nodes share (run.folder, or --output)"
@@ -174,7 +174,7 @@ class _Answers:
     ) -> None:
         self._session, self._engine, self._judge, self._prompts = session, engine, exam.judge, prompts
         self._folder = folder
-        self._number = first_number(folder, session.world)
+        self._number = agree_first_file_number(folder, session.world)
         self._judged: list[JudgedResponse] = []
         self._written_at = time.monotonic()
         self._at_server: dict[int, Rollout] = {}
@@ -235,7 +235,7 @@ class _Answers:
         self._number, self._judged, self._written_at = self._number + self._session.world.size, [], time.monotonic()
 
 
-def first_number(folder: EvaluationFolder, world: World) -> int:
+def agree_first_file_number(folder: EvaluationFolder, world: World) -> int:
     """The number of this rank's first file, which no file has that any rank sees; collective.
 
     An NFS client may not yet list what another one's last start has written.

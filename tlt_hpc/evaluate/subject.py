@@ -22,7 +22,7 @@ from tlt_hpc.data.evaluation_sets import longest_response
 from tlt_hpc.evaluate.folder import digest_of_samples, sample, step_folder
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.folder import DTYPES, folder_readers
-from tlt_hpc.models.piece import ReadCut, readers_once
+from tlt_hpc.models.piece import ReadCut, read_and_broadcast_parts
 from tlt_hpc.models.tokenizer import find_model
 from tlt_hpc.mpi.world import World
 from tlt_hpc.rewards.scorer import without_form
@@ -150,7 +150,9 @@ def load_weights(
     samples, cuts, dtype = dict[str, str](), decoder.weight_cuts(), DTYPES[config.model.dtype]
 
     def parts() -> Iterator[tuple[str, Tensor]]:
-        for number, (name, read) in enumerate(readers_once(world.node_group, _readers(subject, checkpoint, model))):
+        for number, (name, read) in enumerate(
+            read_and_broadcast_parts(world.node_group, _readers(subject, checkpoint, model))
+        ):
             cut = cuts.get(name)  # None: the decoder refuses it, or has it in the embedding
             if cut is None or number % world.size != world.rank:
                 yield name, read(cut).to(dtype)

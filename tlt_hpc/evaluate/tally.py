@@ -133,7 +133,7 @@ def _fraction(answer: str) -> Fraction:
     return Fraction(*(int(part, 16) for part in answer.split("/")))
 
 
-def _are_same_math(judge: Judge, answers: Sequence[str], other: str) -> list[bool | None]:
+def _ask_server_same_math(judge: Judge, answers: Sequence[str], other: str) -> list[bool | None]:
     """By the server of rewards."""
     assert judge.client is not None, "answers of mathematics have a server"
     numbers = [judge.client.submit(Answer(SAME_MATH, "", answer, other)) for answer in answers]
@@ -141,4 +141,4 @@ def _are_same_math(judge: Judge, answers: Sequence[str], other: str) -> list[boo
     return [None if verdicts[n].failure else verdicts[n].reward >= 1.0 for n in numbers]
 
 
-_COMPARE = {"boxed": _are_equal, "choice": _are_equal, "numeric": _are_near, "math": _are_same_math}
+_COMPARE = {"boxed": _are_equal, "choice": _are_equal, "numeric": _are_near, "math": _ask_server_same_math}

@@ -38,7 +38,7 @@ def runs_triton(x: Tensor) -> bool:
 
 
 @contextmanager
-def forced() -> Iterator[None]:
+def forcing_triton() -> Iterator[None]:
     """Context in which CPU tensors take the Triton path too: with its interpreter, or a driver that only compiles."""
     _Forced.on = True
     try:

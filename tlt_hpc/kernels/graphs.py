@@ -80,7 +80,7 @@ class GraphPool:
         with torch.inference_mode(False):  # so that a caller may fill them in any mode
             static = tuple(x.detach().clone(memory_format=torch.contiguous_format) for x in inputs)
         if self._side is None:
-            graph, outputs = None, self._settle(function, static)
+            graph, outputs = None, self._warm_up(function, static)
         else:
             graph, outputs = self._record(function, static, self._side)
         with torch.inference_mode():
@@ -115,7 +115,7 @@ class GraphPool:
         """Bytes of device memory that the captures took, graph nodes included; another process disturbs it."""
         return sum(captured.num_bytes for captured in self._captured.values())
 
-    def _settle(self, function: Function, static: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def _warm_up(self, function: Function, static: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Warm up and return the last outputs, apart from what the function may keep or alias."""
         outputs: Sequence[Tensor] = ()
         with torch.inference_mode():

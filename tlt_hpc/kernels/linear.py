@@ -92,7 +92,7 @@ def expert_linear_reference(x: Tensor, weight: Tensor, order: PairOrder, num_sha
     return out
 
 
-def mix(parts: Tensor, weights: Tensor) -> Tensor:
+def sum_weighted_experts(parts: Tensor, weights: Tensor) -> Tensor:
     """Sum each token's parts times their weights, in the order of the parts: [P, N], [T, k] -> [T, N]."""
     total = parts.new_zeros(len(weights), parts.shape[1], dtype=weights.dtype)
     for part, weight in zip(parts.view(*weights.shape, -1).unbind(1), weights.unbind(1), strict=True):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import tlt_hpc
 from tlt_hpc.cluster.slurm import job_number
-from tlt_hpc.common.source import git_commit, installed_version, source_digest
+from tlt_hpc.common.source import installed_version, read_git_commit, source_digest
 from tlt_hpc.common.words import spans_of
 from tlt_hpc.storage.records import Environment, Host
 
@@ -76,7 +76,7 @@ def find_environment(
     return Environment(
         time=datetime.now(UTC).isoformat(timespec="seconds"),
         version=tlt_hpc.__version__,
-        commit=git_commit(),
+        commit=read_git_commit(),
         source=source_digest(),
         python=platform.python_version(),
         packages={name: version for name in _PACKAGES if (version := installed_version(name))},

@@ -70,7 +70,7 @@ def part_of(record: StepRecord) -> RankPart:
     return RankPart(lengths, record.rewards, timings, loss, own)
 
 
-def summarise(
+def gather_step_metrics(
     world: World, record: StepRecord, update: Update, merge: MergeReport | None, seconds: Mapping[str, float]
 ) -> dict[str, float]:
     """Combine all ranks' records of a step to its metrics, equal on all ranks except for seconds of phases; collective.

@@ -19,10 +19,10 @@ from tlt_hpc.common.files import (
     LINES_BYTES,
     DamagedText,
     open_regular,
+    os_error_text,
     read_bytes,
     read_last_lines,
     read_toml,
-    told,
 )
 from tlt_hpc.look.words import first_few
 from tlt_hpc.storage.folder import RunFolder, no_run, rank_of
@@ -77,7 +77,7 @@ class RunLog:
         try:
             steps = self.folder.rollout_steps()
         except OSError as error:
-            self.note(told(error))
+            self.note(os_error_text(error))
             return ()
         if self._last and self.lines:
             steps = [step for step in steps if step >= min(self.lines)]
@@ -103,7 +103,7 @@ class RunLog:
         try:
             return {rank_of(path): path for path in self.folder.rollout_logs(step)}
         except OSError as error:
-            self.note(told(error))
+            self.note(os_error_text(error))
             return {}
 
     @cached_property
@@ -117,7 +117,7 @@ class RunLog:
         except FileNotFoundError:  # no step is committed yet
             return StepLines((), (), None)
         except OSError as error:
-            self.note(told(error))
+            self.note(os_error_text(error))
             return StepLines((), (), None)
         faults = [(number, f"is no line that a run writes ({why})") for number, why in found.faults]
         for number, fault in [*faults, (found.torn[0], "is cut off")] if found.torn else faults:
@@ -140,7 +140,7 @@ class RunLog:
             try:
                 lines = parse_lines(read_bytes(each, LINES_BYTES))
             except OSError as error:
-                self.note(told(error))
+                self.note(os_error_text(error))
                 continue
             found += [line for _, step, line in lines.numbered if self._covers(step)]
         return tuple(found)
@@ -164,7 +164,7 @@ class RunLog:
         try:
             return read_toml(self.folder.config)
         except OSError as error:
-            self.note(told(error))
+            self.note(os_error_text(error))
         except DamagedText as error:
             self.note(f"{self.folder.config}: {error}")
         return {}

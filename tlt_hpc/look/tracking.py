@@ -99,21 +99,21 @@ class Tracking:
         was_taken_back = given > num_steps and given - 1 not in steps
         if was_taken_back or not run_id:
             run_id, given = "", 0
-            self._note(name, 0, "")  # also if it cannot be opened now: its run has steps that no longer exist
+            self._write_position(name, 0, "")  # also if it cannot be opened now: its run has steps that no longer exist
         tracker = self._trackers[name] = self._kinds[name](self._config, self._folder, run_id)
         worker.remedy = tracker.remedy
-        self._note(name, 0 if tracker.gets_all else given, tracker.run_id)
+        self._write_position(name, 0 if tracker.gets_all else given, tracker.run_id)
 
     def _give(self, name: str, step: int, figures: Figures) -> None:
         if step >= self._given[name]:
             # before it is given: it cannot be replaced, so rather none than two
-            self._note(name, step + 1, self._trackers[name].run_id)
+            self._write_position(name, step + 1, self._trackers[name].run_id)
             self._trackers[name].log(step + FIRST_STEP, figures)
 
     def _close(self, name: str, failed: bool) -> None:
         self._trackers[name].close(failed)
 
-    def _note(self, name: str, given: int, run_id: str) -> None:
+    def _write_position(self, name: str, given: int, run_id: str) -> None:
         """Record how far a tracker is, without ``run_id`` that it has no run that can be continued."""
         self._given[name] = given
         with self._noting:

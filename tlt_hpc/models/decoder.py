@@ -16,7 +16,7 @@ from tlt_hpc.cluster.watch.beat import BEAT
 from tlt_hpc.config import UserError
 from tlt_hpc.models.documents import attend_documents
 from tlt_hpc.models.layers import Attend, LayerWeights, run_layers, transformer_layer
-from tlt_hpc.models.linear import InvariantLinear, Linear, Norm, exclude, refill
+from tlt_hpc.models.linear import InvariantLinear, Linear, Norm, copy_and_pack_parts, exclude
 from tlt_hpc.models.mlp import Experts, GatedMlp, Mlp, Stack
 from tlt_hpc.models.piece import LOWER_RATE, Cut, is_finite, not_finite
 from tlt_hpc.models.rotary import SPARE_POSITIONS, LayerRotaries
@@ -185,7 +185,7 @@ class Decoder:
             return
         wide = self.layers[0].to(torch.float64)
         for layer in self.layers:
-            refill(wide.parts(), layer.parts())
+            copy_and_pack_parts(wide.parts(), layer.parts())
             yield wide
 
     def _embed(self, tokens: Tensor, dtype: torch.dtype) -> Tensor:

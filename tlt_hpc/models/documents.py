@@ -135,7 +135,7 @@ class PathAttention:
         self._starts = self._starts[kept]
         self._own = [key_value[kept] for key_value in self._own]
 
-    def next_step(self, layer: int, query: Tensor, key_value: Tensor) -> Tensor:
+    def attend_next_step(self, layer: int, query: Tensor, key_value: Tensor) -> Tensor:
         """An ``Attend`` over the next token of each path left: query [S, h, d], key_value [S, 2g, d] -> [S, h d]."""
         self._own.append(key_value)
         parts = []

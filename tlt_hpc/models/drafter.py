@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from tlt_hpc.config import Section, UserError
 from tlt_hpc.config.fields import PositiveInt
 from tlt_hpc.models.layers import Attend, LayerWeights, run_draft_layer
-from tlt_hpc.models.linear import Linear, Norm, refill
+from tlt_hpc.models.linear import Linear, Norm, copy_and_pack_parts
 from tlt_hpc.models.mlp import GatedMlp
 from tlt_hpc.models.rotary import SPARE_POSITIONS, rotary_table
 from tlt_hpc.models.shape import DRAFTER_SHARDING, ModelShape, check_sharding
@@ -253,7 +253,7 @@ class Drafter(nn.Module, ABC):
             self._packed = now
             for part in now.parts():
                 part.detach_()
-        refill(self._packed.parts(), now.parts())
+        copy_and_pack_parts(self._packed.parts(), now.parts())
 
     @property
     def packed_bytes(self) -> int:

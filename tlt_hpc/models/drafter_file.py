@@ -22,7 +22,7 @@ from tlt_hpc.models.eagle import Eagle, Eagle3
 from tlt_hpc.models.piece import read_all_once
 from tlt_hpc.models.shape import ModelShape, check_layers
 from tlt_hpc.models.weight_files import DRAFTER_FILE as DRAFTER_FILE
-from tlt_hpc.models.weight_files import TAKE_DRAFTER, find_drafter, find_initial_drafter, opened
+from tlt_hpc.models.weight_files import TAKE_DRAFTER, find_drafter, find_initial_drafter, open_safetensors
 from tlt_hpc.storage.folder import writing_beside
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def read_drafter(place: str, shape: ModelShape, asked: str) -> dict[str, Tensor]
     """
     path = find_drafter(place, asked)
     try:
-        with opened(path, TAKE_DRAFTER) as reader:
+        with open_safetensors(path, TAKE_DRAFTER) as reader:
             stored = {name: reader.get_tensor(name) for name in reader.keys()}  # noqa: SIM118
     except UserError as error:
         raise UserError(f"{asked}: {error}") from None
@@ -171,7 +171,7 @@ def eagle3_sizes(target: ModelShape, num_drafted: int, own: DraftLayer = AS_TARG
     return {**sizes, **norms, "head": (num_drafted, h), TOKEN_IDS: (num_drafted,)}
 
 
-def initial_drafter(init: str, form: Form, shape: ModelShape, model: Path) -> dict[str, Tensor] | None:
+def read_drafter_of_init(init: str, form: Form, shape: ModelShape, model: Path) -> dict[str, Tensor] | None:
     """The tensors that ``drafter.init`` names, as ``read_drafter``; None for a random start.
 
     Args:

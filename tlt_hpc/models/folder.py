@@ -13,11 +13,11 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from tokenizers import Tokenizer
 
-from tlt_hpc.common.host_memory import importing
+from tlt_hpc.common.host_memory import without_garbage_collection
 from tlt_hpc.config import UserError
-from tlt_hpc.models.piece import Cut, ReadCut, readers_once, share
+from tlt_hpc.models.piece import Cut, ReadCut, broadcast_on_node, read_and_broadcast_parts
 from tlt_hpc.models.shape import TAKE_CONFIG, ModelShape
-from tlt_hpc.models.weight_files import INDEX, UNREADABLE, opened, refusal, weight_files
+from tlt_hpc.models.weight_files import INDEX, UNREADABLE, open_safetensors, refusal, weight_files
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -99,14 +99,14 @@ def naming_folder(folder: Path) -> Iterator[None]:
 
 def import_transformers(with_adapters: bool) -> None:
     """Import what transformers' models are built on, and peft: this takes seconds, spent before any rank waits."""
-    with importing():
+    with without_garbage_collection():
         from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel  # noqa: F401
 
         if with_adapters:
             import peft  # noqa: F401
 
 
-def start_model(
+def load_policy_all_ranks(
     folder: Path, dtype: str, device: torch.device, is_sharded: bool, rank: int, node: NodeGroup
 ) -> PreTrainedModel:
     """The initial policy: on the device, or, if rank 0's is sharded, on the host and empty on other ranks.
@@ -121,7 +121,7 @@ def start_model(
     model = load_policy_model(folder, dtype) if reads else empty_policy_model(config, dtype)
     if is_sharded:
         return model
-    share(node, (tensor.data for tensor in (*model.parameters(), *model.buffers())))
+    broadcast_on_node(node, (tensor.data for tensor in (*model.parameters(), *model.buffers())))
     return model.to(device)  # type: ignore[arg-type]
 
 
@@ -168,7 +168,7 @@ def folder_weights(
         ValueError: the folder has no safetensors file, or lacks a shard or a tensor that its index names; a tensor is
             not of the sizes that it is cut from.
     """
-    for name, read in readers_once(node, folder_readers(folder)):
+    for name, read in read_and_broadcast_parts(node, folder_readers(folder)):
         yield name, read(cuts.get(name) if cuts else None)
 
 
@@ -179,7 +179,7 @@ def folder_readers(folder: Path) -> Iterator[tuple[str, ReadCut]]:
         ValueError: as ``folder_weights``.
     """
     for file, names in weight_files(folder).items():
-        with opened(file, UNREADABLE) as reader:
+        with open_safetensors(file, UNREADABLE) as reader:
             stored = list(reader.keys())
             if lacking := sorted((names or set()) - set(stored)):
                 raise ValueError(f"{file} lacks {lacking[0]!r}, which {INDEX} places there; download that file again")

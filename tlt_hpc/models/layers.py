@@ -110,9 +110,9 @@ def run_draft_layer(
 ) -> Tensor:
     """One layer whose attention reads ``reads`` [T, R] as given, and whose result is added to x [T, H] -> [T, H]."""
     if _may_fuse(attend):
-        x, delta = _fused_rest(x, reads, weights, shape, 0, rotary, attend)
+        x, delta = _fused_after_input_norm(x, reads, weights, shape, 0, rotary, attend)
         return x + delta
-    return _layer_rest(x, reads, weights, shape, rotary, 0, attend)
+    return _layer_after_input_norm(x, reads, weights, shape, rotary, 0, attend)
 
 
 def _may_fuse(attend: Attend) -> TypeGuard[FusedAttend]:
@@ -125,10 +125,10 @@ def transformer_layer(
 ) -> Tensor:
     """One pre-norm layer: x [T, H] -> [T, H]."""
     assert weights.input_norm is not None, "only a drafter goes without"
-    return _layer_rest(x, weights.input_norm(x), weights, shape, rotary, layer, attend)
+    return _layer_after_input_norm(x, weights.input_norm(x), weights, shape, rotary, layer, attend)
 
 
-def _layer_rest(
+def _layer_after_input_norm(
     x: Tensor, reads: Tensor, weights: LayerWeights, shape: ModelShape, rotary: RotaryRows, layer: int, attend: Attend
 ) -> Tensor:
     """A layer after its input norm: what attention reads [T, R], and x [T, H] that it adds to."""
@@ -163,11 +163,11 @@ def _run_fused(
         reads, x = _norm_of_sum(weights.input_norm, x, delta)
         if i in tapped:
             entering.append(x)
-        x, delta = _fused_rest(x, reads, weights, shape, i, rotary, attend)
+        x, delta = _fused_after_input_norm(x, reads, weights, shape, i, rotary, attend)
     return _norm_of_sum(final_norm, x, delta)[0], entering
 
 
-def _fused_rest(
+def _fused_after_input_norm(
     x: Tensor,
     reads: Tensor,
     weights: LayerWeights,
@@ -176,7 +176,7 @@ def _fused_rest(
     rotary: RotaryRows,
     attend: FusedAttend,
 ) -> tuple[Tensor, Tensor]:
-    """``_layer_rest``, whose result [T, H] is given as two terms."""
+    """``_layer_after_input_norm``, whose result [T, H] is given as two terms."""
     qkv = weights.qkv(reads).view(x.shape[0], -1, shape.head_dim)
     mixed = attend.fused(layer, qkv, rotary, _head_norms(weights.head_norm, shape.num_heads))
     added = weights.output(mixed)

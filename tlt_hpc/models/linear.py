@@ -189,7 +189,7 @@ def exclude(logits: Tensor, ids: Tensor | None) -> Tensor:
     return logits if ids is None else logits.index_fill_(1, ids, _NEVER)
 
 
-def refill(target: Iterable[Linear | Norm], source: Iterable[Linear | Norm]) -> None:
+def copy_and_pack_parts(target: Iterable[Linear | Norm], source: Iterable[Linear | Norm]) -> None:
     """Copy the numbers of parts into other parts' memory and precision, and pack these; addresses do not change."""
     for part, given in zip(target, source, strict=True):
         for own, other in zip(part.tensors, given.tensors, strict=True):

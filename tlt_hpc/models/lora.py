@@ -67,7 +67,7 @@ def without_adapters(model: torch.nn.Module) -> Iterator[None]:
             layer.enable_adapters(True)
 
 
-def merged(weights: Mapping[str, Tensor], settings: LoraSection) -> Iterator[tuple[str, Tensor]]:
+def merge_adapters(weights: Mapping[str, Tensor], settings: LoraSection) -> Iterator[tuple[str, Tensor]]:
     """The weights, of any shape, with their adapters merged as ``merge`` does, under Hugging Face names.
 
     Args:

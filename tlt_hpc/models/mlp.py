@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tlt_hpc.kernels.dispatch import runs_triton
-from tlt_hpc.kernels.linear import expert_linear, mix, sort_by_expert
+from tlt_hpc.kernels.linear import expert_linear, sort_by_expert, sum_weighted_experts
 from tlt_hpc.kernels.pointwise import gate_mul
 from tlt_hpc.models.linear import Linear
 
@@ -109,7 +109,7 @@ class Experts(Mlp):
         weights = weights.to(x.dtype).to(wide)
         order = sort_by_expert(experts, len(self.gate_up.weight))
         inner = gated(expert_linear(x, self.gate_up.weight, order, self._num_chosen), "silu")
-        mixed = mix(expert_linear(inner, self.down.weight, order, 1), weights)
+        mixed = sum_weighted_experts(expert_linear(inner, self.down.weight, order, 1), weights)
         return mixed if self._all_reduce is None else self._all_reduce(mixed)
 
     def parts(self) -> Iterator[Linear]:

@@ -136,7 +136,9 @@ def read_each_once(
     def reader(name: str) -> ReadCut:
         return lambda cut: _cut(name, read(name), cut)
 
-    return ((name, take(None)) for name, take in readers_once(node, ((name, reader(name)) for name in names)))
+    return (
+        (name, take(None)) for name, take in read_and_broadcast_parts(node, ((name, reader(name)) for name in names))
+    )
 
 
 def read_all_once(node: NodeGroup | None, read: Callable[[], Mapping[str, Tensor] | None]) -> dict[str, Tensor] | None:
@@ -150,10 +152,12 @@ def read_all_once(node: NodeGroup | None, read: Callable[[], Mapping[str, Tensor
         for name, tensor in (read() or {}).items():
             yield name, partial(_cut, name, tensor)
 
-    return {name: take(None) for name, take in readers_once(node, readers())} or None
+    return {name: take(None) for name, take in read_and_broadcast_parts(node, readers())} or None
 
 
-def readers_once(node: NodeGroup | None, readers: Iterable[tuple[str, ReadCut]]) -> Iterator[tuple[str, ReadCut]]:
+def read_and_broadcast_parts(
+    node: NodeGroup | None, readers: Iterable[tuple[str, ReadCut]]
+) -> Iterator[tuple[str, ReadCut]]:
     """Named tensors to be read one after another, whose files the node's first rank alone opens; collective over it.
 
     That rank reads them whole, and the others take their blocks of what they are given.
@@ -179,7 +183,7 @@ def readers_once(node: NodeGroup | None, readers: Iterable[tuple[str, ReadCut]])
 
     while told := node.once(look):
         tensors = list(found) or [torch.empty(shape, dtype=dtype) for _, shape, dtype in told]
-        share(node, tensors)
+        broadcast_on_node(node, tensors)
         yield from ((name, partial(_cut, name, tensor)) for (name, _, _), tensor in zip(told, tensors, strict=True))
 
 
@@ -187,7 +191,7 @@ def _cut(name: str, tensor: Tensor, cut: Cut | None) -> Tensor:
     return tensor if cut is None else cut.take(name, tensor)
 
 
-def share(node: NodeGroup, tensors: Iterable[Tensor]) -> None:
+def broadcast_on_node(node: NodeGroup, tensors: Iterable[Tensor]) -> None:
     """Copy the first rank's contiguous tensors in host memory into the others', of the same shapes in the same order.
 
     Small ones are sent together: where ranks share cores, each message takes milliseconds.
@@ -202,12 +206,12 @@ def share(node: NodeGroup, tensors: Iterable[Tensor]) -> None:
         small.append(octets)
         size += octets.numel()
         if size >= BLOCK_BYTES:
-            _share_together(node, small)
+            _broadcast_packed(node, small)
             small, size = [], 0
-    _share_together(node, small)
+    _broadcast_packed(node, small)
 
 
-def _share_together(node: NodeGroup, tensors: list[Tensor]) -> None:
+def _broadcast_packed(node: NodeGroup, tensors: list[Tensor]) -> None:
     sizes = [tensor.numel() for tensor in tensors]
     packed = torch.cat(tensors) if tensors and node.rank == 0 else torch.empty(sum(sizes), dtype=torch.uint8)
     node.broadcast_bytes(packed.numpy())

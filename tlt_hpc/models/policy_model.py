@@ -50,8 +50,8 @@ class PolicyModel(torch.nn.Module):
             settings = {"use_reentrant": False, "preserve_rng_state": False}
             model.activation_checkpointing_enable(activation_checkpointing_kwargs=settings)
         self.head = _Head(model.get_output_embeddings().weight, excluded)
-        _attend_by_document(model)
-        _route_as_decoder(model)
+        _set_document_attention(model)
+        _set_decoder_routing(model)
 
     def forward(
         self,
@@ -197,7 +197,7 @@ def _product(left: Tensor, right: Tensor) -> Tensor:
 # -- attention by document --------------------------------------------------------------------------------------------
 
 
-def _attend_by_document(model: Any) -> None:
+def _set_document_attention(model: Any) -> None:
     """Have every layer of a model of transformers attend within the documents that a forward pass is told of."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
@@ -230,7 +230,7 @@ def _attention(
     return (out if sequence is None else sequence.gather_heads(out)).unsqueeze(0), None
 
 
-def _route_as_decoder(model: Any) -> None:
+def _set_decoder_routing(model: Any) -> None:
     """Have the routers of a model of transformers choose experts by the decoder's rule.
 
     Raises:

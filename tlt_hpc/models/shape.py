@@ -351,22 +351,22 @@ def _rotation(raw: dict[str, Any], family: Family, origin: str) -> dict[str, Any
         raise UserError(f"{origin}: rope_scaling = {older!r:.80} has no rope_type", TAKE_CONFIG)
     are_both = is_split and raw.get("rope_scaling") is not None and raw.get("rope_parameters") is not None
     newer, local = (newer.get(kind) or {} for kind in (_FULL, _LOCAL)) if is_split else (newer, {})
-    given = [_turning(each, raw, family, origin) for each in (older, newer) if each]
+    given = [_rotary_parameters(each, raw, family, origin) for each in (older, newer) if each]
     if are_both or (len(given) == 2 and given[0] != given[1]):
         raise UserError(
             f"{origin}: rope_scaling beside other rope_parameters is not supported", "use a model without it"
         )
-    full = given[0] if given else _turning({}, raw, family, origin)
+    full = given[0] if given else _rotary_parameters({}, raw, family, origin)
     found = {"rope_theta": full.pop("rope_theta"), "rope_scaling": None if full["rope_type"] == "default" else full}
     if is_split:
         theirs = {"rope_theta": raw.get("rope_local_base_freq", family.local_theta)}
-        if (turning := _turning(local, theirs, family, origin))["rope_type"] != "default":
+        if (turning := _rotary_parameters(local, theirs, family, origin))["rope_type"] != "default":
             raise UserError(f"{origin}: a rope_type for layers with a window is not supported", "use 'default'")
         found["local_theta"] = turning["rope_theta"]
     return found
 
 
-def _turning(given: Any, raw: dict[str, Any], family: Family, origin: str) -> dict[str, Any]:
+def _rotary_parameters(given: Any, raw: dict[str, Any], family: Family, origin: str) -> dict[str, Any]:
     """The parameters of one rotary embedding under their names in ``rope_parameters``, of a type that is supported."""
     if not isinstance(given, dict):
         raise UserError(f"{origin}: rope_parameters = {given!r:.80} is no object", TAKE_CONFIG)

@@ -192,12 +192,12 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup, size: int, to_heads: bool) -> Tensor:
         ctx.rest = group, size, to_heads
-        return _exchange(x, group, size, to_heads)
+        return _all_to_all_heads(x, group, size, to_heads)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         group, size, to_heads = ctx.rest
-        return _exchange(gradient, group, size, not to_heads), None, None, None
+        return _all_to_all_heads(gradient, group, size, not to_heads), None, None, None
 
 
 class _Whole(torch.autograd.Function):
@@ -215,7 +215,7 @@ class _Whole(torch.autograd.Function):
         return gradient[own], None, None, None
 
 
-def _exchange(x: Tensor, group: ProcessGroup, size: int, to_heads: bool) -> Tensor:
+def _all_to_all_heads(x: Tensor, group: ProcessGroup, size: int, to_heads: bool) -> Tensor:
     """[S, h, d] -> [T, h / n, d], or the inverse."""
     if to_heads:
         parts = torch.stack(x.chunk(size, 1))  # [n, S, h / n, d], a part for each rank

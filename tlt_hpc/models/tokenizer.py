@@ -12,7 +12,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from tlt_hpc.common.files import DamagedText, decoded, parse_object, read_bytes, told
+from tlt_hpc.common.files import DamagedText, decoded, os_error_text, parse_object, read_bytes
 from tlt_hpc.common.records import ChatFormat
 from tlt_hpc.config import EMBEDDED_MODEL, UserError
 
@@ -160,7 +160,7 @@ def read_text(path: Path) -> str:
     try:
         return decoded(read_bytes(path, _MOST_BYTES))
     except OSError as error:
-        raise UserError(told(error)) from None
+        raise UserError(os_error_text(error)) from None
     except DamagedText as error:
         raise UserError(f"{path} is not UTF-8 ({error}); download it again") from None
 

@@ -16,9 +16,9 @@ from tlt_hpc.models.weight_files import (
     ADAPTER_CONFIG,
     EMBEDDING,
     StoredTensor,
+    expert_places,
     is_expert,
-    places,
-    read_heads,
+    read_headers,
     torch_files,
 )
 
@@ -58,7 +58,7 @@ def check_weights(folder: Path, shape: ModelShape) -> None:
         )
     if torch_files(folder):
         return  # transformers reads these, which say nothing before they are read as a whole
-    stored = read_heads(folder)
+    stored = read_headers(folder)
     _check_quantised(stored, lambda name, _: _QUANTISED.search(name) is not None)
     origin = str(next((found.file for found in stored.values()), folder))
     check_sizes({name: found.sizes for name, found in stored.items()}, shape, origin)
@@ -87,7 +87,7 @@ def check_sizes(stored: Mapping[str, Sequence[int]], shape: ModelShape, origin: 
     wanted, found = weight_sizes(shape), dict[str, tuple[int, ...]]()
     for name, sizes in stored.items():
         if is_expert(name) and len(sizes) == 3:  # one for all experts, as transformers has them in memory
-            found.update((own, size) for own, (_, size) in places(name, sizes).items())
+            found.update((own, size) for own, (_, size) in expert_places(name, sizes).items())
         else:
             found[name] = tuple(sizes)
     for name in found:

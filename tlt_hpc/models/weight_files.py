@@ -44,7 +44,7 @@ class StoredTensor(NamedTuple):
 
 
 @contextmanager
-def opened(file: Path, remedy: str, framework: Literal["pt", "numpy"] = "pt") -> Iterator[Any]:
+def open_safetensors(file: Path, remedy: str, framework: Literal["pt", "numpy"] = "pt") -> Iterator[Any]:
     """A safetensors file, opened to read its tensors as this library's.
 
     Raises:
@@ -177,7 +177,7 @@ def find_initial_drafter(place: str, asked: str) -> Path:
     return folder / "config.json"
 
 
-def read_heads(folder: Path) -> dict[str, StoredTensor]:
+def read_headers(folder: Path) -> dict[str, StoredTensor]:
     """The metadata of each weight by its name, from the headers of a folder's safetensors files.
 
     Raises:
@@ -185,7 +185,7 @@ def read_heads(folder: Path) -> dict[str, StoredTensor]:
     """
     found = dict[str, StoredTensor]()
     for file, names in weight_files(folder).items():
-        here = _read_head(file)
+        here = _read_header(file)
         if lacking := sorted((names or set()) - here.keys()):
             raise UserError(f"{file} lacks {lacking[0]!r}, which {INDEX} places there; download that file again")
         if twice := sorted(here.keys() & found.keys()):
@@ -197,8 +197,11 @@ def read_heads(folder: Path) -> dict[str, StoredTensor]:
     return found
 
 
-def _read_head(file: Path) -> dict[str, StoredTensor]:
-    with opened(file, UNREADABLE, "numpy"), file.open("rb") as stream:  # the library has seen that it is whole
+def _read_header(file: Path) -> dict[str, StoredTensor]:
+    with (
+        open_safetensors(file, UNREADABLE, "numpy"),
+        file.open("rb") as stream,
+    ):  # the library has seen that it is whole
         size = int.from_bytes(stream.read(8), "little")
         entries = json.loads(stream.read(size))
     return {
@@ -271,12 +274,12 @@ def each_expert(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Te
     """The weights with a tensor for each expert, views [N / num_parts, K] of those for all [E, N, K]."""
     for name, tensor in weights:
         if is_expert(name):
-            yield from ((own, place.take(tensor)) for own, (place, _) in places(name, tensor.shape).items())
+            yield from ((own, place.take(tensor)) for own, (place, _) in expert_places(name, tensor.shape).items())
         else:
             yield name, tensor
 
 
-def places(name: str, shape: Sequence[int]) -> Mapping[str, tuple[Place, tuple[int, int]]]:
+def expert_places(name: str, shape: Sequence[int]) -> Mapping[str, tuple[Place, tuple[int, int]]]:
     """The weights in a tensor of all experts [E, N, K] by their names in a file: where each is, and its shape."""
     kinds = next(kinds for fused, kinds in _FUSED.items() if name.endswith(fused))
     (count, rows, columns), stem = shape, name.rpartition(".")[0]

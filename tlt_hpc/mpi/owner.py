@@ -114,7 +114,7 @@ def agree_on_owner(world: World, status: Path, start: str) -> None:
     world.once(lambda: check_owner(status, start))
 
 
-def find_at_work(status: Path) -> str:
+def read_running_owner(status: Path) -> str:
     """Job, process and host of a start that works in a folder now; empty if none moves its heartbeat."""
     owner = read_owner(status)
     if owner is None or not _is_alive(status, "", HEARTBEAT_WAIT_SECONDS, max_wait_seconds=0.0):

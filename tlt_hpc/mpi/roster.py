@@ -78,7 +78,7 @@ class Roster:
         """True if the rollout ends with this round: no rank is BUSY, or some rank votes to stop."""
         return self.num_busy == 0 or self.stopping
 
-    def worth_training(self, rank: int) -> bool:
+    def others_still_generate(self, rank: int) -> bool:
         """True if ``rank``, which has finished, should train: another rank still generates.
 
         This roster may still show ``rank`` as BUSY, for a round or two. Where no other rank is, the rollout is about to

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from tlt_hpc.cluster.stopping import Stop, StopFlag
 from tlt_hpc.cluster.watch.beat import BEAT, Member
-from tlt_hpc.common.files import told
+from tlt_hpc.common.files import os_error_text
 from tlt_hpc.common.words import count
 from tlt_hpc.config import UserError
 from tlt_hpc.mpi.library import MPI, remove_shared_memory_names
@@ -104,7 +104,7 @@ def to_send(error: ValueError | OSError) -> UserError:
     """An error as it is raised on the other ranks: of its own class if that is a UserError made from its text alone."""
     if isinstance(error, UserError) and type(error).__init__ is UserError.__init__:
         return type(error)(*error.args)
-    return UserError(told(error) if isinstance(error, OSError) else str(error))
+    return UserError(os_error_text(error) if isinstance(error, OSError) else str(error))
 
 
 _LONG_SECONDS = 5.0

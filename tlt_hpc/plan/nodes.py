@@ -67,7 +67,7 @@ def check_nodes(world: World, config: Config, check: Callable[[], object] = lamb
         check_compiler(config.model, os.environ)
     except ValueError as caught:
         error = str(caught)
-    return _judge(world, NodeReport(world.hostname, gather_facts(config, world), error))
+    return _judge(world, NodeReport(world.hostname, read_node_facts(config, world), error))
 
 
 def check_compiler(model: ModelSection, environment: Mapping[str, str]) -> None:
@@ -94,7 +94,7 @@ def missing_for_triton(environment: Mapping[str, str]) -> str:
     return "" if header.is_file() else f"no {header}"
 
 
-def report_error(world: World, error: ValueError) -> None:
+def broadcast_error(world: World, error: ValueError) -> None:
     """Replaces ``check_nodes`` on a rank that has failed already: sends its error to all ranks, so that none waits.
 
     Raises:
@@ -149,7 +149,7 @@ def _where_they_differ(one: str, other: str) -> tuple[str, str]:
     return ", ".join(mine) or one, ", ".join(theirs) or other
 
 
-def gather_facts(config: Config, world: World) -> NodeFacts:
+def read_node_facts(config: Config, world: World) -> NodeFacts:
     """This node's facts."""
     return {
         "python": platform.python_version(),

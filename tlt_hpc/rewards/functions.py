@@ -65,7 +65,7 @@ def load_functions(specs: Iterable[str]) -> dict[str, RewardFunction]:
 def _load(spec: str, modules: dict[str, ModuleType]) -> RewardFunction:
     path, _, name = spec.rpartition(":")
     if path not in modules:
-        modules[path] = _run(path, f"{MODULE}_{len(modules)}")
+        modules[path] = _execute_file(path, f"{MODULE}_{len(modules)}")
     if not callable(function := vars(modules[path]).get(name)):
         raise TypeError(f"{path} has no function {name!r} at its top level")
     try:
@@ -77,7 +77,7 @@ def _load(spec: str, modules: dict[str, ModuleType]) -> RewardFunction:
     return function  # type: ignore[no-any-return]
 
 
-def _run(path: str, name: str) -> ModuleType:
+def _execute_file(path: str, name: str) -> ModuleType:
     sys.path.insert(0, str(Path(path).resolve().parent))
     found = importlib.util.spec_from_file_location(name, path)
     assert found is not None and found.loader is not None

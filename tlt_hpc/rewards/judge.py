@@ -130,11 +130,11 @@ def _compare(answer: Answer, truth: str, settings: RewardSection) -> Verdict:
     """The verdict of a kind that compares the response's answer with one of the data's."""
     match answer.kind:
         case "boxed":
-            return text.boxed(answer.text, truth)
+            return text.boxed_verdict(answer.text, truth)
         case "numeric":
-            return text.numeric(answer.text, truth, answer.is_finished)
+            return text.numeric_verdict(answer.text, truth, answer.is_finished)
         case "choice":
-            return text.choice(answer.text, truth, answer.is_finished)
+            return text.choice_verdict(answer.text, truth, answer.is_finished)
         case "math":
             from tlt_hpc.rewards.mathematics import equal_as_mathematics
 

@@ -104,7 +104,7 @@ class Scorer:
         self._num_seen = 0
         self.num_ahead = 0
         """Responses judged while the rank did other things."""
-        self.seconds_ahead = 0.0
+        self.seconds_before_limit = 0.0
         self.seconds_waited = 0.0
         """Spent in ``rewards`` on verdicts that were not there yet."""
         if judge.client:
@@ -122,7 +122,7 @@ class Scorer:
         self.offer(finished)
         return len(self._verdicts.keys() | self._numbers.keys()) < len(finished)
 
-    def score_ahead(self, finished: Sequence[Rollout], is_over: Callable[[], bool]) -> None:
+    def score_while_waiting(self, finished: Sequence[Rollout], is_over: Callable[[], bool]) -> None:
         """Judge responses here until all are, or ``is_over``, which is asked between any two, says so."""
         start, before = time.perf_counter(), len(self._verdicts)
         for rollout in finished:
@@ -131,7 +131,7 @@ class Scorer:
             if rollout.key not in self._numbers:
                 self._judge_here(rollout)
         self.num_ahead += len(self._verdicts) - before
-        self.seconds_ahead += time.perf_counter() - start
+        self.seconds_before_limit += time.perf_counter() - start
 
     def rewards(self, rollouts: Sequence[Rollout]) -> NDArray[np.float32]:
         """The rewards [N] of some, judging those that are left and waiting for the server's.
@@ -157,7 +157,7 @@ class Scorer:
         """Counts of the step's verdicts; the same names on every rank."""
         figures = {
             "rollout/rewards_in_tail": float(self.num_ahead),
-            "rollout/rewards_in_tail_seconds": self.seconds_ahead,
+            "rollout/rewards_in_tail_seconds": self.seconds_before_limit,
             **self._means_of_parts(),
         }
         if self._judge.client is None:
@@ -206,7 +206,7 @@ def without_form(section: RewardSection) -> RewardSection:
     return section.model_copy(update={"weights": {}})
 
 
-def standing_judge(section: RewardSection) -> Judge:
+def process_judge(section: RewardSection) -> Judge:
     """The judge of this process; the first call starts its server if a kind needs one, later calls return the same.
 
     The first call belongs before MPI starts: a process that MPI has initialised should start no other.

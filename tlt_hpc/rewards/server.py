@@ -110,7 +110,7 @@ def end_with_parent() -> None:
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
-def _enter(parent: int, settings: RewardSection) -> None:
+def _limit_child_process(parent: int, settings: RewardSection) -> None:
     """Become a process that can be ended with all that it starts, that ends with the server, and has the limits."""
     os.setpgid(0, 0)
     signal.set_wakeup_fd(-1)
@@ -216,7 +216,7 @@ class Server:
         if pid == 0:
             status = 1
             try:
-                _enter(parent, settings)
+                _limit_child_process(parent, settings)
                 for fd in self._own_fds:
                     os.close(fd)
                 verdict = judge(answer, settings, self._functions, self._template, failed)

@@ -48,7 +48,7 @@ _HINTS = (
 _BEFORE_HINT = 24
 
 
-def boxed(text: str, truth: str) -> Verdict:
+def boxed_verdict(text: str, truth: str) -> Verdict:
     """1.0 if the response ends with ``\\boxed{...}`` whose stripped content equals the answer as text.
 
     Closing tags may follow the box.
@@ -65,7 +65,7 @@ def are_near(given: Fraction, wanted: Fraction) -> bool:
     return abs(given - wanted) <= Fraction(1e-6) * max(Fraction(1), abs(wanted))
 
 
-def numeric(text: str, truth: str, is_finished: bool = True) -> Verdict:
+def numeric_verdict(text: str, truth: str, is_finished: bool = True) -> Verdict:
     """1.0 if the number that the response gives is near the answer's.
 
     Decimals and fractions are compared exactly, so the verdict is the same everywhere.
@@ -94,7 +94,7 @@ def shown(number: Fraction) -> str:
     return str(number) if is_short else "a number of more than 300 digits"
 
 
-def choice(text: str, truth: str, is_finished: bool = True) -> Verdict:
+def choice_verdict(text: str, truth: str, is_finished: bool = True) -> Verdict:
     """1.0 if the response gives the answer's letter."""
     wanted = _letter(truth)
     if wanted is None:

@@ -32,7 +32,7 @@ def longest_texts(ranks: Iterable[Texts], is_wanted: Callable[[SampleKey], bool]
     return dict(sorted(wanted, key=lambda one: len(one[1])))
 
 
-def in_order(own: int, shards: Sequence[Sequence[T]], busy: Set[int]) -> list[T]:
+def order_to_generate_ahead(own: int, shards: Sequence[Sequence[T]], busy: Set[int]) -> list[T]:
     """Return the order in which rank ``own`` generates the next step's responses ahead.
 
     Args:
@@ -52,7 +52,7 @@ def in_order(own: int, shards: Sequence[Sequence[T]], busy: Set[int]) -> list[T]
     return [one for _, one in sorted(placed, key=itemgetter(0))]
 
 
-class AheadTail:
+class AheadGeneration:
     """One rank's generation ahead during one step's rollout and its refills, while it waits for the others."""
 
     def __init__(
@@ -90,13 +90,15 @@ class AheadTail:
 
     def _step(self, roster: Roster) -> None:
         if self._left is None:
-            self._left = in_order(self._replica.number, self._requests, self._busy(roster))
+            self._left = order_to_generate_ahead(
+                self._replica.number, self._requests, self._agree_on_busy_replicas(roster)
+            )
         if not self._engine.ahead.waiting:
             self._engine.submit_ahead(self._left[:_AT_ONCE])
             del self._left[:_AT_ONCE]
         self._engine.step()
 
-    def _busy(self, roster: Roster) -> set[int]:
+    def _agree_on_busy_replicas(self, roster: Roster) -> set[int]:
         """The replicas that generate. Each rank of this one may have seen another roster: the first one's counts."""
         replica, busy = self._replica, set[int]()
         for number, first in enumerate(roster.statuses[:: replica.size]):

@@ -94,7 +94,7 @@ def cut_micro_batches(indices: Sequence[int], lengths: Sequence[int], token_budg
     return [tuple(batch) for batch in batches]
 
 
-def pack(rollouts: Sequence[Rollout], pad_token: int = 0) -> MicroBatch:
+def pack_rollouts(rollouts: Sequence[Rollout], pad_token: int = 0) -> MicroBatch:
     """Lay rollouts end to end; none gives a document of two tokens that predicts nothing."""
     if not rollouts:
         nothing = np.zeros(0, np.int64)

@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from tlt_hpc.cluster.network import read_log, start_log, warning_of
+from tlt_hpc.cluster.network import read_and_remove_nccl_log, start_log, warning_of
 from tlt_hpc.cluster.topology import System
 from tlt_hpc.cluster.watch.beat import BEAT, Phase
-from tlt_hpc.common.host_memory import importing
+from tlt_hpc.common.host_memory import without_garbage_collection
 from tlt_hpc.config import Config, OptimizerSection
 from tlt_hpc.config.recipes import scheduled_rate
 from tlt_hpc.models.sharding import SequenceGroup
@@ -63,7 +63,7 @@ def join_process_group(world: World, device_type: Literal["cpu", "cuda"]) -> Non
     )
     _connect(device_type)
     if has_network:
-        name_network(world, log)
+        gather_and_print_network(world, log)
     _hand_to_deepspeed()
 
 
@@ -92,13 +92,13 @@ def _log_network(world: World) -> Path | None:
     return None if world.local_rank else start_log(os.environ)
 
 
-def name_network(world: World, log: Path | None) -> None:
+def gather_and_print_network(world: World, log: Path | None) -> None:
     """Have rank 0 say which network NCCL has chosen; collective.
 
     Args:
         log: NCCL's, on each node's first rank; None on the others, or where the user has NCCL write another.
     """
-    own = None if log is None else read_log(log, os.environ)
+    own = None if log is None else read_and_remove_nccl_log(log, os.environ)
     choices = {host: choice for host, choice in world.allgather((world.hostname, own)) if choice is not None}
     if choices and world.rank == 0:
         world.say(f"network     {next(iter(choices.values())).words}")
@@ -107,7 +107,7 @@ def name_network(world: World, log: Path | None) -> None:
 
 
 @BEAT.within(Phase.CONNECTING)
-def replica_sum(world: World, size: int, in_order: bool) -> Callable[[torch.Tensor], torch.Tensor]:
+def make_replica_all_reduce(world: World, size: int, in_order: bool) -> Callable[[torch.Tensor], torch.Tensor]:
     """A function that sums contiguous tensors of one shape over the ``size`` ranks of this rank's replica; collective.
 
     It may change the tensor. All ranks get the same bits: each part of the tensor is summed by one rank, which hands it
@@ -208,7 +208,7 @@ def load_deepspeed() -> None:
     is_loaded, true_compile = "mlflow" in sys.modules, torch.compile
     sys.modules.setdefault("mlflow", None)  # type: ignore[arg-type]  # documented: the import fails
     try:
-        with importing():
+        with without_garbage_collection():
             import deepspeed
 
             torch.compile = _leave_as_it_is  # type: ignore[assignment, misc]
@@ -288,7 +288,7 @@ def start_engine(model: torch.nn.Module, config: Config, num_ranks: int) -> Any:
     num_parameters = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     settings["zero_optimization"]["reduce_bucket_size"] = min(REDUCE_BUCKET_ELEMENTS, num_parameters)
     if config.optimizer.zero_stage == 3:
-        _partition(model, settings)
+        _shard_over_all_ranks(model, settings)
     optimizer = _make_optimizer(model, config.optimizer, "offload_optimizer" in settings["zero_optimization"])
     with redirect_stdout(io.StringIO()):  # DeepSpeed prints the memory in use here
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings, dist_init_required=False)
@@ -305,14 +305,14 @@ def start_frozen_engine(model: torch.nn.Module, config: Config, num_ranks: int) 
     import deepspeed
 
     settings = frozen_settings(config, num_ranks, deepspeed.get_accelerator().device_name())
-    _partition(model, settings)
+    _shard_over_all_ranks(model, settings)
     engine, *_ = deepspeed.initialize(model=model, config=settings, dist_init_required=False)
     lengthen_timeouts(engine.data_parallel_group)
     engine.eval()
     return engine
 
 
-def _partition(model: torch.nn.Module, settings: dict[str, Any]) -> None:
+def _shard_over_all_ranks(model: torch.nn.Module, settings: dict[str, Any]) -> None:
     """Deal rank 0's parameters over the ranks one after another: a whole model never stands on a device."""
     import deepspeed
 

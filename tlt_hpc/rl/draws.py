@@ -55,7 +55,7 @@ class StepDraws:
             scores: [N], of all that was asked for so far, ordered by key.
         """
         assert self.needs_scores() and len(scores) == self.num_groups * self.config.rollout.group_size
-        is_informative = informative(scores, self.config.rollout.group_size)
+        is_informative = informative_groups(scores, self.config.rollout.group_size)
         size = refill_size(is_informative, self.config.rollout.prompts_per_step)
         if not size:
             return []
@@ -72,18 +72,18 @@ class StepDraws:
         ]
 
 
-def trained_on(rollout: RolloutSection, scores: NDArray[np.float32]) -> NDArray[np.int64]:
+def responses_to_train_on(rollout: RolloutSection, scores: NDArray[np.float32]) -> NDArray[np.int64]:
     """The indices of the responses that a step trains on, [samples_per_step], ascending.
 
     Args:
         scores: [N], of all that the step generated, ordered by key.
     """
     size = rollout.group_size
-    groups = chosen(informative(scores, size), rollout.prompts_per_step)
+    groups = groups_to_train_on(informative_groups(scores, size), rollout.prompts_per_step)
     return (groups[:, None] * size + np.arange(size)).reshape(-1)
 
 
-def informative(scores: NDArray[np.float32], group_size: int) -> NDArray[np.bool_]:
+def informative_groups(scores: NDArray[np.float32], group_size: int) -> NDArray[np.bool_]:
     """True for groups whose scores are not all equal, so that their advantages are not all 0; [N / group_size].
 
     Args:
@@ -108,7 +108,7 @@ def refill_size(is_informative: NDArray[np.bool_], wanted: int) -> int:
     return min(wanted, math.ceil(missing / share))
 
 
-def chosen(is_informative: NDArray[np.bool_], wanted: int) -> NDArray[np.int64]:
+def groups_to_train_on(is_informative: NDArray[np.bool_], wanted: int) -> NDArray[np.int64]:
     """The groups to train on, [wanted] ascending, of those drawn, [groups].
 
     The first informative ones; if they are too few, the first of the others, as without dynamic sampling.

@@ -23,16 +23,16 @@ from tlt_hpc.cluster.watch.beat import BEAT
 from tlt_hpc.common.records import FinishReason, Rollout
 from tlt_hpc.config import Config
 from tlt_hpc.kernels.dispatch import deterministic
-from tlt_hpc.models.lora import add_adapters, merged, named_adapters, without_adapters
+from tlt_hpc.models.lora import add_adapters, merge_adapters, named_adapters, without_adapters
 from tlt_hpc.models.piece import Piece
 from tlt_hpc.models.policy_model import PolicyModel
 from tlt_hpc.models.weight_files import is_expert
 from tlt_hpc.rl.advantage import token_weights
-from tlt_hpc.rl.batches import Indices, pack, plan_updates
+from tlt_hpc.rl.batches import Indices, pack_rollouts, plan_updates
 from tlt_hpc.rl.distributed import join_sequence_group, learning_rate, start_engine, start_frozen_engine
 from tlt_hpc.rl.loss import correction_weights, kl_estimate, mismatch_terms, policy_loss
 from tlt_hpc.rl.stats import PolicyStats, RolloutMismatch, TokenSums, gradient_error
-from tlt_hpc.rl.train_state import TrainState, gathered
+from tlt_hpc.rl.train_state import TrainState, gather_parameters
 
 if TYPE_CHECKING:
     from tlt_hpc.mpi.world import World
@@ -131,7 +131,7 @@ class Policy:
         plans = self._plan(rollouts, self._config.algorithm.updates_per_step)
         own = [
             [self._load_batch(rollouts, by_response, weights, indices) for indices in plan[self._share]]
-            for plan, weights in ((plan, self._weights(rollouts, plan)) for plan in plans)
+            for plan, weights in ((plan, self._loss_weights(rollouts, plan)) for plan in plans)
         ]
         self.engine.train()
         started = time.perf_counter()
@@ -147,7 +147,7 @@ class Policy:
         seconds = (updating - started, time.perf_counter() - updating)
         num_tokens = sum(rollout.response_tokens.size for rollout in rollouts)
         totals = sums.over_ranks(self._world, self._config.optimizer.sequence_parallel)
-        return self._stats(totals, norms, num_tokens, seconds)
+        return self._gather_stats(totals, norms, num_tokens, seconds)
 
     @deterministic()
     def reference_kl(self, rollouts: Sequence[Rollout]) -> NDArray[np.float64]:
@@ -173,7 +173,7 @@ class Policy:
             found[:] = 0.0
         return self._world.sum(found)
 
-    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def gather_named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The full weights under their Hugging Face names and in their shapes, a tied one once; collective.
 
         They are gathered a layer at a time on every rank. A tensor is good only until the next is asked for, and every
@@ -182,9 +182,9 @@ class Policy:
         for _, layer in groupby(self._weights_of_model.items(), lambda named: _layer_of(named[0])):
             weights = dict(layer)
             BEAT.tick()
-            with gathered(weights.values(), self._stage):
+            with gather_parameters(weights.values(), self._stage):
                 held = {name: parameter.detach() for name, parameter in weights.items()}
-                yield from merged(held, self._config.lora)
+                yield from merge_adapters(held, self._config.lora)
 
     def state_shard(self) -> Iterator[tuple[str, Piece]]:
         """This rank's share of the training state: fp32 pieces of ``<name>.master`` and of Adam's two moments.
@@ -193,7 +193,7 @@ class Policy:
         The shards together have each element once. bf16 weights are made from the masters and are not among them. A
         piece is good only until the next is asked for; ask for all of them.
         """
-        self._make_state()
+        self._create_optimizer_moments()
         yield from self._state.shard()
 
     @property
@@ -220,7 +220,7 @@ class Policy:
         Raises:
             UserError: on all ranks, if a tensor cannot be read on one.
         """
-        self._make_state()
+        self._create_optimizer_moments()
         self._state.load(read, read_span, num_steps)
         self._num_steps = num_steps
 
@@ -272,7 +272,7 @@ class Policy:
         """Which of a plan's shares is this rank's, and of the ranks that compute with it."""
         return self._world.rank // self._config.optimizer.sequence_parallel
 
-    def _weights(self, rollouts: Sequence[Rollout], plan: Sequence[Sequence[Indices]]) -> NDArray[np.float64]:
+    def _loss_weights(self, rollouts: Sequence[Rollout], plan: Sequence[Sequence[Indices]]) -> NDArray[np.float64]:
         """What a token of each response counts in the loss of one update; [N], zero for those that are not part of it.
 
         These are the responses of other updates, and those that were cut where ``algorithm.overlong = "mask"``.
@@ -293,7 +293,7 @@ class Policy:
         weights: NDArray[np.float64],
         indices: Indices,
     ) -> _Batch:
-        micro = pack([rollouts[index] for index in indices])
+        micro = pack_rollouts([rollouts[index] for index in indices])
         counts = weights[list(indices)].astype(np.float32)[micro.rows]
         nothing = np.zeros(0, np.float32)
         own = np.concatenate([nothing, *(advantages[index] for index in indices)])
@@ -379,7 +379,7 @@ class Policy:
         for group in self.engine.basic_optimizer.param_groups:
             group["lr"] = value
 
-    def _stats(
+    def _gather_stats(
         self, totals: TokenSums, norms: Sequence[float], num_tokens: int, seconds: tuple[float, float]
     ) -> PolicyStats:
         entropy, ppo_kl, clipped, kl, router_loss, diff, *others = (totals.sums[1:] / num_tokens).tolist()
@@ -403,7 +403,7 @@ class Policy:
     def _stage(self) -> int:
         return self._config.optimizer.zero_stage
 
-    def _make_state(self) -> None:
+    def _create_optimizer_moments(self) -> None:
         """Have the optimiser's moments exist, which only a first step makes: all zero, the weights untouched."""
         if self._has_state:
             return

@@ -19,7 +19,7 @@ KINDS = ("master", "exp_avg", "exp_avg_sq")
 """The parts of a parameter's state: its fp32 weights and Adam's two moments."""
 
 
-def gathered(
+def gather_parameters(
     parameters: Iterable[torch.nn.Parameter], stage: int, modifier_rank: int | None = None
 ) -> AbstractContextManager[Any]:
     """Context in which the parameters are whole; what rank ``modifier_rank`` writes there is kept on all ranks."""
@@ -44,12 +44,16 @@ class TrainState:
 
     def master(self, name: str) -> torch.Tensor:
         """A parameter's fp32 weights in the parameter's shape, whole on every rank."""
-        return self._full(self._parameters[name], "master")
+        return self._gather_full_state(self._parameters[name], "master")
 
     def shard(self) -> Iterator[tuple[str, Piece]]:
         """This rank's pieces, under names such as ``lm_head.weight.exp_avg``; see ``Policy.state_shard``."""
         if self._stage == 0:
-            every = [(f"{name}.{kind}", self._full(p, kind)) for name, p in self._parameters.items() for kind in KINDS]
+            every = [
+                (f"{name}.{kind}", self._gather_full_state(p, kind))
+                for name, p in self._parameters.items()
+                for kind in KINDS
+            ]
             yield from own_pieces(every, self._world.rank, self._world.size)
             return
         for name, parameter in self._parameters.items():
@@ -80,7 +84,7 @@ class TrainState:
             name, _, kind = full_name.rpartition(".")
             parameter = self._parameters[name]
             if kind == "master":  # the next forward pass reads the parameter, which only the next step would write
-                with gathered([parameter], self._stage, modifier_rank=0), torch.no_grad():
+                with gather_parameters([parameter], self._stage, modifier_rank=0), torch.no_grad():
                     parameter.copy_(tensor)
             self._set_full(parameter, kind, tensor.to(self._engine.device))
 
@@ -97,7 +101,7 @@ class TrainState:
         for state in self._engine.basic_optimizer.state.values():
             state["step"].fill_(num_steps)
 
-    def _full(self, parameter: torch.nn.Parameter, kind: str) -> torch.Tensor:
+    def _gather_full_state(self, parameter: torch.nn.Parameter, kind: str) -> torch.Tensor:
         from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
         state: torch.Tensor
@@ -133,7 +137,7 @@ class TrainState:
 
         BEAT.tick()
         if self._stage == 0:
-            self._full(parameter, kind).copy_(value)
+            self._gather_full_state(parameter, kind).copy_(value)
         elif self._stage == 3:
             # DeepSpeed's own setter of whole values fails on ranks whose number does not divide them.
             size = parameter.ds_tensor.numel()  # type: ignore[attr-defined]

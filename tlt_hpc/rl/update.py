@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from tlt_hpc.common.records import Rollout
 from tlt_hpc.config import Config
 from tlt_hpc.rl.advantage import advantages_of, overlong_penalties
-from tlt_hpc.rl.draws import informative, trained_on
+from tlt_hpc.rl.draws import informative_groups, responses_to_train_on
 from tlt_hpc.rl.policy import Policy
 from tlt_hpc.rl.stats import Update, check_step
 
@@ -30,8 +30,8 @@ def update_policy(config: Config, policy: Policy, rollouts: Sequence[Rollout], s
         NotFiniteError: a log-probability, a reward or the gradient is not finite, on all ranks.
     """
     check_step(config, rollouts, scores)  # also of those that are left out: the rollout log has them
-    algorithm, trained = config.algorithm, trained_on(config.rollout, scores)
-    informative_share = float(informative(scores, config.rollout.group_size).mean())
+    algorithm, trained = config.algorithm, responses_to_train_on(config.rollout, scores)
+    informative_share = float(informative_groups(scores, config.rollout.group_size).mean())
     rollouts, scores = [rollouts[index] for index in trained], scores[trained]
     lengths = np.array([rollout.response_tokens.size for rollout in rollouts], np.int64)
     rewards = scores

@@ -23,11 +23,11 @@ from tlt_hpc.rollout.ngram_drafts import NgramDrafts, NoiseAt, noise_of
 from tlt_hpc.rollout.noise import NoiseWindow
 from tlt_hpc.rollout.responses import Response
 from tlt_hpc.rollout.rounds import PhaseSeconds, RoundPlan, RoundResult
-from tlt_hpc.rollout.sampling import choose_rows, token_log_probs
+from tlt_hpc.rollout.sampling import choose_tokens_by_rule, token_log_probs
 from tlt_hpc.rollout.scheduler import Scheduler
 from tlt_hpc.rollout.strategy import OFF, Strategy
-from tlt_hpc.rollout.target_pass import AcceptedPath, TargetPass, along_path, by_node
-from tlt_hpc.rollout.tree import DraftTree, chains, tree
+from tlt_hpc.rollout.target_pass import AcceptedPath, TargetPass, along_path, noise_by_node
+from tlt_hpc.rollout.tree import DraftTree, chains, make_tree
 
 logger = logging.getLogger(__name__)
 
@@ -96,12 +96,12 @@ class HostRounds:
         phases.draft += clock.lap()
         features, logits = self.target.forward(drafts, self.scheduler.layout)
         phases.verify += clock.lap()
-        accepted = self._accept(drafts, logits, by_node(noise, drafts))
+        accepted = self._accept(drafts, logits, noise_by_node(noise, drafts))
         self._commit(drafts, accepted, features, logits)
         if self.learned is not None:
             self.learned.learn(proposal, accepted.on_path)
         phases.sample += clock.lap()
-        given = append(responses, accepted)
+        given = append_accepted_tokens(responses, accepted)
         phases.other += clock.lap()
         self._done.append(
             RoundResult(
@@ -155,7 +155,7 @@ class HostRounds:
         found = join_proposals(others, nodes, width, noise.device)
         if found.drafts.parents is None:
             return found
-        return replace(found, drafts=tree(found.drafts.tokens, found.drafts.parents, width - 1))
+        return replace(found, drafts=make_tree(found.drafts.tokens, found.drafts.parents, width - 1))
 
     def stored_nodes(self, plan: RoundPlan) -> tuple[int, list[list[int]]]:
         """The number of rows without drafts from stored texts, and last token and drafts of each row after them."""
@@ -176,7 +176,7 @@ class HostRounds:
         rows = self.scheduler.rows
         rules = [response.rule for response in rows.responses]
         tolerated = self.guard.logit_tolerance
-        choice = choose_rows(logits, noise, rules, self.guard.tolerance)
+        choice = choose_tokens_by_rule(logits, noise, rules, self.guard.tolerance)
         chosen, doubtful = choice.token, choice.doubtful
         decided = torch.zeros_like(doubtful)
         while True:
@@ -198,7 +198,7 @@ class HostRounds:
                 decided[row, node] = True
             if self.guard.logit_tolerance > tolerated:
                 tolerated = self.guard.logit_tolerance
-                doubtful = choose_rows(logits, noise, rules, self.guard.tolerance).doubtful
+                doubtful = choose_tokens_by_rule(logits, noise, rules, self.guard.tolerance).doubtful
 
     # -- commit -------------------------------------------------------------------------------------------------
 
@@ -211,7 +211,9 @@ class HostRounds:
         rows.log_probs[torch.arange(len(columns)).unsqueeze(1), columns.cpu()] = log_probs.cpu()
 
 
-def append(responses: Sequence[Response], accepted: AcceptedPath) -> tuple[list[int], list[bool], list[int]]:
+def append_accepted_tokens(
+    responses: Sequence[Response], accepted: AcceptedPath
+) -> tuple[list[int], list[bool], list[int]]:
     """Append the emitted tokens to the texts; returns how many, whether an end token came, and drafts accepted."""
     counts: list[int] = accepted.counts.tolist()
     for response, row, count in zip(responses, accepted.chosen.tolist(), counts, strict=True):

@@ -17,7 +17,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from tlt_hpc.rollout.decoding import HostRounds, append
+from tlt_hpc.rollout.decoding import HostRounds, append_accepted_tokens
 from tlt_hpc.rollout.drafts import Proposal, join_proposals
 from tlt_hpc.rollout.graph_round import NUM_FIGURES, GraphRound
 from tlt_hpc.rollout.ngram_drafts import NoiseAt
@@ -25,9 +25,9 @@ from tlt_hpc.rollout.noise import gumbel_number, noise_key
 from tlt_hpc.rollout.responses import Response
 from tlt_hpc.rollout.rounds import PhaseSeconds, RoundPlan, RoundResult
 from tlt_hpc.rollout.strategy import OFF, Strategy
-from tlt_hpc.rollout.target_pass import by_node
+from tlt_hpc.rollout.target_pass import noise_by_node
 from tlt_hpc.rollout.transfer import PendingHostCopy, upload
-from tlt_hpc.rollout.tree import DraftTree, chains, tree
+from tlt_hpc.rollout.tree import DraftTree, chains, make_tree
 
 
 @dataclass
@@ -131,14 +131,14 @@ class DeviceRounds(HostRounds):
             nodes = self.ngram_chains(strategy, _noise_on_host(rows.responses), num_live)
             nodes += nodes[:1] * (count - len(nodes))
             return Proposal(chains(nodes, strategy.widest_pass, self.decoder.device))
-        self._read_backlog(num_live)
+        self._run_drafter_on_backlog(num_live)
         assert self.learned is not None
         others = self.learned.known[num_live:count].clone()
         found = self._graphs.draft(count, strategy)
         self.learned.known[num_live:count] = others  # of rows with stored texts it has not read all
         return found
 
-    def _read_backlog(self, count: int) -> None:
+    def _run_drafter_on_backlog(self, count: int) -> None:
         """Let the drafter read what its graph has no room for, of the first ``count`` rows.
 
         Rows with less to read stay out: beside a new row's prompt, or a long text that was preempted, each of them
@@ -213,12 +213,12 @@ class DeviceRounds(HostRounds):
         rows.lengths.copy_(started.before)
         drafts = started.drafts
         if drafts.parents is not None:
-            drafts = tree(drafts.tokens, drafts.parents, drafts.num_nodes - 1)
+            drafts = make_tree(drafts.tokens, drafts.parents, drafts.num_nodes - 1)
         noise = self.noise.at(rows.response_lengths, started.plan.strategy.depth + 1)
         features, logits = self.target.forward(drafts, None)
-        accepted = self._accept(drafts, logits, by_node(noise, drafts))
+        accepted = self._accept(drafts, logits, noise_by_node(noise, drafts))
         self._commit(drafts, accepted, features, logits)
-        return append(started.responses, accepted)
+        return append_accepted_tokens(started.responses, accepted)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -23,8 +23,8 @@ from tlt_hpc.rollout.responses import Response
 from tlt_hpc.rollout.rows import LiveRows
 from tlt_hpc.rollout.sampling import top_scores
 from tlt_hpc.rollout.strategy import MAX_BRANCHES, MAX_DEPTH, Strategy
-from tlt_hpc.rollout.transfer import put, upload
-from tlt_hpc.rollout.tree import DraftTree, chain, join, tree
+from tlt_hpc.rollout.transfer import upload, write_number_on_device
+from tlt_hpc.rollout.tree import DraftTree, chain, join_trees_and_chains, make_tree
 
 _CATCH_UP_WIDTH = 256
 """Positions of a row in one catch-up pass: a drafter that was not used for a long response has much to read."""
@@ -106,8 +106,8 @@ class Proposal:
 def join_proposals(first: Proposal | None, rows: Sequence[Sequence[int]], width: int, device: torch.device) -> Proposal:
     """Drafts of the first rows, if any, and the chains ``rows`` of those after them, as ``tree.join``."""
     if first is None:
-        return Proposal(join(None, rows, width, device))
-    return replace(first, drafts=join(first.drafts, rows, width, device))
+        return Proposal(join_trees_and_chains(None, rows, width, device))
+    return replace(first, drafts=join_trees_and_chains(first.drafts, rows, width, device))
 
 
 class LearnedDrafts:
@@ -138,7 +138,7 @@ class LearnedDrafts:
 
     def set_row(self, row: int, response: Response) -> None:
         """Give a row to a sequence of which nothing is known yet."""
-        put(self.known, row, 0)
+        write_number_on_device(self.known, row, 0)
         response.num_read = 0
 
     def forget(self, responses: Sequence[Response]) -> None:
@@ -156,7 +156,7 @@ class LearnedDrafts:
         """
         noise = noise[..., : self._num_tokens] if self._vocabulary is None else noise[..., self._vocabulary]
         temperatures = rows.temperatures[: len(noise)]
-        feature = self.catch_up(rows, len(noise), layout)
+        feature = self.run_on_unread_positions(rows, len(noise), layout)
 
         def pick(d: int, logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
             return top_scores(perturbed(logits, noise[:, d : d + 1], temperatures, strategy.sharpness), count)
@@ -175,7 +175,7 @@ class LearnedDrafts:
         visited = on_path.gather(1, proposal.drafts.parents[:count, :n])[:, 1:]
         self.chances.observe(proposal.cells[:, 1:], visited, on_path[:, 1:])
 
-    def catch_up(self, rows: LiveRows, count: int, layout: Layout | None) -> Tensor:
+    def run_on_unread_positions(self, rows: LiveRows, count: int, layout: Layout | None) -> Tensor:
         """Read whatever the drafter has not of the first ``count`` rows; returns its own feature [B, H] at each one's
         newest true position.
         """
@@ -192,7 +192,7 @@ class LearnedDrafts:
         return feature
 
     def read(self, rows: LiveRows, which: slice | Tensor, layout: Layout | None, width: int) -> Tensor:
-        """Read the next positions, at most ``width``, of the rows ``which`` [B]; returns as ``catch_up`` does.
+        """Read the next positions, at most ``width``, of the rows ``which`` [B]; returns as ``run_on_unread_positions`` does.
 
         ``layout`` is that of these rows.
         """
@@ -207,7 +207,7 @@ class LearnedDrafts:
             columns = torch.arange(begin, min(width, begin + most), device=lengths.device)
             # a row with less to read repeats its newest position: the same values to the same place
             at = torch.minimum(start.unsqueeze(1) + columns, last.clamp(min=0).unsqueeze(1))
-            out = self._read_at(rows, which, layout, at)
+            out = self._run_at_positions(rows, which, layout, at)
             column = (last - start - begin).clamp(0, len(columns) - 1)
             newest = out[rows.index[:count], column]
             feature = newest if begin == 0 else torch.where((last - start >= begin).unsqueeze(1), newest, feature)
@@ -215,7 +215,7 @@ class LearnedDrafts:
         # a sequence of one token has no feature to draft from yet: what is proposed for it is a guess
         return feature
 
-    def _read_at(self, rows: LiveRows, which: slice | Tensor, layout: Layout | None, at: Tensor) -> Tensor:
+    def _run_at_positions(self, rows: LiveRows, which: slice | Tensor, layout: Layout | None, at: Tensor) -> Tensor:
         """The drafter's features [B, n, H] at committed positions [B, n], whose keys and values it keeps."""
         assert self._cache.features is not None
         tables = self._cache.tables[which]
@@ -339,4 +339,4 @@ def _likeliest(
     kept = order[:, : strategy.num_drafts + 1].sort(1).values
     place = torch.zeros_like(tokens).scatter_(1, kept, torch.arange(kept.shape[1], device=kept.device).expand_as(kept))
     parent = place.gather(1, parents.gather(1, kept))
-    return tree(tokens.gather(1, kept), parent, strategy.depth), cells.gather(1, kept)
+    return make_tree(tokens.gather(1, kept), parent, strategy.depth), cells.gather(1, kept)

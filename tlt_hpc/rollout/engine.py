@@ -24,7 +24,7 @@ from tlt_hpc.rollout.feature_outbox import FeatureOutbox
 from tlt_hpc.rollout.guard import NUM_PROBED, TieGuard
 from tlt_hpc.rollout.ngram_drafts import NgramDrafts
 from tlt_hpc.rollout.noise import NoiseWindow
-from tlt_hpc.rollout.responses import AheadWork, Response, Texts
+from tlt_hpc.rollout.responses import AheadQueue, Response, Texts
 from tlt_hpc.rollout.rounds import EngineCounts, RoundPlan, RoundResult
 from tlt_hpc.rollout.rows import LiveRows
 from tlt_hpc.rollout.sampling import SamplingRule
@@ -85,7 +85,7 @@ class RolloutEngine:
         self._num_submitted = self._num_own = 0
         """Requests of all kinds so far; the step's own that have not finished."""
         self._counts = self._new_counts()
-        self.ahead = AheadWork(is_host=decoder.device.type == "cpu", is_alone=agree is None)
+        self.ahead = AheadQueue(is_host=decoder.device.type == "cpu", is_alone=agree is None)
         """Responses that are generated ahead, where there are no own requests."""
         self._stored_texts: Texts = {}
         self.text_mark = 0
@@ -375,7 +375,7 @@ class RolloutEngine:
     def _settle(self, num_left: int = 0) -> None:
         """Read the launched rounds until ``num_left`` are left."""
         while self._rounds.num_in_flight > num_left:
-            self._take_in(self._rounds.read())
+            self._process_round(self._rounds.read())
         self.outbox.deliver(wait=False)
 
     def _settle_at_end(self) -> None:
@@ -384,7 +384,7 @@ class RolloutEngine:
             self._settle()
             self.outbox.deliver(wait=True)
 
-    def _take_in(self, result: RoundResult) -> None:
+    def _process_round(self, result: RoundResult) -> None:
         """Learn from a round that has been read, and retire what it has finished."""
         start = time.perf_counter()
         result.cut_at_stops()

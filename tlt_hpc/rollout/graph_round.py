@@ -25,7 +25,7 @@ from tlt_hpc.rollout.noise import NoiseWindow
 from tlt_hpc.rollout.sampling import lowest_kept, token_log_probs
 from tlt_hpc.rollout.strategy import Strategy
 from tlt_hpc.rollout.target_pass import TargetPass
-from tlt_hpc.rollout.tree import DraftTree, tree
+from tlt_hpc.rollout.tree import DraftTree, make_tree
 
 logger = logging.getLogger(__name__)
 
@@ -150,15 +150,15 @@ class GraphRound:
         count, width = drafts.tokens.shape
         inputs = (drafts.tokens,) if drafts.parents is None else (drafts.tokens, drafts.parents)
         form = _Form(width, drafts.parents is not None, truncates)
-        run = partial(self._verify, truncates=truncates)
+        run = partial(self._verify_and_commit_captured, truncates=truncates)
         outcome, log_probs, on_path = self._graphs.run(("verify", count, form), run, inputs, (self._rows.lengths,))
         return outcome, log_probs, on_path
 
-    def _verify(
+    def _verify_and_commit_captured(
         self, tokens: Tensor, parents: Tensor | None = None, *, truncates: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
         count, n = tokens.shape
-        drafts = DraftTree(tokens) if parents is None else tree(tokens, parents, n - 1)
+        drafts = DraftTree(tokens) if parents is None else make_tree(tokens, parents, n - 1)
         features, logits = self._target.forward(drafts, None)
         choice = self._choose(drafts, self._allowed(logits) if truncates else logits)
         longest = min(n, self._longest)  # no path is deeper than the deepest strategy

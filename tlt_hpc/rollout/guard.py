@@ -92,17 +92,17 @@ class TieGuard:
         The ``NUM_PROBED`` last measured count. One text at each policy step is enough: a step moves the weights too
         little to change what rounding does to them, and a float64 pass over a long text takes its time.
         """
-        self._errors.extend(_error(self._decoder, text, self._attention) for text in texts)
+        self._errors.extend(_logit_error(self._decoder, text, self._attention) for text in texts)
         self.logit_tolerance = SAFETY * max(*self._errors, _MIN_ERROR)
 
     def decide(self, prefix: Tensor, noise: Tensor, fast_logits: Tensor, rule: SamplingRule) -> int:
         """The canonical next token after ``prefix`` [T], with noise [V] and the fast path's logits [V] to check."""
         self.num_guarded += 1
         exact = self._decoder.reference_logits(prefix, 1)[0]
-        self._check(float((exact - fast_logits.double()).abs().max()))
+        self._raise_tolerance_if_needed(float((exact - fast_logits.double()).abs().max()))
         return int(choose(exact, noise.double(), rule, 0.0).token)
 
-    def _check(self, error: float) -> None:
+    def _raise_tolerance_if_needed(self, error: float) -> None:
         # a gap is off by twice the error at most: a quarter of the tolerance leaves as much again to unseen tokens
         if error <= self.logit_tolerance / 4:
             return
@@ -115,7 +115,7 @@ class TieGuard:
         self.logit_tolerance = raised
 
 
-def _error(decoder: Decoder, text: list[int], attention: AttentionKind) -> float:
+def _logit_error(decoder: Decoder, text: list[int], attention: AttentionKind) -> float:
     """Largest difference of logits over one sequence, between the rollout's own path and float64."""
     tokens = torch.tensor(text, device=decoder.device)
     fast, exact = _cached_hidden(decoder, tokens, attention), decoder.reference_hidden(tokens)

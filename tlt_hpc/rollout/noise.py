@@ -43,7 +43,7 @@ on a CPU, and the same bits: tests/test_noise.py).
 
 
 @cache
-def _fused(vocab_size: int) -> Callable[[Tensor, Tensor, int], Tensor]:
+def _compiled_noise_function(vocab_size: int) -> Callable[[Tensor, Tensor, int], Tensor]:
     """The function that makes the noise: one fused loop, or the usual operations without a compiler that works."""
     compiler = os.environ.get("CXX", "g++")
     if shutil.which(compiler) is None:
@@ -72,7 +72,7 @@ def _fused(vocab_size: int) -> Callable[[Tensor, Tensor, int], Tensor]:
 
 
 def _compiled(words: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
-    return _fused(vocab_size)(words, positions, vocab_size)  # compiled at the first call
+    return _compiled_noise_function(vocab_size)(words, positions, vocab_size)  # compiled at the first call
 
 
 class NoiseWindow:

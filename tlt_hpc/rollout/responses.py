@@ -109,7 +109,7 @@ always on a device.
 """
 
 
-class AheadWork:
+class AheadQueue:
     """Responses of the next step that are generated under the weights before it."""
 
     def __init__(self, is_host: bool, is_alone: bool) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tlt_hpc.rollout.responses import Response
-from tlt_hpc.rollout.transfer import exchange, put, upload
+from tlt_hpc.rollout.transfer import exchange, upload, write_number_on_device
 
 
 class LiveRows:
@@ -68,12 +68,12 @@ class LiveRows:
         """Make a row for a sequence; returns it."""
         row, text, device = self.num_live, response.text, self.tokens.device
         self.tokens[row, : len(text)] = upload(text, device)
-        put(self.lengths, row, len(text))
-        put(self.caps, row, response.longest)
-        put(self.starts, row, response.prompt_length)
-        put(self.temperatures, row, response.rule.temperature)
-        put(self.top_k, row, response.rule.top_k)
-        put(self.top_p, row, response.rule.top_p)
+        write_number_on_device(self.lengths, row, len(text))
+        write_number_on_device(self.caps, row, response.longest)
+        write_number_on_device(self.starts, row, response.prompt_length)
+        write_number_on_device(self.temperatures, row, response.rule.temperature)
+        write_number_on_device(self.top_k, row, response.rule.top_k)
+        write_number_on_device(self.top_p, row, response.rule.top_p)
         if response.log_probs is not None:
             self.log_probs[row, response.prompt_length : len(text)] = torch.from_numpy(response.log_probs)
             response.log_probs = None
@@ -126,5 +126,5 @@ class LiveRows:
     def remove_last(self) -> None:
         """Drop the last row, which is padding from now on."""
         self.responses.pop().row = -1
-        put(self.lengths, self.num_live, 1)
-        put(self.caps, self.num_live, 1)
+        write_number_on_device(self.lengths, self.num_live, 1)
+        write_number_on_device(self.caps, self.num_live, 1)

@@ -87,7 +87,7 @@ def choose(logits: Tensor, noise: Tensor, rule: SamplingRule, tolerance: float) 
     return Choice(token, edge | (values[..., 0] - values[..., -1] < tolerance))
 
 
-def choose_rows(
+def choose_tokens_by_rule(
     logits: Tensor, noise: Tensor, rules: Sequence[SamplingRule], tolerance: Callable[[SamplingRule], float]
 ) -> Choice:
     """``choose`` for logits [B, n, V] whose rows have rules of their own, each with its zone of doubt."""

@@ -122,7 +122,7 @@ class Scheduler:
         """The cache's layout of passes over the live rows; made again only after their pages have changed."""
         if self._layout is None:
             if self.cache.wants_packing and self.pool.is_fragmented:
-                self._pack()
+                self._compact_pages()
             tables = [response.pages for response in self.rows.responses]
             self._layout = self.cache.layout(tables, self.pool.high_water)
             self._first_layout = 0, None
@@ -339,7 +339,7 @@ class Scheduler:
             self.remove(self.rows.num_live - 1)
         return dropped
 
-    def _pack(self) -> None:
+    def _compact_pages(self) -> None:
         """Move pages together, so that a pass reads few unused ones."""
         moves = self.pool.pack()
         self.cache.copy_pages(moves)

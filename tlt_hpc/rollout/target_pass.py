@@ -17,7 +17,7 @@ from tlt_hpc.rollout.kv_cache import Layout, PagedCache
 from tlt_hpc.rollout.rows import LiveRows
 from tlt_hpc.rollout.scheduler import PrefillChunk
 from tlt_hpc.rollout.transfer import upload
-from tlt_hpc.rollout.tree import DraftTree, emitted_counts, path_of, walk
+from tlt_hpc.rollout.tree import DraftTree, emitted_counts, nodes_on_path, path_of
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class TargetPass:
     def walk(self, drafts: DraftTree, chosen: Tensor, longest: int | None = None) -> AcceptedPath:
         """The path through the target's choices [B, N]; ``longest`` bounds its columns without a look at it."""
         rows, count = self.rows, len(chosen)
-        on_path = walk(chosen, drafts)
+        on_path = nodes_on_path(chosen, drafts)
         if drafts.depths is None:
             path = torch.arange(drafts.num_nodes, device=chosen.device).expand(count, -1)
             along = chosen.clone()
@@ -112,7 +112,7 @@ class TargetPass:
         return rows.extend(accepted.chosen, accepted.counts)
 
 
-def by_node(noise: Tensor, drafts: DraftTree) -> Tensor:
+def noise_by_node(noise: Tensor, drafts: DraftTree) -> Tensor:
     """Noise [B, N, V] of each node's own position, from that of each depth [B, D + 1, V]."""
     if drafts.depths is None:
         return noise[:, : drafts.num_nodes]

@@ -14,7 +14,7 @@ def upload(values: Sequence[object], device: torch.device, dtype: torch.dtype = 
     return held.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else held.to(device)
 
 
-def put(values: Tensor, index: int, number: float) -> None:
+def write_number_on_device(values: Tensor, index: int, number: float) -> None:
     """Write one number into ``values`` [n], as a kernel's argument.
 
     ``values[index] = number`` would make a tensor in host memory and copy it, and that copy waits for the device.

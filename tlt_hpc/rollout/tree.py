@@ -40,7 +40,7 @@ def chain(last: Tensor, drafts: Tensor) -> DraftTree:
     return DraftTree(torch.cat([last.unsqueeze(1), drafts], 1))
 
 
-def tree(tokens: Tensor, parents: Tensor, deepest: int) -> DraftTree:
+def make_tree(tokens: Tensor, parents: Tensor, deepest: int) -> DraftTree:
     """Trees from tokens [B, N] and parents [B, N] (node 0 is its own), none deeper than ``deepest``."""
     num_rows, n = tokens.shape
     reach = torch.zeros(num_rows, n, n, device=tokens.device)
@@ -59,7 +59,9 @@ def chains(rows: Sequence[Sequence[int]], width: int, device: torch.device) -> D
     return DraftTree(upload([[*row, *[EMPTY] * (width - len(row))] for row in rows], device))
 
 
-def join(first: DraftTree | None, rows: Sequence[Sequence[int]], width: int, device: torch.device) -> DraftTree:
+def join_trees_and_chains(
+    first: DraftTree | None, rows: Sequence[Sequence[int]], width: int, device: torch.device
+) -> DraftTree:
     """Trees of the first rows, if any, and chains of those after them, filled up to ``width`` with empty nodes.
 
     Where the first ones are trees, what follows from ``parents`` is left out.
@@ -77,7 +79,7 @@ def join(first: DraftTree | None, rows: Sequence[Sequence[int]], width: int, dev
     return DraftTree(tokens, torch.cat([F.pad(first.parents, (0, missing)), before]))
 
 
-def walk(chosen: Tensor, drafts: DraftTree) -> Tensor:
+def nodes_on_path(chosen: Tensor, drafts: DraftTree) -> Tensor:
     """Nodes on the realised path, a mask [B, N]: each drafted the target's choice [B, N] at its parent."""
     if drafts.parents is None or drafts.ancestors is None:
         matches = (chosen[:, :-1] == drafts.tokens[:, 1:]).long().cumprod(1).bool()

@@ -22,8 +22,8 @@ from tlt_hpc.drafting.spot import AVERAGE_MERGES, SpotTrainer
 from tlt_hpc.drafting.tail_plan import TailPlan
 from tlt_hpc.look.environment import RankPlace, find_environment
 from tlt_hpc.models.drafter import AS_TARGET, TOKEN_IDS, Drafter, layer_of
-from tlt_hpc.models.drafter_file import initial_drafter, make_drafter
-from tlt_hpc.models.folder import import_transformers, start_model
+from tlt_hpc.models.drafter_file import make_drafter, read_drafter_of_init
+from tlt_hpc.models.folder import import_transformers, load_policy_all_ranks
 from tlt_hpc.models.piece import read_all_once, read_each_once
 from tlt_hpc.models.shape import ModelShape
 from tlt_hpc.models.tokenizer import find_model
@@ -34,7 +34,7 @@ from tlt_hpc.rl.distributed import join_process_group
 from tlt_hpc.rl.loss import MismatchWatch
 from tlt_hpc.rl.policy import Policy
 from tlt_hpc.rollout.engine import RolloutEngine
-from tlt_hpc.run.session import Session, choose_vocabulary, closed_on_error, drawn_first, open_bench, open_session
+from tlt_hpc.run.session import Session, choose_vocabulary, closed_on_error, drawn_first, open_judge, open_session
 from tlt_hpc.storage.feature_cache import FeatureCache
 from tlt_hpc.storage.folder import RunFolder, node_folder
 from tlt_hpc.storage.records import Environment
@@ -84,7 +84,7 @@ class Job(Session):
 
     def load_policy(self, version: int) -> None:
         """Collective. Put the policy's weights into the decoder; the drafter reads its embedding and head there."""
-        self.engine.load_policy(self.policy.named_weights(), version)
+        self.engine.load_policy(self.policy.gather_named_weights(), version)
 
     def load_engine_drafter(self) -> None:
         """Copy the trained drafter into the engine's."""
@@ -92,9 +92,9 @@ class Job(Session):
         self.engine.load_drafter(self.drafting.spot.trained.averaged_weights(), self.drafting.spot.trained.has_learned)
 
 
-def assemble(config: Config, world: World) -> Job:
+def build_job(config: Config, world: World) -> Job:
     """Collective. Build all parts of a run; if one cannot be built, those before it are closed."""
-    bench = open_bench(config.reward, world)
+    bench = open_judge(config.reward, world)
     node = world.node_group
     world.say("reading the model and the data")
     assets = read_assets_once(config, world.size, node)
@@ -115,7 +115,7 @@ def assemble(config: Config, world: World) -> Job:
         claim_folder(folder, config, world, assets.prompts, environment)
         if drafting:
             drafting.cache.remove_parts()
-        ahead = ahead_mode(config, world, device)
+        ahead = agree_on_ahead_mode(config, world, device)
         served = drafting.engine_drafter if drafting else None
         engine = session.make_engine(session.settings(ahead != "off"), served, keeps=session.keeps)
         world.say("joining the process group")
@@ -124,7 +124,7 @@ def assemble(config: Config, world: World) -> Job:
         import_transformers(config.lora.rank > 0)
         world.say("loading the policy")
         is_sharded = config.optimizer.zero_stage == 3
-        start = partial(start_model, assets.folder, config.model.dtype, device, is_sharded, world.rank, node)
+        start = partial(load_policy_all_ranks, assets.folder, config.model.dtype, device, is_sharded, world.rank, node)
         reference = start if config.algorithm.kl_coefficient else None
         policy = Policy(start(), config, world, reference, assets.excluded_token_ids)
         parts.callback(policy.close)
@@ -144,7 +144,7 @@ def assemble(config: Config, world: World) -> Job:
         )
 
 
-def ahead_mode(config: Config, world: World, device: torch.device) -> str:
+def agree_on_ahead_mode(config: Config, world: World, device: torch.device) -> str:
     """``speculation.ahead``, but "off" without speculation, where a single replica never waits, and where it is "auto"
     and ranks share cores, so that those that wait would slow down the others. Collective.
     """
@@ -165,7 +165,7 @@ def read_initial_drafter(config: Config, shape: ModelShape, node: NodeGroup) -> 
         ConfigError: there are none, or they are of another model.
     """
     model = find_model(config.model.path)
-    return read_all_once(node, partial(initial_drafter, config.drafter.init, config.drafter.form, shape, model))
+    return read_all_once(node, partial(read_drafter_of_init, config.drafter.init, config.drafter.form, shape, model))
 
 
 def gather_environment(world: World, device: torch.device, never_sampled: Sequence[int]) -> Environment | None:
@@ -195,7 +195,7 @@ def make_drafting(
     served = make_drafter(shape, seed, decoder.dtype, decoder.device, token_ids, own)
     if decoder.sharding.size > 1:
         served.split(decoder.sharding)
-    place, rank, num_ranks = cache_place(config.drafter, world, folder)
+    place, rank, num_ranks = gather_cache_placement(config.drafter, world, folder)
     sizes = served.num_features, shape.hidden_size, settings.cache_bytes
     cache = FeatureCache(place, rank, *sizes, num_ranks)
     spot = SpotTrainer(decoder, cache, settings, seed, world.rank, token_ids, own, average_merges)
@@ -205,7 +205,7 @@ def make_drafting(
     return Drafting(cache, spot, served, alone)
 
 
-def cache_place(drafter: DrafterSection, world: World, folder: RunFolder) -> tuple[RunFolder, int, int]:
+def gather_cache_placement(drafter: DrafterSection, world: World, folder: RunFolder) -> tuple[RunFolder, int, int]:
     """Collective. Return the folder of the feature cache, this rank's number there, and the number of ranks.
 
     Raises:

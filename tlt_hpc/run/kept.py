@@ -79,19 +79,21 @@ class Keeper:
         self._num_kept, self._written_at = len(finished), time.monotonic()
 
 
-def open_keeper(config: Config, folder: RunFolder, world: World, step: int) -> tuple[Keeper, dict[SampleKey, Rollout]]:
+def open_keeper_gather_kept(
+    config: Config, folder: RunFolder, world: World, step: int
+) -> tuple[Keeper, dict[SampleKey, Rollout]]:
     """Collective. Open the keeper of this rank's responses of the step, and read all ranks' of earlier starts."""
-    origin, paths = world.once(lambda: (find_origin(config.model, folder, step), folder.kept_parts(step)))
+    origin, paths = world.once(lambda: (read_weights_origin(config.model, folder, step), folder.kept_parts(step)))
     keeper = Keeper(folder, step, world.rank, origin)
     if not paths:
         return keeper, {}
     # sharded over the ranks, however many wrote them
-    files = [file for path in paths[world.rank :: world.size] if (file := _read(path)) is not None]
+    files = [file for path in paths[world.rank :: world.size] if (file := _read_kept_or_warn(path)) is not None]
     every = [file for files in world.allgather(files) for file in files]
     return keeper, {rollout.key: rollout for found, rollouts in every if found == origin for rollout in rollouts}
 
 
-def excluded_token(rollouts: Iterable[Rollout], excluded: Sequence[int]) -> str:
+def find_excluded_token_text(rollouts: Iterable[Rollout], excluded: Sequence[int]) -> str:
     """The first token of a stored response that is never sampled now, in words; empty: there is none.
 
     The update gives such a token no probability: one would make its loss, and the gradient, useless.
@@ -112,7 +114,7 @@ def describe_progress(config: Config) -> str:
     return f"step {step} and {num_bytes} bytes of the next one's responses"
 
 
-def _read(path: Path) -> tuple[str, tuple[Rollout, ...]] | None:
+def _read_kept_or_warn(path: Path) -> tuple[str, tuple[Rollout, ...]] | None:
     try:
         return read_kept(path)
     except (DamagedFile, OSError) as error:
@@ -120,7 +122,7 @@ def _read(path: Path) -> tuple[str, tuple[Rollout, ...]] | None:
         return None
 
 
-def find_origin(model: ModelSection, folder: RunFolder, step: int) -> str:
+def read_weights_origin(model: ModelSection, folder: RunFolder, step: int) -> str:
     """Names the weights that a step's responses are made with; a new name if their line is lost."""
     if step == 0:
         return origin_of_start(find_model(model.path))

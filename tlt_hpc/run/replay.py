@@ -27,8 +27,8 @@ from tlt_hpc.rl.draws import StepDraws, gather
 from tlt_hpc.rl.stats import PolicyStats
 from tlt_hpc.rl.update import update_policy
 from tlt_hpc.run.job import Job
-from tlt_hpc.run.kept import excluded_token
-from tlt_hpc.storage.folder import RunFolder, hidden_files
+from tlt_hpc.run.kept import find_excluded_token_text
+from tlt_hpc.storage.folder import RunFolder, wait_for_listed_files
 from tlt_hpc.storage.hdf5 import DamagedFile, UnreadableFile
 from tlt_hpc.storage.rollout_log import StepRecord, read_step, read_summary
 from tlt_hpc.storage.step_lines import Line, read_lines
@@ -68,7 +68,7 @@ def replay(job: Job, step: int, shown: Callable[[int], None]) -> tuple[int, Chec
         if job.drafting and step in saves:
             loaded = saves.pop(step)
             job.drafting.load(loaded, job.world.node_group)
-        if step >= end or job.world.agree_to_stop() or (logged := read_ranks(job, step)) is None:
+        if step >= end or job.world.agree_to_stop() or (logged := gather_logged_step(job, step)) is None:
             break
         rollouts, rewards, num_micro_steps = logged
         if not saves:
@@ -108,7 +108,7 @@ def is_committed(line: Line | None) -> bool:
     return line is not None and {SCORE, TRAINED_TOKENS, PROBS_DIFF} <= line.keys()
 
 
-def read_ranks(job: Job, step: int) -> tuple[list[Rollout], NDArray[np.float32], int] | None:
+def gather_logged_step(job: Job, step: int) -> tuple[list[Rollout], NDArray[np.float32], int] | None:
     """Collective. Read a step from all its files: rollouts and rewards by key, the drafter's micro-steps on all ranks.
 
     Returns None if the log lacks any response. The files are sharded over the ranks, however many wrote them.
@@ -116,7 +116,7 @@ def read_ranks(job: Job, step: int) -> tuple[list[Rollout], NDArray[np.float32],
     Raises:
         UserError: on all ranks, if a file exists and cannot be read now, or the responses are to other prompts.
     """
-    world, paths = job.world, job.world.once(lambda: find_logs(job.folder, step))
+    world, paths = job.world, job.world.once(lambda: wait_for_step_logs(job.folder, step))
     found = world.all_or_none(lambda: _read_logs(paths[world.rank :: world.size]))
     records = [record for record in found if isinstance(record, StepRecord)]
     damage = "".join(error for error in found if isinstance(error, str))
@@ -135,19 +135,21 @@ def read_ranks(job: Job, step: int) -> tuple[list[Rollout], NDArray[np.float32],
     return gathered.rollouts, gathered.rewards, sum(count for _, count in reports)
 
 
-def find_logs(folder: RunFolder, step: int) -> list[Path]:
+def wait_for_step_logs(folder: RunFolder, step: int) -> list[Path]:
     """Return all ranks' logs of a committed step, after waiting for those that a client of NFS does not list yet."""
     first = folder.rollout_log(step, 0)
-    if not hidden_files(first.parent, {first.name}):
+    if not wait_for_listed_files(first.parent, {first.name}):
         with suppress(DamagedFile, FileNotFoundError):  # as is reported when it is read
             num_ranks = read_summary(first).num_ranks
-            hidden_files(first.parent, {folder.rollout_log(step, rank).name for rank in range(num_ranks)})
+            wait_for_listed_files(first.parent, {folder.rollout_log(step, rank).name for rank in range(num_ranks)})
     return folder.rollout_logs(step)
 
 
 def _read_logs(paths: Sequence[Path]) -> list[StepRecord | str]:
     if paths:
-        hidden_files(paths[0].parent, {path.name for path in paths})  # rank 0 may have listed them on another node
+        wait_for_listed_files(
+            paths[0].parent, {path.name for path in paths}
+        )  # rank 0 may have listed them on another node
     return [_read_log(path) for path in paths]
 
 
@@ -180,7 +182,7 @@ def missing_responses(
     scores = dict(zip((rollout.key for rollout in rollouts), rewards, strict=True))
     step, asked, log = draws.step, dict[SampleKey, bytes](), folder.rollouts
     again = _generate_again(folder, step)
-    if told := excluded_token(rollouts, excluded):
+    if told := find_excluded_token_text(rollouts, excluded):
         raise ReplayError(f"{log} has {told}; restore the model's tokenizer files, or {again}")
     requests = draws.requests()
     while requests:

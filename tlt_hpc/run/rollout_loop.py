@@ -16,16 +16,16 @@ import numpy as np
 from tlt_hpc.cluster.watch.beat import BEAT, Phase
 from tlt_hpc.common.records import Request, Rollout, RolloutTiming, SampleKey
 from tlt_hpc.config import UserError
-from tlt_hpc.drafting.tail_plan import TailUse
+from tlt_hpc.drafting.tail_plan import IdleWork
 from tlt_hpc.mpi.pulse import Pulse
 from tlt_hpc.mpi.roster import Roster, State, Status
 from tlt_hpc.mpi.world import World
 from tlt_hpc.rewards.scorer import Scorer
-from tlt_hpc.rl.ahead import AheadTail
+from tlt_hpc.rl.ahead import AheadGeneration
 from tlt_hpc.rl.draws import StepDraws
 from tlt_hpc.rollout.engine import RolloutEngine
 from tlt_hpc.run.job import Drafting, Job
-from tlt_hpc.run.kept import Keeper, excluded_token, open_keeper
+from tlt_hpc.run.kept import Keeper, find_excluded_token_text, open_keeper_gather_kept
 from tlt_hpc.run.session import engine_status, text_of
 
 
@@ -38,7 +38,7 @@ class RollingReporter(Protocol):
 
 
 @dataclass(frozen=True)
-class Tail:
+class RolloutOutcome:
     """Outcome of a rollout on this rank: its shard, its times, and whether a stop vote cut it short."""
 
     rollouts: list[Rollout]
@@ -47,7 +47,7 @@ class Tail:
     stopped: bool
     scorer: Scorer
     """With the rewards that were found while the rank waited."""
-    use: TailUse
+    use: IdleWork
     """Use of idle ranks."""
     num_stored: int
     """Tokens that were generated ahead for this rank's responses."""
@@ -61,41 +61,45 @@ class Tail:
     """Keys of the responses that an earlier start has kept, of all ranks."""
 
 
-def roll_out(job: Job, step: int, reporter: RollingReporter) -> Tail:
+def roll_out(job: Job, step: int, reporter: RollingReporter) -> RolloutOutcome:
     """Collective. Generate a step's responses, apart from those that an earlier start has kept.
 
     A rank that has finished meanwhile scores responses, then trains the drafter or generates the next step's responses.
     """
     use = job.plan.next()
     begun = time.time(), time.process_time()
-    keeper, kept = open_keeper(job.config, job.folder, job.world, step)
+    keeper, kept = open_keeper_gather_kept(job.config, job.folder, job.world, step)
     draws = StepDraws(job.config, job.prompts, step)
     scorer = Scorer(job.bench, draws.prompt_of, lambda rollout: text_of(job.tokenizer, rollout.response_tokens))
     if job.drafting:
-        begin_features(job.drafting, job.engine, step)
+        open_feature_cache(job.drafting, job.engine, step)
     num_stored = job.engine.num_stored_tokens if job.replica.index == 0 else 0
     has_next = use.ahead and step + 1 < job.config.run.num_steps
     following = StepDraws(job.config, job.prompts, step + 1).requests() if has_next else []
-    ahead = AheadTail(job.engine, job.replica, job.pulse, job.by_replica(following))
+    ahead = AheadGeneration(job.engine, job.replica, job.pulse, job.split_by_replica(following))
     requests, timings, late_seconds, stopped = draws.requests(), list[RolloutTiming](), list[float](), False
     cpu_seconds = 0.0
     while requests:
-        left = take_over_kept(job, requests, keeper, kept)
-        timing, cpu, late, stopped = generate_part(job, step, left, scorer, keeper, use, ahead, begun, reporter)
+        left = add_kept_to_engine(job, requests, keeper, kept)
+        timing, cpu, late, stopped = generate_until_all_finish(
+            job, step, left, scorer, keeper, use, ahead, begun, reporter
+        )
         timings.append(timing)
         cpu_seconds += cpu
         late_seconds.append(late)
-        requests = [] if stopped else refill(job.world, job.engine, draws, scorer)
+        requests = [] if stopped else gather_refill_requests(job.world, job.engine, draws, scorer)
         begun = time.time(), time.process_time()
         if requests and job.world.rank == 0:
             reporter.phase(step, f"refill {draws.num_refills} of at most {job.config.algorithm.max_refills}")
     job.engine.ahead.end()
     late = max(late_seconds)
     rollouts = job.engine.collect()
-    return Tail(rollouts, tuple(timings), stopped, scorer, use, num_stored, ahead.spans, late, cpu_seconds, kept.keys())
+    return RolloutOutcome(
+        rollouts, tuple(timings), stopped, scorer, use, num_stored, ahead.spans, late, cpu_seconds, kept.keys()
+    )
 
 
-def take_over_kept(
+def add_kept_to_engine(
     job: Job, requests: list[Request], keeper: Keeper, kept: Mapping[SampleKey, Rollout]
 ) -> list[Request]:
     """The requests that are still to be generated.
@@ -104,16 +108,16 @@ def take_over_kept(
     and logged like any other.
 
     Raises:
-        UserError: as ``still_to_do``.
+        UserError: as ``requests_without_kept``.
     """
-    left = still_to_do(requests, kept, job.config.data.source, job.assets.excluded_token_ids)
+    left = requests_without_kept(requests, kept, job.config.data.source, job.assets.excluded_token_ids)
     own = [kept[request.key] for request in requests if request.key in kept and job.is_own(request.key)]
     job.engine.add_finished(own)
     keeper.skip(len(own))
     return left
 
 
-def still_to_do(
+def requests_without_kept(
     requests: list[Request], kept: Mapping[SampleKey, Rollout], source: object, excluded: Sequence[int]
 ) -> list[Request]:
     """The requests for which nothing was kept.
@@ -129,13 +133,13 @@ def still_to_do(
                 f"data.source = {source!r} gives; restore that, or remove the run's folder kept/"
             )
     used = [kept[request.key] for request in requests if request.key in kept]
-    if told := excluded_token(used, excluded):
+    if told := find_excluded_token_text(used, excluded):
         raise UserError(f"an earlier start has kept {told}; remove the run's folder kept/ to generate it again")
     return [request for request in requests if request.key not in kept]
 
 
 @BEAT.within(Phase.REWARD)
-def refill(world: World, engine: RolloutEngine, draws: StepDraws, scorer: Scorer) -> list[Request]:
+def gather_refill_requests(world: World, engine: RolloutEngine, draws: StepDraws, scorer: Scorer) -> list[Request]:
     """Collective. Draw all ranks' requests that replace zero-variance groups; none if there are enough others."""
     if not draws.needs_scores():
         return []
@@ -145,14 +149,14 @@ def refill(world: World, engine: RolloutEngine, draws: StepDraws, scorer: Scorer
     return draws.refill(np.array([score for _, score in sorted(chain.from_iterable(ranks))], np.float32))
 
 
-def generate_part(
+def generate_until_all_finish(
     job: Job,
     step: int,
     requests: list[Request],
     scorer: Scorer,
     keeper: Keeper,
-    use: TailUse,
-    ahead: AheadTail,
+    use: IdleWork,
+    ahead: AheadGeneration,
     begun: tuple[float, float],
     reporter: RollingReporter,
 ) -> tuple[RolloutTiming, float, float, bool]:
@@ -179,7 +183,7 @@ def generate_part(
         return rank_status(engine, world, job.drafting, ahead)
 
     def on_idle(roster: Roster) -> bool:
-        return use_wait(job, scorer, use, ahead, roster)
+        return train_or_generate_ahead(job, scorer, use, ahead, roster)
 
     def shown(roster: Roster) -> None:
         if keeper.is_due(engine.finished):
@@ -198,7 +202,7 @@ def generate_part(
     return timing, cpu_last - cpu_start, late_seconds, roster.stopping
 
 
-def use_wait(job: Job, scorer: Scorer, use: TailUse, ahead: AheadTail, roster: Roster) -> bool:
+def train_or_generate_ahead(job: Job, scorer: Scorer, use: IdleWork, ahead: AheadGeneration, roster: Roster) -> bool:
     """Score responses, or else train the drafter for one micro-step or generate ahead; False if there is nothing to do.
 
     The pulse continues meanwhile, so that the release ends any of them at once.
@@ -208,13 +212,13 @@ def use_wait(job: Job, scorer: Scorer, use: TailUse, ahead: AheadTail, roster: R
         return False  # nothing is begun while the vote is on its way, and the core is left to others
     if scorer.has_unscored(job.engine.finished):
         with job.pulse.progressing(now):
-            scorer.score_ahead(job.engine.finished, lambda: is_over(job.pulse, job.world))
+            scorer.score_while_waiting(job.engine.finished, lambda: is_over(job.pulse, job.world))
         if job.replica.size == 1:
             return True
     if now.state is State.AHEAD:  # the ranks of a replica do so together, whatever each of them has scored
         ahead.work(roster, now, lambda: is_over(job.pulse, job.world))
         return True
-    if not (use.trains and roster.worth_training(job.world.rank)):
+    if not (use.trains and roster.others_still_generate(job.world.rank)):
         return False
     assert job.drafting is not None
     with job.pulse.progressing(now._replace(state=State.TRAINING)):
@@ -226,7 +230,7 @@ def is_over(pulse: Pulse, world: World) -> bool:
     return pulse.over or world.stop_requested
 
 
-def rank_status(engine: RolloutEngine, world: World, drafting: Drafting | None, ahead: AheadTail) -> Status:
+def rank_status(engine: RolloutEngine, world: World, drafting: Drafting | None, ahead: AheadGeneration) -> Status:
     """Return the status that this rank reports to the others in a training run's rollout."""
     now, steps = engine_status(engine, world), len(drafting.spot.records) if drafting else 0
     state = now.state
@@ -237,20 +241,20 @@ def rank_status(engine: RolloutEngine, world: World, drafting: Drafting | None, 
     return now._replace(state=state, drafter_steps=steps)
 
 
-def begin_features(drafting: Drafting, engine: RolloutEngine, step: int) -> None:
+def open_feature_cache(drafting: Drafting, engine: RolloutEngine, step: int) -> None:
     """Open this rank's feature cache for the step, and have the engine fill it; a full disk leaves the step without."""
-    with drafting.cache.giving_up():
+    with drafting.cache.tolerating_write_errors():
         drafting.cache.begin_step(step, engine.decoder.version)
     engine.outbox.send_to(drafting.cache.append)
     drafting.spot.begin(step)
 
 
 @BEAT.within(Phase.SAVING)
-def end_features(drafting: Drafting, stopped: bool) -> None:
+def close_feature_cache(drafting: Drafting, stopped: bool) -> None:
     """Close the feature cache of the step: nothing is trained on it before the next rollout."""
     drafting.spot.end()
     if stopped:
         drafting.cache.abandon_step()
         return
-    with drafting.cache.giving_up():
+    with drafting.cache.tolerating_write_errors():
         drafting.cache.end_step()

@@ -35,8 +35,8 @@ from tlt_hpc.mpi.replica import Replica, ReplicaPulse, check_nodes
 from tlt_hpc.mpi.roster import Roster, State, Status
 from tlt_hpc.mpi.world import World
 from tlt_hpc.plan.inputs import Assets, ModelAssets, check_experts
-from tlt_hpc.rewards.scorer import Judge, standing_judge
-from tlt_hpc.rl.distributed import join_process_group, replica_sum
+from tlt_hpc.rewards.scorer import Judge, process_judge
+from tlt_hpc.rl.distributed import join_process_group, make_replica_all_reduce
 from tlt_hpc.rollout.engine import RolloutEngine
 from tlt_hpc.rollout.settings import EngineSettings
 from tlt_hpc.rollout.strategy import strategies_of
@@ -146,7 +146,7 @@ class Session:
         """The number of the replica that generates a response: replicas take whole groups, or samples of all groups."""
         return unit_of(self.config.rollout, key) % self.replica.count
 
-    def by_replica(self, requests: Sequence[Request]) -> list[list[Request]]:
+    def split_by_replica(self, requests: Sequence[Request]) -> list[list[Request]]:
         """All ranks' requests, as the replicas share them."""
         shards: list[list[Request]] = [[] for _ in range(self.replica.count)]
         for request in requests:
@@ -155,7 +155,7 @@ class Session:
 
     def shard(self, requests: Sequence[Request]) -> list[Request]:
         """Those of all ranks' requests that this rank's replica generates."""
-        return self.by_replica(requests)[self.replica.number]
+        return self.split_by_replica(requests)[self.replica.number]
 
     def generate(
         self,
@@ -185,7 +185,7 @@ class Session:
         pulse.begin(epoch)
         while not (roster := pulse.poll(status())).over:
             if engine.has_work:
-                decode(engine, pulse)
+                decode_one_round(engine, pulse)
                 if on_round:
                     on_round()
             elif on_idle is None or not on_idle(roster):
@@ -255,7 +255,7 @@ def text_of(tokenizer: Tokenizer, tokens: NDArray[np.int32]) -> str:
     return str(tokenizer.decode([id_ for id_ in tokens.tolist() if id_ not in control], skip_special_tokens=False))
 
 
-def decode(engine: RolloutEngine, pulse: Pulse) -> None:
+def decode_one_round(engine: RolloutEngine, pulse: Pulse) -> None:
     """One round of decoding; a prefill may take long, and the others' rounds continue meanwhile."""
     if not engine.has_waiting:
         engine.step()
@@ -264,13 +264,13 @@ def decode(engine: RolloutEngine, pulse: Pulse) -> None:
         engine.step()
 
 
-def open_bench(reward: RewardSection, world: World) -> Judge:
+def open_judge(reward: RewardSection, world: World) -> Judge:
     """Open what this rank judges responses with, ready for use; collective where it has a server.
 
     Raises:
         ConfigError: on all ranks, where a rank's server cannot judge what it is asked to.
     """
-    bench = standing_judge(reward)
+    bench = process_judge(reward)
     client = bench.client
     if client is None:
         return bench
@@ -311,7 +311,7 @@ def choose_device(model: ModelSection, world: World) -> torch.device:
 
 
 def make_sharding(replica: Replica, world: World, device: torch.device, in_order: bool) -> Sharding:
-    """Collective. Return this rank's part of the decoder, with the sum over its replica (``replica_sum``).
+    """Collective. Return this rank's part of the decoder, with the sum over its replica (``make_replica_all_reduce``).
 
     Raises:
         ConfigError: on all ranks, where the ranks of a replica share a GPU.
@@ -325,7 +325,7 @@ def make_sharding(replica: Replica, world: World, device: torch.device, in_order
             "cannot hold sums by gloo, and NCCL refuses two ranks on one GPU; use rollout.tensor_parallel = 1, or a "
             "GPU for each rank"
         )
-    return Sharding(replica.index, replica.size, replica_sum(world, replica.size, in_order))
+    return Sharding(replica.index, replica.size, make_replica_all_reduce(world, replica.size, in_order))
 
 
 def unit_of(rollout: RolloutSection, key: SampleKey) -> int:

@@ -56,14 +56,14 @@ class FeatureCache:
         self._step = step
         self._unusable.clear()
         try:
-            self._make_room(step)
+            self._delete_old_files(step)
         except OSError as error:
             raise WriteError(self._folder.cache, error) from error
         path = self._folder.feature_cache(step, self._rank)
         self._writer = FeatureCacheWriter(path, *self._shape, step, weight_version, self._max_bytes // 2)
         return self._writer
 
-    def _make_room(self, step: int) -> None:
+    def _delete_old_files(self, step: int) -> None:
         room = self._max_bytes // 2
         for other in self._folder.cache_steps():
             for path in filter(self._owns, self._folder.feature_caches(other)):
@@ -106,18 +106,18 @@ class FeatureCache:
     ) -> None:
         """``FeatureCacheWriter.append`` to the open file; if the disk refuses, the file ends, not the run."""
         if self._writer is not None:
-            with self.giving_up():
+            with self.tolerating_write_errors():
                 self._writer.append(tokens, prompt_length, features, first)
 
     @contextmanager
-    def giving_up(self) -> Iterator[None]:
+    def tolerating_write_errors(self) -> Iterator[None]:
         """Continue without the step's file if the disk refuses it inside: the cache is never worth a run."""
         try:
             yield
         except WriteError as error:
-            self.give_up(error)
+            self.drop_file_with_warning(error)
 
-    def give_up(self, error: WriteError) -> None:
+    def drop_file_with_warning(self, error: WriteError) -> None:
         """Drop the step's file, with a warning; the next step tries again."""
         self.abandon_step()
         text = (

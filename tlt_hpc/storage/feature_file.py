@@ -71,7 +71,7 @@ class FeatureCacheReader:
     def __init__(self, path: Path) -> None:
         self._file = hdf5.CommittedFile(path, KIND)
         try:
-            with self._file.naming_damage():
+            with self._file.raising_damaged_file():
                 self._load_tables()
                 self._check_tables()
         except hdf5.DamagedFile:
@@ -102,7 +102,7 @@ class FeatureCacheReader:
         """
         assert 0 <= index < len(self)
         number = int(self._prompt_of[index])
-        with self._file.naming_damage():
+        with self._file.raising_damaged_file():
             prompt = Span(_part(self._tokens[0], self._prompt_ends, number), self._rows_of(number))
             rows = self._rows_of(len(self._prompt_ends) - 1 + index)
             response = Span(_part(self._tokens[1], self._response_ends, index), rows)

@@ -108,7 +108,7 @@ class Retention:
             return self.add(tokens[first:], prompt_length - first, features)
         split = prompt_length - 1 - first
         num_rows = len(features) - (split if prompt else 0)
-        if not self._make_room(num_rows, len(features) - split, prompt):
+        if not self._evict_until_free(num_rows, len(features) - split, prompt):
             self.num_evicted += 1
             return []
         added: list[Span] = []
@@ -119,7 +119,7 @@ class Retention:
         self.responses.append(StoredResponse(tokens[prompt_length:], rows, features[split:], prompt=prompt))
         return [*added, self.responses[-1]]
 
-    def _make_room(self, num_rows: int, length: int, own: Span | None) -> bool:
+    def _evict_until_free(self, num_rows: int, length: int, own: Span | None) -> bool:
         """Evict until ``num_rows`` are free: unused prompts but ``own``, then the shortest responses below ``length``.
 
         A prompt whose last response is evicted follows when no shorter response is left. Nothing is evicted, and False

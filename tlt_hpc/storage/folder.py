@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from tlt_hpc.common.errors import UserError
-from tlt_hpc.common.files import naming, read_text
+from tlt_hpc.common.files import adding_path_to_errors, read_text
 from tlt_hpc.common.words import FIRST_STEP
 
 PART_SUFFIX = ".part"
@@ -251,14 +251,14 @@ def sync(path: Path) -> None:
         OSError: with the path, as the disk says.
     """
     descriptor = os.open(path, os.O_RDONLY)
-    with naming(path):
+    with adding_path_to_errors(path):
         try:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
 
 
-def hidden_files(folder: Path, names: Set[str]) -> Set[str]:
+def wait_for_listed_files(folder: Path, names: Set[str]) -> Set[str]:
     """The names that a folder still does not list after the time that NFS may take; returns once it lists all.
 
     It is listed, not asked for the names: a client keeps for a while that a name was not there.

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tlt_hpc.common.files import open_regular, told
+from tlt_hpc.common.files import open_regular, os_error_text
 from tlt_hpc.storage.folder import WriteError, writing_beside
 
 # HDF5 reads it once, at import. Where h5py was imported before us this comes too late and does no harm: our files go
@@ -136,9 +136,9 @@ class CommittedFile:
         except FileNotFoundError:
             raise
         except OSError as error:
-            raise UnreadableFile(told(error)) from None
+            raise UnreadableFile(os_error_text(error)) from None
         try:
-            with self.naming_damage():
+            with self.raising_damaged_file():
                 self._file = File(self._bytes, "r", rdcc_nbytes=CHUNK_CACHE_BYTES)
                 self._groups: dict[str, Any] = {"": self._file.id}
                 self.committed = self._check_header()
@@ -189,14 +189,14 @@ class CommittedFile:
         return {each.name.decode(): float(_read_attribute(each)) for each in found}
 
     @contextmanager
-    def naming_damage(self) -> Iterator[None]:
+    def raising_damaged_file(self) -> Iterator[None]:
         """Turn what h5py raises on damaged data, or on a read that the system refuses, into one line."""
         try:
             yield
         except _DAMAGE as error:
             # h5py's own errors have no number, and one of its seeks to a damaged place has EINVAL
             if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
-                raise UnreadableFile(told(OSError(error.errno, error.strerror, str(self._path)))) from None
+                raise UnreadableFile(os_error_text(OSError(error.errno, error.strerror, str(self._path)))) from None
             lines = str(error).splitlines() or [type(error).__name__]
             reason = lines[0].strip("'\" ")
             raise DamagedFile(f"{self._path}: damaged {self._kind.name}: {reason}; {self._kind.remedy}") from error

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tlt_hpc.common.errors import UserError
-from tlt_hpc.common.files import LINES_BYTES, Count, DamagedText, parse_json, read_bytes, read_json, told
+from tlt_hpc.common.files import LINES_BYTES, Count, DamagedText, os_error_text, parse_json, read_bytes, read_json
 from tlt_hpc.storage.folder import WriteError, writing_beside
 
 T = TypeVar("T")
@@ -41,7 +41,7 @@ def read_record(path: Path, kind: type[T], remedy: str) -> T | None:
     except DamagedText as error:
         raise UserError(f"{path} is damaged ({error}); {remedy}") from None
     except OSError as error:
-        raise UserError(told(error)) from None
+        raise UserError(os_error_text(error)) from None
 
 
 FACTS_FILE = "facts.json"
@@ -199,7 +199,7 @@ def read_environments(path: Path) -> tuple[list[Environment], list[str]]:
     except FileNotFoundError:
         return [], []
     except OSError as error:
-        return [], [told(error)]
+        return [], [os_error_text(error)]
     found, problems = [], []
     for number, line in enumerate(lines, 1):
         try:

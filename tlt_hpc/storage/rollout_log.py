@@ -208,7 +208,7 @@ def read_step(path: Path) -> StepRecord:
         DamagedFile: truncated, corrupted, half-written, or of another schema.
         FileNotFoundError: no such file.
     """
-    with CommittedFile(path, KIND) as file, file.naming_damage():
+    with CommittedFile(path, KIND) as file, file.raising_damaged_file():
         return StepRecord(
             **_read_shared(file),
             rollouts=read_rollouts(file),
@@ -227,7 +227,7 @@ def read_summary(path: Path) -> StepSummary:
     Raises:
         DamagedFile, FileNotFoundError: as ``read_step``.
     """
-    with CommittedFile(path, KIND) as file, file.naming_damage():
+    with CommittedFile(path, KIND) as file, file.raising_damaged_file():
         return StepSummary(
             **_read_shared(file),
             response_lengths=np.diff(file.array("rollouts/response_ends"), prepend=0),
@@ -316,7 +316,7 @@ def read_kept(path: Path) -> tuple[str, tuple[Rollout, ...]]:
         DamagedFile: truncated, corrupted, half-written, or of another schema.
         FileNotFoundError: no such file.
     """
-    with CommittedFile(path, KEPT_KIND) as file, file.naming_damage():
+    with CommittedFile(path, KEPT_KIND) as file, file.raising_damaged_file():
         check_counts(file)
         return file.text("origin"), read_rollouts(file)
 
@@ -365,7 +365,7 @@ def read_responses(path: Path) -> list[JudgedResponse]:
         DamagedFile: truncated, corrupted, half-written, or of another schema.
         FileNotFoundError: no such file.
     """
-    with CommittedFile(path, EVALUATION_KIND) as file, file.naming_damage():
+    with CommittedFile(path, EVALUATION_KIND) as file, file.raising_damaged_file():
         for name in (*KEY_COLUMNS, *_EVALUATED, "response_ends"):
             if (count := file.size(f"responses/{name}")) != file.committed:
                 raise ValueError(f"{count} entries of {name}, but {file.committed} were committed")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tlt_hpc.common.errors import UserError
-from tlt_hpc.common.files import LINES_BYTES, DamagedText, parse_object, read_bytes, told
+from tlt_hpc.common.files import LINES_BYTES, DamagedText, os_error_text, parse_object, read_bytes
 from tlt_hpc.common.words import FIRST_STEP
 from tlt_hpc.storage.folder import sync, writing_beside
 
@@ -112,7 +112,7 @@ def read_lines(path: Path, first: int = 0) -> dict[int, Line]:
     Raises:
         UserError: the file cannot be read, or a line is not what a run writes.
     """
-    data = _bytes_of(path)
+    data = _read_file_or_empty(path)
     check_counting(path, data)
     found = parse_lines(_from_step(data, first))
     if found.faults:
@@ -137,7 +137,7 @@ def add_line(path: Path, line: Line, confirm: Callable[[], None] = lambda: None)
         UserError: as ``read_lines``, or later steps are committed; the file is unchanged.
         WriteError: no room or no permission; the file is unchanged.
     """
-    step, data = step_of(line), _bytes_of(path)
+    step, data = step_of(line), _read_file_or_empty(path)
     if not _from_step(data, step):  # the last line is of a step before
         _write(path, data, [line], confirm)
         return
@@ -198,7 +198,7 @@ def best_evaluated(path: Path, steps: Iterable[int]) -> int | None:
     return max(alike, key=lambda step: (sum(found[step].values()), step), default=None)
 
 
-def _bytes_of(path: Path) -> bytes:
+def _read_file_or_empty(path: Path) -> bytes:
     """The whole file; empty if there is none.
 
     Raises:
@@ -209,7 +209,7 @@ def _bytes_of(path: Path) -> bytes:
     except FileNotFoundError:
         return b""
     except OSError as error:
-        raise UserError(told(error)) from None
+        raise UserError(os_error_text(error)) from None
 
 
 def _from_step(data: bytes, first: int) -> bytes:

@@ -19,13 +19,13 @@ from typing import Any
 import numpy as np
 
 from tlt_hpc.common.records import SampleKey
-from tlt_hpc.config import Config, UserError, without_side_effects
+from tlt_hpc.config import Config, UserError, config_for_comparison
 from tlt_hpc.look.metrics import DECODE_CPU
 from tlt_hpc.look.series import PairedRatio, paired_ratio
 from tlt_hpc.mpi.world import World
-from tlt_hpc.run.job import Job, assemble
+from tlt_hpc.run.job import Job, build_job
 from tlt_hpc.run.saving import finish_saves
-from tlt_hpc.storage.folder import COMPARISON, RunFolder, hidden_files
+from tlt_hpc.storage.folder import COMPARISON, RunFolder, wait_for_listed_files
 from tlt_hpc.storage.rollout_log import StepRecord, read_step
 from tlt_hpc.storage.step_lines import read_lines
 from tlt_hpc.train import Reporter, run, take_steps
@@ -118,13 +118,13 @@ def compare(
     """
     stamp = world.broadcast(time.strftime("%Y%m%d-%H%M%S"))
     parent = Path(config.run.folder) / f"{config.run.name}{COMPARISON}{stamp}"
-    if not run(config_of(config, modes[-1], 1, parent / WARM_UP), world, reporter_of(WARM_UP)).finished:
+    if not run(mode_config(config, modes[-1], 1, parent / WARM_UP), world, reporter_of(WARM_UP)).finished:
         return None
     gc.unfreeze()  # the first run also imported libraries, which excludes what exists then
     gc.collect()  # DeepSpeed's engines are full of cycles
     with ExitStack() as opened:
         jobs = {
-            mode: opened.enter_context(closing(assemble(config_of(config, mode, num_steps, parent), world)))
+            mode: opened.enter_context(closing(build_job(mode_config(config, mode, num_steps, parent), world)))
             for mode in modes
         }
         digests = take_turns(jobs, num_steps, reporter_of)
@@ -152,13 +152,13 @@ def take_turns(jobs: Mapping[str, Job], num_steps: int, reporter_of: Callable[[s
     return digests
 
 
-def config_of(config: Config, mode: str, num_steps: int, parent: Path) -> Config:
+def mode_config(config: Config, mode: str, num_steps: int, parent: Path) -> Config:
     """Return the configuration of one mode's run: only the mode, the length and the folder differ."""
     with_drafter = "frozen" if config.speculation.mode == "frozen" else "full"
     speculation = {"mode": mode if mode in ("plain", "ngram") else with_drafter}
     if mode != "ahead-tail":
         speculation["ahead"] = "off"
-    return without_side_effects(config).model_copy(
+    return config_for_comparison(config).model_copy(
         update={
             "run": config.run.model_copy(update={"name": mode, "folder": str(parent), "num_steps": num_steps}),
             "speculation": config.speculation.model_copy(update=speculation),
@@ -186,7 +186,7 @@ def read_run(folder: RunFolder, first: RunFolder, num_steps: int, num_ranks: int
     rewards: list[float] = []
     rewards_equal = True
     for step in range(num_steps):
-        records, reference = (read_ranks(run, step, num_ranks) for run in (folder, first))
+        records, reference = (read_step_logs(run, step, num_ranks) for run in (folder, first))
         scores = rewards_by_key(records)
         rewards += scores.values()
         rewards_equal &= scores == rewards_by_key(reference)
@@ -221,14 +221,14 @@ def read_run(folder: RunFolder, first: RunFolder, num_steps: int, num_ranks: int
     )
 
 
-def read_ranks(run: RunFolder, step: int, num_ranks: int) -> list[StepRecord]:
+def read_step_logs(run: RunFolder, step: int, num_ranks: int) -> list[StepRecord]:
     """Read the logs of a step of all ranks; of fewer, the rest would pass for the whole.
 
     Raises:
         UserError: a log is not there, nor comes within the time that NFS may take.
     """
     paths = [run.rollout_log(step, rank) for rank in range(num_ranks)]
-    for name in hidden_files(paths[0].parent, {path.name for path in paths}):
+    for name in wait_for_listed_files(paths[0].parent, {path.name for path in paths}):
         raise UserError(f"{paths[0].parent} lacks {name}, so {run.path} cannot be compared; delete it and start again")
     return [read_step(path) for path in paths]
 

@@ -24,7 +24,7 @@ from fault_kinds.damage import damages_of
 from tlt_hpc.checkpoint.store import CheckpointStore
 from tlt_hpc.cli.plans import finished_message
 from tlt_hpc.config import load_config, load_saved_config
-from tlt_hpc.models.drafter_file import initial_drafter
+from tlt_hpc.models.drafter_file import read_drafter_of_init
 from tlt_hpc.models.folder import folder_weights
 from tlt_hpc.models.shape import read_shape
 from tlt_hpc.models.tokenizer import embedded, load_tokenizer
@@ -145,7 +145,7 @@ def read_cache(folder: Path) -> object:
 
 def read_drafter(folder: Path) -> None:
     model, place = embedded("tiny"), str(folder / "run" / "drafter")
-    initial_drafter(place, "eagle", read_shape(model), model)
+    read_drafter_of_init(place, "eagle", read_shape(model), model)
 
 
 def read_metrics(folder: Path) -> None:

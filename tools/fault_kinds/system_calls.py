@@ -28,7 +28,7 @@ from fault_kinds.interception import CALLS, CallFault, Report, described, unavai
 from fault_kinds.results import Result, Results
 from fault_kinds.runs import HANG_STATUS, ROOT, Job, differences, forking, lines_of, outcome_of
 from tlt_hpc.checkpoint.manifest import CheckpointError, open_checkpoint
-from tlt_hpc.checkpoint.save import found_in
+from tlt_hpc.checkpoint.save import list_checkpoints
 from tlt_hpc.common.errors import UserError
 from tlt_hpc.look.run_log import RunLog
 from tlt_hpc.storage.folder import RunFolder
@@ -221,7 +221,7 @@ class Campaign:
         if (place / "run" / "rollouts").exists():
             wrong += [f"not sound: {fault}" for fault in faults_of_files(RunLog(place / "run"))]
         run = RunFolder(place / "run")
-        for step, folder in [*found_in(run.checkpoints), *found_in(run.drafter_checkpoints)]:
+        for step, folder in [*list_checkpoints(run.checkpoints), *list_checkpoints(run.drafter_checkpoints)]:
             try:
                 open_checkpoint(folder, step)
             except CheckpointError as error:

@@ -28,7 +28,7 @@ _ORDER = [phase.value for phase in Phase]
 
 
 @dataclass(frozen=True)
-class Sighting:
+class StatusReading:
     """Content of a rank's status file as it was read."""
 
     rank: int
@@ -70,36 +70,36 @@ class Diagnosis:
         """Read the others' files, if it is time, and judge; runs in the status writer's thread."""
         if self._looks % self._every:
             return
-        found = list[Sighting]()
+        found = list[StatusReading]()
         for rank in range(self._member.size):
-            seen = Sighting(rank, own) if rank == own.rank else self._sight(rank)
+            seen = StatusReading(rank, own) if rank == own.rank else self._read_sighting(rank)
             if rank < own.rank and _is_diagnosing(seen):
                 found = []
                 break
             found.append(seen)
-        self._line = judge(found)
+        self._line = describe_blocking_rank(found)
         self._num_found = self._num_found + 1 if self._line is not None else 0
 
-    def _sight(self, rank: int) -> Sighting:
+    def _read_sighting(self, rank: int) -> StatusReading:
         """What a rank's file says about this start of the job."""
         try:
             record = read_record(status_file(self._folder, rank))
         except FileNotFoundError:
-            return Sighting(rank, None, "there is no file")
+            return StatusReading(rank, None, "there is no file")
         except (OSError, DamagedText) as error:
-            return Sighting(rank, None, str(error))
+            return StatusReading(rank, None, str(error))
         if record.start != self._member.start:
-            return Sighting(rank, None, "it is an earlier start's")
+            return StatusReading(rank, None, "it is an earlier start's")
         heartbeat, first_seen = self._heartbeats.get(rank, (-1, 0))
         if record.heartbeat != heartbeat:
             self._heartbeats[rank] = (record.heartbeat, self._looks)
         elif not record.ending and self._looks - first_seen >= self._allowed:
             process = describe(record.pid) if rank in self._member.neighbours else ""
-            return Sighting(rank, record, silent=True, process=process)
-        return Sighting(rank, record)
+            return StatusReading(rank, record, silent=True, process=process)
+        return StatusReading(rank, record)
 
 
-def _is_diagnosing(seen: Sighting) -> bool:
+def _is_diagnosing(seen: StatusReading) -> bool:
     """Whether a rank reads the others' files itself."""
     return seen.record is not None and seen.record.stalled and not seen.silent
 
@@ -121,7 +121,7 @@ def describe(pid: int) -> str:
 # --- the verdict; pure ---
 
 
-def judge(sightings: Sequence[Sighting]) -> str | None:
+def describe_blocking_rank(sightings: Sequence[StatusReading]) -> str | None:
     """Return the line that names the rank which blocks the others; None while that cannot be decided.
 
     Called by a rank that has stalled, so at least one of the records is ``stalled``.
@@ -130,66 +130,66 @@ def judge(sightings: Sequence[Sighting]) -> str | None:
     running = [record for record in known if not record.ending]
     if not any(record.stalled for record in running):
         return None
-    line = _accuse(sightings, running)
-    return None if line is None else "; ".join([line, *_unread(sightings)])
+    line = _blocking_rank_text(sightings, running)
+    return None if line is None else "; ".join([line, *_unreadable_ranks_texts(sightings)])
 
 
 def judge_alone(record: Record, why: str) -> str:
     """The line of a rank that sees no record but its own, and ``why``."""
-    told = _of_stuck([record], []) if not record.waiting else f"{record.name}: {_waiting([record])}"
+    told = _stuck_ranks_text([record], []) if not record.waiting else f"{record.name}: {_waiting_ranks_text([record])}"
     return f"{told}; what the other ranks do cannot be seen: {why}"
 
 
-def _accuse(sightings: Sequence[Sighting], running: Sequence[Record]) -> str | None:
+def _blocking_rank_text(sightings: Sequence[StatusReading], running: Sequence[Record]) -> str | None:
     stuck = [record for record in running if record.stalled and not record.waiting]
     silent = [seen for seen in sightings if seen.silent]
     ended = [seen.record for seen in sightings if seen.record is not None and seen.record.ending]
     others = [record for record in running if record.waiting]
     if stuck:
-        return _of_stuck(stuck, others)
+        return _stuck_ranks_text(stuck, others)
     if silent:
-        return _of_silent(silent, others)
+        return _silent_ranks_text(silent, others)
     if any(not record.waiting or not record.stalled for record in running):
         return None  # one that makes progress, or has just arrived, may let all continue
     missing = [seen.rank for seen in sightings if seen.record is None]
     if missing:
-        return f"{_ranks(missing)} cannot be seen, while {_waiting(others)}"
+        return f"{_ranks(missing)} cannot be seen, while {_waiting_ranks_text(others)}"
     if ended:
         told = ", ".join(f"{record.name} has ended ({record.ending})" for record in ended)
-        return f"{told}, while {_waiting(others)}"
+        return f"{told}, while {_waiting_ranks_text(others)}"
     return _of_waiting(others)
 
 
-def _of_stuck(stuck: Sequence[Record], others: Sequence[Record]) -> str:
+def _stuck_ranks_text(stuck: Sequence[Record], others: Sequence[Record]) -> str:
     """Of several, names those least far: the rest may wait for them uncounted, as in torch's collectives."""
     first = min(map(_how_far, stuck))
     least = [record for record in stuck if _how_far(record) == first]
     told = "; ".join(f"{r.name} is stuck in {r.place} for {r.seconds:g} s{_at(r)}" for r in least[:3])
     more = f" and {len(least) - 3} more" if len(least) > 3 else ""
-    return f"{told}{more}" + (f"; {_waiting(others)}" if others else "")
+    return f"{told}{more}" + (f"; {_waiting_ranks_text(others)}" if others else "")
 
 
 def _how_far(record: Record) -> tuple[int, int, int]:
     return (-1 if record.step is None else record.step, _ORDER.index(record.phase), record.part_number)
 
 
-def _of_silent(silent: Sequence[Sighting], others: Sequence[Record]) -> str:
+def _silent_ranks_text(silent: Sequence[StatusReading], others: Sequence[Record]) -> str:
     told = []
     for seen in silent:
         assert seen.record is not None
         why = seen.process or "dead, stopped, or cut off from the run's folder"
         told.append(f"{seen.record.name} shows no sign of life ({why}), last seen in {seen.record.place}")
-    return "; ".join(told) + (f"; {_waiting(others)}" if others else "")
+    return "; ".join(told) + (f"; {_waiting_ranks_text(others)}" if others else "")
 
 
 def _of_waiting(waiting: Sequence[Record]) -> str:
-    told = _waiting(waiting, numbered=True)
+    told = _waiting_ranks_text(waiting, numbered=True)
     if len({(record.waiting, record.number) for record in waiting}) > 1:
         return f"the ranks have parted: {told}"
     return f"{told}, which does not end though all are there: ask the MPI library or the network"
 
 
-def _waiting(waiting: Iterable[Record], numbered: bool = False) -> str:
+def _waiting_ranks_text(waiting: Iterable[Record], numbered: bool = False) -> str:
     """Which ranks wait in which collectives; the numbers are comparable only if all ranks wait."""
     groups: dict[str, list[Record]] = {}
     for record in waiting:
@@ -201,7 +201,7 @@ def _waiting(waiting: Iterable[Record], numbered: bool = False) -> str:
     )
 
 
-def _unread(sightings: Sequence[Sighting]) -> list[str]:
+def _unreadable_ranks_texts(sightings: Sequence[StatusReading]) -> list[str]:
     problems: dict[str, list[int]] = {}
     for seen in sightings:
         if seen.problem:

@@ -17,7 +17,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from tlt_hpc.common.files import DamagedText, naming, open_regular, parse_json, read_text
+from tlt_hpc.common.files import DamagedText, adding_path_to_errors, open_regular, parse_json, read_text
 
 SIZE = 2048
 """Bytes of a record: less than a page, so a reader never sees a part of a write."""
@@ -153,7 +153,7 @@ def read_record(path: Path) -> Record:
         OSError: there is none, or it cannot be read.
         DamagedText: the file holds none.
     """
-    with naming(path), open_regular(path) as file:
+    with adding_path_to_errors(path), open_regular(path) as file:
         return decode(file.read(SIZE + 1))
 
 
@@ -201,7 +201,7 @@ def read_verdict(folder: Path) -> tuple[str, str] | None:
     return start, line
 
 
-def clear_last(folder: Path, start: str) -> str:
+def read_and_clear_last_end(folder: Path, start: str) -> str:
     """Read how the start before this one ended, empty if it ended in order, and remove its verdict.
 
     For one rank of ``start``, before any of its ranks writes a record.
@@ -218,21 +218,21 @@ def clear_last(folder: Path, start: str) -> str:
         return ""
     if verdict is not None and verdict[0] == records[0].start:
         return verdict[1]
-    return _end_of(records)
+    return _describe_failed_end(records)
 
 
-def warn_of_last(folder: Path, start: str) -> None:
+def warn_and_clear_last_end(folder: Path, start: str) -> None:
     """Warn once how the start before this one ended, if it did not end in order.
 
     Raises:
-        OSError: as ``clear_last``.
+        OSError: as ``read_and_clear_last_end``.
     """
-    last = clear_last(folder, start)
+    last = read_and_clear_last_end(folder, start)
     if last:
         logger.warning("the last start ended so: %s", last)
 
 
-def _end_of(records: list[Record]) -> str:
+def _describe_failed_end(records: list[Record]) -> str:
     failed = [record for record in records if record.ending and record.ending not in _ORDERLY]
     if failed:
         return f"{failed[0].name} {failed[0].ending} (in {failed[0].place})"

@@ -77,7 +77,11 @@ class Watch:
     def __enter__(self) -> Watch:
         self._beat.phase, self._beat.step, self._beat.waiting = Phase.STARTING, None, None
         self._beat.is_asking = self._beat.in_pulse = False
-        self._beat.ending, self._beat.on_leaving, self._beat.on_joining = "", self._report_end, self._join_monitor
+        self._beat.ending, self._beat.on_leaving, self._beat.on_joining = (
+            "",
+            self._write_last_record,
+            self._join_monitor,
+        )
         self._beat.on_signal = None if self._monitor is None else self._monitor.send_ending
         self._thread.start()
         return self
@@ -89,7 +93,7 @@ class Watch:
         self._thread.join()
         if error is not None:
             self._beat.ending = f"failed: {type(error).__name__}: {error}"
-        self._report_end()
+        self._write_last_record()
         self._beat.member = self._beat.folder = self._beat.abort = None
         self._beat.monitor = ""
         self._beat.on_leaving = self._beat.on_joining = self._beat.on_signal = None
@@ -146,7 +150,7 @@ class Watch:
             self._written = None  # so that the others see at once that this rank has stalled
         line = self._diagnosis.look(record.limit)
         if line is not None:
-            self._end_with(line, record, folder)
+            self._end_job_with_verdict(line, record, folder)
 
     # -- what the status writer's thread does -------------------------------------------------------------------
 
@@ -189,7 +193,7 @@ class Watch:
         self._say_why(judge_alone(record, why))
         self._end()
 
-    def _end_with(self, line: str, record: Record, folder: Path) -> None:
+    def _end_job_with_verdict(self, line: str, record: Record, folder: Path) -> None:
         """End the job with this line, unless another rank has said it."""
         is_first = list[bool]()
 
@@ -217,7 +221,7 @@ class Watch:
             abort.join(ABORT_SECONDS)
         self._exit(STALLED)
 
-    def _report_end(self) -> None:
+    def _write_last_record(self) -> None:
         """Write the last record; returns once it is on the disk, or the folder does not answer."""
         member, folder, ending = self._member, self._beat.folder, self._beat.ending or FINISHED
         if self._monitor is not None:

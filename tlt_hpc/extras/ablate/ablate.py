@@ -26,7 +26,7 @@ from tlt_hpc.config import Config
 from tlt_hpc.extras.ablate.ablation_plan import WITHOUT_DRAFTER, Ablation, check_ranks, plan_ablation
 from tlt_hpc.look.series import paired_ratio
 from tlt_hpc.models.drafter_file import load_drafter
-from tlt_hpc.models.piece import readers_once
+from tlt_hpc.models.piece import read_and_broadcast_parts
 from tlt_hpc.mpi.world import World
 from tlt_hpc.plan.inputs import read_assets_once
 from tlt_hpc.rollout.acceptance import JUDGED_DEPTH
@@ -206,7 +206,7 @@ def load_policy(ablation: Ablation, arm: str, session: Session) -> None:
     run, config = RunFolder(ablation.folder / arm), ablation.config
     checkpoint = node.once(lambda: CheckpointStore(run.checkpoints, config.checkpoint.keep).at(ablation.num_steps))
     readers = policy_readers(run, config, checkpoint, session.assets.folder)
-    weights = ((name, read(None)) for name, read in readers_once(node, readers))
+    weights = ((name, read(None)) for name, read in read_and_broadcast_parts(node, readers))
     session.decoder.load(weights, ablation.num_steps)
 
 

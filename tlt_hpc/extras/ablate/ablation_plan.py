@@ -12,10 +12,10 @@ from tlt_hpc.config import (
     Config,
     ConfigError,
     UserError,
+    config_for_comparison,
     load_saved_config,
     parse_config,
     to_toml,
-    without_side_effects,
 )
 from tlt_hpc.plan.plan_options import at_least_one
 from tlt_hpc.rollout.strategy import strategies_of
@@ -58,7 +58,7 @@ class Ablation:
         Raises:
             ConfigError: the arm is one that the job cannot have.
         """
-        tree = without_side_effects(self.config).model_dump()
+        tree = config_for_comparison(self.config).model_dump()
         tree["run"] |= {"name": arm, "folder": str(self.folder), "num_steps": self.num_steps}
         tree["speculation"] |= {"mode": _MODES.get(arm, arm), "ahead": "on" if arm in _AHEAD else "off"}
         return parse_config(tree)

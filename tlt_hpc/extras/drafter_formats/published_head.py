@@ -21,7 +21,7 @@ from tlt_hpc.models.drafter import TOKEN_IDS, layer_between
 from tlt_hpc.models.folder import num_used_tokens
 from tlt_hpc.models.shape import ModelShape
 from tlt_hpc.models.tokenizer import load_tokenizer, read_json
-from tlt_hpc.models.weight_files import EMBEDDING, TORCH_FILE, UNREADABLE, opened, read_heads, weight_files
+from tlt_hpc.models.weight_files import EMBEDDING, TORCH_FILE, UNREADABLE, open_safetensors, read_headers, weight_files
 
 _LAYER = "layers.0."
 _QUERY, _KEY, _VALUE = (f"{_LAYER}self_attn.{part}_proj" for part in "qkv")
@@ -83,7 +83,7 @@ def _opened(folder: Path) -> Iterator[dict[str, Any]]:
             found = _torch_file(file)
         else:
             for file in weight_files(folder):
-                reader = files.enter_context(opened(file, UNREADABLE))
+                reader = files.enter_context(open_safetensors(file, UNREADABLE))
                 found |= {name: reader.get_slice(name) for name in reader.keys()}  # noqa: SIM118
         yield {name.removeprefix("model.").replace("midlayer.", _LAYER): tensor for name, tensor in found.items()}
 
@@ -204,10 +204,10 @@ def _settings(head: HeadConfig, target: ModelShape, tensors: Mapping[str, Tensor
 
 def _check_embedding(own: Any, model: Path, pair: str) -> None:
     """Compare rows of a head's embedding with the target's, in the head's precision."""
-    heads = read_heads(model) if any(model.glob("*.safetensors")) else {}
+    heads = read_headers(model) if any(model.glob("*.safetensors")) else {}
     if EMBEDDING not in heads:
         return  # the model is a file of torch, which only transformers reads; or it is broken, which its loading tells
-    with opened(heads[EMBEDDING].file, UNREADABLE) as reader:
+    with open_safetensors(heads[EMBEDDING].file, UNREADABLE) as reader:
         targets = reader.get_slice(EMBEDDING)
         for row in sorted(set(torch.linspace(0, heads[EMBEDDING].sizes[0] - 1, _SAMPLED_ROWS).long().tolist())):
             mine, theirs = own[row : row + 1], targets[row : row + 1]

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tlt_hpc.cluster.request import SlurmRequest, words_of
 from tlt_hpc.common.words import GB, count
-from tlt_hpc.config import ConfigError, find_problems
+from tlt_hpc.config import ConfigError, load_config_or_problems
 from tlt_hpc.extras.preflight import job_checks, mpi, slurm_checks, system_checks
 from tlt_hpc.extras.preflight.planned_job import PlannedJob
 from tlt_hpc.extras.preflight.results import Finding, Level, failure_of, judge, ok
@@ -116,7 +116,7 @@ def check_job(
     Raises:
         ConfigError: no such file, or an invalid value.
     """
-    config, problems = find_problems(path, overrides)
+    config, problems = load_config_or_problems(path, overrides)
     gpu_bytes = None if gpu_gb is None else int(gpu_gb * GB)
     job = PlannedJob(config, request, gpu_bytes)
     if gpu_bytes and config is not None and not job.uses_gpu:

@@ -24,7 +24,7 @@ from tlt_hpc.config import (
 from tlt_hpc.config.data_sections import is_function
 from tlt_hpc.extras.preflight.planned_job import PlannedJob
 from tlt_hpc.extras.preflight.results import Finding, Skip, failure, failure_of, ok, warning
-from tlt_hpc.mpi.owner import find_at_work
+from tlt_hpc.mpi.owner import read_running_owner
 from tlt_hpc.storage.folder import RunFolder
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def check_run(job: PlannedJob) -> Finding:
     if not saved.exists():
         return ok(f"a new one, {config.folder}")
     check_resumable(saved, config)
-    if name := find_at_work(RunFolder(config.folder).status):
+    if name := read_running_owner(RunFolder(config.folder).status):
         return warning(
             f"{config.folder}: a start of this run is at work there ({name}), and a second one ends itself",
             "wait for it, end it, or give this one another run.name",
@@ -181,7 +181,7 @@ def _try_functions(job: PlannedJob, client: RewardClient) -> Finding | None:
 
 def check_drafter(job: PlannedJob) -> Finding:
     """The drafter that the run begins with exists and is of this model; its strategies are valid."""
-    from tlt_hpc.models.drafter_file import initial_drafter
+    from tlt_hpc.models.drafter_file import read_drafter_of_init
     from tlt_hpc.plan.inputs import check_strategies
 
     config = job.config
@@ -189,7 +189,7 @@ def check_drafter(job: PlannedJob) -> Finding:
     if not config.speculation.has_drafter:
         return ok(f"none: speculation.mode = {config.speculation.mode!r}")
     if config.drafter.init != "random":
-        initial_drafter(config.drafter.init, config.drafter.form, job.shape, job.model_folder)
+        read_drafter_of_init(config.drafter.init, config.drafter.form, job.shape, job.model_folder)
     return ok(f"{config.drafter.form} from {config.drafter.init!r}")
 
 

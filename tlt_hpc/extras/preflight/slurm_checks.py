@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from tlt_hpc.cluster.request import num_gpus
-from tlt_hpc.cluster.slurm import ANSWER_SECONDS, ask_slurm, seconds_of
-from tlt_hpc.cluster.stopping import SHORT_SECONDS, seconds_ahead
+from tlt_hpc.cluster.slurm import ANSWER_SECONDS, ask_slurm, parse_slurm_time
+from tlt_hpc.cluster.stopping import SHORT_SECONDS, seconds_before_limit
 from tlt_hpc.common.words import count
 from tlt_hpc.extras.preflight.planned_job import PlannedJob
 from tlt_hpc.extras.preflight.program import ask
@@ -111,9 +111,9 @@ def check_partition(job: PlannedJob) -> Finding:
     if not asked:
         return warning("no time is asked for, so the partition's default counts", "give --time")
     wanted = job.request.limit_seconds
-    if all(wanted > seconds_of(limit) for limit in limits.values()):
+    if all(wanted > parse_slurm_time(limit) for limit in limits.values()):
         most = ", ".join(f"{name!r} at most {limit}" for name, limit in limits.items())
-        longest = max(limits.values(), key=seconds_of)
+        longest = max(limits.values(), key=parse_slurm_time)
         remedy = f"give --time {longest}, or less; the next job resumes the run"
         by = "is asked for" if job.request.source("time") == "the script" else "is in SBATCH_TIMELIMIT"
         return failure(f"time {asked} {by}, and partition {most}", remedy)
@@ -159,12 +159,12 @@ def _check_time(job: PlannedJob) -> Finding | None:
     if limit - ahead >= (SHORT_SECONDS if step is None else START_SECONDS + step):
         return None
     known = "" if step is None else f" ({step:.0f} s in this run)"
-    earlier = f", and ask for --signal=USR2@{seconds_ahead(limit):.0f} if it stays below 8 minutes"
+    earlier = f", and ask for --signal=USR2@{seconds_before_limit(limit):.0f} if it stays below 8 minutes"
     left = f"{max(0.0, limit - ahead):.0f} s before {signal}"
     return warning(
         f"the time limit {job.request.asked('time')} leaves at most {left}, in which a start and a step{known} may not "
         "fit: the job would train nothing",
-        f"give more --time{earlier * (ahead > seconds_ahead(limit))}",
+        f"give more --time{earlier * (ahead > seconds_before_limit(limit))}",
     )
 
 

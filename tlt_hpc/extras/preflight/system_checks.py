@@ -34,7 +34,7 @@ _MAKE_ROOM = "make room there, set run.folder to another place, or lower checkpo
 def check_memory(job: PlannedJob) -> Finding:
     """The peak of each GPU and of each node's host memory, as ``tlt plan`` predicts them."""
     from tlt_hpc.plan.memory.plan import HERE, MemoryLimits
-    from tlt_hpc.plan.memory.summary import verdict, way_out
+    from tlt_hpc.plan.memory.summary import savings_advice, verdict
 
     plan, asked = job.plan, (job.request.memory_mb or 0) * _MB
     if job.asks_slurm:
@@ -54,7 +54,7 @@ def check_memory(job: PlannedJob) -> Finding:
     if not limits.hold(plan):
         if asked and nodes.hold(plan):
             return failure(said.rstrip("."), more)
-        remedy = way_out(plan, nodes)
+        remedy = savings_advice(plan, nodes)
         return failure(said.rstrip("."), f"{remedy[0].lower()}{remedy[1:]} See tlt plan")
     if job.asks_slurm and job.request.memory_mb is None:
         default, megabytes = _if_slurm_answers(slurm_checks.default_memory, job, ("", 0))

@@ -10,7 +10,7 @@ from typing import Any
 import jinja2
 
 from tlt_hpc import __version__
-from tlt_hpc.common.files import read_text, told
+from tlt_hpc.common.files import os_error_text, read_text
 from tlt_hpc.common.printable import printable
 from tlt_hpc.common.words import count
 from tlt_hpc.extras.report.figures.steps import (
@@ -79,4 +79,4 @@ def _config(found: RunFindings) -> str:
     try:
         return read_text(found.log.folder.config)
     except OSError as error:
-        return f"not here: {told(error)}"
+        return f"not here: {os_error_text(error)}"

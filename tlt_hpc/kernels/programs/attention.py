@@ -74,7 +74,7 @@ def tile_of(query: Tensor) -> Tile:
 
 
 @triton.jit
-def _fold(
+def _accumulate_tile(
     query, top, total, mixed, page, offset, inside, visible, scale,
     keys, values, key_page_stride, key_slot_stride, value_page_stride, value_slot_stride,
     d: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
@@ -102,7 +102,7 @@ def _fold(
 
 
 @triton.jit
-def _fold_paths(
+def _accumulate_tree_paths(
     query, top, total, mixed, tile, first, last, prefix, real, at, scale, keys, values, table, seen, paths, path_width,
     key_page_stride, key_slot_stride, value_page_stride, value_slot_stride,
     N, page_size: tl.constexpr, G: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, d: tl.constexpr,
@@ -120,7 +120,7 @@ def _fold_paths(
             if WINDOW:
                 inside = inside & (place >= end - WINDOW)
             page = tl.load(table + slot // page_size, mask=inside, other=0).to(tl.int64)
-            top, total, mixed = _fold(
+            top, total, mixed = _accumulate_tile(
                 query, top, total, mixed, page, (slot % page_size).to(tl.int64), inside,
                 inside[None, :] & (real & (at == one))[:, None], scale, keys, values,
                 key_page_stride, key_slot_stride, value_page_stride, value_slot_stride, d, WIDE, PRECISION,
@@ -129,7 +129,7 @@ def _fold_paths(
 
 
 @triton.jit
-def _join(top, total, lse):
+def _combine_softmax_sums(top, total, lse):
     """A partial result's maximum joined to the running one: new maximum and sum, and the weights of old and new."""
     new_top = tl.maximum(top, lse)
     floor = tl.where(new_top == float("-inf"), 0.0, new_top)
@@ -148,7 +148,7 @@ def _first_span(prefix, SPAN: tl.constexpr, WINDOW: tl.constexpr):
 
 
 @triton.jit
-def _fold_span(
+def _attend_span(
     q, span, tile, prefix, limit, reach, floor, real, at, scale, keys, values, table, seen, paths, path_width,
     key_page_stride, key_slot_stride, value_page_stride, value_slot_stride, N,
     page_size: tl.constexpr, G: tl.constexpr, SPAN: tl.constexpr, IS_TREE: tl.constexpr, ROWS: tl.constexpr,
@@ -175,12 +175,12 @@ def _fold_span(
         else:
             page = tl.load(table + slot // page_size, mask=slot < reach, other=0).to(tl.int64)
             offset = (slot % page_size).to(tl.int64)
-        top, total, mixed = _fold(
+        top, total, mixed = _accumulate_tile(
             q, top, total, mixed, page, offset, slot < reach, visible, scale, keys, values,
             key_page_stride, key_slot_stride, value_page_stride, value_slot_stride, d, WIDE, PRECISION,
         )  # fmt: skip
     if IS_TREE:
-        top, total, mixed = _fold_paths(
+        top, total, mixed = _accumulate_tree_paths(
             q, top, total, mixed, tile, shared, last, prefix, real, at, scale, keys, values, table, seen, paths,
             path_width, key_page_stride, key_slot_stride, value_page_stride, value_slot_stride, N, page_size, G, ROWS,
             KEYS, d, WIDE, PRECISION, WINDOW, PATH_STAGES,
@@ -231,13 +231,13 @@ def _attend(
     whole_total = tl.full((ROWS,), 0.0, tl.float32)
     whole = tl.full((ROWS, WIDE), 0.0, tl.float32)
     for span in range(floor // SPAN, tl.cdiv(reach, SPAN)):
-        part, lse = _fold_span(
+        part, lse = _attend_span(
             q, span, tile, prefix, limit, reach, floor, real, at, scale, key_pages + group * d, value_pages + group * d,
             page_table + sequence * table_stride, seen + sequence * N, paths + sequence * N * path_width, path_width,
             key_page_stride, key_slot_stride, value_page_stride, value_slot_stride, N, page_size, G, SPAN, IS_TREE,
             ROWS, KEYS, d, WIDE, PRECISION, WINDOW, PATH_STAGES,
         )  # fmt: skip
-        whole_top, whole_total, shrink, weight = _join(whole_top, whole_total, lse)
+        whole_top, whole_total, shrink, weight = _combine_softmax_sums(whole_top, whole_total, lse)
         whole = whole * shrink[:, None] + part * weight[:, None]
     whole = whole / tl.where(whole_total > 0, whole_total, 1.0)[:, None]
     column = tl.arange(0, WIDE)
@@ -275,7 +275,7 @@ def _attend_spans(
             query, committed, seen, sequence, tile, group, query_row_stride, query_stride, N, G, d, ROWS, WIDE, WINDOW
         )
         span = _first_span(prefix, SPAN, WINDOW) + number - tl.max(tl.where(ends <= number, ends, 0), 0)
-        part, lse = _fold_span(
+        part, lse = _attend_span(
             q, span, tile, prefix, limit, reach, floor, real, at, scale, key_pages + group * d, value_pages + group * d,
             page_table + sequence * table_stride, seen + sequence * N, paths + sequence * N * path_width, path_width,
             key_page_stride, key_slot_stride, value_page_stride, value_slot_stride, N, page_size, G, SPAN, IS_TREE,
@@ -306,7 +306,7 @@ def _join_spans(
         at = place * num_spans + span
         lse = tl.load(partial_lse + at)
         part = tl.load(partial + at * d + column, mask=column < d, other=0.0)
-        whole_top, whole_total, shrink, weight = _join(whole_top, whole_total, lse)
+        whole_top, whole_total, shrink, weight = _combine_softmax_sums(whole_top, whole_total, lse)
         whole = whole * shrink + part * weight
     whole = whole / tl.where(whole_total > 0, whole_total, 1.0)
     tl.store(out + place * d + column, whole.to(out.dtype.element_ty), mask=column < d)

@@ -24,7 +24,7 @@ DRAFTED = "black on bright_cyan"
 """Style of accepted draft tokens."""
 
 
-def show_samples(log: RunLog, num_samples: int) -> list[Text]:
+def read_samples_as_text(log: RunLog, num_samples: int) -> list[Text]:
     """Draw responses of the newest committed step from all ranks' logs; as text, ordered by key.
 
     Tokens are shown as numbers if the model is not on this machine.

@@ -18,7 +18,7 @@ from tlt_hpc.cluster.slurm import SlurmError, read_queue
 from tlt_hpc.cluster.status import job_state
 from tlt_hpc.cluster.watch.record import Record, read_record, read_verdict
 from tlt_hpc.common.errors import UserError
-from tlt_hpc.common.files import DamagedText, told
+from tlt_hpc.common.files import DamagedText, os_error_text
 from tlt_hpc.look.columns import COLUMNS
 from tlt_hpc.look.cost import Cost, cost_of
 from tlt_hpc.look.run_log import RunLog
@@ -183,7 +183,7 @@ def _tried(read: Callable[[], T], problems: list[str]) -> T | None:
     except FileNotFoundError:  # not written yet, or removed in the meantime
         return None
     except OSError as error:  # a slow file system: the next look may succeed
-        problems.append(told(error))
+        problems.append(os_error_text(error))
         return None
 
 

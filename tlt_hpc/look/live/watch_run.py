@@ -9,11 +9,11 @@ from dataclasses import replace
 from rich.console import Console
 from rich.live import Live
 
-from tlt_hpc.cluster.status import job_to_come
+from tlt_hpc.cluster.status import describe_pending_job
 from tlt_hpc.cluster.watch.record import HEARTBEAT_SECONDS
 from tlt_hpc.common.console import TextConsole
 from tlt_hpc.common.errors import UserError
-from tlt_hpc.look.live.samples import show_samples
+from tlt_hpc.look.live.samples import read_samples_as_text
 from tlt_hpc.look.live.state import RunState, queue_state, read_state
 from tlt_hpc.look.live.view import render
 from tlt_hpc.look.run_log import RunLog
@@ -31,7 +31,7 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         UserError: there is no such run, or not yet.
     """
-    if not options.run.exists() and (job := job_to_come(options.run)):
+    if not options.run.exists() and (job := describe_pending_job(options.run)):
         raise UserError(f"{options.run} does not exist yet: {job}; it is made once the job's ranks have started")
     console = TextConsole()
     if options.sample is not None:
@@ -43,9 +43,9 @@ def sample(console: Console, options: argparse.Namespace) -> int:
     """Print some responses of the newest step (``--sample``); returns the exit status.
 
     Raises:
-        UserError: as ``show_samples``.
+        UserError: as ``read_samples_as_text``.
     """
-    for text in show_samples(RunLog(options.run), options.sample):
+    for text in read_samples_as_text(RunLog(options.run), options.sample):
         console.print(text, soft_wrap=not console.is_terminal)
         console.print()
     return 0

@@ -104,9 +104,9 @@ class PlannedEngine:
                 "pass of the decoder": item * tokens * (4 * h + 2 * qkv + 2 * q + inner),
                 "logits and scores": rows * vocab_size * 16,
                 "nucleus (top_p)": rows * vocab_size * _nucleus(self.situation),
-                "pages read": 0 if is_cuda else self._pages_read(),
+                "pages read": 0 if is_cuda else self._page_gather_bytes(),
                 "attention": self._partial_results() if is_cuda else 0,
-                "tie guard": self._guard() if self.situation.is_guarded else 0,
+                "tie guard": self._tie_guard_bytes() if self.situation.is_guarded else 0,
             }
         )
 
@@ -119,7 +119,7 @@ class PlannedEngine:
         queries = self.sizes.num_rows * self._widest_pass * self.part.num_heads
         return min(PARTIAL_BYTES, 4 * queries * self.part.head_dim * -(-self.situation.longest // SPAN))
 
-    def _pages_read(self) -> int:
+    def _page_gather_bytes(self) -> int:
         """What a CPU takes to gather a layer's pages and to mask them by query."""
         shape, item = self.part, self.situation.decoding_item
         slots = (self.sizes.num_pages + 1) * self.sizes.page_size
@@ -127,7 +127,7 @@ class PlannedEngine:
         masks = self._widest_pass * (2 + per_group) * item * len(set(shape.windows))
         return slots * (2 * shape.num_kv_heads * shape.head_dim * item + masks)
 
-    def _guard(self) -> int:
+    def _tie_guard_bytes(self) -> int:
         """A layer and a part of the head in float64, and one sequence."""
         s = self.part
         weights = s.hidden_size * (2 * s.num_heads + 2 * s.num_kv_heads) * s.head_dim + s.mlp_parameters

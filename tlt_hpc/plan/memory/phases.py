@@ -11,10 +11,10 @@ from tlt_hpc.plan.memory.training import (
     MOMENTS,
     TrainingState,
     drafter_activations,
-    gathered_reference,
+    gathered_reference_bytes,
     reference_parts,
     training_state,
-    update_activations,
+    update_activation_bytes,
 )
 
 CONTEXT_BYTES, COMMUNICATOR_BYTES = 1_500_000_000, 700_000_000
@@ -37,7 +37,7 @@ def plan_memory(situation: Situation, engine: PlannedEngine | None = None) -> Me
     state, is_cuda = training_state(situation), situation.device == "cuda"
     engine = engine or PlannedEngine(situation)
     num_drafter = engine.num_drafter_parameters
-    saved = _saved(situation, num_drafter)
+    saved = _checkpoint_bytes(situation, num_drafter)
     runtime = {"CUDA, NCCL (assumed)": CONTEXT_BYTES + COMMUNICATOR_BYTES * _num_communicators(situation)}
     training = _drafter(situation, num_drafter) | state.resident | reference_parts(situation)
     start = {name: count for name, count in training.items() if name != MOMENTS}  # the first step makes them
@@ -45,18 +45,20 @@ def plan_memory(situation: Situation, engine: PlannedEngine | None = None) -> Me
     # on CPUs the host's memory is the device's
     resident = held | training | ({} if is_cuda else _checkpoint_copy(situation, saved))
     phases = [
-        PhaseMemory("start", held | start | _start(situation, state)),
+        PhaseMemory("start", held | start | _loading_phase_bytes(situation, state)),
         PhaseMemory("rollout", resident | engine.workspace),
         *([PhaseMemory("tail", resident | _tail(situation, num_drafter))] if situation.has_tail else []),
-        PhaseMemory("update", {**resident, PAGES: 0} | _update(situation, state, num_drafter)),  # given back meanwhile
+        PhaseMemory(
+            "update", {**resident, PAGES: 0} | _update_phase_bytes(situation, state, num_drafter)
+        ),  # given back meanwhile
         PhaseMemory("save", resident),
     ]
     loaded = {"weights while loading": situation.item * situation.shape.num_parameters if is_cuda else 0}
     is_sharded = situation.config.optimizer.zero_stage == 3  # rank 0 reads the policy and the reference for all
     copy = _checkpoint_copy(situation, saved) if is_cuda else {}
-    host = _host(situation, state, copy if is_sharded else loaded | copy)
+    host = _host_memory_bytes(situation, state, copy if is_sharded else loaded | copy)
     first_host = present(loaded if is_sharded else {})
-    return MemoryPlan(situation, engine, tuple(phases), host, first_host, _disk(situation, saved))
+    return MemoryPlan(situation, engine, tuple(phases), host, first_host, _disk_bytes(situation, saved))
 
 
 def _num_communicators(situation: Situation) -> int:
@@ -81,7 +83,7 @@ def _drafter(situation: Situation, count: int) -> NamedBytes:
     return present({"drafter in training": 4 * count, "drafter's moments": 8 * count, "drafter's average": average})
 
 
-def _start(situation: Situation, state: TrainingState) -> NamedBytes:
+def _loading_phase_bytes(situation: Situation, state: TrainingState) -> NamedBytes:
     """The policy as it is loaded, whole, before ZeRO shards it.
 
     At stage 3 this ends before the rest is made: rank 0 has it whole in host memory, and a GPU holds one matrix at a
@@ -106,20 +108,20 @@ def _tail(situation: Situation, num_drafter: int) -> NamedBytes:
     return present({"drafter's gradients": 4 * num_drafter, "drafter's activations": activations})
 
 
-def _update(situation: Situation, state: TrainingState, num_drafter: int) -> NamedBytes:
+def _update_phase_bytes(situation: Situation, state: TrainingState, num_drafter: int) -> NamedBytes:
     """The update at its largest: in a backward pass, at the end of one, or in the optimiser's step."""
-    activations = update_activations(situation, micro_batch_tokens(situation))
+    activations = update_activation_bytes(situation, micro_batch_tokens(situation))
     # on a CPU the sum in progress is held as tensors; on a GPU it has ended before, and takes less than what follows
     merges = situation.device == "cpu" and situation.has_tail
     merge = {"merge of the drafters": 12 * num_drafter if merges else 0}
-    gathered = state.held | gathered_reference(situation)
+    gathered = state.held | gathered_reference_bytes(situation)
     if state.stepping > total(gathered) + max(activations, state.reduced):
         return present({**merge, "optimiser's step": state.stepping})
     largest = "gradients being reduced" if state.reduced > activations else "activations"
     return present({**merge, **gathered, largest: max(state.reduced, activations)})
 
 
-def _host(situation: Situation, state: TrainingState, more: dict[str, int]) -> NamedBytes:
+def _host_memory_bytes(situation: Situation, state: TrainingState, more: dict[str, int]) -> NamedBytes:
     """Host memory of one rank."""
     reference = situation.item * situation.own_parameters  # a rank's shard
     return present(
@@ -132,7 +134,7 @@ def _host(situation: Situation, state: TrainingState, more: dict[str, int]) -> N
     )
 
 
-def _saved(situation: Situation, num_drafter: int) -> tuple[int, int]:
+def _checkpoint_bytes(situation: Situation, num_drafter: int) -> tuple[int, int]:
     """Bytes of a checkpoint, and of one of the drafter alone, which are written between those.
 
     Masters and moments of the policy; those of the drafter with its average.
@@ -147,7 +149,7 @@ def _checkpoint_copy(situation: Situation, saved: tuple[int, int]) -> NamedBytes
     return {"copy for checkpoints": chunks * CHUNK_BYTES}
 
 
-def _disk(situation: Situation, saved: tuple[int, int]) -> NamedBytes:
+def _disk_bytes(situation: Situation, saved: tuple[int, int]) -> NamedBytes:
     """Upper bound of what the whole run writes."""
     config = situation.config
     step = config.samples_per_step * (4 * situation.longest + (_LOG_BYTES - 4) * config.rollout.max_new_tokens)

@@ -26,7 +26,7 @@ class Savings:
         return " ".join(f"{key}={value}" for key, value in values.items())
 
 
-def save_memory(plan: MemoryPlan, limits: MemoryLimits) -> Savings:
+def find_memory_savings(plan: MemoryPlan, limits: MemoryLimits) -> Savings:
     """Change settings in turn, the least costly first, until the plan fits; then undo what is not needed.
 
     The result does not fit if all of them are not enough. A change helps if it lowers a memory that exceeds its limit

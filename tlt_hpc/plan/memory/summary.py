@@ -18,7 +18,7 @@ from tlt_hpc.models.weight_check import check_weights
 from tlt_hpc.plan.inputs import check_shape
 from tlt_hpc.plan.memory.phases import plan_memory
 from tlt_hpc.plan.memory.plan import HERE, MemoryLimits, MemoryPlan
-from tlt_hpc.plan.memory.savings import save_memory
+from tlt_hpc.plan.memory.savings import find_memory_savings
 from tlt_hpc.plan.memory.shapes import find_shape
 from tlt_hpc.plan.memory.situation import NamedBytes, Situation, total
 
@@ -48,7 +48,7 @@ def show(plan: MemoryPlan, limits: MemoryLimits, console: Console) -> None:
         verdict(plan, limits),
     ]
     if not limits.hold(plan):
-        lines.append(way_out(plan, limits))
+        lines.append(savings_advice(plan, limits))
     for line in lines:
         console.print(line, soft_wrap=True, highlight=False)
 
@@ -77,9 +77,9 @@ def _rooms(plan: MemoryPlan, limits: MemoryLimits) -> list[str]:
     ]
 
 
-def way_out(plan: MemoryPlan, limits: MemoryLimits) -> str:
+def savings_advice(plan: MemoryPlan, limits: MemoryLimits) -> str:
     """One line: settings that make a plan fit, or how much memory is lacking with all of them."""
-    found = save_memory(plan, limits)
+    found = find_memory_savings(plan, limits)
     peak = found.plan.peak
     takes = f"{size(peak.num_bytes)} a {_place(plan)} in the phase {peak.name!r}"
     if limits.hold(found.plan):

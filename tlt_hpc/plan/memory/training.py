@@ -180,7 +180,7 @@ def reference_parts(situation: Situation) -> NamedBytes:
     return present({"reference": situation.item * count})
 
 
-def gathered_reference(situation: Situation) -> NamedBytes:
+def gathered_reference_bytes(situation: Situation) -> NamedBytes:
     """Bytes that a forward pass of a sharded reference gathers at once: a table, and what is prefetched."""
     is_sharded = situation.config.optimizer.zero_stage == 3 and situation.num_ranks > 1
     if not situation.has_reference or not is_sharded:
@@ -194,7 +194,7 @@ def gathered_reference(situation: Situation) -> NamedBytes:
 # --- activations: what a forward pass keeps for its backward pass ---
 
 
-def update_activations(situation: Situation, num_tokens: int) -> int:
+def update_activation_bytes(situation: Situation, num_tokens: int) -> int:
     """Most bytes of activations in one forward and backward pass of the policy over ``num_tokens``."""
     shape, item = situation.shape, situation.item
     layer = _policy_layer_bytes(situation) * num_tokens

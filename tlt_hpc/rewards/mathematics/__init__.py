@@ -38,7 +38,7 @@ class Reading:
 
 
 @lru_cache(maxsize=64)
-def read(answer: str, commas_separate: bool = False) -> Reading:
+def parse_answer(answer: str, commas_separate: bool = False) -> Reading:
     """The reading of an answer's text; ``commas_separate``: none of its commas stands between thousands."""
     if len(answer) > MAX_CHARACTERS:
         return Reading(answer.strip(), None)
@@ -55,16 +55,16 @@ def equal_as_mathematics(text: str, truth: str, is_finished: bool = True) -> Ver
     """1.0 if the response's answer is mathematically equal to the data's."""
     box = find_answer(truth) if "\\boxed" in truth or "\\fbox" in truth else None
     expected = box.text if box else truth
-    wanted = read(expected)
+    wanted = parse_answer(expected)
     if not wanted.text:
         return Verdict(0.0, Failure.UNREADABLE, f"answer {truth[:80]!r} cannot be read as mathematics")
     found = find_answer(text, is_finished)
-    given = read(answer_in(found)) if found else Reading("", None)
+    given = parse_answer(answer_in(found)) if found else Reading("", None)
     if found is None or not given.text:
         return Verdict(0.0, detail="the response gives no answer")
     verdict = _compare(given, wanted)
     if not verdict.reward and (_COMMA.search(found.text) or _COMMA.search(expected)):
-        as_lists = _compare(read(answer_in(found), True), read(expected, True))
+        as_lists = _compare(parse_answer(answer_in(found), True), parse_answer(expected, True))
         return as_lists if as_lists.reward else verdict
     return verdict
 
@@ -72,7 +72,7 @@ def equal_as_mathematics(text: str, truth: str, is_finished: bool = True) -> Ver
 def same_answer(text: str, other: str) -> Verdict:
     """1.0 if two responses give equal answers; unreadable if the first gives no answer."""
     found = [find_answer(each) for each in (text, other)]
-    given, wanted = (read(answer_in(each)) if each else Reading("", None) for each in found)
+    given, wanted = (parse_answer(answer_in(each)) if each else Reading("", None) for each in found)
     if not given.text:
         return Verdict(0.0, Failure.UNREADABLE, "no answer")
     return _compare(given, wanted)
@@ -99,7 +99,9 @@ def _compare(given: Reading, wanted: Reading) -> Verdict:
     has_words = any(_WORD.search(reading.text) or reading.tree is None for reading in (given, wanted))
     is_same = has_words and _same_words(given.text, wanted.text)
     if is_same or given.tree is None or wanted.tree is None:
-        return Verdict(float(is_same), detail="" if is_same else f"other words than {wanted.text[:80]!r}", read=shown)
+        return Verdict(
+            float(is_same), detail="" if is_same else f"other words than {wanted.text[:80]!r}", read=shown
+        )
     comparison = AnswerComparison()
     if not comparison.same(given.tree, wanted.tree):
         return Verdict(0.0, detail=f"not equal to {wanted.text[:80]!r}", read=shown)
@@ -115,9 +117,11 @@ def _compare(given: Reading, wanted: Reading) -> Verdict:
 
 def _are_confirmed(pairs: Sequence[tuple[Node, Node]]) -> bool:
     """True if the second way finds all pairs equal, too."""
-    from tlt_hpc.rewards.mathematics.second_way import confirmed  # sympy takes 0.5 s: most answers need none
+    from tlt_hpc.rewards.mathematics.second_way import (
+        is_confirmed_by_sympy,  # sympy takes 0.5 s: most answers need none
+    )
 
-    return all(confirmed(*pair) for pair in pairs)
+    return all(is_confirmed_by_sympy(*pair) for pair in pairs)
 
 
 def _bare(text: str) -> str:

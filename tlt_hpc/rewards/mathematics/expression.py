@@ -59,7 +59,7 @@ class _Parser(TokenReader):
         """
         node = self._list()
         if self._place < len(self._tokens):
-            raise UnreadableError(self._next().text)
+            raise UnreadableError(self._peek().text)
         return node
 
     # --- from the loosest binding to the tightest ---
@@ -83,69 +83,69 @@ class _Parser(TokenReader):
             return items[0]
         is_claim = all(item.kind == "relation" and item.name != "=" for item in items)
         if is_claim and len(words) == 1:
-            return self._from(start, words.pop(), *items)
-        return self._from(start, "group", *items)
+            return self._make_node(start, words.pop(), *items)
+        return self._make_node(start, "group", *items)
 
     def _relation(self) -> Node:
         start, sides, signs = self._place, [self._sets()], list[str]()
         if self._is(":") and not self._in_builder:
             while self._take(":"):
                 sides.append(self._sum())
-            return self._from(start, "ratio", *sides)
-        while (token := self._next()).kind in ("sign", "command") and token.text in RELATIONS:
+            return self._make_node(start, "ratio", *sides)
+        while (token := self._peek()).kind in ("sign", "command") and token.text in RELATIONS:
             self._place += 1
             if token.text == "in" and self._take("("):  # \in( is no sign of its own: give the bracket back
                 self._place -= 1
             signs.append(RELATIONS[token.text])
             sides.append(self._sets())
-        return self._from(start, "relation", *sides, name=" ".join(signs)) if signs else sides[0]
+        return self._make_node(start, "relation", *sides, name=" ".join(signs)) if signs else sides[0]
 
     def _sets(self) -> Node:
         start, node = self._place, self._sum()
-        while (token := self._next()).kind == "command" and token.text in SETS:
+        while (token := self._peek()).kind == "command" and token.text in SETS:
             self._place += 1
             right = self._sum()
             if SETS[token.text] == "setminus" and right.kind == "number":  # braces without backslashes
                 right = Node("group", (right,), "{}")
-            node = self._from(start, SETS[token.text], node, right)
+            node = self._make_node(start, SETS[token.text], node, right)
         return node
 
     def _sum(self) -> Node:
         start = self._place
         node = self._signed()
         while self._is("+", "-", "pm", "mp"):
-            sign = self._next().text
+            sign = self._peek().text
             self._place += 1
             term = self._product()
             if sign == "-" and term.kind == "group" and term.name == "{}":
-                node = self._from(start, "setminus", node, term)
+                node = self._make_node(start, "setminus", node, term)
                 continue
             if sign == "-":
                 term = Node("neg", (term,))
-            node = self._from(start, "pm" if sign in ("pm", "mp") else "+", node, term)
+            node = self._make_node(start, "pm" if sign in ("pm", "mp") else "+", node, term)
         return node
 
     def _signed(self) -> Node:
         start, signs = self._place, 0
         if self._take("pm", "mp"):
-            return self._from(start, "pm", self._product())
+            return self._make_node(start, "pm", self._product())
         while self._is("-", "+"):
-            signs += self._next().text == "-"
+            signs += self._peek().text == "-"
             self._place += 1
         node = self._product()
-        return self._from(start, "neg", node) if signs % 2 else node
+        return self._make_node(start, "neg", node) if signs % 2 else node
 
     def _product(self) -> Node:
         start = self._place
         node = self._power()
         while True:
-            token = self._next()
+            token = self._peek()
             if token.kind in ("sign", "command") and token.text in TIMES:
                 self._place += 1
-                node = self._from(start, "*", node, self._factor())
+                node = self._make_node(start, "*", node, self._factor())
             elif self._is("/", "div"):
                 self._place += 1
-                node = self._from(start, "/", node, self._factor())
+                node = self._make_node(start, "/", node, self._factor())
             elif self._take("pmod"):
                 modulus = self._argument()
                 node = Node("unit", (node,), f"mod {modulus.source}", source=node.source)
@@ -160,29 +160,29 @@ class _Parser(TokenReader):
         """A factor behind a sign of multiplication, which may have a sign of its own."""
         start = self._place
         if self._take("-"):
-            return self._from(start, "neg", self._power())
+            return self._make_node(start, "neg", self._power())
         return self._power()
 
     def _juxtaposed(self, start: int, left: Node) -> Node:
         """A product without a sign, or a mixed number."""
-        token = self._next()
+        token = self._peek()
         right = self._power()
         is_whole = left.kind == "number" and left.value.denominator == 1 and "." not in left.source
         behind, fraction = ("", right) if right.kind == "/" else (right.kind, right.parts[0] if right.parts else right)
         is_fraction = token.text == "frac" and fraction.kind == "/" and _are_numbers(fraction.parts)
         if is_whole and is_fraction and behind in ("", "percent", "degree"):
-            mixed = self._from(start, "+", left, fraction)
+            mixed = self._make_node(start, "+", left, fraction)
             return Node(behind, (mixed,), source=mixed.source) if behind else mixed
         if token.kind == "number" and left.kind not in ("!", "degree"):
-            if is_whole and token.after_space and self._is("/") and self._next(1).kind == "number":
+            if is_whole and token.after_space and self._is("/") and self._peek(1).kind == "number":
                 self._place += 1
                 below = self._power()
-                return self._from(start, "+", left, Node("/", (right, below)))
+                return self._make_node(start, "+", left, Node("/", (right, below)))
             raise UnreadableError("two numbers side by side")
-        return self._from(start, "*", left, right)
+        return self._make_node(start, "*", left, right)
 
     def _starts_factor(self) -> bool:
-        token = self._next()
+        token = self._peek()
         if token.kind == "sign":
             return token.text in ("(", "{", "[") or (token.text == "|" and not self._bars and not self._in_builder)
         if token.kind == "command":
@@ -194,13 +194,13 @@ class _Parser(TokenReader):
     def _with_unit(self, start: int, node: Node) -> Node:
         """The value with the words behind it, up to the end of this part of the answer."""
         first = self._place
-        while (token := self._next()).kind in ("word", "text") and not self._junction():
+        while (token := self._peek()).kind in ("word", "text") and not self._junction():
             self._place += 1
             if self._take("^"):
                 self._signed_argument()
-            if self._is("/", "cdot") and self._next(1).kind in ("word", "text"):
+            if self._is("/", "cdot") and self._peek(1).kind in ("word", "text"):
                 self._place += 1
-        token = self._next()
+        token = self._peek()
         if token.kind != "end" and not self._junction() and token.text not in (*RELATIONS, ",", ";", ")", "]", "}"):
             raise UnreadableError("words within an expression")
         words = self._text[self._tokens[first].start : self._tokens[self._place - 1].end]
@@ -216,14 +216,14 @@ class _Parser(TokenReader):
         node = self._atom()
         while True:
             if self._take("^"):
-                node = self._from(start, "^", node, self._signed_argument())
+                node = self._make_node(start, "^", node, self._signed_argument())
             elif self._take("!"):
-                node = self._from(start, "!", node)
+                node = self._make_node(start, "!", node)
             elif self._take("%"):
-                node = self._from(start, "percent", node)
+                node = self._make_node(start, "percent", node)
             elif self._take("degree"):
-                node = self._from(start, "degree", node)
-                if (scale := self._next()).kind in ("word", "text") and scale.text in ("C", "F"):
+                node = self._make_node(start, "degree", node)
+                if (scale := self._peek()).kind in ("word", "text") and scale.text in ("C", "F"):
                     self._place += 1
                     node = Node("unit", (node,), f"deg{scale.text}", source=node.source)
             else:
@@ -233,12 +233,12 @@ class _Parser(TokenReader):
     def _signed_argument(self) -> Node:
         start = self._place
         if self._take("-"):
-            return self._from(start, "neg", self._argument())
+            return self._make_node(start, "neg", self._argument())
         return self._argument()
 
     def _argument(self) -> Node:
         """The argument of a command: a group, or one digit, letter or command."""
-        token = self._next()
+        token = self._peek()
         if self._is("{"):
             return self._braces()
         is_whole = token.kind == "number" and (self._is_plain() or token.text[0] == ".")
@@ -249,21 +249,21 @@ class _Parser(TokenReader):
     # --- single things ---
 
     def _atom(self) -> Node:
-        token, start = self._next(), self._place
+        token, start = self._peek(), self._place
         if token.kind == "number":
             self._place += 1
             if self._is("_"):
                 return self._based(start, token.text)
             if len(token.text) > _MAX_DIGITS:
                 raise UnreadableError("too many digits")
-            return self._from(start, "number", value=Fraction(token.text))
+            return self._make_node(start, "number", value=Fraction(token.text))
         if token.kind == "word":
             return self._word()
         if token.kind == "begin":
             return self._matrix()
-        if token.kind == "text" and self._next(1).text in ("=", "approx"):
+        if token.kind == "text" and self._peek(1).text in ("=", "approx"):
             self._place += 1
-            return self._from(start, "symbol", name=f"text {token.text}")
+            return self._make_node(start, "symbol", name=f"text {token.text}")
         if token.kind == "sign":
             return self._bracket()
         if token.kind == "command":
@@ -271,9 +271,9 @@ class _Parser(TokenReader):
         raise UnreadableError(token.text or "an end")
 
     def _word(self) -> Node:
-        token, start = self._next(), self._place
+        token, start = self._peek(), self._place
         name = token.text
-        if name in ("abs", "floor", "ceil", "gcd", "lcm", "max", "min") and self._next(1).text == "(":
+        if name in ("abs", "floor", "ceil", "gcd", "lcm", "max", "min") and self._peek(1).text == "(":
             self._place += 1
             return self._applied(start, name)
         if len(name) > 1 and not name.isupper():
@@ -285,36 +285,36 @@ class _Parser(TokenReader):
         return self._subscripted(start, name)
 
     def _command(self) -> Node:
-        token, start = self._next(), self._place
+        token, start = self._peek(), self._place
         self._place += 1
         match token.text:
             case "frac":
-                return self._from(start, "/", self._argument(), self._argument())
+                return self._make_node(start, "/", self._argument(), self._argument())
             case "sqrt":
                 return self._applied(start, "sqrt")
             case "binom" | "dbinom" | "tbinom":
-                return self._from(start, "binom", self._argument(), self._argument())
+                return self._make_node(start, "binom", self._argument(), self._argument())
             case "pi":
-                return self._from(start, "symbol", name="pi")
+                return self._make_node(start, "symbol", name="pi")
             case "infty":
-                return self._from(start, "symbol", name="oo")
+                return self._make_node(start, "symbol", name="oo")
             case "emptyset" | "varnothing":
-                return self._from(start, "group", name="{}")
+                return self._make_node(start, "group", name="{}")
             case "mathbb" | "R":
                 name = self._argument_text() if token.text == "mathbb" else "R"
-                return self._from(start, "symbol", name=f"set {name}")
+                return self._make_node(start, "symbol", name=f"set {name}")
             case "{" | "langle" | "lfloor" | "lceil" | "lvert" | "|":
                 self._place = start
                 return self._bracket()
         if token.text in FUNCTIONS:
             return self._applied(start, token.text)
         if token.text in ACCENTS:
-            return self._from(start, "symbol", name=f"{token.text} {self._argument_text()}")
+            return self._make_node(start, "symbol", name=f"{token.text} {self._argument_text()}")
         if token.text in GREEK:
             return self._subscripted(start, token.text)
-        if token.text in FIGURES and self._next().kind == "word":
+        if token.text in FIGURES and self._peek().kind == "word":
             self._place += 1
-            return self._from(start, "symbol", name=f"{token.text} {self._tokens[start + 1].text}")
+            return self._make_node(start, "symbol", name=f"{token.text} {self._tokens[start + 1].text}")
         raise UnreadableError(f"\\{token.text}")
 
     def _applied(self, start: int, name: str) -> Node:
@@ -336,9 +336,9 @@ class _Parser(TokenReader):
             parts.insert(0, self._bare_argument())
         is_inverse = exponent is not None and exponent.kind == "neg" and exponent.source.replace(" ", "") == "-1"
         if is_inverse and name in ("sin", "cos", "tan"):
-            return self._from(start, f"arc{name}", *parts)
-        node = self._from(start, name, *parts)
-        return node if exponent is None else self._from(start, "^", node, exponent)
+            return self._make_node(start, f"arc{name}", *parts)
+        node = self._make_node(start, name, *parts)
+        return node if exponent is None else self._make_node(start, "^", node, exponent)
 
     def _bare_argument(self) -> Node:
         start = self._place
@@ -354,18 +354,18 @@ class _Parser(TokenReader):
         start = self._place
         self._expect("{")
         if self._take("}"):
-            return self._from(start, "group", name="{}")
+            return self._make_node(start, "group", name="{}")
         node = self._list()
         if self._take("choose"):
-            node = self._from(start, "binom", node, self._list())
+            node = self._make_node(start, "binom", node, self._list())
         elif self._take("over"):
-            node = self._from(start, "/", node, self._list())
+            node = self._make_node(start, "/", node, self._list())
         self._expect("}")
         is_set = node.kind == "group" and not node.name
-        return self._from(start, "group", *node.parts, name="{}") if is_set else node
+        return self._make_node(start, "group", *node.parts, name="{}") if is_set else node
 
     def _bracket(self) -> Node:
-        start, token = self._place, self._next()
+        start, token = self._place, self._peek()
         if token.kind == "sign" and token.text == "{":
             return self._braces()
         self._place += 1
@@ -376,7 +376,7 @@ class _Parser(TokenReader):
         if token.text in ("lfloor", "lceil"):
             node = self._sum()
             self._expect(CLOSING[token.text])
-            return self._from(start, "floor" if token.text == "lfloor" else "ceil", node)
+            return self._make_node(start, "floor" if token.text == "lfloor" else "ceil", node)
         return self._items(start, token.text)
 
     def _absolute(self, start: int, right: str) -> Node:
@@ -384,7 +384,7 @@ class _Parser(TokenReader):
         node = self._sum()
         self._expect(right)
         self._bars -= 1
-        return self._from(start, "abs", node)
+        return self._make_node(start, "abs", node)
 
     def _items(self, start: int, left: str) -> Node:
         """The content of brackets: a list, one value, or a set by its condition."""
@@ -397,7 +397,7 @@ class _Parser(TokenReader):
         else:
             inner = self._list()
         self._bars = bars
-        right = self._next().text
+        right = self._peek().text
         if not self._take(*wanted):
             raise UnreadableError(f"no {wanted[0]}")
         if inner.kind == "builder":
@@ -405,10 +405,10 @@ class _Parser(TokenReader):
         name = {"langle": "()"}.get(left, left + right)
         is_list = inner.kind == "group" and not inner.name
         if is_list:
-            return self._from(start, "group", *inner.parts, name=name)
+            return self._make_node(start, "group", *inner.parts, name=name)
         if left == "{" or name in ("(]", "[)"):
-            return self._from(start, "group", inner, name=name)
-        return Node(inner.kind, inner.parts, inner.name, inner.value, self._from(start, "").source)
+            return self._make_node(start, "group", inner, name=name)
+        return Node(inner.kind, inner.parts, inner.name, inner.value, self._make_node(start, "").source)
 
     def _set_content(self) -> Node:
         start = self._place
@@ -416,28 +416,28 @@ class _Parser(TokenReader):
         first = self._relation()
         self._in_builder = False
         if self._take("|", ":", "mid"):
-            return self._from(start, "builder", first, self._list())
+            return self._make_node(start, "builder", first, self._list())
         self._place = start
         return self._list()
 
     def _matrix(self) -> Node:
-        start, name = self._place, self._next().text
+        start, name = self._place, self._peek().text
         if name not in ("pmatrix", "bmatrix", "matrix", "Bmatrix", "smallmatrix"):
             raise UnreadableError(name)
         self._place += 1
         rows, cells = list[Node](), [self._relation()]
         while True:
-            token = self._next()
+            token = self._peek()
             self._place += 1
             if token.text == "&":
                 cells.append(self._relation())
             elif token.kind == "row" or (token.kind, token.text) == ("end", name):
                 rows.append(Node("row", tuple(cells)))
-                if token.kind == "row" and (self._next().kind, self._next().text) == ("end", name):
-                    token = self._next()
+                if token.kind == "row" and (self._peek().kind, self._peek().text) == ("end", name):
+                    token = self._peek()
                     self._place += 1
                 if token.kind == "end":
-                    return self._from(start, "matrix", *rows)
+                    return self._make_node(start, "matrix", *rows)
                 cells = [self._relation()]
             else:
                 raise UnreadableError(token.text)

@@ -23,7 +23,7 @@ _BARE_ARGUMENT = re.compile(
 """A function of one letter before a sign of multiplication, which does not belong to its argument."""
 
 
-def confirmed(given: Node, wanted: Node) -> bool:
+def is_confirmed_by_sympy(given: Node, wanted: Node) -> bool:
     """True if another reader and sympy find two expressions equal too."""
     if given.source == wanted.source:
         return True

@@ -145,7 +145,7 @@ class TokenReader:
     def __init__(self, text: str) -> None:
         self._text, self._tokens, self._place = text, tokens_of(text), 0
 
-    def _next(self, ahead: int = 0) -> Token:
+    def _peek(self, ahead: int = 0) -> Token:
         place = self._place + ahead
         return (
             self._tokens[place]
@@ -154,7 +154,7 @@ class TokenReader:
         )
 
     def _is(self, *texts: str, kinds: tuple[str, ...] = ("sign", "command")) -> bool:
-        token = self._next()
+        token = self._peek()
         return token.kind in kinds and token.text in texts
 
     def _take(self, *texts: str) -> bool:
@@ -168,14 +168,14 @@ class TokenReader:
             raise UnreadableError(f"no {text}")
 
     def _junction(self) -> str:
-        token = self._next()
+        token = self._peek()
         if token.kind in ("word", "text", "command"):
             return JUNCTIONS.get(token.text.lower(), "")
         return ""
 
     def _split(self, length: int) -> None:
         """Cut the next token behind its first characters."""
-        token = self._next()
+        token = self._peek()
         middle = token.start + length
         parts = (
             token._replace(text=token.text[:length], end=middle),
@@ -187,7 +187,7 @@ class TokenReader:
         """True if the whole text is no LaTeX, where 2^10 has an exponent of two digits."""
         return "\\" not in self._text
 
-    def _from(self, start: int, kind: str, *parts: Node, name: str = "", value: Fraction = Fraction(0)) -> Node:
+    def _make_node(self, start: int, kind: str, *parts: Node, name: str = "", value: Fraction = Fraction(0)) -> Node:
         """A node of what was read since the token ``start``."""
         source = self._text[self._tokens[start].start : self._tokens[self._place - 1].end]
         return Node(
@@ -198,12 +198,12 @@ class TokenReader:
         return ("\\" if self._tokens[start].kind in ("command", "row") else "") + source
 
     def _starts_unit(self) -> bool:
-        token = self._next()
+        token = self._peek()
         if self._junction():
             return False
         if token.kind == "text":
             return True
-        is_last = self._next(1).kind == "end"
+        is_last = self._peek(1).kind == "end"
         known = token.text in UNITS and (len(token.text) > 1 or (token.after_space and is_last))
         is_word = token.kind == "word"
         return is_word and (known or (token.after_space and len(token.text) >= MIN_WORD and not token.text.isupper()))
@@ -214,20 +214,20 @@ class TokenReader:
             name = f"{name}_{index}"
         while self._take("'"):
             name += "'"
-        return self._from(start, "symbol", name=name)
+        return self._make_node(start, "symbol", name=name)
 
     def _argument_text(self) -> str:
         """The text of a subscript."""
         start = self._place
         if self._take("{"):
             while not self._take("}"):
-                if self._next().kind == "end":
+                if self._peek().kind == "end":
                     raise UnreadableError("no }")
                 self._place += 1
             return "".join(token.text for token in self._tokens[start + 1 : self._place - 1])
-        if not self._is_plain() and self._next().kind in ("number", "word") and len(self._next().text) > 1:
+        if not self._is_plain() and self._peek().kind in ("number", "word") and len(self._peek().text) > 1:
             self._split(1)
-        if self._next().kind == "end":
+        if self._peek().kind == "end":
             raise UnreadableError("no subscript")
         self._place += 1
         return self._tokens[start].text
@@ -236,4 +236,4 @@ class TokenReader:
         self._expect("_")
         base = {"two": "2", "three": "3", "five": "5", "eight": "8", "ten": "10", "sixteen": "16"}
         index = self._argument_text()
-        return self._from(start, "based", name=f"{digits} {base.get(index, index)}")
+        return self._make_node(start, "based", name=f"{digits} {base.get(index, index)}")

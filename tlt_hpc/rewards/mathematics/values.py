@@ -189,7 +189,7 @@ class _Evaluation:
         return constant
 
 
-def _raise(node: Node, base: Any, exponent: Any) -> Any:
+def _raise_to_power(node: Node, base: Any, exponent: Any) -> Any:
     if base == 0 and mpmath.re(exponent) < 0:
         raise NoValueError("a division by zero")
     if mpmath.isfinite(base) and base != 0 and abs(exponent) * (abs(mpmath.log(abs(base), 2)) + 1) > _MAX_EXPONENT:
@@ -239,8 +239,8 @@ def _rules() -> dict[str, Callable[..., Any]]:
         **{name: lambda node, x, f=f: f(_small(_angle(node, x))) for name, f in of_angles.items()},
         **{name: lambda node, x, f=f: f(_small(x)) for name, f in of_numbers.items()},
         "+": lambda node, a, b: a + b, "*": lambda node, a, b: a * b, "/": _divided, "neg": lambda node, a: -a,
-        "^": _raise, "sqrt": _root, "ln": _log, "log": _log, "lg": lambda node, x: _log(node, x, mpf(10)),
-        "exp": lambda node, x: _raise(Node("^", node.parts * 2), +mp.e, x), "abs": lambda node, x: abs(x),
+        "^": _raise_to_power, "sqrt": _root, "ln": _log, "log": _log, "lg": lambda node, x: _log(node, x, mpf(10)),
+        "exp": lambda node, x: _raise_to_power(Node("^", node.parts * 2), +mp.e, x), "abs": lambda node, x: abs(x),
         "!": lambda node, x: mp.factorial(_small(x)), "binom": lambda node, n, k: mp.binomial(_small(n), _small(k)),
         "floor": lambda node, x: mp.floor(x), "ceil": lambda node, x: mp.ceil(x), "max": lambda node, *x: max(x),
         "min": lambda node, *x: min(x), "degree": lambda node, x: x, "unit": lambda node, x: x,
@@ -400,11 +400,12 @@ def _holds(node: Node, x: Any) -> bool:
     """True if a chain of relations holds; each side is the variable or a constant."""
     sides = node.parts
     return all(
-        _hold(left, sign, right, x) for left, sign, right in zip(sides, node.name.split(), sides[1:], strict=False)
+        _relation_holds(left, sign, right, x)
+        for left, sign, right in zip(sides, node.name.split(), sides[1:], strict=False)
     )
 
 
-def _hold(left: Node, sign: str, right: Node, x: Any) -> bool:
+def _relation_holds(left: Node, sign: str, right: Node, x: Any) -> bool:
     if sign == "in":
         return _contains(right, x)
     order = _order(_side(left, x), _side(right, x))

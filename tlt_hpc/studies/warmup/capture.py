@@ -55,7 +55,7 @@ def capture(warmup: Warmup, shown: Callable[[int, int], None]) -> bool:
     Args:
         shown: called on rank 0 with the numbers of texts that are done and of all.
     """
-    parts, num_replicas = parts_of(warmup), warmup.replica.count
+    parts, num_replicas = agree_on_capture_parts(warmup), warmup.replica.count
     engine = warmup.make_engine(settings_of(warmup), warmup.engine_drafter)
     warmup.calibrate_on(engine, requests_of(parts[0], warmup.config.run.seed)[:1])
     max_bytes, used, largest = warmup.config.drafter.cache_bytes * warmup.world.size, 0, 0
@@ -116,21 +116,21 @@ def begin_file(warmup: Warmup, engine: RolloutEngine, part: CapturePart, max_byt
     cache = FeatureCache(part.folder, 0, *shape, max(2, 2 * max_bytes), num_ranks=1)
     cache.remove_parts()
     sink: FeatureSink = cache.begin_step(0, warmup.decoder.version).append
-    engine.outbox.send_to(naming_responses(sink, part.texts) if warmup.texts.are_logged else sink)
+    engine.outbox.send_to(correcting_sink(sink, part.texts) if warmup.texts.are_logged else sink)
     return cache
 
 
-def parts_of(warmup: Warmup) -> list[CapturePart]:
+def agree_on_capture_parts(warmup: Warmup) -> list[CapturePart]:
     """Return the parts of the training texts, the same on every rank and at every start. Collective; rank 0 writes."""
     texts = warmup.texts.training
-    size = warmup.world.once(lambda: _part_size(warmup, len(texts)))
+    size = warmup.world.once(lambda: _read_or_write_part_size(warmup, len(texts)))
     return [
         CapturePart(start, texts[start : start + size], RunFolder(warmup.features / f"part-{start // size:05d}"))
         for start in range(0, len(texts), size)
     ]
 
 
-def _part_size(warmup: Warmup, num_texts: int) -> int:
+def _read_or_write_part_size(warmup: Warmup, num_texts: int) -> int:
     """Return the size that the first start decided: later ones may have another number of ranks."""
     path = warmup.features / _SIZE_FILE
     if path.is_file():
@@ -168,7 +168,7 @@ def requests_of(part: CapturePart, seed: int) -> list[Request]:
     return requests
 
 
-def naming_responses(sink: FeatureSink, texts: Sequence[Text]) -> FeatureSink:
+def correcting_sink(sink: FeatureSink, texts: Sequence[Text]) -> FeatureSink:
     """Return a sink of texts read as prompts, which corrects where the response begins and what its last token is.
 
     The engine reads all of a text but the last token, and samples that: the features are those of the text.

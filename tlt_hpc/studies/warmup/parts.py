@@ -18,7 +18,7 @@ from tlt_hpc.checkpoint.store import CheckpointStore
 from tlt_hpc.config import Config, ConfigError, load_saved_config
 from tlt_hpc.drafting.spot import SpotTrainer
 from tlt_hpc.models.drafter import Drafter
-from tlt_hpc.models.drafter_file import initial_drafter
+from tlt_hpc.models.drafter_file import read_drafter_of_init
 from tlt_hpc.models.folder import num_used_tokens
 from tlt_hpc.models.piece import read_all_once
 from tlt_hpc.mpi.world import World
@@ -50,7 +50,7 @@ class Warmup(Session):
         return RunFolder(self.path).features
 
 
-def assemble(config: Config, world: World) -> Warmup:
+def build_warmup(config: Config, world: World) -> Warmup:
     """Build all parts of the warm-up that ``config`` (from ``plan.config_of``) describes. Collective.
 
     Raises:
@@ -59,7 +59,7 @@ def assemble(config: Config, world: World) -> Warmup:
     node = world.node_group
     assets = read_assets_once(config, world.size, node)
     form, shape = config.drafter.form, assets.shape
-    init = partial(initial_drafter, config.drafter.init, form, shape, assets.folder)
+    init = partial(read_drafter_of_init, config.drafter.init, form, shape, assets.folder)
     warm = read_all_once(node, init)
     num_tokens = num_used_tokens(assets.tokenizer, assets.shape)
     if config.warmup.sources:

@@ -20,8 +20,8 @@ from pydantic import TypeAdapter
 from tlt_hpc.cluster.watch.beat import BEAT, Phase
 from tlt_hpc.config import Config, UserError
 from tlt_hpc.config.recipes import scheduled_rate
-from tlt_hpc.drafting.offline import balanced_shards, batches_of, learn, passes_of
-from tlt_hpc.drafting.pool import LEAST_LENGTH, pack
+from tlt_hpc.drafting.offline import balanced_shards, batches_of, passes_of, update_on_all_ranks
+from tlt_hpc.drafting.pool import LEAST_LENGTH, pack_excerpts
 from tlt_hpc.kernels.dispatch import deterministic
 from tlt_hpc.models.drafter_file import write_drafter
 from tlt_hpc.models.piece import read_each_once
@@ -31,7 +31,7 @@ from tlt_hpc.run.session import count_tokens, most_frequent_tokens
 from tlt_hpc.storage.feature_file import Document, FeatureCacheReader
 from tlt_hpc.storage.records import FACTS_FILE, CurvePoint, DrafterFacts, write_json
 from tlt_hpc.studies.warmup.capture import capture
-from tlt_hpc.studies.warmup.parts import Warmup, assemble
+from tlt_hpc.studies.warmup.parts import Warmup, build_warmup
 from tlt_hpc.studies.warmup.plan import VALIDATION
 from tlt_hpc.studies.warmup.progress import Progress
 from tlt_hpc.studies.warmup.texts import Texts
@@ -76,7 +76,7 @@ def warm_up(config: Config, world: World, reporter: WarmupReporter) -> WarmupRes
     Raises:
         ValueError: the user's mistake (configuration, model folder, data, logs).
     """
-    with closing(assemble(config, world)) as warmup:
+    with closing(build_warmup(config, world)) as warmup:
         progress = resume(warmup)
         was_finished, has_begun = progress.is_finished, bool(progress.updates or progress.curve)
         if world.rank == 0 and not was_finished:
@@ -184,7 +184,7 @@ def take_update(
     done = progress.share_done(limits)
     rise = limits.ramp_updates + 1
     trainer.trained.learning_rate = scheduled_rate(settings.learning_rate, progress.updates, rise, done, "cosine")
-    loss = learn(trainer, (pack(excerpts, warmup.decoder.device) for excerpts in passes), world)
+    loss = update_on_all_ranks(trainer, (pack_excerpts(excerpts, warmup.decoder.device) for excerpts in passes), world)
     seconds = world.broadcast(time.perf_counter() - start)
     progress = progress.learned(loss, sum(captured.lengths[index] for index in batch), seconds)
     return progress, bool(world.agree_to_stop())
@@ -238,8 +238,8 @@ def validate(
 
     def keep() -> None:
         if is_best:
-            keep_drafter(warmup)
-        keep_facts(warmup, captured, progress)
+            write_best_drafter(warmup)
+        write_drafter_facts(warmup, captured, progress)
 
     world.once(keep)
     if world.rank == 0:
@@ -247,7 +247,7 @@ def validate(
     return replace(progress, is_finished=bool(progress.end_reason(warmup.config.warmup))), False
 
 
-def keep_drafter(warmup: Warmup) -> None:
+def write_best_drafter(warmup: Warmup) -> None:
     """Write the drafter, without what only training needs, where ``drafter.init`` finds it.
 
     Raises:
@@ -259,7 +259,7 @@ def keep_drafter(warmup: Warmup) -> None:
     write_drafter(warmup.path / "drafter", state)
 
 
-def keep_facts(warmup: Warmup, captured: CapturedDocuments, progress: Progress) -> None:
+def write_drafter_facts(warmup: Warmup, captured: CapturedDocuments, progress: Progress) -> None:
     """Write the facts of the kept drafter.
 
     Raises:
