@@ -177,7 +177,7 @@ class Driver:
             process,
             lambda flag: start_time_limit_timers(flag, process.environ, process.comm.rank, folder.path, progress),
         )
-        BEAT.join(Member(world.rank, world.size, process.host, start, {}), lambda status: None)
+        BEAT.set_member(Member(world.rank, world.size, process.host, start, {}), lambda status: None)
 
         def claim() -> None:
             folder.create()
@@ -241,7 +241,7 @@ def check_end(folder: RunFolder, num_steps: int) -> None:
     """What a finished run leaves: the lines of all steps, and a checkpoint of the last."""
     if list(read_lines(folder.metrics)) != list(range(num_steps)):
         raise ScheduleError(f"a finished run of {num_steps} steps has the lines of {list(read_lines(folder.metrics))}")
-    found = CheckpointStore(folder.checkpoints, 1).newest()
+    found = CheckpointStore(folder.checkpoints, 1).open_newest()
     wanted = [num_steps] * NUM_WEIGHTS
     if found is None or found.step != num_steps or found.read("policy", "weights").tolist() != wanted:
         raise ScheduleError(f"a finished run of {num_steps} steps has the checkpoint {found}")

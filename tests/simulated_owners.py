@@ -48,7 +48,7 @@ class Contest:
 
     def work(self, start: str, process: Process) -> int:
         cluster, folder, begun = self.cluster, self.folder, self.cluster.now
-        BEAT.join(Member(0, 1, process.host, start, {}), lambda status: None)
+        BEAT.set_member(Member(0, 1, process.host, start, {}), lambda status: None)
         folder.create()
         claim_owner(folder.status, start)
         before = self.owner

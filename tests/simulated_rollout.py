@@ -271,7 +271,7 @@ def roll(cluster: Cluster, shape: Any, process: Process) -> int:
 def generate(
     cluster: Cluster, job: Any, epoch: Any, requests: list[int], scorer: Scorer, use: Any, ahead: AheadGeneration
 ) -> Any:
-    """``Session.generate`` as ``generate_until_all_finish`` calls it, with what must hold of every roster and of the last one."""
+    """``Session.generate`` as ``generate_until_all_finish`` calls it, and what rosters must hold."""
     rank, engine, counts = job.world.rank, job.engine, job.pulse._comm.group.counts
     posted = cluster.seen.setdefault(("posted", epoch), {})
     rounds = [0]
@@ -290,7 +290,8 @@ def generate(
     engine.at_end = at_end
     before = counts[rank]
     roster = Session.generate(
-        job, engine, requests, on_idle=lambda roster: rollout_loop.train_or_generate_ahead(job, scorer, use, ahead, roster),
+        job, engine, requests,
+        on_idle=lambda roster: rollout_loop.train_or_generate_ahead(job, scorer, use, ahead, roster),
         status=lambda: rollout_loop.rank_status(engine, job.world, job.drafting, ahead), shown=look, epoch=number,
     )  # fmt: skip
     look(roster)

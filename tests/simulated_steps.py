@@ -62,7 +62,7 @@ class Policy:
         RUNNING[-1].sleep(random.random() * (150.0 if random.random() < 0.02 else 2.0))
         self.updates = self.optimizer_step_count = step + 1
 
-    def sha256(self) -> str:
+    def gather_weights_sha256(self) -> str:
         return "0"
 
 
@@ -103,7 +103,7 @@ def roll_out(job: Any, step: int, reporter: Any) -> Any:
     ahead = AheadGeneration(job.engine, job.replica, job.pulse, [])
     roster = generate(RUNNING[-1], job, key, requests, Scorer(RUNNING[-1]), use, ahead)
     job.engine.abort()
-    scorer = SimpleNamespace(rewards=lambda rollouts: np.zeros(0, np.float32))
+    scorer = SimpleNamespace(judge_and_wait_for_rewards=lambda rollouts: np.zeros(0, np.float32))
     return SimpleNamespace(stopped=roster.stopping, use=use, scorer=scorer, rollouts=[])
 
 
@@ -115,7 +115,7 @@ def write_step(path: Path, record: dict[str, int]) -> None:
 def read_ranks(job: Any, step: int) -> Any:
     """What all ranks' logs of a step say; None if one is missing."""
     paths = job.world.once(lambda: job.folder.rollout_logs(step))
-    own = job.world.all_or_none(
+    own = job.world.run_on_all_ranks(
         lambda: [json.loads(path.read_text()) for path in paths[job.world.rank :: job.world.size]]
     )
     records = [record for records in job.world.allgather(own) for record in records]
@@ -196,14 +196,15 @@ def parts() -> Iterator[None]:
     with ExitStack() as stack:
         for module, changes in {
             train: {
-                "prepare": nothing, "reserve_copy": nothing, "check_judged": nothing,
+                "read_exam_all_ranks": nothing, "reserve_copy": nothing, "check_judged": nothing,
                 "save_drafter": nothing,
                 "roll_out": roll_out, "resume": resume, "sums_on_gpus": lambda: False, "update_policy": update,
                 "gather_step": lambda job, rollouts, rewards: (job.world.allgather(rollouts), rewards),
                 "make_record": lambda job, step, *_: {"step": step, "rank": job.world.rank, "ranks": job.world.size},
-                "summarise": lambda *_: line_of(RUNNING[-1].committed), "write_step": write_step, "add_line": add_line,
+                "gather_step_metrics": lambda *_: line_of(RUNNING[-1].committed), "write_step": write_step,
+                "add_line": add_line,
             },
-            replay: {"read_ranks": read_ranks, "update_policy": repeat_update},
+            replay: {"gather_logged_step": read_ranks, "update_policy": repeat_update},
             saving: {"StepDraws": lambda *_: SimpleNamespace(requests=list), "drop_lines": drop_lines},
             rank_commands: {"queue_again": queue_again}, stopping: {"queue_again": queue_again},
             save: {"CHUNK_BYTES": 64},

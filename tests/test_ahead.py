@@ -95,13 +95,13 @@ def ahead_engine(**options) -> RolloutEngine:
     defaults = {"max_new_tokens": 80, "max_live": 6, "chooser": "random", "detokenize": embedded_tokenizer().decode}
     engine = full_engine([*USUAL, *STORED], **defaults | options)
     engine.load_drafter(tiny_drafter_state())
-    scheduler, arrange = engine._scheduler, engine._scheduler.arrange_stored
+    scheduler, arrange = engine._scheduler, engine._scheduler.move_stored_rows_last
 
     def checked():
         assert not (scheduler.has_stored and engine._rounds.num_in_flight), "cursors need the texts"
         return arrange()
 
-    scheduler.arrange_stored = checked
+    scheduler.move_stored_rows_last = checked
     return engine
 
 
@@ -176,10 +176,10 @@ def test_neither_stored_texts_nor_work_ahead_change_a_text(way, world):
     while engine.has_ahead:
         engine.step()
     num_ahead += engine.take_counts().num_ahead
-    generated = engine.ahead.take()
+    generated = engine.ahead.take_finished_texts()
     assert {key: text.tolist() for key, text in generated.items()} == texts(of_next.values())
     assert num_ahead >= sum(map(len, generated.values()))
-    assert not engine.finished and not engine.ahead.take() and engine._scheduler.pool.num_used == 0
+    assert not engine.finished and not engine.ahead.take_finished_texts() and engine._scheduler.pool.num_used == 0
     assert "late" not in way or len(graphs) == num_graphs, "a graph was captured during the rollout"
     whole = {(*r.prompt_tokens.tolist(), *r.response_tokens.tolist()) for r in rollouts}
     assert set(kept.whole) == whole, "features of the step's own responses alone"
@@ -200,7 +200,7 @@ def test_features_of_wide_passes_and_new_weights_in_the_middle(world):
     engine.abort()
     engine.ahead.end()
     engine.load_policy(folder_weights(embedded_folder()), 2)
-    begun = engine.ahead.take()
+    begun = engine.ahead.take_finished_texts()
     assert any(len(text) < len(of_next[key].response_tokens) for key, text in begun.items())
     for key, text in begun.items():
         assert text.tolist() == of_next[key].response_tokens[: len(text)].tolist()
@@ -257,7 +257,7 @@ def uses(plan: TailPlan, lines) -> str:
     """What follows each line: t, the drafter is trained; a, responses are generated ahead; -, neither."""
     found = ""
     for one in lines:
-        plan.learn(one)
+        plan.add_step_metrics(one)
         use = plan.next()
         assert not (use.ahead and use.trains)
         found += "a" if use.ahead else "t" if use.trains else "-"

@@ -295,7 +295,7 @@ def test_distances_are_those_of_the_distributions() -> None:
 )
 def test_the_warning_names_a_remedy_once(k3: float, dtype: str, corrected: bool, said: str) -> None:
     watch = MismatchWatch(dtype, corrected)
-    assert re.search(said, watch.look(0.05, k3)) and not watch.look(0.05, k3)
+    assert re.search(said, watch.warning_for_step(0.05, k3)) and not watch.warning_for_step(0.05, k3)
 
 
 # -- from scores to the policy's update --

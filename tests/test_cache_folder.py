@@ -20,13 +20,13 @@ HOSTNAMES = ["a", "b", "a", "b", "a"]
 def place_of(rank: int, folder: str, run: Path, error: str = "") -> tuple[RunFolder, int, int]:
     """Of one of several ranks on two hosts; ``error``: of another."""
 
-    def all_or_none(work: Any) -> Any:
+    def run_on_all_ranks(work: Any) -> Any:
         result = work()
         if error:
             raise UserError(error)
         return result
 
-    world: Any = SimpleNamespace(rank=rank, size=5, hostname=HOSTNAMES[rank], all_or_none=all_or_none)
+    world: Any = SimpleNamespace(rank=rank, size=5, hostname=HOSTNAMES[rank], run_on_all_ranks=run_on_all_ranks)
     world.local_rank, world.allgather = HOSTNAMES[:rank].count(world.hostname), lambda item: HOSTNAMES
     config = load_config(TINY, [f"drafter.cache_folder={folder}"] if folder else [])
     return gather_cache_placement(config.drafter, world, RunFolder(run))

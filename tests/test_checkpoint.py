@@ -79,7 +79,7 @@ def before_writing(monkeypatch: pytest.MonkeyPatch, act: Callable[[Path], None])
 
 
 def newest(store: Stores) -> Checkpoint:
-    checkpoint = store[0].newest()
+    checkpoint = store[0].open_newest()
     assert checkpoint is not None
     return checkpoint
 
@@ -176,7 +176,7 @@ def test_a_damaged_checkpoint_is_skipped_with_one_warning(store, folder, caplog,
     for step in (5, 6):
         truncate(folder / f"step-{step:06d}" / "state.json")
     with pytest.raises(CheckpointError, match=r"none of the 2 checkpoints in .* remove them all to start afresh"):
-        store[0].newest()
+        store[0].open_newest()
 
 
 @pytest.mark.parametrize("name", ["state.json", "policy-00001-of-00002.safetensors"])
@@ -192,7 +192,7 @@ def test_one_that_the_disk_refuses_to_read_is_not_called_damaged(store, folder, 
         return true_open(path, *how)
 
     monkeypatch.setattr(os, "open", refuse)
-    for look in (store[0].newest, partial(store[0].at, 6), partial(store[0].within, 1, 9)):
+    for look in (store[0].open_newest, partial(store[0].open_step, 6), partial(store[0].list_steps_within, 1, 9)):
         with pytest.raises(UserError, match=rf"^{refused}: Stale file handle; .* start again; nothing was changed$"):
             look()
     assert not caplog.records
@@ -291,8 +291,8 @@ def test_what_is_saved_is_the_state_at_begin(tmp_path, disk):
     store.begin(5, OneRank(), {"policy": {"weight": weight, "steps": steps}}, state)
     weight.mul_(-1), steps.add_(1), state["tuner"].append(2.0)
     disk.set()
-    store.finish(OneRank())
-    checkpoint = store.at(5)
+    store.wait_for_save(OneRank())
+    checkpoint = store.open_step(5)
     assert torch.equal(checkpoint.read("policy", "weight"), wanted)
     assert checkpoint.read("policy", "steps") == 7 and checkpoint.state == {"tuner": [1.0]}
 
@@ -335,7 +335,7 @@ def test_the_best_checkpoint_stays_beside_the_newest_through_kills_and_resumes(t
         with path.open("a") as file:
             file.write(evaluated(step, gcd_mean4=score))
     assert there[40] == [20, 30, 40] and there[50] == [20, 40, 50] and there[70] == [50, 60, 70]
-    assert CheckpointStore(folder, 2).newest().step == 70
+    assert CheckpointStore(folder, 2).open_newest().step == 70
 
 
 def test_no_step_waits_for_the_drafters_own_saves(tmp_path, disk, caplog):
@@ -351,10 +351,10 @@ def test_no_step_waits_for_the_drafters_own_saves(tmp_path, disk, caplog):
     (warning,) = caplog.messages
     assert "step 4: the drafter of an earlier step is still being written to" in warning and store.is_saving
     disk.set()
-    store.finish(OneRank())
+    store.wait_for_save(OneRank())
     assert names_in(tmp_path) == ["step-000002"], "those that found the disk busy were left out"
     save_drafter_if_due(job, 8)
-    store.finish(OneRank())
+    store.wait_for_save(OneRank())
     assert names_in(tmp_path) == ["step-000008"]
 
 
@@ -391,7 +391,7 @@ def test_a_save_ends_on_all_ranks_in_the_same_step(store, monkeypatch):
         own.begin(5, world, make_shards(world.rank, 5), STATE)
         for steps in range(10_000):
             reports = world.allgather(own.report())
-            own.advance(reports)
+            own.end_save_if_all_done(reports)
             if reports[0] is None:
                 return steps
             time.sleep(0.001)
@@ -503,7 +503,7 @@ def test_shares_of_all_ranks_are_the_whole(tmp_path, num_ranks):
 
     counts = on_threads(num_ranks, save_shares)
     assert max(counts) - min(counts) <= 1
-    checkpoint = CheckpointStore(tmp_path, keep=1).at(3)
+    checkpoint = CheckpointStore(tmp_path, keep=1).open_step(3)
     assert checkpoint.names("drafter") == sorted(tensors)
     for name, wanted in tensors.items():
         read = checkpoint.read("drafter", name)
@@ -528,7 +528,7 @@ def test_a_range_of_a_tensor_is_read_from_the_files_that_have_it(tmp_path, monke
 
     on_threads(size, save_slices)
     monkeypatch.setattr(weight_files, "safe_open", lambda file, **kind: opened.append(file) or safe_open(file, **kind))
-    checkpoint = CheckpointStore(tmp_path, keep=1).at(3)
+    checkpoint = CheckpointStore(tmp_path, keep=1).open_step(3)
     # a rank's own share, and one of twice as many ranks or of fewer
     for first, last, num_files in ((128, 192, 1), (160, 192, 1), (100, 300, 4), (0, 512, 8)):
         opened.clear()
@@ -547,7 +547,7 @@ def test_a_checkpoint_of_another_version_is_neither_skipped_nor_called_damaged(s
     document = {"format": "tlt_hpc checkpoint", "version": 2, "step": 6, "files": [old | {"tensors": tensors}]}
     (folder / "step-000006").mkdir()
     (folder / "step-000006" / "state.json").write_text(json.dumps(document | {"state": {}, "digest": "0"}))
-    for read in (lambda: newest(store), lambda: store[0].at(6), lambda: store[0].within(5, 7)):
+    for read in (lambda: newest(store), lambda: store[0].open_step(6), lambda: store[0].list_steps_within(5, 7)):
         with pytest.raises(CheckpointError, match=r"step-000006 is of version '2', this program reads 3: use the"):
             read()
 
@@ -574,12 +574,12 @@ def test_ranks_that_hold_too_little_or_too_much_are_found(tmp_path, bounds):
 
 def test_the_checkpoint_of_a_step(store, folder):
     with pytest.raises(CheckpointError, match=r"no such checkpoint in .*checkpoints, which has none"):
-        store[0].at(4)
+        store[0].open_step(4)
     save(store, 4)
     save(store, 6)
-    assert store[0].at(4).step == 4
+    assert store[0].open_step(4).step == 4
     with pytest.raises(CheckpointError, match="which has steps 4, 6; use one that is there"):
-        store[0].at(5)
+        store[0].open_step(5)
     flip_last_byte(folder / "step-000006" / "policy-00000-of-00002.safetensors")
     with pytest.raises(CheckpointError, match=r"step-000006 is damaged \(policy-00000.*changed.*use another one"):
-        store[0].at(6)
+        store[0].open_step(6)

@@ -51,7 +51,7 @@ def save_until_killed(folder: str, place: str) -> None:
     for step in range(1, 10_000):
         weights.fill_(step)
         store.begin(step, world, {"policy": own_pieces([("weights", weights)], world.rank, world.size)}, {"step": step})
-        store.finish(world)
+        store.wait_for_save(world)
         if world.rank == 0:
             with (Path(folder) / "done").open("ab") as file:
                 file.write(b".")
@@ -67,7 +67,7 @@ def test_kill_9_of_one_of_two_ranks_leaves_the_old_checkpoint_or_the_new_one(tmp
             run_on_ranks(2, save_until_killed, str(folder), place)
         assert place != "after" or list((folder / "checkpoints").glob("*.part")), "it was being written"
         store = CheckpointStore(folder / "checkpoints", keep=2)
-        found, num_done = store.newest(), (folder / "done").stat().st_size
+        found, num_done = store.open_newest(), (folder / "done").stat().st_size
         assert found is not None and found.step >= num_done > 0
         weights = found.read("policy", "weights")
         assert weights.numel() == NUM_WEIGHTS and (weights == found.step).all() and found.state["step"] == found.step
@@ -90,9 +90,9 @@ def test_a_full_disk_is_told_on_all_ranks_and_the_earlier_checkpoint_stays(tmp_p
         for error in save_on_both(4):
             assert isinstance(error, CheckpointError)
             assert "step-000004: rank" in str(error) and "No space left on device; free space there" in str(error)
-        found = stores[0].newest()
+        found = stores[0].open_newest()
         assert found is not None and found.step == 2 and (found.read("policy", "weights") == 2).all()
         filling.unlink()
         save_on_both(4)
-        found = stores[0].newest()
+        found = stores[0].open_newest()
         assert found is not None and found.step == 4 and (found.read("policy", "weights") == 4).all()

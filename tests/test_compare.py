@@ -160,7 +160,7 @@ def test_one_rank_reads_the_logs_for_all(tmp_path, monkeypatch):
     """Others may see them later: they would count differences, and end the command with another status."""
     readers = list[Path]()
     monkeypatch.setattr(study, "run", lambda *of: RunResult(0, 1, True, "", ""))
-    monkeypatch.setattr(study, "assemble", lambda *of: nullcontext())
+    monkeypatch.setattr(study, "build_job", lambda *of: nullcontext())
     monkeypatch.setattr(study, "closing", lambda job: job)
     monkeypatch.setattr(study, "take_turns", lambda *of: {"plain": "same"})
     monkeypatch.setattr(study, "read_comparison", lambda config, parent, *of: readers.append(parent) or parent)

@@ -80,7 +80,7 @@ def test_a_second_load_repacks_matrices_that_are_large_enough_to_be_blocked():
     decoder.load(first.items(), 0)
     assert decoder.packed_bytes > 0.5 * decoder.weight_bytes, "hardly any matrix is blocked"
     drafter = Eagle(shape, 0, torch.float32, CPU)
-    drafter.draft_among(torch.arange(4, 520))
+    drafter.set_draft_vocabulary(torch.arange(4, 520))
     cache = make_cache(shape, PoolSizes(1, 8, 1, 8, 1), torch.float32, CPU)
     drafts = LearnedDrafts(drafter, decoder, cache, 1, 520)
     assert drafts.head_bytes == 2 * 516 * 512 * 4, "the drafts' part of the head is blocked too"

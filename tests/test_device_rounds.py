@@ -71,7 +71,7 @@ def test_drafts_among_some_tokens_read_a_part_of_the_head(make, plain):
     for ids in (None, torch.tensor([0, *range(2, 20)]), torch.arange(2, 5)):
         drafter = make_drafter(embedded_decoder().shape, 0, torch.float32, CPU)
         if ids is not None:
-            drafter.draft_among(ids)
+            drafter.set_draft_vocabulary(ids)
         engine = make([CHAIN, TREE], drafter=drafter, max_new_tokens=60)
         engine.load_drafter(tiny_drafter_state())
         assert texts(generate(engine, REQUESTS)) == texts(plain.values())

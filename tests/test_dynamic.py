@@ -221,6 +221,8 @@ def test_a_run_with_refills_resumes(straight: Path, tmp_path: Path) -> None:
     assert all(read_lines(straight / "tiny" / "metrics.jsonl")[step]["rollout/refills"] for step in (1, 2))
     for step in range(STEPS):
         assert tokens_of(tmp_path / "tiny", step) == tokens_of(straight / "tiny", step)
-    ends = [CheckpointStore(folder / "tiny" / "checkpoints", keep=9).at(STEPS) for folder in (straight, tmp_path)]
+    ends = [
+        CheckpointStore(folder / "tiny" / "checkpoints", keep=9).open_step(STEPS) for folder in (straight, tmp_path)
+    ]
     for name in ends[0].names("policy"):
         assert (ends[0].read("policy", name) == ends[1].read("policy", name)).all(), name

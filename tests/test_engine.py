@@ -196,7 +196,7 @@ def test_what_is_generated_ahead_alone_takes_short_steps():
         most.append(engine._rows.num_live)
         engine.ahead.round_seconds = 1.0 if len(most) > 1 else 0.0
         engine.step()
-    assert max(most) == 8 and len(engine.ahead.take()) == 32
+    assert max(most) == 8 and len(engine.ahead.take_finished_texts()) == 32
 
 
 def test_the_guard_corrects_a_wrong_fast_path(monkeypatch, plain):

@@ -127,7 +127,7 @@ def throw(num_requests, seed):
     engine.abort()
     engine.ahead.end()
     assert (pool.num_used, waiting, done) == (0, {}, number)
-    assert all(0 < len(ahead) <= LONGEST for ahead in engine.ahead.take().values())
+    assert all(0 < len(ahead) <= LONGEST for ahead in engine.ahead.take_finished_texts().values())
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -70,7 +70,7 @@ def gpu_engine(strategies=STRATEGIES, form="eagle", **options):
     decoder = gpu_decoder()
     drafter = make_drafter(decoder.shape, 0, torch.bfloat16, GPU, torch.arange(3, 15) if form == "eagle3" else None)
     if form == "some tokens":
-        drafter.draft_among(torch.arange(3, 15))
+        drafter.set_draft_vocabulary(torch.arange(3, 15))
     options = {"tie_guard": False, "chooser": "random", "max_new_tokens": 40, "max_live": 4, "page_size": 16} | options
     return make_engine(strategies, decoder=decoder, drafter=drafter, drafter_is_trained=True, **options)
 

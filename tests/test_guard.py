@@ -21,7 +21,7 @@ def measured(monkeypatch):
         probed.append(text)
         return len(text) / 1000
 
-    monkeypatch.setattr(guard, "_error", error)
+    monkeypatch.setattr(guard, "_logit_error", error)
     return probed
 
 

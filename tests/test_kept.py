@@ -29,7 +29,7 @@ from tlt_hpc.mpi.world import World
 from tlt_hpc.rl.distributed import leave_process_group
 from tlt_hpc.run import kept as kept_module
 from tlt_hpc.run import saving, session
-from tlt_hpc.run.kept import Keeper, describe_progress, drop_kept, open_keeper_gather_kept, origin_of, origin_of_start
+from tlt_hpc.run.kept import Keeper, describe_progress, drop_kept, open_keeper, origin_of, origin_of_start
 from tlt_hpc.run.rollout_loop import requests_without_kept
 from tlt_hpc.storage.folder import RunFolder, WriteError, make_folder, part_of
 from tlt_hpc.storage.rollout_log import read_kept, read_step, write_kept, write_step
@@ -86,12 +86,12 @@ def test_new_responses_are_written_every_so_often_each_once(tmp_path, clock):
     assert not keeper.is_due(finished)
     clock.now += kept_module.EVERY_SECONDS
     assert keeper.is_due(finished) and not keeper.is_due(finished[:1]), "nothing new is nothing to write"
-    keeper.keep(finished)
+    keeper.write_new_responses(finished)
     assert not keeper.is_due([*finished, response(5)])
     clock.now += kept_module.EVERY_SECONDS
     assert keeper.is_due([*finished, response(5)])
-    keeper.keep([*finished, response(5), response(3)])
-    keeper.keep([*finished, response(5), response(3)])
+    keeper.write_new_responses([*finished, response(5), response(3)])
+    keeper.write_new_responses([*finished, response(5), response(3)])
     paths = folder.kept_parts(5)
     assert [path.name for path in paths] == ["rank-0002-000000.h5", "rank-0002-000001.h5"]
     assert [[r.key.draw for r in read_kept(path)[1]] for path in paths] == [[4], [3, 5]]
@@ -127,7 +127,7 @@ def test_a_full_disk_costs_the_keeping_and_not_the_run(tmp_path, clock, monkeypa
         raise WriteError(path, OSError(errno.ENOSPC, "No space left on device"))
 
     monkeypatch.setattr(kept_module, "write_kept", full)
-    keeper.keep([response(1)])
+    keeper.write_new_responses([response(1)])
     assert "step 6: finished responses are not kept until it ends: cannot write" in caplog.text
     assert "No space left on device" in caplog.text
     clock.now += 600
@@ -177,10 +177,10 @@ def test_the_next_start_takes_responses_of_its_own_weights_from_whole_files(tmp_
     for number, (origin, draws) in enumerate([(own, (3, 1)), ("another", (2,)), (own, (1, 4)), (own, (5,))]):
         write_kept(folder.kept_part(2, 0, number), origin, list(map(response, draws)), False)
     folder.kept_part(2, 0, 3).write_bytes(b"cut off")
-    keeper, kept = open_keeper_gather_kept(config, folder, OneRank(), 2)
+    keeper, kept = open_keeper(config, folder, OneRank(), 2)
     assert sorted(key.draw for key in kept) == [1, 3, 4]
     assert "its responses are generated again" in caplog.text
-    keeper.keep([response(9)])
+    keeper.write_new_responses([response(9)])
     assert read_kept(folder.kept_part(2, 0, 4))[0] == own, "behind those that are there"
 
 
@@ -219,7 +219,7 @@ def take_one_step(folder: str, stop_at: int) -> dict[str, Any]:
     found = {
         "was whole": was_whole,
         "kept": [r.key.draw * 4 + r.key.sample for path in job.folder.kept_parts(0) for r in read_kept(path)[1]],
-        "policy": job.policy.sha256(),
+        "policy": job.policy.gather_weights_sha256(),
         "tokens": tokens,
         "generated": job.engine.num_tokens if not was_whole else None,
     }

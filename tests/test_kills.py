@@ -43,7 +43,7 @@ def committed_logs(folder: Path) -> dict[str, int]:
 
 
 def policy_after(folder: Path, step: int) -> dict[str, torch.Tensor]:
-    checkpoint = CheckpointStore(folder / "tiny" / "checkpoints", keep=2).at(step)
+    checkpoint = CheckpointStore(folder / "tiny" / "checkpoints", keep=2).open_step(step)
     assert len(checkpoint.names("policy")) > 200, "master weights and both moments of every parameter"
     return {name: checkpoint.read("policy", name) for name in checkpoint.names("policy")}
 

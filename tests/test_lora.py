@@ -84,7 +84,7 @@ def compare_with_peft(stages: list[int], changes: dict[str, Any]) -> list[dict[s
                 "weights": distance(weights_of(policy), merged_by_peft(reference.model)),
                 "moved": distance(weights_of(policy), dict(make_model().named_parameters())),
                 "trained": len(captured[0]),
-                "sha256": policy.sha256(),
+                "sha256": policy.gather_weights_sha256(),
             }
         )
         policy.close()

@@ -92,9 +92,9 @@ def test_the_planned_engine_holds_what_a_real_one_of_its_sizes_does(form: str, m
     decoder.load(((name, torch.zeros(cut.sizes)) for name, cut in decoder.weight_cuts().items()), 0)
     ids = torch.arange(16)
     drafter = make_drafter(given.shape, 0, given.decoding_dtype, cpu, None if form == "eagle" else ids)
-    drafter.split(decoder.sharding)
+    drafter.set_sharding(decoder.sharding)
     if isinstance(drafter, Eagle):
-        drafter.draft_among(ids)
+        drafter.set_draft_vocabulary(ids)
     engine = RolloutEngine(decoder, planned.settings, drafter)
     assert planned.table == engine.memory_table()
     packs = given.decoding_item == 4 and bool(model)

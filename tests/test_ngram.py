@@ -98,6 +98,6 @@ def test_continuations_compete_under_the_noise(temperature: float, wanted: int) 
     request = Request(SampleKey(0, 0, 0, 0, 0), np.array([1], np.int32))
     text = [1, *(token for end in (5, 6, 8) for token in (*context, end)), *context]
     response = Response(request, SamplingParams(90, temperature), SamplingRule(temperature, 20), 0, text=text)
-    drafts.learn([response])
+    drafts.update_table([response])
     (chain,) = drafts.chains([response], lambda row, d, token: 100.0 * (token == 6), Strategy("ngram", 1))
     assert chain == [wanted]

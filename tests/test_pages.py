@@ -23,7 +23,7 @@ def test_the_pool_agrees_with_a_plain_count(operations):
             pool.release(held.pop(number % len(held)))
         elif name == "pack":
             num_moved = sum(page >= pool.num_used for page in {page for some in held for page in some})
-            moves = pool.pack()
+            moves = pool.compact()
             assert not set(moves) & set(moves.values()) and len(moves) == num_moved, "what stands in the way alone"
             held = [[moves.get(page, page) for page in some] for some in held]
             assert pool.high_water == pool.num_used

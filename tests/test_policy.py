@@ -269,7 +269,7 @@ def compare_with_reference(world: World, stages: list[int], changes: dict[str, A
         assert stats.grad_norm > 1.0, "DeepSpeed would clip at 1 where max_grad_norm = 0 says not to"
         assert abs(stats.pg_clipfrac * num_tokens - reference.clipped) < 1.5
         assert (stats.num_tokens, policy.optimizer_step_count) == (num_tokens, 4)
-        found.append([policy.sha256(), *figures, stats.ppo_kl, stats.update_seconds])
+        found.append([policy.gather_weights_sha256(), *figures, stats.ppo_kl, stats.update_seconds])
         policy.close()
     return found
 
@@ -581,7 +581,7 @@ def gathered_state(policy: Any, world: Any) -> dict[str, torch.Tensor]:
 
 
 def finish(policy: Any) -> str:
-    digest: str = policy.sha256()
+    digest: str = policy.gather_weights_sha256()
     policy.close()
     return digest
 
@@ -612,7 +612,7 @@ def save_after_two_steps(world: World, stages: list[int], folder: str, is_offloa
         assert bool(policy.engine.zero_offload_optimizer()) == is_offloaded
         for step in range(2):
             policy.update(make_rollouts(step), make_advantages(step))
-        whole, saved = gathered_state(policy, world), policy.sha256()
+        whole, saved = gathered_state(policy, world), policy.gather_weights_sha256()
         policy.update(make_rollouts(2), make_advantages(2))
         weights = weights_of(policy)
         if world.rank == 0:
@@ -659,7 +659,7 @@ def load_and_go_on(
 
         policy.load_state(read, read_span, 2 * NUM_UPDATES)
         assert {*whole, *spans} == saved.keys() and (len(spans) > len(whole) if stage == 3 else not spans)
-        loaded = policy.sha256()
+        loaded = policy.gather_weights_sha256()
         masters = {name: saved[f"{name}.master"] for name in weights_of(policy)}
         assert all(torch.equal(weight, masters[name]) for name, weight in weights_of(policy).items())
         again = gathered_state(policy, world)
@@ -715,11 +715,11 @@ def hold_and_gather(world: World, stages: list[int]) -> list[int]:
     results = []
     for stage in stages:
         policy = make_policy(make_config(optimizer__zero_stage=stage), world)
-        before, announced = policy.sha256(), policy.num_shard_bytes
+        before, announced = policy.gather_weights_sha256(), policy.num_shard_bytes
         fresh = dict(policy.state_shard())
         assert announced == sum(piece.num_bytes for piece in fresh.values())
         assert not any(piece.values.any() for name, piece in fresh.items() if not name.endswith("master"))
-        assert policy.sha256() == before, "saving a fresh policy changes nothing"
+        assert policy.gather_weights_sha256() == before, "saving a fresh policy changes nothing"
         policy.update(make_rollouts(), make_advantages())
         for name, tensor in gathered_state(policy, world).items():
             parameter, _, kind = name.rpartition(".")

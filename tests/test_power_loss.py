@@ -236,7 +236,7 @@ def test_a_checkpoint_that_was_removed_does_not_come_back_damaged(tmp_path: Path
         write_json(run.finished, {})
 
     def look(run: RunFolder) -> Iterable[str]:
-        found = CheckpointStore(run.checkpoints, keep=2).within(0, 9)  # warns of damaged ones
+        found = CheckpointStore(run.checkpoints, keep=2).list_steps_within(0, 9)  # warns of damaged ones
         if run.finished.exists() and 3 in found:
             yield "it is back"
 

@@ -96,7 +96,7 @@ def save_and_come_back(folder: str) -> dict[str, Any]:
             saving.drop_steps_after(again.folder, again.drafting, step)
         if saves_all:
             saving.save_checkpoint(again, step, 0)
-            again.checkpoints.finish(world)
+            again.checkpoints.wait_for_save(world)
         again.close()
         world.barrier()
         left = sorted(path.name for path in alone.iterdir())

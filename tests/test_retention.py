@@ -16,7 +16,7 @@ def tokens(count, seed=0):
 def add(retention, length, prompt_length=1, group=0, first=0):
     """Whether the response was kept."""
     features = np.zeros((prompt_length - 1 + length - first, 1, 1), np.uint16)
-    return len(retention.add(tokens(prompt_length + length, group), prompt_length, features, first)) > 0
+    return len(retention.store_response(tokens(prompt_length + length, group), prompt_length, features, first)) > 0
 
 
 def lengths(retention):

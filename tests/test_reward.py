@@ -123,7 +123,7 @@ def test_rewards_scored_ahead_are_those_scored_after() -> None:
         return f"\\boxed{{{rollout.key.draw % 3}}}"
 
     bench = process_judge(RewardSection())
-    after = Scorer(bench, lambda _: prompts()[0], text_of).rewards(rollouts(9))
+    after = Scorer(bench, lambda _: prompts()[0], text_of).judge_and_wait_for_rewards(rollouts(9))
     assert after.dtype == np.float32 and after.tolist() == [0, 1, 0, 0, 1, 0, 0, 1, 0]
     asked.clear()
     scorer, answers = Scorer(bench, lambda _: prompts()[0], text_of), iter([False, False, True])
@@ -132,7 +132,7 @@ def test_rewards_scored_ahead_are_those_scored_after() -> None:
     assert asked == [0, 1], "the release came after the second answer: none is begun after it"
     assert scorer.num_ahead == 2 and scorer.seconds_before_limit > 0 and scorer.has_unscored(rollouts(9))
     in_another_order = rollouts(9)[::-1]
-    assert scorer.rewards(in_another_order).tobytes() == after[::-1].tobytes()
+    assert scorer.judge_and_wait_for_rewards(in_another_order).tobytes() == after[::-1].tobytes()
     assert sorted(asked) == list(range(9)), "nothing is scored twice"
     assert not scorer.has_unscored(rollouts(9)) and scorer.num_ahead == 2
 
@@ -154,7 +154,7 @@ class SlowServer:
         self.submitted.append(answer)
         return len(self.submitted)
 
-    def pump(self) -> None:
+    def send_and_receive(self) -> None:
         pass
 
     def forget(self) -> None:
@@ -171,14 +171,14 @@ def test_what_needs_a_worker_goes_out_as_it_ends_and_the_rest_stays_here() -> No
     all_prompts = [*prompts("m"), *prompts("a"), *prompts("m")]
     scorer = Scorer(bench, lambda rollout: all_prompts[rollout.key.draw], lambda rollout: "\\boxed{1}")
     ended = rollouts(3)
-    scorer.offer(ended[:1])
-    scorer.offer(ended[:1])
+    scorer.submit_and_poll(ended[:1])
+    scorer.submit_and_poll(ended[:1])
     assert len(server.submitted) == 1 and not scorer.has_unscored(ended[:1])
     assert scorer.has_unscored(ended[:2]), "the second is judged here"
     scorer.score_while_waiting(ended[:2], lambda: False)
     assert scorer.num_ahead == 1 and not scorer.has_unscored(ended[:2])
     server.may_wait, server.verdicts = True, {1: Verdict(0.0, Failure.CPU)}
-    assert scorer.rewards(ended).tolist() == [0.0, 1.0, 2.0]
+    assert scorer.judge_and_wait_for_rewards(ended).tolist() == [0.0, 1.0, 2.0]
     assert [answer.source for answer in server.submitted] == ["m", "m"]
     metrics = scorer.metrics()
     assert metrics["reward/failed/cpu"] == 1 and metrics["reward/failed/memory"] == 0
@@ -197,7 +197,9 @@ def test_parts_and_disputes_are_counted_over_what_was_judged() -> None:
     section = RewardSection(weights={"a.py:f": 1})
     scorer = Scorer(Judge(section, server), lambda _: prompts()[0], lambda _: "")  # type: ignore[arg-type]
     names = set(scorer.metrics())
-    assert scorer.rewards(rollouts(3)).tolist() == [0.5, 0.0, 0.0], "a function is called in a worker"
+    assert scorer.judge_and_wait_for_rewards(rollouts(3)).tolist() == [0.5, 0.0, 0.0], (
+        "a function is called in a worker"
+    )
     figures = scorer.metrics()
     assert set(figures) == names, "on a rank without responses, too"
     told = {name: figures[name] for name in figures if "part" in name or "disputed" in name}
@@ -213,7 +215,7 @@ def test_a_program_that_fails_is_judged_and_all_else_that_fails_is_not(failure: 
     own = [prompt for kind in ("a.py:f", "math", "code") for prompt in prompts(kind)]
     by_source = {kind: kind for kind in ("a.py:f", "math", "code")}
     scorer = Scorer(Judge(RewardSection(by_source=by_source), server), lambda r: own[r.key.draw], lambda _: "")  # type: ignore[arg-type]
-    assert scorer.rewards(rollouts(3)).tolist() == [0.0] * 3
+    assert scorer.judge_and_wait_for_rewards(rollouts(3)).tolist() == [0.0] * 3
     found = joined([scorer.unjudged(rollouts(3)), Unjudged(2, ((Failure.ERROR, "boom"),))])
     of_a_program = failure in ("cpu", "memory", "asleep", "output", "crash")
     assert (found.total, found.num_responses) == (3 if of_a_program else 4, 5)

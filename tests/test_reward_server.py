@@ -348,7 +348,7 @@ def test_handing_over_never_waits(client: RewardClient, own: str) -> None:
     """Far more than a socket holds, while the server is stopped."""
     os.kill(client._process.pid, signal.SIGSTOP)
     numbers = [client.submit(Answer(own, "own", "x" * 100_000, "")) for _ in range(100)]
-    client.pump()  # a call that waits does so for ever: only this thread lets the server continue
+    client.send_and_receive()  # a call that waits does so for ever: only this thread lets the server continue
     os.kill(client._process.pid, signal.SIGCONT)
     assert {verdict.reward for verdict in client.wait(numbers).values()} == {100_000.0}
 

@@ -24,7 +24,7 @@ class AloneWorld(OneRank):
     def __init__(self) -> None:
         self.flag = StopFlag()
 
-    def exchange(self, value: Any) -> tuple[list[Any], Stop]:
+    def allgather_with_stop_vote(self, value: Any) -> tuple[list[Any], Stop]:
         return [value], self.flag.kind
 
 

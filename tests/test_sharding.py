@@ -144,7 +144,7 @@ def engine_of(world: ThreadWorld | None, strategies: tuple[Strategy, ...], **cha
     weights = read_drafter("embedded:tiny", SHAPE, "the test's drafter")
     drafter = make_drafter(SHAPE, 0, torch.float32, CPU, weights.get(TOKEN_IDS))
     if world:
-        drafter.split(sharding)
+        drafter.set_sharding(sharding)
     options = {"decoder": Decoder(SHAPE, torch.float32, CPU, sharding), "drafter": drafter, "max_live": 8, **changes}
     options |= {"agree": world.broadcast if world else None, "seed": sharding.index}
     engine = make_engine(strategies, max_new_tokens=120, **options)
@@ -178,7 +178,7 @@ def test_a_drafter_that_is_split_drafts_what_it_did_whole(
 
     def work(world: ThreadWorld) -> torch.Tensor:
         drafter = make_drafter(SHAPE, 0, torch.float32, CPU, token_ids, own)
-        drafter.split(sharding_of(world))
+        drafter.set_sharding(sharding_of(world))
         drafter.pack()
         drafter.load_state_dict(whole.state_dict())
         return draft_of(drafter)
@@ -191,7 +191,7 @@ def test_a_drafter_that_is_split_drafts_what_it_did_whole(
 def test_a_drafter_whose_own_width_cannot_be_divided_is_not_split() -> None:
     drafter = make_drafter(SHAPE, 0, torch.float32, CPU, None, DraftLayer(intermediate_size=190))
     with pytest.raises(ConfigError, match="tensor_parallel = 4 does not divide the model's intermediate_size = 190"):
-        drafter.split(Sharding(0, 4))
+        drafter.set_sharding(Sharding(0, 4))
 
 
 @pytest.mark.parametrize("size", [2, 4])

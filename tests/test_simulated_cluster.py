@@ -85,7 +85,7 @@ CHANGED = {
         train, "take_step", "if tail.stopped:", "if job.world.stop_requested:", 502, "not enough values to unpack",
     ),
     "an agreed stop does not reach the others' flags": (
-        World, "exchange", "if agreed:", "if False:", 7, "and the flag of",
+        World, "allgather_with_stop_vote", "if agreed:", "if False:", 7, "and the flag of",
     ),
     "nobody waits for the progress thread": (
         ProgressThread, "running", "with self._lock:", "if True:", 1988, "progress thread has failed",
@@ -97,7 +97,8 @@ CHANGED = {
         ReplicaPulse, "poll", "is_leaving = bool(self._replica.heard)", "is_leaving = roster.over", 262, "no end after",
     ),
     "a job is queued again after SIGTERM, and not at its time limit": (
-        rank_commands, "requeue_stopped_job", "if stop is Stop.TIME and", "if stop is Stop.KILL and", 61, "asks 1 times to be",
+        rank_commands, "requeue_stopped_job", "if stop is Stop.TIME and", "if stop is Stop.KILL and", 61,
+        "asks 1 times to be",
     ),
     "a request to stop is lost": (
         StopFlag, "request", "self._asked.append", "self._asked or self._asked.append", 261, "vote",
@@ -106,7 +107,7 @@ CHANGED = {
         Save, "_await_lists", "while not", "while False and not", 66, "ends with statuses",
     ),
     "a line is written without the logs of the other ranks": (
-        train, "log_step", ".all_or_none(", ".once(", 61, "begins with step",
+        train, "log_step", ".run_on_all_ranks(", ".once(", 61, "begins with step",
     ),
     "a clock that jumps counts": (
         owner, "_is_alive", "time.monotonic()", "time.time()", 3255, "in which its owner is at work",

@@ -50,7 +50,7 @@ class Job:
 
     def __enter__(self) -> Job:
         self.watch.__enter__()
-        self.beat.join(Member(0, self._size, "node1", "start", HERE), lambda status: None)
+        self.beat.set_member(Member(0, self._size, "node1", "start", HERE), lambda status: None)
         self.beat.phase, self.beat.folder = Phase.ROLLOUT, self._folder
         return self
 
@@ -63,7 +63,7 @@ class Job:
             if self.is_over.is_set():
                 return
             meanwhile()
-            self.watch.look()
+            self.watch.check_progress_once()
             assert self.watch._writer.run_within(60, lambda: None)
 
 
@@ -82,7 +82,7 @@ def is_told(folder: Path) -> bool:
 
 def test_a_rank_records_where_it_is_and_how_it_ended(tmp_path):
     with Job(tmp_path) as job:
-        with job.beat.within(Phase.UPDATE, 12):
+        with job.beat.in_phase(Phase.UPDATE, 12):
             job.beat.at_part("micro-batch", 3, 8)
             until(lambda: is_told(tmp_path) and read_record(status_file(tmp_path, 0)).phase == "update")
         told = read_record(status_file(tmp_path, 0))

@@ -89,7 +89,7 @@ def main(watch):
     pulse = Pulse(world.private_comm())
     for step in range(3):
         BEAT.at_step(step)
-        with BEAT.within(Phase.ROLLOUT):
+        with BEAT.in_phase(Phase.ROLLOUT):
             roll_out(world, pulse, step)
         world.allgather(step)
     pulse.close()

@@ -145,8 +145,8 @@ def test_a_damaged_record_is_refused(index, change):
 
 def looks(counter: ProgressCounter, count: int) -> Record:
     for _ in range(count):
-        counter.look()
-    return counter.record(MEMBER)
+        counter.update_counters()
+    return counter.make_status_record(MEMBER)
 
 
 def test_looks_are_counted_not_seconds():
@@ -164,20 +164,20 @@ def test_a_rank_that_trains_the_drafter_and_hears_of_no_other_rank_waits_in_the_
     """It trains as long as the tail lasts, so its own progress does not show that it waits."""
     beat = Beat()
     counter = ProgressCounter(beat, 0.02, 1.0)  # 6 looks
-    with beat.within(Phase.ROLLOUT, 3):
+    with beat.in_phase(Phase.ROLLOUT, 3):
         beat.begin_pulse()
         beat.polled(4, 0, over=False)
         for _ in range(7):
             beat.tick()
-            counter.look()
-        told = counter.record(MEMBER)
+            counter.update_counters()
+        told = counter.make_status_record(MEMBER)
         assert (told.waiting, told.number, told.stalled) == ("pulse", 5, True)
         beat.stand_by()
         beat.polled(4, 0, over=False)
-        assert (beat.waiting, counter.record(MEMBER).stalled) == (("pulse", 5), True), "that is no progress"
+        assert (beat.waiting, counter.make_status_record(MEMBER).stalled) == (("pulse", 5), True), "that is no progress"
         beat.polled(5, 0, over=False)
-        counter.look()
-        assert beat.waiting is None and not counter.record(MEMBER).stalled
+        counter.update_counters()
+        assert beat.waiting is None and not counter.make_status_record(MEMBER).stalled
 
 
 def test_bytes_that_a_save_has_written_are_progress_but_asking_for_their_number_is_not():
@@ -188,23 +188,23 @@ def test_bytes_that_a_save_has_written_are_progress_but_asking_for_their_number_
         for _ in range(6):
             beat.wait_in("allgather", "world")
             beat.go_on()
-            counter.look()
-        assert counter.record(MEMBER).stalled
+            counter.update_counters()
+        assert counter.make_status_record(MEMBER).stalled
         beat.written += 1
-        counter.look()
-        assert counter.record(MEMBER).still == 0
+        counter.update_counters()
+        assert counter.make_status_record(MEMBER).still == 0
 
 
 def test_phases_nest_and_a_failure_leaves_the_one_it_happened_in():
     beat = Beat()
     beat.at_step(4)
-    with beat.within(Phase.SAVING):
+    with beat.in_phase(Phase.SAVING):
         assert (beat.phase, beat.step) == (Phase.SAVING, 4)
     assert (beat.phase, beat.step) == (Phase.COMMIT, 4)
-    with pytest.raises(ZeroDivisionError), beat.within(Phase.UPDATE, 7):
+    with pytest.raises(ZeroDivisionError), beat.in_phase(Phase.UPDATE, 7):
         beat.at_part("micro-batch", 2, 8)
         raise ZeroDivisionError
-    told = ProgressCounter(beat, 1.0, 1.0).record(MEMBER)
+    told = ProgressCounter(beat, 1.0, 1.0).make_status_record(MEMBER)
     assert told.place == "update of step 8 (micro-batch 2 of 8)"
 
 

@@ -127,7 +127,7 @@ def forget_sums(world: World) -> bool:
 
 
 def fail_on(world: World, failing: int) -> list[str]:
-    """What ``all_or_none`` and ``once`` return or raise on this rank when rank ``failing`` fails in its work."""
+    """What ``run_on_all_ranks`` and ``once`` return or raise on this rank when rank ``failing`` fails in its work."""
 
     def write() -> int:
         if world.rank == failing:
@@ -140,7 +140,7 @@ def fail_on(world: World, failing: int) -> list[str]:
         return world.rank
 
     outcomes = []
-    for run in (world.all_or_none, world.once):
+    for run in (world.run_on_all_ranks, world.once):
         for work in (write, refuse, lambda: 10 + world.rank):
             try:
                 outcomes.append(str(run(work)))

@@ -145,7 +145,7 @@ def take_steps(job: Job, follow: Callable[[int], None] | None, reporter: Reporte
     digest = ""
     if finished:
         world.once(lambda: save_drafter(job.folder, job.drafting))
-        digest = job.policy.sha256()  # gathers the whole policy
+        digest = job.policy.gather_weights_sha256()  # gathers the whole policy
         world.once(lambda: record_finished(job.folder.finished, step, digest))
     yield RunResult(first, step, finished, digest, world.flag.reason if stop and not finished else "")
 
@@ -173,7 +173,7 @@ def take_step(job: Job, step: int, reporter: Reporter, is_saved: bool = False, t
         if shows:
             reporter.phase(step, "reward")
         with timer("reward"):
-            rewards = tail.scorer.rewards(tail.rollouts)
+            rewards = tail.scorer.judge_and_wait_for_rewards(tail.rollouts)
             check_judged(job.world, step, tail)
             rollouts, scores = gather_step(job, tail.rollouts, rewards)
         if shows:
@@ -196,11 +196,11 @@ def take_step(job: Job, step: int, reporter: Reporter, is_saved: bool = False, t
         **gather_step_metrics(job.world, record, update, merged, timer.take()),
         "drafter/why": tail.use.why if job.drafting or tail.use.ahead else "no learned drafter",
     }
-    job.plan.learn(line)
+    job.plan.add_step_metrics(line)
     log_step(job.world, job.folder, step, record, line)
     if shows:
         reporter.stepped(line)
-        if warning := job.mismatch.look(line[PROBS_DIFF], line[K3]):
+        if warning := job.mismatch.warning_for_step(line[PROBS_DIFF], line[K3]):
             logger.warning("step %d: %s", step + 1, warning)
     return True
 
@@ -245,7 +245,7 @@ def drop_replaced(job: Job, step: int) -> None:
 def log_step(world: World, folder: RunFolder, step: int, record: StepRecord, line: Line) -> None:
     """Collective. Write each rank's log of a step, then the step's line."""
     agree_on_owner(world, folder.status, BEAT.start)
-    world.all_or_none(lambda: write_step(folder.rollout_log(step, world.rank), record))
+    world.run_on_all_ranks(lambda: write_step(folder.rollout_log(step, world.rank), record))
     world.once(lambda: commit(folder, world.size, step, line))
 
 
@@ -291,7 +291,7 @@ def gather_step(
     job: Job, rollouts: Sequence[Rollout], rewards: NDArray[np.float32]
 ) -> tuple[list[Rollout], NDArray[np.float32]]:
     """Collective. Return all ranks' rollouts and rewards; the engine gets the texts generated ahead for its prompts."""
-    texts = job.engine.ahead.take()  # the same on all ranks of a replica: one of them sends
+    texts = job.engine.ahead.take_finished_texts()  # the same on all ranks of a replica: one of them sends
     found = gather(job.world, rollouts, rewards, texts if job.replica.index == 0 else {})
     job.engine.draft_from(longest_texts(found.texts, lambda key: job.replica_of(key) == job.replica.number))
     return found.rollouts, found.rewards

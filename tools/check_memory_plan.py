@@ -167,7 +167,7 @@ def take_step(job: Job, step: int, meter: Meter) -> None:
             for _ in range(MICRO_STEPS):
                 job.drafting.spot.micro_step()
     close_feature_cache(job.drafting, tail.stopped)
-    rollouts, scores = gather_step(job, tail.rollouts, tail.scorer.rewards(tail.rollouts))
+    rollouts, scores = gather_step(job, tail.rollouts, tail.scorer.judge_and_wait_for_rewards(tail.rollouts))
     job.engine.release_pages()
     with meter.phase("update"):
         with merging(job, tail.use.trains):
@@ -175,7 +175,7 @@ def take_step(job: Job, step: int, meter: Meter) -> None:
         job.load_policy(step + 1)
     with meter.phase("save"):
         begin_save(job, step + 1)
-        job.checkpoints.finish(job.world)
+        job.checkpoints.wait_for_save(job.world)
 
 
 def assumed(plan: MemoryPlan) -> int:

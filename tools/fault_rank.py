@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 PLACES = {
     "rollout": "tlt_hpc.rollout.engine RolloutEngine.step",
     "spot training": "tlt_hpc.drafting.spot SpotTrainer.micro_step",
-    "merge": "tlt_hpc.drafting.merge Merge.finish",
+    "merge": "tlt_hpc.drafting.merge Merge.wait_and_assign_mean",
     "append": "tlt_hpc.storage.feature_writer FeatureCacheWriter.append",
     "keep": "tlt_hpc.run.kept write_kept",
     "log": "tlt_hpc.train write_step",
@@ -30,8 +30,8 @@ PLACES = {
     "checkpoint": "tlt_hpc.checkpoint.save write_file",
     "update": "tlt_hpc.rl.policy Policy.update",
     "replay": "tlt_hpc.run.replay update_policy",
-    "resume": "tlt_hpc.run.rollout_loop open_keeper_gather_kept",
-    "ahead": "tlt_hpc.rl.ahead AheadGeneration.work",
+    "resume": "tlt_hpc.run.rollout_loop open_keeper",
+    "ahead": "tlt_hpc.rl.ahead AheadGeneration.generate_ahead_slice",
     "gather": "tlt_hpc.train gather",
 }
 """Functions before or after whose call a rank ends."""

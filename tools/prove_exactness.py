@@ -192,7 +192,7 @@ def texts_ahead(engine: RolloutEngine, wanted: list[Request], change: float, mod
     engine.abort()
     engine.ahead.end()
     engine.load_policy(weights.items(), 2)
-    return engine.ahead.take()
+    return engine.ahead.take_finished_texts()
 
 
 def generate_ahead(engine: RolloutEngine, wanted: list[Request], stored: Texts) -> Texts:
@@ -216,9 +216,9 @@ def generate_ahead(engine: RolloutEngine, wanted: list[Request], stored: Texts) 
         if source.random() < 0.3:
             unfinished = {response.request.key for response in engine.ahead.waiting}
             engine.ahead.end()
-            taken = engine.ahead.take()
+            taken = engine.ahead.take_finished_texts()
             complete |= {key: text for key, text in taken.items() if key not in unfinished}
-    return complete | engine.ahead.take()
+    return complete | engine.ahead.take_finished_texts()
 
 
 def compare(

@@ -187,7 +187,7 @@ PLANTED: list[tuple[Plant, str, str]] = [
     (existing_run("rollout.temperature=0.5"), "run",
      r"failure: .*holds a run with rollout.temperature = 0.5, now 1.0.*another run.name"),
     (existing_run(), "run", "ok: .*runs/tiny is there, and will be resumed;"),
-    (all_of(existing_run(), lambda p: p.monkeypatch.setattr(job_checks, "read_running_owner", lambda status: "job 17, x")),
+    (all_of(existing_run(), lambda p: p.monkeypatch.setattr(job_checks, "read_running_owner", lambda _: "job 17, x")),
      "run", r"warning: .*a start of this run is at work there \(job 17, x\)"),
     (sets("run.ranks=3"), "ranks", r"failure: .*not divisible by 3 ranks.*set it to 15"),
     (on_gpus("--gpu-memory", "0.1"), "memory",

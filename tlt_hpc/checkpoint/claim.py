@@ -69,7 +69,7 @@ def _check_ranks_agree(config: Config, name: str, writer: str, prompts: PromptSo
     """
     drawn = [] if prompts is None else prompts.batch(0)
     digest = sha256(b"".join(prompt.tokens.tobytes() + prompt.answer.encode() for prompt in drawn)).digest()
-    hidden = world.all_or_none(lambda: wait_for_listed_files(config.folder, {name}))
+    hidden = world.run_on_all_ranks(lambda: wait_for_listed_files(config.folder, {name}))
     seen = world.allgather((world.hostname, not hidden, digest))
     for rank, (hostname, is_there, found) in enumerate(seen):
         if not is_there:

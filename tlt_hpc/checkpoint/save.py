@@ -313,7 +313,7 @@ class HostBuffer:
         """Forget what was copied, and keep the memory."""
         self._used = 0
 
-    def take(self, values: Tensor) -> list[Tensor]:
+    def copy_tensor(self, values: Tensor) -> list[Tensor]:
         """Copy a flat tensor [N]; return its bytes, in order, as uint8 views of the chunks, to be read after ``wait``.
 
         Raises:

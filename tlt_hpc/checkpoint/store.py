@@ -77,7 +77,7 @@ class CheckpointStore:
             CheckpointError: on all ranks, if a node has not enough for its ranks.
         """
         check_memory_all_ranks(world, num_bytes)
-        world.all_or_none(lambda: self._copy.reserve(num_bytes, pinned))
+        world.run_on_all_ranks(lambda: self._copy.reserve(num_bytes, pinned))
 
     @property
     def is_saving(self) -> bool:
@@ -102,7 +102,7 @@ class CheckpointStore:
         if not self._is_clear:  # a list of a killed run must not be taken for one of ours
             world.once(self._clear)
             self._is_clear = True
-        held = world.all_or_none(lambda: self._copy_shards(shards))
+        held = world.run_on_all_ranks(lambda: self._copy_shards(shards))
         plain = json.loads(json.dumps(state, allow_nan=False))
         self._save = Save(self._folder, step, self._keep, self._best, world, plain, self._copy, held)
 
@@ -112,7 +112,7 @@ class CheckpointStore:
         for part, shard in shards.items():
             for name, tensor in shard.items() if isinstance(shard, Mapping) else shard:
                 piece = tensor if isinstance(tensor, Piece) else Piece.whole(tensor)
-                views = self._copy.take(piece.values)
+                views = self._copy.copy_tensor(piece.values)
                 held.append(Held(part, name, piece.shape, piece.start, piece.stop, piece.values.dtype, views))
                 finite[f"{part}/{name}"] = is_finite(piece.values)
         if wrong := not_finite(finite):
@@ -126,7 +126,7 @@ class CheckpointStore:
         """Return the state of this rank's save; None, on all ranks, if nothing is being saved."""
         return None if self._save is None else self._save.report()
 
-    def advance(self, reports: Sequence[Report | None]) -> None:
+    def end_save_if_all_done(self, reports: Sequence[Report | None]) -> None:
         """End the save in progress if all ranks' ``reports`` say that it is written, or that one has failed.
 
         Raises:
@@ -147,7 +147,7 @@ class CheckpointStore:
         if all(report.is_done for report in found):
             self._save = None
 
-    def finish(self, world: World) -> None:
+    def wait_for_save(self, world: World) -> None:
         """Collective. Wait until nothing is being saved.
 
         Raises:
@@ -156,7 +156,7 @@ class CheckpointStore:
         with BEAT.asking():
             while self._save is not None:
                 self._save.join(ASK_EVERY_SECONDS)
-                self.advance(world.allgather(self.report()))
+                self.end_save_if_all_done(world.allgather(self.report()))
 
     def abandon(self) -> None:
         """Stop waiting for the save in progress, before the process ends; on all ranks together.
@@ -176,9 +176,9 @@ class CheckpointStore:
         Raises:
             UserError: as ``begin`` and ``advance``.
         """
-        self.finish(world)
+        self.wait_for_save(world)
         self.begin(step, world, shards, state)
-        self.finish(world)
+        self.wait_for_save(world)
         return self._folder / f"step-{step:06d}"
 
     def _clear(self) -> None:
@@ -190,7 +190,7 @@ class CheckpointStore:
 
     # -- finding ------------------------------------------------------------------------------------------------
 
-    def newest(self) -> Checkpoint | None:
+    def open_newest(self) -> Checkpoint | None:
         """Return the newest undamaged checkpoint, None if there is none at all; warn of damaged ones.
 
         Reads up to 32 MiB of each file, so call it on one rank and broadcast what it returns.
@@ -210,7 +210,7 @@ class CheckpointStore:
             )
         return None
 
-    def within(self, first: int, last: int) -> dict[int, Checkpoint]:
+    def list_steps_within(self, first: int, last: int) -> dict[int, Checkpoint]:
         """Return the undamaged checkpoints of steps ``first`` to ``last``, by step; reads each as ``newest``."""
         steps = [(step, folder) for step, folder in list_checkpoints(self._folder) if first <= step <= last]
         return {step: found for step, folder in steps if (found := try_open(folder, step, "skipping"))}
@@ -230,7 +230,7 @@ class CheckpointStore:
                 except OSError as error:
                     raise CheckpointError(f"cannot remove {folder}: {error.strerror}; remove it by hand") from None
 
-    def at(self, step: int) -> Checkpoint:
+    def open_step(self, step: int) -> Checkpoint:
         """Return the checkpoint of a step; reads as much as ``newest``.
 
         Raises:
@@ -254,7 +254,7 @@ def check_memory_all_ranks(world: World, num_bytes: int) -> None:
     Raises:
         CheckpointError: on all ranks.
     """
-    available = world.all_or_none(available_bytes)
+    available = world.run_on_all_ranks(available_bytes)
     ranks = world.allgather((world.node, world.hostname, num_bytes, available))
     wanted: Counter[int] = Counter()
     for node, _, count, _ in ranks:

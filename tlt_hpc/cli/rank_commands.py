@@ -139,7 +139,7 @@ def requeue_stopped_job(
         if stop is Stop.TIME and world.rank == 0:
             print(f"tlt: {queue_again(os.environ, folder, progress())}", flush=True)
 
-    world.flag.finish(at_last)
+    world.flag.call_once_at_end(at_last)
     is_closed = close is None or close(lambda: world.flag.seconds_left - _LEAVING_SECONDS)
     if stop is Stop.KILL and world.rank == 0:
         await_preemption(os.environ)

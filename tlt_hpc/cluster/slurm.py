@@ -40,7 +40,7 @@ class Allocation:
     restarts: int
     """How often it was queued again."""
 
-    def seconds_left(self, within: float = ANSWER_SECONDS) -> float:
+    def ask_seconds_left(self, within: float = ANSWER_SECONDS) -> float:
         """Until its time limit; infinite where it has none. Slurm may take ``within`` seconds to answer.
 
         Raises:
@@ -49,7 +49,7 @@ class Allocation:
         asked = ("--noheader", f"--jobs={self.job_id}", "--format=%L")
         return parse_slurm_time(ask_slurm("squeue", *asked, within=within).strip())
 
-    def is_preempted(self) -> bool:
+    def ask_if_preempted(self) -> bool:
         """Ask Slurm, and return True if it is about to end the job for the sake of another.
 
         Raises:
@@ -61,7 +61,7 @@ class Allocation:
         """Ask Slurm, and return True if a ``requeue`` was accepted.
 
         Raises:
-            SlurmError: as ``is_preempted``.
+            SlurmError: as ``ask_if_preempted``.
         """
         shown = ask_slurm("scontrol", "--oneliner", "show", "job", self.job_id)
         restarts = _RESTARTS.search(shown)

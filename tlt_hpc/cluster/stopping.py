@@ -10,9 +10,10 @@
 2. Vote. Ranks are not signalled at the same moment, so they agree: inside a rollout by the pulse (``Roster.stopping``
    in mpi/roster.py), between steps by ``World.exchange`` and ``World.agree_to_stop`` (mpi/world.py).
 3. Save. ``should_continue`` (run/saving.py) ends the loop of train.py; a rollout that was cut short has its finished
-   responses written (``Keeper.keep`` in run/kept.py), and ``save_at_end`` writes a checkpoint as far as
+   responses written (``Keeper.write_new_responses`` in run/kept.py), and ``save_at_end`` writes a checkpoint as far as
    ``StopFlag.is_late`` leaves time.
-4. Requeue. ``queue_again``, called by ``requeue_stopped_job`` of cli/rank_commands.py on rank 0, has Slurm queue the job again.
+4. Requeue. ``queue_again``, called by ``requeue_stopped_job`` of cli/rank_commands.py on rank 0, has Slurm queue the
+   job again.
 """
 
 from __future__ import annotations
@@ -158,7 +159,7 @@ class StopFlag:
             if left < math.inf:
                 self.set_time_limit(left, at_last, ask_again)
 
-        last = self._after(seconds - min(END_SECONDS, ahead) / 2, lambda: self.finish(at_last))
+        last = self._after(seconds - min(END_SECONDS, ahead) / 2, lambda: self.call_once_at_end(at_last))
         self._after(seconds - ahead, stop_or_extend_limit)
 
     def _after(self, seconds: float, action: Callable[[], None]) -> threading.Timer:
@@ -167,7 +168,7 @@ class StopFlag:
         self.timers[-1].start()
         return self.timers[-1]
 
-    def finish(self, at_last: Callable[[], None]) -> None:
+    def call_once_at_end(self, at_last: Callable[[], None]) -> None:
         """Set ``is_left`` and call ``at_last``, unless that was done before.
 
         At the time limit the timer and the main thread may both come here: the second waits until the first is done.
@@ -231,7 +232,7 @@ def start_time_limit_timers(
     if job is None or rank:
         return
     try:
-        left = job.seconds_left()
+        left = job.ask_seconds_left()
     except SlurmError as error:
         logger.warning("the time limit is not known, only its signal will tell: %s", error)
         return
@@ -260,7 +261,7 @@ def start_time_limit_timers(
 
     def ask_again(within: float) -> float:
         try:
-            return job.seconds_left(within)
+            return job.ask_seconds_left(within)
         except SlurmError as error:
             logger.warning("whether the time limit was raised is not known, so the run stops: %s", error)
             return 0.0
@@ -336,7 +337,7 @@ def await_preemption(environment: Mapping[str, str]) -> None:
     """
     job = allocation(environment)
     try:
-        if job is None or not _try_again(job.is_preempted):
+        if job is None or not _try_again(job.ask_if_preempted):
             return
     except SlurmError as error:
         resume = how_to_resume(environment)
@@ -347,11 +348,11 @@ def await_preemption(environment: Mapping[str, str]) -> None:
         f"PreemptMode is not REQUEUE, {how_to_resume(environment)}",
         flush=True,
     )
-    is_preempted = True
-    while is_preempted:
+    ask_if_preempted = True
+    while ask_if_preempted:
         time.sleep(PREEMPTION_POLL_SECONDS)
         with suppress(SlurmError):  # to leave would lose the place in the queue
-            is_preempted = job.is_preempted()
+            ask_if_preempted = job.ask_if_preempted()
 
 
 def read_history(path: Path) -> list[dict[str, object]]:

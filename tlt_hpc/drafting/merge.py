@@ -98,7 +98,7 @@ class Merge:
             flat.zero_()[-1:].fill_(1.0)
         self._wait = start_sum(world, flat)
 
-    def finish(self) -> MergeReport:
+    def wait_and_assign_mean(self) -> MergeReport:
         """Wait for the mean and assign it, unless nobody trained. Collective; call it once.
 
         Asserts that every rank then holds the same drafter.
@@ -115,7 +115,7 @@ class Merge:
             trained.num_steps = 0  # its steps count no more than its weights
         if total > 0:
             trained.assign(summed[:-2].div_(total))
-            trained.average.take()
+            trained.average.add_current_weights()
         elif num_dropped:
             self._broadcast_untrained_drafter()
         if num_dropped and self._rank == 0:

@@ -92,7 +92,7 @@ class SpotTrainer:
         self._reset()
         self.take_up_head()  # here, where all ranks do: where nobody trains, they must be equal after the merge too
         if self.trained.has_learned and not self.trained.average.num_taken:
-            self.trained.average.take()  # a warm drafter's own weights are the first
+            self.trained.average.add_current_weights()  # a warm drafter's own weights are the first
 
     def take_up_head(self) -> None:
         """Give an EAGLE-3 drafter that has learned nothing yet the policy's own head and final norm."""
@@ -211,10 +211,10 @@ class SpotTrainer:
         merge = Merge(self.trained, sum(record.num_tokens for record in self.records), self._rank, world)
         is_at_once = sums_on_gpus()  # in milliseconds
         if is_at_once:
-            self.merge_report = merge.finish()
+            self.merge_report = merge.wait_and_assign_mean()
         yield
         if not is_at_once:
-            self.merge_report = merge.finish()
+            self.merge_report = merge.wait_and_assign_mean()
 
     def memory_table(self) -> dict[str, int]:
         """Return the bytes that training takes besides the engine, without activations, by what takes them."""

@@ -188,7 +188,7 @@ class WeightAverage:
         return sum(mean.nbytes for mean in self._means.values())
 
     @torch.no_grad()
-    def take(self) -> None:
+    def add_current_weights(self) -> None:
         """Add the current weights to the mean; the first time they are all of it."""
         self.num_taken += 1
         share = 1 / min(self.num_taken, self._span)

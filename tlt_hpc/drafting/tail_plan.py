@@ -84,7 +84,7 @@ class TailPlan:
             return IdleWork(turn, not turn, "in turn: the drafter is hardly used")
         return self._by_accept_length()
 
-    def learn(self, line: Mapping[str, float]) -> None:
+    def add_step_metrics(self, line: Mapping[str, float]) -> None:
         """Take in a step's metrics, by their names in metrics.jsonl."""
         self._judge_drafts(line.get(STORED_TOKENS, 0.0), line.get(STORED_ACCEPTED, 0.0))
         if line.get(SEQUENCES, 0.0) < _LEAST_SEQUENCES:

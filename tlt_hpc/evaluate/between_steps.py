@@ -62,7 +62,7 @@ def read_exam_all_ranks(config: Config, world: World, shape: ModelShape, tokeniz
     return exam
 
 
-@BEAT.within(Phase.EVALUATION)
+@BEAT.in_phase(Phase.EVALUATION)
 def evaluate_policy(job: Job, exam: Exam, step: int, shown: Callable[[Roster], None]) -> dict[str, float] | None:
     """Collective. Evaluate the policy that the engine holds, after ``step`` steps; None where a stop vote came first.
 

@@ -73,7 +73,7 @@ class EvaluationResult:
         return self.results is not None
 
 
-@BEAT.within(Phase.EVALUATION)
+@BEAT.in_phase(Phase.EVALUATION)
 def evaluate(config: Config, subject: Subject, world: World, reporter: EvaluationReporter) -> EvaluationResult:
     """Evaluate, or resume an evaluation; ``config`` is ``evaluation_config``'s. Collective.
 

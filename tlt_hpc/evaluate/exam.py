@@ -123,18 +123,18 @@ def generate_answers_all_ranks(
     answers = _Answers(session, engine, exam, folder, {request.key: prompt for prompt, request in own})
 
     def on_idle(roster: Roster) -> bool:
-        answers.take()
+        answers.judge_and_write_ready()
         return False  # nothing else is done while other ranks generate
 
     roster = session.generate(
         engine,
         [request for _, request in own],
-        on_round=answers.take,
+        on_round=answers.judge_and_write_ready,
         on_idle=on_idle,
         shown=shown if session.world.rank == 0 else None,
         epoch=epoch,
     )
-    answers.end(is_whole=not roster.stopping)
+    answers.write_and_abort_rest(is_whole=not roster.stopping)
     agree_all_files_seen(folder, answers.written, session.world)
     return not roster.stopping
 
@@ -183,7 +183,7 @@ class _Answers:
         if self._judge.client is not None:
             self._judge.client.forget()  # what an evaluation that was cut short has left
 
-    def take(self) -> None:
+    def judge_and_write_ready(self) -> None:
         """Judge what has ended, take the server's verdicts without waiting, and write a piece that is due."""
         if self._engine.finished:
             for rollout in self._engine.collect():
@@ -196,7 +196,7 @@ class _Answers:
             with self._session.pulse.progressing():
                 self._write()
 
-    def end(self, is_whole: bool) -> None:
+    def write_and_abort_rest(self, is_whole: bool) -> None:
         """Write what is judged: all if the evaluation ``is_whole``, else what is there; and drop the rest."""
         client = self._judge.client
         if is_whole and client is not None:

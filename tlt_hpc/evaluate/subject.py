@@ -127,7 +127,7 @@ def open_checkpoint(subject: Subject, world: World) -> tuple[Subject, Checkpoint
     if subject.run is None:
         return subject, None
     store = CheckpointStore(subject.run.checkpoints, keep=1)
-    found = world.once(lambda: store.newest() if subject.step is None else store.at(subject.step))
+    found = world.once(lambda: store.open_newest() if subject.step is None else store.open_step(subject.step))
     if found is None:
         raise UserError(f"{subject.run.path} has no checkpoint yet; train on until it has saved one")
     return replace(subject, step=found.step), found

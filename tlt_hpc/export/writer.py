@@ -35,9 +35,9 @@ def checkpoint_at(run: RunFolder, step: int | None) -> Checkpoint | None:
     """
     store = CheckpointStore(run.checkpoints, keep=1)
     if step is None:
-        return store.newest()
+        return store.open_newest()
     try:
-        return store.at(step)
+        return store.open_step(step)
     except CheckpointError as error:
         raise UserError(f"--step {step}: {error}") from None
 

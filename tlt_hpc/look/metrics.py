@@ -171,7 +171,7 @@ class PhaseTimer:
         """Time a block as ``phase``, one of ``WATCHED``."""
         start, cpu_start = time.perf_counter(), time.process_time()
         try:
-            with self.between_steps(phase), BEAT.within(WATCHED[phase]):
+            with self.between_steps(phase), BEAT.in_phase(WATCHED[phase]):
                 yield
         finally:
             self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - start

@@ -145,7 +145,7 @@ class Decoder:
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits in float32: hidden [..., H] -> [..., V]."""
-        flat = self._head.wide(hidden.reshape(-1, hidden.shape[-1])).float()
+        flat = self._head.multiply_in_float32(hidden.reshape(-1, hidden.shape[-1])).float()
         exclude(flat, self._excluded)
         return flat if hidden.dim() == 2 else flat.view(*hidden.shape[:-1], -1)
 

@@ -201,7 +201,7 @@ class Drafter(nn.Module, ABC):
         """The tokens [W] int64, ascending, that it drafts among where it serves; None: all."""
         return self.token_ids
 
-    def split(self, sharding: Sharding) -> None:
+    def set_sharding(self, sharding: Sharding) -> None:
         """Serve this rank's part of the layer from now on, and the others theirs; the parameters stay whole.
 
         For a drafter that a replica drafts with; one that is trained is whole.

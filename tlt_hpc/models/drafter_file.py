@@ -126,7 +126,7 @@ def inference_drafter(weights: dict[str, Tensor], decoder: Decoder) -> Drafter:
     own = layer_of(weights)
     drafter = make_drafter(decoder.shape, 0, decoder.dtype, decoder.device, weights.get(TOKEN_IDS), own)
     if decoder.sharding.size > 1:
-        drafter.split(decoder.sharding)
+        drafter.set_sharding(decoder.sharding)
     drafter.requires_grad_(False)
     drafter.load_state_dict({n.removesuffix(".weight"): tensor for n, tensor in weights.items() if n != SETTINGS})
     drafter.pack()

@@ -38,7 +38,7 @@ class Eagle(Drafter):
         """The tokens [W] int64 of ``draft_among``; None: all."""
         return self._served_ids
 
-    def draft_among(self, token_ids: Tensor) -> None:
+    def set_draft_vocabulary(self, token_ids: Tensor) -> None:
         """Serve with these tokens alone [W] int64, ascending: a draft then reads W rows of the target's head.
 
         Source: FR-Spec (arXiv 2502.14856). Training reads the whole head.

@@ -84,7 +84,7 @@ class Linear:
             return self._multiply_blocked(x, self._blocked)
         return torch.mm(x, self._transposed) if self.bias is None else torch.addmm(self.bias, x, self._transposed)
 
-    def wide(self, x: Tensor) -> Tensor:
+    def multiply_in_float32(self, x: Tensor) -> Tensor:
         """The product [T, N] of x [T, K] in at least float32: not rounded to the precision of x on a GPU."""
         if x.is_cuda and x.dtype.itemsize < 4:
             assert self.bias is None
@@ -126,7 +126,7 @@ class InvariantLinear(Linear):
     def __call__(self, x: Tensor) -> Tensor:
         return invariant_linear(x, self.weight, self.bias)
 
-    def wide(self, x: Tensor) -> Tensor:
+    def multiply_in_float32(self, x: Tensor) -> Tensor:
         """The product [T, N] of x [T, K] in float32."""
         return invariant_linear(x, self.weight, self.bias, torch.float32)
 

@@ -99,7 +99,7 @@ class PolicyModel(torch.nn.Module):
             imbalance = _router_loss(output.router_logits, num_chosen, num_tokens, group)
         if group is None or own is None:
             return log_probs, entropy, imbalance
-        return group.whole(log_probs, own, count), group.whole(entropy, own, count), imbalance
+        return group.gather_whole(log_probs, own, count), group.gather_whole(entropy, own, count), imbalance
 
 
 class _Head(torch.nn.Module):

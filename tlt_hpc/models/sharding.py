@@ -177,9 +177,9 @@ class SequenceGroup:
 
     def total(self, values: Tensor) -> Tensor:
         """The sum of all ranks' values [N], of whose gradient each takes that of its own values."""
-        return self.whole(values, torch.arange(len(values), device=values.device), len(values))
+        return self.gather_whole(values, torch.arange(len(values), device=values.device), len(values))
 
-    def whole(self, values: Tensor, own: Tensor, count: int) -> Tensor:
+    def gather_whole(self, values: Tensor, own: Tensor, count: int) -> Tensor:
         """All ranks' values as one [count], of which this rank gives ``values`` at the places ``own``.
 
         Every rank continues with the whole; of its gradient each takes its own part, so that no part counts twice.

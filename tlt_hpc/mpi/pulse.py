@@ -74,9 +74,9 @@ class Pulse:
             BEAT.tick()
             assert self._roster is not None
             return self._roster
-        return self.look(status)
+        return self.poll_now(status)
 
-    def look(self, status: Status) -> Roster:
+    def poll_now(self, status: Status) -> Roster:
         """As ``poll``, however recently this rank has looked."""
         assert self._roster is not None and not self._reported_over, "poll outside a rollout: call begin first"
         self._progress.check()

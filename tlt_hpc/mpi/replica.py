@@ -99,7 +99,7 @@ class ReplicaPulse(Pulse):
             is_leaving = bool(self._replica.heard)
             while is_leaving and not roster.over:  # the first rank's roster is on its way to this one
                 self.back_off()
-                roster = self.look(status)
+                roster = self.poll_now(status)
         self._replica.heard = None
         self._seen = roster
         if not roster.over:

@@ -171,7 +171,7 @@ class World(NodeGroup):
         check_rank_count(MPI.COMM_WORLD.size, os.environ)
         world = cls(MPI.COMM_WORLD, flag)
         told = world.allgather((world.hostname, os.getpid(), BEAT.monitor or uuid4().hex))
-        BEAT.join(Member.of(world.rank, told), MPI.COMM_WORLD.Abort)
+        BEAT.set_member(Member.of(world.rank, told), MPI.COMM_WORLD.Abort)
         return world
 
     def say(self, words: str, note: str = "") -> None:
@@ -209,7 +209,7 @@ class World(NodeGroup):
         wait(self._comm.Iallgatherv(payload, [received, lengths.tolist()]), "allgather")
         return [unpickle(each.data) for each in np.split(received, np.cumsum(lengths)[:-1])]
 
-    def all_or_none(self, work: Callable[[], T]) -> T:
+    def run_on_all_ranks(self, work: Callable[[], T]) -> T:
         """The result of ``work``, run on every rank; if it fails on one rank, all ranks raise. Collective.
 
         Raises:
@@ -262,9 +262,9 @@ class World(NodeGroup):
 
     def agree_to_stop(self) -> Stop:
         """The most urgent of all ranks' wishes to stop, the same on all, whose flags are raised to it."""
-        return self.exchange(None)[1]
+        return self.allgather_with_stop_vote(None)[1]
 
-    def exchange(self, item: T) -> tuple[list[T], Stop]:
+    def allgather_with_stop_vote(self, item: T) -> tuple[list[T], Stop]:
         """Every rank's ``item``, as ``allgather``, and ``agree_to_stop``, in one collective."""
         votes = self.allgather((item, self.flag.kind, self.flag.reason))
         agreed = max(kind for _, kind, _ in votes)

@@ -75,17 +75,17 @@ class RewardClient:
                     "functions (reward.default, reward.weights) do when they are imported"
                 )
             self._await_server(select.POLLIN)
-            self.pump()
+            self.send_and_receive()
 
     def submit(self, answer: Answer) -> int:
         """Have an answer judged; the number that its verdict will have."""
         self._number += 1
         self._answers[self._number] = answer
         self._waiting.append(self._number)
-        self.pump()
+        self.send_and_receive()
         return self._number
 
-    def pump(self) -> None:
+    def send_and_receive(self) -> None:
         """Send what the server has room for and take what it has sent; never waits.
 
         Raises:
@@ -104,13 +104,13 @@ class RewardClient:
         """The verdicts of these answers, waiting for those that are not there yet.
 
         Raises:
-            UserError: as ``pump``.
+            UserError: as ``send_and_receive``.
         """
         numbers = list(numbers)
         while not all(number in self._verdicts for number in numbers):
             has_more = bool(self._outgoing) or self._has_room()
             self._await_server(select.POLLIN | (select.POLLOUT if has_more else 0))
-            self.pump()
+            self.send_and_receive()
             self._check_stalled()
             if self._is_ready:  # one that hangs is replaced, and one that does not start is for the watch
                 BEAT.tick()
@@ -120,9 +120,9 @@ class RewardClient:
         """The verdicts that have come, by number; never waits.
 
         Raises:
-            UserError: as ``pump``.
+            UserError: as ``send_and_receive``.
         """
-        self.pump()
+        self.send_and_receive()
         self._check_stalled()
         ready, self._verdicts = self._verdicts, {}
         return ready

@@ -110,16 +110,16 @@ class Scorer:
         if judge.client:
             judge.client.forget()  # what a rollout that was cut short has left
 
-    def offer(self, finished: Sequence[Rollout]) -> None:
+    def submit_and_poll(self, finished: Sequence[Rollout]) -> None:
         """Submit responses that ended since the last call and need a worker, and receive verdicts; never waits."""
         if self._judge.client is not None:
             self._hand_over(self._judge.client, finished[self._num_seen :])
             self._num_seen = len(finished)
-            self._judge.client.pump()
+            self._judge.client.send_and_receive()
 
     def has_unscored(self, finished: Sequence[Rollout]) -> bool:
         """True if some of the responses are to be judged here and were not yet."""
-        self.offer(finished)
+        self.submit_and_poll(finished)
         return len(self._verdicts.keys() | self._numbers.keys()) < len(finished)
 
     def score_while_waiting(self, finished: Sequence[Rollout], is_over: Callable[[], bool]) -> None:
@@ -133,7 +133,7 @@ class Scorer:
         self.num_ahead += len(self._verdicts) - before
         self.seconds_before_limit += time.perf_counter() - start
 
-    def rewards(self, rollouts: Sequence[Rollout]) -> NDArray[np.float32]:
+    def judge_and_wait_for_rewards(self, rollouts: Sequence[Rollout]) -> NDArray[np.float32]:
         """The rewards [N] of some, judging those that are left and waiting for the server's.
 
         Raises:

@@ -67,11 +67,11 @@ class AheadGeneration:
         """When this rank did so, in seconds since the epoch."""
 
     @property
-    def is_left(self) -> bool:
+    def has_work(self) -> bool:
         """True if there is work for a rank that waits; the same on all ranks of a replica."""
         return self._engine.has_ahead or self._left is None or bool(self._left)
 
-    def work(self, roster: Roster, status: Status, is_over: Callable[[], bool]) -> None:
+    def generate_ahead_slice(self, roster: Roster, status: Status, is_over: Callable[[], bool]) -> None:
         """Do one slice of the work; collective over the replica, whose ranks take one step in each."""
         now = time.time()
         if not self._is_idle:
@@ -80,7 +80,7 @@ class AheadGeneration:
         end = time.perf_counter() + _SLICE_SECONDS
         with self._pulse.progressing(status):
             self._step(roster)
-            while self._replica.size == 1 and time.perf_counter() < end and self.is_left and not is_over():
+            while self._replica.size == 1 and time.perf_counter() < end and self.has_work and not is_over():
                 self._step(roster)
         self.spans[-1] = self.spans[-1][0], time.time()
 

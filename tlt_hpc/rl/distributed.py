@@ -39,7 +39,7 @@ run; a dead rank ends the job through MPI, at once."""
 LOOPBACK = "127.0.0.1"
 
 
-@BEAT.within(Phase.CONNECTING)
+@BEAT.in_phase(Phase.CONNECTING)
 def join_process_group(world: World, device_type: Literal["cpu", "cuda"]) -> None:
     """Make the process group of all ranks, of the backend that ``choose_backend`` gives; collective.
 
@@ -53,7 +53,7 @@ def join_process_group(world: World, device_type: Literal["cpu", "cuda"]) -> Non
     if backend == "gloo" and device_type == "cuda" and world.rank == 0:
         logger.warning("ranks share a GPU: they communicate by gloo, through host memory, as NCCL refuses them")
     has_network = backend == "nccl" and len(set(world.allgather(world.hostname))) > 1
-    log = world.all_or_none(partial(_log_network, world)) if has_network else None
+    log = world.run_on_all_ranks(partial(_log_network, world)) if has_network else None
     torch.distributed.init_process_group(
         backend,
         store=_open_store(world),
@@ -106,7 +106,7 @@ def gather_and_print_network(world: World, log: Path | None) -> None:
             logger.warning("%s", slow)
 
 
-@BEAT.within(Phase.CONNECTING)
+@BEAT.in_phase(Phase.CONNECTING)
 def make_replica_all_reduce(world: World, size: int, in_order: bool) -> Callable[[torch.Tensor], torch.Tensor]:
     """A function that sums contiguous tensors of one shape over the ``size`` ranks of this rank's replica; collective.
 

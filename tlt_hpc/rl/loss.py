@@ -209,7 +209,7 @@ class MismatchWatch:
         """``dtype``: ``model.dtype``; ``corrected``: whether a rollout correction is on."""
         self._dtype, self._corrected, self._has_warned = dtype, corrected, False
 
-    def look(self, probs_diff: float, k3: float) -> str:
+    def warning_for_step(self, probs_diff: float, k3: float) -> str:
         """The warning for a step with these distances, token means over all ranks; empty if there is none."""
         if self._has_warned or not k3 > LARGEST_K3[self._dtype]:
             return ""

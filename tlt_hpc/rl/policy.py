@@ -224,7 +224,7 @@ class Policy:
         self._state.load(read, read_span, num_steps)
         self._num_steps = num_steps
 
-    def sha256(self) -> str:
+    def gather_weights_sha256(self) -> str:
         """Hash of all fp32 weights that are trained in the order of their names, equal on all ranks."""
         digest = hashlib.sha256()
         for name in sorted(self._parameters):

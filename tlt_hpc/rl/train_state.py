@@ -93,7 +93,7 @@ class TrainState:
                 for kind in KINDS:
                     self._load_own(parameter, kind, partial(read_span, f"{name}.{kind}"))
 
-        self._world.all_or_none(read_own)
+        self._world.run_on_all_ranks(read_own)
         self.set_step_count(num_steps)
 
     def set_step_count(self, num_steps: int) -> None:

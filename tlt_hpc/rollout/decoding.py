@@ -78,7 +78,7 @@ class HostRounds:
         """Tokens that a row may have got in rounds that have not been read."""
         return 0
 
-    def read(self) -> RoundResult:
+    def finish_oldest_round(self) -> RoundResult:
         """Wait for the oldest round under way, and append its tokens to the texts."""
         return self._done.popleft()
 
@@ -89,7 +89,7 @@ class HostRounds:
         """Draft, verify, accept, commit."""
         rows, clock, phases = self.scheduler.rows, _Clock(), PhaseSeconds()
         responses, num_guarded = list(rows.responses), self.guard.num_guarded
-        noise = self.noise.at(rows.response_lengths, plan.strategy.depth + 1)
+        noise = self.noise.noise_at_positions(rows.response_lengths, plan.strategy.depth + 1)
         phases.sample += clock.lap()
         proposal, is_sound = self.propose(plan, noise)
         drafts = proposal.drafts
@@ -99,7 +99,7 @@ class HostRounds:
         accepted = self._accept(drafts, logits, noise_by_node(noise, drafts))
         self._commit(drafts, accepted, features, logits)
         if self.learned is not None:
-            self.learned.learn(proposal, accepted.on_path)
+            self.learned.count_accepted_nodes(proposal, accepted.on_path)
         phases.sample += clock.lap()
         given = append_accepted_tokens(responses, accepted)
         phases.other += clock.lap()
@@ -180,7 +180,7 @@ class HostRounds:
         chosen, doubtful = choice.token, choice.doubtful
         decided = torch.zeros_like(doubtful)
         while True:
-            accepted = self.target.walk(drafts, chosen)
+            accepted = self.target.accepted_path(drafts, chosen)
             if not self.is_guarded or not bool(doubtful.any()):
                 return accepted
             reached = torch.arange(accepted.path.shape[1], device=chosen.device) < accepted.counts.unsqueeze(1)

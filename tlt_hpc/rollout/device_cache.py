@@ -95,13 +95,13 @@ class _PassAttend(FusedAttend):
         key, value = key_value.chunk(2, 1)
         keys.flatten(0, 1).index_copy_(0, self.write, key)
         values.flatten(0, 1).index_copy_(0, self.write, value)
-        return self.reading.read(query, keys, values, window)
+        return self.reading.compute_attention(query, keys, values, window)
 
     def fused(self, layer: int, qkv: Tensor, rotary: RotaryRows, norms: HeadNorms | None) -> Tensor:
         keys, values, window = self._layer(layer)
         table = rotary.table
         query = rotate_and_store(qkv, table.cosine, table.sine, rotary.positions, keys, values, self.write, norms)
-        return self.reading.read(query, keys, values, window)
+        return self.reading.compute_attention(query, keys, values, window)
 
     def _layer(self, layer: int) -> tuple[Tensor, Tensor, int]:
         """Its pages of keys and values, and its window."""
@@ -128,7 +128,7 @@ class Blocks:
     paths: Tensor | None = None
     """In trees each query's ancestors and itself [blocks, N, W] int32, in slots after ``committed``."""
 
-    def read(self, query: Tensor, keys: Tensor, values: Tensor, window: int) -> Tensor:
+    def compute_attention(self, query: Tensor, keys: Tensor, values: Tensor, window: int) -> Tensor:
         """query [T, h, d] over one layer's keys and values [num_pages + 1, S, g, d] -> [T, h * d].
 
         With a ``window`` above 0 a query sees as many positions, its own included.

@@ -89,7 +89,7 @@ class DeviceRounds(HostRounds):
         padded = self._drafts(plan)
         watch.mark()
         before = rows.lengths.clone() if self.is_guarded else None
-        outcome, log_probs, on_path = self._graphs.verify(padded.drafts, truncates)
+        outcome, log_probs, on_path = self._graphs.verify_and_commit(padded.drafts, truncates)
         live, proposal = slice(rows.num_live), padded.first(rows.num_live)
         host_copies = (
             PendingHostCopy(outcome[live]),
@@ -97,7 +97,7 @@ class DeviceRounds(HostRounds):
             None if proposal.scores is None else PendingHostCopy(proposal.scores),
         )
         if self.learned is not None:
-            self.learned.learn(proposal, on_path[live])
+            self.learned.count_accepted_nodes(proposal, on_path[live])
         watch.mark()
         self._in_flight.append(
             _Round(
@@ -151,16 +151,16 @@ class DeviceRounds(HostRounds):
         late = [row for row, number in enumerate(unread) if number > self._graphs.read_width]
         if late:
             which = slice(count) if len(late) == count else upload(late, self.decoder.device)
-            self.learned.read(rows, which, None, max(unread))
+            self.learned.run_on_next_positions(rows, which, None, max(unread))
         for response in responses:  # at least; what is in flight is known when it is read
             response.num_read = len(response.text) - 1
 
     # -- read ---------------------------------------------------------------------------------------------------
 
-    def read(self) -> RoundResult:
+    def finish_oldest_round(self) -> RoundResult:
         """Wait for the oldest round under way, and append its tokens to the texts."""
         if not self._in_flight:
-            return super().read()
+            return super().finish_oldest_round()
         started, num_guarded = self._in_flight.popleft(), self.guard.num_guarded
         phases = PhaseSeconds(*started.watch.wait())
         outcome, log_probs, scores = (None if copy is None else copy.wait() for copy in started.host_copies)
@@ -214,7 +214,7 @@ class DeviceRounds(HostRounds):
         drafts = started.drafts
         if drafts.parents is not None:
             drafts = make_tree(drafts.tokens, drafts.parents, drafts.num_nodes - 1)
-        noise = self.noise.at(rows.response_lengths, started.plan.strategy.depth + 1)
+        noise = self.noise.noise_at_positions(rows.response_lengths, started.plan.strategy.depth + 1)
         features, logits = self.target.forward(drafts, None)
         accepted = self._accept(drafts, logits, noise_by_node(noise, drafts))
         self._commit(drafts, accepted, features, logits)

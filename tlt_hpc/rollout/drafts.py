@@ -163,7 +163,7 @@ class LearnedDrafts:
 
         return self.draft(rows, layout, pick, strategy, feature)
 
-    def learn(self, proposal: Proposal, on_path: Tensor) -> None:
+    def count_accepted_nodes(self, proposal: Proposal, on_path: Tensor) -> None:
         """Count which nodes of the proposal's trees were on the path [B, N], of those whose parents were.
 
         Rows whose scores are NaN tell nothing.
@@ -184,17 +184,17 @@ class LearnedDrafts:
         if 0 < len(late) <= count // 2:  # the others would repeat their last position in every pass
             tables = [rows.responses[row].pages for row in late]
             own = self._cache.layout(tables, 1 + max(map(max, tables)))
-            self.read(rows, upload(late, rows.lengths.device), own, max(unread))
+            self.run_on_next_positions(rows, upload(late, rows.lengths.device), own, max(unread))
             unread = [number for number in unread if number <= _LATE]
-        feature = self.read(rows, slice(count), layout, max(1, *unread))
+        feature = self.run_on_next_positions(rows, slice(count), layout, max(1, *unread))
         for response in rows.responses[:count]:
             response.num_read = len(response.text) - 1
         return feature
 
-    def read(self, rows: LiveRows, which: slice | Tensor, layout: Layout | None, width: int) -> Tensor:
-        """Read the next positions, at most ``width``, of the rows ``which`` [B]; returns as ``run_on_unread_positions`` does.
+    def run_on_next_positions(self, rows: LiveRows, which: slice | Tensor, layout: Layout | None, width: int) -> Tensor:
+        """Run on the next positions, at most ``width``, of the rows ``which`` [B].
 
-        ``layout`` is that of these rows.
+        ``layout`` is that of these rows. Returns as ``run_on_unread_positions`` does.
         """
         lengths, known = rows.lengths[which], self.known[which]
         last = lengths - 2
@@ -258,7 +258,7 @@ class LearnedDrafts:
         if self.drafter.token_ids is not None:
             logits = self.drafter.logits(flat).float()
         elif self._head is not None:
-            logits = self._head.wide(flat)
+            logits = self._head.multiply_in_float32(flat)
         else:
             logits = self._decoder.logits(flat)[:, : self._num_tokens]
         return logits.view(*features.shape[:2], -1)

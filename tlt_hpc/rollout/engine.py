@@ -290,7 +290,7 @@ class RolloutEngine:
             if self._rows.num_live:
                 self._scheduler.reserve(1)
                 self._rounds.launch(RoundPlan(OFF))
-                self._retire(self._rounds.read())
+                self._retire(self._rounds.finish_oldest_round())
         self._finished = []
         self._ngram.active, self._guard.active = uses_ngram, True
         self._guard.measure(NUM_PROBED)
@@ -339,7 +339,7 @@ class RolloutEngine:
         if has_stored:  # the cursors need the texts
             self._settle()
         start = time.perf_counter()
-        stored = self._scheduler.arrange_stored() if has_stored else []
+        stored = self._scheduler.move_stored_rows_last() if has_stored else []
         if not self._rows.num_live:
             return
         strategy = self._choose(stored)
@@ -352,7 +352,7 @@ class RolloutEngine:
         if not self._rows.num_live:  # all have ended, or were preempted for an earlier one that is being prefilled
             return
         if "ngram" in (strategy.source, strategy.rest and strategy.rest.source):
-            self._ngram.learn(self._rows.responses)
+            self._ngram.update_table(self._rows.responses)
         prepared += time.perf_counter() - start
         assert all(one.is_ahead is not self.has_work for one in self._rows.responses), "rows of two kinds in a round"
         rounds.launch(RoundPlan(strategy, stored if strategy.rest else [], prepared, is_next=not has_prefilled))
@@ -375,7 +375,7 @@ class RolloutEngine:
     def _settle(self, num_left: int = 0) -> None:
         """Read the launched rounds until ``num_left`` are left."""
         while self._rounds.num_in_flight > num_left:
-            self._process_round(self._rounds.read())
+            self._process_round(self._rounds.finish_oldest_round())
         self.outbox.deliver(wait=False)
 
     def _settle_at_end(self) -> None:
@@ -419,7 +419,7 @@ class RolloutEngine:
         log_probs = self._rows.response_log_probs(row).numpy().copy()
         if self._keeps(response.request.key):
             self._finished.append(response.to_rollout(reason, log_probs, self.decoder.version))
-            self.outbox.take(response)
+            self.outbox.start_copy_to_host(response)
         self._ngram.finish(response)
         self._guard.note_finished(response.text)
         self._scheduler.remove(row)

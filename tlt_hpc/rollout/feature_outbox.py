@@ -68,7 +68,7 @@ class FeatureOutbox:
         """Hand prompts' features over again: other weights give other features."""
         self._seen_prompts.clear()
 
-    def take(self, response: Response) -> None:
+    def start_copy_to_host(self, response: Response) -> None:
         """Start to copy a finished response's features, before its pages are released."""
         if self._sink is None or self._cache.features is None:
             return

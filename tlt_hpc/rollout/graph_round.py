@@ -91,7 +91,7 @@ class GraphRound:
                     self.draft(count, strategy)
                 for width, is_tree in self._passes(strategy):
                     tokens = torch.zeros(count, width, dtype=torch.int64, device=self.tolerance.device)
-                    self.verify(DraftTree(tokens, torch.zeros_like(tokens) if is_tree else None), truncates)
+                    self.verify_and_commit(DraftTree(tokens, torch.zeros_like(tokens) if is_tree else None), truncates)
         seconds = time.perf_counter() - start
         logger.info("%d graphs captured in %.1f s: %d MiB of device memory", len(self), seconds, self.num_bytes >> 20)
 
@@ -127,7 +127,7 @@ class GraphRound:
         """Tokens [B, N], scores [B], and of trees parents and cells [B, N]."""
         learned, rows = self._learned, self._rows
         assert learned is not None
-        feature = learned.read(rows, slice(count), None, self.read_width)
+        feature = learned.run_on_next_positions(rows, slice(count), None, self.read_width)
         first = rows.lengths[:count] - rows.starts[:count]
         pick = learned.picker(self._noise.words[:count], first, rows.temperatures[:count], strategy.sharpness)
         found = learned.draft(rows, None, pick, strategy, feature)
@@ -138,7 +138,7 @@ class GraphRound:
 
     # -- the target ---------------------------------------------------------------------------------------------
 
-    def verify(self, drafts: DraftTree, truncates: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    def verify_and_commit(self, drafts: DraftTree, truncates: bool = False) -> tuple[Tensor, Tensor, Tensor]:
         """Verify drafts of a bucket and commit what the rows accept.
 
         ``truncates``: any row's rule is top-k or top-p.
@@ -162,7 +162,7 @@ class GraphRound:
         features, logits = self._target.forward(drafts, None)
         choice = self._choose(drafts, self._allowed(logits) if truncates else logits)
         longest = min(n, self._longest)  # no path is deeper than the deepest strategy
-        accepted = self._target.walk(drafts, choice.token.view(count, n), longest)
+        accepted = self._target.accepted_path(drafts, choice.token.view(count, n), longest)
         log_probs = self._log_probs(choice, logits, truncates).view(count, n).gather(1, accepted.path)
         near = self._near_ties(choice, count, n).view(count, n).gather(1, accepted.path)
         reached = torch.arange(near.shape[1], device=tokens.device) < accepted.counts.unsqueeze(1)

@@ -183,7 +183,7 @@ class Seen:
     committed: Tensor | None = None
     ancestors: Tensor | None = None
 
-    def by(self, owner: Tensor, base: Tensor, offsets: Tensor, window: int = 0) -> Tensor:
+    def attention_mask(self, owner: Tensor, base: Tensor, offsets: Tensor, window: int = 0) -> Tensor:
         """Mask [e, n, S]: queries of rows ``owner`` [e] see the positions from ``base`` [e] on.
 
         With a ``window`` they see as many positions, their own included.
@@ -340,7 +340,7 @@ class HostPagedCache(PagedCache):
 
     def _hidden(self, seen: Seen, owner: Tensor, base: Tensor, offsets: Tensor, window: int) -> Tensor:
         """Numbers [e, n, S] to add to scores: 0 where a query sees the position, else one that softmax makes 0."""
-        visible, dtype = seen.by(owner, base, offsets, window), self._pool.dtype
+        visible, dtype = seen.attention_mask(owner, base, offsets, window), self._pool.dtype
         added = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
         return added.masked_fill_(~visible, max(MASKED_SCORE, torch.finfo(dtype).min))
 

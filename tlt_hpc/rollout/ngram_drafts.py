@@ -49,7 +49,7 @@ class NgramDrafts:
             oldest = self._unlearned.popleft()
             self._num_unlearned -= len(oldest.text) - oldest.num_learned
 
-    def learn(self, responses: Sequence[Response]) -> None:
+    def update_table(self, responses: Sequence[Response]) -> None:
         """Add to the table what is new in finished responses and in these; of these no more than it remembers.
 
         Many long responses have millions of new tokens where n-grams were long not asked: many seconds of one round.

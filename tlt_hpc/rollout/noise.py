@@ -121,7 +121,7 @@ class NoiseWindow:
             exchange(self._ring.view(-1, self.width, self.vocab_size), one, other)
         self._made[one], self._made[other] = self._made[other], self._made[one]
 
-    def at(self, positions: Sequence[int], width: int) -> Tensor:
+    def noise_at_positions(self, positions: Sequence[int], width: int) -> Tensor:
         """Noise of rows 0..B-1 at ``positions`` and the ``width - 1`` after each: [B, width, V].
 
         Positions of a row never go back.

@@ -150,7 +150,7 @@ class AheadQueue:
                 self.keep(response)
         self.waiting = []
 
-    def take(self) -> Texts:
+    def take_finished_texts(self) -> Texts:
         """All texts, which are forgotten here."""
         taken, self._texts = self._texts, {}
         return taken

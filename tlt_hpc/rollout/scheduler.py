@@ -73,7 +73,7 @@ class PagePool:
         """True if a pass over all pages up to the highest would read many unused ones."""
         return self.num_used < _MIN_DENSITY * self.high_water
 
-    def pack(self) -> dict[int, int]:
+    def compact(self) -> dict[int, int]:
         """Move the highest pages into the lowest holes; returns old -> new. Whoever holds pages relabels them."""
         moves = {}
         while (high := self.high_water) and self._free and self._free[0] < high - 1:
@@ -284,7 +284,7 @@ class Scheduler:
         """True if any live row has a stored text."""
         return any(response.stored is not None for response in self.rows.responses)
 
-    def arrange_stored(self) -> list[StoredRow]:
+    def move_stored_rows_last(self) -> list[StoredRow]:
         """Follow all stored texts, and move the rows that have drafts from them behind the others.
 
         All rounds have been read. Returns what those rows have, in their order.
@@ -341,7 +341,7 @@ class Scheduler:
 
     def _compact_pages(self) -> None:
         """Move pages together, so that a pass reads few unused ones."""
-        moves = self.pool.pack()
+        moves = self.pool.compact()
         self.cache.copy_pages(moves)
         for response in self.prefilling:
             response.pages = [moves.get(page, page) for page in response.pages]

@@ -78,7 +78,7 @@ class TargetPass:
         hidden, features = self.decoder.features(*flat, attend, self.feature_layers)
         return features.view(count, n, -1), self.decoder.logits(hidden).view(count, n, -1)
 
-    def walk(self, drafts: DraftTree, chosen: Tensor, longest: int | None = None) -> AcceptedPath:
+    def accepted_path(self, drafts: DraftTree, chosen: Tensor, longest: int | None = None) -> AcceptedPath:
         """The path through the target's choices [B, N]; ``longest`` bounds its columns without a look at it."""
         rows, count = self.rows, len(chosen)
         on_path = nodes_on_path(chosen, drafts)

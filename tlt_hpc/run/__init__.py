@@ -6,7 +6,7 @@
 =====================  ===========================================  ==============================================
 what                   when                                         restored by
 =====================  ===========================================  ==============================================
-finished responses     every five minutes of a rollout, and at its  ``kept.open_keeper_gather_kept``: they are not generated again
+finished responses     every five minutes of a rollout, and at its  ``kept.open_keeper``: they are not generated again
 (``kept.py``)          end
 a step's log and its   after the step's update (``train.commit``)   ``replay.replay``: the step's policy update is
 line                                                                repeated, nothing is generated

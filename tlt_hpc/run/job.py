@@ -194,7 +194,7 @@ def make_drafting(
         token_ids = choose_vocabulary(config, assets, drawn_first(config.run, assets.prompts))
     served = make_drafter(shape, seed, decoder.dtype, decoder.device, token_ids, own)
     if decoder.sharding.size > 1:
-        served.split(decoder.sharding)
+        served.set_sharding(decoder.sharding)
     place, rank, num_ranks = gather_cache_placement(config.drafter, world, folder)
     sizes = served.num_features, shape.hidden_size, settings.cache_bytes
     cache = FeatureCache(place, rank, *sizes, num_ranks)
@@ -214,5 +214,5 @@ def gather_cache_placement(drafter: DrafterSection, world: World, folder: RunFol
     template = drafter.cache_folder
     if not template:
         return folder, world.rank, world.size
-    found = world.all_or_none(lambda: node_folder(template, folder.path, world.hostname))
+    found = world.run_on_all_ranks(lambda: node_folder(template, folder.path, world.hostname))
     return RunFolder(found), world.local_rank, world.allgather(world.hostname).count(world.hostname)

@@ -61,7 +61,7 @@ class Keeper:
         is_time = time.monotonic() - self._written_at >= EVERY_SECONDS
         return self._is_open and is_time and len(finished) > self._num_kept
 
-    def keep(self, finished: Sequence[Rollout], durable: bool = False) -> None:
+    def write_new_responses(self, finished: Sequence[Rollout], durable: bool = False) -> None:
         """Write what has been finished since the last time, to a file of its own.
 
         Args:
@@ -79,9 +79,7 @@ class Keeper:
         self._num_kept, self._written_at = len(finished), time.monotonic()
 
 
-def open_keeper_gather_kept(
-    config: Config, folder: RunFolder, world: World, step: int
-) -> tuple[Keeper, dict[SampleKey, Rollout]]:
+def open_keeper(config: Config, folder: RunFolder, world: World, step: int) -> tuple[Keeper, dict[SampleKey, Rollout]]:
     """Collective. Open the keeper of this rank's responses of the step, and read all ranks' of earlier starts."""
     origin, paths = world.once(lambda: (read_weights_origin(config.model, folder, step), folder.kept_parts(step)))
     keeper = Keeper(folder, step, world.rank, origin)

@@ -61,7 +61,7 @@ def replay(job: Job, step: int, shown: Callable[[int], None]) -> tuple[int, Chec
     # after its step, for what a stop adds in the middle of the next one is in the whole checkpoint alone
     saves: dict[int, Checkpoint] = {}
     if job.drafting:
-        saves = job.world.once(partial(job.drafting.checkpoints.within, step + 1, end))
+        saves = job.world.once(partial(job.drafting.checkpoints.list_steps_within, step + 1, end))
     if step < end:
         job.world.say("repeating updates from the rollout logs")
     while True:
@@ -74,7 +74,7 @@ def replay(job: Job, step: int, shown: Callable[[int], None]) -> tuple[int, Chec
         if not saves:
             train_drafter(job, step, num_micro_steps)
         job.engine.release_pages()
-        with BEAT.within(Phase.UPDATE, step):
+        with BEAT.in_phase(Phase.UPDATE, step):
             stats = update_policy(job.config, job.policy, rollouts, rewards).stats
         check_update(job.folder, step, rewards, stats, committed[step])
         if job.world.rank == 0:
@@ -117,7 +117,7 @@ def gather_logged_step(job: Job, step: int) -> tuple[list[Rollout], NDArray[np.f
         UserError: on all ranks, if a file exists and cannot be read now, or the responses are to other prompts.
     """
     world, paths = job.world, job.world.once(lambda: wait_for_step_logs(job.folder, step))
-    found = world.all_or_none(lambda: _read_logs(paths[world.rank :: world.size]))
+    found = world.run_on_all_ranks(lambda: _read_logs(paths[world.rank :: world.size]))
     records = [record for record in found if isinstance(record, StepRecord)]
     damage = "".join(error for error in found if isinstance(error, str))
     reports = world.allgather((damage, sum(len(record.micro_steps) for record in records)))

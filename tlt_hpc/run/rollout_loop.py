@@ -25,7 +25,7 @@ from tlt_hpc.rl.ahead import AheadGeneration
 from tlt_hpc.rl.draws import StepDraws
 from tlt_hpc.rollout.engine import RolloutEngine
 from tlt_hpc.run.job import Drafting, Job
-from tlt_hpc.run.kept import Keeper, find_excluded_token_text, open_keeper_gather_kept
+from tlt_hpc.run.kept import Keeper, find_excluded_token_text, open_keeper
 from tlt_hpc.run.session import engine_status, text_of
 
 
@@ -68,7 +68,7 @@ def roll_out(job: Job, step: int, reporter: RollingReporter) -> RolloutOutcome:
     """
     use = job.plan.next()
     begun = time.time(), time.process_time()
-    keeper, kept = open_keeper_gather_kept(job.config, job.folder, job.world, step)
+    keeper, kept = open_keeper(job.config, job.folder, job.world, step)
     draws = StepDraws(job.config, job.prompts, step)
     scorer = Scorer(job.bench, draws.prompt_of, lambda rollout: text_of(job.tokenizer, rollout.response_tokens))
     if job.drafting:
@@ -138,13 +138,13 @@ def requests_without_kept(
     return [request for request in requests if request.key not in kept]
 
 
-@BEAT.within(Phase.REWARD)
+@BEAT.in_phase(Phase.REWARD)
 def gather_refill_requests(world: World, engine: RolloutEngine, draws: StepDraws, scorer: Scorer) -> list[Request]:
     """Collective. Draw all ranks' requests that replace zero-variance groups; none if there are enough others."""
     if not draws.needs_scores():
         return []
     own = list(engine.finished)
-    scored = list(zip((rollout.key for rollout in own), scorer.rewards(own).tolist(), strict=True))
+    scored = list(zip((rollout.key for rollout in own), scorer.judge_and_wait_for_rewards(own).tolist(), strict=True))
     ranks = world.allgather(scored)  # scores alone: the responses are gathered once, for the update
     return draws.refill(np.array([score for _, score in sorted(chain.from_iterable(ranks))], np.float32))
 
@@ -177,7 +177,7 @@ def generate_until_all_finish(
     def on_round() -> None:
         nonlocal last_token, cpu_last
         last_token, cpu_last = time.time(), time.process_time()
-        scorer.offer(engine.finished)
+        scorer.submit_and_poll(engine.finished)
 
     def status() -> Status:
         return rank_status(engine, world, job.drafting, ahead)
@@ -188,7 +188,7 @@ def generate_until_all_finish(
     def shown(roster: Roster) -> None:
         if keeper.is_due(engine.finished):
             with job.pulse.progressing():
-                keeper.keep(engine.finished)
+                keeper.write_new_responses(engine.finished)
         if world.rank == 0:
             reporter.rolling(step, roster)
 
@@ -198,7 +198,7 @@ def generate_until_all_finish(
     timing = RolloutTiming(start, last_token, time.time())
     engine.abort()  # of its own, what a stop leaves
     ahead.pause()
-    keeper.keep(engine.finished, durable=roster.stopping)  # the update may take long, and may be killed
+    keeper.write_new_responses(engine.finished, durable=roster.stopping)  # the update may take long, and may be killed
     return timing, cpu_last - cpu_start, late_seconds, roster.stopping
 
 
@@ -216,7 +216,7 @@ def train_or_generate_ahead(job: Job, scorer: Scorer, use: IdleWork, ahead: Ahea
         if job.replica.size == 1:
             return True
     if now.state is State.AHEAD:  # the ranks of a replica do so together, whatever each of them has scored
-        ahead.work(roster, now, lambda: is_over(job.pulse, job.world))
+        ahead.generate_ahead_slice(roster, now, lambda: is_over(job.pulse, job.world))
         return True
     if not (use.trains and roster.others_still_generate(job.world.rank)):
         return False
@@ -234,7 +234,7 @@ def rank_status(engine: RolloutEngine, world: World, drafting: Drafting | None, 
     """Return the status that this rank reports to the others in a training run's rollout."""
     now, steps = engine_status(engine, world), len(drafting.spot.records) if drafting else 0
     state = now.state
-    if state is State.IDLE and ahead.is_left:
+    if state is State.IDLE and ahead.has_work:
         state = State.AHEAD
     elif state is State.IDLE and steps:
         state = State.TRAINING
@@ -249,7 +249,7 @@ def open_feature_cache(drafting: Drafting, engine: RolloutEngine, step: int) -> 
     drafting.spot.begin(step)
 
 
-@BEAT.within(Phase.SAVING)
+@BEAT.in_phase(Phase.SAVING)
 def close_feature_cache(drafting: Drafting, stopped: bool) -> None:
     """Close the feature cache of the step: nothing is trained on it before the next rollout."""
     drafting.spot.end()

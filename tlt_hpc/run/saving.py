@@ -41,8 +41,8 @@ def drafter_shard(drafting: Drafting, world: World) -> Iterator[tuple[str, Piece
 
 def should_continue(world: World, checkpoints: CheckpointStore) -> bool:
     """Collective. Return False if a rank was asked to stop; also advances a checkpoint that is being written."""
-    reports, stop = world.exchange(checkpoints.report())
-    checkpoints.advance(reports)
+    reports, stop = world.allgather_with_stop_vote(checkpoints.report())
+    checkpoints.end_save_if_all_done(reports)
     return not stop
 
 
@@ -60,7 +60,7 @@ def save_checkpoint(job: Job, step: int, saved: int) -> int:
     return step
 
 
-@BEAT.within(Phase.SAVING)
+@BEAT.in_phase(Phase.SAVING)
 def begin_save(job: Job, step: int) -> None:
     """Collective. Copy what the next step needs, and begin to write it; nothing else may be being saved."""
     agree_on_owner(job.world, job.folder.status, BEAT.start)
@@ -75,7 +75,7 @@ def begin_save(job: Job, step: int) -> None:
     job.checkpoints.begin(step, job.world, shards, state)
 
 
-@BEAT.within(Phase.SAVING)
+@BEAT.in_phase(Phase.SAVING)
 def save_drafter_if_due(job: Job, step: int) -> None:
     """Collective. Begin to save the drafter alone, if it is trained, and the chooser's counts.
 
@@ -84,7 +84,7 @@ def save_drafter_if_due(job: Job, step: int) -> None:
     if job.drafting is None or not job.config.speculation.trains_drafter:
         return
     store = job.drafting.checkpoints
-    store.advance(job.world.allgather(store.report()))
+    store.end_save_if_all_done(job.world.allgather(store.report()))
     if store.is_saving:
         if job.world.rank == 0 and not job.drafting.warned:
             job.drafting.warned.append(step)
@@ -134,7 +134,7 @@ def finish_saves(job: Job) -> Waited:
     return wait_for_saves(job.world, [job.checkpoints, *([job.drafting.checkpoints] if job.drafting else [])])
 
 
-@BEAT.within(Phase.SAVING)
+@BEAT.in_phase(Phase.SAVING)
 def wait_for_saves(world: World, stores: Sequence[CheckpointStore]) -> Waited:
     """Collective. Wait until these stores save nothing any more, or give up saves that a stop leaves no time for.
 
@@ -144,9 +144,9 @@ def wait_for_saves(world: World, stores: Sequence[CheckpointStore]) -> Waited:
     while True:
         reports = [store.report() for store in stores]
         with BEAT.asking():
-            told, stop = world.exchange((reports, world.flag.is_late))
+            told, stop = world.allgather_with_stop_vote((reports, world.flag.is_late))
         for number, store in enumerate(stores):
-            store.advance([every[number] for every, _ in told])
+            store.end_save_if_all_done([every[number] for every, _ in told])
         under_way = [store for store in stores if store.is_saving]
         late = any(is_late for _, is_late in told)
         if not under_way:
@@ -160,7 +160,7 @@ def wait_for_saves(world: World, stores: Sequence[CheckpointStore]) -> Waited:
         time.sleep(ASK_EVERY_SECONDS)
 
 
-@BEAT.within(Phase.LOADING)
+@BEAT.in_phase(Phase.LOADING)
 def resume(job: Job, shown: Callable[[int], None]) -> tuple[int, int]:
     """Collective. Load the newest checkpoint, repeat the steps logged since, and load the engine's weights.
 
@@ -170,7 +170,7 @@ def resume(job: Job, shown: Callable[[int], None]) -> tuple[int, int]:
     Raises:
         CheckpointError: on all ranks, where there are checkpoints and none is good.
     """
-    checkpoint = job.world.once(job.checkpoints.newest)
+    checkpoint = job.world.once(job.checkpoints.open_newest)
     saved = 0
     if checkpoint is not None:
         saved = checkpoint.step

@@ -281,7 +281,7 @@ def open_judge(reward: RewardSection, world: World) -> Judge:
         except UserError as error:
             raise ConfigError(f"rank {world.rank} on {world.hostname}: {error}") from None
 
-    world.all_or_none(wait_until_ready)
+    world.run_on_all_ranks(wait_until_ready)
     if client.sandbox:
         world.say(f"programs of responses run in a sandbox (by {client.sandbox})")
     return bench
@@ -356,7 +356,7 @@ def choose_vocabulary(config: Config, assets: ModelAssets, prompts: Sequence[Pro
 def draft_among_frequent(drafter: Eagle, config: Config, assets: ModelAssets, prompts: Sequence[Prompt]) -> None:
     """Let a drafter without a head of its own read a part of a wide one: the rows of the most frequent tokens."""
     if num_used_tokens(assets.tokenizer, assets.shape) > config.drafter.vocabulary:
-        drafter.draft_among(choose_vocabulary(config, assets, prompts))
+        drafter.set_draft_vocabulary(choose_vocabulary(config, assets, prompts))
 
 
 def count_tokens(texts: Iterable[NDArray[np.int32]], num_tokens: int) -> NDArray[np.int64]:

@@ -95,7 +95,7 @@ class Retention:
         used = {response.prompt for response in self.responses}
         return [prompt for prompt in self._prompts.values() if prompt in used]
 
-    def add(
+    def store_response(
         self, tokens: NDArray[np.int32], prompt_length: int, features: NDArray[np.uint16], first: int = 0
     ) -> list[Span]:
         """Store a response, with its prompt if that is new; the arguments are those of ``FeatureCacheWriter.append``.
@@ -105,7 +105,7 @@ class Retention:
         key = tokens[:prompt_length].tobytes()
         prompt = self._prompts.get(key)
         if prompt is None and first:
-            return self.add(tokens[first:], prompt_length - first, features)
+            return self.store_response(tokens[first:], prompt_length - first, features)
         split = prompt_length - 1 - first
         num_rows = len(features) - (split if prompt else 0)
         if not self._evict_until_free(num_rows, len(features) - split, prompt):
@@ -253,7 +253,7 @@ class FeatureCacheWriter:
         assert 1 <= prompt_length < len(tokens) and first in (0, prompt_length - 1)
         self._thread.check()
         self.num_appended += 1
-        for span in self.kept.add(tokens, prompt_length, features, first):
+        for span in self.kept.store_response(tokens, prompt_length, features, first):
             assert span.features is not None
             self._pending.append(span)
             self._num_pending_bytes += span.features.nbytes

@@ -122,7 +122,7 @@ def read_model(folder: Path) -> None:
 
 
 def read_checkpoint(folder: Path) -> object:
-    found = CheckpointStore(folder / "run" / "checkpoints", keep=1).newest()
+    found = CheckpointStore(folder / "run" / "checkpoints", keep=1).open_newest()
     assert found is not None
     parts = [(name, found.read(part, name)) for part in sorted(found.tensors) for name in found.names(part)]
     return found.step, repr(found.state), sums(parts)

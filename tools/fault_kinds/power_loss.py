@@ -198,7 +198,7 @@ def wrong_of(run: RunFolder, ranks: int, wanted: list[dict[Any, Any]]) -> Iterat
         if texts(run, step) != wanted[step] or len(run.rollout_logs(step)) != ranks:
             yield f"step {step + 1} has a line, and not its responses"
     for folder in (run.checkpoints, run.drafter_checkpoints):
-        CheckpointStore(folder, keep=1).within(0, STEPS)  # warns of each that is damaged
+        CheckpointStore(folder, keep=1).list_steps_within(0, STEPS)  # warns of each that is damaged
     for path in (*run.kept.glob("step-*/rank-*.h5"), *run.cache.glob("step-*/rank-*.h5")):
         with suppress(DamagedFile):  # is not used
             if path.is_relative_to(run.kept):

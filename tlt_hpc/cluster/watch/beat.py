@@ -99,7 +99,7 @@ class Beat:
         """Called in the handler of a signal that ends this process at once."""
         self._counts: dict[str, int] = {}
 
-    def join(self, member: Member, abort: Callable[[int], None]) -> None:
+    def set_member(self, member: Member, abort: Callable[[int], None]) -> None:
         """Set who this process is, once the ranks have met; ``abort`` ends all of them with a status."""
         self.member, self.abort, self.phase = member, abort, Phase.LOADING
         self.progress += 1
@@ -165,7 +165,7 @@ class Beat:
         self.is_asking = False
 
     @contextmanager
-    def within(self, phase: Phase, step: int | None = None) -> Iterator[None]:
+    def in_phase(self, phase: Phase, step: int | None = None) -> Iterator[None]:
         """Be in a phase, of ``step`` or the current one, then in the one before; also a decorator.
 
         An exception leaves the phase as it is, which is where the rank failed.

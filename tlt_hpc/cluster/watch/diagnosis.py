@@ -56,7 +56,7 @@ class Diagnosis:
         """rank -> heartbeat, and the look at which it was first seen."""
         self._line: str | None = None
 
-    def look(self, limit: int) -> str | None:
+    def count_and_get_verdict(self, limit: int) -> str | None:
         """One more look; returns the line with which this rank ends the job now, or None.
 
         Args:
@@ -66,7 +66,7 @@ class Diagnosis:
         self._allowed = min(max(limit, SILENT_LOOKS[0]), SILENT_LOOKS[1])
         return self._line if self._num_found >= SURE_READINGS else None
 
-    def read(self, own: Record) -> None:
+    def read_and_judge_others(self, own: Record) -> None:
         """Read the others' files, if it is time, and judge; runs in the status writer's thread."""
         if self._looks % self._every:
             return

@@ -74,7 +74,7 @@ class ExitMonitor:
         finally:
             os._exit(0)
 
-    def join(self, member: Member) -> None:
+    def connect_rank(self, member: Member) -> None:
         """Have this rank watched, once the ranks have met."""
         self.send_folder(member, None)
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -107,12 +107,12 @@ class Watch:
     def _member(self) -> Member:
         return self._beat.member or self._nobody
 
-    def look(self) -> None:
+    def check_progress_once(self) -> None:
         """Take one look, as the thread does every second."""
-        self._counter.look()
+        self._counter.update_counters()
         member, folder = self._member, self._beat.folder
         self._leave_old_folder(folder)
-        record = self._counter.record(member)
+        record = self._counter.make_status_record(member)
         self._looks_unwritten = 0 if self._writer.is_idle else self._looks_unwritten + 1
         if not record.stalled:
             self._diagnosis = None
@@ -130,16 +130,16 @@ class Watch:
 
     def _join_monitor(self) -> None:
         if self._monitor is not None:
-            self._monitor.join(self._member)
+            self._monitor.connect_rank(self._member)
 
     def _watch(self) -> None:
         while not self._closing.wait(self._look_seconds):
-            self.look()
+            self.check_progress_once()
 
     def _leave_old_folder(self, folder: Path | None) -> None:
         """Write the last record into the folder that this process had before."""
         if self._folder is not None and folder != self._folder:
-            last = self._counter.record(self._member, FINISHED)
+            last = self._counter.make_status_record(self._member, FINISHED)
             if not self._writer.run_if_idle(partial(self._write, self._folder, last)):
                 return  # at the next look
         self._folder = folder
@@ -148,7 +148,7 @@ class Watch:
         if self._diagnosis is None:
             self._diagnosis = Diagnosis(folder, self._member)
             self._written = None  # so that the others see at once that this rank has stalled
-        line = self._diagnosis.look(record.limit)
+        line = self._diagnosis.count_and_get_verdict(record.limit)
         if line is not None:
             self._end_job_with_verdict(line, record, folder)
 
@@ -160,7 +160,7 @@ class Watch:
         if is_due(record, self._written, HEARTBEAT_LOOKS):
             self._write(folder, record)
         if diagnosis is not None:
-            diagnosis.read(record)
+            diagnosis.read_and_judge_others(record)
 
     def _write(self, folder: Path, record: Record) -> None:
         try:
@@ -198,7 +198,7 @@ class Watch:
         is_first = list[bool]()
 
         def leave() -> None:
-            self._write(folder, self._counter.record(self._member, f"stalled: {line}"))
+            self._write(folder, self._counter.make_status_record(self._member, f"stalled: {line}"))
             try:
                 is_first.append(claim_verdict(folder, record.start, line))
             except OSError:
@@ -227,7 +227,7 @@ class Watch:
         if self._monitor is not None:
             self._monitor.send_ending(ending)
         if folder is not None:
-            record = self._counter.record(member, ending)
+            record = self._counter.make_status_record(member, ending)
             if not self._writer.run_within(LAST_WORD_SECONDS, partial(self._write, folder, record)):
                 say(f"{record.name} could not leave word of its end: {folder} does not answer")
 
@@ -300,7 +300,7 @@ class ProgressCounter:
         self._progress = self._rounds = -1
         self._looks = self._still = self._without_round = 0
 
-    def look(self) -> None:
+    def update_counters(self) -> None:
         """One more look."""
         beat = self._beat
         progress, rounds = beat.progress + beat.written * beat.is_asking, beat.rounds
@@ -310,7 +310,7 @@ class ProgressCounter:
         self._without_round = self._without_round + 1 if beat.in_pulse and rounds == self._rounds else 0
         self._progress, self._rounds = progress, rounds
 
-    def record(self, member: Member, ending: str = "") -> Record:
+    def make_status_record(self, member: Member, ending: str = "") -> Record:
         """The record of this rank now."""
         beat, limit = self._beat, self._limit()
         waiting, still = beat.waiting, self._still

@@ -204,7 +204,9 @@ def load_policy(ablation: Ablation, arm: str, session: Session) -> None:
     """
     node = session.world.node_group
     run, config = RunFolder(ablation.folder / arm), ablation.config
-    checkpoint = node.once(lambda: CheckpointStore(run.checkpoints, config.checkpoint.keep).at(ablation.num_steps))
+    checkpoint = node.once(
+        lambda: CheckpointStore(run.checkpoints, config.checkpoint.keep).open_step(ablation.num_steps)
+    )
     readers = policy_readers(run, config, checkpoint, session.assets.folder)
     weights = ((name, read(None)) for name, read in read_and_broadcast_parts(node, readers))
     session.decoder.load(weights, ablation.num_steps)

@@ -163,9 +163,9 @@ def _drafter(situation: Situation, decoder: Decoder) -> Drafter:
     ids = among if settings.form == "eagle3" else None
     drafter = make_drafter(shape, 0, decoder.dtype, decoder.device, ids)
     if decoder.sharding.size > 1:
-        drafter.split(decoder.sharding)
+        drafter.set_sharding(decoder.sharding)
     if isinstance(drafter, Eagle) and len(among) < shape.vocab_size:
-        drafter.draft_among(among)
+        drafter.set_draft_vocabulary(among)
     return drafter
 
 

@@ -99,9 +99,7 @@ def _compare(given: Reading, wanted: Reading) -> Verdict:
     has_words = any(_WORD.search(reading.text) or reading.tree is None for reading in (given, wanted))
     is_same = has_words and _same_words(given.text, wanted.text)
     if is_same or given.tree is None or wanted.tree is None:
-        return Verdict(
-            float(is_same), detail="" if is_same else f"other words than {wanted.text[:80]!r}", read=shown
-        )
+        return Verdict(float(is_same), detail="" if is_same else f"other words than {wanted.text[:80]!r}", read=shown)
     comparison = AnswerComparison()
     if not comparison.same(given.tree, wanted.tree):
         return Verdict(0.0, detail=f"not equal to {wanted.text[:80]!r}", read=shown)
@@ -117,9 +115,8 @@ def _compare(given: Reading, wanted: Reading) -> Verdict:
 
 def _are_confirmed(pairs: Sequence[tuple[Node, Node]]) -> bool:
     """True if the second way finds all pairs equal, too."""
-    from tlt_hpc.rewards.mathematics.second_way import (
-        is_confirmed_by_sympy,  # sympy takes 0.5 s: most answers need none
-    )
+    # imported here, as sympy takes 0.5 s and most answers need none
+    from tlt_hpc.rewards.mathematics.second_way import is_confirmed_by_sympy
 
     return all(is_confirmed_by_sympy(*pair) for pair in pairs)
 

@@ -46,7 +46,7 @@ class CapturePart:
         return file.stat().st_size if file.exists() else 0
 
 
-@BEAT.within(Phase.ROLLOUT)
+@BEAT.in_phase(Phase.ROLLOUT)
 def capture(warmup: Warmup, shown: Callable[[int, int], None]) -> bool:
     """Write the missing parts, one of each replica at a time, until all ranks' bytes for features are used. Collective.
 

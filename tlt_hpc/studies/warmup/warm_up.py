@@ -168,7 +168,7 @@ def choose_vocabulary(warmup: Warmup, captured: CapturedDocuments) -> None:
     warmup.trainer.trained.draft_among(most_frequent_tokens(counts, len(ids), settings.eos_token_ids))
 
 
-@BEAT.within(Phase.UPDATE)
+@BEAT.in_phase(Phase.UPDATE)
 @deterministic()
 def take_update(
     warmup: Warmup, captured: CapturedDocuments, batch: Sequence[int], progress: Progress
@@ -210,7 +210,7 @@ def make_validation_engine(warmup: Warmup) -> RolloutEngine:
     return engine
 
 
-@BEAT.within(Phase.EVALUATION)
+@BEAT.in_phase(Phase.EVALUATION)
 def validate(
     warmup: Warmup, engine: RolloutEngine, captured: CapturedDocuments, progress: Progress, reporter: WarmupReporter
 ) -> tuple[Progress, bool]:
@@ -300,7 +300,7 @@ def resume(warmup: Warmup) -> Progress:
     Raises:
         CheckpointError: there are saves, and none is good.
     """
-    saved = warmup.world.once(warmup.saves.newest)
+    saved = warmup.world.once(warmup.saves.open_newest)
     if saved is None:
         return Progress()
     node, names = warmup.world.node_group, saved.names("drafter")
