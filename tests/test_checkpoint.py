@@ -431,7 +431,7 @@ def test_what_is_not_finite_reaches_no_checkpoint(store, value):
 
 def test_no_room_for_a_save_ends_it_on_all_ranks(store, monkeypatch):
     no_memory = CheckpointError("no room in host memory")
-    monkeypatch.setattr(store[1]._copy, "take", Mock(side_effect=no_memory))
+    monkeypatch.setattr(store[1]._copy, "copy_tensor", Mock(side_effect=no_memory))
     assert begin(store, size=3) == ["no room in host memory"] * 3
     assert not any(each.is_saving for each in store)
 

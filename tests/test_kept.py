@@ -104,7 +104,7 @@ def test_responses_of_a_step_are_kept_until_its_line_is_there(tmp_path):
     """A start that ends at the line generates only what is missing."""
     folder = RunFolder(tmp_path)
     write_step(folder.rollout_log(5, 0), small_record(5, 0))
-    Keeper(folder, 5, 0, "here").keep([response(1)])
+    Keeper(folder, 5, 0, "here").write_new_responses([response(1)])
     make_folder(folder.status)
     claim_owner(folder.status, BEAT.start)
     blocked = part_of(folder.metrics)

@@ -150,7 +150,7 @@ def test_slurms_answers_do_not_depend_on_the_users_settings(cluster: Cluster) ->
     cluster.program("squeue", '[[ -v SQUEUE_PARTITION ]] || echo "5|RUNNING|None"')
     shown = r"JobId=5 JobName=l\344uft PreemptTime=${SLURM_TIME_FORMAT:-2026-11-27T10:00:00}\n"
     cluster.program("scontrol", f'printf "{shown}"')
-    assert read_queue()["5"].is_live and Allocation("5", 0).is_preempted()
+    assert read_queue()["5"].is_live and Allocation("5", 0).ask_if_preempted()
     assert ask(["scontrol"], 10).out.startswith("JobId=5 JobName=l\ufffduft")
 
 
