@@ -244,6 +244,7 @@ def test_only_the_passes_of_a_micro_step_round_their_products(tmp_path, monkeypa
     assert trainer.micro_step(lambda: next(answers)) and seen[2:] == [True] and not allowed.allow_tf32
 
 
+@pytest.mark.ci
 def test_micro_steps_are_sized_by_the_slowest_of_the_last(tmp_path, monkeypatch):
     monkeypatch.setattr(DrafterSection, "micro_step_seconds", 0.5)
     trainer = filled_trainer(tmp_path, 48, micro_step_tokens=4000)

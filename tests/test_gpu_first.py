@@ -47,6 +47,7 @@ def test_tools_that_are_copied_import_no_others():
         assert not {path.stem for path in (ROOT / "tools").glob("*.py")} & imported - copied, name
 
 
+@pytest.mark.ci
 @pytest.mark.skipif(not has_triton(), reason="needs triton, which a tool asks for first")
 def test_the_commands_of_a_gpu_are_accepted_by_their_tools(tmp_path):
     """As far as arguments go: without a GPU each of them ends with its one line about that, or asks for its help."""

@@ -34,6 +34,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder.path
 
 
+@pytest.mark.ci
 def test_damaged_run_folders_are_answered_in_a_line(base: Path) -> None:
     told = python("tools/faults.py", "folders", "--seed", 3, "--count", 3, "--run", base).stdout
     assert "18 cases in" in told and ": 0 wrong" in told

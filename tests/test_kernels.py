@@ -255,9 +255,9 @@ CASES = [  # (B, N, h, g, d, page_size, longest), window, tall tiles
 ]
 
 
-@pytest.mark.parametrize("window", [0, 100])
+@pytest.mark.parametrize("window", [0, pytest.param(100, marks=pytest.mark.ci)])
 @pytest.mark.parametrize("kind", ["chain", "tree"])
-@pytest.mark.parametrize(("N", "B"), [(3, 5), (9, 2)])
+@pytest.mark.parametrize(("N", "B"), [(3, 5), pytest.param(9, 2, marks=pytest.mark.ci)])
 def test_programs_share_the_spans_of_all_sequences(triton, N, B, kind, window, monkeypatch):
     """Few programs take many spans of sequences of any length, in tables with room for more, each span once.
 
@@ -278,7 +278,9 @@ def test_programs_share_the_spans_of_all_sequences(triton, N, B, kind, window, m
     assert all(torch.equal(other, found[0]) for other in found[1:])
 
 
-@pytest.mark.parametrize("dtype", DOT_DTYPES)
+@pytest.mark.parametrize(
+    "dtype", [DOT_DTYPES[0], *(pytest.param(each, marks=pytest.mark.ci) for each in DOT_DTYPES[1:])]
+)
 @pytest.mark.parametrize("by_span", [False, True])
 @pytest.mark.parametrize("kind", ["chain", "tree"])
 @pytest.mark.parametrize(("sizes", "window", "tall"), CASES)

@@ -191,6 +191,7 @@ def test_the_distance_from_the_base_in_the_loss_is_the_same_at_every_stage() -> 
 
 
 @pytest.mark.mpi
+@pytest.mark.ci
 def test_a_run_with_adapters_resumes_bit_for_bit_and_is_exported_and_evaluated(tmp_path: Path) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     tlt(2, "train", *RUN, f"run.folder={whole}", "run.num_steps=3")

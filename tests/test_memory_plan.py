@@ -339,6 +339,7 @@ def run_with(left: int | None, words: list[str]) -> subprocess.CompletedProcess[
 
 
 @pytest.mark.mpi
+@pytest.mark.ci
 @pytest.mark.parametrize("settings", [["lora.rank=4"], ["optimizer.zero_stage=3", "optimizer.offload=parameters"]])
 def test_plan_preflight_and_a_run_on_cpus_count_the_same_host_memory(
     settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -124,6 +124,7 @@ def test_the_fused_loop_gives_the_same_bits():
     ), "one row"
 
 
+@pytest.mark.ci
 def test_a_compiler_that_fails_costs_speed_alone(tmp_path):
     compiler = tmp_path / "no-compiler"
     compiler.write_text("#!/bin/sh\necho cannot compile >&2; exit 1\n")

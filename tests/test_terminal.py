@@ -161,6 +161,7 @@ def test_progress_of_long_work_is_printed_less_and_less_often(
 # -- pages ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.ci
 def test_pages_and_figures_escape_control_characters(tmp_path: Path) -> None:
     run = small_run(tmp_path / "a\x1b[31m$x$\u202e")
     strategy = {"strategy_names": ("off", "drafter\x1b[31m\x01$x$")}

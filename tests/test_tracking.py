@@ -363,6 +363,7 @@ def wandb_rows(path: Path) -> list[tuple[int, float]]:
     return rows
 
 
+@pytest.mark.ci
 @needs_wandb
 def test_a_start_after_a_kill_writes_all_steps_to_the_offline_file(tmp_path):
     """The library holds steps in memory for seconds, which a SIGKILL takes."""

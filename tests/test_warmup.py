@@ -182,6 +182,7 @@ def test_patience_ends_it_and_the_best_is_kept(tmp_path, monkeypatch):
 # -- killed, stopped, and on other ranks ----------------------------------------------------------------------------
 
 
+@pytest.mark.ci
 def test_after_many_kills_the_result_has_the_same_bits(straight, tmp_path):
     for moment, number in [("capturing", 3), ("capturing", 34), ("learned", 1), ("validated", 4), ("learned", 7)]:
         with pytest.raises(Killed):
@@ -350,6 +351,7 @@ def with_response(rollout, tokens: list[int]):
 # -- bounds and refusals --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.ci
 def test_after_the_bytes_ran_out_it_resumes_to_the_same_bits(tmp_path_factory, tmp_path):
     """The bytes suffice for two of its three parts."""
     folder, bounds = tmp_path_factory.mktemp("bounded"), ("warmup.responses=96", "drafter.cache_bytes=800_000")

@@ -21,6 +21,7 @@ SHORT = [*SETTINGS, "run.stall_factor=0.05"]
 
 
 @pytest.mark.mpi
+@pytest.mark.ci
 @pytest.mark.timeout(900)
 def test_every_fault_strikes_and_nothing_is_lost(tmp_path: Path) -> None:
     command = ["-m", "tlt_hpc", "rehearse", "jobs/tiny.toml", *SHORT, f"run.folder={tmp_path}"]
