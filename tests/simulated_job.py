@@ -180,7 +180,7 @@ class Driver:
         BEAT.set_member(Member(world.rank, world.size, process.host, start, {}), lambda status: None)
 
         def claim() -> None:
-            folder.create()
+            folder.make_missing_folders()
             claim_owner(folder.status, start)
 
         world.once(claim)

@@ -49,7 +49,7 @@ class Contest:
     def work(self, start: str, process: Process) -> int:
         cluster, folder, begun = self.cluster, self.folder, self.cluster.now
         BEAT.set_member(Member(0, 1, process.host, start, {}), lambda status: None)
-        folder.create()
+        folder.make_missing_folders()
         claim_owner(folder.status, start)
         before = self.owner
         is_at_work = before is not None and before.status is None and self.claimed[before][1] < begun

@@ -197,7 +197,7 @@ def parts() -> Iterator[None]:
         for module, changes in {
             train: {
                 "read_exam_all_ranks": nothing, "reserve_copy": nothing, "check_judged": nothing,
-                "save_drafter": nothing,
+                "write_final_drafter": nothing,
                 "roll_out": roll_out, "resume": resume, "sums_on_gpus": lambda: False, "update_policy": update,
                 "gather_step": lambda job, rollouts, rewards: (job.world.allgather(rollouts), rewards),
                 "make_record": lambda job, step, *_: {"step": step, "rank": job.world.rank, "ranks": job.world.size},

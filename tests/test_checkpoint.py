@@ -35,7 +35,7 @@ from tlt_hpc.common.errors import UserError
 from tlt_hpc.common.host_memory import available_bytes
 from tlt_hpc.models import weight_files
 from tlt_hpc.models.piece import Cut, Piece, own_pieces
-from tlt_hpc.run.saving import save_drafter_if_due
+from tlt_hpc.run.saving import begin_drafter_save_if_due
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.step_lines import best_evaluated
 
@@ -347,13 +347,13 @@ def test_no_step_waits_for_the_drafters_own_saves(tmp_path, disk, caplog):
         engine=SimpleNamespace(chooser=SimpleNamespace(acceptance=SimpleNamespace(state=dict))),
     )  # fmt: skip
     for step in (2, 4, 6):
-        save_drafter_if_due(job, step)
+        begin_drafter_save_if_due(job, step)
     (warning,) = caplog.messages
     assert "step 4: the drafter of an earlier step is still being written to" in warning and store.is_saving
     disk.set()
     store.wait_for_save(OneRank())
     assert names_in(tmp_path) == ["step-000002"], "those that found the disk busy were left out"
-    save_drafter_if_due(job, 8)
+    begin_drafter_save_if_due(job, 8)
     store.wait_for_save(OneRank())
     assert names_in(tmp_path) == ["step-000008"]
 

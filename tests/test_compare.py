@@ -44,7 +44,7 @@ def write_run(
     """
     rollouts = seconds if isinstance(seconds, Sequence) else [seconds] * num_steps
     folder = RunFolder(path)
-    folder.create()
+    folder.make_missing_folders()
     for step in range(num_steps):
         for rank in (0, 1):
             response = [token if rank else 7, 8, 9, 1]

@@ -28,7 +28,7 @@ from tokenizers import Tokenizer, processors
 from tlt_hpc.cli.main import main
 from tlt_hpc.common.records import ChatFormat
 from tlt_hpc.config import load_config
-from tlt_hpc.data.inspect import inspect
+from tlt_hpc.data.inspect import inspect_data_set
 from tlt_hpc.data.prompts import open_prompts
 from tlt_hpc.data.reader import PromptReader
 from tlt_hpc.plan.inputs import read_assets
@@ -120,7 +120,7 @@ def test_a_broken_row_is_named_by_file_and_line(case, tmp_path):
     path = write_jsonl(tmp_path / "data.jsonl", [GOOD, "", case["row"]])
     said = refusal(open_data, path)
     assert said.startswith(f"{path}:3: {case['reason']}")
-    assert [str(error) for error in inspect(reader_of(path), 16).broken] == [said]
+    assert [str(error) for error in inspect_data_set(reader_of(path), 16).broken] == [said]
 
 
 @pytest.mark.parametrize("tools", [None, [], "", "[]", {}])
@@ -191,7 +191,7 @@ Captured = pytest.CaptureFixture[str]
 def test_counts(tmp_path):
     rows = [gcd_row(i, data_source="ab"[i % 2]) for i in (3, 4, 5, 6, 3)]
     rows += [gcd_row(7, data_source="a", answer=""), {"prompt": "1=" * 10, "answer": "1", "data_source": "a"}]
-    found = inspect(reader_of(write_jsonl(tmp_path / "a.jsonl", [*rows, *["{"] * 25])), 16)
+    found = inspect_data_set(reader_of(write_jsonl(tmp_path / "a.jsonl", [*rows, *["{"] * 25])), 16)
     a, b = found.sources
     assert (found.num_rows, len(found.broken)) == (32, 25)
     assert (a.source, a.lengths, a.num_overlong, a.num_unanswered) == ("a", [5, 6, 6, 20], 1, 1)

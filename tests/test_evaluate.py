@@ -206,7 +206,7 @@ def test_sets_and_the_sources_within_them(tmp_path):
 def run(tmp_path) -> RunFolder:
     """A run with a checkpoint of step 2: the embedded model's weights."""
     run = RunFolder(tmp_path / "tiny")
-    run.create()
+    run.make_missing_folders()
     run.config.write_text(to_toml(load_config(TINY, [f"run.folder={tmp_path}"])))
     weights = {f"{name}.master": tensor.float() for name, tensor in folder_weights(embedded_folder())}
     CheckpointStore(run.checkpoints, keep=2).save(2, OneRank(), {"policy": weights}, {})

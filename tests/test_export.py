@@ -100,7 +100,7 @@ def masters(factor: float) -> dict[str, Tensor]:
 def run(tmp_path: Path) -> Path:
     """A run's folder with checkpoints of steps 10 and 20, whose drafters and policies differ by a factor of 2."""
     folder = RunFolder(tmp_path / "tiny")
-    folder.create()
+    folder.make_missing_folders()
     configure(folder.path)
     store = CheckpointStore(folder.checkpoints, keep=2)
     for step, factor in ((10, 1.0), (20, 2.0)):
@@ -431,7 +431,7 @@ def test_text_from_a_job_is_text_in_the_card_of_a_policy_without_a_log(run):
 
 def test_the_gain_over_the_plain_run_of_a_comparison_is_in_the_card(run):
     plain = run.parent / "plain"
-    RunFolder(plain).create()
+    RunFolder(plain).make_missing_folders()
     configure(plain, "speculation.mode=plain")
     write_figures(plain, 9.75, num_steps=8)
     said = []

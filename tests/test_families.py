@@ -227,7 +227,7 @@ def test_an_exported_policy_opens_in_transformers(family, folders, tmp_path):
         Path(__file__).parent.parent / "jobs" / "tiny.toml", [f"run.folder={tmp_path}", f"model.path={folders[family]}"]
     )
     run, model = RunFolder(config.folder), random_models.random_model(family, seed=1)
-    run.create()
+    run.make_missing_folders()
     run.config.write_text(to_toml(config))
     masters = {f"{name}.master": parameter.detach() for name, parameter in model.named_parameters()}
     CheckpointStore(run.checkpoints, keep=1).save(3, OneRank(), {"policy": masters}, {})  # type: ignore[arg-type]

@@ -151,7 +151,7 @@ def test_what_leads_out_of_a_file_is_not_followed(tmp_path: Path, kind: str) -> 
     hdf5.put_array(file.root, "a", np.arange(4, dtype=np.int32))
     file.commit(1)
     with hdf5.CommittedFile(path, KIND) as whole:
-        assert whole.array("a").tolist() == [0, 1, 2, 3]
+        assert whole.read_array("a").tolist() == [0, 1, 2, 3]
     with h5py.File(path, "r+") as struck:
         del struck["a"]
         if kind == "external link":
@@ -173,4 +173,4 @@ def test_what_leads_out_of_a_file_is_not_followed(tmp_path: Path, kind: str) -> 
         hdf5.CommittedFile(path, KIND) as file,
         file.raising_damaged_file(),
     ):
-        file.array("a")
+        file.read_array("a")

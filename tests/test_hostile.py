@@ -23,7 +23,7 @@ from tlt_hpc.config import load_config, to_toml
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run's folder with everything that the tool damages, written by hand."""
     folder = small_run(tmp_path_factory.mktemp("base") / "tiny")
-    folder.create()
+    folder.make_missing_folders()
     folder.config.write_text(to_toml(load_config(TINY, ["run.name=tiny"])))
     folder.finished.write_text(json.dumps({"num_steps": 3, "policy_sha256": "a" * 64}))
     (folder.path / "data.json").write_text(json.dumps({"data.source": "embedded:gcd"}))

@@ -81,7 +81,7 @@ def report(run: RunFolder, **changes: object) -> None:
 def run(tmp_path):
     """A run of forty steps on two ranks: twelve are done, and the next one is in its rollout."""
     folder = RunFolder(tmp_path / "run")
-    folder.create()
+    folder.make_missing_folders()
     folder.config.write_text(CONFIG)
     folder.metrics.write_text(lines_of(12))
     own(folder)

@@ -130,7 +130,7 @@ def log_step(job: Any, step: int, weights: int, lacking: int = 0, response: Sequ
     requests = StepDraws(job.config, job.prompts, step).requests()[lacking:]
     rollouts = [make_rollout(r.key, r.prompt_tokens, response, weight_version=weights) for r in requests]
     record = step_record(step, rollouts, np.arange(len(rollouts)))
-    job.folder.create()
+    job.folder.make_missing_folders()
     path: Path = job.folder.rollout_log(step, 0)
     write_step(path, record)
     return path

@@ -109,7 +109,7 @@ def save_and_come_back(folder: str) -> dict[str, Any]:
     reserved, started = job.drafting.checkpoints._copy.num_bytes, state_of(job)
     for step in range(2):
         run.take_step(job, step, Silent())
-        saving.save_drafter_if_due(job, step + 1)
+        saving.begin_drafter_save_if_due(job, step + 1)
         saving.finish_saves(job)
     wanted, alone, logs = state_of(job), job.folder.drafter_checkpoints, job.folder.rollout_logs(0)
     sizes = [reserved, job.drafting.checkpoints._copy.num_bytes]

@@ -48,14 +48,14 @@ from tlt_hpc.run.job import Job, build_job
 from tlt_hpc.run.kept import drop_kept
 from tlt_hpc.run.rollout_loop import RollingReporter, RolloutOutcome, close_feature_cache, roll_out
 from tlt_hpc.run.saving import (
+    begin_drafter_save_if_due,
     drop_steps_after,
     reserve_copy,
     resume,
     save_at_end,
     save_checkpoint,
-    save_drafter,
-    save_drafter_if_due,
     should_continue,
+    write_final_drafter,
 )
 from tlt_hpc.storage.folder import RunFolder, rank_of, sync
 from tlt_hpc.storage.records import record_finished
@@ -137,14 +137,14 @@ def take_steps(job: Job, follow: Callable[[int], None] | None, reporter: Reporte
             if step % config.checkpoint.every_steps == 0:
                 saved = save_checkpoint(job, step, saved)
             else:
-                save_drafter_if_due(job, step)
+                begin_drafter_save_if_due(job, step)
         with timer.between_steps("testing"):
             judged = evaluate_and_track(job, evaluation, follow, step, reporter)
     stop, is_saved = save_at_end(job, saved, step)
     finished = step >= config.run.num_steps and judged and is_saved
     digest = ""
     if finished:
-        world.once(lambda: save_drafter(job.folder, job.drafting))
+        world.once(lambda: write_final_drafter(job.folder, job.drafting))
         digest = job.policy.gather_weights_sha256()  # gathers the whole policy
         world.once(lambda: record_finished(job.folder.finished, step, digest))
     yield RunResult(first, step, finished, digest, world.flag.reason if stop and not finished else "")

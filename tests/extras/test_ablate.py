@@ -82,7 +82,7 @@ def test_an_ablation_may_grow_but_not_change(tmp_path):
     begun = plan(tmp_path, steps=4, arms="tail,plain")
     assert begun.arms == ("plain", "tail") and begun.folder == tmp_path / "tiny-ablate"
     folder = RunFolder(begun.folder / "tail")
-    folder.create()
+    folder.make_missing_folders()
     folder.config.write_text(to_toml(begun.config_of("tail")))
     record_finished(RunFolder(begun.config_of("tail").folder).finished, 4, "abc")
     assert study.finished_arms(begun) == {"tail": "abc"}

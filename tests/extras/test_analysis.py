@@ -237,7 +237,7 @@ def test_rounds_of_a_replica_count_once(folder: RunFolder) -> None:
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, RunLog]:
     """The runs that the figures are tried on, each made once."""
     place = tmp_path_factory.mktemp("runs")
-    RunFolder(place / "begun").create()
+    RunFolder(place / "begun").make_missing_folders()
     small_run(place / "ranks", num_steps=1, num_ranks=40)
     run_with_refill(place / "refill", phases=(PhaseSpan("testing", START - 400, START - 1),))
     for name, num_steps, num_ranks in (("few", 3, 2), ("long", 60, 1)):

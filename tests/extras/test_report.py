@@ -324,7 +324,7 @@ def damage(folder: RunFolder) -> None:
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        (lambda run: (shutil.rmtree(run.path), run.create()), "no step is committed yet"),
+        (lambda run: (shutil.rmtree(run.path), run.make_missing_folders()), "no step is committed yet"),
         (damage, "Not everything could be read"),
         (lambda run: run.config.unlink(), ""),
         (lambda run: shutil.rmtree(run.rollouts), ""),

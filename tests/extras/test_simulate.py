@@ -137,7 +137,7 @@ def write_run(
     """A run whose plain rounds take ``plain`` seconds, all others a second more for two tokens; steps take 2 seconds
     and a tenth of a second for each token more than rollouts."""
     run, rng = RunFolder(folder), np.random.default_rng(0)
-    run.create()
+    run.make_missing_folders()
     given = ["run.name=known", "rollout.prompts_per_step=8", "rollout.group_size=2", "rollout.max_live=8"]
     run.config.write_text(to_toml(load_config(TINY, given)))
     for step in range(num_steps):

@@ -41,7 +41,7 @@ def claim_folder(
 
     def write_claim() -> tuple[str, str]:
         check_resumable(folder.config, config)
-        folder.create()
+        folder.make_missing_folders()
         claim_owner(folder.status, BEAT.start)
         warn_and_clear_last_end(folder.status, BEAT.start)
         with writing_beside(folder.config) as path:

@@ -16,7 +16,7 @@ from tlt_hpc.common.words import count
 from tlt_hpc.config import EMBEDDED_TASK, Config, ConfigError, load_config
 from tlt_hpc.data.evaluation_sets import open_reader
 from tlt_hpc.data.files import config_of
-from tlt_hpc.data.inspect import Inspection, SourceCounts, inspect
+from tlt_hpc.data.inspect import Inspection, SourceCounts, inspect_data_set
 from tlt_hpc.data.reader import PromptReader
 from tlt_hpc.models.shape import read_shape
 from tlt_hpc.models.tokenizer import find_model, load_tokenizer
@@ -40,7 +40,7 @@ def run(options: argparse.Namespace) -> int:
     folder = find_model(model or config.model.path) if model or is_job else None
     console, all_of_use = make_console(140), True
     for reader in _readers(config, folder, is_judged=is_job or bool(config.reward.model_fields_set)):
-        found = inspect(reader, config.data.max_prompt_tokens)
+        found = inspect_data_set(reader, config.data.max_prompt_tokens)
         _print(console, reader, found, folder is not None)
         all_of_use &= found.is_of_use
     return 0 if all_of_use else 1

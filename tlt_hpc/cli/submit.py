@@ -289,7 +289,7 @@ def check_member(config: str, member: SubmittedRun, num_ranks: int) -> None:
         raise ConfigError(f"{member.name}: {error}{here}") from None
 
 
-def drafters_before(after: Sequence[str]) -> set[Path]:
+def drafter_folders_to_come(after: Sequence[str]) -> set[Path]:
     """Return the drafter folders that the warm-ups named by ``--after`` will write."""
     warmups = [load(Path(word)) for word in after if not is_job(word)]
     return {
@@ -315,7 +315,7 @@ def preflight(config: str, submission: Submission, before: Sequence[str], gpu_me
     failures, findings, warnings = list[str](), 0, 0
     arguments = submission.members[0].arguments[2:]
     drafter = Path(load_config(config, arguments).drafter.init).resolve()
-    is_made_before = bool(before) and drafter in drafters_before(submission.after)
+    is_made_before = bool(before) and drafter in drafter_folders_to_come(submission.after)
     with tempfile.TemporaryDirectory() as place:
         script = Path(place) / "submission.sh"
         script.write_text(

@@ -58,12 +58,12 @@ def member_status(submission: Submission, member: SubmittedRun, queue: Mapping[s
     else:
         state = job_state(queued, status, cancelled_file(submission, job).exists())
     has_failed = status not in (None, 0, STOPPED_EARLY) and state != CANCELLED
-    if not (is_live or is_blocked or has_failed) and has_finished(submission.place(member), member):
+    if not (is_live or is_blocked or has_failed) and has_done_all_steps(submission.place(member), member):
         state = FINISHED
     return MemberStatus(member, state, is_live, is_blocked, log if log.exists() else None)
 
 
-def has_finished(place: Path, member: SubmittedRun) -> bool:
+def has_done_all_steps(place: Path, member: SubmittedRun) -> bool:
     """Return True if a member's run, in folder ``place``, has done all the steps that it is to have.
 
     Raises:

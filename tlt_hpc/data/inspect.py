@@ -42,7 +42,7 @@ class Inspection:
         return num_right > 0 and not self.broken
 
 
-def inspect(reader: PromptReader, max_prompt_tokens: int) -> Inspection:
+def inspect_data_set(reader: PromptReader, max_prompt_tokens: int) -> Inspection:
     """Read every row.
 
     Raises:

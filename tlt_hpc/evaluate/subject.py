@@ -149,7 +149,7 @@ def load_weights(
     model = config.model.path
     samples, cuts, dtype = dict[str, str](), decoder.weight_cuts(), DTYPES[config.model.dtype]
 
-    def parts() -> Iterator[tuple[str, Tensor]]:
+    def read_parts_and_keep_samples() -> Iterator[tuple[str, Tensor]]:
         for number, (name, read) in enumerate(
             read_and_broadcast_parts(world.node_group, _readers(subject, checkpoint, model))
         ):
@@ -163,7 +163,7 @@ def load_weights(
                 yield name, whole[cut.slices]
 
     try:
-        decoder.load(parts(), 0, are_cut=True)
+        decoder.load(read_parts_and_keep_samples(), 0, are_cut=True)
     except UserError:  # files that cannot be read, whatever they hold
         raise
     except ValueError as error:

@@ -170,7 +170,7 @@ def read_and_broadcast_parts(
         return
     left, found = iter(readers), list[Tensor]()
 
-    def look() -> list[tuple[str, torch.Size, torch.dtype]]:
+    def read_next_block() -> list[tuple[str, torch.Size, torch.dtype]]:
         found.clear()
         told, size = [], 0
         for name, read in left:
@@ -181,7 +181,7 @@ def read_and_broadcast_parts(
                 break
         return told
 
-    while told := node.once(look):
+    while told := node.once(read_next_block):
         tensors = list(found) or [torch.empty(shape, dtype=dtype) for _, shape, dtype in told]
         broadcast_on_node(node, tensors)
         yield from ((name, partial(_cut, name, tensor)) for (name, _, _), tensor in zip(told, tensors, strict=True))

@@ -11,7 +11,7 @@ finished responses     every five minutes of a rollout, and at its  ``kept.open_
 a step's log and its   after the step's update (``train.commit``)   ``replay.replay``: the step's policy update is
 line                                                                repeated, nothing is generated
 drafter alone          after every step, if the last is written     ``replay.replay``, on the way to its step
-(``saving.py``)        (``save_drafter_if_due``)
+(``saving.py``)        (``begin_drafter_save_if_due``)
 checkpoint: policy,    every ``checkpoint.every_steps`` steps, at   ``saving.resume``, first of all
 optimizer, reference,  the end and before a stop (``save_at_end``)
 drafter, strategies

@@ -76,7 +76,7 @@ def begin_save(job: Job, step: int) -> None:
 
 
 @BEAT.in_phase(Phase.SAVING)
-def save_drafter_if_due(job: Job, step: int) -> None:
+def begin_drafter_save_if_due(job: Job, step: int) -> None:
     """Collective. Begin to save the drafter alone, if it is trained, and the chooser's counts.
 
     No step waits for it: if the last one is still being written, this one is left out, with one warning in a run.
@@ -210,7 +210,7 @@ def drop_steps_after(folder: RunFolder, drafting: Drafting | None, step: int) ->
         drafting.checkpoints.drop_after(step)
 
 
-def save_drafter(folder: RunFolder, drafting: Drafting | None) -> None:
+def write_final_drafter(folder: RunFolder, drafting: Drafting | None) -> None:
     """Write the drafter to the run's folder, for ``drafter.init`` of another run; for rank 0.
 
     Raises:

@@ -114,7 +114,7 @@ class FeatureCacheReader:
 
     @cached_property
     def _tokens(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        return self._file.array("prompt_tokens"), self._file.array("response_tokens")
+        return self._file.read_array("prompt_tokens"), self._file.read_array("response_tokens")
 
     def _rows_of(self, which: int) -> NDArray[np.int64]:
         """The rows of a prompt, or of response ``which`` - G."""
@@ -123,14 +123,14 @@ class FeatureCacheReader:
 
     def _load_tables(self) -> None:
         file = self._file
-        self.weight_version = int(file.number("weight_version"))
-        self.shape = (int(file.number("num_layers")), int(file.number("hidden_size")))
+        self.weight_version = int(file.read_number("weight_version"))
+        self.shape = (int(file.read_number("num_layers")), int(file.read_number("hidden_size")))
         ends = ("prompt_ends", "response_ends", "extent_ends")
         self._prompt_ends, self._response_ends, self._extent_ends = (
-            np.concatenate([np.zeros(1, np.int64), file.array(name)]) for name in ends
+            np.concatenate([np.zeros(1, np.int64), file.read_array(name)]) for name in ends
         )
-        self._prompt_of: NDArray[np.int64] = file.array("prompt_of")
-        self._extents: NDArray[np.int64] = file.array("extents")
+        self._prompt_of: NDArray[np.int64] = file.read_array("prompt_of")
+        self._extents: NDArray[np.int64] = file.read_array("extents")
         self._features = file.dataset("features")
 
     def _check_tables(self) -> None:

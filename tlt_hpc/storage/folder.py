@@ -82,7 +82,7 @@ class RunFolder:
         """All ranks' files of ``kept_part`` that exist, in order."""
         return sorted(_folder_of(self.kept, step).glob("rank-*-[0-9]*.h5"))
 
-    def create(self) -> None:
+    def make_missing_folders(self) -> None:
         """Make the run's folders; those that exist stay as they are.
 
         Raises:

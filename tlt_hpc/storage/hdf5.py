@@ -146,7 +146,7 @@ class CommittedFile:
             self._bytes.close()
             raise
 
-    def array(self, name: str) -> NDArray[Any]:
+    def read_array(self, name: str) -> NDArray[Any]:
         """All of an array.
 
         Raises:
@@ -166,11 +166,11 @@ class CommittedFile:
         """Length of an array's first axis; raises as ``array``."""
         return int(self._open_array(name).shape[0])
 
-    def texts(self, name: str) -> tuple[str, ...]:
+    def read_texts(self, name: str) -> tuple[str, ...]:
         """An array of names; raises as ``array``."""
-        return tuple(bytes(text).decode() for text in self.array(name))
+        return tuple(bytes(text).decode() for text in self.read_array(name))
 
-    def number(self, name: str) -> float:
+    def read_number(self, name: str) -> float:
         """A scalar attribute of a group, or of the file itself.
 
         Raises:
@@ -178,11 +178,11 @@ class CommittedFile:
         """
         return float(self._attribute(name))
 
-    def text(self, name: str) -> str:
+    def read_text(self, name: str) -> str:
         """An attribute that is a text; raises as ``number``."""
         return bytes(self._attribute(name)).decode()
 
-    def numbers(self, place: str) -> dict[str, float]:
+    def read_numbers(self, place: str) -> dict[str, float]:
         """All attributes of a group; raises as ``number``."""
         group = self._group(place)
         found = (h5a.open(group, index=index) for index in range(h5a.get_num_attrs(group)))
@@ -216,14 +216,14 @@ class CommittedFile:
 
     def _check_header(self) -> int:
         """The commit counter of a file of the right kind and schema."""
-        if not h5a.exists(self._file.id, b"kind") or self.text("kind") != self._kind.name:
+        if not h5a.exists(self._file.id, b"kind") or self.read_text("kind") != self._kind.name:
             raise ValueError(f"it does not say that it is a {self._kind.name}")
-        schema = int(self.number("schema"))
+        schema = int(self.read_number("schema"))
         if schema != self._kind.schema:
             raise ValueError(f"it has schema {schema} and this version reads schema {self._kind.schema}")
         if not h5a.exists(self._file.id, b"committed"):
             raise ValueError("it was never committed (its writer was killed)")
-        return int(self.number("committed"))
+        return int(self.read_number("committed"))
 
     def _open_array(self, name: str) -> Any:
         dataset = self._open(name)

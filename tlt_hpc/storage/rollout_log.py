@@ -83,7 +83,7 @@ def rollout_columns(rollouts: Sequence[Rollout]) -> dict[str, NDArray[Any]]:
 
 def read_keys(file: CommittedFile, place: str) -> list[SampleKey]:
     """The keys of a group with ``key_columns``."""
-    parts = [file.array(f"{place}/{name}").tolist() for name in KEY_COLUMNS]
+    parts = [file.read_array(f"{place}/{name}").tolist() for name in KEY_COLUMNS]
     return [SampleKey(*key) for key in zip(*parts, strict=True)]
 
 
@@ -91,10 +91,10 @@ def read_rollouts(file: CommittedFile) -> tuple[Rollout, ...]:
     """Read back from the group ``rollouts`` what ``rollout_columns`` was given."""
     keys = [replace(key, step=key.step - FIRST_STEP) for key in read_keys(file, "rollouts")]
     parts: dict[str, Any] = {
-        name: np.split(file.array(f"rollouts/{name}"), file.array(f"rollouts/{ends}"))
+        name: np.split(file.read_array(f"rollouts/{name}"), file.read_array(f"rollouts/{ends}"))
         for name, (ends, _) in _FLAT.items()
     }
-    scalars: dict[str, list[Any]] = {name: file.array(f"rollouts/{name}").tolist() for name in _SCALARS}
+    scalars: dict[str, list[Any]] = {name: file.read_array(f"rollouts/{name}").tolist() for name in _SCALARS}
     reasons = [FinishReason(reason) for reason in scalars.pop("finish_reason")]
     return tuple(
         Rollout(
@@ -117,7 +117,7 @@ def check_counts(file: CommittedFile, *further: str) -> None:
         if (count := file.size(f"rollouts/{name}")) != file.committed:
             raise ValueError(f"{count} entries of {name}, but {file.committed} rollouts were committed")
     for name, (ends, _) in _FLAT.items():
-        due = int(file.array(f"rollouts/{ends}")[-1]) if file.committed else 0
+        due = int(file.read_array(f"rollouts/{ends}")[-1]) if file.committed else 0
         if (count := file.size(f"rollouts/{name}")) != due:
             raise ValueError(f"{count} {name}, but {due} were committed")
 
@@ -212,12 +212,12 @@ def read_step(path: Path) -> StepRecord:
         return StepRecord(
             **_read_shared(file),
             rollouts=read_rollouts(file),
-            rewards=file.array("rollouts/rewards"),
-            advantages=file.array("rollouts/advantages"),
-            strategy_rounds=file.array("strategy/rounds"),
-            decisions=file.array("strategy/decisions"),
-            guarded_near_ties=int(file.number("guarded_near_ties")),
-            metrics=file.numbers("metrics"),
+            rewards=file.read_array("rollouts/rewards"),
+            advantages=file.read_array("rollouts/advantages"),
+            strategy_rounds=file.read_array("strategy/rounds"),
+            decisions=file.read_array("strategy/decisions"),
+            guarded_near_ties=int(file.read_number("guarded_near_ties")),
+            metrics=file.read_numbers("metrics"),
         )
 
 
@@ -230,27 +230,27 @@ def read_summary(path: Path) -> StepSummary:
     with CommittedFile(path, KIND) as file, file.raising_damaged_file():
         return StepSummary(
             **_read_shared(file),
-            response_lengths=np.diff(file.array("rollouts/response_ends"), prepend=0),
-            num_target_passes=file.array("rollouts/num_target_passes"),
-            finish_reasons=file.array("rollouts/finish_reason"),
+            response_lengths=np.diff(file.read_array("rollouts/response_ends"), prepend=0),
+            num_target_passes=file.read_array("rollouts/num_target_passes"),
+            finish_reasons=file.read_array("rollouts/finish_reason"),
         )
 
 
 def _read_shared(file: CommittedFile) -> dict[str, Any]:
     check_counts(file, *_JUDGED)
-    micro_steps = [file.array(f"micro_steps/{name}").tolist() for name in _MICRO_STEP_COLUMNS]
-    times = [file.array(f"phases/{name}").tolist() for name in ("start_seconds", "end_seconds")]
+    micro_steps = [file.read_array(f"micro_steps/{name}").tolist() for name in _MICRO_STEP_COLUMNS]
+    times = [file.read_array(f"phases/{name}").tolist() for name in ("start_seconds", "end_seconds")]
     return {
-        "step": int(file.number("step")) - FIRST_STEP,
-        **{name: int(file.number(name)) for name in ("rank", "num_ranks")},
-        "harvested_seconds": file.number("harvested_seconds"),
-        "timing": RolloutTiming(*(file.number(f"timing/{name}") for name in _TIMING)),
-        "refills": tuple(RolloutTiming(*row) for row in file.array("timing/refills").tolist()),
+        "step": int(file.read_number("step")) - FIRST_STEP,
+        **{name: int(file.read_number(name)) for name in ("rank", "num_ranks")},
+        "harvested_seconds": file.read_number("harvested_seconds"),
+        "timing": RolloutTiming(*(file.read_number(f"timing/{name}") for name in _TIMING)),
+        "refills": tuple(RolloutTiming(*row) for row in file.read_array("timing/refills").tolist()),
         "micro_steps": tuple(MicroStepRecord(*row) for row in zip(*micro_steps, strict=True)),
-        "strategy_names": file.texts("strategy/names"),
-        "strategy_tokens": file.array("strategy/tokens"),
-        "phases": tuple(map(PhaseSpan, file.texts("phases/names"), *times)),
-        "spans": EngineSpans(**{name: file.array(f"spans/{name}") for name in _SPAN_COLUMNS}),
+        "strategy_names": file.read_texts("strategy/names"),
+        "strategy_tokens": file.read_array("strategy/tokens"),
+        "phases": tuple(map(PhaseSpan, file.read_texts("phases/names"), *times)),
+        "spans": EngineSpans(**{name: file.read_array(f"spans/{name}") for name in _SPAN_COLUMNS}),
     }
 
 
@@ -318,7 +318,7 @@ def read_kept(path: Path) -> tuple[str, tuple[Rollout, ...]]:
     """
     with CommittedFile(path, KEPT_KIND) as file, file.raising_damaged_file():
         check_counts(file)
-        return file.text("origin"), read_rollouts(file)
+        return file.read_text("origin"), read_rollouts(file)
 
 
 # -- judged responses of an evaluation ---------------------------------------------------------------------------------
@@ -369,8 +369,8 @@ def read_responses(path: Path) -> list[JudgedResponse]:
         for name in (*KEY_COLUMNS, *_EVALUATED, "response_ends"):
             if (count := file.size(f"responses/{name}")) != file.committed:
                 raise ValueError(f"{count} entries of {name}, but {file.committed} were committed")
-        column = {name: file.array(f"responses/{name}").tolist() for name in _EVALUATED}
-        tokens = np.split(file.array("responses/response_tokens"), file.array("responses/response_ends"))
+        column = {name: file.read_array(f"responses/{name}").tolist() for name in _EVALUATED}
+        tokens = np.split(file.read_array("responses/response_tokens"), file.read_array("responses/response_ends"))
         return [
             JudgedResponse(
                 key=key,

@@ -119,7 +119,7 @@ class Watch:
         elif folder is None or self._looks_unwritten >= WRITER_LOOKS:
             self._end_alone(record, folder)
         else:
-            self._diagnose(record, folder)
+            self._check_stalled_and_end_job(record, folder)
         self._send_folder()
         if folder is not None:
             self._writer.run_if_idle(partial(self._write_and_read, folder, record, self._diagnosis))
@@ -144,7 +144,7 @@ class Watch:
                 return  # at the next look
         self._folder = folder
 
-    def _diagnose(self, record: Record, folder: Path) -> None:
+    def _check_stalled_and_end_job(self, record: Record, folder: Path) -> None:
         if self._diagnosis is None:
             self._diagnosis = Diagnosis(folder, self._member)
             self._written = None  # so that the others see at once that this rank has stalled

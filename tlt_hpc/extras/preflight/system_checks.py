@@ -145,7 +145,7 @@ def _write_and_read(folder: Path) -> None:
         with replacing(file, kind, 1) as root:
             put_array(root, "values", values)
         with CommittedFile(file, kind) as written:
-            if not np.array_equal(written.array("values"), values):
+            if not np.array_equal(written.read_array("values"), values):
                 raise OSError("what is read is not what was written")
 
 
