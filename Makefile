@@ -77,7 +77,7 @@ test: LESS := and not ci
 test-ci: AGAIN := --reruns 1 -r fER
 test test-ci: $(TESTED)
 	status=0; \
-	$(VENV)/bin/python -m pytest -n logical --maxprocesses 4 -m "not slow and not mpi and not slurm $(LESS)" --durations=10 || status=$$?; \
+	$(VENV)/bin/python -m pytest -n 3 -m "not slow and not mpi and not slurm $(LESS)" --durations=10 || status=$$?; \
 	$(VENV)/bin/python -m pytest -m "not slow and (mpi or slurm) $(LESS)" $(AGAIN) --durations=20 || status=$$?; \
 	exit $$status
 

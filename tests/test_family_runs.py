@@ -45,6 +45,7 @@ def metrics_of(folder: Path, step: int) -> dict[str, float]:
 
 
 @pytest.mark.mpi
+@pytest.mark.ci
 @pytest.mark.parametrize("family", ["qwen3_moe", pytest.param("gemma3_text", marks=pytest.mark.slow)])
 def test_a_run_resumes_bit_for_bit_and_does_not_depend_on_how_layers_are_shared(family, tmp_path):
     model = f"model.path={model_folder(family, tmp_path / 'model')}"

@@ -414,6 +414,7 @@ def two_steps_at_once_and_in_two_starts(folder: str, head: str) -> list[str]:
 
 
 @pytest.mark.mpi
+@pytest.mark.ci
 def test_a_run_with_a_head_resumes_is_evaluated_and_exported(tmp_path, monkeypatch):
     head = eagle3_with_all(tmp_path / "head")
     for whole, half, resumed in run_on_ranks(2, two_steps_at_once_and_in_two_starts, str(tmp_path), str(head)):
