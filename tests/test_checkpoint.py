@@ -24,10 +24,11 @@ import pytest
 import torch
 from fake_world import OneRank, ThreadWorld, on_threads
 from safetensors import safe_open
+from safetensors.torch import save_file
 
 from tlt_hpc.checkpoint import save as save_module
 from tlt_hpc.checkpoint import store as store_module
-from tlt_hpc.checkpoint.manifest import Checkpoint, CheckpointError, File, FlatRange, ListedFile, write_manifest
+from tlt_hpc.checkpoint.manifest import Checkpoint, CheckpointError, File, FlatRange, ListedFile, Placed, write_manifest
 from tlt_hpc.checkpoint.save import HostBuffer, Save
 from tlt_hpc.checkpoint.store import CheckpointStore
 from tlt_hpc.common import files
@@ -550,6 +551,16 @@ def test_a_checkpoint_of_another_version_is_neither_skipped_nor_called_damaged(s
     for read in (lambda: newest(store), lambda: store[0].open_step(6), lambda: store[0].list_steps_within(5, 7)):
         with pytest.raises(CheckpointError, match=r"step-000006 is of version '2', this program reads 3: use the"):
             read()
+
+
+@pytest.mark.parametrize("stored", [[torch.zeros(1)], [torch.zeros(2, 3, 1)], [torch.zeros(4), torch.zeros(1)]])
+def test_a_file_that_holds_another_shape_than_the_list_says_is_damaged(tmp_path, stored):
+    """Torch would broadcast one element into a parameter."""
+    stops, keys = ([6], ["w"]) if len(stored) == 1 else ([4, 6], ["w[0:4]", "w[4:6]"])
+    save_file(dict(zip(keys, stored, strict=True)), tmp_path / "a.safetensors")
+    placed = Placed(shape=(2, 3), files=[0] * len(stops), stops=stops)
+    with pytest.raises(CheckpointError, match=r"a\.safetensors has another 'w.*' than state\.json says"):
+        Checkpoint(tmp_path, 1, {}, ["a.safetensors"], {"p": {"w": placed}}).read("p", "w")
 
 
 def test_a_list_that_names_a_file_elsewhere_is_not_read():
