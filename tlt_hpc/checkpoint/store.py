@@ -5,8 +5,8 @@ It is written as ``step-000010.part`` and renamed when it is whole, so a folder 
 the disk has lost something.
 
 The main thread copies this rank's share to host memory (``begin``) and continues; a thread of each rank writes it
-(``save.py``). All ranks learn in ``advance`` what became of it, from each rank's ``report``: the main loop adds that to
-a collective that it has anyway.
+(``save.py``). All ranks learn in ``end_save_if_all_done`` what became of it, from each rank's ``report``: the main loop
+adds that to a collective that it has anyway.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class CheckpointStore:
 
     @property
     def is_saving(self) -> bool:
-        """True while a save is in progress, as of the last ``advance``; the same on all ranks."""
+        """True while a save is in progress, as of the last ``end_save_if_all_done``; the same on all ranks."""
         return self._save is not None
 
     def begin(self, step: int, world: World, shards: Mapping[str, Shard], state: Mapping[str, JSON]) -> None:
@@ -151,7 +151,7 @@ class CheckpointStore:
         """Collective. Wait until nothing is being saved.
 
         Raises:
-            CheckpointError: as ``advance``.
+            CheckpointError: as ``end_save_if_all_done``.
         """
         with BEAT.asking():
             while self._save is not None:
@@ -169,12 +169,12 @@ class CheckpointStore:
         self._is_abandoned = True
 
     def save(self, step: int, world: World, shards: Mapping[str, Shard], state: Mapping[str, JSON]) -> Path:
-        """Collective. ``begin`` and ``finish``; return the folder of the checkpoint.
+        """Collective. ``begin`` and ``wait_for_save``; return the folder of the checkpoint.
 
         An undamaged checkpoint of the step is left as it is: a run's state at a step is one and the same.
 
         Raises:
-            UserError: as ``begin`` and ``advance``.
+            UserError: as ``begin`` and ``end_save_if_all_done``.
         """
         self.wait_for_save(world)
         self.begin(step, world, shards, state)
@@ -211,7 +211,7 @@ class CheckpointStore:
         return None
 
     def list_steps_within(self, first: int, last: int) -> dict[int, Checkpoint]:
-        """Return the undamaged checkpoints of steps ``first`` to ``last``, by step; reads each as ``newest``."""
+        """Return the undamaged checkpoints of steps ``first`` to ``last``, by step; reads each as ``open_newest``."""
         steps = [(step, folder) for step, folder in list_checkpoints(self._folder) if first <= step <= last]
         return {step: found for step, folder in steps if (found := try_open(folder, step, "skipping"))}
 
@@ -231,7 +231,7 @@ class CheckpointStore:
                     raise CheckpointError(f"cannot remove {folder}: {error.strerror}; remove it by hand") from None
 
     def open_step(self, step: int) -> Checkpoint:
-        """Return the checkpoint of a step; reads as much as ``newest``.
+        """Return the checkpoint of a step; reads as much as ``open_newest``.
 
         Raises:
             CheckpointError: there is none, or it is not in good order.

@@ -48,7 +48,7 @@ def command_config(config: Config, options: argparse.Namespace) -> Config:
 
 
 def plan_command(config: Config, options: argparse.Namespace, num_ranks: int) -> str:
-    """The plan in words, after ``config_of``'s configuration has been held against the files that it names.
+    """The plan in words, after ``command_config``'s configuration has been held against the files that it names.
 
     Raises:
         ValueError: a file is missing or broken, or a limit is exceeded; nothing has been written.

@@ -54,7 +54,7 @@ def submit_jobs(
 
 
 def batch_script(folder: Path, parameters: Mapping[str, Any]) -> str:
-    """The text of the batch script of one job, as ``send`` submits it; nothing is written.
+    """The text of the batch script of one job, as ``submit_jobs`` submits it; nothing is written.
 
     Raises:
         UserError: there is no Slurm.

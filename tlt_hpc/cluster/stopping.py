@@ -8,7 +8,7 @@
 
    The most urgent request wins: a run that is saving because of ``Stop.TIME`` gives that up if SIGTERM follows.
 2. Vote. Ranks are not signalled at the same moment, so they agree: inside a rollout by the pulse (``Roster.stopping``
-   in mpi/roster.py), between steps by ``World.exchange`` and ``World.agree_to_stop`` (mpi/world.py).
+   in mpi/roster.py), between steps by ``World.allgather_with_stop_vote`` and ``World.agree_to_stop`` (mpi/world.py).
 3. Save. ``should_continue`` (run/saving.py) ends the loop of train.py; a rollout that was cut short has its finished
    responses written (``Keeper.write_new_responses`` in run/kept.py), and ``save_at_end`` writes a checkpoint as far as
    ``StopFlag.is_late`` leaves time.

@@ -255,7 +255,7 @@ def toml_of(text: str) -> dict[str, Any]:
 
 
 def has_remedy(error: OSError) -> bool:
-    """Return True if ``told`` has a remedy for an error: a path or its file system is the cause, not a program."""
+    """Return True if ``os_error_text`` has a remedy: a path or its file system is the cause, not a program."""
     return error.filename is not None and error.errno in _REMEDIES
 
 

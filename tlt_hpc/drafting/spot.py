@@ -206,7 +206,7 @@ class SpotTrainer:
         ``merge_report`` then says what it did. A block that fails leaves the drafter as it was.
 
         Raises:
-            UserError: as ``Merge.finish``.
+            UserError: as ``Merge.wait_and_assign_mean``.
         """
         merge = Merge(self.trained, sum(record.num_tokens for record in self.records), self._rank, world)
         is_at_once = sums_on_gpus()  # in milliseconds

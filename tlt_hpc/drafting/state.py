@@ -171,7 +171,8 @@ class TrainedDrafter:
 class WeightAverage:
     """Follows named weights (Polyak & Juditsky, 1992): their plain mean at first, later an exponential one.
 
-    ``span`` is about how many of the last ``take`` it reaches back over; with 1 it holds nothing and is the weights.
+    ``span`` is about how many of the last ``add_current_weights`` it reaches back over; with 1 it holds nothing and is
+    the weights.
     """
 
     def __init__(self, weights: Mapping[str, Tensor], span: int) -> None:
@@ -199,7 +200,7 @@ class WeightAverage:
                 mean.lerp_(self._weights[name], share)
 
     def means(self) -> Mapping[str, Tensor]:
-        """Return the mean by name: the tensors themselves, which the next ``take`` changes."""
+        """Return the mean by name: the tensors themselves, which the next ``add_current_weights`` changes."""
         return self._means if self._means and self.num_taken else self._weights
 
     def load(self, means: Mapping[str, Tensor], num_taken: int) -> None:

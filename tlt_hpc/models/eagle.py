@@ -35,7 +35,7 @@ class Eagle(Drafter):
 
     @property
     def served_ids(self) -> Tensor | None:
-        """The tokens [W] int64 of ``draft_among``; None: all."""
+        """The tokens [W] int64 of ``set_draft_vocabulary``; None: all."""
         return self._served_ids
 
     def set_draft_vocabulary(self, token_ids: Tensor) -> None:

@@ -106,7 +106,7 @@ class Scorer:
         """Responses judged while the rank did other things."""
         self.seconds_before_limit = 0.0
         self.seconds_waited = 0.0
-        """Spent in ``rewards`` on verdicts that were not there yet."""
+        """Spent in ``judge_and_wait_for_rewards`` on verdicts that were not there yet."""
         if judge.client:
             judge.client.forget()  # what a rollout that was cut short has left
 

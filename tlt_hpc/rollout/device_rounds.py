@@ -190,7 +190,10 @@ class DeviceRounds(HostRounds):
     def _take(
         self, responses: Sequence[Response], outcome: list[list[int]], log_probs: Tensor
     ) -> tuple[list[int], list[bool], list[int]]:
-        """Append what ``GraphRound.verify`` gave the rows, with log-probs [B, m]; returns as ``append`` does."""
+        """Append what ``GraphRound.verify_and_commit`` gave the rows, with log-probs [B, m].
+
+        Returns as ``append_accepted_tokens`` does.
+        """
         counts, ended, accepted, kept = list[int](), list[bool](), list[int](), list[tuple[int, int, int, int]]()
         for i, (response, row) in enumerate(zip(responses, outcome, strict=True)):
             count, num_accepted, flags = row[-NUM_FIGURES:]
@@ -231,7 +234,7 @@ class _Round:
     before: Tensor | None
     """Lengths before it, kept for the tie guard."""
     host_copies: tuple[PendingHostCopy, PendingHostCopy, PendingHostCopy | None]
-    """The outcome and log-probs of ``GraphRound.verify``, and the drafter's scores."""
+    """The outcome and log-probs of ``GraphRound.verify_and_commit``, and the drafter's scores."""
     watch: _Stopwatch
     since: _Stopwatch | None
     """Stopwatch of the round before, if the device had nothing else to do between them."""

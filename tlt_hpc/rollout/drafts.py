@@ -104,7 +104,7 @@ class Proposal:
 
 
 def join_proposals(first: Proposal | None, rows: Sequence[Sequence[int]], width: int, device: torch.device) -> Proposal:
-    """Drafts of the first rows, if any, and the chains ``rows`` of those after them, as ``tree.join``."""
+    """Drafts of the first rows, if any, and the chains ``rows`` of those after them (``join_trees_and_chains``)."""
     if first is None:
         return Proposal(join_trees_and_chains(None, rows, width, device))
     return replace(first, drafts=join_trees_and_chains(first.drafts, rows, width, device))

@@ -39,7 +39,7 @@ class WriteError(OSError):
 
 
 class RunFolder:
-    """The paths of one run below ``path``; creates nothing until ``create``."""
+    """The paths of one run below ``path``; creates nothing until ``make_missing_folders``."""
 
     def __init__(self, path: Path) -> None:
         self.path = Path(path)

@@ -159,15 +159,15 @@ class CommittedFile:
         return array
 
     def dataset(self, name: str) -> Dataset:
-        """An array that is read in parts; raises as ``array``."""
+        """An array that is read in parts; raises as ``read_array``."""
         return Dataset(self._open_array(name))
 
     def size(self, name: str) -> int:
-        """Length of an array's first axis; raises as ``array``."""
+        """Length of an array's first axis; raises as ``read_array``."""
         return int(self._open_array(name).shape[0])
 
     def read_texts(self, name: str) -> tuple[str, ...]:
-        """An array of names; raises as ``array``."""
+        """An array of names; raises as ``read_array``."""
         return tuple(bytes(text).decode() for text in self.read_array(name))
 
     def read_number(self, name: str) -> float:
@@ -179,11 +179,11 @@ class CommittedFile:
         return float(self._attribute(name))
 
     def read_text(self, name: str) -> str:
-        """An attribute that is a text; raises as ``number``."""
+        """An attribute that is a text; raises as ``read_number``."""
         return bytes(self._attribute(name)).decode()
 
     def read_numbers(self, place: str) -> dict[str, float]:
-        """All attributes of a group; raises as ``number``."""
+        """All attributes of a group; raises as ``read_number``."""
         group = self._group(place)
         found = (h5a.open(group, index=index) for index in range(h5a.get_num_attrs(group)))
         return {each.name.decode(): float(_read_attribute(each)) for each in found}
