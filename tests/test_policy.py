@@ -405,7 +405,8 @@ def figures_of_tokens(world: World, sharing: int) -> list[list[float]]:
 @pytest.mark.parametrize("sharing", [1, 2])
 def test_distances_from_the_reference_and_the_rollout_are_of_all_tokens_before_the_update(sharing: int) -> None:
     for found, wanted, mismatch, figures in run_on_ranks(2, figures_of_tokens, sharing):
-        assert found == pytest.approx(wanted, rel=1e-4, abs=1e-6) and max(map(abs, wanted)) > 0.5
+        # differences of two log-probs of up to ten, each rounded to about 1e-6
+        assert found == pytest.approx(wanted, rel=1e-4, abs=1e-5) and max(map(abs, wanted)) > 0.5
         assert mismatch == pytest.approx(figures, rel=1e-4)
 
 
